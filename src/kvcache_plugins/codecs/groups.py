@@ -39,12 +39,14 @@ from .quantization import (
     are_in_range,
     check_range,
     dequantize,
+    expand_groups,
     pack,
     packed_size,
     quantize,
     unpack,
 )
 from .rotation import rotate
+from .variance import cross_scales
 
 
 CHUNK_DIM = 2
@@ -59,6 +61,7 @@ TENSOR_NAMES = (
     "outlier_indices",
     "outlier_values",
     "outlier_offsets",
+    "cross_scale",
 )
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -83,6 +86,8 @@ class CompressedStates:
         head_dim (`int`): D.
         is_rotated (`bool`, *optional*, defaults to `False`): whether these are the states as `rotation.rotate` turns
             them, which a reader has to undo.
+        cross_scale (`torch.Tensor` of shape `[B, H, M, L, 1]` or `[B, H, M, tiles, D]`, float16, *optional*): factors
+            along the axis that is not the groups', of keys a token's, of values a tile's channel's.
     """
 
     codes: torch.Tensor
@@ -97,6 +102,7 @@ class CompressedStates:
     grouping: Grouping
     head_dim: int
     is_rotated: bool = False
+    cross_scale: torch.Tensor | None = None
 
     @property
     def num_chunks(self) -> int:
@@ -155,6 +161,10 @@ class CompressedStates:
             size = self.grouping.group_size
             groups = slice(None) if size is None else slice(tokens.start // size, tokens.stop // size)
         states = dequantize(codes, self.scale[:, :, chunks, groups], self.zero[:, :, chunks, groups], self.grouping)
+        if self.cross_scale is not None:
+            size = self.chunk_length // self.cross_scale.shape[3]
+            scale = self.cross_scale[:, :, chunks, tokens.start // size : tokens.stop // size]
+            states *= expand_groups(scale, _across(self.grouping), states.shape)
         if self.low_rank_a is not None and self.low_rank_b is not None:
             _add_low_rank(
                 states, self.low_rank_a[:, :, chunks], self.low_rank_b[:, :, chunks], tokens, self.chunk_length
@@ -171,6 +181,11 @@ class CompressedStates:
                 tokens,
             )
         return (rotate(states) if self.is_rotated else states).flatten(2, 3)
+
+
+def _across(grouping: Grouping) -> Grouping:
+    """The other axis: all of a token's channels, or a channel of all tokens of a tile."""
+    return Grouping("token" if grouping.axis == "channel" else "channel", None)
 
 
 def tile_slices(keys: CompressedStates, length: int) -> Iterator[tuple[slice, slice, int, int]]:
@@ -237,6 +252,8 @@ class SideCodec:
         is_rotated (`bool`, *optional*, defaults to `False`): whether states are rotated before they are quantized.
         spreads_errors (`bool`, *optional*, defaults to `False`): whether tokens of a chunk that would all be
             rounded to the same side are not, see `quantize`; a token's codes then depend on the others.
+        tile_length (`int`, *optional*): tokens whose variances, and those of their channels, are normalized together;
+            see `variance`. Groups of keys are as long, and those of values are whole tokens of a head.
     """
 
     side: str
@@ -250,6 +267,7 @@ class SideCodec:
     recent_ratio: float = 1.0
     is_rotated: bool = False
     spreads_errors: bool = False
+    tile_length: int | None = None
 
     def layout(self, batch_size: int, num_heads: int, num_chunks: int, length: int, sizes: ChunkSizes) -> Layout:
         """Describes everything stored of chunks of `length` tokens: name, shape and dtype of each tensor."""
@@ -262,6 +280,9 @@ class SideCodec:
             scale = (*dims, length, head_dim // grouping.group_size)
         found: Layout = {"codes": ((*dims, length, packed_size(head_dim, self.nbits)), torch.uint8)}
         found |= dict.fromkeys(("scale", "zero"), (scale, STORAGE_DTYPE))
+        if self.tile_length is not None:
+            shape = (length, 1) if grouping.axis == "channel" else (length // self.tile_length, head_dim)
+            found["cross_scale"] = (*dims, *shape), STORAGE_DTYPE
         if sizes.rank:
             found["low_rank_a"] = (*dims, sizes.covered, sizes.rank), STORAGE_DTYPE
             found["low_rank_b"] = (*dims, head_dim, sizes.rank), STORAGE_DTYPE
@@ -326,10 +347,17 @@ class SideCodec:
         outliers = select(states, valid, self.sparsity)
         if outliers is not None:
             keep = outliers.keep
+        tensors: dict[str, torch.Tensor] = {}
+        if self.tile_length is not None:
+            tiles, of_tokens = states.unflatten(3, (-1, self.tile_length)), self.grouping.axis == "channel"
+            kept = None if keep is None else keep.expand(*states.shape[:4], 1).unflatten(3, (-1, self.tile_length))
+            scales = cross_scales(tiles, kept, of_tokens=of_tokens).to(STORAGE_DTYPE).flatten(3, 4)
+            tensors["cross_scale"] = scales
+            states = states / expand_groups(scales.float(), _across(self.grouping), states.shape)
         # A low rank has what errors share
         spread_errors = self.spreads_errors and not rank
         codes, scale, zero = quantize(states, keep, self.nbits, self.grouping, spread_errors=spread_errors)
-        tensors = {"codes": pack(codes, self.nbits), "scale": scale, "zero": zero}
+        tensors |= {"codes": pack(codes, self.nbits), "scale": scale, "zero": zero}
         if rank or outliers is not None:
             missing = states - dequantize(codes, scale, zero, self.grouping)
             if rank:
@@ -524,6 +552,9 @@ def keep_tokens(states: CompressedStates, length: int) -> CompressedStates:
     elif states.grouping.group_size is not None:
         groups = length // states.grouping.group_size
         tensors |= {name: getattr(states, name)[:, :, :, :groups] for name in ("scale", "zero")}
+    if states.cross_scale is not None:
+        size = states.chunk_length // states.cross_scale.shape[3]
+        tensors["cross_scale"] = states.cross_scale[:, :, :, : length // size]
     if states.low_rank_a is not None:
         first = states.chunk_length - states.low_rank_a.shape[3]
         tensors["low_rank_a"] = states.low_rank_a[:, :, :, : max(length - first, 0)]

@@ -68,5 +68,13 @@ for _nbits in (4, 2):
         f"kivi-{_nbits}bit": ({**_bits, "backbone": "kivi", **_PLAIN}, "KIVI's grouping alone"),
         f"per-token-{_nbits}bit": ({**_bits, "backbone": "per-token", **_PLAIN}, "Per-token grouping alone (FlexGen)"),
     }
+for _key_nbits, _value_nbits in ((4, 4), (4, 3), (4, 2), (2, 2)):
+    _PRESETS[f"kvarn-k{_key_nbits}v{_value_nbits}"] = (
+        {
+            **{"backbone": "kvarn", "key_nbits": _key_nbits, "value_nbits": _value_nbits, **_PLAIN},
+            **{"q_group_size": 128, "residual_length": 128},
+        },
+        f"KVarN: rotated, variances of tiles normalized, keys in {_key_nbits} bits, values in {_value_nbits}",
+    )
 for _name, (_options, _summary) in _PRESETS.items():
     register_cache(_name, _CACHE, check=_CHECK, summary=_summary, **_options)

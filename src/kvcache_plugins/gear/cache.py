@@ -75,7 +75,9 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             energy: its other options are `nbits`, `key_nbits`, `value_nbits`, `residual_length` (5 by default),
             `num_sink_tokens` (4), `quantizer`, `sliding`, `recent_length`, `recent_nbits` and `calibration`. The
             others say how values are grouped for quantization: `"kcvt"` (keys per channel, values per token), `"kivi"`
-            (the same in groups of `q_group_size`) or `"per-token"` (both per token, in groups). Defaults to
+            (the same in groups of `q_group_size`), `"per-token"` (both per token, in groups) or `"kvarn"`
+            ([KVarN](https://huggingface.co/papers/2606.03458): both rotated, and variances of tokens and channels
+            normalized in tiles of `q_group_size` tokens, without `rank` and `sparsity`). Defaults to
             `"transform"` if no option is given but those of both, which are `residual_length`, `num_sink_tokens` and
             `sliding`; else to `"kcvt"` at 4 bits and more and to `"kivi"` below.
         q_group_size (`int`, *optional*):

@@ -10,7 +10,7 @@ from kvcache_plugins.option_checks import check_bool, check_choice, check_intege
 from kvcache_plugins.reports.memory import StatValue
 
 
-BACKBONES = ("kcvt", "kivi", "per-token")
+BACKBONES = ("kcvt", "kivi", "per-token", "kvarn")
 # What is done with layers whose attention has a window
 SLIDING = ("auto", "compressed", "dense")
 _DEFAULT_GROUP_SIZE = 64
@@ -87,10 +87,16 @@ class GEARConfig:
         group_size = self.q_group_size
         check_integer("q_group_size", group_size, 1, is_optional=True)
         check_number("low_rank_recent_ratio", self.low_rank_recent_ratio, above=0.0, most=1.0)
-        if self.key.backbone == "kivi" and group_size is not None and self.residual_length % group_size != 0:
+        if "kvarn" in (self.key.backbone, self.value.backbone):
+            if self.key.backbone != self.value.backbone:
+                raise ValueError("`key_backbone` and `value_backbone` have both to be `kvarn`, or none of them")
+            if any(side.rank or side.decode_rank or side.sparsity for side in (self.key, self.value)):
+                raise ValueError("`rank` and `sparsity` have to be 0 with the `kvarn` backbone, which has neither")
+        if self.has_tiles and group_size is not None and self.residual_length % group_size != 0:
             raise ValueError(
-                f"`q_group_size` has to divide `residual_length` ({self.residual_length}) when keys use the `kivi` "
-                f"backbone, but got {group_size}; accepted: the divisors of {self.residual_length}"
+                f"`q_group_size` has to divide `residual_length` ({self.residual_length}) when keys use the "
+                f"`{self.key.backbone}` backbone, but got {group_size}; accepted: the divisors of "
+                f"{self.residual_length}"
             )
         for side in (self.key, self.value):
             limits = (("rank", side.rank, self.token_group), ("decode_rank", side.decode_rank, self.residual_length))
@@ -136,7 +142,7 @@ class GEARConfig:
 
     @property
     def token_group(self) -> int:
-        """Tokens that share a scale in `kivi` keys."""
+        """Tokens that share a scale in `kivi` keys, or a tile of `kvarn`."""
         return self.q_group_size or largest_divisor(self.residual_length, _DEFAULT_GROUP_SIZE)
 
     @property
@@ -146,8 +152,12 @@ class GEARConfig:
 
     def packing(self) -> GroupPacking:
         """Makes the packing of a layer."""
-        is_in_groups = self.key.backbone == "kivi"
-        return GroupPacking(self.codec, self.residual_length, self.num_sink_tokens, self.token_group, is_in_groups)
+        return GroupPacking(self.codec, self.residual_length, self.num_sink_tokens, self.token_group, self.has_tiles)
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether keys are quantized in groups of tokens."""
+        return self.key.backbone in ("kivi", "kvarn")
 
     def channel_group(self, head_dim: int) -> int:
         """Channels that share a scale where groups lie along channels."""
@@ -156,9 +166,11 @@ class GEARConfig:
     def key_grouping(self, head_dim: int) -> Grouping:
         if self.key.backbone == "per-token":
             return Grouping("token", self.channel_group(head_dim))
-        return Grouping("channel", self.token_group if self.key.backbone == "kivi" else None)
+        return Grouping("channel", self.token_group if self.has_tiles else None)
 
     def value_grouping(self, head_dim: int) -> Grouping:
+        if self.value.backbone == "kvarn":
+            return Grouping("token", head_dim)
         return Grouping("token", None if self.value.backbone == "kcvt" else self.channel_group(head_dim))
 
     def codec(self, key_head_dim: int, value_head_dim: int) -> GroupCodec:
@@ -198,9 +210,10 @@ class GEARConfig:
             decode_rank=side.decode_rank,
             num_iterations=self.num_iterations,
             recent_ratio=self.low_rank_recent_ratio,
-            is_rotated=is_rotated,
+            is_rotated=is_rotated or side.backbone == "kvarn",
             # Keys turn with their positions, so they share no errors
-            spreads_errors=side.side == "value",
+            spreads_errors=side.side == "value" and side.backbone != "kvarn",
+            tile_length=self.token_group if side.backbone == "kvarn" else None,
         )
 
 

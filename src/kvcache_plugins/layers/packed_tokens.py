@@ -44,6 +44,7 @@ _PART_NAMES = {
     "codes": "codes",
     "scale": "scales",
     "zero": "scales",
+    "cross_scale": "scales",
     "low_rank_a": "low_rank",
     "low_rank_b": "low_rank",
     "outlier_indices": "outliers",

@@ -277,4 +277,5 @@ class GroupPacking(Packing):
         return GroupBlock(*states, start=start, num_chunks=0, length=0)
 
     def choose(self, codec: GroupCodec, query: torch.Tensor) -> tuple[str, bool]:
-        return choose_kernel(query, MAX_NUM_COMPILED_QUERIES)
+        # Factors across groups have no kernels
+        return ("torch", False) if codec.keys.tile_length else choose_kernel(query, MAX_NUM_COMPILED_QUERIES)

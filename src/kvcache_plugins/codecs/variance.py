@@ -1,0 +1,60 @@
+"""Variance normalization of KVarN: scales that even out the standard deviations of a tile's tokens and channels.
+
+    tile `[G, D]` = tokens' scales `[G, 1]` * channels' scales `[1, D]` * what is quantized
+
+One axis of scales is that of the quantizer's groups, and is lost in these groups' own scales: `cross_scales` finds the
+other. Constants, the order of passes and the choice among them are those of the authors' implementation
+(vllm-project/vllm#46812), with the paper's 16 rounds.
+"""
+
+import torch
+
+
+_NUM_ROUNDS = 16
+_LEAST_STD, _MOST_STD = 1e-3, 1e3
+_LEAST_LOG, _MOST_LOG = -0.3, 10.0
+_TINY = 1e-8
+
+
+def cross_scales(tiles: torch.Tensor, keep: torch.Tensor | None, *, of_tokens: bool) -> torch.Tensor:
+    """
+    Finds the scales of one axis: of tokens for keys, of channels for values. Passes normalize this axis and the other
+    in turns; what counts is the round that leaves standard deviations least unlike, which may be none.
+
+    Args:
+        tiles (`torch.Tensor` of shape `[..., G, D]`, float32): rotated states, zeros where they are not kept.
+        keep (`torch.Tensor` of shape `[..., G, 1]`, bool, *optional*): tokens that count; all by default.
+        of_tokens (`bool`): whether scales of tokens `[..., G, 1]` are wanted, or of channels `[..., 1, D]`.
+    """
+    number = None if keep is None else keep.sum(dim=-2, keepdim=True)
+
+    def deviation(states: torch.Tensor, dim: int) -> torch.Tensor:
+        if dim == -1 or keep is None or number is None:
+            return states.std(dim=dim, keepdim=True)
+        mean = states.sum(dim=-2, keepdim=True) / number.clamp(min=1)
+        squares = torch.where(keep, states - mean, 0).square().sum(dim=-2, keepdim=True)
+        return (squares / (number - 1).clamp(min=1)).sqrt()
+
+    def imbalance(states: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor | float = 0.0
+        for dim in (-2, -1):
+            most = least = deviation(states, dim)
+            if dim == -1 and keep is not None:
+                most, least = torch.where(keep, most, -torch.inf), torch.where(keep, least, torch.inf)
+            total = total + most.amax(dim=(-2, -1)) / least.amin(dim=(-2, -1)).clamp(min=_TINY)
+        assert isinstance(total, torch.Tensor)
+        return total[..., None, None]
+
+    dims = (-1, -2) if of_tokens else (-2, -1)
+    balanced, best = tiles, imbalance(tiles)
+    logs = [torch.zeros_like(tiles.sum(dim=dim, keepdim=True)) for dim in dims]
+    chosen = logs[0].exp()
+    for _ in range(_NUM_ROUNDS):
+        for axis, dim in enumerate(dims):
+            step = deviation(balanced, dim).clamp(_LEAST_STD, _MOST_STD).log()
+            logs[axis] = (logs[axis] + step).clamp(_LEAST_LOG, _MOST_LOG)
+            balanced = tiles / logs[0].exp() / logs[1].exp()
+        found = imbalance(balanced)
+        is_better = found <= best
+        chosen, best = torch.where(is_better, logs[0].exp(), chosen), torch.where(is_better, found, best)
+    return chosen
