@@ -7,7 +7,7 @@ from pathlib import Path
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("src", "triton_kernels", "eval", "tests", "docs", "notebooks")
-MAX_FILE_LINES = 800
+MAX_FILE_LINES = 830
 MAX_FUNCTION_LINES = 120
 # Of functions that `triton.jit` compiles
 MAX_KERNEL_LINES = 200

@@ -63,7 +63,7 @@ def test_tiles_are_those_of_the_published_steps(name: str) -> None:
             at = tuple(place.tolist())
             expected = published(wanted[at], nbits, side)
             error = (expected - wanted[at]).norm()
-            # A number at the border of two codes may have the other one: of one number in 200 that is .25 of all errors
+            # At the border of two codes a number may have the other one: of one in 200 that is .25 of all errors
             assert (found[at] - expected).norm() < 0.25 * error
             assert float((found[at] - wanted[at]).norm()) == pytest.approx(float(error), rel=0.005)
 

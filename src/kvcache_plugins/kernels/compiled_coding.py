@@ -229,7 +229,11 @@ class _CodingSide:
     __slots__ = ("address", "call", "kind", "most", "rows", "table")
 
     def __init__(self, table: RowTable):
-        self.table, self.call = table, None
+        self.table = table
+        self.kind: tuple[object, ...] = ()
+        self.call: Structure | None = None
+        self.rows: torch.Tensor | None = None
+        self.most = self.address = 0
 
     def append(
         self, states: torch.Tensor, rows: torch.Tensor, length: int, positions: Positions, limit: float
@@ -244,11 +248,9 @@ class _CodingSide:
             self.call = code("encode_rows", numbers, rows, positions, table.rope, table, limit=limit, is_run=False)
         call, strides = self.call, numbers.stride()
         if rows is not self.rows:
-            call.rows, call.capacity = (
-                check("rows", rows, call.arrays["rows"], {**call.given, "capacity": rows.shape[2]}),
-                rows.shape[2],
-            )
-            self.rows, self.address = rows, call.rows
+            capacity = call.capacity = rows.shape[2]
+            self.address = check("rows", rows, call.arrays["rows"], {**call.given, "capacity": capacity})
+            self.rows = rows
         if not 0 <= length <= rows.shape[2] - count or strides[3] != 1 or not numbers.is_cpu or count > TILE:
             raise ValueError(
                 f"{count} tokens of {numbers.device}, strides {strides}, behind {length} of {rows.shape[2]} rows"

@@ -325,7 +325,7 @@ class PackedTokens:
         has_room = newest.length + count <= most_recent if newest.is_recent else not most_recent
         return newest if has_room else None
 
-    def add_recent(self, block: RowBlock, most: int) -> RowBlock | None:
+    def add_recent(self, block: RowBlock, most: int) -> Block | None:
         """Adds newest tokens in finer rows, at most `most` with others; returns the block that they joined."""
         block.is_recent = True
         if not self.has_recent:
