@@ -10,6 +10,7 @@ from kvcache_plugins import GEARCache, create_cache, measure_memory
 
 
 OPTIONS = {"nbits": 2, "residual_length": 32, "q_group_size": 16}
+NUM_DECODED = 111
 
 
 def tokens(length, seed):
@@ -30,13 +31,17 @@ def logits_of(model, cache, continuation):
     return torch.cat(steps, dim=1)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3-hybrid"])
-def test_forks_go_on_as_copies_do(tiny_model, architecture):
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [("llama", OPTIONS), ("gemma3-hybrid", OPTIONS), ("llama", {})],
+    ids=["groups", "hybrid", "rows"],
+)
+def test_forks_go_on_as_copies_do(tiny_model, architecture, options):
     model = tiny_model(architecture)
-    cache = GEARCache(model.config, **OPTIONS)
+    cache = GEARCache(model.config, **options)
     fill(model, cache)
-    # Into a chunk, so that there are decode chunks and a buffer to be shared or not
-    logits_of(model, cache, tokens(47, 1))
+    # Into a chunk, so that there are a buffer and decoded blocks with room for more, to be shared or not
+    logits_of(model, cache, tokens(NUM_DECODED, 1))
     alone = [copy.deepcopy(cache) for _ in range(3)]
     forks = cache.fork(3)
     continuations = [tokens(50, seed) for seed in (2, 3, 4)]
@@ -48,9 +53,9 @@ def test_forks_go_on_as_copies_do(tiny_model, architecture):
     for logits, single, continuation in zip(zip(*steps, strict=True), alone, continuations, strict=True):
         expected = logits_of(model, single, continuation)
         torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-4, atol=1e-4)
-    assert [fork.get_seq_length() for fork in forks] == [130 + 47 + 50] * 3
+    assert [fork.get_seq_length() for fork in forks] == [130 + NUM_DECODED + 50] * 3
     # The one that was forked has seen nothing of it, and goes on too
-    assert cache.get_seq_length() == 130 + 47
+    assert cache.get_seq_length() == 130 + NUM_DECODED
     again = copy.deepcopy(cache)
     expected = logits_of(model, again, continuations[0])
     torch.testing.assert_close(logits_of(model, cache, continuations[0]), expected)

@@ -6,7 +6,7 @@ import torch
 from kvcache_plugins.codecs.quantization import pack
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.scoring import ScoringCodes, ScoringColumns
-from kvcache_plugins.infinigen.selection import select_tokens
+from kvcache_plugins.infinigen.selection import always_attended, select_tokens
 
 
 NOTHING = torch.empty(1, 1, 1, 0)
@@ -80,6 +80,12 @@ def test_a_mass_is_reached_within_the_cap_or_said_to_be_short(mass: float, ratio
         assert abs(count - len(wanted)) <= (mass == 1.0)
         assert found.slots[item, head, :count].tolist() == order[:count]
         assert bool(found.is_short[item, head]) is (reached < mass - 1e-5)
+
+
+def test_first_and_newest_of_what_is_attended_to_are_always_fetched() -> None:
+    columns = torch.tensor([[0, 1, 1, 0, 1, 1, 1, 1, 0]]).bool()
+    found = always_attended(columns, InfiniGenConfig(sink=2, recent=3))
+    assert found.nonzero()[:, 1].tolist() == [1, 2, 5, 6, 7]
 
 
 def test_group_of_heads_shares_by_average_weight() -> None:

@@ -281,8 +281,8 @@ class SideCodec:
         found: Layout = {"codes": ((*dims, length, packed_size(head_dim, self.nbits)), torch.uint8)}
         found |= dict.fromkeys(("scale", "zero"), (scale, STORAGE_DTYPE))
         if self.tile_length is not None:
-            shape = (length, 1) if grouping.axis == "channel" else (length // self.tile_length, head_dim)
-            found["cross_scale"] = (*dims, *shape), STORAGE_DTYPE
+            across = (length, 1) if grouping.axis == "channel" else (length // self.tile_length, head_dim)
+            found["cross_scale"] = (*dims, *across), STORAGE_DTYPE
         if sizes.rank:
             found["low_rank_a"] = (*dims, sizes.covered, sizes.rank), STORAGE_DTYPE
             found["low_rank_b"] = (*dims, head_dim, sizes.rank), STORAGE_DTYPE
@@ -335,8 +335,8 @@ class SideCodec:
             num_real = None if valid is None else int(valid.sum(dim=2).max())
             sizes = self.sizes(num_heads, length, num_real, is_prompt=is_prompt)
             layout = self.layout(batch_size, num_heads, num_chunks, length, sizes)
-            tensors = {name: states.new_empty(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
-            return self.wrap(tensors), torch.ones((), dtype=torch.bool)
+            blank = {name: states.new_empty(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
+            return self.wrap(blank), torch.ones((), dtype=torch.bool)
         states = rotate(states) if self.is_rotated else states.float()
         rank = self.rank if is_prompt else self.decode_rank
         keep = None

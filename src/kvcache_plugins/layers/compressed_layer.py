@@ -782,9 +782,8 @@ class CompressedLayer(PromptLayer):
         self._add_newest_queries()
         batch_size, num_heads, _, key_head_dim = self.states_shape("keys")
         pending, buffer = self._pending_sequences, self.buffer
-        held = [
-            BlockState(each.start, each.length, *each.stored(), each.is_recent) for each in self.blocks if each.length
-        ]
+        stored = [(each, *each.stored()) for each in self.blocks if each.length]
+        held = [BlockState(each.start, each.length, keys, values, each.is_recent) for each, keys, values in stored]
         return LayerState(
             dtype=self.dtype,
             batch_size=batch_size,
