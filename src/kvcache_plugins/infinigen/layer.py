@@ -205,7 +205,7 @@ class InfiniGenLayer(PromptLayer):
             or self._num_new != 1
             or torch.compiler.is_dynamo_compiling()
             or torch.is_grad_enabled()
-            or not call.takes(key_states, value_states)
+            or call.accept(key_states, value_states) is None
         ):
             return super().update(key_states, value_states)
         window.left, window.length = (key_states, value_states), window.length + 1

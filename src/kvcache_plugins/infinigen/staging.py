@@ -145,7 +145,7 @@ class Staging:
 
 
 class Prefetcher:
-    """What fetches rows to a GPU, for all layers and caches there: see `prefetcher_of`."""
+    """Fetches rows to a device, for all layers and caches there: see `prefetcher_of`."""
 
     def __init__(self, device: torch.device):
         self.device = device

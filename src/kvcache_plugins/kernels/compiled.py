@@ -286,7 +286,29 @@ class AttentionCall:
         return _angles_at(layout, first[:, None] + torch.arange(count) * _ANCHOR_TOKENS).contiguous()
 
 
-class PreparedCall:
+class TokenWriter:
+    """Calls that write the newest token behind the others, if it is of the shapes and dtype that they are made for."""
+
+    _newest_shapes: tuple[torch.Size, torch.Size]
+    _exact_dtype: torch.dtype
+    _accepted: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def accept(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Checks key and value `[B, H, 1, D or E]` of a token that `attend` is to write; `None` if it cannot."""
+        if (
+            (key.shape, value.shape) == self._newest_shapes
+            and key.dtype is value.dtype is self._exact_dtype
+            and key.is_contiguous()
+            and value.is_contiguous()
+            and key.is_cpu
+            and value.is_cpu
+        ):
+            self._accepted = key, value
+            return self._accepted
+        return None
+
+
+class PreparedCall(TokenWriter):
     """
     A call for queries of one shape and dtype, over parts of which only the last, exact one may grow.
 
@@ -317,7 +339,7 @@ class PreparedCall:
         self._call.tasks.count = units * runs
         self._kernel, self._address = function("attend"), self._call.address
         # Written as numbers, in a third of the time that fields of structures take
-        self._numbers, self._last = _as_numbers(self._call), _as_numbers(parts[-1])
+        self._numbers, self._last = as_numbers(self._call), as_numbers(parts[-1])
         self._running = min(self._threads, units * runs)
         self._result_shape = query.shape[0], query.shape[1], call.num_queries, sizes["value_dim"]
         self._is_like_query = self._result_shape == query.shape
@@ -326,17 +348,16 @@ class PreparedCall:
             self._call.partial = self._partial.data_ptr()
         # Behind them there is only the exact part that grows
         self._rows = call.rows if len(parts) > 1 and parts[-2].kind in _ROW_KINDS else None
-        self._rows_part = _as_numbers(parts[-2]) if self._rows is not None else None
+        self._rows_part = as_numbers(parts[-2]) if self._rows is not None else None
         self._grown: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if call.exact is not None:
             stored, exact = call.exact
-            self._exact = _as_numbers(stored)
+            self._exact = as_numbers(stored)
             self._kind = kind_of_tokens(exact.keys), kind_of_tokens(exact.values)
             self._storage: tuple[torch.Tensor, torch.Tensor] | None = None
             self._capacity, self._exact_dtype = 0, exact.keys.dtype
             one = sizes["batch"], sizes["heads"], 1
             self._newest_shapes = torch.Size((*one, sizes["key_dim"])), torch.Size((*one, sizes["value_dim"]))
-            self._accepted: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> bool:
         """
@@ -360,20 +381,6 @@ class PreparedCall:
         self._grown = keys, values
         part[_LENGTH] = length
         return True
-
-    def accept(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Checks key and value `[B, H, 1, D or E]` of a token that `attend` is to write; `None` if it cannot."""
-        if (
-            (key.shape, value.shape) == self._newest_shapes
-            and key.dtype is value.dtype is self._exact_dtype
-            and key.is_contiguous()
-            and value.is_contiguous()
-            and key.is_cpu
-            and value.is_cpu
-        ):
-            self._accepted = key, value
-            return self._accepted
-        return None
 
     def attend(
         self,
@@ -442,7 +449,8 @@ class PreparedCall:
         return result
 
 
-def _as_numbers(structure: ctypes.Structure) -> "memoryview[int]":
+def as_numbers(structure: ctypes.Structure) -> "memoryview[int]":
+    """Shows a structure as words of 64 bits, which are written in a third of the time that its fields take."""
     return memoryview(structure).cast("B").cast("q")
 
 

@@ -20,7 +20,7 @@ from kvcache_plugins.codecs.parts import RowTokens, SinkStates
 from kvcache_plugins.codecs.quantization import packed_size
 from kvcache_plugins.files.mapped_files import address_of_advise
 
-from .compiled import AttentionCall, angles_by_tile, kind_of_tokens
+from .compiled import AttentionCall, TokenWriter, angles_by_tile, as_numbers, kind_of_tokens
 from .library import find_threads, function, num_threads, run
 from .structs import KINDS, MOST_CHANNELS, ROWS, STRUCTURES, TILE, Structure, make
 
@@ -159,7 +159,7 @@ def choose_heaviest(
     return slots, count
 
 
-class ChoosingCall:
+class ChoosingCall(TokenWriter):
     """
     A step over tokens that stay what they are, described once: scores of their codes, the choice, and attention over
     what was chosen and a window that grows. What does not change is checked here, and only addresses of queries,
@@ -197,8 +197,9 @@ class ChoosingCall:
                 f"`pages` of {pages[0].dtype} and a window of {[kind_of_tokens(each) for each in window]}"
             )
         self._shape, self._value_dim, self._length, self._units = query.shape, value_dim, length, units
-        self._dtype, self._kind = dtype, own
-        self._tokens = tuple(torch.Size((*query.shape[:2], 1, states.shape[3])) for states in window)
+        self._exact_dtype, self._kind = dtype, own
+        one = *query.shape[:2], 1
+        self._newest_shapes = torch.Size((*one, query.shape[3])), torch.Size((*one, value_dim))
         self._storage: tuple[torch.Tensor, torch.Tensor] | None = None
         self._capacity, self._scale, self._origin = 0, scale, _threads_now()
         self._threads = num_threads()
@@ -226,7 +227,7 @@ class ChoosingCall:
             for name, call in zip(names, (scores, choice, rows), strict=True)
         ]
         self._alive = scores, choice, rows
-        self._scores, self._choice, self._rows = (memoryview(call).cast("B").cast("q") for call in self._alive)
+        self._scores, self._choice, self._rows = map(as_numbers, self._alive)
         self._choice_floats = memoryview(choice).cast("B").cast("d")
         # Of a step before
         self.num_chosen = 0
@@ -236,17 +237,6 @@ class ChoosingCall:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
-
-    def takes(self, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Tells whether `attend` can write key and value `[B, H, 1, D or E]` of a token into the window."""
-        return (
-            (key.shape, value.shape) == self._tokens
-            and key.dtype is value.dtype is self._dtype
-            and key.is_contiguous()
-            and value.is_contiguous()
-            and key.is_cpu
-            and value.is_cpu
-        )
 
     def attend(
         self,
@@ -266,7 +256,7 @@ class ChoosingCall:
             window (two `torch.Tensor` of shape `[B, H, at least W, D or E]`): the window's storage now.
             length (`int`): W, its tokens in use, with the newest.
             newest (two `torch.Tensor` of shape `[B, H, 1, D or E]`, *optional*): the last of them, if it is to be
-                written there, as `takes` took it.
+                written there, as `accept` returned it.
             bounds (`ChoiceBounds`): what is chosen.
 
         Returns:
@@ -288,7 +278,7 @@ class ChoosingCall:
             return None
         if window is not self._storage:
             self._take_window(window)
-        if not 0 <= length <= self._capacity or (newest is not None and not (length and self.takes(*newest))):
+        if not 0 <= length <= self._capacity or (newest is not None and (not length or self.accept(*newest) is None)):
             raise ValueError(f"{length} tokens in use of {self._capacity}, or a newest one of another kind")
         own = query if query.dtype is torch.float32 and query.is_contiguous() else query.float().contiguous()
         result = own.new_empty((*shape[:3], self._value_dim))
@@ -333,7 +323,7 @@ class ChoosingCall:
             raise ValueError(f"the window has to be {self._kind} on the CPU, as when the call was made, not {found}")
         for structure in self._alive[1:]:
             own = structure.window
-            own.kind, own.keys, own.values = KINDS[self._dtype], keys.data_ptr(), values.data_ptr()
+            own.kind, own.keys, own.values = KINDS[self._exact_dtype], keys.data_ptr(), values.data_ptr()
             for strides, states in ((own.key_strides, keys), (own.value_strides, values)):
                 strides[0], strides[1] = (stride * states.element_size() for stride in states.stride()[:2])
         self._storage, self._capacity = window, keys.shape[2]

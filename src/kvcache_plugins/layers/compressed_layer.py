@@ -425,11 +425,9 @@ class CompressedLayer(PromptLayer):
 
     def _age(self, count: int) -> None:
         """Codes the first `count` recent tokens anew, as all older ones are."""
-
-        def coded_anew(recent: RowBlock, count: int) -> RowBlock:
-            return recent.coded_anew(count, self._codec_of(recent), self.codec, self.padding, self.dtype)
-
-        self.packed.age(count, coded_anew, self._most_rows)
+        recent = self.packed.newest
+        older = recent.coded_anew(count, self._codec_of(recent), self.codec, self.padding, self.dtype)
+        self.packed.age(older, self._most_rows)
         self._prepared = None
 
     def end_recent(self) -> None:

@@ -339,24 +339,22 @@ class PackedTokens:
             self.is_open = True
         return self.add(block, most, is_joining=True)
 
-    def age(self, count: int, coded_anew: Callable[[RowBlock, int], RowBlock], most: int | None) -> None:
+    def age(self, block: RowBlock, most: int | None) -> None:
         """
-        Has the first `count` recent tokens be like all older ones.
+        Replaces the first recent tokens by a block of the same, coded as all older ones are.
 
         Args:
-            count (`int`): how many.
-            coded_anew (`Callable`): codes the first tokens of the recent block as older ones are.
+            block (`RowBlock`): the tokens.
             most (`int`, *optional*): as of `add`.
         """
         recent = self.blocks[-1]
-        block = coded_anew(recent, count)
         if self.is_older_open and len(self.blocks) > 1:
             self.blocks[-2].append(block, most)
         else:
             self.blocks.insert(-1, block)
             self.is_older_open = True
-        if count < recent.length:
-            recent.drop_first(count)
+        if block.length < recent.length:
+            recent.drop_first(block.length)
         else:
             self.blocks.pop()
             self.is_open = self.is_older_open
