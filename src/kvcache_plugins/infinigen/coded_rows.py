@@ -25,8 +25,7 @@ from kvcache_plugins.codecs.parts import TILE_TOKENS, RowTokens, SinkStates
 from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.kernels.compiled_tokens import attend_chosen
 from kvcache_plugins.kernels.tokens import score_rows
-from kvcache_plugins.layers.finite_states import check_finite
-from kvcache_plugins.layers.packing import RowPacking
+from kvcache_plugins.layers.packing import RowPacking, check_finite
 from kvcache_plugins.layers.prompt_layer import LeftPadding
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 

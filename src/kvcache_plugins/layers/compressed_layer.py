@@ -27,11 +27,20 @@ from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.masks import combine_masks, hide_first, mask_columns, slice_mask
 
 from .contexts import in_own_context
-from .finite_states import check_finite
 from .layer_state import BlockState, ExactStates, LayerState, restore_blocks
 from .lazy_states import stored_states
-from .packed_tokens import DROP_STEP, Block, ExactPrefix, GroupBlock, PackedTokens, PreparedParts, RowBlock
-from .packing import Packing, Split
+from .packing import (
+    DROP_STEP,
+    Block,
+    ExactPrefix,
+    PackedTokens,
+    Packing,
+    PreparedParts,
+    RowBlock,
+    RowPacking,
+    Split,
+    check_finite,
+)
 from .prompt_layer import PromptLayer
 from .residual_buffer import ResidualBuffer
 
@@ -294,8 +303,8 @@ class CompressedLayer(PromptLayer):
 
     def _commit(self, keys: torch.Tensor, values: torch.Tensor, *, is_prompt: bool) -> None:
         """Packs exact tokens `[B, H, T, D]`, all those behind the packed ones; what cannot be packed stays exact."""
-        packing, start, length = self.packing, self._length - keys.shape[2], self._length
-        is_first, end = self.codec is None, None
+        packing, length, is_first, end = self.packing, self._length, self.codec is None, None
+        start = length - keys.shape[2]
         most = 0 if is_prompt or is_first else packing.num_kept
         num_kept = min(packing.residual_length if self._stands_still else most, keys.shape[2])
         if is_first or self._pending_sequences is not None:
@@ -304,18 +313,28 @@ class CompressedLayer(PromptLayer):
             if is_first and split is None:
                 self._keep_exact(keys, values, 0)
                 return
-            self._add_newest_queries()
+            if self._newest_queries:
+                self._add_newest_queries()
             # Nothing is made of what is refused
-            valid = self._valid_tokens(start, keys.shape[2])
-            check_finite(keys, values, valid, self.layer_idx, packing.largest)
+            check_finite(keys, values, self._valid_tokens(start, keys.shape[2]), self.layer_idx, packing.largest)
             if is_first:
+                # The codec is fitted to all tokens so far
                 assert split is not None
-                end = padding + split.num_exact
-                start = self._begin(keys, values, padding, split)
+                start, end, pending = split.first, padding + split.num_exact, split.pending
+                valid = (torch.arange(start, keys.shape[2]) >= end[:, None]) & ~pending[:, None]
+                packed, positions = (keys[:, :, start:], values[:, :, start:]), Positions(start, self.padding)
+                self.codec = self._unfitted.fit(*packed, valid, self._moments, positions)
+                if packing.residual_length:
+                    self.prefix = ExactPrefix.of(keys, values, padding, split.num_exact)
+                    self._prefix_stop = int(end.max())
+                self.packed.is_open = False
             else:
                 self._prepared = None
                 old = slice(keys.shape[2] - num_kept)
-                self._serve_pending(keys[:, :, old], values[:, :, old], start, padding, split)
+                pending = self._serve_pending(keys[:, :, old], values[:, :, old], start, padding, split)
+            self._pending_sequences = pending.to(self.device) if bool(pending.any()) else None
+            if self._pending_sequences is None:
+                self._moments = None
         # What no query to come sees is not packed
         has_passed = self.sliding_window is not None and not self.record_past
         first = max(start, self._first_seen(length)) if has_passed else start
@@ -333,23 +352,13 @@ class CompressedLayer(PromptLayer):
             self._forget_before(first)
         self._keep_exact(keys, values, skipped + count)
 
-    def _begin(self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, split: Split) -> int:
-        """Fits the codec to all tokens so far, makes the prefix, and returns the first token to be packed."""
-        first, end = split.first, padding + split.num_exact
-        valid = (torch.arange(first, keys.shape[2]) >= end[:, None]) & ~split.pending[:, None]
-        positions = Positions(first, self.padding)
-        self.codec = self._unfitted.fit(keys[:, :, first:], values[:, :, first:], valid, self._moments, positions)
-        if self.packing.residual_length:
-            self.prefix = ExactPrefix.of(keys, values, padding, split.num_exact)
-            self._prefix_stop = int(end.max())
-        self.packed.is_open = False
-        self._set_pending(split.pending)
-        return first
-
     def _serve_pending(
         self, keys: torch.Tensor, values: torch.Tensor, start: int, padding: torch.Tensor, split: Split | None
-    ) -> None:
-        """Makes tables of sequences that now have enough tokens, and takes into the prefix those of all others."""
+    ) -> torch.Tensor:
+        """
+        Makes tables of sequences that now have enough tokens, takes into the prefix those of all others, and returns
+        which of these still wait.
+        """
         assert self.prefix is not None and self._pending_sequences is not None
         pending, sinks = self._pending_sequences.cpu(), self.packing.num_sink_tokens
         held = self.prefix.joined(keys, values, start, padding, pending)
@@ -362,12 +371,7 @@ class CompressedLayer(PromptLayer):
         kept = self.prefix.count.cpu().clamp(min=sinks)
         self.prefix = held.shortened(torch.where(served, kept, self._length))
         self._prefix_stop = int(self.prefix.end.max())
-        self._set_pending(pending & ~served)
-
-    def _set_pending(self, pending: torch.Tensor) -> None:
-        self._pending_sequences = pending.to(self.device) if bool(pending.any()) else None
-        if self._pending_sequences is None:
-            self._moments = None
+        return pending & ~served
 
     def _pack(
         self, keys: torch.Tensor, values: torch.Tensor, start: int, first_end: torch.Tensor | None, *, is_prompt: bool
@@ -387,14 +391,16 @@ class CompressedLayer(PromptLayer):
             end = self.prefix.end if first_end is None or not keys.is_meta else first_end
             valid = torch.arange(start, start + keys.shape[2], device=end.device) >= end[:, None]
         recent = None if is_prompt or first_end is not None else packing.recent_codec(self.codec)
-        codec = self.codec if recent is None else recent
+        codec, positions = self.codec if recent is None else recent, Positions(start, self.padding)
         try:
-            block, too_large = packing.encode(codec, keys, values, start, self.padding, valid, is_prompt=is_prompt)
+            block = packing.encode(codec, (keys, values), positions, valid, is_prompt=is_prompt)
         except ValueError as error:
             # The codec notices, and here it is said, what is not finite
             check_finite(keys, values, valid, self.layer_idx)
             raise ValueError(f"layer {self.layer_idx}: {error}") from error
-        if isinstance(block, RowBlock):
+        is_rows = isinstance(block, RowBlock)
+        if is_rows:
+            too_large = codec.too_large(block.keys, block.values)
             if too_large is not None:
                 # What stands for padding, or is exact as well, may be anything
                 too_large = (too_large if valid is None else too_large & valid).any()
@@ -402,12 +408,11 @@ class CompressedLayer(PromptLayer):
             new = slice(None) if first_end is None else slice(0)
             check_finite(keys[:, :, new], values[:, :, new], valid, self.layer_idx, packing.largest, too_large)
             if first_end is not None:
-                rows, positions = (block.keys, block.values), Positions(start, self.padding)
+                rows = block.keys, block.values
                 self.codec = self.codec.without_shared_errors(rows, keys, values, valid, positions)
         prepared, self._prepared = self._prepared, None
         num_aged = 0
         if recent is not None:
-            assert isinstance(block, RowBlock)
             joined = self.packed.add_recent(block, packing.recent_length)
             # Where there are too many, the older half is coded as all others
             if self.blocks[-1].length > packing.recent_length:
@@ -415,26 +420,23 @@ class CompressedLayer(PromptLayer):
         else:
             if first_end is None and self.packed.has_recent:
                 self._age(self.packed.newest.length)
-            joined = self.packed.add(block, self._most_rows, is_joining=packing.joins(is_prompt=is_prompt))
+            joined = self.packed.add(block, self._most_rows, is_joining=not (is_prompt and packing.has_prompts_apart))
         if joined is not None and prepared is not None and prepared.extend(joined):
             self._prepared = prepared
         if num_aged:
             self._age(num_aged)
         self._counters["tokens_compressed"] += block.length
-        self._counters["chunks_compressed"] += block.num_chunks if isinstance(block, GroupBlock) else 1
+        self._counters["chunks_compressed"] += 1 if is_rows else block.num_chunks
 
     def _age(self, count: int) -> None:
         """Codes the first `count` recent tokens anew, as all older ones are."""
         recent = self.packed.newest
-        older = recent.coded_anew(count, self._codec_of(recent), self.codec, self.padding, self.dtype)
-        self.packed.age(older, self._most_rows)
+        codec, positions = self._codec_of(recent), Positions(recent.start, self.padding)
+        # As they came in
+        keys = codec.decode_keys(recent.keys[:, :, :count], positions).to(self.dtype)
+        values = codec.decode_values(recent.values[:, :, :count]).to(self.dtype)
+        self.packed.age(RowBlock(*self.codec.encode(keys, values, positions), recent.start, count), self._most_rows)
         self._prepared = None
-
-    def end_recent(self) -> None:
-        """Codes all packed tokens alike, and those to come."""
-        if self.packed.has_recent:
-            self._age(self.packed.newest.length)
-        self.packing = self.packing.without_recent()
 
     def _codec_of(self, block: Block) -> Any:
         return self.packing.recent_codec(self.codec) if block.is_recent else self.codec
@@ -771,7 +773,8 @@ class CompressedLayer(PromptLayer):
         exact = self._length - sum(block.length for block in self.blocks)
         if self.prefix is None or not self.blocks:
             return exact
-        in_front = min(self.packing.num_in_front(self.prefix), self._length)
+        has_rows = isinstance(self.packing, RowPacking)
+        in_front = min(self.packing.num_sink_tokens if has_rows else self.prefix.num_slots, self._length)
         return exact + max(in_front - self.blocks[0].start, 0)
 
     def state(self) -> LayerState:

@@ -15,8 +15,7 @@ from kvcache_plugins.codecs.codec import Codec, CodecState, QueryMoments
 from kvcache_plugins.codecs.groups import GroupCodec
 from kvcache_plugins.files.schema import FLOATS, MAX_INTEGER, Range, Stored, check_layout
 
-from .packed_tokens import ROWS, Block, ExactPrefix, GroupBlock, RowBlock
-from .packing import GroupPacking, Packing
+from .packing import ROWS, Block, ExactPrefix, GroupBlock, GroupPacking, Packing, RowBlock
 
 
 Size = Annotated[int, Range(1, 2**20)]
@@ -200,7 +199,7 @@ def _restore_groups(
         chunks = keys.num_chunks, keys.chunk_length
         if (values.num_chunks, values.chunk_length) != chunks or -(-block.length // chunks[1]) != chunks[0]:
             raise ValueError(f"`{where}`: {block.length} tokens do not fit {chunks[0]} chunks of {chunks[1]}")
-        blocks.append(GroupBlock(keys, values, block.start, chunks[0], block.length))
+        blocks.append(GroupBlock(keys, values, block.start, block.length))
     if state.is_open:
         # Chunks of decoded tokens are written into the last block, which has to be of such
         last = blocks[-1] if blocks else None

@@ -1,27 +1,564 @@
-"""When a layer packs its exact tokens, and by which codec: token by token as rows, or in groups that span tokens.
+"""How a layer packs tokens, and what it holds beside its buffer: exact first tokens, and blocks of packed ones.
 
-A `CompressedLayer` knows no format, and a codec no layer. What differs between codecs of rows and of groups is asked
-of a `Packing`: how many tokens of a run are packed and which of the first stay exact, what they are stored as, and
-which kernels attend to it.
+    [ prefix: exact ] [ block ] [ block ] ... [ buffer: exact, newest ]
 
-Legend: B batch, H key/value heads, G query heads a key/value head, Q queries, T tokens, D head dim.
+A block is of rows, one for every token, or of groups, whose tokens share scales; nothing that is packed is ever made
+dense to be packed again. A `CompressedLayer` knows no format, and a codec no layer: what differs between rows and
+groups is asked of a `Packing` and of the blocks that it makes. The prefix stands where every sequence's own first
+tokens are: before the first block and, in shorter sequences, within what that block spans.
+
+Legend: B batch, H key/value heads, T tokens, D head dim, R bytes of a row.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from kvcache_plugins.codecs.codec import Codec, Positions
-from kvcache_plugins.codecs.groups import GroupCodec
+from kvcache_plugins.codecs.groups import GroupCodec, keep_tokens, tile_slices
+from kvcache_plugins.codecs.parts import TILE_TOKENS, CodedPart, CompressedPart
 from kvcache_plugins.codecs.rows import RowCodec
+from kvcache_plugins.files.schema import FLOATS, MAX_INTEGER, Stored
 from kvcache_plugins.kernels.engine import MAX_NUM_COMPILED_QUERIES, choose_kernel
 
-from .packed_tokens import Block, ExactPrefix, GroupBlock, RowBlock
+
+if TYPE_CHECKING:
+    from kvcache_plugins.kernels.compiled import PreparedCall
+    from kvcache_plugins.kernels.compiled_coding import PreparedCoding
+
+TensorFunction = Callable[[torch.Tensor], torch.Tensor]
+# Rows that a window lets go of together: few enough to be no burden, and enough that moving the others is none
+DROP_STEP = 64
+# The tensor of a side of rows, in a layer's state; groups have those of `CompressedStates`
+ROWS = "rows"
+# Of the exact tokens in front, in a layer's state
+_SLOTS = "batch_size", "num_heads", "num_slots"
+# Shares of the rows held: of what is appended at most, that room for as much again is made, and that such room is at
+# least; little, as spare room is held too, and moving is cheap
+_MOST_REPEATED, _LEAST_ROOM = 64, 256
+# Recent rows that there is room for at a time
+_RECENT_STEP = 8
+# What a report of memory has a tensor of a block as
+_PART_NAMES = {
+    ROWS: "codes",
+    "codes": "codes",
+    "scale": "scales",
+    "zero": "scales",
+    "cross_scale": "scales",
+    "low_rank_a": "low_rank",
+    "low_rank_b": "low_rank",
+    "outlier_indices": "outliers",
+    "outlier_values": "outliers",
+    "outlier_offsets": "outliers",
+}
+
+
+def check_finite(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    valid: torch.Tensor | None,
+    layer_idx: int,
+    largest: float = float("inf"),
+    is_beyond: torch.Tensor | None = None,
+) -> None:
+    """
+    Raises a `ValueError` with the layer's index if real tokens `[B, H, T, D]`, `valid` `[B, T]`, hold NaN, infinity or
+    what is not below `largest`, or if `is_beyond` says that scales ended before a token did.
+    """
+    if keys.is_meta:
+        # Nothing is known of what has no data
+        return
+    # One answer is waited for, not one a side; what stands for padding may be anything, and seldom is
+    fits = True if is_beyond is None else ~is_beyond
+    for states in (keys, values):
+        if states.numel():
+            # Read once, and nothing as large is written: NaN is the least and the largest of what it is among
+            least, most = states.aminmax()
+            fits = (least > -largest) & (most < largest) & fits
+    if bool(fits):
+        return
+    limit = "" if largest == float("inf") else f", or numbers of {largest:.0e} and more"
+    reasons = []
+    for name, states in (("keys", keys), ("values", values)):
+        is_unfit = ~(states.abs() < largest).all(dim=3).all(dim=1)
+        if bool((is_unfit if valid is None or not states.numel() else is_unfit & valid).any()):
+            reasons.append(f"the {name} to be compressed hold NaN or infinity{limit}")
+    if is_beyond is not None and bool(is_beyond):
+        reasons.append("tokens are too large beside those that the tables were made of")
+    if reasons:
+        raise ValueError(
+            f"layer {layer_idx}: {reasons[0]}. What was compressed before is unharmed, but layers before this one "
+            "already took the update in: `crop` the last tokens or `reset` the cache."
+        )
+
+
+@dataclass(eq=False)
+class Block(ABC):
+    """
+    Consecutive tokens, packed.
+
+    Attributes:
+        keys, values: both sides, perhaps with spare capacity.
+        start (`int`): position of the first token in the sequence, padding included.
+        length (`int`): tokens in use.
+        is_recent (`bool`): whether these are the newest packed tokens, in rows of more bits.
+        chunk_length (`int`): tokens that are packed together.
+    """
+
+    keys: Any
+    values: Any
+    start: int
+    length: int
+    is_recent: bool = False
+
+    chunk_length = 1
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks in use, the last perhaps not to its end."""
+        return -(-self.length // self.chunk_length)
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether further chunks may follow, as no crop has cut into the last one."""
+        return self.length % self.chunk_length == 0
+
+    @abstractmethod
+    def sides(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Returns all tensors of keys and of values by name, chunks in the third dimension, with all capacity."""
+
+    @abstractmethod
+    def map(self, function: TensorFunction) -> None:
+        """Replaces every stored tensor by `function` of it."""
+
+    @abstractmethod
+    def make_room(self, count: int, most: int | None) -> None:
+        """Grows the capacity, if it is too little for `count` more tokens; see `append`."""
+
+    @abstractmethod
+    def part(self, codec: Any, padding: torch.Tensor | None, mask: torch.Tensor | None) -> Any:
+        """The block as a part that attention goes over, with its columns of the mask."""
+
+    @abstractmethod
+    def dense_tiles(
+        self, sides: Collection[str], codec: Any, padding: torch.Tensor | None
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Makes `"keys"`, `"values"` or both dense `[B, H, tokens, D]`, float32, tile by tile."""
+
+    def append(self, block: Block, most: int | None) -> None:
+        """Adds a block that follows; capacity does not grow beyond `most` tokens before it is needed."""
+        used = self.num_chunks
+        self.make_room(block.length, most)
+        for mine, theirs in zip(self.sides(), block.sides(), strict=True):
+            for name, tensor in theirs.items():
+                mine[name][:, :, used : used + block.num_chunks] = tensor
+        self.length += block.length
+
+    def resize(self, num_chunks: int) -> None:
+        """Moves to storage of its own for `num_chunks` in all, and no less than are in use."""
+        used = self.num_chunks
+
+        def resized(tensor: torch.Tensor) -> torch.Tensor:
+            moved = tensor.new_zeros(*tensor.shape[:2], max(num_chunks, used), *tensor.shape[3:])
+            moved[:, :, :used] = tensor[:, :, :used]
+            return moved
+
+        self.map(resized)
+
+    def truncate(self, length: int) -> None:
+        """Keeps the first `length` tokens, and gives the room of the others back."""
+        self.length = length
+        self.resize(self.num_chunks)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yields everything stored, with all its capacity."""
+        for side in self.sides():
+            yield from side.values()
+
+    def stored(self) -> list[dict[str, torch.Tensor]]:
+        """Lists what is stored of keys and of values by name, without spare capacity."""
+        return [{name: tensor[:, :, : self.num_chunks] for name, tensor in side.items()} for side in self.sides()]
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields part and tensor of everything stored, what is spare apart."""
+        for side in self.sides():
+            for name, tensor in side.items():
+                yield _PART_NAMES[name], tensor[:, :, : self.num_chunks]
+                yield "spare", tensor[:, :, self.num_chunks :]
+
+
+class RowBlock(Block):
+    """A block of rows of bytes, one for every head of a token: keys and values are `[B, H, capacity, R]`, uint8."""
+
+    @property
+    def capacity(self) -> int:
+        """Tokens in all that fit into the storage."""
+        return self.keys.shape[2]
+
+    def sides(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        return {ROWS: self.keys}, {ROWS: self.values}
+
+    def map(self, function: TensorFunction) -> None:
+        self.keys, self.values = function(self.keys), function(self.values)
+
+    def make_room(self, count: int, most: int | None) -> None:
+        total = self.length + count
+        if total > self.capacity:
+            is_repeated = count <= self.length // _MOST_REPEATED
+            capacity = total + (max(count, self.length // _LEAST_ROOM // count * count) if is_repeated else 0)
+            if self.is_recent:
+                capacity = -(-total // _RECENT_STEP) * _RECENT_STEP
+            self.resize(max(total, capacity if most is None else min(capacity, most)))
+
+    def drop_first(self, count: int) -> None:
+        """Forgets the first `count` tokens; copies may share the rows of before."""
+        self.map(lambda rows: rows[:, :, count : self.length].clone())
+        self.start += count
+        self.length -= count
+
+    def part(self, codec: Codec, padding: torch.Tensor | None, mask: torch.Tensor | None) -> CodedPart:
+        return CodedPart(self.keys, self.values, codec, Positions(self.start, padding), self.length, mask)
+
+    def dense_tiles(
+        self, sides: Collection[str], codec: Codec, padding: torch.Tensor | None
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        for first in range(0, self.length, TILE_TOKENS):
+            rows = slice(first, min(first + TILE_TOKENS, self.length))
+            tile = {}
+            if "keys" in sides:
+                tile["keys"] = codec.decode_keys(self.keys[:, :, rows], Positions(self.start + first, padding))
+            if "values" in sides:
+                tile["values"] = codec.decode_values(self.values[:, :, rows])
+            yield tile
+
+
+class GroupBlock(Block):
+    """
+    A block of chunks of equal length, keys and values `CompressedStates`: one chunk of a prompt, or a run of decoded
+    ones that grows by doubling its capacity.
+    """
+
+    @property
+    def chunk_length(self) -> int:  # type: ignore[override]
+        return self.keys.chunk_length
+
+    def sides(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        return dict(self.keys.named_tensors()), dict(self.values.named_tensors())
+
+    def map(self, function: TensorFunction) -> None:
+        self.keys, self.values = self.keys.map(function), self.values.map(function)
+
+    def make_room(self, count: int, most: int | None) -> None:
+        total = self.num_chunks + count // self.chunk_length
+        if total > self.keys.num_chunks:
+            self.resize(max(2 * self.keys.num_chunks, total))
+
+    def truncate(self, length: int) -> None:
+        """See `Block.truncate`: keeps whole chunks, or whole groups of a single chunk."""
+        super().truncate(length)
+        if self.num_chunks == 1:
+            group = self.keys.grouping.group_size if self.keys.grouping.axis == "channel" else 1
+            kept = self.chunk_length if group is None else -(-length // group) * group
+            self.keys, self.values = keep_tokens(self.keys, kept), keep_tokens(self.values, kept)
+
+    def part(self, codec: GroupCodec, padding: torch.Tensor | None, mask: torch.Tensor | None) -> CompressedPart:
+        return CompressedPart(self.keys, self.values, self.length, mask)
+
+    def dense_tiles(
+        self, sides: Collection[str], codec: GroupCodec, padding: torch.Tensor | None
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        stored = {side: self.keys if side == "keys" else self.values for side in sides}
+        for chunks, tokens, start, stop in tile_slices(self.keys, self.length):
+            yield {
+                side: states.dequantize_tile(chunks, tokens)[:, :, : stop - start] for side, states in stored.items()
+            }
+
+
+class PackedTokens:
+    """
+    Packed tokens of a layer, in blocks that follow each other.
+
+    Attributes:
+        blocks (`list`): the oldest first; the last may be of recent tokens.
+        is_open (`bool`): whether decoded tokens may join the last block.
+        is_older_open (`bool`): whether tokens may join the block before a recent one.
+    """
+
+    def __init__(self, blocks: Sequence[Block] = (), *, is_open: bool = False):
+        self.blocks: list[Any] = [*blocks]
+        self.is_open = self.is_older_open = is_open
+
+    @property
+    def newest(self) -> Any:
+        """The last block, if there is one."""
+        return self.blocks[-1] if self.blocks else None
+
+    @property
+    def has_recent(self) -> bool:
+        """Whether the last block is of recent tokens."""
+        return bool(self.blocks) and self.blocks[-1].is_recent
+
+    def add(self, block: Block, most: int | None, *, is_joining: bool) -> Block | None:
+        """
+        Adds a block that follows, to the last one if both are of decoded tokens, and then returns that.
+
+        Args:
+            block (`Block`): the tokens; they may begin later, where a window has passed all that there was.
+            most (`int`, *optional*): tokens beyond which a block has no room before it needs it.
+            is_joining (`bool`): whether they are decoded ones.
+        """
+        if self.blocks and block.start > self.newest.start + self.newest.length:
+            self.blocks, self.is_open = [], False
+        is_open, self.is_open = self.is_open, is_joining
+        if not (is_open and is_joining):
+            self.blocks.append(block)
+            return None
+        self.newest.append(block, most)
+        return self.blocks[-1]
+
+    def joined(self, start: int, count: int, most_recent: int) -> RowBlock | None:
+        """Returns the block that `count` decoded tokens from a position on only have to join, if that is all."""
+        newest = self.newest
+        if not self.is_open or not isinstance(newest, RowBlock) or newest.start + newest.length != start:
+            return None
+        has_room = newest.length + count <= most_recent if newest.is_recent else not most_recent
+        return newest if has_room else None
+
+    def add_recent(self, block: RowBlock, most: int) -> Block | None:
+        """Adds newest tokens in finer rows, at most `most` with others; returns the block that they joined."""
+        block.is_recent = True
+        if not self.has_recent:
+            is_older_open = self.is_open
+            self.add(block, most, is_joining=False)
+            self.is_older_open, self.is_open = is_older_open and len(self.blocks) > 1, True
+            return None
+        if not self.is_open:
+            # A copy may share them
+            self.newest.resize(self.newest.length + block.length)
+            self.is_open = True
+        return self.add(block, most, is_joining=True)
+
+    def age(self, block: RowBlock, most: int | None) -> None:
+        """
+        Replaces the first recent tokens by a block of the same, coded as all older ones are.
+
+        Args:
+            block (`RowBlock`): the tokens.
+            most (`int`, *optional*): as of `add`.
+        """
+        recent = self.blocks[-1]
+        if self.is_older_open and len(self.blocks) > 1:
+            self.blocks[-2].append(block, most)
+        else:
+            self.blocks.insert(-1, block)
+            self.is_older_open = True
+        if block.length < recent.length:
+            recent.drop_first(block.length)
+        else:
+            self.blocks.pop()
+            self.is_open = self.is_older_open
+
+    def drop_before(self, position: int) -> bool:
+        """Drops tokens before a position, some rows at a time, and tells whether it has."""
+        newest, count = self.newest, len(self.blocks)
+        self.blocks = [block for block in self.blocks if block.start + block.length > position]
+        num_dropped = max(position - self.blocks[0].start, 0) // DROP_STEP * DROP_STEP if self.blocks else 0
+        if num_dropped:
+            self.blocks[0].drop_first(num_dropped)
+        if not num_dropped and len(self.blocks) == count:
+            return False
+        self._close_if_cut(newest)
+        return True
+
+    def truncate(self, length: int) -> None:
+        """Drops tokens at position `length` and beyond."""
+        newest = self.newest
+        self.blocks = [block for block in self.blocks if block.start < length]
+        if self.blocks and self.newest.start + self.newest.length > length:
+            self.newest.truncate(length - self.newest.start)
+        self._close_if_cut(newest)
+
+    def _close_if_cut(self, newest: Block | None) -> None:
+        self.is_open = self.is_open and newest is not None and self.newest is newest and newest.can_grow
+
+    def share(self) -> Iterator[torch.Tensor]:
+        """Yields all tensors, to which nothing is added from now on: that would be into room that copies share."""
+        self.is_open = self.is_older_open = False
+        for block in self.blocks:
+            yield from block.tensors()
+
+
+@dataclass(eq=False)
+class ExactPrefix:
+    """
+    The first tokens of each sequence, exact: attention sinks, what a prompt has beyond a whole number of groups, and
+    all tokens of a sequence that is too short to be packed.
+
+    Prompts of a batch end together, so counting groups back from the end gives a sequence the same groups alone and
+    left-padded. Where the first block spans tokens of the prefix too, whoever reads it has to leave these out.
+
+    Attributes:
+        keys, values (`torch.Tensor` of shape `[B, H, slots, D]`): the exact states.
+        start (`torch.Tensor` of shape `[B]`): position of a sequence's first real token.
+        count (`torch.Tensor` of shape `[B]`): slots in use.
+        is_uniform (`bool`): whether every sequence starts at 0 and uses every slot, so that nothing has to be masked.
+    """
+
+    keys: Annotated[torch.Tensor, Stored((*_SLOTS, "key_head_dim"), *FLOATS.values(), is_finite=False)]
+    values: Annotated[torch.Tensor, Stored((*_SLOTS, "value_head_dim"), *FLOATS.values(), is_finite=False)]
+    start: Annotated[torch.Tensor, Stored(("batch_size",), torch.int64, least=0, most=MAX_INTEGER)]
+    count: Annotated[torch.Tensor, Stored(("batch_size",), torch.int64, least=0, most=MAX_INTEGER)]
+    is_uniform: bool
+
+    def check(self) -> None:
+        """Raises a `ValueError` if it is no prefix, as of a file: tokens beyond its slots, or elsewhere."""
+        if self.keys.dtype != self.values.dtype:
+            raise ValueError(f"keys in {self.keys.dtype} have values in {self.values.dtype}")
+        if bool((self.count > self.num_slots).any()):
+            raise ValueError(f"`count` has to be at most {self.num_slots}")
+        if self.is_uniform and bool((self.start > 0).any() | (self.count < self.num_slots).any()):
+            raise ValueError("`is_uniform` does not fit where the prefix is")
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, count: torch.Tensor) -> ExactPrefix:
+        """
+        Takes tokens out of a prompt.
+
+        Args:
+            keys, values (`torch.Tensor` of shape `[B, H, T, D]`): states of the prompt.
+            padding, count (`torch.Tensor` of shape `[B]`, on the CPU): tokens in front of those taken, and how many
+                are taken.
+        """
+        device, most = keys.device, int(count.max())
+        slots = (padding[:, None] + torch.arange(most)).clamp(max=keys.shape[2] - 1).to(device)[:, None, :, None]
+        keys, values = (
+            states.gather(2, slots.expand(-1, states.shape[1], -1, states.shape[3])) for states in (keys, values)
+        )
+        is_uniform = not bool(padding.any()) and int(count.min()) == most
+        return cls(keys, values, padding.to(device, copy=True), count.to(device), is_uniform)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots, of which a sequence may use fewer."""
+        return self.keys.shape[2]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Position of every slot in the sequence, `[B, slots]`; unused slots stand behind those in use."""
+        return self.start[:, None] + torch.arange(self.num_slots, device=self.start.device)
+
+    @property
+    def in_use(self) -> torch.Tensor:
+        """Which slots hold a token, `[B, slots]`."""
+        return torch.arange(self.num_slots, device=self.start.device) < self.count[:, None]
+
+    @property
+    def end(self) -> torch.Tensor:
+        """Position behind the last token of each sequence, `[B]`: what stands before it is not in the first block."""
+        return self.start + self.count
+
+    def truncate(self, length: int) -> None:
+        """Forgets tokens at position `length` and beyond."""
+        self.count = torch.minimum(self.count, (length - self.start).clamp(min=0))
+        self.is_uniform = self.is_uniform and length >= self.num_slots
+
+    def stop(self) -> int:
+        """Position behind the last token of all sequences. The host may have to wait for a device."""
+        return self.num_slots if self.is_uniform else int(self.end.max())
+
+    def write_dense(self, side: str, output: torch.Tensor, start: int = 0) -> None:
+        """Writes the states of one side to their places in `output` `[B, H, tokens, D]`, which begins at `start`."""
+        states: torch.Tensor = getattr(self, side)
+        if self.is_uniform:
+            tokens = states[:, :, start : start + output.shape[2]]
+            output[:, :, : tokens.shape[2]] = tokens
+            return
+        places = self.positions - start
+        rows, slots = (self.in_use & (places >= 0) & (places < output.shape[2])).nonzero(as_tuple=True)
+        output[rows, :, places[rows, slots]] = states[rows, :, slots].to(output.dtype)
+
+    def map(self, function: TensorFunction) -> None:
+        """Replaces every stored tensor by `function` of it."""
+        self.keys, self.values = function(self.keys), function(self.values)
+        self.start, self.count = function(self.start), function(self.count)
+
+    def joined(
+        self, keys: torch.Tensor, values: torch.Tensor, first: int, padding: torch.Tensor, pending: torch.Tensor
+    ) -> ExactPrefix:
+        """
+        Returns a prefix with all further tokens of the sequences that are pending.
+
+        Args:
+            keys, values (`torch.Tensor` of shape `[B, H, T, D]`): tokens from position `first` on.
+            first (`int`): position behind the last token of the prefix, of a pending sequence that has begun.
+            padding (`torch.Tensor` of shape `[B]`): tokens at the start of every sequence that are none; of one that
+                has not begun more of them may have come.
+            pending (`torch.Tensor` of shape `[B]`, bool): which sequences have no table yet.
+        """
+        start, count = self.start.cpu(), self.count.cpu()
+        start = torch.where(pending & (count == 0), torch.maximum(start, padding), start)
+        num_new = keys.shape[2]
+        skipped = (start + count - first).clamp(min=0, max=num_new)
+        total = count + pending * (num_new - skipped)
+        num_slots = max(self.num_slots, int(total.max()))
+        held = [F.pad(states, (0, 0, 0, num_slots - self.num_slots)) for states in (self.keys, self.values)]
+        for number in pending.nonzero().flatten().tolist():
+            slots, new = slice(int(count[number]), int(total[number])), slice(int(skipped[number]), num_new)
+            for states, added in zip(held, (keys, values), strict=True):
+                states[number, :, slots] = added[number, :, new]
+        device = self.count.device
+        return ExactPrefix(held[0], held[1], start.to(device), total.to(device), is_uniform=False)
+
+    def shortened(self, limits: torch.Tensor) -> ExactPrefix:
+        """Returns a prefix with no more tokens of a sequence than `limits` `[B]` says, and no more room than that."""
+        count = torch.minimum(self.count, limits.to(self.count.device))
+        num_slots, keys, values = int(count.max()), self.keys, self.values
+        if num_slots < self.num_slots:
+            keys, values = keys[:, :, :num_slots].clone(), values[:, :, :num_slots].clone()
+        return ExactPrefix(keys, values, start=self.start, count=count, is_uniform=False)
+
+
+class PreparedParts:
+    """
+    The parts before the buffer, where no mask is given: they stay until the buffer is packed, and beyond that if there
+    was room for it.
+
+    Attributes:
+        parts (`list`): those.
+        limit (`int`): tokens that the buffer may hold before anything changes.
+        call (`PreparedCall`, *optional*): attention over them and the buffer.
+        coding (`PreparedCoding`, *optional*): how tokens of the buffer become rows of the newest block.
+        is_tried (`bool`): whether there is a call, if there can be one.
+    """
+
+    __slots__ = ("call", "coding", "is_tried", "limit", "parts")
+
+    def __init__(self, parts: list[Any], limit: int):
+        self.parts, self.limit = parts, limit
+        self.call: PreparedCall | None = None
+        self.coding: PreparedCoding | None = None
+        self.is_tried = False
+
+    def extend(self, block: Block) -> bool:
+        """Has the newest block, of which the parts are, have more tokens; tells whether the call can."""
+        if self.call is None or not isinstance(block, RowBlock):
+            return False
+        if not self.call.extend(block.keys, block.values, block.length):
+            return False
+        self.parts[-1] = replace(self.parts[-1], keys=block.keys, values=block.values, length=block.length)
+        return True
+
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy of the layer finds its own: addresses in a call are of what was copied."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 class Split(NamedTuple):
@@ -44,6 +581,7 @@ class Packing(ABC):
     How a layer packs.
 
     Attributes:
+        codecs (`Codec` or `Callable`): the codec, or called with the head dims of keys and values it makes one.
         residual_length (`int`): decoded tokens that wait in exact form; 0 where tokens are packed as they come.
         num_sink_tokens (`int`): first tokens of a sequence that stay exact.
         least_tokens (`int`): tokens of the shortest sequence of which anything is packed.
@@ -51,21 +589,32 @@ class Packing(ABC):
         num_heard (`int`): tokens before the first that are packed whose queries are heard, where a codec needs some.
         recent_length (`int`): newest of the packed decoded tokens whose rows have more bits, at most.
         has_windows (`bool`): whether the first tokens of a block can be let go of.
+        has_prompts_apart (`bool`): whether no other tokens join the block of a prompt.
         largest (`float`): what numbers have to be below.
     """
 
+    codecs: Any
     residual_length: int
     num_sink_tokens: int
     least_tokens: int
     num_kept = 0
     num_heard: int = 0
     recent_length: int = 0
-    has_windows = False
+    has_windows = has_prompts_apart = False
     largest: float = float("inf")
 
-    @abstractmethod
+    @property
+    def fixed(self) -> Codec | None:
+        """The codec, if it is the same whatever tokens there are."""
+        return self.codecs if isinstance(self.codecs, Codec) else None
+
     def codec(self, key_dim: int, value_dim: int) -> Any:
         """Makes the codec of a layer's heads, not fitted yet; a `ValueError` if options do not fit them."""
+        return self.codecs(key_dim, value_dim) if self.fixed is None else self.fixed
+
+    def recent_codec(self, codec: Any) -> Any:
+        """Returns the codec of the newest packed tokens, given that of the others; `None` if it is the same."""
+        return None
 
     @abstractmethod
     def split(self, padding: torch.Tensor, length: int) -> Split | None:
@@ -75,60 +624,29 @@ class Packing(ABC):
     def num_packed(self, count: int, *, is_prompt: bool) -> int:
         """How many of the first of `count` exact tokens are packed."""
 
-    @property
-    def fixed(self) -> Codec | None:
-        """The codec, if it is the same whatever tokens there are."""
-        return None
-
-    def joins(self, *, is_prompt: bool) -> bool:
-        """Whether tokens join a block of decoded ones, and others that follow may join theirs."""
-        return True
-
-    def without_recent(self) -> Packing:
-        """Returns the packing that codes the newest packed tokens as all others."""
-        return self
-
-    def recent_codec(self, codec: Any) -> Any:
-        """Returns the codec of the newest packed tokens, given that of the others; `None` if it is the same."""
-        return None
-
-    def num_in_front(self, prefix: ExactPrefix) -> int:
-        """Tokens of a prefix that are exact of the sequence that has most of them packed."""
-        return self.num_sink_tokens
-
     @abstractmethod
     def encode(
         self,
         codec: Any,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        start: int,
-        padding: torch.Tensor | None,
+        states: tuple[torch.Tensor, torch.Tensor],
+        positions: Positions,
         valid: torch.Tensor | None,
         *,
         is_prompt: bool,
-    ) -> tuple[Block, torch.Tensor | None]:
+    ) -> Block:
         """
         Packs consecutive tokens.
 
         Args:
             codec: the layer's, fitted.
-            keys, values (`torch.Tensor` of shape `[B, H, T, D]`): the tokens.
-            start (`int`): position of the first.
-            padding (`torch.Tensor` of shape `[B]`, *optional*): left padding of every sequence.
+            states (two `torch.Tensor` of shape `[B, H, T, D]`): keys and values of the tokens.
+            positions (`Positions`): where they stand.
             valid (`torch.Tensor` of shape `[B, T]`, bool, *optional*): tokens that are read; all by default.
             is_prompt (`bool`): whether they came at once.
-
-        Returns:
-            The block, and which tokens `[B, T]` it cannot hold, if that is not an error already.
 
         Raises:
             ValueError: if states cannot be stored.
         """
-
-    @abstractmethod
-    def blank(self, codec: Any, batch_size: int, num_heads: int, start: int, device: torch.device) -> Block:
-        """Makes a block of no tokens for decoded ones to join."""
 
     @abstractmethod
     def choose(self, codec: Any, query: torch.Tensor) -> tuple[str, bool]:
@@ -141,8 +659,6 @@ class RowPacking(Packing):
     Packs every token by itself, as a row of bytes.
 
     Attributes:
-        codecs (`Codec` or `Callable`): the codec, or called with the head dims of keys and values it makes one.
-        residual_length, num_sink_tokens, least_tokens, num_heard, largest, recent_length (*optional*): see `Packing`.
         recent_nbits (`int`, *optional*, defaults to 0): how many bits a number recent rows have more.
     """
 
@@ -162,16 +678,6 @@ class RowPacking(Packing):
         # The newest tokens are read most: with buffers that are emptied whole, KL is a quarter to a half higher
         return self.residual_length // 4 if self.recent_length else 3 * self.residual_length // 5
 
-    @property
-    def fixed(self) -> Codec | None:
-        return self.codecs if isinstance(self.codecs, Codec) else None
-
-    def codec(self, key_dim: int, value_dim: int) -> Codec:
-        return self.codecs if isinstance(self.codecs, Codec) else self.codecs(key_dim, value_dim)
-
-    def without_recent(self) -> RowPacking:
-        return replace(self, recent_length=0)
-
     def recent_codec(self, codec: Codec) -> Codec | None:
         return codec.finer(self.recent_nbits) if self.recent_length and isinstance(codec, RowCodec) else None
 
@@ -189,21 +695,13 @@ class RowPacking(Packing):
     def encode(
         self,
         codec: Codec,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        start: int,
-        padding: torch.Tensor | None,
+        states: tuple[torch.Tensor, torch.Tensor],
+        positions: Positions,
         valid: torch.Tensor | None,
         *,
         is_prompt: bool,
-    ) -> tuple[RowBlock, torch.Tensor | None]:
-        rows = codec.encode(keys, values, Positions(start, padding))
-        return RowBlock(*rows, start, keys.shape[2]), codec.too_large(*rows)
-
-    def blank(self, codec: Codec, batch_size: int, num_heads: int, start: int, device: torch.device) -> RowBlock:
-        heads = batch_size, num_heads, 0
-        keys, values = (torch.zeros(*heads, size, dtype=torch.uint8, device=device) for size in codec.row_sizes)
-        return RowBlock(keys, values, start, 0)
+    ) -> RowBlock:
+        return RowBlock(*codec.encode(*states, positions), positions.first, states[0].shape[2])
 
     def choose(self, codec: Codec, query: torch.Tensor) -> tuple[str, bool]:
         return choose_kernel(query) if codec.has_kernels else ("torch", False)
@@ -215,20 +713,17 @@ class GroupPacking(Packing):
     Packs tokens in chunks, in which groups of values share scales.
 
     Attributes:
-        make_codec (`Callable`): called with the head dims of keys and values.
-        residual_length, num_sink_tokens (`int`): see `Packing`.
         least_tokens (`int`): tokens of a group of keys.
         has_whole_groups (`bool`): whether only whole groups of a prompt are packed.
     """
 
-    make_codec: Callable[[int, int], GroupCodec]
+    codecs: Callable[[int, int], GroupCodec]
     residual_length: int
     num_sink_tokens: int
     least_tokens: int
     has_whole_groups: bool
 
-    def codec(self, key_dim: int, value_dim: int) -> GroupCodec:
-        return self.make_codec(key_dim, value_dim)
+    has_prompts_apart = True
 
     def split(self, padding: torch.Tensor, length: int) -> Split:
         real = [length - pad for pad in padding.tolist()]
@@ -248,33 +743,19 @@ class GroupPacking(Packing):
             return 0
         return count - count % group if self.has_whole_groups else count
 
-    def joins(self, *, is_prompt: bool) -> bool:
-        return not is_prompt
-
-    def num_in_front(self, prefix: ExactPrefix) -> int:
-        return prefix.num_slots
-
     def encode(
         self,
         codec: GroupCodec,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        start: int,
-        padding: torch.Tensor | None,
+        states: tuple[torch.Tensor, torch.Tensor],
+        positions: Positions,
         valid: torch.Tensor | None,
         *,
         is_prompt: bool,
-    ) -> tuple[GroupBlock, torch.Tensor | None]:
-        length = keys.shape[2]
-        num_chunks = 1 if is_prompt else length // self.residual_length
-        states = codec.encode(keys, values, valid, num_chunks=num_chunks, is_prompt=is_prompt)
-        return GroupBlock(*states, start=start, num_chunks=num_chunks, length=length), None
-
-    def blank(
-        self, codec: GroupCodec, batch_size: int, num_heads: int, start: int, device: torch.device
     ) -> GroupBlock:
-        states = codec.blank(batch_size, num_heads, 1, self.residual_length, device)
-        return GroupBlock(*states, start=start, num_chunks=0, length=0)
+        length = states[0].shape[2]
+        num_chunks = 1 if is_prompt else length // self.residual_length
+        sides = codec.encode(*states, valid, num_chunks=num_chunks, is_prompt=is_prompt)
+        return GroupBlock(*sides, positions.first, length)
 
     def choose(self, codec: GroupCodec, query: torch.Tensor) -> tuple[str, bool]:
         # Factors across groups have no kernels

@@ -31,11 +31,9 @@ from kvcache_plugins.kernels.masks import combine_masks, mask_columns, slice_mas
 
 from .compressed_layer import CompressedLayer
 from .contexts import in_own_context
-from .finite_states import check_finite
 from .layer_state import LayerState
 from .lazy_states import stored_states
-from .packed_tokens import PackedTokens
-from .packing import Packing, RowPacking
+from .packing import PackedTokens, Packing, RowBlock, RowPacking, check_finite
 from .prompt_layer import kind_of
 
 
@@ -212,9 +210,10 @@ class StaticLayer(CompressedLayer):
         self._stands_still = has_kernels or self.max_length is not None
         if self._stands_still and isinstance(self.packing, RowPacking) and self.packing.recent_length:
             # In the place of rows of more bits, which are coded twice
-            self.end_recent()
+            if self.packed.has_recent:
+                self._age(self.packed.newest.length)
             num_exact = max(self.packing.residual_length, _NUM_EXACT)
-            self.packing = replace(self.packing, residual_length=num_exact)
+            self.packing = replace(self.packing, recent_length=0, residual_length=num_exact)
 
     # Tokens of the sequence and of the blocks, which a replayed graph adds to
 
@@ -284,14 +283,17 @@ class StaticLayer(CompressedLayer):
         if first is None or (self.padding is not None and int(self.padding.max()) > first.start + first.length):
             return
         if not self.packed.is_open:
-            heads = self.batch_size, self._shapes["keys"][1]
-            self.blocks.append(self.packing.blank(self.codec, *heads, self.exact_start, self.device))
+            rows = (
+                torch.zeros(self.batch_size, self._shapes["keys"][1], 0, size, dtype=torch.uint8, device=self.device)
+                for size in self.codec.row_sizes
+            )
+            self.blocks.append(RowBlock(*rows, self.exact_start, 0))
             self.packed.is_open = True
         newest = self.blocks[-1]
         wanted = 0 if self.max_length is None else self.max_length - newest.start - limit
         if newest.capacity < max(wanted, newest.length + 1):
             more = newest.length + max(newest.length // _SHARE, _LEAST)
-            newest.reserve(wanted if wanted > newest.length else more)
+            newest.resize(wanted if wanted > newest.length else more)
         form, states = self._form, [each[:, :, :limit] for each in buffer.tensors()]
         if form is not None and kind_of(*states) == kind_of(*form.storage):
             # An update of several tokens has moved them

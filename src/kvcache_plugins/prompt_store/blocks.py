@@ -35,7 +35,7 @@ from kvcache_plugins.gear.snapshot import restore_layers, state_of
 from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.layer_state import BlockState, DenseState, LayerState
-from kvcache_plugins.layers.packed_tokens import ROWS
+from kvcache_plugins.layers.packing import ROWS
 from kvcache_plugins.models.fingerprint import fingerprint
 
 

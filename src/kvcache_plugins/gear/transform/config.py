@@ -8,8 +8,7 @@ from kvcache_plugins.codecs.prompt_codec import PromptCodec
 from kvcache_plugins.codecs.quantizers import QUANTIZERS, num_blocks
 from kvcache_plugins.codecs.rope import candidate_layouts
 from kvcache_plugins.gear.config import SLIDING
-from kvcache_plugins.layers.packed_tokens import DROP_STEP
-from kvcache_plugins.layers.packing import RowPacking
+from kvcache_plugins.layers.packing import DROP_STEP, RowPacking
 from kvcache_plugins.option_checks import check_choice, check_integer, check_number
 
 
