@@ -43,9 +43,6 @@ from .warm_up import sizes_of, warm_up, warm_up_for_prompt
 # Both forms have these, so that they do not tell which one is meant
 _SHARED = ("residual_length", "num_sink_tokens", "quantizer", "sliding", "recent_length", "recent_nbits")
 
-Calibration = TransformCalibration | str | Path | None
-Form = tuple[GEARConfig | TransformConfig, TransformCalibration | None]
-
 
 class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
     """
@@ -187,36 +184,25 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         max_cache_len: int | None = None,
         calibration: TransformCalibration | str | Path | None = None,
     ):
+        # Those of the two forms: `None` is what was not given
+        options: dict[str, Any] = dict(locals())
+        for name in ("self", "config", "backbone", "attention_mask", "max_cache_len", "calibration"):
+            del options[name]
         model, config = config, get_config(config, "config")
         check_mask("attention_mask", attention_mask)
-        options: dict[str, Any] = {
-            "nbits": nbits,
-            "residual_length": residual_length,
-            "sparsity": sparsity,
-            "rank": rank,
-            "decode_rank": decode_rank,
-            "q_group_size": q_group_size,
-            "num_iterations": num_iterations,
-            "low_rank_recent_ratio": low_rank_recent_ratio,
-            "num_sink_tokens": num_sink_tokens,
-            "rotate_values": rotate_values,
-            "quantizer": quantizer,
-            "sliding": sliding,
-            "recent_length": recent_length,
-            "recent_nbits": recent_nbits,
-            "key_nbits": key_nbits,
-            "key_backbone": key_backbone,
-            "key_sparsity": key_sparsity,
-            "key_rank": key_rank,
-            "key_decode_rank": key_decode_rank,
-            "value_nbits": value_nbits,
-            "value_backbone": value_backbone,
-            "value_sparsity": value_sparsity,
-            "value_rank": value_rank,
-            "value_decode_rank": value_decode_rank,
-        }
+        by_default = is_default(backbone, options)
+        if by_default:
+            backbone = BACKBONE
+        check_calibrated(calibration, backbone, options)
         self.gear_config: GEARConfig | TransformConfig
-        self.gear_config, self.calibration = resolve_form(backbone, options, calibration, model)
+        self.calibration: TransformCalibration | None = None
+        if backbone != BACKBONE:
+            self.gear_config = GEARConfig.from_options(backbone=backbone, **options)
+        else:
+            is_asked_for = not by_default or calibration is not None
+            found = resolve_calibration(calibration, model) if is_asked_for else _own_calibration(model)
+            self.gear_config = transform_config(options, is_calibrated=found is not None)
+            self.calibration = found
         # Set by `choose_cache`
         self.choice: PresetChoice | None = None
         self._given_mask, self._max_cache_len = attention_mask, max_cache_len
@@ -431,35 +417,6 @@ def check_static(
 def is_default(backbone: str | None, options: Mapping[str, object]) -> bool:
     """Whether nothing is set that tells one form from the other; `None` is what was not given."""
     return backbone is None and all(value is None for name, value in options.items() if name not in _SHARED)
-
-
-def resolve_form(
-    backbone: str | None,
-    options: dict[str, Any],
-    calibration: Calibration,
-    model: PreTrainedConfig | torch.nn.Module | None,
-) -> Form:
-    """
-    The config of a cache, and the calibration that it takes.
-
-    Args:
-        backbone (`str`, *optional*): as of `GEARCache`.
-        options (`dict`): the others of its options by name, `None` where one was not given.
-        calibration (`TransformCalibration`, `str` or `Path`, *optional*): as of `GEARCache`.
-        model (`PreTrainedConfig` or `PreTrainedModel`, *optional*): the model.
-
-    Raises:
-        ValueError: if an option is out of range, or has no meaning in that form.
-    """
-    by_default = is_default(backbone, options)
-    if by_default:
-        backbone = BACKBONE
-    check_calibrated(calibration, backbone, options)
-    if backbone != BACKBONE:
-        return GEARConfig.from_options(backbone=backbone, **options), None
-    is_asked_for = not by_default or calibration is not None
-    found = resolve_calibration(calibration, model) if is_asked_for else _own_calibration(model)
-    return transform_config(options, is_calibrated=found is not None), found
 
 
 def _own_calibration(model: PreTrainedConfig | torch.nn.Module | None) -> TransformCalibration | None:

@@ -159,20 +159,6 @@ class GEARConfig:
         """Whether keys are quantized in groups of tokens."""
         return self.key.backbone in ("kivi", "kvarn")
 
-    def channel_group(self, head_dim: int) -> int:
-        """Channels that share a scale where groups lie along channels."""
-        return self.q_group_size or largest_divisor(head_dim, _DEFAULT_GROUP_SIZE)
-
-    def key_grouping(self, head_dim: int) -> Grouping:
-        if self.key.backbone == "per-token":
-            return Grouping("token", self.channel_group(head_dim))
-        return Grouping("channel", self.token_group if self.has_tiles else None)
-
-    def value_grouping(self, head_dim: int) -> Grouping:
-        if self.value.backbone == "kvarn":
-            return Grouping("token", head_dim)
-        return Grouping("token", None if self.value.backbone == "kcvt" else self.channel_group(head_dim))
-
     def codec(self, key_head_dim: int, value_head_dim: int) -> GroupCodec:
         """
         Returns the codec of heads of such dimensions.
@@ -180,26 +166,30 @@ class GEARConfig:
         Raises:
             ValueError: if an option does not fit them.
         """
-        for side, head_dim in ((self.key, key_head_dim), (self.value, value_head_dim)):
-            for name, value in (("rank", side.rank), ("decode_rank", side.decode_rank)):
-                if value > head_dim:
-                    raise ValueError(
-                        f"`{side.side}_{name}`/`{name}` has to be at most the head dimension, {head_dim}, but got "
-                        f"{value}"
-                    )
-        keys = self._side_codec(self.key, self.key_grouping(key_head_dim), key_head_dim, is_rotated=False)
-        values = self._side_codec(
-            self.value, self.value_grouping(value_head_dim), value_head_dim, is_rotated=self.rotate_values
-        )
+        keys, values = self._side_codec(self.key, key_head_dim), self._side_codec(self.value, value_head_dim)
         return GroupCodec(keys=keys, values=values)
 
-    def _side_codec(self, side: SideConfig, grouping: Grouping, head_dim: int, *, is_rotated: bool) -> SideCodec:
-        if grouping.axis == "token" and grouping.group_size is not None and head_dim % grouping.group_size != 0:
-            accepted = [d for d in range(1, head_dim + 1) if head_dim % d == 0]
+    def _side_codec(self, side: SideConfig, head_dim: int) -> SideCodec:
+        for name, value in (("rank", side.rank), ("decode_rank", side.decode_rank)):
+            if value > head_dim:
+                raise ValueError(
+                    f"`{side.side}_{name}`/`{name}` has to be at most the head dimension, {head_dim}, but got {value}"
+                )
+        is_key, is_kvarn = side.side == "key", side.backbone == "kvarn"
+        # Channels that share a scale where groups lie along channels; a whole token's do in `kvarn` and `kcvt`
+        group_size = self.q_group_size or largest_divisor(head_dim, _DEFAULT_GROUP_SIZE)
+        if is_key and side.backbone != "per-token":
+            grouping = Grouping("channel", self.token_group if self.has_tiles else None)
+        elif side.backbone in ("kvarn", "kcvt"):
+            grouping = Grouping("token", head_dim if is_kvarn else None)
+        elif head_dim % group_size:
+            accepted = [divisor for divisor in range(1, head_dim + 1) if head_dim % divisor == 0]
             raise ValueError(
                 f"`q_group_size` has to divide the head dimension, {head_dim}, for the chosen "
-                f"`{side.side}_backbone`, but got {grouping.group_size}; accepted: {accepted} or None"
+                f"`{side.side}_backbone`, but got {group_size}; accepted: {accepted} or None"
             )
+        else:
+            grouping = Grouping("token", group_size)
         return SideCodec(
             side=side.side,
             head_dim=head_dim,
@@ -210,10 +200,10 @@ class GEARConfig:
             decode_rank=side.decode_rank,
             num_iterations=self.num_iterations,
             recent_ratio=self.low_rank_recent_ratio,
-            is_rotated=is_rotated or side.backbone == "kvarn",
+            is_rotated=is_kvarn or (self.rotate_values and not is_key),
             # Keys turn with their positions, so they share no errors
-            spreads_errors=side.side == "value" and side.backbone != "kvarn",
-            tile_length=self.token_group if side.backbone == "kvarn" else None,
+            spreads_errors=not is_key and not is_kvarn,
+            tile_length=self.token_group if is_kvarn else None,
         )
 
 

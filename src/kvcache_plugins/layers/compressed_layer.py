@@ -443,12 +443,13 @@ class CompressedLayer(PromptLayer):
 
     def _keep_exact(self, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
         """Has the buffer hold, of all tokens behind the packed ones before, those from number `first` on."""
-        buffer, count = self.buffer, keys.shape[2]
+        # They are not plain any more
+        buffer, count = self._buffer, keys.shape[2]
         if first == count:
-            self.buffer = None
+            self._buffer = None
         elif buffer is None or buffer.length != count:
             limit = self.packing.residual_length
-            self.buffer = ResidualBuffer.of(keys[:, :, first:], values[:, :, first:], limit)
+            self._buffer = ResidualBuffer.of(keys[:, :, first:], values[:, :, first:], limit)
         elif first:
             buffer.drop_first(first)
 

@@ -437,9 +437,8 @@ class ExactPrefix:
         """
         device, most = keys.device, int(count.max())
         slots = (padding[:, None] + torch.arange(most)).clamp(max=keys.shape[2] - 1).to(device)[:, None, :, None]
-        keys, values = (
-            states.gather(2, slots.expand(-1, states.shape[1], -1, states.shape[3])) for states in (keys, values)
-        )
+        keys = keys.gather(2, slots.expand(-1, keys.shape[1], -1, keys.shape[3]))
+        values = values.gather(2, slots.expand(-1, values.shape[1], -1, values.shape[3]))
         is_uniform = not bool(padding.any()) and int(count.min()) == most
         return cls(keys, values, padding.to(device, copy=True), count.to(device), is_uniform)
 

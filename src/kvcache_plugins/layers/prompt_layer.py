@@ -24,25 +24,19 @@ ANOTHER_PROMPT = "a new cache for each prompt, or call `reset()`"
 
 class LeftPadding:
     """
-    How many tokens at the start of each item of a sequence are padding. A layer has one and shares it with what it
-    holds: what becomes known later, or changes with the batch, is known to all.
+    How many tokens at the start of each sequence are padding. A layer has one and shares it with what it holds: what
+    becomes known later, or changes with the batch, is known to all.
+
+    Attributes:
+        counts (`torch.Tensor` of shape `[batch_size]`, *optional*): padding of every sequence, once any is known of.
     """
 
     def __init__(self) -> None:
-        self.clear()
+        self.set(None)
 
-    def clear(self) -> None:
-        """Nothing is known."""
-        self.counts = None
-
-    @property
-    def counts(self) -> torch.Tensor | None:
-        """Counts padding at the start of every sequence, `[batch_size]`; `None` if none is known of."""
-        return self._counts
-
-    @counts.setter
-    def counts(self, counts: torch.Tensor | None) -> None:
-        self._counts: torch.Tensor | None = counts
+    def set(self, counts: torch.Tensor | None) -> None:
+        """Has other counts known; `None` if none are."""
+        self.counts = counts
         self._longest: int | None = None
         self._shortest: int | None = None
 
@@ -63,42 +57,6 @@ class LeftPadding:
         if self.counts is None:
             return torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         return self.counts.to(device)[:, None]
-
-    def valid_tokens(self, start: int, count: int, device: torch.device) -> torch.Tensor | None:
-        """Which of `count` tokens from position `start` on are not padding, `[batch_size, count]`; `None` if all."""
-        if self.counts is None or self.longest() <= start:
-            return None
-        return torch.arange(start, start + count, device=device) >= self.first_tokens(1, device)
-
-
-class IndexStates:
-    """
-    Keys of an indexer `[batch_size, ..., tokens, index head dim]`, by which layers of sparse attention pick tokens,
-    and positions of tokens `[batch_size, position dims, tokens]`, where the model asks for them to be kept. They are
-    few numbers a token, and decide which tokens are attended to at all: they stay exact.
-    """
-
-    def __init__(self) -> None:
-        self.keys: torch.Tensor | None = None
-        self.positions: torch.Tensor | None = None
-
-    def append(self, keys: torch.Tensor) -> torch.Tensor:
-        """All keys, the new ones among them."""
-        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], dim=-2)
-        return self.keys
-
-    def drop_last(self, count: int) -> None:
-        if self.keys is not None:
-            self.keys = self.keys[..., : max(self.keys.shape[-2] - count, 0), :]
-        if self.positions is not None:
-            self.positions = self.positions[..., : max(self.positions.shape[-1] - count, 0)]
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.keys = None if self.keys is None else function(self.keys)
-        self.positions = None if self.positions is None else function(self.positions)
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        yield from (tensor for tensor in (self.keys, self.positions) if tensor is not None)
 
 
 class PromptLayer(LazyLayer):
@@ -132,9 +90,10 @@ class PromptLayer(LazyLayer):
         # An update that is stored as soon as attention has seen it
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self._sides_read: set[str] = set()
-        # Of indexed sparse attention
-        self._index = IndexStates()
-        self._left_padding.clear()
+        # Of indexed sparse attention, tokens next to last: keys of the indexer, and positions where the model keeps
+        # them. They are few numbers a token, and decide which tokens are attended to at all: they stay exact
+        self._index: dict[str, torch.Tensor] = {}
+        self._left_padding.set(None)
         self._mask_seen = False
         self._length = 0
         # Tokens of the newest update
@@ -151,7 +110,7 @@ class PromptLayer(LazyLayer):
 
     @padding.setter
     def padding(self, padding: torch.Tensor | None) -> None:
-        self._left_padding.counts = padding
+        self._left_padding.set(padding)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -270,7 +229,9 @@ class PromptLayer(LazyLayer):
         Args:
             indexer_key_states (`torch.Tensor` of shape `[batch_size, ..., new tokens, index head dim]`): new keys.
         """
-        return self._index.append(indexer_key_states)
+        held = self._index.get("keys")
+        self._index["keys"] = indexer_key_states if held is None else torch.cat([held, indexer_key_states], dim=-2)
+        return self._index["keys"]
 
     # The name that one family has for it
     update_index = update_indexer
@@ -278,17 +239,19 @@ class PromptLayer(LazyLayer):
     @property
     def has_index(self) -> bool:
         """Tells whether the layer holds keys of an indexer."""
-        return self._index.keys is not None
+        return "keys" in self._index
 
     @property
     def indexer_position_ids(self) -> torch.Tensor | None:
         """Positions `[position dims, batch_size, tokens]`, which some models keep with the keys of an indexer."""
-        positions = self._index.positions
-        return None if positions is None else positions.movedim(0, 1)
+        positions = self._index.get("positions")
+        return None if positions is None else positions.movedim(2, 0)
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, position_ids: torch.Tensor | None) -> None:
-        self._index.positions = None if position_ids is None else position_ids.movedim(1, 0)
+        self._index.pop("positions", None)
+        if position_ids is not None:
+            self._index["positions"] = position_ids.movedim(0, 2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if query_length == 0 and self._length:
@@ -408,7 +371,10 @@ class PromptLayer(LazyLayer):
 
     def _valid_tokens(self, start: int, count: int) -> torch.Tensor | None:
         """Which of `count` tokens from position `start` on are not padding, `[batch_size, count]`; `None` if all."""
-        return self._left_padding.valid_tokens(start, count, self.device)
+        padding = self._left_padding
+        if padding.counts is None or padding.longest() <= start:
+            return None
+        return torch.arange(start, start + count, device=self.device) >= padding.first_tokens(1, self.device)
 
     @in_own_context
     def crop_tokens(self, count: int) -> None:
@@ -419,14 +385,16 @@ class PromptLayer(LazyLayer):
             self._counters, self.dense_reads = counters, reads
             return
         self._drop_newest(count)
-        self._index.drop_last(count)
+        self._index = {
+            name: states[..., : max(states.shape[-2] - count, 0), :] for name, states in self._index.items()
+        }
         self._length -= count
 
     @in_own_context
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.settle_prompt()
         self._map_stored(function)
-        self._index.map(function)
+        self._index = {name: function(states) for name, states in self._index.items()}
         if self.padding is not None:
             self.padding = function(self.padding)
         for _, tensor in self.named_tensors():
@@ -436,14 +404,14 @@ class PromptLayer(LazyLayer):
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.settle_prompt()
         yield from self._stored_tensors()
-        yield from (("indexer", tensor) for tensor in self._index.tensors())
+        yield from (("indexer", tensor) for tensor in self._index.values())
         if self.padding is not None:
             yield "index", self.padding
 
     def num_values(self) -> int:
         if not self.is_initialized:
             return 0
-        indexed = 0 if self._index.keys is None else self._index.keys.numel()
+        indexed = self._index["keys"].numel() if self.has_index else 0
         shapes = map(self.states_shape, ("keys", "values"))
         return indexed + sum(shape[0] * shape[1] * shape[2] * shape[3] for shape in shapes)
 
