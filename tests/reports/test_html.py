@@ -85,15 +85,8 @@ def test_nothing_comes_from_elsewhere_and_nothing_hides_on_dark_pages(tiny_llama
 
 def test_names_are_escaped() -> None:
     bad = '<script>alert("1")</script>&\'x'
-    markup = render_memory(
-        bad,
-        {bad: 30, "codes": 70},
-        {bad: 100},
-        dense_bytes=400,
-        compression_ratio=4.0,
-        kv_percent=25.0,
-        counters={bad: 3},
-    )
+    report = MemoryReport(parts={bad: 30, "codes": 70}, devices={bad: 100}, dense_bytes=400, num_values=200)
+    markup = render_memory(bad, report, {bad: 3})
     assert "<script" not in markup
     root = ElementTree.fromstring(markup)
     assert text_of(root).count(bad) == 4

@@ -20,15 +20,7 @@ from kvcache_plugins.models.layer_config import decoder_config, head_dims
 
 
 class Sizes(NamedTuple):
-    """
-    Sizes of what a layer is given.
-
-    Args:
-        num_heads, num_query_heads (`int`): heads of keys and of queries.
-        key_dim, value_dim (`int`): channels of a head.
-        dtype (`torch.dtype`), device (`torch.device`): of the states.
-        is_padded (`bool`): whether sequences may be padded.
-    """
+    """Sizes of what a layer is given, and whether its sequences may be padded."""
 
     num_heads: int
     num_query_heads: int

@@ -2,9 +2,9 @@
 
 `lazy_states` has the tensor that attention gets and the base of layers that hand it out, `recorded_operations` what
 models do to it before, `prompt_layer` the base of those that store a prompt only after it was attended to,
-`left_padding` what is known of a batch's padding, `residual_buffer` the newest tokens, exact. `attention_functions`
-has the entries of Transformers' table of attention functions that would not ask such states: importing this package
-registers them.
+`packing` how tokens are packed and held, `residual_buffer` the newest tokens, exact. `attention_functions` has the
+entries of Transformers' table of attention functions that would not ask such states: importing this package registers
+them.
 """
 
 from . import attention_functions as attention_functions

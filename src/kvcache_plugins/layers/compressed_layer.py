@@ -161,11 +161,6 @@ class CompressedLayer(PromptLayer):
         limit = self.packing.residual_length
         return limit if self.codec is not None else max(limit, self.packing.least_tokens)
 
-    @property
-    def is_buffer_full(self) -> bool:
-        """Whether the next update packs what is in the buffer."""
-        return self.buffer is not None and self.buffer.length >= self._buffer_limit
-
     def _exact_tail(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
         """Keys, values and their tokens in use, of what stands behind the packed ones."""
         if self.buffer is not None and self.buffer.length:
@@ -215,9 +210,9 @@ class CompressedLayer(PromptLayer):
         """See `PromptLayer._before_update`: packs what has waited for long enough."""
         if self._num_new > 1:
             self._prepared = None
-        if self.is_buffer_full:
-            assert self.buffer is not None
-            self._commit(self.buffer.keys, self.buffer.values, is_prompt=False)
+        buffer = self.buffer
+        if buffer is not None and buffer.length >= self._buffer_limit:
+            self._commit(buffer.keys, buffer.values, is_prompt=False)
         if not self.record_past:
             self._let_go()
 
@@ -265,12 +260,8 @@ class CompressedLayer(PromptLayer):
         finally:
             self._length -= keys.shape[2]
 
-    def settle_prompt(self) -> None:
-        if self._pending is not None:
-            self._prepared = None
-        super().settle_prompt()
-
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
+        self._prepared = None
         if self.buffer is not None and self.buffer.length:
             keys = torch.cat([self.buffer.keys, keys], dim=2)
             values = torch.cat([self.buffer.values, values], dim=2)
@@ -307,8 +298,9 @@ class CompressedLayer(PromptLayer):
         start = length - keys.shape[2]
         most = 0 if is_prompt or is_first else packing.num_kept
         num_kept = min(packing.residual_length if self._stands_still else most, keys.shape[2])
+        counts = self._left_padding.counts
         if is_first or self._pending_sequences is not None:
-            padding = torch.zeros(self.batch_size, dtype=torch.long) if self.padding is None else self.padding.cpu()
+            padding = torch.zeros(self.batch_size, dtype=torch.long) if counts is None else counts.cpu()
             split = packing.split(padding, length - (0 if is_first else num_kept))
             if is_first and split is None:
                 self._keep_exact(keys, values, 0)
@@ -322,7 +314,7 @@ class CompressedLayer(PromptLayer):
                 assert split is not None
                 start, end, pending = split.first, padding + split.num_exact, split.pending
                 valid = (torch.arange(start, keys.shape[2]) >= end[:, None]) & ~pending[:, None]
-                packed, positions = (keys[:, :, start:], values[:, :, start:]), Positions(start, self.padding)
+                packed, positions = (keys[:, :, start:], values[:, :, start:]), Positions(start, counts)
                 self.codec = self._unfitted.fit(*packed, valid, self._moments, positions)
                 if packing.residual_length:
                     self.prefix = ExactPrefix.of(keys, values, padding, split.num_exact)
@@ -391,7 +383,7 @@ class CompressedLayer(PromptLayer):
             end = self.prefix.end if first_end is None or not keys.is_meta else first_end
             valid = torch.arange(start, start + keys.shape[2], device=end.device) >= end[:, None]
         recent = None if is_prompt or first_end is not None else packing.recent_codec(self.codec)
-        codec, positions = self.codec if recent is None else recent, Positions(start, self.padding)
+        codec, positions = self.codec if recent is None else recent, Positions(start, self._left_padding.counts)
         try:
             block = packing.encode(codec, (keys, values), positions, valid, is_prompt=is_prompt)
         except ValueError as error:
@@ -457,21 +449,6 @@ class CompressedLayer(PromptLayer):
     def _needs_queries(self) -> bool:
         return bool(self._unfitted.layouts) and (self.codec is None or self._pending_sequences is not None)
 
-    def _note_queries(self, query: torch.Tensor) -> None:
-        """Adds queries to what a codec will be fitted to, until it is."""
-        if self._pending is not None and self.codec is None and self.on_first_prompt is not None:
-            self.on_first_prompt(self, query)
-        if not self._needs_queries:
-            return
-        if query.shape[2] == 1 and self.padding is None:
-            # Added up several at a time. A new list, as a copy of the layer may hold the same
-            self._newest_queries = [*self._newest_queries, query.detach() if query.requires_grad else query]
-            if len(self._newest_queries) == self.packing.residual_length:
-                self._add_newest_queries()
-            return
-        query = query.detach()[:, :, -_NUM_QUERIES:]
-        self._add_moments(query, self._valid_tokens(self._length - query.shape[2], query.shape[2]))
-
     def _add_newest_queries(self) -> None:
         if self._newest_queries:
             queries, self._newest_queries = self._newest_queries, []
@@ -524,9 +501,21 @@ class CompressedLayer(PromptLayer):
 
     def on_exact_attention(self, call: AttentionCall) -> None:
         self._learn_padding(call.mask)
+        query = call.query.detach() if call.query.requires_grad else call.query
         # Queries of what is projected are of other heads
-        if call.project is None and (self._pending is not None or self._needs_queries):
-            self._note_queries(call.query)
+        is_own, is_first = call.project is None, self._pending is not None and self.codec is None
+        if is_own and is_first and self.on_first_prompt is not None:
+            self.on_first_prompt(self, query)
+        if is_own and self._needs_queries:
+            # What a codec will be fitted to. Single ones are added up several at a time
+            if query.shape[2] > 1 or self.padding is not None:
+                query = query[:, :, -_NUM_QUERIES:]
+                self._add_moments(query, self._valid_tokens(self._length - query.shape[2], query.shape[2]))
+            else:
+                # A new list, as a copy of the layer may hold the same
+                self._newest_queries = [*self._newest_queries, query]
+                if len(self._newest_queries) == self.packing.residual_length:
+                    self._add_newest_queries()
         if self._pending is not None:
             self.settle_prompt()
 
@@ -627,33 +616,6 @@ class CompressedLayer(PromptLayer):
     def activate_past_recording(self) -> None:
         """Lets go of nothing from now on until a `crop`, which can then take back all updates since the last one."""
         self.record_past = True
-
-    def _first_seen(self, length: int) -> int:
-        """Position of the first token that a query at position `length` sees."""
-        return 0 if self.sliding_window is None else max(length - self.sliding_window + 1, 0)
-
-    @property
-    def _first_visible(self) -> int:
-        return 0 if self.sliding_window is None else self._first_seen(self._length - self._num_new)
-
-    def lazy_length(self) -> int:
-        return self._length if self.sliding_window is None else self._length - self._first_visible
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        length, _ = super().get_mask_sizes(query_length)
-        first = self._first_seen(self._length)
-        return length - first, first
-
-    def get_max_length(self) -> int:
-        return super().get_max_length() if self.sliding_window is None else self.sliding_window
-
-    get_max_cache_shape = get_max_length
-
-    def num_values(self) -> int:
-        if self.sliding_window is None or not self.is_initialized:
-            return super().num_values()
-        length = self._length - self._first_seen(self._length)
-        return sum(shape[0] * shape[1] * length * shape[3] for shape in map(self.states_shape, ("keys", "values")))
 
     def _let_go(self) -> None:
         """Drops what no query to come sees, some rows at a time."""

@@ -76,6 +76,8 @@ class PromptLayer(LazyLayer):
     counter_names: ClassVar[tuple[str, ...]] = ("attend_calls", "prompts_without_mask")
     # Whether storing a prompt needs its attention, so that one computed elsewhere cannot be taken in
     needs_prompt_attention = False
+    # Tokens that a query sees, itself among them; all by default
+    sliding_window: int | None = None
     # Whether as many of the newest tokens are exact at any time: see `static_layer`
     _stands_still = False
 
@@ -259,7 +261,17 @@ class PromptLayer(LazyLayer):
                 f"`past_key_values` holds {self._length} tokens, and `generate` takes them for the beginning of the "
                 f"prompt, which has fewer: make {ANOTHER_PROMPT}"
             )
-        return super().get_mask_sizes(query_length)
+        length = self.get_seq_length()
+        first = self._first_seen(length)
+        return length + query_length - first, first
+
+    def get_max_length(self) -> int:
+        return -1 if self.sliding_window is None else self.sliding_window
+
+    get_max_cache_shape = get_max_length
+
+    def lazy_length(self) -> int:
+        return self._length if self.sliding_window is None else self._length - self._first_visible
 
     def take_prompt(self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor | None) -> None:
         """
@@ -412,17 +424,22 @@ class PromptLayer(LazyLayer):
         if not self.is_initialized:
             return 0
         indexed = self._index["keys"].numel() if self.has_index else 0
+        length = self._length - self._first_seen(self._length)
         shapes = map(self.states_shape, ("keys", "values"))
-        return indexed + sum(shape[0] * shape[1] * shape[2] * shape[3] for shape in shapes)
+        return indexed + sum(shape[0] * shape[1] * length * shape[3] for shape in shapes)
 
     def states_shape(self, side: str) -> tuple[int, int, int, int]:
         _, num_heads, _, head_dim = self._shapes[side]
         return self.batch_size, num_heads, self._length - self._first_visible, head_dim
 
+    def _first_seen(self, length: int) -> int:
+        """Position of the first token that a query at position `length` sees."""
+        return 0 if self.sliding_window is None else max(length - self.sliding_window + 1, 0)
+
     @property
     def _first_visible(self) -> int:
-        """Position of the first token of the newest states: not 0 in a layer that lets go of its oldest."""
-        return 0
+        """Position of the first token of the newest states."""
+        return 0 if self.sliding_window is None else self._first_seen(self._length - self._num_new)
 
     def can_crop(self, count: int) -> bool:
         """Whether the newest `count` tokens can be dropped."""

@@ -66,7 +66,8 @@ class ResidualBuffer:
         self._write_left()
         total = self.length + keys.shape[2]
         if total > self.capacity:
-            self._resize(max(total, min(-(-total // _STEP) * _STEP, self.limit)))
+            capacity = max(total, min(-(-total // _STEP) * _STEP, self.limit))
+            self._store(_with_room(self.keys, capacity), _with_room(self.values, capacity))
         for stored, states in zip(self.storage, (keys, values), strict=True):
             stored.narrow(2, self.length, keys.shape[2]).copy_(states)
         self.length = total
@@ -106,9 +107,6 @@ class ResidualBuffer:
         for stored, states in zip((keys, values), (self.keys, self.values), strict=True):
             stored[:, :, : self.length].copy_(states)
         self._store(keys, values)
-
-    def _resize(self, capacity: int) -> None:
-        self._store(_with_room(self.keys, capacity), _with_room(self.values, capacity))
 
 
 def _with_room(states: torch.Tensor, capacity: int) -> torch.Tensor:

@@ -6,9 +6,16 @@ page and nothing has a background but the bar, so that it can be read on light a
 Okabe and Ito, which colour-blind people tell apart; a part has the same colour in every report.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from html import escape
 from itertools import cycle
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from .memory import MemoryReport
 
 
 # Neither black nor white: one of them would be lost on every page
@@ -36,43 +43,30 @@ _CELL = "padding:0 1em 0 0;background:transparent;border:none"
 
 
 def render_memory(
-    title: str,
-    parts: Mapping[str, int],
-    devices: Mapping[str, int],
-    *,
-    dense_bytes: int,
-    compression_ratio: float,
-    kv_percent: float,
-    shared: Mapping[str, int] | None = None,
-    counters: Mapping[str, float | str | Mapping[str, float]] | None = None,
+    title: str, report: MemoryReport, counters: Mapping[str, float | str | Mapping[str, float]] | None = None
 ) -> str:
     """
     HTML of what a cache holds, well-formed as XML too.
 
     Args:
         title (`str`): What it is of. All names are escaped.
-        parts (`Mapping[str, int]`): Bytes per part; those that hold nothing are left out.
-        devices (`Mapping[str, int]`): Bytes per device.
-        dense_bytes (`int`): Bytes that `DynamicCache` would hold of the same tokens.
-        compression_ratio (`float`): How many times smaller than that.
-        kv_percent (`float`): Bytes as a percentage of a cache at 16 bits a value.
-        shared (`Mapping[str, int]`, *optional*): Bytes of what all caches of the model share, which are in none of
-            the above.
+        report (`MemoryReport`): Bytes; parts that hold nothing are left out.
         counters (`Mapping`, *optional*): What the cache did, and how it was chosen.
     """
-    held = {part: num_bytes for part, num_bytes in parts.items() if num_bytes}
+    held = {part: num_bytes for part, num_bytes in report.parts.items() if num_bytes}
     lines = [f"<b>{escape(title)}</b>: holds nothing yet"]
     if held:
-        total = sum(held.values())
+        total = report.total_bytes
         lines = [
-            f"<b>{escape(title)}</b>: {total / 1e6:.2f} MB, {kv_percent:.1f} % of a cache at 16 bits a value; dense "
-            f"{dense_bytes / 1e6:.2f} MB, {compression_ratio:.2f} times as much",
+            f"<b>{escape(title)}</b>: {total / 1e6:.2f} MB, {report.kv_percent:.1f} % of a cache at 16 bits a value; "
+            f"dense {report.dense_bytes / 1e6:.2f} MB, {report.compression_ratio:.2f} times as much",
             _bar(held, total),
             _table(held, total),
         ]
-        lines.append(_pairs("devices", {name: f"{num_bytes / 1e6:.2f} MB" for name, num_bytes in devices.items()}))
-    if shared:
-        lines.append(_pairs("shared by all caches", {name: f"{size / 1e6:.2f} MB" for name, size in shared.items()}))
+        lines.append(_pairs("devices", {name: f"{size / 1e6:.2f} MB" for name, size in report.devices.items()}))
+    if report.shared:
+        shared = {name: f"{size / 1e6:.2f} MB" for name, size in report.shared.items()}
+        lines.append(_pairs("shared by all caches", shared))
     if counters:
         lines.append(_pairs("counters", {name: _shown(value) for name, value in counters.items()}))
     blocks = "\n".join(f"<div>{line}</div>" for line in lines)

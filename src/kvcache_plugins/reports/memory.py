@@ -88,16 +88,7 @@ class MemoryReport:
             title (`str`): What stands before it.
             counters (`Mapping`, *optional*): What a cache's `stats()` returned.
         """
-        return render_memory(
-            title,
-            self.parts,
-            self.devices,
-            dense_bytes=self.dense_bytes,
-            compression_ratio=self.compression_ratio,
-            kv_percent=self.kv_percent,
-            shared=self.shared,
-            counters=counters,
-        )
+        return render_memory(title, self, counters)
 
 
 def measure_memory(cache: Cache | Sequence[Cache]) -> MemoryReport:

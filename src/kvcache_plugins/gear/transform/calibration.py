@@ -10,9 +10,12 @@ Legend: H key/value heads, D head dim, N blocks of eight components.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -21,18 +24,21 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcache_plugins.codecs.basis import karhunen_loeve, round_basis
 from kvcache_plugins.codecs.prompt_codec import allocate_widths, share_bytes
-from kvcache_plugins.codecs.quantizers import BLOCK, QUANTIZERS
+from kvcache_plugins.codecs.quantizers import BLOCK, QUANTIZERS, num_blocks
 from kvcache_plugins.codecs.rope import candidate_layouts
 from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
 from kvcache_plugins.files.atomic import RefusedFile, refusals
-from kvcache_plugins.files.records import read_record, write_record
+from kvcache_plugins.files.records import Format, read_record, write_record
+from kvcache_plugins.files.schema import Range, Stored
 from kvcache_plugins.models.fingerprint import config_fingerprint, weight_samples
 
-from .calibration_file import FORMAT, CalibrationContent, LayerCalibration, SideCalibration
 from .config import LEAST_BYTES, TransformConfig
 from .observation import LayerSums, observe_window
 
 
+FORMAT = Format("kvcache_plugins.gear_calibration", 2, "run `kvcache-plugins calibrate --cache gear` anew")
+_LAYOUTS = ("half-split", "interleaved", "none")
+_HEADS = "num_heads", "head_dim"
 # How near a weight is to itself in bfloat16, and in float16 where it is small
 _TOLERANCE, _LEAST_WEIGHT = 2**-7, 2**-24
 # First tokens that stay exact
@@ -45,6 +51,103 @@ _QUERY_SHARE, _UNIT_SHARE = 0.3, 0.1
 _TEMPER = 0.7
 # Of a head's largest factor
 _LEAST_FACTOR = 1e-3
+
+
+@dataclass(frozen=True, eq=False)
+class SideCalibration:
+    """
+    Keys or values of a layer.
+
+    Attributes:
+        mean (`torch.Tensor` of shape `[H, D]`, float16): what is taken off.
+        factors (`torch.Tensor` of shape `[H, D]`, float32): what channels are multiplied by: errors of the products
+            cost alike.
+        basis (`torch.Tensor` of shape `[H, D, D]`, int8): rows of the basis of such products, those of most energy
+            first.
+        steps (`torch.Tensor` of shape `[H, D]`, float32): what its rows are in units of; they are then as long as a
+            standard deviation of their component.
+        energies (`torch.Tensor` of shape `[H, N]`, float32): of blocks of eight components.
+    """
+
+    mean: Annotated[torch.Tensor, Stored(_HEADS, torch.float16)]
+    factors: Annotated[torch.Tensor, Stored(_HEADS, torch.float32, above=0)]
+    basis: Annotated[torch.Tensor, Stored((*_HEADS, "head_dim"), torch.int8)]
+    steps: Annotated[torch.Tensor, Stored(_HEADS, torch.float32, above=0)]
+    energies: Annotated[torch.Tensor, Stored(("num_heads", None), torch.float32, above=0)]
+
+    def check(self) -> None:
+        """Raises a `ValueError` if it is nothing that a file can hold."""
+        num_heads, head_dim = self.mean.shape
+        if not num_heads or not head_dim:
+            raise ValueError("a layer has to have heads, and these channels")
+        if self.energies.shape[1] != num_blocks(head_dim):
+            raise ValueError(f"`energies` have to be of {num_blocks(head_dim)} blocks")
+        if bool((torch.linalg.matrix_rank(self.basis.double()) < head_dim).any()):
+            raise ValueError("bases have to be regular")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerCalibration:
+    """
+    Keys and values of a layer.
+
+    Attributes:
+        layer_idx (`int`): the layer.
+        layout (`str`), first_channel (`int`): name and first channel of the keys' rotary embedding.
+        window (`int`, *optional*): tokens that its attention sees; all by default.
+    """
+
+    layer_idx: Annotated[int, Range(0, 2**16)]
+    layout: str
+    first_channel: Annotated[int, Range(0, 2**16)]
+    window: Annotated[int, Range(1)] | None
+    keys: SideCalibration
+    values: SideCalibration
+
+    def check(self) -> None:
+        """Raises a `ValueError` if it is nothing that a file can hold."""
+        if self.layout not in _LAYOUTS:
+            raise ValueError(f"`layout` has to be one of {list(_LAYOUTS)} but got {self.layout!r}")
+        if self.keys.mean.shape[0] != self.values.mean.shape[0]:
+            raise ValueError("keys and values have to have as many heads")
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationContent:
+    """
+    What a file holds.
+
+    Attributes:
+        config (`str`): fingerprint of the model's config.
+        weights (`torch.Tensor`): some of its weights, see `weight_samples`.
+        layers (`list[LayerCalibration]`): those of full attention and of windows.
+    """
+
+    config: str
+    weights: Annotated[torch.Tensor, Stored((None,), torch.float32, is_finite=False)]
+    layers: list[LayerCalibration]
+
+    def check(self) -> None:
+        """Raises a `ValueError` if it is nothing that a file can hold."""
+        if not self.layers:
+            raise ValueError("`layers` is empty")
+        if len({layer.layer_idx for layer in self.layers}) < len(self.layers):
+            raise ValueError("`layers` tells of a layer twice")
+
+    def digest(self) -> str:
+        """By which a calibration is known again, wherever its file is."""
+        digest = hashlib.sha256(self.config.encode())
+        digest.update(self.weights.numpy().tobytes())
+        for layer in self.layers:
+            layout = layer.layout, layer.first_channel
+            known = layout if layer.window is None else (*layout, layer.window)
+            digest.update(f"{layer.layer_idx} {known}".encode())
+            for side, own in (("keys", layer.keys), ("values", layer.values)):
+                for field in fields(own):
+                    tensor: torch.Tensor = getattr(own, field.name)
+                    digest.update(f"{side}.{field.name} {tuple(tensor.shape)}".encode())
+                    digest.update(tensor.numpy().tobytes())
+        return digest.hexdigest()
 
 
 class TransformCalibration(nn.Module):
