@@ -1,17 +1,28 @@
 """Which layers of a model a method may replace: those of full attention, and of those with a window what it can take.
-Other bounded ones stay Transformers' own."""
+Other bounded ones stay Transformers' own.
 
-from collections.abc import Callable
+Of layers whose attention runs beside a convolution or a recurrence, as in Falcon-H1, the states of these are small, do
+not grow, and stay exact, as Transformers' own code keeps them; keys and values are a method's.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
+import torch
 import transformers
-from transformers import DynamicCache, PreTrainedConfig, cache_utils
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import Cache, DynamicCache, PreTrainedConfig, cache_utils
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from kvcache_plugins.user_warnings import warn_user
 
 from .lazy_states import LazyLayer
-from .recurrent_states import with_recurrent_states
 
 
 # Layer types whose state is bounded or empty: Transformers' own layers keep them
@@ -68,16 +79,24 @@ def replace_full_attention(
             "`config`: layers with attention beside a recurrence are supported with later releases of Transformers: "
             f"{transformers.__version__} keeps the recurrence's states in another form"
         )
-    full = [index for index, layer in enumerate(own) if _is_full(layer)]
-    windowed = {
-        index: make_windowed(index, layer.sliding_window)
-        for index, layer in enumerate(own)
-        if isinstance(layer, DynamicSlidingWindowLayer)
-    }
-    made = {index: make_layer(index) for index in full}
-    made |= {index: layer for index, layer in windowed.items() if layer is not None}
+    made: dict[int, CacheLayerMixin] = {}
+    for index, layer in enumerate(own):
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            windowed = make_windowed(index, layer.sliding_window)
+            made |= {} if windowed is None else {index: windowed}
+        elif isinstance(layer, DynamicLayer):
+            made[index] = make_layer(index)
     if not made:
-        _warn_of_bounded(own)
+        windows = sorted({layer.sliding_window for layer in own if isinstance(layer, DynamicSlidingWindowLayer)})
+        if not windows:
+            raise ValueError(
+                "`config`: none of the model's layers has attention that keeps keys and values: there is nothing that "
+                "the method could be applied to"
+            )
+        warn_user(
+            f"`config`: all layers of the model attend to a window of {', '.join(map(str, windows))} tokens, and stay "
+            "Transformers' own: nothing is compressed or dropped"
+        )
     for index, layer in made.items():
         if type(own[index]) in _HYBRID_LAYERS and isinstance(layer, LazyLayer):
             layer = with_recurrent_states(layer, own[index].number_of_states)
@@ -86,23 +105,76 @@ def replace_full_attention(
     return own
 
 
-def _is_full(layer: Any) -> bool:
-    is_bounded = isinstance(layer, DynamicSlidingWindowLayer)
-    return isinstance(layer, DynamicLayer) and not is_bounded
+def with_recurrent_states(layer: LazyLayer, number_of_states: int) -> LazyLayer:
+    """
+    A new layer that keeps states of convolutions and recurrences too.
+
+    Args:
+        layer (`LazyLayer`): for keys and values. It has not been used yet, and is what is returned.
+        number_of_states (`int`): how many of each kind.
+    """
+    layer.__class__ = _hybrid_class(type(layer))
+    LinearAttentionLayer.__init__(layer, number_of_states=number_of_states)  # type: ignore[arg-type]
+    return layer
 
 
-def _warn_of_bounded(own: list[Any]) -> None:
-    """
-    Raises:
-        ValueError: if there is no attention at all.
-    """
-    windows = sorted({layer.sliding_window for layer in own if isinstance(layer, DynamicSlidingWindowLayer)})
-    if not windows:
-        raise ValueError(
-            "`config`: none of the model's layers has attention that keeps keys and values: there is nothing that the "
-            "method could be applied to"
-        )
-    warn_user(
-        f"`config`: all layers of the model attend to a window of {', '.join(map(str, windows))} tokens, and stay "
-        "Transformers' own: nothing is compressed or dropped"
-    )
+class RecurrentStates(LinearAttentionLayer):
+    """Stands before the class of a `LazyLayer`, whose operations on a batch then take these states along."""
+
+    is_compileable = False
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        if len(args) == 2:
+            super(LinearAttentionCacheLayerMixin, self).lazy_initialization(*args)  # type: ignore[misc]
+        else:
+            super().lazy_initialization(**kwargs)
+
+    def _recurrent_tensors(self) -> Iterator[tuple[dict[int, Any], int, torch.Tensor]]:
+        for states in (self.conv_states, self.recurrent_states):
+            yield from ((states, index, tensor) for index, tensor in states.items() if tensor is not None)
+
+    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """See `LazyLayer.map_tensors`."""
+        super().map_tensors(function)  # type: ignore[misc]
+        for states, index, tensor in list(self._recurrent_tensors()):
+            states[index] = function(tensor)
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `LazyLayer.named_tensors`."""
+        yield from super().named_tensors()  # type: ignore[misc]
+        yield from (("recurrent", tensor) for _, _, tensor in self._recurrent_tensors())
+
+    def reset(self) -> None:
+        super().reset()
+        super(LinearAttentionCacheLayerMixin, self).reset()  # type: ignore[misc]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        super(LinearAttentionCacheLayerMixin, self).crop(tokens_to_remove)  # type: ignore[misc]
+
+    # What moves or reorders goes by `map_tensors`
+    def offload(self) -> None:
+        super(LinearAttentionCacheLayerMixin, self).offload()  # type: ignore[misc]
+
+    def prefetch(self) -> None:
+        super(LinearAttentionCacheLayerMixin, self).prefetch()  # type: ignore[misc]
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super(LinearAttentionCacheLayerMixin, self).reorder_cache(beam_idx)  # type: ignore[misc]
+
+
+class HybridLayersMixin(Cache):
+    """Mixed into a cache of such layers, before `Cache`."""
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """As `Cache.is_linear`: layers that have attention beside a recurrence are none of those without."""
+        # Not by `super()`: `torch.compile` knows no properties of bases
+        return [
+            isinstance(layer, LinearAttentionLayer) and not isinstance(layer, CacheLayerMixin) for layer in self.layers
+        ]
+
+
+@cache
+def _hybrid_class(base: type[LazyLayer]) -> type[LazyLayer]:
+    return type(f"Hybrid{base.__name__}", (RecurrentStates, base), {})

@@ -14,9 +14,8 @@ from transformers import PreTrainedConfig
 
 from kvcache_plugins.models.layer_config import decoder_config, has_own_layers
 
-from .layer_types import replace_full_attention
+from .layer_types import HybridLayersMixin, replace_full_attention
 from .prompt_layer import ANOTHER_PROMPT, PromptLayer
-from .recurrent_states import HybridLayersMixin
 from .static_layer import StaticLayer, traced_states
 
 

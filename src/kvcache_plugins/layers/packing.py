@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from kvcache_plugins.kernels.compiled_coding import PreparedCoding
 
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
+# Keys and values
+States = tuple[torch.Tensor, torch.Tensor]
 # Rows that a window lets go of together: few enough to be no burden, and enough that moving the others is none
 DROP_STEP = 64
 # The tensor of a side of rows, in a layer's state; groups have those of `CompressedStates`
@@ -625,13 +627,7 @@ class Packing(ABC):
 
     @abstractmethod
     def encode(
-        self,
-        codec: Any,
-        states: tuple[torch.Tensor, torch.Tensor],
-        positions: Positions,
-        valid: torch.Tensor | None,
-        *,
-        is_prompt: bool,
+        self, codec: Any, states: States, positions: Positions, valid: torch.Tensor | None, *, is_prompt: bool
     ) -> Block:
         """
         Packs consecutive tokens.
@@ -692,13 +688,7 @@ class RowPacking(Packing):
         return count
 
     def encode(
-        self,
-        codec: Codec,
-        states: tuple[torch.Tensor, torch.Tensor],
-        positions: Positions,
-        valid: torch.Tensor | None,
-        *,
-        is_prompt: bool,
+        self, codec: Codec, states: States, positions: Positions, valid: torch.Tensor | None, *, is_prompt: bool
     ) -> RowBlock:
         return RowBlock(*codec.encode(*states, positions), positions.first, states[0].shape[2])
 
@@ -743,13 +733,7 @@ class GroupPacking(Packing):
         return count - count % group if self.has_whole_groups else count
 
     def encode(
-        self,
-        codec: GroupCodec,
-        states: tuple[torch.Tensor, torch.Tensor],
-        positions: Positions,
-        valid: torch.Tensor | None,
-        *,
-        is_prompt: bool,
+        self, codec: GroupCodec, states: States, positions: Positions, valid: torch.Tensor | None, *, is_prompt: bool
     ) -> GroupBlock:
         length = states[0].shape[2]
         num_chunks = 1 if is_prompt else length // self.residual_length
