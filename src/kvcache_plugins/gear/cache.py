@@ -21,10 +21,9 @@ from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 from kvcache_plugins.models.layer_config import head_dims
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
-from kvcache_plugins.option_checks import check_mask
+from kvcache_plugins.option_checks import check_integer, check_mask
 from kvcache_plugins.registry import get_config, unwrap_model
 from kvcache_plugins.reports.memory import ReportingMixin, StatValue
-from kvcache_plugins.user_warnings import warn_user
 
 from .config import GEARConfig, PresetChoice
 from .snapshot import FORMAT, Snapshot, read_snapshot, restore_layers, state_of
@@ -33,7 +32,6 @@ from .transform.calibrations import (
     AUTO,
     calibration_of_file,
     check_calibrated,
-    find_calibration,
     resolve_calibration,
 )
 from .transform.config import BACKBONE, TransformConfig, transform_config
@@ -199,15 +197,17 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         if backbone != BACKBONE:
             self.gear_config = GEARConfig.from_options(backbone=backbone, **options)
         else:
-            is_asked_for = not by_default or calibration is not None
-            found = resolve_calibration(calibration, model) if is_asked_for else _own_calibration(model)
-            self.gear_config = transform_config(options, is_calibrated=found is not None)
-            self.calibration = found
+            self.calibration = resolve_calibration(calibration, model, by_default=by_default)
+            self.gear_config = transform_config(options, is_calibrated=self.calibration is not None)
         # Set by `choose_cache`
         self.choice: PresetChoice | None = None
         self._given_mask, self._max_cache_len = attention_mask, max_cache_len
         if max_cache_len is not None:
-            check_static(max_cache_len, self.gear_config, config)
+            check_integer("max_cache_len", max_cache_len, 1)
+            if isinstance(self.gear_config, GEARConfig) or self.gear_config.quantizer != "lloyd-max":
+                raise ValueError('`max_cache_len` is for the `transform` backbone with the `"lloyd-max"` quantizer')
+            if config is None:
+                raise ValueError("`max_cache_len` needs the model or its config, which the cache is made with")
         self._init_layers(config)
         if max_cache_len is not None and not self.is_compileable:
             raise ValueError("`max_cache_len` is for models whose layers all are of full attention")
@@ -321,8 +321,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         ...     model.generate(torch.cat([prefix_ids, question], dim=1), past_key_values=fork)
         ```
         """
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ValueError(f"`count` has to be an integer of at least 1 but got {count!r}")
+        check_integer("count", count, 1)
         shared = [tensor for layer in self.layers if isinstance(layer, CompressedLayer) for tensor in layer.share()]
         # What `deepcopy` finds under its identity it takes for copied
         return [copy.deepcopy(self, {id(tensor): tensor for tensor in shared}) for _ in range(count)]
@@ -402,33 +401,6 @@ def check_gear(*, calibration: object = None, **options: Any) -> None:
         raise ValueError(f"`calibration` is `{calibration}`, but there is no such file")
 
 
-def check_static(
-    max_cache_len: object, options: GEARConfig | TransformConfig, config: PreTrainedConfig | None
-) -> None:
-    """Raises a `ValueError` if a cache of these options cannot be static."""
-    if not isinstance(max_cache_len, int) or isinstance(max_cache_len, bool) or max_cache_len < 1:
-        raise ValueError(f"`max_cache_len` has to be an integer of at least 1 but got {max_cache_len!r}")
-    if isinstance(options, GEARConfig) or options.quantizer != "lloyd-max":
-        raise ValueError('`max_cache_len` is for the `transform` backbone with the `"lloyd-max"` quantizer')
-    if config is None:
-        raise ValueError("`max_cache_len` needs the model or its config, which the cache is made with")
-
-
 def is_default(backbone: str | None, options: Mapping[str, object]) -> bool:
     """Whether nothing is set that tells one form from the other; `None` is what was not given."""
     return backbone is None and all(value is None for name, value in options.items() if name not in _SHARED)
-
-
-def _own_calibration(model: PreTrainedConfig | torch.nn.Module | None) -> TransformCalibration | None:
-    """
-    That of the model, if the user has made one; nothing is said if not. Those of this package are for who asks for
-    them: a default that is another one for two models would make what is measured of it untrue for all others.
-    """
-    # A config cannot tell whose weights they are
-    if model is None or isinstance(model, PreTrainedConfig):
-        return None
-    try:
-        return find_calibration(unwrap_model(model), is_own=True)
-    except ValueError as error:
-        warn_user(f"the cache goes without a calibration: {error}")
-        return None

@@ -108,7 +108,10 @@ def check_calibrated(calibration: object, backbone: str | None, options: dict[st
 
 
 def resolve_calibration(
-    calibration: TransformCalibration | str | Path | None, model: PreTrainedConfig | torch.nn.Module | None
+    calibration: TransformCalibration | str | Path | None,
+    model: PreTrainedConfig | torch.nn.Module | None,
+    *,
+    by_default: bool,
 ) -> TransformCalibration | None:
     """
     The calibration that a cache for a model takes.
@@ -116,10 +119,19 @@ def resolve_calibration(
     Args:
         calibration (`TransformCalibration`, `str` or `Path`, *optional*): it, or its file, or `"auto"`.
         model (`PreTrainedConfig` or `PreTrainedModel`, *optional*): the model.
+        by_default (`bool`): whether no option says how the cache compresses. Without a calibration it is then that of
+            the model, if the user has made one. Those of this package are for who asks for them: a default that is
+            another one for two models would make what is measured of it untrue for all others.
 
     Raises:
         ValueError: if it is another model's, or cannot be read.
     """
+    # A config cannot tell whose weights they are
+    if calibration is None and by_default and model is not None and not isinstance(model, PreTrainedConfig):
+        try:
+            return find_calibration(unwrap_model(model), is_own=True)
+        except ValueError as error:
+            warn_user(f"the cache goes without a calibration: {error}")
     if calibration is None or (calibration == AUTO and model is None):
         return None
     if model is None:
@@ -132,7 +144,6 @@ def resolve_calibration(
         return calibration
     if calibration != AUTO:
         return TransformCalibration.load(calibration, own)
-    # A config cannot tell whose weights they are
     found = None if isinstance(own, PreTrainedConfig) else find_calibration(own)
     if found is not None:
         return found
