@@ -121,14 +121,14 @@ class LazyStates(torch.Tensor):
         """The dense states, in the shape reported."""
         if self.exact is not None:
             return self.exact
-        tile = {STORED[side]: self._newest(self.layer.materialize(side)) for side in sorted(self.operation.sides())}
+        tile = {}
+        for side in sorted(self.operation.sides()):
+            stored = self.layer.materialize(side)
+            if stored.shape[2] < self.num_tokens:
+                raise RuntimeError("these lazy states are older than the last `crop` or `reset` of their cache")
+            tile[STORED[side]] = stored[:, :, : self.num_tokens]
         dense = self.operation.compute(tile, self.num_tokens)
         return without_gradients(dense) if self.layer.has_gradients and torch.is_grad_enabled() else dense
-
-    def _newest(self, dense: torch.Tensor) -> torch.Tensor:
-        if dense.shape[2] < self.num_tokens:
-            raise RuntimeError("these lazy states are older than the last `crop` or `reset` of their cache")
-        return dense[:, :, : self.num_tokens]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
@@ -277,7 +277,11 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     """Answers a function of PyTorch that is called with lazy states among `args` and `kwargs`."""
     if func is F.scaled_dot_product_attention:
         return _scaled_dot_product_attention(*args, **kwargs)
-    if func in _METADATA_FUNCTIONS or _is_metadata_getter(func):
+    # Attributes such as `shape` or `dtype`, and none that holds the states themselves
+    is_getter = func.__name__ == "__get__"
+    if func in _METADATA_FUNCTIONS or (
+        is_getter and getattr(getattr(func, "__self__", None), "__name__", "") not in _DENSE_GETTERS
+    ):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     made = _repeat_heads(func, args)
@@ -290,13 +294,6 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 _answer_outside_of_graphs = torch.compiler.disable(_answer)
-
-
-def _is_metadata_getter(func: Callable[..., Any]) -> bool:
-    """Whether `func` reads an attribute such as `shape` or `dtype`, and none that holds the states themselves."""
-    return (
-        func.__name__ == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") not in _DENSE_GETTERS
-    )
 
 
 def _densify(value: Any) -> Any:

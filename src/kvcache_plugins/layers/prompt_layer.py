@@ -365,7 +365,10 @@ class PromptLayer(LazyLayer):
         if self._pending is None:
             return
         (keys, values), is_first = self._pending, self._length == self._pending[0].shape[2]
-        self._use_given_mask()
+        if self._given_mask is not None and not self._mask_seen and self.padding is None:
+            self.padding = (self._given_mask.to(self.device).cumsum(dim=1) == 0).sum(dim=1)
+        elif not self._mask_seen:
+            self._counters["prompts_without_mask"] += 1
         try:
             self._store_prompt(keys, values, is_first=is_first)
         except (ValueError, MemoryError):
@@ -374,12 +377,6 @@ class PromptLayer(LazyLayer):
             self._pending = None
             raise
         self._pending = None
-
-    def _use_given_mask(self) -> None:
-        if self._given_mask is not None and not self._mask_seen and self.padding is None:
-            self.padding = (self._given_mask.to(self.device).cumsum(dim=1) == 0).sum(dim=1)
-        elif not self._mask_seen:
-            self._counters["prompts_without_mask"] += 1
 
     def _valid_tokens(self, start: int, count: int) -> torch.Tensor | None:
         """Which of `count` tokens from position `start` on are not padding, `[batch_size, count]`; `None` if all."""

@@ -11,7 +11,7 @@ Legend: H key/value heads, D head dim, N blocks of eight components.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -111,6 +111,11 @@ class LayerCalibration:
         if self.keys.mean.shape[0] != self.values.mean.shape[0]:
             raise ValueError("keys and values have to have as many heads")
 
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Lists all tensors by side and name."""
+        for name, side in (("keys", self.keys), ("values", self.values)):
+            yield from ((f"{name}.{field.name}", getattr(side, field.name)) for field in fields(side))
+
 
 @dataclass(frozen=True, eq=False)
 class CalibrationContent:
@@ -142,11 +147,9 @@ class CalibrationContent:
             layout = layer.layout, layer.first_channel
             known = layout if layer.window is None else (*layout, layer.window)
             digest.update(f"{layer.layer_idx} {known}".encode())
-            for side, own in (("keys", layer.keys), ("values", layer.values)):
-                for field in fields(own):
-                    tensor: torch.Tensor = getattr(own, field.name)
-                    digest.update(f"{side}.{field.name} {tuple(tensor.shape)}".encode())
-                    digest.update(tensor.numpy().tobytes())
+            for name, tensor in layer.named_tensors():
+                digest.update(f"{name} {tuple(tensor.shape)}".encode())
+                digest.update(tensor.numpy().tobytes())
         return digest.hexdigest()
 
 
