@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from kvcache_plugins.codecs.codec import Codec, Positions
-from kvcache_plugins.codecs.groups import GroupCodec, keep_tokens, tile_slices
+from kvcache_plugins.codecs.groups import CompressedStates, GroupCodec, keep_tokens, tile_slices
 from kvcache_plugins.codecs.parts import TILE_TOKENS, CodedPart, CompressedPart
 from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.files.schema import FLOATS, MAX_INTEGER, Stored
@@ -198,6 +198,9 @@ class Block(ABC):
 class RowBlock(Block):
     """A block of rows of bytes, one for every head of a token: keys and values are `[B, H, capacity, R]`, uint8."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
+
     @property
     def capacity(self) -> int:
         """Tokens in all that fit into the storage."""
@@ -245,6 +248,9 @@ class GroupBlock(Block):
     A block of chunks of equal length, keys and values `CompressedStates`: one chunk of a prompt, or a run of decoded
     ones that grows by doubling its capacity.
     """
+
+    keys: CompressedStates
+    values: CompressedStates
 
     @property
     def chunk_length(self) -> int:  # type: ignore[override]
@@ -332,7 +338,7 @@ class PackedTokens:
         has_room = newest.length + count <= most_recent if newest.is_recent else not most_recent
         return newest if has_room else None
 
-    def add_recent(self, block: RowBlock, most: int) -> Block | None:
+    def add_recent(self, block: Block, most: int) -> Block | None:
         """Adds newest tokens in finer rows, at most `most` with others; returns the block that they joined."""
         block.is_recent = True
         if not self.has_recent:
