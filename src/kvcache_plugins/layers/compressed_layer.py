@@ -427,7 +427,8 @@ class CompressedLayer(PromptLayer):
         # As they came in
         keys = codec.decode_keys(recent.keys[:, :, :count], positions).to(self.dtype)
         values = codec.decode_values(recent.values[:, :, :count]).to(self.dtype)
-        self.packed.age(RowBlock(*self.codec.encode(keys, values, positions), recent.start, count), self._most_rows)
+        keys, values = self.codec.encode(keys, values, positions)
+        self.packed.age(RowBlock(keys, values, recent.start, count), self._most_rows)
         self._prepared = None
 
     def _codec_of(self, block: Block) -> Any:

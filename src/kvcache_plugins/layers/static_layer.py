@@ -283,11 +283,11 @@ class StaticLayer(CompressedLayer):
         if first is None or (self.padding is not None and int(self.padding.max()) > first.start + first.length):
             return
         if not self.packed.is_open:
-            rows = (
+            keys, values = (
                 torch.zeros(self.batch_size, self._shapes["keys"][1], 0, size, dtype=torch.uint8, device=self.device)
                 for size in self.codec.row_sizes
             )
-            self.blocks.append(RowBlock(*rows, self.exact_start, 0))
+            self.blocks.append(RowBlock(keys, values, self.exact_start, 0))
             self.packed.is_open = True
         newest = self.blocks[-1]
         wanted = 0 if self.max_length is None else self.max_length - newest.start - limit
