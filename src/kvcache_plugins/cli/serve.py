@@ -70,7 +70,8 @@ def main(
     from transformers.utils.import_utils import is_serve_available
 
     from kvcache_plugins.console.display import print_line
-    from kvcache_plugins.console.inputs import default_device, parse_device, parse_dtype
+    from kvcache_plugins.console.inputs import default_device, parse_device
+    from kvcache_plugins.models.reference_model import parse_dtype
 
     if not is_serve_available():
         raise ImportError("packages are missing: pip install 'kvcache-plugins[serving]'")

@@ -12,12 +12,21 @@ import os
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from .conversion import convert_once
-from .packaged_models import PACKAGED_MODELS
+from .packaged_models import PACKAGED_MODELS, check_model_name
 
 
+ModelSource = str | Path | PreTrainedConfig | PreTrainedModel
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What says where a checkpoint is found, as opposed to how the model is built: the tokenizer needs it too.
 _SOURCE_OPTIONS = (
     *("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code"),
@@ -67,6 +76,38 @@ def load_model(
         # The decorator that Transformers puts on `to` loses its `self` in the eyes of mypy.
         model = model.to(device)  # type: ignore[arg-type]
     return model.eval(), tokenizer
+
+
+def load_config(model: ModelSource) -> PreTrainedConfig:
+    """
+    The config of a model. The first time, a packaged model that has not been converted yet is converted.
+
+    Raises:
+        ValueError: if there is no such model, or its config cannot be read.
+    """
+    if isinstance(model, PreTrainedModel):
+        return model.config
+    if isinstance(model, PreTrainedConfig):
+        return model
+    if not isinstance(model, (str, Path)) or not str(model):
+        raise ValueError(f"`model` has to be a name, a folder, a config or a model but got {model!r}")
+    is_path = isinstance(model, Path) or model.startswith(("/", "./", "../", "~"))
+    check_model_name(str(Path(model).absolute()) if isinstance(model, Path) else model)
+    source = str(Path(model).expanduser()) if is_path else resolve_model(str(model))
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"`model` is `{model}`, but its config cannot be had: {error}") from error
+
+
+def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """The dtype of a key or value of `DTYPES`; any other is a `ValueError`."""
+    parsed = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if parsed not in DTYPES.values():
+        accepted = ", ".join(f"`{each}`" for each in DTYPES)
+        raise ValueError(f"`dtype` must be one of {accepted}, but got `{dtype}`")
+    assert parsed is not None
+    return parsed
 
 
 def reference_models() -> dict[str, bool]:
