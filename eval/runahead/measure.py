@@ -170,7 +170,7 @@ def time_slice(worker: Worker, token_ids: Sequence[int], prefix: int) -> float:
     input_ids = torch.tensor(token_ids)[None]
     dist.barrier()
     start = time.perf_counter()
-    with chain:
+    with chain.running():
         model.base_model(input_ids, **as_argument(chain.cache), use_cache=True)
     return time.perf_counter() - start
 
