@@ -298,7 +298,11 @@ def choose_cache(
         cache = copy.deepcopy(caches[spec])
         fill(cache, prefill, prompt)
         if not cache.stats()["tokens_compressed"]:
-            raise _too_short(prompt, spec, cache)
+            raise ValueError(
+                f"`input_ids` is too short to measure `{spec}`: of the {prompt.prefix_length} tokens before the "
+                f"{prompt.held_out} held out it compresses none, as an item needs at least "
+                f"{cache.gear_config.shortest_prompt} there. Give a longer prompt, or a smaller `held_out`"
+            )
         kl_by_preset[spec] = mean_kl(cache, prompt, prefill.logits)
         # No comparison with NaN holds
         if kl_by_preset[spec] <= max_kl:
@@ -341,12 +345,3 @@ def _create_candidates(prompt: HeldOutPrompt, candidates: Sequence[str] | None) 
             )
         caches[spec] = cache
     return caches
-
-
-def _too_short(prompt: HeldOutPrompt, spec: str, cache: GEARCache) -> ValueError:
-    shortest = cache.gear_config.shortest_prompt
-    return ValueError(
-        f"`input_ids` is too short to measure `{spec}`: of the {prompt.prefix_length} tokens before the "
-        f"{prompt.held_out} held out it compresses none, as an item needs at least {shortest} "
-        "there. Give a longer prompt, or a smaller `held_out`"
-    )

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
 
 from kvcache_plugins.gear.transform.calibrations import find_calibration
 from kvcache_plugins.infinigen import InfiniGenCache
@@ -33,16 +33,6 @@ from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin, measure
 
 # What a model's code, or a cache's, raises where it needs numbers that there are not
 NO_DATA_ERRORS = (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
-
-
-def build_without_weights(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A model in eval mode; a `ValueError` if the config is of no decoder."""
-    with torch.device("meta"):
-        try:
-            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()  # type: ignore[no-any-return]
-        except NO_DATA_ERRORS as error:
-            reason = str(error).partition("\n")[0]
-            raise ValueError(f"`model` is no decoder that can be built from its config: {reason}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +253,12 @@ class CacheSizer:
         self.device = device
         self.dtype = parse_dtype(("float32" if device == "cpu" else "bfloat16") if dtype is None else dtype)
         self.config = load_config(model)
-        self._model = build_without_weights(self.config, self.dtype)
+        try:
+            with torch.device("meta"):
+                self._model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype).eval()
+        except NO_DATA_ERRORS as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"`model` is no decoder that can be built from its config: {reason}") from error
         self._calls = record_calls(self._model)
 
     @property

@@ -426,13 +426,12 @@ def predicted(length: int, table: PartitionTable) -> Partition:
     Raises:
         ValueError: if there are fewer tokens than ratios.
     """
-    lengths = [entry.length for entry in table.entries]
-    place = float(np.interp(length, lengths, range(len(lengths))))
+    place = float(np.interp(length, [entry.length for entry in table.entries], range(len(table.entries))))
     lower, upper = (table.entries[index].ratios for index in (math.floor(place), math.ceil(place)))
     weight = place % 1
     if len(lower) != len(upper):
         return _by_ratios(length, upper if weight > 0.5 else lower)
-    return _by_ratios(length, [one + weight * (other - one) for one, other in zip(lower, upper, strict=True)])
+    return _by_ratios(length, np.add(lower, weight * np.subtract(upper, lower)))
 
 
 def planned(
@@ -452,12 +451,10 @@ def planned(
     time to first token, for one rank more after the other until two in a row save nothing.
 
     Args:
-        length (`int`): tokens of the prompt.
-        num_ranks (`int`): ranks there are.
+        length (`int`), num_ranks (`int`): tokens of the prompt, and ranks there are.
         cost (`CostModel`): compute of a slice.
         link (`Link`, *optional*): between ranks; the two following options are needed with it.
-        bytes_per_token (`float`, *optional*): bytes of keys and values of one token in one layer.
-        num_layers (`int`, *optional*): layers of the model.
+        bytes_per_token (`float`, *optional*), num_layers (`int`, *optional*): see `predict_ttft`.
         allow_fewer (`bool`, *optional*, defaults to `True`): whether fewer ranks may be used, where that is faster.
 
     Raises:
@@ -476,9 +473,9 @@ def planned(
     num_useless = 0
     for count in range(1 if allow_fewer else num_ranks, num_ranks + 1):
         before = min(found.values(), default=math.inf)
-        steps = {"first_step": max(length // (4 * count), 1), "last_step": max(length // _FINEST, 1)}
-        lengths, found[lengths] = searched(_balanced(length, count, cost), predict, **steps)
-        num_useless = 0 if found[lengths] * (1 + _WORTH_A_RANK) < before else num_useless + 1
+        lengths, seconds = searched(_balanced(length, count, cost), predict, last_step=max(length // _FINEST, 1))
+        found[lengths] = seconds
+        num_useless = 0 if seconds * (1 + _WORTH_A_RANK) < before else num_useless + 1
         if num_useless == 2:
             break
     enough = (1 + _WORTH_A_RANK) * min(found.values())
@@ -510,10 +507,9 @@ def searched(
     Raises:
         ValueError: if the start has no tokens for a rank, a step is below 1, or a measurement is no number.
     """
-    length = sum(start)
-    best = _checked_lengths("start", tuple(start), length)
-    step = max(1, length // (_STEP_DIVISOR * len(best))) if first_step is None else first_step
-    last_step = max(1, length // 256) if last_step is None else last_step
+    best = _checked_lengths("start", tuple(start), sum(start))
+    step = max(1, sum(start) // (_STEP_DIVISOR * len(best))) if first_step is None else first_step
+    last_step = max(1, sum(start) // 256) if last_step is None else last_step
     check_integer("first_step", step, 1)
     check_integer("last_step", last_step, 1)
     seconds: dict[Partition, float] = {}
@@ -565,9 +561,9 @@ def _balanced(length: int, num_ranks: int, cost: CostModel) -> Partition:
     return _rounded(ends * length / ends[-1])
 
 
-def _by_ratios(length: int, ratios: Sequence[float]) -> Partition:
+def _by_ratios(length: int, ratios: Sequence[float] | Array) -> Partition:
     _check_length(length, len(ratios))
-    return _rounded(np.cumsum(ratios) * length)
+    return _rounded(np.cumsum(np.multiply(ratios, length)))
 
 
 def _rounded(ends: Array) -> Partition:
