@@ -1,5 +1,6 @@
 """The registry: presets, options, errors that name what is known, third parties' entry points."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from kvcache_plugins import create_cache, list_caches, register_cache, registry
 from kvcache_plugins.registry import (
     CUDA,
     CacheEntry,
-    CacheRegistry,
+    check_cache,
     check_caches,
     describe_caches,
     parse_cache_spec,
@@ -26,7 +27,7 @@ GROUP_WISE = ["quanto-4bit", "quanto-2bit", "hqq-4bit", "hqq-2bit"]
 @pytest.fixture(autouse=True)
 def unchanged_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone after it."""
-    monkeypatch.setattr(registry._REGISTRY, "_entries", dict(registry._REGISTRY._entries))
+    monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
 
 
 def require_backend(name: str) -> None:
@@ -167,7 +168,7 @@ def test_offloaded_refuses_a_model_on_the_cpu_and_serves_one_on_cuda(tiny_llama:
 
 
 @pytest.fixture
-def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CacheRegistry:
+def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A registry that has `dynamic`, on a path where a third party's distribution is installed."""
     (tmp_path / "third_party_caches.py").write_text(
         "from transformers import DynamicCache\n"
@@ -187,29 +188,33 @@ def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CacheRegistr
         "dynamic = third_party_caches:create\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    fresh = CacheRegistry()
-    fresh.register(CacheEntry(name="dynamic", factory=create_small, summary="ours"))
-    return fresh
+    monkeypatch.setattr(registry, "_ENTRIES", {})
+    register_cache("dynamic", create_small, summary="ours")
+    registry._third_party.cache_clear()
+    yield
+    registry._third_party.cache_clear()
 
 
-def test_entry_points_are_found_and_a_taken_name_is_ours(third_party: CacheRegistry) -> None:
+@pytest.mark.usefixtures("third_party")
+def test_entry_points_are_found_and_a_taken_name_is_ours() -> None:
     with pytest.warns(UserWarning, match="`dynamic` of the package `third-party` .* is ignored"):
-        assert third_party.names() == ["absent", "broken", "dynamic", "theirs"]
-    assert third_party.entry("dynamic").summary == "ours"
-    theirs = third_party.entry("theirs")
+        assert list_caches() == ["absent", "broken", "dynamic", "theirs"]
+    assert check_cache("dynamic").summary == "ours"
+    theirs = check_cache("theirs")
     assert (theirs.summary, theirs.accepted_options) == ("Somebody else's cache", ["window"])
     assert isinstance(theirs.factory(None), DynamicCache)
 
 
 @pytest.mark.filterwarnings("ignore:The cache `dynamic`")
-def test_broken_entry_points_do_not_break_the_others(third_party: CacheRegistry) -> None:
+@pytest.mark.usefixtures("third_party")
+def test_broken_entry_points_do_not_break_the_others() -> None:
     with pytest.warns(UserWarning) as warned:
-        assert [entry.name for entry in third_party.entries()] == ["dynamic", "theirs"]
+        assert [entry.name for entry in describe_caches()] == ["dynamic", "theirs"]
     texts = " ".join(str(warning.message) for warning in warned)
     assert "`broken` of the package `third-party`" in texts
     assert "`absent` of the package `third-party`" in texts
     with pytest.raises(ImportError, match="`broken` of the package `third-party` .*compiled for another torch"):
-        third_party.entry("broken")
+        check_cache("broken")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart
-from kvcache_plugins.console.inputs import NumThreadsOption, parse_device, parse_dtype
+from kvcache_plugins.console.inputs import NumThreadsOption, parse_device
 from kvcache_plugins.eval.benchmark import benchmark, say
 from kvcache_plugins.eval.harness import spread, take_turns, time_call, time_on_gpu
 from kvcache_plugins.eval.rows import Content, Failure, Found, Settings
@@ -27,6 +27,7 @@ from kvcache_plugins.gear.kernel_check import require_close
 from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.engine import choose_kernel
+from kvcache_plugins.models.reference_model import parse_dtype
 from kvcache_plugins.registry import check_caches, create_cache
 
 

@@ -19,7 +19,7 @@ import torch
 import typer
 from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from kvcache_plugins.console.inputs import CachesOption, ModelOption, load_for_evaluation, parse_dtype, read_text
+from kvcache_plugins.console.inputs import CachesOption, ModelOption, load_for_evaluation, read_text
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings, say
 from kvcache_plugins.eval.harness import (
     cache_stats,
@@ -35,6 +35,7 @@ from kvcache_plugins.eval.harness import (
 )
 from kvcache_plugins.eval.rows import Failure, Found, Settings
 from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.models.reference_model import parse_dtype
 from kvcache_plugins.option_checks import check_choice
 from kvcache_plugins.reports.memory import measure_memory
 

@@ -154,5 +154,5 @@ def benchmark_runahead(
                         sizes = facts.bytes_per_token, facts.num_layers
                         is_tsp = row["method"] == TSP
                         tsp = predict_tsp_ttft(each, world_size, cost, link, *sizes) if is_tsp else None
-                        row["predicted_s"] = tsp or predict_ttft(row["lengths"], cost, link, *sizes)
+                        row["predicted_s"] = tsp or float(predict_ttft(row["lengths"], cost, link, *sizes))
                     yield row

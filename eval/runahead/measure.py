@@ -170,7 +170,7 @@ def time_slice(worker: Worker, token_ids: Sequence[int], prefix: int) -> float:
     input_ids = torch.tensor(token_ids)[None]
     dist.barrier()
     start = time.perf_counter()
-    with chain:
+    with chain.running():
         model.base_model(input_ids, **as_argument(chain.cache), use_cache=True)
     return time.perf_counter() - start
 
@@ -284,7 +284,7 @@ def plan_table(
         elif link is None:
             seconds = cost.seconds(float(length), 0.0)
         else:
-            seconds = predict_ttft(slices, cost, link, facts.bytes_per_token, facts.num_layers)
+            seconds = float(predict_ttft(slices, cost, link, facts.bytes_per_token, facts.num_layers))
         ratios = tuple(each / length for each in slices)
         entries.append(TableEntry(length=length, ratios=ratios, seconds=seconds, measured=is_searched))
     origin: Any = provenance(torch.device("cpu"))

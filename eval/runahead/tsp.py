@@ -81,7 +81,7 @@ def tsp_prefill(
     exchange = GatheringExchange(group, message_layouts(model), length=length, batch_size=batch_size)
     chain = Chain(exchange, is_lazy=config._attn_implementation == "sdpa", cache=cache)
     ids, logits = input_ids[:, exchange.prompt_slice.start : exchange.prompt_slice.stop], None
-    with chain:
+    with chain.running():
         if cache is None:
             # Without the language-model head
             model.base_model(ids, **as_argument(chain.cache), use_cache=True)

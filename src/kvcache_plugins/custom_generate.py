@@ -49,7 +49,7 @@ class CacheGeneration:
         _refuse_other_cache(arguments)
         cache = create_cache(self.name, model, **self.options)
         decode = getattr(model, _METHODS[mode])
-        with _listening(cache):
+        with listening(cache):
             return decode(input_ids, generation_config=generation_config, **{**arguments, **as_argument(cache)})
 
 
@@ -100,6 +100,6 @@ def _refuse_other_cache(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _listening(cache: Cache) -> AbstractContextManager[object]:
-    """Caches that listen to the model do so until the call ends."""
+def listening(cache: Cache) -> AbstractContextManager[object]:
+    """Has a cache that listens to its model do so until a call ends; others need nothing."""
     return cache if isinstance(cache, AbstractContextManager) else nullcontext()

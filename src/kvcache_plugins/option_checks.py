@@ -11,15 +11,10 @@ from collections.abc import Sequence
 import torch
 
 
-_OR_NONE = " or None"
-
-
 def check_integer(name: str, value: object, least: int, *, is_optional: bool = False) -> None:
     """`value` has to be an `int`, and no `bool`, of at least `least`; or `None` if that `is_optional`."""
-    if is_optional and value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        _refuse(name, f"an integer of at least {least}{_OR_NONE if is_optional else ''}", value)
+    is_right = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    _require(is_right, name, f"an integer of at least {least}", value, is_optional)
 
 
 def check_number(
@@ -37,34 +32,27 @@ def check_number(
     `value` has to be a number, and no `bool`, within the bounds, and finite unless not `is_finite`; or `None` if that
     `is_optional`.
     """
-    if is_optional and value is None:
-        return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
     bounds = ((least, operator.ge), (above, operator.gt), (most, operator.le), (below, operator.lt))
-    is_right = is_number and (not is_finite or math.isfinite(value))  # type: ignore[arg-type]
-    if not is_right or not all(bound is None or compare(value, bound) for bound, compare in bounds):  # type: ignore[arg-type]
-        lower = f"of at least {least:g}" if least is not None else f"above {above:g}"
+    is_right = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    is_right = is_right and (not is_finite or math.isfinite(value))  # type: ignore[arg-type]
+    is_right = is_right and all(bound is None or compare(value, bound) for bound, compare in bounds)  # type: ignore[arg-type]
+    lower = f"of at least {least:g}" if least is not None else f"above {above:g}"
+    if most is not None or below is not None:
         opening, closing = ("[" if least is not None else "("), ("]" if most is not None else ")")
-        if most is not None or below is not None:
-            first, last = (least if above is None else above), (most if below is None else below)
-            lower = f"in {opening}{first:g}, {last:g}{closing}"
-        _refuse(name, f"a number {lower}{_OR_NONE if is_optional else ''}", value)
+        first, last = (least if above is None else above), (most if below is None else below)
+        lower = f"in {opening}{first:g}, {last:g}{closing}"
+    _require(is_right, name, f"a number {lower}", value, is_optional)
 
 
 def check_bool(name: str, value: object, *, is_optional: bool = False) -> None:
     """`value` has to be `True` or `False`; or `None` if that `is_optional`."""
-    if is_optional and value is None:
-        return
-    if not isinstance(value, bool):
-        _refuse(name, "True, False or None" if is_optional else "True or False", value)
+    _require(isinstance(value, bool), name, "True, False" if is_optional else "True or False", value, is_optional)
 
 
 def check_choice(name: str, value: object, accepted: Sequence[object], *, is_optional: bool = False) -> None:
     """`value` has to be one of `accepted` and of its type: `2.0` and `True` are not `2` and `1`."""
-    if is_optional and value is None:
-        return
-    if not any(type(value) is type(each) and value == each for each in accepted):
-        _refuse(name, f"one of {list(accepted)}{_OR_NONE if is_optional else ''}", value)
+    is_right = any(type(value) is type(each) and value == each for each in accepted)
+    _require(is_right, name, f"one of {list(accepted)}", value, is_optional)
 
 
 def check_mask(name: str, value: object) -> None:
@@ -75,6 +63,7 @@ def check_mask(name: str, value: object) -> None:
     raise ValueError(f"`{name}` has to be a tensor of shape [batch_size, length] or None but got {shown}")
 
 
-def _refuse(name: str, expected: str, value: object) -> None:
-    names = "/".join(f"`{each}`" for each in name.split("/"))
-    raise ValueError(f"{names} has to be {expected} but got {value!r}")
+def _require(is_right: bool, name: str, expected: str, value: object, is_optional: bool) -> None:
+    if not is_right and not (is_optional and value is None):
+        names = "/".join(f"`{each}`" for each in name.split("/"))
+        raise ValueError(f"{names} has to be {expected}{' or None' if is_optional else ''} but got {value!r}")

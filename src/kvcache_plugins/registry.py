@@ -11,9 +11,10 @@ that of a factory that is registered as `module:attribute`: names can be listed 
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -116,84 +117,27 @@ def _suggestion(word: str, known: list[str]) -> str:
     return f" Did you mean `{close[0]}`?" if close else ""
 
 
-class CacheRegistry:
-    """A table of `CacheEntry` by name, with third parties' entry points read on first use."""
+# Those of third parties once they are asked for
+_ENTRIES: dict[str, CacheEntry] = {}
 
-    def __init__(self) -> None:
-        self._entries: dict[str, CacheEntry] = {}
-        self._entry_points: dict[str, EntryPoint] | None = None
 
-    def register(self, entry: CacheEntry, overwrite: bool = False) -> None:
-        """Adds `entry`. A taken name raises a `ValueError` unless `overwrite`."""
-        if not entry.name or any(character in entry.name for character in ":,* \t\n"):
-            raise ValueError(f"A cache's name must be a word without `:`, `,`, `*` or spaces, but got `{entry.name}`")
-        is_named = isinstance(entry.factory, str) and entry.factory.count(":") == 1
-        if not is_named and not callable(entry.factory):
-            raise ValueError(
-                f"`factory` of the cache `{entry.name}` must be callable, or be named as `module:attribute`, but got "
-                f"{entry.factory!r}"
-            )
-        if not overwrite and entry.name in self._entries:
-            raise ValueError(
-                f"A cache named `{entry.name}` is registered already. Choose another name or pass `overwrite=True`."
-            )
-        # What is named is not imported for it
-        if not is_named:
-            entry.check_options(entry.options)
-        self._entries[entry.name] = entry
+@functools.cache
+def _third_party() -> dict[str, EntryPoint]:
+    """Reads third parties' entry points by name; none of their code is loaded for it."""
+    from importlib.metadata import entry_points
 
-    def names(self, pattern: str = "*") -> list[str]:
-        """Lists names that match the shell pattern, sorted. Nothing of a third party is imported for it."""
-        return sorted(name for name in {*self._entries, *self._third_party()} if fnmatchcase(name, pattern))
-
-    def entry(self, name: str) -> CacheEntry:
-        """Finds a name's entry; a third party's code is loaded for it. Unknown names raise, listing the known ones."""
-        if name in self._entries:
-            return self._entries[name]
-        if name not in self._third_party():
-            known = self.names()
-            listed = ", ".join(f"`{each}`" for each in known)
-            raise ValueError(f"Unknown cache `{name}`.{_suggestion(name, known)} Known caches: {listed}.")
-        point = self._third_party()[name]
-        try:
-            factory = point.load()
-            self.register(CacheEntry(name=name, factory=factory, summary=_first_line(factory)))
-        except _LOADING_ERRORS as error:
-            raise ImportError(f"The cache `{name}` of {_origin(point)} could not be loaded: {error!r}") from error
-        return self._entries[name]
-
-    def entries(self, pattern: str = "*") -> Iterator[CacheEntry]:
-        """Yields the entries whose names match. A third party's that cannot be loaded is left out, with a warning."""
-        for name in self.names(pattern):
-            try:
-                yield self.entry(name)
-            except ImportError as error:
-                warn_user(f"Skipped: {error}")
-
-    def _third_party(self) -> dict[str, EntryPoint]:
-        if self._entry_points is None:
-            from importlib.metadata import entry_points
-
-            self._entry_points = {}
-            for point in entry_points(group=ENTRY_POINT_GROUP):
-                if point.name in self._entries or point.name in self._entry_points:
-                    warn_user(f"The cache `{point.name}` of {_origin(point)} is ignored: taken name")
-                else:
-                    self._entry_points[point.name] = point
-        return self._entry_points
+    found: dict[str, EntryPoint] = {}
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        if point.name in _ENTRIES or point.name in found:
+            warn_user(f"The cache `{point.name}` of {_origin(point)} is ignored: taken name")
+        else:
+            found[point.name] = point
+    return found
 
 
 def _origin(point: EntryPoint) -> str:
     package = f"the package `{point.dist.name}`" if point.dist is not None else "an unnamed package"
     return f"{package} (entry point `{point.value}`)"
-
-
-def _first_line(factory: CacheFactory | str) -> str:
-    # What is named is not imported for it
-    return "" if isinstance(factory, str) else (inspect.getdoc(factory) or "").partition("\n")[0]
-
-
-_REGISTRY = CacheRegistry()
 
 
 def register_cache(
@@ -230,15 +174,25 @@ def register_cache(
     >>> model.generate(**inputs, past_key_values=create_cache("mine-4bit", model))
     ```
     """
-    entry = CacheEntry(
-        name=name,
-        factory=factory,
-        options=MappingProxyType(dict(preset_options)),
-        summary=_first_line(factory) if summary is None else summary,
-        requires=requires,
-        check=check,
-    )
-    _REGISTRY.register(entry, overwrite=overwrite)
+    if not name or any(character in name for character in ":,* \t\n"):
+        raise ValueError(f"A cache's name must be a word without `:`, `,`, `*` or spaces, but got `{name}`")
+    is_named = isinstance(factory, str) and factory.count(":") == 1
+    if not is_named and not callable(factory):
+        raise ValueError(
+            f"`factory` of the cache `{name}` must be callable, or be named as `module:attribute`, but got {factory!r}"
+        )
+    if not overwrite and name in _ENTRIES:
+        raise ValueError(
+            f"A cache named `{name}` is registered already. Choose another name or pass `overwrite=True`."
+        )
+    # What is named is not imported for it
+    if summary is None:
+        summary = "" if is_named else (inspect.getdoc(factory) or "").partition("\n")[0]
+    options = MappingProxyType(dict(preset_options))
+    entry = CacheEntry(name=name, factory=factory, options=options, summary=summary, requires=requires, check=check)
+    if not is_named:
+        entry.check_options(options)
+    _ENTRIES[name] = entry
 
 
 def check_cache(name: str, **options: object) -> CacheEntry:
@@ -272,7 +226,7 @@ def _find_entry(name: str, options: dict[str, object]) -> tuple[CacheEntry, dict
     if ":" in name:
         name, own = parse_cache_spec(name)
         options = {**own, **options}
-    entry = _REGISTRY.entry(name)
+    entry = _entry(name)
     entry.check_options(options)
     # A factory that needs a device knows best what to say about it
     if not entry.is_available and entry.requires != CUDA:
@@ -313,12 +267,33 @@ def create_cache(name: str, model: WrappedOrConfig = None, **options: object) ->
 
 def list_caches(pattern: str = "*") -> list[str]:
     """Lists the names of the registered caches that match a shell pattern such as `gear*`, sorted."""
-    return _REGISTRY.names(pattern)
+    return sorted(name for name in {*_ENTRIES, *_third_party()} if fnmatchcase(name, pattern))
 
 
 def describe_caches(pattern: str = "*") -> list[CacheEntry]:
     """Lists the entries of `list_caches(pattern)`, without third parties' that cannot be loaded: a warning says so."""
-    return list(_REGISTRY.entries(pattern))
+    found = []
+    for name in list_caches(pattern):
+        try:
+            found.append(_entry(name))
+        except ImportError as error:
+            warn_user(f"Skipped: {error}")
+    return found
+
+
+def _entry(name: str) -> CacheEntry:
+    """Finds a name's entry; a third party's code is loaded for it. Unknown names raise, listing the known ones."""
+    if name not in _ENTRIES:
+        if name not in _third_party():
+            known = list_caches()
+            listed = ", ".join(f"`{each}`" for each in known)
+            raise ValueError(f"Unknown cache `{name}`.{_suggestion(name, known)} Known caches: {listed}.")
+        point = _third_party()[name]
+        try:
+            register_cache(name, point.load())
+        except _LOADING_ERRORS as error:
+            raise ImportError(f"The cache `{name}` of {_origin(point)} could not be loaded: {error!r}") from error
+    return _ENTRIES[name]
 
 
 def parse_option(text: str) -> tuple[str, OptionValue]:

@@ -162,7 +162,7 @@ def test_a_cache_of_another_package_that_cannot_be_loaded(monkeypatch: pytest.Mo
         def load(self) -> object:
             raise SyntaxError("theirs.py")
 
-    monkeypatch.setattr(registry._REGISTRY, "_entry_points", {"theirs": Point()})
+    monkeypatch.setattr(registry, "_third_party", lambda: {"theirs": Point()})
     report = report_of(run("--json"))
     assert report["works"]
     assert [each["name"] for each in report["caches"] if each["is_usable"]] and report["caches"][-1]["name"] is None

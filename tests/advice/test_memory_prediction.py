@@ -69,7 +69,7 @@ def tiny_sizer(contract_model: PreTrainedModel) -> CacheSizer:
 
 
 def skip_without(name: str) -> None:
-    if not registry._REGISTRY.entry(name).is_available:
+    if not registry._entry(name).is_available:
         pytest.skip("what it needs is not installed")
 
 
@@ -163,7 +163,7 @@ class ShorterLayer(DynamicLayer):
 def test_caches_of_others(
     contract_model: PreTrainedModel, tiny_sizer: CacheSizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry._REGISTRY, "_entries", dict(registry._REGISTRY._entries))
+    monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
 
     def create(model: PreTrainedModel) -> Cache:
         return Cache(layers=[ShorterLayer(index) for index in range(model.config.num_hidden_layers)])

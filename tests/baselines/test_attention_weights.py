@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from kvcache_plugins.baselines import attention_weights
-from kvcache_plugins.baselines.attention_weights import attend_and_weigh, sum_weights
-from kvcache_plugins.baselines.slot_mask import SlotMask
+from kvcache_plugins.baselines.attention_weights import SlotMask, attend_and_weigh, sum_weights
 from kvcache_plugins.kernels.attention_call import AttentionCall
 
 

@@ -57,4 +57,4 @@ def refuse(run: Callable[..., Result]) -> Callable[..., None]:
 @pytest.fixture
 def forgets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the registry forget what a test registers."""
-    monkeypatch.setattr(registry._REGISTRY, "_entries", dict(registry._REGISTRY._entries))
+    monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))

@@ -37,5 +37,5 @@ def user_folder(tmp_path, monkeypatch) -> Path:
     for name in ("LICENSE", "book.txt"):
         (folder / name).write_text(text, encoding="utf-8")
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(registry._REGISTRY, "_entries", dict(registry._REGISTRY._entries))
+    monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
     return folder

@@ -30,7 +30,6 @@ from kvcache_plugins.kv_runahead.planner import (
     even,
     planned,
     predict_ttft,
-    predict_ttfts,
     predicted,
     resolve_partition,
     searched,
@@ -65,7 +64,7 @@ def timings_of(cost: CostModel, slices: list[tuple[int, int]], noise: float = 0.
 
 
 def ttft(lengths: Sequence[int], link: Link = FAST, cost: CostModel = PAPER) -> float:
-    return predict_ttft(lengths, cost, link, **SIZES)
+    return float(predict_ttft(lengths, cost, link, **SIZES))
 
 
 def one_by_one(measure: Callable[[tuple[int, ...]], float]) -> Callable[[Sequence[tuple[int, ...]]], Iterator[float]]:
@@ -215,7 +214,7 @@ def test_waves_are_the_chain(lengths: list[int], num_layers: int, link: Link) ->
     expected = chain_by_hand(lengths, COST, link, 1000, num_layers)
     assert predict_ttft(lengths, COST, link, 1000, num_layers) == pytest.approx(expected)
     many = np.array([lengths, lengths[::-1]], dtype=np.float64)
-    assert predict_ttfts(many, COST, link, 1000, num_layers)[0] == pytest.approx(expected)
+    assert predict_ttft(many, COST, link, 1000, num_layers)[0] == pytest.approx(expected)
 
 
 def test_tsp_waits_for_all() -> None:

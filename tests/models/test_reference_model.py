@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcache_plugins.models import conversion, reference_model
+from kvcache_plugins.models import reference_model
 from kvcache_plugins.models.reference_model import load_model, models_folder, reference_models, resolve_model
 
 
@@ -17,7 +17,7 @@ from kvcache_plugins.models.reference_model import load_model, models_folder, re
 KILLED = """
 import os
 from importlib import metadata
-from kvcache_plugins.models import conversion, reference_model
+from kvcache_plugins.models import reference_model
 
 def convert(packaged, folder):
     folder.mkdir()
@@ -25,7 +25,7 @@ def convert(packaged, folder):
     os._exit(9)
 
 metadata.version = lambda distribution: "1.0"
-conversion._convert = convert
+reference_model._convert = convert
 reference_model.resolve_model("smollm2")
 """
 
@@ -35,8 +35,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder of the user's, and both packages installed, in version 1.0."""
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
     monkeypatch.setattr(metadata, "version", lambda distribution: "1.0")
-    monkeypatch.setattr(conversion, "_convert", converts_to("whole"))
-    monkeypatch.setattr(conversion.transformers, "__version__", "5.18.0")
+    monkeypatch.setattr(reference_model, "_convert", converts_to("whole"))
+    monkeypatch.setattr(reference_model.transformers, "__version__", "5.18.0")
     return tmp_path
 
 
@@ -96,7 +96,7 @@ def test_the_folder_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_converted_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model("smollm2") == str(home / "models" / "smollm2-1.0-float32")
-    monkeypatch.setattr(conversion, "_convert", converts_to("again"))
+    monkeypatch.setattr(reference_model, "_convert", converts_to("again"))
     assert (Path(resolve_model("smollm2")) / "config.json").read_text() == "whole"
     # Another version of the package is another model
     monkeypatch.setattr(metadata, "version", lambda distribution: "2.0")
@@ -105,7 +105,7 @@ def test_converted_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_an_interrupted_conversion_leaves_nothing(home: Path, monkeypatch, error: type[BaseException]) -> None:
-    monkeypatch.setattr(conversion, "_convert", converts_to("half", error))
+    monkeypatch.setattr(reference_model, "_convert", converts_to("half", error))
     with pytest.raises(error):
         resolve_model("smollm2")
     assert [path.name for path in (home / "models").iterdir() if path.is_dir()] == []
@@ -120,10 +120,10 @@ def test_a_killed_conversion_is_cleaned_up_by_the_next(home: Path) -> None:
 
 
 def test_what_cannot_be_converted_says_what_to_install(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversion.transformers, "__version__", "5.17.1")
+    monkeypatch.setattr(reference_model.transformers, "__version__", "5.17.1")
     with pytest.raises(ImportError, match=r"5\.17\.1 misreads .* `gemma3-270m`.*'transformers>=5\.18'"):
         resolve_model("gemma3-270m")
-    monkeypatch.setattr(conversion, "find_spec", lambda name: None)
+    monkeypatch.setattr(reference_model, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install kvcache-plugins\[reference\]"):
         resolve_model("smollm2")
 

@@ -15,7 +15,6 @@ compressed as in a decode too; all at once, every one of them would be exact for
 
 import copy
 import inspect
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +33,8 @@ from kvcache_plugins.layers.listening_layer import ListeningLayer, listen
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.option_checks import check_number
 from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec, unwrap_model
+
+from .memory_prediction import RecordedCall, fill_without_data
 
 
 # By default a quarter of the prompt is held out, within these
@@ -163,42 +164,23 @@ def prefill_dense(prompt: HeldOutPrompt) -> DensePrefill:
     return DensePrefill(layers=layers, queries=queries, logits=logits)
 
 
-def bytes_held(cache: GEARCache, prefill: DensePrefill) -> int:
+def bytes_held(cache: GEARCache, prefill: DensePrefill, prompt: HeldOutPrompt) -> int:
     """
-    Bytes that layers of keys and values would hold of a prompt, told from shapes alone, and what they share with all
-    caches of the model. It is as long as the prefix, rounded up to what leaves no cache with a part of a group: how
-    many tokens are exact for want of others says nothing of what is generated.
+    Counts the bytes that layers of keys and values would hold of a prompt, and what they share with all caches of the
+    model. It is as long as the prefix, rounded up to what leaves no cache with a part of a group: how many tokens are
+    exact for want of others says nothing of what is generated.
     """
-    # Layers of a calibrated cache have rows of different sizes
-    alike = Counter(
-        (
-            dense.keys.shape,
-            dense.values.shape,
-            dense.keys.dtype,
-            type(own),
-            getattr(own, "sliding_window", None),
-            getattr(own, "packing", None),
-        )
-        for own, dense in zip(cache.layers, prefill.layers, strict=True)
-        if isinstance(dense, ListeningLayer) and dense.keys is not None and dense.values is not None
-    )
-    total = sum(cache.memory().shared.values())
-    for (*shapes, dtype, kind, window, packing), count in alike.items():
-        if kind is DynamicSlidingWindowLayer and window is not None:
-            numbers = sum(int(shape[0] * shape[1] * shape[3]) for shape in shapes)
-            total += count * numbers * min(shapes[0][2], window - 1) * dtype.itemsize
-            continue
-        assert packing is not None
-        layer = CompressedLayer(packing, 0, sliding_window=window)
-        keys, values = (
-            torch.empty(
-                *shape[:2], -(-shape[2] // _WHOLE_GROUPS) * _WHOLE_GROUPS, shape[3], dtype=dtype, device="meta"
-            )
-            for shape in shapes
-        )
-        layer.take_prompt(keys, values, None)
-        total += count * sum(tensor.nbytes for _, tensor in layer.named_tensors())
-    return total
+    calls: list[list[RecordedCall]] = [
+        [RecordedCall("update", (layer.keys.to("meta"), layer.values.to("meta")), 2)]
+        if isinstance(layer, ListeningLayer) and layer.keys is not None and layer.values is not None
+        else []
+        for layer in prefill.layers
+    ]
+    batch_size, length = len(prefill.logits), -(-prompt.prefix_length // _WHOLE_GROUPS) * _WHOLE_GROUPS
+    empty = copy.deepcopy(cache)
+    fill_without_data(empty, calls, batch_size, length)
+    memory = empty.memory()
+    return memory.total_bytes + sum(memory.shared.values())
 
 
 def fill(cache: GEARCache, prefill: DensePrefill, prompt: HeldOutPrompt) -> None:
@@ -312,11 +294,15 @@ def choose_cache(
     caches = _create_candidates(prompt, candidates)
     prefill = prefill_dense(prompt)
     kl_by_preset: dict[str, float] = {}
-    for spec in sorted(caches, key=lambda spec: bytes_held(caches[spec], prefill)):
+    for spec in sorted(caches, key=lambda spec: bytes_held(caches[spec], prefill, prompt)):
         cache = copy.deepcopy(caches[spec])
         fill(cache, prefill, prompt)
         if not cache.stats()["tokens_compressed"]:
-            raise _too_short(prompt, spec, cache)
+            raise ValueError(
+                f"`input_ids` is too short to measure `{spec}`: of the {prompt.prefix_length} tokens before the "
+                f"{prompt.held_out} held out it compresses none, as an item needs at least "
+                f"{cache.gear_config.shortest_prompt} there. Give a longer prompt, or a smaller `held_out`"
+            )
         kl_by_preset[spec] = mean_kl(cache, prompt, prefill.logits)
         # No comparison with NaN holds
         if kl_by_preset[spec] <= max_kl:
@@ -359,12 +345,3 @@ def _create_candidates(prompt: HeldOutPrompt, candidates: Sequence[str] | None) 
             )
         caches[spec] = cache
     return caches
-
-
-def _too_short(prompt: HeldOutPrompt, spec: str, cache: GEARCache) -> ValueError:
-    shortest = cache.gear_config.shortest_prompt
-    return ValueError(
-        f"`input_ids` is too short to measure `{spec}`: of the {prompt.prefix_length} tokens before the "
-        f"{prompt.held_out} held out it compresses none, as an item needs at least {shortest} "
-        "there. Give a longer prompt, or a smaller `held_out`"
-    )

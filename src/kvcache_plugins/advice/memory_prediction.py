@@ -15,71 +15,24 @@ import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
 
 from kvcache_plugins.gear.transform.calibrations import find_calibration
 from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.lazy_states import LazyLayer
 from kvcache_plugins.models.cache_argument import as_argument
-from kvcache_plugins.models.packaged_models import check_model_name
-from kvcache_plugins.models.reference_model import resolve_model
+from kvcache_plugins.models.reference_model import ModelSource, load_config, parse_dtype
 from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec
 from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin, measure_memory
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What a model's code, or a cache's, raises where it needs numbers that there are not
 NO_DATA_ERRORS = (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
-
-ModelSource = str | Path | PreTrainedConfig | PreTrainedModel
-
-
-def load_config(model: ModelSource) -> PreTrainedConfig:
-    """
-    The config of a model. The first time, a packaged model that has not been converted yet is converted.
-
-    Raises:
-        ValueError: if there is no such model, or its config cannot be read.
-    """
-    if isinstance(model, PreTrainedModel):
-        return model.config
-    if isinstance(model, PreTrainedConfig):
-        return model
-    if not isinstance(model, (str, Path)) or not str(model):
-        raise ValueError(f"`model` has to be a name, a folder, a config or a model but got {model!r}")
-    is_path = isinstance(model, Path) or model.startswith(("/", "./", "../", "~"))
-    check_model_name(str(Path(model).absolute()) if isinstance(model, Path) else model)
-    source = str(Path(model).expanduser()) if is_path else resolve_model(str(model))
-    try:
-        return AutoConfig.from_pretrained(source)
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"`model` is `{model}`, but its config cannot be had: {error}") from error
-
-
-def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """The dtype of a key or value of `DTYPES`; any other is a `ValueError`."""
-    parsed = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if parsed not in DTYPES.values():
-        accepted = ", ".join(f"`{each}`" for each in DTYPES)
-        raise ValueError(f"`dtype` must be one of {accepted}, but got `{dtype}`")
-    assert parsed is not None
-    return parsed
-
-
-def build_without_weights(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A model in eval mode; a `ValueError` if the config is of no decoder."""
-    with torch.device("meta"):
-        try:
-            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()  # type: ignore[no-any-return]
-        except NO_DATA_ERRORS as error:
-            reason = str(error).partition("\n")[0]
-            raise ValueError(f"`model` is no decoder that can be built from its config: {reason}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +119,31 @@ def record_calls(model: PreTrainedModel) -> list[list[RecordedCall]]:
     if not any(calls):
         raise ValueError(f"`model`: a `{type(model).__name__}` hands nothing to a cache")
     return calls
+
+
+@torch.no_grad()
+def fill_without_data(
+    cache: Cache, calls: Sequence[Sequence[RecordedCall]], batch_size: int, prompt_length: int, new_tokens: int = 0
+) -> None:
+    """Hands the calls of every layer to an empty cache: a prompt, and new tokens one by one. Like layers are one."""
+    alike: dict[object, int] = {}
+    filled: list[int] = []
+    for layer_idx, own in enumerate(calls):
+        if not own:
+            continue
+        key = (_state_of(cache, layer_idx), tuple(call.signature for call in own))
+        first = alike.setdefault(key, layer_idx) if key[0] is not None else layer_idx
+        if first != layer_idx:
+            cache.layers[layer_idx] = cache.layers[first]
+            continue
+        filled.append(layer_idx)
+        for call in own:
+            call.repeat(cache, layer_idx, batch_size, prompt_length)
+    # Forward by forward: caches watch whether each reaches all layers
+    decoded = [(index, call) for index in filled for call in calls[index] if call.token_dim is not None]
+    for _ in range(new_tokens):
+        for layer_idx, call in decoded:
+            call.repeat(cache, layer_idx, batch_size, 1)
 
 
 # Tokens: a multiple of every size of group, page and tile that there is, and of hundredths of which there are a
@@ -275,7 +253,12 @@ class CacheSizer:
         self.device = device
         self.dtype = parse_dtype(("float32" if device == "cpu" else "bfloat16") if dtype is None else dtype)
         self.config = load_config(model)
-        self._model = build_without_weights(self.config, self.dtype)
+        try:
+            with torch.device("meta"):
+                self._model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype).eval()
+        except NO_DATA_ERRORS as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"`model` is no decoder that can be built from its config: {reason}") from error
         self._calls = record_calls(self._model)
 
     @property
@@ -321,32 +304,11 @@ class CacheSizer:
                 # Nothing is speculated here, and the model would remember every cache
                 if isinstance(filled, InfiniGenCache):
                     filled.detach()
-                self._fill(filled, batch_size, context - new_tokens, new_tokens)
+                fill_without_data(filled, self._calls, batch_size, context - new_tokens, new_tokens)
             report = filled.memory() if isinstance(filled, ReportingMixin) else measure_memory(filled)
         except NO_DATA_ERRORS as error:
             raise CacheSizingError(cache, error) from error
         return self._on_device(report, filled)
-
-    @torch.no_grad()
-    def _fill(self, cache: Cache, batch_size: int, prompt_length: int, new_tokens: int) -> None:
-        alike: dict[object, int] = {}
-        filled: list[int] = []
-        for layer_idx, calls in enumerate(self._calls):
-            if not calls:
-                continue
-            key = (_state_of(cache, layer_idx), tuple(call.signature for call in calls))
-            first = alike.setdefault(key, layer_idx) if key[0] is not None else layer_idx
-            if first != layer_idx:
-                cache.layers[layer_idx] = cache.layers[first]
-                continue
-            filled.append(layer_idx)
-            for call in calls:
-                call.repeat(cache, layer_idx, batch_size, prompt_length)
-        # Forward by forward: caches watch whether each reaches all layers
-        decoded = [(index, call) for index in filled for call in self._calls[index] if call.token_dim is not None]
-        for _ in range(new_tokens):
-            for layer_idx, call in decoded:
-                call.repeat(cache, layer_idx, batch_size, 1)
 
     def _on_device(self, report: MemoryReport, cache: Cache) -> MemoryReport:
         """A report of tensors without data as it would be on the device."""

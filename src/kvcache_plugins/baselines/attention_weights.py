@@ -4,8 +4,8 @@ Fused attention never shows its weights, and the matrix of all of them would be 
 scores are computed for as many queries as fit a tile of fixed size, over all tokens at once: a row of the softmax is
 whole within its tile, and what is left of a tile is its output and its sums. Arithmetic is in float32.
 
-Legend: B batch, H key/value heads, G query heads a key/value head, Q queries, S slots, each with a token or free, D
-head dim.
+Legend: B batch, H key/value heads, G query heads a key/value head, Q queries, S slots, in no order, each with a token
+or free, L positions of the sequence, D head dim.
 """
 
 from collections.abc import Iterator
@@ -13,8 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
-
-from .slot_mask import SlotMask
+from kvcache_plugins.kernels.masks import slice_mask
 
 
 # Scores of a tile, over the whole batch and all heads, by device: what stays in the caches of a CPU (with tiles eight
@@ -22,6 +21,82 @@ from .slot_mask import SlotMask
 # Tensors without data (`meta`), on which caches are sized, fill no cache
 _TILE_NUMBERS = {"cpu": 1 << 21, "meta": 1 << 50}
 _MANY_NUMBERS = 1 << 25
+
+
+class SlotMask:
+    """
+    The mask of an attention, read at the tokens that stand in slots.
+
+    Args:
+        attn_mask (`torch.Tensor`, *optional*):
+            As `scaled_dot_product_attention` takes it, over all positions of the sequence.
+        is_causal (`bool`):
+            Whether a causal mask aligned to the upper left applies instead.
+        length (`int`):
+            L.
+        positions (`torch.Tensor` of shape `[B, H, S]`, *optional*):
+            Position of the token in every slot, negative for a free one. Without it there is a slot for every
+            position, in order.
+    """
+
+    def __init__(
+        self, attn_mask: torch.Tensor | None, *, is_causal: bool, length: int, positions: torch.Tensor | None = None
+    ):
+        self.attn_mask = slice_mask(attn_mask, 0, length)  # [B or 1, heads or 1, Q or 1, L]
+        self.is_causal, self.length, self.positions = is_causal, length, positions
+
+    def num_slots(self, stop: int) -> int | None:
+        """How many of the first slots the queries before `stop` can attend to; `None` for all of them."""
+        return min(stop, self.length) if self.is_causal and self.positions is None else None
+
+    def softmax(self, scores: torch.Tensor, rows: slice, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        The weights that scores `[B, H, G, queries, S]` of the queries `rows`, over `num_slots(rows.stop)` slots, stand
+        for: all zero where a query may attend to nothing. The scores are used up.
+        """
+        mask = self._given(rows, scores.shape[1])
+        if self.is_causal:
+            mask = self._causal(scores, rows)
+        if self.positions is not None:
+            used = (self.positions >= 0)[:, :, None, None]
+            if mask is None or mask.dtype == torch.bool:
+                mask = used if mask is None else mask & used
+            else:
+                scores.masked_fill_(~used, -torch.inf)
+        is_bool = mask is not None and mask.dtype == torch.bool
+        if mask is not None:
+            scores = scores.masked_fill_(~mask, -torch.inf) if is_bool else scores.add_(mask)
+        if sinks is not None:
+            return torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+        if mask is None:
+            return scores.softmax(dim=-1)
+        nothing = ~mask.any(dim=-1, keepdim=True) if is_bool else scores.amax(dim=-1, keepdim=True) == -torch.inf
+        return scores.softmax(dim=-1).masked_fill_(nothing, 0)
+
+    def _causal(self, scores: torch.Tensor, rows: slice) -> torch.Tensor | None:
+        """The causal mask of some queries, or `None` after their scores were masked where they stand."""
+        queries = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
+        if self.positions is not None:
+            return self.positions[:, :, None, None] <= queries
+        # What stands before the tile's first query is seen by all of them
+        newest = scores[..., rows.start :]
+        columns = torch.arange(rows.start, rows.start + newest.shape[4], device=scores.device)
+        newest.masked_fill_(columns > queries, -torch.inf)
+        return None
+
+    def _given(self, rows: slice, num_key_value_heads: int) -> torch.Tensor | None:
+        """The mask of some queries, broadcastable to `[B, H, G, queries, S]`."""
+        if self.attn_mask is None:
+            return None
+        mask = self.attn_mask if self.attn_mask.shape[2] == 1 else self.attn_mask[:, :, rows]
+        heads = (1, 1) if mask.shape[1] == 1 else (num_key_value_heads, mask.shape[1] // num_key_value_heads)
+        mask = mask.unflatten(1, heads)  # [B or 1, H or 1, G or 1, Q or 1, L]
+        if self.positions is None:
+            return mask
+        batch_size, num_heads, num_slots = self.positions.shape
+        index = self.positions.clamp(min=0).long()[:, :, None, None]
+        shape = (batch_size, num_heads, *mask.shape[2:4])
+        return mask.expand(*shape, -1).gather(4, index.expand(*shape, num_slots))
 
 
 def weigh(call: AttentionCall, keys: torch.Tensor, mask: SlotMask) -> Iterator[tuple[slice, torch.Tensor]]:

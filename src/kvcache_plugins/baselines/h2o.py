@@ -11,8 +11,7 @@ from kvcache_plugins.layers.model_match import ModelMatchMixin
 from kvcache_plugins.registry import get_config
 from kvcache_plugins.reports.memory import ReportingMixin
 
-from .h2o_config import H2OConfig
-from .h2o_layer import H2OLayer
+from .h2o_layer import H2OConfig, H2OLayer
 
 
 class H2OCache(ModelMatchMixin, ReportingMixin, Cache):
@@ -84,13 +83,11 @@ class H2OCache(ModelMatchMixin, ReportingMixin, Cache):
         grow: bool = True,
     ):
         config = get_config(config, "config")
-        self.h2o_config = H2OConfig(
-            heavy_ratio=heavy_ratio, recent_ratio=recent_ratio, min_tokens=min_tokens, grow=grow
-        )
+        self._config = H2OConfig(heavy_ratio=heavy_ratio, recent_ratio=recent_ratio, min_tokens=min_tokens, grow=grow)
         self._init_layers(config)
 
     def _layer(self, layer_idx: int) -> H2OLayer:
-        return H2OLayer(self.h2o_config, layer_idx)
+        return H2OLayer(self._config, layer_idx)
 
     def stats(self) -> dict[str, int]:
         """
@@ -105,11 +102,9 @@ class H2OCache(ModelMatchMixin, ReportingMixin, Cache):
         """
         layers = [layer for layer in self.layers if isinstance(layer, H2OLayer)]
         total: Counter[str] = Counter()
-        dropping = 0
         # Of a new layer all are 0: the names are the same where a model has no layer that is ours
         for layer in layers or [self._layer(0)]:
             stats = layer.stats()
-            total.update(stats)
-            dropping += stats["tokens_dropped"] > 0
+            total.update(stats, layers_dropping=stats["tokens_dropped"] > 0)
         total["tokens_cached"] = max((layer.get_seq_length() for layer in layers), default=0)
-        return {"num_layers": len(self.layers), "layers_dropping": dropping, **total}
+        return {"num_layers": len(self.layers), **total}

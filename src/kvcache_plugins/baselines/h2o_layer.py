@@ -6,21 +6,58 @@ update the weights of the last one's queries are added, and what is beyond the b
 of the newest update, as in assisted decoding, thus finds its tokens, and takes the weights of their queries back.
 """
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.prompt_layer import PromptLayer
+from kvcache_plugins.option_checks import check_bool, check_integer, check_number
 
-from .attention_weights import attend_and_weigh, sum_weights
-from .h2o_config import H2OConfig
+from .attention_weights import SlotMask, attend_and_weigh, sum_weights
 from .kept_tokens import FREE, KeptTokens
-from .slot_mask import SlotMask
 
 
 # Newest queries of an update whose weights can be taken back: more than any draft has
 _NUM_REVOCABLE = 32
+# So that 0.29 of 100 tokens is 29 of them, whatever floating point makes of it
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class H2OConfig:
+    """How many tokens are kept. See `H2OCache` for the meaning of each field."""
+
+    heavy_ratio: float
+    recent_ratio: float
+    min_tokens: int
+    grow: bool
+
+    def __post_init__(self) -> None:
+        for name in ("heavy_ratio", "recent_ratio"):
+            check_number(name, getattr(self, name), above=0.0, most=1.0)
+        # A heavy and a recent token
+        check_integer("min_tokens", self.min_tokens, 2)
+        check_bool("grow", self.grow)
+
+    def budget(self, num_tokens: int, prompt_length: int) -> tuple[int, int]:
+        """
+        Tokens that a head keeps of `num_tokens`, in all and, of those, the newest.
+
+        Args:
+            num_tokens (`int`): tokens of the sequence so far, its padding not counted.
+            prompt_length (`int`): those of them that came with the first update.
+        """
+        share = self.heavy_ratio + self.recent_ratio
+        total = num_tokens
+        if share < 1 - _ROUNDING:
+            base = num_tokens if self.grow else min(prompt_length, num_tokens)
+            total = min(num_tokens, max(math.floor(share * base + _ROUNDING), self.min_tokens))
+        recent = math.floor(total * self.recent_ratio / share + _ROUNDING)
+        # At least one is kept for its weight and one for being the newest
+        return total, min(max(recent, 1), max(total - 1, 1))
 
 
 class H2OLayer(PromptLayer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import PreTrainedConfig
@@ -12,28 +12,6 @@ from kvcache_plugins.codecs.llamacpp import BLOCK_TYPES, BlockCoder, rotation_of
 from kvcache_plugins.option_checks import check_bool, check_choice
 
 from .coded_cache import CodedTokensCache
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LlamaCppConfig:
-    """See `LlamaCppCache` for the meaning of each field."""
-
-    key_type: str
-    value_type: str
-    rotate: bool
-
-    def __post_init__(self) -> None:
-        check_choice("key_type/type", self.key_type, tuple(BLOCK_TYPES))
-        check_choice("value_type/type", self.value_type, tuple(BLOCK_TYPES))
-        check_bool("rotate", self.rotate)
-
-    def codec(self, key_dim: int, value_dim: int) -> TokenCodec:
-        """Makes the codec of a layer."""
-        keys, values = (
-            BlockCoder(BLOCK_TYPES[name], dim, rotation_of(side, dim) if self.rotate else 0)
-            for side, name, dim in (("keys", self.key_type, key_dim), ("values", self.value_type, value_dim))
-        )
-        return TokenCodec(keys, values)
 
 
 class LlamaCppCache(CodedTokensCache):
@@ -82,9 +60,16 @@ class LlamaCppCache(CodedTokensCache):
         value_type: str | None = None,
         rotate: bool = True,
     ):
-        self.llamacpp_config = LlamaCppConfig(
-            key_type=type if key_type is None else key_type,
-            value_type=type if value_type is None else value_type,
-            rotate=rotate,
-        )
-        super().__init__(self.llamacpp_config.codec, config)
+        key_type, value_type = (type if own is None else own for own in (key_type, value_type))
+        check_choice("key_type/type", key_type, tuple(BLOCK_TYPES))
+        check_choice("value_type/type", value_type, tuple(BLOCK_TYPES))
+        check_bool("rotate", rotate)
+        super().__init__(partial(_make_codec, key_type, value_type, rotate), config)
+
+
+def _make_codec(key_type: str, value_type: str, rotate: bool, key_dim: int, value_dim: int) -> TokenCodec:
+    keys, values = (
+        BlockCoder(BLOCK_TYPES[name], dim, rotation_of(side, dim) if rotate else 0)
+        for side, name, dim in (("keys", key_type, key_dim), ("values", value_type, value_dim))
+    )
+    return TokenCodec(keys, values)

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from transformers import PreTrainedConfig
 
+from kvcache_plugins.codecs.codec import TokenCodec
+from kvcache_plugins.codecs.turboquant import TurboQuantCoder
+from kvcache_plugins.option_checks import check_bool, check_choice
+
 from .coded_cache import CodedTokensCache
-from .turboquant_config import TurboQuantConfig
+
+
+_WIDTHS = (1, 2, 3, 4, 5, 6, 8)
+# One bit is the residual's, and codes have at least one
+_WIDTHS_WITH_RESIDUAL = (2, 3, 4, 5, 6)
 
 
 class TurboQuantCache(CodedTokensCache):
@@ -58,9 +68,12 @@ class TurboQuantCache(CodedTokensCache):
         value_nbits: int | None = None,
         residual: bool = False,
     ):
-        self.turboquant_config = TurboQuantConfig(
-            key_nbits=nbits if key_nbits is None else key_nbits,
-            value_nbits=nbits if value_nbits is None else value_nbits,
-            residual=residual,
-        )
-        super().__init__(self.turboquant_config.codec, config)
+        key_nbits, value_nbits = (nbits if own is None else own for own in (key_nbits, value_nbits))
+        check_bool("residual", residual)
+        check_choice("key_nbits/nbits", key_nbits, _WIDTHS_WITH_RESIDUAL if residual else _WIDTHS)
+        check_choice("value_nbits/nbits", value_nbits, _WIDTHS)
+        super().__init__(partial(_make_codec, key_nbits, value_nbits, residual), config)
+
+
+def _make_codec(key_nbits: int, value_nbits: int, residual: bool, key_dim: int, value_dim: int) -> TokenCodec:
+    return TokenCodec(TurboQuantCoder(key_dim, key_nbits, residual), TurboQuantCoder(value_dim, value_nbits))

@@ -18,6 +18,7 @@ from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_kernel
 from kvcache_plugins.layers.lazy_states import stored_states
 from kvcache_plugins.models.cache_argument import CACHE_NAMES, as_argument, find_cache
+from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.registry import create_cache
 from kvcache_plugins.user_warnings import warn_user
 
@@ -54,12 +55,7 @@ _OPEN: dict[int, list["CompressedBatching"]] = {}
 
 
 class CompressedBatching:
-    """
-    What continuous batching of a model holds and has done in a `compressed_batching`.
-
-    Args:
-        recipe (`Recipe`): how pages are coded.
-    """
+    """What continuous batching of a model holds and has done in a `compressed_batching`, whose recipe codes pages."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -77,10 +73,8 @@ class CompressedBatching:
 
     def page_bytes(self) -> tuple[int, int]:
         """
-        Returns bytes of a block of the newest cache, and of a dense one of as many tokens.
-
-        Raises:
-            ValueError: if no cache has been made yet.
+        Returns bytes of a block of the newest cache, and of a dense one of as many tokens; before there is a cache a
+        `ValueError`.
         """
         if not self._allocators:
             raise ValueError("no cache has been made in this context yet: it is when a batch begins")
@@ -152,15 +146,8 @@ def own_states(requests: Requests, *states: torch.Tensor) -> list[torch.Tensor]:
 
 class PagedStates:
     """
-    Keys and values of one layer in one pass, as `LazyStates` ask a layer for them.
-
-    Args:
-        batching (`CompressedBatching`): what counts.
-        allocator (`CodedAllocator`): whose pages they stand in.
-        layer_idx (`int`): the layer.
-        requests (`list[Requests]`): of the pass.
-        exact (`list[torch.Tensor]`): of each of them, what `CodedAllocator.exact` returned.
-        new (two `torch.Tensor` of shape `[1, H, Q, D]`): keys and values of the pass's tokens.
+    Keys and values of one layer in one pass, as `LazyStates` ask a layer for them: the new ones `[1, H, Q, D]` of the
+    pass's tokens, and of all requests what stands in pages, `exact` being what `CodedAllocator.exact` returned.
     """
 
     has_gradients = False
@@ -301,8 +288,7 @@ def compressed_batching(
     ...     outputs = model.generate_batch(prompts, generation_config=config)
     >>> batching.stats()["tokens_coded"]
     """
-    if isinstance(num_recent_tokens, bool) or not isinstance(num_recent_tokens, int) or num_recent_tokens < 0:
-        raise ValueError(f"`num_recent_tokens` has to be an integer of at least 0 but got {num_recent_tokens!r}")
+    check_integer("num_recent_tokens", num_recent_tokens, 0)
     key = id(model.config.get_text_config())
     _check_release()
     if getattr(model, "_cached_continuous_batching_manager", None) is not None:

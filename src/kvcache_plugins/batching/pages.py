@@ -168,15 +168,8 @@ def _fit_page(size: int, num_pages: int, others: int) -> int:
 
 class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
     """
-    Allocates pages of coded rows; see the module.
-
-    Args:
-        recipe (`Recipe`): how they are coded.
-        index, config, num_key_value_heads, cache_dtype, page_size, layer_indices, allow_block_sharing: as Transformers
-            gives them.
-
-    Raises:
-        ValueError: if the recipe is not of these layers or heads, or `page_size` no multiple of a tile.
+    Allocates pages of rows that a recipe codes, see the module; all else is given by Transformers. A `ValueError`
+    refuses layers or heads that are not the recipe's, and a `page_size` that is no multiple of a tile.
     """
 
     supports_block_table = False
@@ -273,12 +266,9 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
         self, starts: list[int], key_starts: list[int], read: torch.Tensor, write: torch.Tensor
     ) -> list[Requests]:
         """
-        Lists the requests of a pass: those of one new token together, and each of the others.
-
-        Args:
-            starts, key_starts (`list[int]`): where the new tokens and all tokens of each begin, and the end.
-            read (`torch.Tensor`): physical indices of all tokens; empty where no request has a past.
-            write (`torch.Tensor`): physical indices of new tokens.
+        Lists the requests of a pass: those of one new token together, and each of the others. New tokens of each begin
+        at `starts` and all at `key_starts`; `read` and `write` are physical indices of all tokens (none where no
+        request has a past) and of new ones.
         """
         blocks, device, size = (read if read.numel() else write) // self.block_physical_stride, write.device, 0
         groups: dict[int, list[tuple[int, int, int, torch.Tensor]]] = {}
@@ -320,13 +310,8 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
         self, layer_idx: int, requests: Requests, exact: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> Iterator[Part]:
         """
-        Yields what requests' new tokens attend to.
-
-        Args:
-            layer_idx (`int`): the layer.
-            requests (`Requests`): the requests.
-            exact (`torch.Tensor`): what `exact` returned before they were written.
-            keys, values (`torch.Tensor` of shape `[B, H, Q, D]`): the new tokens.
+        Yields what requests' new tokens `[B, H, Q, D]` attend to, `exact` being what the method returned before they
+        were written.
         """
         page, length = self._pages[layer_idx], int(requests.coded.max())
         if length:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvcache_plugins.advice.byte_sizes import in_thousands, show_bytes
 from kvcache_plugins.console.commands import FAILED
-from kvcache_plugins.console.inputs import JsonOption, ModelOption
+from kvcache_plugins.console.display import make_table, open_console, track_progress
+from kvcache_plugins.console.inputs import JsonOption, ModelOption, default_device
 from kvcache_plugins.console.results import print_json
 from kvcache_plugins.registry import CacheEntry, check_caches, describe_caches, list_caches
 
@@ -49,8 +51,6 @@ def list_registered(
         ]
         print_json({"caches": fields})
         return
-    from kvcache_plugins.console.display import make_table, open_console
-
     console = open_console()
     columns = {"cache": "word", "what it is": "name"}
     if console.width >= _WIDE:
@@ -95,8 +95,6 @@ def show_health(
 
 
 def _print_health(report: Mapping[str, Any]) -> None:
-    from kvcache_plugins.console.display import make_table, open_console
-
     console = open_console()
     columns = {"package": "word", "version": "name", "needed for": "name", "state": "name"}
     cells = [
@@ -202,10 +200,7 @@ def recommend_caches(
         kvcache-plugins recommend --model Qwen/Qwen2.5-7B --memory 24GiB --with-weights --context 131072
         kvcache-plugins recommend --model ./my-model --memory 8GiB --context 32768 --cache gear:nbits=3,rank=8 --json
     """
-    from kvcache_plugins.advice.byte_sizes import in_thousands
     from kvcache_plugins.advice.recommendation import DEFAULT_CACHES, recommend
-    from kvcache_plugins.console.display import track_progress
-    from kvcache_plugins.console.inputs import default_device
 
     specs = check_caches(cache) if cache else DEFAULT_CACHES
     with track_progress(len(specs)) as announce:
@@ -230,21 +225,20 @@ def recommend_caches(
         raise typer.Exit(FAILED)
 
 
-def _print_recommendation(found: Recommendation, in_thousands: bool) -> None:
+def _print_recommendation(found: Recommendation, is_decimal: bool) -> None:
     from kvcache_plugins.advice.byte_sizes import show_bytes
-    from kvcache_plugins.console.display import make_table, open_console
 
     new = f", {found.new_tokens:,} of them decoded" if found.new_tokens else ""
-    budget = show_bytes(found.available_bytes, in_thousands)
+    budget = show_bytes(found.available_bytes, is_decimal)
     if found.available_bytes != found.memory_bytes:
-        budget += f" beside weights of {show_bytes(found.weights_bytes or 0, in_thousands)}"
+        budget += f" beside weights of {show_bytes(found.weights_bytes or 0, is_decimal)}"
     tokens = f"{found.batch_size:,} x {found.context:,} tokens{new}"
     title = f"{found.model}, {found.dtype} on {found.device}: {tokens}, in {budget}"
     columns = {"cache": "word", "KL": "number", "fits": "word", f"on {found.device}": "number"}
     has_host = any(fit.host_bytes for fit in found.caches)
     columns |= {"in host": "number"} if has_host else {}
     columns |= {"KV %": "number", "max context": "number", "max batch": "number"}
-    rows = [_fit_cells(fit, found.recommended, in_thousands, has_host) for fit in found.caches]
+    rows = [_fit_cells(fit, found.recommended, is_decimal, has_host) for fit in found.caches]
     console = open_console()
     console.print(make_table(title, columns, rows))
 
@@ -260,18 +254,17 @@ def _print_recommendation(found: Recommendation, in_thousands: bool) -> None:
         say(f"Left out: {names}: {reason}")
 
 
-def _fit_cells(fit: CacheFit, recommended: str | None, in_thousands: bool, has_host: bool) -> list[str]:
-    from kvcache_plugins.advice.byte_sizes import show_bytes
+def _fit_cells(fit: CacheFit, recommended: str | None, is_decimal: bool, has_host: bool) -> list[str]:
     from kvcache_plugins.advice.recommendation import MAX_BATCH_SIZE, MAX_CONTEXT, MEASURED_KL
 
     kl = MEASURED_KL.get(fit.cache)
-    host = [show_bytes(fit.host_bytes, in_thousands) if fit.host_bytes else "-"] if has_host else []
+    host = [show_bytes(fit.host_bytes, is_decimal) if fit.host_bytes else "-"] if has_host else []
     largest = ((fit.largest_context, MAX_CONTEXT), (fit.largest_batch_size, MAX_BATCH_SIZE))
     return [
         fit.cache,
         "-" if kl is None else f"{kl:.4f}",
         "take it" if fit.cache == recommended else "yes" if fit.fits else "no",
-        show_bytes(fit.device_bytes, in_thousands),
+        show_bytes(fit.device_bytes, is_decimal),
         *host,
         f"{fit.memory.kv_percent:.1f}",
         *(f">{limit:,}" if number is None else f"{number:,}" for number, limit in largest),

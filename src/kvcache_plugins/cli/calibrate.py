@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcache_plugins.console.inputs import DeviceOption, DtypeOption, JsonOption, ModelOption, read_text
+from kvcache_plugins.console.display import make_table, open_console, track_progress
+from kvcache_plugins.console.inputs import (
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    load_for_evaluation,
+    read_text,
+)
 from kvcache_plugins.console.results import prepare_file, print_json, provenance
 
 
@@ -85,8 +93,6 @@ def main(
     texts = [read_text(path, "text_file") for path in text_file or ()]
     if out is not None:
         prepare_file(out)
-    from kvcache_plugins.console.display import track_progress
-    from kvcache_plugins.console.inputs import load_for_evaluation
     from kvcache_plugins.gear.transform.calibration import calibrate_transform
     from kvcache_plugins.gear.transform.calibration_texts import calibration_texts
     from kvcache_plugins.gear.transform.calibrations import calibration_path
@@ -129,8 +135,6 @@ def _windows(tokenizer: PreTrainedTokenizerBase, text: str, windows: int, length
 
 
 def _show(title: str, reports: tuple[LayerReport, ...]) -> None:
-    from kvcache_plugins.console.display import make_table, open_console
-
     columns = {"layer": "number", "oracle": "number", "input": "number", "stream": "number", "corrected": "number"}
     columns |= {"choice": "name", "recall": "number"}
     open_console().print(make_table(title, columns, [_cells(report) for report in reports]))

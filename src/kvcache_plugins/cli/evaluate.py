@@ -38,7 +38,14 @@ Examples:
 class EvaluateGroup(LazyGroup):
     """Commands of `kvcache-plugins eval`; options without a command are those of `run`, as in lm-eval."""
 
-    lazy_commands = {
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0].startswith("-") and args[0] not in ("--help", "-h"):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = make_app(
+    {
         "run": "kvcache_plugins.cli.evaluate:run",
         "ls": "kvcache_plugins.cli.evaluate:ls",
         "validate": "kvcache_plugins.cli.evaluate:validate",
@@ -47,55 +54,30 @@ class EvaluateGroup(LazyGroup):
         "retrieval": "kvcache_plugins.eval.measures.retrieval:evaluate_retrieval",
         "sweep": "kvcache_plugins.cli.evaluate:sweep",
         "report": "kvcache_plugins.eval.report:write_report",
-    }
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0].startswith("-") and args[0] not in ("--help", "-h"):
-            args = ["run", *args]
-        return super().parse_args(ctx, args)
-
-
-app = make_app(EvaluateGroup, _HELP)
+    },
+    _HELP,
+    EvaluateGroup,
+)
+# Of lm-eval: what a command does, and examples
 LM_EVAL_COMMANDS = {
-    "run": """Evaluate a model on tasks.
-
-This is lm-eval's own command, with the model `kvcache`.
-
-\b
-Examples:
-    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear --tasks kv_copa
-    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2 --tasks kv_piqa,kv_rte --limit 100
-\b
-More of lm-eval's options: `lm_eval run --help`.
-""",
-    "ls": """List lm-eval's tasks.
-
-This project's (kv_*) are among them.
-
-\b
-Examples:
-    kvcache-plugins eval ls tasks
-    kvcache-plugins eval ls groups
-    kvcache-plugins eval ls tags
-\b
-More of lm-eval's options: `lm_eval ls --help`.
-""",
-    "validate": """Check files of tasks.
-
-\b
-Examples:
-    kvcache-plugins eval validate --tasks kv_copa
-\b
-More of lm-eval's options: `lm_eval validate --help`.
-""",
+    "run": (
+        "Evaluate a model on tasks.\n\nThis is lm-eval's own command, with the model `kvcache`.",
+        "--model kvcache --model_args pretrained=smollm2,cache=gear --tasks kv_copa",
+        "--model kvcache --model_args pretrained=smollm2 --tasks kv_piqa,kv_rte --limit 100",
+    ),
+    "ls": ("List lm-eval's tasks.\n\nThis project's (kv_*) are among them.", "tasks", "groups", "tags"),
+    "validate": ("Check files of tasks.", "--tasks kv_copa"),
 }
 
 
 def _hand_on(name: str) -> typer.Typer:
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    summary, *examples = LM_EVAL_COMMANDS[name]
+    lines = "".join(f"    kvcache-plugins eval {name} {each}\n" for each in examples)
+    text = f"{summary}\n\n\b\nExamples:\n{lines}\b\nMore of lm-eval's options: `lm_eval {name} --help`.\n"
     settings = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-    @app.command(name, help=LM_EVAL_COMMANDS[name], context_settings=settings, add_help_option=False)
+    @app.command(name, help=text, context_settings=settings, add_help_option=False)
     def command(context: typer.Context) -> None:
         if {"--help", "-h"} & {*context.args}:
             typer.echo(context.get_help())

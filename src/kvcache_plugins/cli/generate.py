@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcache_plugins.console import inputs
+from kvcache_plugins.console.display import print_line
 from kvcache_plugins.console.results import free_stdout, print_json, provenance
 from kvcache_plugins.models.packaged_models import check_model_name
 from kvcache_plugins.registry import OptionValue, check_cache, create_cache, parse_cache_spec, parse_option
@@ -73,7 +74,6 @@ def main(
     text = inputs.read_prompt(prompt, prompt_file)
     from transformers import TextStreamer
 
-    from kvcache_plugins.console.display import print_line
     from kvcache_plugins.eval.measures.comparison import summary_line
     from kvcache_plugins.eval.measures.generation import generate_with, generation_fields
 
@@ -120,7 +120,6 @@ def _read_from_store(
     folder: Path, model: PreTrainedModel, token_ids: torch.Tensor, name: str, options: dict[str, OptionValue]
 ) -> Cache:
     """A cache with the prompt's whole blocks, of which those that are new are kept."""
-    from kvcache_plugins.console.display import print_line
     from kvcache_plugins.prompt_store import PromptStore
 
     store = PromptStore(folder)
@@ -138,7 +137,6 @@ def _read_from_store(
 def _choose_within(max_kl: float, model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[str, Cache]:
     """The preset that the guard chooses, which is printed, and its cache."""
     from kvcache_plugins.advice.choose_by_kl import choose_cache
-    from kvcache_plugins.console.display import print_line
     from kvcache_plugins.eval.measures.comparison import choice_line
 
     cache = choose_cache(model, token_ids[None], max_kl=max_kl)

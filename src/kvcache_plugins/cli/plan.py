@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from kvcache_plugins.console.display import print_line, track_progress
 from kvcache_plugins.console.inputs import DtypeOption, JsonOption, ModelOption
 from kvcache_plugins.console.results import prepare_file, print_json
 
@@ -41,7 +42,6 @@ def main(
     parsed = parse_lengths(lengths, world_size)
     if out is not None:
         prepare_file(out)
-    from kvcache_plugins.console.display import print_line, track_progress
     from kvcache_plugins.eval.runahead import measure
     from kvcache_plugins.eval.runahead.ranks import Ranks
 

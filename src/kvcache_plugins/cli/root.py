@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvcache_plugins.console.commands import LazyGroup, make_app
+from kvcache_plugins.console.commands import make_app
 
 
 _HELP = """KV caches for Hugging Face Transformers that hold less, move less and start sooner.
@@ -59,10 +59,8 @@ Examples:
 """
 
 
-class RootGroup(LazyGroup):
-    """Commands of `kvcache-plugins`."""
-
-    lazy_commands = {
+app = make_app(
+    {
         "list": "kvcache_plugins.cli.advise:list_registered",
         "doctor": "kvcache_plugins.cli.advise:show_health",
         "models": "kvcache_plugins.eval.families:survey_families",
@@ -75,13 +73,11 @@ class RootGroup(LazyGroup):
         "recommend": "kvcache_plugins.cli.advise:recommend_caches",
         "bench": "kvcache_plugins.cli.root:bench",
         "eval": "kvcache_plugins.cli.evaluate:app",
-    }
-
-
-class BenchGroup(LazyGroup):
-    """Commands of `kvcache-plugins bench`."""
-
-    lazy_commands = {
+    },
+    _HELP,
+)
+bench = make_app(
+    {
         "step": "kvcache_plugins.eval.benchmarks.step:benchmark_steps",
         "batching": "kvcache_plugins.eval.benchmarks.batching:benchmark_batching",
         "kernels": "kvcache_plugins.eval.benchmarks.kernels:benchmark_kernels",
@@ -92,22 +88,17 @@ class BenchGroup(LazyGroup):
         "machine-code": "kvcache_plugins.eval.benchmarks.machine_code:benchmark_machine_code",
         "gpu": "kvcache_plugins.eval.gpu.command:run_on_gpu",
         "runahead": "kvcache_plugins.eval.runahead.benchmark:benchmark_runahead",
-    }
-
-
-class StoreGroup(LazyGroup):
-    """Commands of `kvcache-plugins store`."""
-
-    lazy_commands = {
+    },
+    _BENCH_HELP,
+)
+store = make_app(
+    {
         "list": "kvcache_plugins.cli.store:list_kept",
         "clear": "kvcache_plugins.cli.store:clear_kept",
         "verify": "kvcache_plugins.cli.store:verify",
-    }
-
-
-app = make_app(RootGroup, _HELP)
-bench = make_app(BenchGroup, _BENCH_HELP)
-store = make_app(StoreGroup, _STORE_HELP)
+    },
+    _STORE_HELP,
+)
 
 
 def _print_version(wanted: bool) -> None:

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from kvcache_plugins.console.inputs import DeviceOption, DtypeOption, read_text
+from kvcache_plugins.console.display import print_line
+from kvcache_plugins.console.inputs import DeviceOption, DtypeOption, default_device, parse_device, read_text
 from kvcache_plugins.models.packaged_models import check_model_name
 from kvcache_plugins.registry import check_cache, parse_cache_spec
 
@@ -69,8 +70,7 @@ def main(
     from transformers.utils import logging
     from transformers.utils.import_utils import is_serve_available
 
-    from kvcache_plugins.console.display import print_line
-    from kvcache_plugins.console.inputs import default_device, parse_device, parse_dtype
+    from kvcache_plugins.models.reference_model import parse_dtype
 
     if not is_serve_available():
         raise ImportError("packages are missing: pip install 'kvcache-plugins[serving]'")

@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from kvcache_plugins.console.commands import FAILED
+from kvcache_plugins.console.display import make_table, open_console, print_line
 from kvcache_plugins.console.inputs import JsonOption
 from kvcache_plugins.console.results import print_json
-
-
-if TYPE_CHECKING:
-    from kvcache_plugins.prompt_store.inspection import KeptPrompt
+from kvcache_plugins.prompt_store.inspection import KeptPrompt, clear, find_damaged, list_prompts
+from kvcache_plugins.prompt_store.store import default_folder
 
 
 _SHOWN = 12
@@ -33,10 +32,7 @@ def list_kept(store: StoreOption = None, as_json: JsonOption = False) -> None:
         kvcache-plugins store list
         kvcache-plugins store list --store prompts --json
     """
-    from kvcache_plugins.console.display import make_table, open_console
-    from kvcache_plugins.prompt_store.inspection import list_prompts
-
-    prompts = list_prompts(_folder(store))
+    prompts = list_prompts(store or default_folder())
     if as_json:
         print_json({"prompts": [asdict(prompt) for prompt in prompts]})
         return
@@ -55,10 +51,7 @@ def clear_kept(store: StoreOption = None) -> None:
     Examples:
         kvcache-plugins store clear --store prompts
     """
-    from kvcache_plugins.console.display import print_line
-    from kvcache_plugins.prompt_store.inspection import clear
-
-    count, num_bytes = clear(_folder(store))
+    count, num_bytes = clear(store or default_folder())
     print_line(f"{count} blocks removed, {num_bytes / 1e6:.1f} MB")
 
 
@@ -78,10 +71,7 @@ def verify(
         kvcache-plugins store verify
         kvcache-plugins store verify --store prompts --remove
     """
-    from kvcache_plugins.console.display import print_line
-    from kvcache_plugins.prompt_store.inspection import find_damaged
-
-    damaged = find_damaged(_folder(store), remove=remove)
+    damaged = find_damaged(store or default_folder(), remove=remove)
     if as_json:
         print_json({"damaged": {str(path): reason for path, reason in damaged.items()}, "removed": remove})
     else:
@@ -90,12 +80,6 @@ def verify(
         print_line(f"{len(damaged)} damaged files{' removed' if remove and damaged else ''}")
     if damaged:
         raise typer.Exit(FAILED)
-
-
-def _folder(store: Path | None) -> Path:
-    from kvcache_plugins.prompt_store.store import default_folder
-
-    return default_folder() if store is None else store
 
 
 def _when(prompt: KeptPrompt) -> str:

@@ -19,7 +19,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import wraps
@@ -61,7 +61,7 @@ def user_errors() -> Iterator[None]:
 
 class LazyGroup(TyperGroup):
     """
-    A group whose subclass names its commands, and that ends with the exit codes above.
+    A group of `make_app`, which ends with the exit codes above.
 
     Attributes:
         lazy_commands (`Mapping[str, str]`):
@@ -107,21 +107,12 @@ class LazyGroup(TyperGroup):
             raise typer.Exit(DONE)
         return super().parse_args(ctx, args)
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> Any:
+    def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
         """Runs a command line and raises `SystemExit`; without `standalone_mode` as Typer does."""
-        options = {**extra, "complete_var": complete_var, "windows_expand_args": windows_expand_args}
         if not standalone_mode:
-            return super().main(args, prog_name, standalone_mode=False, **options)
+            return super().main(*args, standalone_mode=False, **options)
         try:
-            code = super().main(args, prog_name, standalone_mode=False, **options)
+            code = super().main(*args, standalone_mode=False, **options)
             # What is still in the buffer would otherwise fail when nobody can catch it any more
             sys.stdout.flush()
         except _ClickException as error:
@@ -155,8 +146,9 @@ def _report_usage(error: Any) -> int:
     return USER_ERROR
 
 
-def make_app(group: type[LazyGroup], help_text: str) -> typer.Typer:
-    """Makes a `typer.Typer` with the settings that all groups share."""
+def make_app(commands: Mapping[str, str], help_text: str, base: type[LazyGroup] = LazyGroup) -> typer.Typer:
+    """Makes a `typer.Typer` of the `lazy_commands` with the settings that all groups share."""
+    group = cast("type[LazyGroup]", type(base.__name__, (base,), {"lazy_commands": commands}))
     app = typer.Typer(
         cls=group, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, help=help_text
     )

@@ -28,8 +28,6 @@ SeedOption = Annotated[int, typer.Option(help="Random seed.")]
 NumThreadsOption = Annotated[int | None, typer.Option(help="Of the CPU; PyTorch's default if not given.", min=1)]
 CachesOption = Annotated[list[str], typer.Option(help="NAME or NAME:key=value,key=value; repeatable.")]
 
-DTYPES = ("float32", "bfloat16", "float16")
-
 
 def read_text(path: Path, option: str) -> str:
     """
@@ -81,7 +79,7 @@ def load_for_evaluation(
     from transformers.utils import logging
 
     from kvcache_plugins.models.packaged_models import check_model_name
-    from kvcache_plugins.models.reference_model import load_model
+    from kvcache_plugins.models.reference_model import load_model, parse_dtype
 
     chosen = parse_device(device or default_device())
     parsed_dtype = parse_dtype(dtype or ("float32" if chosen.type == "cpu" else "bfloat16"))
@@ -96,15 +94,6 @@ def default_device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def parse_dtype(text: str) -> torch.dtype:
-    """Parses one of `DTYPES`. Any other is a `ValueError`."""
-    if text not in DTYPES:
-        raise ValueError(f"`dtype` must be one of {', '.join(f'`{each}`' for each in DTYPES)}, but got `{text}`")
-    import torch
-
-    return getattr(torch, text)  # type: ignore[no-any-return]
 
 
 def parse_device(text: str) -> torch.device:

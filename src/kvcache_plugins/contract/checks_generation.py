@@ -115,15 +115,9 @@ def check_chunked_prefill(subject: Subject) -> None:
 
 def _is_exact(subject: Subject, prompts: torch.Tensor, trace: Trace, context: str, num_recent: int = 0) -> bool:
     """
-    Holds a trace after `prompts` against `DynamicCache`. A lossy cache has to be nearer to it than to a `DynamicCache`
-    that has seen another history: as near to both is a cache that has lost its history.
-
-    Args:
-        num_recent (`int`, *optional*):
-            Newest tokens that the other history has in common, by default a sixth.
-
-    Returns:
-        `bool`: Whether they agree to rounding, so that the tokens have to be those of `DynamicCache`.
+    Tells whether a trace after `prompts` is that of `DynamicCache` to rounding, so that the tokens have to be too. A
+    lossy cache has to be nearer to it than to a `DynamicCache` that has seen another history, but for the `num_recent`
+    newest tokens, by default a sixth: as near to both is a cache that has lost its history.
     """
     expected = subject.follow(subject.make_reference(), (prompts,), trace.tokens)
     error = distance(trace.logits, expected)
@@ -157,10 +151,8 @@ def _check_sampling(subject: Subject, context: str, num_sequences: int) -> None:
 @torch.no_grad()
 def _beams_without_reordering(subject: Subject, prompt: torch.Tensor) -> torch.Tensor:
     """
-    Beam search that never reorders a cache: at every step all beams are fed again to a fresh one.
-
-    Returns:
-        `torch.Tensor` of shape `[NUM_BEAMS, NUM_BEAM_STEPS]`: The beams, best first.
+    Beam search that never reorders a cache: at every step all beams are fed again to a fresh one. Returns the beams
+    `[NUM_BEAMS, NUM_BEAM_STEPS]`, best first.
     """
     prompts = prompt.expand(NUM_BEAMS, -1)
     beams = prompts.new_empty(NUM_BEAMS, 0)

@@ -66,13 +66,8 @@ def pick_sampled(logits: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
     """
-    Subject of a check: a model, and how to make a cache for it.
-
-    Args:
-        model (`PreTrainedModel`): Any decoder.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): Prompts are text with it, random tokens without.
-        make_cache, make_reference (`Callable`): Make a fresh cache of the kind that is checked, and one that is right
-            by definition, a `DynamicCache`.
+    Subject of a check: a decoder, its tokenizer (prompts are random tokens without), and how to make a fresh cache of
+    the kind that is checked, and one that is right by definition, a `DynamicCache`.
     """
 
     model: PreTrainedModel
@@ -92,11 +87,8 @@ class Subject:
 
     def lossy_limit(self, noise: float, control: float) -> float:
         """
-        Distance that is right where a cache cannot be asked to be exact.
-
-        Args:
-            noise (`float`): The cache's own distance from `DynamicCache`: two such errors may add up.
-            control (`float`): The distance that doing nothing would give: a right cache is nearer than half of it.
+        Distance that is right where a cache cannot be exact: twice its own from `DynamicCache`, the `noise`, as two
+        such errors may add up, and at most half of the `control`, the distance that doing nothing would give.
         """
         return max(self.rounding, min(2 * noise, control / 2))
 

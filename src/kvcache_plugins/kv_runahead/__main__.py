@@ -19,22 +19,12 @@ from transformers import PreTrainedModel, TextStreamer
 from kvcache_plugins.console import inputs
 from kvcache_plugins.console.commands import user_errors
 from kvcache_plugins.console.display import print_line
+from kvcache_plugins.eval.measures.generation import TokenTimer
 from kvcache_plugins.registry import create_cache, parse_option
 
 from .planner import PartitionTable
 from .prefill import runahead_generate
 from .transport import FailureReports, RunaheadError
-
-
-class _TimedStreamer(TextStreamer):
-    """Prints text as it comes, and notes when the first token did."""
-
-    first_token_at: float | None = None
-
-    def put(self, value: torch.Tensor) -> None:
-        if self.first_token_at is None and not self.next_tokens_are_prompt:
-            self.first_token_at = time.perf_counter()
-        super().put(value)
 
 
 def parse_partition(text: str, model: PreTrainedModel, world_size: int) -> str | Sequence[float] | PartitionTable:
@@ -102,7 +92,7 @@ def main(
             slices = None if partition == "planned" else parse_partition(partition, loaded, size)
             streamer, filled = None, None
             if rank == size - 1:
-                streamer = _TimedStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+                streamer = TokenTimer(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
                 filled = create_cache(cache, loaded, **options)
             failures = FailureReports(rank, run=-1)
             # Ranks load at their own pace; the time to the first token is not that
@@ -116,7 +106,7 @@ def main(
             own = int(output.stats.get("bytes_sent", 0))
             failures.guarded(lambda: dist.all_gather_object(sent, own), "another rank", "behind the last layer")
             if streamer is not None:
-                seconds = (streamer.first_token_at or start) - start
+                seconds = streamer.times[1] - start
                 print_line(
                     f"{cache}: first of the tokens after {input_ids.shape[1]} in {seconds:.2f} s; slices of "
                     f"{' + '.join(map(str, output.partition))} tokens; {sum(sent):,} bytes sent from rank to rank",

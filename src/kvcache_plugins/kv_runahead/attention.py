@@ -13,6 +13,7 @@ dimensions of keys and values.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,19 +34,14 @@ def attend_behind_prefix(
     window: int | None = None,
 ) -> torch.Tensor:
     """
-    Attends with the newest tokens to themselves and all before them.
+    Attends with the queries `[B, H * G, N, D]` of the newest tokens to themselves and all before them.
 
     Args:
-        query (`torch.Tensor` of shape `[B, H * G, N, D]`):
-            Queries of the newest N tokens.
-        keys, values (`torch.Tensor` of shape `[B, H, L, D]`, `[B, H, L, E]`):
-            States of all tokens, the newest ones included; only the last dimension has to be contiguous.
-        scale (`float`, *optional*, defaults to `D ** -0.5`):
-            Factor of the scores.
-        padding (`list[int]`, *optional*):
-            For every item, how many of the L tokens are padding at its start. Outputs of padding are zero.
-        window (`int`, *optional*):
-            A token sees itself and the `window - 1` tokens before it; all by default.
+        keys, values (`torch.Tensor` of shape `[B, H, L, D]`, `[B, H, L, E]`): states of all tokens, the newest ones
+            included; only the last dimension has to be contiguous.
+        scale (`float`, *optional*, defaults to `D ** -0.5`): factor of the scores.
+        padding (`list[int]`, *optional*): padding at the start of every item; its outputs are zero.
+        window (`int`, *optional*): a token sees itself and the `window - 1` tokens before it; all by default.
 
     Returns:
         `torch.Tensor` of shape `[B, H * G, N, E]`.
@@ -59,11 +55,9 @@ def attend_behind_prefix(
         # Of the new tokens, those that are padding themselves
         skipped = max(count - (length - num_new), 0)
         if skipped < num_new:
-            own, seen = (
-                (slice(item, item + 1), slice(None), slice(skipped, None)),
-                (item, slice(None), slice(count, None)),
-            )
-            output[own] = _attend(query[own], keys[seen][None], values[seen][None], scale, window)
+            own = slice(item, item + 1), slice(None), slice(skipped, None)
+            seen = slice(item, item + 1), slice(None), slice(count, None)
+            output[own] = _attend(query[own], keys[seen], values[seen], scale, window)
     return output
 
 
@@ -74,10 +68,10 @@ def _attend(
     if window is not None and window < length:
         return _attend_in_window(query, keys, values, scale, window)
     if num_new in (1, length):
-        return _sdpa(query, keys, values, scale, is_causal=num_new > 1)
+        return _sdpa(query, keys, values, scale=scale, is_causal=num_new > 1)
     if query.device.type == "cpu" and keys.shape[3] == values.shape[3]:
         return _attend_in_parts(query, keys, values, scale)
-    return _sdpa(query, keys, values, scale, mask=causal_lower_right(num_new, length))
+    return _sdpa(query, keys, values, scale=scale, attn_mask=causal_lower_right(num_new, length))
 
 
 def _repeat(states: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -85,17 +79,9 @@ def _repeat(states: torch.Tensor, num_heads: int) -> torch.Tensor:
     return states if states.shape[1] == num_heads else states.repeat_interleave(num_heads // states.shape[1], dim=1)
 
 
-def _sdpa(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    *,
-    mask: torch.Tensor | None = None,
-    is_causal: bool = False,
-) -> torch.Tensor:
+def _sdpa(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **options: Any) -> torch.Tensor:
     keys, values = (_repeat(states, query.shape[1]) for states in (keys, values))
-    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale)
+    return F.scaled_dot_product_attention(query, keys, values, **options)
 
 
 def _attend_in_parts(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
@@ -128,5 +114,7 @@ def _attend_in_window(
         positions = torch.arange(before + stop, device=query.device)
         distance = positions[before + first :, None] - positions[None, seen]
         mask = (distance >= 0) & (distance < window)
-        outputs.append(_sdpa(query[:, :, first:stop], keys[:, :, seen], values[:, :, seen], scale, mask=mask))
+        outputs.append(
+            _sdpa(query[:, :, first:stop], keys[:, :, seen], values[:, :, seen], scale=scale, attn_mask=mask)
+        )
     return torch.cat(outputs, dim=2)

@@ -13,9 +13,9 @@ held dense beside it (two, where attention does not tell when it is done).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import Cache
@@ -32,14 +32,7 @@ from .transport import RECEIVES_AHEAD, Neighbours, RunaheadError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSlice:
-    """
-    Consecutive tokens of a prompt, which one rank prefills.
-
-    Attributes:
-        start, stop (`int`): the first token, and the one behind the last.
-        batch_size (`int`): sequences of the prompt.
-        padding (`list[int]`, *optional*): padding at the start of every sequence of the prompt.
-    """
+    """Tokens `start` to `stop` of a prompt, which one rank prefills, and padding at the start of every sequence."""
 
     start: int
     stop: int
@@ -77,14 +70,8 @@ class PrefixExchange:
 
     def exchange(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Waits for the prefix of a layer and sends it on with the slice.
-
-        Args:
-            layer_idx (`int`): the layer.
-            keys, values (`torch.Tensor` of shape `[batch_size, num_heads, slice, head_dim]`): of the slice.
-
-        Returns:
-            Keys and values of the prefix, or what the layer's window needs of it, and of the slice.
+        Waits for the prefix of a layer and sends it on with the slice, whose states are `[batch_size, num_heads,
+        slice, head_dim]`; returns those of the prefix, or what the layer's window needs of it, and of the slice.
         """
         layout, part = self.layouts[layer_idx], self.prompt_slice
         kept, is_last = layout.num_kept(part.start), self.neighbours.behind is None
@@ -272,67 +259,50 @@ class RunaheadLayer(LazyLayer):
 
 class Chain:
     """
-    A rank's part, used in a `with` statement around one forward, whether that ends well or not.
+    A rank's part in one forward.
 
     Args:
         exchange (`PrefixExchange`): how the rank gets what comes before its slice.
         is_lazy (`bool`): whether attention is by `sdpa`.
-        cache (`Cache`, *optional*): the user's empty cache, on the last rank; the others drop their states. Inside of
-            the `with` statement the attribute `cache` is what the forward takes.
+        cache (`Cache`, *optional*): the user's empty cache, on the last rank; the others drop their states. While the
+            chain is `running` the attribute `cache` is what the forward takes.
     """
-
-    cache: Cache
 
     def __init__(self, exchange: PrefixExchange, *, is_lazy: bool, cache: Cache | None):
         self.exchange, self.prompt_slice, self._given = exchange, exchange.prompt_slice, cache
         self._layers = [
             RunaheadLayer(self, index, layout.window, is_lazy=is_lazy) for index, layout in enumerate(exchange.layouts)
         ]
+        self.cache = Cache(layers=list(self._layers)) if cache is None else cache
         # The user's own layers while others stand in their place
         self._own: list[Any] = []
         # The layer whose attention may still be under way
         self._unfinished: int | None = None
 
-    def __enter__(self) -> Chain:
-        if self._given is None:
-            self.cache = Cache(layers=list(self._layers))
-        else:
-            self.cache, self._own = self._given, list(self._given.layers)
-            make_layer: Any = self._given.layer_class_to_replicate
-            while len(self._own) < len(self._layers):
-                # Caches made without a config add layers as they are asked for
-                self._own.append(make_layer())
-            self.cache.layers[:] = self._layers
+    @contextmanager
+    def running(self) -> Iterator[Cache]:
+        """Has its layers stand in the cache; the user's are put back, emptied if something goes wrong."""
+        if self._given is not None:
+            self._own, make_layer = list(self._given.layers), cast("Any", self._given.layer_class_to_replicate)
+            # Caches made without a config add layers as they are asked for
+            self._own += [make_layer() for _ in self._layers[len(self._own) :]]
+            self._given.layers[:] = self._layers
         try:
             self.exchange.post_receives()
+            yield self.cache
+            self.finish_layer()
+            self.exchange.neighbours.flush()
         except BaseException as error:
-            self._end(error)
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                self.finish_layer()
-                self.exchange.neighbours.flush()
-        except BaseException as late:
-            error = late
-            raise
-        finally:
-            self._end(error)
-        if error is not None and isinstance(error, Exception) and not isinstance(error, (RunaheadError, ValueError)):
-            raise RunaheadError(f"rank {self.exchange.neighbours.rank}: {type(error).__name__}: {error}") from error
-
-    def _end(self, error: BaseException | None) -> None:
-        """Puts the user's layers back, emptied if something went wrong: half filled may not look complete."""
-        if self._given is not None:
-            self._given.layers[:] = self._own
-        if error is not None:
+            # Half filled it may not look complete
             for layer in self._own:
                 layer.reset()
             self.exchange.neighbours.failures.add(error)
+            if not isinstance(error, Exception) or isinstance(error, (RunaheadError, ValueError)):
+                raise
+            raise RunaheadError(f"rank {self.exchange.neighbours.rank}: {type(error).__name__}: {error}") from error
+        finally:
+            if self._given is not None:
+                self._given.layers[:] = self._own
 
     def own_layer(self, layer_idx: int) -> Any:
         """Returns the user's layer, which has the prompt then; `None` on ranks before the last."""

@@ -39,14 +39,8 @@ _METADATA_BYTES = 2
 @dataclass(frozen=True, slots=True)
 class MessageLayout:
     """
-    Rows of one layer's tokens on their way.
-
-    Args:
-        num_heads (`int`): heads of keys and values.
-        key_dim, value_dim (`int`): their head dimensions.
-        dtype (`torch.dtype`), device (`torch.device`): of the states.
-        nbits (`int`, *optional*): bits a number on the way, 4 or 8; the states' own dtype if not given.
-        window (`int`, *optional*): sliding window of the layer.
+    Rows of one layer's tokens on their way, of `nbits` a number (4 or 8) or in the states' own dtype; `window` is the
+    layer's sliding one.
     """
 
     num_heads: int
@@ -126,10 +120,8 @@ _LAYOUTS: weakref.WeakKeyDictionary[PreTrainedModel, list[MessageLayout]] = weak
 @torch.no_grad()
 def message_layouts(model: PreTrainedModel) -> list[MessageLayout]:
     """
-    Finds the layouts of all layers by a forward over one token: no config names them for every architecture.
-
-    Raises:
-        ValueError: if the model has layers whose state is not that of attention to all tokens or to a sliding window.
+    Finds the layouts of all layers by a forward over one token: no config names them for every architecture. A layer
+    whose state is not that of attention to all tokens or to a sliding window is a `ValueError`.
     """
     if model in _LAYOUTS:
         return _LAYOUTS[model]
@@ -147,11 +139,15 @@ def message_layouts(model: PreTrainedModel) -> list[MessageLayout]:
             "`model` has to have layers of full or sliding-window attention only, each with keys and values of its "
             f"own, but is a `{type(model).__name__}` with layers of types {sorted(kinds) or 'unknown'}"
         )
-    layouts = []
-    for layer in layers:
-        keys, values = layer.keys, layer.values
-        window = layer.sliding_window if layer.is_sliding else None
-        sizes = keys.shape[1], keys.shape[3], values.shape[3]
-        layouts.append(MessageLayout(*sizes, keys.dtype, keys.device, window=window))
-    _LAYOUTS[model] = layouts
-    return layouts
+    _LAYOUTS[model] = [
+        MessageLayout(
+            num_heads=layer.keys.shape[1],
+            key_dim=layer.keys.shape[3],
+            value_dim=layer.values.shape[3],
+            dtype=layer.keys.dtype,
+            device=layer.keys.device,
+            window=layer.sliding_window if layer.is_sliding else None,
+        )
+        for layer in layers
+    ]
+    return _LAYOUTS[model]

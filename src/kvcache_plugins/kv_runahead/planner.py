@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import nn
 from transformers import AutoModel, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -30,9 +30,9 @@ Array = NDArray[np.float64]
 Number = TypeVar("Number", float, Array)
 # Lengths of slices, which sum to the prompt's; none is 0
 Partition = tuple[int, ...]
-# What kernels compute of the square of a slice's own queries and keys, of which only the lower triangle is wanted
+# The share of a slice's own square of queries and keys that kernels compute, of which half is wanted
 RECTANGLE, TRIANGLE = 1.0, 0.5
-# Of a layer's linear work, what it takes until keys and values are known; Llama 7B has 0.249
+# Of a layer's linear work, the share until keys and values are known; Llama 7B has 0.249
 _PROJECTION_SHARE = 0.25
 
 
@@ -56,8 +56,8 @@ class Timing:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
     """
-    The link from one rank to the next: seconds a message takes beside its bytes, and bytes a second in one direction;
-    `shared` if all ranks have one link, as over one host's bus, and not each its own to the next.
+    The link from one rank to the next: seconds of a message beside its bytes, and bytes a second in one direction;
+    `shared` if all ranks have one link, as over a host's bus, and not each its own to the next.
     """
 
     latency: float = 0.0
@@ -126,7 +126,7 @@ class CostModel:
         projection_share: float = _PROJECTION_SHARE,
     ) -> CostModel:
         """
-        Fits the cost model to measured timings: the least relative error with no negative part.
+        Fits the cost model to measured timings by the least relative error, no part negative.
 
         Args:
             timings (`Sequence[Timing]`): slices of two lengths at least; two tell no `fixed`, which is 0 then.
@@ -164,11 +164,9 @@ class CostModel:
     @classmethod
     def of_shapes(cls, model: PreTrainedModel | PreTrainedConfig, *, triangle: float = TRIANGLE) -> CostModel:
         """
-        Counts floating-point operations of a model, which is not run, or of a config, for planning without a
-        measurement: "seconds" are operations, fit for ratios between slices, and meaningless beside a link's.
-
-        Linear layers of the decoder (of experts, those that a token goes through) and attention are counted; a layer
-        with a sliding window costs its whole window for every token.
+        Counts operations of a model, which is not run, or of a config: its "seconds" are fit for ratios between
+        slices alone. Counted are attention, in sliding windows a whole one a token, and linear layers of the decoder
+        (of experts, those that a token goes through).
         """
         if isinstance(model, PreTrainedConfig):
             with torch.device("meta"):
@@ -208,8 +206,7 @@ def _heads(config: Any) -> tuple[int, int, int]:
 def _count_linear_weights(decoder: nn.Module, num_active_experts: int) -> int:
     """Counts the weights that every token is multiplied with."""
     # Experts are `[experts, ., .]`
-    experts = [parameter for parameter in decoder.parameters() if parameter.ndim == 3]
-    count = sum(parameter[0].numel() * num_active_experts for parameter in experts)
+    count = sum(each[0].numel() * num_active_experts for each in decoder.parameters() if each.ndim == 3)
     for module in decoder.modules():
         if isinstance(module, nn.Linear):
             # Not of the weight: packed in a few bits it has another shape
@@ -221,10 +218,8 @@ def _count_linear_weights(decoder: nn.Module, num_active_experts: int) -> int:
 
 def _least_squares(columns: Array) -> list[float]:
     """
-    Fits weights of `columns` `[rows, columns]`, none negative, to a sum of 1 in every row.
-
-    There are four columns at most, so every choice of columns that may be above zero is tried, smaller ones first: a
-    column that only fits rounding stays zero.
+    Fits weights of `columns` `[rows, columns]`, four at most, none negative, to a sum of 1 in every row: every choice
+    of columns is tried, smaller ones first, so that a column that only fits rounding stays zero.
     """
     # Squares of lengths beside lengths and ones: unscaled, `lstsq` would take the small ones for nothing
     scales = np.linalg.norm(columns, axis=0)
@@ -241,14 +236,7 @@ def _least_squares(columns: Array) -> list[float]:
     return [float(weight) for weight in best]
 
 
-def predict_ttft(
-    lengths: Sequence[int], cost: CostModel, link: Link, bytes_per_token: float, num_layers: int
-) -> float:
-    """Simulates one partition: `predict_ttfts` of `[lengths]`."""
-    return float(predict_ttfts(np.array([lengths], dtype=np.float64), cost, link, bytes_per_token, num_layers)[0])
-
-
-def predict_ttfts(lengths: Array, cost: CostModel, link: Link, bytes_per_token: float, num_layers: int) -> Array:
+def predict_ttft(lengths: ArrayLike, cost: CostModel, link: Link, bytes_per_token: float, num_layers: int) -> Array:
     """
     Simulates the seconds until the last of a chain of ranks has the last token's hidden state.
 
@@ -256,16 +244,17 @@ def predict_ttfts(lengths: Array, cost: CostModel, link: Link, bytes_per_token: 
     both on, one message at a time, and attends meanwhile.
 
     Args:
-        lengths (`np.ndarray` of shape `[num_partitions, num_ranks]`): tokens of each rank's slice, first rank first.
+        lengths (array of shape `[..., num_ranks]`): tokens of each rank's slice, first rank first.
         cost (`CostModel`): compute of a slice through all layers, of which every layer takes the same part.
         link (`Link`): from each rank to the next.
         bytes_per_token (`float`): bytes of the keys and values of one token in one layer, see `bytes_of_token`.
         num_layers (`int`): layers of the model.
 
     Returns:
-        `np.ndarray` of shape `[num_partitions]`.
+        `np.ndarray` of shape `[...]`.
     """
-    num_ranks, ends = lengths.shape[1], lengths.cumsum(axis=1)
+    lengths = np.asarray(lengths, dtype=np.float64)
+    num_ranks, ends = lengths.shape[-1], lengths.cumsum(axis=-1)
     # Keys and values of a slice do not depend on the prefix
     projecting = cost.projection_share * (cost.fixed + cost.per_token * lengths) / num_layers
     attending = cost.seconds(lengths, ends - lengths) / num_layers - projecting
@@ -274,29 +263,28 @@ def predict_ttfts(lengths: Array, cost: CostModel, link: Link, bytes_per_token: 
     done, sent, arrived = (np.zeros(lengths.shape) for _ in range(3))
     # A wave: in step `s` rank `i` is in layer `s - i`, so everything that it waits for belongs to the step before
     for step in range(num_layers + num_ranks - 1):
-        active = slice(max(0, step - num_layers + 1), min(num_ranks, step + 1))
-        ready = np.maximum(done[:, active] + projecting[:, active], arrived[:, active])
-        sent[:, active] = np.maximum(ready, sent[:, active]) + sending[:, active]
-        done[:, active] = ready + attending[:, active]
-        arrived[:, 1:] = sent[:, :-1]
+        active = np.s_[..., max(0, step - num_layers + 1) : min(num_ranks, step + 1)]
+        ready = np.maximum(done[active] + projecting[active], arrived[active])
+        sent[active] = np.maximum(ready, sent[active]) + sending[active]
+        done[active] = ready + attending[active]
+        arrived[..., 1:] = sent[..., :-1]
     if link.shared:
         # A bound, as if the link were never idle: who sends when is not simulated
-        return np.maximum(done[:, -1], num_layers * sending[:, :-1].sum(axis=1))
-    return done[:, -1]
+        return np.maximum(done[..., -1], num_layers * sending[..., :-1].sum(axis=-1))
+    return done[..., -1]
 
 
 # Table
 
 FORMAT = Format("kvcache_plugins.kv_runahead", 2, "plan and save anew")
-# What the sum of ratios may differ from 1 by: a third rounded to three digits, three times
-RATIO_TOLERANCE = 2e-3
+# By which the sum of ratios may differ from 1: a third rounded to three digits, three times
+_RATIO_TOLERANCE = 2e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableEntry:
     """
-    The partition of one length: each rank's share, summing to 1 (fewer than ranks where fewer are faster), and the
-    seconds to the first token, measured or predicted.
+    The partition of one length: a share for each rank, 1 in all, and the seconds to the first token, measured or not.
     """
 
     length: int
@@ -360,12 +348,7 @@ class PartitionTable:
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel, world_size: int) -> PartitionTable:
         """
-        Reads a table that `save` wrote.
-
-        Args:
-            path (`str` or `Path`): the JSON file.
-            model (`PreTrainedModel`): the model that is to be prefilled.
-            world_size (`int`): the ranks that are to do it.
+        Reads a table that `save` wrote, of the model that is to be prefilled by `world_size` ranks.
 
         Raises:
             ValueError: naming the file, if it is missing, damaged, or of another version, model or number of ranks.
@@ -381,7 +364,6 @@ class PartitionTable:
 
 # Partitions
 
-NAMES = ("even", "planned")
 # The share of the time that ranks have to save, or they are left free
 _WORTH_A_RANK = 0.01
 _BISECTIONS = 60
@@ -399,13 +381,8 @@ def resolve_partition(
     model: PreTrainedModel | PreTrainedConfig | None = None,
 ) -> Partition:
     """
-    Returns slice lengths from what a user gave.
-
-    Args:
-        partition (`str`, `Sequence` or `PartitionTable`, *optional*): `"even"`; lengths that sum to `length`; ratios
-            that sum to 1; a look-up table; `"planned"` or nothing for `planned` by the shapes of `model`.
-        length (`int`), num_ranks (`int`): tokens of the prompt, and ranks there are, of which some may get no slice.
-        model (`PreTrainedModel` or `PreTrainedConfig`, *optional*): the model to plan for.
+    Returns slice lengths from what a user gave: `"even"`; lengths that sum to `length`; ratios that sum to 1; a
+    look-up table; `"planned"` or nothing for `planned` by the shapes of `model`. Of `num_ranks` some may get no slice.
 
     Raises:
         ValueError: if `partition` is none of these, does not fit `length` or has more slices than there are ranks.
@@ -423,7 +400,7 @@ def resolve_partition(
         return predicted(length, partition)
     if isinstance(partition, str) or not isinstance(partition, Sequence):
         raise ValueError(
-            f"`partition` has to be one of {list(NAMES)}, slice lengths, ratios or a `PartitionTable`, but got "
+            f"`partition` has to be one of ['even', 'planned'], slice lengths, ratios or a `PartitionTable`, but got "
             f"{partition!r}"
         )
     if len(partition) > num_ranks:
@@ -449,13 +426,12 @@ def predicted(length: int, table: PartitionTable) -> Partition:
     Raises:
         ValueError: if there are fewer tokens than ratios.
     """
-    lengths = [entry.length for entry in table.entries]
-    place = float(np.interp(length, lengths, range(len(lengths))))
+    place = float(np.interp(length, [entry.length for entry in table.entries], range(len(table.entries))))
     lower, upper = (table.entries[index].ratios for index in (math.floor(place), math.ceil(place)))
     weight = place % 1
     if len(lower) != len(upper):
         return _by_ratios(length, upper if weight > 0.5 else lower)
-    return _by_ratios(length, [one + weight * (other - one) for one, other in zip(lower, upper, strict=True)])
+    return _by_ratios(length, np.add(lower, weight * np.subtract(upper, lower)))
 
 
 def planned(
@@ -475,12 +451,10 @@ def planned(
     time to first token, for one rank more after the other until two in a row save nothing.
 
     Args:
-        length (`int`): tokens of the prompt.
-        num_ranks (`int`): ranks there are.
+        length (`int`), num_ranks (`int`): tokens of the prompt, and ranks there are.
         cost (`CostModel`): compute of a slice.
         link (`Link`, *optional*): between ranks; the two following options are needed with it.
-        bytes_per_token (`float`, *optional*): bytes of keys and values of one token in one layer.
-        num_layers (`int`, *optional*): layers of the model.
+        bytes_per_token (`float`, *optional*), num_layers (`int`, *optional*): see `predict_ttft`.
         allow_fewer (`bool`, *optional*, defaults to `True`): whether fewer ranks may be used, where that is faster.
 
     Raises:
@@ -488,22 +462,20 @@ def planned(
     """
     _check_length(length, num_ranks)
     if link is None:
-        return _rounded(_balanced(length, num_ranks, cost))
+        return _balanced(length, num_ranks, cost)
     if bytes_per_token is None or num_layers is None:
         raise ValueError("`link` needs `bytes_per_token` and `num_layers`: without them it has no time of transfers")
 
-    def predict(partitions: Sequence[Partition]) -> list[float]:
-        lengths = np.array(partitions, dtype=np.float64)
-        seconds: list[float] = predict_ttfts(lengths, cost, link, bytes_per_token, num_layers).tolist()
-        return seconds
+    def predict(partitions: Sequence[Partition]) -> Array:
+        return predict_ttft(partitions, cost, link, bytes_per_token, num_layers)
 
     found: dict[Partition, float] = {}
     num_useless = 0
     for count in range(1 if allow_fewer else num_ranks, num_ranks + 1):
         before = min(found.values(), default=math.inf)
-        steps = {"first_step": max(length // (4 * count), 1), "last_step": max(length // _FINEST, 1)}
-        lengths, found[lengths] = searched(_rounded(_balanced(length, count, cost)), predict, **steps)
-        num_useless = 0 if found[lengths] * (1 + _WORTH_A_RANK) < before else num_useless + 1
+        lengths, seconds = searched(_balanced(length, count, cost), predict, last_step=max(length // _FINEST, 1))
+        found[lengths] = seconds
+        num_useless = 0 if seconds * (1 + _WORTH_A_RANK) < before else num_useless + 1
         if num_useless == 2:
             break
     enough = (1 + _WORTH_A_RANK) * min(found.values())
@@ -527,8 +499,7 @@ def searched(
     Args:
         start (`Sequence[int]`): slices to begin with, one of each rank.
         measure (`Callable`): takes partitions, none twice, and gives the seconds to the first token of each.
-        first_step (`int`, *optional*): tokens; a quarter of an even slice if not given.
-        last_step (`int`, *optional*): tokens; a 256th of the prompt if not given.
+        first_step, last_step (`int`, *optional*): tokens; by default a quarter of an even slice, and a 256th of all.
 
     Returns:
         `tuple[tuple[int, ...], float]`: the fastest slices and their seconds.
@@ -536,10 +507,9 @@ def searched(
     Raises:
         ValueError: if the start has no tokens for a rank, a step is below 1, or a measurement is no number.
     """
-    length = sum(start)
-    best = _checked_lengths("start", tuple(start), length)
-    step = max(1, length // (_STEP_DIVISOR * len(best))) if first_step is None else first_step
-    last_step = max(1, length // 256) if last_step is None else last_step
+    best = _checked_lengths("start", tuple(start), sum(start))
+    step = max(1, sum(start) // (_STEP_DIVISOR * len(best))) if first_step is None else first_step
+    last_step = max(1, sum(start) // 256) if last_step is None else last_step
     check_integer("first_step", step, 1)
     check_integer("last_step", last_step, 1)
     seconds: dict[Partition, float] = {}
@@ -564,46 +534,44 @@ def searched(
 
 def _grid(step: int, boundaries: tuple[int, ...], middle: Partition) -> Iterator[Partition]:
     """Moves some boundaries by whole steps, and stretches the slices between these in proportion."""
-    ends = list(itertools.accumulate(middle))
+    ends = [0, *itertools.accumulate(middle)]
+    fixed = [0, *(ends[each + 1] for each in boundaries), ends[-1]]
     for offsets in itertools.product(_OFFSETS, repeat=len(boundaries)):
-        fixed = [(0, 0), *((ends[each], offset * step) for each, offset in zip(boundaries, offsets, strict=True))]
-        parts = itertools.pairwise([*fixed, (ends[-1], 0)])
-        scales = [1 + (move_2 - move_1) / (end - begin) for (begin, move_1), (end, move_2) in parts]
-        if min(scales) > 0:
-            groups = [sum(each < rank for each in boundaries) for rank in range(len(middle))]
-            yield _rounded(length * scales[group] for length, group in zip(middle, groups, strict=True))
+        moved = [end + offset * step for end, offset in zip(fixed, (0, *offsets, 0), strict=True)]
+        if all(begin < end for begin, end in itertools.pairwise(moved)):
+            yield _rounded(np.interp(ends[1:], fixed, moved))
 
 
-def _balanced(length: int, num_ranks: int, cost: CostModel) -> list[float]:
-    """Cuts real slice lengths of equal, least seconds by bisection."""
+def _balanced(length: int, num_ranks: int, cost: CostModel) -> Partition:
+    """Cuts slices of equal, least seconds by bisection."""
 
     def cut(seconds: float) -> list[float]:
-        lengths: list[float] = []
+        """Returns the ends of slices of real lengths."""
+        ends = [0.0]
         for _ in range(num_ranks):
-            lengths.append(cost.length_within(seconds, sum(lengths)))
-        return lengths
+            ends.append(ends[-1] + cost.length_within(seconds, ends[-1]))
+        return ends[1:]
 
     least, enough = 0.0, cost.seconds(float(length), 0.0)
     for _ in range(_BISECTIONS):
         middle = (least + enough) / 2
-        least, enough = (middle, enough) if sum(cut(middle)) < length else (least, middle)
-    lengths = cut(enough)
+        least, enough = (middle, enough) if cut(middle)[-1] < length else (least, middle)
+    ends = np.array(cut(enough))
     # All within rounding of `length` but where one rank alone already is enough
-    return [each * length / sum(lengths) for each in lengths]
+    return _rounded(ends * length / ends[-1])
 
 
-def _by_ratios(length: int, ratios: Sequence[float]) -> Partition:
+def _by_ratios(length: int, ratios: Sequence[float] | Array) -> Partition:
     _check_length(length, len(ratios))
-    return _rounded(ratio * length for ratio in ratios)
+    return _rounded(np.cumsum(np.multiply(ratios, length)))
 
 
-def _rounded(lengths: Iterable[float]) -> Partition:
-    """Rounds the boundaries of real slice lengths to the nearest token, and makes each slice 1 at least."""
-    ends = list(itertools.accumulate(lengths))
-    length, boundaries = round(ends[-1]), [0]
-    for left, end in zip(range(len(ends) - 1, -1, -1), ends, strict=True):
-        boundaries.append(max(min(round(end), length - left), boundaries[-1] + 1))
-    return tuple(end - begin for begin, end in itertools.pairwise(boundaries))
+def _rounded(ends: Array) -> Partition:
+    """Rounds ends of slices to the nearest token, and makes each slice 1 at least."""
+    length, found = round(float(ends[-1])), [0]
+    for left, end in zip(range(len(ends) - 1, -1, -1), ends.tolist(), strict=True):
+        found.append(max(min(round(end), length - left), found[-1] + 1))
+    return tuple(end - begin for begin, end in itertools.pairwise(found))
 
 
 def _checked_ratios(name: str, ratios: tuple[float, ...]) -> tuple[float, ...]:
@@ -612,7 +580,7 @@ def _checked_ratios(name: str, ratios: tuple[float, ...]) -> tuple[float, ...]:
         if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not 0 < ratio <= 1:
             raise ValueError(f"`{name}` has to hold ratios in (0, 1] but got {ratio!r}")
     total = math.fsum(ratios)
-    if abs(total - 1) > RATIO_TOLERANCE:
+    if abs(total - 1) > _RATIO_TOLERANCE:
         raise ValueError(f"`{name}` has to hold ratios that sum to 1 but got {list(ratios)}, which sum to {total:g}")
     return tuple(ratio / total for ratio in ratios)
 

@@ -153,7 +153,7 @@ def runahead_generate(
     inputs = {"attention_mask": mask, **as_argument(part.cache), **generate_options}
     # The decorators that Transformers puts on it lose its `self` in the eyes of mypy
     generate: Any = model.generate
-    with part.chain or nullcontext():
+    with part.chain.running() if part.chain else nullcontext():
         generated = generate(input_ids, **inputs)
     return generated, part.output(start, None)
 
@@ -178,8 +178,8 @@ class Part:
         if self.chain is None:
             assert self.cache is not None
             return self._forward(0, self.input_ids.shape[1], self.cache)
-        with self.chain as chain:
-            return self._forward(chain.prompt_slice.start, chain.prompt_slice.stop, chain.cache)
+        with self.chain.running() as cache:
+            return self._forward(self.chain.prompt_slice.start, self.chain.prompt_slice.stop, cache)
 
     def _forward(self, start: int, stop: int, cache: Cache) -> torch.Tensor | None:
         mask = self.attention_mask
@@ -218,11 +218,8 @@ def take_part(
     hop_nbits: int | None,
 ) -> Part:
     """
-    Checks a call, comes to terms with the other ranks, and makes the rank's part.
-
-    Raises:
-        ValueError: on all ranks, if one of them cannot take part.
-        RunaheadError: if one of them does not answer.
+    Checks a call, comes to terms with the other ranks, and makes the rank's part. A `ValueError` on all ranks says
+    that one of them cannot take part, a `RunaheadError` that one does not answer.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("`group`: there are no ranks; call `torch.distributed.init_process_group` first")
@@ -297,10 +294,8 @@ def _check_prompt(
 
 def _checked_cache(cache: Cache | None, model: PreTrainedModel, num_slices: int) -> Cache:
     """
-    Returns the cache to fill: the user's, or a `DynamicCache`.
-
-    Raises:
-        ValueError: if it is no cache, not empty, or cannot be filled by ranks that each see a part of the prompt.
+    Returns the cache to fill: the user's, or a `DynamicCache`. A `ValueError` refuses what is no cache, not empty, or
+    cannot be filled by ranks that each see a part of the prompt.
     """
     if cache is None:
         return DynamicCache(config=model.config.get_text_config(decoder=True))

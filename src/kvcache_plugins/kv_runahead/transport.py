@@ -37,12 +37,7 @@ class FailureReports:
         self._rank, self._key = rank, f"kvcache_plugins/runahead/{run}"
 
     def guarded(self, operation: Callable[[], Result], other: str, when: str) -> Result:
-        """
-        Returns the result of a communication.
-
-        Raises:
-            RunaheadError: if it fails; with this rank, the `other` one, and `when` that was.
-        """
+        """Returns the result of a communication; its failure is a `RunaheadError` that names both ranks and `when`."""
         try:
             result = operation()
         except (RuntimeError, ValueError) as error:
@@ -124,16 +119,8 @@ def agree(description: Description, group: dist.ProcessGroup | None, failures: F
 
 class Neighbours:
     """
-    A rank's two neighbours.
-
-    Args:
-        group (`dist.ProcessGroup`, *optional*): the group; the default one if not given.
-        first (`int`): the first rank of the group that takes part, up to its last.
-        run (`int`): number of the prefill, the same on all ranks.
-
-    Attributes:
-        bytes_sent, bytes_received (`int`): what has gone over the two links.
-        seconds_waited (`float`): time that the host waited for what was to come; on GPUs it does not wait.
+    A rank's two neighbours among those of a group from `first` to its last, in the prefill number `run`; with bytes
+    that went over the two links, and seconds that the host waited for what was to come (on GPUs it does not wait).
     """
 
     def __init__(self, group: dist.ProcessGroup | None, first: int, run: int):

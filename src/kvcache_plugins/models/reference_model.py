@@ -8,16 +8,35 @@ every later load is an ordinary `from_pretrained` of that folder.
 The cache folder is `KVCACHE_PLUGINS_HOME`, or else `kvcache_plugins` in `XDG_CACHE_HOME`, or else in `~/.cache`.
 """
 
+import io
 import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+import transformers
+from filelock import FileLock, Timeout
+from packaging.version import Version
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
 
-from .conversion import convert_once
-from .packaged_models import PACKAGED_MODELS
+from .packaged_models import PACKAGED_MODELS, PackagedModel, check_model_name
 
 
+ModelSource = str | Path | PreTrainedConfig | PreTrainedModel
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What says where a checkpoint is found, as opposed to how the model is built: the tokenizer needs it too.
 _SOURCE_OPTIONS = (
     *("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code"),
@@ -69,6 +88,38 @@ def load_model(
     return model.eval(), tokenizer
 
 
+def load_config(model: ModelSource) -> PreTrainedConfig:
+    """
+    The config of a model. The first time, a packaged model that has not been converted yet is converted.
+
+    Raises:
+        ValueError: if there is no such model, or its config cannot be read.
+    """
+    if isinstance(model, PreTrainedModel):
+        return model.config
+    if isinstance(model, PreTrainedConfig):
+        return model
+    if not isinstance(model, (str, Path)) or not str(model):
+        raise ValueError(f"`model` has to be a name, a folder, a config or a model but got {model!r}")
+    is_path = isinstance(model, Path) or model.startswith(("/", "./", "../", "~"))
+    check_model_name(str(Path(model).absolute()) if isinstance(model, Path) else model)
+    source = str(Path(model).expanduser()) if is_path else resolve_model(str(model))
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"`model` is `{model}`, but its config cannot be had: {error}") from error
+
+
+def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """The dtype of a key or value of `DTYPES`; any other is a `ValueError`."""
+    parsed = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if parsed not in DTYPES.values():
+        accepted = ", ".join(f"`{each}`" for each in DTYPES)
+        raise ValueError(f"`dtype` must be one of {accepted}, but got `{dtype}`")
+    assert parsed is not None
+    return parsed
+
+
 def reference_models() -> dict[str, bool]:
     """The short names that `load_model` knows, each with whether the package that carries the model is installed."""
     return {name: model.installed_version() is not None for name, model in PACKAGED_MODELS.items()}
@@ -87,7 +138,7 @@ def resolve_model(name_or_path: str) -> str:
         return packaged.hub_name
     folder = converted_folder(name_or_path, version)
     if not folder.is_dir():
-        convert_once(packaged, name_or_path, folder)
+        _convert_once(packaged, name_or_path, folder)
     return str(folder)
 
 
@@ -103,3 +154,69 @@ def models_folder() -> Path:
 def converted_folder(name: str, version: str) -> Path:
     """Where the packaged model `name` of a version of its package is, once it has been converted."""
     return models_folder() / f"{name}-{version}-float32"
+
+
+def _convert_once(packaged: PackagedModel, name: str, folder: Path) -> None:
+    """Converts into a folder beside `folder` and renames it: `folder` is either whole or not there."""
+    if find_spec("gguf") is None:
+        raise ImportError(f"Reading `{name}` from its package needs gguf: `pip install kvcache-plugins[reference]`.")
+    if Version(transformers.__version__) < Version(packaged.oldest_reader):
+        raise ImportError(
+            f"Transformers {transformers.__version__} misreads the tokenizer of `{name}` in its package: "
+            f"`pip install 'transformers>={packaged.oldest_reader}'`."
+        )
+    partial = folder.with_name(f"{folder.name}.partial")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.with_name(f"{folder.name}.lock"), name):
+        if folder.is_dir():
+            return
+        # What is left of a process that was killed: the lock is ours, so nobody is writing it.
+        shutil.rmtree(partial, ignore_errors=True)
+        _say(f"Converting {name} (once, about a minute) ...")
+        had_progress_bar = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+        try:
+            _convert(packaged, partial)
+            partial.rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+            if had_progress_bar:
+                logging.enable_progress_bar()
+    _say(f"Converted {name} to {folder}: later loads take seconds.")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+@contextmanager
+def _locked(path: Path, name: str) -> Iterator[None]:
+    """Holds the lock file at `path`, and says so when another process has to be waited for."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        _say(f"Another process is converting {name}: waiting for it.")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _convert(packaged: PackagedModel, folder: Path) -> None:
+    """Writes the packaged model and its tokenizer into `folder` as `from_pretrained` reads them."""
+    scratch = folder / "scratch"
+    scratch.mkdir(parents=True)
+    file = packaged.locate_gguf(scratch)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32}
+    # Releases before 5.17 know no other way than ordinary weights
+    if hasattr(transformers, "GgufConfig"):
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    # Transformers draws a bar of its own here that no switch turns off. What goes wrong is raised, not printed.
+    with redirect_stderr(io.StringIO()):
+        model = AutoModelForCausalLM.from_pretrained(file.parent, **options)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    shutil.rmtree(scratch)

@@ -38,6 +38,8 @@ from kvcache_plugins.layers.layer_state import BlockState, DenseState, LayerStat
 from kvcache_plugins.layers.packing import ROWS
 from kvcache_plugins.models.fingerprint import fingerprint
 
+from .folder import Lease
+
 
 FORMAT = Format("kvcache_plugins.prompt_block", 3, "the prompt is read again")
 # Counted up whenever the same tokens would be stored as other bytes
@@ -58,24 +60,12 @@ def block_length(config: GEARConfig | TransformConfig, least: int) -> int:
     return -(-least // group) * group
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class PromptKeys:
-    """The names of a prompt's blocks: its root, and those of its whole blocks."""
-
-    root: str
-    keys: Sequence[str]
-
-    @classmethod
-    def of(cls, root: str, token_ids: Sequence[int], length: int) -> PromptKeys:
-        """Names all whole blocks of a prompt."""
-        keys = [root]
-        for start in range(0, len(token_ids) - length + 1, length):
-            keys.append(next_key(keys[-1], token_ids[start : start + length]))
-        return cls(root, keys[1:])
-
-    def previous(self, number: int) -> str:
-        """The name of what comes before a block."""
-        return self.keys[number - 1] if number else self.root
+def prompt_keys(root: str, token_ids: Sequence[int], length: int) -> list[str]:
+    """Names the root of a prompt and behind it all its whole blocks: before a block's name stands its previous one."""
+    keys = [root]
+    for start in range(0, len(token_ids) - length + 1, length):
+        keys.append(next_key(keys[-1], token_ids[start : start + length]))
+    return keys
 
 
 def root_key(model: PreTrainedModel, cache: GEARCache, length: int) -> str:
@@ -141,11 +131,15 @@ class BlockRecord:
         length (`int`): tokens of a block; 0 if nothing is recorded.
         num_blocks (`int`): whole blocks that the cache begins with, each fed by a forward of its own or loaded.
         windows (`dict[int, dict[int, DenseState]]`): by block and layer, the newest tokens at the block's end.
+        store (`object`), root (`str`), lease (`Lease`, *optional*): who made the cache, and with them its blocks.
     """
 
     def __init__(self, length: int = 0):
         self.length, self.num_blocks = length, 0
         self.windows: dict[int, dict[int, DenseState]] = {}
+        self.store: object = None
+        self.root = ""
+        self.lease: Lease | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> BlockRecord:
         # A copy goes on from a prompt, and nobody keeps its blocks anew
@@ -207,10 +201,10 @@ class PromptCache(GEARCache):
             self.record.before_update(self.layers, self.get_seq_length(), key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def cut(self, prompt: PromptKeys, numbers: Sequence[int], token_ids: Sequence[int]) -> dict[int, PromptBlock]:
+    def cut(self, keys: Sequence[str], numbers: Sequence[int], token_ids: Sequence[int]) -> dict[int, PromptBlock]:
         """
-        Cuts out some blocks of a prompt's tokens, by number; tensors are views of its own where they can be. A
-        `ValueError` says that it was not fed these blocks one by one.
+        Cuts out some blocks of a prompt's tokens by number, with its `prompt_keys`; tensors are views of its own where
+        they can be. A `ValueError` says that it was not fed these blocks one by one.
         """
         states = [state_of(layer, index) for index, layer in enumerate(self.layers)]
         length, options, blocks = self.record.length, self.gear_config.to_options(), {}
@@ -218,7 +212,7 @@ class PromptCache(GEARCache):
             tokens, windows = slice(number * length, (number + 1) * length), self.record.windows.get(number, {})
             layers = [windows.get(index) or _cut(state, index, tokens) for index, state in enumerate(states)]
             blocks[number] = PromptBlock(
-                previous=prompt.previous(number),
+                previous=keys[number],
                 start=tokens.start,
                 token_ids=list(token_ids[tokens]),
                 model_name=self.model_name,

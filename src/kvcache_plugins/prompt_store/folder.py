@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 _SUFFIX = ".safetensors"
 OWNER_ALONE = 0o600
-_FOLDER_OWNER_ALONE = 0o700
+FOLDER_OWNER_ALONE = 0o700
 
 
 class StoredFile(NamedTuple):
@@ -47,7 +47,7 @@ class StoreFolder:
         self.path = path
         try:
             for each in (path, path / "blocks", path / "leases"):
-                each.mkdir(mode=_FOLDER_OWNER_ALONE, parents=each is path, exist_ok=True)
+                each.mkdir(mode=FOLDER_OWNER_ALONE, parents=each is path, exist_ok=True)
         except OSError as error:
             raise ValueError(f"`folder`: {path} cannot be made: {error.strerror}") from error
 
@@ -56,22 +56,11 @@ class StoreFolder:
         return self.path / "blocks" / key[:2] / f"{key}{_SUFFIX}"
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Nobody changes a file inside."""
-        with self._locked(fcntl.LOCK_SH):
-            yield
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Nobody else reads or changes a file inside; not to be called within `reading`."""
-        with self._locked(fcntl.LOCK_EX):
-            yield
-
-    @contextmanager
-    def _locked(self, operation: int) -> Iterator[None]:
+    def locked(self, *, writing: bool = False) -> Iterator[None]:
+        """Nobody else changes a file inside, nor reads any if it is for `writing`; not to be called within itself."""
         descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, OWNER_ALONE)
         try:
-            fcntl.flock(descriptor, operation)
+            fcntl.flock(descriptor, fcntl.LOCK_EX if writing else fcntl.LOCK_SH)
             yield
         finally:
             os.close(descriptor)
@@ -98,8 +87,8 @@ class StoreFolder:
 
     def make_room(self, num_bytes: int, max_bytes: int, kept: Iterable[str]) -> bool:
         """
-        Removes the least recently used blocks, within `writing`, until `num_bytes` more are not above `max_bytes`; but
-        none that is in use or among the names `kept`. Returns whether there is room.
+        Removes the least recently used blocks, where it is locked for writing, until `num_bytes` more are not above
+        `max_bytes`; but none that is in use or among the names `kept`. Returns whether there is room.
         """
         files = self.files()
         too_many = sum(file.num_bytes for file in files) + num_bytes - max_bytes
@@ -114,29 +103,14 @@ class StoreFolder:
                 too_many -= file.num_bytes
         return too_many <= 0
 
-    def remove(self, paths: Iterable[Path]) -> int:
-        """Removes files, within `writing`, but those that are in use; returns how many."""
-        in_use, count = self._leased(), 0
-        for path in paths:
-            if path.stem not in in_use:
-                path.unlink(missing_ok=True)
-                count += 1
-        return count
-
     def sweep(self) -> None:
-        """Removes, within `writing`, what writers that were killed have left: nobody writes now."""
+        """Removes, where it is locked for writing, what writers that were killed have left: nobody writes now."""
         for path in (self.path / "blocks").glob("*/.*.tmp"):
             path.unlink(missing_ok=True)
         self._leased()
 
-    def make_parent(self, key: str) -> Path:
-        """Where the block of a name goes, in a folder that is there."""
-        path = self.path_of(key)
-        path.parent.mkdir(mode=_FOLDER_OWNER_ALONE, exist_ok=True)
-        return path
-
     def lease(self, keys: Iterable[str]) -> "Lease":
-        """Has blocks stay where they are until the lease is over, or this process; within `reading`."""
+        """Has blocks stay where they are until the lease is over, or this process; where it is locked."""
         return Lease(self.path / "leases" / secrets.token_hex(8), keys)
 
     def _leased(self) -> set[str]:

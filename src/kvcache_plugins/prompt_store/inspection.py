@@ -34,7 +34,7 @@ class KeptPrompt:
 def list_prompts(path: Path) -> list[KeptPrompt]:
     """The prompts in a folder, those that were used last first; files that cannot be read are left out."""
     folder = _existing(path)
-    with folder.reading():
+    with folder.locked():
         files = {file.path.stem: file for file in folder.files()}
         headers = {key: header for key, file in files.items() if (header := _read_header(file)) is not None}
     followed = {header.previous for header in headers.values()}
@@ -45,7 +45,7 @@ def list_prompts(path: Path) -> list[KeptPrompt]:
 def find_damaged(path: Path, *, remove: bool = False) -> dict[Path, str]:
     """Finds, and may remove, the files of a folder that no cache is made of, each with what is wrong with it."""
     folder, damaged = _existing(path), {}
-    with folder.writing() if remove else folder.reading():
+    with folder.locked(writing=remove):
         for file in folder.files():
             try:
                 read_block(file.path)
@@ -61,12 +61,12 @@ def find_damaged(path: Path, *, remove: bool = False) -> dict[Path, str]:
 def clear(path: Path) -> tuple[int, int]:
     """Removes all blocks but those that are in use; returns how many and their bytes."""
     folder = _existing(path)
-    with folder.writing():
+    with folder.locked(writing=True):
         folder.sweep()
-        files = folder.files()
-        removed = folder.remove(file.path for file in files)
-        left = sum(file.num_bytes for file in folder.files())
-    return removed, sum(file.num_bytes for file in files) - left
+        removed = {*folder.files()}
+        folder.make_room(0, 0, ())
+        removed -= {*folder.files()}
+    return len(removed), sum(file.num_bytes for file in removed)
 
 
 def _existing(path: Path) -> StoreFolder:

@@ -25,8 +25,8 @@ from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec, unwrap_model
 from kvcache_plugins.user_warnings import warn_user
 
-from .blocks import FORMAT, PromptBlock, PromptCache, PromptKeys, block_length, read_block, root_key
-from .folder import OWNER_ALONE, Lease, StoreFolder
+from .blocks import FORMAT, PromptBlock, PromptCache, block_length, prompt_keys, read_block, root_key
+from .folder import FOLDER_OWNER_ALONE, OWNER_ALONE, Lease, StoreFolder
 
 
 DEFAULT_BLOCK_TOKENS = 256
@@ -98,9 +98,6 @@ class PromptStore:
         self._files = StoreFolder(self.folder)
         self._counters: dict[str, int | float] = dict.fromkeys(_COUNTERS, 0)
         self._has_warned = False
-        # Of the caches that were handed out
-        self._roots: weakref.WeakKeyDictionary[PromptCache, str] = weakref.WeakKeyDictionary()
-        self._leases: weakref.WeakKeyDictionary[PromptCache, Lease | None] = weakref.WeakKeyDictionary()
 
     def stats(self) -> dict[str, int | float]:
         """
@@ -166,27 +163,27 @@ class PromptStore:
         Raises:
             ValueError: if the cache is none of this store's, or was fed its prompt in other pieces.
         """
-        token_ids, root = _token_ids(input_ids), self._roots.get(cache)
-        if root is None:
+        token_ids, record = _token_ids(input_ids), cache.record
+        if record.store is not self:
             raise ValueError("`cache` has to be one that `cache_for` or `read` of this store returned, and no copy")
-        length = cache.record.length
+        length = record.length
         num_whole = min(cache.get_seq_length(), len(token_ids)) // length
-        num_fed = min(cache.record.num_blocks, num_whole)
+        num_fed = min(record.num_blocks, num_whole)
         if num_whole and not num_fed:
             raise ValueError(
                 f"`cache` was not fed its prompt in blocks of {length} tokens, and can only be kept in these: read it "
                 f"by `prefill`, or by `generate(..., prefill_chunk_size={length})`"
             )
-        prompt = PromptKeys.of(root, token_ids[: num_fed * length], length)
-        cache.record.note_windows(cache.layers, cache.get_seq_length())
+        keys = prompt_keys(record.root, token_ids[: num_fed * length], length)
+        record.note_windows(cache.layers, cache.get_seq_length())
         missing = [
             number
-            for number, key in enumerate(prompt.keys)
-            if not self._files.path_of(key).exists() and cache.record.can_cut(cache.layers, number)
+            for number, key in enumerate(keys[1:])
+            if not self._files.path_of(key).exists() and record.can_cut(cache.layers, number)
         ]
-        blocks = cache.cut(prompt, missing, token_ids)
-        cache.record.windows.clear()
-        return self._write(prompt, blocks, self._leases.get(cache)) if blocks else 0
+        blocks = cache.cut(keys, missing, token_ids)
+        record.windows.clear()
+        return self._write(keys[1:], blocks, record.lease) if blocks else 0
 
     def generate(
         self,
@@ -229,9 +226,9 @@ class PromptStore:
         options: dict[str, object],
     ) -> PromptCache:
         made = self._empty_cache(model, cache, options)
-        length, root = made.record.length, root_key(model, made, made.record.length)
-        prompt = PromptKeys.of(root, token_ids[:most], length)
-        blocks, lease = self._read(prompt)
+        length = made.record.length
+        root, *keys = prompt_keys(root_key(model, made, length), token_ids[:most], length)
+        blocks, lease = self._read(keys)
         while blocks:
             try:
                 made.fill(blocks, model.device)
@@ -239,11 +236,11 @@ class PromptStore:
             except ValueError as error:
                 # Its checksum is right: somebody has made it so
                 blocks.pop()
-                path = self._files.path_of(prompt.keys[len(blocks)])
+                path = self._files.path_of(keys[len(blocks)])
                 with suppress(OSError):
                     self._remove_damaged(path, path.stat().st_ino, f"`folder`: {path} is damaged: {error}")
                 made = self._empty_cache(model, cache, options)
-        self._roots[made], self._leases[made] = root, lease
+        made.record.store, made.record.root, made.record.lease = self, root, lease
         if lease is not None:
             weakref.finalize(made, lease.end)
         num_saved = len(blocks) * length
@@ -254,13 +251,13 @@ class PromptStore:
         for name, count in counts.items():
             self._counters[name] += count
 
-    def _read(self, prompt: PromptKeys) -> tuple[list[PromptBlock], Lease | None]:
+    def _read(self, keys: list[str]) -> tuple[list[PromptBlock], Lease | None]:
         """Reads the blocks of a prompt that are there and sound, from the first on, and takes a lease on them."""
         started, blocks = time.perf_counter(), []
         lease, damage = None, None
         try:
-            with self._files.reading():
-                known = prompt.keys[: self._files.num_known(prompt.keys)]
+            with self._files.locked():
+                known = keys[: self._files.num_known(keys)]
                 # Without room for a lease: blocks may go, once they are loaded
                 with suppress(OSError):
                     lease = self._files.lease(known)
@@ -284,44 +281,38 @@ class PromptStore:
     def _remove_damaged(self, path: Path, inode: int, reason: str) -> None:
         self._count(blocks_damaged=1)
         warn_user(f"{reason}; it is removed, and its tokens are read again")
-        with self._files.writing():
+        with self._files.locked(writing=True):
             # Somebody may have replaced it meanwhile
             if path.exists() and path.stat().st_ino == inode:
                 path.unlink()
 
-    def _write(self, prompt: PromptKeys, blocks: dict[int, PromptBlock], lease: Lease | None) -> int:
+    def _write(self, keys: list[str], blocks: dict[int, PromptBlock], lease: Lease | None) -> int:
         """Writes blocks of a prompt by number, which the lease takes on; returns for how many there was room."""
         started, written = time.perf_counter(), 0
         try:
-            with self._files.writing():
+            with self._files.locked(writing=True):
                 self._files.sweep()
                 for number, block in sorted(blocks.items()):
-                    if not self._has_room(block, prompt):
+                    num_bytes = block.num_bytes() + _DOCUMENT_BYTES
+                    if self.max_bytes is not None and not self._files.make_room(num_bytes, self.max_bytes, keys):
+                        self._warn_once(
+                            f"`max_bytes` is {self.max_bytes}, and all that there is is in use: the prompt is read on "
+                            "without being kept"
+                        )
                         break
-                    key = prompt.keys[number]
                     if lease is not None:
-                        lease.add([key])
-                    path = self._files.make_parent(key)
+                        lease.add([keys[number]])
+                    path = self._files.path_of(keys[number])
+                    path.parent.mkdir(mode=FOLDER_OWNER_ALONE, exist_ok=True)
                     write_record(path, FORMAT, block, mode=OWNER_ALONE)
                     written += 1
                     self._count(bytes_kept=path.stat().st_size)
-                self._files.touch(prompt.keys)
+                self._files.touch(keys)
         except OSError as error:
             self._warn_once(f"the disk takes no more of the prompt, which is read on without being kept: {error}")
         seconds = time.perf_counter() - started
         self._count(blocks_kept=written, blocks_not_kept=len(blocks) - written, keep_seconds=seconds)
         return written
-
-    def _has_room(self, block: PromptBlock, prompt: PromptKeys) -> bool:
-        if self.max_bytes is None:
-            return True
-        if self._files.make_room(block.num_bytes() + _DOCUMENT_BYTES, self.max_bytes, prompt.keys):
-            return True
-        self._warn_once(
-            f"`max_bytes` is {self.max_bytes}, and all that there is is in use: the prompt is read on without being "
-            "kept"
-        )
-        return False
 
     def _warn_once(self, reason: str) -> None:
         if not self._has_warned:

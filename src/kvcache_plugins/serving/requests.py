@@ -10,7 +10,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from transformers import Cache, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
 
+from kvcache_plugins.custom_generate import listening
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.prompt_store import PromptStore
 from kvcache_plugins.registry import OptionValue, create_cache
@@ -32,12 +32,7 @@ _GONE: ContextVar[threading.Event] = ContextVar("_GONE")
 
 
 class Departures:
-    """
-    Cancels what a client has asked for once its connection is closed: middleware of ASGI.
-
-    Args:
-        app: what answers.
-    """
+    """Cancels what a client has asked for once its connection is closed: middleware of ASGI."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -80,16 +75,8 @@ class Departures:
 
 class CachingManager(GenerateManager):  # type: ignore[misc]
     """
-    Answers one request after the other, on Transformers' thread for inference, each with a cache of its own.
-
-    Args:
-        model (`PreTrainedModel`): the model.
-        cache (`str`), options (`Mapping`): a name of `list_caches()` and options of that cache.
-        store (`PromptStore`, *optional*): where beginnings of prompts come from, and prompts and answers are kept.
-        say (`Callable`): takes a line for each request.
-
-    Raises:
-        ValueError: if there is no such cache of this model, or none that can be stored.
+    Answers one request after the other, on Transformers' thread for inference, each with a cache of its own, in a
+    store where there is one. A `ValueError` if there is no such cache of this model, or none that can be stored.
     """
 
     def __init__(
@@ -104,7 +91,7 @@ class CachingManager(GenerateManager):  # type: ignore[misc]
         self._model, self._cache, self._options, self._store, self._say = model, cache, options, store, say
         self.counters = Counter[str]()
         # A cache that cannot be had is known before the first request
-        with _listening(self._read(torch.zeros(1, 1, dtype=torch.int64), threading.Event())[0]):
+        with listening(self._read(torch.zeros(1, 1, dtype=torch.int64), threading.Event())[0]):
             pass
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, *args: Any, **options: Any) -> Any:
@@ -153,7 +140,7 @@ class CachingManager(GenerateManager):  # type: ignore[misc]
         options |= {"generation_config": generation_config, "streamer": streamer, **as_argument(cache)}
         options["stopping_criteria"] = StoppingCriteriaList([lambda *_, **__: gone.is_set()])  # type: ignore[list-item]
         ready, output = time.perf_counter(), input_ids
-        with _listening(cache):
+        with listening(cache):
             if not gone.is_set():
                 output = self._model.generate(input_ids, **options)  # type: ignore[operator]
             num_bytes = cache.memory().total_bytes if hasattr(cache, "memory") else 0
@@ -183,21 +170,8 @@ class CachingManager(GenerateManager):  # type: ignore[misc]
         return cache, num_known
 
 
-def _listening(cache: Cache) -> AbstractContextManager[object]:
-    """Has a cache that listens to its model do so until a request ends."""
-    return cache if isinstance(cache, AbstractContextManager) else nullcontext()
-
-
 class BatchingManager(CBGenerateManager):  # type: ignore[misc]
-    """
-    Answers requests together, by Transformers' continuous batching.
-
-    Args:
-        model (`PreTrainedModel`): the model.
-        config (`ContinuousBatchingConfig`): pages and batches.
-        sampling (`GenerationConfig`): how tokens are chosen, for all requests.
-        say (`Callable`): takes a line for each request.
-    """
+    """Answers requests together, by Transformers' continuous batching; `sampling` is that of all of them."""
 
     def __init__(
         self, model: PreTrainedModel, config: ContinuousBatchingConfig, sampling: GenerationConfig, say: Say

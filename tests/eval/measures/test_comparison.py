@@ -34,7 +34,7 @@ class BrokenLayer(DynamicLayer):
 @pytest.fixture(autouse=True)
 def unchanged_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone after it."""
-    monkeypatch.setattr(registry._REGISTRY, "_entries", dict(registry._REGISTRY._entries))
+    monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
 
 
 @pytest.fixture
