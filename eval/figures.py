@@ -203,21 +203,21 @@ def _draw_parts(group: Sequence[Content], title: str) -> Figure:
 
 def draw_result(content: Content, path: Path) -> Path:
     """
-    Draws one result, as PNG: of `bench step` and `bench llama-cpp` the time of a token against the context, of
-    `eval fidelity` the divergence from the dense cache against bytes held.
+    Draws one result, as PNG: of `bench step` the time of a token against the context, of `eval fidelity` the
+    divergence from the dense cache against bytes held.
 
     Args:
         content (`Content`): The result; any other is a `ValueError`.
         path (`Path`): The file, its folder made if need be.
     """
+    # The second was measured beside llama.cpp, by a command that there was
     if content.get("benchmark") in ("step", "llama-cpp"):
         figure = _draw_steps(content)
     elif content["rows"] and "kl_spread" in content["rows"][0]:
         figure = _draw_fidelity(content)
     else:
         raise ValueError(
-            "`figures` can be drawn of a sweep's folder and of a result of `bench step`, `bench llama-cpp` or "
-            "`eval fidelity` only"
+            "`figures` can be drawn of a sweep's folder and of a result of `bench step` or `eval fidelity` only"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     return _save(figure, path)

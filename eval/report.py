@@ -121,7 +121,7 @@ def write_report(
 ) -> None:
     """Tables and figures of a result.
 
-    There are figures of a sweep, of `bench step`, of `bench llama-cpp` and of `eval fidelity`. A sweep gives accuracy
+    There are figures of a sweep, of `bench step` and of `eval fidelity`. A sweep gives accuracy
     against bytes, perplexity against position and memory by part; benchmarks of steps give time against context;
     `eval fidelity` divergence from the dense cache against bytes.
 

@@ -112,9 +112,6 @@ def quartiles(head: str, scale: float = 1e3, path: str = "") -> Column:
     return Column(head, show)
 
 
-MILLISECONDS = quartiles("ms (quartiles)").show
-
-
 class Table:
     """
     A table with a line for each row.
@@ -291,21 +288,6 @@ def render_perplexity(rows: Rows) -> str:
 # Benchmarks with more than a line a row
 
 
-def render_llama_cpp(rows: Rows) -> str:
-    """Renders steps: caches as lines, contexts as columns."""
-    # Bytes are those of the longest context; a divergence is of what was read, before anything was repeated
-    contexts = sorted({row["context"] for row in rows})
-    head = ["decode step over", *(f"{context} tokens, ms" for context in contexts), f"MB of {contexts[-1]}"]
-    cells = []
-    for cache in dict.fromkeys(row["cache"] for row in rows):
-        own = {row["context"]: row for row in rows if row["cache"] == cache}
-        times = (MILLISECONDS(own[context]) if context in own else "-" for context in contexts)
-        held = f"{own[contexts[-1]]['bytes'] / 1e6:.1f}" if contexts[-1] in own else "-"
-        known = [f"{row['kl_after_reading']:.4f}" for row in own.values() if "kl_after_reading" in row]
-        cells.append([f"`{cache}`", *times, held, known[-1] if known else ""])
-    return make_markdown_table([*head, "KL to Transformers, same text"], cells)
-
-
 def render_store(rows: Rows) -> str:
     """Renders a line for the prompts of a visit that were known, and one for those that were not; medians."""
     head = ("scenario", "way", "visit", "prompts", "tokens", "known", "first token, s", "of CPU, s", "% of the first")
@@ -450,7 +432,6 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         number("error of logits", "relative_error", ".1e"),
     ),
     "store": render_store,
-    "llama-cpp": render_llama_cpp,
     "machine-code": Table(
         code(),
         name("kernel"),

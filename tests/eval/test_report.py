@@ -130,4 +130,4 @@ def test_a_report_draws_what_it_prints(name, tmp_path):
 def test_no_figure_of_other_results(tmp_path) -> None:
     options = [str(RESULTS / "memory_4096_smollm2.json"), "--figures", str(tmp_path)]
     finished = CliRunner().invoke(cli.app, ["eval", "report", *options])
-    assert finished.exit_code == 2 and "`bench llama-cpp` or `eval fidelity` only" in finished.stderr
+    assert finished.exit_code == 2 and "`bench step` or `eval fidelity` only" in finished.stderr

@@ -88,7 +88,6 @@ class BenchGroup(LazyGroup):
         "memory": "kvcache_plugins.eval.benchmarks.memory:benchmark_memory",
         "prompts": "kvcache_plugins.eval.benchmarks.prompts:benchmark_prompts",
         "store": "kvcache_plugins.eval.benchmarks.store:benchmark_store",
-        "llama-cpp": "kvcache_plugins.eval.benchmarks.llama_cpp:benchmark_llama_cpp",
         "machine-code": "kvcache_plugins.eval.benchmarks.machine_code:benchmark_machine_code",
         "gpu": "kvcache_plugins.eval.gpu.command:run_on_gpu",
         "runahead": "kvcache_plugins.eval.runahead.benchmark:benchmark_runahead",
