@@ -23,14 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 import typer
 from huggingface_hub.errors import StrictDataclassError
-from transformers import (
-    AutoModelForCausalLM,
-    Cache,
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessor,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, GenerationConfig, LogitsProcessor, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 

@@ -28,14 +28,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import (
-    AutoTokenizer,
-    Cache,
-    DynamicCache,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from kvcache_plugins import PromptStore
 from kvcache_plugins.console.inputs import ModelOption, NumThreadsOption, default_device, read_text

@@ -18,14 +18,7 @@ from kvcache_plugins.console.display import make_table, open_console, track_prog
 from kvcache_plugins.eval.harness import CACHE_FAILURES, REFERENCE, cache_factories, with_reference
 from kvcache_plugins.gear.config import PresetChoice
 
-from .fidelity import (
-    continuation_logits,
-    fill_cache,
-    record_attention,
-    relative_errors,
-    score_logits,
-    squared_errors,
-)
+from .fidelity import continuation_logits, fill_cache, record_attention, relative_errors, score_logits, squared_errors
 from .generation import Generation, generate_with, generation_fields
 
 

@@ -184,11 +184,7 @@ def _questions(path: Path, records: int | None) -> datasets.DatasetDict:
 
 
 def passkey(
-    data_folder: str | None = None,
-    text_file: str | None = None,
-    words: int = 1500,
-    questions: int = 20,
-    **_: object,
+    data_folder: str | None = None, text_file: str | None = None, words: int = 1500, questions: int = 20, **_: object
 ) -> datasets.DatasetDict:
     """A number hidden in a text, at depths spread evenly from its beginning to its end."""
     path = Path(text_file) if text_file else _need_folder(data_folder, "the text") / "moby_dick" / "moby_dick.txt"

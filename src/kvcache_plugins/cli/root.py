@@ -89,7 +89,7 @@ class BenchGroup(LazyGroup):
         "prompts": "kvcache_plugins.eval.benchmarks.prompts:benchmark_prompts",
         "store": "kvcache_plugins.eval.benchmarks.store:benchmark_store",
         "machine-code": "kvcache_plugins.eval.benchmarks.machine_code:benchmark_machine_code",
-        "gpu": "kvcache_plugins.eval.gpu.command:run_on_gpu",
+        "gpu": "kvcache_plugins.eval.gpu:run_on_gpu",
         "runahead": "kvcache_plugins.eval.runahead.benchmark:benchmark_runahead",
     }
 
