@@ -60,6 +60,10 @@ from .benchmarks.step import step_rows, time_steps
 from .harness import cache_stats, spread, take_turns, time_call
 
 
+DTYPE = torch.bfloat16
+Fields = Mapping[str, int]
+
+
 class TimeBox:
     """A limit of so many seconds, from now on, on what is still begun."""
 
@@ -99,15 +103,13 @@ class Run:
     device: torch.device
     box: TimeBox
 
-    def open(self, name: str, kind: str, **settings: Any) -> Result:
-        """Opens the result `gpu_{name}.json`."""
+    def open(self, name: str, kind: str, model: Fields | None = None, **settings: Any) -> Result:
+        """Opens the result `gpu_{name}.json`, measured on a model with random weights if there is one."""
+        if model is not None:
+            settings = {"weights": "random", **model, **settings, "dtype": str(DTYPE).removeprefix("torch.")}
         result = Result(kind, settings, self.out / f"gpu_{name}.json", {"device": self.device})
         result.save()
         return result
-
-
-DTYPE = torch.bfloat16
-Fields = Mapping[str, int]
 
 
 def llama(vocab: int, width: int, inner: int, layers: int, heads: int, key_heads: int, tokens: int) -> Fields:
@@ -150,8 +152,8 @@ STEP_CACHES = (
 STEPS = 72
 # Processes that share the tests: kernels are compiled for nearly every one, which is work for CPUs
 _TEST_PROCESSES = "8"
-# Presets in calibrated bases, and the tokens that a calibration is made of
-_CALIBRATED, _CALIBRATION_TOKENS = "gear-c", 96
+# Presets in calibrated bases, and tokens of a calibration: half of them have to span the channels of a head
+_CALIBRATED, _CALIBRATION_TOKENS = "gear-c", 512
 # Tokens of a static cache, and steps until a graph of it is captured
 _CAPACITY, _NUM_WARM = 8192, 3
 
@@ -161,11 +163,6 @@ def build_llama(fields: Fields, device: torch.device, dtype: torch.dtype = DTYPE
     config = LlamaConfig(**fields, bos_token_id=None, eos_token_id=None)  # type: ignore[arg-type]
     with device:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
-
-
-def open_report(run: Run, name: str, kind: str, fields: Fields, **settings: Any) -> Result:
-    """Opens the result of a part that is measured on a model with random weights."""
-    return run.open(name, kind, weights="random", **fields, **settings, dtype=str(DTYPE).removeprefix("torch."))
 
 
 def random_tokens(model: PreTrainedModel, count: int, batch_size: int = 1) -> torch.Tensor:
@@ -216,7 +213,7 @@ def run_presets(
     A preset reads a prompt, decoded tokens at once that the update after them compresses, and one more. What attention
     makes of that is held against plain PyTorch from the same storage.
     """
-    report, network = open_report(run, "presets", "presets", model), build_llama(model, run.device)
+    report, network = run.open("presets", "presets", model), build_llama(model, run.device)
     for name in presets:
         with report.attempt(name), run.box.step():
             start, cache = time.monotonic(), create_preset(name, network)
@@ -268,18 +265,12 @@ def time_attention(
             add_timed(report, contest.run(rounds))
 
 
-def _make_cache(name: str, model: PreTrainedModel, max_length: int) -> Cache:
-    if name == "static":
-        return StaticCache(config=model.config, max_cache_len=max_length)
-    return create_cache(name, model)
-
-
 @torch.inference_mode()
 def time_whole_steps(
     run: Run, model: Fields = LLAMA_8B, context: int = 4096, steps: int = STEPS, caches: Sequence[str] = STEP_CACHES
 ) -> None:
     """Times whole decode steps of a model at batch 1, caches taking turns."""
-    report, network = open_report(run, "step", "step", model, steps=steps), build_llama(model, run.device)
+    report, network = run.open("step", "step", model, steps=steps), build_llama(model, run.device)
     # One decoded token goes before those that are timed
     read, token, fed = random_tokens(network, context + 1 + steps).split((context, 1, steps), dim=1)
     filled: dict[str, Cache] = {}
@@ -289,7 +280,10 @@ def time_whole_steps(
         with report.attempt(name), run.box.step(2):
             # The first time is for what is compiled
             for _ in range(2):
-                cache = _make_cache(name, network, context + 1 + steps)
+                if name == "static":
+                    cache: Cache = StaticCache(config=network.config, max_cache_len=context + 1 + steps)
+                else:
+                    cache = create_cache(name, network)
                 prefill = partial(network, read, **as_argument(cache), logits_to_keep=1)
                 prefill_seconds[name] = time_call(prefill, network.device)
             network(token, **as_argument(cache))
@@ -315,7 +309,7 @@ def time_captured(
     caches: Sequence[str] = ("gear", "gear-t16"),
 ) -> None:
     """Times whole steps at batch 1, captured as CUDA graphs and not; that tokens are the same is one of the checks."""
-    report, network = open_report(run, "captured", "captured", model, steps=steps), build_llama(model, run.device)
+    report, network = run.open("captured", "captured", model, steps=steps), build_llama(model, run.device)
     read, token, fed = random_tokens(network, context + 1 + steps).split((context, 1, steps), dim=1)
     options = {"mode": "reduce-overhead"} if run.device.type == "cuda" else {"backend": "eager"}
     compiled: Any = torch.compile(network.__call__, fullgraph=True, **options)  # type: ignore[call-overload]
@@ -360,7 +354,7 @@ def measure_offloading(
     caches: Sequence[str] = ("dynamic", "infinigen", "offloaded", "infinigen-gear", "infinigen:share=0.05"),
 ) -> None:
     """Times InfiniGen beside what it stands in for; that it is exact where all is fetched is one of the checks."""
-    report = open_report(run, "infinigen", "offloading", model, steps=steps)
+    report = run.open("infinigen", "offloading", model, steps=steps)
     network = build_llama(model, run.device)
     read, fed = random_tokens(network, context + steps).split((context, steps), dim=1)
     # One cache after the other: two long contexts may not fit beside each other
@@ -427,11 +421,8 @@ def _time_steps(
 
 def count_transfers(cache: InfiniGenCache) -> dict[str, float]:
     """
-    Counts the bytes that a decoded token brings over the bus, from the cache's own counters; no GPU is needed.
-
-    Returns:
-        `dict[str, float]`: `bytes_per_token`, and `full_offloading_bytes_per_token`, the keys and values of all real
-        tokens in all layers, which a cache that is offloaded as a whole brings there.
+    Counts the bytes that a decoded token brings over the bus, from the cache's own counters, and those that full
+    offloading of all real tokens in all layers would; no GPU is needed.
     """
     stats = cache.stats()
     # A layer takes the same step as all others
@@ -451,12 +442,7 @@ class Budget:
     Bytes that may be used, enforced inside `enforce()`.
 
     On a GPU PyTorch's allocator enforces it and counts the peak: weights, cache and whatever is computed on the way,
-    but not the driver's own context. A CPU's allocator cannot be asked for either: there the cache alone counts, at
-    the end of each step, which is enough to try the code.
-
-    Args:
-        num_bytes (`int`): the budget.
-        device (`torch.device`): of the model.
+    but not the driver's own context. A CPU's cannot be asked: there the cache counts, at the end of each step.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -572,7 +558,7 @@ def search_largest_batches(
 ) -> None:
     """Searches the largest batch in a fixed budget, for each cache whose attention is right."""
     network, budget = build_llama(model, run.device), Budget(budget_bytes, run.device)
-    report = open_report(run, "largest_batch", "batch", model, context=context, steps=steps, budget_bytes=budget_bytes)
+    report = run.open("largest_batch", "batch", model, context=context, steps=steps, budget_bytes=budget_bytes)
     report.settings["model_bytes"] = sum(parameter.nbytes for parameter in network.parameters())
     report.settings["enforced_by"] = "the device's allocator" if budget.is_gpu else "bytes of the cache"
     for index, name in enumerate(caches):
@@ -675,13 +661,7 @@ def run_on_gpu(
 
 
 def _run_part(name: str, out: Path, seconds: float, tiny: bool, device: torch.device) -> None:
-    """
-    Runs a part in a process.
-
-    Raises:
-        TimeIsUpError: if it had to be ended.
-        CalledProcessError: if it failed as a whole; what it printed has been shown.
-    """
+    """Runs a part in a process. Raises a `TimeIsUpError` if it had to be ended, or what says that it failed."""
     arguments = ["--part", name, "--out", str(out), "--limit", str(max(seconds - _GRACE, 0.0)), *["--tiny"] * tiny]
     # The folder `triton_kernels` of the repository's root is not to be found under that name
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}

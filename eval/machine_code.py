@@ -29,13 +29,8 @@ _TYPES = {
 
 def compile_for(kernel: Any, arguments: Mapping[str, Any], capability: int | str, **options: int) -> Any:
     """
-    Compiles what Triton would for a launch.
-
-    Args:
-        kernel (`triton.runtime.JITFunction`): the kernel.
-        arguments (`Mapping[str, Any]`): what it is launched with; tensors on any device stand for aligned ones.
-        capability (`int` or `str`): compute capability, such as 90, or an architecture of AMD's, such as `"gfx942"`.
-        options (`int`): `num_warps`, `num_stages`.
+    Compiles what Triton would for a launch of a `JITFunction`, in whose arguments tensors stand for aligned ones; for
+    a compute capability, such as 90, or an architecture of AMD's, such as `"gfx942"`. Options: `num_warps`, ...
     """
     import triton
     from triton.backends.compiler import GPUTarget

@@ -269,32 +269,6 @@ def render_perplexity(rows: Rows, *before: Column) -> str:
     return Table(*own, number("PPL", "ppl", ".3f"), *columns)(rows)
 
 
-# Benchmarks with more than a line a row
-
-
-def render_store(rows: Rows) -> str:
-    """Renders a line for the prompts of a visit that were known, and one for those that were not; medians."""
-    head = ("scenario", "way", "visit", "prompts", "tokens", "known", "first token, s", "of CPU, s", "% of the first")
-    cells = []
-    for (scenario, way), group in groupby(rows, key=lambda row: (row["scenario"], row["way"])):
-        of_way = list(group)
-        asked = of_way[0].get("prompts_of_scenario", len(of_way))
-        count = str(asked) if asked == len(of_way) else f"{len(of_way)} of {asked}"
-        whole = f"{sum(row['first_token_cpu_s'] for row in of_way):.1f} ({count})"
-        for (visit, _), group_of_visit in groupby(of_way, key=lambda row: (row["visit"], row["num_saved"] > 0)):
-            alike = list(group_of_visit)
-            tokens, saved, seconds, cpu, load = (
-                statistics.median(row[key] for row in alike)
-                for key in ("num_tokens", "num_saved", "first_token_s", "first_token_cpu_s", "load")
-            )
-            share = 100 * cpu / of_way[0]["first_token_cpu_s"]
-            numbers = f"{tokens:.0f}", f"{saved:.0f}", f"{seconds:.2f}", f"{cpu:.2f}", f"{share:.1f}"
-            ends = f"{alike[-1]['disk_bytes'] / 1e6:.1f}", f"{load:.0f}", whole
-            cells.append((scenario, f"`{way}`", visit, str(len(alike)), *numbers, *ends))
-            whole = ""
-    return make_markdown_table((*head, "MB", "load", "all prompts, s of CPU"), cells)
-
-
 _STATUSES = ("works", "reads dense", "refuses", "fails")
 
 
@@ -398,7 +372,6 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         number("% coding", "coding_share", ".1f", 100),
         number("error of logits", "relative_error", ".1e"),
     ),
-    "store": render_store,
     "machine-code": Table(
         code(),
         name("kernel"),

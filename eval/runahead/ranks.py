@@ -47,13 +47,8 @@ class Worker:
 
 class Ranks:
     """
-    Ranks at work; used in a `with` statement. After an error they are of no further use: some may wait for others.
-
-    Args:
-        model (`str`): short name, folder or hub name of a model.
-        size (`int`): how many ranks.
-        dtype (`str`, *optional*): see `load_for_evaluation`.
-        num_threads (`int`, *optional*, defaults to 1): of every rank.
+    `size` ranks at work, used in a `with` statement. After an error they are of no further use: some may wait for
+    others.
 
     Raises:
         ValueError: if there is no rank, or the model cannot be loaded.

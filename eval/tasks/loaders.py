@@ -33,14 +33,8 @@ Row = dict[str, Any]
 @dataclass(frozen=True)
 class Source:
     """
-    Where the rows of a set are.
-
-    Args:
-        files (`Mapping[str, str]`): Each split's JSON lines. A set without `train` gives its first rows to it.
-        hub (`tuple[str, str | None]`): Path and name of the hub's data set.
-        hub_test (`str`): The hub's name of the split `test`.
-        convert (`Callable[[Row], Row]`): What lm-eval sees of a row, of a file or of the hub.
-        has_examples (`bool`): Whether the hub's split `train` is for examples.
+    The rows of a set: files of JSON lines by split (one without `train` gives its first rows to it), or path and name
+    of the hub's data set with its name of `test`; `convert` makes of a row what lm-eval sees.
     """
 
     files: Mapping[str, str]

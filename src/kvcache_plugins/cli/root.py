@@ -87,7 +87,6 @@ class BenchGroup(LazyGroup):
         "kernels": "kvcache_plugins.eval.benchmarks.kernels:benchmark_kernels",
         "memory": "kvcache_plugins.eval.benchmarks.memory:benchmark_memory",
         "prompts": "kvcache_plugins.eval.benchmarks.prompts:benchmark_prompts",
-        "store": "kvcache_plugins.eval.benchmarks.store:benchmark_store",
         "machine-code": "kvcache_plugins.eval.benchmarks.machine_code:benchmark_machine_code",
         "gpu": "kvcache_plugins.eval.gpu:run_on_gpu",
         "runahead": "kvcache_plugins.eval.runahead.benchmark:benchmark_runahead",
