@@ -40,11 +40,8 @@ def benchmark(
     kind: str, title: str = ""
 ) -> Callable[[Callable[Options, Iterator[Found]]], Callable[Options, dict[str, Any]]]:
     """
-    Makes a command's function of one that yields its rows.
-
-    Args:
-        kind (`str`): The kind of the result, by which its table is found.
-        title (`str`, *optional*): Of the table in a terminal, formatted with the settings.
+    Makes a command's function of one that yields its rows. By `kind` its table is found, whose `title` in a terminal
+    is formatted with the settings.
     """
 
     def decorate(function: Callable[Options, Iterator[Found]]) -> Callable[Options, dict[str, Any]]:

@@ -187,11 +187,7 @@ def _draw_against_position(group: Sequence[Content], title: str) -> Figure:
 def draw_result(content: Content, path: Path) -> Path:
     """
     Draws one result, as PNG: of `bench step` the time of a token against the context, of `eval fidelity` the
-    divergence from the dense cache against bytes held.
-
-    Args:
-        content (`Content`): The result; any other is a `ValueError`.
-        path (`Path`): The file, its folder made if need be.
+    divergence from the dense cache against bytes held; any other is a `ValueError`. The file's folder is made.
     """
     # The second was measured beside llama.cpp, by a command that there was
     if content.get("benchmark") in ("step", "llama-cpp"):

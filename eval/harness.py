@@ -265,11 +265,8 @@ def take_turns(
 
 class TokenTimer(StoppingCriteria):
     """
-    Notes when it is made, which is to be right before `generate`, and when each token is there; it stops nothing.
-
-    Args:
-        clock (`Callable[[], float]`, *optional*): What seconds are read from.
-        on_token (`Callable[[], None]`, *optional*): Called at each token.
+    Notes when it is made, which is to be right before `generate`, and calls `on_token` at each token, whose time it
+    notes too; it stops nothing.
     """
 
     def __init__(

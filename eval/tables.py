@@ -59,12 +59,7 @@ def varies(path: str) -> Callable[[Rows], bool]:
 @dataclass(frozen=True, slots=True)
 class Column:
     """
-    A column of a table.
-
-    Args:
-        head (`str`): The heading, formatted with the fields of the first row.
-        show (`Callable`): A row's cell.
-        when (`Callable`): Whether rows have the column.
+    A column: the heading, formatted with the fields of the first row; a row's cell; whether rows have the column.
     """
 
     head: str
@@ -116,12 +111,7 @@ def quartiles(head: str, scale: float = 1e3) -> Column:
 
 class Table:
     """
-    A table with a line for each row.
-
-    Args:
-        columns (`Column`): From left to right.
-        order (`Callable`, *optional*): The key that rows are sorted by.
-        note (`Callable`, *optional*): Makes the lines below the table of its rows.
+    A table with a line for each row, sorted by `order` if there is one; `note` makes the lines below it of its rows.
     """
 
     def __init__(

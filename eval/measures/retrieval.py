@@ -34,16 +34,10 @@ class Question:
 
 def read_questions(path: Path, num_records: int | None = None) -> list[Question]:
     """
-    Reads the questions of a JSON-lines file.
+    Reads the questions of a JSON-lines file; a row of neither set raises a `ValueError`.
 
-    Args:
-        path (`Path`): the file.
-        num_records (`int`, *optional*):
-            Lines, or pairs, that are left of each context: neighbours of the one that is asked for, which keeps its
-            place among them. For models to which the whole sets are too hard, however they are read.
-
-    Raises:
-        ValueError: if a row is of neither set, or `num_records` is below 1.
+    With `num_records` only so many lines, or pairs, of each context are left: neighbours of the one that is asked for,
+    which keeps its place among them. For models to which the whole sets are too hard, however they are read.
     """
     if num_records is not None and num_records < 1:
         raise ValueError(f"`records` has to be at least 1 but is {num_records}")

@@ -100,10 +100,8 @@ class Ranks:
     def call(self, operation: Callable[..., Any], *args: Any) -> list[Any]:
         """
         Calls `operation(worker, *args)`, a function of a module, on all ranks at once; returns the result of each.
-
-        Raises:
-            ValueError: for errors that a user can cause, as a rank raised them.
-            ChildProcessError: if a rank fails otherwise, or has ended.
+        Errors that a user can cause are a `ValueError`; if a rank fails otherwise, or has ended, a
+        `ChildProcessError`.
         """
         for rank, pipe in enumerate(self._pipes):
             try:

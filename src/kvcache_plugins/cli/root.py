@@ -36,7 +36,7 @@ Examples:
     kvcache-plugins bench kernels
 """
 
-_BENCH_HELP = """Benchmarks of attention, decode steps, memory and prefixes.
+_BENCH_HELP = """Benchmarks of attention, decode steps, prompts and memory.
 
 Each writes its numbers as JSON: to a file with --out, to standard output with --json (`gpu`: files in a folder).
 
