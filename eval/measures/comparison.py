@@ -194,6 +194,7 @@ def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | No
 # Characters of the generated text in a table, and the width from which there is room for them
 SHORT_TEXT = 20
 TEXT_FROM_WIDTH = 100
+_PERCENT, _RATIO = number("", "memory.kv_percent"), number("", "memory.compression_ratio", ".2f")
 # Numbers of a row, processor time on a CPU. Too short to compress: what exact tokens take beside their buffer says
 # nothing of the cache
 _COLUMNS = (
@@ -206,7 +207,6 @@ _COLUMNS = (
     number("prefill s", "prefill_seconds", ".2f"),
     number("ms/token", "seconds_per_token", ".0f", 1e3),
 )
-_PERCENT, _RATIO = number("", "memory.kv_percent"), number("", "memory.compression_ratio", ".2f")
 
 
 def summary_line(cache: str, num_prompt_tokens: int, generation: Generation) -> str:
