@@ -11,7 +11,7 @@
 | `tables`, `figures` | results as documents and figures: `kvcache-plugins eval report` |
 | `tasks/` | tasks of lm-eval that need no network |
 | `machine_code` | kernels compiled for a GPU that need not be there, and their instructions counted |
-| `gpu/` | the checks and timings for a machine with a GPU |
+| `gpu` | the checks and timings for a machine with a GPU |
 | `runahead/` | KV-Runahead's prefill over several processes |
 | `results/` | JSON of what was measured |
 

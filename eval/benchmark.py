@@ -10,7 +10,9 @@ and returns what `--json` and `--out` write: commit, date, device, versions, set
 """
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Any, ParamSpec
 import torch
 import typer
 
-from kvcache_plugins.console.results import provenance
+from kvcache_plugins.console.results import provenance, write_json
 from kvcache_plugins.registry import check_caches
 
 from .rows import Content, Failure, Found, Settings
@@ -38,11 +40,8 @@ def benchmark(
     kind: str, title: str = ""
 ) -> Callable[[Callable[Options, Iterator[Found]]], Callable[Options, dict[str, Any]]]:
     """
-    Makes a command's function of one that yields its rows.
-
-    Args:
-        kind (`str`): The kind of the result, by which its table is found.
-        title (`str`, *optional*): Of the table in a terminal, formatted with the settings.
+    Makes a command's function of one that yields its rows. By `kind` its table is found, whose `title` in a terminal
+    is formatted with the settings.
     """
 
     def decorate(function: Callable[Options, Iterator[Found]]) -> Callable[Options, dict[str, Any]]:
@@ -74,27 +73,71 @@ def _plain(value: object) -> object:
     return value.name if isinstance(value, Path) else value
 
 
+class TimeIsUpError(Exception):
+    """There is not enough time left for what was to come next."""
+
+
 @dataclass(slots=True)
 class Result:
-    """The rows and settings of a benchmark while it runs."""
+    """
+    Rows and settings of a benchmark while it runs.
+
+    With a `path` the file is written anew after every change: a run that is cut short leaves what it has.
+    """
 
     kind: str
     settings: dict[str, Any]
+    path: Path | None = None
     more: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     failures: list[dict[str, str]] = field(default_factory=list)
+    _origin: dict[str, Any] = field(default_factory=dict)
 
     def take(self, found: Found) -> None:
         """Takes what a benchmark yields."""
         if isinstance(found, Failure):
-            say(f"no row: {found.what} ({found.reason})")
-            self.failures.append(found._asdict())
+            self.fail(*found)
         elif isinstance(found, Settings):
             self.settings |= found
         elif isinstance(found, Content):
             self.more |= found
         else:
-            self.rows.append(dict(found))
+            self.add(dict(found))
+
+    def add(self, row: dict[str, Any], says: str = "") -> None:
+        """Adds a row, and says it."""
+        self.rows.append(row)
+        self.save()
+        if says:
+            say(says)
+
+    def fail(self, what: str, reason: str) -> None:
+        """Notes what there is no row of, and why."""
+        say(f"no row: {what} ({reason})")
+        self.failures.append({"what": what, "reason": reason})
+        self.save()
+
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """
+        Turns any error inside into a failure of `what`; what comes after goes on.
+
+        Any: time on a GPU machine is lent, and a kernel, a driver or a peer's cache can raise whatever it likes. What
+        was measured before and can be measured after is worth having all the same; nothing is passed over in silence.
+        """
+        try:
+            yield
+        except TimeIsUpError:
+            self.fail(what, "skipped: time")
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            text, where = " ".join(str(error).split()), f"{Path(place.filename).name}:{place.lineno}"
+            self.fail(what, f"{type(error).__name__}: {text[:500]} ({where})")
+
+    def save(self) -> None:
+        """Writes the file, if there is one, as things stand."""
+        if self.path is not None:
+            write_json(self.path, {"failures": [], **self.content()})
 
     def show(self, title: str) -> None:
         """Prints the rows as a table."""
@@ -105,12 +148,18 @@ class Result:
         """Makes what is written as JSON."""
         more = dict(self.more)
         device = more.pop("device", torch.device("cpu"))
-        origin = provenance(device if isinstance(device, torch.device) else torch.device("cpu"))
-        if isinstance(device, str):
-            origin["device"] = device
-        origin["versions"] = {**origin["versions"], **more.pop("versions", {})}  # type: ignore[dict-item]
+        if not self._origin:
+            known = device if isinstance(device, torch.device) else torch.device("cpu")
+            self._origin = {**provenance(known), **({} if device is known else {"device": device})}
         failures = {"failures": self.failures} if self.failures else {}
-        return {"benchmark": self.kind, **origin, "settings": self.settings, **more, "rows": self.rows, **failures}
+        return {
+            "benchmark": self.kind,
+            **self._origin,
+            "settings": self.settings,
+            **more,
+            "rows": self.rows,
+            **failures,
+        }
 
 
 def loaded_settings(network: Any) -> Iterator[Found]:

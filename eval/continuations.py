@@ -58,15 +58,8 @@ class Score:
 @dataclass(slots=True)
 class CacheRecord:
     """
-    What caches of a run went through.
-
-    Attributes:
-        counters (`Counter[str]`): `contexts` and `continuations` scored, `contexts_exercised` (those whose cache
-            answered with something other than exact states), `tokens_filled` (of contexts, padding left out) and
-            `tokens_fed` (of continuations).
-        largest (`MemoryReport`, *optional*): What the longest cache held at its end.
-        largest_length (`int`): Its tokens, those that are padding included.
-        stats (`Mapping`): Its counters.
+    Counters of what caches of a run went through, `contexts_exercised` being those whose cache answered with something
+    other than exact states; and what the `largest`, which is the longest, held and counted at its end.
     """
 
     counters: Counter[str] = field(default_factory=Counter)

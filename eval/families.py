@@ -23,14 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 import typer
 from huggingface_hub.errors import StrictDataclassError
-from transformers import (
-    AutoModelForCausalLM,
-    Cache,
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessor,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, GenerationConfig, LogitsProcessor, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -75,13 +68,8 @@ class Case(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """
-    An answer to whether a cache works on a model.
-
-    Attributes:
-        status (`str`): `"works"`, `"reads dense"` (works, and decode steps made a layer dense), `"refuses"` or
-            `"fails"`.
-        detail (`str`): why it refuses or fails; empty otherwise.
-        distance (`float`, *optional*): from the dense cache's logits, the largest of all that was run.
+    An answer to whether a cache works on a model (`reads dense`: it works, and decode steps made a layer dense), why
+    it refuses or fails, and its largest distance from the dense cache's logits.
     """
 
     status: Status
@@ -91,14 +79,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FamilyResult:
-    """
-    A row of the table.
-
-    Attributes:
-        family (`str`): the `model_type`.
-        dense (`str`): why `DynamicCache` does not run it, so that nothing else was tried; empty if it does.
-        outcomes (`dict[str, Outcome]`): by cache, what it did.
-    """
+    """A family by its `model_type`, why `DynamicCache` does not run it if so, and outcomes by cache if it does."""
 
     family: str
     dense: str = ""

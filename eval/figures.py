@@ -1,4 +1,4 @@
-"""Figures: accuracy against bytes held, perplexity against position, memory by part, time against context.
+"""Figures: accuracy against bytes held, perplexity against position, time against context.
 
 Colours are those of Okabe and Ito, which colour-blind people tell apart; every line also has a marker of its own.
 """
@@ -49,14 +49,11 @@ def draw_sweep(contents: Sequence[Content], folder: Path, prefix: str) -> list[P
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for (kind, name, model), group in sorted(groups.items()):
-        title = f"{name}, {Path(model).name}"
-        drawn = {f"{prefix}-{name}-{Path(model).name}-bytes.png": _draw_against_bytes(group, title)}
+        title, own = f"{name}, {Path(model).name}", f"{prefix}-{name}-{Path(model).name}"
+        drawn = {f"{own}-bytes.png": _draw_against_bytes(group, title)}
         if kind == "perplexity":
-            drawn[f"{prefix}-{name}-{Path(model).name}-position.png"] = _draw_against_position(group, title)
-        if kind == "fidelity":
-            drawn[f"{prefix}-{name}-{Path(model).name}-parts.png"] = _draw_parts(group, title)
-        for file, figure in drawn.items():
-            paths.append(_save(figure, folder / file))
+            drawn[f"{own}-position.png"] = _draw_against_position(group, title)
+        paths += [_save(figure, folder / file) for file, figure in drawn.items()]
     return paths
 
 
@@ -187,37 +184,19 @@ def _draw_against_position(group: Sequence[Content], title: str) -> Figure:
     return figure
 
 
-def _draw_parts(group: Sequence[Content], title: str) -> Figure:
-    figure, axes = _new(title, "MB held", "")
-    parts = sorted({part for content in group for part in content["memory"]["parts"]})
-    names = [content["settings"]["cache"] for content in group]
-    left = [0.0] * len(group)
-    for number, part in enumerate(parts):
-        widths = [content["memory"]["parts"].get(part, 0) / 1e6 for content in group]
-        axes.barh(names, widths, left=left, label=part, color=_COLOURS[number % len(_COLOURS)])
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    axes.invert_yaxis()
-    _add_legend(axes)
-    return figure
-
-
 def draw_result(content: Content, path: Path) -> Path:
     """
-    Draws one result, as PNG: of `bench step` and `bench llama-cpp` the time of a token against the context, of
-    `eval fidelity` the divergence from the dense cache against bytes held.
-
-    Args:
-        content (`Content`): The result; any other is a `ValueError`.
-        path (`Path`): The file, its folder made if need be.
+    Draws one result, as PNG: of `bench step` the time of a token against the context, of `eval fidelity` the
+    divergence from the dense cache against bytes held; any other is a `ValueError`. The file's folder is made.
     """
+    # The second was measured beside llama.cpp, by a command that there was
     if content.get("benchmark") in ("step", "llama-cpp"):
         figure = _draw_steps(content)
     elif content["rows"] and "kl_spread" in content["rows"][0]:
         figure = _draw_fidelity(content)
     else:
         raise ValueError(
-            "`figures` can be drawn of a sweep's folder and of a result of `bench step`, `bench llama-cpp` or "
-            "`eval fidelity` only"
+            "`figures` can be drawn of a sweep's folder and of a result of `bench step` or `eval fidelity` only"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     return _save(figure, path)

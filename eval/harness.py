@@ -5,11 +5,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, QuantizedCache
+from transformers import (
+    Cache,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    QuantizedCache,
+    StoppingCriteria,
+)
 
+from kvcache_plugins.console.inputs import read_text
 from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.models.cache_argument import as_argument
@@ -108,17 +117,10 @@ def spread_windows(
     token_ids: torch.Tensor, num_windows: int, prefix_length: int, num_scored: int, start_ids: Sequence[int] = ()
 ) -> list[torch.Tensor]:
     """
-    Cuts disjoint windows, spread evenly over a text.
+    Cuts disjoint windows, spread evenly over a text `[num_tokens]` without special tokens.
 
-    Args:
-        token_ids (`torch.Tensor`): The text, `[num_tokens]`, without special tokens.
-        num_windows (`int`): How many windows.
-        prefix_length (`int`): Tokens that fill the cache, `start_ids` among them.
-        num_scored (`int`): Tokens scored through the filled cache.
-        start_ids (`Sequence[int]`, *optional*): Special tokens that every window begins with.
-
-    Returns:
-        `list[torch.Tensor]`: Windows of `prefix_length + num_scored + 1` tokens. Too short a text is a `ValueError`.
+    Each has `prefix_length` tokens that fill the cache, `start_ids` among them, `num_scored` that are scored through
+    it, and one more to predict. Too short a text is a `ValueError`.
     """
     for name, value, minimum in (
         ("num_windows", num_windows, 1),
@@ -136,6 +138,14 @@ def spread_windows(
     stride = token_ids.numel() // num_windows
     start = torch.tensor(list(start_ids), dtype=token_ids.dtype)
     return [torch.cat([start, token_ids[i * stride : i * stride + length]]) for i in range(num_windows)]
+
+
+def cut_windows(
+    tokenizer: PreTrainedTokenizerBase, text_file: Path, num_windows: int, prefix_length: int, num_scored: int
+) -> list[torch.Tensor]:
+    """Cuts windows out of a file, see `spread_windows`."""
+    token_ids, start_ids = encode_text(tokenizer, read_text(text_file, "text_file"))
+    return spread_windows(token_ids, num_windows, prefix_length, num_scored, start_ids)
 
 
 def stretch_stops(stretch: int, num_scored: int) -> list[int]:
@@ -178,6 +188,13 @@ def fill_cache(cache: Cache, states: States, context: int, batch_size: int = 1) 
 
 
 # Clocks
+
+
+def time_processor(function: Callable[[], Any]) -> float:
+    """Times a function in seconds of this process, all threads together."""
+    start = time.process_time()
+    function()
+    return time.process_time() - start
 
 
 def time_call(function: Callable[[], Any], device: torch.device) -> float:
@@ -227,16 +244,9 @@ def take_turns(
     guard: Callable[[str], AbstractContextManager[object]] = nullcontext,
 ) -> dict[str, list[float]]:
     """
-    Times functions that take turns, so that what disturbs the machine disturbs them alike.
-
-    Args:
-        functions (`Mapping[str, Callable]`): What is timed; each gets the number of the round.
-        time_one (`Callable`): Returns the seconds of a call.
-        rounds (`int`): Turns of each.
-        warm_up (`int`, *optional*): Calls of each before that, with the number of the first round.
-        seconds (`float`, *optional*): After these no further round begins, once there were three.
-        guard (`Callable`, *optional*): Entered with a name around each call. A function whose call it ends early takes
-            no further turns.
+    Times functions that take turns, so that what disturbs the machine disturbs them alike; each gets the number of the
+    round. After `seconds` no further round begins, once there were three. `guard` is entered with a name around each
+    call: a function whose call it ends early takes no further turns.
     """
     measured: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
@@ -251,3 +261,32 @@ def take_turns(
                 measured[name].append(time_one(partial(function, number)))
         racing = {name: function for name, function in racing.items() if len(measured[name]) > number}
     return measured
+
+
+class TokenTimer(StoppingCriteria):
+    """
+    Notes when it is made, which is to be right before `generate`, and calls `on_token` at each token, whose time it
+    notes too; it stops nothing.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, on_token: Callable[[], None] = lambda: None
+    ) -> None:
+        self.clock, self.on_token = clock, on_token
+        self.times = [clock()]
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.Tensor:
+        self.times.append(self.clock())
+        self.on_token()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Seconds to the first token."""
+        return self.times[1] - self.times[0]
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Median over the decoded tokens, the first of them left out as a warm-up; `None` when nothing is left."""
+        intervals = [after - before for before, after in zip(self.times[1:], self.times[2:], strict=False)]
+        return statistics.median(intervals[1:]) if len(intervals) > 1 else None

@@ -1,19 +1,16 @@
-"""Machine code of kernels, and the calls of launchers to a driver, for a GPU that need not be there.
+"""Machine code of kernels for a GPU that need not be there.
 
-Kernels are compiled with the assembler that Triton brings, their instructions counted by kind in its disassembly. The
-stand-in for a driver counts launches, which run nothing, and names kernels, which are not compiled: how often Triton
-would compile, by its own keys, is then known on any machine. Results are zeros. Triton must not interpret.
+Kernels are compiled with the assembler that Triton brings, their instructions counted by kind in its disassembly.
+Triton must not interpret.
 """
 
 import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 
@@ -32,13 +29,8 @@ _TYPES = {
 
 def compile_for(kernel: Any, arguments: Mapping[str, Any], capability: int | str, **options: int) -> Any:
     """
-    Compiles what Triton would for a launch.
-
-    Args:
-        kernel (`triton.runtime.JITFunction`): the kernel.
-        arguments (`Mapping[str, Any]`): what it is launched with; tensors on any device stand for aligned ones.
-        capability (`int` or `str`): compute capability, such as 90, or an architecture of AMD's, such as `"gfx942"`.
-        options (`int`): `num_warps`, `num_stages`.
+    Compiles what Triton would for a launch of a `JITFunction`, in whose arguments tensors stand for aligned ones; for
+    a compute capability, such as 90, or an architecture of AMD's, such as `"gfx942"`. Options: `num_warps`, ...
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -182,96 +174,3 @@ class Listing:
 
 def _kind(operation: str) -> str:
     return next((kind for kind, names in _KINDS.items() if operation.startswith(names)), "other")
-
-
-class StandIn:
-    """
-    Counts of launches and compilations since it began.
-
-    Attributes:
-        launches (`Counter[str]`): how often each kernel was launched.
-        compilations (`list[tuple[str, Any]]`): the kernel and the key of everything that would have been compiled.
-    """
-
-    def __init__(self, capability: int) -> None:
-        self.launches: Counter[str] = Counter()
-        self.compilations: list[tuple[str, Any]] = []
-        self._capability = capability
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self._capability, 32)
-
-
-class _Kernel:
-    """Metadata that Triton keeps of a compilation."""
-
-    function = packed_metadata = None
-
-    def __init__(self, name: str, stand_in: StandIn) -> None:
-        self._name, self._stand_in = name, stand_in
-
-    def launch_metadata(self, *arguments: object) -> None:
-        return None
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return self.run
-
-    def run(self, *arguments: object) -> None:
-        self._stand_in.launches[self._name] += 1
-
-
-@contextmanager
-def stand_in_driver(capability: int = 90) -> Iterator[StandIn]:
-    """Has Triton run on a GPU that is not there; caches on any device take its kernels."""
-    from triton.runtime.driver import driver
-    from triton.runtime.jit import JITFunction
-
-    from kvcache_plugins.kernels import engine
-
-    stand_in = StandIn(capability)
-    used: list[Any] = []
-
-    def compile_nothing(function: Any, key: Any, signature: dict[str, str], device: int, *rest: Any) -> _Kernel:
-        name = function.fn.__name__
-        constants, _, attributes = rest[0], rest[1], rest[2]
-        names = list(signature)
-        known = {names[path[0]]: value for path, value in constants.items()}
-        aligned = {names[path[0]]: value for path, value in attributes.items() if value}
-        stand_in.compilations.append((name, {**signature, **known, **{f"{n} is": v for n, v in aligned.items()}}))
-        used.append(function)
-        kernel = _Kernel(name, stand_in)
-        function.device_caches[device][0][key] = kernel
-        return kernel
-
-    empty, zeros_like, new_zeros = torch.empty, torch.zeros_like, torch.Tensor.new_zeros
-
-    def filled(*size: Any, **options: Any) -> torch.Tensor:
-        # Not `torch.zeros`: of the meta device that calls `torch.empty` itself
-        made = empty(*size, **options)
-        return made if made.is_meta else made.zero_()
-
-    before = driver._active
-    driver.set_active(stand_in)
-    try:
-        with (
-            patch.object(JITFunction, "_do_compile", compile_nothing),
-            patch.object(engine, "_kernel_on", lambda device_type, requested: ("triton", False)),
-            patch.object(engine, "_device_type", lambda tensor: "cuda"),
-            # What no kernel fills would be anything
-            patch.object(torch, "empty", filled),
-            patch.object(torch, "empty_like", zeros_like),
-            patch.object(torch.Tensor, "new_empty", new_zeros),
-        ):
-            yield stand_in
-    finally:
-        driver._active = before
-        for function in used:
-            function.device_caches.clear()

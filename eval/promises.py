@@ -18,19 +18,20 @@ stands under `renamed`.
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import torch
 import typer
-from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.reference_model import load_model
-from kvcache_plugins.registry import create_cache
+
+from .benchmarks.step import time_steps
+from .harness import cache_factories, make_cache
+from .measures.fidelity import measure_fidelity as compare_distributions
 
 
 FOLDER = Path(__file__).parent / "results" / "promises"
@@ -39,14 +40,6 @@ _LENGTHS = (5, 70, 300, 1024)
 _DECODED = 30
 _PROMPT, _SCORED = 768, 256
 _STEPS, _WARM_UP = 24, 4
-
-
-def _make_cache(name: str, model: PreTrainedModel, stack: ExitStack) -> Cache:
-    """A cache that the stack closes, if it holds what has to be closed."""
-    cache = create_cache(name, model)
-    if hasattr(cache, "close"):
-        stack.enter_context(closing(cache))
-    return cache
 
 
 @torch.no_grad()
@@ -72,67 +65,49 @@ def measure_bytes(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]
     for name in frozen:
         row = measured[name] = {}
         for length in _LENGTHS:
-            with ExitStack() as stack:
-                try:
-                    cache = _make_cache(name, model, stack)
-                    model(ids[:, :length], **as_argument(cache))
-                    for at in range(length, length + _DECODED):
-                        model(ids[:, at : at + 1], **as_argument(cache))
-                    row[str(length)] = cache.memory().total_bytes if hasattr(cache, "memory") else None
-                # A cache that this model or machine cannot have is a fact of the table
-                except (ValueError, ImportError, AttributeError) as error:
-                    row[str(length)] = type(error).__name__
+            try:
+                cache: Any = make_cache(name, model)
+                model(ids[:, :length], **as_argument(cache))
+                for at in range(length, length + _DECODED):
+                    model(ids[:, at : at + 1], **as_argument(cache))
+                row[str(length)] = cache.memory().total_bytes if hasattr(cache, "memory") else None
+            # A cache that this model or machine cannot have is a fact of the table
+            except (ValueError, ImportError, AttributeError) as error:
+                row[str(length)] = type(error).__name__
     return measured
 
 
-@torch.no_grad()
+def _load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
+    model, tokenizer = load_model("smollm2")
+    return model.float().eval(), tokenizer, (FOLDER / "text.txt").read_text(encoding="utf-8")
+
+
 def measure_fidelity(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """KL of the frozen table's caches to the dense one, behind a prompt and decoded 16 tokens at a time."""
-    model, tokenizer = load_model("smollm2")
-    model = model.float().eval()
-    text = (FOLDER / "text.txt").read_text(encoding="utf-8")
-    windows = [tokenizer(text[at:], return_tensors="pt").input_ids[:, : _PROMPT + _SCORED] for at in (0, 9000)]
-
-    def log_probabilities(name: str, ids: torch.Tensor, chunk: int) -> torch.Tensor:
-        with ExitStack() as stack:
-            cache = _make_cache(name, model, stack)
-            model(ids[:, :_PROMPT], **as_argument(cache), logits_to_keep=1)
-            parts = [model(part, **as_argument(cache)).logits[0] for part in ids[:, _PROMPT:].split(chunk, dim=1)]
-        return torch.cat(parts).float().log_softmax(-1)
-
-    def divergence(name: str, chunk: int) -> float:
-        found = [log_probabilities(name, ids, chunk) for ids in windows]
-        pairs = zip(found, dense, strict=True)
-        each = [torch.nn.functional.kl_div(*pair, log_target=True, reduction="batchmean").item() for pair in pairs]
-        return round(statistics.fmean(each), 6)
-
-    dense = [log_probabilities("dynamic", ids, _SCORED) for ids in windows]
-    measured = {}
-    for name in frozen:
-        measured[name] = {"prompt": divergence(name, _SCORED), "decoded": divergence(name, 16)}
-        typer.echo(f"fidelity {name} {measured[name]}")
-    return measured
+    model, tokenizer, text = _load()
+    windows = [tokenizer(text[at:], return_tensors="pt").input_ids[0, : _PROMPT + _SCORED + 1] for at in (0, 9000)]
+    factories = cache_factories(list(frozen), model)
+    found = {
+        mode: compare_distributions(
+            model, windows, factories, prefix_length=_PROMPT, chunk=chunk, on_progress=typer.echo
+        )
+        for mode, chunk in (("prompt", _SCORED), ("decoded", 16))
+    }
+    return {name: {mode: round(of[name].kl, 6) for mode, of in found.items()} for name in frozen}
 
 
 @torch.no_grad()
 def measure_speed(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Decode steps of the frozen table's caches, as times as fast as `dynamic`, by the length of the context."""
     torch.set_num_threads(1)
-    model, tokenizer = load_model("smollm2")
-    model = model.float().eval()
-    ids = tokenizer((FOLDER / "text.txt").read_text(encoding="utf-8") * 3, return_tensors="pt").input_ids
+    model, tokenizer, text = _load()
+    ids = tokenizer(text * 3, return_tensors="pt").input_ids
     measured = {}
     for context, names in ((int(key), list(row)) for key, row in frozen.items()):
-        with ExitStack() as stack:
-            caches = {name: _make_cache(name, model, stack) for name in ("dynamic", *names)}
-            for cache in caches.values():
-                model(ids[:, :context], **as_argument(cache), logits_to_keep=1)
-            times: dict[str, list[float]] = {name: [] for name in caches}
-            for step in range(_STEPS):
-                for name in list(caches) if step % 2 else reversed(list(caches)):
-                    start = time.perf_counter()
-                    model(ids[:, context + step : context + step + 1], **as_argument(caches[name]))
-                    times[name].append(time.perf_counter() - start)
+        caches = {name: make_cache(name, model) for name in ("dynamic", *names)}
+        for cache in caches.values():
+            model(ids[:, :context], **as_argument(cache), logits_to_keep=1)
+        times, _ = time_steps(model, caches, ids[:, context : context + _STEPS])
         medians = {name: statistics.median(seconds[_WARM_UP:]) for name, seconds in times.items()}
         measured[str(context)] = {name: round(medians["dynamic"] / medians[name], 3) for name in names}
         typer.echo(f"speed {context} {measured[str(context)]}")

@@ -61,10 +61,7 @@ _NOT_DRAWN = ("per-token-*", "gear-l-*", "kcvt-*", "*trellis", "*:*")
 def merge_fidelity(results: Path, names: Sequence[str]) -> dict[str, Any]:
     """
     Merges results of `eval fidelity`; of a cache that several have the first counts, and files that are not there are
-    left out.
-
-    Raises:
-        ValueError: if they were not measured in the same way.
+    left out. Results that were not measured in the same way are a `ValueError`.
     """
     found = [results / name for name in names if (results / name).is_file()]
     contents = [json.loads(path.read_text(encoding="utf-8")) for path in found]
@@ -121,9 +118,8 @@ def write_report(
 ) -> None:
     """Tables and figures of a result.
 
-    There are figures of a sweep, of `bench step`, of `bench llama-cpp` and of `eval fidelity`. A sweep gives accuracy
-    against bytes, perplexity against position and memory by part; benchmarks of steps give time against context;
-    `eval fidelity` divergence from the dense cache against bytes.
+    There are figures of a sweep, of `bench step` and of `eval fidelity`. A sweep gives accuracy against bytes and
+    perplexity against position, steps give time against context, `eval fidelity` divergence against bytes.
 
     \b
     Examples:

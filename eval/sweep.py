@@ -19,7 +19,7 @@ import inspect
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -29,13 +29,11 @@ import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from kvcache_plugins.console.inputs import load_for_evaluation, read_text
-from kvcache_plugins.console.results import memory_fields, provenance, write_json
+from kvcache_plugins.console.results import provenance, write_json
 from kvcache_plugins.registry import check_caches
 
-from .harness import CACHE_FAILURES, cache_factories, encode_text, spread_windows
-from .measures.fidelity import fidelity_fields, measure_fidelity
-from .measures.perplexity import measure_perplexity
-from .measures.retrieval import answer_questions, read_questions
+from .harness import CACHE_FAILURES
+from .measures import fidelity, retrieval
 from .tasks import find_task
 
 
@@ -53,8 +51,8 @@ Found = dict[str, Any]
 def measure_task(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    cache: str,
-    task: str | Path = "",
+    caches: Sequence[str],
+    task: str | Path,
     limit: int | None = None,
     num_fewshot: int | None = None,
     batch_size: int = 1,
@@ -63,7 +61,7 @@ def measure_task(
     check: bool = True,
     apply_chat_template: bool = False,
     metadata: Mapping[str, Any] | None = None,
-) -> Found:
+) -> Iterator[Found]:
     """Runs a task of lm-eval: of this project (`kv_copa`), of a YAML file, or lm-eval's own."""
     import lm_eval
 
@@ -72,7 +70,7 @@ def measure_task(
     named, manager = find_task(task, metadata)
     own: dict[str, Any] = {"cache_mode": mode, "cache_chunk": chunk, "cache_check": check, "batch_size": batch_size}
     results = lm_eval.simple_evaluate(
-        model=KVCacheLM(model, tokenizer=tokenizer, cache=cache, **own),
+        model=KVCacheLM(model, tokenizer=tokenizer, cache=caches[0], **own),
         tasks=[named],
         num_fewshot=num_fewshot,
         limit=limit,
@@ -84,85 +82,24 @@ def measure_task(
     metrics = [key for key in scores if "," in key and "_stderr" not in key]
     used, samples = results["config"]["cache"], results["samples"][name]
     by_item = {key: [sample.get(key.split(",")[0]) for sample in samples] for key in metrics}
-    result = {
+    yield {
         "metrics": {key: scores[key] for key in metrics},
         "standard_errors": {key: scores.get(key.replace(",", "_stderr,")) for key in metrics},
         "num_items": len(samples),
         # Of each item, for differences between caches that are far smaller than each one's own error
         "by_item": {key: own for key, own in by_item.items() if all(isinstance(each, (int, float)) for each in own)},
         "counters": used["counters"],
+        "memory_at_end": used["memory_of_longest"],
+        "stats": used["stats_of_longest"],
     }
-    return {"result": result, "memory": used["memory_of_longest"], "stats": used["stats_of_longest"]}
 
 
-def measure_windows(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    cache: str,
-    text_file: Path | None = None,
-    windows: int = 8,
-    prefix: int = 1024,
-    scored: int = 512,
-    chunk: int | None = None,
-) -> Found:
-    """Measures how far a cache's distributions are from the dense cache's."""
-    cut = _windows(tokenizer, text_file, windows, prefix, scored)
-    measured = measure_fidelity(model, cut, cache_factories([cache], model), prefix_length=prefix, chunk=chunk)
-    row = fidelity_fields(cache, measured[cache])
-    return {"result": row, "memory": row["memory_at_end"], "stats": row["stats"]}
-
-
-def measure_drift(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    cache: str,
-    text_file: Path | None = None,
-    length: int = 2048,
-    windows: int = 1,
-    chunk: int = 1,
-    stretch: int = 256,
-) -> Found:
-    """Measures perplexity against position."""
-    cut = _windows(tokenizer, text_file, windows, length // 2, length - length // 2)
-    (row,) = measure_perplexity(model, cut, cache_factories([cache], model), chunk=chunk, stretch=stretch)
-    return {"result": row, "memory": row["memory_at_end"], "stats": row["stats"]}
-
-
-def measure_retrieval(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    cache: str,
-    data_file: Path | None = None,
-    records: int | None = None,
-    questions: int | None = None,
-    batch_size: int = 1,
-) -> Found:
-    """Asks for lines or values of long contexts."""
-    asked = read_questions(_required(data_file), records)[:questions]
-    ((row, held),) = answer_questions(model, tokenizer, asked, cache_factories([cache], model), batch_size=batch_size)
-    result = {key: row[key] for key in ("accuracy", "standard_error", "token_accuracy", "correct")}
-    return {"result": result, "memory": None if held is None else memory_fields(held), "stats": row["stats"]}
-
-
-MEASURES: dict[str, Callable[..., Found]] = {
+MEASURES: dict[str, Callable[..., Iterable[Found]]] = {
     "task": measure_task,
-    "fidelity": measure_windows,
-    "perplexity": measure_drift,
-    "retrieval": measure_retrieval,
+    "fidelity": fidelity.measure_text,
+    "perplexity": fidelity.measure_position,
+    "retrieval": retrieval.measure_file,
 }
-
-
-def _required(path: Path | None) -> Path:
-    if path is None:
-        raise ValueError("`text_file`, or `data_file` of retrieval, is missing")
-    return path
-
-
-def _windows(
-    tokenizer: PreTrainedTokenizerBase, text_file: Path | None, num_windows: int, prefix: int, scored: int
-) -> list[Any]:
-    token_ids, start_ids = encode_text(tokenizer, _required(text_file).read_text(encoding="utf-8"))
-    return spread_windows(token_ids, num_windows, prefix, scored, start_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,10 +132,14 @@ class Run:
     def measure(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base: Path) -> Found:
         """Measures the cache; relative paths begin at `base`. An unknown option raises a `ValueError`."""
         function = MEASURES[self.kind]
-        accepted = list(inspect.signature(function).parameters)[3:]
+        parameters = list(inspect.signature(function).parameters.values())[3:]
+        accepted = [each.name for each in parameters if each.name != "on_progress"]
         unknown = self.options.keys() - set(accepted)
         if unknown:
             raise ValueError(f"`{self.kind}` has no option {', '.join(sorted(unknown))}. It has {', '.join(accepted)}")
+        missing = [each.name for each in parameters if each.default is each.empty and each.name not in self.options]
+        if missing:
+            raise ValueError(f"`{self.kind}` needs `{missing[0]}`, which is missing")
         options = dict(self.options)
         for key, value in options.items():
             if key.endswith("_file") or (key == "task" and value.endswith(".yaml")):
@@ -207,7 +148,8 @@ class Run:
                     raise ValueError(f"`{value}` names an environment variable that is not set")
                 options[key] = base / expanded
         set_seed(SEED)
-        return function(model, tokenizer, self.cache, **options)
+        (row,) = function(model, tokenizer, [self.cache], **options)
+        return {"result": row, "memory": row["memory_at_end"], "stats": row["stats"]}
 
 
 @dataclass(frozen=True, kw_only=True)

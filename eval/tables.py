@@ -47,8 +47,8 @@ def field(row: Row, path: str) -> Any:
 
 
 def any_has(path: str) -> Callable[[Rows], bool]:
-    """Shows a column where a row has a field."""
-    return lambda rows: any(field(row, path) is not None for row in rows)
+    """Shows a column where a row has something in a field."""
+    return lambda rows: any(field(row, path) for row in rows)
 
 
 def varies(path: str) -> Callable[[Rows], bool]:
@@ -59,12 +59,7 @@ def varies(path: str) -> Callable[[Rows], bool]:
 @dataclass(frozen=True, slots=True)
 class Column:
     """
-    A column of a table.
-
-    Args:
-        head (`str`): The heading, formatted with the fields of the first row.
-        show (`Callable`): A row's cell.
-        when (`Callable`): Whether rows have the column.
+    A column: the heading, formatted with the fields of the first row; a row's cell; whether rows have the column.
     """
 
     head: str
@@ -88,41 +83,35 @@ def number(
     form: str = ".1f",
     scale: float = 1,
     *,
+    of: str = "",
     missing: str = "-",
     suffix: str = "",
     when: Callable[[Rows], bool] = bool,
 ) -> Column:
-    """Makes a column of numbers, each times a scale."""
+    """Makes a column of numbers, each times a scale and, with `of`, as a share of that field."""
 
     def show(row: Row) -> str:
-        found = field(row, path)
-        return missing if found is None else f"{found if scale == 1 else scale * found:{form}}{suffix}"
+        found, whole = field(row, path), field(row, of) if of else 1
+        if found is None or not whole:
+            return missing
+        return f"{found if scale == whole == 1 else scale * found / whole:{form}}{suffix}"
 
     return Column(head, show, when)
 
 
-def quartiles(head: str, scale: float = 1e3, path: str = "") -> Column:
+def quartiles(head: str, scale: float = 1e3) -> Column:
     """Makes a column of medians with their quartiles, of seconds times a scale."""
 
     def show(row: Row) -> str:
-        row = field(row, path) if path else row
         median, lower, upper = (scale * row[key] for key in ("median_s", "lower_quartile_s", "upper_quartile_s"))
         return f"{median:.2f} ({lower:.2f} to {upper:.2f})"
 
     return Column(head, show)
 
 
-MILLISECONDS = quartiles("ms (quartiles)").show
-
-
 class Table:
     """
-    A table with a line for each row.
-
-    Args:
-        columns (`Column`): From left to right.
-        order (`Callable`, *optional*): The key that rows are sorted by.
-        note (`Callable`, *optional*): Makes the lines below the table of its rows.
+    A table with a line for each row, sorted by `order` if there is one; `note` makes the lines below it of its rows.
     """
 
     def __init__(
@@ -218,19 +207,6 @@ def fetched_share_of_bytes(row: Row) -> float | None:
     return float(fetched / (windows[-1]["num_scored"] * sum(dense) / 2))
 
 
-def _by_stretch(row: Row) -> str:
-    return ", ".join(f"{kl:.4f}" for kl in row["kl_by_stretch"])
-
-
-def _fetched(row: Row) -> str:
-    stats = row.get("stats", {})
-    return f"{100 * stats['tokens_fetched'] / stats['tokens_fetchable']:.1f}" if stats.get("tokens_fetchable") else "-"
-
-
-def _fetches(rows: Rows) -> bool:
-    return any(field(row, "stats.tokens_fetchable") for row in rows)
-
-
 def _fetched_bytes(row: Row) -> str:
     share = fetched_share_of_bytes(row)
     return "-" if share is None else f"{100 * share:.2f}"
@@ -241,22 +217,23 @@ def _percent_with_shared(row: Row) -> str:
     return f"{memory.get('kv_percent_with_shared', memory['kv_percent']):.1f}"
 
 
-FETCHED = Column("% of tokens fetched", _fetched, _fetches)
+_FETCHES = any_has("stats.tokens_fetchable")
+FETCHED = number("% of tokens fetched", "stats.tokens_fetched", scale=100, of="stats.tokens_fetchable", when=_FETCHES)
 FIDELITY = Table(
     code(),
     number("MB", "memory_after_prefix.total_bytes", ".2f", 1e-6),
     number("% of 16 bits", "memory_after_prefix.kv_percent"),
     number("% while decoding", "mean_kv_percent", when=any_has("mean_kv_percent")),
-    Column(
-        "% with what all caches share",
-        _percent_with_shared,
-        lambda rows: any(field(row, "memory_after_prefix.shared") for row in rows),
-    ),
+    Column("% with what all caches share", _percent_with_shared, any_has("memory_after_prefix.shared")),
     number("PPL / dense", "ppl_ratio", ".3f"),
     Column("KL to dense", _kl),
     number("KL, median", "kl_median", ".4f", when=any_has("kl_median")),
     number("99.9th percentile", "kl_p999", ".3f", when=any_has("kl_p999")),
-    Column("KL by stretches", _by_stretch, any_has("kl_by_stretch")),
+    Column(
+        "KL by stretches",
+        lambda row: ", ".join(f"{kl:.4f}" for kl in row["kl_by_stretch"]),
+        any_has("kl_by_stretch"),
+    ),
     number("last / first quarter", "kl_last_to_first_quarter", ".2f", when=any_has("kl_by_stretch")),
     number("KL a 1000 tokens deeper", "kl_per_1000_tokens", "+.4f", when=any_has("kl_by_stretch")),
     number("same top token", "top1_agreement", ".1f", 100, suffix=" %"),
@@ -264,69 +241,22 @@ FIDELITY = Table(
     Column(
         "% of bytes, whole layers at 16 bits",
         _fetched_bytes,
-        lambda rows: _fetches(rows) and all("memory_at_end" in row for row in rows),
+        lambda rows: _FETCHES(rows) and all("memory_at_end" in row for row in rows),
     ),
     order=lambda row: row["memory_after_prefix"]["total_bytes"],
 )
 
 
-def perplexity_table(rows: Rows, at: str = "", *before: Column) -> Table:
-    """Makes the table of perplexities, a column for each stretch; `at` is the path of a row's result."""
-    first, dot = (field(rows[0], at) if at else rows[0]), f"{at}." if at else ""
-    stops = stretch_stops(first["stretch"], first["num_scored"])
+def render_perplexity(rows: Rows, *before: Column) -> str:
+    """Renders perplexities, a column for each stretch."""
+    stops = stretch_stops(rows[0]["stretch"], rows[0]["num_scored"])
 
     def stretch(index: int) -> Callable[[Row], str]:
-        return lambda row: f"{field(row, f'{dot}ppl_by_stretch')[index]:.2f}"
+        return lambda row: f"{row['ppl_by_stretch'][index]:.2f}"
 
     columns = [Column(f"to {stop}", stretch(index)) for index, stop in enumerate(stops)]
     own = before or (code(), number("MB", "memory_at_end.total_bytes", ".2f", 1e-6))
-    return Table(*own, number("PPL", f"{dot}ppl", ".3f"), *columns)
-
-
-def render_perplexity(rows: Rows) -> str:
-    """Renders perplexities, a column for each stretch."""
-    return perplexity_table(rows)(rows)
-
-
-# Benchmarks with more than a line a row
-
-
-def render_llama_cpp(rows: Rows) -> str:
-    """Renders steps: caches as lines, contexts as columns."""
-    # Bytes are those of the longest context; a divergence is of what was read, before anything was repeated
-    contexts = sorted({row["context"] for row in rows})
-    head = ["decode step over", *(f"{context} tokens, ms" for context in contexts), f"MB of {contexts[-1]}"]
-    cells = []
-    for cache in dict.fromkeys(row["cache"] for row in rows):
-        own = {row["context"]: row for row in rows if row["cache"] == cache}
-        times = (MILLISECONDS(own[context]) if context in own else "-" for context in contexts)
-        held = f"{own[contexts[-1]]['bytes'] / 1e6:.1f}" if contexts[-1] in own else "-"
-        known = [f"{row['kl_after_reading']:.4f}" for row in own.values() if "kl_after_reading" in row]
-        cells.append([f"`{cache}`", *times, held, known[-1] if known else ""])
-    return make_markdown_table([*head, "KL to Transformers, same text"], cells)
-
-
-def render_store(rows: Rows) -> str:
-    """Renders a line for the prompts of a visit that were known, and one for those that were not; medians."""
-    head = ("scenario", "way", "visit", "prompts", "tokens", "known", "first token, s", "of CPU, s", "% of the first")
-    cells = []
-    for (scenario, way), group in groupby(rows, key=lambda row: (row["scenario"], row["way"])):
-        of_way = list(group)
-        asked = of_way[0].get("prompts_of_scenario", len(of_way))
-        count = str(asked) if asked == len(of_way) else f"{len(of_way)} of {asked}"
-        whole = f"{sum(row['first_token_cpu_s'] for row in of_way):.1f} ({count})"
-        for (visit, _), group_of_visit in groupby(of_way, key=lambda row: (row["visit"], row["num_saved"] > 0)):
-            alike = list(group_of_visit)
-            tokens, saved, seconds, cpu, load = (
-                statistics.median(row[key] for row in alike)
-                for key in ("num_tokens", "num_saved", "first_token_s", "first_token_cpu_s", "load")
-            )
-            share = 100 * cpu / of_way[0]["first_token_cpu_s"]
-            numbers = f"{tokens:.0f}", f"{saved:.0f}", f"{seconds:.2f}", f"{cpu:.2f}", f"{share:.1f}"
-            ends = f"{alike[-1]['disk_bytes'] / 1e6:.1f}", f"{load:.0f}", whole
-            cells.append((scenario, f"`{way}`", visit, str(len(alike)), *numbers, *ends))
-            whole = ""
-    return make_markdown_table((*head, "MB", "load", "all prompts, s of CPU"), cells)
+    return Table(*own, number("PPL", "ppl", ".3f"), *columns)(rows)
 
 
 _STATUSES = ("works", "reads dense", "refuses", "fails")
@@ -366,11 +296,6 @@ def _one_line(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def _slices(row: Row) -> str:
-    return " + ".join(map(str, row["lengths"]))
-
-
-SLICES = Column("slices", _slices)
 # Of one row, by the kind of the result
 
 
@@ -380,19 +305,8 @@ def _percent_held(row: Row) -> str:
     return f"{percent} ({shared:.1f})" if shared > row["kv_percent"] else percent
 
 
-def _parts(row: Row) -> str:
-    return ", ".join(f"{part} {1e3 * each:.1f}" for part, each in row.get("parts_s", {}).items())
-
-
-def _share_of_offloading(row: Row) -> str:
-    counted = row.get("counted")
-    return f"{100 * counted['bytes_per_token'] / counted['full_offloading_bytes_per_token']:.1f} %" if counted else ""
-
-
 _READ = {"prompt": "at once", "chunks": "in chunks of {chunk}", "behind": "behind {context} tokens"}
 CONTEXT = number("context", "context", "")
-SPEED = number("times `{cache}`", "speed_against_first", ".2f")
-OF_16_BITS = number("% of 16 bits", "kv_percent")
 
 RENDERERS: dict[str, Callable[[Rows], str]] = {
     "fidelity": FIDELITY,
@@ -422,8 +336,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         code(),
         number("MB", "bytes", ".1f", 1e-6),
         quartiles("ms a token (quartiles)"),
-        SPEED,
-        Column("of which ms", _parts, any_has("parts_s")),
+        number("times `{cache}`", "speed_against_first", ".2f"),
     ),
     "kernels": Table(
         name("attention over", "name"),
@@ -435,7 +348,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
     "memory": Table(
         code(),
         number("held, MB", "cache_bytes", ".1f", 1e-6),
-        OF_16_BITS,
+        number("% of 16 bits", "kv_percent"),
         number("allocated by a decode step, MB", "decode_step_peak_bytes", ".1f", 1e-6),
         number("process peak, MB", "rss_peak", ".1f", 1e-6),
         note=lambda rows: f"\nKeys and values of one layer, dense: {rows[0]['dense_layer_bytes'] / 1e6:.1f} MB.\n",
@@ -449,8 +362,6 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         number("% coding", "coding_share", ".1f", 100),
         number("error of logits", "relative_error", ".1e"),
     ),
-    "store": render_store,
-    "llama-cpp": render_llama_cpp,
     "machine-code": Table(
         code(),
         name("kernel"),
@@ -476,7 +387,14 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
             lambda row: f"{100 * row['hidden_share']:.0f} %" if "time_against_resident" in row else "",
         ),
         number("MB a token, counted", "counted.bytes_per_token", ".1f", 1e-6, missing=""),
-        Column("of full offloading's, counted", _share_of_offloading),
+        number(
+            "of full offloading's, counted",
+            "counted.bytes_per_token",
+            scale=100,
+            of="counted.full_offloading_bytes_per_token",
+            missing="",
+            suffix=" %",
+        ),
     ),
     "batch": Table(
         code(),
@@ -489,7 +407,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
     "runahead": Table(
         number("tokens", "length", ""),
         name("way", "method"),
-        SLICES,
+        Column("slices", lambda row: " + ".join(map(str, row["lengths"]))),
         quartiles("seconds to the first token (quartiles)", 1),
         number("times one rank", "speed_against_one_rank", ".2f"),
         number("MB sent", "bytes_sent", ".1f", 1e-6),
@@ -538,38 +456,38 @@ def _listed(fields: Mapping[str, Any]) -> str:
 
 
 def _render_measure(kind: str, contents: list[Row]) -> str:
-    if kind == "fidelity":
-        return FIDELITY([each["result"] for each in contents])
-    own = code("cache", "settings.cache")
+    rows = [{"cache": each["settings"]["cache"], "memory": each["memory"], **each["result"]} for each in contents]
     held = number("MB", "memory.total_bytes", ".2f", 1e-6), number("% of 16 bits", "memory.kv_percent")
+    if kind == "fidelity":
+        return FIDELITY(rows)
     if kind == "perplexity":
-        return perplexity_table(contents, "result", own, *held)(contents)
+        return render_perplexity(rows, code(), *held)
     if kind == "retrieval":
-        right = Column("answers right", lambda row: "{accuracy:.3f} ± {standard_error:.3f}".format_map(row["result"]))
-        return Table(own, *held, right, number("answers' tokens right", "result.token_accuracy", ".3f"))(contents)
-    reference = next((each for each in contents if each["settings"]["cache"] == REFERENCE), None)
+        right = Column("answers right", lambda row: "{accuracy:.3f} ± {standard_error:.3f}".format_map(row))
+        return Table(code(), *held, right, number("answers' tokens right", "token_accuracy", ".3f"))(rows)
+    reference = next((row for row in rows if row["cache"] == REFERENCE), None)
     columns = []
-    for metric in contents[0]["result"]["metrics"]:
+    for metric in rows[0]["metrics"]:
 
         def score(row: Row, metric: str = metric) -> str:
-            error = row["result"]["standard_errors"].get(metric)
+            error = row["standard_errors"].get(metric)
             shown = f" ± {error:.3f}" if isinstance(error, (int, float)) else ""
-            return f"{row['result']['metrics'][metric]:.3f}{shown}"
+            return f"{row['metrics'][metric]:.3f}{shown}"
 
         def difference(row: Row, metric: str = metric) -> str:
             return _difference(row, reference, metric)
 
         columns += [Column(metric.removesuffix(",none"), score), Column("less `dynamic`", difference)]
-    return Table(own, number("MB at most", "memory.total_bytes", ".2f", 1e-6), held[1], *columns)(contents)
+    return Table(code(), number("MB at most", "memory.total_bytes", ".2f", 1e-6), held[1], *columns)(rows)
 
 
-def _difference(content: Row, reference: Row | None, metric: str) -> str:
+def _difference(row: Row, reference: Row | None, metric: str) -> str:
     """Shows the difference from the dense cache, item by item: its error is far below that of either score."""
-    if reference is None or content is reference:
+    if reference is None or row is reference:
         return "-"
-    ours, theirs = (each["result"]["by_item"].get(metric) for each in (content, reference))
+    ours, theirs = (each["by_item"].get(metric) for each in (row, reference))
     if not ours or not theirs or len(ours) != len(theirs):
-        return f"{content['result']['metrics'][metric] - reference['result']['metrics'][metric]:+.3f}"
+        return f"{row['metrics'][metric] - reference['metrics'][metric]:+.3f}"
     differences = [one - other for one, other in zip(ours, theirs, strict=True)]
     error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
     return f"{statistics.mean(differences):+.3f} ± {error:.3f}"

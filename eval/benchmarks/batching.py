@@ -6,7 +6,6 @@ time, every key read once for all query heads of its group. Pages hold random by
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import product
@@ -22,7 +21,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from kvcache_plugins.batching import compressed_batching
 from kvcache_plugins.console.inputs import CachesOption, ModelOption, NumThreadsOption, load_for_evaluation, read_text
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings, say
-from kvcache_plugins.eval.harness import read_tokens, spread, take_turns
+from kvcache_plugins.eval.harness import read_tokens, spread, take_turns, time_processor
 from kvcache_plugins.eval.rows import Found
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.lazy_states import stored_states
@@ -185,7 +184,7 @@ def benchmark_batching(
                 ways[name], counters[name] = BatchedSteps(network, count, length, page_size), batching
             say(f"{count} requests of {length} tokens")
             functions: dict[str, Callable[[int], Any]] = {name: way.step for name, way in ways.items()}
-            measured = take_turns(functions, _time_processor, steps, warm_up=1)
+            measured = take_turns(functions, time_processor, steps, warm_up=1)
         first = statistics.median(measured[BY_INDEX])
         for name, times in measured.items():
             stats = counters[name].stats() if name in counters else {}
@@ -200,9 +199,3 @@ def benchmark_batching(
                 "bytes": round(ways[name].token_bytes * count * length),
                 "stats": stats,
             }
-
-
-def _time_processor(function: Callable[[], Any]) -> float:
-    start = time.process_time()
-    function()
-    return time.process_time() - start

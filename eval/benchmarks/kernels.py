@@ -17,7 +17,6 @@ import torch.nn.functional as F
 import typer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart
 from kvcache_plugins.console.inputs import NumThreadsOption, parse_device
 from kvcache_plugins.eval.benchmark import benchmark, say
@@ -61,14 +60,7 @@ def random_states(shape: Shape, dtype: torch.dtype, device: torch.device) -> tup
 
 
 class Contest:
-    """
-    Attentions over the same random states. Each is checked when it joins.
-
-    Args:
-        shape (`Shape`): what is attended to.
-        dtype (`torch.dtype`): of queries and dense states.
-        device (`torch.device`): where.
-    """
+    """Attentions over the same random states. Each is checked when it joins."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.device = shape, device
@@ -94,10 +86,8 @@ class Contest:
 
     def add_backend(self, backend: str) -> None:
         """
-        Adds dense attention by one of PyTorch's kernels, a key of `BACKENDS`, beside the one that it picks.
-
-        Raises:
-            RuntimeError: if the kernel refuses the dtype, the shape or the device, or is wrong.
+        Adds dense attention by one of PyTorch's kernels, a key of `BACKENDS`, beside the one that it picks. One that
+        refuses the dtype, the shape or the device, or is wrong, raises a `RuntimeError`.
         """
         dense = self.functions[self.dense_name]
         name, function = f"{self.dense_name}, {backend}", partial(_attend_by, BACKENDS[backend], dense)
@@ -105,12 +95,7 @@ class Contest:
         self.functions[name], self.num_bytes[name] = function, self.num_bytes[self.dense_name]
 
     def add(self, cache_name: str) -> None:
-        """
-        Adds a cache's attention.
-
-        Raises:
-            MismatchError: if it is not what plain PyTorch computes from the same storage.
-        """
+        """Adds a cache's attention; a `MismatchError` if plain PyTorch computes another from the same storage."""
         part = _compressed_part(cache_name, self.keys, self.values)
         function, expected = (
             partial(attend, query, [part], self.shape.num_heads, None, kernel)
@@ -129,7 +114,8 @@ class Contest:
 
     def run(self, rounds: int) -> list[dict[str, Any]]:
         """Times all in turns; one row each, a copy last."""
-        functions = {name: partial(_call, each) for name, each in {**self.functions, "copy": self._copy}.items()}
+        every = {**self.functions, "copy": self._copy}
+        functions = {name: lambda number, each=each: each() for name, each in every.items()}
         whole_calls = take_turns(functions, self._time_call, rounds, warm_up=3)
         if self.device.type != "cuda":
             return self._rows(whole_calls, {})
@@ -172,18 +158,17 @@ def _compressed_part(name: str, keys: torch.Tensor, values: torch.Tensor) -> Com
     """All tokens as one prompt of a GEAR layer; those beyond a whole number of groups would stay exact."""
     # Sink tokens would stay exact, too
     cache: Any = create_cache(name, num_sink_tokens=0)
-    is_coded = isinstance(cache.gear_config, TransformConfig)
     cache.update(keys, values, 0)
     layer = cache.layers[0]
     layer.settle_prompt()
     if sum(block.length for block in layer.blocks) != keys.shape[2]:
         shortest = cache.gear_config.shortest_prompt
+        is_coded = isinstance(cache.gear_config, TransformConfig)
         accepted = f"at least {shortest}" if is_coded else f"a multiple of {shortest}"
         raise ValueError(f"`context` has to be {accepted} for `{name}`")
     (block,) = layer.blocks
-    if is_coded:
-        return CodedPart(block.keys, block.values, layer.codec, Positions(block.start), block.length, None)
-    return CompressedPart(block.keys, block.values, block.length, None)
+    part: CompressedPart | CodedPart = block.part(layer.codec, None, None)
+    return part
 
 
 def _num_bytes(part: CompressedPart | CodedPart) -> int:
@@ -195,10 +180,6 @@ def _num_bytes(part: CompressedPart | CodedPart) -> int:
 def _attend_by(backend: SDPBackend, function: Callable[[], torch.Tensor]) -> torch.Tensor:
     with sdpa_kernel(backend):
         return function()
-
-
-def _call(function: Callable[[], Any], number: int) -> Any:
-    return function()
 
 
 @benchmark("kernels", "Attention over {batch_size} x {context} tokens, {dtype}, `{kernel}` kernels, {timed}")

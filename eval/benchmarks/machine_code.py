@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from kvcache_plugins.codecs.groups import TENSOR_NAMES
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart
 from kvcache_plugins.eval.benchmark import benchmark, say
+from kvcache_plugins.eval.harness import read_states
 from kvcache_plugins.eval.machine_code import Listing, compile_for, disassemble, resources
 from kvcache_plugins.eval.rows import Content, Found, Settings
 from kvcache_plugins.gear.transform.calibration import calibrate_transform
@@ -37,8 +38,8 @@ PRESETS = (
 # Channels of a head that the command counts by default, the second of rows alone
 HEAD_DIMS = (128, 64)
 _CONTEXT, _NUM_HEADS = 1024, 8
-# Enough for a calibration of random weights
-_CALIBRATION_TOKENS = 96
+# Words of a model, and tokens of its calibration: enough for all directions of a head, or others are too large for it
+_CALIBRATION_TOKENS = 512
 # Of an H200: 132 multiprocessors at 1.8 GHz copy 4.3 TB/s, and issue four warp instructions a clock each
 _CLOCKS_A_DENSE_NUMBER = 2 * 132 * 1.8e9 / 4.3e12
 _SLOTS, _DENSE_BITS = 4, 16
@@ -46,22 +47,24 @@ _SLOTS, _DENSE_BITS = 4, 16
 
 def compress(cache: str, head_dim: int) -> CompressedPart | CodedPart:
     """Compresses the prompt of one layer of random states, of a model with random weights."""
-    sizes: dict[str, int] = {"vocab_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    sizes: dict[str, int] = {"vocab_size": _CALIBRATION_TOKENS, "intermediate_size": 64, "num_hidden_layers": 1}
     sizes |= {"hidden_size": _NUM_HEADS * head_dim, "num_attention_heads": _NUM_HEADS}
     with torch.random.fork_rng():
         model: Any = random_model(LlamaConfig(**sizes), torch.float32)  # type: ignore[arg-type]
     options: dict[str, Any] = {}
     if describe_caches(cache.partition(":")[0])[0].options.get("calibration"):
-        tokens = torch.arange(_CALIBRATION_TOKENS) % model.config.vocab_size
-        options["calibration"] = calibrate_transform(model, [tokens], num_draws=1)
+        options["calibration"] = calibrate_transform(model, [torch.randperm(_CALIBRATION_TOKENS)], num_draws=1)
     layers = create_cache(cache, model, **options)
-    shape = Shape(context=_CONTEXT, num_heads=_NUM_HEADS, head_dim=head_dim)
-    keys, values = random_states(shape, torch.bfloat16, torch.device("cpu"))
     with torch.inference_mode():
-        # Transform coding looks at whether keys were turned
-        angles = model.model.rotary_emb(keys, torch.arange(_CONTEXT)[None])
-        keys, _ = apply_rotary_pos_emb(keys, keys, *angles)
-        layers.update(keys, values, 0)
+        if options:
+            # A calibration is of the model's own states, and those below would be far larger
+            ((keys, values),) = read_states(model, torch.randint(_CALIBRATION_TOKENS, (1, _CONTEXT)))
+        else:
+            shape = Shape(context=_CONTEXT, num_heads=_NUM_HEADS, head_dim=head_dim)
+            keys, values = random_states(shape, torch.bfloat16, torch.device("cpu"))
+            # Transform coding looks at whether keys were turned
+            keys, _ = apply_rotary_pos_emb(keys, keys, *model.model.rotary_emb(keys, torch.arange(_CONTEXT)[None]))
+        layers.update(keys.bfloat16(), values.bfloat16(), 0)
         layer = layers.layers[0]
         if isinstance(layer, CompressedLayer):
             layer.settle_prompt()

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kvcache_plugins.console.inputs import CachesOption, ModelOption, load_for_evaluation, read_text
 from kvcache_plugins.console.interrupts import interrupts_are_ours
@@ -58,13 +59,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    if isinstance(value, Mapping):
-        return [tensor for item in value.values() for tensor in _tensors(item)]
-    return []
+    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
 
 
 @torch.no_grad()

@@ -1,38 +1,118 @@
 """Several caches on one prompt, side by side: what each writes, how far it strays, what it holds and how fast it is.
 
-Every cache is used twice. Once to generate, see `generation`. And once to be scored: the prompt fills a fresh cache,
-the *dense* cache's continuation is fed through it, and its next-token distributions are held against the dense ones at
-the same positions. Two texts that part early say little about how different the caches are; distributions over one
-text do.
+Every cache is used twice. Once to generate, timed token by token: the first interval is prefill, the next is a
+warm-up, the median of the others is the time of a decoded token. On a CPU it is the process' own time that is counted,
+so that nothing else that the machine does is taken for the cache's; on a GPU it is the time of a clock. And once to be
+scored: the prompt fills a fresh cache, the *dense* cache's continuation is fed through it, and its next-token
+distributions are held against the dense ones at the same positions. Two texts that part early say little about how
+different the caches are; distributions over one text do.
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from textwrap import shorten
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList, set_seed
+from transformers.generation.streamers import BaseStreamer
 
 from kvcache_plugins.console.display import make_table, open_console, track_progress
-from kvcache_plugins.eval.harness import CACHE_FAILURES, REFERENCE, cache_factories, with_reference
-from kvcache_plugins.gear.config import PresetChoice
-
-from .fidelity import (
-    continuation_logits,
-    fill_cache,
-    record_attention,
-    relative_errors,
-    score_logits,
-    squared_errors,
+from kvcache_plugins.console.results import memory_fields
+from kvcache_plugins.eval.harness import (
+    CACHE_FAILURES,
+    REFERENCE,
+    TokenTimer,
+    cache_factories,
+    cache_stats,
+    was_exercised,
+    with_reference,
 )
-from .generation import Generation, generate_with, generation_fields
+from kvcache_plugins.eval.tables import Column, number
+from kvcache_plugins.gear.config import PresetChoice
+from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
+
+from .fidelity import continuation_logits, fill_cache, record_attention, relative_errors, score_logits, squared_errors
 
 
 # Tokens that every cache begins to compress
 _WARM_UP = 96
 
 Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """
+    What one `generate` gave: new tokens; seconds from the prompt to the first of them (on a CPU of the process, all
+    threads together) and the median of a decoded one, `None` for fewer than three; what the cache held at the end, its
+    counters, and whether it did anything but hold exact states.
+    """
+
+    token_ids: tuple[int, ...]
+    prefill_seconds: float
+    seconds_per_token: float | None
+    memory: MemoryReport
+    stats: dict[str, StatValue]
+    was_exercised: bool = True
+
+
+def generate_with(
+    model: PreTrainedModel,
+    token_ids: torch.Tensor,
+    cache: Cache,
+    *,
+    max_new_tokens: int,
+    temperature: float | None = None,
+    seed: int = 42,
+    streamer: BaseStreamer | None = None,
+    on_token: Callable[[], None] = lambda: None,
+) -> Generation:
+    """
+    Continues a prompt `[num_tokens]` through a fresh cache and times it: greedily, or sampled at a `temperature`.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"`max_new_tokens` must be at least 1, but got {max_new_tokens}")
+    if temperature is not None and temperature <= 0:
+        raise ValueError(f"`temperature` must be above 0, or left out for greedy decoding, but got {temperature}")
+    set_seed(seed)
+    clock = time.process_time if model.device.type == "cpu" else time.perf_counter
+    input_ids = token_ids[None].to(model.device)
+    sampling = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
+    timer = TokenTimer(clock, on_token)
+    output = model.generate(  # type: ignore[operator]
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        **as_argument(cache),
+        max_new_tokens=max_new_tokens,
+        streamer=streamer,
+        stopping_criteria=StoppingCriteriaList([timer]),
+        **sampling,
+    )
+    return Generation(
+        token_ids=tuple(output[0, token_ids.numel() :].tolist()),
+        prefill_seconds=timer.prefill_seconds,
+        seconds_per_token=timer.seconds_per_token,
+        memory=measure_memory(cache),
+        stats=cache_stats(cache),
+        was_exercised=was_exercised(cache),
+    )
+
+
+def generation_fields(generation: Generation) -> dict[str, object]:
+    """Lists the fields of a generation for JSON, all but its text."""
+    seconds = generation.seconds_per_token
+    return {
+        "token_ids": list(generation.token_ids),
+        "memory": memory_fields(generation.memory),
+        "stats": generation.stats,
+        "prefill_seconds": generation.prefill_seconds,
+        "seconds_per_token": seconds,
+        "tokens_per_second": 1 / seconds if seconds else None,
+    }
 
 
 def compare_caches(
@@ -114,8 +194,19 @@ def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | No
 # Characters of the generated text in a table, and the width from which there is room for them
 SHORT_TEXT = 20
 TEXT_FROM_WIDTH = 100
-# Numbers of a row by their heading, processor time on a CPU
-_COLUMNS = ("differs at", "KL", "top-1", "MB", "KV %", "ratio", "prefill s", "ms/token")
+_PERCENT, _RATIO = number("", "memory.kv_percent"), number("", "memory.compression_ratio", ".2f")
+# Numbers of a row, processor time on a CPU. Too short to compress: what exact tokens take beside their buffer says
+# nothing of the cache
+_COLUMNS = (
+    number("differs at", "first_difference", "d"),
+    number("KL", "kl", ".4f"),
+    number("top-1", "top1_agreement", ".3f"),
+    number("MB", "memory.total_bytes", ".2f", 1e-6),
+    Column("KV %", lambda row: "exact" if row.get("was_exercised") is False else _PERCENT.show(row)),
+    Column("ratio", lambda row: "-" if row.get("was_exercised") is False else _RATIO.show(row)),
+    number("prefill s", "prefill_seconds", ".2f"),
+    number("ms/token", "seconds_per_token", ".0f", 1e3),
+)
 
 
 def summary_line(cache: str, num_prompt_tokens: int, generation: Generation) -> str:
@@ -129,7 +220,7 @@ def summary_line(cache: str, num_prompt_tokens: int, generation: Generation) -> 
         held = f"{num_tokens} tokens: too short to compress, held exact in {memory.total_bytes:,} bytes"
     clock = "processor" if "cpu" in memory.devices else "clock"
     prompt = f"prompt of {num_prompt_tokens} tokens in {generation.prefill_seconds:.2f} s of {clock} time"
-    speed = f"{len(generation.token_ids)} new ones at {_number(generation.seconds_per_token, '.0f', 1e3)} ms"
+    speed = f"{len(generation.token_ids)} new ones at {_COLUMNS[-1].show(generation_fields(generation))} ms"
     return f"{cache}: {held}; {prompt}, {speed}"
 
 
@@ -143,15 +234,22 @@ def choice_line(choice: PresetChoice) -> str:
 def print_rows(title: str, rows: Sequence[Row]) -> None:
     """Prints the rows of a comparison: numbers, bytes by part, and every text as a whole."""
     console = open_console()
-    columns = {"cache": "name", **dict.fromkeys(_COLUMNS, "number")}
+    columns = {"cache": "name", **{column.head: "number" for column in _COLUMNS}}
+    cells = []
+    for row in rows:
+        text = f"failed: {row['error']}" if row["error"] else row["text"]
+        cells.append(
+            [row["cache"], *(each.show(row) for each in _COLUMNS), shorten(text, SHORT_TEXT, placeholder="...")]
+        )
     # A narrow terminal keeps the numbers: the texts stand below in any case
     if console.width >= TEXT_FROM_WIDTH:
         columns["text"] = "text"
-    console.print(make_table(title, columns, [_cells(row)[: len(columns)] for row in rows]))
+    console.print(make_table(title, columns, [each[: len(columns)] for each in cells]))
     reports = {row["cache"]: row["memory"]["parts"] for row in rows if not row["error"]}
     parts = list(dict.fromkeys(part for report in reports.values() for part, size in report.items() if size))
+    sizes = [number(part, part, ",.1f", 1e-3, missing="-") for part in parts]
     cells = [
-        (cache, *(_number(report.get(part) or None, ",.1f", 1e-3) for part in parts))
+        [cache, *(each.show({part: size for part, size in report.items() if size}) for each in sizes)]
         for cache, report in reports.items()
     ]
     console.print(make_table("kB held, by part", {"cache": "name", **dict.fromkeys(parts, "number")}, cells))
@@ -159,26 +257,3 @@ def print_rows(title: str, rows: Sequence[Row]) -> None:
         console.print(f"{row['cache']}:", style="bold", markup=False)
         console.print(f"failed with {row['error']}" if row["error"] else row["text"], markup=False, soft_wrap=True)
         console.print()
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    if row["error"]:
-        return row["cache"], *["-"] * len(_COLUMNS), shorten(f"failed: {row['error']}", SHORT_TEXT, placeholder="...")
-    memory = row["memory"]
-    return (
-        row["cache"],
-        _number(row["first_difference"], "d"),
-        _number(row["kl"], ".4f"),
-        _number(row["top1_agreement"], ".3f"),
-        _number(memory["total_bytes"], ".2f", 1e-6),
-        # Too short to compress: what exact tokens take beside their buffer says nothing of the cache
-        _number(memory["kv_percent"], ".1f") if row["was_exercised"] else "exact",
-        _number(memory["compression_ratio"], ".2f") if row["was_exercised"] else "-",
-        _number(row["prefill_seconds"], ".2f"),
-        _number(row["seconds_per_token"], ".0f", 1e3),
-        shorten(row["text"], SHORT_TEXT, placeholder="..."),
-    )
-
-
-def _number(value: float | None, form: str, scale: float = 1) -> str:
-    return "-" if value is None else f"{value if scale == 1 else scale * value:{form}}"

@@ -13,6 +13,10 @@ Perplexity is over all scored tokens, KL(dense || cache) and top-1 agreement are
 
 A layer's error is of its attention's output beside the dense cache's, on the same text. It holds that of the layers
 below, whose outputs it is fed with: it is what reaches the residual stream.
+
+For perplexity against position nothing is prefilled: a long text goes through a cache a few tokens at a time, and each
+token is scored by what the cache holds of those before it, as in decoding. The scores are averaged over stretches of
+256 tokens, as the papers plot them: errors that pile up show as a gap that widens.
 """
 
 import inspect
@@ -21,15 +25,14 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
-from functools import partial
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from torch.nn import functional as F
-from transformers import Cache, DynamicCache, PreTrainedModel, set_seed
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from kvcache_plugins.console.display import track_progress
 from kvcache_plugins.console.inputs import (
@@ -49,9 +52,9 @@ from kvcache_plugins.eval.harness import (
     cache_stats,
     check_is_empty,
     check_length,
-    encode_text,
-    spread_windows,
+    cut_windows,
     stretch_stops,
+    with_reference,
 )
 from kvcache_plugins.eval.rows import Content, Found, Settings
 from kvcache_plugins.infinigen.queries import find_attention_modules
@@ -99,13 +102,8 @@ def continuation_logits(
     after_forward: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     """
-    Feeds `[num_tokens]` to the model through a filled cache and returns all their logits, `[num_tokens, vocabulary]`.
-
-    Args:
-        chunk (`int`, *optional*):
-            Tokens a forward; 1 is decode. By default all in one, or one by one if the cache would be exact for many.
-        after_forward (`Callable[[], None]`, *optional*):
-            Called after each forward.
+    Feeds `[num_tokens]` to the model through a filled cache and returns all their logits, `[num_tokens, vocabulary]`;
+    `chunk` tokens a forward, 1 is decode; by default all in one, or one by one if the cache would be exact for many.
     """
     if chunk is None and getattr(cache, "is_exact_for_many", False):
         chunk = 1
@@ -240,51 +238,39 @@ class Fidelity:
     mean_kv_percent: float | None = None
 
 
-@dataclass(slots=True)
-class _Running:
-    """Measurements of a cache, window by window."""
+def _summarize(
+    windows: Sequence[WindowScore], squares: Sequence[torch.Tensor], percents: Sequence[float], last: dict[str, Any]
+) -> Fidelity:
+    """Makes the result of a cache of what was measured of it window by window, and of the last one at its end."""
+    num_scored = sum(window.num_scored for window in windows)
 
-    windows: list[WindowScore] = field(default_factory=list)
-    squares: list[torch.Tensor] = field(default_factory=list)
-    percents: list[float] = field(default_factory=list)
-    last: dict[str, Any] = field(default_factory=dict)
+    def mean(name: str) -> float:
+        return sum(getattr(window, name) for window in windows) / num_scored
 
-    def note_percent(self, cache: Cache) -> None:
-        self.percents.append(measure_memory(cache).kv_percent)
+    def spread(values: Sequence[float]) -> float:
+        return statistics.stdev(values) if len(values) > 1 else 0.0
 
-    def finish(self) -> Fidelity:
-        windows = self.windows
-        num_scored = sum(window.num_scored for window in windows)
-
-        def mean(name: str) -> float:
-            return sum(getattr(window, name) for window in windows) / num_scored
-
-        def spread(values: Sequence[float]) -> float:
-            return statistics.stdev(values) if len(values) > 1 else 0.0
-
-        ordered = sorted(each for window in windows for each in window.position_kl)
-        differences = (
-            window.num_scored if window.first_difference is None else window.first_difference for window in windows
-        )
-        ratios = [math.exp((window.nll - window.dense_nll) / window.num_scored) for window in windows]
-        ppl, dense_ppl = math.exp(mean("nll")), math.exp(mean("dense_nll"))
-        return Fidelity(
-            ppl=ppl,
-            dense_ppl=dense_ppl,
-            ppl_ratio=ppl / dense_ppl,
-            ppl_ratio_spread=spread(ratios),
-            kl=mean("kl"),
-            kl_spread=spread([window.kl / window.num_scored for window in windows]),
-            kl_median=ordered[int(0.5 * num_scored)],
-            kl_p999=ordered[int(0.999 * num_scored)],
-            top1_agreement=mean("num_agreeing"),
-            num_scored=num_scored,
-            first_difference=statistics.median(differences),
-            windows=tuple(windows),
-            layer_errors=relative_errors(self.squares),
-            mean_kv_percent=statistics.fmean(self.percents) if self.percents else None,
-            **self.last,
-        )
+    ordered = sorted(each for window in windows for each in window.position_kl)
+    ppl, dense_ppl = math.exp(mean("nll")), math.exp(mean("dense_nll"))
+    return Fidelity(
+        ppl=ppl,
+        dense_ppl=dense_ppl,
+        ppl_ratio=ppl / dense_ppl,
+        ppl_ratio_spread=spread([math.exp((each.nll - each.dense_nll) / each.num_scored) for each in windows]),
+        kl=mean("kl"),
+        kl_spread=spread([window.kl / window.num_scored for window in windows]),
+        kl_median=ordered[int(0.5 * num_scored)],
+        kl_p999=ordered[int(0.999 * num_scored)],
+        top1_agreement=mean("num_agreeing"),
+        num_scored=num_scored,
+        first_difference=statistics.median(
+            each.num_scored if each.first_difference is None else each.first_difference for each in windows
+        ),
+        windows=tuple(windows),
+        layer_errors=relative_errors(squares),
+        mean_kv_percent=statistics.fmean(percents) if percents else None,
+        **last,
+    )
 
 
 def measure_fidelity(
@@ -310,7 +296,10 @@ def measure_fidelity(
     Returns:
         `dict[str, Fidelity]`: By row, in the order of `factories`.
     """
-    running = {name: _Running() for name in factories}
+    scores: dict[str, list[WindowScore]] = {name: [] for name in factories}
+    squares: dict[str, list[torch.Tensor]] = {name: [] for name in factories}
+    percents: dict[str, list[float]] = {name: [] for name in factories}
+    last: dict[str, dict[str, Any]] = {}
     for number, window in enumerate(windows, start=1):
         prefix, fed, targets = window[:prefix_length], window[prefix_length:-1], window[prefix_length + 1 :]
         if not 0 < prefix_length < window.numel() - 1:
@@ -319,19 +308,23 @@ def measure_fidelity(
         fill_cache(model, prefix, dense)
         with record_attention(model) as exact:
             dense_logits = continuation_logits(model, fed, dense, chunk)
-        for name, own in running.items():
+        for name, factory in factories.items():
             on_progress(f"window {number} of {len(windows)}")
-            cache = factories[name]()
+            cache = factory()
             fill_cache(model, prefix, cache)
             after_prefix = measure_memory(cache)
-            note = (lambda: None) if chunk is None else partial(own.note_percent, cache)
+
+            def note(name: str = name, cache: Cache = cache) -> None:
+                if chunk is not None:
+                    percents[name].append(measure_memory(cache).kv_percent)
+
             with record_attention(model) as recorded:
                 logits = continuation_logits(model, fed, cache, chunk, note)
-            own.squares.append(squared_errors(exact.by_layer(), recorded.by_layer()))
-            own.windows.append(score_logits(dense_logits, logits, targets))
-            own.last = {"memory_after_prefix": after_prefix, "memory_at_end": measure_memory(cache)}
-            own.last["stats"] = cache_stats(cache)
-    return {name: own.finish() for name, own in running.items()}
+            squares[name].append(squared_errors(exact.by_layer(), recorded.by_layer()))
+            scores[name].append(score_logits(dense_logits, logits, targets))
+            at_end = {"memory_at_end": measure_memory(cache), "stats": cache_stats(cache)}
+            last[name] = {"memory_after_prefix": after_prefix, **at_end}
+    return {name: _summarize(scores[name], squares[name], percents[name], last[name]) for name in factories}
 
 
 def trend(windows: Sequence[WindowScore], stretch: int) -> dict[str, Any]:
@@ -361,6 +354,24 @@ def fidelity_fields(cache: str, fidelity: Fidelity, stretch: int | None = None) 
     own = [asdict(window) for window in fidelity.windows]
     row["windows"] = [{key: value for key, value in each.items() if key != "position_kl"} for each in own]
     return row if stretch is None else row | trend(fidelity.windows, stretch)
+
+
+def measure_text(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    caches: Sequence[str],
+    text_file: Path,
+    windows: int = 8,
+    prefix: int = 1024,
+    scored: int = 512,
+    chunk: int | None = None,
+    stretch: int | None = None,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> list[dict[str, Any]]:
+    """Measures caches by their specs on a text; a row for each. Options are those of `evaluate_fidelity`."""
+    cut, factories = cut_windows(tokenizer, text_file, windows, prefix, scored), cache_factories(caches, model)
+    found = measure_fidelity(model, cut, factories, prefix_length=prefix, chunk=chunk, on_progress=on_progress)
+    return [fidelity_fields(spec, result, stretch) for spec, result in found.items()]
 
 
 @benchmark("fidelity", "{model} on {text_file}: {windows} windows, {scored} tokens scored after {prefix}")
@@ -404,15 +415,115 @@ def evaluate_fidelity(
     """
     if stretch is not None and scored < 4:
         raise ValueError(f"`stretch` compares quarters of at least 4 tokens in `scored`, but got {scored}")
-    text = read_text(text_file, "text_file")
+    read_text(text_file, "text_file")
     loaded, tokenizer = load_for_evaluation(model, dtype, device)
-    token_ids, start_ids = encode_text(tokenizer, text)
-    cut = spread_windows(token_ids, windows, prefix, scored, start_ids)
-    factories = cache_factories(list(dict.fromkeys(cache)), loaded)
+    specs, sizes = list(dict.fromkeys(cache)), (windows, prefix, scored, chunk, stretch)
     set_seed(seed)
-    with track_progress(total=len(cut) * len(factories)) as announce:
-        results = measure_fidelity(loaded, cut, factories, prefix_length=prefix, chunk=chunk, on_progress=announce)
+    with track_progress(windows * len(specs)) as announce:
+        rows = measure_text(loaded, tokenizer, specs, text_file, *sizes, on_progress=announce)
     yield Settings(dtype=str(loaded.dtype).removeprefix("torch."), device=loaded.device.type)
     yield Content(device=loaded.device)
-    for spec, result in sorted(results.items(), key=lambda each: each[1].memory_after_prefix.total_bytes):
-        yield fidelity_fields(spec, result, stretch)
+    yield from sorted(rows, key=lambda row: row["memory_after_prefix"]["total_bytes"])
+
+
+# Perplexity against position
+
+
+@torch.no_grad()
+def score_text(model: PreTrainedModel, token_ids: torch.Tensor, cache: Cache, chunk: int) -> torch.Tensor:
+    """
+    Feeds `[num_tokens]` but its last, `chunk` tokens a forward, to the model through an empty cache.
+
+    Returns:
+        `torch.Tensor` of shape `[num_tokens - 1]`: negative log-likelihood in nats of all but the first, float64.
+    """
+    check_is_empty(cache)
+    fed, targets = token_ids[:-1].to(model.device), token_ids[1:].to(model.device)
+    parts = []
+    for part, wanted in zip(fed.split(chunk), targets.split(chunk), strict=True):
+        logits = model(input_ids=part[None], **as_argument(cache), use_cache=True).logits[0]
+        parts.append(F.cross_entropy(logits.double(), wanted, reduction="none").cpu())
+    check_length(cache, fed.numel())
+    return torch.cat(parts)
+
+
+def measure_perplexity(
+    model: PreTrainedModel,
+    windows: Sequence[torch.Tensor],
+    factories: Mapping[str, CacheFactory],
+    *,
+    chunk: int = 1,
+    stretch: int = 256,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> Iterator[dict[str, Any]]:
+    """
+    Scores windows of one length through fresh caches, `chunk` tokens a forward, averaged over stretches.
+
+    Yields a row for each cache: perplexity over all tokens and over each stretch of all windows, negative
+    log-likelihoods `nll` of each window's stretches, bytes and counters of the last cache at its end.
+    """
+    for option, value in (("chunk", chunk), ("stretch", stretch)):
+        if value < 1:
+            raise ValueError(f"`{option}` has to be at least 1 but is {value}")
+    for name, factory in factories.items():
+        scores = []
+        for number, window in enumerate(windows, start=1):
+            on_progress(f"{name}, window {number} of {len(windows)}")
+            cache = factory()
+            scores.append(score_text(model, window, cache, chunk))
+        stretches = torch.stack(scores).split(stretch, dim=1)
+        yield {
+            "cache": name,
+            "ppl": math.exp(torch.stack(scores).mean()),
+            "ppl_by_stretch": tuple(math.exp(part.mean()) for part in stretches),
+            "stretch": stretch,
+            "num_scored": windows[0].numel() - 1,
+            "nll": torch.stack([part.sum(dim=1) for part in stretches], dim=1).tolist(),
+            "memory_at_end": memory_fields(measure_memory(cache)),
+            "stats": cache_stats(cache),
+        }
+
+
+def measure_position(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    caches: Sequence[str],
+    text_file: Path,
+    length: int = 2048,
+    windows: int = 1,
+    chunk: int = 1,
+    stretch: int = 256,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> Iterator[dict[str, Any]]:
+    """Scores a text through caches by their specs. Options are those of `evaluate_perplexity`."""
+    # One token comes before the first that is scored
+    cut, factories = cut_windows(tokenizer, text_file, windows, length - 1, 1), cache_factories(caches, model)
+    yield from measure_perplexity(model, cut, factories, chunk=chunk, stretch=stretch, on_progress=on_progress)
+
+
+@benchmark("perplexity")
+def evaluate_perplexity(
+    text_file: Annotated[Path, typer.Option(help="The text that windows are cut from.")],
+    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,...; repeatable; `dynamic` comes first.")],
+    model: ModelOption = "smollm2",
+    length: Annotated[int, typer.Option(help="Tokens scored in each window.", min=2)] = 2048,
+    windows: Annotated[int, typer.Option(help="Disjoint windows, spread evenly over the text.", min=1)] = 1,
+    chunk: Annotated[int, typer.Option(help="Tokens a forward; 1 is decode.", min=1)] = 1,
+    stretch: Annotated[int, typer.Option(help="Tokens over which scores are averaged.", min=1)] = 256,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+) -> Iterator[Found]:
+    """Perplexity against position. Texts are decoded through each cache from the first token on.
+
+    \b
+    Examples:
+        kvcache-plugins eval perplexity --text-file book.txt --cache gear --cache kivi-4bit --chunk 64
+    """
+    read_text(text_file, "text_file")
+    loaded, tokenizer = load_for_evaluation(model, dtype, device)
+    specs = with_reference(cache)
+    yield Content(device=loaded.device)
+    with track_progress(windows * len(specs)) as announce:
+        yield from measure_position(
+            loaded, tokenizer, specs, text_file, length, windows, chunk, stretch, on_progress=announce
+        )

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_plugins.console.display import track_progress
 from kvcache_plugins.console.inputs import DeviceOption, DtypeOption, ModelOption, load_for_evaluation, read_text
+from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.eval.benchmark import benchmark
 from kvcache_plugins.eval.continuations import DECODE, ContinuationScorer, Score
 from kvcache_plugins.eval.harness import CacheFactory, cache_factories, with_reference
 from kvcache_plugins.eval.rows import Content, Found, Settings
-from kvcache_plugins.reports.memory import MemoryReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,16 +34,10 @@ class Question:
 
 def read_questions(path: Path, num_records: int | None = None) -> list[Question]:
     """
-    Reads the questions of a JSON-lines file.
+    Reads the questions of a JSON-lines file; a row of neither set raises a `ValueError`.
 
-    Args:
-        path (`Path`): the file.
-        num_records (`int`, *optional*):
-            Lines, or pairs, that are left of each context: neighbours of the one that is asked for, which keeps its
-            place among them. For models to which the whole sets are too hard, however they are read.
-
-    Raises:
-        ValueError: if a row is of neither set, or `num_records` is below 1.
+    With `num_records` only so many lines, or pairs, of each context are left: neighbours of the one that is asked for,
+    which keeps its place among them. For models to which the whole sets are too hard, however they are read.
     """
     if num_records is not None and num_records < 1:
         raise ValueError(f"`records` has to be at least 1 but is {num_records}")
@@ -88,14 +82,14 @@ def answer_questions(
     factories: Mapping[str, CacheFactory],
     on_progress: Callable[[str], None] = lambda text: None,
     batch_size: int = 1,
-) -> Iterator[tuple[dict[str, Any], MemoryReport | None]]:
+) -> Iterator[dict[str, Any]]:
     """
     Asks every cache every question, `batch_size` of them decoded together.
 
     Yields:
         A row for each name of `factories`: `accuracy` of whole answers with its `standard_error`, `token_accuracy`,
-        the share of the answers' tokens that were most likely, `correct` by question, and counters of the longest
-        cache at its end; and what that cache held.
+        the share of the answers' tokens that were most likely, `correct` by question, and of the longest cache at its
+        end `memory_at_end` and counters.
     """
     if batch_size < 1:
         raise ValueError(f"`batch_size` has to be at least 1 but is {batch_size}")
@@ -110,15 +104,30 @@ def answer_questions(
             scores[name].extend(score for (score,) in scorer.score(contexts[part], answers[part], DECODE))
     for name, own in scores.items():
         accuracy = sum(score.is_greedy for score in own) / len(own)
-        row = {
+        held = scorers[name].record.largest
+        yield {
             "cache": name,
             "accuracy": accuracy,
             "standard_error": math.sqrt(accuracy * (1 - accuracy) / len(own)),
             "token_accuracy": sum(score.num_greedy for score in own) / sum(score.num_tokens for score in own),
             "correct": [score.is_greedy for score in own],
+            "memory_at_end": None if held is None else memory_fields(held),
             "stats": dict(scorers[name].record.stats),
         }
-        yield row, scorers[name].record.largest
+
+
+def measure_file(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    caches: Sequence[str],
+    data_file: Path,
+    records: int | None = None,
+    questions: int | None = None,
+    batch_size: int = 1,
+) -> Iterator[dict[str, Any]]:
+    """Asks caches by their specs the questions of a file. Options are those of `evaluate_retrieval`."""
+    asked = read_questions(data_file, records)[:questions]
+    yield from answer_questions(model, tokenizer, asked, cache_factories(caches, model), batch_size=batch_size)
 
 
 @benchmark("retrieval", "{model} on {data_file}, {num_questions} questions")
@@ -148,5 +157,4 @@ def evaluate_retrieval(
     yield Settings(num_questions=len(asked))
     yield Content(device=loaded.device)
     with track_progress(-(-len(asked) // batch_size) * len(factories)) as announce:
-        for row, _ in answer_questions(loaded, tokenizer, asked, factories, announce, batch_size):
-            yield row
+        yield from answer_questions(loaded, tokenizer, asked, factories, announce, batch_size)

@@ -77,13 +77,9 @@ class ModelFacts:
 @dataclass(frozen=True, slots=True)
 class Prefill:
     """
-    A measured prefill, as one rank saw it.
-
-    Attributes:
-        seconds (`float`): from the barrier to the logits on the last rank, to the end of its part on others.
-        stats (`dict[str, int | float]`): see `RunaheadOutput`.
-        difference (`float`, *optional*):
-            Largest difference of the last token's logits from those of one rank, on the last rank, if that was done.
+    A prefill as one rank saw it: seconds from the barrier to the logits on the last rank, to the end of its part on
+    others; `stats` of `RunaheadOutput`; and on the last rank the largest difference of logits from those of one rank,
+    if that was done.
     """
 
     seconds: float
@@ -197,12 +193,8 @@ def time_messages(worker: Worker, source: int, num_bytes: int) -> list[float]:
 
 def measure_link(ranks: Ranks, facts: ModelFacts, longest: int) -> Link | None:
     """
-    Measures the slowest link of the chain: latency by messages of one token, bandwidth by those of the longest prefix.
-
-    Args:
-        ranks (`Ranks`): of one alone there is no link.
-        facts (`ModelFacts`): of their model.
-        longest (`int`): tokens of the longest prompt.
+    Measures the slowest link of the chain: latency by messages of one token, bandwidth by those of the longest prefix,
+    of prompts of `longest` tokens. Of one rank alone there is none.
     """
     links = []
     sizes = facts.bytes_per_token, max(facts.bytes_per_token * longest, _LEAST_BYTES)

@@ -47,13 +47,8 @@ class Worker:
 
 class Ranks:
     """
-    Ranks at work; used in a `with` statement. After an error they are of no further use: some may wait for others.
-
-    Args:
-        model (`str`): short name, folder or hub name of a model.
-        size (`int`): how many ranks.
-        dtype (`str`, *optional*): see `load_for_evaluation`.
-        num_threads (`int`, *optional*, defaults to 1): of every rank.
+    `size` ranks at work, used in a `with` statement. After an error they are of no further use: some may wait for
+    others.
 
     Raises:
         ValueError: if there is no rank, or the model cannot be loaded.
@@ -105,10 +100,8 @@ class Ranks:
     def call(self, operation: Callable[..., Any], *args: Any) -> list[Any]:
         """
         Calls `operation(worker, *args)`, a function of a module, on all ranks at once; returns the result of each.
-
-        Raises:
-            ValueError: for errors that a user can cause, as a rank raised them.
-            ChildProcessError: if a rank fails otherwise, or has ended.
+        Errors that a user can cause are a `ValueError`; if a rank fails otherwise, or has ended, a
+        `ChildProcessError`.
         """
         for rank, pipe in enumerate(self._pipes):
             try:

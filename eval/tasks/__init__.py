@@ -24,11 +24,8 @@ def task_files() -> dict[str, Path]:
 
 def find_task(task: str | Path, metadata: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
     """
-    A task, as lm-eval takes it, and the manager that loads it.
-
-    Args:
-        task (`str` or `Path`): A name of this project's tasks, a YAML file, or a name of lm-eval's.
-        metadata (`Mapping[str, Any]`, *optional*): What the task's loader is called with: `data_folder`, `records`.
+    A task of this project's, of a YAML file or of lm-eval's by its name, as lm-eval takes it, and the manager that
+    loads it; its loader is called with `metadata`: `data_folder`, `records`.
     """
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml

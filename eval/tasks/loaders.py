@@ -33,14 +33,8 @@ Row = dict[str, Any]
 @dataclass(frozen=True)
 class Source:
     """
-    Where the rows of a set are.
-
-    Args:
-        files (`Mapping[str, str]`): Each split's JSON lines. A set without `train` gives its first rows to it.
-        hub (`tuple[str, str | None]`): Path and name of the hub's data set.
-        hub_test (`str`): The hub's name of the split `test`.
-        convert (`Callable[[Row], Row]`): What lm-eval sees of a row, of a file or of the hub.
-        has_examples (`bool`): Whether the hub's split `train` is for examples.
+    The rows of a set: files of JSON lines by split (one without `train` gives its first rows to it), or path and name
+    of the hub's data set with its name of `test`; `convert` makes of a row what lm-eval sees.
     """
 
     files: Mapping[str, str]
@@ -184,11 +178,7 @@ def _questions(path: Path, records: int | None) -> datasets.DatasetDict:
 
 
 def passkey(
-    data_folder: str | None = None,
-    text_file: str | None = None,
-    words: int = 1500,
-    questions: int = 20,
-    **_: object,
+    data_folder: str | None = None, text_file: str | None = None, words: int = 1500, questions: int = 20, **_: object
 ) -> datasets.DatasetDict:
     """A number hidden in a text, at depths spread evenly from its beginning to its end."""
     path = Path(text_file) if text_file else _need_folder(data_folder, "the text") / "moby_dick" / "moby_dick.txt"

@@ -20,6 +20,7 @@ from sybil.parsers.markdown.lexers import FencedCodeBlockLexer
 from kvcache_plugins.cli import app
 from kvcache_plugins.cli.evaluate import LM_EVAL_COMMANDS
 from kvcache_plugins.eval.tasks import task_files
+from kvcache_plugins.lazy_imports import load
 from kvcache_plugins.registry import check_cache, parse_cache_spec, parse_option
 
 
@@ -33,9 +34,9 @@ SHELLS = ("bash", "console", "sh", "shell")
 # Options of launchers before `-m MODULE`; what follows the module is ours
 LAUNCHERS = {"torchrun": ("--nproc-per-node", "--nproc_per_node"), "accelerate": ("--num-processes", "--multi_gpu")}
 MODULES = {
-    "kvcache_plugins.kv_runahead": "kvcache_plugins.kv_runahead.__main__",
-    "kvcache_plugins.eval.gpu": "kvcache_plugins.eval.gpu.__main__",
-    "kvcache_plugins.eval.tables": "kvcache_plugins.eval.tables",
+    "kvcache_plugins.kv_runahead": "kvcache_plugins.kv_runahead.__main__:main",
+    "kvcache_plugins.eval.tables": "kvcache_plugins.eval.tables:main",
+    "kvcache_plugins.eval.gpu": "kvcache_plugins.eval.gpu:run_on_gpu",
 }
 # Modules without options
 BARE_MODULES = ("kvcache_plugins.contract",)
@@ -181,7 +182,7 @@ def check_module(name: str, words: list[str]) -> None:
         check_lm_eval(words)
         return
     command = typer.Typer(add_completion=False)
-    command.command()(import_module(MODULES[name]).main)
+    command.command()(load(MODULES[name]))
     parse(typer.main.get_command(command), words)
 
 

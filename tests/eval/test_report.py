@@ -28,6 +28,9 @@ def test_bits_of_a_method_share_a_line(cache, method):
     assert _method(cache) == method
 
 
+SETTINGS = {"text_file": "a.txt", "model": "m", "scored": 5, "prefix": 9, "chunk": None}
+
+
 def make_row(cache: str, percent: float, kl: float, shared: int = 0) -> dict[str, object]:
     memory = {"kv_percent": percent, "kv_percent_with_shared": percent + shared, "total_bytes": 100}
     memory |= {"shared": {"calibration": shared} if shared else {}}
@@ -36,10 +39,7 @@ def make_row(cache: str, percent: float, kl: float, shared: int = 0) -> dict[str
 
 def test_fidelity_is_drawn_with_and_without_what_is_shared(tmp_path):
     rows = [make_row("gear-t16", 15, 0.02), make_row("gear-c12", 11, 0.02, 6), make_row("gear-c16", 15, 0.006, 6)]
-    content = {
-        "settings": {"text_file": "a.txt", "model": "m", "scored": 5, "prefix": 9, "chunk": None},
-        "rows": rows,
-    }
+    content = {"settings": SETTINGS, "rows": rows}
     assert draw_result(content, tmp_path / "figure.png").stat().st_size > 1000
     (axes,) = _draw_fidelity(content).axes
     dotted = [line.get_xdata() for line in axes.get_lines() if line.get_linestyle() == ":"]
@@ -67,25 +67,17 @@ def test_steps_over_many_contexts_have_logarithmic_axes():
         _draw_steps({**content, "rows": alone})
 
 
-SETTINGS = {"text_file": "a.txt", "model": "m", "scored": 5, "prefix": 9, "chunk": None}
-
-
-def make_overview_row(cache: str, kl: float, percent: float = 20.0) -> dict[str, object]:
-    memory = {"kv_percent": percent, "total_bytes": 100}
-    return {"cache": cache, "kl": kl, "kl_spread": 0.001, "windows": [{}, {}], "memory_after_prefix": memory}
-
-
 def write(folder, name, rows, **settings):
     content = {"settings": {**SETTINGS, **settings}, "rows": rows}
     (folder / name).write_text(json.dumps(content), encoding="utf-8")
 
 
 def test_the_first_that_has_a_cache_counts(tmp_path):
-    write(tmp_path, "a.json", [make_overview_row("gear-t16", 0.1)])
-    write(tmp_path, "b.json", [make_overview_row("gear-t16", 0.2), make_overview_row("fp8", 0.3)])
+    write(tmp_path, "a.json", [make_row("gear-t16", 20, 0.1)])
+    write(tmp_path, "b.json", [make_row("gear-t16", 20, 0.2), make_row("fp8", 20, 0.3)])
     merged = merge_fidelity(tmp_path, ("a.json", "missing.json", "b.json"))
     assert {row["cache"]: row["kl"] for row in merged["rows"]} == {"gear-t16": 0.1, "fp8": 0.3}
-    write(tmp_path, "c.json", [make_overview_row("fp8", 0.3)], scored=6)
+    write(tmp_path, "c.json", [make_row("fp8", 20, 0.3)], scored=6)
     with pytest.raises(ValueError, match="not measured in the same way"):
         merge_fidelity(tmp_path, ("a.json", "c.json"))
 
@@ -94,7 +86,7 @@ def test_peers_have_lines_and_bits_of_their_own():
     names = [f"{family}-{bits}bit" for family in ("kivi", "quanto", "hqq", "gear") for bits in (2, 4)]
     names += [f"turboquant-{bits}bit" for bits in (2, 3, 4)] + ["llamacpp-q4_0", "llamacpp-q5_1", "llamacpp-q8_0"]
     names += [f"gear-t{percent}" for percent in (16, 22, 25, 30)] + ["fp8"]
-    rows = [make_overview_row(name, 0.1 / number, 10.0 + number) for number, name in enumerate(names, start=1)]
+    rows = [make_row(name, 10.0 + number, 0.1 / number) for number, name in enumerate(names, start=1)]
     (axes,) = _draw_fidelity({"settings": SETTINGS, "rows": rows}).axes
     legend = [text.get_text() for text in axes.get_legend().get_texts()]
     assert legend == ["kivi", "quanto", "hqq", "gear", "turboquant", "llamacpp", "gear-t", "fp8"]
@@ -104,7 +96,7 @@ def test_peers_have_lines_and_bits_of_their_own():
 
 def test_trellis_codes_and_parts_are_in_tables_alone():
     names = ("gear-t16", "gear-t16-trellis", "gear-t22:quantizer=trellis", "kcvt-4bit", "llamacpp-q4_0")
-    drawn = select_drawn({"rows": [make_overview_row(name, 0.1) for name in names]})
+    drawn = select_drawn({"rows": [make_row(name, 20, 0.1) for name in names]})
     assert [row["cache"] for row in drawn["rows"]] == ["gear-t16", "llamacpp-q4_0"]
 
 
@@ -130,4 +122,4 @@ def test_a_report_draws_what_it_prints(name, tmp_path):
 def test_no_figure_of_other_results(tmp_path) -> None:
     options = [str(RESULTS / "memory_4096_smollm2.json"), "--figures", str(tmp_path)]
     finished = CliRunner().invoke(cli.app, ["eval", "report", *options])
-    assert finished.exit_code == 2 and "`bench llama-cpp` or `eval fidelity` only" in finished.stderr
+    assert finished.exit_code == 2 and "`bench step` or `eval fidelity` only" in finished.stderr

@@ -91,7 +91,7 @@ def test_tables_and_figures(config: Path, tmp_path: Path) -> None:
     assert result.stdout.count("| `gear-2bit` |") == 3
     assert "kvcache-plugins eval sweep small.yaml --only 'book/" in result.stdout
     names = sorted(path.name.split("llama")[0] for path in (tmp_path / "figures").iterdir())
-    assert [name.split("-")[1] for name in names] == ["book", "book", "drift", "drift", "pairs"]
+    assert [name.split("-")[1] for name in names] == ["book", "drift", "drift", "pairs"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "figures").iterdir())
 
 
@@ -156,7 +156,7 @@ def test_a_task_of_lm_eval(config: Path, saved_with_tokenizer: Callable[..., str
         ({"measures": {"x": {"fidelity": {}, "windows": 2}}}, "measure `x`: the options of `fidelity` stand in it"),
         ({"measures": {"x": {"fidelity": {"widnows": 2}}}}, "`fidelity` has no option widnows. It has text_file"),
         ({"measures": {"x": {"fidelity": {"text_file": "$NO_SUCH/a"}}}}, "environment variable that is not set"),
-        ({"measures": {"x": {"perplexity": {}}}}, "`text_file`, or `data_file` of retrieval, is missing"),
+        ({"measures": {"x": {"perplexity": {}}}}, "`perplexity` needs `text_file`, which is missing"),
     ],
 )
 def test_what_is_wrong_is_named(config: Path, change: dict[str, object], complaint: str) -> None:

@@ -41,7 +41,8 @@ def count(name, num_prompts, num_steps, mode=""):
     Compilations by kernel, after prompts of many lengths and after the steps that follow the first. The mode is
     `"padded"`, `"warm"` for a cache that is warmed up before its first prompt, or neither.
     """
-    from kvcache_plugins.eval.machine_code import stand_in_driver
+    from stand_in import stand_in_driver
+
     from kvcache_plugins.registry import create_cache
 
     lengths = [random.Random(number).randint(70, 400) for number in range(num_prompts)]

@@ -133,7 +133,8 @@ class Recorded(TorchDispatchMode):
 @torch.no_grad()
 def check(name, num_steps):
     """Writes how many launches and operations a step of a layer has."""
-    from kvcache_plugins.eval import machine_code
+    import stand_in
+
     from kvcache_plugins.triton_kernels.attention.combine import combine_kernel
     from kvcache_plugins.triton_kernels.transform_coding.attend_kernel import attend_kernel
     from kvcache_plugins.triton_kernels.transform_coding.code_rows import code_rows_kernel
@@ -160,14 +161,14 @@ def check(name, num_steps):
             query = states.new_zeros(len(padding), 4, count, 64)
             torch.nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=count > 1, enable_gqa=True)
 
-    with machine_code.stand_in_driver() as stand_in, patch.object(machine_code._Kernel, "run", run):
+    with stand_in.stand_in_driver() as driver, patch.object(stand_in._Kernel, "run", run):
         attend_to(100)
         for _ in range(num_steps):
             launches.clear()
             with Recorded() as mode:
                 attend_to(1)
             steps.append((list(launches), mode.operations))
-            compiled.append(len(stand_in.compilations))
+            compiled.append(len(driver.compilations))
     first_launches, first_operations = steps[2]
     assert [kernel for kernel, _ in first_launches] == 2 * [
         *2 * ["code_rows_kernel"],

@@ -50,7 +50,7 @@ app = make_app(
         "ls": "kvcache_plugins.cli.evaluate:ls",
         "validate": "kvcache_plugins.cli.evaluate:validate",
         "fidelity": "kvcache_plugins.eval.measures.fidelity:evaluate_fidelity",
-        "perplexity": "kvcache_plugins.eval.measures.perplexity:evaluate_perplexity",
+        "perplexity": "kvcache_plugins.eval.measures.fidelity:evaluate_perplexity",
         "retrieval": "kvcache_plugins.eval.measures.retrieval:evaluate_retrieval",
         "sweep": "kvcache_plugins.cli.evaluate:sweep",
         "report": "kvcache_plugins.eval.report:write_report",

@@ -74,8 +74,7 @@ def main(
     text = inputs.read_prompt(prompt, prompt_file)
     from transformers import TextStreamer
 
-    from kvcache_plugins.eval.measures.comparison import summary_line
-    from kvcache_plugins.eval.measures.generation import generate_with, generation_fields
+    from kvcache_plugins.eval.measures.comparison import generate_with, generation_fields, summary_line
 
     loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
     token_ids = inputs.encode_prompt(tokenizer, text, chat)

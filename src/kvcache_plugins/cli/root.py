@@ -36,7 +36,7 @@ Examples:
     kvcache-plugins bench kernels
 """
 
-_BENCH_HELP = """Benchmarks of attention, decode steps, memory and prefixes.
+_BENCH_HELP = """Benchmarks of attention, decode steps, prompts and memory.
 
 Each writes its numbers as JSON: to a file with --out, to standard output with --json (`gpu`: files in a folder).
 
@@ -83,10 +83,8 @@ bench = make_app(
         "kernels": "kvcache_plugins.eval.benchmarks.kernels:benchmark_kernels",
         "memory": "kvcache_plugins.eval.benchmarks.memory:benchmark_memory",
         "prompts": "kvcache_plugins.eval.benchmarks.prompts:benchmark_prompts",
-        "store": "kvcache_plugins.eval.benchmarks.store:benchmark_store",
-        "llama-cpp": "kvcache_plugins.eval.benchmarks.llama_cpp:benchmark_llama_cpp",
         "machine-code": "kvcache_plugins.eval.benchmarks.machine_code:benchmark_machine_code",
-        "gpu": "kvcache_plugins.eval.gpu.command:run_on_gpu",
+        "gpu": "kvcache_plugins.eval.gpu:run_on_gpu",
         "runahead": "kvcache_plugins.eval.runahead.benchmark:benchmark_runahead",
     },
     _BENCH_HELP,

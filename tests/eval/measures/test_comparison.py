@@ -8,8 +8,8 @@ from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins import create_cache, register_cache, registry
 from kvcache_plugins.console.inputs import encode_prompt
-from kvcache_plugins.eval.measures.comparison import compare_caches, first_difference
-from kvcache_plugins.eval.measures.generation import TokenTimer, generate_with
+from kvcache_plugins.eval.harness import TokenTimer
+from kvcache_plugins.eval.measures.comparison import compare_caches, first_difference, generate_with
 
 
 Reference = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -120,13 +120,12 @@ def test_sampling_depends_on_the_seed_alone(tiny_llama: PreTrainedModel, prompt:
 
 
 def test_timer_leaves_the_first_decoded_token_out() -> None:
-    # prompt, first token after 5, a slow warm-up of 9, then 1, 2 and 3
+    # start, first token after 5, a slow warm-up of 9, then 1, 2 and 3
     clock = iter([10.0, 15.0, 24.0, 25.0, 27.0, 30.0])
     tokens = []
     timer = TokenTimer(on_token=lambda: tokens.append(1), clock=lambda: next(clock))
-    for _ in range(6):
-        timer.put(torch.tensor([1]))
-    timer.end()
+    for _ in range(5):
+        assert not timer(torch.zeros(1, 1), None).any()
     assert timer.prefill_seconds == 5
     assert timer.seconds_per_token == 2
     assert len(tokens) == 5

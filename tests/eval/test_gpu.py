@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcache_plugins.eval.gpu import command, parts
-from kvcache_plugins.eval.gpu.command import TINY
-from kvcache_plugins.eval.gpu.report import PartialReport, Run, TimeBox
+from kvcache_plugins import create_cache
+from kvcache_plugins.console import results
+from kvcache_plugins.eval import gpu
+from kvcache_plugins.eval.benchmark import Result, TimeIsUpError
+from kvcache_plugins.eval.gpu import TINY, Budget, Run, TimeBox, measure_largest_batch, run_batch
 from kvcache_plugins.gear.kernel_check import MismatchError
 from kvcache_plugins.registry import describe_caches
 
@@ -40,7 +42,7 @@ def replace_children(monkeypatch):
 
 
 def run_tiny(part: str, folder: Path) -> None:
-    command.run_on_gpu(out=folder, limit=300.0, tiny=True, part=part)
+    gpu.run_on_gpu(out=folder, limit=300.0, tiny=True, part=part)
 
 
 def test_attention_alone(tmp_path, triton_kernels):
@@ -60,11 +62,11 @@ def test_every_preset_is_checked(tmp_path, triton_kernels):
     assert [row["cache"] for row in content["rows"]] == list(TINY["presets"]["presets"])
     assert all(0 < row["relative_error"] < 5e-3 for row in content["rows"])
     ours = [entry.name for entry in describe_caches() if str(entry.factory).endswith(":GEARCache")]
-    assert len(ours) > 9 and {*ours} <= {*parts.PRESETS}
+    assert len(ours) > 9 and {*ours} <= {*gpu.PRESETS}
 
 
 def test_shares_of_the_time_are_all_of_it():
-    assert sum(share for _, share in command.PARTS.values()) == pytest.approx(1.0)
+    assert sum(share for _, share in gpu.PARTS.values()) == pytest.approx(1.0)
 
 
 def test_steps_of_a_model(tmp_path, triton_kernels):
@@ -115,14 +117,14 @@ def test_largest_batch(tmp_path, triton_kernels):
 
 
 def test_a_mismatch_is_noted_and_not_timed(tmp_path, triton_kernels, monkeypatch):
-    add = parts.Contest.add
+    add = gpu.Contest.add
 
     def wrong(self, cache_name):
         if cache_name == "gear-2bit":
             raise MismatchError("gear-2bit is wrong by 1.0e+00: not timed")
         add(self, cache_name)
 
-    monkeypatch.setattr(parts.Contest, "add", wrong)
+    monkeypatch.setattr(gpu.Contest, "add", wrong)
     run_tiny("attention", tmp_path)
     content = read(tmp_path, "gpu_attention_large")
     assert "gear-2bit is wrong" in content["failures"][0]["reason"]
@@ -143,11 +145,11 @@ def test_parts_that_fail_or_hang_do_not_end_the_run(tmp_path, replace_children):
             raise subprocess.CalledProcessError(-11, command)
 
     replace_children(run)
-    command.run_on_gpu(out=tmp_path, limit=500.0, tiny=True)
-    assert [command[command.index("--part") + 1] for command in commands] == list(command.PARTS)
+    gpu.run_on_gpu(out=tmp_path, limit=500.0, tiny=True)
+    assert [command[command.index("--part") + 1] for command in commands] == list(gpu.PARTS)
     assert all("--tiny" in command for command in commands)
     content = read(tmp_path, "gpu_run")
-    assert [row["part"] for row in content["rows"]] == list(command.PARTS)
+    assert [row["part"] for row in content["rows"]] == list(gpu.PARTS)
     # What a part leaves goes to the next one
     assert [round(row["limit"]) for row in content["rows"]] == [80, 150, 250, 320, 375, 440, 500]
     reasons = {failure["what"]: failure["reason"] for failure in content["failures"]}
@@ -162,8 +164,8 @@ def test_outcomes_of_tests_are_counted(tmp_path):
         '<testcase classname="a" name="c"><skipped/></testcase>'
         '<testcase classname="a" name="d"><failure message="assert 1 == 2"/></testcase></testsuite></testsuites>'
     )
-    report = PartialReport(tmp_path / "checks.json", "checks", torch.device("cpu"), {})
-    assert parts.count_outcomes(tmp_path / "r.xml", report) == {"passed": 1, "failed": 1, "skipped": 1}
+    report = Result("checks", {}, tmp_path / "checks.json")
+    assert gpu.count_outcomes(tmp_path / "r.xml", report) == {"passed": 1, "failed": 1, "skipped": 1}
     assert report.failures == [{"what": "a::d", "reason": "assert 1 == 2"}]
 
 
@@ -172,18 +174,94 @@ def test_tests_without_time_are_skipped(tmp_path, replace_children):
         raise subprocess.TimeoutExpired(command, timeout)
 
     replace_children(run)
-    parts.run_tests(Run(tmp_path, torch.device("cpu"), TimeBox(10.0)))
+    gpu.run_tests(Run(tmp_path, torch.device("cpu"), TimeBox(10.0)))
     assert read(tmp_path, "gpu_checks")["failures"] == [{"what": "tests", "reason": "skipped: time"}]
 
 
 def test_the_tests_that_are_run_are_there():
-    root = Path(__file__).resolve().parents[3]
-    assert all((root / path).is_file() for path in parts.TESTS)
+    root = Path(__file__).resolve().parents[2]
+    assert all((root / path).is_file() for path in gpu.TESTS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_whole_run_wants_a_gpu(tmp_path):
     with pytest.raises(ValueError, match="no CUDA device"):
-        command.run_on_gpu(out=tmp_path)
+        gpu.run_on_gpu(out=tmp_path)
     with pytest.raises(ValueError, match="`part` has to be one of"):
-        command.run_on_gpu(out=tmp_path, part="nonsense")
+        gpu.run_on_gpu(out=tmp_path, part="nonsense")
+
+
+# The largest batch is the first that fits of those that are tried
+
+CONTEXT, STEPS = 64, 3
+
+
+@pytest.mark.parametrize("name", ["dynamic", "gear-4bit"])
+def test_a_batch_that_exceeds_the_budget_does_not_fit(name, tiny_llama):
+    rows = []
+    for num_bytes in (10**8, 10**4):
+        budget = Budget(num_bytes, torch.device("cpu"))
+        with torch.inference_mode(), budget.enforce():
+            rows.append(run_batch(tiny_llama, create_cache(name, tiny_llama), 3, CONTEXT, STEPS, budget))
+    row, too_large = rows
+    assert too_large is None and row["largest_batch"] == 3 and row["tokens_per_s"] > 0
+    assert 3 * row["bytes_per_sequence"] == row["cache_bytes"] == row["peak_bytes"] <= 10**8
+
+
+@torch.inference_mode()
+def test_compression_makes_room_for_more(tiny_llama):
+    # A dense sequence: 2 layers, keys and values, 2 heads of 32 channels in float32
+    budget = Budget(2 * 2 * 2 * 2 * 32 * 4 * (CONTEXT + STEPS), torch.device("cpu"))
+
+    def largest(name):
+        create = lambda: create_cache(name, tiny_llama)  # noqa: E731
+        row = measure_largest_batch(tiny_llama, create, CONTEXT, STEPS, budget, TimeBox(60))
+        assert [fits for _, fits in row["trials"]] == [False] * (len(row["trials"]) - 1) + [True]
+        return row["largest_batch"]
+
+    assert largest("dynamic") == 2 < largest("gear-2bit")
+
+
+# A result is whole after every change, an error becomes a line of it, and time ends what is not begun
+
+
+@pytest.fixture
+def report(tmp_path):
+    return Result("kernels", {"rounds": 3}, tmp_path / "folder" / "r.json")
+
+
+def test_an_error_is_noted_and_what_follows_goes_on(report):
+    report.save()
+    assert read(report.path.parent, "r")["rows"] == read(report.path.parent, "r")["failures"] == []
+    with report.attempt("first"):
+        raise RuntimeError("no\nkernel")
+    with report.attempt("second"):
+        raise TimeIsUpError
+    with report.attempt("third"):
+        report.add({"name": "third"})
+    first, second = read(report.path.parent, "r")["failures"]
+    assert first["what"] == "first" and first["reason"].startswith("RuntimeError: no kernel (test_gpu.py:")
+    assert second == {"what": "second", "reason": "skipped: time"}
+    assert read(report.path.parent, "r")["rows"] == [{"name": "third"}]
+    assert {"benchmark", "commit", "date", "device", "versions", "settings"} <= set(read(report.path.parent, "r"))
+    with pytest.raises(KeyboardInterrupt), report.attempt("it"):
+        raise KeyboardInterrupt
+    assert len(read(report.path.parent, "r")["failures"]) == 2
+
+
+def test_a_step_wants_time_for_one_and_a_half_of_the_longest():
+    box = TimeBox(10.0)
+    box.longest = 7.0
+    box.require(1.0)
+    with pytest.raises(TimeIsUpError), box.step():
+        pytest.fail("begun")
+    with pytest.raises(TimeIsUpError), TimeBox(-1.0).step():
+        pytest.fail("begun")
+
+
+def test_an_installed_package_is_told_its_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "__file__", str(tmp_path / "report.py"))
+    monkeypatch.delenv("KVCACHE_PLUGINS_COMMIT", raising=False)
+    assert results.provenance(torch.device("cpu"))["commit"] is None
+    monkeypatch.setenv("KVCACHE_PLUGINS_COMMIT", "abc123")
+    assert results.provenance(torch.device("cpu"))["commit"] == "abc123 (told)"

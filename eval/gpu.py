@@ -1,0 +1,681 @@
+"""Every check and benchmark that wants a GPU, in one run of less than ten minutes.
+
+    kvcache-plugins bench gpu --out FOLDER
+
+Seven parts, each in a process of its own, so that one that crashes or hangs takes nothing with it:
+
+- `checks`: the kernels' tests, on the GPU;
+- `presets`: attention of every GEAR preset over what it has stored of a prompt and of decoded tokens;
+- `attention`: decode attention alone, from compressed storage and by PyTorch's own kernels;
+- `step`: whole decode steps of a model with the shapes of an 8B Llama and random weights, caches taking turns;
+- `captured`: the same steps of GEAR caches as CUDA graphs, beside those without;
+- `infinigen`: decode steps over 32768 tokens in host memory, against offloading all of them and having all at hand;
+- `batch`: the largest batch that fits into 40 GiB, its throughput and its peak.
+
+What does not agree with plain PyTorch is not timed. Every part writes its JSON
+files row by row and has its share of the time; what it leaves goes to those after it. What failed, and what was
+skipped for want of time, stands in the files too. The sizes of a run are the defaults of the parts' functions.
+
+Three caches tell what InfiniGen's transfers cost. `offloaded`, Transformers' own, brings every layer's keys and values
+to the GPU at every step. The same InfiniGen cache with its pool in the GPU's memory does everything that it otherwise
+does, choosing included, but moves nothing over the bus: what is left between the two is what the bus costs. `dynamic`
+is dense.
+
+A batch fits if its cache is filled and `steps` tokens are decoded without the allocator running out: a chunk of
+decoded tokens has to be compressed on the way. The model reads one sequence, and `batch_repeat_interleave` makes the
+cache the batch's, as for many continuations of one prompt; every sequence has its own bytes.
+"""
+
+import gc
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers import AutoModelForCausalLM, Cache, LlamaConfig, PreTrainedModel, StaticCache
+
+from kvcache_plugins import InfiniGenCache
+from kvcache_plugins.gear.kernel_check import MismatchError, require_close_layers
+from kvcache_plugins.gear.transform.calibration import calibrate_transform
+from kvcache_plugins.infinigen.layer import InfiniGenLayer
+from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.option_checks import check_choice
+from kvcache_plugins.registry import create_cache, describe_caches, parse_cache_spec
+from kvcache_plugins.reports.memory import measure_memory
+
+from .benchmark import Result, TimeIsUpError, say
+from .benchmarks.kernels import BACKENDS, CACHES, Contest, Shape
+from .benchmarks.step import step_rows, time_steps
+from .harness import cache_stats, spread, take_turns, time_call
+
+
+DTYPE = torch.bfloat16
+Fields = Mapping[str, int]
+
+
+class TimeBox:
+    """A limit of so many seconds, from now on, on what is still begun."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+        # Seconds of the longest step so far
+        self.longest = 0.0
+
+    @property
+    def left(self) -> float:
+        """Seconds left, negative when time is up."""
+        return self._end - time.monotonic()
+
+    def require(self, margin: float = 1.5) -> None:
+        """Raises a `TimeIsUpError` if less is left than `margin` times the longest step so far."""
+        if self.left < margin * self.longest:
+            raise TimeIsUpError
+
+    @contextmanager
+    def step(self, margin: float = 1.5) -> Iterator[None]:
+        """Enters a step, if there is time for it."""
+        self.require(margin)
+        start = time.monotonic()
+        yield
+        self.longest = max(self.longest, time.monotonic() - start)
+
+    def share(self, count: int) -> "TimeBox":
+        """Makes the box of the first of `count` things that share what is left."""
+        return TimeBox(self.left / count)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A part's run: where its files go, on which device it is, and its time."""
+
+    out: Path
+    device: torch.device
+    box: TimeBox
+
+    def open(self, name: str, kind: str, model: Fields | None = None, **settings: Any) -> Result:
+        """Opens the result `gpu_{name}.json`, measured on a model with random weights if there is one."""
+        if model is not None:
+            settings = {"weights": "random", **model, **settings, "dtype": str(DTYPE).removeprefix("torch.")}
+        result = Result(kind, settings, self.out / f"gpu_{name}.json", {"device": self.device})
+        result.save()
+        return result
+
+
+def llama(vocab: int, width: int, inner: int, layers: int, heads: int, key_heads: int, tokens: int) -> Fields:
+    """Makes the fields of a `LlamaConfig`."""
+    sizes = {"vocab_size": vocab, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": key_heads}
+    return {**sizes, **heads_of, "max_position_embeddings": tokens}
+
+
+LLAMA_8B = llama(128256, 4096, 14336, 32, 32, 8, 131072)
+# With its heads, so that what is compiled is needed again
+TWO_LAYERS = llama(1000, 1024, 1024, 2, 8, 2, 4096)
+TESTS = (
+    "tests/triton_kernels/test_attention.py",
+    "tests/triton_kernels/test_rows.py",
+    "tests/triton_kernels/test_static_steps.py",
+    "tests/gear/transform/test_coding_kernels.py",
+    "tests/triton_kernels/test_gather.py",
+    "tests/infinigen/test_on_gpu.py",
+)
+# One of each kind of kernel goes before its relatives, all that are registered
+_FIRST = (
+    *("gear", "gear-2bit", "gear-c16", "kivi-2bit", "gear-t16:quantizer=trellis", "gear-c16:quantizer=trellis"),
+    *("gear-k4v3", "gear-4bit", "gear-t16", "gear-l-2bit", "kcvt-4bit", "per-token-2bit"),
+)
+_REGISTERED = (entry.name for entry in describe_caches() if str(entry.factory).endswith(":GEARCache"))
+PRESETS = tuple(dict.fromkeys((*_FIRST, *_REGISTERED)))
+# The acceptance's shape first: what time is left goes to the others
+SHAPES = {
+    "large": Shape(batch_size=16, context=32768),
+    "medium": Shape(batch_size=4, context=16384),
+    "small": Shape(batch_size=1, context=4096),
+}
+# Whole steps: the most wanted come first, the first being the measure
+STEP_CACHES = (
+    *("dynamic", "gear", "gear-2bit", "gear-4bit", "kivi-2bit", "static"),
+    *("quanto-4bit", "quanto-2bit", "hqq-4bit", "hqq-2bit"),
+)
+# More than a chunk, so that every cache compresses one on the way
+STEPS = 72
+# Processes that share the tests: kernels are compiled for nearly every one, which is work for CPUs
+_TEST_PROCESSES = "8"
+# Presets in calibrated bases, and tokens of a calibration: half of them have to span the channels of a head
+_CALIBRATED, _CALIBRATION_TOKENS = "gear-c", 512
+# Tokens of a static cache, and steps until a graph of it is captured
+_CAPACITY, _NUM_WARM = 8192, 3
+
+
+def build_llama(fields: Fields, device: torch.device, dtype: torch.dtype = DTYPE) -> PreTrainedModel:
+    """Builds a Llama of any size with random weights on the device: nothing is downloaded or copied."""
+    config = LlamaConfig(**fields, bos_token_id=None, eos_token_id=None)  # type: ignore[arg-type]
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+
+
+def random_tokens(model: PreTrainedModel, count: int, batch_size: int = 1) -> torch.Tensor:
+    """Draws tokens `[batch_size, count]`."""
+    return torch.randint(model.config.vocab_size, (batch_size, count), device=model.device)
+
+
+def add_timed(report: Result, rows: Sequence[dict[str, Any]]) -> None:
+    """Adds rows of timings, and says their medians and quartiles."""
+    for row in rows:
+        lower, median, upper = (1e3 * row[key] for key in ("lower_quartile_s", "median_s", "upper_quartile_s"))
+        report.add(row, f"{row.get('cache', row.get('name'))}: {median:.3f} ms ({lower:.3f} to {upper:.3f})")
+
+
+def run_tests(run: Run, tests: Sequence[str] = TESTS) -> None:
+    """Runs the kernels' tests: how many passed, and which did not."""
+    report = run.open("checks", "checks", tests=" ".join(tests))
+    command = [sys.executable, "-m", "pytest", *tests, "-q", "-p", "no:cacheprovider"]
+    if run.device.type == "cuda" and find_spec("xdist") is not None:
+        command += ["--numprocesses", _TEST_PROCESSES, "--dist", "worksteal"]
+    with tempfile.TemporaryDirectory() as folder, report.attempt("tests"):
+        results = Path(folder) / "results.xml"
+        try:
+            subprocess.run([*command, f"--junitxml={results}"], check=False, timeout=max(run.box.left, 1))
+        except subprocess.TimeoutExpired as error:
+            raise TimeIsUpError from error
+        report.add(count_outcomes(results, report))
+
+
+def count_outcomes(results: Path, report: Result) -> dict[str, int]:
+    """Counts tests by outcome, from pytest's file. Failed ones are noted in the report."""
+    outcomes = {"passed": 0, "failed": 0, "skipped": 0}
+    for case in ElementTree.parse(results).iter("testcase"):
+        children = {child.tag: child for child in case}
+        failure = next((children[tag] for tag in ("failure", "error") if tag in children), None)
+        if failure is not None:
+            report.fail(f"{case.get('classname')}::{case.get('name')}", (failure.get("message") or "")[:300])
+        outcomes["failed" if failure is not None else "skipped" if "skipped" in children else "passed"] += 1
+    return outcomes
+
+
+def run_presets(
+    run: Run, presets: Sequence[str] = PRESETS, model: Fields = TWO_LAYERS, tokens: Sequence[int] = (600, 64, 1)
+) -> None:
+    """
+    Checks every preset's attention over what it stores, a row for each that is right.
+
+    A preset reads a prompt, decoded tokens at once that the update after them compresses, and one more. What attention
+    makes of that is held against plain PyTorch from the same storage.
+    """
+    report, network = run.open("presets", "presets", model), build_llama(model, run.device)
+    for name in presets:
+        with report.attempt(name), run.box.step():
+            start, cache = time.monotonic(), create_preset(name, network)
+            with torch.inference_mode():
+                for count in tokens:
+                    network(random_tokens(network, count), **as_argument(cache), logits_to_keep=1)
+                error = require_close_layers(name, cache, network.config.num_attention_heads)
+            stats = cache_stats(cache)
+            if error is None or stats["kernel_fallbacks"] or not stats["fused_calls"]:
+                raise MismatchError(f"{name} was not computed by the kernels: {stats}")
+            row = {"cache": name, "relative_error": error, "seconds": time.monotonic() - start}
+            report.add(row, f"{name}: relative error {error:.1e}")
+
+
+def create_preset(name: str, model: PreTrainedModel) -> Cache:
+    """Creates a preset's cache; those in calibrated bases share a calibration of the model."""
+    options: dict[str, Any] = {"calibration": _calibrate(model)} if name.startswith(_CALIBRATED) else {}
+    return create_cache(name, model, **options)
+
+
+@lru_cache(maxsize=1)
+def _calibrate(model: PreTrainedModel) -> Any:
+    return calibrate_transform(model, [random_tokens(model, _CALIBRATION_TOKENS)[0]], num_draws=1)
+
+
+@torch.inference_mode()
+def time_attention(
+    run: Run,
+    shapes: Mapping[str, Shape] = SHAPES,
+    caches: Sequence[str] = (*CACHES, "gear-t16", "gear-t16:quantizer=trellis"),
+    rounds: int = 50,
+) -> None:
+    """Times decode attention alone, a file a shape. What is not right is not timed; the others are."""
+    for name, shape in shapes.items():
+        title = f"attention, {shape.batch_size} x {shape.context} tokens"
+        say(title)
+        report = run.open(f"attention_{name}", "kernels")
+        # Most of a step goes into compiling the configurations to choose from, the first time
+        with report.attempt(title):
+            run.box.require()
+            contest = Contest(shape, DTYPE, run.device)
+            report.settings.update(contest.settings(rounds))
+            for backend in BACKENDS if run.device.type == "cuda" else ():
+                with report.attempt(backend):
+                    contest.add_backend(backend)
+            for cache_name in caches:
+                with report.attempt(cache_name), run.box.step():
+                    contest.add(cache_name)
+            add_timed(report, contest.run(rounds))
+
+
+@torch.inference_mode()
+def time_whole_steps(
+    run: Run, model: Fields = LLAMA_8B, context: int = 4096, steps: int = STEPS, caches: Sequence[str] = STEP_CACHES
+) -> None:
+    """Times whole decode steps of a model at batch 1, caches taking turns."""
+    report, network = run.open("step", "step", model, steps=steps), build_llama(model, run.device)
+    # One decoded token goes before those that are timed
+    read, token, fed = random_tokens(network, context + 1 + steps).split((context, 1, steps), dim=1)
+    filled: dict[str, Cache] = {}
+    prefill_seconds: dict[str, float] = {}
+    for name in caches:
+        say(f"step: {name} reads {context} tokens")
+        with report.attempt(name), run.box.step(2):
+            # The first time is for what is compiled
+            for _ in range(2):
+                if name == "static":
+                    cache: Cache = StaticCache(config=network.config, max_cache_len=context + 1 + steps)
+                else:
+                    cache = create_cache(name, network)
+                prefill = partial(network, read, **as_argument(cache), logits_to_keep=1)
+                prefill_seconds[name] = time_call(prefill, network.device)
+            network(token, **as_argument(cache))
+            require_close_layers(name, cache, network.config.num_attention_heads)
+            filled[name] = cache
+    seconds, _ = time_steps(network, filled, fed, report.attempt, run.box.left)
+    rows = step_rows(seconds, filled, context)
+    add_timed(
+        report,
+        [{**row, "tokens_per_s": 1 / row["median_s"], "prefill_s": prefill_seconds[row["cache"]]} for row in rows],
+    )
+    for name, times in seconds.items():
+        if len(times) < steps:
+            report.fail(f"{name}, steps after {len(times)}", "skipped: time, or what stands above")
+
+
+@torch.no_grad()
+def time_captured(
+    run: Run,
+    model: Fields = LLAMA_8B,
+    context: int = 4096,
+    steps: int = STEPS,
+    caches: Sequence[str] = ("gear", "gear-t16"),
+) -> None:
+    """Times whole steps at batch 1, captured as CUDA graphs and not; that tokens are the same is one of the checks."""
+    report, network = run.open("captured", "captured", model, steps=steps), build_llama(model, run.device)
+    read, token, fed = random_tokens(network, context + 1 + steps).split((context, 1, steps), dim=1)
+    options = {"mode": "reduce-overhead"} if run.device.type == "cuda" else {"backend": "eager"}
+    compiled: Any = torch.compile(network.__call__, fullgraph=True, **options)  # type: ignore[call-overload]
+    filled: dict[str, Cache] = {}
+
+    def step(name: str, number: int) -> None:
+        ids = fed[:, number : number + 1] if number >= 0 else token
+        (compiled if ", " in name else network)(ids, **as_argument(filled[name]))
+
+    for name in ("dynamic", *(each for cache in caches for each in (cache, f"{cache}, captured"))):
+        with report.attempt(name), run.box.step(2):
+            preset, _, way = name.partition(", ")
+            filled[name] = create_cache(preset, network, **({"max_cache_len": _CAPACITY} if way else {}))
+            network(read, **as_argument(filled[name]), logits_to_keep=1)
+            # What is compiled and recorded is so before the first turn
+            for _ in range(_NUM_WARM):
+                step(name, -1)
+    functions = {name: partial(step, name) for name in filled}
+    clock = partial(time_call, device=run.device)
+    seconds = take_turns(functions, clock, steps, seconds=run.box.left, guard=report.attempt)
+    add_timed(report, step_rows(seconds, filled, context))
+
+
+# Memory: InfiniGen beside full offloading, and the largest batch of a budget
+
+RESIDENT = ", all resident"
+# Tokens decoded before those that are timed: kernels are compiled, a run of tokens moves into the pool
+_WARM_STEPS = 3
+# Of the batch that would fill the budget with its caches alone
+SHARES = (1.0, 0.975, 0.95, 0.925, 0.9, 0.85, 0.8, 0.7, 0.6, 0.4, 0.2, 0.0)
+LLAMA_2_7B = llama(32000, 4096, 11008, 32, 32, 32, 65536)
+
+
+@torch.inference_mode()
+def measure_offloading(
+    run: Run,
+    model: Fields = LLAMA_2_7B,
+    context: int = 32768,
+    steps: int = 40,
+    # Random weights attend broadly, so the default rule always fetches the most that it may, a fifth: its worst case.
+    # A twentieth is about what it fetches of a trained model's long contexts
+    caches: Sequence[str] = ("dynamic", "infinigen", "offloaded", "infinigen-gear", "infinigen:share=0.05"),
+) -> None:
+    """Times InfiniGen beside what it stands in for; that it is exact where all is fetched is one of the checks."""
+    report = run.open("infinigen", "offloading", model, steps=steps)
+    network = build_llama(model, run.device)
+    read, fed = random_tokens(network, context + steps).split((context, steps), dim=1)
+    # One cache after the other: two long contexts may not fit beside each other
+    for index, spec in enumerate(caches):
+        say(f"offloading: {spec} reads {context} tokens")
+        box = run.box.share(len(caches) - index)
+        with report.attempt(spec), box.step():
+            name, options = parse_cache_spec(spec)
+            if name.startswith("infinigen"):
+                options["track_times"] = True
+            cache = create_cache(name, network, **options)
+            prefill = time_call(partial(network, read, **as_argument(cache), logits_to_keep=1), run.device)
+            for token in fed[:, :_WARM_STEPS].split(1, dim=1):
+                network(token, **as_argument(cache))
+            _time_steps(spec, report, network, cache, fed, context, box, prefill_s=prefill)
+            if isinstance(cache, InfiniGenCache):
+                for layer in cache.layers:
+                    if isinstance(layer, InfiniGenLayer) and layer.pool is not None:
+                        layer.pool.map(partial(torch.Tensor.to, device=layer.device))
+                network(fed[:, :1], **as_argument(cache))
+                _time_steps(spec + RESIDENT, report, network, cache, fed, context, box)
+                cache.detach()
+        gc.collect()
+        if run.device.type == "cuda":
+            torch.cuda.empty_cache()
+    medians = {row["cache"]: row["median_s"] for row in report.rows}
+    for row in report.rows:
+        resident = medians.get(row["cache"] + RESIDENT)
+        if resident is not None:
+            row["time_against_resident"] = row["median_s"] / resident
+        if "offloaded" in medians:
+            row["speed_against_offloaded"] = medians["offloaded"] / row["median_s"]
+    report.save()
+
+
+def _time_steps(
+    name: str,
+    report: Result,
+    model: PreTrainedModel,
+    cache: Cache,
+    fed: torch.Tensor,
+    context: int,
+    box: TimeBox,
+    **more: Any,
+) -> None:
+    """Adds a row of the steps of a cache; three at least, however long they take."""
+    before: Mapping[str, Any] = dict(cache.stats()) if isinstance(cache, InfiniGenCache) else {}
+    seconds: list[float] = []
+    for token in fed.split(1, dim=1):
+        if len(seconds) > 2 and box.left <= 0:
+            break
+        seconds.append(time_call(partial(model, token, **as_argument(cache)), model.device))
+    (row,) = step_rows({name: seconds}, {name: cache}, context)
+    # Here the first is itself; rows are set against others in the end
+    del row["speed_against_first"]
+    row |= {**more, "steps": len(seconds), "tokens_per_s": 1 / row["median_s"]}
+    if isinstance(cache, InfiniGenCache):
+        transfer, stalled = (row["stats"][key] - before[key] for key in ("transfer_s", "stalled_s"))
+        row["counted"] = count_transfers(cache)
+        row |= {"transfer_s_per_token": transfer / len(seconds), "stalled_s_per_token": stalled / len(seconds)}
+        row["hidden_share"] = max(1 - stalled / transfer, 0.0) if transfer else 0.0
+    report.add(row, f"  {name}: {1e3 * row['median_s']:.2f} ms a token, {row['tokens_per_s']:.1f} tokens/s")
+
+
+def count_transfers(cache: InfiniGenCache) -> dict[str, float]:
+    """
+    Counts the bytes that a decoded token brings over the bus, from the cache's own counters, and those that full
+    offloading of all real tokens in all layers would; no GPU is needed.
+    """
+    stats = cache.stats()
+    # A layer takes the same step as all others
+    num_steps = stats["selected_calls"] / stats["layers_offloaded"]
+    layer = next(each for each in cache.layers if isinstance(each, InfiniGenLayer))
+    # As a dense cache has them: what is fetched may be codes
+    row_bytes = sum(layer.states_shape(side)[3] for side in ("keys", "values")) * layer.dtype.itemsize
+    in_all_layers = stats["tokens_fetchable"] * stats["num_layers"] / stats["layers_offloaded"]
+    return {
+        "bytes_per_token": stats["bytes_fetched"] / num_steps,
+        "full_offloading_bytes_per_token": in_all_layers * row_bytes / num_steps,
+    }
+
+
+class Budget:
+    """
+    Bytes that may be used, enforced inside `enforce()`.
+
+    On a GPU PyTorch's allocator enforces it and counts the peak: weights, cache and whatever is computed on the way,
+    but not the driver's own context. A CPU's cannot be asked: there the cache counts, at the end of each step.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes, self.device = num_bytes, device
+        self.is_gpu = device.type == "cuda"
+        self._peak = 0
+
+    @contextmanager
+    def enforce(self) -> Iterator[None]:
+        """Has the allocator refuse more than the budget."""
+        if not self.is_gpu:
+            yield
+            return
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, self.num_bytes / total), self.device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+
+    def start(self) -> int:
+        """Frees what the last trial left and forgets its peak; returns the bytes that are not in use."""
+        gc.collect()
+        self._peak = 0
+        if not self.is_gpu:
+            return self.num_bytes
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return self.num_bytes - torch.cuda.memory_allocated(self.device)
+
+    def check(self, cache: Cache) -> None:
+        """Raises what the allocator would; it does so by itself on a GPU."""
+        if not self.is_gpu:
+            self._peak = max(self._peak, measure_memory(cache).total_bytes)
+            if self._peak > self.num_bytes:
+                raise torch.OutOfMemoryError("the cache exceeds the budget")
+
+    def peaks(self) -> dict[str, int]:
+        """Reads the most bytes in use at a time since `start`, and the most that the allocator held."""
+        if not self.is_gpu:
+            return {"peak_bytes": self._peak, "peak_reserved_bytes": self._peak}
+        return {
+            "peak_bytes": torch.cuda.max_memory_allocated(self.device),
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(self.device),
+        }
+
+
+def run_batch(
+    model: PreTrainedModel, cache: Cache, batch_size: int, context: int, steps: int, budget: Budget
+) -> dict[str, Any] | None:
+    """
+    Fills an empty cache with `context` tokens of each sequence and decodes `steps` tokens, the budget enforced and
+    started.
+
+    Returns times, bytes and peaks, or `None` if the budget does not suffice.
+    """
+    try:
+        model(random_tokens(model, context), **as_argument(cache), logits_to_keep=1)
+        cache.batch_repeat_interleave(batch_size)
+        budget.check(cache)
+        token, seconds = random_tokens(model, 1, batch_size), []
+        for _ in range(steps):
+            seconds.append(time_call(partial(model, token, **as_argument(cache)), model.device))
+            budget.check(cache)
+    except torch.OutOfMemoryError:
+        return None
+    peaks, held = budget.peaks(), measure_memory(cache).total_bytes
+    if peaks["peak_reserved_bytes"] > budget.num_bytes:
+        return None
+    return {
+        "largest_batch": batch_size,
+        **spread(seconds),
+        "tokens_per_s": batch_size * steps / sum(seconds),
+        "cache_bytes": held,
+        "bytes_per_sequence": held / batch_size,
+        **peaks,
+    }
+
+
+def measure_largest_batch(
+    model: PreTrainedModel, create: Callable[[], Cache], context: int, steps: int, budget: Budget, box: TimeBox
+) -> dict[str, Any] | None:
+    """
+    Measures the largest batch for a cache that `create` makes, see `run_batch`.
+
+    What the cache of one sequence holds says how many would fit if nothing else were allocated. Shares of that, see
+    `SHARES`, are tried until one fits. `trials` of the row are all that were; `None` if not even one sequence fits.
+    """
+    available = budget.start()
+    one = run_batch(model, create(), 1, context, 2, budget)
+    if one is None:
+        return None
+    trials: list[tuple[int, bool]] = []
+    sizes = (int(share * available / one["cache_bytes"]) for share in SHARES)
+    for size in dict.fromkeys(max(size, 1) for size in sizes):
+        with box.step():
+            budget.start()
+            row = run_batch(model, create(), size, context, steps, budget)
+        trials.append((size, row is not None))
+        if row is not None:
+            return {**row, "trials": trials}
+    return None
+
+
+@torch.inference_mode()
+def search_largest_batches(
+    run: Run,
+    model: Fields = LLAMA_8B,
+    budget_bytes: int = 40 * 2**30,
+    context: int = 4096,
+    steps: int = STEPS,
+    caches: Sequence[str] = ("dynamic", "gear-2bit", "gear"),
+) -> None:
+    """Searches the largest batch in a fixed budget, for each cache whose attention is right."""
+    network, budget = build_llama(model, run.device), Budget(budget_bytes, run.device)
+    report = run.open("largest_batch", "batch", model, context=context, steps=steps, budget_bytes=budget_bytes)
+    report.settings["model_bytes"] = sum(parameter.nbytes for parameter in network.parameters())
+    report.settings["enforced_by"] = "the device's allocator" if budget.is_gpu else "bytes of the cache"
+    for index, name in enumerate(caches):
+        say(f"largest batch: {name}")
+        with report.attempt(name):
+            # A batch of two, with a decoded token in the buffer
+            cache, tokens = create_cache(name, network), random_tokens(network, context + 1, 2)
+            for part in (tokens[:, :-1], tokens[:, -1:]):
+                network(part, **as_argument(cache), logits_to_keep=1)
+            require_close_layers(name, cache, network.config.num_attention_heads)
+            del cache
+            with budget.enforce():
+                create, share = partial(create_cache, name, network), run.box.share(len(caches) - index)
+                row = measure_largest_batch(network, create, context, steps, budget, share)
+            if row is None:
+                raise torch.OutOfMemoryError("not even one sequence fits into the budget")
+            first = report.rows[0] if report.rows else row
+            ratio = row["tokens_per_s"] / first["tokens_per_s"]
+            report.add(
+                {"cache": name, **row, "throughput_against_first": ratio},
+                f"  {row['largest_batch']} sequences, {row['tokens_per_s']:.1f} tokens/s, "
+                f"peak {row['peak_bytes'] / 2**30:.2f} GiB",
+            )
+
+
+# The command
+
+# In order, with shares of the time limit
+PARTS: dict[str, tuple[Callable[..., None], float]] = {
+    "checks": (run_tests, 0.16),
+    "presets": (run_presets, 0.14),
+    "attention": (time_attention, 0.20),
+    "step": (time_whole_steps, 0.14),
+    "captured": (time_captured, 0.11),
+    "infinigen": (measure_offloading, 0.13),
+    "batch": (search_largest_batches, 0.12),
+}
+_SMALL = llama(128, 64, 64, 1, 4, 2, 1024)
+_FEW: dict[str, Any] = {"model": llama(128, 128, 128, 1, 2, 1, 1024), "context": 128, "steps": 3}
+# Sizes that prove the script on any machine; a batch is to be of a dense sequence and a half
+TINY: dict[str, dict[str, Any]] = {
+    "checks": {"tests": ("tests/triton_kernels/test_attention.py", "-k", "no_tokens")},
+    "presets": {
+        "presets": ("gear", "gear-t16:quantizer=trellis", "gear-c16", "gear-2bit"),
+        "model": _SMALL,
+        "tokens": (70, 64, 1),
+    },
+    "attention": {
+        "shapes": {"large": Shape(batch_size=1, context=128, num_heads=1, groups=2, head_dim=64)},
+        "caches": ("gear-2bit", "gear-l-2bit", "gear-t25"),
+        "rounds": 3,
+    },
+    "step": {**_FEW, "caches": ("dynamic", "gear", "gear-2bit", "static", "no-such-cache")},
+    "captured": {**_FEW, "caches": ("gear",)},
+    "infinigen": {
+        "model": llama(128, 64, 64, 4, 2, 2, 1024),
+        "context": 100,
+        "steps": 4,
+        "caches": ("dynamic", "infinigen:share=0.1", "infinigen-gear:share=0.1", "offloaded"),
+    },
+    "batch": {**_FEW, "context": 64, "budget_bytes": 26_000, "caches": ("dynamic", "gear-2bit")},
+}
+# Seconds between the end of a part's time, when it begins nothing new, and the end of its process
+_GRACE = 15.0
+
+
+def run_on_gpu(
+    out: Annotated[Path, typer.Option(help="Folder for the JSON files.")] = Path("eval/results"),
+    limit: Annotated[float, typer.Option(help="Seconds that all of it may take.", min=1)] = 570.0,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Small sizes, to try the script; no GPU needed.")] = False,
+    part: Annotated[str | None, typer.Option(help="One part only, in this process: checks, presets, ...")] = None,
+) -> None:
+    """Check and time all that wants a GPU. For the root of the repository, whose tests it runs.
+
+    \b
+    Examples:
+        kvcache-plugins bench gpu
+        kvcache-plugins bench gpu --part attention --out /tmp/results
+        TRITON_INTERPRET=1 KVCACHE_PLUGINS_KERNELS=triton kvcache-plugins bench gpu --tiny --out /tmp/results
+    """
+    if part is not None:
+        check_choice("part", part, tuple(PARTS))
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not tiny:
+        raise ValueError("torch finds no CUDA device; `--tiny` tries the script without one")
+    if part is not None:
+        PARTS[part][0](Run(out, device, TimeBox(limit)), **(TINY[part] if tiny else {}))
+        return
+    report = Result("run", {"limit": limit, "tiny": tiny}, out / "gpu_run.json", {"device": device})
+    whole, planned = TimeBox(limit), 0.0
+    for name, (_, share) in PARTS.items():
+        planned += share * limit
+        seconds = whole.left - (limit - planned)
+        say(f"[{limit - whole.left:4.0f} s] {name}, {seconds:.0f} s at most")
+        start = time.monotonic()
+        with report.attempt(name):
+            _run_part(name, out, seconds, tiny, device)
+        report.add({"part": name, "seconds": time.monotonic() - start, "limit": seconds})
+    say(f"[{limit - whole.left:4.0f} s] done: {len(report.failures)} parts ended early; what failed is in {out} too")
+
+
+def _run_part(name: str, out: Path, seconds: float, tiny: bool, device: torch.device) -> None:
+    """Runs a part in a process. Raises a `TimeIsUpError` if it had to be ended, or what says that it failed."""
+    arguments = ["--part", name, "--out", str(out), "--limit", str(max(seconds - _GRACE, 0.0)), *["--tiny"] * tiny]
+    # The folder `triton_kernels` of the repository's root is not to be found under that name
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    if device.type == "cuda":
+        # Tests ask for the interpreter where they find no driver, which may lie where they do not look
+        environment["TRITON_INTERPRET"] = "0"
+        # Caches that grow leave holes between them otherwise, most of all the dense one
+        environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    command = [sys.executable, "-m", "kvcache_plugins.eval.gpu", *arguments]
+    try:
+        subprocess.run(command, check=True, timeout=max(seconds, 1.0), env=environment)
+    except subprocess.TimeoutExpired as error:
+        raise TimeIsUpError from error
+
+
+if __name__ == "__main__":
+    typer.run(run_on_gpu)
