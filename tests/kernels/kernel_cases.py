@@ -1,6 +1,7 @@
 """Parts of every form of storage, queries over them, and what attention has to give: one table for all engines."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,15 @@ from kvcache_plugins.codecs.rope import RotaryLayout, apply_rope, candidate_layo
 from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
 from kvcache_plugins.kernels import library
 from kvcache_plugins.kernels.masks import slice_mask
+
+
+# Triton reads the variable when it is imported, which is before this file is
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Of Triton's kernels
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+needs_triton = pytest.mark.skipif(
+    DEVICE.type == "cpu" and not INTERPRETED, reason="kernels need a GPU or TRITON_INTERPRET=1 in the environment"
+)
 
 
 class Rows(NamedTuple):
