@@ -20,19 +20,16 @@ def filled(model, name="gear-2bit", **options):
 
 
 def require_same_tokens(model, cache, loaded, tokens, mask, num_tokens=5):
-    """Both caches go on alike."""
+    """Requires that both caches go on alike."""
     options = {"attention_mask": mask, "max_new_tokens": num_tokens, "do_sample": False}
     found, expected = (model.generate(tokens, past_key_values=each, **options) for each in (loaded, cache))
     assert torch.equal(found, expected)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("architecture", ["llama", "gemma3-hybrid"])
-@pytest.mark.parametrize(
-    "name", ["gear-4bit", "gear-2bit", "gear-l-2bit", "kivi-2bit", "per-token-2bit", "gear-t16", "gear-t30"]
-)
-def test_goes_on_exactly_where_it_was(tiny_model, tmp_path, architecture, name):
-    model = tiny_model(architecture)
+@pytest.mark.parametrize("name", ["gear-4bit", "gear-t16"])
+def test_goes_on_exactly_where_it_was(tiny_model, tmp_path, name):
+    """With layers of Transformers' own; what random operations leave is saved in `tests/fuzz`."""
+    model = tiny_model("gemma3-hybrid")
     cache, tokens, mask = filled(model, name)
     cache.save(tmp_path / "cache.safetensors", model)
     loaded = GEARCache.load(tmp_path / "cache.safetensors", model)
@@ -62,7 +59,7 @@ def test_made_without_config_and_empty(tiny_llama, tmp_path, backbone):
 
 @pytest.mark.parametrize("name", ["gear-2bit", "kivi-2bit", "gear-t22"])
 def test_loaded_with_nothing_it_is_like_a_new_one(tiny_llama, tmp_path, name):
-    """What was fitted to the tokens that are gone is gone too."""
+    """Saves a cache cropped to nothing: tables fitted to its tokens are gone too."""
     path, prompt = tmp_path / "cache.safetensors", torch.randint(3, 128, (1, 15))
     cache, new = (create_cache(name, tiny_llama, residual_length=16) for _ in range(2))
     tiny_llama(torch.randint(3, 128, (1, 120)), past_key_values=cache)
@@ -143,33 +140,6 @@ def test_config_is_taken_where_a_model_is(tiny_model, tmp_path):
             GEARCache.load(path, other.config)
     with pytest.raises(ValueError, match="`model` must be a `PreTrainedModel`"):
         GEARCache.load(path, "smollm2")
-
-
-def test_what_crop_and_batch_operations_leave_can_be_saved(tiny_llama, tmp_path):
-    """Caches that no single prompt makes: cut into the padding of an item, into a block, down to nothing."""
-    path = tmp_path / "cache.safetensors"
-    input_ids = torch.randint(3, 128, (2, 150))
-    mask = torch.ones_like(input_ids)
-    mask[1, :40] = 0
-    next_ids = torch.randint(3, 128, (1, 3))
-    for name in ("gear-4bit", "gear-k4v3", "kivi-2bit", "gear-t22"):
-        for count in (200, 170, 150, 100, 64, 30, 3, 0):
-            cache = create_cache(name, tiny_llama, residual_length=16)
-            with torch.no_grad():
-                tiny_llama(input_ids, attention_mask=mask, past_key_values=cache)
-                for _ in range(5):
-                    tiny_llama(torch.randint(3, 128, (2, 10)), past_key_values=cache)
-                before = cache.stats()["tokens_compressed"]
-                cache.crop(count - 200)
-                # It still counts what it did
-                assert cache.stats()["tokens_compressed"] == before > 0
-                cache.batch_select_indices(torch.tensor([0, 1, 0]))
-                cache.save(path, tiny_llama)
-                loaded = GEARCache.load(path, tiny_llama)
-                assert loaded.stats() == cache.stats() | {"dense_reads": 0} and loaded.get_seq_length() == count
-                following = next_ids.expand(3 if count else 2, -1)
-                expected = tiny_llama(following, past_key_values=cache).logits
-                assert torch.equal(tiny_llama(following, past_key_values=loaded).logits, expected)
 
 
 @pytest.mark.skipif(not RECORDS_PAST, reason="in this release of Transformers layers keep their window alone")

@@ -1,4 +1,4 @@
-"""What is no number is found wherever it stands, and is no matter where padding does."""
+"""NaN and infinity are found wherever they stand, but for padding."""
 
 import pytest
 import torch
