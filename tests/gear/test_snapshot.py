@@ -28,7 +28,7 @@ def require_same_tokens(model, cache, loaded, tokens, mask, num_tokens=5):
 
 @pytest.mark.parametrize("name", ["gear-4bit", "gear-t16"])
 def test_goes_on_exactly_where_it_was(tiny_model, tmp_path, name):
-    """With layers of Transformers' own; what random operations leave is saved in `tests/fuzz`."""
+    """Saves layers of Transformers' own beside compressed ones; caches of full attention alone: `tests/contract`."""
     model = tiny_model("gemma3-hybrid")
     cache, tokens, mask = filled(model, name)
     cache.save(tmp_path / "cache.safetensors", model)
@@ -164,3 +164,30 @@ def test_states_of_another_model_are_refused(tiny_model):
     cache, *_ = filled(tiny_model("llama"))
     with pytest.raises(ValueError, match="made for a model of 2 key/value heads, but layer 0"):
         tiny_model("llama-mha")(torch.zeros(2, 1, dtype=torch.long), past_key_values=cache)
+
+
+def test_what_crop_and_batch_operations_leave_can_be_saved(tiny_llama, tmp_path):
+    """Saves caches that no single prompt makes: cut into the padding of an item, into a block, down to nothing."""
+    path = tmp_path / "cache.safetensors"
+    input_ids = torch.randint(3, 128, (2, 150))
+    mask = torch.ones_like(input_ids)
+    mask[1, :40] = 0
+    next_ids = torch.randint(3, 128, (1, 3))
+    for name in ("gear-4bit", "gear-k4v3", "kivi-2bit", "gear-t22"):
+        for count in (200, 170, 150, 100, 64, 30, 3, 0):
+            cache = create_cache(name, tiny_llama, residual_length=16)
+            with torch.no_grad():
+                tiny_llama(input_ids, attention_mask=mask, past_key_values=cache)
+                for _ in range(5):
+                    tiny_llama(torch.randint(3, 128, (2, 10)), past_key_values=cache)
+                before = cache.stats()["tokens_compressed"]
+                cache.crop(count - 200)
+                # It still counts what it did
+                assert cache.stats()["tokens_compressed"] == before > 0
+                cache.batch_select_indices(torch.tensor([0, 1, 0]))
+                cache.save(path, tiny_llama)
+                loaded = GEARCache.load(path, tiny_llama)
+                assert loaded.stats() == cache.stats() | {"dense_reads": 0} and loaded.get_seq_length() == count
+                following = next_ids.expand(3 if count else 2, -1)
+                expected = tiny_llama(following, past_key_values=cache).logits
+                assert torch.equal(tiny_llama(following, past_key_values=loaded).logits, expected)
