@@ -1,4 +1,4 @@
-"""What is named, and imported when it is asked for."""
+"""Names that are imported when they are asked for."""
 
 import json
 import subprocess

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvcache_plugins import GEARCache, H2OCache, InfiniGenCache, InfiniGenGEARCache, create_cache, option_checks
+from kvcache_plugins.baselines import LlamaCppCache, TurboQuantCache
 
 
 WRONG = {
@@ -93,6 +94,76 @@ def test_a_value_of_the_wrong_type_is_named_as_it_was_written(cache, option, val
     item = value[0] if option == "full_layers" and isinstance(value, tuple) else value
     shown = "one of shape (3,)" if isinstance(value, torch.Tensor) else repr(item)
     assert str(caught.value).endswith(f"but got {shown}")
+
+
+KVARN = {"backbone": "kvarn", "sparsity": 0.0}
+# Each of the first is named
+TRANSFORM = [
+    *({"nbits": number} for number in (0, 9)),
+    *({"key_nbits": "2"}, {"value_nbits": True}, {"residual_length": 0}, {"num_sink_tokens": -1}, {"rank": 2}),
+    *({"sparsity": 0.1}, {"q_group_size": 64}, {"value_backbone": "kivi"}, {"rotate_values": True}),
+    *({"quantizer": "e8"}, {"key_nbits": 6.5, "quantizer": "trellis"}),
+]
+OUT_OF_RANGE = {
+    GEARCache: [
+        ({"nbits": 5}, "nbits.*2, 3, 4, 8.*5"),
+        ({"key_nbits": 1}, "key_nbits.*2, 3, 4, 8"),
+        ({"backbone": "kvit"}, "backbone.*kcvt.*kivi.*per-token.*kvit"),
+        ({"value_backbone": "x"}, "value_backbone.*kcvt"),
+        ({"sparsity": 1.0}, r"sparsity.*\[0, 1\)"),
+        ({"value_sparsity": -0.1}, "value_sparsity"),
+        ({"rank": -1}, "rank.*at least 0"),
+        ({"rank": 65}, "rank.*at most 64"),
+        ({"decode_rank": 21, "residual_length": 20}, "decode_rank.*at most 20"),
+        ({"num_sink_tokens": -1}, "num_sink_tokens.*at least 0 but got -1"),
+        ({"num_sink_tokens": 2.0}, "num_sink_tokens.*at least 0 but got 2.0"),
+        ({"rotate_values": "hadamard"}, "rotate_values.*True or False but got 'hadamard'"),
+        ({"residual_length": 0}, "residual_length.*at least 1"),
+        ({"num_iterations": 0}, "num_iterations"),
+        ({"low_rank_recent_ratio": 0.0}, "low_rank_recent_ratio"),
+        ({"q_group_size": 0}, "q_group_size"),
+        ({"nbits": 2, "q_group_size": 48}, "q_group_size.*divide.*residual_length.*48"),
+        ({"nbits": 4, "quantizer": "trellis"}, "quantizer"),
+        ({**KVARN, "rank": 2}, "`rank` and `sparsity` have to be 0 with the `kvarn` backbone"),
+        ({**KVARN, "rank": 0, "key_backbone": "kivi"}, "`key_backbone` and `value_backbone` have both to be `kvarn`"),
+        (
+            {**KVARN, "rank": 0, "q_group_size": 48},
+            "`q_group_size` has to divide `residual_length`.* the `kvarn` backbone",
+        ),
+        *(({"backbone": "transform", **each}, f"`[^`]*{next(iter(each))}") for each in TRANSFORM),
+    ],
+    H2OCache: [
+        ({"heavy_ratio": 0}, r"`heavy_ratio`.*\(0, 1\].*0"),
+        ({"heavy_ratio": 1.5}, r"`heavy_ratio`.*\(0, 1\].*1\.5"),
+        ({"heavy_ratio": True}, r"`heavy_ratio`.*\(0, 1\].*True"),
+        ({"heavy_ratio": float("nan")}, r"`heavy_ratio`.*\(0, 1\].*nan"),
+        ({"recent_ratio": -0.1}, r"`recent_ratio`.*\(0, 1\].*-0\.1"),
+        ({"recent_ratio": "0.1"}, r"`recent_ratio`.*\(0, 1\].*'0\.1'"),
+        ({"min_tokens": 1}, "`min_tokens`.*at least 2.*1"),
+        ({"min_tokens": 2.5}, r"`min_tokens`.*integer.*2\.5"),
+        ({"grow": 1}, "`grow`.*True or False but got 1"),
+    ],
+    TurboQuantCache: [
+        ({"nbits": 7}, r"`key_nbits`/`nbits` has to be one of \[1, 2, 3, 4, 5, 6, 8\] but got 7"),
+        ({"value_nbits": 0}, r"`value_nbits`/`nbits` has to be one of"),
+        ({"nbits": 1, "residual": True}, r"`key_nbits`/`nbits` has to be one of \[2, 3, 4, 5, 6\] but got 1"),
+        ({"residual": 1}, "`residual` has to be True or False"),
+    ],
+    LlamaCppCache: [
+        ({"type": "q6_k"}, r"`key_type`/`type` has to be one of \['q8_0', 'q5_1', .*but got 'q6_k'"),
+        ({"rotate": "no"}, "`rotate` has to be True or False"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("cache", "options", "message"),
+    [(cache, *case) for cache, cases in OUT_OF_RANGE.items() for case in cases],
+    ids=lambda value: value.__name__ if isinstance(value, type) else str(value),
+)
+def test_options_out_of_range_are_named_with_what_is_accepted(cache, options, message):
+    with pytest.raises(ValueError, match=message):
+        cache(**options)
 
 
 @pytest.mark.parametrize("cache_class", [GEARCache, H2OCache])

@@ -26,7 +26,7 @@ GROUP_WISE = ["quanto-4bit", "quanto-2bit", "hqq-4bit", "hqq-2bit"]
 
 @pytest.fixture(autouse=True)
 def unchanged_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is gone after it."""
+    """Undoes what a test registers."""
     monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
 
 

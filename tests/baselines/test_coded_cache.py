@@ -43,7 +43,7 @@ def test_attention_is_that_over_what_rows_stand_for(
 
 
 def coded(cache: CodedTokensCache, states: torch.Tensor, side: str) -> torch.Tensor:
-    """What a cache makes of states."""
+    """Codes states in a cache and decodes one side."""
     cache.update(states, states, 0)
     cache.layers[0].settle_prompt()
     return cache.layers[0].materialize(side)
@@ -103,10 +103,3 @@ def test_small_and_constant_states(name: str) -> None:
         error = coded(create_cache(name), states, "keys") - states
         # Of a constant the rotations make one large channel, which no point of TurboQuant is far enough out for
         assert error.abs().amax() <= 0.3
-
-
-def test_bad_options_of_llamacpp() -> None:
-    with pytest.raises(ValueError, match=r"`key_type`/`type` has to be one of \['q8_0', 'q5_1', .*but got 'q6_k'"):
-        LlamaCppCache(type="q6_k")
-    with pytest.raises(ValueError, match="`rotate` has to be True or False"):
-        create_cache("llamacpp-q8_0", rotate="no")

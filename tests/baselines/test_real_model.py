@@ -12,6 +12,8 @@ from kvcache_plugins import H2OCache
 
 TEXT = Path(__file__).resolve().parents[2] / "LICENSE"
 PREFIX, SCORED = 300, 64
+# That it drops the tokens it should is shown by a plain simulation: `test_h2o.py`
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

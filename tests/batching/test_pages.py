@@ -55,6 +55,7 @@ def expected_states(codec, keys, values, past, num_recent):
     return [torch.where(exact[:, None], own, coded) for own, coded in zip((keys, values), found, strict=True)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kernel", ["torch", "auto", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_recent", [0, 8])

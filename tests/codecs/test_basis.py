@@ -41,7 +41,7 @@ def make_table(total: int, *, is_weighted: bool, quantizer: str = "lloyd-max") -
 
 
 def dense_basis(table: RowTable) -> torch.Tensor:
-    """What components without their scale come back by, `[H, K, D]`."""
+    """Returns the matrix `[H, K, D]` that components without their scale come back by."""
     basis, count = table.basis, table.num_coded
     return basis.vectors[:, :count] * basis.steps[:, :count, None] / basis.factors[:, None]
 
@@ -78,7 +78,7 @@ def test_components_without_bits_are_not_held():
 
 @pytest.mark.parametrize("total", [8, 12, 24])
 def test_components_are_those_of_the_rounded_basis(total):
-    """What lies in what the kept rows span comes back, up to codes: here there are none."""
+    """Inverts components without codes: states in the span of the kept rows come back."""
     table, weights = make_table(total, is_weighted=True), torch.randn(NUM_HEADS, 30, HEAD_DIM)
     basis, inverse = table.basis._matrices()
     kept = weights[..., : table.num_coded]

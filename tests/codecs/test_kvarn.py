@@ -89,7 +89,7 @@ def test_bytes_of_a_tile_are_the_published_ones(name: str) -> None:
 
 @torch.no_grad()
 def test_a_padded_sequence_has_the_tiles_that_it_has_alone() -> None:
-    """Also where exact sinks take a part of the first tile, and with decoded tiles, cropped or not."""
+    """Checks exact sinks that take a part of the first tile, and decoded tiles, cropped or not, too."""
     states = states_of(2, 2, 4 * TILE, DIM)
     for sinks in (0, 110):
         caches = []
@@ -127,16 +127,3 @@ def test_forks_and_files_go_on_alike(tiny_llama, tmp_path) -> None:
     step = torch.randint(3, 128, (2, 3))
     first, *others = (tiny_llama(step, past_key_values=each).logits for each in caches)
     assert all(torch.equal(each, first) for each in others)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rank": 2}, "`rank` and `sparsity` have to be 0 with the `kvarn` backbone"),
-        ({"rank": 0, "key_backbone": "kivi"}, "`key_backbone` and `value_backbone` have both to be `kvarn`"),
-        ({"rank": 0, "q_group_size": 48}, "`q_group_size` has to divide `residual_length`.* the `kvarn` backbone"),
-    ],
-)
-def test_bad_options(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        GEARCache(backbone="kvarn", sparsity=0.0, **options)

@@ -102,7 +102,7 @@ def test_groups_of_nothing_finite_are_told(bad):
 
 @pytest.mark.parametrize("nbits", SUPPORTED_NBITS)
 def test_constants_are_right_on_average(nbits):
-    """All tokens would be rounded to the same side, which no average over them mends."""
+    """Spreads errors: all tokens would be rounded to the same side, which no average over them mends."""
     constant = torch.randn(2, 2, 1, 1, 64)
     states = constant.expand(-1, -1, 3, 200, -1)
     grouping = Grouping("token", 64)

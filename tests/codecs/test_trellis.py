@@ -86,7 +86,7 @@ def test_all_states_have_points_of_their_own(width):
 
 
 def test_no_path_is_nearer():
-    """Of all 65536 paths through a block of eight numbers."""
+    """Compares the found path with all 65536 through a block of eight numbers."""
     torch.manual_seed(1)
     normal = torch.randn(1, 1, 5, 1, 8)
     widths = torch.tensor([[[2]]])

@@ -30,12 +30,6 @@ bug = BROKEN.bug
 
 
 @bug("beam-search reorder hybrid")
-class ReorderForgotten(DynamicLayer):
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        pass
-
-
-@bug("beam-search reorder hybrid")
 class ReorderBackwards(DynamicLayer):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx.argsort())
@@ -109,20 +103,6 @@ class RepeatNotInterleaved(DynamicLayer):
         self.keys, self.values = self.keys.repeat(repeats, 1, 1, 1), self.values.repeat(repeats, 1, 1, 1)
 
 
-@bug("repeat-interleave")
-class RepeatOfHistoryForgotten(CompressedLayer):
-    """What is left at a smaller batch is broadcast to the larger without an error."""
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.map_recent(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def dense(self) -> States:
-        self.map_history(
-            lambda tensor: tensor[:1].expand(len(self.keys), -1, -1, -1) if len(tensor) < len(self.keys) else tensor
-        )
-        return super().dense()
-
-
 @bug("select-indices")
 class SelectForgotten(DynamicLayer):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -136,20 +116,6 @@ class ResetToZeros(DynamicLayer):
     def reset(self) -> None:
         self.keys.zero_()
         self.values.zero_()
-
-
-@bug("reset hybrid")
-class ResetOfHistoryForgotten(CompressedLayer):
-    """The history stays, though it is not counted."""
-
-    num_forgotten = 0
-
-    def reset(self) -> None:
-        self.num_forgotten = self.history_length()
-        DynamicLayer.reset(self)
-
-    def get_seq_length(self) -> int:
-        return super().get_seq_length() - self.num_forgotten
 
 
 @bug("deepcopy")

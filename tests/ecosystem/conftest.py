@@ -1,4 +1,4 @@
-"""What the tests of this folder share: caches for a tiny model, lossy and exact, and greedy generation."""
+"""Shared fixtures: caches for a tiny model, lossy and exact, and greedy generation."""
 
 from collections.abc import Callable
 

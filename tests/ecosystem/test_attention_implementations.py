@@ -133,7 +133,7 @@ def test_paged_attention_is_refused(tiny_llama, prompt, generate, name):
 
 @pytest.mark.parametrize(("count_from", "is_dense"), [(0, False), (50, True)], ids=["one sequence", "packed"])
 def test_packed_sequences_are_flash_attentions_own(tiny_llama, prompt, monkeypatch, count_from, is_dense):
-    """What is packed is left to the implementation, which gets dense states: here `sdpa` stands for it."""
+    """Leaves packed sequences to the implementation, which gets dense states: here `sdpa` stands for it."""
     seen = []
 
     def attend(module, query, key, value, attention_mask, **options):

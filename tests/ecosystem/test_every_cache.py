@@ -1,4 +1,4 @@
-"""What holds of every cache by its name: its file, and the names of its counters."""
+"""Every cache by its name: its file, and the names of its counters."""
 
 import copy
 import io

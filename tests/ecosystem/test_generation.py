@@ -44,13 +44,6 @@ def test_another_batch_is_refused_and_nothing_lost(cache_name, tiny_llama, make_
     assert torch.equal(logits, expected)
 
 
-def test_a_shorter_prompt_in_a_full_cache_is_refused(cache_name, tiny_llama, make_cache, prompt, generate):
-    cache = make_cache(cache_name, tiny_llama)
-    generate(tiny_llama, prompt(), cache)
-    with pytest.raises(ValueError, match="a new cache for each prompt"):
-        generate(tiny_llama, prompt(40, seed=1), cache)
-
-
 @pytest.mark.parametrize("name", ["dynamic", "gear-2bit", "infinigen", "h2o"])
 def test_mistakes_that_no_cache_can_notice_show_in_its_length(name, tiny_llama, prompt, generate):
     cache = create_cache(name, tiny_llama)

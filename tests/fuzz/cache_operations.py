@@ -76,8 +76,7 @@ class Kind:
 @dataclass(frozen=True, slots=True)
 class Step:
     """
-    What happened to a row: tokens `[1, length]` that were fed to it in a context, then the newest `num_removed` went
-    again.
+    Tokens `[1, length]` that were fed to a row in a context, of which the newest `num_removed` went again.
     """
 
     tokens: torch.Tensor

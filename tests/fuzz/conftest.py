@@ -1,4 +1,4 @@
-"""What the tests of this folder share is found by its name: `cache_operations`."""
+"""Puts `cache_operations`, which the tests of this folder share, on the path."""
 
 import sys
 from pathlib import Path

@@ -17,7 +17,7 @@ SECONDS = 300
 
 
 def sums_of_logits() -> list[float]:
-    """What three caches say after a prompt of four rows, one thread or several."""
+    """Sums the logits of three caches after a prompt of four rows, one thread or several."""
     import torch
 
     from kvcache_plugins import create_cache

@@ -127,7 +127,7 @@ def test_prompts_that_are_not_finite_are_refused(change: str, preset: str, dtype
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_decoded_nan_is_refused_until_it_is_cropped(preset: str) -> None:
-    """It waits exact, as in a dense cache, and is named when its chunk is to be compressed."""
+    """Keeps a decoded NaN exact, as a dense cache does, and names it when its chunk is to be compressed."""
     layer, dtype = make_layer(preset), torch.float32
     attend(layer, queries(PROMPT, dtype), *states_of(torch.clone, PROMPT, dtype))
     fine, kept = states_of(torch.clone, 1, dtype), layer.packing.num_kept
@@ -147,7 +147,7 @@ def test_decoded_nan_is_refused_until_it_is_cropped(preset: str) -> None:
 
 
 def require_usable(layer: Layer, dtype: torch.dtype) -> None:
-    """What it was refused is forgotten by `reset`."""
+    """Requires that `reset` forgets a refused prompt."""
     layer.reset()
     keys, values = states_of(torch.clone, PROMPT, dtype)
     attend(layer, queries(PROMPT, dtype), keys, values)

@@ -37,34 +37,6 @@ def forced_logits(model, tokens, prompt_mask, cache):
     return torch.stack(logits, dim=1)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"nbits": 5}, "nbits.*2, 3, 4, 8.*5"),
-        ({"key_nbits": 1}, "key_nbits.*2, 3, 4, 8"),
-        ({"backbone": "kvit"}, "backbone.*kcvt.*kivi.*per-token.*kvit"),
-        ({"value_backbone": "x"}, "value_backbone.*kcvt"),
-        ({"sparsity": 1.0}, r"sparsity.*\[0, 1\)"),
-        ({"value_sparsity": -0.1}, "value_sparsity"),
-        ({"rank": -1}, "rank.*at least 0"),
-        ({"rank": 65}, "rank.*at most 64"),
-        ({"decode_rank": 21, "residual_length": 20}, "decode_rank.*at most 20"),
-        ({"num_sink_tokens": -1}, "num_sink_tokens.*at least 0 but got -1"),
-        ({"num_sink_tokens": 2.0}, "num_sink_tokens.*at least 0 but got 2.0"),
-        ({"rotate_values": "hadamard"}, "rotate_values.*True or False but got 'hadamard'"),
-        ({"residual_length": 0}, "residual_length.*at least 1"),
-        ({"num_iterations": 0}, "num_iterations"),
-        ({"low_rank_recent_ratio": 0.0}, "low_rank_recent_ratio"),
-        ({"q_group_size": 0}, "q_group_size"),
-        ({"nbits": 2, "q_group_size": 48}, "q_group_size.*divide.*residual_length.*48"),
-        ({"nbits": 4, "quantizer": "trellis"}, "quantizer"),
-    ],
-)
-def test_options_out_of_range_are_named_with_what_is_accepted(options, message):
-    with pytest.raises(ValueError, match=message):
-        GEARCache(**options)
-
-
 def test_options_that_do_not_fit_the_model_are_named(tiny_llama):
     with pytest.raises(ValueError, match="rank.*head dimension, 32.*33"):
         GEARCache(tiny_llama.config, rank=33)
@@ -146,10 +118,10 @@ def test_nothing_is_made_dense_under_sdpa(tiny_model, architecture, padded):
     if padded:
         mask[1, :70] = 0
     cache = GEARCache(model.config, nbits=8)
-    output = generate(model, input_ids, cache, attention_mask=mask)
+    output = generate(model, input_ids, cache, attention_mask=mask, max_new_tokens=24)
     stats = cache.stats()
     assert stats["dense_reads"] == 0
-    assert stats["attend_calls"] == 2 * 79
+    assert stats["attend_calls"] == 2 * 23
     assert stats["prompts_without_mask"] == 0
     assert stats["layers_compressing"] == 2
     # The same tokens through the same cache, by its answer to eager attention
@@ -157,19 +129,6 @@ def test_nothing_is_made_dense_under_sdpa(tiny_model, architecture, padded):
     model.set_attn_implementation("eager")
     dense = GEARCache(model.config, nbits=8, attention_mask=mask)
     assert torch.allclose(logits, forced_logits(model, output, mask, dense), atol=0.02 * logits.std().item())
-
-
-def test_eager_attention_reads_nothing_dense(tiny_model):
-    model = tiny_model("llama", attn_implementation="eager")
-    cache = GEARCache(model.config, nbits=2)
-    input_ids = prompt(model)
-    output = generate(model, input_ids, cache)
-    stats = cache.stats()
-    assert stats["dense_reads"] == stats["prompts_without_mask"] == 0
-    assert stats["attend_calls"] == 2 * 79
-    lazy = GEARCache(model.config, nbits=2)
-    model.set_attn_implementation("sdpa")
-    assert torch.equal(output, generate(model, input_ids, lazy))
 
 
 def test_eager_attention_can_be_told_the_padding(tiny_model):
@@ -196,12 +155,3 @@ def test_without_config_every_layer_is_compressed(tiny_llama):
     assert cache.get_seq_length() == 0
     assert cache.memory().total_bytes == 0
     assert cache.stats()["tokens_compressed"] == 0
-
-
-def test_gradients_flow_through_the_exact_prompt(tiny_llama):
-    input_ids = prompt(tiny_llama, length=100)
-    tiny_llama(input_ids, past_key_values=GEARCache(nbits=2)).logits.sum().backward()
-    gradient = tiny_llama.model.layers[0].self_attn.k_proj.weight.grad.clone()
-    tiny_llama.zero_grad()
-    tiny_llama(input_ids, use_cache=False).logits.sum().backward()
-    assert torch.allclose(gradient, tiny_llama.model.layers[0].self_attn.k_proj.weight.grad, rtol=1e-3, atol=1e-4)

@@ -1,4 +1,4 @@
-"""What is wrong is not timed, and NaN is wrong."""
+"""Kernel checks: a wrong output is not timed, and NaN is wrong."""
 
 import os
 

@@ -10,6 +10,8 @@ from kvcache_plugins import GEARCache
 
 
 TEXT = Path(__file__).resolve().parents[2] / "LICENSE"
+# On states that are made up `tests/codecs/test_groups.py` shows the same
+pytestmark = pytest.mark.long
 LENGTHS = (678, 227, 73)
 
 
@@ -43,12 +45,7 @@ def reconstruction_errors(model, batch, dense, **options):
 
 @pytest.mark.parametrize(
     ("nbits", "backbone"),
-    [
-        (2, "kivi"),
-        pytest.param(2, "kcvt", marks=pytest.mark.long),
-        pytest.param(4, "kcvt", marks=pytest.mark.long),
-        pytest.param(4, "per-token", marks=pytest.mark.long),
-    ],
+    [(2, "kivi"), (2, "kcvt"), (4, "kcvt"), (4, "per-token")],
 )
 def test_each_part_lowers_the_error_of_every_head(smollm2, batch, nbits, backbone):
     model, _ = smollm2

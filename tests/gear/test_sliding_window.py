@@ -1,7 +1,5 @@
 """Layers whose attention has a window: equal to Transformers' own sliding layer but for the codes, and bounded."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,7 +22,7 @@ def states(batch_size, length):
 
 
 def window_mask(layer, window, num_new, padding):
-    """What Transformers makes of the sizes that a layer announces."""
+    """Makes the mask that Transformers makes of the sizes that a layer announces."""
     length, first = layer.get_mask_sizes(num_new)
     queries = torch.arange(layer.get_seq_length(), layer.get_seq_length() + num_new)[:, None]
     tokens = torch.arange(first, first + length)
@@ -121,22 +119,3 @@ def test_newest_update_can_be_taken_back_and_more_is_refused():
     layer.crop(-290)
     assert layer.get_seq_length() == 0
     feed([layer], window, 20, (0, 0), "anew")
-
-
-def test_batch_operations_and_copies():
-    torch.manual_seed(3)
-    window = 70
-    layers = DynamicSlidingWindowLayer(sliding_window=window), make_layer(window)
-    feed(layers, window, 120, (0, 9), "prompt")
-    feed(layers, window, 20, (0, 9), "more")
-    for layer in layers:
-        layer.batch_repeat_interleave(2)
-        layer.reorder_cache(torch.tensor([0, 2, 1, 3]))
-    feed(layers, window, 1, (0, 9, 0, 9), "reordered")
-    for layer in layers:
-        layer.batch_select_indices(torch.tensor([1, 2]))
-    copies = [copy.deepcopy(layer) for layer in layers]
-    for _ in range(20):
-        feed(layers, window, 1, (9, 0), "selected")
-    for _ in range(40):
-        feed(copies, window, 1, (9, 0), "copied")

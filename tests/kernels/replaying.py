@@ -38,7 +38,7 @@ class Buffer(NamedTuple):
 
 
 def buffers_alive() -> list[Buffer]:
-    """All memory of tensors and structures in this process, by address; parts of others are left out."""
+    """Lists all memory of tensors and structures in this process, by address, without parts of others."""
     found: dict[tuple[int, int], Buffer] = {}
     for each in gc.get_objects():
         kind = type(each)

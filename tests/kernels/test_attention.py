@@ -5,6 +5,17 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_cases import (
+    Groups,
+    any_part,
+    dense_part,
+    exact_attention,
+    group_part,
+    make_mask,
+    make_query,
+    rounding_of,
+    row_part,
+)
 
 from kvcache_plugins.codecs.outliers import index_dtype
 from kvcache_plugins.codecs.parts import CompressedPart, DensePart
@@ -31,88 +42,68 @@ CORRECTIONS = {
 }
 
 
-def check(make, case, parts, engine, dtype=torch.float32, factor=1.0):
-    query = make.query(case, dtype)
-    expected = make.expected(query, parts, case.num_heads)
+def check(case, parts, engine, dtype=torch.float32, factor=1.0):
+    query = make_query(case, dtype)
+    expected = exact_attention(query, parts, case.num_heads)
     output = attend(query, parts, case.num_heads, kernel=engine)
     assert output.dtype == dtype and output.shape == expected.shape
-    tolerance = max(factor * TOLERANCE[dtype], *(make.tolerance(part, engine) for part in parts))
+    tolerance = max(factor * TOLERANCE[dtype], *(rounding_of(part, engine) for part in parts))
     assert (output.double() - expected).norm() <= tolerance * expected.norm()
 
 
 @pytest.mark.parametrize("form", ["tables", "basis"])
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
-def test_rows(make, row_case, form, quantizer, engine):
-    check(make, row_case, [make.rows(row_case, form, quantizer), make.dense(row_case, 3)], engine, factor=2)
+def test_rows(row_case, form, quantizer, engine):
+    check(row_case, [row_part(row_case, form, quantizer), dense_part(row_case, 3)], engine, factor=2)
 
 
 @pytest.mark.parametrize("corrections", CORRECTIONS.values(), ids=CORRECTIONS)
-def test_groups(make, group_case, corrections, engine):
+def test_groups(group_case, corrections, engine):
     # Of many values the average is close to nothing
     factor = 4 if group_case.length > 1000 else 1
-    check(make, group_case, [make.groups(group_case, **corrections), make.dense(group_case, 3)], engine, factor=factor)
+    check(group_case, [group_part(group_case, **corrections), dense_part(group_case, 3)], engine, factor=factor)
 
 
 @pytest.mark.cases("smollm2", "odd-dims", "large")
 @pytest.mark.parametrize("length", [1, 8, 130])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_exact_tokens(make, row_case, length, dtype, engine):
-    check(make, row_case, [make.dense(row_case, length, dtype)], engine, dtype)
+def test_exact_tokens(row_case, length, dtype, engine):
+    check(row_case, [dense_part(row_case, length, dtype)], engine, dtype)
 
 
 @pytest.mark.cases("wide")
-@pytest.mark.parametrize("layout", [1, -1], ids=["interleaved", "none"])
+@pytest.mark.parametrize("layout", ["interleaved", "none"])
 @pytest.mark.parametrize("form", ["tables", "basis"])
-def test_layouts_of_rotary_embeddings(make, row_case, form, layout, engine):
-    check(make, row_case, [make.rows(row_case, form, layout=layout)], engine)
+def test_layouts_of_rotary_embeddings(row_case, form, layout, engine):
+    check(row_case, [row_part(row_case, form, layout=layout)], engine)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.cases("wide", "k4v3", "odd-groups")
-def test_queries_of_other_dtypes(make, case, dtype, engine):
-    parts = [make.groups(case, rank=2, sparsity=0.02) if hasattr(case, "chunks") else make.rows(case)]
-    check(make, case, parts, engine, dtype)
-
-
-def make_mask(kind, case, length):
-    """Masks of left padding, of any shape, and added ones, over a part's tokens."""
-    shape = case.batch_size, case.num_heads * case.groups, case.num_queries, length
-    padding = torch.tensor([3, length])[: case.batch_size]
-    if kind == "padding":
-        return (torch.arange(length) >= padding[:, None])[:, None, None]
-    allowed = torch.rand(shape) > 0.3
-    # One that may attend to nothing
-    allowed[-1, -1, -1] = False
-    return {
-        "each head": allowed,
-        "heads alike": allowed[:, :1],
-        "items alike": allowed[0, 0],
-        "added": torch.randn(shape).masked_fill(~allowed, -torch.inf),
-        "fewer columns": allowed[..., : length - 5],
-    }[kind]
+def test_queries_of_other_dtypes(case, dtype, engine):
+    check(case, [any_part(case)], engine, dtype)
 
 
 @pytest.mark.parametrize("kind", ["padding", "each head", "heads alike", "items alike", "added", "fewer columns"])
 @pytest.mark.cases("wide", "k4v3", "odd-groups")
-def test_masks(make, case, kind, engine):
+def test_masks(case, kind, engine):
     mask = make_mask(kind, case, case.length)
-    if hasattr(case, "chunks"):
-        check(make, case, [make.groups(case, rank=2, sparsity=0.02, mask=mask), make.dense(case, 2)], engine)
+    if isinstance(case, Groups):
+        check(case, [any_part(case, mask), dense_part(case, 2)], engine)
         return
     for form in ("tables", "basis"):
-        check(make, case, [make.dense(case, 7), make.rows(case, form, padding=[0, 40], mask=mask)], engine)
+        check(case, [dense_part(case, 7), row_part(case, form, padding=[0, 40], mask=mask)], engine)
 
 
 @pytest.mark.cases("wide", "k4v3")
-def test_who_may_attend_to_nothing_gets_zeros(make, case, engine):
+def test_who_may_attend_to_nothing_gets_zeros(case, engine):
     mask = torch.zeros(1, 1, 1, case.length, dtype=torch.bool)
-    part = make.groups(case, mask=mask) if hasattr(case, "chunks") else make.rows(case, mask=mask)
-    assert not attend(make.query(case), [part], case.num_heads, kernel=engine).any()
+    assert not attend(make_query(case), [any_part(case, mask)], case.num_heads, kernel=engine).any()
 
 
 @pytest.mark.cases("wide", "k4v3")
-def test_sequences_do_not_touch_each_other(make, case, engine):
-    part, query = make.groups(case) if hasattr(case, "chunks") else make.rows(case), make.query(case)
+def test_sequences_do_not_touch_each_other(case, engine):
+    part, query = any_part(case), make_query(case)
     output = attend(query, [part], case.num_heads, kernel=engine)
     query[1] = torch.randn(query.shape[1:])
     other = attend(query, [part], case.num_heads, kernel=engine)
@@ -121,29 +112,29 @@ def test_sequences_do_not_touch_each_other(make, case, engine):
 
 @pytest.mark.parametrize("form", ["tables", "basis"])
 @pytest.mark.cases("wide")
-def test_capacity_behind_the_rows_in_use_is_not_read(make, row_case, form, engine):
-    part = dataclasses.replace(make.rows(row_case, form), length=77)
-    query, cut = make.query(row_case), [side[:, :, :77] for side in (part.keys, part.values)]
+def test_capacity_behind_the_rows_in_use_is_not_read(row_case, form, engine):
+    part = dataclasses.replace(row_part(row_case, form), length=77)
+    query, cut = make_query(row_case), [side[:, :, :77] for side in (part.keys, part.values)]
     expected = attend(query, [dataclasses.replace(part, keys=cut[0], values=cut[1])], 2, kernel=engine)
     assert torch.equal(attend(query, [part], 2, kernel=engine), expected)
 
 
 @pytest.mark.cases("long")
-def test_threads_share_a_sequence(make, row_case, group_case, num_threads):
-    check(make, row_case, [make.rows(row_case)], "compiled", factor=4)
-    parts = [make.groups(group_case, rank=2, sparsity=0.02, is_rotated=True), make.dense(group_case, 5)]
-    check(make, group_case, parts, "compiled", factor=4)
+def test_threads_share_a_sequence(row_case, group_case, num_threads):
+    check(row_case, [row_part(row_case)], "compiled", factor=4)
+    parts = [group_part(group_case, rank=2, sparsity=0.02, is_rotated=True), dense_part(group_case, 5)]
+    check(group_case, parts, "compiled", factor=4)
 
 
 @pytest.mark.cases("wide")
-def test_a_prepared_call_attends_to_tokens_to_come(make, row_case, level):
-    part, (keys, values) = make.rows(row_case, padding=[0, 40]), torch.randn(2, 2, 2, 9, 64)
-    call = prepare_tokens(make.query(row_case), [part, DensePart(keys, values, 1, None)], 2, 0.125)
+def test_a_prepared_call_attends_to_tokens_to_come(row_case, level):
+    part, (keys, values) = row_part(row_case, padding=[0, 40]), torch.randn(2, 2, 2, 9, 64)
+    call = prepare_tokens(make_query(row_case), [part, DensePart(keys, values, 1, None)], 2, 0.125)
     for length in (2, 3, 9):
-        query, newest = make.query(row_case), (torch.randn(2, 2, 1, 64), torch.randn(2, 2, 1, 64))
+        query, newest = make_query(row_case), (torch.randn(2, 2, 1, 64), torch.randn(2, 2, 1, 64))
         output = call.attend(query, 0.125, (keys, values), length, call.accept(*newest))
         assert torch.equal(keys[:, :, length - 1 : length], newest[0])
-        expected = make.expected(query, [part, DensePart(keys, values, length, None)], 2)
+        expected = exact_attention(query, [part, DensePart(keys, values, length, None)], 2)
         torch.testing.assert_close(output.double(), expected, atol=3e-5, rtol=0)
     for wrong in (newest[0].half(), newest[0][:1], torch.zeros(2, 2, 1, 128)[..., ::2]):
         assert call.accept(wrong, wrong) is None
@@ -157,47 +148,46 @@ def test_a_prepared_call_attends_to_tokens_to_come(make, row_case, level):
 
 
 @pytest.mark.cases("k4v3", "kcvt")
-def test_prepared_calls_equal_those_made_anew(make, group_case, level):
-    part, dense = make.groups(group_case, rank=2, sparsity=0.02), make.dense(group_case, 1)
+def test_prepared_calls_equal_those_made_anew(group_case, level):
+    part, dense = group_part(group_case, rank=2, sparsity=0.02), dense_part(group_case, 1)
     heads, storage = group_case.num_heads, (dense.keys, dense.values)
-    call = prepare_tokens(make.query(group_case), [part, dense], heads, None)
+    call = prepare_tokens(make_query(group_case), [part, dense], heads, None)
     for length in (1, 2, 3):
-        query = make.query(group_case)
+        query = make_query(group_case)
         expected = attend(query, [part, DensePart(*storage, length, None)], heads, kernel="compiled")
         assert torch.equal(call.attend(query, None, storage, length, None), expected)
 
 
 @pytest.mark.cases("wide", "k4v3")
-def test_what_is_copied_is_attended_to_but_not_prepared(make, case):
-    if hasattr(case, "chunks"):
-        part = make.groups(case, rank=2, sparsity=0.02)
+def test_what_is_copied_is_attended_to_but_not_prepared(case):
+    part = any_part(case)
+    if isinstance(case, Groups):
         twice = [side.map(lambda each: torch.stack([each, each], dim=-1)[..., 0]) for side in (part.keys, part.values)]
         part = CompressedPart(*twice, part.length, None)
     else:
-        part = make.rows(case)
         part = dataclasses.replace(part, keys=part.keys[:, :, :77], length=77)
-    check(make, case, [part], "compiled")
-    assert prepare_tokens(make.query(case), [part, make.dense(case, 1)], 2, None) is None
+    check(case, [part], "compiled")
+    assert prepare_tokens(make_query(case), [part, dense_part(case, 1)], 2, None) is None
 
 
 class TestForged:
-    """Nothing that stands in memory leads out of what is there."""
+    """Forged numbers in memory, which must not lead out of it."""
 
     @pytest.mark.parametrize("widths", [8, 9, 255])
     @pytest.mark.cases("wide")
-    def test_tables(self, make, row_case, level, widths):
-        part = make.rows(row_case)
+    def test_tables(self, row_case, level, widths):
+        part = row_part(row_case)
         keys, values = (
             dataclasses.replace(table, widths=torch.full_like(table.widths, widths)) for table in part.codec.tables()
         )
         keys = dataclasses.replace(keys, order=torch.full_like(keys.order, 255))
         forged = dataclasses.replace(part, codec=RowCodec((keys, values)))
-        assert attend(make.query(row_case), [forged], 2, kernel="compiled").isfinite().all()
+        assert attend(make_query(row_case), [forged], 2, kernel="compiled").isfinite().all()
 
     @pytest.mark.parametrize("offsets", [[2**31 - 1, -(2**31)], [-(2**31), 2**31 - 1], None])
     @pytest.mark.cases("k4v3")
-    def test_outliers(self, make, group_case, level, offsets):
-        part, forged = make.groups(group_case, sparsity=0.05), {}
+    def test_outliers(self, group_case, level, offsets):
+        part, forged = group_part(group_case, sparsity=0.05), {}
         for name in ("keys", "values"):
             side = getattr(part, name)
             random = torch.randint(-(2**15), 2**15, side.outlier_indices.shape, dtype=torch.int16)
@@ -206,13 +196,13 @@ class TestForged:
                 places.view(-1).copy_(torch.tensor(offsets).repeat(places.numel())[: places.numel()])
             forged[name] = side.replace({"outlier_indices": random, "outlier_offsets": places})
         parts = [CompressedPart(**forged, length=part.length, mask=None)]
-        assert attend(make.query(group_case), parts, 2, kernel="compiled").isfinite().all()
+        assert attend(make_query(group_case), parts, 2, kernel="compiled").isfinite().all()
 
 
 class TestRefused:
     @pytest.mark.cases("wide")
-    def test_rows_and_tables_of_other_sizes(self, make, row_case):
-        part, query = make.rows(row_case), make.query(row_case)
+    def test_rows_and_tables_of_other_sizes(self, row_case):
+        part, query = row_part(row_case), make_query(row_case)
         table, values = part.codec.tables()
         few, few_values = (dataclasses.replace(each, widths=each.widths[:, :, :1]) for each in (table, values))
         no_mean = dataclasses.replace(table, mean=table.mean[:, :1])
@@ -244,17 +234,17 @@ class TestRefused:
         ],
     )
     @pytest.mark.cases("k4v3")
-    def test_tensors_of_groups(self, make, group_case, name, change):
-        part = make.groups(group_case, rank=2, sparsity=0.05)
+    def test_tensors_of_groups(self, group_case, name, change):
+        part = group_part(group_case, rank=2, sparsity=0.05)
         for side in ("keys", "values"):
             states = getattr(part, side)
             wrong = dataclasses.replace(part, **{side: states.replace({name: change(getattr(states, name))})})
             with pytest.raises(ValueError, match="scale" if name == "scale" else "of shape|has to be"):
-                attend(make.query(group_case), [wrong], 2, kernel="compiled")
+                attend(make_query(group_case), [wrong], 2, kernel="compiled")
 
     @pytest.mark.cases("k4v3")
-    def test_groups_of_other_sizes_and_kinds(self, make, group_case):
-        part, query = make.groups(group_case, is_rotated=True), make.query(group_case)
+    def test_groups_of_other_sizes_and_kinds(self, group_case):
+        part, query = group_part(group_case, is_rotated=True), make_query(group_case)
         with pytest.raises(ValueError, match="193 tokens of 1 chunks of 192"):
             call_of(query, [dataclasses.replace(part, length=193)], 2, 0.1)
         with pytest.raises(ValueError, match="compressed keys and values have to be"):
@@ -265,15 +255,15 @@ class TestRefused:
 
 
 @pytest.mark.cases("widest")
-def test_sizes_at_the_edge(make, group_case, level):
+def test_sizes_at_the_edge(group_case, level):
     """Wide indices of outliers, ranks beyond a block of factors, and heads too large for C, which PyTorch takes."""
-    part = make.groups(group_case, sparsity=0.02)
+    part = group_part(group_case, sparsity=0.02)
     assert part.keys.outlier_indices.dtype == index_dtype(640) == torch.int32
-    check(make, group_case, [part], "compiled")
-    check(make, group_case, [make.groups(group_case, rank=64)], "compiled", factor=4)
+    check(group_case, [part], "compiled")
+    check(group_case, [group_part(group_case, rank=64)], "compiled", factor=4)
     huge = group_case._replace(keys=(648, 4, "channel", 10), values=(648, 4, "token", None))
-    check(make, huge, [make.groups(huge)], "compiled")
-    assert prepare_tokens(make.query(huge), [make.groups(huge), make.dense(huge, 1)], 1, None) is None
+    check(huge, [group_part(huge)], "compiled")
+    assert prepare_tokens(make_query(huge), [group_part(huge), dense_part(huge, 1)], 1, None) is None
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

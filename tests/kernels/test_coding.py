@@ -22,14 +22,9 @@ FREQUENCIES = tuple((10000.0 ** -(torch.arange(16) / 16)).tolist())
 LAYOUT = candidate_layouts(FREQUENCIES, 48)[0]
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def in_torch(monkeypatch) -> Callable[[Callable[[], torch.Tensor]], torch.Tensor]:
-    """What a function returns in plain PyTorch."""
+    """Calls a function in plain PyTorch."""
 
     def run(function: Callable[[], torch.Tensor]) -> torch.Tensor:
         with monkeypatch.context() as patch:
@@ -41,7 +36,7 @@ def in_torch(monkeypatch) -> Callable[[Callable[[], torch.Tensor]], torch.Tensor
 
 @pytest.fixture
 def levels(monkeypatch) -> Callable[[], Iterator[str]]:
-    """All levels of instructions that there are, one after the other."""
+    """Sets each level of instructions in turn."""
 
     def levels() -> Iterator[str]:
         for level in library.levels_here():

@@ -99,7 +99,7 @@ class TestLevels:
 
 @pytest.fixture(params=["openmp", "python"])
 def pool(request, monkeypatch):
-    """What PyTorch has, and what takes its place on other systems."""
+    """Picks PyTorch's threads, or those that take their place on other systems."""
     if request.param == "python":
         monkeypatch.setattr(library, "find_threads", lambda: library._run_on_python_threads)
 

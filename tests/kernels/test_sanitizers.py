@@ -32,7 +32,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What has a process load kernels with sanitizers."""
+    """Builds kernels with sanitizers; returns the environment that has a process load them."""
     folder = tmp_path_factory.mktemp("sanitized")
     build.build(folder, command=["gcc"], flags=FLAGS)
     names = ("libasan.so", "libubsan.so")

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from kernel_cases import Scored, random_codes, rounding_of, row_part
 
 from kvcache_plugins import InfiniGenCache
 from kvcache_plugins.codecs.parts import RowTokens, SinkStates
-from kvcache_plugins.codecs.quantization import pack
 from kvcache_plugins.kernels import compiled_tokens as compiled
 from kvcache_plugins.kernels import engine as engines
 from kvcache_plugins.kernels.tokens import attend_staged, code_scores, gather_rows, largest, score_rows
@@ -26,24 +26,12 @@ def _as_engine_says(request, monkeypatch):
     """Functions that choose what computes follow the engine."""
     if "engine" in request.fixturenames:
         monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", request.getfixturevalue("engine"))
-    torch.manual_seed(0)
 
 
 def assert_near(output, expected, tolerance=SCORE_TOLERANCE):
     assert output.shape == expected.shape
     error = (output.double() - expected).square().mean() / expected.square().mean().clamp(min=1e-30)
     assert error.sqrt() < tolerance
-
-
-class Scored(NamedTuple):
-    """Sizes of what is scored."""
-
-    batch_size: int
-    num_heads: int
-    groups: int
-    head_dim: int
-    nbits: int
-    length: int
 
 
 SCORED = {
@@ -56,17 +44,6 @@ SCORED = {
     "bytes that hold fewer channels than they could": Scored(2, 1, 5, 50, 4, 90),
     "8 bits of many channels": Scored(1, 1, 1, 300, 8, 96),
 }
-
-
-def random_codes(case):
-    """Query, packed codes and scales with some room beyond, and the keys in float64."""
-    length, size = case.length, (case.batch_size, case.num_heads)
-    codes = torch.randint(0, 2**case.nbits, (*size, length, case.head_dim), dtype=torch.uint8)
-    scale = (torch.rand(*size, length) + 0.1).half()
-    keys = scale.double()[..., None] * (codes.double() - (2 ** (case.nbits - 1) - 0.5))
-    packed = torch.cat([pack(codes, case.nbits), pack(codes, case.nbits)[:, :, :1] | 255], dim=2)
-    scale = torch.cat([scale, torch.full((*size, 1), torch.nan).half()], dim=2)
-    return torch.randn(*size, case.groups, case.head_dim), packed, scale, keys
 
 
 @pytest.mark.parametrize("scored", SCORED.values(), ids=SCORED)
@@ -334,21 +311,21 @@ class TestChosenRows:
     """Rows of tables and of bases, whose scores are those of attention over them."""
 
     @pytest.fixture(params=["tables", "basis"])
-    def part(self, request, make, row_case):
-        return make.rows(row_case, request.param, padding=[0, 40][: row_case.batch_size])
+    def part(self, request, row_case):
+        return row_part(row_case, request.param, padding=[0, 40][: row_case.batch_size])
 
     @pytest.mark.cases("smollm2", "one-token", "unlike-dims", "odd-dims", "large", "long")
-    def test_scores_match_float64(self, make, part, row_case, engine):
+    def test_scores_match_float64(self, part, row_case, engine):
         query = torch.randn(row_case.batch_size, row_case.num_heads, row_case.groups, row_case.key_dim)
         length = max(row_case.length - 3, 1)
         scores = score_rows(query, tokens_of(part, length))
         keys = torch.cat([tile[0] for tile in part.tiles()], dim=2)[:, :, :length].double()
-        assert_near(scores, query.double() @ keys.transpose(2, 3), max(SCORE_TOLERANCE, make.tolerance(part, engine)))
+        assert_near(scores, query.double() @ keys.transpose(2, 3), max(SCORE_TOLERANCE, rounding_of(part, engine)))
 
     @pytest.mark.parametrize("mask_kind", ["none", "boolean", "added"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.cases("smollm2", "one-token", "unlike-dims", "odd-dims", "large")
-    def test_attention_matches_float64(self, make, part, row_case, level, dtype, mask_kind):
+    def test_attention_matches_float64(self, part, row_case, level, dtype, mask_kind):
         batch_size, num_heads, length = row_case.batch_size, row_case.num_heads, row_case.length
         most, sinks, sizes = -(-length // 2), min(length, 3), (batch_size, num_heads)
         keys, values = (torch.cat([tile[side] for tile in part.tiles()], dim=2) for side in (0, 1))
@@ -375,7 +352,7 @@ class TestChosenRows:
                 states[item, :, first[item] : first[item] + sinks] = own[item].float()
         expected = reference(query, keys, values, slots, count, window, 0.3, mask, None, length)
         assert output.dtype == dtype
-        assert_near(output, expected, max(make.tolerance(part, "compiled"), 1e-4 if dtype == torch.float32 else 5e-3))
+        assert_near(output, expected, max(rounding_of(part, "compiled"), 1e-4 if dtype == torch.float32 else 5e-3))
 
     @pytest.mark.cases("wide")
     def test_what_is_forged_reads_nothing_else(self, part, row_case, level):

@@ -43,7 +43,7 @@ def kinds_of_output(cell: nbformat.NotebookNode) -> set[str]:
 
 
 def displays(source: str) -> bool:
-    """Whether a cell shows something: it ends with a value, or calls what prints or draws, in a loop or not."""
+    """Tells whether a cell shows something: it ends with a value, or calls what prints or draws, in a loop or not."""
     tree = ast.parse(source)
     last = tree.body[-1]
     is_shown = isinstance(last, ast.Expr) and not isinstance(last.value, ast.Call)

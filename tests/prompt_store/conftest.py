@@ -1,4 +1,4 @@
-"""What the tests of the store compare caches by."""
+"""Comparison of caches for the tests of the store."""
 
 from collections.abc import Callable
 

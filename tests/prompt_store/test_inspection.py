@@ -1,4 +1,4 @@
-"""What the commands say of a folder of prompts, and `generate --store`."""
+"""Commands about a folder of prompts, and `generate --store`."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What notebooks show of caches and memory reports: numbers are those of `memory()`, and any names are safe."""
+"""Caches and memory reports in notebooks: numbers are those of `memory()`, and any names are safe."""
 
 import re
 from xml.etree import ElementTree

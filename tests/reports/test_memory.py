@@ -1,4 +1,4 @@
-"""What a cache says of itself in one line."""
+"""The line that a cache says of itself."""
 
 import re
 

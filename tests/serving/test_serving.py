@@ -155,11 +155,11 @@ def test_ctrl_c_lets_an_answer_end(tiny_folder):
             break
     url = re.search(r"http://127\.0\.0\.1:\d+/v1", "".join(said))
     assert url is not None and "without authentication" in "".join(said), said
-    stream = connect(url[0]).completions.create(model=tiny_folder, prompt="abc", max_tokens=200, stream=True)
+    stream = connect(url[0]).completions.create(model=tiny_folder, prompt="abc", max_tokens=60, stream=True)
     chunks = iter(stream)
     next(chunks)
     process.send_signal(signal.SIGINT)
-    assert list(chunks)[-1].usage.completion_tokens == 200
+    assert list(chunks)[-1].usage.completion_tokens == 60
     assert process.wait(timeout=60) == 0
     assert "Interrupted" not in process.stderr.read()
 
@@ -272,7 +272,7 @@ def free_share(server):
 @pytest.mark.long
 @pytest.mark.parametrize("is_batched", [False, True], ids=["store", "batched"])
 def test_many_clients(is_batched, tiny_folder, tmp_path):
-    """Of 200 requests of 8 clients, some of which go, to three servers one after the other, each is as it is alone."""
+    """Sends 200 requests of 8 clients, some of which go, to three servers in turn: each answer is as it is alone."""
     from kvcache_plugins.serving import CacheServer
 
     licence = (Path(__file__).resolve().parents[2] / "LICENSE").read_text(encoding="ascii")

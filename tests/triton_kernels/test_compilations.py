@@ -1,4 +1,4 @@
-"""What Triton would compile for prompts of many lengths and the steps after them: counted by a stand-in driver.
+"""Compilations for prompts of many lengths and the steps after them, counted by a stand-in driver.
 
 In a process of its own, because Triton decides when it is imported whether it interprets. Running this file
 (`python tests/triton_kernels/test_compilations.py gear-2bit`) prints the counts.
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 
-NUM_PROMPTS, NUM_STEPS = 60, 300
+NUM_PROMPTS, NUM_STEPS = 25, 100
 HEAD_DIM, NUM_HEADS, NUM_QUERY_HEADS = 128, 2, 8
 # At most so many kernels of each name. Sinks are hidden by a mask where the first chunk holds them too
 _GROUPS = {"attend_kernel": 1, "combine_kernel": 1}

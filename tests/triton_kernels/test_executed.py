@@ -19,8 +19,8 @@ pytestmark = pytest.mark.skipif(not EMULATOR.is_dir(), reason=f"the emulator of 
 # Compute capability, file of tests, and which of them
 DAILY = [
     (80, "test_attention.py", "test_matches_dense_attention and kivi-64"),
-    (90, "test_rows.py", "test_attention_is_that_of_pytorch and (basis-unlike-dims or smollm2)"),
-    (80, "test_rows.py", "test_rows_are_those_of_pytorch and (t16-d64 or basis-odd-dim)"),
+    (90, "test_rows.py", "test_attention_is_that_of_pytorch and (basis-unlike-dims or tables-smollm2)"),
+    (80, "test_rows.py", "test_rows_are_those_of_pytorch and (smollm2-tables or odd-dims-basis)"),
 ]
 LONG = [
     *((capability, "test_rows.py", "test_attention_is_that_of_pytorch") for capability in (80, 90)),

@@ -4,22 +4,16 @@ What is written to is full of NaN before, so that a row which is not to be touch
 """
 
 import itertools
-import os
 
 import pytest
 import torch
+from kernel_cases import DEVICE, Scored, needs_triton, random_codes
 
-from kvcache_plugins.codecs.quantization import pack
 from kvcache_plugins.triton_kernels.gather import gather_rows, page_addresses, write_rows
 from kvcache_plugins.triton_kernels.scores import score_codes
 
 
-# Triton reads the variable when it is imported, which is before this file is
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
-pytestmark = pytest.mark.skipif(
-    DEVICE.type == "cpu" and not INTERPRETED, reason="kernels need a GPU or TRITON_INTERPRET=1 in the environment"
-)
+pytestmark = needs_triton
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn]
 # Of scores, relative to the largest: two parts of 11 bits each
@@ -57,7 +51,7 @@ def rows_of(pages: list[torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor holds, byte by byte: NaN equals itself."""
+    """Returns the bytes of a tensor, as NaN equals itself in them."""
     return tensor.cpu().contiguous().view(torch.uint8)
 
 
@@ -137,58 +131,30 @@ def test_pages_that_do_not_lie_side_by_side_are_refused():
         page_addresses([pages[0].transpose(1, 2)], DEVICE)
 
 
-def reference_scores(codes: torch.Tensor, scale: torch.Tensor, query: torch.Tensor, nbits: int) -> torch.Tensor:
-    """In float64, from codes `[B, H, T, D]` that are not packed."""
-    keys = (codes.double() - (2 ** (nbits - 1) - 0.5)) * scale.double()[..., None]
-    return query.double() @ keys.transpose(2, 3)
+SCORED = {
+    "one-token": Scored(1, 1, 1, 8, 2, 1),
+    "odd-head": Scored(2, 3, 4, 20, 4, 63),
+    "8-bits": Scored(1, 2, 7, 64, 8, 129),
+    "many-queries": Scored(1, 1, 33, 128, 4, 200),
+    "bytes-not-full": Scored(2, 1, 2, 33, 2, 40),
+    "8-bits-odd": Scored(2, 3, 2, 24, 8, 50),
+    "wide": Scored(1, 1, 1, 256, 2, 70),
+}
 
 
-def make_codes(batch_size, num_heads, length, head_dim, nbits):
-    generator = torch.Generator().manual_seed(4)
-    codes = torch.randint(0, 2**nbits, (batch_size, num_heads, length, head_dim), generator=generator)
-    scale = 0.01 + torch.rand(batch_size, num_heads, length, generator=generator)
-    return codes.to(torch.uint8), scale.half()
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("nbits", [2, 4, 8])
-@pytest.mark.parametrize(
-    ("batch_size", "num_heads", "groups", "length", "head_dim"),
-    [
-        (1, 1, 1, 1, 8),
-        (2, 3, 4, 63, 20),
-        (1, 2, 7, 129, 64),
-        (1, 1, 33, 200, 128),
-        (2, 1, 2, 40, 33),
-        (1, 1, 1, 70, 256),
-    ],
-)
-def test_scores_are_those_of_the_keys_that_codes_stand_for(batch_size, num_heads, groups, length, head_dim, nbits):
-    codes, scale = make_codes(batch_size, num_heads, length, head_dim, nbits)
-    query = torch.randn(batch_size, num_heads, groups, head_dim, generator=torch.Generator().manual_seed(5))
-    # Queries differ in size by orders of magnitude
-    query *= torch.logspace(-3, 3, groups)[:, None]
-    actual = score_codes(pack(codes, nbits).to(DEVICE), scale.to(DEVICE), query.to(DEVICE), nbits).cpu()
-    expected = reference_scores(codes, scale, query, nbits)
-    assert actual.shape == (batch_size, num_heads, groups, length)
-    assert actual.dtype == torch.float32
+@pytest.mark.parametrize("scored", SCORED.values(), ids=SCORED)
+def test_scores_are_those_of_the_keys_that_codes_stand_for(scored):
+    """Scores rows in use of larger storage, by queries of sizes apart by orders that are no one tensor's own."""
+    query, codes, scale, keys = random_codes(scored)
+    query = (query * torch.logspace(-3, 3, scored.groups)[:, None]).transpose(1, 2).contiguous().transpose(1, 2)
+    length, expected = scored.length, query.double() @ keys.transpose(2, 3)
+    inputs = codes.to(DEVICE)[:, :, :length], scale.to(DEVICE)[:, :, :length], query.to(DEVICE)
+    actual = score_codes(*inputs, scored.nbits).cpu()
+    assert actual.shape == expected.shape and actual.dtype == torch.float32
     error = (actual - expected).abs().amax(dim=3) / expected.abs().amax(dim=3)
     assert error.max() < SCORE_TOLERANCE
-
-
-@pytest.mark.parametrize("nbits", [2, 4, 8])
-def test_scores_of_rows_in_use_of_larger_storage(nbits):
-    """As a layer holds them: of a capacity that is not in use, queries that are no one tensor's own."""
-    codes, scale = make_codes(2, 3, 50, 24, nbits)
-    query = torch.randn(2, 4, 3, 24, generator=torch.Generator().manual_seed(6)).transpose(1, 2)
-    packed = pack(codes, nbits)
-    stored = torch.full((2, 3, 90, packed.shape[3]), 255, dtype=torch.uint8)
-    stored_scale = torch.full((2, 3, 90), float("nan"), dtype=torch.float16)
-    stored[:, :, :50], stored_scale[:, :, :50] = packed, scale
-    inputs = stored.to(DEVICE)[:, :, :50], stored_scale.to(DEVICE)[:, :, :50], query.to(DEVICE)
-    actual = score_codes(*inputs, nbits).cpu()
-    torch.testing.assert_close(actual.double(), reference_scores(codes, scale, query, nbits), rtol=1e-4, atol=1e-4)
-    assert score_codes(inputs[0][:, :, :0], inputs[1][:, :, :0], inputs[2], nbits).shape == (2, 3, 4, 0)
+    none = score_codes(*(each[:, :, :0] for each in inputs[:2]), inputs[2], scored.nbits)
+    assert none.shape == (*expected.shape[:3], 0)
 
 
 def test_many_heads_share_programs_and_short_groups_fill_their_tiles(monkeypatch):

@@ -4,20 +4,15 @@ They run in Triton's interpreter or on a GPU, or compiled in an emulator: `test_
 """
 
 import dataclasses
-import os
 
 import pytest
 import torch
-import torch.nn.functional as F
+from kernel_cases import DEVICE, Rows, exact_attention, make_query, needs_triton, row_states
 from transformers import Cache
 
-from kvcache_plugins.codecs.basis import round_basis
-from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.parts import CodedPart, DensePart
-from kvcache_plugins.codecs.prompt_codec import allocate_widths, make_key_table, make_value_table
-from kvcache_plugins.codecs.quantizers import QUANTIZERS, num_blocks, thresholds
-from kvcache_plugins.codecs.rope import apply_rope, candidate_layouts
-from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
+from kvcache_plugins.codecs.quantizers import thresholds
+from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.gear.kernel_check import plain_pytorch, require_close_layers
 from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.kernels.attention import attend
@@ -26,160 +21,81 @@ from kvcache_plugins.kernels.triton import codebook_of
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
-# Triton reads the variable when it is imported, which is before this file is
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-pytestmark = pytest.mark.skipif(
-    DEVICE == "cpu" and not INTERPRETED, reason="kernels need a GPU or TRITON_INTERPRET=1 in the environment"
-)
-# Of attention: relative RMS error
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-3}
+pytestmark = needs_triton
+# Of attention: relative RMS error. The reference rounds nothing, rows in bases are rounded products
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 5e-3}
 # Of coding: rows that may differ, where a number lies at a bound to rounding or a scale between two steps; and their
 # decoded error, relative
 MOST_DIFFERENT, SAME_ERROR = 0.005, 1e-3
 HALVES = [torch.float16, torch.bfloat16]
 LAYOUTS = ["interleaved", "partial", "none"]
-# Of attention: batch size, heads, query heads a head, tokens, head dims of keys and values, sums of widths, queries
-PROMPTS = {
-    "smollm2": (1, 3, 3, 65, 64, 64, 19, 16, 1),
-    "one-token": (1, 1, 1, 1, 64, 64, 19, 16, 1),
-    "widest": (2, 1, 2, 70, 64, 64, 64, 64, 4),
-    "no-bits-for-most": (1, 1, 8, 70, 128, 128, 5, 3, 1),
-    "least": (1, 2, 3, 63, 8, 8, 3, 3, 3),
-    "unlike-dims": (1, 2, 4, 66, 80, 48, 30, 6, 5),
-    "odd-dims": (1, 2, 1, 65, 20, 33, 24, 40, 16),
-    "wide-order": (1, 1, 2, 40, 300, 256, 64, 64, 2),
-    "splits": (1, 1, 3, 200, 16, 16, 5, 4, 1),
+CASES = {
+    "smollm2": Rows(1, 3, 3, 1, 65, 64, 64, 19, 16),
+    "one-token": Rows(1, 1, 1, 1, 1, 64, 64, 19, 16),
+    "widest": Rows(2, 1, 2, 4, 70, 32, 32, 32, 32),
+    "no-bits-for-most": Rows(1, 1, 8, 1, 70, 128, 128, 5, 3),
+    "least": Rows(1, 2, 3, 3, 63, 8, 8, 3, 3),
+    "unlike-dims": Rows(1, 2, 4, 5, 66, 80, 48, 30, 6),
+    "odd-dims": Rows(1, 2, 1, 16, 65, 20, 33, 12, 20),
     # More rows than a program has
-    "many-rows": (1, 1, 5, 67, 32, 32, 12, 8, 13),
+    "many-rows": Rows(1, 1, 5, 13, 67, 32, 32, 12, 8),
 }
-BASES = {
-    "basis-smollm2": (1, 3, 3, 65, 64, 64, 14, 14, 1),
-    "basis-one-token": (1, 1, 1, 1, 64, 64, 19, 16, 1),
-    "basis-widest": (2, 1, 2, 70, 32, 32, 24, 24, 4),
-    "basis-no-bits-for-most": (1, 1, 8, 70, 64, 64, 5, 3, 1),
-    "basis-unlike-dims": (1, 2, 4, 66, 48, 16, 30, 6, 5),
-    "basis-odd-dims": (1, 2, 1, 65, 20, 33, 12, 20, 3),
-}
-ATTENTION = {**PROMPTS, **BASES}
-# Of coding: batch size, heads, tokens, head dim, sums of widths of keys and values
-CODING = {
-    "t25-d64": (1, 1, 33, 64, 32, 26),
-    "t16-d64": (2, 1, 11, 64, 19, 16),
-    "t22-d128": (1, 1, 9, 128, 56, 44),
-    "t30-d256": (1, 1, 5, 256, 128, 100),
-    "one-token": (1, 1, 1, 64, 19, 16),
-    "d80": (1, 2, 7, 80, 40, 30),
-    "d96": (1, 1, 9, 96, 48, 36),
-    "odd-dim": (1, 2, 19, 33, 20, 13),
-    "least": (1, 1, 70, 8, 3, 3),
-    "widest": (1, 1, 18, 32, 32, 32),
-    "most-without-bits": (1, 1, 7, 128, 5, 3),
-    "many": (2, 2, 129, 64, 32, 26),
-    "basis-d64": (1, 2, 17, 64, 18, 14),
-    "basis-one-token": (1, 1, 1, 64, 18, 14),
-    "basis-d128": (1, 1, 17, 128, 56, 44),
-    "basis-d80": (2, 1, 11, 80, 30, 20),
-    "basis-odd-dim": (1, 2, 19, 20, 12, 9),
-    "basis-d256": (1, 1, 9, 256, 60, 60),
-    "basis-many": (2, 2, 129, 64, 30, 24),
-}
+# Of more than 256 channels none are coded
+ATTENTION = {"wide-order": Rows(1, 1, 2, 2, 40, 300, 256, 64, 64), "splits": Rows(1, 1, 3, 1, 200, 16, 16, 5, 4)}
+CODING = {"d256": Rows(1, 1, 1, 1, 5, 256, 256, 128, 100), "d96": Rows(1, 1, 1, 1, 9, 96, 96, 48, 36)}
+LONG_CODING = {"many": Rows(2, 2, 1, 1, 129, 64, 64, 32, 26)}
+ALL = {**CASES, **ATTENTION, **CODING, **LONG_CODING}
+FORMS = ["tables", "basis"]
 
 
-def make_layout(head_dim, name):
-    num_pairs = head_dim // 4 if name == "partial" else head_dim // 2
-    rates = tuple((10000.0 ** -(torch.arange(num_pairs) / max(num_pairs, 1))).tolist())
-    layouts = candidate_layouts(None if name == "none" else rates, head_dim)
-    return layouts[{"interleaved": 1, "partial": 2}.get(name, 0)]
-
-
-def make_basis_table(num_heads, head_dim, total, quantizer, rope=None):
-    """Random bases, whose heads differ in how steeply their energies fall, and means."""
-    scales = torch.logspace(0, -1.5, head_dim)
-    basis = torch.linalg.qr(torch.randn(num_heads, head_dim, head_dim))[0] * scales[:, None]
-    energies = F.pad(scales.square(), (0, -head_dim % 8)).unflatten(0, (num_blocks(head_dim), 8)).sum(dim=1)
-    energies = torch.stack([energies ** (1 + head) for head in range(num_heads)])
-    factors = torch.rand(num_heads, head_dim) + 0.1
-    widths = allocate_widths(energies[None], total, QUANTIZERS[quantizer].distortions)[0]
-    own = round_basis(basis, factors)
-    return RowTable.in_basis(
-        torch.randn(num_heads, head_dim).half(), factors, *own, widths, rope=rope, quantizer=quantizer
-    )
-
-
-def make_codec(case, keys, values, totals, layout, positions, quantizer="lloyd-max"):
-    """The tables of random states, or random ones of a calibration."""
-    rope = make_layout(keys.shape[3], layout)
-    most = len(QUANTIZERS[quantizer].distortions) - 1
-    totals = [
-        min(total, num_blocks(states.shape[3]) * most) for total, states in zip(totals, (keys, values), strict=True)
-    ]
-    if case.startswith("basis"):
-        tables = [
-            make_basis_table(keys.shape[1], states.shape[3], total, quantizer, own)
-            for states, total, own in zip((keys, values), totals, (rope, None), strict=True)
-        ]
-        return RowCodec(SharedTables(*tables))
-    valid = torch.ones(keys.shape[::2], dtype=torch.bool)
-    table = make_key_table(keys, valid, None, [rope], positions, totals[0], quantizer)
-    return RowCodec((table, make_value_table(values, valid, totals[1], quantizer)))
-
-
-def make_part(case, *, padding=None, start=4, layout="half-split", offset=0.0, quantizer="lloyd-max"):
-    """Rows of random tokens, that begin at any byte of memory and end with it."""
+@pytest.fixture(autouse=True)
+def _seeded():
     torch.manual_seed(0)
-    batch_size, num_heads, _, length, key_dim, value_dim, *totals, _ = ATTENTION[case]
-    positions = Positions(start, None if padding is None else torch.tensor(padding))
-    keys = torch.randn(batch_size, num_heads, length, key_dim) * torch.rand(key_dim) + torch.randn(key_dim) + offset
-    keys[..., key_dim // 2] = 1.5
-    keys = apply_rope(keys, make_layout(key_dim, layout), positions)
-    values = torch.randn(batch_size, num_heads, length, value_dim)
-    codec = make_codec(case, keys, values, totals, layout, positions, quantizer)
+
+
+def on_device(codec):
+    # Tables that caches share are moved by themselves
+    return codec if codec.tables()[0].basis is not None else codec.map(lambda tensor: tensor.to(DEVICE))
+
+
+def make_part(case, form="tables", length=None, **options):
+    """Rows of random tokens, that begin at any byte of memory and end with it."""
+    keys, values, codec, positions = row_states(ALL[case], form, **options)
     rows = codec.encode(keys, values, positions)
     rows = [torch.cat([each.new_zeros(3), each.flatten()])[3:].view_as(each).to(DEVICE) for each in rows]
-    if case in PROMPTS:
-        codec = codec.map(lambda tensor: tensor.to(DEVICE))
-    positions = Positions(start, None if padding is None else positions.padding.to(DEVICE))
-    return CodedPart(*rows, codec, positions, length, None)
-
-
-def make_query(case):
-    batch_size, num_heads, groups, _, key_dim, *_, num_queries = ATTENTION[case]
-    return torch.randn(batch_size, groups * num_heads, num_queries, key_dim, device=DEVICE)
+    padding = None if positions.padding is None else positions.padding.to(DEVICE)
+    positions = dataclasses.replace(positions, padding=padding)
+    return CodedPart(*rows, on_device(codec), positions, length or ALL[case].length, None)
 
 
 def check_attention(case, parts, dtype=torch.float32, query=None):
-    query, num_heads = (make_query(case) if query is None else query).to(dtype), ATTENTION[case][1]
-    if case in BASES:
-        # Channels of PyTorch's own attention over rows are rounded products: dense states in float64 are not
-        tiles = [tile for part in parts for tile in part.tiles()]
-        keys, values = (torch.cat([tile[side].double() for tile in tiles], dim=2) for side in (0, 1))
-        expected = F.scaled_dot_product_attention(query.double(), keys, values, enable_gqa=True)
-    else:
-        expected = attend(query.float(), iter(parts), num_heads, None, "torch")
-    output = attend(query, iter(parts), num_heads, None, "triton")
+    query = (make_query(ALL[case]).to(DEVICE) if query is None else query).to(dtype)
+    expected = exact_attention(query, parts, ALL[case].num_heads)
+    output = attend(query, iter(parts), ALL[case].num_heads, None, "triton")
     assert output.dtype == dtype and output.shape == expected.shape
-    error = (output.to(expected.dtype) - expected).square().mean().sqrt() / expected.square().mean().sqrt()
-    assert error < TOLERANCE[dtype], error
+    assert (output.double() - expected).norm() < TOLERANCE[dtype] * expected.norm()
 
 
-@pytest.mark.parametrize("case", ATTENTION)
-def test_attention_is_that_of_pytorch(case):
-    check_attention(case, [make_part(case)])
+@pytest.mark.parametrize("case", [*CASES, "wide-order"])
+@pytest.mark.parametrize("form", FORMS)
+def test_attention_is_that_of_pytorch(form, case):
+    check_attention(case, [make_part(case, form)])
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("case", ["smollm2", "unlike-dims", "basis-unlike-dims"])
-def test_attention_in_half_precision(case, dtype):
-    check_attention(case, [make_part(case)], dtype)
+@pytest.mark.parametrize("case", ["smollm2", "unlike-dims"])
+@pytest.mark.parametrize("form", FORMS)
+def test_attention_in_half_precision(form, case, dtype):
+    check_attention(case, [make_part(case, form)], dtype)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", ["smollm2", "widest", "no-bits-for-most", "least", *BASES])
-def test_trellis_codes(case, dtype):
-    check_attention(case, [make_part(case, quantizer="trellis")], dtype)
+@pytest.mark.parametrize("case", ["smollm2", "widest", "no-bits-for-most", "least", "one-token", "odd-dims"])
+@pytest.mark.parametrize("form", FORMS)
+def test_trellis_codes(form, case, dtype):
+    check_attention(case, [make_part(case, form, quantizer="trellis")], dtype)
 
 
 def test_means_of_values():
@@ -192,10 +108,10 @@ def test_means_of_values():
 
 @pytest.mark.parametrize("query_scale", [1e-6, 3e4])
 def test_queries_of_any_size(query_scale):
-    part, num_heads = make_part("least"), ATTENTION["least"][1]
+    part, case = make_part("least"), CASES["least"]
     # Large scores choose one key a query, and of two that are alike to bfloat16 rounding does: no such queries
     keys = part.codec.decode_keys(part.keys, part.positions)
-    queries = torch.cat([make_query("least") for _ in range(3)], dim=2).unflatten(1, (num_heads, -1))
+    queries = torch.cat([make_query(case).to(DEVICE) for _ in range(3)], dim=2).unflatten(1, (case.num_heads, -1))
     largest, next_largest = (queries @ keys[:, :, None].mT).topk(2, dim=-1).values.unbind(dim=-1)
     order = ((largest - next_largest) / largest).argsort(dim=-1, descending=True)
     queries = queries.gather(3, order[..., :3, None].expand(*order.shape[:-1], 3, queries.shape[-1])).flatten(1, 2)
@@ -203,48 +119,47 @@ def test_queries_of_any_size(query_scale):
 
 
 @pytest.mark.parametrize(
-    ("case", "options", "length", "dtype"),
+    ("case", "options", "dtype"),
     [
-        *((case, {"layout": layout}, None, torch.float32) for case in ("least", "basis-widest") for layout in LAYOUTS),
-        *(("least", {"start": start}, None, torch.float32) for start in (200, 70_001)),
+        *(("least", {"form": form, "layout": layout}, torch.float32) for form in FORMS for layout in LAYOUTS),
+        *(("least", {"start": start}, torch.float32) for start in (200, 70_001)),
         # Means much larger than deviations
-        ("unlike-dims", {"offset": 10.0}, None, torch.bfloat16),
+        ("unlike-dims", {"offset": 10.0}, torch.bfloat16),
         # Capacity behind the rows in use
-        ("unlike-dims", {}, 43, torch.float32),
+        ("unlike-dims", {"length": 43}, torch.float32),
     ],
     ids=str,
 )
-def test_attention_to_other_keys(case, options, length, dtype):
-    part = make_part(case, **options)
-    check_attention(case, [dataclasses.replace(part, length=length or part.length)], dtype)
+def test_attention_to_other_keys(case, options, dtype):
+    check_attention(case, [make_part(case, **options)], dtype)
 
 
+def exact_parts(*lengths, masks=(None,) * 3):
+    """Exact tokens of capacity for nine: the first tokens, the buffer, and an update that has not been coded."""
+    states = (torch.randn(2, 2, 1, 9, 32, device=DEVICE) for _ in lengths)
+    return [DensePart(*each, length, mask) for each, length, mask in zip(states, lengths, masks, strict=False)]
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("is_boolean", [True, False], ids=["boolean", "added"])
-def test_padding_masks_and_exact_parts(is_boolean):
-    part = make_part("widest", padding=[0, 40])
-    columns = torch.arange(part.length)
-    mask = (columns >= torch.tensor([0, 36])[:, None])[:, None, None] & (torch.rand(2, 2, 4, part.length) > 0.2)
+def test_padding_masks_and_exact_parts(is_boolean, form):
+    length = 70 if form == "tables" else 43
+    part = make_part("widest", form, length, padding=[0, 40], start=300)
+    mask = (torch.arange(length) >= torch.tensor([0, 36])[:, None])[:, None, None] & (
+        torch.rand(2, 2, 4, length) > 0.2
+    )
     # A row that may attend to nothing coded
     mask[1, 0, 2] = False
     if not is_boolean:
         mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
-    masked = dataclasses.replace(part, mask=mask.to(DEVICE))
-    # Three of them: the first tokens, the buffer, and an update that has not been coded
-    exact = [DensePart(*torch.randn(2, 2, 1, 9, 64, device=DEVICE), length, None) for length in (7, 9, 3)]
-    check_attention("widest", [exact[0], masked, *exact[1:]])
-
-
-def test_padding_exact_parts_and_capacity_behind_the_rows_of_a_basis():
-    part = dataclasses.replace(make_part("basis-widest", padding=[0, 40], start=300), length=43)
-    exact = [DensePart(*torch.randn(2, 2, 1, 9, 32, device=DEVICE), length, None) for length in (7, 9)]
-    check_attention("basis-widest", [exact[0], part, exact[1]])
+    first, *last = exact_parts(7, 9, 3)
+    check_attention("widest", [first, dataclasses.replace(part, mask=mask.to(DEVICE)), *last])
 
 
 def test_masks_of_all_exact_parts():
-    part = make_part("widest")
     masks = [torch.rand(2, 1, 4, length, device=DEVICE) > 0.5 for length in (7, 9, 3)]
-    exact = [DensePart(*torch.randn(2, 2, 1, 9, 64, device=DEVICE), mask.shape[3], mask) for mask in masks]
-    check_attention("widest", [exact[0], part, *exact[1:]])
+    first, *last = exact_parts(7, 9, 3, masks=masks)
+    check_attention("widest", [first, make_part("widest"), *last])
 
 
 def test_several_coded_parts():
@@ -258,13 +173,13 @@ def test_splits_are_merged(monkeypatch):
     check_attention("splits", [make_part("splits")])
 
 
-@pytest.mark.parametrize("case", ["widest", "basis-widest"])
-def test_lengths_on_the_device(case):
-    part, query = make_part(case, padding=[0, 40], start=300), make_query(case)
-    exact = DensePart(*torch.randn(2, 2, 1, 9, query.shape[3], device=DEVICE), 9, None)
+@pytest.mark.parametrize("form", FORMS)
+def test_lengths_on_the_device(form):
+    part, query = make_part("widest", form, padding=[0, 40], start=300), make_query(CASES["widest"]).to(DEVICE)
     cut = dataclasses.replace(part, length=43)
     read = dataclasses.replace(part, num_tokens=torch.tensor([43], device=DEVICE))
-    output, expected = (attend(query, [each, exact], ATTENTION[case][1], None, "triton") for each in (read, cut))
+    exact = exact_parts(9)
+    output, expected = (attend(query, [each, *exact], 1, None, "triton") for each in (read, cut))
     torch.testing.assert_close(output, expected)
 
 
@@ -284,28 +199,20 @@ def test_layer_attends_with_it(monkeypatch):
     assert error is not None and error < 1e-5
 
 
-def make_states(case, dtype=torch.float32, *, layout="half-split", start=4, padding=None, offset=1.0):
-    """Random keys and values of tokens, laid out as a model lays them out, and their codec."""
-    torch.manual_seed(0)
-    batch_size, num_heads, length, head_dim, *totals = CODING[case]
-    keys, values = torch.randn(2, batch_size, length, num_heads, head_dim).transpose(2, 3)
-    keys = keys * torch.logspace(-1.5, 0.5, head_dim)[torch.randperm(head_dim)] + offset * torch.randn(head_dim)
-    values = values * torch.randn(batch_size, num_heads, length, 1).exp()
-    positions = Positions(start, padding)
-    keys = apply_rope(keys, make_layout(head_dim, layout), positions).to(dtype)
-    codec = make_codec(case, keys, values, totals, layout, positions)
+def make_states(case, form="tables", dtype=torch.float32, *, offset=1.0, **options):
+    """Keys and values of tokens of unlike size, laid out as a model lays them out, and their codec."""
+    keys, values, codec, positions = row_states(ALL[case], form, offset=offset, has_constant=False, **options)
+    values = values * torch.randn(*values.shape[:3], 1).exp()
     # Heads of a token one behind the other, and a token that is left out before them
     keys, values = (
         torch.cat([states[:, :, :1], states], dim=2).transpose(1, 2).contiguous().transpose(1, 2)[:, :, 1:].to(DEVICE)
-        for states in (keys, values.to(dtype))
+        for states in (keys.to(dtype), values.to(dtype))
     )
-    if case.startswith("basis"):
+    if form == "basis":
         # A token of which one channel is far larger than all others
-        keys[:, :, length // 2, 5] *= 100
-        values[:, :, length // 2, 5] *= 100
-    else:
-        codec = codec.map(lambda tensor: tensor.to(DEVICE))
-    return keys, values, codec, positions
+        for states in (keys, values):
+            states[:, :, ALL[case].length // 2, 5] *= 100
+    return keys, values, on_device(codec), positions
 
 
 def encode(keys, values, codec, positions):
@@ -332,29 +239,30 @@ def check_coding(keys, values, codec, positions):
             torch.testing.assert_close(error.norm(), known.norm(), rtol=SAME_ERROR, atol=1e-6)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.long) if case.endswith("many") else case for case in CODING]
+    "case", [*CASES, *CODING, *(pytest.param(case, marks=pytest.mark.long) for case in LONG_CODING)]
 )
-def test_rows_are_those_of_pytorch(case):
-    check_coding(*make_states(case))
+def test_rows_are_those_of_pytorch(case, form):
+    check_coding(*make_states(case, form))
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("case", ["t16-d64", "d80", "t30-d256", "basis-d64"])
-def test_coding_in_half_precision(case, dtype):
-    check_coding(*make_states(case, dtype))
+@pytest.mark.parametrize("case", ["smollm2", "unlike-dims", "d256"])
+@pytest.mark.parametrize("form", FORMS)
+def test_coding_in_half_precision(form, case, dtype):
+    check_coding(*make_states(case, form, dtype))
 
 
 @pytest.mark.parametrize(
     ("case", "options"),
     [
-        *((case, {"layout": layout}) for case in ("t16-d64", "basis-odd-dim") for layout in LAYOUTS),
-        *(("t25-d64", {"start": start}) for start in (0, 70_001)),
-        ("t16-d64", {"padding": torch.tensor([0, 7])}),
-        ("basis-d80", {"padding": torch.tensor([0, 7]), "start": 300}),
+        *(("least", {"form": form, "layout": layout}) for form in FORMS for layout in LAYOUTS),
+        *(("smollm2", {"start": start}) for start in (0, 70_001)),
+        *(("widest", {"form": form, "padding": [0, 7], "start": 300}) for form in FORMS),
         # Means much larger than deviations
-        ("t25-d64", {"offset": 20.0}),
+        ("smollm2", {"offset": 20.0}),
     ],
     ids=str,
 )
@@ -363,7 +271,7 @@ def test_coding_of_other_keys(case, options):
 
 
 def test_channels_that_do_not_vary_and_tokens_of_zeros():
-    keys, values, codec, positions = make_states("t16-d64")
+    keys, values, codec, positions = make_states("widest")
     codec.tables()[0].deviation[:, :, 3] = 0
     keys[:, :, 7], values[:, :, 7] = 0, 0
     check_coding(keys, values, codec, positions)
@@ -371,13 +279,13 @@ def test_channels_that_do_not_vary_and_tokens_of_zeros():
 
 @pytest.mark.parametrize("factor", [1e-8, 1e6])
 def test_tokens_beyond_what_scales_reach(factor):
-    keys, values, codec, positions = make_states("t16-d64")
+    keys, values, codec, positions = make_states("widest")
     values[:, :, 5] *= factor
     check_coding(keys, values, codec, positions)
 
 
 def test_what_is_not_finite_stays_in_its_row():
-    keys, values, codec, positions = make_states("t16-d64")
+    keys, values, codec, positions = make_states("widest")
     known = encode(keys, values, codec, positions)
     for states in (keys, values):
         states[0, 0, 7], states[1, 0, 8, 3], states[1, 0, 9, 3] = torch.nan, torch.inf, -torch.inf
@@ -388,7 +296,7 @@ def test_what_is_not_finite_stays_in_its_row():
 
 
 def test_no_tokens():
-    keys, values, codec, positions = make_states("t16-d64")
+    keys, values, codec, positions = make_states("widest")
     rows = encode(keys[:, :, :0], values[:, :, :0], codec, positions)
     assert [each.shape for each in rows] == [(2, 1, 0, size) for size in codec.row_sizes]
 

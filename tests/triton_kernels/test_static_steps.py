@@ -190,7 +190,7 @@ def check(name, num_steps):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_steps"),
-    [("alone", "300"), *(pytest.param(name, "40", marks=pytest.mark.long) for name in CASES if name != "alone")],
+    [("alone", "80"), *(pytest.param(name, "40", marks=pytest.mark.long) for name in CASES if name != "alone")],
 )
 def test_every_step_is_the_first_one_again(name, num_steps, run_compiling):
     run_compiling(name, num_steps)

@@ -179,32 +179,6 @@ def test_errors_are_those_of_the_bits():
         assert 0 < float(error) < limit
 
 
-@pytest.mark.parametrize("padding", [[0, 90], [0, 150], [0, 199]])
-def test_rows_of_a_batch_are_what_they_are_alone(padding):
-    """Also those that are too short for a table when the others get theirs, and have one later."""
-    length, steps = 200, 3 * BUFFER + MIN_TOKENS
-    keys, values = states(2, length)
-    queries = torch.randn(2, NUM_HEADS * 2, length, HEAD_DIM)
-    batch = make_layer()
-    feed(batch, keys, values, padding, queries)
-    later = [(*states(2, 1), torch.randn(2, NUM_HEADS * 2, 1, HEAD_DIM)) for _ in range(steps)]
-    together = torch.cat([feed(batch, new[0], new[1], padding, new[2]) for new in later], dim=2)
-    for item, pad in enumerate(padding):
-        alone = make_layer()
-        own = slice(item, item + 1)
-        feed(alone, keys[own, :, pad:], values[own, :, pad:], None, queries[own, :, pad:])
-        output = torch.cat([feed(alone, k[own], v[own], None, q[own]) for k, v, q in later], dim=2)
-        if length - pad >= SINKS + MIN_TOKENS:
-            torch.testing.assert_close(together[own], output, atol=2e-4, rtol=0)
-            torch.testing.assert_close(
-                batch.materialize("values")[own, :, pad:], alone.materialize("values"), atol=1e-3, rtol=0
-            )
-        else:
-            # Chunks begin and end elsewhere, so that other tokens are exact
-            assert float((together[own] - output).square().mean() / output.square().mean()) < 0.05
-    assert batch._pending_sequences is None and batch._moments is None
-
-
 @pytest.mark.parametrize("padding", [120, 150])
 def test_an_item_may_begin_in_a_later_chunk(padding):
     """As in a prefill by chunks of a padded batch: nothing of its padding gets into its table or the exact tokens."""
@@ -247,24 +221,6 @@ def test_a_short_item_waits_in_the_prefix():
     assert torch.equal(materialized[0, :, 90 : 100 + num_old], held[:, : 10 + num_old])
 
 
-def test_crop_leaves_what_was_never_there():
-    layer, (keys, values) = make_layer(), states(1, 200)
-    feed(layer, keys, values)
-    for _ in range(BUFFER + 3):
-        feed(layer, *states(1, 1))
-    before = layer.materialize("keys")
-    for count in (2, 5, 60, 120):
-        layer.crop(-count)
-        torch.testing.assert_close(layer.materialize("keys"), before[:, :, : layer.get_seq_length()])
-    feed(layer, *states(1, 20))
-    feed(layer, *states(1, 1))
-    kept = layer.get_seq_length() - 21
-    torch.testing.assert_close(layer.materialize("keys")[:, :, :kept], before[:, :, :kept])
-    layer.crop(-layer.get_seq_length())
-    feed(layer, *states(2, 100))
-    assert num_coded(layer) == 100 - SINKS
-
-
 def test_memory_is_rows_tables_and_exact_tokens():
     cache = GEARCache(backbone="transform", nbits=2.5, value_nbits=2)
     keys, values = states(1, 1024, torch.bfloat16, 64)
@@ -304,3 +260,21 @@ def test_softcaps_and_sinks_are_attended_with(extra):
         scores = torch.cat([scores, extra["sinks"]], dim=3)
     expected = scores.softmax(dim=3)[..., : keys.shape[2]] @ values
     torch.testing.assert_close(layer.attend(AttentionCall(query, **extra)), expected, atol=1e-4, rtol=1e-3)
+
+
+def test_crop_leaves_what_was_never_there():
+    layer, (keys, values) = make_layer(), states(1, 200)
+    feed(layer, keys, values)
+    for _ in range(BUFFER + 3):
+        feed(layer, *states(1, 1))
+    before = layer.materialize("keys")
+    for count in (2, 5, 60, 120):
+        layer.crop(-count)
+        torch.testing.assert_close(layer.materialize("keys"), before[:, :, : layer.get_seq_length()])
+    feed(layer, *states(1, 20))
+    feed(layer, *states(1, 1))
+    kept = layer.get_seq_length() - 21
+    torch.testing.assert_close(layer.materialize("keys")[:, :, :kept], before[:, :, :kept])
+    layer.crop(-layer.get_seq_length())
+    feed(layer, *states(2, 100))
+    assert num_coded(layer) == 100 - SINKS

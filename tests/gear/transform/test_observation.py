@@ -1,4 +1,4 @@
-"""What a calibration looks at of a text."""
+"""Observation of a text for a calibration."""
 
 import torch
 

@@ -43,6 +43,7 @@ def read(document, tensors, frequencies=FREQUENCIES, config=CONFIG) -> Compresse
     return layer
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "lengths", [(200, 150), (3,), (67,), (68,), (200, 15), (90, 67, 1)], ids=lambda each: "-".join(map(str, each))

@@ -1,0 +1,340 @@
+"""Triton's kernels compile for GPUs that are not there, NVIDIA's since sm_80 and AMD's, and stay in their registers.
+
+In a process of its own, because Triton decides when it is imported whether it interprets. Running this file (`python
+tests/triton_kernels/test_compiles.py 90`) prints the table, or the rows of the variants that are named.
+"""
+
+import json
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache_plugins.eval.machine_code import Listing, compile_for, disassemble, resources
+
+
+BRAIN, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32
+PLAIN = (("channel", None), 0, False), (("token", None), 0, False)
+KIVI = (("channel", 32), 0, False), (("token", 32), 0, False)
+TOKENS = (("token", None), 0, False), (("token", None), 0, False)
+GEAR = (("channel", None), 4, True), (("token", None), 4, True)
+
+
+def of_rank(rank):
+    return (("channel", None), rank, False), (("token", None), rank, False)
+
+
+# Bits, (axis and size of groups, rank, outliers) of keys and of values, head dim, query's dtype, mask's dtype
+GROUPS = {
+    "kcvt-2bit-d64": (2, PLAIN, 64, HALF, None),
+    "kcvt-2bit-d128": (2, PLAIN, 128, BRAIN, None),
+    "kcvt-8bit-d128": (8, PLAIN, 128, BRAIN, None),
+    "kcvt-4bit-d128-float32": (4, PLAIN, 128, SINGLE, None),
+    "kivi-2bit-d128": (2, KIVI, 128, BRAIN, None),
+    "token-token-4bit-d128": (4, TOKENS, 128, BRAIN, torch.bool),
+    "gear-l-2bit-d128": (2, of_rank(4), 128, BRAIN, None),
+    "gear-2bit-d64": (2, GEAR, 64, HALF, torch.bool),
+    "gear-2bit-d128": (2, GEAR, 128, BRAIN, BRAIN),
+    "gear-3bit-d128": (3, GEAR, 128, BRAIN, None),
+    "gear-2bit-d256": (2, GEAR, 256, BRAIN, None),
+    # A kernel has both 2 and 4 in it, or one other rank
+    **{f"rank-{rank}": (2, of_rank(rank), 64, HALF, None) for rank in (1, 2, 3, 8)},
+}
+# Launches of `combine` (head dim, query's dtype) over 128 rows that ask for most, and one whose loads run ahead
+COMBINATIONS = {"combine-d128": (128, SINGLE), "combine-d256-bfloat16": (256, BRAIN), "combine-d256": (256, SINGLE)}
+# Head dim, bytes of a key's and of a value's codes, query's dtype, queries, mask's dtype, padding; those that begin
+# with a `c` are in calibrated bases
+ROWS = {
+    "t16-d64": (64, 19, 16, BRAIN, 3, None, False),
+    "t16-d128": (128, 38, 32, BRAIN, 4, None, False),
+    "t30-d128-rows16": (128, 80, 64, HALF, 16, BRAIN, True),
+    "t16-d256": (256, 76, 64, BRAIN, 4, torch.bool, False),
+    "t16-d128-float32": (128, 38, 32, SINGLE, 4, None, False),
+    "t16-trellis-d64": (64, 19, 16, BRAIN, 3, None, False),
+    "c16-d64": (64, 18, 18, BRAIN, 3, None, False),
+    "c16-d128": (128, 36, 36, BRAIN, 4, None, False),
+    "c16-trellis-d64": (64, 18, 18, BRAIN, 3, None, False),
+}
+# With lengths that are read on the device
+ROWS |= {f"{name}-device": ROWS[name] for name in ("t16-d64", "t16-d128", "c16-d64")}
+# Head dim, bytes of codes, dtype of the states
+CODING = {
+    "code-keys-d64": (64, 32, BRAIN),
+    "code-values-d64": (64, 26, BRAIN),
+    "code-keys-d80": (80, 40, HALF),
+    "code-keys-d128": (128, 64, BRAIN),
+    "code-values-d128": (128, 52, BRAIN),
+    "code-values-d128-float32": (128, 52, SINGLE),
+    "code-keys-d256": (256, 128, BRAIN),
+    "code-values-d256": (256, 104, BRAIN),
+    "code-calibrated-keys-d64": (64, 18, BRAIN),
+    "code-calibrated-keys-d128": (128, 36, BRAIN),
+    "code-calibrated-values-d128-float32": (128, 36, SINGLE),
+    "code-calibrated-keys-d256": (256, 72, BRAIN),
+}
+# Numbers of a row, their dtype, whether rows are counted, and whether they lie so that 16 bytes are moved at once
+MOVES = {
+    "gather-256": (256, BRAIN, True, True),
+    "gather-72": (72, BRAIN, True, True),
+    "gather-1024": (1024, SINGLE, True, True),
+    "gather-130": (130, BRAIN, False, False),
+    "gather-129": (129, HALF, False, False),
+    "write-256": (256, BRAIN, False, True),
+    "write-129": (129, HALF, False, False),
+}
+# Head dim, queries a head, bits
+SCORES = {
+    "score-d128-g4": (128, 4, 4),
+    "score-d128-g7": (128, 7, 2),
+    "score-8bit": (128, 4, 8),
+    "score-d80": (80, 1, 2),
+    "score-d256": (256, 8, 4),
+    "score-d128-g64": (128, 64, 4),
+}
+VARIANTS = {**GROUPS, **COMBINATIONS, **ROWS, **CODING, **MOVES, **SCORES}
+# By target. In daily tests one of each kernel: of groups without and with low rank, of rows without and with a basis
+DAILY = {
+    "90": [
+        *("kivi-2bit-d128", "gear-l-2bit-d128", "t16-d128", "c16-trellis-d64", "code-keys-d128", "code-values-d256"),
+        *("gather-256", "gather-129", "write-256", "score-d128-g4", "score-8bit"),
+    ],
+    "gfx942": ["kivi-2bit-d128"],
+}
+_CODING = ["code-keys-d128", "code-values-d128", "code-values-d256", "code-calibrated-keys-d128"]
+_RANKS = ["rank-1", "rank-2", "rank-3", "rank-8"]
+LONG = {
+    "80": [
+        *("kcvt-2bit-d64", "kivi-2bit-d128", "gear-2bit-d64", "gear-2bit-d128", *_RANKS, *_CODING, *MOVES, *SCORES),
+        *("t30-d128-rows16", "c16-d64", "t16-d256", "t16-d64-device"),
+    ],
+    "86": ["kivi-2bit-d128", *COMBINATIONS, "t16-d64-device", "c16-d64-device", *_CODING],
+    "120": ["kivi-2bit-d128", *_CODING],
+    "90": [
+        *("kcvt-2bit-d128", "kcvt-8bit-d128", "kcvt-4bit-d128-float32", "token-token-4bit-d128", "gear-3bit-d128"),
+        *("gear-2bit-d256", *_RANKS, "combine-d256-bfloat16", "combine-d256", *CODING, *MOVES, *SCORES),
+        *("t16-d64", "t16-d128-float32", "t16-trellis-d64", "c16-d64", "c16-d128", "t16-d128-device"),
+    ],
+    "gfx942": _CODING,
+    "gfx90a": ["kivi-2bit-d128"],
+}
+# Warp instructions a cached number of the loop over whole tiles, on an H100, and how much more is taken for the same
+COUNTS = {"t16-d64": 0.303, "t16-d128": 0.281, "t16-trellis-d64": 0.348, "c16-d64": 0.340, "c16-d128": 0.436}
+MARGIN = 0.05
+# Bytes that a thread of attention over groups may spill. Where 168 or 128 registers let one more program run at once,
+# the assembler itself puts a few into local memory rather than use another register
+MAX_SPILLED = 32
+# What spills more must not get worse: kernels with low rank and outliers both, mostly what is used once a chunk, and
+# those of two parts (ranks and padding are data, so that one kernel serves all prompts, which costs registers); bases
+# of 128 channels, which do not fit into registers; and values that are turned back in the kernel in float32
+SPILLED = {
+    **{("attend", "gear-2bit-d64"): 72, ("attend", "gear-2bit-d128"): 176, ("attend", "gear-3bit-d128"): 168},
+    **{("attend", "gear-l-2bit-d128"): 64, ("attend", "kcvt-4bit-d128-float32"): 64},
+    **{("80", "c16-d64"): 24, ("86", "c16-d64-device"): 56, ("90", "c16-d128"): 80, ("90", "t16-d128-float32"): 16},
+}
+# Shared memory of a program, in bytes: the least of any GPU since sm_80 (RTX 30 and 40), AMD's, and that of an H200
+MAX_SHARED, MAX_SHARED_AMD, MAX_SHARED_H200 = 99 * 1024, 65536, 232448
+# Loads and stores of more than the eight bytes of a slot or an address
+VECTORS = re.compile(r"(?:ld|st)\.global\S*\.v4\.b32")
+
+
+def of_groups(name, is_packed):
+    """Launches over a prompt of 1024 tokens in one chunk of three, with 8 heads, and what merges two such blocks."""
+    from kvcache_plugins.codecs.groups import CompressedStates
+    from kvcache_plugins.codecs.quantization import Grouping
+    from kvcache_plugins.triton_kernels.attention import attend
+
+    nbits, sides, head_dim, dtype, mask_dtype = GROUPS[name]
+
+    def compressed(grouping, rank, outliers):
+        (axis, group_size), chunk, length = grouping, (2, 8, 3), 1024
+        of_channels = length // (group_size or length), head_dim
+        grouped = of_channels if axis == "channel" else (length, head_dim // (group_size or head_dim))
+        scale, entries = torch.empty(*chunk, *grouped, dtype=HALF), torch.empty(2, 1, 3, 4096)
+        codes = torch.empty(*chunk, length, head_dim * nbits // 8, dtype=torch.uint8)
+        factors = [torch.empty(*chunk, size, rank, dtype=HALF) if rank else None for size in (length, head_dim)]
+        offsets = torch.empty(2, 1, 3, 129, dtype=torch.int32)
+        stored = (entries.to(torch.int16), entries.to(HALF), offsets) if outliers else (None, None, None)
+        return CompressedStates(codes, scale, scale, *factors, *stored, nbits, Grouping(axis, None), head_dim)
+
+    query = torch.empty(2, 8, 4, head_dim, dtype=dtype)
+    mask = None if mask_dtype is None else torch.empty(2, 1, 1, 1024, dtype=mask_dtype)
+    sizes = {"num_chunks": 1, "length": 1000, "mask": mask, "scale": 0.1, "num_sms": 132, "packed": is_packed}
+    made = attend.prepare(query, *(compressed(*side) for side in sides), **sizes)
+    yield "attend", attend.attend_kernel, made.arguments, made.options
+    yield "combine", *combining(made.result, query, mask)
+
+
+def combining(partials, query, mask=None):
+    """The launch that merges two blocks and attends to two exact parts."""
+    from kvcache_plugins.triton_kernels.attention.combine import prepare_combination
+    from kvcache_plugins.triton_kernels.attention.dense_part import DensePart
+
+    states = torch.empty(2, 8, 100, query.shape[-1], dtype=query.dtype)
+    part = DensePart(states, states, None if mask is None else mask[..., :100])
+    made = prepare_combination([partials, partials], [part, part], query, 0.1)
+    return made.kernel, made.arguments, {"num_warps": 4, **made.options}
+
+
+def of_combination(name):
+    from kvcache_plugins.triton_kernels.attention.partials import Partials
+
+    head_dim, dtype = COMBINATIONS[name]
+    maximum = torch.empty(2, 8, 4, 128)
+    partials = Partials(torch.empty(2, 8, 4, 128, head_dim), maximum, maximum)
+    yield "combine", *combining(partials, torch.empty(2, 8, 128, head_dim, dtype=dtype))
+
+
+def make_table(head_dim, num_bytes, is_keys, is_calibrated, **options):
+    """An empty table of 8 heads and rows `[2, 8, 1000, row_size]`."""
+    from kvcache_plugins.codecs.basis import Basis
+    from kvcache_plugins.codecs.rows import RowTable
+
+    sizes, num_heads = (1 + num_bytes, head_dim, is_keys), 8
+    rows = torch.empty(2, num_heads, 1000, 1 + num_bytes, dtype=torch.uint8)
+    widths = torch.empty(1 if is_calibrated else 2, num_heads, -(-head_dim // 8), dtype=torch.uint8)
+    by_channel = torch.empty(num_heads, head_dim)
+    if is_calibrated:
+        basis = torch.empty(num_heads, head_dim, head_dim, dtype=torch.int8)
+        options["basis"] = Basis(by_channel, basis, by_channel, basis)
+        return rows, RowTable(None, by_channel.half()[None], None, widths, *sizes, **options)
+    by_channel = torch.empty(2, num_heads, head_dim, dtype=HALF)
+    order, mean = (by_channel.byte(), by_channel) if is_keys else (None, None)
+    deviation = by_channel if is_keys else by_channel[..., :1].contiguous()
+    return rows, RowTable(order, mean, deviation, widths, *sizes, **options)
+
+
+def make_angles(head_dim):
+    from kvcache_plugins.triton_kernels.transform_coding.launches import RotaryAngles
+
+    return RotaryAngles(torch.empty(head_dim).int(), torch.empty(256, 2, head_dim), torch.empty(64, 2, head_dim))
+
+
+def of_rows(name):
+    from kvcache_plugins.triton_kernels.transform_coding.attend import prepare_rows
+    from kvcache_plugins.triton_kernels.transform_coding.launches import CodedRows
+
+    head_dim, key_bytes, value_bytes, dtype, num_queries, mask_dtype, is_padded = ROWS[name]
+    own = {"quantizer": "trellis" if "trellis" in name else "lloyd-max"}
+    keys, values = (
+        CodedRows(*make_table(head_dim, num_bytes, is_keys, name.startswith("c"), **own), torch.empty(9, 6))
+        for num_bytes, is_keys in ((key_bytes, True), (value_bytes, False))
+    )
+    made = prepare_rows(
+        torch.empty(2, 8, num_queries, head_dim, dtype=dtype),
+        keys,
+        values,
+        make_angles(head_dim),
+        start=4,
+        length=1000,
+        num_tokens=torch.empty(1, dtype=torch.int64) if name.endswith("device") else None,
+        padding=torch.zeros(2, dtype=torch.int64) if is_padded else None,
+        mask=None if mask_dtype is None else torch.empty(2, 1, 1, 1000, dtype=mask_dtype),
+        scale=0.1,
+        packed=True,
+        num_sms=132,
+    )
+    yield "attend", made.kernel, made.arguments, made.options
+
+
+def of_coding(name):
+    from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels
+    from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding
+    from kvcache_plugins.triton_kernels.transform_coding.launches import Codebook
+
+    head_dim, num_bytes, dtype = CODING[name]
+    is_keys, is_calibrated = "keys" in name, "calibrated" in name
+    states = torch.empty(2, 1000, 8, head_dim, dtype=dtype).transpose(1, 2)
+    book = Codebook(torch.empty(9, 6), torch.empty(9, 577, dtype=torch.uint8), torch.empty(9, 577))
+    options = {"num_refits": 5 if is_keys else 0} if is_calibrated else {}
+    _, table = make_table(head_dim, num_bytes, is_keys, is_calibrated, **options)
+    has_signs = not (is_keys or is_calibrated)
+    signs = torch.empty(head_dim, block_channels(head_dim), dtype=HALF if dtype == SINGLE else dtype)
+    where = {"start": 4, "padding": torch.zeros(2, dtype=torch.int64)} if is_keys else {}
+    angles = make_angles(head_dim) if is_keys else None
+    made = prepare_coding(states, table, book, signs if has_signs else None, angles, **where)
+    yield "code", made.kernel, made.arguments, made.options
+
+
+def of_call(name):
+    """Calls launchers of InfiniGen's rows and scores, recording their launch instead of running it."""
+    from triton.runtime.jit import JITFunction
+
+    from kvcache_plugins.triton_kernels.gather import gather_rows, write_rows
+    from kvcache_plugins.triton_kernels.scores import score_codes
+
+    launches, run = [], JITFunction.run
+    JITFunction.run = lambda self, *args, grid, warmup, **arguments: launches.append((self, arguments))
+    try:
+        if name in MOVES:
+            row_dim, dtype, is_counted, _ = MOVES[name]
+            rows = torch.empty(1, 8, 6001, row_dim, dtype=dtype)
+            slots, addresses = torch.zeros(rows.shape[:3]).long(), torch.zeros(32).long()
+            count = torch.zeros(1, 8).long() if is_counted else None
+            (gather_rows if name.startswith("gather") else write_rows)(addresses, slots, count, rows, 1024)
+        else:
+            head_dim, groups, nbits = SCORES[name]
+            codes = torch.zeros(1, 8, 40000, -(-head_dim * nbits // 8), dtype=torch.uint8)[:, :, :32001]
+            scale = torch.zeros(1, 8, 40000, dtype=HALF)[:, :, :32001]
+            score_codes(codes, scale, torch.zeros(1, 8, groups, head_dim), nbits)
+    finally:
+        JITFunction.run = run
+    ((kernel, arguments),) = launches
+    yield "call", kernel, arguments, {}
+
+
+def launches_of(name, is_packed):
+    """Prepares the launches of a variant: names, kernels, arguments and options."""
+    if name in GROUPS:
+        return of_groups(name, is_packed)
+    kinds = {of_combination: COMBINATIONS, of_rows: ROWS, of_coding: CODING}
+    return next((make for make, variants in kinds.items() if name in variants), of_call)(name)
+
+
+def main(target, names):
+    """Writes a line of JSON for each kernel."""
+    is_amd = target.startswith("gfx")
+    if is_amd:
+        # What a build of PyTorch for these GPUs says of itself
+        torch.version.hip = "7.0"
+    for name in names or VARIANTS:
+        for part, kernel, arguments, options in launches_of(name, not is_amd):
+            compiled = compile_for(kernel, arguments, target if is_amd else int(target), **options)
+            line: dict[str, Any] = {"name": name, "part": part, "shared": compiled.metadata.shared}
+            if not is_amd:
+                line |= {**resources(compiled), "has_vectors": bool(VECTORS.search(compiled.asm["ptx"]))}
+            if name in COUNTS and not is_amd:
+                listing = Listing(disassemble(compiled))
+                count = sum(listing.count(listing.shortest_loop()).values())
+                numbers = arguments["BLOCK_T"] * 2 * ROWS[name][0]
+                line["instructions"] = round(count * options["num_warps"] / numbers, 3)
+            sys.stdout.write(json.dumps(line) + "\n")
+            sys.stdout.flush()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "names"), [*DAILY.items(), *(pytest.param(*case, marks=pytest.mark.long) for case in LONG.items())]
+)
+def test_kernels_stay_in_registers_and_shared_memory(target, names, run_compiling):
+    lines = [json.loads(line) for line in run_compiling(target, *names).splitlines()]
+    assert list(dict.fromkeys(line["name"] for line in lines)) == names
+    is_amd = target.startswith("gfx")
+    for line in lines:
+        name = line["name"]
+        # Wider heads are only to compile
+        if name != "gear-2bit-d256":
+            is_widest = name in COMBINATIONS and target == "90"
+            most = MAX_SHARED_H200 if is_widest else MAX_SHARED_AMD if is_amd else MAX_SHARED
+            assert line["shared"] <= most, line
+            spilled = SPILLED.get((line["part"], name), MAX_SPILLED if name in {**GROUPS, **COMBINATIONS} else 0)
+            assert line.get("spilled", 0) <= SPILLED.get((target, name), spilled), line
+        if name in COUNTS and target == "90":
+            assert abs(line["instructions"] / COUNTS[name] - 1) < MARGIN, line
+        if not is_amd and name in (*MOVES, *SCORES):
+            assert line["has_vectors"] == (name in SCORES or MOVES[name][3]), line
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
