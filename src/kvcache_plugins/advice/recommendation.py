@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 
 from kvcache_plugins.gear.transform.calibrations import AUTO
+from kvcache_plugins.models.reference_model import ModelSource
 from kvcache_plugins.registry import describe_caches
 from kvcache_plugins.reports.memory import MemoryReport
 
 from .byte_sizes import in_thousands, parse_bytes, show_bytes
-from .memory_prediction import CacheSizer, CacheSizingError, ModelSource, check_counts
+from .memory_prediction import CacheSizer, CacheSizingError, check_counts
 
 
 # Where searches end

@@ -6,7 +6,6 @@ errors.
 """
 
 import os
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Annotated, Any
@@ -14,12 +13,12 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from transformers import PreTrainedModel, TextStreamer
+from transformers import PreTrainedModel, StoppingCriteriaList, TextStreamer
 
 from kvcache_plugins.console import inputs
 from kvcache_plugins.console.commands import user_errors
 from kvcache_plugins.console.display import print_line
-from kvcache_plugins.eval.measures.generation import TokenTimer
+from kvcache_plugins.eval.harness import TokenTimer
 from kvcache_plugins.registry import create_cache, parse_option
 
 from .planner import PartitionTable
@@ -92,13 +91,14 @@ def main(
             slices = None if partition == "planned" else parse_partition(partition, loaded, size)
             streamer, filled = None, None
             if rank == size - 1:
-                streamer = TokenTimer(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
+                streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
                 filled = create_cache(cache, loaded, **options)
             failures = FailureReports(rank, run=-1)
             # Ranks load at their own pace; the time to the first token is not that
             failures.guarded(dist.barrier, "another rank", "before layer 0")
-            start = time.perf_counter()
+            timer = TokenTimer()
             generation: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "streamer": streamer}
+            generation["stopping_criteria"] = StoppingCriteriaList([timer])
             _, output = runahead_generate(
                 loaded, input_ids, past_key_values=filled, partition=slices, hop_nbits=hop_nbits, **generation
             )
@@ -106,10 +106,9 @@ def main(
             own = int(output.stats.get("bytes_sent", 0))
             failures.guarded(lambda: dist.all_gather_object(sent, own), "another rank", "behind the last layer")
             if streamer is not None:
-                seconds = streamer.times[1] - start
                 print_line(
-                    f"{cache}: first of the tokens after {input_ids.shape[1]} in {seconds:.2f} s; slices of "
-                    f"{' + '.join(map(str, output.partition))} tokens; {sum(sent):,} bytes sent from rank to rank",
+                    f"{cache}: first of the tokens after {input_ids.shape[1]} in {timer.prefill_seconds:.2f} s; slices "
+                    f"of {' + '.join(map(str, output.partition))} tokens; {sum(sent):,} bytes sent from rank to rank",
                     stderr=True,
                 )
         except RunaheadError as error:
