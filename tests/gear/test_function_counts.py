@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvcache_plugins
 from kvcache_plugins import GEARCache
@@ -43,10 +42,9 @@ def functions_of_a_layer(run, *, is_coding, layer_idx=1):
     return calls[starts[layer_idx] + is_coding : starts[layer_idx + 1]]
 
 
-@pytest.fixture(scope="module")
-def llama():
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=3, **sizes)).eval()
+@pytest.fixture
+def llama(tiny_model):
+    return tiny_model("llama", num_hidden_layers=3)
 
 
 def count(llama, capsys, prompt, num_steps, most):

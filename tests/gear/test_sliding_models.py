@@ -1,10 +1,10 @@
 """Models whose layers attend to windows, some or all of them, with caches that compress these layers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from transformers import DynamicCache, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from kvcache_plugins import GEARCache, create_cache, predict_memory
 from kvcache_plugins.contract import CONTRACT, run_check
@@ -13,7 +13,7 @@ from kvcache_plugins.contract.runner import tiny_models
 from kvcache_plugins.contract.subject import RECORDS_PAST
 
 
-VOCAB_SIZE, WINDOW, CONTEXT = 211, 4096, 6000
+VOCAB_SIZE, WINDOW, CONTEXT = 211, 2048, 3000
 FINE = {"nbits": 8, "backbone": "transform"}
 # What older releases of Transformers need a dense sliding layer to be rolled back for is not there
 ITEMS = {"hybrid"} | (
@@ -24,26 +24,15 @@ ITEMS = {"hybrid"} | (
 )
 
 
-def make_mistral(sliding_window: int | None, **fields: object) -> PreTrainedModel:
-    options = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 128,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 64,
-        "max_position_embeddings": 8192,
-        "initializer_range": 0.1,
-    }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return MistralForCausalLM(MistralConfig(**{**options, **fields}, sliding_window=sliding_window)).eval()
+@pytest.fixture(scope="module")
+def make_mistral(tiny_model) -> Callable[[int | None], PreTrainedModel]:
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "intermediate_size": 64}
+    return lambda window: tiny_model("mistral-sliding", sliding_window=window, vocab_size=VOCAB_SIZE, **sizes)
 
 
 @pytest.fixture(scope="module")
-def mistral() -> Iterator[PreTrainedModel]:
-    """As Mistral 7B v0.1 has them, all layers with a window of 4096."""
+def mistral(make_mistral) -> Iterator[PreTrainedModel]:
+    """Builds a Mistral all of whose layers have the smallest window that is compressed by default."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield make_mistral(WINDOW)
@@ -51,7 +40,7 @@ def mistral() -> Iterator[PreTrainedModel]:
 
 
 @pytest.mark.parametrize("item", [check for check in CONTRACT if check.name in ITEMS], ids=lambda item: item.name)
-def test_contract(item):
+def test_contract(item, make_mistral):
     model = tiny_models()["hybrid"] if item.on_hybrid else make_mistral(90)
     result = run_check(item, model, lambda: GEARCache(model, **FINE, sliding="compressed"))
     assert result.status == "pass", result.detail
@@ -59,7 +48,7 @@ def test_contract(item):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["gear", "gear-t22"])
-def test_bytes_are_those_of_a_window_a_chunk_and_a_buffer(name, mistral):
+def test_bytes_are_those_of_a_window_a_chunk_and_a_buffer(name, mistral, make_mistral):
     token_ids = torch.randint(0, VOCAB_SIZE, (1, CONTEXT))
     cache = create_cache(name, mistral)
     mistral(token_ids, past_key_values=cache, logits_to_keep=1)
@@ -85,7 +74,7 @@ def test_bytes_are_those_of_a_window_a_chunk_and_a_buffer(name, mistral):
 @torch.no_grad()
 def test_goes_on_as_the_dense_cache_does(mistral, tmp_path):
     token_ids, mask = torch.randint(0, VOCAB_SIZE, (2, CONTEXT + 80)), torch.ones(2, CONTEXT + 80, dtype=torch.long)
-    mask[1, :3000] = 0
+    mask[1, :1500] = 0
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     dense, cache = DynamicCache(config=mistral.config), GEARCache(mistral, **FINE)
 
@@ -127,7 +116,7 @@ def test_generates_what_the_dense_cache_does(mistral):
     ],
     ids=str,
 )
-def test_which_windows_are_compressed(window, options, is_compressed):
+def test_which_windows_are_compressed(window, options, is_compressed, make_mistral):
     config = make_mistral(window).config
     if is_compressed:
         cache = GEARCache(config, **options)
@@ -161,7 +150,7 @@ def test_chunked_attention_is_a_window_too(tiny_model):
     assert torch.equal(run.tokens, dense.tokens)
 
 
-def test_predicted_memory_follows_the_window():
+def test_predicted_memory_follows_the_window(make_mistral):
     spec = "gear-t22:sliding=compressed,residual_length=8"
     model, token_ids = make_mistral(300), torch.randint(0, VOCAB_SIZE, (2, 700))
     for context in (250, 700):
