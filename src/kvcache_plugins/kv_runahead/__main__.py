@@ -106,9 +106,10 @@ def main(
             own = int(output.stats.get("bytes_sent", 0))
             failures.guarded(lambda: dist.all_gather_object(sent, own), "another rank", "behind the last layer")
             if streamer is not None:
+                slices = " + ".join(map(str, output.partition))
                 print_line(
-                    f"{cache}: first of the tokens after {input_ids.shape[1]} in {timer.prefill_seconds:.2f} s; slices "
-                    f"of {' + '.join(map(str, output.partition))} tokens; {sum(sent):,} bytes sent from rank to rank",
+                    f"{cache}: first of the tokens after {input_ids.shape[1]} in {timer.prefill_seconds:.2f} s; slices of "
+                    f"{slices} tokens; {sum(sent):,} bytes sent from rank to rank",
                     stderr=True,
                 )
         except RunaheadError as error:
