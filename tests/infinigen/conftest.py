@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from kvcache_plugins.infinigen import pool, staging
-from kvcache_plugins.infinigen.staging import Prefetcher
 
 
 # What the tests of this folder share is found by its name: `decoding`
@@ -32,6 +31,14 @@ class FakeStream:
 
     def wait_event(self, event):
         self.past |= event.past
+
+    def wait_stream(self, stream):
+        self.past |= stream.past
+
+    def record_event(self, event=None):
+        event = event or FakeEvent()
+        event.record(self)
+        return event
 
 
 class FakeEvent:
@@ -105,26 +112,25 @@ class FakeCuda:
     def serve_every_pool(self):
         """Every pool takes its tokens for a GPU's from now on."""
         self.monkeypatch.setattr(pool, "is_gpu", lambda device: True)
-        self.monkeypatch.setattr(staging, "_PREFETCHERS", {})
 
 
 @pytest.fixture
 def cuda(monkeypatch):
-    return FakeCuda(monkeypatch)
+    staging._stream_of.cache_clear()
+    yield FakeCuda(monkeypatch)
+    staging._stream_of.cache_clear()
 
 
-@pytest.fixture(params=["triton", "torch"])
-def transfers(cuda, monkeypatch, request):
-    """The past of every transfer, by the first element of what was written to; by kernel and by the host."""
-    cuda.use_kernel(request.param)
-    pasts = []
-    name = "_gather" if request.param == "triton" else "_copy_by_host"
-    owner = staging if request.param == "triton" else Prefetcher
-    run = getattr(owner, name)
+@pytest.fixture
+def transfers(cuda, monkeypatch):
+    """The past of every transfer."""
+    cuda.use_kernel("triton")
+    cuda.serve_every_pool()
+    pasts, run = [], staging._gather
 
     def noted(*args):
         pasts.append(cuda.current.do(f"transfer {len(pasts)}"))
         run(*args)
 
-    monkeypatch.setattr(owner, name, noted)
+    monkeypatch.setattr(staging, "_gather", noted)
     return pasts

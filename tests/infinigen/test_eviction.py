@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from kvcache_plugins.infinigen.eviction import UsageRecord
-from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
+from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool, UsageRecord
 
 
 def filled(policy: str, num_protected: int = 0, num_slots: int = 8) -> UsageRecord:
@@ -110,7 +109,7 @@ def test_rows_are_gathered_from_all_pages() -> None:
     pool = TokenPool((keys, values))
     for start in range(0, count, 600):
         stop = min(start + 600, count)
-        assert pool.append((keys[:, :, start:stop], values[:, :, start:stop]), start, None) == []
+        assert pool.append((keys[:, :, start:stop], values[:, :, start:stop]), start, None) == (stop - start, [])
     slots = torch.randint(0, count, (2, 3, 200), generator=torch.Generator().manual_seed(0))
     expected = torch.cat([keys, values], dim=3).gather(2, slots[..., None].expand(-1, -1, -1, 12))
     assert torch.equal(pool.gather(slots), expected)

@@ -10,7 +10,7 @@ from transformers import DynamicCache, LlamaConfig
 from kvcache_plugins import InfiniGenCache
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
 from kvcache_plugins.infinigen.selection import Selection
-from kvcache_plugins.infinigen.staging import prefetcher_of
+from kvcache_plugins.infinigen.staging import TransferTimes, start_fetch
 
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -57,12 +57,12 @@ def test_rows_are_written_and_staged(kernel, must_not_wait, dtype):
         torch.cuda._sleep(_LONG)
         for start, stop in ((0, 1000), (1000, 1032), (1032, PAGE_TOKENS + 60)):
             pool.append((keys[:, :, start:stop], values[:, :, start:stop]), start, None)
-        with prefetcher_of(keys.device).start(pool, selection) as rows:
-            staged = rows.clone()
+        rows = start_fetch(pool, selection, TransferTimes(are_tracked=False))
+        staged = (pool.gather(slots) if rows is None else rows.wait()).clone()
     torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(staged[selection.valid], expected[selection.valid])
     assert torch.equal(torch.cat([rows[..., :32] for rows, *_ in pool.iter_pages()], dim=2), keys)
-    pool.pending.wait()
+    pool.wait()
     assert torch.equal(torch.cat(pool.pages, dim=2)[:, :, : PAGE_TOKENS + 60], states.cpu())
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from kvcache_plugins.codecs.quantization import pack
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.scoring import ScoringCodes, ScoringColumns
 from kvcache_plugins.infinigen.selection import always_attended, select_tokens
@@ -154,17 +153,6 @@ def test_items_that_are_all_padding_at_first_are_scored_later() -> None:
     scoring.append(scoring.encode_keys(keys))
     expected = query @ keys.transpose(2, 3)
     assert (scoring.scores(query, None) - expected).norm() / expected.norm() < 0.15
-
-
-@pytest.mark.parametrize("nbits", [2, 4, 8])
-@pytest.mark.parametrize("count", [1, 7, 8, 80])
-def test_packing_keeps_every_code(nbits: int, count: int) -> None:
-    codes = torch.randint(0, 2**nbits, (3, count), dtype=torch.uint8)
-    packed = pack(codes, nbits)
-    width = -(-count * nbits // 8)
-    assert packed.shape == (3, width)
-    fields = [packed >> (nbits * number) & (2**nbits - 1) for number in range(8 // nbits)]
-    assert torch.equal(torch.cat(fields, dim=1)[:, :count], codes)
 
 
 @pytest.mark.parametrize("skewing", ["none", "query-svd"])

@@ -41,7 +41,6 @@ from .hooks import (
 )
 from .layer import InfiniGenLayer
 from .pool import is_gpu
-from .staging import expected_staging_bytes, staging_bytes
 
 
 class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
@@ -52,9 +51,8 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
     Management](https://www.usenix.org/conference/osdi24/presentation/lee). Keys and values of full-attention layers
     live in a pool in host memory (page-locked if the model is on a GPU). While a layer computes, the queries of the
     next one are told from what stands at this one, tokens are chosen by their scores against a small copy of the keys,
-    and fetched. A model on a CPU has nothing to fetch: a layer chooses by its own query there (see `speculate`).
-    Attention is over those and the newest tokens, be it `sdpa`'s or `eager`. Several new tokens at
-    once, and latent attention, attend to everything: exact, and slower.
+    and fetched. Attention is over those and the newest tokens, be it `sdpa`'s or `eager`. Several new tokens at once,
+    and latent attention, attend to everything: exact, and slower.
 
     The model is not patched: forward hooks, shared by all caches of a model, listen; `detach` takes them off, and so
     does leaving a `with` block or dropping the cache. Threads can share the model, each with a cache of its own.
@@ -103,9 +101,8 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         full_layers (`tuple[int, ...]`, *optional*):
             Layers that stay whole where they are computed. Defaults to what the calibration says, or the first two.
         speculate (`bool`, *optional*):
-            Whether a layer's tokens are chosen and fetched ahead, by queries that are guessed, or by its own query.
-            By default they are ahead where they have to be brought from elsewhere: for a model on an accelerator, or
-            from a `pool_folder`. On a CPU with its pool in memory nothing has to be brought, so nothing is guessed.
+            Whether a layer's tokens are chosen and fetched ahead, by queries that are guessed, or by its own query. By
+            default they are ahead where they have to be brought from elsewhere: to an accelerator, or from a disk.
         track_hits (`bool`, *optional*, defaults to `False`):
             Whether `stats()` compares what was fetched with the true top tokens, which reads all keys at every step.
         track_times (`bool`, *optional*, defaults to `False`):
@@ -176,8 +173,8 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         self._model = ModelReference(model)
         # Where a smaller one begins a forward
         self._last_updated: int | None = None
-        # The module that called last, and is the model's
-        self._known_caller: Callable[[], torch.nn.Module | None] = _no_module
+        # The module of the model that called last
+        self._known_caller: Callable[[], torch.nn.Module | None] = self._model
         self._wants_speculation = self.infinigen_config.speculates_on(model.device)
         self._is_attached, self._has_warned = True, False
         super().__init__(layers=layers)
@@ -223,7 +220,8 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         if isinstance(layer, InfiniGenLayer) and inputs.hidden_states.shape[1] > 1:
             layer.check_queries = attachment.check_once(layer_idx, inputs)
         target = self._targets.get(layer_idx)
-        if target is None or target not in attachment.projections or inputs.hidden_states.shape[1] != 1:
+        projection = None if target is None else attachment.projections.get(target)
+        if target is None or projection is None or inputs.hidden_states.shape[1] != 1:
             return
         following = self.layers[target]
         if not isinstance(following, InfiniGenLayer) or not following.wants_speculation:
@@ -231,18 +229,18 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         # Another prompt's rows: what comes next is refused
         if inputs.hidden_states.shape[0] != following.batch_size:
             return
+        device = following.device
         try:
             embeddings = attachment.embeddings_for(target, layer_idx, inputs)
         except LookupError:
             return
         if embeddings is not None:
-            embeddings = embeddings[0].to(following.device), embeddings[1].to(following.device)
-        hidden_states = attachment.expected_hidden_states(target, layer_idx, inputs, following.device)
+            embeddings = embeddings[0].to(device), embeddings[1].to(device)
+        hidden_states = attachment.expected_hidden_states(target, layer_idx, inputs, device)
         if self.calibration is not None:
             hidden_states = self.calibration.corrected(target, hidden_states)
-        projection = attachment.projections[target]
         mask = inputs.attention_mask if attachment.same_type(target, layer_idx) else None
-        mask = None if mask is None else mask.to(following.device)
+        mask = None if mask is None else mask.to(device)
         following.speculate(projection(hidden_states, embeddings), mask, projection.scaling)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -259,28 +257,26 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Cache.update`; a `ValueError` if the states come from another model than the cache was made for."""
         self._update_order.note(layer_idx)
-        is_first = self._last_updated is None or layer_idx <= self._last_updated
-        self._last_updated = layer_idx
-        if is_first:
+        last, self._last_updated = self._last_updated, layer_idx
+        if last is None or layer_idx <= last:
             self._check_caller(layer_idx)
-        self._warn_if_detached()
+            self._warn_if_detached()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
 
     def _check_caller(self, layer_idx: int) -> None:
         """Refuses the states that begin a forward if they come from another model, or another prompt."""
         model, (module, given) = self._model(), caller()
-        is_other = model is None
-        if model is not None and module is not None and module is not self._known_caller():
-            is_other = all(module is not own for own in model.modules())
-            self._known_caller = weakref.ref(module)
-        if not is_other and layer_idx == 0:
-            self._check_positions(given.get("position_ids"), mask_of_tokens(given.get("attention_mask")))
-        if is_other:
-            self._known_caller, self._last_updated = _no_module, None
+        is_known = model is not None and module in (None, self._known_caller())
+        if model is None or not is_known and all(module is not own for own in model.modules()):
+            self._last_updated = None
             raise ValueError(
                 "`model`: the cache was made for another model than the one that it is used with; make one with "
                 "`InfiniGenCache(model)` for each model"
             )
+        if module is not None:
+            self._known_caller = weakref.ref(module)
+        if layer_idx == 0:
+            self._check_positions(given.get("position_ids"), mask_of_tokens(given.get("attention_mask")))
 
     def _check_positions(self, position_ids: Any, attention_mask: torch.Tensor | None) -> None:
         """
@@ -290,9 +286,9 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         """
         layer = self.layers[next(iter(self._targets.values()))]
         # During a prefill by several ranks another layer stands there
-        if not isinstance(layer, InfiniGenLayer) or not isinstance(position_ids, torch.Tensor):
+        if not isinstance(layer, InfiniGenLayer) or layer.get_seq_length() == 0:
             return
-        if position_ids.dim() != 2 or layer.get_seq_length() == 0:
+        if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 2:
             return
         # A decode step must not make the host wait for a GPU
         if position_ids.shape[1] == 1 and position_ids.device.type != "cpu":
@@ -343,31 +339,29 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
 
     def memory(self) -> MemoryReport:
         """
-        What the cache holds. The calibration's corrections are counted as `correction`; as `staging`, the buffers for
-        what is fetched to a GPU, which all caches there share. Of states without data (`meta`), on which a cache is
-        sized for a GPU, those that a next step would make.
+        What the cache holds. The calibration's corrections are counted as `correction`; as `staging`, what a next step
+        fetches to a GPU at most at a time: of one layer, or of two where one fetches while the other attends.
         """
         report = super().memory()
-        tensors = list(chain.from_iterable(() if self.calibration is None else self.calibration.corrections.values()))
         parts, devices = Counter(report.parts), Counter(report.devices)
-        for tensor in tensors:
+        for tensor in chain.from_iterable(() if self.calibration is None else self.calibration.corrections.values()):
             parts["correction"] += tensor.nbytes
             devices[str(tensor.device)] += tensor.nbytes
-        used = {layer.device for layer in self.layers if isinstance(layer, InfiniGenLayer) and layer.is_initialized}
-        for device in used:
-            size = staging_bytes(device) or (self._expected_staging() if device.type == "meta" else 0)
-            if size:
-                parts["staging"] += size
-                devices[str(device)] += size
+        offloaded = self._offloaded
+        num_at_once = min(len(offloaded), 2) if self._wants_speculation else 1
+        for device in {layer.device for layer in offloaded if layer.most_fetched_bytes()}:
+            size = num_at_once * max(each.most_fetched_bytes() for each in offloaded if each.device == device)
+            parts["staging"] += size
+            devices[str(device)] += size
         return replace(report, parts=dict(parts), devices=dict(devices))
 
-    def _expected_staging(self) -> int:
-        sizes = [layer.most_fetched_bytes() for layer in self.layers if isinstance(layer, InfiniGenLayer)]
-        return expected_staging_bytes(max(sizes), len(sizes), speculate=self._wants_speculation)
+    @property
+    def _offloaded(self) -> list[InfiniGenLayer]:
+        return [layer for layer in self.layers if isinstance(layer, InfiniGenLayer)]
 
     def stats(self) -> Mapping[str, float]:
         """
-        Counters over all offloaded layers. A GPU is waited for.
+        Sums counters over all offloaded layers. A GPU is waited for.
 
         Returns:
             `dict[str, int | float]`: `num_layers` and, of those, `layers_offloaded`, of which tokens are chosen ahead
@@ -380,11 +374,13 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
             `hits_possible` (with `track_hits`), `choices` (of a sequence and key/value head in a step) and, of those,
             `choices_short` (that `max_fetch_ratio` ended before they had the rule's `mass`), `dense_reads` (times a
             side of a layer was made dense for something other than `sdpa`) and `prompts_without_mask` (prompts stored
-            without having seen a mask). With `track_times`, seconds on GPUs: `transfer_s` (of transfers), `stalled_s`
-            (that attention waited for them),
-            and `hidden_share`, the share of the first that was not waited for, 0 if there was no transfer.
+            without having seen a mask). With `track_times`, seconds on GPUs: `transfer_s`, `stalled_s` (that attention
+            waited for transfers), and `hidden_share`, the share of the first that was not waited for.
         """
-        layers = [layer for layer in self.layers if isinstance(layer, InfiniGenLayer)]
+        layers, attachment, speculating = self._offloaded, self._attachment, 0
+        if attachment is not None and self._speculates:
+            known = attachment.projections.keys()
+            speculating = sum(source in attachment.heard and each in known for source, each in self._targets.items())
         total: dict[str, float] = {}
         for layer in layers:
             for name, value in layer.stats().items():
@@ -393,7 +389,6 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         if self.infinigen_config.track_times:
             transfer = total["transfer_s"]
             total["hidden_share"] = max(1 - total["stalled_s"] / transfer, 0.0) if transfer else 0.0
-        speculating = self._num_speculating()
         return {
             "num_layers": len(self.layers),
             "layers_offloaded": len(layers),
@@ -401,18 +396,6 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
             "layers_by_own_query": len(layers) - speculating,
             **total,
         }
-
-    def _num_speculating(self) -> int:
-        attachment = self._attachment
-        if attachment is None or not self._speculates:
-            return 0
-        return sum(
-            source in attachment.heard and target in attachment.projections for source, target in self._targets.items()
-        )
-
-
-def _no_module() -> None:
-    """Stands for a reference to a module that is there no more."""
 
 
 def _num_positions(layer: InfiniGenLayer, attention_mask: torch.Tensor | None) -> int:

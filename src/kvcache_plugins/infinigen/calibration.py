@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -44,7 +45,7 @@ Mass = Annotated[float, Range(0, 1.01)]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerReport:
     """
-    How well a layer is speculated, each figure the attention mass captured by a tenth of the tokens, averaged.
+    Tells how well a layer is speculated, each figure the attention mass captured by a tenth of the tokens, averaged.
 
     Attributes:
         layer_idx (`int`): the layer.
@@ -75,7 +76,7 @@ class LayerReport:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Correction:
-    """Factors of what is added to a layer's expected attention input."""
+    """Factors of a correction, as a file holds them."""
 
     layer_idx: int
     down: Annotated[torch.Tensor, Stored(("hidden_size", "rank"), *FLOATS.values())]
@@ -114,7 +115,7 @@ class _Content:
 @dataclass(frozen=True, eq=False, slots=True)
 class Calibration:
     """
-    What `calibrate` found out about a model: its fingerprint, reports layer by layer, and by layer the factors
+    Findings of `calibrate` about a model: its fingerprint, reports layer by layer, and by layer the factors
     `[hidden size, rank]` and `[rank, hidden size]` of what is added to its expected attention input.
     """
 
@@ -128,7 +129,7 @@ class Calibration:
         return tuple(report.layer_idx for report in self.reports if report.choice == "full")
 
     def corrected(self, layer_idx: int, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Expected attention input of a layer, nearer to the true one."""
+        """Brings the expected attention input of a layer nearer to the true one."""
         factors = self.corrections.get(layer_idx)
         if factors is None:
             return hidden_states
@@ -137,9 +138,7 @@ class Calibration:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Calibration:
         """Copies the calibration with corrections on `device` and in `dtype`."""
-        moved = {
-            index: (down.to(device, dtype), up.to(device, dtype)) for index, (down, up) in self.corrections.items()
-        }
+        moved = {key: (down.to(device, dtype), up.to(device, dtype)) for key, (down, up) in self.corrections.items()}
         return Calibration(self.model, self.reports, moved)
 
     def save(self, path: str | Path) -> None:
@@ -166,23 +165,19 @@ class Recorder(AttentionListener, DynamicCache):
     def __init__(self, model: PreTrainedModel, on_layer: Callable[[Observation], None]):
         super().__init__(config=model.config)
         self._on_layer = on_layer
-        self._expected: torch.Tensor | None = None
-        self._input: torch.Tensor | None = None
+        # Expected of the next layer, and the input of this one
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def on_attention_input(self, attachment: Attachment, layer_idx: int, inputs: AttentionInputs) -> None:
-        if self._expected is not None and self._input is not None and type(self.layers[layer_idx]) is DynamicLayer:
-            embeddings = inputs.position_embeddings
-            self._on_layer(Observation(layer_idx, self._expected, self._input, inputs.hidden_states, embeddings))
-        self._expected = self._input = None
-        if layer_idx + 1 < len(self.layers):
-            self._expected = attachment.expected_hidden_states(
-                layer_idx + 1, layer_idx, inputs, inputs.hidden_states.device
-            )
-            self._input = inputs.hidden_states
+        true, target = inputs.hidden_states, layer_idx + 1
+        if self._last is not None and type(self.layers[layer_idx]) is DynamicLayer:
+            self._on_layer(Observation(layer_idx, *self._last, true, inputs.position_embeddings))
+        self._last = None
+        if target < len(self.layers):
+            self._last = attachment.expected_hidden_states(target, layer_idx, inputs, true.device), true
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Observation:
+class Observation(NamedTuple):
     """Attention inputs `[1, tokens, hidden size]` of a layer: expected, of the layer before, and true."""
 
     layer_idx: int
@@ -193,12 +188,8 @@ class Observation:
 
     def newest(self) -> Observation:
         """Returns the observation of the newest tokens alone, which is little to keep."""
-        last = slice(-NUM_QUERIES, None)
-        embeddings = self.embeddings
-        if embeddings is not None:
-            embeddings = embeddings[0][:, last].clone(), embeddings[1][:, last].clone()
-        expected, before, true = (each[:, last].clone() for each in (self.expected, self.before, self.true))
-        return Observation(self.layer_idx, expected, before, true, embeddings)
+        newest = tree_map_only(torch.Tensor, lambda states: states[:, -NUM_QUERIES:].clone(), tuple(self))
+        return Observation(*newest)
 
 
 def observe(
@@ -221,8 +212,8 @@ def observe(
 
 def low_rank_map(own: torch.Tensor, cross: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Factors of the ridge regression with moments `[hidden size, hidden size]` of the regressors with themselves (`own`)
-    and with what is predicted (`cross`), cut to the `rank` directions in which what it predicts varies most.
+    Solves the ridge regression with moments `[hidden size, hidden size]` of the regressors with themselves (`own`) and
+    with what is predicted (`cross`), cut to the `rank` directions in which its predictions vary most.
     """
     own, cross = own.double(), cross.double()
     ridge = _RIDGE * own.diagonal().mean() * torch.eye(own.shape[0], dtype=own.dtype, device=own.device)
@@ -237,33 +228,27 @@ def captured_masses(
     observation: Observation,
     corrections: dict[int, tuple[torch.Tensor, torch.Tensor]],
 ) -> dict[str, float]:
-    """Attention mass that a tenth of the tokens captures, chosen by each of the guesses; see `LayerReport`."""
-    projection = attachment.projections[observation.layer_idx]
-    guesses = {"oracle": observation.true, "by_input": observation.before, "by_stream": observation.expected}
-    guesses["corrected"] = observation.expected
+    """Measures the attention mass that a tenth of the tokens captures, chosen by each guess; see `LayerReport`."""
+    projection, expected = attachment.projections[observation.layer_idx], observation.expected
+    corrected = expected
     if observation.layer_idx in corrections:
         down, up = corrections[observation.layer_idx]
-        guesses["corrected"] = observation.expected + ((observation.expected.float() @ down) @ up).to(keys.dtype)
-    weights = {
-        name: _weights(projection(guess, observation.embeddings), keys, projection.scaling)
-        for name, guess in guesses.items()
-    }
+        corrected = expected + ((expected.float() @ down) @ up).to(keys.dtype)
+    guesses = {"oracle": observation.true, "by_input": observation.before, "by_stream": expected}
+    guesses["corrected"] = corrected
+    positions = torch.arange(keys.shape[2], device=keys.device)
+    later = positions > positions[-expected.shape[1] :, None]
+    weights = {}
+    for name, guess in guesses.items():
+        query = projection(guess, observation.embeddings).float().unflatten(1, (keys.shape[1], -1))
+        scores = query @ keys.float()[:, :, None].transpose(3, 4) * projection.scaling
+        # Averaged over each group of query heads, `[1, H, queries, tokens]`
+        weights[name] = scores.masked_fill(later, -torch.inf).softmax(dim=4).mean(dim=2)
     count = max(int(_SHARE * keys.shape[2]), 1)
     true = weights["oracle"]
     return {
-        name: float(true.gather(3, guess.topk(count, dim=3).indices).sum(dim=3).mean())
-        for name, guess in weights.items()
+        name: float(true.gather(3, own.topk(count, dim=3).indices).sum(dim=3).mean()) for name, own in weights.items()
     }
-
-
-def _weights(query: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Attention weights of the newest tokens, averaged over each group of query heads, `[1, H, queries, tokens]`."""
-    count, num_queries = keys.shape[2], query.shape[2]
-    grouped = query.float().unflatten(1, (keys.shape[1], -1))
-    scores = grouped @ keys.float()[:, :, None].transpose(3, 4) * scaling
-    positions = torch.arange(count, device=keys.device)
-    later = positions > positions[count - num_queries :, None]
-    return scores.masked_fill(later, -torch.inf).softmax(dim=4).mean(dim=2)
 
 
 @torch.no_grad()
@@ -306,24 +291,17 @@ def calibrate(
         observe(model, window, fit)
     corrections = {index: low_rank_map(*moments.pop(index), rank) for index in list(moments)}
 
-    observations: list[Observation] = []
-
-    def keep_newest(observation: Observation) -> None:
-        observations.append(observation.newest())
-
     masses: dict[int, list[dict[str, float]]] = {}
     for number, window in enumerate(windows[1::2], start=1):
         if on_progress is not None:
             on_progress(f"measuring, window {number}")
-        observations.clear()
-        cache, attachment = observe(model, window, keep_newest)
+        observations: list[Observation] = []
+        cache, attachment = observe(model, window, lambda each, kept=observations: kept.append(each.newest()))
         for observation in observations:
             layer = cache.layers[observation.layer_idx]
             assert isinstance(layer, DynamicLayer) and layer.keys is not None
-            keys = layer.keys
-            masses.setdefault(observation.layer_idx, []).append(
-                captured_masses(attachment, keys, observation, corrections)
-            )
+            found = captured_masses(attachment, layer.keys, observation, corrections)
+            masses.setdefault(observation.layer_idx, []).append(found)
     reports = [_report(index, values, min_recall, num_first_layers) for index, values in masses.items()]
     used = {report.layer_idx: corrections[report.layer_idx] for report in reports if report.choice == "corrected"}
     return Calibration(fingerprint(model), tuple(reports), used)
@@ -331,8 +309,8 @@ def calibrate(
 
 def resolve_calibration(calibration: Calibration | str | Path | None, model: PreTrainedModel) -> Calibration | None:
     """
-    What a cache was given as `calibration`, read if it is a file, where the model is and in its dtype; a `ValueError`
-    if it is neither, or was made for another model.
+    Returns what a cache was given, read if it is a file, where the model is and in its dtype; a `ValueError` if it is
+    neither, or was made for another model.
     """
     if calibration is None:
         return None
@@ -344,10 +322,7 @@ def resolve_calibration(calibration: Calibration | str | Path | None, model: Pre
 
 
 def choose_full_layers(asked_for: Sequence[int] | None, calibration: Calibration | None, num_layers: int) -> set[int]:
-    """
-    Layers that stay whole: those asked for (a `ValueError` if one is not among the model's `num_layers`), those that
-    the calibration names, or the first ones.
-    """
+    """Chooses the layers that stay whole; a `ValueError` if one that is asked for is none of the model's."""
     if asked_for is not None:
         wrong = [index for index in asked_for if not isinstance(index, int) or not 0 <= index < num_layers]
         if wrong:
@@ -362,7 +337,6 @@ def choose_full_layers(asked_for: Sequence[int] | None, calibration: Calibration
 def _report(layer_idx: int, values: list[dict[str, float]], min_recall: float, num_first_layers: int) -> LayerReport:
     mean = {name: sum(value[name] for value in values) / len(values) for name in values[0]}
     choice: Choice = "corrected" if mean["corrected"] > mean["by_stream"] + _MIN_GAIN else "stream"
-    best = max(mean["corrected"], mean["by_stream"])
-    if layer_idx < num_first_layers or best < min_recall * mean["oracle"]:
+    if layer_idx < num_first_layers or max(mean["corrected"], mean["by_stream"]) < min_recall * mean["oracle"]:
         choice = "full"
     return LayerReport(layer_idx=layer_idx, choice=choice, **mean)

@@ -1,9 +1,7 @@
 """Tokens of a pool as rows of a codec: keys stay where they are scored and attended to, values are what is fetched.
 
-A token is a row of bytes in need of no other, so that another token can take its slot. Its key is coded as it was
-before the rotary embedding, and does not drift along the sequence: InfiniGen's own copy for scoring does, and nothing
-could be attended to with it. The first tokens of every sequence are exact, as attention gives them much weight
-whatever they say.
+A token is a row of bytes in need of no other, so that another token can take its slot. The first tokens of every
+sequence are exact, as attention gives them much weight whatever they say.
 
 A sequence gets its table when the first of its tokens that is no such one moves into the pool, from all tokens that it
 has by then.
@@ -15,6 +13,7 @@ tokens, K slots, S first tokens that stay exact.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from kvcache_plugins.kernels.compiled_tokens import attend_chosen
 from kvcache_plugins.kernels.tokens import score_rows
 from kvcache_plugins.layers.packing import RowPacking, check_finite
 from kvcache_plugins.layers.prompt_layer import LeftPadding
-from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 
 from .pool import TokenPool
 from .scoring import Encoded, ScoringStates
@@ -37,9 +35,7 @@ from .selection import Selection
 class CodedRows(ScoringStates):
     """
     Key rows of a layer, its exact first tokens, and the codec of keys and values, which a packing makes for head dims
-    D, E.
-
-    `moments` are of the queries that the codec will be fitted to, if any were heard.
+    D, E. `moments` are of the queries that the codec will be fitted to, if any were heard.
     """
 
     growth = (1 + 1 / 64, 32)
@@ -49,7 +45,7 @@ class CodedRows(ScoringStates):
         self.packing, self.layer_idx, self.padding = packing, layer_idx, padding
         codec = packing.codec(*head_dims)
         assert isinstance(codec, RowCodec)
-        self.codec, self.is_fitted = codec, packing.fixed is not None
+        self.codec, self.is_fitted = codec, False
         self.moments: QueryMoments | None = None
         # Keys and values `[B, H, S, D or E]`, once any have been stored
         self.sinks: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -57,15 +53,10 @@ class CodedRows(ScoringStates):
         self._encoded: tuple[Any, Any, QueryMoments | None] | None = None
         self._tokens: RowTokens | None = None
 
-    @property
-    def least_tokens(self) -> int:
-        return 0 if self.is_fitted else self.packing.least_tokens
-
     def needs_queries(self, length: int) -> bool:
         """Tells whether queries that make a sequence `length` long are to be heard: those of few tokens are not."""
-        if self.is_fitted or not self.codec.layouts:
-            return False
-        return length > self.packing.least_tokens - self.packing.num_heard
+        is_long = length > self.packing.least_tokens - self.packing.num_heard
+        return not self.is_fitted and bool(self.codec.layouts) and is_long
 
     def hear(self, query: torch.Tensor, num_heads: int, valid: torch.Tensor | None) -> None:
         """Adds queries `[B, H * G, Q, D]`, of which some count, to what the codec will be fitted to."""
@@ -118,8 +109,6 @@ class CodedRows(ScoringStates):
         if not self.is_fitted:
             valid = (number >= sinks) & begins[:, None]
             return codec.fit(keys, values, valid, self.moments, Positions(start, self.padding.counts))
-        if self.packing.fixed is not None:
-            return codec
         for row in (begins & (number[:, 0] <= sinks)).nonzero().flatten().tolist():
             # Where its exact tokens have been there is nothing, which counts for nothing
             skip = int(number[row, 0])
@@ -190,15 +179,14 @@ class CodedRows(ScoringStates):
         query: torch.Tensor,
         selection: Selection,
         pool: TokenPool,
-        window: ResidualBuffer,
+        newest: tuple[torch.Tensor, torch.Tensor],
         start: int,
         mask: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor | None:
         if not pool.is_in_order:
             return None
-        newest = window.keys, window.values
-        with pool.reading():
+        with nullcontext() if pool.disk is None else pool.disk.reading(pool.pages):
             return attend_chosen(
                 query, self._stored(pool), selection.slots, selection.count, *newest, scale, mask, start
             )

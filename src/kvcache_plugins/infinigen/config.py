@@ -11,7 +11,7 @@ import torch
 
 from kvcache_plugins.option_checks import check_bool, check_choice, check_integer, check_number
 
-from .eviction import EVICTIONS
+from .pool import EVICTIONS
 
 
 SKEWINGS = ("none", "query-svd")
@@ -66,8 +66,15 @@ class InfiniGenConfig:
                 f"`pool_tokens` has to be more than the `sink` tokens that are never evicted, {self.sink}, but got "
                 f"{self.pool_tokens}"
             )
-        self._check_full_layers()
-        self._check_pool_folder()
+        if self.pool_folder is not None:
+            object.__setattr__(self, "pool_folder", _checked_folder(self.pool_folder))
+        if self.full_layers is not None:
+            layers = self.full_layers
+            if not isinstance(layers, Sequence | Set) or isinstance(layers, str):
+                raise ValueError(f"`full_layers` has to be a tuple of layers' indices or None but got {layers!r}")
+            for index in layers:
+                check_integer("full_layers", index, 0)
+            object.__setattr__(self, "full_layers", tuple(layers))
         check_choice("eviction", self.eviction, tuple(EVICTIONS))
         check_bool("speculate", self.speculate, is_optional=True)
         for name in ("track_hits", "track_times"):
@@ -93,26 +100,6 @@ class InfiniGenConfig:
                 object.__setattr__(self, "skewing", "none")
             check_choice("skewing", self.skewing, SKEWINGS)
 
-    def _check_pool_folder(self) -> None:
-        if self.pool_folder is None:
-            return
-        if not isinstance(self.pool_folder, str | Path):
-            raise ValueError(f"`pool_folder` has to be a folder or None but got {self.pool_folder!r}")
-        folder = Path(self.pool_folder).expanduser()
-        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-            raise ValueError(f"`pool_folder` has to be a folder that can be written to, but {folder} is none")
-        object.__setattr__(self, "pool_folder", folder)
-
-    def _check_full_layers(self) -> None:
-        layers = self.full_layers
-        if layers is None:
-            return
-        if not isinstance(layers, Sequence | Set) or isinstance(layers, str):
-            raise ValueError(f"`full_layers` has to be a tuple of layers' indices or None but got {layers!r}")
-        for index in layers:
-            check_integer("full_layers", index, 0)
-        object.__setattr__(self, "full_layers", tuple(layers))
-
     def speculates_on(self, device: torch.device) -> bool:
         """
         Tells whether layers choose their tokens ahead for a model on this device. Unless `speculate` says so, they do
@@ -123,10 +110,14 @@ class InfiniGenConfig:
             return self.speculate
         return device.type != "cpu" or self.pool_folder is not None
 
-    @property
-    def folder(self) -> Path | None:
-        """`pool_folder` as a path."""
-        return None if self.pool_folder is None else Path(self.pool_folder)
+
+def _checked_folder(given: object) -> Path:
+    if not isinstance(given, str | Path):
+        raise ValueError(f"`pool_folder` has to be a folder or None but got {given!r}")
+    folder = Path(given).expanduser()
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"`pool_folder` has to be a folder that can be written to, but {folder} is none")
+    return folder
 
 
 def option_parameters() -> list[Parameter]:

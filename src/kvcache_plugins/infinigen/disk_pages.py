@@ -1,14 +1,13 @@
 """Pages of a pool in files instead of memory.
 
-A page's file has no name: it is gone when the page is, or the process, however it ends. What a step reads of it is
-brought to memory by the system, which keeps it as long as nothing else needs the room: the host's page cache is the
+A page's file has no name: it is gone when the page is, or the process, however it ends. The host's page cache is the
 tier between disk and attention. Files are mapped, but what is mapped is let go of as soon as it was copied or written:
 around a block that is read the system maps all others that are cached, and the whole pool would soon count as the
 process's memory.
 
-That costs little where the page cache has a file in larger pieces than blocks, which it has of what was written in
-such: so a new page is written with zeros before tokens are. Mapping it then takes half of the time, letting go of it
-a sixth, the first writes to it a fiftieth. What is touched is mapped by such pieces, so they must not be too large.
+A new page is written with zeros before tokens are, as the page cache has a file in pieces as large as it was written
+in: mapping it then takes half of the time, letting go of it a sixth, the first writes to it a fiftieth. What is
+touched is mapped by such pieces, so they must not be too large.
 
 Nothing is asked for ahead as long as no read has had to wait for the disk; then, of what will be needed, what the
 system says that it does not have. A token's key and value of one head lie together, so that most tokens that are
@@ -42,12 +41,12 @@ class DiskPages:
     Makes pages in a folder, reads rows of them, and has the system read ahead once a read `has_waited` for the disk.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: str | Path):
         self.folder = folder
         self.has_waited = False
 
     def new_page(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of zeros whose bytes are a file's; a `MemoryError` if the disk has no room for it."""
+        """Makes a tensor of zeros whose bytes are a file's; a `MemoryError` if the disk has no room for it."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         if num_bytes == 0:
             return torch.zeros(shape, dtype=dtype)
@@ -81,7 +80,7 @@ class DiskPages:
         Asks for blocks ahead that are not in memory, of rows in the first `count` `[B, H]` of slots `[B, H, K]` of
         each head, once a read had to wait.
         """
-        if self.has_waited:
+        if self.has_waited and pages:
             asked = [_read_ahead(*each) for each in zip(pages, _wanted_blocks(pages, slots, count), strict=True)]
             self.has_waited = any(asked)
 
@@ -92,7 +91,7 @@ class DiskPages:
 
 
 def _wanted_blocks(pages: Sequence[torch.Tensor], slots: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """In which blocks of each page chosen rows lie, `[pages, blocks]`, bool; see `DiskPages.expect`."""
+    """Marks the blocks of each page that chosen rows lie in, `[pages, blocks]`, bool; see `DiskPages.expect`."""
     batch_size, num_heads, page_tokens, row_dim = pages[0].shape
     row_bytes = row_dim * pages[0].element_size()
     is_chosen = torch.arange(slots.shape[2]) < count[..., None]
@@ -115,7 +114,7 @@ def _read_ahead(page: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def _runs(blocks: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """First number and length of every run of numbers, in order, that are near each other."""
+    """Lists first number and length of every run of numbers, in order, that are near each other."""
     if not len(blocks):
         return
     breaks = (blocks.diff() > _LEAST_GAP).nonzero().flatten() + 1
@@ -126,5 +125,5 @@ def _runs(blocks: torch.Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _num_waits() -> int:
-    """How often this process has had to wait for the disk when it touched memory."""
+    """Counts the times that this process had to wait for the disk when it touched memory."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_majflt

@@ -2,8 +2,7 @@
 
 A model is attached once and serves all its caches that speculate, in any number of threads: what is known of the model
 is kept for all, what belongs to a forward pass is the thread's (`ForwardNotes`). The hooks act only when the cache at
-hand listens, and go with the last cache that does. Which model a cache is used with is no business of theirs: it looks
-who is calling it (`caller`), once a forward.
+hand listens, and go with the last cache that does.
 
 Queries of layer i are expected from what stands at layer i-1: the paper pushes the attention input of layer i-1
 through the query projection of layer i. Both inputs are norms of the same slowly changing residual stream, but each
@@ -29,7 +28,7 @@ from transformers import PreTrainedModel
 from kvcache_plugins.models.cache_argument import CACHE_NAMES
 from kvcache_plugins.user_warnings import warn_user
 
-from .queries import PositionEmbeddings, QueryProjection, UnknownQueriesError, find_attention_modules
+from .queries import PositionEmbeddings, QueryProjection, UnknownQueriesError, find_attention_modules, first_of
 
 
 _ATTACHMENTS: weakref.WeakKeyDictionary[PreTrainedModel, Attachment] = weakref.WeakKeyDictionary()
@@ -68,11 +67,8 @@ class AttentionInputs:
 
 class ForwardNotes(threading.local):
     """
-    What the hooks of a model have noted of the forward pass that a thread is in: every thread has its own, as several
-    may generate with one model. A copy has none.
-
-    `streams` are residual streams by layer, before the module that norms it; of passes of several tokens only where
-    `keeps_streams`. `rotary` are position embeddings by layer type, in models whose types have their own.
+    Notes of the forward pass that a thread is in: residual streams by layer, before the module that norms it (of
+    several tokens only where `keeps_streams`), and position embeddings by layer type, where types have their own.
     """
 
     def __init__(self) -> None:
@@ -80,12 +76,8 @@ class ForwardNotes(threading.local):
         self.streams: dict[int, torch.Tensor] = {}
         self.rotary: dict[str, PositionEmbeddings] = {}
 
-    def begin(self) -> None:
-        """Forgets the last pass, which may have failed."""
-        self.streams.clear()
-        self.rotary.clear()
-
     def __reduce__(self) -> tuple[object, ...]:
+        # Copied with a model that has hooks
         return ForwardNotes, ()
 
 
@@ -93,9 +85,7 @@ class AttentionListener:
     """Base of caches for which the hooks act: they are told of every attention before its layer's `update`."""
 
     def on_attention_input(self, attachment: Attachment, layer_idx: int, inputs: AttentionInputs) -> None:
-        """
-        Called before the attention of a layer, with what is known of the model and what its module was called with.
-        """
+        """Called before the attention of a layer."""
         raise NotImplementedError
 
 
@@ -112,48 +102,41 @@ class Attachment:
         self.model = ModelReference(model)
         self.projections: dict[int, QueryProjection] = {}
         self.unknown: dict[int, str] = {}
-        modules = self._known_modules(model)
-        self.heard = frozenset(modules)
+        try:
+            modules = find_attention_modules(model)
+        except ValueError as error:
+            modules, self.unknown[-1] = {}, str(error)
+        for index, module in modules.items():
+            try:
+                self.projections[index] = QueryProjection(module, model.config)
+            except ValueError as error:
+                self.unknown[index] = str(error)
+        self.heard = frozenset(self.projections)
         self.layer_types: list[str] | None = getattr(config, "layer_types", None)
         self.listeners: weakref.WeakSet[AttentionListener] = weakref.WeakSet()
         self.checked: set[int] = set()
         self.notes = ForwardNotes()
-        self._handles: list[RemovableHandle] = []
-        self._is_removed = False
         decoder = model.get_decoder()
         # By layer, the module that norms
-        self._norms = _find_norms(decoder, modules)
-        self._handles.append(decoder.register_forward_pre_hook(self._before_decoder))
-        for index, module in modules.items():
-            self._handles.append(
-                module.register_forward_pre_hook(partial(self._before_attention, index), with_kwargs=True)
-            )
+        self._norms = _find_norms(decoder, {index: modules[index] for index in self.heard})
+        self._handles: list[RemovableHandle] = [decoder.register_forward_pre_hook(self._before_decoder)]
+        for index in self.heard:
+            hook = partial(self._before_attention, index)
+            self._handles.append(modules[index].register_forward_pre_hook(hook, with_kwargs=True))
         for index, norm in self._norms.items():
             self._handles.append(norm.register_forward_pre_hook(partial(self._after_stream, index)))
         for child in decoder.children():
             if "RotaryEmbedding" in type(child).__name__ and self.layer_types is not None:
                 self._handles.append(child.register_forward_hook(self._after_rotary, with_kwargs=True))
 
-    def _known_modules(self, model: PreTrainedModel) -> dict[int, nn.Module]:
-        """Attention modules by layer of which it is known how they make queries; notes why it is not of others."""
-        try:
-            found = find_attention_modules(model)
-        except ValueError as error:
-            self.unknown[-1] = str(error)
-            return {}
-        for index, module in found.items():
-            try:
-                self.projections[index] = QueryProjection(module, model.config)
-            except ValueError as error:
-                self.unknown[index] = str(error)
-        return {index: module for index, module in found.items() if index in self.projections}
-
     def why_unknown(self) -> str | None:
-        """The first reason why the queries of a layer cannot be told ahead; `None` if those of all can."""
+        """Tells the first reason why the queries of a layer cannot be told ahead; `None` if those of all can."""
         return next(iter(self.unknown.values()), None)
 
     def _before_decoder(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self.notes.begin()
+        # The last pass may have failed
+        self.notes.streams.clear()
+        self.notes.rotary.clear()
 
     def _after_stream(self, index: int, module: nn.Module, args: tuple[Any, ...]) -> None:
         if args and (args[0].shape[1] == 1 or self.notes.keeps_streams):
@@ -186,8 +169,8 @@ class Attachment:
         self, target: int, source: int, inputs: AttentionInputs, device: torch.device
     ) -> torch.Tensor:
         """
-        What the attention of layer `target` is expected to be given, `[B, tokens, hidden size]` on its `device`, told
-        when that of the earlier layer `source` is about to run with `inputs`.
+        Guesses what the attention of layer `target` will be given, `[B, tokens, hidden size]` on its `device`, when
+        that of the earlier layer `source` is about to run with `inputs`.
         """
         stream, norm = self.notes.streams.get(source), self._norms.get(target)
         if stream is None or norm is None:
@@ -199,8 +182,8 @@ class Attachment:
 
     def embeddings_for(self, target: int, source: int, inputs: AttentionInputs) -> PositionEmbeddings | None:
         """
-        Cosine and sine of a layer's queries, told at the attention of another one; `None` if it gets none, a
-        `LookupError` if it gets some of its own that have not been seen.
+        Returns cosine and sine of the queries of layer `target`; `None` if it gets none, a `LookupError` if it gets
+        some of its own that have not been seen.
         """
         if self.same_type(target, source) or inputs.position_embeddings is None:
             return inputs.position_embeddings
@@ -208,7 +191,7 @@ class Attachment:
         return self.notes.rotary[self.layer_types[target]]
 
     def same_type(self, one: int, other: int) -> bool:
-        """Whether two layers get the same mask and position embeddings."""
+        """Tells whether two layers get the same mask and position embeddings."""
         return self.layer_types is None or self.layer_types[one] == self.layer_types[other]
 
     def check_once(self, index: int, inputs: AttentionInputs) -> Callable[[torch.Tensor], None] | None:
@@ -223,17 +206,13 @@ class Attachment:
             try:
                 self.projections[index].check(hidden_states, last, query[:, :, -1:])
             except UnknownQueriesError as error:
-                self._give_up(index, str(error))
+                if not self.unknown:
+                    warn_user(unknown_queries_warning(str(error)))
+                self.projections.pop(index, None)
+                self.unknown[index] = str(error)
             self.checked.add(index)
 
         return check
-
-    def _give_up(self, index: int, reason: str) -> None:
-        """Takes a layer's queries for unknown from now on."""
-        if not self.unknown:
-            warn_user(unknown_queries_warning(reason))
-        self.projections.pop(index, None)
-        self.unknown[index] = reason
 
     def detach(self, listener: AttentionListener) -> None:
         """Removes the hooks once no cache listens any more."""
@@ -245,11 +224,10 @@ class Attachment:
         """Removes the hooks if no cache listens."""
         with _LOCK:
             # Not their number, in which one that is just being collected may still be counted
-            if self._is_removed or any(True for _ in self.listeners):
+            if any(True for _ in self.listeners):
                 return
-            self._is_removed = True
-            for handle in self._handles:
-                handle.remove()
+            while self._handles:
+                self._handles.pop().remove()
             for model, attachment in list(_ATTACHMENTS.items()):
                 if attachment is self:
                     del _ATTACHMENTS[model]
@@ -258,13 +236,8 @@ class Attachment:
 def _find_norms(decoder: nn.Module, attentions: dict[int, nn.Module]) -> dict[int, nn.Module]:
     """Finds what norms the input of attention modules, by layer: one of the names that families share, beside them."""
     layers = {id(child): module for module in decoder.modules() for child in module.children()}
-    found = {}
-    for index, attention in attentions.items():
-        beside = layers[id(attention)]
-        norms = [norm for name in _NORM_NAMES if (norm := getattr(beside, name, None)) is not None]
-        if norms:
-            found[index] = norms[0]
-    return found
+    norms = {index: first_of(layers[id(attention)], _NORM_NAMES) for index, attention in attentions.items()}
+    return {index: norm for index, norm in norms.items() if norm is not None}
 
 
 def unknown_queries_warning(reason: str) -> str:
@@ -296,7 +269,7 @@ def _on_listener_gone(attachment: weakref.ref[Attachment]) -> None:
 
 
 def attachment_of(model: PreTrainedModel) -> Attachment | None:
-    """The attachment of a model, if it has one."""
+    """Returns the attachment of a model, if it has one."""
     return _ATTACHMENTS.get(model)
 
 

@@ -1,28 +1,22 @@
 """One layer of an InfiniGen cache: its newest tokens at hand, all older ones in a pool, and what a step attends to.
 
-The life of a token: a prompt is attended to exactly and then moves into the pool, but for its newest tokens; a decoded
-token waits in the window, and the window's oldest move on in runs, at the *beginning* of an update, so that a rollback
-of the newest update finds its tokens there.
+A prompt is attended to exactly and then moves into the pool, but for its newest tokens; decoded tokens wait in the
+window, and its oldest move on in runs, at the *beginning* of an update, so that a rollback of the newest update finds
+its tokens there.
 
-A decode step: while the layer before computes, `speculate` is given the queries that this layer is expected to ask
-with, chooses tokens and starts to fetch them; `attend` waits for those and attends to them and the window. Where
-nothing has to be brought, `attend` chooses by the layer's own query. Several new tokens at once attend to everything,
-page by page.
+While the layer before computes, `speculate` is given the queries that this layer is expected to ask with, chooses
+tokens and starts to fetch them; `attend` waits for those and attends to them and the window. Where nothing has to be
+brought, it chooses by the layer's own query. Several new tokens at once attend to everything, page by page.
 
 On a GPU the host runs ahead: it asks for nothing that is computed in a step, not which tokens were chosen, nor how
-many, and waits neither for states nor for pages. All shapes follow from lengths that it knows; what is counted is
-counted there. A limited pool is the exception: whose use is kept account of on the host, which waits for every choice.
-
-In which form tokens are in the pool, and what is kept of them where they are scored, is the business of the layer's
-`ScoringStates`: keys and values as they are, or rows of a codec.
+many, and waits neither for states nor for pages. A limited pool is the exception: its use is kept account of on the
+host, which waits for every choice.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, D and E head dimensions of keys and values, K slots
 chosen.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 
@@ -52,31 +46,16 @@ FLUSH_LENGTH = 32
 _NUM_QUERIES = 256
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Fetch:
-    """
-    Tokens chosen for one step, when the sequence had `length` tokens with the new one; `staged` are rows on the way to
-    a GPU.
-    """
-
-    selection: Selection
-    length: int
-    staged: StagedRows | None = None
+# Tokens chosen for one step, rows of them on the way to a GPU, and tokens of the sequence with the step's
+_Fetch = tuple[Selection, StagedRows | None, int]
 
 
 class InfiniGenLayer(PromptLayer):
     """
     Keys and values of one layer, offloaded as in [InfiniGen](https://huggingface.co/papers/2406.19707).
 
-    Args:
-        config (`InfiniGenConfig`):
-            The options.
-        layer_idx (`int`):
-            Index of the layer, named in errors.
-        attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
-            The prompt's padding mask, for attention implementations that do not show it to the cache.
-        packing (`RowPacking`, *optional*):
-            How tokens are coded; by default they are in the pool as they are.
+    See `PromptLayer` for `layer_idx` and `attention_mask`; a `packing` says how tokens are coded, by default they are
+    in the pool as they are.
 
     Attributes:
         window (`ResidualBuffer`, *optional*): the newest tokens, once there are any.
@@ -122,7 +101,7 @@ class InfiniGenLayer(PromptLayer):
         self.pool: TokenPool | None = None
         self.scoring: ScoringStates | None = None
         self.num_pooled = 0
-        self._fetch: Fetch | None = None
+        self._fetch: _Fetch | None = None
         self._forget_call()
         # Queries of the prompt, `[B, H * G, tokens, D]`, while its tokens' form is told by them
         self._prompt_queries: torch.Tensor | None = None
@@ -136,7 +115,7 @@ class InfiniGenLayer(PromptLayer):
     def _start_counting(self) -> None:
         # Sums of integers that only the device knows
         self._sums: dict[str, torch.Tensor] = {}
-        self._times = TransferTimes() if self.config.track_times else None
+        self._times = TransferTimes(are_tracked=self.config.track_times)
 
     def reset(self) -> None:
         super().reset()
@@ -153,9 +132,9 @@ class InfiniGenLayer(PromptLayer):
         return self._pending is None and self.pool is not None
 
     def most_fetched_bytes(self) -> int:
-        """Bytes that a next step fetches at most."""
+        """Bytes that a next step fetches to a GPU at most; states without data are taken for a GPU's."""
         pool = self.pool
-        if pool is None:
+        if pool is None or not (pool.pin_memory or pool.device.type == "meta"):
             return 0
         most = most_chosen(self.config, self._length + 1, pool.num_slots)
         return self.batch_size * pool.num_heads * most * pool.row_dim * pool.dtype.itemsize
@@ -177,7 +156,7 @@ class InfiniGenLayer(PromptLayer):
         """Tokens with which the first move into the pool: those that a codec is fitted to, padding aside."""
         if not isinstance(self.scoring, CodedRows) or self.pool is not None:
             return 0
-        return self.scoring.least_tokens + self._left_padding.shortest()
+        return self.scoring.packing.least_tokens + self._left_padding.shortest()
 
     @property
     def _window_limit(self) -> int:
@@ -215,16 +194,16 @@ class InfiniGenLayer(PromptLayer):
     def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         if self.window is None or self._is_window_full:
             return None
+        exact: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if self.pool is None:
-            keys, values = self.window.append_exactly(keys, values)
-            return self._lazy_with(keys, values) if self._needs_queries else (keys, values)
-        self.window.append(keys, values)
-        return self._lazy_with(None, None)
-
-    def _lazy_with(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns all states lazily, with one token more, which `update` counts when it has the states."""
+            exact = keys, values = self.window.append_exactly(keys, values)
+            if not self._needs_queries:
+                return keys, values
+        else:
+            self.window.append(keys, values)
+        # `update` counts the token when it has the states
         self._length += 1
-        states = self._lazy(keys, values)
+        states = self._lazy(*exact)
         self._length -= 1
         return states
 
@@ -247,19 +226,11 @@ class InfiniGenLayer(PromptLayer):
         """
         self._forget_call()
         config, pool, position = self.config, self.pool, self.num_pooled
-        limit = count if config.pool_tokens is None else min(count, config.pool_tokens)
-        scoring = self.scoring or self._make_scoring(keys[:, :, :limit], queries)
+        scoring = self.scoring or self._make_scoring(keys[:, :, : min(count, config.pool_tokens or count)], queries)
         encoded, parts = scoring.encode(keys, values, count, position)
         if pool is None:
-            pool = TokenPool(
-                parts,
-                max_tokens=config.pool_tokens,
-                eviction=config.eviction,
-                num_protected=config.sink,
-                folder=config.folder,
-            )
-        free = pool.free_slots(count)
-        taken = pool.append(parts, position, self.padding)
+            pool = TokenPool(parts, config.pool_tokens, config.eviction, config.sink, config.pool_folder)
+        free, taken = pool.append(parts, position, self.padding)
         self.pool, self.scoring, self.num_pooled = pool, scoring, position + count
         scoring.append({name: rows[:, :, :free] for name, rows in encoded.items()})
         for slots in taken:
@@ -270,7 +241,7 @@ class InfiniGenLayer(PromptLayer):
             self._refit(scoring)
         self._counters["tokens_evicted"] = 0 if pool.usage is None else pool.usage.num_evicted
         # What is held does not depend on whether a token has been fetched yet
-        for name in ("tokens_fetched", *(("choices_short",) if config.mass is not None else ())):
+        for name in ("tokens_fetched", "choices_short")[: 1 if config.mass is None else 2]:
             self._sums.setdefault(name, torch.zeros((), dtype=torch.int64, device=self.device))
 
     def _make_scoring(self, keys: torch.Tensor, queries: torch.Tensor | None) -> ScoringStates:
@@ -297,11 +268,9 @@ class InfiniGenLayer(PromptLayer):
 
     @property
     def _needs_queries(self) -> bool:
-        """Whether the codec that is to come is fitted to the newest queries."""
+        """Tells whether the codec that is to come is fitted to the newest queries."""
         scoring = self.scoring
-        if not isinstance(scoring, CodedRows):
-            return False
-        return scoring.needs_queries(self._length + (self._pending is None))
+        return isinstance(scoring, CodedRows) and scoring.needs_queries(self._length + (self._pending is None))
 
     def on_exact_attention(self, call: AttentionCall) -> None:
         self._forget_call()
@@ -332,21 +301,20 @@ class InfiniGenLayer(PromptLayer):
         """Lists keys and values `[B, H, tokens, D or E]` in order, with the positions or slots that they span."""
         if self._pending is not None:
             yield *self._pending, 0, self._length
-        if self.pool is not None:
-            yield from self._dense_pages(self.pool)
+        yield from self._dense_pages()
         if self.window is not None and self.window.length:
             yield self.window.keys, self.window.values, self.num_pooled, self.num_pooled + self.window.length
 
-    def _dense_pages(self, pool: TokenPool) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
-        assert self.scoring is not None
-        for rows, start, stop in pool.iter_pages():
-            slots = torch.arange(start, stop, device=rows.device).expand(*rows.shape[:2], -1)
-            yield *self.scoring.dense(rows, slots, pool), start, stop
+    def _dense_pages(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
+        pool, scoring = self.pool, self.scoring
+        if pool is not None and scoring is not None:
+            for rows, start, stop in pool.iter_pages():
+                slots = torch.arange(start, stop, device=rows.device).expand(*rows.shape[:2], -1)
+                yield *scoring.dense(rows, slots, pool), start, stop
 
     def _pooled_keys(self) -> torch.Tensor:
         """Returns the keys of all slots of the pool, `[B, H, slots, D]`, where they are attended to."""
-        assert self.pool is not None
-        return torch.cat([keys for keys, *_ in self._dense_pages(self.pool)], dim=2)
+        return torch.cat([keys for keys, *_ in self._dense_pages()], dim=2)
 
     def on_dense_read(self, side: str) -> None:
         if self.pool is not None:
@@ -361,10 +329,10 @@ class InfiniGenLayer(PromptLayer):
         """
         # So that what moves into the pool before this step is a candidate already
         self._before_update()
-        self._fetch = self._start_fetch(query, attn_mask, scale, self._length + 1)
+        self._fetch = self._choose(query, attn_mask, scale, self._length + 1)
         self._counters["speculated_calls"] += 1
 
-    def _start_fetch(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float, length: int) -> Fetch:
+    def _choose(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float, length: int) -> _Fetch:
         """Chooses tokens for a query when the sequence has `length` tokens, and starts to fetch them."""
         pool, scoring, window, config = self.pool, self.scoring, self.window, self.config
         assert pool is not None and scoring is not None and window is not None
@@ -393,8 +361,9 @@ class InfiniGenLayer(PromptLayer):
             allowed = positions >= 0
             forced = (positions < config.sink) | (positions >= length - config.recent)
         selection = select_tokens(scoring.scores(query, pool), resident, allowed, forced, num_tokens, length, config)
-        pool.expect(selection.slots, selection.count)
-        return Fetch(selection, length, start_fetch(pool, selection, self._times))
+        if pool.disk is not None:
+            pool.disk.expect(pool.pages, selection.slots, selection.count)
+        return selection, start_fetch(pool, selection, self._times), length
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         query, attn_mask = call.query, call.mask
@@ -422,11 +391,10 @@ class InfiniGenLayer(PromptLayer):
             yield DensePart(keys, values, stop - start, mask)
 
     def _attend_selected(self, call: AttentionCall, scale: float) -> torch.Tensor:
-        """Attention of one new token over what was fetched for it and the window."""
-        query, attn_mask, pool = call.query, call.mask, self.pool
+        """Attends with one new token to what was fetched for it and the window."""
+        query, mask, attn_mask, pool = call.query, call.mask, call.mask, self.pool
         assert pool is not None
         by_heads = self.batch_size, pool.num_heads, -1
-        mask = attn_mask
         if mask is not None:
             mask = mask.expand(self.batch_size, *mask.shape[-3:-2] or (1,), mask.shape[-2], self._length)[:, :, :1]
             # A mask of which every head has its own, such as a bias of positions, takes no part in the choice
@@ -434,21 +402,18 @@ class InfiniGenLayer(PromptLayer):
             mask = mask if mask.shape[1] == 1 else mask.reshape(*by_heads, self._length)
         # What was speculated for this token; if nothing was, what its own query chooses
         fetch, self._fetch = self._fetch, None
-        if fetch is None or fetch.length != self._length:
-            fetch = self._start_fetch(query, attn_mask, scale, self._length)
+        if fetch is None or fetch[2] != self._length:
+            fetch = self._choose(query, attn_mask, scale, self._length)
+        selection, staged, _ = fetch
         rows = query.reshape(*by_heads, query.shape[3])
         # A copy of a fetch has its choice and no rows
-        staged = fetch.staged or start_fetch(pool, fetch.selection, self._times)
-        sinks = (
-            None if call.sinks is None else call.sinks.reshape(-1, pool.num_heads, query.shape[1] // pool.num_heads, 1)
-        )
-        output, kernel, is_fallback = self.attend_selection(
-            rows, fetch.selection, staged, mask, scale, call.softcap, sinks
-        )
-        if kernel is not None:
+        staged = staged or start_fetch(pool, selection, self._times)
+        sinks = None if call.sinks is None else call.sinks.reshape(-1, *rows.shape[1:3], 1)
+        output, kernel, is_fallback = self.attend_selection(rows, selection, staged, mask, scale, call.softcap, sinks)
+        if not pool.pin_memory:
             self._counters["fused_calls"] += kernel != "torch"
             self._counters["kernel_fallbacks"] += is_fallback
-        self._note(fetch.selection, rows, scale)
+        self._note(selection, rows, scale)
         if kernel == "compiled" and call.mask is None and call.is_plain:
             self._prepare_call(rows, scale)
         return output.reshape(*query.shape[:3], -1)
@@ -493,35 +458,28 @@ class InfiniGenLayer(PromptLayer):
         scale: float,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, str | None, bool]:
+    ) -> tuple[torch.Tensor, str, bool]:
         """
-        Attention of one new token's queries `[B, H, G, D]` over the tokens that were chosen for it and the window.
+        Attends with one new token's queries `[B, H, G, D]` to the tokens that were chosen for it and the window.
 
         The mask is `[B, H or 1, G or 1, tokens]`, boolean or added to the scores; sinks are `[B or 1, H, G, 1]`.
-        Returns the output `[B, H, G, E]` in the query's dtype; and, for rows on the host, the kernel that made it and
-        whether that is not the one that was wanted, otherwise `None` and `False`.
+        Returns the output `[B, H, G, E]` in the query's dtype, the kernel that made it, and whether another one was
+        wanted.
         """
-        pool, window, scoring = self.pool, self.window, self.scoring
+        pool, window, scoring, start = self.pool, self.window, self.scoring, self.num_pooled
         assert pool is not None and window is not None and scoring is not None
-        kernel, is_fallback = None, False
-        if staged is None:
-            kernel, is_fallback = choose_rows_kernel(query, window.values.shape[3], window.keys.dtype)
-            is_plain = softcap is None and sinks is None and (mask is None or mask.shape[1:3] == (1, 1))
-            if kernel == "compiled" and is_plain:
-                own = None if mask is None else mask[:, 0, 0]
-                output = scoring.attend(query, selection, pool, window, self.num_pooled, own, scale)
-                if output is not None:
-                    return output, kernel, is_fallback
-            kernel = "torch"
-        slots, count = selection.slots, selection.count
+        newest, slots = (window.keys, window.values), selection.slots
+        kernel, is_fallback = choose_rows_kernel(query, newest[1].shape[3], newest[0].dtype)
+        is_plain = softcap is None and sinks is None and (mask is None or mask.shape[1:3] == (1, 1))
+        if staged is None and kernel == "compiled" and is_plain:
+            own = None if mask is None else mask[:, 0, 0]
+            output = scoring.attend(query, selection, pool, newest, start, own, scale)
+            if output is not None:
+                return output, kernel, is_fallback
+        keys, values = scoring.dense(pool.gather(slots) if staged is None else staged.wait(), slots, pool)
         positions = None if mask is None else pool.positions_of(slots)
-        with nullcontext(pool.gather(slots)) if staged is None else staged as rows:
-            keys, values = scoring.dense(rows, slots, pool)
-            newest = window.keys, window.values
-            output = attend_staged(
-                query, keys, values, count, *newest, scale, mask, positions, self.num_pooled, softcap, sinks
-            )
-        return output, kernel, is_fallback
+        more = mask, positions, start, softcap, sinks
+        return attend_staged(query, keys, values, selection.count, *newest, scale, *more), "torch", is_fallback
 
     def _note(self, selection: Selection, query: torch.Tensor, scale: float) -> None:
         """Counts what was fetched, and how much of it was right."""
@@ -599,8 +557,7 @@ class InfiniGenLayer(PromptLayer):
     def offload(self) -> None:
         """Does nothing: what can stand in host memory does so already."""
 
-    def prefetch(self) -> None:
-        """Does nothing: tokens are fetched when they have been chosen."""
+    prefetch = offload
 
     def _move_to(self, device: torch.device) -> None:
         self.device, self._token_kind, pool, self.pool = device, None, self.pool, None
@@ -618,15 +575,12 @@ class InfiniGenLayer(PromptLayer):
         pool = self.pool
         if pool is not None:
             counters["bytes_fetched"] = counters["tokens_fetched"] * pool.row_dim * pool.dtype.itemsize
-        times: dict[str, float] = {}
-        if self._times is not None:
-            times = {"transfer_s": 0.0, "stalled_s": 0.0, **self._times.seconds()}
         return {
             "tokens_cached": self._length,
             "tokens_pooled": 0 if pool is None else pool.num_slots,
             **counters,
             "dense_reads": self.dense_reads,
-            **times,
+            **self._times.seconds(),
         }
 
 

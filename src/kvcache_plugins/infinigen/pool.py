@@ -7,15 +7,15 @@ twice as much. With `max_tokens` the pool stops growing there, each head on its 
 a victim, and slots no longer stand in the order of positions.
 
 For a GPU pages are page-locked: it writes and reads them while the host goes on. What it was told to do and may not
-have done yet is known by events (`PendingWork`), and the host waits for those before it touches a page itself or gives
-one back. In memory that is not page-locked, or for a part of a page that does not lie in one piece, PyTorch's copies
-make the host wait; so whole pages are copied, and parts written by a kernel or head by head.
+have done yet is known by events, and the host waits for those before it touches a page itself or gives one back. In
+memory that is not page-locked, or for a part of a page that does not lie in one piece, PyTorch's copies make the host
+wait; so whole pages are copied, and parts written by a kernel or head by head.
 
 Legend: B batch, H key/value heads, R numbers of a row.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from kvcache_plugins.kernels.engine import choose_copy_kernel
 from kvcache_plugins.kernels.tokens import gather_rows
 
 from .disk_pages import DiskPages
-from .eviction import UsageRecord
 
 
 PAGE_TOKENS = 1024
@@ -35,34 +34,15 @@ PAGE_TOKENS = 1024
 _LEAST_TOKENS = 64
 # Of a full pool, the share that may be replaced at once
 _REPLACED_AT_ONCE = 8
+EVICTIONS = ("counter", "lru", "fifo")
+_MAX_COUNT = 255
+# Ranks of what goes before any token: padding, and slots whose token was rolled back
+_FREE_RANK, _PADDING_RANK = -2, -1
 
 
 def is_gpu(device: torch.device) -> bool:
     """Tells whether a device works on its own, so that the host must neither wait for it nor run ahead of it."""
     return device.type == "cuda"
-
-
-class PendingWork:
-    """Events behind all that GPUs were told to do with pages. A copy has none: whoever copies pages waits before."""
-
-    def __init__(self) -> None:
-        self._events: dict[torch.cuda.Stream, torch.cuda.Event] = {}
-
-    def note(self, stream: torch.cuda.Stream) -> None:
-        """Adds what a stream has been told so far."""
-        event = self._events.get(stream)
-        if event is None:
-            event = self._events[stream] = torch.cuda.Event()
-        event.record(stream)
-
-    def wait(self) -> None:
-        """Has the host wait for all of it."""
-        for event in self._events.values():
-            event.synchronize()
-        self._events.clear()
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return PendingWork, ()
 
 
 class TokenPool:
@@ -77,22 +57,22 @@ class TokenPool:
     Attributes:
         pages: `[B, H, PAGE_TOKENS, R]` each, page-locked with `pin_memory`; without, a page that is alone may be
             shorter.
-        pending: what GPUs may still do with the pages.
         usage: which token each slot holds, where there is a limit. Without one slot and position are the same.
     """
 
     def __init__(
         self,
         parts: Sequence[torch.Tensor],
-        *,
         max_tokens: int | None = None,
         eviction: str = "counter",
         num_protected: int = 0,
-        folder: Path | None = None,
+        folder: str | Path | None = None,
     ):
-        self.pending = PendingWork()
+        # Behind all that GPUs were told to do with pages
+        self._pending: dict[torch.cuda.Stream, torch.cuda.Event] = {}
         self.batch_size, self.num_heads = parts[0].shape[:2]
         self.dims = [part.shape[3] for part in parts]
+        self.row_dim = sum(self.dims)
         self.dtype, self.device = parts[0].dtype, parts[0].device
         self.pin_memory = is_gpu(self.device)
         # States without data, on which caches are sized, have pages without
@@ -108,35 +88,32 @@ class TokenPool:
             self.usage = UsageRecord(eviction, num_protected, self.batch_size, self.num_heads, max_tokens)
 
     @property
-    def row_dim(self) -> int:
-        """Numbers of a row."""
-        return sum(self.dims)
-
-    @property
-    def page_tokens(self) -> int:
-        """Slots of a page."""
-        return self.pages[0].shape[2] if self.pages else PAGE_TOKENS
-
-    @property
     def is_in_order(self) -> bool:
-        """Whether a slot is the position of its token."""
+        """Tells whether a slot is the position of its token."""
         return self.usage is None or self.usage.in_order
 
-    def free_slots(self, count: int) -> int:
-        """Tells how many of `count` new tokens would go behind those held."""
-        return count if self.max_tokens is None else min(count, self.max_tokens - self.num_slots)
+    def note(self, stream: torch.cuda.Stream) -> None:
+        """Adds what a stream has been told so far to what the host waits for."""
+        self._pending[stream] = stream.record_event(self._pending.get(stream))
 
-    def append(self, parts: Sequence[torch.Tensor], position: int, padding: torch.Tensor | None) -> list[torch.Tensor]:
+    def wait(self) -> None:
+        """Has the host wait for all that GPUs may still do with the pages."""
+        while self._pending:
+            self._pending.popitem()[1].synchronize()
+
+    def append(
+        self, parts: Sequence[torch.Tensor], position: int, padding: torch.Tensor | None
+    ) -> tuple[int, list[torch.Tensor]]:
         """
         Stores parts `[B, H, tokens, any]` of rows that follow those held, as a whole or, with a `MemoryError`, not at
         all.
 
-        Returns for the tokens that did not go behind those held the slots `[B, H, tokens]` that they took, in order. A
-        slot may have been taken more than once, then the later token is in it. Padding at the start of sequences,
+        Returns how many tokens went behind those held, and the slots `[B, H, tokens]` that the others took, in order.
+        A slot may have been taken more than once, then the later token is in it. Padding at the start of sequences,
         `[B]`, goes first.
         """
         count = parts[0].shape[2]
-        free = self.free_slots(count)
+        free = count if self.max_tokens is None else min(count, self.max_tokens - self.num_slots)
         self._grow(self.num_slots + free)
         self._write(self.num_slots, [part[:, :, :free] for part in parts])
         if self.usage is not None:
@@ -145,11 +122,11 @@ class TokenPool:
         taken: list[torch.Tensor] = []
         if self._host.type == "meta":
             # Whose place a token takes changes no size
-            return taken
+            return free, taken
         at_once = max((self.max_tokens or 0) // _REPLACED_AT_ONCE, 1)
         for start in range(free, count, at_once):
             assert self.usage is not None
-            self.pending.wait()
+            self.wait()
             stop = min(start + at_once, count)
             slots = self.usage.replace(stop - start, position + start, padding)
             rows = torch.cat([part[:, :, start:stop] for part in parts], dim=3).to("cpu")
@@ -158,7 +135,7 @@ class TokenPool:
                 places = (numbers == number).nonzero(as_tuple=True)
                 page[places[0], places[1], slots[places] - number * PAGE_TOKENS] = rows[places]
             taken.append(slots)
-        return taken
+        return free, taken
 
     def _grow(self, num_slots: int) -> None:
         capacity = sum(page.shape[2] for page in self.pages)
@@ -198,18 +175,24 @@ class TokenPool:
             if not self.pin_memory:
                 for part, columns in zip(own, page[:, :, slots].split(self.dims, dim=3), strict=True):
                     columns.copy_(part)
-                self._release(page)
+                if self.disk is not None:
+                    release(page)
                 continue
             rows = torch.cat(own, dim=3)
             if stop - start == PAGE_TOKENS:
                 page.copy_(rows, non_blocking=True)
             elif addresses is not None:
-                _write_by_kernel(addresses, self.page_tokens, start, rows)
+                # Triton is not everywhere
+                from kvcache_plugins.triton_kernels.gather import write_rows
+
+                numbers = torch.arange(start, stop, device=rows.device).expand(rows.shape[:3])
+                with torch.cuda.device_of(rows):
+                    write_rows(addresses, numbers, None, rows, PAGE_TOKENS)
             else:
                 for item, head in product(range(self.batch_size), range(self.num_heads)):
                     page[item, head, slots].copy_(rows[item, head], non_blocking=True)
         if self.pin_memory:
-            self.pending.note(torch.cuda.current_stream(parts[0].device))
+            self.note(torch.cuda.current_stream(parts[0].device))
 
     def addresses_for(self, states: torch.Tensor) -> torch.Tensor | None:
         """
@@ -219,18 +202,15 @@ class TokenPool:
         if choose_copy_kernel(states) != "triton":
             return None
         pointers = tuple(page.data_ptr() for page in self.pages)
-        if self._addresses is not None and self._addresses[0] == pointers:
-            return self._addresses[1]
-        if not all(map(_is_readable, self.pages)):
-            # A copy of a pool has copies of pages, in ordinary memory
-            self.map(lambda tensor: tensor)
-            pointers = tuple(page.data_ptr() for page in self.pages)
+        if self._addresses is None or self._addresses[0] != pointers:
             if not all(map(_is_readable, self.pages)):
-                return None
-        # Triton is not everywhere
-        from kvcache_plugins.triton_kernels.gather import page_addresses
+                # A copy of a pool has copies of pages, in ordinary memory
+                self.map(lambda tensor: tensor)
+                pointers = tuple(page.data_ptr() for page in self.pages)
+            # Triton is not everywhere
+            from kvcache_plugins.triton_kernels.gather import page_addresses
 
-        self._addresses = pointers, page_addresses(self.pages, states.device)
+            self._addresses = pointers, page_addresses(self.pages, states.device)
         return self._addresses[1]
 
     def _spans(self, first: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int]]:
@@ -250,30 +230,19 @@ class TokenPool:
             whole = page
             if self.pin_memory:
                 whole = page.to(self.device, non_blocking=True)
-                self.pending.note(torch.cuda.current_stream(self.device))
+                self.note(torch.cuda.current_stream(self.device))
             yield whole[:, :, : stop - start], start, stop
-            self._release(page)
-
-    def expect(self, slots: torch.Tensor, count: torch.Tensor) -> None:
-        """Has what is on disk of some slots `[B, H, K]`, the first `count` `[B, H]` of them, read ahead."""
-        if self.disk is not None and self.pages:
-            self.disk.expect(self.pages, slots, count)
-
-    def reading(self) -> AbstractContextManager[None]:
-        """Encloses what reads pages where they stand."""
-        return nullcontext() if self.disk is None else self.disk.reading(self.pages)
-
-    def _release(self, page: torch.Tensor) -> None:
-        if self.disk is not None:
-            release(page)
+            if self.disk is not None:
+                release(page)
 
     def gather(self, slots: torch.Tensor) -> torch.Tensor:
-        """Copies the rows of slots `[B, H, tokens]` in use, int64, on the host: `[B, H, tokens, R]`."""
-        self.pending.wait()
-        if self.disk is None:
-            return gather_rows(self.pages, slots)
-        with self.disk.reading():
-            return gather_rows(self.pages, slots, are_mapped=True)
+        """
+        Copies the rows of slots `[B, H, tokens]` in use, int64, on the host, which waits for a GPU that told them:
+        `[B, H, tokens, R]` where the slots are.
+        """
+        self.wait()
+        with nullcontext() if self.disk is None else self.disk.reading():
+            return gather_rows(self.pages, slots.to("cpu"), are_mapped=self.disk is not None).to(slots.device)
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """Lists positions of the tokens in slots in use, -1 where there is none, broadcasting to `[B, H, slots]`."""
@@ -296,12 +265,12 @@ class TokenPool:
         self.num_slots = min(self.num_slots, length)
         num_pages = -(-self.num_slots // PAGE_TOKENS)
         if num_pages < len(self.pages):
-            self.pending.wait()
+            self.wait()
             del self.pages[num_pages:]
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every tensor by `function` of it; the result stays in host memory."""
-        self.pending.wait()
+        self.wait()
         self._addresses = None
         self.pages = [self._in_host_memory(function(page)) for page in self.pages]
         if self.usage is not None:
@@ -343,7 +312,7 @@ class TokenPool:
 
     def __getstate__(self) -> dict[str, object]:
         # Who copies the pages reads them
-        self.pending.wait()
+        self.wait()
         return {**self.__dict__, "_addresses": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -355,8 +324,8 @@ class TokenPool:
     def __del__(self) -> None:
         # PyTorch does not know that kernels use the pages, and would hand their memory to somebody else. A copy that
         # failed half-way has none.
-        if "pending" in self.__dict__:
-            self.pending.wait()
+        if "_pending" in self.__dict__:
+            self.wait()
 
 
 def _is_readable(page: torch.Tensor) -> bool:
@@ -364,10 +333,90 @@ def _is_readable(page: torch.Tensor) -> bool:
     return page.device.type == "cuda" or page.is_pinned()
 
 
-def _write_by_kernel(addresses: torch.Tensor, page_tokens: int, first: int, rows: torch.Tensor) -> None:
-    # Triton is not everywhere
-    from kvcache_plugins.triton_kernels.gather import write_rows
+class UsageRecord:
+    """
+    Positions of the tokens in a pool's slots `[B, H, slots]`, -1 where there is none, and what is known of their use.
 
-    slots = torch.arange(first, first + rows.shape[2], device=rows.device).expand(rows.shape[:3])
-    with torch.cuda.device_of(rows):
-        write_rows(addresses, slots, None, rows, page_tokens)
+    The policy is `"counter"` (out goes the token that was fetched least often; all counts of a head are halved when
+    one saturates), `"lru"` (the one whose last fetch is longest ago) or `"fifo"` (the oldest). Ties go to the oldest.
+    The first `num_protected` tokens of every item, attention sinks, stay. In the paper's released code a policy does
+    not forget whom it has evicted, and chooses the same token again and again; here a victim's slot starts anew.
+    """
+
+    def __init__(self, policy: str, num_protected: int, batch_size: int, num_heads: int, num_slots: int):
+        self.policy, self.num_protected = policy, num_protected
+        self.positions = torch.full((batch_size, num_heads, num_slots), -1, dtype=torch.int32)
+        # Fetches, or the step of the last one
+        dtype = torch.uint8 if policy == "counter" else torch.int32
+        self.usage = None if policy == "fifo" else torch.zeros(batch_size, num_heads, num_slots, dtype=dtype)
+        self.num_steps = 0
+        self.num_evicted = 0
+        # Whether slots still stand in the order of positions
+        self.in_order = True
+
+    def add(self, first_slot: int, count: int, position: int) -> None:
+        """Notes tokens from `position` on that went into free slots at the end."""
+        slots = slice(first_slot, first_slot + count)
+        self.positions[:, :, slots] = torch.arange(position, position + count, dtype=torch.int32)
+        if self.usage is not None:
+            self.usage[:, :, slots] = self._usage_of_new_tokens(first_slot)
+
+    def replace(self, count: int, position: int, padding: torch.Tensor | None) -> torch.Tensor:
+        """
+        Chooses victims for `count` tokens from `position` on and notes the new tokens in their slots; returns these,
+        distinct, `[B, H, count]`, those of the oldest victims first.
+        """
+        num_slots = self.positions.shape[2]
+        first = 0 if padding is None else padding.to("cpu")[:, None, None]
+        rank = torch.zeros_like(self.positions, dtype=torch.int64) if self.usage is None else self.usage.long()
+        # Padding goes first, sinks go last
+        rank = rank.masked_fill(self.positions < first, _PADDING_RANK).masked_fill(self.positions < 0, _FREE_RANK)
+        is_sink = (self.positions >= first) & (self.positions < first + self.num_protected)
+        rank = rank.masked_fill(is_sink, torch.iinfo(torch.int32).max)
+        victims = (rank * 2**31 + self.positions).topk(count, dim=2, largest=False).indices
+        self.num_evicted += int((rank.gather(2, victims) > _PADDING_RANK).sum())
+        self.in_order = False
+        new = torch.arange(position, position + count, dtype=torch.int32)
+        if self.usage is not None:
+            usage = self._usage_of_new_tokens(num_slots)
+            self.usage.scatter_(2, victims, usage.expand(*victims.shape))
+        self.positions.scatter_(2, victims, new.expand(*victims.shape))
+        return victims
+
+    def _usage_of_new_tokens(self, num_slots: int) -> torch.Tensor:
+        """
+        Tells a new token's usage, `[B, H, 1]`: the average of its head, or now. Starting with nothing it would be the
+        next victim, before any attention could have asked for it.
+        """
+        assert self.usage is not None
+        if self.policy == "lru":
+            return torch.full((*self.usage.shape[:2], 1), self.num_steps, dtype=torch.int32)
+        if num_slots == 0:
+            return torch.zeros(*self.usage.shape[:2], 1, dtype=torch.uint8)
+        return self.usage[:, :, :num_slots].float().mean(dim=2, keepdim=True).round().to(torch.uint8)
+
+    def touch(self, slots: torch.Tensor, valid: torch.Tensor) -> None:
+        """Notes that tokens in those slots `[B, H, tokens]` that are valid were fetched; valid slots are distinct."""
+        self.num_steps += 1
+        if self.usage is None:
+            return
+        if self.policy == "lru":
+            before = self.usage.gather(2, slots)
+            self.usage.scatter_(2, slots, torch.where(valid, self.num_steps, before).to(torch.int32))
+            return
+        saturated = (self.usage == _MAX_COUNT).any(dim=2, keepdim=True)
+        self.usage = torch.where(saturated, self.usage // 2, self.usage)
+        self.usage.scatter_add_(2, slots, valid.to(torch.uint8))
+
+    def truncate(self, length: int) -> None:
+        """Frees the slots of tokens at position `length` and beyond."""
+        self.positions.masked_fill_(self.positions >= length, -1)
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replaces every tensor by `function` of it."""
+        self.positions = function(self.positions)
+        if self.usage is not None:
+            self.usage = function(self.usage)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.positions] if self.usage is None else [self.positions, self.usage]

@@ -6,21 +6,17 @@ Transformers how it makes its queries, and repeats just these steps on any hidde
     projection - norm over the whole width - clipping - norm of every head - rotary embedding - factor
 
 What a module does is told by its attributes, which families of models share: a query projection of a known name, the
-size of the query norm's weight, the parameters of `forward`. Two alternatives were not taken. A hook on the module
-itself comes after keys and values are computed and stored. The module's `forward` on a stand-in for the module would
-serve any family, but computes all parts of a fused projection, and would hide from a reader what is computed.
-
-Attributes cannot tell everything. Families share their names; what is known to make attention differ from products of
-keys and queries is listed here, and refused when a projection is made;
-`QueryProjection.check` compares with the queries that attention was given, and catches the rest.
+size of the query norm's weight, the parameters of `forward`. (Its `forward` on a stand-in for the module would serve
+any family, but computes all parts of a fused projection.) What is known to make attention differ from products of keys
+and queries is refused when a projection is made; `QueryProjection.check` compares with the queries that attention was
+given, and catches the rest.
 
 B: batch size, T: tokens, H: query heads, D: size of a head.
 """
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,28 +69,26 @@ class QueryProjection:
         if reason is not None:
             raise ValueError(f"{self._name} {reason}")
 
-        self.num_heads: int = _first_of(module, ("num_heads", "num_attention_heads")) or config.num_attention_heads
-        self.head_dim: int = _first_of(module, ("head_dim", "head_size")) or config.hidden_size // self.num_heads
-        num_projected_heads: int = _first_of(module, ("num_key_value_heads", "num_kv_heads", "kv_heads")) or (
-            self.num_heads // (_first_of(module, ("num_key_value_groups",)) or 1)
+        self.num_heads: int = first_of(module, ("num_heads", "num_attention_heads")) or config.num_attention_heads
+        self.head_dim: int = first_of(module, ("head_dim", "head_size")) or config.hidden_size // self.num_heads
+        num_projected_heads: int = first_of(module, ("num_key_value_heads", "num_kv_heads", "kv_heads")) or (
+            self.num_heads // (first_of(module, ("num_key_value_groups",)) or 1)
         )
-        # This one architecture, of Falcon, repeats its key/value heads before the cache
-        is_repeated = getattr(module, "new_decoder_architecture", False)
-        self.num_key_value_heads = self.num_heads if is_repeated else num_projected_heads
 
-        self._projection_name: str = next(name for name in PROJECTION_NAMES if _first_of(module, (name,)) is not None)
+        self._projection_name: str = next(name for name in PROJECTION_NAMES if first_of(module, (name,)) is not None)
         self._module = module
         self._num_groups = self._count_groups(module, num_projected_heads)
-        self._norm_stage = self._find_norm_stage(module)
-        self._clip: float | None = _first_of(module, ("clip_qkv",)) or getattr(config, "clip_qkv", None)
+        self._norm_stage = self._find_norm_stage()
+        self._clip: float | None = first_of(module, ("clip_qkv",)) or getattr(config, "clip_qkv", None)
 
         takes_positions = "position_embeddings" in parameters
         self._rotate = self._find_rotary_function(module) if takes_positions else None
-        self._rotary_size: int = _first_of(module, ("rotary_ndims",)) or self.head_dim
-        self.has_rotary = takes_positions and not _is_without_rotary(module, config)
+        self._rotary_size: int = first_of(module, ("rotary_ndims",)) or self.head_dim
+        is_without = _IS_WITHOUT_ROTARY.get(config.model_type, lambda module: not getattr(module, "use_rope", True))
+        self.has_rotary = takes_positions and not is_without(module)
 
         # Falcon keeps it under a name of its own, and for ALiBi alone: attention takes its default, which is the same
-        scaling: float | None = _first_of(module, ("scaling", "inv_norm_factor"))
+        scaling: float | None = first_of(module, ("scaling", "inv_norm_factor"))
         if scaling is None:
             raise ValueError(f"{self._name} does not tell by what it scales attention scores: it has no `scaling`")
         is_folded = config.model_type in _SCALES_QUERIES
@@ -103,19 +97,18 @@ class QueryProjection:
 
     @property
     def _projection(self) -> Any:
-        """The module's projection of now: quantization and adapters replace it, by what is only known to be called."""
+        """Returns the projection of now: quantization and adapters replace it, by what is only known to be called."""
         return getattr(self._module, self._projection_name)
 
     @property
     def _norm(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        norm: Callable[[torch.Tensor], torch.Tensor] | None = _first_of(self._module, _NORM_NAMES)
+        norm: Callable[[torch.Tensor], torch.Tensor] | None = first_of(self._module, _NORM_NAMES)
         return norm
 
     def __call__(self, hidden_states: torch.Tensor, position_embeddings: PositionEmbeddings | None) -> torch.Tensor:
         """
-        The queries of every token, `[batch_size, num_heads, tokens, head_dim]`, of what the attention module gets:
-        hidden states `[batch_size, tokens, hidden_size]` after the layer's input norm, and cosine and sine of
-        positions, `None` where the model gives none.
+        Makes the queries `[B, H, T, D]` of what the attention module gets: hidden states `[B, T, hidden_size]` after
+        the layer's input norm, and cosine and sine of positions, `None` where the model gives none.
         """
         states = self._normed("projected", self._project(hidden_states))  # [B, T, H * D]
         if self._clip is not None:
@@ -131,9 +124,8 @@ class QueryProjection:
         self, hidden_states: torch.Tensor, position_embeddings: PositionEmbeddings | None, query: torch.Tensor
     ) -> None:
         """
-        Makes sure that the projection makes the queries `[batch_size, num_heads, tokens, head_dim]` that attention was
-        given, to rounding in their dtype. Several tokens should be given: the first position's rotary embedding
-        changes nothing.
+        Makes sure that the projection makes the queries `[B, H, T, D]` that attention was given, to rounding in their
+        dtype. The first position's rotary embedding changes nothing.
 
         Raises:
             UnknownQueriesError: if the queries differ.
@@ -186,8 +178,8 @@ class QueryProjection:
         return torch.cat((rotary, rest), dim=-1) if rest.shape[-1] > 0 else rotary
 
     def _count_groups(self, module: nn.Module, num_key_value_heads: int) -> int:
-        """Into how many equal parts the projection's output falls that begin with queries, heads being in order."""
-        width = _first_of(self._projection, ("out_features", "nf"))
+        """Counts the equal parts of the projection's output that begin with queries, heads being in order."""
+        width = first_of(self._projection, ("out_features", "nf"))
         own_width = self.num_heads * self.head_dim
         if self._projection_name == "q_proj":
             # Queries alone or, from Qwen3-Next on, every head's queries with its gate
@@ -200,20 +192,20 @@ class QueryProjection:
             return self.num_heads if width == 2 * own_width else 1
         if getattr(module, "new_decoder_architecture", False):
             return num_key_value_heads
-        is_by_heads = self._projection_name == "query_key_value" or _first_of(module, ("multi_query",)) is not None
+        is_by_heads = self._projection_name == "query_key_value" or first_of(module, ("multi_query",)) is not None
         return self.num_heads if is_by_heads and not getattr(module, "multi_query", False) else 1
 
-    def _find_norm_stage(self, module: nn.Module) -> str:
-        """Before which step the query norm is applied: its weight's size says what it is a norm of."""
+    def _find_norm_stage(self) -> str:
+        """Tells the step that the query norm is applied before: its weight's size says what it is a norm of."""
         weight = getattr(self._norm, "weight", None)
-        if self._norm is not None and self._norm is getattr(module, "query_layernorm", None):
+        if self._norm is not None and self._norm is getattr(self._module, "query_layernorm", None):
             return "rotated"
         if weight is None:
             return "transposed"
         return "projected" if weight.shape == (self.num_heads * self.head_dim,) else "split"
 
     def _find_rotary_function(self, module: nn.Module) -> Callable[..., torch.Tensor]:
-        """The function by which the model's own code rotates, as a function of queries, cosine and sine."""
+        """Returns the function by which the model's own code rotates, of queries, cosine and sine."""
         function: Callable[..., Any] | None
         function = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
         if function is not None:
@@ -221,23 +213,16 @@ class QueryProjection:
             if names[:3] == ["x", "cos", "sin"]:
                 return function
             if names[:4] == ["q", "k", "cos", "sin"]:
-                return partial(_rotate_queries, function)
+                # The function has to be given keys: of no head
+                return lambda states, cos, sin: function(states, states[:, :0], cos, sin)[0]
         raise ValueError(
             f"{self._name} takes position embeddings, but its code has no function `apply_rotary_pos_emb` of queries, "
             "keys, cosine and sine"
         )
 
 
-def _rotate_queries(
-    function: Callable[..., Any], states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> torch.Tensor:
-    # The function has to be given keys: of no head
-    rotated: torch.Tensor = function(states, states[:, :0], cos, sin)[0]
-    return rotated
-
-
 def _is_plain(projection: Any) -> bool:
-    """Whether a projection is its weight and bias and nothing else: not quantized, adapted, hooked or sharded."""
+    """Tells whether a projection is its weight and bias alone: not quantized, adapted, hooked or sharded."""
     return (
         type(projection) in (nn.Linear, Conv1D)
         and type(projection.weight) is nn.Parameter
@@ -250,17 +235,20 @@ def _is_plain(projection: Any) -> bool:
 
 def find_attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
     """
-    The self-attention modules of a model's text decoder by their `layer_idx`, in that order.
+    Lists the self-attention modules of a model's text decoder by their `layer_idx`, in that order.
 
-    Layers of hybrid models that have no attention, or a linear one, are not in it. That a module is found does not say
-    that `QueryProjection` takes it. A `ValueError` says that the model is an encoder-decoder, has no such modules, or
-    several with the same index.
+    Layers of hybrid models that have no attention, or a linear one, are not in it. A `ValueError` says that the model
+    is an encoder-decoder, has no such modules, or several with the same index.
     """
     if model.config.is_encoder_decoder:
         raise ValueError(f"`{type(model).__name__}` has an encoder: only the attention of decoders is known")
     layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or {}
     found: dict[int, nn.Module] = {}
-    for layer_idx, module in _self_attention_modules(model.get_decoder()):
+    for module in model.get_decoder().modules():
+        layer_idx = getattr(module, "layer_idx", None)
+        is_cross = getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__
+        if not isinstance(layer_idx, int) or is_cross or not first_of(module, PROJECTION_NAMES + _COMPRESSED_NAMES):
+            continue
         if layer_types and layer_types[layer_idx] == "linear_attention":
             continue
         if found.setdefault(layer_idx, module) is not module:
@@ -276,46 +264,32 @@ def find_attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
     return dict(sorted(found.items()))
 
 
-def _self_attention_modules(decoder: nn.Module) -> Iterator[tuple[int, nn.Module]]:
-    for module in decoder.modules():
-        layer_idx = getattr(module, "layer_idx", None)
-        is_cross = getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__
-        if isinstance(layer_idx, int) and not is_cross and _first_of(module, PROJECTION_NAMES + _COMPRESSED_NAMES):
-            yield layer_idx, module
-
-
 def _reason_to_refuse(module: nn.Module, config: PreTrainedConfig, parameters: set[str]) -> str | None:
     """Says why attention of `module` is known to differ from products of keys and queries of its input, if it does."""
-    if _first_of(module, _COMPRESSED_NAMES) is not None:
+    if first_of(module, _COMPRESSED_NAMES) is not None:
         return "makes its queries and keys of a compressed part (multi-head latent attention)"
-    if _first_of(module, PROJECTION_NAMES) is None:
+    if first_of(module, PROJECTION_NAMES) is None:
         return f"has none of the query projections {_quoted(PROJECTION_NAMES)}"
     # Bloom and MPT have no option to do without; Falcon has
     if {"alibi", "position_bias"} & parameters and getattr(config, "alibi", True):
         return "adds positions to attention scores (ALiBi), which queries do not hold"
-    if _first_of(module, ("rel_logits_proj",)) is not None:
+    if first_of(module, ("rel_logits_proj",)) is not None:
         return "adds relative positions to attention scores, which queries do not hold"
-    if "position_embeddings" not in parameters and _first_of(module, _OWN_POSITION_NAMES) is not None:
+    if "position_embeddings" not in parameters and first_of(module, _OWN_POSITION_NAMES) is not None:
         return "looks up positions itself: it takes no `position_embeddings`"
     rope_parameters = getattr(config, "rope_parameters", None) or {}
     if "attention_scaling" in parameters or rope_parameters.get("llama_4_scaling_beta") is not None:
         return "scales its queries by their positions, which position embeddings do not tell"
-    if _first_of(module, ("sinks",)) is not None:
+    if first_of(module, ("sinks",)) is not None:
         return "has attention sinks (`sinks`): probabilities do not follow from queries and keys alone"
-    softcap = _first_of(module, ("attn_logit_softcapping",))
+    softcap = first_of(module, ("attn_logit_softcapping",))
     if softcap is not None and config._attn_implementation != "sdpa":
         return f"caps attention scores: `attn_logit_softcapping` has to be `None`, but is {softcap}"
     return None
 
 
-def _is_without_rotary(module: nn.Module, config: PreTrainedConfig) -> bool:
-    """Whether a module rotates nothing, though its model has position embeddings."""
-    rule = _IS_WITHOUT_ROTARY.get(config.model_type)
-    return not getattr(module, "use_rope", True) if rule is None else rule(module)
-
-
-def _first_of(module: nn.Module, names: tuple[str, ...]) -> Any:
-    """The first of these attributes that a module has and that is not `None`."""
+def first_of(module: nn.Module, names: tuple[str, ...]) -> Any:
+    """Returns the first of these attributes that a module has and that is not `None`."""
     return next((value for name in names if (value := getattr(module, name, None)) is not None), None)
 
 

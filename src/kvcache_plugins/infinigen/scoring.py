@@ -1,7 +1,7 @@
 """Keeps on the accelerator what of the pool's tokens scores need, so that scores can be told without fetching keys.
 
-Two copies of exact keys, told apart by measured fidelity against bytes, not by what the paper chose: `ScoringCodes`
-has all columns in a few bits, `ScoringColumns` the paper's partial key cache. `coded_rows` has the keys themselves.
+Of exact keys that is a copy: `ScoringCodes` has all columns in a few bits, `ScoringColumns` the paper's partial key
+cache. `coded_rows` has the keys themselves.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, D head dim, N slots in use.
 """
@@ -14,7 +14,6 @@ import torch
 from kvcache_plugins.codecs.quantization import pack
 from kvcache_plugins.kernels.compiled_tokens import ChoosingCall, attend_rows
 from kvcache_plugins.kernels.tokens import code_scores
-from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 
 from .pool import TokenPool
 from .selection import Selection
@@ -32,9 +31,8 @@ Encoded = tuple[Mapping[str, torch.Tensor], Sequence[torch.Tensor]]
 
 class ScoringStates:
     """
-    Base of all: rows `[B, H, capacity, ...]` by name, the first `length` in use, that grow and are written anew where
-    tokens are replaced. The pool's rows are keys and values as they are, side by side, unless a subclass says
-    otherwise.
+    Rows `[B, H, capacity, ...]` by name, the first `length` in use, that grow and are written anew where tokens are
+    replaced. The pool's rows are keys and values as they are, side by side, unless a subclass says otherwise.
     """
 
     # By which factor, and how many rows beside, capacity grows that is used up
@@ -73,22 +71,22 @@ class ScoringStates:
         query: torch.Tensor,
         selection: Selection,
         pool: TokenPool,
-        window: ResidualBuffer,
+        newest: tuple[torch.Tensor, torch.Tensor],
         start: int,
         mask: torch.Tensor | None,
         scale: float,
     ) -> torch.Tensor | None:
         """
-        Attends with the queries `[B, H, G, D]` of one new token to the tokens chosen of the pool and to the window,
-        whose first token has position `start`, by the kernel that reads both where they stand; `mask` `[B, tokens]` is
-        the token's row. `None` if the kernel cannot.
+        Attends with the queries `[B, H, G, D]` of one new token to the tokens chosen of the pool and to the `newest`
+        `[B, H, W, D or E]`, the first of which has position `start`, by the kernel that reads all where they stand;
+        `mask` `[B, tokens]` is the token's row. `None` if the kernel cannot.
         """
         slots, count, pages = selection.slots, selection.count, pool.pages
         positions = None if mask is None else pool.positions_of(slots)
         if pool.disk is not None:
             slots = slots[:, :, : max(int(count.max()), 1)]
             pages, slots = [pool.gather(slots)], torch.arange(slots.shape[2]).expand_as(slots)
-        return attend_rows(query, pages, slots, count, window.keys, window.values, scale, mask, positions, start)
+        return attend_rows(query, pages, slots, count, *newest, scale, mask, positions, start)
 
     def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
         """
@@ -143,10 +141,9 @@ class ScoringCodes(ScoringStates):
     """
     Keys in 2, 4 or 8 bits a number and one float16 scale a token.
 
-    Channels are first brought to mean 0 and spread 1 (statistics of the first tokens, per head), then every token gets
-    codes around zero and one scale. The mean adds the same to every score of a query and drops out of the softmax; the
-    spread goes into the query. So a key needs no zero point, and its row can be written anew when another token takes
-    its slot.
+    Channels are first brought to mean 0 and spread 1 (statistics of the first tokens, per head). The mean adds the
+    same to every score of a query and drops out of the softmax; the spread goes into the query. So a key needs no zero
+    point, and its row can be written anew when another token takes its slot.
     """
 
     fitted_names = ("mean", "spread")
@@ -177,8 +174,7 @@ class ScoringCodes(ScoringStates):
         spread = ((keys - mean).square() * weight).sum(dim=2, keepdim=True).div(count).sqrt()
         # Of a channel that does not move nothing is known: its size stands in
         spread = torch.maximum(spread, mean.abs() * 0.01 + _TINY)
-        # Nor of a sequence that is all padding so far: its keys are taken as they come, as next to nothing they would
-        # overflow
+        # Nor of a sequence that is all padding so far: divided by next to nothing its keys would overflow
         self.mean, self.spread = mean, torch.where(is_known, spread, 1.0)
 
     def refit(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
@@ -201,8 +197,8 @@ class ScoringCodes(ScoringStates):
     def prepare(
         self, query: torch.Tensor, scale: float, pool: TokenPool, window: tuple[torch.Tensor, torch.Tensor]
     ) -> ChoosingCall:
-        codes, scales = self.rows["codes"], self.rows["scale"]
-        return ChoosingCall(query, scale, codes, scales, self.spread, self.length, self.nbits, pool.pages, window)
+        codes = self.rows["codes"], self.rows["scale"], self.spread
+        return ChoosingCall(query, scale, *codes, self.length, self.nbits, pool.pages, window)
 
     def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
         return code_scores(query * self.spread, self.rows["codes"], self.rows["scale"], self.length, self.nbits)

@@ -70,21 +70,14 @@ def select_tokens(
     Chooses tokens for every sequence and key/value head.
 
     Args:
-        scores (`torch.Tensor` of shape `[B, H, G, N]`):
-            Speculated scores of the pool's tokens, scaled as attention scales them, float32.
-        resident_scores (`torch.Tensor` of shape `[B, H, G, R]`):
-            The same of the tokens that are attended to anyway; R may be 0, padding -inf.
-        allowed (`torch.Tensor` that broadcasts to `[B, H, N]`, bool, *optional*):
-            Which slots may be chosen: no padding, nothing that a mask excludes.
-        forced (`torch.Tensor` that broadcasts to `[B, H, N]`, bool, *optional*):
-            Which of those are chosen whatever their score: `config.sink + config.recent` at most. By default the first
-            and the newest slots, which then stand in the order of their tokens.
-        num_tokens (`torch.Tensor` of shape `[B]`, or `int` if all sequences have the same):
-            Real tokens cached, which shares are shares of.
-        most_tokens (`int`):
-            No sequence has more of them, as far as the host knows.
-        config (`InfiniGenConfig`):
-            The rule.
+        scores (`[B, H, G, N]`, float32): speculated scores of the pool's tokens, scaled as attention scales them.
+        resident_scores (`[B, H, G, R]`): the same of tokens that are attended to anyway; R may be 0, padding -inf.
+        allowed (bool, broadcasts to `[B, H, N]`, *optional*): slots that may be chosen: no padding, nothing masked.
+        forced (bool, broadcasts to `[B, H, N]`, *optional*): slots of those that are chosen whatever their score:
+            `config.sink + config.recent` at most. By default the first and the newest, in the order of their tokens.
+        num_tokens (`[B]`, or `int` if all sequences have the same): real tokens cached, which shares are shares of.
+        most_tokens (`int`): no sequence has more of them, as far as the host knows.
+        config (`InfiniGenConfig`): the rule.
     """
     num_slots = scores.shape[3]
     limit = most_chosen(config, most_tokens, num_slots)

@@ -68,17 +68,14 @@ class InfiniGenGEARCache(InfiniGenCache):
         value_nbits: float = VALUE_NBITS,
         **options: Any,
     ):
-        self._key_nbits, self._value_nbits = key_nbits, value_nbits
+        self._nbits = key_nbits, value_nbits
         check_options(key_nbits=key_nbits, value_nbits=value_nbits, **options)
         super().__init__(model, **options)
 
     def _packing(self, config: PreTrainedConfig, index: int) -> RowPacking:
-        own = _coding(self._key_nbits, self._value_nbits, self.infinigen_config.sink)
+        sink, (key_nbits, value_nbits) = self.infinigen_config.sink, self._nbits
+        own = TransformConfig(key_nbits=key_nbits, value_nbits=value_nbits, num_sink_tokens=sink)
         return own.packing(rotary_frequencies(config, index))
-
-
-def _coding(key_nbits: float, value_nbits: float, sink: int = 0) -> TransformConfig:
-    return TransformConfig(key_nbits=key_nbits, value_nbits=value_nbits, num_sink_tokens=sink)
 
 
 def check_options(*, key_nbits: float = KEY_NBITS, value_nbits: float = VALUE_NBITS, **options: Any) -> None:
@@ -89,17 +86,13 @@ def check_options(*, key_nbits: float = KEY_NBITS, value_nbits: float = VALUE_NB
             f"{', '.join(f'`{name}`' for name in excluded)}: not an option of `InfiniGenGEARCache`, whose keys are "
             "scored in the bits of `key_nbits`"
         )
-    _coding(key_nbits, value_nbits)
+    TransformConfig(key_nbits=key_nbits, value_nbits=value_nbits)
     check_infinigen(**options)
 
 
-def _signature() -> inspect.Signature:
-    """Names own options and InfiniGen's, so that a misspelt one is told before anything is built."""
-    own = list(inspect.signature(InfiniGenGEARCache.__init__).parameters.values())[1:]
-    named = [parameter for parameter in own if parameter.kind is not parameter.VAR_KEYWORD]
-    known = {parameter.name for parameter in named} | _EXCLUDED
-    inherited = inspect.signature(InfiniGenCache).parameters.values()
-    return inspect.Signature([*named, *(parameter for parameter in inherited if parameter.name not in known)])
-
-
-InfiniGenGEARCache.__signature__ = _signature()  # type: ignore[attr-defined]
+# A misspelt option is told before anything is built
+_OWN = list(inspect.signature(InfiniGenGEARCache.__init__).parameters.values())[1:-1]
+_KNOWN = {each.name for each in _OWN} | _EXCLUDED
+InfiniGenGEARCache.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [*_OWN, *(each for each in inspect.signature(InfiniGenCache).parameters.values() if each.name not in _KNOWN)]
+)
