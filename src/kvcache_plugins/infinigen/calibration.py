@@ -296,7 +296,11 @@ def calibrate(
         if on_progress is not None:
             on_progress(f"measuring, window {number}")
         observations: list[Observation] = []
-        cache, attachment = observe(model, window, lambda each, kept=observations: kept.append(each.newest()))
+
+        def keep(each: Observation, kept: list[Observation] = observations) -> None:
+            kept.append(each.newest())
+
+        cache, attachment = observe(model, window, keep)
         for observation in observations:
             layer = cache.layers[observation.layer_idx]
             assert isinstance(layer, DynamicLayer) and layer.keys is not None
