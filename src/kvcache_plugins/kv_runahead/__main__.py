@@ -108,8 +108,8 @@ def main(
             if streamer is not None:
                 slices = " + ".join(map(str, output.partition))
                 print_line(
-                    f"{cache}: first of the tokens after {input_ids.shape[1]} in {timer.prefill_seconds:.2f} s; slices "
-                    f"of {slices} tokens; {sum(sent):,} bytes sent from rank to rank",
+                    f"{cache}: first of the tokens after {input_ids.shape[1]} in {timer.prefill_seconds:.2f} s; "
+                    f"slices of {slices} tokens; {sum(sent):,} bytes sent from rank to rank",
                     stderr=True,
                 )
         except RunaheadError as error:
