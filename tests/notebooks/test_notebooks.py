@@ -1,6 +1,7 @@
 """Every notebook runs in a fresh kernel, wherever it lies, and is committed with what it put out, whole and clean."""
 
 import ast
+import importlib
 import importlib.util
 import os
 import re
@@ -65,6 +66,16 @@ def executor() -> ModuleType:
 
 def test_all_notebooks_are_tested() -> None:
     assert sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_imports_of_the_package_are_there(name: str) -> None:
+    imports = [node for cell in code_cells(read(name)) for node in ast.walk(ast.parse(cell.source))]
+    own = [node for node in imports if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvcache_")]
+    assert own
+    for node in own:
+        module = importlib.import_module(node.module or "")
+        assert [each.name for each in node.names if not hasattr(module, each.name)] == []
 
 
 @pytest.mark.slow
