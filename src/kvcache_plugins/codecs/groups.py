@@ -132,18 +132,6 @@ class CompressedStates:
         changes: dict[str, Any] = dict(tensors)
         return dataclasses.replace(self, **changes)
 
-    def with_capacity(self, used: int, capacity: int) -> "CompressedStates":
-        """Returns a copy with `capacity` chunks, the first `used` of them kept."""
-
-        def resize(tensor: torch.Tensor) -> torch.Tensor:
-            shape = list(tensor.shape)
-            shape[CHUNK_DIM] = capacity
-            resized = tensor.new_zeros(shape)
-            resized[:, :, :used] = tensor[:, :, :used]
-            return resized
-
-        return self.map(resize)
-
     def dequantize_tile(self, chunks: slice, tokens: slice) -> torch.Tensor:
         """
         Makes some tokens of some chunks dense.
