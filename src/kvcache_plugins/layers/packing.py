@@ -45,7 +45,7 @@ _SLOTS = "batch_size", "num_heads", "num_slots"
 # least; little, as spare room is held too, and moving is cheap
 _MOST_REPEATED, _LEAST_ROOM = 64, 256
 # Recent rows that there is room for at a time
-_RECENT_STEP = 8
+_RECENT_STEP = 4
 # What a report of memory has a tensor of a block as
 _PART_NAMES = {
     ROWS: "codes",
