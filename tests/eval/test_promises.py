@@ -34,6 +34,6 @@ def test_a_renamed_cache_is_found() -> None:
 
 
 def test_bytes_are_as_frozen() -> None:
-    names = ("gear", "gear-4bit", "gear-c16", "infinigen", "llamacpp-q4_0")
+    names = ("gear", "gear-4bit", "gear-c16", "gear-t30", "infinigen", "llamacpp-q4_0")
     frozen = {name: FROZEN["bytes"][name] for name in names}
     assert not list(losses({"renamed": {}, "bytes": frozen}, {"bytes": measure_bytes(frozen)}))
