@@ -55,7 +55,7 @@ _OPEN: dict[int, list["CompressedBatching"]] = {}
 
 
 class CompressedBatching:
-    """What continuous batching of a model holds and has done in a `compressed_batching`, whose recipe codes pages."""
+    """Counts what continuous batching of a model holds and has done in `compressed_batching`; a recipe codes pages."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe

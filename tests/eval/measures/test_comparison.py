@@ -33,7 +33,7 @@ class BrokenLayer(DynamicLayer):
 
 @pytest.fixture(autouse=True)
 def unchanged_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is gone after it."""
+    """Undoes what a test registers."""
     monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
 
 
