@@ -92,7 +92,8 @@ def test_attention_equals_attention_over_the_dense_states(method, dtype):
             enable_gqa=True,
         )
         output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
-        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        # C kernels make words of 16 bits of queries and weights
+        tolerance = 5e-5 if dtype == torch.float32 else 2e-2
         assert torch.allclose(output.float(), expected, atol=tolerance, rtol=tolerance)
 
 

@@ -1,86 +1,27 @@
 /* Attention over groups: codes of 1 to 8 bits that share a scale and a zero, low-rank factors, outliers. See `groups.py`.
 
-   A tile's codes become bytes in the order of the channels, once for all queries of a unit; scales are part of the
-   queries (keys by channel) or of the weights (values), so that the inner loops only convert, multiply and add. Zeros,
-   low rank and outliers are what they add to a score or to a channel: four numbers side by side, one a query.
+   Codes are multiplied as integers, as they are packed: scales are part of the queries (keys by channel) or of the
+   weights (values). What rounding these takes from a sum is given back for codes that are half of the largest. Where groups of channels are not of whole vectors, or several of a token's keys, a tile's codes become
+   bytes in the order of the channels and then floats. Zeros, low rank and outliers are what they add to a score or to a
+   channel: four numbers side by side, one a query.
 
    Believed of memory is what `groups.py` checks: addresses and sizes. Offsets and indices of outliers are not: see
    `Outliers`. D, E channels of keys and values, T tokens of a tile, r query, d channel, t token within the tile. */
-#include "layer.h"
+#include "integer_products.h"
 
-typedef float f4 __attribute__((vector_size(16)));
-enum { FACTORS = 1024, ALL_CHANNELS = 1024 /* that an index of an outlier can name */ };
+typedef v4 f4;
+enum { PLANES = 3, FACTORS = 1024, ALL_CHANNELS = 1024 /* that an index of an outlier can name */ };
 
 INLINE f4 splat4(float x) { return x - (f4){0}; }
-/* A code as it stands between unpacking and the inner loops: the byte itself, or, where the machine makes floats of
-   bytes by shuffles, of up to 7 bits, the second byte of 1 + code / 2^bits, which scales and zeros then make up for. */
-#if defined(KVC_IS_AVX2)
-INLINE int is_biased(const GroupSide *side) { return side->nbits < 8; }
-#else
-INLINE int is_biased(const GroupSide *side) { return (void)side, 0; }
-#endif
-INLINE float code_at(const uint8_t *p, const int biased) { return biased ? *p / 128.0f : *p; }
-INLINE vf codes_at(const uint8_t *p, const int biased) {
+INLINE vf codes_at(const uint8_t *p) {
 #if defined(KVC_IS_AVX512)
-    return (void)biased, (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
 #elif defined(KVC_IS_AVX2)
-    vu x = (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
-    return biased ? (vf)(x << 16 | 0x3f000000u) : to_float(x);
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 #else
     uint8_t b __attribute__((vector_size(L)));
     memcpy(&b, p, sizeof b);
-    return (void)biased, __builtin_convertvector(b, vf);
-#endif
-}
-/* Of a block of four vectors of codes the ones numbered `half` and `half + 2`, in the order of `swap` */
-enum { BLOCK = 4 * L };
-INLINE void pair_at(const uint8_t *p, const int half, const int biased, vf *x) {
-#if defined(KVC_IS_AVX2)
-    if (biased) {
-        __m256i y = _mm256_loadu_si256((const __m256i *)p), high = _mm256_set1_epi8(0x3f), zero = _mm256_setzero_si256();
-        y = half ? _mm256_unpackhi_epi8(y, high) : _mm256_unpacklo_epi8(y, high);
-        x[0] = (vf)_mm256_unpacklo_epi16(zero, y), x[1] = (vf)_mm256_unpackhi_epi16(zero, y);
-        return;
-    }
-#endif
-    x[0] = codes_at(p + half * L, biased), x[1] = codes_at(p + (half + 2) * L, biased);
-}
-/* Brings a pair into the order of the channels, or out of it */
-INLINE void swap(const int biased, vf *x) {
-#if defined(KVC_IS_AVX2)
-    __m256 a = (__m256)x[0], b = (__m256)x[1];
-    if (biased) x[0] = (vf)_mm256_permute2f128_ps(a, b, 0x20), x[1] = (vf)_mm256_permute2f128_ps(a, b, 0x31);
-#else
-    (void)biased, (void)x;
-#endif
-}
-INLINE void load_pair(const float *p, const int half, vf *x) { x[0] = load(p + half * L), x[1] = load(p + (half + 2) * L); }
-INLINE void store_pair(float *p, const int half, const vf *x) { store(p + half * L, x[0]), store(p + (half + 2) * L, x[1]); }
-/* Numbers of `dim` channels in the order of their codes */
-static void order(float *numbers, int dim) {
-    for (int d = 0; d + BLOCK <= dim; d += BLOCK)
-        for (int half = 0; half < 2; half++) {
-            vf x[2];
-            load_pair(numbers + d, half, x), swap(1, x), store_pair(numbers + d, half, x);
-        }
-}
-/* The sum of each of four vectors */
-INLINE f4 sums_of_four(const vf *v) {
-#if defined(KVC_IS_AVX512) || defined(KVC_IS_AVX2)
-    __m128 s[4];
-    for (int r = 0; r < 4; r++) {
-#if defined(KVC_IS_AVX512)
-        __m256 h = _mm256_add_ps(_mm512_castps512_ps256((__m512)v[r]), _mm512_extractf32x8_ps((__m512)v[r], 1));
-#else
-        __m256 h = (__m256)v[r];
-#endif
-        s[r] = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
-    }
-    __m128 a = _mm_add_ps(_mm_unpacklo_ps(s[0], s[1]), _mm_unpackhi_ps(s[0], s[1]));
-    __m128 b = _mm_add_ps(_mm_unpacklo_ps(s[2], s[3]), _mm_unpackhi_ps(s[2], s[3]));
-    return (f4)_mm_add_ps(_mm_movelh_ps(a, b), _mm_movehl_ps(b, a));
-#else
-    return (f4){sum_of(v[0]), sum_of(v[1]), sum_of(v[2]), sum_of(v[3])};
+    return __builtin_convertvector(b, vf);
 #endif
 }
 /* Halves, `step` apart, as floats, and zeros up to `size` */
@@ -89,169 +30,157 @@ INLINE void halves_of(const uint16_t *from, int64_t step, int count, int size, f
     else for (int i = 0; i < size; i++) to[i] = i < count ? float_of_half(from[i * step]) : 0;
 }
 
-/* One slab of one plane of all tokens, so many bytes at once, with the bits `set`, or those of the planes before if that
-   is negative: see `codecs.quantization` for the packing */
-#define UNPACK(name, Word, ones) \
-    static void name(const uint8_t *from, int64_t row, int size, int down, int mask, int set, int tokens, uint8_t *to, int stride) { \
-        for (int j = 0; j + (int)sizeof(Word) <= size; j += (int)sizeof(Word)) \
-            for (int t = 0; t < tokens; t++) { \
-                Word x, before; \
-                memcpy(&x, from + t * row + j, sizeof x); \
-                x = (down >= 0 ? x >> down : x << -down) & (__typeof__(ones))(ones * (unsigned)mask); \
-                if (set < 0) memcpy(&before, to + t * stride + j, sizeof x), x |= before; \
-                else x |= (__typeof__(ones))(ones * (unsigned)set); \
-                memcpy(to + t * stride + j, &x, sizeof x); \
-            } \
-    }
-typedef uint16_t Words32 __attribute__((vector_size(32)));
-typedef uint16_t Words16 __attribute__((vector_size(16)));
-UNPACK(unpack32, Words32, (uint16_t)0x0101)
-UNPACK(unpack16, Words16, (uint16_t)0x0101)
-UNPACK(unpack8, uint64_t, 0x0101010101010101u)
-UNPACK(unpack4, uint32_t, 0x01010101u)
-UNPACK(unpack1, uint8_t, 1u)
-/* Four slabs of eight bytes, which lie one behind the other */
-static void unpack_four(
-    const uint8_t *from, int64_t row, int width, int down, int mask, int up, int set, int tokens, uint8_t *to, int stride) {
-    typedef uint64_t Words __attribute__((vector_size(32)));
-    Words downs = {(uint64_t)down, (uint64_t)(down + width), (uint64_t)(down + 2 * width), (uint64_t)(down + 3 * width)};
-    for (int t = 0; t < tokens; t++) {
-        uint64_t word;
-        Words x, before;
-        memcpy(&word, from + t * row, sizeof word);
-        x = (Words){word, word, word, word} >> downs << up & 0x0101010101010101u * (unsigned)mask;
-        if (set < 0) memcpy(&before, to + t * stride, sizeof x), x |= before;
-        else x |= 0x0101010101010101u * (unsigned)set;
-        memcpy(to + t * stride, &x, sizeof x);
-    }
-}
-
+/* Calls `with` on every plane of a side's codes: its offset in a row, bytes a token, bits of a field and the first of them
+   in a code; see `codecs.quantization` for the packing */
+#define FOR_PLANES(side, offset, size, bits, shift) \
+    for (int shift = 0, offset = 0, bits, size; \
+         shift < (side)->nbits && (bits = plane_bits((int)(side)->nbits - shift), size = ((int)(side)->dim * bits + 7) / 8, 1); \
+         shift += bits, offset += size)
+INLINE float largest_code(const GroupSide *side) { return (float)((1 << side->nbits) - 1); }
+INLINE int plane_bits(int rest) { return rest >= 8 ? 8 : rest >= 4 ? 4 : rest >= 2 ? 2 : 1; }
 static void unpack(const GroupSide *side, const uint8_t *rows, int tokens, uint8_t *codes, int stride) {
-    for (int shift = 0, width; shift < side->nbits; shift += width) {
-        int rest = (int)side->nbits - shift;
-        width = rest >= 8 ? 8 : rest >= 4 ? 4 : rest >= 2 ? 2 : 1;
-        int up = shift + (is_biased(side) ? 7 - (int)side->nbits : 0), set = shift ? -1 : is_biased(side) ? 0x80 : 0;
-        int slabs = 8 / width, size = ((int)side->dim + slabs - 1) / slabs;
-        for (int s = 0, step; s < slabs; s += step) {
-            int down = s * width - up, mask = ((1 << width) - 1) << up;
-            uint8_t *to = codes + s * size;
-            step = size == 8 && slabs >= 4 ? 4 : 1;
-            if (step == 4) unpack_four(rows, side->row_size, width, s * width, mask, up, set, tokens, to, stride);
-            else if (size % 32 == 0) unpack32(rows, side->row_size, size, down, mask, set, tokens, to, stride);
-            else if (size % 16 == 0) unpack16(rows, side->row_size, size, down, mask, set, tokens, to, stride);
-            else if (size % 8 == 0) unpack8(rows, side->row_size, size, down, mask, set, tokens, to, stride);
-            else if (size % 4 == 0) unpack4(rows, side->row_size, size, down, mask, set, tokens, to, stride);
-            else unpack1(rows, side->row_size, size, down, mask, set, tokens, to, stride);
-        }
-        rows += size;
-    }
+    FOR_PLANES(side, offset, size, bits, shift)
+        for (int t = 0; t < tokens; t++)
+            for (int slab = 0; slab < 8 / bits; slab++) {
+                const uint8_t *from = rows + t * side->row_size + offset;
+                uint8_t *to = codes + t * stride + slab * size;
+                for (int j = 0; j < size; j++)
+                    to[j] = (uint8_t)((shift ? to[j] : 0) | (from[j] >> slab * bits & ((1 << bits) - 1)) << shift);
+            }
 }
 
-/* Products of queries, in the order of the codes, with `dim` channels of tokens; `wide` tokens at once, all sums in
-   registers */
+/* Products of queries with `dim` channels of tokens, as floats */
 INLINE void dot_rows(
-    const int rows, const int wide, const int biased, const float (*query)[MOST_CHANNELS], const uint8_t *codes, int stride,
-    int dim, int tokens, f4 *scores) {
-    for (int t = 0; t < tokens; t += wide) {
-        const uint8_t *at[8];
-        vf sums[8][ROWS];
+    const int rows, const float (*query)[MOST_CHANNELS], const uint8_t *codes, int stride, int dim, int tokens,
+    float (*products)[TILE]) {
+    for (int t = 0; t < tokens; t++) {
+        const uint8_t *at = codes + t * stride;
+        vf sums[ROWS] = {{0}};
         int d = 0;
-        for (int i = 0; i < wide; i++) {
-            /* Tokens behind the last one are the last one again */
-            at[i] = codes + (t + i < tokens ? t + i : tokens - 1) * stride;
-            for (int r = 0; r < ROWS; r++) sums[i][r] = (vf){0};
-        }
-        for (; d + BLOCK <= dim; d += BLOCK)
-            for (int half = 0; half < 2; half++)
-                for (int i = 0; i < wide; i++) {
-                    vf x[2];
-                    pair_at(at[i] + d, half, biased, x);
-                    for (int r = 0; r < rows; r++)
-                        sums[i][r] += x[0] * load(query[r] + d + half * L), sums[i][r] += x[1] * load(query[r] + d + (half + 2) * L);
-                }
         for (; d + L <= dim; d += L)
-            for (int i = 0; i < wide; i++) {
-                vf x = codes_at(at[i] + d, biased);
-                for (int r = 0; r < rows; r++) sums[i][r] += x * load(query[r] + d);
-            }
-#pragma GCC unroll 8
-        for (int i = 0; i < wide; i++) if (t + i < tokens) scores[t + i] = sums_of_four(sums[i]);
-        for (int i = 0; i < wide && t + i < tokens; i++)
-            for (int e = d; e < dim; e++)
-                for (int r = 0; r < rows; r++) scores[t + i][r] += code_at(at[i] + e, biased) * query[r][e];
+            for (int r = 0; r < rows; r++) sums[r] += codes_at(at + d) * load(query[r] + d);
+        for (int r = 0; r < rows; r++) {
+            products[r][t] = sum_of(sums[r]);
+            for (int e = d; e < dim; e++) products[r][t] += (float)at[e] * query[r][e];
+        }
     }
 }
-/* Adds weighted codes to `sums`; `halves` of a block at once, all sums in registers */
-INLINE void accumulate_halves(
-    const int rows, const int halves, const int biased, const float (*weights)[TILE], const uint8_t *codes, const int first,
-    int stride, int tokens, float *sums) {
-    vf own[ROWS][4][2], x[2];
-    for (int r = 0; r < rows; r++)
-        for (int h = 0; h < halves; h++) own[r][h][0] = own[r][h][1] = (vf){0};
-    for (int t = 0; t < tokens; t++)
-        for (int h = 0; h < halves; h++) {
-            pair_at(codes + t * stride + (first + h) / 2 * BLOCK, (first + h) % 2, biased, x);
-            for (int r = 0; r < rows; r++) own[r][h][0] += x[0] * weights[r][t], own[r][h][1] += x[1] * weights[r][t];
-        }
-    for (int r = 0; r < rows; r++)
-        for (int h = 0; h < halves; h++) {
-            float *to = sums + r * MOST_CHANNELS + (first + h) / 2 * BLOCK;
-            load_pair(to, (first + h) % 2, x), swap(biased, own[r][h]);
-            x[0] += own[r][h][0], x[1] += own[r][h][1], store_pair(to, (first + h) % 2, x);
-        }
-}
+/* Adds weighted codes, as floats */
 INLINE void accumulate_rows(
-    const int rows, const int halves, const int biased, const float (*w)[TILE], const uint8_t *codes, int stride, int dim,
-    int tokens, float *sums) {
+    const int rows, const float (*w)[TILE], const uint8_t *codes, int stride, int dim, int tokens, float *sums) {
     int d = 0;
-    for (; halves == 4 && d + 2 * BLOCK <= dim; d += 2 * BLOCK)
-        accumulate_halves(rows, 4, biased, w, codes + d, 0, stride, tokens, sums + d);
-    for (; halves > 1 && d + BLOCK <= dim; d += BLOCK) accumulate_halves(rows, 2, biased, w, codes + d, 0, stride, tokens, sums + d);
-    for (; d + BLOCK <= dim; d += BLOCK) {
-        accumulate_halves(rows, 1, biased, w, codes + d, 0, stride, tokens, sums + d);
-        accumulate_halves(rows, 1, biased, w, codes + d, 1, stride, tokens, sums + d);
-    }
     for (; d + L <= dim; d += L) {
         vf own[ROWS] = {{0}};
         for (int t = 0; t < tokens; t++) {
-            vf x = codes_at(codes + t * stride + d, biased);
+            vf x = codes_at(codes + t * stride + d);
             for (int r = 0; r < rows; r++) own[r] += x * w[r][t];
         }
         for (int r = 0; r < rows; r++) store(sums + r * MOST_CHANNELS + d, load(sums + r * MOST_CHANNELS + d) + own[r]);
     }
     for (; d < dim; d++)
         for (int t = 0; t < tokens; t++)
-            for (int r = 0; r < rows; r++) sums[r * MOST_CHANNELS + d] += code_at(codes + t * stride + d, biased) * w[r][t];
-}
-/* As wide as the registers allow */
-INLINE void dot_by_rows(
-    const int rows, int biased, const float (*q)[MOST_CHANNELS], const uint8_t *codes, int stride, int dim, int tokens, f4 *scores) {
-    if (biased) dot_rows(rows, rows == 1 ? 8 : 6 - rows, 1, q, codes, stride, dim, tokens, scores);
-    else dot_rows(rows, rows == 1 ? 8 : 6 - rows, 0, q, codes, stride, dim, tokens, scores);
-}
-INLINE void accumulate_by_rows(
-    const int rows, int biased, const float (*w)[TILE], const uint8_t *codes, int stride, int dim, int tokens, float *sums) {
-    if (biased) accumulate_rows(rows, rows == 1 ? 4 : rows < 4 ? 2 : 1, 1, w, codes, stride, dim, tokens, sums);
-    else accumulate_rows(rows, rows == 1 ? 4 : rows < 4 ? 2 : 1, 0, w, codes, stride, dim, tokens, sums);
+            for (int r = 0; r < rows; r++) sums[r * MOST_CHANNELS + d] += (float)codes[t * stride + d] * w[r][t];
 }
 static void dot(
-    int rows, int biased, const float (*q)[MOST_CHANNELS], const uint8_t *codes, int stride, int dim, int tokens, f4 *scores) {
-    BY_ROWS(rows, dot_by_rows, biased, q, codes, stride, dim, tokens, scores)
+    int rows, const float (*q)[MOST_CHANNELS], const uint8_t *codes, int stride, int dim, int tokens, float (*products)[TILE]) {
+    BY_ROWS(rows, dot_rows, q, codes, stride, dim, tokens, products)
 }
 static void accumulate(
-    int rows, int biased, const float (*w)[TILE], const uint8_t *codes, int stride, int dim, int tokens, float *sums) {
-    BY_ROWS(rows, accumulate_by_rows, biased, w, codes, stride, dim, tokens, sums)
+    int rows, const float (*w)[TILE], const uint8_t *codes, int stride, int dim, int tokens, float *sums) {
+    BY_ROWS(rows, accumulate_rows, w, codes, stride, dim, tokens, sums)
 }
 
-/* Scales and zeros of `count` numbers as floats, for codes as they are unpacked; 0 up to `size` */
+/* Weights of a tile's tokens as integers, a pair of tokens side by side; by what sums have to be multiplied, and what
+   rounding took from the sum of all */
+typedef struct { ALIGNED int16_t words[TILE]; float factor, lost; } Weights;
+static void round_weights(const float *weights, Weights *to) {
+    vf high = {0}, nothing = {0}, lost = {0}, magic = splat(12582912.0f);
+    for (int t = 0; t < TILE; t += L) {
+        vf w = load(weights + t);
+        high = larger(larger(w, -w), high), nothing += w * 0;
+    }
+    float most = largest_of(high) + sum_of(nothing), step = most > 1e-30f ? 32767 / most : 0;
+    to->factor = most / 32767;
+    for (int t = 0; t < TILE; t += L) {
+        vf w = load(weights + t), rounded = w * step + magic;
+        vh words = __builtin_convertvector((vi)rounded - (vi)magic, vh);
+        memcpy(to->words + t, &words, sizeof words);
+        lost += w - (rounded - magic) * to->factor;
+    }
+    to->lost = sum_of(lost);
+}
+/* L bytes of one token beside those of another, as words */
+INLINE vw bytes_side_by_side(const uint8_t *p, const uint8_t *q) {
+#if defined(KVC_IS_AVX512)
+    __m128i a = _mm_loadu_si128((const __m128i *)p), b = _mm_loadu_si128((const __m128i *)q);
+    return (vw)_mm512_cvtepu8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)));
+#elif defined(KVC_IS_AVX2)
+    __m128i a = _mm_loadl_epi64((const __m128i *)p), b = _mm_loadl_epi64((const __m128i *)q);
+    return (vw)_mm256_cvtepu8_epi16(_mm_unpacklo_epi8(a, b));
+#elif defined(KVC_IS_NEON)
+    uint32_t a, b;
+    memcpy(&a, p, sizeof a), memcpy(&b, q, sizeof b);
+    return (vw)vmovl_u8(vzip1_u8(vcreate_u8(a), vcreate_u8(b)));
+#else
+    vw v;
+    for (int i = 0; i < L; i++) v[2 * i] = p[i], v[2 * i + 1] = q[i];
+    return v;
+#endif
+}
+/* One bit-plane of a tile's codes: of P bytes a token and fields of `bits`, which count `unit` each */
+typedef struct { const uint8_t *codes; int width, bits, row, tokens, dim, group; float unit; } Plane;
+/* Adds the weighted codes of L bytes from `byte` on, of `fields` fields from `field` on, to `sums`. `weights` are those of
+   every group of channels: one for all, or each of whole vectors. */
+INLINE void add_fields(
+    const int rows, const int fields, const int is_one, const Plane *p, const Weights (*weights)[ROWS], int byte, int field,
+    float (*sums)[MOST_CHANNELS]) {
+    vw mask = (vw){0} + (int16_t)((1 << p->bits) - 1);
+    const Weights *by[4];
+    vi own[4][ROWS];
+    for (int f = 0; f < fields; f++) {
+        by[f] = is_one ? weights[0] : weights[((field + f) * p->width + byte) / p->group];
+        for (int r = 0; r < rows; r++) own[f][r] = (vi){0};
+    }
+    for (int t = 0; t < p->tokens; t += 2) {
+        const uint8_t *first = p->codes + t * p->row + byte;
+        /* The weight of a token behind the last is 0 */
+        vw packed = bytes_side_by_side(first, t + 1 < p->tokens ? first + p->row : first) >> (int16_t)(p->bits * field);
+        vi pair[ROWS];
+        for (int f = 0; f < fields; f++)
+            for (int r = 0; r < rows; r++) {
+                int32_t both;
+                if (!f || !is_one) memcpy(&both, by[f][r].words + t, sizeof both), pair[r] = (vi){0} + both;
+                own[f][r] += multiply_words(packed >> (int16_t)(p->bits * f) & mask, (vw)pair[r]);
+            }
+    }
+    for (int f = 0; f < fields; f++)
+        for (int r = 0; r < rows; r++) {
+            /* The last bytes of a row are read with some that were before them */
+            int at = (field + f) * p->width + byte, seen = byte % L ? L - p->width % L : 0;
+            ALIGNED float x[L];
+            store(x, __builtin_convertvector(own[f][r], vf) * (by[f][r].factor * p->unit));
+            if (!seen && at + L <= p->dim) store(sums[r] + at, load(sums[r] + at) + load(x));
+            else for (int i = seen; i < L && at + i < p->dim; i++) sums[r][at + i] += x[i];
+        }
+}
+INLINE void add_plane(
+    const int rows, const int fields, const int is_one, const Plane *p, const Weights (*weights)[ROWS], float (*sums)[MOST_CHANNELS]) {
+    for (int byte = 0; byte < p->width; byte += L)
+        for (int field = 0; field < 8 / p->bits; field += fields)
+            add_fields(rows, fields, is_one, p, weights, byte + L <= p->width ? byte : p->width - L, field, sums);
+}
+/* As many fields at once as there are registers for */
+static void add_codes(int rows, int is_one, const Plane *p, const Weights (*weights)[ROWS], float (*sums)[MOST_CHANNELS]) {
+    int all = 8 / p->bits, fields = all <= 2 ? all : rows == 4 && L == 8 ? 2 : 4;
+#define ADD(fields, rows) is_one ? add_plane(rows, fields, 1, p, weights, sums) : add_plane(rows, fields, 0, p, weights, sums)
+    switch (fields * 8 + rows) { FOR_ROWS(ADD, 1) FOR_ROWS(ADD, 2) FOR_ROWS(ADD, 4) }
+#undef ADD
+}
+
+/* Scales and zeros of `count` numbers as floats; 0 up to `size` */
 static void read_scales(const GroupSide *side, int64_t at, int64_t step, int count, int size, float *scale, float *zero) {
-    float factor = is_biased(side) ? (float)(1 << side->nbits) : 1, bias = is_biased(side) ? 1 : 0;
     halves_of(side->scale + at, step, count, size, scale);
     halves_of(side->zero + at, step, count, size, zero);
-    for (int i = 0; i < size; i += L) {
-        vf own = load(scale + i) * factor;
-        store(scale + i, own), store(zero + i, load(zero + i) - own * bias);
-    }
 }
 
 /* out[i] += factors[i] columns, with factors [count, rank] */
@@ -313,9 +242,10 @@ typedef struct {
     Unit unit;
     int64_t heads, group;
     const float (*query)[MOST_CHANNELS];
-    ALIGNED float folded[ROWS][MOST_CHANNELS]; /* queries in the order of the codes, times the scales of `group` if any */
+    Integers integers[PLANES];      /* queries, times the scales of `group` if any, for every plane of keys */
     ALIGNED uint8_t codes[TILE * MOST_CHANNELS];
-    f4 base;                        /* what the zeros of that group add to a score */
+    f4 lost;                        /* by rounding, if all codes were half of the largest */
+    f4 base;                        /* what that and the zeros of the group add to a score */
     f4 by_channel[ALL_CHANNELS];    /* queries */
     f4 totals[MOST_CHANNELS];       /* sums of the queries of every group of channels */
     f4 projected[MOST_CHANNELS];    /* queries times B of the chunk */
@@ -332,9 +262,8 @@ INLINE int64_t scales_of(const Work *work, const GroupSide *side, int64_t chunk)
 INLINE Outliers outliers_here(const Work *work, const GroupSide *side, const Piece *p) {
     return outliers_of(side, work->unit.batch * work->groups->chunks + p->chunk, p->start / TILE * work->heads + work->unit.head);
 }
-static void unpack_piece(Work *work, const GroupSide *side, const Piece *p) {
-    int64_t row = chunk_of(work, p->chunk) * work->groups->chunk_length + p->start + p->skipped;
-    unpack(side, side->codes + row * side->row_size, p->tokens, work->codes, stride_of(side));
+INLINE const uint8_t *codes_of(const Work *work, const GroupSide *side, const Piece *p) {
+    return side->codes + (chunk_of(work, p->chunk) * work->groups->chunk_length + p->start + p->skipped) * side->row_size;
 }
 /* Rows of A, which begins at some token of the chunk: the first of the piece's that it has, and where that is */
 INLINE const uint16_t *rows_of_a(const Work *work, const GroupSide *side, const Piece *p, int *first) {
@@ -343,77 +272,130 @@ INLINE const uint16_t *rows_of_a(const Work *work, const GroupSide *side, const 
     return side->low_rank_a + (chunk_of(work, p->chunk) * side->a_tokens + (at > 0 ? at : 0)) * side->rank;
 }
 
+static void round_for_planes(Work *work, const GroupSide *keys, const float (*query)[MOST_CHANNELS]) {
+    Integers *to = work->integers;
+    for (int r = 0; r < work->unit.rows; r++) {
+        vf sum = {0};
+        for (int d = 0; d < padded(keys->dim); d += L) sum += load(query[r] + d);
+        work->lost[r] = sum_of(sum) * largest_code(keys) / 2;
+    }
+    FOR_PLANES(keys, offset, size, bits, shift) {
+        to->dim = (int)keys->dim, to->width = size, to->fields = 8 / bits, to->row = (int)keys->row_size;
+        round_queries(to, work->unit.rows, query);
+        for (int r = 0; r < work->unit.rows; r++)
+            to->factor[r] *= (float)(1 << shift), work->lost[r] += to->base[r] * (float)(1 << shift);
+        to++;
+    }
+}
+/* Products of all channels with the tokens of a piece from `start` on */
+static void multiply_planes(Work *work, const GroupSide *keys, const uint8_t *codes, int tokens, float (*products)[TILE]) {
+    ALIGNED float own[ROWS][TILE];
+    const Integers *by = work->integers;
+    FOR_PLANES(keys, offset, size, bits, shift) {
+        dot_codes(by, work->unit.rows, codes + offset, tokens, own);
+        for (int r = 0; r < work->unit.rows; r++)
+            for (int t = 0; t < TILE; t += L) {
+                vf x = load(own[r] + t) * by->factor[r];
+                store(products[r] + t, shift ? load(products[r] + t) + x : x);
+            }
+        by++;
+    }
+}
 static void fold_scales(Work *work, const GroupSide *keys, int64_t at) {
-    ALIGNED float scale[MOST_CHANNELS], zero[MOST_CHANNELS];
+    ALIGNED float scale[MOST_CHANNELS], zero[MOST_CHANNELS], folded[ROWS][MOST_CHANNELS];
     int dim = (int)keys->dim, size = padded(dim);
     vf base[ROWS] = {{0}};
     read_scales(keys, at, 1, dim, size, scale, zero);
-    for (int r = 0; r < work->unit.rows; r++) {
+    for (int r = 0; r < work->unit.rows; r++)
         for (int d = 0; d < size; d += L) {
             vf q = load(work->query[r] + d);
-            store(work->folded[r] + d, q * load(scale + d));
+            store(folded[r] + d, q * load(scale + d));
             base[r] += q * load(zero + d);
         }
-        if (is_biased(keys)) order(work->folded[r], size);
-    }
-    work->base = sums_of_four(base);
+    round_for_planes(work, keys, (const float (*)[MOST_CHANNELS])folded);
+    work->base = sums_of_four(base[0], base[1], base[2], base[3]) + work->lost;
 }
-static void score_codes(Work *work, const GroupSide *keys, const Piece *p, f4 *scores) {
+static void score_codes(Work *work, const GroupSide *keys, const Piece *p, float (*scores)[TILE]) {
     int stride = stride_of(keys), dim = (int)keys->dim, rows = work->unit.rows, groups = (int)keys->groups;
     int64_t scales = scales_of(work, keys, p->chunk), first = p->start + p->skipped;
+    const uint8_t *codes = codes_of(work, keys, p);
+    ALIGNED float products[ROWS][TILE], scale[TILE], zero[TILE];
     if (keys->by_channel) {
         int64_t size = work->groups->chunk_length / groups;
         for (int t = 0, last; t < p->tokens; t = last) {
             int64_t group = (first + t) / size, end = (group + 1) * size - first;
             last = end < p->tokens ? (int)end : p->tokens;
             if (work->group != group) fold_scales(work, keys, scales + group * dim), work->group = group;
-            dot(rows, is_biased(keys), work->folded, work->codes + t * stride, stride, padded(dim), last - t, scores + t);
-            for (int i = t; i < last; i++) scores[i] += work->base;
+            multiply_planes(work, keys, codes + t * keys->row_size, last - t, products);
+            for (int r = 0; r < rows; r++)
+                for (int i = t; i < last; i++) scores[r][i] = products[r][i - t] + work->base[r];
         }
         return;
     }
-    f4 products[TILE];
-    ALIGNED float scale[TILE], zero[TILE];
+    if (groups > 1) unpack(keys, codes, p->tokens, work->codes, stride);
     for (int g = 0, size = dim / groups; g < groups; g++) {
-        const float (*query)[MOST_CHANNELS] = (const float (*)[MOST_CHANNELS])(work->folded[0] + g * size);
-        dot(rows, is_biased(keys), query, work->codes + g * size, stride, groups == 1 ? padded(dim) : size, p->tokens, products);
+        if (groups == 1) multiply_planes(work, keys, codes, p->tokens, products);
+        else dot(rows, (const float (*)[MOST_CHANNELS])(work->query[0] + g * size), work->codes + g * size, stride, size, p->tokens, products);
         read_scales(keys, scales + first * groups + g, groups, p->tokens, TILE, scale, zero);
-        for (int t = 0; t < p->tokens; t++) {
-            f4 own = products[t] * scale[t] + work->totals[g] * zero[t];
-            scores[t] = g ? scores[t] + own : own;
-        }
+        for (int r = 0; r < rows; r++)
+            for (int t = 0; t < TILE; t += L) {
+                vf own = (load(products[r] + t) + work->lost[r]) * load(scale + t) + load(zero + t) * work->totals[g][r];
+                store(scores[r] + t, g ? load(scores[r] + t) + own : own);
+            }
     }
 }
-static void score(Work *work, const Piece *p, f4 *scores) {
+static void score(Work *work, const Piece *p, float (*scores)[TILE]) {
     const GroupSide *keys = work->groups->keys;
+    f4 more[TILE] = {{0}};
     int first;
-    unpack_piece(work, keys, p);
     score_codes(work, keys, p, scores);
-    add_outliers(outliers_here(work, keys, p), (uint32_t)p->skipped, (uint32_t)p->tokens, scores, work->by_channel, 1);
-    if (!keys->rank) return;
-    const uint16_t *a = rows_of_a(work, keys, p, &first);
-    add_products(a, (int)keys->rank, p->tokens - first, work->projected, scores + first);
+    if (!keys->rank && !keys->num_outliers) return;
+    add_outliers(outliers_here(work, keys, p), (uint32_t)p->skipped, (uint32_t)p->tokens, more, work->by_channel, 1);
+    if (keys->rank) {
+        const uint16_t *a = rows_of_a(work, keys, p, &first);
+        add_products(a, (int)keys->rank, p->tokens - first, work->projected, more + first);
+    }
+    for (int r = 0; r < work->unit.rows; r++)
+        for (int t = 0; t < p->tokens; t++) scores[r][t] += more[t][r];
+}
+/* Whether groups of channels are of whole vectors as they are packed */
+INLINE int is_packed_by_vectors(const GroupSide *side) {
+    int is_whole = 1;
+    FOR_PLANES(side, offset, size, bits, shift)
+        is_whole &= size >= L && (side->groups == 1 || (size % L == 0 && side->dim / side->groups % L == 0));
+    return is_whole;
 }
 static void add_values(Work *work, const Piece *p, const float (*weights)[TILE], float (*sums)[MOST_CHANNELS]) {
     const GroupSide *values = work->groups->values;
     int stride = stride_of(values), dim = (int)values->dim, groups = (int)values->groups, rows = work->unit.rows, first;
     int64_t at = scales_of(work, values, p->chunk) + (p->start + p->skipped) * groups;
+    const uint8_t *codes = codes_of(work, values, p);
+    int is_packed = is_packed_by_vectors(values);
     ALIGNED float scale[TILE], zero[TILE], scaled[ROWS][TILE];
+    Weights rounded[MOST_CHANNELS / L][ROWS];
     f4 by_token[TILE];
-    unpack_piece(work, values, p);
+    if (!is_packed) unpack(values, codes, p->tokens, work->codes, stride);
     for (int g = 0, size = dim / groups; g < groups; g++) {
         vf lows[ROWS] = {{0}};
         read_scales(values, at + g, groups, p->tokens, TILE, scale, zero);
-        for (int r = 0; r < rows; r++)
+        for (int r = 0; r < rows; r++) {
             for (int t = 0; t < TILE; t += L) {
                 store(scaled[r] + t, load(weights[r] + t) * load(scale + t));
                 lows[r] += load(weights[r] + t) * load(zero + t);
             }
-        work->zeros[g] += sums_of_four(lows);
-        accumulate(
-            rows, is_biased(values), scaled, work->codes + g * size, stride, groups == 1 ? padded(dim) : size, p->tokens,
-            sums[0] + g * size);
+            if (!is_packed) continue;
+            round_weights(scaled[r], &rounded[g][r]);
+            work->zeros[g][r] += rounded[g][r].lost * largest_code(values) / 2;
+        }
+        work->zeros[g] += sums_of_four(lows[0], lows[1], lows[2], lows[3]);
+        if (is_packed) continue;
+        accumulate(rows, (const float (*)[TILE])scaled, work->codes + g * size, stride, size, p->tokens, sums[0] + g * size);
     }
+    if (is_packed)
+        FOR_PLANES(values, offset, size, bits, shift) {
+            Plane plane = {codes + offset, size, bits, (int)values->row_size, p->tokens, dim, dim / groups, (float)(1 << shift)};
+            add_codes(rows, groups == 1, &plane, (const Weights (*)[ROWS])rounded, sums);
+        }
     if (!values->rank && !values->num_outliers) return;
     for (int t = 0; t < p->tokens; t++)
         by_token[t] = (f4){weights[0][t], rows > 1 ? weights[1][t] : 0, rows > 2 ? weights[2][t] : 0, rows > 3 ? weights[3][t] : 0};
@@ -450,11 +432,8 @@ static void begin(Work *work) {
     if (keys->by_channel) return;
     memset(work->totals, 0, sizeof(f4) * (size_t)keys->groups);
     for (int d = 0; d < dim; d++) work->totals[d / size] += work->by_channel[d];
-    for (int r = 0; r < work->unit.rows; r++) {
-        memcpy(work->folded[r], work->query[r], sizeof(float) * (size_t)padded(dim));
-        for (int g = 0; g < keys->groups && is_biased(keys); g++)
-            order(work->folded[r] + g * size, keys->groups == 1 ? padded(dim) : size);
-    }
+    work->lost = (f4){0};
+    if (keys->groups == 1) round_for_planes(work, keys, work->query);
 }
 static void scale_sums(Work *work, const float *factors) {
     const GroupSide *values = work->groups->values;
@@ -483,7 +462,6 @@ void KVC_NAME(attend_groups, KVC_LEVEL)(
     const Groups *groups = part->stored;
     int64_t at = first * TILE, end_at = last * TILE < length_of(part, unit) ? last * TILE : length_of(part, unit), chunk = -1;
     ALIGNED float scores[ROWS][TILE], decay[ROWS] = {1, 1, 1, 1};
-    f4 by_token[TILE];
     int is_turned = groups->values->rotation_size > 1;
     work.groups = groups, work.unit = unit, work.heads = call->heads, work.query = query;
     begin(&work);
@@ -502,9 +480,7 @@ void KVC_NAME(attend_groups, KVC_LEVEL)(
             if (chunk >= 0) end_chunk(&work, chunk);
             begin_chunk(&work, chunk = piece.chunk);
         }
-        score(&work, &piece, by_token);
-        for (int r = 0; r < unit.rows; r++)
-            for (int t = 0; t < count; t++) scores[r][t] = by_token[t][r];
+        score(&work, &piece, scores);
         add_mask(call, part, unit, at, piece.tokens, scores);
         if (softmax_tile(state, unit.rows, piece.tokens, scores, state->total, decay)) scale_sums(&work, decay);
         add_values(&work, &piece, scores, is_turned ? state->coded : state->sums);

@@ -1,4 +1,4 @@
-/* Products of queries and codes in integers, for scores of tokens.
+/* Products of codes in integers, with queries, for scores of tokens.
 
    Codes are small integers, and so queries are made integers for them, of 16 bits: machines multiply such numbers and
    add neighbours in one instruction, which takes half the time that floats take. Rounding a query changes its scores by
@@ -15,7 +15,7 @@ typedef int16_t vh __attribute__((vector_size(2 * L)));
 typedef int32_t i4 __attribute__((vector_size(16)));
 
 typedef struct {
-    int dim, width, fields;         /* D, P, F */
+    int dim, width, fields, row;    /* D, P, F, and bytes from token to token */
     ALIGNED int16_t words[ROWS][MOST_WORDS]; /* WORDS for every field of every WORDS bytes */
     float factor[ROWS];             /* by that a product has to be multiplied */
     float base[ROWS];               /* and that be added, for codes to count from half of the largest on */
@@ -71,9 +71,13 @@ static void round_queries(Integers *to, int rows, const float (*query)[MOST_CHAN
     float largest = (float)(most < 32767 ? most : 32767);
     for (int r = 0; r < rows; r++) {
         ALIGNED int16_t in_order[MOST_WORDS];
-        vf high = {0}, magic = splat(12582912.0f);
-        for (int d = 0; d < size; d += L) high = larger(larger(load(query[r] + d), -load(query[r] + d)), high);
-        float most_of = largest_of(high);
+        vf high = {0}, nothing = {0}, magic = splat(12582912.0f);
+        for (int d = 0; d < size; d += L) {
+            vf q = load(query[r] + d);
+            high = larger(larger(q, -q), high), nothing += q * 0;
+        }
+        /* Of NaN and of what is infinite every product is NaN */
+        float most_of = largest_of(high) + sum_of(nothing);
         /* What is below that counts as nothing: one could not divide by it */
         float step = most_of > 1e-30f ? largest / most_of : 0;
         vi total = {0};
@@ -109,7 +113,7 @@ INLINE void multiply_codes(
         vi sums[4][ROWS] = {{{0}}};
         ALIGNED uint8_t few[4][WORDS] = {{0}};
         for (int i = 0; i < count; i++) {
-            own[i] = codes + (int64_t)(t + i < tokens ? t + i : tokens - 1) * width;
+            own[i] = codes + (int64_t)(t + i < tokens ? t + i : tokens - 1) * by->row;
             if (width < WORDS) own[i] = memcpy(few[i], own[i], (size_t)width);
         }
         for (int offset = 0, place = 0; offset < width; offset += WORDS) {
@@ -139,6 +143,6 @@ INLINE void multiply_codes(
 }
 static void dot_codes(const Integers *by, int rows, const uint8_t *codes, int tokens, float (*products)[TILE]) {
 #define DOT(fields, rows) multiply_codes(by, fields, rows, codes, tokens, products)
-    switch (by->fields * 8 + rows) { FOR_ROWS(DOT, 1) FOR_ROWS(DOT, 2) FOR_ROWS(DOT, 4) }
+    switch (by->fields * 8 + rows) { FOR_ROWS(DOT, 1) FOR_ROWS(DOT, 2) FOR_ROWS(DOT, 4) FOR_ROWS(DOT, 8) }
 #undef DOT
 }

@@ -11,7 +11,7 @@ static void score_run(const CodeScores *call, int64_t head, int64_t start) {
     const uint8_t *codes = call->codes + head * call->capacity * call->width;
     const uint16_t *scale = call->scale + head * call->capacity;
     ALIGNED float query[ROWS][MOST_CHANNELS], products[ROWS][TILE];
-    Integers by = {.dim = dim, .width = (int)call->width, .fields = (int)call->fields};
+    Integers by = {.dim = dim, .width = (int)call->width, .row = (int)call->width, .fields = (int)call->fields};
     for (int block = 0; block < blocks; block++) {
         int first = groups * block / blocks, rows = groups * (block + 1) / blocks - first;
         for (int r = 0; r < rows; r++)
