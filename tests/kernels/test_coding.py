@@ -11,9 +11,11 @@ from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.prompt_codec import channel_moments, make_key_table, make_value_table
 from kvcache_plugins.codecs.quantizers import QUANTIZERS
 from kvcache_plugins.codecs.rope import RotaryLayout, apply_rope, candidate_layouts
-from kvcache_plugins.codecs.rows import LAST_SCALE, RowCodec, RowTable
+from kvcache_plugins.codecs.rows import LAST_SCALE, RowCodec, RowTable, SharedTables
 from kvcache_plugins.kernels import library
-from kvcache_plugins.kernels.attention import prepare_coding
+from kvcache_plugins.kernels.attention import KeptRows, prepare_coding
+
+from .kernel_cases import basis_table, make_layout
 
 
 pytestmark = pytest.mark.skipif(library.why_missing() is not None, reason="no C kernels")
@@ -260,6 +262,34 @@ def test_rows_of_64_are_within_five_percent_of_endless_trellises(width, known):
     assert float(error) == pytest.approx(QUANTIZERS["trellis"].distortions[width], rel=0.02)
 
 
+@pytest.mark.parametrize("is_key", [True, False], ids=["keys", "values"])
+@pytest.mark.parametrize(("head_dim", "total"), [(20, 3), (48, 21), (64, 45)])
+def test_bases_are_part_of_the_pass(in_torch, levels, head_dim, total, is_key):
+    table = basis_table(3, head_dim, total, "lloyd-max", make_layout(head_dim, "half-split") if is_key else None)
+    states, positions = torch.randn(2, 3, 150, head_dim) + 1, Positions(40, torch.tensor([0, 70]))
+    rows = in_torch(lambda: table.encode(states, positions))
+    dense = in_torch(lambda: table.decode(rows, positions))
+    for _ in levels():
+        check_rows(table.encode(states, positions), rows)
+        torch.testing.assert_close(table.decode(rows, positions), dense, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [*QUANTIZERS, "basis"])
+@pytest.mark.parametrize("is_key", [True, False], ids=["keys", "values"])
+def test_finer_rows_are_coded_anew(in_torch, levels, is_key, kind):
+    if kind == "basis":
+        table = basis_table(2, 48, 21, "lloyd-max", LAYOUT if is_key else None)
+    else:
+        table = make_table(kind, 48, is_key=is_key, rope=LAYOUT if is_key else None)
+    finer = table.finer(2)
+    rows = finer.encode(torch.randn(1, 2, 40, 48) + 1)
+    expected, states = in_torch(lambda: table.recode(rows, finer)), finer.decode(rows)
+    # What is taken off, turned and rotated comes back
+    assert kind == "basis" or float((table.encode(states) != expected).float().mean()) < 2e-3
+    for _ in levels():
+        check_rows(table.recode(rows, finer), expected)
+
+
 def make_codec(quantizer: str = "lloyd-max", batch_size: int = 2) -> RowCodec:
     tables = (
         make_table(quantizer, 48, is_key=is_key, batch_size=batch_size, rope=LAYOUT if is_key else None)
@@ -268,32 +298,46 @@ def make_codec(quantizer: str = "lloyd-max", batch_size: int = 2) -> RowCodec:
     return RowCodec(tuple(tables))
 
 
+def make_rows(codec: RowCodec, capacity: int, batch_size: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = (torch.full((batch_size, 2, capacity, table.row_size), 99).byte() for table in codec.tables())
+    return keys, values
+
+
+def kept(rows: tuple[torch.Tensor, torch.Tensor], length: int) -> KeptRows:
+    return KeptRows(rows, 0, length, rows[0].shape[2])
+
+
+@pytest.mark.parametrize("form", ["tables", "basis"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("padding", [None, torch.tensor([0, 7])], ids=["", "padded"])
-def test_rows_go_behind_others_time_and_again(levels, dtype, padding):
-    codec = make_codec()
+def test_rows_go_behind_others_time_and_again(levels, dtype, padding, form):
+    """In storage that grows or stays; those in front become older rows, and tokens behind those coded move."""
+    bases = (basis_table(2, 48, total, "lloyd-max", rope) for total, rope in ((21, LAYOUT), (13, None)))
+    older = make_codec() if form == "tables" else RowCodec(SharedTables(*bases))
+    codec = older.finer(2)
     for _ in levels():
-        keys, values = torch.randn(2, 2, 2, 160, 48).to(dtype)
-        wide = torch.cat([keys, values], dim=3)
-        coding = prepare_coding(codec, keys, padding, 1e10)
-        rows = tuple(torch.full((2, 2, 170, table.row_size), 99, dtype=torch.uint8) for table in codec.tables())
-        done, first = 3, 40
-        for count in (1, 4, 4, 64, 1, 30):
-            tokens = slice(done, done + count)
-            # Strides of what is read may change, and so may the storage
-            states = (
-                (wide[:, :, tokens, :48], values[:, :, tokens])
-                if count == 4
-                else (keys[:, :, tokens], values[:, :, tokens])
-            )
+        states = tuple(torch.randn(2, 2, 2, 64, 48).to(dtype))
+        coding = prepare_coding(codec, older, states[0], padding, 1e10)
+        rows, old = make_rows(codec, 20), make_rows(older, 9)
+        done, first, num_old = 0, 40, 3
+        for count, num_left, num_aged in ((1, 0, 0), (4, 3, 0), (4, 60, 0), (64, 0, 5), (1, 2, 0), (30, 9, 64)):
             if count == 30:
-                rows = tuple(each.clone() for each in rows)
-            assert coding.append(states, rows, done, first + done)
-            expected = codec.encode(*states, Positions(first + done, padding))
-            for own, new in zip(rows, expected, strict=True):
-                assert torch.equal(own[:, :, tokens], new)
-            done += count
-            assert all((each[:, :, :3] == 99).all() and (each[:, :, done:] == 99).all() for each in rows)
+                states = tuple(each.clone() for each in states)
+            before, now = [each.clone() for each in states], [each[:, :, :count].clone() for each in states]
+            new = KeptRows(rows, num_aged, done - num_aged, max(done - num_aged + count, 20))
+            aged = KeptRows(old, 0, num_old, num_old + num_aged) if num_aged else None
+            made = coding.append(states, count, first, new, num_left, aged)
+            expected = codec.encode(*now, Positions(first, padding))
+            again = older.recode(tuple(each[:, :, :num_aged] for each in rows), codec)
+            for side in (0, 1):
+                assert torch.equal(states[side][:, :, :num_left], before[side][:, :, count : count + num_left])
+                parts = rows[side][:, :, num_aged:done], expected[side], made[side][:, :, new.length + count :]
+                assert torch.equal(made[side], torch.cat(parts, dim=2)) and made[side].shape[2] == new.capacity
+                assert set(parts[2].unique().tolist()) <= {0, 99}
+                if num_aged:
+                    assert torch.equal(made[2 + side], torch.cat((old[side][:, :, :num_old], again[side]), dim=2))
+            rows, old, num_old = tuple(made[:2]), tuple(made[2:]) or old, num_old + num_aged
+            done, first = new.length + count, first + count
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), 2e10, -2e10])
@@ -301,39 +345,46 @@ def test_rows_behind_others_tell_of_what_they_cannot_hold(levels, number):
     codec = make_codec()
     for _ in levels():
         for side in (0, 1):
-            states = torch.randn(2, 2, 2, 5, 48)
-            coding = prepare_coding(codec, states[0], None, 1e10)
-            rows = tuple(torch.zeros(2, 2, 9, table.row_size, dtype=torch.uint8) for table in codec.tables())
-            assert coding.append(tuple(states), rows, 0, 0)
-            states[side, 1, 0, 4, 47] = number
-            assert not coding.append(tuple(states), rows, 0, 0)
-            assert coding.append(tuple(states[:, :, :, :4]), rows, 0, 0)
+            states = tuple(torch.randn(2, 2, 2, 5, 48))
+            coding = prepare_coding(codec, codec, states[0], None, 1e10)
+            rows = kept(make_rows(codec, 9), 0)
+            assert coding.append(states, 5, 0, rows)
+            states[side][1, 0, 4, 47] = number
+            assert coding.append(states, 4, 0, rows) and not coding.append(states, 5, 0, rows)
             # As far as scales go, and beyond
-            states[side, 1, 0, 4] = 1e9
-            assert not coding.append(tuple(states), rows, 0, 0)
-            assert rows[side][1, 0, 4, 0] == LAST_SCALE
+            states[side][1, 0, 3] = 1e9
+            before = states[0][:, :, :4].clone()
+            assert not coding.append(states, 4, 0, rows, 1)
+            assert rows.rows[side][1, 0, 3, 0] == LAST_SCALE and torch.equal(before, states[0][:, :, :4])
 
 
 def test_rows_behind_others_are_within_their_storage():
-    codec, states = make_codec(), torch.randn(2, 2, 2, 5, 48)
-    coding = prepare_coding(codec, states[0], None, 1e10)
-    rows = tuple(torch.zeros(2, 2, 9, table.row_size, dtype=torch.uint8) for table in codec.tables())
+    codec, states = make_codec(), tuple(torch.randn(2, 2, 2, 5, 48))
+    coding, rows = prepare_coding(codec, codec, states[0], None, 1e10), make_rows(codec, 9)
     for length in (-1, 5, 9):
-        with pytest.raises(ValueError, match=f"5 tokens .* behind {length} of 9 rows"):
-            coding.append(tuple(states), rows, length, 0)
-    with pytest.raises(ValueError, match="`rows` has to be"):
-        coding.append(tuple(states), tuple(each.transpose(0, 1) for each in rows), 0, 0)
-    with pytest.raises(ValueError, match="`rows` has to be"):
-        coding.append(tuple(states), tuple(each[..., 1:].contiguous() for each in rows), 0, 0)
-    with pytest.raises(ValueError, match="5 tokens"):
-        coding.append(tuple(each.transpose(2, 3).contiguous().transpose(2, 3) for each in states), rows, 0, 0)
-    with pytest.raises(ValueError, match="a table of 2 of 48"):
-        coding.append(tuple(states[..., :40]), rows, 0, 0)
+        with pytest.raises(ValueError, match=f"5 tokens behind rows 0 to {length} of 9"):
+            coding.append(states, 5, 0, kept(rows, length))
+    for other in (each.transpose(0, 1) for each in rows), (each[..., 1:].contiguous() for each in rows):
+        with pytest.raises(ValueError, match="`rows` has to be"):
+            coding.append(states, 5, 0, kept(tuple(other), 0))
+    for other, message in (
+        ((each.transpose(2, 3).contiguous().transpose(2, 3) for each in states), "tokens in torch.float32, strides"),
+        ((each.double() for each in states), "tokens in torch.float64"),
+        ((each[..., :40].contiguous() for each in states), "a table of 2 of 48"),
+        ((each[:, :, :4].contiguous() for each in states), "5 tokens and 0 behind them"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            coding.append(tuple(other), 5, 0, kept(rows, 0))
+    with pytest.raises(ValueError, match="5 tokens and 1 behind them"):
+        coding.append(states, 5, 0, kept(rows, 0), 1)
+    with pytest.raises(ValueError, match="6 tokens behind rows 0 to 0 of 9 in 5"):
+        coding.append(states, 3, 0, KeptRows(rows, 6, 3, 9), 1, KeptRows(rows, 0, 0, 5))
 
 
 @pytest.mark.parametrize(
     "states", [torch.zeros(1, 2, 5, 48, device="meta"), torch.zeros(1, 2, 5, 48).double()], ids=["meta", "float64"]
 )
 def test_what_no_kernel_codes_is_not_prepared(states):
-    assert prepare_coding(make_codec(batch_size=1), states, None, 1e10) is None
-    assert prepare_coding(make_codec("trellis", 1), torch.zeros(1, 2, 5, 48), None, 1e10) is None
+    codec, trellis = make_codec(batch_size=1), make_codec("trellis", 1)
+    assert prepare_coding(codec, codec, states, None, 1e10) is None
+    assert prepare_coding(trellis, trellis, torch.zeros(1, 2, 5, 48), None, 1e10) is None

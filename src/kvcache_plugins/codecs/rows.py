@@ -171,27 +171,32 @@ class RowTable:
         if states.is_meta:
             return states.new_empty(*states.shape[:3], self.row_size, dtype=torch.uint8)
         kernel = choose_coding_kernel(states, self.head_dim)
-        if kernel == "compiled" or self.basis is None:
-            states = self.numbers(states, positions)
         # Kernels are imported late: they import this module, and need packages that may not be there
-        if kernel == "triton" and self.has_triton(states):
-            from kvcache_plugins.kernels.triton import encode
-
-            return encode(states, self, positions)
         if kernel == "compiled":
             from kvcache_plugins.kernels.compiled_coding import code
 
             rows = torch.empty(*states.shape[:3], self.row_size, dtype=torch.uint8)
             code("encode_rows", states, rows, positions, self.rope, self)
             return rows
+        if self.is_rotated and self.mean is not None:
+            states = states.float() - self.mean.float()[:, :, None]
+        if kernel == "triton" and self.has_triton(states):
+            from kvcache_plugins.kernels.triton import encode
+
+            return encode(states, self, positions)
         parts = self._split(self._transform(states, positions))
         return torch.cat([self._encode(part) for part in parts], dim=2)
 
-    def numbers(self, states: torch.Tensor, positions: Positions) -> torch.Tensor:
-        """Computes what compiled kernels code of states `[B, H, T, D]`: `[B, H, T, K]`, in a basis if there is one."""
-        if self.is_rotated and self.mean is not None:
-            states = states.float() - self.mean.float()[:, :, None]
-        return states if self.basis is None else self._transform(states, positions)
+    def recode(self, rows: torch.Tensor, finer: "RowTable") -> torch.Tensor:
+        """Codes rows `[B, H, T, R]` of a table that this has made by `finer` as its own, in the basis that both have."""
+        own = rows.new_empty(*rows.shape[:3], self.row_size)
+        if choose_coding_kernel(rows, self.head_dim) == "compiled":
+            from kvcache_plugins.kernels.compiled_coding import code
+
+            code("encode_rows", None, own, None, None, self, source=(rows, finer))
+        elif not rows.is_meta:
+            own = torch.cat([self._encode(finer._decode(part)) for part in self._split(rows)], dim=2)
+        return own
 
     def decode(self, rows: torch.Tensor, positions: Positions | None = START) -> torch.Tensor:
         """Decodes rows `[B, H, T, R]` to states `[B, H, T, D]`, float32; keys before RoPE if positions are `None`."""
@@ -200,13 +205,11 @@ class RowTable:
         if choose_coding_kernel(rows, self.head_dim) == "compiled":
             from kvcache_plugins.kernels.compiled_coding import code
 
-            states = torch.empty(*rows.shape[:3], self.num_coded)
+            states = torch.empty(*rows.shape[:3], self.head_dim)
             code("decode_rows", states, rows, positions, self.rope, self)
-            if self.basis is None and not self.is_rotated:
-                return states
-        else:
-            states = torch.cat([self._decode(part) for part in self._split(rows)], dim=2)
-            states = rotate(states) if self.is_rotated else states
+            return states
+        states = torch.cat([self._decode(part) for part in self._split(rows)], dim=2)
+        states = rotate(states) if self.is_rotated else states
         if self.basis is not None:
             states = self.basis.states(states)
         if self.mean is not None:
@@ -406,6 +409,12 @@ class RowCodec(Codec):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         of_keys, of_values = self.tables(keys.device)
         return of_keys.encode(keys, positions), of_values.encode(values, positions)
+
+    def recode(self, rows: tuple[torch.Tensor, torch.Tensor], finer: "RowCodec") -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes rows of keys and of values of a codec that this has made by `finer` as its own."""
+        tables = zip(self.tables(rows[0].device), rows, finer.tables(rows[0].device), strict=True)
+        keys, values = (table.recode(*each) for table, *each in tables)
+        return keys, values
 
     def decode_keys(self, rows: torch.Tensor, positions: Positions) -> torch.Tensor:
         return self.tables(rows.device)[0].decode(rows, positions)

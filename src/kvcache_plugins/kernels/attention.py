@@ -7,7 +7,7 @@ Legend: B batch, H key/value heads, G query heads a key/value head, Q query toke
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -89,14 +89,30 @@ def prepare_tokens(
     return call_of(query, parts, num_key_value_heads, query.shape[3] ** -0.5 if scale is None else scale).prepare()
 
 
+class KeptRows(NamedTuple):
+    """
+    Rows that stay, behind which others are to be coded.
+
+    Args:
+        rows (two `torch.Tensor` of shape `[B, H, at least first + length, R]`, uint8): of keys and of values.
+        first, length (`int`): those that stay.
+        capacity (`int`): rows that there should be storage for.
+    """
+
+    rows: tuple[torch.Tensor, torch.Tensor]
+    first: int
+    length: int
+    capacity: int
+
+
 def prepare_coding(
-    codec: Codec, states: torch.Tensor, padding: torch.Tensor | None, limit: float
+    codec: Codec, older: Codec, states: torch.Tensor, padding: torch.Tensor | None, limit: float
 ) -> "PreparedCoding | None":
     """
-    Prepares the coding of tokens to come, states `[B, H, any, D]`, as rows behind others; `None` if that is not for
-    compiled kernels. Numbers have to be below `limit`.
+    Prepares the coding of tokens to come, states `[B, H, any, D]`, as rows behind others, and of such rows as those of
+    `older`; `None` if that is not for compiled kernels. Numbers have to be below `limit`.
     """
-    if not isinstance(codec, RowCodec) or states.dtype not in KINDS:
+    if not isinstance(codec, RowCodec) or not isinstance(older, RowCodec) or states.dtype not in KINDS:
         return None
     tables = codec.tables(states.device)
     heads = max(table.head_dim for table in tables)
@@ -104,7 +120,7 @@ def prepare_coding(
         return None
     from .compiled_coding import PreparedCoding
 
-    return PreparedCoding(codec, padding, limit)
+    return PreparedCoding(codec, older, padding, limit)
 
 
 class OnlineAttention:

@@ -13,6 +13,7 @@ import ctypes
 import os
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -102,8 +103,6 @@ class AttentionCall:
         self.parts: list[Structure] = []
         # The last exact tokens, as C is told of them: they may grow in a prepared call
         self.exact: tuple[Structure, DensePart] | None = None
-        # The last rows, which may grow where they stand
-        self.rows: Structure | None = None
         # Whether any part reads a copy, which does not see what is written into the storage later
         self._has_copies = False
 
@@ -149,7 +148,7 @@ class AttentionCall:
         """Adds tokens that are rows."""
         assert isinstance(part.codec, RowCodec), "only rows of tables have kernels"
         keys, _ = part.codec.tables(part.keys.device)
-        stored = self.rows = self.rows_of(part.keys, part.values, part.codec, part.positions, part.length)
+        stored = self.rows_of(part.keys, part.values, part.codec, part.positions, part.length)
         self._add("PART_ROWS" if keys.basis is None else "PART_BASIS_ROWS", stored, part.length, part.mask)
 
     def add_pages(self, part: PagedPart) -> None:
@@ -346,10 +345,12 @@ class PreparedCall(TokenWriter):
         if runs > 1:
             self._partial = torch.empty(units * runs * ROWS * (sizes["value_dim"] + 2))
             self._call.partial = self._partial.data_ptr()
-        # Behind them there is only the exact part that grows
-        self._rows = call.rows if len(parts) > 1 and parts[-2].kind in _ROW_KINDS else None
-        self._rows_part = as_numbers(parts[-2]) if self._rows is not None else None
-        self._grown: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        # Rows that may be others later: the words of their parts, what they are of, and angles of their positions
+        self._rows: list[list[Any]] = [
+            [own.given["stored"], as_numbers(part), None, None]
+            for own, part in zip(call.parts[:-1], parts, strict=False)
+            if own.kind in _ROW_KINDS
+        ]
         if call.exact is not None:
             stored, exact = call.exact
             self._exact = as_numbers(stored)
@@ -359,27 +360,28 @@ class PreparedCall(TokenWriter):
             one = sizes["batch"], sizes["heads"], 1
             self._newest_shapes = torch.Size((*one, sizes["key_dim"])), torch.Size((*one, sizes["value_dim"]))
 
-    def extend(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> bool:
+    def extend(self, parts: Sequence[CodedPart]) -> bool:
         """
-        Has the rows before the last part be the first `length` of others of the same tables; tells whether it can.
-
-        Args:
-            keys, values (`torch.Tensor` of shape `[B, H, at least T, R]`, uint8): rows.
-            length (`int`): tokens in use, T.
+        Has the last rows be those of other parts: more of them, or from another position on, of the same tables. Tells
+        whether it can; if not, the call is of no use any more.
         """
-        rows, part = self._rows, self._rows_part
-        if rows is None or part is None or length > rows.num_anchors * _ANCHOR_TOKENS:
+        if not 0 < len(parts) <= len(self._rows):
             return False
-        if not length <= keys.shape[2] == values.shape[2]:
-            return False
-        if keys is self._grown[0] and values is self._grown[1]:
-            part[_LENGTH] = length
-            return True
-        for side, states in ((rows.keys, keys), (rows.values, values)):
-            known = {**self._sizes, "capacity": states.shape[2], "size": side.size}
-            side.rows, side.capacity = check("rows", states, _ROWS_OF_SIDE, known), states.shape[2]
-        self._grown = keys, values
-        part[_LENGTH] = length
+        for known, part in zip(self._rows[-len(parts) :], parts, strict=True):
+            rows, words, before, _ = known
+            if part.length > rows.num_anchors * _ANCHOR_TOKENS:
+                return False
+            if not part.length <= part.keys.shape[2] == part.values.shape[2]:
+                return False
+            if before is None or part.keys is not before.keys or part.values is not before.values:
+                for side, own in ((rows.keys, part.keys), (rows.values, part.values)):
+                    sizes = {**self._sizes, "capacity": own.shape[2], "size": side.size}
+                    side.rows, side.capacity = check("rows", own, _ROWS_OF_SIDE, sizes), own.shape[2]
+            if before is None or part.positions.first != before.positions.first:
+                assert isinstance(part.codec, RowCodec)
+                known[3] = self._alive[0]._anchors(part.codec.rope, part.positions, rows.num_anchors)
+                rows.anchors = known[3].data_ptr()
+            known[2], words[_LENGTH] = part, part.length
         return True
 
     def attend(
@@ -452,6 +454,16 @@ class PreparedCall(TokenWriter):
 def as_numbers(structure: ctypes.Structure) -> "memoryview[int]":
     """Shows a structure as words of 64 bits, which are written in a third of the time that its fields take."""
     return memoryview(structure).cast("B").cast("q")
+
+
+def places(name: str) -> SimpleNamespace:
+    """Finds the words of a structure that its fields are, `next` of its tasks and `window_length` among them."""
+    kind = STRUCTURES[name]
+    places = {field: getattr(kind, field).offset // 8 for field, *_ in kind._fields_}
+    places["next"] = places["tasks"]
+    if "window" in places:
+        places["window_length"] = places["window"]
+    return SimpleNamespace(**places)
 
 
 def kind_of_tokens(states: torch.Tensor) -> tuple[object, ...]:

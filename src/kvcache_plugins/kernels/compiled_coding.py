@@ -3,6 +3,7 @@
 Legend: B batch, H key/value heads, T tokens, K numbers of a token that are coded, D head dim, R bytes of a row.
 """
 
+import ctypes
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,8 +16,10 @@ from kvcache_plugins.codecs.rope import Positions, RotaryLayout, channels_of
 from kvcache_plugins.codecs.rotation import rotation_size
 from kvcache_plugins.codecs.rows import RowCodec, RowTable, scale_of
 
+from .attention import KeptRows
+from .compiled import as_numbers, places
 from .library import num_threads, run
-from .structs import KINDS, MOST_CHANNELS, TILE, Structure, check, make
+from .structs import KINDS, MOST_CHANNELS, STRUCTURES, TILE, Structure, check, make
 
 
 # As in `coding.h` and `coding.c`
@@ -26,6 +29,7 @@ _TASK_TOKENS = 128
 _MOST_LANES = 16
 # Minima of a step of the search for a trellis, at most
 _MOST_MINIMA = NUM_STATES // 2
+_CODING, _AT = STRUCTURES["Coding"], places("Coding")
 # Of tables that live
 _CODINGS: "WeakKeyDictionary[RowTable, Structure]" = WeakKeyDictionary()
 
@@ -33,12 +37,13 @@ _CODINGS: "WeakKeyDictionary[RowTable, Structure]" = WeakKeyDictionary()
 @torch.compiler.disable
 def code(
     name: str,
-    states: torch.Tensor,
+    states: torch.Tensor | None,
     rows: torch.Tensor | None,
     positions: Positions | None,
     layout: RotaryLayout | None,
     table: RowTable | None = None,
     *,
+    source: tuple[torch.Tensor, RowTable] | None = None,
     is_run: bool = True,
     **others: Any,
 ) -> Structure:
@@ -47,12 +52,14 @@ def code(
 
     Args:
         name (`str`): `"encode_rows"`, `"decode_rows"`, `"turn_states"` or `"measure_channels"`.
-        states (`torch.Tensor` of shape `[B, H, T, K]`): states of any floating dtype, of which `"decode_rows"` writes
-            float32: components where the table has a basis, without their mean where they are rotated.
+        states (`torch.Tensor` of shape `[B, H, T, D]`, *optional*): states of any floating dtype, of which
+            `"decode_rows"` writes float32.
         rows (`torch.Tensor` of shape `[B, H, T, R]`, *optional*): rows, written by `"encode_rows"`.
         positions (`Positions`, *optional*): of the tokens; without them keys are left as they are before RoPE.
         layout (`RotaryLayout`, *optional*): the rotary embedding of keys.
         table (`RowTable`, *optional*): how rows are coded.
+        source (`torch.Tensor` of shape `[B, H, T, R]` and `RowTable`, *optional*): rows of a finer table, which are
+            coded instead of states.
         is_run (`bool`, *optional*, defaults to `True`): whether it runs now, or whenever the caller says.
         **others: what the kernel writes and reads besides, by field.
 
@@ -62,35 +69,38 @@ def code(
     Raises:
         ValueError: if tensors do not fit each other or the table.
     """
-    shape, threads = states.shape, None
-    fields: dict[str, Any] = {"is_back": name != "decode_rows", **others}
-    if name == "decode_rows":
-        assert rows is not None
-        fields |= {"rows": rows.contiguous(), "result": states}
+    threads = None
+    fields: dict[str, Any] = {"is_back": name != "decode_rows", "rows": rows, **others}
+    if source is not None:
+        own, finer = source[0].contiguous(), source[1]
+        shape = torch.Size((*own.shape[:3], finer.head_dim))
+        described = _description(finer, shape[0])
+        fields["source"] = make("Coding", {"rows": own, "capacity": shape[2]}, base=described)
     else:
-        states = states if states.dtype in KINDS else states.float()
-        states = states if states.stride(3) == 1 and states.is_cpu else states.cpu().contiguous()
-        fields |= {"states": states.data_ptr(), "strides": states.stride()[:3], "kind": KINDS[states.dtype]}
-        fields["rows"] = rows
+        assert states is not None
+        shape = states.shape
+        if name == "decode_rows":
+            assert rows is not None
+            fields |= {"rows": rows.contiguous(), "result": states}
+        else:
+            states = states if states.dtype in KINDS else states.float()
+            states = states if states.stride(3) == 1 and states.is_cpu else states.cpu().contiguous()
+            fields |= {"states": states.data_ptr(), "strides": states.stride()[:3], "kind": KINDS[states.dtype]}
     fields["capacity"] = 0 if rows is None else rows.shape[2]
-    # In a basis keys are turned by themselves
-    if positions is not None and layout is not None and layout.frequencies and (table is None or table.basis is None):
-        head_dim = shape[3] if table is None else table.head_dim
-        if layout.head_dim != head_dim:
-            raise ValueError(f"keys of {head_dim} channels, a rotary embedding of {layout.head_dim}")
+    if positions is not None and layout is not None and layout.frequencies:
+        if layout.head_dim != shape[3]:
+            raise ValueError(f"keys of {shape[3]} channels, a rotary embedding of {layout.head_dim}")
         # Tiles of positions up to the last token's, and as many below 0, where padding is
         tiles = 2 ** ((positions.first + shape[2]) // TILE).bit_length()
         padding = None if positions.padding is None else positions.padding.long().contiguous()
         fields |= {"rotary": _rotary(layout, tiles), "start": positions.first, "padding": padding}
     if table is None:
         base, fields["rotation"] = None, 1
-        fields |= {"batch": shape[0], "heads": shape[1], "dim": shape[3]}
+        fields |= {"batch": shape[0], "heads": shape[1], "channels": shape[3], "dim": shape[3]}
     else:
-        base = _CODINGS.get(table)
-        if base is None or base.batch != shape[0]:
-            base = _describe(table, shape[0])
-        if (base.heads, base.dim) != (shape[1], shape[3]):
-            raise ValueError(f"`states` of {shape[1]} heads of {shape[3]}, a table of {base.heads} of {base.dim}")
+        base = _description(table, shape[0])
+        if (base.heads, base.channels) != (shape[1], shape[3]):
+            raise ValueError(f"`states` of {shape[1]} heads of {shape[3]}, a table of {base.heads} of {base.channels}")
     if base is not None and base.is_trellis and name == "encode_rows":
         threads = num_threads()
         size = (base.blocks * BLOCK * _MOST_MINIMA + 1) * _MOST_LANES
@@ -109,27 +119,32 @@ def code(
     return call
 
 
-def _describe(table: RowTable, batch_size: int) -> Structure:
+def _description(table: RowTable, batch_size: int) -> Structure:
     """Describes a table for tokens of so many sequences, and keeps that while the table lives."""
-    num_heads, deviation, num_coded = table.widths.shape[1], table.deviation, table.num_coded
+    found = _CODINGS.get(table)
+    if found is not None and found.batch == batch_size:
+        return found
+    num_heads, deviation, num_coded, basis = table.widths.shape[1], table.deviation, table.num_coded, table.basis
     fields: dict[str, Any] = {"batch": batch_size, "heads": num_heads, "dim": num_coded, "row_size": table.row_size}
     fields |= {"is_trellis": table.quantizer == "trellis", "is_weighted": table.is_weighted}
     fields |= {"by_energy": table.by_energy, "refits": table.num_refits, "blocks": -(-num_coded // BLOCK)}
-    fields["rotation"] = rotation_size(table.head_dim) if table.is_rotated else 1
-    if table.basis is None:
-        if table.order is not None:
-            fields |= {"order": table.order.contiguous(), "order_size": table.order.element_size()}
-        if table.mean is not None and not table.is_rotated:
-            fields["mean"] = table.mean.contiguous()
+    fields |= {"rotation": rotation_size(table.head_dim) if table.is_rotated else 1, "channels": table.head_dim}
+    if table.order is not None:
+        fields |= {"order": table.order.contiguous(), "order_size": table.order.element_size()}
+    widths, mean = table.widths, table.mean
+    if basis is not None:
+        # Of a model's tables there is one for all sequences
+        widths, mean = (each if each is None else each.expand(batch_size, -1, -1) for each in (widths, mean))
+        fields |= {"basis": basis.vectors, "inverse": basis.inverse, "steps": basis.steps, "factors": basis.factors}
+    if mean is not None:
+        fields["mean"] = mean.contiguous()
     if deviation is None:
         deviation = torch.ones(batch_size, num_heads, 1, dtype=torch.float16)
-    # Of a model's tables there is one for all sequences
-    widths = table.widths.expand(batch_size, -1, -1) if table.basis is not None else table.widths
     fields |= {"deviation": deviation.contiguous(), "deviations": num_coded if deviation.shape[2] > 1 else 1}
     fields |= {"widths": widths.contiguous(), "codebook": _codebook(table.quantizer, table.is_weighted)}
     found = make("Coding", fields)
     # A copy would not see what is written into a table for another sequence
-    for own in () if table.basis is not None else (table.order, table.mean, table.deviation, table.widths):
+    for own in () if basis is not None else (table.order, table.mean, table.deviation, table.widths):
         if own is not None and not own.is_contiguous():
             return found
     _CODINGS[table] = found
@@ -188,77 +203,100 @@ def _rotary(layout: RotaryLayout, tiles: int) -> Structure:
 
 class PreparedCoding:
     """
-    Codes tokens as rows in storage behind others, as often as a buffer is full: what stays the same is checked once.
+    Codes tokens of a buffer as rows behind others, as often as it is full, and rows of those that are finer as older
+    ones: what stays the same is checked once.
 
     Args:
-        codec (`RowCodec`): whose rows they are, of scalar quantizers.
+        codec (`RowCodec`): whose rows tokens become, of scalar quantizers.
+        older (`RowCodec`): whose rows these become.
         padding (`torch.Tensor` of shape `[B]`, *optional*): of the sequences.
         limit (`float`): what all numbers have to be below.
     """
 
-    def __init__(self, codec: RowCodec, padding: torch.Tensor | None, limit: float):
-        self.codec, self.padding = codec, padding
-        self._limit, self._sides = limit, [_CodingSide(table) for table in codec.tables()]
+    def __init__(self, codec: RowCodec, older: RowCodec, padding: torch.Tensor | None, limit: float):
+        self.codec, self.padding, self._limit = codec, padding, limit
+        self._tables, self._older = codec.tables(), older.tables()
+        self._states: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._most = 0
 
     def append(
         self,
         states: tuple[torch.Tensor, torch.Tensor],
-        rows: tuple[torch.Tensor, torch.Tensor],
-        length: int,
+        count: int,
         start: int,
-    ) -> bool:
+        kept: KeptRows,
+        num_left: int = 0,
+        older: KeptRows | None = None,
+    ) -> list[torch.Tensor] | None:
         """
-        Codes keys and values behind the rows in use, and tells whether the codes stand for them: if not, no row in use
-        has changed, and `RowTable.encode` and whoever calls it say more.
+        Codes the first tokens, and rows in front of those that stay.
 
         Args:
-            states (two `torch.Tensor` of shape `[B, H, T, D]`): keys and values.
-            rows (two `torch.Tensor` of shape `[B, H, capacity, R]`, uint8): storage with `length` rows in use.
-            length, start (`int`): rows in use, and the index of the first token to be coded.
+            states (two `torch.Tensor` of shape `[B, H, at least T, D]`, contiguous): keys and values, as storage that
+                they are in time and again.
+            count, start (`int`): how many are coded, and the index of the first.
+            kept (`KeptRows`): rows that they are coded behind.
+            num_left (`int`): tokens behind them, which move to the front.
+            older (`KeptRows`, *optional*): rows behind which all in front of those that stay are coded anew.
+
+        Returns:
+            `list[torch.Tensor]`: storage of rows of keys and of values, and of older ones. `None` if tokens cannot be
+            stored, of which `RowTable.encode` and whoever calls it say more: nothing has changed then.
+
+        Raises:
+            ValueError: if anything does not fit the tables, or is not where it should be.
         """
-        positions = Positions(start, self.padding)
-        return all(
-            side.append(own, to, length, positions, self._limit)
-            for side, own, to in zip(self._sides, states, rows, strict=True)
-        )
+        if states is not self._states or start + count >= self._most:
+            self._prepare(states, count, start, kept)
+        if count + num_left > min(each.shape[2] for each in states):
+            raise ValueError(f"{count} tokens and {num_left} behind them of {[tuple(each.shape) for each in states]}")
+        made = [self._place(number, each, kept, count) for number, each in enumerate(kept.rows)]
+        for words in self._words[:2]:
+            words[_AT.start] = start
+        if older is not None:
+            made += [self._place(2 + number, each, older, kept.first) for number, each in enumerate(older.rows)]
+            for words, rows in zip(self._sources, kept.rows, strict=True):
+                words[_AT.rows], words[_AT.capacity] = rows.data_ptr(), rows.shape[2]
+        call = self._call
+        call.left, call.is_unfit, call.tasks.next, call.tasks.ended = num_left, 0, 0, 0
+        call.tasks.count = len(made) * self._num_matrices
+        run("append_rows", call)
+        return None if call.is_unfit else made
 
+    def _prepare(self, states: tuple[torch.Tensor, torch.Tensor], count: int, start: int, kept: KeptRows) -> None:
+        for each in states:
+            if not each.is_contiguous() or not each.is_cpu or each.dtype not in KINDS:
+                raise ValueError(f"tokens in {each.dtype}, strides {each.stride()}, on {each.device}")
+        # Positions up to here have angles in it
+        self._most = 2 ** ((start + count) // TILE).bit_length() * TILE
+        where: dict[str, Any] = {"positions": Positions(start, self.padding), "limit": self._limit, "is_run": False}
+        calls = [
+            code("encode_rows", own[:, :, :count], None, layout=table.rope, table=table, **where)
+            for own, table in zip(states, self._tables, strict=True)
+        ]
+        for own, table, finer in zip(kept.rows, self._older, self._tables, strict=True):
+            calls.append(code("encode_rows", None, None, None, None, table, source=(own, finer), is_run=False))
+        codings = (_CODING * len(calls))(*calls)
+        self._sources = [as_numbers(call.given["source"]) for call in calls[2:]]
+        self._words, self._known = list(map(as_numbers, codings)), [call.given for call in calls]
+        self._call = make("Appended", codings=ctypes.addressof(codings))
+        self._call.alive, self._states = (codings, calls), states
+        self._num_matrices, self._rows = states[0].shape[0] * states[0].shape[1], [None] * len(calls)
 
-class _CodingSide:
-    """Keeps what `PreparedCoding` has checked of keys or of values."""
-
-    __slots__ = ("address", "call", "kind", "most", "rows", "table")
-
-    def __init__(self, table: RowTable):
-        self.table = table
-        self.kind: tuple[object, ...] = ()
-        self.call: Structure | None = None
-        self.rows: torch.Tensor | None = None
-        self.most = self.address = 0
-
-    def append(
-        self, states: torch.Tensor, rows: torch.Tensor, length: int, positions: Positions, limit: float
-    ) -> bool:
-        table = self.table
-        numbers, count = table.numbers(states, positions), states.shape[2]
-        kind = numbers.shape[:2], numbers.shape[3], numbers.dtype, rows.shape[:2], rows.shape[3]
-        if self.call is None or kind != self.kind or positions.first + count >= self.most:
-            # Positions up to here have angles in it
-            self.most = 2 ** ((positions.first + count) // TILE).bit_length() * TILE
-            self.kind, self.rows = kind, None
-            self.call = code("encode_rows", numbers, rows, positions, table.rope, table, limit=limit, is_run=False)
-        call, strides = self.call, numbers.stride()
-        if rows is not self.rows:
-            capacity = call.capacity = rows.shape[2]
-            self.address = check("rows", rows, call.arrays["rows"], {**call.given, "capacity": capacity})
-            self.rows = rows
-        if not 0 <= length <= rows.shape[2] - count or strides[3] != 1 or not numbers.is_cpu or count > TILE:
-            raise ValueError(
-                f"{count} tokens of {numbers.device}, strides {strides}, behind {length} of {rows.shape[2]} rows"
-            )
-        call.states, call.tokens, call.start = numbers.data_ptr(), count, positions.first
-        call.strides[0], call.strides[1], call.strides[2] = strides[:3]
-        call.rows = self.address + length * rows.shape[3]
-        call.tasks.next = call.tasks.ended = call.is_unfit = 0
-        call.tasks.count = numbers.shape[0] * numbers.shape[1]
-        run("encode_rows", call)
-        return not call.is_unfit
+    def _place(self, number: int, rows: torch.Tensor, kept: KeptRows, count: int) -> torch.Tensor:
+        """Has rows be written behind those that stay, in other storage if there is to be more or less of it."""
+        words, capacity = self._words[number], kept.capacity
+        if rows is not self._rows[number]:
+            check("rows", rows, _CODING.arrays["rows"], {**self._known[number], "capacity": rows.shape[2]})
+        end = kept.first + kept.length
+        if not (0 <= kept.first <= end <= rows.shape[2] and kept.length + count <= capacity and 0 < count <= TILE):
+            raise ValueError(f"{count} tokens behind rows {kept.first} to {end} of {rows.shape[2]} in {capacity}")
+        storage = rows
+        if kept.first or capacity != rows.shape[2]:
+            storage = torch.empty((*rows.shape[:2], capacity, rows.shape[3]), dtype=torch.uint8)
+            words[_AT.moved_capacity], words[_AT.moved_first] = rows.shape[2], kept.first
+        words[_AT.moved] = 0 if storage is rows else rows.data_ptr()
+        words[_AT.rows], words[_AT.capacity] = storage.data_ptr(), capacity
+        words[_AT.used], words[_AT.tokens], words[_AT.is_unfit] = kept.length, count, 0
+        self._rows[number] = storage
+        return storage

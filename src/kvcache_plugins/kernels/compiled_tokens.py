@@ -10,7 +10,6 @@ codes, P bytes of a token's codes, R bytes of a row, K slots, W tokens of the wi
 import mmap
 import os
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -20,9 +19,9 @@ from kvcache_plugins.codecs.parts import RowTokens, SinkStates
 from kvcache_plugins.codecs.quantization import packed_size
 from kvcache_plugins.files.mapped_files import address_of_advise
 
-from .compiled import AttentionCall, TokenWriter, angles_by_tile, as_numbers, kind_of_tokens
+from .compiled import AttentionCall, TokenWriter, angles_by_tile, as_numbers, kind_of_tokens, places
 from .library import find_threads, function, num_threads, run
-from .structs import KINDS, MOST_CHANNELS, ROWS, STRUCTURES, TILE, Structure, make
+from .structs import KINDS, MOST_CHANNELS, ROWS, TILE, Structure, make
 
 
 _MOST_LANES = 16
@@ -333,17 +332,7 @@ def _threads_now() -> tuple[int, int]:
     return torch.get_num_threads(), os.getpid()
 
 
-def _places(name: str) -> SimpleNamespace:
-    """Finds the words of a structure that its fields are, `next` of its tasks and `window_length` among them."""
-    kind = STRUCTURES[name]
-    places = {field: getattr(kind, field).offset // 8 for field, *_ in kind._fields_}
-    places["next"] = places["tasks"]
-    if "window" in places:
-        places["window_length"] = places["window"]
-    return SimpleNamespace(**places)
-
-
-_AT_SCORES, _AT_CHOICE, _AT_ROWS = map(_places, ("CodeScores", "Choice", "Gathered"))
+_AT_SCORES, _AT_CHOICE, _AT_ROWS = map(places, ("CodeScores", "Choice", "Gathered"))
 
 
 @torch.compiler.disable

@@ -226,23 +226,32 @@ class CompressedLayer(PromptLayer):
         if prepared is None or prepared.call is None or self._stands_still or buffer is None:
             return False
         start, count = self._length - buffer.length, buffer.length - packing.num_kept
-        block = self.packed.joined(start, count, packing.recent_length)
-        if block is None or start < self._prefix_stop or self._valid_tokens(start, count) is not None:
+        found = self.packed.joined(start, count, packing.recent_length)
+        if found is None or start < self._prefix_stop or self._valid_tokens(start, count) is not None:
             return False
-        codec, coding = self._codec_of(block), prepared.coding
+        block, older, num_aged = found
+        codec, coding, states = self._codec_of(block), prepared.coding, buffer.tensors()
         if coding is None or coding.codec is not codec or coding.padding is not self.padding:
-            coding = prepared.coding = prepare_coding(codec, buffer.keys, self.padding, packing.largest)
+            coding = prepare_coding(codec, self.codec, states[0], self.padding, packing.largest)
+            prepared.coding = coding
         if coding is None:
             return False
-        block.make_room(count, packing.recent_length or self._most_rows)
-        tokens = buffer.keys[:, :, :count], buffer.values[:, :, :count]
-        if not coding.append(tokens, (block.keys, block.values), block.length, start):
+        kept = block.kept_for(count, packing.recent_length or self._most_rows, num_aged)
+        joined = None if older is None else older.kept_for(num_aged, self._most_rows)
+        is_moved = buffer.capacity_without(count) == buffer.capacity
+        rows = coding.append(states, count, start, kept, is_moved * packing.num_kept, joined)
+        if rows is None:
             return False
-        block.length += count
-        buffer.drop_first(count)
+        block.take(rows[:2], kept, count)
+        if is_moved:
+            buffer.length -= count
+        else:
+            buffer.drop_first(count)
         self._counters["tokens_compressed"] += count
         self._counters["chunks_compressed"] += 1
-        if prepared.extend(block):
+        if older is not None and joined is not None:
+            older.take(rows[2:], joined, num_aged)
+        if prepared.extend([block] if older is None else [older, block]):
             return True
         self._prepared = None
         return False
@@ -403,7 +412,7 @@ class CompressedLayer(PromptLayer):
                 rows = block.keys, block.values
                 self.codec = self.codec.without_shared_errors(rows, keys, values, valid, positions)
         prepared, self._prepared = self._prepared, None
-        num_aged = 0
+        num_aged, num_blocks = 0, len(self.blocks)
         if recent is not None:
             joined = self.packed.add_recent(block, packing.recent_length)
             # Where there are too many, the older half is coded as all others
@@ -413,21 +422,19 @@ class CompressedLayer(PromptLayer):
             if first_end is None and self.packed.has_recent:
                 self._age(self.packed.newest.length)
             joined = self.packed.add(block, self._most_rows, is_joining=not (is_prompt and packing.has_prompts_apart))
-        if joined is not None and prepared is not None and prepared.extend(joined):
-            self._prepared = prepared
         if num_aged:
             self._age(num_aged)
+        is_same = joined is not None and joined is self.blocks[-1] and len(self.blocks) == num_blocks
+        if is_same and prepared is not None and prepared.extend(self.blocks[-2:] if num_aged else self.blocks[-1:]):
+            self._prepared = prepared
         self._counters["tokens_compressed"] += block.length
         self._counters["chunks_compressed"] += 1 if is_rows else block.num_chunks
 
     def _age(self, count: int) -> None:
         """Codes the first `count` recent tokens anew, as all older ones are."""
         recent = self.packed.newest
-        codec, positions = self._codec_of(recent), Positions(recent.start, self.padding)
-        # As they came in
-        keys = codec.decode_keys(recent.keys[:, :, :count], positions).to(self.dtype)
-        values = codec.decode_values(recent.values[:, :, :count]).to(self.dtype)
-        keys, values = self.codec.encode(keys, values, positions)
+        rows = recent.keys[:, :, :count], recent.values[:, :, :count]
+        keys, values = self.codec.recode(rows, self._codec_of(recent))
         self.packed.age(RowBlock(keys, values, recent.start, count), self._most_rows)
         self._prepared = None
 

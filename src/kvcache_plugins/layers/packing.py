@@ -25,6 +25,7 @@ from kvcache_plugins.codecs.groups import CompressedStates, GroupCodec, keep_tok
 from kvcache_plugins.codecs.parts import TILE_TOKENS, CodedPart, CompressedPart
 from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.files.schema import FLOATS, MAX_INTEGER, Stored
+from kvcache_plugins.kernels.attention import KeptRows
 from kvcache_plugins.kernels.engine import MAX_NUM_COMPILED_QUERIES, choose_kernel
 
 
@@ -213,13 +214,28 @@ class RowBlock(Block):
         self.keys, self.values = function(self.keys), function(self.values)
 
     def make_room(self, count: int, most: int | None) -> None:
-        total = self.length + count
-        if total > self.capacity:
-            is_repeated = count <= self.length // _MOST_REPEATED
-            capacity = total + (max(count, self.length // _LEAST_ROOM // count * count) if is_repeated else 0)
-            if self.is_recent:
-                capacity = -(-total // _RECENT_STEP) * _RECENT_STEP
-            self.resize(max(total, capacity if most is None else min(capacity, most)))
+        capacity = self.kept_for(count, most).capacity
+        if capacity > self.capacity:
+            self.resize(capacity)
+
+    def kept_for(self, count: int, most: int | None, num_dropped: int = 0) -> KeptRows:
+        """Tells which rows stay when some in front go and `count` more come, and for how many there is to be room."""
+        length = self.length - num_dropped
+        capacity = total = length + count
+        if total <= self.capacity and not num_dropped:
+            return KeptRows((self.keys, self.values), 0, length, self.capacity)
+        if self.is_recent:
+            capacity = -(-total // _RECENT_STEP) * _RECENT_STEP
+        elif count <= length // _MOST_REPEATED:
+            capacity += max(count, length // _LEAST_ROOM // count * count)
+        capacity = max(total, capacity if most is None else min(capacity, most))
+        return KeptRows((self.keys, self.values), num_dropped, length, capacity)
+
+    def take(self, rows: Sequence[torch.Tensor], kept: KeptRows, count: int) -> None:
+        """Takes over storage in which `count` rows are behind those that have stayed."""
+        self.keys, self.values = rows
+        self.start += kept.first
+        self.length = kept.length + count
 
     def drop_first(self, count: int) -> None:
         """Forgets the first `count` tokens; copies may share the rows of before."""
@@ -330,13 +346,20 @@ class PackedTokens:
         self.newest.append(block, most)
         return self.blocks[-1]
 
-    def joined(self, start: int, count: int, most_recent: int) -> RowBlock | None:
-        """Returns the block that `count` decoded tokens from a position on only have to join, if that is all."""
+    def joined(self, start: int, count: int, most_recent: int) -> tuple[RowBlock, RowBlock | None, int] | None:
+        """
+        Tells which block `count` decoded tokens from a position on only have to join, if that is all; and which one
+        before it recent tokens have to join then, and how many, as there would be too many of them.
+        """
         newest = self.newest
         if not self.is_open or not isinstance(newest, RowBlock) or newest.start + newest.length != start:
             return None
-        has_room = newest.length + count <= most_recent if newest.is_recent else not most_recent
-        return newest if has_room else None
+        if not newest.is_recent:
+            return None if most_recent else (newest, None, 0)
+        if newest.length + count <= most_recent:
+            return newest, None, 0
+        num_aged, has_older = newest.length + count - most_recent // 2, self.is_older_open and len(self.blocks) > 1
+        return (newest, self.blocks[-2], num_aged) if has_older and num_aged <= newest.length else None
 
     def add_recent(self, block: Block, most: int) -> Block | None:
         """Adds newest tokens in finer rows, at most `most` with others; returns the block that they joined."""
@@ -552,14 +575,20 @@ class PreparedParts:
         self.coding: PreparedCoding | None = None
         self.is_tried = False
 
-    def extend(self, block: Block) -> bool:
-        """Has the newest block, of which the parts are, have more tokens; tells whether the call can."""
-        if self.call is None or not isinstance(block, RowBlock):
+    def extend(self, blocks: Sequence[Block]) -> bool:
+        """Has the newest blocks, of which the last parts are, have other tokens; tells whether the call can."""
+        if self.call is None or not all(isinstance(block, RowBlock) for block in blocks):
             return False
-        if not self.call.extend(block.keys, block.values, block.length):
-            return False
-        self.parts[-1] = replace(self.parts[-1], keys=block.keys, values=block.values, length=block.length)
-        return True
+        first = len(self.parts) - len(blocks)
+        for number, block in enumerate(blocks):
+            part = self.parts[first + number]
+            if part.mask is not None and block.start != part.positions.first:
+                # Its columns would be others
+                return False
+            positions = replace(part.positions, first=block.start)
+            own = {"keys": block.keys, "values": block.values, "length": block.length, "positions": positions}
+            self.parts[first + number] = replace(part, **own)
+        return self.call.extend(self.parts[first:])
 
     def __deepcopy__(self, memo: object) -> None:
         """A copy of the layer finds its own: addresses in a call are of what was copied."""

@@ -78,11 +78,15 @@ class ResidualBuffer:
             for stored, states in zip(self.storage, left, strict=True):
                 stored[:, :, self.length - 1 : self.length] = states
 
+    def capacity_without(self, count: int) -> int:
+        """Tokens that there is room for when the oldest `count` are forgotten."""
+        length = self.length - count
+        return min(-(-max(length, 1) // _STEP) * _STEP, max(self.limit, length))
+
     def drop_first(self, count: int) -> None:
         """Forgets the oldest `count` tokens, and gives their capacity back."""
-        keys, values = self.keys[:, :, count:], self.values[:, :, count:]
-        self.length = keys.shape[2]
-        capacity = min(-(-max(self.length, 1) // _STEP) * _STEP, max(self.limit, self.length))
+        keys, values, capacity = self.keys[:, :, count:], self.values[:, :, count:], self.capacity_without(count)
+        self.length -= count
         if capacity == self.capacity and self.length <= count:
             for stored, states in zip(self.storage, (keys, values), strict=True):
                 stored.narrow(2, 0, self.length).copy_(states)

@@ -127,16 +127,23 @@ typedef struct {
 
 typedef struct {
     Tasks tasks;
-    int64_t batch, heads, tokens, dim, row_size;
+    int64_t batch, heads, tokens, channels, row_size;
+    int64_t dim;                    /* numbers of a token that are coded: channels, or components in a basis */
     int64_t kind;                   /* of states that are read; FLOATS are written */
-    const void *states;             /* [batch, heads, tokens, dim], read; numbers of a token follow each other */
+    const void *states;             /* [batch, heads, tokens, channels], read; numbers of a token follow each other */
     int64_t strides[3];             /* of its batch, heads and tokens, in numbers */
-    float *result;                  /* [batch, heads, tokens, dim]; written */
+    float *result;                  /* [batch, heads, tokens, channels]; written */
+    const void *source;             /* instead of states, a `Coding` of the same numbers in finer rows; or 0 */
     uint8_t *rows;                  /* [batch, heads, capacity, row_size] */
-    int64_t capacity;
+    int64_t capacity, used;         /* and how many are in front of those that are written */
+    const uint8_t *moved;           /* [batch, heads, moved_capacity, row_size]; storage that they come from, or 0 */
+    int64_t moved_capacity, moved_first;
     const void *order;              /* uint8 or int16 [batch, heads, dim]; or 0 */
     int64_t order_size;
-    const uint16_t *mean;           /* [batch, heads, dim]; or 0 */
+    const uint16_t *mean;           /* [batch, heads, channels]; or 0 */
+    const int8_t *basis;            /* [heads, channels, channels]; or 0; see `codecs/basis.py` */
+    const int8_t *inverse;          /* [heads, dim, channels] */
+    const float *steps, *factors;   /* [heads, channels] */
     const uint16_t *deviation;      /* [batch, heads, deviations] */
     int64_t deviations, blocks;
     const uint8_t *widths;          /* [batch, heads, blocks] */
@@ -154,6 +161,12 @@ typedef struct {
     double limit;                   /* where numbers are too large to be coded, if that is to be told */
     int64_t is_unfit;               /* told: whether a token has NaN, such a number, or the last scale */
 } Coding;
+typedef struct {
+    Tasks tasks;                    /* heads of all items, of one coding after the other */
+    Coding *codings;                /* of keys and of values, and perhaps of such as become older, up to TILE tokens each */
+    int64_t left;                   /* tokens behind those of the first two, which move to the front where all fit */
+    int64_t is_unfit;
+} Appended;
 
 /* ---- tokens of which some are chosen ---- */
 /* The newest tokens, which follow each other in every head */

@@ -1,18 +1,22 @@
 /* Rows of tokens coded and decoded, keys turned, and channels measured: see `coding.h`. Lanes are tokens of a head. A channel has one width
-   in all of them, so a code is found by halving bounds in registers, and no sum goes across lanes. Rotary embedding and
-   Hadamard's rotation are done, or undone, in the same pass.
+   in all of them, so a code is found by halving bounds in registers, and no sum goes across lanes. Rotary embedding,
+   Hadamard's rotation and the change of basis are done, or undone, in the same pass.
 
    Nothing in memory is believed where it says a place: see `load_head`; lengths and sizes are checked by `coding.py`. */
 #include "coding.h"
 
-enum { TASK_TOKENS = 128, SUM_TOKENS = 1024 };
+enum { TASK_TOKENS = 128, SUM_TOKENS = 1024, SOME = 8 };
 
 /* A head's table, channels in the order of rows */
 typedef struct {
-    int dim, blocks, coded;         /* `coded`: numbers that have bits */
+    int dim, channels, blocks, coded; /* `coded`: numbers that have bits */
     int own[MOST_CHANNELS];
     uint8_t widths[MOST_BLOCKS];
     float means[MOST_CHANNELS], deviations[MOST_CHANNELS], inverses[MOST_CHANNELS];
+    /* Of channels that are rotated or change their basis: taken off before; and what products with the inverse are over */
+    float centres[MOST_CHANNELS], units[MOST_CHANNELS];
+    const int8_t *basis, *inverse;
+    const float *steps, *factors;
 } Head;
 /* Up to L tokens of a matrix, at consecutive places of one tile */
 typedef struct { int64_t matrix, first, tile, place; int count; } Group;
@@ -67,7 +71,10 @@ INLINE float weight_of(const Coding *c, int width) {
 }
 
 static void load_head(const Coding *c, int64_t matrix, Head *head) {
-    head->dim = (int)c->dim, head->blocks = (int)((c->dim + BLOCK - 1) / BLOCK), head->coded = 0;
+    int64_t item = matrix % c->heads, size = item * c->channels;
+    int is_turned = c->rotation > 1 || c->basis;
+    head->dim = (int)c->dim, head->channels = (int)c->channels;
+    head->blocks = (int)((c->dim + BLOCK - 1) / BLOCK), head->coded = 0, head->basis = 0;
     for (int i = 0; i < head->dim; i++) {
         int64_t at = matrix * c->dim + i, own = i;
         if (c->order) own = c->order_size == 1 ? ((const uint8_t *)c->order)[at] : ((const int16_t *)c->order)[at];
@@ -75,8 +82,19 @@ static void load_head(const Coding *c, int64_t matrix, Head *head) {
         own = own < 0 || own >= c->dim ? 0 : own;
         float deviation = float_of_half(c->deviation[matrix * c->deviations + (c->deviations > 1 ? own : 0)]);
         head->own[i] = (int)own;
-        head->means[i] = c->mean ? float_of_half(c->mean[matrix * c->dim + own]) : 0;
+        head->means[i] = c->mean && !is_turned ? float_of_half(c->mean[matrix * c->dim + own]) : 0;
         head->deviations[i] = deviation, head->inverses[i] = deviation > 0 ? 1 / deviation : 0;
+    }
+    for (int d = 0; d < head->channels; d++)
+        head->centres[d] = c->mean && is_turned ? float_of_half(c->mean[matrix * c->channels + d]) : 0;
+    if (c->basis) {
+        head->basis = c->basis + size * c->channels, head->inverse = c->inverse + item * c->dim * c->channels;
+        head->steps = c->steps + size, head->factors = c->factors + size;
+        for (int i = 0; i < head->dim; i++) {
+            int32_t own = 0;
+            for (int d = 0; d < head->channels; d++) own += head->basis[i * head->channels + d] * head->inverse[i * head->channels + d];
+            head->units[i] = (float)own * head->steps[i];
+        }
     }
     int64_t left = c->row_size - 1;
     for (int v = 0; v < head->blocks; v++) {
@@ -139,7 +157,7 @@ INLINE void store4(float *const *to, int d, const vf *r) {
 static void load_tokens(const Coding *c, Group g, vf *x) {
     ALIGNED float lines[L][MOST_CHANNELS];
     const float *from[L];
-    int dim = (int)c->dim, d = 0;
+    int dim = (int)c->channels, d = 0;
     for (int t = 0; t < L; t++) {
         /* Lanes behind the last token repeat it */
         int64_t item = g.matrix / c->heads, head = g.matrix % c->heads, token = g.first + (t < g.count ? t : g.count - 1);
@@ -156,7 +174,7 @@ static void load_tokens(const Coding *c, Group g, vf *x) {
 }
 static void store_tokens(const Coding *c, Group g, const vf *x) {
     ALIGNED float rest[MOST_CHANNELS];
-    int dim = (int)c->dim, d = 0;
+    int dim = (int)c->channels, d = 0;
     float *to[L];
     for (int t = 0; t < L; t++) to[t] = t < g.count ? c->result + (g.matrix * c->tokens + g.first + t) * dim : rest;
     for (; d + 4 <= dim; d += 4) {
@@ -171,11 +189,11 @@ static void store_tokens(const Coding *c, Group g, const vf *x) {
    alone, to the last bit, wherever a run of tokens begins. */
 static void turn_tokens(const Coding *c, Group g, vf *x) {
     const Rotary *rotary = c->rotary;
-    const float *origins = rotary->origins + g.tile * c->dim * 2;
+    const float *origins = rotary->origins + g.tile * c->channels * 2;
     float sign = c->is_back ? -1 : 1;
-    for (int64_t d = 0; d < c->dim; d++) {
+    for (int64_t d = 0; d < c->channels; d++) {
         int64_t p = rotary->partners[d];
-        if (p <= d || p >= c->dim) continue;
+        if (p <= d || p >= c->channels) continue;
         const float *offsets = rotary->offsets + d * 2 * (TILE + 16) + g.place;
         vf cosine = load(offsets), sine = load(offsets + TILE + 16), low = x[d], high = x[p];
         vf both_cosine = cosine * origins[2 * d] - sine * origins[2 * d + 1];
@@ -185,7 +203,7 @@ static void turn_tokens(const Coding *c, Group g, vf *x) {
 }
 /* Hadamard's transform of every `rotation` channels: two steps at a time, as they wait for memory */
 static void rotate_tokens(const Coding *c, vf *x) {
-    int dim = (int)c->dim, size = (int)c->rotation, half = 1;
+    int dim = (int)c->channels, size = (int)c->rotation, half = 1;
     float factor = 1 / sqrtf((float)size);
     for (; half * 2 < size; half *= 4)
         for (int start = 0; start < dim; start += 4 * half)
@@ -200,6 +218,43 @@ static void rotate_tokens(const Coding *c, vf *x) {
             x[i] = a + b, x[i + half] = a - b;
         }
     for (int d = 0; d < dim; d++) x[d] *= factor;
+}
+
+/* Up to SOME rows of a matrix of bytes as floats, zeros behind them */
+INLINE void spread_rows(const int8_t *from, int count, int size, float (*rows)[MOST_CHANNELS]) {
+    for (int r = 0; r < SOME; r++)
+        for (int d = 0; d < size; d++) rows[r][d] = r < count ? (float)from[r * size + d] : 0;
+}
+/* Components added to channels times their factors, or taken off */
+static void add_components(const Head *head, const vf *components, float sign, vf *x) {
+    float rows[SOME][MOST_CHANNELS];
+    for (int i = 0; i < head->dim; i += SOME) {
+        int count = head->dim - i < SOME ? head->dim - i : SOME;
+        vf y[SOME] = {{0}};
+        spread_rows(head->basis + i * head->channels, count, head->channels, rows);
+        for (int r = 0; r < count; r++) y[r] = components[i + r] * (head->steps[i + r] * sign);
+        for (int d = 0; d < head->channels; d++) {
+            vf sum = x[d];
+            for (int r = 0; r < SOME; r++) sum += y[r] * rows[r][d];
+            x[d] = sum;
+        }
+    }
+}
+/* Components of channels, of which little is left: the inverse is rounded, so what the first ones leave is looked at again */
+static void find_components(const Head *head, vf *x, vf *components) {
+    float rows[SOME][MOST_CHANNELS];
+    for (int d = 0; d < head->channels; d++) x[d] *= head->factors[d];
+    for (int pass = 0; pass < 2; pass++) {
+        for (int i = 0; i < head->dim; i += SOME) {
+            int count = head->dim - i < SOME ? head->dim - i : SOME;
+            vf sums[SOME] = {{0}};
+            spread_rows(head->inverse + i * head->channels, count, head->channels, rows);
+            for (int d = 0; d < head->channels; d++)
+                for (int r = 0; r < SOME; r++) sums[r] += x[d] * rows[r][d];
+            for (int r = 0; r < count; r++) components[i + r] = (pass ? components[i + r] : (vf){0}) + sums[r] / head->units[i + r];
+        }
+        if (!pass) add_components(head, components, -1, x);
+    }
 }
 
 /* Numbers of variance 1 in the order of rows, `energy` for the fit of the scale, and a first scale */
@@ -290,7 +345,7 @@ static vf code_paths(
 }
 static void write_rows(const Coding *c, const Head *head, Group g, vu stored, Bits bits) {
     for (int t = 0; t < g.count; t++) {
-        uint8_t *row = c->rows + (g.matrix * c->capacity + g.first + t) * c->row_size, *end = row + c->row_size;
+        uint8_t *row = c->rows + (g.matrix * c->capacity + c->used + g.first + t) * c->row_size, *end = row + c->row_size;
         *row++ = (uint8_t)stored[t];
         for (int v = 0; v < head->blocks; v++) {
             int width = head->widths[v];
@@ -341,18 +396,24 @@ static void decode_group(const Coding *c, const Head *head, Group g, vf *x) {
     }
 }
 
-static void encode_group(Coding *c, const Head *head, Group g, const Grids grids, const float *factors, float *scratch) {
-    ALIGNED vf x[MOST_CHANNELS], normal[MOST_CHANNELS];
+static void encode_group(
+    Coding *c, const Head *head, const Head *finer, Group g, const Grids grids, const float *factors, float *scratch) {
+    ALIGNED vf x[MOST_CHANNELS], components[MOST_CHANNELS], normal[MOST_CHANNELS];
     Bits bits;
     vf energy;
     vu stored = {0};
-    load_tokens(c, g, x);
     vi fits = ~(vi){0};
-    /* NaN is not below anything */
-    for (int d = 0; c->limit > 0 && d < c->dim; d++) fits &= (x[d] < (float)c->limit) & (x[d] > -(float)c->limit);
-    if (c->rotary) turn_tokens(c, g, x);
-    if (c->rotation > 1) rotate_tokens(c, x);
-    vf found = normalize(c, head, x, normal, &energy);
+    if (finer) decode_group(c->source, finer, g, x);
+    else {
+        load_tokens(c, g, x);
+        /* NaN is not below anything */
+        for (int d = 0; c->limit > 0 && d < c->channels; d++) fits &= (x[d] < (float)c->limit) & (x[d] > -(float)c->limit);
+        if (c->rotary) turn_tokens(c, g, x);
+        for (int d = 0; c->mean && d < c->channels; d++) x[d] -= head->centres[d];
+        if (c->rotation > 1) rotate_tokens(c, x);
+        if (c->basis) find_components(head, x, components);
+    }
+    vf found = normalize(c, head, c->basis && !finer ? components : x, normal, &energy);
     for (int64_t pass = 0; pass <= c->refits; pass++) {
         vf scale = found, fitting;
         int is_settled = 1;
@@ -400,20 +461,49 @@ INLINE Group group_at(const Coding *c, Span s, int64_t place) {
     tile = tile < 0 ? 0 : tile > most ? most : tile;
     return (Group){s.matrix, place - s.shift, tile, place % TILE, (int)((end < s.to ? end : s.to) - place)};
 }
+/* Rows in front of new ones, where storage is another; what is behind them is zero */
+static void move_rows(const Coding *c, int64_t matrix) {
+    int64_t size = c->row_size, end = c->used + c->tokens;
+    uint8_t *to = c->rows + matrix * c->capacity * size;
+    memcpy(to, c->moved + (matrix * c->moved_capacity + c->moved_first) * size, (size_t)(c->used * size));
+    memset(to + end * size, 0, (size_t)((c->capacity - end) * size));
+}
+static void encode_task(Coding *c, int64_t task, float *scratch) {
+    Span s = span_of(c, task);
+    Head head, finer;
+    ALIGNED Grids grids;
+    float factors[NUM_WIDTHS];
+    load_head(c, s.matrix, &head);
+    if (c->source) load_head(c->source, s.matrix, &finer);
+    if (c->is_trellis) make_grids(c, &head, grids, factors);
+    if (c->moved && task < c->batch * c->heads) move_rows(c, s.matrix);
+    Group g;
+    for (int64_t place = s.from; place < s.to; place += g.count) {
+        g = group_at(c, s, place);
+        encode_group(c, &head, c->source ? &finer : 0, g, grids, factors, scratch);
+    }
+}
 EXPORT(encode_rows)(Coding *c) {
     int64_t thread = __atomic_fetch_add(&c->entered, 1, __ATOMIC_RELAXED);
-    FOR_TASKS(c, task) {
-        Span s = span_of(c, task);
-        Head head;
-        ALIGNED Grids grids;
-        float factors[NUM_WIDTHS];
-        load_head(c, s.matrix, &head);
-        if (c->is_trellis) make_grids(c, &head, grids, factors);
-        Group g;
-        for (int64_t place = s.from; place < s.to; place += g.count) {
-            g = group_at(c, s, place);
-            encode_group(c, &head, g, grids, factors, c->scratch + thread * c->scratch_size);
-        }
+    FOR_TASKS(c, task) encode_task(c, task, c->scratch + thread * c->scratch_size);
+}
+/* Tokens behind those that have been coded move to the front */
+static void move_states(const Coding *c, int64_t left) {
+    int64_t size = c->strides[2] * (int64_t)size_of_kind((int)c->kind);
+    for (int64_t matrix = 0; matrix < c->batch * c->heads; matrix++) {
+        int64_t at = matrix / c->heads * c->strides[0] + matrix % c->heads * c->strides[1];
+        char *to = (char *)(uintptr_t)c->states + at * (int64_t)size_of_kind((int)c->kind);
+        memmove(to, to + c->tokens * size, (size_t)(left * size));
+    }
+}
+EXPORT(append_rows)(Appended *a) {
+    Coding *all = a->codings;
+    int64_t matrices = all->batch * all->heads;
+    FOR_TASKS(a, task) {
+        encode_task(all + task / matrices, task % matrices, 0);
+        if (!ends_last(&a->tasks)) continue;
+        a->is_unfit = all[0].is_unfit | all[1].is_unfit;
+        for (int side = 0; side < 2 && a->left && !a->is_unfit; side++) move_states(all + side, a->left);
     }
 }
 EXPORT(decode_rows)(Coding *c) {
@@ -421,15 +511,22 @@ EXPORT(decode_rows)(Coding *c) {
         Span s = span_of(c, task);
         Head head;
         /* An order that is none leaves channels out */
-        ALIGNED vf x[MOST_CHANNELS] = {{0}};
+        ALIGNED vf x[MOST_CHANNELS] = {{0}}, channels[MOST_CHANNELS];
         load_head(c, s.matrix, &head);
         Group g;
         for (int64_t place = s.from; place < s.to; place += g.count) {
             g = group_at(c, s, place);
+            vf *own = c->basis ? channels : x;
             decode_group(c, &head, g, x);
             if (c->rotation > 1) rotate_tokens(c, x);
-            if (c->rotary) turn_tokens(c, g, x);
-            store_tokens(c, g, x);
+            if (c->basis) {
+                memset(channels, 0, sizeof(vf) * (size_t)c->channels);
+                add_components(&head, x, 1, channels);
+            }
+            for (int d = 0; c->basis && d < c->channels; d++) own[d] /= head.factors[d];
+            for (int d = 0; c->mean && d < c->channels; d++) own[d] += head.centres[d];
+            if (c->rotary) turn_tokens(c, g, own);
+            store_tokens(c, g, own);
         }
     }
 }
