@@ -39,7 +39,7 @@ def test_attention_reads_nothing_dense(layer, lazy):
     assert layer.dense_reads == 0
     assert layer.stats()["attend_calls"] == 1
     dense = layer.materialize("keys"), layer.materialize("values")
-    assert torch.allclose(output, F.scaled_dot_product_attention(query, *dense, enable_gqa=True), atol=1e-5)
+    assert torch.allclose(output, F.scaled_dot_product_attention(query, *dense, enable_gqa=True), atol=5e-5)
 
 
 def test_repeated_heads_stay_lazy(layer, lazy):
@@ -49,7 +49,7 @@ def test_repeated_heads_stay_lazy(layer, lazy):
     output = F.scaled_dot_product_attention(query, *repeated)
     assert layer.dense_reads == 0
     dense = [repeat_kv(layer.materialize(side), 3) for side in ("keys", "values")]
-    assert torch.allclose(output, F.scaled_dot_product_attention(query, *dense), atol=1e-5)
+    assert torch.allclose(output, F.scaled_dot_product_attention(query, *dense), atol=5e-5)
     assert torch.equal(repeated[0] + 0, dense[0])
 
 
