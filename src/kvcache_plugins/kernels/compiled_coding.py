@@ -293,7 +293,9 @@ class PreparedCoding:
             raise ValueError(f"{count} tokens behind rows {kept.first} to {end} of {rows.shape[2]} in {capacity}")
         storage = rows
         if kept.first or capacity != rows.shape[2]:
-            storage = torch.empty((*rows.shape[:2], capacity, rows.shape[3]), dtype=torch.uint8)
+            # Which can be written to outside of inference mode, too
+            with torch.inference_mode(False):
+                storage = torch.empty((*rows.shape[:2], capacity, rows.shape[3]), dtype=torch.uint8)
             words[_AT.moved_capacity], words[_AT.moved_first] = rows.shape[2], kept.first
         words[_AT.moved] = 0 if storage is rows else rows.data_ptr()
         words[_AT.rows], words[_AT.capacity] = storage.data_ptr(), capacity
