@@ -188,7 +188,7 @@ class RowTable:
         return torch.cat([self._encode(part) for part in parts], dim=2)
 
     def recode(self, rows: torch.Tensor, finer: "RowTable") -> torch.Tensor:
-        """Codes rows `[B, H, T, R]` of a table that this has made by `finer` as its own, in the basis that both have."""
+        """Codes rows `[B, H, T, R]` of a table that this has made by `finer` as its own, in their basis."""
         own = rows.new_empty(*rows.shape[:3], self.row_size)
         if choose_coding_kernel(rows, self.head_dim) == "compiled":
             from kvcache_plugins.kernels.compiled_coding import code

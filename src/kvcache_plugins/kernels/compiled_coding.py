@@ -27,6 +27,8 @@ _NUM_WIDTHS = MAX_WIDTH + 1
 _LEVELS, _ALL_LEVELS = (0, 16, 32, 48, 64, 80, 112), 192
 _TASK_TOKENS = 128
 _MOST_LANES = 16
+# Of positions, whose angles all layers share
+_LEAST_TILES = 64
 # Minima of a step of the search for a trellis, at most
 _MOST_MINIMA = NUM_STATES // 2
 _CODING, _AT = STRUCTURES["Coding"], places("Coding")
@@ -90,8 +92,7 @@ def code(
     if positions is not None and layout is not None and layout.frequencies:
         if layout.head_dim != shape[3]:
             raise ValueError(f"keys of {shape[3]} channels, a rotary embedding of {layout.head_dim}")
-        # Tiles of positions up to the last token's, and as many below 0, where padding is
-        tiles = 2 ** ((positions.first + shape[2]) // TILE).bit_length()
+        tiles = _num_tiles(positions.first + shape[2])
         padding = None if positions.padding is None else positions.padding.long().contiguous()
         fields |= {"rotary": _rotary(layout, tiles), "start": positions.first, "padding": padding}
     if table is None:
@@ -188,6 +189,11 @@ def _by_levels(bounds: torch.Tensor) -> torch.Tensor:
     return placed
 
 
+def _num_tiles(stop: int) -> int:
+    """Counts tiles of positions up to those before `stop`, and many more; there are as many below 0, for padding."""
+    return max(2 ** (stop // TILE).bit_length(), _LEAST_TILES)
+
+
 @cache
 def _rotary(layout: RotaryLayout, tiles: int) -> Structure:
     """Describes a rotary embedding for as many tiles of positions from 0 on as below."""
@@ -268,7 +274,7 @@ class PreparedCoding:
             if not each.is_contiguous() or not each.is_cpu or each.dtype not in KINDS:
                 raise ValueError(f"tokens in {each.dtype}, strides {each.stride()}, on {each.device}")
         # Positions up to here have angles in it
-        self._most = 2 ** ((start + count) // TILE).bit_length() * TILE
+        self._most = _num_tiles(start + count) * TILE
         where: dict[str, Any] = {"positions": Positions(start, self.padding), "limit": self._limit, "is_run": False}
         calls = [
             code("encode_rows", own[:, :, :count], None, layout=table.rope, table=table, **where)
@@ -293,7 +299,9 @@ class PreparedCoding:
             raise ValueError(f"{count} tokens behind rows {kept.first} to {end} of {rows.shape[2]} in {capacity}")
         storage = rows
         if kept.first or capacity != rows.shape[2]:
-            storage = torch.empty((*rows.shape[:2], capacity, rows.shape[3]), dtype=torch.uint8)
+            # Which can be written to outside of inference mode, too
+            with torch.inference_mode(False):
+                storage = torch.empty((*rows.shape[:2], capacity, rows.shape[3]), dtype=torch.uint8)
             words[_AT.moved_capacity], words[_AT.moved_first] = rows.shape[2], kept.first
         words[_AT.moved] = 0 if storage is rows else rows.data_ptr()
         words[_AT.rows], words[_AT.capacity] = storage.data_ptr(), capacity

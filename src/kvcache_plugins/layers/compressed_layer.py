@@ -216,7 +216,6 @@ class CompressedLayer(PromptLayer):
         if not self.record_past:
             self._let_go()
 
-    @in_own_context
     def _code_again(self) -> bool:
         """
         Codes what has waited in the buffer for long enough right behind the newest rows, and tells whether nothing
@@ -246,7 +245,7 @@ class CompressedLayer(PromptLayer):
         if is_moved:
             buffer.length -= count
         else:
-            buffer.drop_first(count)
+            in_own_context(buffer.drop_first)(count)
         self._counters["tokens_compressed"] += count
         self._counters["chunks_compressed"] += 1
         if older is not None and joined is not None:

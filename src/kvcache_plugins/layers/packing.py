@@ -582,12 +582,14 @@ class PreparedParts:
         first = len(self.parts) - len(blocks)
         for number, block in enumerate(blocks):
             part = self.parts[first + number]
-            if part.mask is not None and block.start != part.positions.first:
-                # Its columns would be others
-                return False
-            positions = replace(part.positions, first=block.start)
-            own = {"keys": block.keys, "values": block.values, "length": block.length, "positions": positions}
-            self.parts[first + number] = replace(part, **own)
+            positions = part.positions
+            if block.start != positions.first:
+                if part.mask is not None:
+                    # Its columns would be others
+                    return False
+                positions = replace(positions, first=block.start)
+            own = CodedPart(block.keys, block.values, part.codec, positions, block.length, part.mask)
+            self.parts[first + number] = own
         return self.call.extend(self.parts[first:])
 
     def __deepcopy__(self, memo: object) -> None:
