@@ -257,9 +257,9 @@ def prepare_coding(
         states (`torch.Tensor` of shape `[B, H, T, D]`):
             Float32, float16 or bfloat16.
         layout (`RowLayout`):
-            How they are coded.
+            How they are coded; a trellis is for plain PyTorch.
         codebook (`Codebook`):
-            Of the side.
+            Codes of all widths.
         signs (`torch.Tensor` of shape `[D, channels of a tile]`, *optional*):
             What states are multiplied with before: a Hadamard matrix of ones, of their dtype or else of float16, its
             columns at their places of a tile. The mean has then been taken off.

@@ -101,10 +101,8 @@ class Codebook(NamedTuple):
     Codes of numbers, by the width of their block, see `coding_tiles`.
 
     Args:
-        cell_codes (`torch.Tensor` of shape `[9, cells]`, uint8):
-            How many bounds lie below all of a cell.
-        cell_bounds (`torch.Tensor` of shape `[9, cells]`, float32):
-            The bound that lies in a cell, infinite where there is none.
+        cell_codes (`torch.Tensor` of shape `[9, cells]`, uint8): how many bounds lie below all of a cell.
+        cell_bounds (`torch.Tensor` of shape `[9, cells]`, float32): the bound in a cell, infinite where there is none.
     """
 
     cell_codes: torch.Tensor
