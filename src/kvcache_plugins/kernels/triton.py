@@ -137,8 +137,9 @@ def stored_groups(states: CompressedStates) -> StoredGroups:
     """Describes compressed states to kernels."""
     low_rank = states.low_rank_a, states.low_rank_b
     outliers = states.outlier_indices, states.outlier_values, states.outlier_offsets
-    grouping = states.grouping.axis, states.grouping.group_size, states.head_dim
-    return StoredGroups(states.codes, states.scale, states.zero, *low_rank, *outliers, states.nbits, *grouping)
+    tensors = states.codes, states.scale, states.zero, *low_rank, *outliers
+    axis, group_size = states.grouping.axis, states.grouping.group_size
+    return StoredGroups(*tensors, states.nbits, axis, group_size, states.head_dim)
 
 
 def row_layout(table: RowTable) -> RowLayout:
