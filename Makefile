@@ -43,7 +43,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist workste
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-oldest sanitize wheels weight promises bench notebooks check style types docs format clean
+.PHONY: help demo test test-long test-oldest sanitize wheels hub-kernels weight promises bench notebooks check style types docs format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -73,6 +73,9 @@ wheels: $(VENV)/.installed  ## wheels for all platforms, into `dist/`
 	rm -rf build
 	for platform in $(PLATFORMS); do KVCACHE_PLUGINS_WHEEL=$$platform \
 		$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist . && rm -rf build || exit 1; done
+
+hub-kernels: $(VENV)/.installed  ## the repository of Triton's kernels for the kernel hub, into `dist/kernels`
+	$(BIN)/python hub/kernels/build.py dist/kernels
 
 weight: $(VENV)/.installed  ## lines of every room of the house, beside the plan
 	$(BIN)/python tests/test_weight.py

@@ -1,15 +1,19 @@
-"""`custom_generate`: in `generate`, a pipeline, a chat loop, and from a folder as it can be pushed to the hub."""
+"""`custom_generate`: in `generate`, a pipeline, a chat loop, and from folders as they can be pushed to the hub."""
 
 import pickle
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard, ModelCardData
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, TextStreamer, pipeline
 
 from kvcache_plugins import create_cache, generate_with
 from kvcache_plugins.contract.subject import RECORDS_PAST
+from kvcache_plugins.gear import TransformCalibration, calibrate_transform
+from kvcache_plugins.infinigen import calibrate
 from kvcache_plugins.models.cache_argument import IS_RENAMED
 
 
@@ -130,11 +134,16 @@ def test_from_a_folder(model, tokenizer) -> None:
 
 
 @pytest.fixture
-def bound(folder: str, tmp_path: Path) -> PreTrainedModel:
+def repository(folder: str, tmp_path: Path) -> Path:
+    """A model's repository with a `generate` of its own."""
+    shutil.copytree(folder, tmp_path / "repository")
+    shutil.copytree(HUB / "custom_generate", tmp_path / "repository" / "custom_generate")
+    return tmp_path / "repository"
+
+
+@pytest.fixture
+def bound(repository: Path) -> PreTrainedModel:
     """A model whose `generate` Transformers has taken from the model's own repository."""
-    repository = tmp_path / "repository"
-    shutil.copytree(folder, repository)
-    shutil.copytree(HUB / "custom_generate", repository / "custom_generate")
     return AutoModelForCausalLM.from_pretrained(repository, trust_remote_code=True).eval()
 
 
@@ -151,6 +160,44 @@ def test_from_the_models_own_repository(bound, model, tokenizer, name, options, 
     output = bound.generate(*given, **arguments, **({} if is_positional else {"input_ids": input_ids}))
     assert torch.equal(output.sequences, tokens)
     assert output.past_key_values.stats()["tokens_compressed"] > 0
+
+
+@pytest.fixture(scope="module")
+def calibration(model: PreTrainedModel, random_windows) -> TransformCalibration:
+    return calibrate_transform(model, random_windows(3, 200))
+
+
+def test_calibrations_in_the_models_repository(repository, calibration, model, tokenizer, random_windows) -> None:
+    calibration.save(repository / "gear_calibration.safetensors")
+    corrections = calibrate(model, random_windows(3, 200), rank=4, min_recall=0.0)
+    corrections.save(repository / "infinigen.safetensors")
+    bound = AutoModelForCausalLM.from_pretrained(repository, trust_remote_code=True).eval()
+    inputs = {**tokenizer(TEXT, return_tensors="pt"), "return_dict_in_generate": True, **OPTIONS}
+    for name, options in (("gear", {}), ("gear-c16", {}), ("gear-c20", {"num_sink_tokens": 8})):
+        output = bound.generate(**inputs, cache=name, cache_options=options)
+        cache = create_cache(name, model, calibration=calibration, **options)
+        assert output.past_key_values.calibration.digest == calibration.digest
+        assert torch.equal(output.sequences, model.generate(**inputs, past_key_values=cache).sequences)
+    for name, options in (("gear", {"residual_length": 32}), ("gear-c16", {"calibration": None}), (NAME, {})):
+        assert bound.generate(**inputs, cache=name, cache_options=options).past_key_values.calibration is None
+    options = {"calibration": str(repository / "infinigen.safetensors")}
+    output = bound.generate(**inputs, cache="infinigen", cache_options=options)
+    assert output.past_key_values.calibration.reports == corrections.reports
+
+
+def test_the_model_card_shows_what_works(repository, calibration) -> None:
+    calibration.save(repository / "gear_calibration.safetensors")
+    given = {"model_id": repository.as_posix(), "base_model": "a/b", "cache": "gear-c16", "results": "", "texts": ""}
+    data = ModelCardData(base_model="a/b", library_name="transformers", tags=["custom_generate"])
+    ModelCard.from_template(data, template_path=str(HUB / "model_card.md"), **given).save(repository / "README.md")
+    card = ModelCard.load(repository / "README.md")
+    assert card.data.tags == ["custom_generate"] and "{" not in card.text
+    shown: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", card.text, flags=re.DOTALL):
+        exec(block, shown)
+    caches = shown["output"].past_key_values, shown["cache"]
+    assert [cache.calibration.digest for cache in caches] == [calibration.digest] * 2
+    assert caches[0].get_seq_length() == caches[1].get_seq_length() > 0
 
 
 def test_what_is_refused(model, tokenizer) -> None:

@@ -4,9 +4,6 @@ Left to itself the assembler finds pairs of its own, and moves halves about for 
 Triton's interpreter, for float32 and on GPUs of other makers, the same is done by Triton's operations.
 """
 
-# The parameters of kernels are pointers, numbers and blocks: no Python types
-# mypy: disable-error-code="no-untyped-def"
-
 import torch
 import triton
 import triton.language as tl

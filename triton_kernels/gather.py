@@ -12,9 +12,6 @@ interpreter these are addresses of ordinary memory, and the kernel is the same.
 Legend: B batch, H heads, K slots given, R numbers a row; a word is the widest integer that rows consist of.
 """
 
-# What a kernel is given are pointers, integers and tiles, for which Triton has no types
-# mypy: disable-error-code="no-untyped-def"
-
 from collections.abc import Sequence
 from math import gcd
 

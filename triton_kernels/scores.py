@@ -8,9 +8,6 @@ queries of the whole group.
 Legend: B batch, H key/value heads, G query heads a key/value head, T tokens, D head dim, P bytes a token.
 """
 
-# What a kernel is given are pointers, integers and tiles, for which Triton has no types
-# mypy: disable-error-code="no-untyped-def"
-
 import torch
 import triton
 import triton.language as tl

@@ -1,14 +1,22 @@
 """
 `generate` with a compressed KV cache: what `model.generate(..., custom_generate="<this repository>")` calls, and
-`model.generate` itself where this folder is in the model's own repository.
+`model.generate` itself where this folder is in the model's own repository. A calibration of GEAR that lies beside the
+model's weights is taken by `gear` without options and by the presets `gear-c...`.
 """
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache as remember
 from typing import Any
+
+from transformers.utils import cached_file
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.models.cache_argument import as_argument
+
+
+# What `kvcache-plugins calibrate --cache gear --out gear_calibration.safetensors` writes
+CALIBRATION = "gear_calibration.safetensors"
 
 
 def generate(
@@ -30,8 +38,21 @@ def generate(
     given = [arguments.pop(name, None) for name in ("past_key_values", "cache_implementation")]
     if given != [None, None] or not isinstance(cache, str):
         raise ValueError("leave out `past_key_values` and `cache_implementation`: `cache` takes the name of a cache")
-    made = create_cache(cache, model, **(cache_options or {}))
+    options = dict(cache_options or {})
+    if (cache == "gear" and not options) or (cache.startswith("gear-c") and ":" not in cache):
+        found = find_calibration(model.name_or_path, getattr(model.config, "_commit_hash", None))
+        options = options if found is None else {"calibration": found, **options}
+    made = create_cache(cache, model, **options)
     # Caches that listen to the model do so until the call ends
     with made if isinstance(made, AbstractContextManager) else nullcontext():
         # The class's: the model's own is this function where it is in the model's repository
         return type(model).generate(model, *inputs, **arguments, **as_argument(made))
+
+
+@remember
+def find_calibration(repository: str, revision: str | None) -> str | None:
+    """Finds the file beside a model's weights, in a folder or on the hub, which is asked once."""
+    try:
+        return cached_file(repository, CALIBRATION, revision=revision) if repository else None
+    except OSError:
+        return None

@@ -1,4 +1,4 @@
-"""Constants of stored rows in C and in Triton's kernels are those of the codecs."""
+"""Constants of stored rows in C are those of the codecs and of Triton's kernels."""
 
 import re
 from pathlib import Path
@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 
 from kvcache_plugins import kernels
-from kvcache_plugins.codecs import quantizers, rows
+from kvcache_plugins.codecs import quantizers
 from kvcache_plugins.codecs.quantizers import BLOCK
+from kvcache_plugins.triton_kernels import stored_format
 
 
 FOLDER = Path(kernels.__file__).parent / "cpu"
 EXPECTED = {
-    "SCALE_STEPS": rows.SCALE_STEPS,
-    "SCALE_OFFSET": rows.SCALE_OFFSET,
-    "LAST_SCALE": rows.LAST_SCALE,
-    "LEAST_GAIN": rows.LEAST_GAIN,
+    "SCALE_STEPS": stored_format.SCALE_STEPS,
+    "SCALE_OFFSET": stored_format.SCALE_OFFSET,
+    "LAST_SCALE": stored_format.LAST_SCALE,
+    "LEAST_GAIN": stored_format.LEAST_GAIN,
     "SEARCH_STEPS": quantizers.SEARCH_STEPS,
     "SEARCH_END": quantizers.SEARCH_END,
     "NUM_STATES": quantizers.NUM_STATES,

@@ -9,11 +9,9 @@ import pytest
 import torch
 from kernel_cases import DEVICE, Groups, dense_part, exact_attention, group_part, make_mask, make_query, needs_triton
 
-from kvcache_plugins.codecs.outliers import OUTLIER_TILE
 from kvcache_plugins.codecs.parts import CompressedPart, DensePart
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.triton import prepare_part
-from kvcache_plugins.triton_kernels.attention.outliers import STORED_TILE
 
 
 pytestmark = needs_triton
@@ -166,7 +164,3 @@ def test_no_tokens_give_no_splits():
     case = shape(64, chunks=1, cut=64)
     states = torch.randn(2, case.batch_size, case.num_heads, 9, 64, device=DEVICE)
     check(case, [make_part(case, {}), DensePart(*states, 9, None)], torch.float32)
-
-
-def test_kernels_know_the_stored_format():
-    assert STORED_TILE.value == OUTLIER_TILE

@@ -141,9 +141,8 @@ VECTORS = re.compile(r"(?:ld|st)\.global\S*\.v4\.b32")
 
 def of_groups(name, is_packed):
     """Launches over a prompt of 1024 tokens in one chunk of three, with 8 heads, and what merges two such blocks."""
-    from kvcache_plugins.codecs.groups import CompressedStates
-    from kvcache_plugins.codecs.quantization import Grouping
     from kvcache_plugins.triton_kernels.attention import attend
+    from kvcache_plugins.triton_kernels.attention.layout import StoredGroups
 
     nbits, sides, head_dim, dtype, mask_dtype = GROUPS[name]
 
@@ -156,12 +155,12 @@ def of_groups(name, is_packed):
         factors = [torch.empty(*chunk, size, rank, dtype=HALF) if rank else None for size in (length, head_dim)]
         offsets = torch.empty(2, 1, 3, 129, dtype=torch.int32)
         stored = (entries.to(torch.int16), entries.to(HALF), offsets) if outliers else (None, None, None)
-        return CompressedStates(codes, scale, scale, *factors, *stored, nbits, Grouping(axis, None), head_dim)
+        return StoredGroups(codes, scale, scale, *factors, *stored, nbits, axis, None, head_dim)
 
     query = torch.empty(2, 8, 4, head_dim, dtype=dtype)
     mask = None if mask_dtype is None else torch.empty(2, 1, 1, 1024, dtype=mask_dtype)
     sizes = {"num_chunks": 1, "length": 1000, "mask": mask, "scale": 0.1, "num_sms": 132, "packed": is_packed}
-    made = attend.prepare(query, *(compressed(*side) for side in sides), **sizes)
+    made = attend.prepare_groups(query, *(compressed(*side) for side in sides), **sizes)
     yield "attend", attend.attend_kernel, made.arguments, made.options
     yield "combine", *combining(made.result, query, mask)
 
@@ -186,23 +185,23 @@ def of_combination(name):
     yield "combine", *combining(partials, torch.empty(2, 8, 128, head_dim, dtype=dtype))
 
 
-def make_table(head_dim, num_bytes, is_keys, is_calibrated, **options):
-    """An empty table of 8 heads and rows `[2, 8, 1000, row_size]`."""
-    from kvcache_plugins.codecs.basis import Basis
-    from kvcache_plugins.codecs.rows import RowTable
+def make_rows(head_dim, num_bytes, is_keys, is_calibrated, is_trellis=False):
+    """Rows `[2, 8, 1000, row_size]` without data, and their layout."""
+    from kvcache_plugins.triton_kernels.transform_coding.launches import CodedRows, RowBasis, RowLayout
 
-    sizes, num_heads = (1 + num_bytes, head_dim, is_keys), 8
+    num_heads = 8
     rows = torch.empty(2, num_heads, 1000, 1 + num_bytes, dtype=torch.uint8)
     widths = torch.empty(1 if is_calibrated else 2, num_heads, -(-head_dim // 8), dtype=torch.uint8)
-    by_channel = torch.empty(num_heads, head_dim)
-    if is_calibrated:
-        basis = torch.empty(num_heads, head_dim, head_dim, dtype=torch.int8)
-        options["basis"] = Basis(by_channel, basis, by_channel, basis)
-        return rows, RowTable(None, by_channel.half()[None], None, widths, *sizes, **options)
     by_channel = torch.empty(2, num_heads, head_dim, dtype=HALF)
     order, mean = (by_channel.byte(), by_channel) if is_keys else (None, None)
-    deviation = by_channel if is_keys else by_channel[..., :1].contiguous()
-    return rows, RowTable(order, mean, deviation, widths, *sizes, **options)
+    deviation, basis = by_channel if is_keys else by_channel[..., :1].contiguous(), None
+    if is_calibrated:
+        order, mean, deviation = None, by_channel[:1], None
+        factors, vectors = by_channel[0].float(), torch.empty(num_heads, head_dim, head_dim, dtype=torch.int8)
+        basis = RowBasis(factors, vectors, factors, vectors)
+    described = (widths, 1 + num_bytes, head_dim, order, mean, deviation, basis)
+    num_refits = 5 if is_keys and is_calibrated else 0
+    return CodedRows(rows, RowLayout(*described, is_keys, is_trellis, num_refits, torch.empty(9, 6)))
 
 
 def make_angles(head_dim):
@@ -213,12 +212,10 @@ def make_angles(head_dim):
 
 def of_rows(name):
     from kvcache_plugins.triton_kernels.transform_coding.attend import prepare_rows
-    from kvcache_plugins.triton_kernels.transform_coding.launches import CodedRows
 
     head_dim, key_bytes, value_bytes, dtype, num_queries, mask_dtype, is_padded = ROWS[name]
-    own = {"quantizer": "trellis" if "trellis" in name else "lloyd-max"}
     keys, values = (
-        CodedRows(*make_table(head_dim, num_bytes, is_keys, name.startswith("c"), **own), torch.empty(9, 6))
+        make_rows(head_dim, num_bytes, is_keys, name.startswith("c"), "trellis" in name)
         for num_bytes, is_keys in ((key_bytes, True), (value_bytes, False))
     )
     made = prepare_rows(
@@ -246,14 +243,13 @@ def of_coding(name):
     head_dim, num_bytes, dtype = CODING[name]
     is_keys, is_calibrated = "keys" in name, "calibrated" in name
     states = torch.empty(2, 1000, 8, head_dim, dtype=dtype).transpose(1, 2)
-    book = Codebook(torch.empty(9, 6), torch.empty(9, 577, dtype=torch.uint8), torch.empty(9, 577))
-    options = {"num_refits": 5 if is_keys else 0} if is_calibrated else {}
-    _, table = make_table(head_dim, num_bytes, is_keys, is_calibrated, **options)
+    book = Codebook(torch.empty(9, 577, dtype=torch.uint8), torch.empty(9, 577))
+    layout = make_rows(head_dim, num_bytes, is_keys, is_calibrated).layout
     has_signs = not (is_keys or is_calibrated)
     signs = torch.empty(head_dim, block_channels(head_dim), dtype=HALF if dtype == SINGLE else dtype)
     where = {"start": 4, "padding": torch.zeros(2, dtype=torch.int64)} if is_keys else {}
     angles = make_angles(head_dim) if is_keys else None
-    made = prepare_coding(states, table, book, signs if has_signs else None, angles, **where)
+    made = prepare_coding(states, layout, book, signs if has_signs else None, angles, **where)
     yield "code", made.kernel, made.arguments, made.options
 
 

@@ -27,11 +27,9 @@ import math
 import torch
 import triton
 
-from kvcache_plugins.codecs.groups import CompressedStates
-from kvcache_plugins.triton_kernels.launch import Launch
-
+from ..launch import Launch
 from .attend_kernel import attend_kernel
-from .layout import has_outliers, join_chunks, side_arguments, side_packing, tokens_per_group
+from .layout import PLANES, StoredGroups, has_outliers, join_chunks, side_arguments, tokens_per_group
 from .masks import mask_arguments
 from .outliers import STORED_TILE, number_table
 from .partials import Partials, device_num_sms, num_split_tiles
@@ -49,10 +47,10 @@ PROGRAMS_PER_SM = 8
 _OPTIONS = {"num_warps": 1, "enable_fp_fusion": True}
 
 
-def prepare(
+def prepare_groups(
     query: torch.Tensor,
-    keys: CompressedStates,
-    values: CompressedStates,
+    keys: StoredGroups,
+    values: StoredGroups,
     *,
     num_chunks: int,
     length: int,
@@ -67,7 +65,7 @@ def prepare(
     Args:
         query (`torch.Tensor` of shape `[B, H, rows, D]`):
             Queries. A row is `query head within the group * query tokens + query token`.
-        keys, values (`CompressedStates`):
+        keys, values (`StoredGroups`):
             What to attend to; the last dimension of every tensor is contiguous.
         num_chunks (`int`):
             Chunks in use; the storage may hold more.
@@ -105,7 +103,7 @@ def prepare(
         triton.cdiv(_MIN_TOKENS_PER_SPLIT, block_tokens),
     )
     num_splits = triton.cdiv(num_tiles, tiles_per_split)
-    num_planes = side_packing(values, value_dim).num_planes
+    num_planes = len(PLANES[values.nbits])
 
     results = (batch_size, num_heads, num_splits * num_planes, num_rows)
     output = query.new_empty(*results, value_dim, dtype=torch.float32)
@@ -121,8 +119,8 @@ def prepare(
         "maximum_ptr": maximum,
         "total_ptr": partials.total,
         "number_ptr": number_table(query.device) if has_outliers(keys) or has_outliers(values) else None,
-        **side_arguments("key", keys, key_dim),
-        **side_arguments("value", values, value_dim),
+        **side_arguments("key", keys),
+        **side_arguments("value", values),
         "num_heads": num_heads,
         "num_rows": num_rows,
         "length": length,
@@ -152,13 +150,13 @@ def _block_rows(num_rows: int, head_dim: int) -> int:
     return min(most, 16, max(_MIN_BLOCK_ROWS, triton.next_power_of_2(num_rows)))
 
 
-def _num_stages(keys: CompressedStates, values: CompressedStates, block_tokens: int) -> int:
+def _num_stages(keys: StoredGroups, values: StoredGroups, block_tokens: int) -> int:
     """Tiles that are on their way or in use: with which the assembler keeps all in registers."""
-    is_plain = keys.low_rank_a is None and not has_outliers(keys) and keys.grouping.axis == "channel"
+    is_plain = keys.low_rank_a is None and not has_outliers(keys) and keys.axis == "channel"
     return 3 if is_plain and keys.nbits == values.nbits == 4 and block_tokens == _BLOCK_TOKENS else 2
 
 
-def _query_registers(keys: CompressedStates, packed: bool) -> str:
+def _query_registers(keys: StoredGroups, packed: bool) -> str:
     """
     How queries outlive a chunk: kept, loaded with it, or kept but turned for its factor with it. Each is what spills
     least: the compiler keeps all that chunks have in common, and their tiles need the registers.
@@ -170,7 +168,7 @@ def _query_registers(keys: CompressedStates, packed: bool) -> str:
     return "kept" if tokens_per_group(keys) else "loaded"
 
 
-def _tokens_per_stretch(keys: CompressedStates, values: CompressedStates) -> int:
+def _tokens_per_stretch(keys: StoredGroups, values: StoredGroups) -> int:
     """Tokens that a tile must lie within, so that the tokens of a tile share their scales; 0: a chunk."""
     return math.gcd(tokens_per_group(keys), tokens_per_group(values))
 

@@ -4,14 +4,10 @@ Legend as in `attend.py`. Blocks: `BLOCK_R` query rows, `BLOCK_T` tokens, `BLOCK
 are a `SideLayout` each, with blocks of channels and ranks.
 """
 
-# The parameters of kernels are pointers, numbers and blocks: no Python types
-# mypy: disable-error-code="no-untyped-def"
-
 import triton
 import triton.language as tl
 
-from kvcache_plugins.triton_kernels.arithmetic import dot_parts, inverse_power, same_number, update_softmax
-
+from ..arithmetic import dot_parts, inverse_power, same_number, update_softmax
 from .keys import load_queries, score_codes, sum_groups
 from .low_rank import add_from_basis, load_coefficients, to_basis
 from .masks import mask_row_offsets, mask_scores

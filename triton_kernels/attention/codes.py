@@ -6,9 +6,6 @@ field, for two words at once. Legend as in `attend.py`; `SIDE` is a `SideLayout`
 their numbers.
 """
 
-# The parameters of kernels are pointers, numbers and blocks: no Python types
-# mypy: disable-error-code="no-untyped-def"
-
 import triton
 import triton.language as tl
 

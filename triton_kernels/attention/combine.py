@@ -7,18 +7,14 @@ maxima.
 Legend as in `attend.py`; T tokens of an exact part.
 """
 
-# The parameters of kernels are pointers, numbers and blocks: no Python types
-# mypy: disable-error-code="no-untyped-def"
-
 from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
-from kvcache_plugins.triton_kernels.arithmetic import block_size, dot_precision
-from kvcache_plugins.triton_kernels.launch import Launch
-
+from ..arithmetic import block_size, dot_precision
+from ..launch import Launch
 from .dense_part import DensePart, attend_part, part_arguments
 from .partials import Partials, block_arguments, merge_splits
 

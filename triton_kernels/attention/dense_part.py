@@ -3,17 +3,13 @@
 Legend as in `attend.py`; T tokens of a part.
 """
 
-# The parameters of kernels are pointers, numbers and blocks: no Python types
-# mypy: disable-error-code="no-untyped-def"
-
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from kvcache_plugins.triton_kernels.arithmetic import update_softmax
-
+from ..arithmetic import update_softmax
 from .masks import mask_arguments, mask_row_offsets, mask_scores
 
 

@@ -4,14 +4,10 @@ Legend as in `attend.py`; a tile is of one chunk and head, and all pointers are 
 the `SideLayout` of the keys. Scores are those of queries without the power of two taken out of each row.
 """
 
-# The parameters of kernels are pointers, numbers and blocks: no Python types
-# mypy: disable-error-code="no-untyped-def"
-
 import triton
 import triton.language as tl
 
-from kvcache_plugins.triton_kernels.arithmetic import dot_parts, inverse_power, power_below
-
+from ..arithmetic import dot_parts, inverse_power, power_below
 from .codes import channel_mask, field_number, load_by_field, load_words, take_field
 
 

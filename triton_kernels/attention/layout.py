@@ -1,9 +1,9 @@
 """How keys or values are stored: constants that a kernel is compiled for, and its arguments. Legend as in `attend.py`.
 
-Codes are packed by slabs of channels (`kvcache_plugins.codecs.quantization`), 3 bits as a plane of 2 and one of 1. A
-kernel loads words of two bytes (of one where rows or slabs are odd or narrow) and takes a bit field of a word at a
-time: that is one code each of channels as far apart as words have bytes. All channels of a field share a group, so a
-row is loaded in pieces that no group's border cuts.
+Codes are packed by slabs of channels: at 2 bits, byte `j` has those of channels `j`, `j + D/4`, `j + D/2`, `j + 3D/4`.
+3 bits are a plane of 2 and one of 1. A kernel loads words of two bytes (of one where rows or slabs are odd or narrow)
+and takes a bit field of a word at a time: that is one code each of channels as far apart as words have bytes. All
+channels of a field share a group, so a row is loaded in pieces that no group's border cuts.
 """
 
 import functools
@@ -14,8 +14,42 @@ from typing import NamedTuple
 import torch
 import triton
 
-from kvcache_plugins.codecs.groups import CompressedStates
-from kvcache_plugins.triton_kernels.arithmetic import block_size
+from ..arithmetic import block_size
+
+
+class StoredGroups(NamedTuple):
+    """
+    Chunks of keys or of values.
+
+    Args:
+        codes (`torch.Tensor` of shape `[B, H, M, L, P]`, uint8): packed codes.
+        scale, zero (`torch.Tensor` of shape `[B, H, M, groups, D]` or `[B, H or 1, M, L, groups]`, float16): a group's
+            step and minimum.
+        low_rank_a, low_rank_b (`torch.Tensor` of shape `[B, H, M, La, R]` and `[B, H, M, D, R]`, float16, *optional*):
+            factors of what is added to the chunk's last tokens.
+        outlier_indices, outlier_values (`torch.Tensor` of shape `[B, 1, M, N]`, int16 or int32 and float16,
+            *optional*): token within a tile of `OUTLIER_TILE` times the next power of two from D on, plus the channel;
+            and what is added there. Tiles follow each other, and of a tile the heads.
+        outlier_offsets (`torch.Tensor` of shape `[B, 1, M, tiles * H + 1]`, int32, *optional*): where those of a tile
+            and head begin and end.
+        nbits (`int`): bits a code, 2, 3, 4 or 8.
+        axis (`str`): `"channel"` where tokens of a channel share a scale, `"token"` where channels of a token do.
+        group_size (`int`, *optional*): how many do, where it is not all.
+        head_dim (`int`): D.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+    low_rank_a: torch.Tensor | None
+    low_rank_b: torch.Tensor | None
+    outlier_indices: torch.Tensor | None
+    outlier_values: torch.Tensor | None
+    outlier_offsets: torch.Tensor | None
+    nbits: int
+    axis: str
+    group_size: int | None
+    head_dim: int
 
 
 class Field(NamedTuple):
@@ -92,32 +126,17 @@ class SideLayout(NamedTuple):
 
 
 # Planes of each width, lowest bits first: (bits in the plane, shift of the plane within the code)
-_PLANES = {2: ((2, 0),), 3: ((2, 0), (1, 2)), 4: ((4, 0),), 8: ((8, 0),)}
+PLANES = {2: ((2, 0),), 3: ((2, 0), (1, 2)), 4: ((4, 0),), 8: ((8, 0),)}
 # The smallest side of an operand of `tl.dot`
 _MIN_WORDS = 16
 # Of more at once registers would run out
 _MAX_PIECE = 32
 
 
-class Packing(NamedTuple):
-    """
-    How rows of codes are taken apart.
-
-    Args:
-        num_planes (`int`):
-            1, or 2 for 3 bits.
-        pieces (`tuple[Piece, ...]`):
-            What is loaded at once.
-    """
-
-    num_planes: int
-    pieces: tuple[Piece, ...]
-
-
 @functools.cache
-def packing_of(head_dim: int, nbits: int, channels_per_group: int, is_even: bool) -> Packing:
+def _pieces(head_dim: int, nbits: int, channels_per_group: int, is_even: bool) -> tuple[Piece, ...]:
     """
-    The packing of rows of codes.
+    Lists what is loaded at once of a row of codes.
 
     Args:
         head_dim, nbits (`int`):
@@ -127,7 +146,7 @@ def packing_of(head_dim: int, nbits: int, channels_per_group: int, is_even: bool
         is_even (`bool`):
             Whether every row begins at an even address.
     """
-    slabs = [-(-head_dim * width // 8) for width, _ in _PLANES[nbits]]
+    slabs = [-(-head_dim * width // 8) for width, _ in PLANES[nbits]]
     sizes = [math.gcd(slab, channels_per_group) if channels_per_group < head_dim else slab for slab in slabs]
     is_even = is_even and all(size % 2 == 0 for size in [*slabs, *sizes])
     pieces = []
@@ -143,14 +162,14 @@ def packing_of(head_dim: int, nbits: int, channels_per_group: int, is_even: bool
             fields = _fields(plane, nbits, first, slab, unit, head_dim, channels_per_group)
             pieces.append(Piece(start + first, num_words, unit, block, plane, fields))
         start += slab
-    return Packing(len(slabs), tuple(pieces))
+    return tuple(pieces)
 
 
 def _fields(
     plane: int, nbits: int, first: int, slab: int, unit: int, head_dim: int, channels_per_group: int
 ) -> tuple[Field, ...]:
     """Lists the fields that words are taken apart into, from byte `first` of a plane's slab on."""
-    width, shift = _PLANES[nbits][plane]
+    width, shift = PLANES[nbits][plane]
     fields = []
     for byte in range(unit):
         for bit in range(0, 8, width):
@@ -164,7 +183,7 @@ def _fields(
 _RANKS = (4, 2)
 
 
-def side_arguments(name: str, side: CompressedStates, head_dim: int) -> dict[str, object]:
+def side_arguments(name: str, side: StoredGroups) -> dict[str, object]:
     """The kernel arguments for the keys or the values."""
     if side.scale.stride() != side.zero.stride():
         raise ValueError("`scale` and `zero` must have the same strides")
@@ -180,31 +199,31 @@ def side_arguments(name: str, side: CompressedStates, head_dim: int) -> dict[str
         **_entry_arguments(name, side),
         f"{name}_rank": rank,
         f"{name}_low_rank_start": chunk_length - covered,
-        name.upper(): side_layout(side, head_dim),
+        name.upper(): side_layout(side),
     }
 
 
-def side_layout(side: CompressedStates, head_dim: int) -> SideLayout:
+def side_layout(side: StoredGroups) -> SideLayout:
     """Makes the constants that a kernel is compiled for of a side's tensors."""
-    packing = side_packing(side, head_dim)
-    by_channel = side.grouping.axis == "channel"
+    by_channel = side.axis == "channel"
+    num_groups = 1 if by_channel else side.scale.shape[4]
     covered, rank = _low_rank_size(side)
     return SideLayout(
-        dim=head_dim,
-        pieces=packing.pieces,
+        dim=side.head_dim,
+        pieces=_pieces(side.head_dim, side.nbits, side.head_dim // num_groups, _is_even(side.codes)),
         codes_stride_t=side.codes.stride(3),
         scale_stride_s=side.scale.stride(3),
         by_channel=by_channel,
-        num_groups=0 if by_channel else side.scale.shape[4],
+        num_groups=0 if by_channel else num_groups,
         tokens_per_group=tokens_per_group(side),
         ranks=() if covered == 0 else _RANKS if rank in _RANKS else (rank,),
         block_rank=block_size(rank),
         has_outliers=has_outliers(side),
-        channel_bits=(head_dim - 1).bit_length(),
+        channel_bits=(side.head_dim - 1).bit_length(),
     )
 
 
-def _scale_strides(side: CompressedStates) -> list[int]:
+def _scale_strides(side: StoredGroups) -> list[int]:
     """How many rows of scales lie between items, heads and chunks, so that where they begin is known to be a row."""
     row = side.scale.stride(3)
     strides = [
@@ -215,7 +234,7 @@ def _scale_strides(side: CompressedStates) -> list[int]:
     return [stride // row for stride in strides]
 
 
-def _low_rank_size(side: CompressedStates) -> tuple[int, int]:
+def _low_rank_size(side: StoredGroups) -> tuple[int, int]:
     """Tokens that the low-rank part covers, and R; zeros without it."""
     a, b = side.low_rank_a, side.low_rank_b
     if a is None or b is None or a.shape[3] == 0:
@@ -225,34 +244,28 @@ def _low_rank_size(side: CompressedStates) -> tuple[int, int]:
     return a.shape[3], a.shape[4]
 
 
-def has_outliers(side: CompressedStates) -> bool:
+def has_outliers(side: StoredGroups) -> bool:
     """Whether a side has any."""
     return side.outlier_indices is not None and side.outlier_indices.shape[3] > 0
 
 
-def tokens_per_group(side: CompressedStates) -> int:
+def tokens_per_group(side: StoredGroups) -> int:
     """Tokens that share a scale, 0 if it is all of a chunk or none."""
     num_groups = side.scale.shape[3]
-    if side.grouping.axis == "channel" and side.grouping.group_size is not None:
+    if side.axis == "channel" and side.group_size is not None:
         # A chunk of one group is read by the kernel of many
-        return side.grouping.group_size
-    return 0 if side.grouping.axis == "token" or num_groups == 1 else side.codes.shape[3] // num_groups
+        return side.group_size
+    return 0 if side.axis == "token" or num_groups == 1 else side.codes.shape[3] // num_groups
 
 
-def side_packing(side: CompressedStates, head_dim: int) -> Packing:
-    """How the side's codes are taken apart."""
-    num_groups = side.scale.shape[4] if side.grouping.axis == "token" else 1
-    return packing_of(head_dim, side.nbits, head_dim // num_groups, _is_even(side.codes))
-
-
-def join_chunks(side: CompressedStates) -> CompressedStates:
+def join_chunks(side: StoredGroups) -> StoredGroups:
     """The side with all chunks as one, where chunks hold nothing but codes and scales that lie behind each other."""
     tensors = (side.codes, side.scale, side.zero)
     is_plain = not has_outliers(side) and (side.low_rank_a is None or side.low_rank_a.shape[3] == 0)
     if not is_plain or any(each.shape[2] > 1 and each.stride(2) != each.shape[3] * each.stride(3) for each in tensors):
         return side
     codes, scale, zero = (each.flatten(2, 3).unsqueeze(2) for each in tensors)
-    return side.replace({"codes": codes, "scale": scale, "zero": zero})
+    return side._replace(codes=codes, scale=scale, zero=zero)
 
 
 def _is_even(codes: torch.Tensor) -> bool:
@@ -269,7 +282,7 @@ def _strides(name: str, strides: Sequence[int], dimensions: str) -> dict[str, ob
     return {f"{name}_stride_{dimension}": stride for dimension, stride in zip(dimensions, strides, strict=True)}
 
 
-def _entry_arguments(name: str, side: CompressedStates) -> dict[str, object]:
+def _entry_arguments(name: str, side: StoredGroups) -> dict[str, object]:
     indices, values, offsets = side.outlier_indices, side.outlier_values, side.outlier_offsets
     if indices is None or values is None or offsets is None:
         indices = values = offsets = None

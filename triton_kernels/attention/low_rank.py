@@ -4,14 +4,10 @@ Legend as in `attend.py`; all pointers are those of one chunk and head. `SIDE` i
 ranks beside each other.
 """
 
-# The parameters of kernels are pointers, numbers and blocks: no Python types
-# mypy: disable-error-code="no-untyped-def"
-
 import triton
 import triton.language as tl
 
-from kvcache_plugins.triton_kernels.arithmetic import dot_parts, inverse_power, power_below, same_halves
-
+from ..arithmetic import dot_parts, inverse_power, power_below, same_halves
 from .codes import channel_mask, field_number
 from .values import field_unit
 

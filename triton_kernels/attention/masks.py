@@ -1,8 +1,5 @@
 """Attention masks: how a kernel is given one, and how it applies it to a tile of scores."""
 
-# The parameters of kernels are pointers, numbers and blocks: no Python types
-# mypy: disable-error-code="no-untyped-def"
-
 import torch
 import triton
 import triton.language as tl

@@ -4,23 +4,18 @@ Query (or probabilities) are gathered at `BLOCK_E` entries at once, and scattere
 a one-hot matrix. Legend as in `attend.py`; all pointers are those of one chunk. `SIDE` is a `SideLayout`.
 """
 
-# The parameters of kernels are pointers, numbers and blocks: no Python types
-# mypy: disable-error-code="no-untyped-def"
-
 import functools
 
 import torch
 import triton
 import triton.language as tl
 
-from kvcache_plugins.codecs.outliers import OUTLIER_TILE
-from kvcache_plugins.triton_kernels.arithmetic import dot_parts, inverse_power
-
+from ..arithmetic import dot_parts, inverse_power
+from ..stored_format import OUTLIER_TILE
 from .codes import field_channels, field_number
 from .values import field_unit
 
 
-# Tokens whose outliers are stored together
 STORED_TILE = tl.constexpr(OUTLIER_TILE)
 # Where 0 stands in the table of numbers
 _ZERO = tl.constexpr(64)

@@ -3,9 +3,6 @@
 Legend as in `attend.py`.
 """
 
-# The parameters of kernels are pointers, numbers and blocks: no Python types
-# mypy: disable-error-code="no-untyped-def"
-
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple

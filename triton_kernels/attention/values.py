@@ -5,14 +5,10 @@ the `SideLayout` of the values. A field's output `[words, rows]` is in units of 
 be the sum that tensor cores add to.
 """
 
-# The parameters of kernels are pointers, numbers and blocks: no Python types
-# mypy: disable-error-code="no-untyped-def"
-
 import triton
 import triton.language as tl
 
-from kvcache_plugins.triton_kernels.arithmetic import dot_parts, inverse_power, power_below
-
+from ..arithmetic import dot_parts, inverse_power, power_below
 from .codes import channel_mask, field_number, load_by_field, load_words, take_field
 
 

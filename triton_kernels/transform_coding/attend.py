@@ -16,10 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcache_plugins.triton_kernels.attention.masks import mask_arguments
-from kvcache_plugins.triton_kernels.attention.partials import Partials, device_num_sms, num_split_tiles
-from kvcache_plugins.triton_kernels.launch import Launch
-
+from ..attention.masks import mask_arguments
+from ..attention.partials import Partials, device_num_sms, num_split_tiles
+from ..launch import Launch
 from .attend_kernel import attend_kernel
 from .launches import CodedRows, RotaryAngles
 
@@ -82,10 +81,10 @@ def prepare_rows(
     """
     batch_size, num_heads, num_rows, _ = query.shape
     query = query if query.stride(-1) == 1 else query.contiguous()
-    key_table, basis, is_float32 = keys.table, keys.table.basis, query.dtype == torch.float32
+    key_layout, basis, is_float32 = keys.layout, keys.layout.basis, query.dtype == torch.float32
     # Channels of a tile; components that tensor cores add up are at least as many
     num_channels, num_keys, num_values = (
-        block_channels(count) for count in (key_table.head_dim, key_table.num_coded, values.table.num_coded)
+        block_channels(count) for count in (key_layout.head_dim, key_layout.num_coded, values.layout.num_coded)
     )
     widest = max(num_channels, num_values) if basis is None else num_channels
     block_rows, block_tokens, num_warps = _tile_shape(
@@ -99,7 +98,7 @@ def prepare_rows(
         num_tiles, num_programs, num_slots, triton.cdiv(_MIN_TOKENS_PER_SPLIT, block_tokens)
     )
     num_splits = triton.cdiv(num_tiles, tiles_per_split)
-    partials = empty_partials(query, num_splits, values.table.num_coded)
+    partials = empty_partials(query, num_splits, values.layout.num_coded)
     arguments = {
         "query_ptr": query,
         "query_stride_b": query.stride(0),
@@ -110,8 +109,8 @@ def prepare_rows(
         "maximum_ptr": partials.maximum,
         "total_ptr": partials.total,
         **_side_arguments("key", keys),
-        "key_order_ptr": contiguous(key_table.order),
-        "key_mean_ptr": contiguous(key_table.mean),
+        "key_order_ptr": contiguous(key_layout.order),
+        "key_mean_ptr": contiguous(key_layout.mean),
         "basis_ptr": None if basis is None else basis.vectors,
         "step_ptr": None if basis is None else basis.steps,
         "factor_ptr": None if basis is None else basis.factors,
@@ -125,9 +124,9 @@ def prepare_rows(
         "length_ptr": num_tokens,
         "tokens_per_split": tiles_per_split * block_tokens,
         "scale": scale,
-        "KEY_DIM": key_table.head_dim,
+        "KEY_DIM": key_layout.head_dim,
         "BASIS": basis is not None,
-        "TRELLIS": keys.is_trellis,
+        "TRELLIS": key_layout.is_trellis,
         "PADDED": padding is not None,
         "LEAST_DEVIATION": _LEAST_DEVIATION[is_float32],
         "DTYPE": tl.float32 if is_float32 else tl.float16,
@@ -137,7 +136,7 @@ def prepare_rows(
         "BLOCK_D": num_channels,
         "BLOCK_K": num_keys,
         "BLOCK_V": num_values,
-        "VALUE_ROTATION": values.table.head_dim & -values.table.head_dim,
+        "VALUE_ROTATION": values.layout.head_dim & -values.layout.head_dim,
     }
     options = {"num_warps": num_warps, "num_stages": 1}
     return Launch(attend_kernel, (batch_size * num_heads, num_splits, num_row_blocks), arguments, options, partials)
@@ -153,10 +152,10 @@ def _side_arguments(name: str, side: CodedRows) -> dict[str, object]:
     """The kernel arguments that keys and values both have."""
     return {
         **row_arguments(name, side.rows),
-        f"{name}_width_ptr": contiguous(side.table.widths),
-        f"{name}_deviation_ptr": contiguous(side.table.deviation),
-        f"{name}_coefficient_ptr": side.coefficients,
-        f"{name.upper()}_CODED": side.table.num_coded,
+        f"{name}_width_ptr": contiguous(side.layout.widths),
+        f"{name}_deviation_ptr": contiguous(side.layout.deviation),
+        f"{name}_coefficient_ptr": side.layout.coefficients,
+        f"{name.upper()}_CODED": side.layout.num_coded,
     }
 
 

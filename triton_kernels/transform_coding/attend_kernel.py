@@ -8,14 +8,10 @@ Legend as in `attend.py`. Blocks: `BLOCK_R` query rows, `BLOCK_T` tokens, `BLOCK
 `BLOCK_V` coded numbers of keys and values in the order of `points.row_slots`, an eighth as many blocks of them.
 """
 
-# The parameters of kernels are pointers, numbers and blocks: no Python types
-# mypy: disable-error-code="no-untyped-def"
-
 import triton
 import triton.language as tl
 
-from kvcache_plugins.triton_kernels.attention.masks import mask_row_offsets
-
+from ..attention.masks import mask_row_offsets
 from .points import TOKENS_BEHIND, aligned_rows, load_codebook, row_slots
 from .tiles import WEIGHT_FACTOR, attend_tile, load_basis, store_nothing, store_outputs, store_rotated, store_sums
 from .turned_queries import load_turned_queries

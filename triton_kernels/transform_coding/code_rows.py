@@ -10,20 +10,15 @@ cores take them as they are; the units of rows and columns are put in outside of
 Legend: B batch, H key/value heads, T tokens, D head dim, K components that any head has bits for, R bytes of a row.
 """
 
-# The parameters of kernels are pointers, numbers and blocks: no Python types
-# mypy: disable-error-code="no-untyped-def"
-
 import torch
 import triton
 import triton.language as tl
 
-from kvcache_plugins.codecs.rows import RowTable
-from kvcache_plugins.triton_kernels.arithmetic import dot_exact
-from kvcache_plugins.triton_kernels.launch import ALIGNMENT, Launch
-
+from ..arithmetic import dot_exact
+from ..launch import ALIGNMENT, Launch
 from .attend import angle_arguments, block_channels, contiguous
 from .coding_tiles import head_states, load_states, row_places, store_rows, tile_tokens
-from .launches import Codebook, RotaryAngles
+from .launches import Codebook, RotaryAngles, RowLayout
 
 
 # Channels that a product adds up at a time, and tokens of its tile
@@ -247,7 +242,7 @@ def _load_codes(codes_ptr, first, components, component_in_use, HEAD_DIM: tl.con
 
 def prepare_coding(
     states: torch.Tensor,
-    table: RowTable,
+    layout: RowLayout,
     codebook: Codebook,
     signs: torch.Tensor | None = None,
     angles: RotaryAngles | None = None,
@@ -261,10 +256,10 @@ def prepare_coding(
     Args:
         states (`torch.Tensor` of shape `[B, H, T, D]`):
             Float32, float16 or bfloat16.
-        table (`RowTable`):
-            How they are coded.
+        layout (`RowLayout`):
+            How they are coded; a trellis is for plain PyTorch.
         codebook (`Codebook`):
-            Of the side.
+            Codes of all widths.
         signs (`torch.Tensor` of shape `[D, channels of a tile]`, *optional*):
             What states are multiplied with before: a Hadamard matrix of ones, of their dtype or else of float16, its
             columns at their places of a tile. The mean has then been taken off.
@@ -275,14 +270,14 @@ def prepare_coding(
         padding (`torch.Tensor` of shape `[B]`, *optional*):
             Tokens at the start of every item that have no position.
     """
-    basis, is_rotated, num_channels = table.basis, signs is not None, block_channels(table.num_coded)
-    rows = states.new_empty(*states.shape[:3], table.row_size, dtype=torch.uint8)
+    basis, is_rotated, num_channels = layout.basis, signs is not None, block_channels(layout.num_coded)
+    rows = states.new_empty(*states.shape[:3], layout.row_size, dtype=torch.uint8)
     states = states if states.stride(3) == 1 else states.contiguous()
     batch_size, num_heads, length, _ = states.shape
     # In units that are loaded together
     is_aligned = states.data_ptr() % ALIGNMENT == 0 and all(stride % ALIGNMENT == 0 for stride in states.stride()[:3])
     block_tokens, num_warps = _tile_shape(num_channels, is_rotated=is_rotated, has_basis=basis is not None)
-    size = table.head_dim & -table.head_dim
+    size = layout.head_dim & -layout.head_dim
     is_precise = basis is None or states.dtype == torch.float32
     arguments = {
         "states_ptr": states,
@@ -290,37 +285,39 @@ def prepare_coding(
         "states_stride_h": states.stride(1),
         "states_stride_t": states.stride(2),
         "sign_ptr": signs,
-        "order_ptr": contiguous(table.order),
-        "mean_ptr": None if is_rotated else contiguous(table.mean),
-        "deviation_ptr": contiguous(table.deviation),
+        "order_ptr": contiguous(layout.order),
+        "mean_ptr": None if is_rotated else contiguous(layout.mean),
+        "deviation_ptr": contiguous(layout.deviation),
         "basis_ptr": None if basis is None else basis.vectors,
         "inverse_ptr": None if basis is None else basis.inverse,
         "step_ptr": None if basis is None else basis.steps,
         "factor_ptr": None if basis is None else basis.factors,
-        "width_ptr": contiguous(table.widths),
+        "width_ptr": contiguous(layout.widths),
         **angle_arguments(angles),
         "padding_ptr": padding,
-        **codebook.arguments(),
+        "coefficient_ptr": layout.coefficients,
+        "cell_code_ptr": codebook.cell_codes,
+        "cell_bound_ptr": codebook.cell_bounds,
         "rows_ptr": rows,
         "num_heads": num_heads,
         "num_matrices": batch_size * num_heads,
         "position": start,
         "length": length,
-        "HEAD_DIM": table.head_dim,
-        "NUM_CODED": table.num_coded,
-        "NUM_DEVIATIONS": 0 if table.deviation is None else table.deviation.shape[2],
-        "ROW_SIZE": table.row_size,
+        "HEAD_DIM": layout.head_dim,
+        "NUM_CODED": layout.num_coded,
+        "NUM_DEVIATIONS": 0 if layout.deviation is None else layout.deviation.shape[2],
+        "ROW_SIZE": layout.row_size,
         "FACTOR": size**-0.5 if is_rotated else 1.0,
         "NUM_PARTS": _NUM_PARTS if is_precise else _NUM_PARTS_OF_HALVES,
         "BASIS": basis is not None,
         "PADDED": padding is not None,
         "ROTATED": is_rotated,
         "ALIGNED": is_aligned,
-        "WEIGHTED": table.is_weighted,
-        "BY_ENERGY": basis is not None and not table.is_weighted,
-        "NUM_REFITS": 0 if basis is None else table.num_refits,
+        "WEIGHTED": layout.is_weighted,
+        "BY_ENERGY": basis is not None and not layout.is_weighted,
+        "NUM_REFITS": 0 if basis is None else layout.num_refits,
         "BLOCK_T": block_tokens,
-        "BLOCK_C": min(_PRODUCT_CHANNELS, block_channels(table.head_dim)),
+        "BLOCK_C": min(_PRODUCT_CHANNELS, block_channels(layout.head_dim)),
         "BLOCK_K": num_channels,
     }
     grid = (triton.cdiv(length, block_tokens) * batch_size * num_heads,)

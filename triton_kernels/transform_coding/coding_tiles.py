@@ -6,14 +6,10 @@ of the cell, and which one lies in it: two loads, where looking for it among all
 Legend: BLOCK_T tokens of one head, BLOCK_K numbers in the order of a row, an eighth as many blocks of them.
 """
 
-# The parameters of kernels are pointers, numbers and blocks: no Python types
-# mypy: disable-error-code="no-untyped-def"
-
 import triton
 import triton.language as tl
 
-from kvcache_plugins.codecs import rows
-
+from ..stored_format import LAST_SCALE, LEAST_GAIN, SCALE_OFFSET, SCALE_STEPS
 from .points import scale_of
 from .turned_queries import load_angles
 
@@ -25,9 +21,9 @@ GRID_STEPS = tl.constexpr(64)
 # The last one is what lies at the end
 NUM_CELLS = tl.constexpr(577)
 # Below that share of what it would be without error, `z.q` says nothing
-_LEAST_GAIN = tl.constexpr(rows.LEAST_GAIN)
-_SCALE_STEPS, _SCALE_OFFSET = tl.constexpr(rows.SCALE_STEPS), tl.constexpr(float(rows.SCALE_OFFSET))
-_LAST_SCALE = tl.constexpr(float(rows.LAST_SCALE))
+_LEAST_GAIN = tl.constexpr(LEAST_GAIN)
+_SCALE_STEPS, _SCALE_OFFSET = tl.constexpr(SCALE_STEPS), tl.constexpr(float(SCALE_OFFSET))
+_LAST_SCALE = tl.constexpr(float(LAST_SCALE))
 # Added and taken off again it rounds to whole numbers, halves to even ones
 _ROUNDING = tl.constexpr(12582912.0)
 

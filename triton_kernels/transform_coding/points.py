@@ -13,22 +13,19 @@ The kernel has its own order of a block's channels: what shares a word stands si
 Legend: BLOCK_T tokens of a tile, BLOCK_N blocks.
 """
 
-# The parameters of kernels are pointers, numbers and blocks: no Python types
-# mypy: disable-error-code="no-untyped-def"
-
 import triton
 import triton.language as tl
 
-from kvcache_plugins.codecs import rows
-from kvcache_plugins.triton_kernels.arithmetic import join_halves, multiply, multiply_add
+from ..arithmetic import join_halves, multiply, multiply_add
+from ..stored_format import SCALE_OFFSET, SCALE_STEPS
 
 
 # Tokens in use behind a tile whose words are loaded without a look at where the rows end: three words of a block may
 # reach eleven bytes beyond a row, and a row has four at least
 TOKENS_BEHIND = tl.constexpr(3)
 # Of bytes that are scales: what a byte is a step of, and the logarithm of the smallest one's inverse
-_SCALE_STEP = tl.constexpr(1 / rows.SCALE_STEPS)
-_LEAST_LOGARITHM = tl.constexpr(rows.SCALE_OFFSET / rows.SCALE_STEPS)
+_SCALE_STEP = tl.constexpr(1 / SCALE_STEPS)
+_LEAST_LOGARITHM = tl.constexpr(SCALE_OFFSET / SCALE_STEPS)
 
 
 @triton.jit

@@ -5,15 +5,11 @@ Sylvester's matrix has -1 where row and column have an odd number of bits in com
 is `[BLOCK_T tokens, BLOCK channels]` of one head.
 """
 
-# The parameters of kernels are pointers, numbers and blocks: no Python types
-# mypy: disable-error-code="no-untyped-def"
-
 import triton
 import triton.language as tl
 
-from kvcache_plugins.triton_kernels.arithmetic import dot_parts, inverse_power, multiply, multiply_add, power_below
-from kvcache_plugins.triton_kernels.attention.masks import mask_scores
-
+from ..arithmetic import dot_parts, inverse_power, multiply, multiply_add, power_below
+from ..attention.masks import mask_scores
 from .points import load_points, load_scales, row_slots
 from .turned_queries import turn_back
 

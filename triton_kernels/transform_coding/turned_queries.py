@@ -7,9 +7,6 @@ tile: their cosines and sines are loaded once, in the order of the channels, whi
 Legend: BLOCK_K channels, BLOCK_R rows of queries, BLOCK_T tokens of a tile, P near positions.
 """
 
-# The parameters of kernels are pointers, numbers and blocks: no Python types
-# mypy: disable-error-code="no-untyped-def"
-
 import triton
 import triton.language as tl
 

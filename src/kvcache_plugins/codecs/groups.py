@@ -20,10 +20,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from kvcache_plugins.files.schema import Stored, check_layout
+from kvcache_plugins.triton_kernels.stored_format import OUTLIER_TILE
 
 from .low_rank import power_iteration
 from .outliers import (
-    OUTLIER_TILE,
     add_outliers,
     channel_bits,
     index_dtype,

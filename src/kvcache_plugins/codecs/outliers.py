@@ -16,9 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-
-# Tokens; a place within a tile of up to 512 channels then fits 16 bits
-OUTLIER_TILE = 64
+from kvcache_plugins.triton_kernels.stored_format import OUTLIER_TILE
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from torch import nn
 
 from kvcache_plugins.codecs.rotation import rotate
 from kvcache_plugins.kernels.engine import choose_coding_kernel
+from kvcache_plugins.triton_kernels.stored_format import LAST_SCALE, LEAST_GAIN, SCALE_OFFSET, SCALE_STEPS
 
 from .basis import Basis
 from .codec import START, Codec, Positions
@@ -32,12 +33,6 @@ from .quantizers import BLOCK, QUANTIZERS, Quantizer
 from .rope import RotaryLayout, apply_rope
 
 
-# Of the stored format, here alone: Triton's kernels import it, and those in C have it checked by tests
-SCALE_STEPS, SCALE_OFFSET = 16.0, 128
-# As far as scales go: tokens may be larger still
-LAST_SCALE = 255
-# Below that share of what it would be without error, `z.q` says nothing
-LEAST_GAIN = 0.3
 # Numbers that are coded or decoded at a time
 _NUMBERS_AT_A_TIME = 2**18
 # Of Triton's kernels: more channels would not fit into registers

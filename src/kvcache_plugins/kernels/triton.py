@@ -17,21 +17,29 @@ import torch
 import torch.nn.functional as F
 
 from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.groups import CompressedStates
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, PagedPart, Part
 from kvcache_plugins.codecs.quantizers import QUANTIZERS, thresholds
 from kvcache_plugins.codecs.rope import RotaryLayout, channels_of
 from kvcache_plugins.codecs.rotation import hadamard_matrix, rotate, rotation_size
 from kvcache_plugins.codecs.rows import RowCodec, RowTable
 from kvcache_plugins.triton_kernels.arithmetic import has_pairs
-from kvcache_plugins.triton_kernels.attention.attend import prepare
+from kvcache_plugins.triton_kernels.attention.attend import prepare_groups
 from kvcache_plugins.triton_kernels.attention.combine import prepare_combination
 from kvcache_plugins.triton_kernels.attention.dense_part import DensePart as KernelDensePart
+from kvcache_plugins.triton_kernels.attention.layout import StoredGroups
 from kvcache_plugins.triton_kernels.attention.partials import Partials
 from kvcache_plugins.triton_kernels.launch import KeptLaunch, Launch
 from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels, prepare_rows
 from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding
 from kvcache_plugins.triton_kernels.transform_coding.coding_tiles import GRID_END, GRID_STEPS, NUM_CELLS
-from kvcache_plugins.triton_kernels.transform_coding.launches import Codebook, CodedRows, RotaryAngles
+from kvcache_plugins.triton_kernels.transform_coding.launches import (
+    Codebook,
+    CodedRows,
+    RotaryAngles,
+    RowBasis,
+    RowLayout,
+)
 
 from .masks import slice_mask
 
@@ -109,13 +117,8 @@ def prepare_part(rows: torch.Tensor, part: StoredPart, scale: float, packed: boo
         "packed": has_pairs(rows.device.type) if packed is None else packed,
     }
     if isinstance(part, CompressedPart):
-        launch = prepare(
-            rows,
-            part.keys,
-            part.values,
-            num_chunks=-(-part.length // part.keys.chunk_length),
-            **where,
-        )
+        where["num_chunks"] = -(-part.length // part.keys.chunk_length)
+        launch = prepare_groups(rows, stored_groups(part.keys), stored_groups(part.values), **where)
         return PartStep(launch, _rotate_back if part.values.is_rotated else None)
     assert isinstance(part.codec, RowCodec), "only rows of tables have kernels"
     keys, values = part.codec.tables(rows.device)
@@ -123,11 +126,32 @@ def prepare_part(rows: torch.Tensor, part: StoredPart, scale: float, packed: boo
     where |= {"start": first, "padding": None if padding is None else padding.to(rows.device)}
     angles = rotary_angles(part.codec.rope, first + part.length, rows.device)
     coded_keys, coded_values = (
-        CodedRows(own, table, coefficients_of(table)) for own, table in ((part.keys, keys), (part.values, values))
+        CodedRows(own, row_layout(table)) for own, table in ((part.keys, keys), (part.values, values))
     )
     finish = None if values.basis is None and values.mean is None else values.combine
     where["num_tokens"] = part.num_tokens
     return PartStep(prepare_rows(rows, coded_keys, coded_values, angles, **where), finish)
+
+
+def stored_groups(states: CompressedStates) -> StoredGroups:
+    """Describes compressed states to kernels."""
+    low_rank = states.low_rank_a, states.low_rank_b
+    outliers = states.outlier_indices, states.outlier_values, states.outlier_offsets
+    tensors = states.codes, states.scale, states.zero, *low_rank, *outliers
+    axis, group_size = states.grouping.axis, states.grouping.group_size
+    return StoredGroups(*tensors, states.nbits, axis, group_size, states.head_dim)
+
+
+def row_layout(table: RowTable) -> RowLayout:
+    """Describes a table to kernels."""
+    return RowLayout(
+        *(table.widths, table.row_size, table.head_dim, table.order, table.mean, table.deviation),
+        basis=None if table.basis is None else RowBasis(*table.basis.tensors()),
+        is_weighted=table.is_weighted,
+        is_trellis=table.quantizer == "trellis",
+        num_refits=table.num_refits,
+        coefficients=_coefficients(table.quantizer, table.is_weighted, table.widths.device),
+    )
 
 
 def _rotate_back(output: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -209,20 +233,15 @@ def prepare_encoding(
     if table.rope is not None:
         where["angles"] = rotary_angles(table.rope, positions.first + states.shape[2], states.device)
         where["start"], where["padding"] = positions.first, None if padding is None else padding.to(states.device)
-    codebook = codebook_of(table.is_weighted, states.device)
     if table.is_rotated:
         is_own = states.dtype == torch.float16 or states.dtype == torch.bfloat16 and has_products_of_bfloat16
         where["signs"] = signs_of(table.head_dim, states.dtype if is_own else torch.float16, states.device)
-    return prepare_coding(states, table, codebook, **where)
-
-
-def coefficients_of(table: RowTable) -> torch.Tensor:
-    """Returns the coefficients of `CodedRows`; points of values have their gain corrected."""
-    return _coefficients(table.quantizer, table.is_weighted, table.widths.device)
+    return prepare_coding(states, row_layout(table), codebook_of(states.device), **where)
 
 
 @cache
 def _coefficients(quantizer: str, is_weighted: bool, device: torch.device) -> torch.Tensor:
+    """Returns the coefficients of `RowLayout`; points of values have their gain corrected."""
     own = QUANTIZERS[quantizer]
     with torch.inference_mode(False):
         points = torch.tensor(own.coefficients, dtype=torch.float64)
@@ -253,7 +272,7 @@ def _angles_of(layout: RotaryLayout, num_far: int, device: torch.device) -> Rota
 
 
 @cache
-def codebook_of(is_weighted: bool, device: torch.device) -> Codebook:
+def codebook_of(device: torch.device) -> Codebook:
     """Returns what numbers become that are coded one by one."""
     with torch.inference_mode(False):
         bounds = thresholds(torch.device("cpu"))
@@ -263,8 +282,7 @@ def codebook_of(is_weighted: bool, device: torch.device) -> Codebook:
             cells, torch.arange(NUM_CELLS.value, dtype=torch.int32).expand(len(cells), -1).contiguous()
         )
         own = torch.full(codes.shape, torch.inf).scatter_(1, cells.long(), bounds)
-        coefficients = _coefficients("lloyd-max", is_weighted, device)
-        return Codebook(coefficients, codes.to(torch.uint8).to(device), own.to(device))
+        return Codebook(codes.to(torch.uint8).to(device), own.to(device))
 
 
 def _cells(numbers: torch.Tensor) -> torch.Tensor:
