@@ -16,7 +16,7 @@ Legend: B batch, H heads, T tokens, D channels, K numbers that are coded, N bloc
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -171,7 +171,7 @@ class RowTable:
         if states.is_meta:
             return states.new_empty(*states.shape[:3], self.row_size, dtype=torch.uint8)
         kernel = choose_coding_kernel(states, self.head_dim)
-        if kernel == "compiled" or self.basis is None:
+        if self.is_rotated and self.mean is not None or kernel == "compiled" and self.basis is not None:
             states = self.numbers(states, positions)
         # Kernels are imported late: they import this module, and need packages that may not be there
         if kernel == "triton" and self.has_triton(states):
@@ -200,7 +200,8 @@ class RowTable:
         if choose_coding_kernel(rows, self.head_dim) == "compiled":
             from kvcache_plugins.kernels.compiled_coding import code
 
-            states = torch.empty(*rows.shape[:3], self.num_coded)
+            size = self.head_dim if self.basis is None else self.basis.num_components
+            states = torch.empty(*rows.shape[:3], size)
             code("decode_rows", states, rows, positions, self.rope, self)
             if self.basis is None and not self.is_rotated:
                 return states
@@ -340,20 +341,20 @@ class SharedTables(nn.Module):
         return self
 
 
+@dataclass(eq=False, repr=False)
 class RowCodec(Codec):
     """
     Codes keys and values by two tables.
 
     Args:
-        tables (two `RowTable`, or `SharedTables`, *optional*): of keys and of values: a cache's own, or a model's.
+        _tables (two `RowTable`, or `SharedTables`, *optional*): of keys and of values: a cache's own, or a model's.
             Without them the codec has still to be fitted.
     """
 
-    has_kernels = True
+    _tables: tuple[RowTable, RowTable] | SharedTables | None
+    _finer: "dict[int, RowCodec]" = field(init=False, default_factory=dict)
 
-    def __init__(self, tables: tuple[RowTable, RowTable] | SharedTables | None):
-        self._tables = tables
-        self._finer: dict[int, RowCodec] = {}
+    has_kernels = True
 
     @property
     def is_shared(self) -> bool:
@@ -404,7 +405,8 @@ class RowCodec(Codec):
     def encode(
         self, keys: torch.Tensor, values: torch.Tensor, positions: Positions
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        of_keys, of_values = self.tables(keys.device)
+        own = self._tables
+        of_keys, of_values = own if isinstance(own, tuple) else self.tables(keys.device)
         return of_keys.encode(keys, positions), of_values.encode(values, positions)
 
     def decode_keys(self, rows: torch.Tensor, positions: Positions) -> torch.Tensor:
@@ -434,10 +436,10 @@ class RowCodec(Codec):
             yield from self._tables.tensors()
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RowCodec":
-        if self.is_shared:
+        if not isinstance(self._tables, tuple):
             return self
-        keys, values = self.tables()
-        return RowCodec((keys.map(function), values.map(function)))
+        keys, values = self._tables
+        return dataclasses.replace(self, _tables=(keys.map(function), values.map(function)))
 
 
 def _stored_scale(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -96,7 +96,7 @@ def run(name: str, call: Structure, most_threads: int | None = None) -> None:
             asked for once, as another thread of the program may ask PyTorch for more between two lines.
     """
     threads = min(num_threads() if most_threads is None else most_threads, call.tasks.count)
-    kernel = function(name)
+    kernel = _function(name, os.environ.get(_LEVEL_VARIABLE))
     if threads > 1:
         find_threads()(kernel, call.address, threads)
     else:

@@ -295,25 +295,27 @@ class CompressedLayer(PromptLayer):
     def _commit(self, keys: torch.Tensor, values: torch.Tensor, *, is_prompt: bool) -> None:
         """Packs exact tokens `[B, H, T, D]`, all those behind the packed ones; what cannot be packed stays exact."""
         packing, length, is_first, end = self.packing, self._length, self.codec is None, None
-        start = length - keys.shape[2]
+        num_exact = keys.shape[2]
+        start = length - num_exact
         most = 0 if is_prompt or is_first else packing.num_kept
-        num_kept = min(packing.residual_length if self._stands_still else most, keys.shape[2])
+        num_kept = min(packing.residual_length if self._stands_still else most, num_exact)
         counts = self._left_padding.counts
         if is_first or self._pending_sequences is not None:
             padding = torch.zeros(self.batch_size, dtype=torch.long) if counts is None else counts.cpu()
             split = packing.split(padding, length - (0 if is_first else num_kept))
             if is_first and split is None:
-                self._keep_exact(keys, values, 0)
+                self._keep_newest(keys, values, num_exact)
                 return
             if self._newest_queries:
                 self._add_newest_queries()
             # Nothing is made of what is refused
-            check_finite(keys, values, self._valid_tokens(start, keys.shape[2]), self.layer_idx, packing.largest)
+            valid = None if counts is None else self._valid_tokens(start, num_exact)
+            check_finite(keys, values, valid, self.layer_idx, packing.largest)
             if is_first:
                 # The codec is fitted to all tokens so far
                 assert split is not None
                 start, end, pending = split.first, padding + split.num_exact, split.pending
-                valid = (torch.arange(start, keys.shape[2]) >= end[:, None]) & ~pending[:, None]
+                valid = (torch.arange(start, num_exact) >= end[:, None]) & ~pending[:, None]
                 packed, positions = (keys[:, :, start:], values[:, :, start:]), Positions(start, counts)
                 self.codec = self._unfitted.fit(*packed, valid, self._moments, positions)
                 if packing.residual_length:
@@ -322,7 +324,7 @@ class CompressedLayer(PromptLayer):
                 self.packed.is_open = False
             else:
                 self._prepared = None
-                old = slice(keys.shape[2] - num_kept)
+                old = slice(num_exact - num_kept)
                 pending = self._serve_pending(keys[:, :, old], values[:, :, old], start, padding, split)
             self._pending_sequences = pending.to(self.device) if bool(pending.any()) else None
             if self._pending_sequences is None:
@@ -331,7 +333,7 @@ class CompressedLayer(PromptLayer):
         has_passed = self.sliding_window is not None and not self.record_past
         first = max(start, self._first_seen(length)) if has_passed else start
         count = packing.num_packed(max(length - first - num_kept, 0), is_prompt=is_prompt)
-        skipped = keys.shape[2] - (length - first)
+        skipped = num_exact - (length - first)
         if count:
             tokens = slice(skipped, skipped + count)
             try:
@@ -342,7 +344,10 @@ class CompressedLayer(PromptLayer):
                 raise
         if first > start:
             self._forget_before(first)
-        self._keep_exact(keys, values, skipped + count)
+        if skipped + count == num_exact:
+            self._buffer = None
+        else:
+            self._keep_newest(keys, values, num_exact - skipped - count)
 
     def _serve_pending(
         self, keys: torch.Tensor, values: torch.Tensor, start: int, padding: torch.Tensor, split: Split | None
@@ -375,15 +380,15 @@ class CompressedLayer(PromptLayer):
             first_end (`torch.Tensor` of shape `[B]`, on the CPU, *optional*): where exact tokens in front end, if none
                 are packed yet.
         """
-        packing = self.packing
-        valid = self._valid_tokens(start, keys.shape[2])
+        packing, counts = self.packing, self._left_padding.counts
+        valid = None if counts is None else self._valid_tokens(start, keys.shape[2])
         if start < self._prefix_stop:
             assert self.prefix is not None
             # With its data even where states have none
             end = self.prefix.end if first_end is None or not keys.is_meta else first_end
             valid = torch.arange(start, start + keys.shape[2], device=end.device) >= end[:, None]
         recent = None if is_prompt or first_end is not None else packing.recent_codec(self.codec)
-        codec, positions = self.codec if recent is None else recent, Positions(start, self._left_padding.counts)
+        codec, positions = self.codec if recent is None else recent, Positions(start, counts)
         try:
             block = packing.encode(codec, (keys, values), positions, valid, is_prompt=is_prompt)
         except ValueError as error:
@@ -434,13 +439,11 @@ class CompressedLayer(PromptLayer):
     def _codec_of(self, block: Block) -> Any:
         return self.packing.recent_codec(self.codec) if block.is_recent else self.codec
 
-    def _keep_exact(self, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
-        """Has the buffer hold, of all tokens behind the packed ones before, those from number `first` on."""
+    def _keep_newest(self, keys: torch.Tensor, values: torch.Tensor, count: int) -> None:
+        """Has the buffer hold the newest of all tokens behind the packed ones before."""
         # They are not plain any more
-        buffer, count = self._buffer, keys.shape[2]
-        if first == count:
-            self._buffer = None
-        elif buffer is None or buffer.length != count:
+        buffer, first = self._buffer, keys.shape[2] - count
+        if buffer is None or buffer.length != keys.shape[2]:
             limit = self.packing.residual_length
             self._buffer = ResidualBuffer.of(keys[:, :, first:], values[:, :, first:], limit)
         elif first:
