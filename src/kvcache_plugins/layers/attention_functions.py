@@ -71,12 +71,7 @@ def attend_eagerly(
 # Nothing that `torch.compile` could trace
 @torch.compiler.assume_constant_result
 def _find_eager_function(kind: type[torch.nn.Module]) -> tuple[str, str]:
-    """
-    Name the module and the function that a class of attention modules has for `eager`, as its methods use it.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Name the module and the function that a class of attention modules uses for `eager`, or raise a `ValueError`."""
     if kind not in _EAGER_FUNCTIONS:
         methods = (inspect.unwrap(each) for base in kind.__mro__ for each in vars(base).values() if callable(each))
         used = (
@@ -153,13 +148,12 @@ def _wrap(attend: Attention, read_mask: _MaskReader) -> Attention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: Any,
         *args: Any,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if isinstance(key, LazyStates) or isinstance(value, LazyStates):
-            return attend_to_lazy(module, query, key, value, attention_mask, *args, **options)
-        return attend(module, query, key, value, attention_mask, *args, **options)
+            return attend_to_lazy(module, query, key, value, *args, **options)
+        return attend(module, query, key, value, *args, **options)
 
     @torch.compiler.disable
     def attend_to_lazy(

@@ -55,13 +55,10 @@ def replace_full_attention(
     Transformers' own cache layers for a model, those of full attention replaced.
 
     Args:
-        config (`PreTrainedConfig`):
-            The config of the (decoder of the) model.
-        make_layer (`Callable[[int], CacheLayerMixin]`):
-            Makes the layer of an index.
-        make_windowed (`Callable[[int, int], CacheLayerMixin | None]`, *optional*):
-            Makes the layer of an index whose attention has a window, of so many tokens; `None` leaves Transformers'
-            own in its place, which is the default.
+        config (`PreTrainedConfig`): The config of the (decoder of the) model.
+        make_layer (`Callable`): Makes the layer of an index.
+        make_windowed (`Callable`, *optional*): Makes the layer of an index whose attention has a window, of so many
+            tokens; `None`, as by default, leaves Transformers' own in its place.
 
     Raises:
         ValueError: if the model has layers that hold full-length states of another kind, or none that hold any.
@@ -106,13 +103,7 @@ def replace_full_attention(
 
 
 def with_recurrent_states(layer: LazyLayer, number_of_states: int) -> LazyLayer:
-    """
-    A new layer that keeps states of convolutions and recurrences too.
-
-    Args:
-        layer (`LazyLayer`): for keys and values. It has not been used yet, and is what is returned.
-        number_of_states (`int`): how many of each kind.
-    """
+    """Has a layer that has not been used yet keep so many states of each convolution and recurrence too."""
     layer.__class__ = _hybrid_class(type(layer))
     LinearAttentionLayer.__init__(layer, number_of_states=number_of_states)  # type: ignore[arg-type]
     return layer
@@ -134,13 +125,11 @@ class RecurrentStates(LinearAttentionLayer):
             yield from ((states, index, tensor) for index, tensor in states.items() if tensor is not None)
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """See `LazyLayer.map_tensors`."""
         super().map_tensors(function)  # type: ignore[misc]
         for states, index, tensor in list(self._recurrent_tensors()):
             states[index] = function(tensor)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `LazyLayer.named_tensors`."""
         yield from super().named_tensors()  # type: ignore[misc]
         yield from (("recurrent", tensor) for _, _, tensor in self._recurrent_tensors())
 

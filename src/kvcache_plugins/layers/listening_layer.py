@@ -6,7 +6,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
 
-from .lazy_states import LazyStates
+from .lazy_states import stored_states
 
 
 # As many of the newest as any cache looks at
@@ -32,12 +32,8 @@ class ListeningLayer(DynamicLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes in new states and returns all, through which attention comes by."""
-        states = super().update(key_states, value_states)
-        keys, values = (
-            LazyStates(self, side, tuple(dense.shape), dense.dtype, dense.device, exact=dense)
-            for side, dense in zip(("keys", "values"), states, strict=True)
-        )
-        return keys, values
+        keys, values = states = super().update(key_states, value_states)
+        return stored_states(self, keys.shape, values.shape, keys.shape[2], keys.dtype, keys.device, states)
 
     def on_exact_attention(self, call: AttentionCall) -> None:
         """Keep the newest queries, if they are of the heads that are stored."""
@@ -55,14 +51,7 @@ class ListeningLayer(DynamicLayer):
 
 
 def listen(cache: DynamicCache, *, of_windows: bool = False) -> None:
-    """
-    Has the layers of an empty cache that hold all tokens listen; others stay what they are.
-
-    Args:
-        cache (`DynamicCache`): the cache.
-        of_windows (`bool`, *optional*, defaults to `False`): whether layers of a window listen too, and hold all
-            tokens.
-    """
+    """Has layers of an empty cache that hold all tokens listen, and those of a window too, which then hold all."""
     kinds = (DynamicLayer, DynamicSlidingWindowLayer) if of_windows else (DynamicLayer,)
     for index, layer in enumerate(cache.layers):
         if type(layer) in kinds:

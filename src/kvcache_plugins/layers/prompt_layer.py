@@ -40,14 +40,16 @@ class LeftPadding:
         self._longest: int | None = None
         self._shortest: int | None = None
 
+    # The host waits for a device only the first time that it asks
+
     def shortest(self) -> int:
-        """Padding of the item that has least. The host waits for a device only the first time it asks."""
+        """Padding of the item that has least."""
         if self._shortest is None:
             self._shortest = 0 if self.counts is None else int(self.counts.min())
         return self._shortest
 
     def longest(self) -> int:
-        """Padding of the item that has most. The host waits for a device only the first time it asks."""
+        """Padding of the item that has most."""
         if self._longest is None:
             self._longest = 0 if self.counts is None else int(self.counts.max())
         return self._longest
@@ -61,10 +63,7 @@ class LeftPadding:
 
 class PromptLayer(LazyLayer):
     """
-    A layer whose prompt waits until attention has seen it.
-
-    A subclass says how a prompt (`_store_prompt`) and later tokens (`_append`) are stored, how the newest are dropped
-    (`_drop_newest`), and what else it does to its tensors (`_map_stored`, `_stored_tensors`).
+    A layer whose prompt waits until attention has seen it. A subclass implements what is abstract here.
 
     Args:
         layer_idx (`int`):
@@ -146,10 +145,7 @@ class PromptLayer(LazyLayer):
         return self._update(key_states, value_states)
 
     def _as_stored(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        States in the one dtype that a layer stores: `torch.autocast` leaves keys float32 by the rotary embedding and
-        makes values of half precision.
-        """
+        # `torch.autocast` leaves keys float32 by the rotary embedding and makes values of half precision
         dtype = self.dtype if self.is_initialized else torch.promote_types(key_states.dtype, value_states.dtype)
         states = key_states.to(dtype), value_states.to(dtype)
         if states[0].is_inference() or states[1].is_inference():
@@ -163,11 +159,9 @@ class PromptLayer(LazyLayer):
         return self._update(*self._as_stored(key_states, value_states))
 
     def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`update` in any case."""
         if self.is_initialized and key_states.dtype is not self.dtype:
             key_states, value_states = self._as_stored(key_states, value_states)
         self._token_kind = None
-        # Lazy initialization
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self._length:
@@ -204,7 +198,6 @@ class PromptLayer(LazyLayer):
     _update_outside_of_graphs = torch.compiler.disable(_update)
 
     def _lazy(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """All states, lazily; exact ones, where they are at hand."""
         exact = None if keys is None or values is None else (keys, values)
         shapes = self.states_shape("keys"), self.states_shape("values")
         return stored_states(self, *shapes, self.lazy_length(), self.dtype, self.device, exact)
@@ -226,10 +219,8 @@ class PromptLayer(LazyLayer):
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """
-        Takes in the keys of an indexer, which come before the keys and values of the same tokens, and returns all.
-
-        Args:
-            indexer_key_states (`torch.Tensor` of shape `[batch_size, ..., new tokens, index head dim]`): new keys.
+        Takes in keys of an indexer `[batch_size, ..., new tokens, index head dim]`, which come before the keys and
+        values of the same tokens, and returns all.
         """
         held = self._index.get("keys")
         self._index["keys"] = indexer_key_states if held is None else torch.cat([held, indexer_key_states], dim=-2)
@@ -274,13 +265,7 @@ class PromptLayer(LazyLayer):
         return self._length if self.sliding_window is None else self._length - self._first_visible
 
     def take_prompt(self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor | None) -> None:
-        """
-        Stores a first prompt that was attended to elsewhere.
-
-        Args:
-            keys, values (`torch.Tensor` of shape `[batch_size, num_heads, tokens, head_dim]`): its states.
-            padding (`torch.Tensor` of shape `[batch_size]`, *optional*): padding at the start of every item.
-        """
+        """Stores a first prompt that was attended to elsewhere, and its padding `[batch_size]`."""
         assert self._length == 0 and not self.needs_prompt_attention
         self.update(keys, values)
         self._mask_seen = True
@@ -439,7 +424,6 @@ class PromptLayer(LazyLayer):
         return 0 if self.sliding_window is None else self._first_seen(self._length - self._num_new)
 
     def can_crop(self, count: int) -> bool:
-        """Whether the newest `count` tokens can be dropped."""
         return True
 
     def get_seq_length(self) -> int:

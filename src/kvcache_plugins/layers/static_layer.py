@@ -13,7 +13,7 @@ is called before the query is known, so it returns `GraphStates`, which become t
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary, ref
@@ -50,10 +50,8 @@ _NUMBERS = itertools.count(1)
 
 class StaticForm:
     """
-    Where a layer that stands still has its tokens, and what changes from step to step, on the device.
-
-    Args:
-        layer (`StaticLayer`): the layer, whose buffer is full and whose last block is open.
+    Where a layer that stands still, whose buffer is full and whose last block is open, has its tokens, and what
+    changes from step to step, on the device.
 
     Attributes:
         number (`int`): by which the operator knows it.
@@ -102,12 +100,10 @@ class StaticForm:
         return list(zip(parts, [*in_front, *starts], strict=True))
 
     def holds(self, layer: "StaticLayer") -> bool:
-        """Tells whether all that the layer stores is still where it was."""
         before, now = self._places, layer._places()
         return len(before) == len(now) and all(mine is theirs for mine, theirs in zip(before, now, strict=True))
 
     def set_numbers(self, layer: "StaticLayer") -> None:
-        """Has the device know how many tokens the layer holds, of which the buffer is full."""
         stored, total = self._block.length, layer.exact_start + self._num_exact
         self._numbers[:2] = torch.tensor([stored, total])
         self._padding.copy_(self._offsets + (self._last - total + self._num_exact))
@@ -194,12 +190,10 @@ class StaticLayer(CompressedLayer):
         super()._clear()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """See `CompressedLayer.lazy_initialization`; a `ValueError` if a GPU has no kernels for a static layer."""
         super().lazy_initialization(key_states, value_states)
         self._look_for_kernels()
 
     def restore(self, state: LayerState, device: torch.device, path: str = "state") -> None:
-        """See `CompressedLayer.restore`."""
         super().restore(state, device, path)
         self._look_for_kernels()
 
@@ -228,7 +222,6 @@ class StaticLayer(CompressedLayer):
 
     @property
     def packed(self) -> PackedTokens:  # type: ignore[override]
-        """Packed tokens."""
         self._catch_up()
         return self._packed
 
@@ -317,7 +310,6 @@ class StaticLayer(CompressedLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `CompressedLayer.update`."""
         is_alike = self._token_kind == kind_of(key_states, value_states) and not torch.is_grad_enabled()
         if self.form is None or not is_alike or self._pending is not None:
             return super().update(key_states, value_states)
@@ -379,23 +371,8 @@ class StaticLayer(CompressedLayer):
             return self.form.num_columns, 0
         return super().get_mask_sizes(query_length)
 
-    # What moves or drops tokens
-
-    def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
-        self.form = None
-        super()._store_prompt(keys, values, is_first=is_first)
-
-    def _drop_newest(self, count: int) -> None:
-        self.form = None
-        super()._drop_newest(count)
-
-    def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.form = None
-        super()._map_stored(function)
-
-    def share(self) -> Iterator[torch.Tensor]:
-        """See `CompressedLayer.share`."""
-        yield from super().share()
+    def _forget_places(self) -> None:
+        super()._forget_places()
         self.form = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -422,13 +399,7 @@ class GraphStates(torch.Tensor):
     number: int
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _attend(*args, **kwargs)
@@ -452,8 +423,7 @@ def traced_states(layer: StaticLayer, keys: torch.Tensor, values: torch.Tensor) 
     form = layer.form
     assert form is not None
     layer._is_ahead = True
-    order, number = form.order, form.number
-    return _stand_for(keys, order, number, keys), _stand_for(values, order, number, values)
+    return _stand_for(keys, form.order, form.number, keys), _stand_for(values, form.order, form.number, values)
 
 
 def _stand_for(new: torch.Tensor, order: torch.Tensor, number: int, shown: torch.Tensor) -> GraphStates:
@@ -487,17 +457,8 @@ def static_attention(
     scale: float | None,
 ) -> torch.Tensor:
     """
-    Stores a token in a layer that stands still, and attends to all that it holds.
-
-    Args:
-        query (`torch.Tensor` of shape `[B, H * G, 1, D]`): queries.
-        keys, values (`torch.Tensor` of shape `[B, H, 1, D]`): the new states.
-        mask (`torch.Tensor`, *optional*): as `scaled_dot_product_attention` takes it.
-        order (`torch.Tensor`), number (`int`): of the layer's form.
-        scale (`float`, *optional*): factor of the scores.
-
-    Returns:
-        `torch.Tensor` of shape `[B, H * G, 1, value head dim]`.
+    Stores a token, keys and values `[B, H, 1, D]`, in a layer that stands still, whose form's `order` and `number` are
+    given, and attends to all that it holds with queries `[B, H * G, 1, D]`.
     """
     form = _FORMS.get(number)
     layer = None if form is None else form.layer()
@@ -515,13 +476,5 @@ def static_attention(
 
 
 @static_attention.register_fake
-def _fake(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    order: torch.Tensor,
-    number: int,
-    scale: float | None,
-) -> torch.Tensor:
+def _fake(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: object) -> torch.Tensor:
     return query.new_empty(*query.shape[:3], values.shape[3])
