@@ -57,8 +57,7 @@ class PromptCodec(RowCodec):
     Codes keys and values by two tables that `fit` makes.
 
     Args:
-        head_dims (two `int`): channels of a key and of a value.
-        sizes (two `int`): bytes of the codes of a key and of a value.
+        head_dims, sizes (two `int`): channels of a key and of a value, and bytes of their codes.
         layouts (`Sequence[RotaryLayout]`): those that the model's keys may have.
         quantizer (`str`): one of `QUANTIZERS`.
     """
@@ -179,16 +178,11 @@ def make_key_table(
     number: int | None = None,
 ) -> RowTable:
     """
-    Makes the table of a prompt's keys.
+    Makes the table of a prompt's keys `[B, H, T, D]`, after the rotary embedding, with widths of `total` in a head.
 
     Args:
-        keys (`torch.Tensor` of shape `[B, H, T, D]`): keys, after the rotary embedding.
         valid (`torch.Tensor` of shape `[B, T]`, bool): tokens that count, which follow each other.
         moments (`QueryMoments`, *optional*): of queries; without them all channels count the same.
-        layouts (`Sequence[RotaryLayout]`): those that keys may have.
-        positions (`Positions`): of the tokens.
-        total (`int`): sum of a head's widths.
-        quantizer (`str`, *optional*, defaults to `"lloyd-max"`): one of `QUANTIZERS`.
         number (`int`, *optional*): which of the layouts they have; by default the one of the least error to be
             expected, if that is clearly less than the first one's.
     """
@@ -197,8 +191,20 @@ def make_key_table(
         # Nothing is known of what has no data but how large its table is
         moments, number = None, number or 0
     elif number is None:
-        number = 0 if len(layouts) == 1 else _find_layout(keys, valid, moments, layouts, positions, total, distortions)
-    mean, variance, queried = _key_moments(keys, valid, moments, number, layouts, positions)
+        number = 0
+        if len(layouts) > 1:
+            first, energies = max(keys.shape[2] - _NUM_NEWEST, 0), []
+            newest = keys[:, :, first:], valid[:, first:], moments, positions.after(first)
+            for other in range(len(layouts)):
+                # How keys vary that hardly do tells layouts apart, but says nothing of those to come
+                _, variance, queried = _key_moments(*newest, layouts, other)
+                energies.append(variance * queried)
+            errors, *_ = allocate_channels(torch.stack(energies, dim=2), total, distortions)
+            # Where it makes no difference the first is taken, so that sequences do not choose for each other
+            logarithms = errors.clamp(min=torch.finfo(errors.dtype).tiny).log().mean(dim=(0, 1))
+            logarithms[1:] += _LEAST_GAIN
+            number = int(logarithms.argmin())
+    mean, variance, queried = _key_moments(keys, valid, moments, positions, layouts, number)
     size = (mean.float().square() + variance).mean(dim=-1, keepdim=True)
     is_steady = variance.median(dim=-1, keepdim=True).values < _STEADY_KEYS * size
     # A channel that is constant among others that are not is exact, and has nothing to come
@@ -208,35 +214,13 @@ def make_key_table(
     return _make_table(keys.shape[3], quantizer, total, mean, variance.sqrt(), widths, order, layouts[number])
 
 
-def _find_layout(
-    keys: torch.Tensor,
-    valid: torch.Tensor,
-    moments: QueryMoments | None,
-    layouts: Sequence[RotaryLayout],
-    positions: Positions,
-    total: int,
-    distortions: tuple[float, ...],
-) -> int:
-    """Finds the layout of the least error to be expected of the newest keys."""
-    first = max(keys.shape[2] - _NUM_NEWEST, 0)
-    keys, valid, positions = keys[:, :, first:], valid[:, first:], positions.after(first)
-    # How keys vary that hardly do tells layouts apart, but says nothing of those to come
-    found = (_key_moments(keys, valid, moments, number, layouts, positions) for number in range(len(layouts)))
-    energy = torch.stack([variance * queried for _, variance, queried in found], dim=2)
-    errors, *_ = allocate_channels(energy, total, distortions)
-    # Where it makes no difference the first is taken, so that sequences do not choose for each other
-    logarithms = errors.clamp(min=torch.finfo(errors.dtype).tiny).log().mean(dim=(0, 1))
-    logarithms[1:] += _LEAST_GAIN
-    return int(logarithms.argmin())
-
-
 def _key_moments(
     keys: torch.Tensor,
     valid: torch.Tensor,
     moments: QueryMoments | None,
-    number: int,
-    layouts: Sequence[RotaryLayout],
     positions: Positions,
+    layouts: Sequence[RotaryLayout],
+    number: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     Means of channels as they are stored, variances about these, and mean squares of queries with the RoPE of keys
@@ -310,13 +294,8 @@ def channel_moments(
     positions: Positions = START,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Computes means and variances of channels `[B, H, D]`, float32, before a rotary embedding.
-
-    Args:
-        states (`torch.Tensor` of shape `[B, H, T, D]`): states of any floating dtype.
-        valid (`torch.Tensor` of shape `[B, T]`, bool, *optional*): tokens that count; all by default.
-        layout (`RotaryLayout`, *optional*): the embedding that is undone.
-        positions (`Positions`, *optional*): of the tokens.
+    Computes means and variances of channels `[B, H, D]`, float32, of states `[B, H, T, D]` of any floating dtype whose
+    rotary embedding is undone, and of which all tokens count or those `valid` `[B, T]`.
     """
     if choose_coding_kernel(states, states.shape[3]) == "compiled":
         from kvcache_plugins.kernels.compiled_coding import code
@@ -364,15 +343,8 @@ def _table(
 
 def allocate_widths(energies: torch.Tensor, total: int, distortions: tuple[float, ...]) -> torch.Tensor:
     """
-    Widths of blocks, so that the sum of `energy * distortion(width)` is least.
-
-    Args:
-        energies (`torch.Tensor` of shape `[B, H, N]`): summed energies of the blocks' channels.
-        total (`int`): sum of a head's widths, at most the largest width for every block.
-        distortions (`tuple[float, ...]`): of a normal variable at all widths from 0 on.
-
-    Returns:
-        `torch.Tensor` of shape `[B, H, N]`, int64, 0 to the largest width.
+    Finds widths of blocks `[B, H, N]`, int64, `total` in a head, so that the sum of `energy * distortion(width)` is
+    least: of energies `[B, H, N]`, and distortions of a normal variable at all widths from 0 on.
     """
     errors = torch.tensor(distortions, device=energies.device, dtype=energies.dtype)
     most = len(errors) - 1

@@ -99,14 +99,8 @@ class RowTable:
         quantizer: str = "lloyd-max",
     ) -> "RowTable":
         """
-        Makes a table of a calibration.
-
-        Args:
-            mean (`torch.Tensor` of shape `[H, D]`, float16): what is taken off.
-            factors, vectors, steps (`torch.Tensor`): see `Basis`.
-            widths (`torch.Tensor` of shape `[H, all N]`): bits of blocks of components, as many in every head.
-            rope (`RotaryLayout`, *optional*): of keys; values have none.
-            quantizer (`str`, *optional*, defaults to `"lloyd-max"`): one of `QUANTIZERS`.
+        Makes a table of a calibration: of a mean `[H, D]`, float16, what a `Basis` has, bits of all blocks of
+        components `[H, all N]`, as many in every head, and the rotary embedding of keys, which values do not have.
         """
         basis, own_widths = Basis.for_widths(factors, vectors, steps, widths)
         is_of_keys = rope is not None
@@ -137,7 +131,7 @@ class RowTable:
         return dataclasses.replace(self, widths=widths, row_size=self.row_size + nbits * widths.shape[2])
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Lists name and tensor of everything stored but the basis."""
+        """Lists everything stored but the basis."""
         for name in _TENSOR_NAMES:
             tensor: torch.Tensor | None = getattr(self, name)
             if tensor is not None:
@@ -171,7 +165,7 @@ class RowTable:
         if states.is_meta:
             return states.new_empty(*states.shape[:3], self.row_size, dtype=torch.uint8)
         kernel = choose_coding_kernel(states, self.head_dim)
-        if self.is_rotated and self.mean is not None or kernel == "compiled" and self.basis is not None:
+        if kernel == "compiled" or self.basis is None:
             states = self.numbers(states, positions)
         # Kernels are imported late: they import this module, and need packages that may not be there
         if kernel == "triton" and self.has_triton(states):
@@ -200,8 +194,7 @@ class RowTable:
         if choose_coding_kernel(rows, self.head_dim) == "compiled":
             from kvcache_plugins.kernels.compiled_coding import code
 
-            size = self.head_dim if self.basis is None else self.basis.num_components
-            states = torch.empty(*rows.shape[:3], size)
+            states = torch.empty(*rows.shape[:3], self.num_coded)
             code("decode_rows", states, rows, positions, self.rope, self)
             if self.basis is None and not self.is_rotated:
                 return states

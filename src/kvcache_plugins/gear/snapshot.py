@@ -35,8 +35,7 @@ class Snapshot:
     What a file holds.
 
     Attributes:
-        model, model_config (`str`): fingerprints of the model and of its config.
-        model_name (`str`): what the model is called.
+        model, model_config, model_name (`str`): fingerprints of the model and of its config, and its name.
         has_config (`bool`): whether the cache was made for a model's config.
         config (`GEARConfig` or `TransformConfig`): options of the cache.
         calibration (`str`, *optional*): digest of the calibration that says what its rows mean.
@@ -55,12 +54,7 @@ class Snapshot:
 
 
 def read_snapshot(path: str | Path, model: PreTrainedModel | PreTrainedConfig) -> Snapshot:
-    """
-    Reads a file, within `refusals`; see `GEARCache.load`.
-
-    Raises:
-        ValueError: if it is damaged, of another version, or of another model.
-    """
+    """Reads a file, within `refusals`; a `ValueError` if it is damaged, of another version, or of another model."""
     snapshot = read_record(path, FORMAT, Snapshot)
     name = snapshot.model_name or "unnamed"
     config = model if isinstance(model, PreTrainedConfig) else model.config
@@ -86,10 +80,8 @@ def restore_layers(
     layers: Sequence[CacheLayerMixin], states: Sequence[LayerState | DenseState | None], device: torch.device
 ) -> None:
     """
-    Has every layer of a new cache take over its state, which may come from anywhere.
-
-    Raises:
-        ValueError: if a layer cannot be like that, or layers hold different tokens.
+    Has every layer of a new cache take over its state, which may come from anywhere; a `ValueError` if a layer cannot
+    be like that, or layers hold different tokens.
     """
     check_number(states, len(layers), is_exact=True)
     held = set()
@@ -108,12 +100,7 @@ def restore_layers(
 
 
 def state_of(layer: CacheLayerMixin, index: int) -> LayerState | DenseState | None:
-    """
-    Returns the state of a layer, `None` if it holds nothing.
-
-    Raises:
-        ValueError: if it holds more than keys and values, which no file would.
-    """
+    """Returns the state of a layer, `None` if it holds nothing; a `ValueError` if more than keys and values."""
     keeps_more = isinstance(layer, CompressedLayer) and (
         type(layer) not in (CompressedLayer, StaticLayer) or layer.has_index
     )

@@ -111,8 +111,7 @@ def code(
 
 def _describe(table: RowTable, batch_size: int) -> Structure:
     """Describes a table for tokens of so many sequences, and keeps that while the table lives."""
-    num_heads, deviation = table.widths.shape[1], table.deviation
-    num_coded = table.head_dim if table.basis is None else table.basis.num_components
+    num_heads, deviation, num_coded = table.widths.shape[1], table.deviation, table.num_coded
     fields: dict[str, Any] = {"batch": batch_size, "heads": num_heads, "dim": num_coded, "row_size": table.row_size}
     fields |= {"is_trellis": table.quantizer == "trellis", "is_weighted": table.is_weighted}
     fields |= {"by_energy": table.by_energy, "refits": table.num_refits, "blocks": -(-num_coded // BLOCK)}

@@ -38,15 +38,7 @@ class ExactStates:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BlockState:
-    """
-    Consecutive tokens, compressed.
-
-    Attributes:
-        start (`int`): index of the first token in the sequence, padding included.
-        length (`int`): tokens in use.
-        keys, values (`dict[str, torch.Tensor]`): what the codec stores of them, without spare capacity.
-        is_recent (`bool`): whether these are the newest packed tokens, in rows of more bits.
-    """
+    """Consecutive tokens, compressed: a `Block`, with tensors of both sides by name, without spare capacity."""
 
     start: int
     length: Annotated[int, Range(1)]
@@ -102,13 +94,7 @@ class LayerState:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DenseState:
-    """
-    One of Transformers' own layers that holds tokens.
-
-    Attributes:
-        length (`int`): tokens of the sequence.
-        keys, values (`torch.Tensor` of shape `[B, H, tokens held, D]`): those that the next token can still see.
-    """
+    """One of Transformers' own layers after `length` tokens: states of those that the next one can still see."""
 
     length: Annotated[int, Range(1)]
     keys: Annotated[torch.Tensor, Stored((*_TOKENS, None), *_FLOATS, is_finite=False)]

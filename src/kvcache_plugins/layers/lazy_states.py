@@ -174,16 +174,8 @@ def attend_lazily(
     call: AttentionCall, key: LazyStates, value: LazyStates, attend_exactly: Callable[[Any, Any], Any]
 ) -> Any | None:
     """
-    Have the layer of keys and values answer a call.
-
-    Args:
-        call (`AttentionCall`): the call, without `project`.
-        key, value (`LazyStates`): what is attended to.
-        attend_exactly (`Callable`): attends to dense keys and values, where the layer has all at hand.
-
-    Returns:
-        What `attend_exactly` returned, or attention `[batch_size, num_heads, num_queries, value_head_dim]`; `None` if
-        these are not the newest states of one layer, or not of that form.
+    Have the layer of keys and values answer a call without `project`, or `attend_exactly` to dense ones that it has at
+    hand; `None` if these are not the newest states of one layer, or not of that form.
     """
     layer = key.layer
     if layer is not value.layer:
@@ -381,6 +373,8 @@ class LazyLayer(CacheLayerMixin):
     """
 
     is_sliding = False
+    # Tokens that a query sees, itself among them; all by default
+    sliding_window: int | None = None
     is_croppable = True
     is_compileable = False
     # Whether attention over one new token adds to what is stored, beside what `update` stores
@@ -511,7 +505,7 @@ class LazyLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        return -1
+        return -1 if self.sliding_window is None else self.sliding_window
 
     # The name of `get_max_length` in earlier releases of Transformers 5
     get_max_cache_shape = get_max_length

@@ -75,8 +75,6 @@ class PromptLayer(LazyLayer):
     counter_names: ClassVar[tuple[str, ...]] = ("attend_calls", "prompts_without_mask")
     # Whether storing a prompt needs its attention, so that one computed elsewhere cannot be taken in
     needs_prompt_attention = False
-    # Tokens that a query sees, itself among them; all by default
-    sliding_window: int | None = None
     # Whether as many of the newest tokens are exact at any time: see `static_layer`
     _stands_still = False
 
@@ -255,11 +253,6 @@ class PromptLayer(LazyLayer):
         length = self.get_seq_length()
         first = self._first_seen(length)
         return length + query_length - first, first
-
-    def get_max_length(self) -> int:
-        return -1 if self.sliding_window is None else self.sliding_window
-
-    get_max_cache_shape = get_max_length
 
     def lazy_length(self) -> int:
         return self._length if self.sliding_window is None else self._length - self._first_visible

@@ -76,13 +76,8 @@ STORED = {"keys": STORED_KEYS, "values": STORED_VALUES}
 
 class Sample(NamedTuple):
     """
-    States without data, of which nothing is known but what shapes tell.
-
-    Attributes:
-        operation (`Operation`): what they are of what is stored.
-        tensor (`torch.Tensor`): as many tokens as are in place of those that there are.
-        token_dim (`int`): the dimension that tokens are in.
-        num_tokens (`int`): tokens that there are.
+    States without data, of which nothing is known but what shapes tell: what they are of what is stored, in the place
+    of `num_tokens` tokens others in number (`count_for`), and the dimension that tokens are in.
     """
 
     operation: Operation

@@ -265,7 +265,7 @@ class StaticLayer(CompressedLayer):
         return [self.padding, self.codec, *blocks, *prefix, *self._buffer_storage()]
 
     def _stand(self) -> None:
-        """Stands still, if all that the next token changes is the buffer and the open block."""
+        """Stands still if the next token changes nothing but the buffer and the open block."""
         buffer, limit, self.form = self._buffer, self.packing.residual_length, None
         if not self._stands_still or self._plain is not None or buffer is None or buffer.length != limit:
             return
@@ -386,12 +386,8 @@ class StaticLayer(CompressedLayer):
 
 class GraphStates(torch.Tensor):
     """
-    What `update` returns while a step is traced. They are tensors for the sake of models that repeat heads on the way;
-    nothing else can be done with them.
-
-    Attributes:
-        states (`torch.Tensor` of shape `[B, H, 1, D]`): the new keys or values.
-        order (`torch.Tensor`), number (`int`): of the layer's form.
+    Stands for the states that `update` returns while a step is traced: new keys or values `[B, H, 1, D]`, and `order`
+    and `number` of the layer's form. A tensor, as models repeat heads on the way; nothing else can be done with it.
     """
 
     states: torch.Tensor
@@ -438,10 +434,9 @@ def _attend(
     key: GraphStates,
     value: GraphStates,
     attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
+    *_: object,
     scale: float | None = None,
-    enable_gqa: bool = False,
+    **options: object,
 ) -> torch.Tensor:
     return static_attention(query, key.states, value.states, attn_mask, key.order, key.number, scale)
 

@@ -89,12 +89,7 @@ def load_model(
 
 
 def load_config(model: ModelSource) -> PreTrainedConfig:
-    """
-    The config of a model. The first time, a packaged model that has not been converted yet is converted.
-
-    Raises:
-        ValueError: if there is no such model, or its config cannot be read.
-    """
+    """The config of a model, which is converted if need be; a `ValueError` if there is none, or it cannot be read."""
     if isinstance(model, PreTrainedModel):
         return model.config
     if isinstance(model, PreTrainedConfig):

@@ -59,13 +59,8 @@ class SideCalibration:
     Keys or values of a layer.
 
     Attributes:
-        mean (`torch.Tensor` of shape `[H, D]`, float16): what is taken off.
-        factors (`torch.Tensor` of shape `[H, D]`, float32): what channels are multiplied by: errors of the products
-            cost alike.
-        basis (`torch.Tensor` of shape `[H, D, D]`, int8): rows of the basis of such products, those of most energy
-            first.
-        steps (`torch.Tensor` of shape `[H, D]`, float32): what its rows are in units of; they are then as long as a
-            standard deviation of their component.
+        mean, factors, basis, steps (`torch.Tensor`): what is taken off; see `Basis` for the others. Rows of the basis
+            are as long as a standard deviation of their component.
         energies (`torch.Tensor` of shape `[H, N]`, float32): of blocks of eight components.
     """
 
@@ -76,7 +71,6 @@ class SideCalibration:
     energies: Annotated[torch.Tensor, Stored(("num_heads", None), torch.float32, above=0)]
 
     def check(self) -> None:
-        """Raises a `ValueError` if it is nothing that a file can hold."""
         num_heads, head_dim = self.mean.shape
         if not num_heads or not head_dim:
             raise ValueError("a layer has to have heads, and these channels")
@@ -105,7 +99,6 @@ class LayerCalibration:
     values: SideCalibration
 
     def check(self) -> None:
-        """Raises a `ValueError` if it is nothing that a file can hold."""
         if self.layout not in _LAYOUTS:
             raise ValueError(f"`layout` has to be one of {list(_LAYOUTS)} but got {self.layout!r}")
         if self.keys.mean.shape[0] != self.values.mean.shape[0]:
@@ -133,7 +126,6 @@ class CalibrationContent:
     layers: list[LayerCalibration]
 
     def check(self) -> None:
-        """Raises a `ValueError` if it is nothing that a file can hold."""
         if not self.layers:
             raise ValueError("`layers` is empty")
         if len({layer.layer_idx for layer in self.layers}) < len(self.layers):
@@ -175,16 +167,8 @@ class TransformCalibration(nn.Module):
 
     def codec(self, layer_idx: int, nbits: float, quantizer: str, frequencies: tuple[float, ...] | None) -> RowCodec:
         """
-        How a layer is coded.
-
-        Args:
-            layer_idx (`int`): the layer.
-            nbits (`float`): bits a number, on average over all heads and both sides of layers that see as much.
-            quantizer (`str`): one of `QUANTIZERS`.
-            frequencies (`tuple[float, ...]`, *optional*): of the keys' rotary embedding.
-
-        Raises:
-            ValueError: if it knows nothing of that layer, or of its rotary embedding.
+        Makes the codec of a layer, with `nbits` bits a number, on average over all heads and both sides of layers that
+        see as much; a `ValueError` if it knows nothing of that layer, or of its rotary embedding.
         """
         key = nbits, quantizer, layer_idx
         if key not in self._codecs:
@@ -241,15 +225,8 @@ class TransformCalibration(nn.Module):
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel | PreTrainedConfig) -> TransformCalibration:
         """
-        Reads a calibration that `save` wrote.
-
-        Args:
-            path (`str` or `Path`): the file.
-            model (`PreTrainedModel` or `PreTrainedConfig`): the model, or its config, which cannot tell whether the
-                weights are the same.
-
-        Raises:
-            ValueError: naming the file, if it is damaged, of another version, or of another model.
+        Reads a calibration that `save` wrote for a model, or one of a config, which cannot tell weights from others; a
+        `ValueError` naming the file if it is damaged, of another version, or of another model.
         """
         calibration = cls.read(path)
         with refusals("calibration", path):
@@ -323,7 +300,12 @@ def _calibrate_layer(layer_idx: int, sums: LayerSums) -> LayerCalibration:
     cost = _shrunk(sums.keys.gradients / sums.keys.num_scored, _KEY_SHRINKAGE)
     if sums.num_queries:
         queries = sums.queries / sums.num_queries
-        cost = cost + _QUERY_SHARE * queries * (_trace(cost) / _trace(queries).clamp(min=_tiny(cost)))[:, None, None]
+        cost = (
+            cost
+            + _QUERY_SHARE
+            * queries
+            * (_trace(cost) / _trace(queries).clamp(min=torch.finfo(cost.dtype).tiny))[:, None, None]
+        )
     mean = sums.keys.states / sums.keys.count
     moments = sums.keys.products / sums.keys.count - mean[:, :, None] * mean[:, None]
     keys = _calibrate_side(cost, moments, mean)
@@ -348,8 +330,10 @@ def _calibrate_side(cost: torch.Tensor, moments: torch.Tensor, mean: torch.Tenso
     tiny = torch.finfo(torch.float32).tiny
     factors = cost.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
     factors = factors.maximum(_LEAST_FACTOR * factors.amax(dim=-1, keepdim=True)).clamp(min=tiny)
-    rounded, steps = round_basis(basis, factors)
-    return SideCalibration(mean.half(), factors.float(), rounded, steps, _by_block(energies).float().clamp(min=tiny))
+    by_block = F.pad(energies, (0, -energies.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(dim=-1)
+    return SideCalibration(
+        mean.half(), factors.float(), *round_basis(basis, factors), by_block.float().clamp(min=tiny)
+    )
 
 
 def _shrunk(matrices: torch.Tensor, share: float) -> torch.Tensor:
@@ -359,12 +343,3 @@ def _shrunk(matrices: torch.Tensor, share: float) -> torch.Tensor:
 
 def _trace(matrices: torch.Tensor) -> torch.Tensor:
     return matrices.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
-
-
-def _tiny(tensor: torch.Tensor) -> float:
-    return torch.finfo(tensor.dtype).tiny
-
-
-def _by_block(energies: torch.Tensor) -> torch.Tensor:
-    """Summed energies of blocks `[H, N]` of those of components `[H, D]`."""
-    return F.pad(energies, (0, -energies.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(dim=-1)

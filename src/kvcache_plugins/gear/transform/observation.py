@@ -59,7 +59,6 @@ class SideSums:
         return cls(0.0, torch.zeros(num_heads, head_dim, dtype=torch.float64), square, 0, square.clone())
 
     def add_states(self, states: torch.Tensor) -> None:
-        """Adds those of tokens `[H, T, D]`."""
         self.count += states.shape[1]
         self.states += states.sum(dim=1).cpu()
         self.products += (states.mT @ states).cpu()
@@ -95,15 +94,12 @@ def observe_window(
     generator: torch.Generator,
 ) -> None:
     """
-    Adds what a window shows to `sums`, by layer.
+    Adds what a window of token ids `[tokens]` shows a model in eval mode to `sums`, by layer.
 
     Args:
-        model (`PreTrainedModel`): the model, in eval mode.
-        window (`torch.Tensor` of shape `[tokens]`): token ids.
         prefix_length (`int`): tokens that fill the cache, whose moments are taken; the others follow.
         num_sinks (`int`): first tokens that are left out, as they stay exact.
         num_draws (`int`): backward passes for every few tokens that follow.
-        sums (`dict[int, LayerSums]`): added to.
         generator (`torch.Generator`): draws tokens, on the host.
     """
     config = model.config.get_text_config(decoder=True)
@@ -147,7 +143,6 @@ def _add_states(
     sums: dict[int, LayerSums],
     index: int,
 ) -> None:
-    """Adds a layer's states and queries."""
     if layer.keys is None or layer.values is None:
         raise ValueError("`model` has layers of attention that it did not call with a cache")
     keys, values = (states.detach()[0, :, num_sinks:].double() for states in (layer.keys, layer.values))
