@@ -100,12 +100,12 @@ class PromptCodec(RowCodec):
         valid: torch.Tensor,
         moments: QueryMoments | None,
     ) -> PromptCodec:
-        valid, (size, value_size), place = valid.to(keys.device), self.sizes, self.layouts.index(self.rope)
-        own = None if moments is None else moments.map(lambda sums: sums[number, None])
-        table = make_key_table(keys, valid, own, self.layouts, Positions(), size, self.quantizer, place)
-        value_table = make_value_table(values, valid, value_size, self.quantizer)
-        of_keys, of_values = self.tables()
-        tables = of_keys.with_sequence(number, table), of_values.with_sequence(number, value_table)
+        place, own = self.layouts.index(self.rope), None
+        if moments is not None:
+            own = QueryMoments(moments.squares[number, None], moments.products[number, None, :, place, None])
+        fitted = dataclasses.replace(self, layouts=[self.rope]).fit(keys, values, valid, own, Positions())
+        (of_keys, of_values), (one, other) = self.tables(), fitted.tables()
+        tables = of_keys.with_sequence(number, one), of_values.with_sequence(number, other)
         return dataclasses.replace(self, _tables=tables)
 
     def without_shared_errors(
@@ -175,7 +175,6 @@ def make_key_table(
     positions: Positions,
     total: int,
     quantizer: str = "lloyd-max",
-    number: int | None = None,
 ) -> RowTable:
     """
     Makes the table of a prompt's keys `[B, H, T, D]`, after the rotary embedding, with widths of `total` in a head.
@@ -183,27 +182,26 @@ def make_key_table(
     Args:
         valid (`torch.Tensor` of shape `[B, T]`, bool): tokens that count, which follow each other.
         moments (`QueryMoments`, *optional*): of queries; without them all channels count the same.
-        number (`int`, *optional*): which of the layouts they have; by default the one of the least error to be
-            expected, if that is clearly less than the first one's.
+        layouts (`Sequence[RotaryLayout]`): those that keys may have, of which the one of the least error to be
+            expected is taken, if that is clearly less than the first one's.
     """
     distortions = QUANTIZERS[quantizer].distortions
+    number = 0
     if keys.is_meta:
         # Nothing is known of what has no data but how large its table is
-        moments, number = None, number or 0
-    elif number is None:
-        number = 0
-        if len(layouts) > 1:
-            first, energies = max(keys.shape[2] - _NUM_NEWEST, 0), []
-            newest = keys[:, :, first:], valid[:, first:], moments, positions.after(first)
-            for other in range(len(layouts)):
-                # How keys vary that hardly do tells layouts apart, but says nothing of those to come
-                _, variance, queried = _key_moments(*newest, layouts, other)
-                energies.append(variance * queried)
-            errors, *_ = allocate_channels(torch.stack(energies, dim=2), total, distortions)
-            # Where it makes no difference the first is taken, so that sequences do not choose for each other
-            logarithms = errors.clamp(min=torch.finfo(errors.dtype).tiny).log().mean(dim=(0, 1))
-            logarithms[1:] += _LEAST_GAIN
-            number = int(logarithms.argmin())
+        moments = None
+    elif len(layouts) > 1:
+        first, energies = max(keys.shape[2] - _NUM_NEWEST, 0), []
+        newest = keys[:, :, first:], valid[:, first:], moments, positions.after(first)
+        for other in range(len(layouts)):
+            # How keys vary that hardly do tells layouts apart, but says nothing of those to come
+            _, variance, queried = _key_moments(*newest, layouts, other)
+            energies.append(variance * queried)
+        errors, *_ = allocate_channels(torch.stack(energies, dim=2), total, distortions)
+        # Where it makes no difference the first is taken, so that sequences do not choose for each other
+        logarithms = errors.clamp(min=torch.finfo(errors.dtype).tiny).log().mean(dim=(0, 1))
+        logarithms[1:] += _LEAST_GAIN
+        number = int(logarithms.argmin())
     mean, variance, queried = _key_moments(keys, valid, moments, positions, layouts, number)
     size = (mean.float().square() + variance).mean(dim=-1, keepdim=True)
     is_steady = variance.median(dim=-1, keepdim=True).values < _STEADY_KEYS * size

@@ -104,7 +104,8 @@ class LazyStates(torch.Tensor):
     def sample(self) -> Sample:
         """Make what operations are recorded on."""
         if self._sample is None:
-            count, stored = count_for(self.num_tokens), {}
+            count = count_for(self.num_tokens)
+            stored: dict[Operation, torch.Tensor] = {}
             for side, operation in STORED.items():
                 batch_size, num_heads, _, head_dim = self.layer.states_shape(side)
                 shape = batch_size, num_heads, count, head_dim
@@ -117,13 +118,13 @@ class LazyStates(torch.Tensor):
         """The dense states, in the shape reported."""
         if self.exact is not None:
             return self.exact
-        tile = {}
+        tile: dict[Operation, torch.Tensor] = {}
         for side in sorted(self.operation.sides()):
             stored = self.layer.materialize(side)
             if stored.shape[2] < self.num_tokens:
                 raise RuntimeError("these lazy states are older than the last `crop` or `reset` of their cache")
             tile[STORED[side]] = stored[:, :, : self.num_tokens]
-        dense = self.operation.compute(tile, self.num_tokens)
+        dense: torch.Tensor = self.operation.compute(tile, self.num_tokens)
         return without_gradients(dense) if self.layer.has_gradients and torch.is_grad_enabled() else dense
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

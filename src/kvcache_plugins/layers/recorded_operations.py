@@ -36,26 +36,23 @@ class Operation:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     effects: list["Operation"] = field(default_factory=list)
 
-    def compute(self, tile: Mapping["Operation", torch.Tensor], num_tokens: int) -> torch.Tensor:
+    def compute(self, done: dict["Operation", Any], num_tokens: int) -> Any:
         """
-        Do the operation, and all that it is made of, to a tile of so many tokens: what `STORED_KEYS` and
-        `STORED_VALUES` are, `[B, H, tokens, D]`.
+        Do the operation, and all that it is made of, to a tile of so many tokens, and keep results in `done`, which
+        has what `STORED_KEYS` and `STORED_VALUES` are, `[B, H, tokens, D]`.
         """
-        return self._compute(dict(tile), num_tokens)
-
-    def _compute(self, done: dict["Operation", Any], num_tokens: int) -> Any:
         if self not in done:
 
             def fill(value: Any) -> Any:
                 if isinstance(value, Operation):
-                    return value._compute(done, num_tokens)
+                    return value.compute(done, num_tokens)
                 return num_tokens if value is _TOKENS else value
 
             assert self.function is not None
             args, kwargs = map_nested(fill, self.args), map_nested(fill, self.kwargs)
             done[self] = self.function(*args, **kwargs)
             for effect in self.effects:
-                effect._compute(done, num_tokens)
+                effect.compute(done, num_tokens)
         return done[self]
 
     def sides(self) -> set[str]:
