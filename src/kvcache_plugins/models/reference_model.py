@@ -50,22 +50,16 @@ def load_model(
     device: str | torch.device = "cpu",
     **from_pretrained_kwargs: object,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model, in eval mode, and its tokenizer.
+    """
+    Loads a causal language model, in eval mode, and its tokenizer.
 
     Args:
-        name_or_path (`str`):
-            `smollm2` or `gemma3-270m`, which come from the package that carries them when it is installed and from
-            the hub otherwise; anything else goes to `from_pretrained` as it is. A local folder that happens to have
-            one of these two names is reached as `./smollm2`.
-        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`):
-            The type of the weights.
-        device (`str` or `torch.device`, *optional*, defaults to `"cpu"`):
-            Where the model goes. With a `device_map` among the other keywords, leave it alone.
-        from_pretrained_kwargs (`object`, *optional*):
-            Everything else that `AutoModelForCausalLM.from_pretrained` understands, such as `attn_implementation`.
-
-    Returns:
-        The model and the tokenizer.
+        name_or_path (`str`): `smollm2` or `gemma3-270m`, which come from the package that carries them when it is
+            installed and from the hub otherwise; anything else goes to `from_pretrained` as it is. A local folder that
+            happens to have one of these two names is reached as `./smollm2`.
+        device (`str` or `torch.device`, *optional*, defaults to `"cpu"`): Where the model goes. With a `device_map`
+            among the other keywords, leave it alone.
+        from_pretrained_kwargs (`object`, *optional*): What else `AutoModelForCausalLM.from_pretrained` understands.
 
     Example:
 
