@@ -112,10 +112,8 @@ class Codec(ABC):
         self, keys: torch.Tensor, values: torch.Tensor, positions: Positions
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Codes keys and values `[B, H, T, D]` of any floating dtype as rows `[B, H, T, R]`, uint8.
-
-        Raises:
-            ValueError: if states are too large for the format, where it is found while they are coded.
+        Codes keys and values `[B, H, T, D]` of any floating dtype as rows `[B, H, T, R]`, uint8; a `ValueError` if
+        states are too large for the format, where it is found while they are coded.
         """
 
     @abstractmethod
@@ -188,10 +186,8 @@ class Codec(ABC):
 
     def restore(self, state: CodecState, heads: tuple[int, int], path: str) -> Codec:
         """
-        Returns the codec as another one was, fitted to B and H `heads`; `path` names it in errors.
-
-        Raises:
-            ValueError: if that is anything that the codec of no layer under these options can have.
+        Returns the codec as another one was, fitted to B and H `heads`; a `ValueError` that names `path` if that is
+        anything that the codec of no layer under these options can have.
         """
         raise ValueError(f"`{path}`: rows are coded by tables that no cache has of its own")
 

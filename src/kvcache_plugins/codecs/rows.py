@@ -304,9 +304,6 @@ class SharedTables(nn.Module):
     """
     Tables of a layer's keys and values that all caches of a model share, brought once to every device that asks. As
     a part of the model it is a module, and no cache counts it as what it holds.
-
-    Args:
-        keys, values (`RowTable`): on any device.
     """
 
     def __init__(self, keys: RowTable, values: RowTable):
@@ -337,11 +334,7 @@ class SharedTables(nn.Module):
 @dataclass(eq=False, repr=False)
 class RowCodec(Codec):
     """
-    Codes keys and values by two tables.
-
-    Args:
-        _tables (two `RowTable`, or `SharedTables`, *optional*): of keys and of values: a cache's own, or a model's.
-            Without them the codec has still to be fitted.
+    Codes keys and values by two tables: a cache's own, or a model's; without them the codec has still to be fitted.
     """
 
     _tables: tuple[RowTable, RowTable] | SharedTables | None

@@ -109,10 +109,7 @@ class GEARConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> "GEARConfig":
-        """
-        Builds the config from the options of `GEARCache`; `None` is what was not given, which a side has from the
-        option of both.
-        """
+        """Builds the config from options of `GEARCache`, `None` where not given; sides have those of both."""
         given = {name: value for name, value in options.items() if value is not None}
         for name in ("quantizer", "recent_length", "recent_nbits"):
             if name in given:
@@ -160,12 +157,7 @@ class GEARConfig:
         return self.key.backbone in ("kivi", "kvarn")
 
     def codec(self, key_head_dim: int, value_head_dim: int) -> GroupCodec:
-        """
-        Returns the codec of heads of such dimensions.
-
-        Raises:
-            ValueError: if an option does not fit them.
-        """
+        """Returns the codec of heads of such dimensions; a `ValueError` if an option does not fit them."""
         keys, values = self._side_codec(self.key, key_head_dim), self._side_codec(self.value, value_head_dim)
         return GroupCodec(keys=keys, values=values)
 

@@ -16,10 +16,7 @@ _NUM_QUERIES = 256
 class ListeningLayer(DynamicLayer):
     """
     A dense layer that keeps the newest queries of the last attention over it, if attention is `sdpa`'s; any other
-    gets its states and says nothing of queries.
-
-    Attributes:
-        queries (`torch.Tensor` of shape `[batch_size, num_heads, at most 256, head_dim]`, *optional*): those.
+    gets its states and says nothing of queries. They are `[batch_size, num_heads, at most 256, head_dim]`.
     """
 
     has_gradients = False

@@ -24,11 +24,8 @@ ANOTHER_PROMPT = "a new cache for each prompt, or call `reset()`"
 
 class LeftPadding:
     """
-    How many tokens at the start of each sequence are padding. A layer has one and shares it with what it holds: what
-    becomes known later, or changes with the batch, is known to all.
-
-    Attributes:
-        counts (`torch.Tensor` of shape `[batch_size]`, *optional*): padding of every sequence, once any is known of.
+    How many tokens at the start of each sequence are padding: `counts` `[batch_size]`, once any are known. A layer has
+    one and shares it with what it holds: what becomes known later, or changes with the batch, is known to all.
     """
 
     def __init__(self) -> None:
@@ -66,10 +63,9 @@ class PromptLayer(LazyLayer):
     A layer whose prompt waits until attention has seen it. A subclass implements what is abstract here.
 
     Args:
-        layer_idx (`int`):
-            Index of the layer, named in errors.
-        attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
-            The prompt's padding mask, for attention implementations that do not show it to the cache.
+        layer_idx (`int`): Index of the layer, named in errors.
+        attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*): The prompt's padding mask,
+            for attention implementations that do not show it to the cache.
     """
 
     counter_names: ClassVar[tuple[str, ...]] = ("attend_calls", "prompts_without_mask")
@@ -121,15 +117,9 @@ class PromptLayer(LazyLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Takes in new states and returns all states, lazily.
-
-        Args:
-            key_states, value_states (`torch.Tensor` of shape `[batch_size, num_heads, new tokens, head_dim]`):
-                The new states, after the rotary embedding.
-
-        Raises:
-            ValueError: if states to be stored cannot be, or are of another number of sequences; what is stored stays
-            as it was.
+        Takes in new states `[batch_size, num_heads, new tokens, head_dim]`, after the rotary embedding, and returns
+        all, lazily. A `ValueError`, if states to be stored cannot be, or are of another number of sequences, leaves
+        what is stored as it was.
         """
         if torch.compiler.is_dynamo_compiling():
             return self._update_outside_of_graphs(key_states, value_states)

@@ -25,10 +25,8 @@ _COUNTS = 10_007, 10_009
 @dataclass(frozen=True, eq=False, slots=True)
 class Operation:
     """
-    A function and its arguments, of which some are results of others; the two without a function are what is stored.
-
-    Attributes:
-        effects (`list[Operation]`): what is written into its result afterwards.
+    A function and its arguments, of which some are results of others, and `effects`: operations that write into its
+    result afterwards. The two without a function are what is stored.
     """
 
     function: Callable[..., Any] | None

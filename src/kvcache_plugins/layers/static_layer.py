@@ -162,7 +162,7 @@ class StaticLayer(CompressedLayer):
     A layer of rows that stands still while tokens are decoded one by one, with as many of the newest tokens exact.
 
     Args:
-        packing (`Packing`), layer_idx (`int`), attention_mask (`torch.Tensor`, *optional*): see `CompressedLayer`.
+        packing, layer_idx, attention_mask: see `CompressedLayer`.
         max_length (`int`, *optional*): tokens that there is capacity for from the first one on. By default capacity
             grows with them, and only where kernels of a GPU compute the layer stands still.
 

@@ -115,10 +115,7 @@ def reference_models() -> dict[str, bool]:
 
 
 def resolve_model(name_or_path: str) -> str:
-    """Resolves a model's name for `from_pretrained`: a converted folder, a hub name, or the name itself.
-
-    A packaged model that has not been converted yet is converted here.
-    """
+    """Resolves a name for `from_pretrained`: a folder, converted here if need be, a hub name, or the name itself."""
     packaged = PACKAGED_MODELS.get(name_or_path)
     if packaged is None:
         return name_or_path

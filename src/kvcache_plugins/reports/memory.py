@@ -82,13 +82,9 @@ class MemoryReport:
 
 def measure_memory(cache: Cache | Sequence[Cache]) -> MemoryReport:
     """
-    What any cache of Transformers holds.
-
-    Args:
-        cache (`Cache` or `Sequence[Cache]`):
-            A cache of this project, of Transformers or of a third party. Layers that extend `LazyLayer` name their
-            parts; of others every reachable tensor is counted, once, as `dense` or, where the layer quantizes, as
-            `quantized`. Of several caches together, what they share (see `GEARCache.fork`) is counted once.
+    Measures any cache of this project, of Transformers or of a third party. Layers that extend `LazyLayer` name their
+    parts; of others every reachable tensor is counted, once, as `dense` or, where the layer quantizes, as `quantized`.
+    Of several caches together, what they share (see `GEARCache.fork`) is counted once.
     """
     caches = [cache] if isinstance(cache, Cache) else cache
     parts: Counter[str] = Counter()
@@ -153,10 +149,7 @@ class ReportingMixin:
 
 
 def reachable_tensors(value: object) -> Iterator[torch.Tensor]:
-    """
-    Every tensor that holds data and can be reached from `value` through attributes, items and tensor subclasses, once
-    each.
-    """
+    """Every tensor with data that can be reached through attributes, items and tensor subclasses, once each."""
     seen: set[int] = set()
     stack = [value]
     while stack:
@@ -207,10 +200,7 @@ def _dense_equivalent(layer: Any, named: list[tuple[str, torch.Tensor]]) -> tupl
 
 
 def _quantized_numel_per_token(states: torch.Tensor | tuple[Any, ...]) -> int:
-    """
-    Numbers a token in what a quantized layer of Transformers stores: a tensor (quanto), or one with its metadata (hqq,
-    fp8).
-    """
+    """Numbers a token in what a quantized layer stores: a tensor (quanto), or one with its metadata (hqq, fp8)."""
     shape = states.shape if isinstance(states, torch.Tensor) else states[0].shape
     if isinstance(states, tuple) and isinstance(states[1], dict):
         shape = states[1]["shape"]

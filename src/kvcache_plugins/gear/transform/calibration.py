@@ -83,12 +83,8 @@ class SideCalibration:
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerCalibration:
     """
-    Keys and values of a layer.
-
-    Attributes:
-        layer_idx (`int`): the layer.
-        layout (`str`), first_channel (`int`): name and first channel of the keys' rotary embedding.
-        window (`int`, *optional*): tokens that its attention sees; all by default.
+    Keys and values of a layer whose attention sees `window` tokens, or all; `layout` and `first_channel` are name and
+    first channel of the keys' rotary embedding.
     """
 
     layer_idx: Annotated[int, Range(0, 2**16)]
@@ -113,12 +109,8 @@ class LayerCalibration:
 @dataclass(frozen=True, eq=False)
 class CalibrationContent:
     """
-    What a file holds.
-
-    Attributes:
-        config (`str`): fingerprint of the model's config.
-        weights (`torch.Tensor`): some of its weights, see `weight_samples`.
-        layers (`list[LayerCalibration]`): those of full attention and of windows.
+    What a file holds: fingerprint of the model's config, some of its weights, see `weight_samples`, and its layers of
+    full attention and of windows.
     """
 
     config: str
@@ -149,9 +141,6 @@ class TransformCalibration(nn.Module):
     """
     What `calibrate_transform` found out about a model. Caches of the model share it, and what is made of it: as a part
     of the model it is a module, and no cache counts it as what it holds.
-
-    Args:
-        content (`CalibrationContent`): what its file holds.
     """
 
     def __init__(self, content: CalibrationContent):
