@@ -77,9 +77,7 @@ class CodedPart:
 
     Attributes:
         keys, values (`torch.Tensor` of shape `[B, H, at least T, R]`, uint8): rows; there may be capacity for more.
-        codec (`Codec`): what they mean.
-        positions (`Positions`): of the tokens.
-        length, mask: as in `DensePart`.
+        codec, positions, length, mask: what they mean, where the tokens stand, and as in `DensePart`.
         num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*): tokens in use where the host does not know
             them, at most `length`: for Triton's kernels alone.
     """
@@ -170,9 +168,7 @@ class RowTokens:
         length (`int`): slots in use, N.
         pages (`Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, R]`, uint8): value rows: slot `i` is
             row `i` of all pages one behind the other.
-        codec (`RowCodec`): what rows mean.
-        positions (`Positions`): of the slots.
-        sinks (`SinkStates`): tokens that are exact though they are in slots.
+        codec, positions, sinks: what rows mean, where the slots' tokens stand, and those of them that are exact.
     """
 
     keys: torch.Tensor

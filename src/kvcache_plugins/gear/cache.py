@@ -55,8 +55,6 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
     flash attention the cache is read tile by tile and never made dense; under any other implementation it is made
     dense a layer at a time. Codes stand in `uint8`; scales, zeros, factors and outliers in float16.
 
-    See `Cache` for details on common methods that are implemented by all cache classes.
-
     Args:
         config (`PreTrainedConfig` or `PreTrainedModel`, *optional*):
             The model, or its config. With it, layers whose attention has a window keep no more than the window (see

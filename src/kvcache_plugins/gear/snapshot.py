@@ -37,9 +37,8 @@ class Snapshot:
     Attributes:
         model, model_config, model_name (`str`): fingerprints of the model and of its config, and its name.
         has_config (`bool`): whether the cache was made for a model's config.
-        config (`GEARConfig` or `TransformConfig`): options of the cache.
+        config, choice: options of the cache, and why it is what it is.
         calibration (`str`, *optional*): digest of the calibration that says what its rows mean.
-        choice (`PresetChoice`, *optional*): why it is what it is.
         layers (`list`): the state of each layer, `None` of one without tokens.
     """
 
@@ -91,7 +90,15 @@ def restore_layers(
             layer.restore(state, device, path)
             held.add((state.batch_size, state.length))
         elif isinstance(layer, DynamicLayer) and isinstance(state, DenseState):
-            _restore_dense(layer, state, device, path)
+            if state.keys.shape[2] != _num_held(layer, state.length):
+                raise ValueError(
+                    f"`{path}` holds {state.keys.shape[2]} of {state.length} tokens, which no such layer does"
+                )
+            keys, values = state.keys.to(device), state.values.to(device)
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
+            if layer.is_sliding:
+                layer.cumulative_length = state.length
             held.add((state.keys.shape[0], state.length))
         elif state is not None:
             raise ValueError(f"`{path}` is a `{type(state).__name__}`, which no `{type(layer).__name__}` is made of")
@@ -116,16 +123,6 @@ def state_of(layer: CacheLayerMixin, index: int) -> LayerState | DenseState | No
     # More than a window is there while a rollback may follow, which is over
     first = layer.keys.shape[2] - _num_held(layer, length)
     return DenseState(length, layer.keys[:, :, first:], layer.values[:, :, first:])
-
-
-def _restore_dense(layer: DynamicLayer, state: DenseState, device: torch.device, path: str) -> None:
-    if state.keys.shape[2] != _num_held(layer, state.length):
-        raise ValueError(f"`{path}` holds {state.keys.shape[2]} of {state.length} tokens, which no such layer does")
-    keys, values = state.keys.to(device), state.values.to(device)
-    layer.lazy_initialization(keys, values)
-    layer.keys, layer.values = keys, values
-    if layer.is_sliding:
-        layer.cumulative_length = state.length
 
 
 def _num_held(layer: DynamicLayer, length: int) -> int:

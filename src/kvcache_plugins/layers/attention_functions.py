@@ -260,25 +260,18 @@ def _read_padding_mask(
     return seen[None, None] if mask is None else seen & mask[:, None, None, :].bool(), False
 
 
-def _refuse(name: str) -> _MaskReader:
-    def refuse(*_: object, **__: object) -> _Mask:
-        raise ValueError(
-            f"`attn_implementation` is `{name}`, which is for continuous batching and a paged cache of its own: set "
-            "it to `sdpa`, `eager` or `flex_attention`"
-        )
-
-    return refuse
+def _refuse(name: str, *_: object, **__: object) -> _Mask:
+    raise ValueError(
+        f"`attn_implementation` is `{name}`, which is for continuous batching and a paged cache of its own: set it to "
+        "`sdpa`, `eager` or `flex_attention`"
+    )
 
 
-def _register() -> None:
-    for name, attend in list(ALL_ATTENTION_FUNCTIONS.items()):
-        if name == "flex_attention":
-            AttentionInterface.register(name, _wrap(attend, _read_block_mask))
-        elif name.startswith("flash_attention"):
-            AttentionInterface.register(name, _wrap(attend, _read_padding_mask))
-        elif name.startswith("paged|"):
-            AttentionInterface.register(name, _wrap(attend, _refuse(name)))
-    AttentionInterface.register("eager", attend_eagerly)
-
-
-_register()
+for _name, _attend in list(ALL_ATTENTION_FUNCTIONS.items()):
+    if _name == "flex_attention":
+        AttentionInterface.register(_name, _wrap(_attend, _read_block_mask))
+    elif _name.startswith("flash_attention"):
+        AttentionInterface.register(_name, _wrap(_attend, _read_padding_mask))
+    elif _name.startswith("paged|"):
+        AttentionInterface.register(_name, _wrap(_attend, partial(_refuse, _name)))
+AttentionInterface.register("eager", attend_eagerly)

@@ -52,16 +52,12 @@ def replace_full_attention(
     make_windowed: Callable[[int, int], CacheLayerMixin | None] = lambda index, window: None,
 ) -> list[Any]:
     """
-    Transformers' own cache layers for a model, those of full attention replaced.
+    Makes Transformers' own cache layers for the config of a decoder, with those of full attention replaced by index; a
+    `ValueError` if it has layers that hold full-length states of another kind, or none that hold any.
 
     Args:
-        config (`PreTrainedConfig`): The config of the (decoder of the) model.
-        make_layer (`Callable`): Makes the layer of an index.
         make_windowed (`Callable`, *optional*): Makes the layer of an index whose attention has a window, of so many
             tokens; `None`, as by default, leaves Transformers' own in its place.
-
-    Raises:
-        ValueError: if the model has layers that hold full-length states of another kind, or none that hold any.
     """
     own: list[Any] = list(DynamicCache(config=config).layers)
     layer_types = getattr(config, "layer_types", None) or []
@@ -96,17 +92,12 @@ def replace_full_attention(
         )
     for index, layer in made.items():
         if type(own[index]) in _HYBRID_LAYERS and isinstance(layer, LazyLayer):
-            layer = with_recurrent_states(layer, own[index].number_of_states)
+            # Not used yet, it keeps states of convolutions and recurrences too
+            layer.__class__ = _hybrid_class(type(layer))
+            LinearAttentionLayer.__init__(layer, number_of_states=own[index].number_of_states)  # type: ignore[arg-type]
         # What a cache leaves as it is keeps what belongs to it
         own[index] = own[index] if type(layer) is DynamicLayer else layer
     return own
-
-
-def with_recurrent_states(layer: LazyLayer, number_of_states: int) -> LazyLayer:
-    """Has a layer that has not been used yet keep so many states of each convolution and recurrence too."""
-    layer.__class__ = _hybrid_class(type(layer))
-    LinearAttentionLayer.__init__(layer, number_of_states=number_of_states)  # type: ignore[arg-type]
-    return layer
 
 
 class RecurrentStates(LinearAttentionLayer):
@@ -141,16 +132,6 @@ class RecurrentStates(LinearAttentionLayer):
         super().crop(tokens_to_remove)
         super(LinearAttentionCacheLayerMixin, self).crop(tokens_to_remove)  # type: ignore[misc]
 
-    # What moves or reorders goes by `map_tensors`
-    def offload(self) -> None:
-        super(LinearAttentionCacheLayerMixin, self).offload()  # type: ignore[misc]
-
-    def prefetch(self) -> None:
-        super(LinearAttentionCacheLayerMixin, self).prefetch()  # type: ignore[misc]
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super(LinearAttentionCacheLayerMixin, self).reorder_cache(beam_idx)  # type: ignore[misc]
-
 
 class HybridLayersMixin(Cache):
     """Mixed into a cache of such layers, before `Cache`."""
@@ -166,4 +147,6 @@ class HybridLayersMixin(Cache):
 
 @cache
 def _hybrid_class(base: type[LazyLayer]) -> type[LazyLayer]:
-    return type(f"Hybrid{base.__name__}", (RecurrentStates, base), {})
+    # What moves or reorders goes by `map_tensors`
+    own = {name: getattr(base, name) for name in ("offload", "prefetch", "reorder_cache")}
+    return type(f"Hybrid{base.__name__}", (RecurrentStates, base), own)

@@ -228,19 +228,13 @@ def _scaled_dot_product_attention(
         if is_stored and attn_mask is None and not is_causal and key.exact is None:
             output = key.layer.attend_again(query, key._size[key.token_dim], scale)
         if output is None:
-            attend_exactly = partial(
-                F.scaled_dot_product_attention,
-                query,
-                attn_mask=attn_mask,
-                is_causal=is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
+            options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+            attend_exactly = partial(F.scaled_dot_product_attention, query, attn_mask=attn_mask, **options)
             output = attend_lazily(AttentionCall(query, attn_mask, is_causal, scale), key, value, attend_exactly)
         if output is not None:
             return output
     query, key, value, attn_mask = _densify((query, key, value, attn_mask))
-    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **options)
 
 

@@ -1,5 +1,7 @@
 """A dense cache that sees the queries which attend to it, as caches need that are made of a prompt's queries too."""
 
+from typing import Any
+
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -30,7 +32,8 @@ class ListeningLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes in new states and returns all, through which attention comes by."""
         keys, values = states = super().update(key_states, value_states)
-        return stored_states(self, keys.shape, values.shape, keys.shape[2], keys.dtype, keys.device, states)
+        shapes: tuple[Any, ...] = self, keys.shape, values.shape
+        return stored_states(*shapes, keys.shape[2], keys.dtype, keys.device, states)
 
     def on_exact_attention(self, call: AttentionCall) -> None:
         """Keep the newest queries, if they are of the heads that are stored."""

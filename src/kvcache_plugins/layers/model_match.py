@@ -31,13 +31,13 @@ class UpdateOrder:
 
     def __init__(self, config: PreTrainedConfig | None, num_layers: int):
         self.is_watched = config is not None and config.is_encoder_decoder and num_layers > 1
-        self.restart()
+        self._last: int | None = None
 
     def note(self, layer_idx: int) -> None:
         """Called before each update; a `ValueError` if it is the second one of a layer in a row."""
         last, self._last = self._last, layer_idx
         if last == layer_idx and self.is_watched:
-            self.restart()
+            self._last = None
             raise ValueError(
                 "`past_key_values` is a cache for the decoder's own tokens, and the encoder's would be stored among "
                 "them: pass `EncoderDecoderCache(cache, DynamicCache())`"
@@ -45,7 +45,7 @@ class UpdateOrder:
 
     def restart(self) -> None:
         """The next update may be of any layer."""
-        self._last: int | None = None
+        self._last = None
 
 
 class ModelMatchMixin(HybridLayersMixin):
@@ -145,9 +145,11 @@ class ModelMatchMixin(HybridLayersMixin):
         self._check_knows_layers(layer_idx)
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
-    def update_recurrent_state(self, states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         self._check_knows_layers(layer_idx)
-        return super().update_recurrent_state(states, layer_idx, *args, **kwargs)
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """As `Cache.update_indexer`, before `update` of the same layer."""

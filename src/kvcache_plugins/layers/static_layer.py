@@ -77,7 +77,14 @@ class StaticForm:
         self.order = offsets.new_zeros(1)
         torch._dynamo.mark_static_address(self.order)
         self._newest = torch.arange(-self._num_exact, 0, device=layer.device)
-        self._parts = self._all_parts(layer)
+        # Parts before the buffer with all their capacity, and the positions of their tokens or that of the first
+        block, prefix, parts = self._block, layer.prefix, list[Any](layer.packed_parts(None))
+        opened = parts.pop() if block.length else block.part(layer.codec, layer.padding, None)
+        parts.append(replace(opened, length=block.capacity, num_tokens=self._stored))
+        parts = [replace(part, mask=slice_mask(part.mask, 0, part.length)) for part in parts]
+        starts: list[Any] = [each.start for each in layer.blocks if each.length or each is block]
+        in_front = [] if prefix is None or not prefix.num_slots else [prefix.positions]
+        self._parts = list(zip(parts, [*in_front, *starts], strict=True))
         self._coding: tuple[Callable[[], torch.Tensor], ...] | None = None
         self._steps: dict[tuple[object, ...], Callable[[torch.Tensor], torch.Tensor] | None] = {}
         self.set_numbers(layer)
@@ -87,17 +94,6 @@ class StaticForm:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
-
-    def _all_parts(self, layer: "StaticLayer") -> list[tuple[Any, torch.Tensor | int]]:
-        """Parts before the buffer with all their capacity, and the positions of their tokens or that of the first."""
-        block, prefix = self._block, layer.prefix
-        parts: list[Any] = list(layer.packed_parts(None))
-        opened = parts.pop() if block.length else block.part(layer.codec, layer.padding, None)
-        parts.append(replace(opened, length=block.capacity, num_tokens=self._stored))
-        parts = [replace(part, mask=slice_mask(part.mask, 0, part.length)) for part in parts]
-        starts: list[Any] = [each.start for each in layer.blocks if each.length or each is block]
-        in_front = [] if prefix is None or not prefix.num_slots else [prefix.positions]
-        return list(zip(parts, [*in_front, *starts], strict=True))
 
     def holds(self, layer: "StaticLayer") -> bool:
         before, now = self._places, layer._places()

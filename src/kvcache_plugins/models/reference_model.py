@@ -1,8 +1,7 @@
 """The small real models that the demo and the tests run on, by a short name.
 
-A model hub cannot be reached from every machine that a package registry can be reached from, and two small models are
-carried by packages of the registry, as GGUF files. Reading a GGUF file takes half a minute to a minute, nearly all of
-it spent on parsing and dequantizing, so the model is written once as safetensors into the user's cache folder, and
+Two small models are carried by packages of the registry, as GGUF files. Reading one takes up to a minute, nearly all
+of it spent on parsing and dequantizing, so the model is written once as safetensors into the user's cache folder, and
 every later load is an ordinary `from_pretrained` of that folder.
 
 The cache folder is `KVCACHE_PLUGINS_HOME`, or else `kvcache_plugins` in `XDG_CACHE_HOME`, or else in `~/.cache`.

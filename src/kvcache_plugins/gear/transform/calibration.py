@@ -59,8 +59,8 @@ class SideCalibration:
     Keys or values of a layer.
 
     Attributes:
-        mean, factors, basis, steps (`torch.Tensor`): what is taken off; see `Basis` for the others. Rows of the basis
-            are as long as a standard deviation of their component.
+        mean, factors, basis, steps: what is taken off; see `Basis` for the others. Rows of the basis are as long as a
+            standard deviation of their component.
         energies (`torch.Tensor` of shape `[H, N]`, float32): of blocks of eight components.
     """
 
@@ -160,22 +160,14 @@ class TransformCalibration(nn.Module):
         see as much; a `ValueError` if it knows nothing of that layer, or of its rotary embedding.
         """
         key = nbits, quantizer, layer_idx
-        if key not in self._codecs:
-            self._codecs[key] = self._make_codec(layer_idx, nbits, quantizer, frequencies)
-        return self._codecs[key]
-
-    def _make_codec(
-        self, layer_idx: int, nbits: float, quantizer: str, frequencies: tuple[float, ...] | None
-    ) -> RowCodec:
+        if key in self._codecs:
+            return self._codecs[key]
         if layer_idx not in self.layers:
             raise ValueError(f"`calibration` knows layers {list(self.layers)}, but not {layer_idx}: make it anew")
         layer = self.layers[layer_idx]
-        found = [
-            layout
-            for layout in candidate_layouts(frequencies, layer.keys.mean.shape[1])
-            if (layout.name, layout.first) == (layer.layout, layer.first_channel)
-        ]
-        if not found:
+        layouts = candidate_layouts(frequencies, layer.keys.mean.shape[1])
+        rope = next((each for each in layouts if (each.name, each.first) == (layer.layout, layer.first_channel)), None)
+        if rope is None:
             raise ValueError(f"`calibration` has another rotary embedding in layer {layer_idx} than `config`")
         sizes = self._bytes_of_heads(nbits, quantizer, layer.window)
         place = 2 * [index for index, _ in self._layers_of(layer.window)].index(layer_idx)
@@ -184,17 +176,15 @@ class TransformCalibration(nn.Module):
             errors = QUANTIZERS[quantizer].distortions
             widths = allocate_widths(side.energies.double()[None], sizes[place + number], errors)[0]
             own = side.mean, side.factors, side.basis, side.steps, widths
-            tables.append(RowTable.in_basis(*own, rope=found[0] if number == 0 else None, quantizer=quantizer))
-        return RowCodec(SharedTables(*tables))
+            tables.append(RowTable.in_basis(*own, rope=rope if number == 0 else None, quantizer=quantizer))
+        self._codecs[key] = RowCodec(SharedTables(*tables))
+        return self._codecs[key]
 
     def _layers_of(self, window: int | None) -> list[tuple[int, LayerCalibration]]:
         return [(index, layer) for index, layer in self.layers.items() if layer.window == window]
 
     def _bytes_of_heads(self, nbits: float, quantizer: str, window: int | None) -> list[int]:
-        """
-        Bytes of a head's codes, of keys and values of every layer of a window. What a layer of a window saved would be
-        less and less of what one of full attention holds, so they share nothing.
-        """
+        """Bytes of a head's codes, of keys and values of every layer of a window, which share nothing with others."""
         if (nbits, quantizer, window) not in self._shares:
             sides = [side for _, layer in self._layers_of(window) for side in (layer.keys, layer.values)]
             energies = [side.energies.double() for side in sides]

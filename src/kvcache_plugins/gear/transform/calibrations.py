@@ -32,10 +32,7 @@ def calibration_path(model: PreTrainedModel) -> Path:
 
 
 def find_calibration(model: PreTrainedModel, *, is_own: bool = False) -> TransformCalibration | None:
-    """
-    The calibration that was made for a model, in whatever dtype: the newest of that folder, or else the one that this
-    package has of it, unless it `is_own` that is asked for.
-    """
+    """The calibration of a model in whatever dtype: the user's newest or, unless `is_own`, that of this package."""
     return next((each for each in _known(model.config, is_own) if each.mismatch(model) is None), None)
 
 

@@ -40,12 +40,10 @@ class TransformConfig:
 
     Attributes:
         key_nbits, value_nbits (`float`): bits a channel on average; rounded to a bit for eight channels.
-        residual_length (`int`): decoded tokens that wait in exact form.
-        num_sink_tokens (`int`): first tokens that stay exact.
-        quantizer (`str`): `"lloyd-max"` or `"trellis"`.
+        residual_length, num_sink_tokens (`int`): decoded tokens that wait in exact form, and first ones that stay so.
         sliding (`str`): `"auto"`, `"compressed"` or `"dense"`: what is done with layers whose attention has a window.
-        recent_length (`int`): newest of the packed decoded tokens whose rows have more bits, at most; 0 for none.
-        recent_nbits (`int`): how many bits a channel they have more.
+        recent_length, recent_nbits (`int`): newest of the packed decoded tokens whose rows have more bits, at most,
+            and how many bits a channel they have more.
     """
 
     key_nbits: float

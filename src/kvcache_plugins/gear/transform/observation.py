@@ -149,7 +149,14 @@ def _add_states(
     if index not in sums:
         square = torch.zeros(keys.shape[0], keys.shape[2], keys.shape[2], dtype=torch.float64)
         own_keys, own_values = (SideSums.zeros(each.shape[0], each.shape[2]) for each in (keys, values))
-        layout = _find_layout(layer, frequencies, num_sinks)
+        seen = layer.keys.detach()[:, :, num_sinks:]
+        layouts, moments = candidate_layouts(frequencies, seen.shape[3]), None
+        if layer.queries is not None:
+            moments = QueryMoments.of(layer.queries, seen.shape[1], layouts, None)
+        valid = torch.ones(1, seen.shape[2], dtype=torch.bool, device=seen.device)
+        size = min(_TRIAL_BYTES, seen.shape[3])
+        layout = make_key_table(seen, valid, moments, layouts, Positions(num_sinks), size).rope
+        assert layout is not None
         sums[index] = LayerSums(window, layout, own_keys, own_values, 0, square)
     own = sums[index]
     own.keys.add_states(_without_rotary(keys, own.layout, num_sinks))
@@ -172,21 +179,6 @@ def _add_queries(queries: torch.Tensor, sums: LayerSums, num_keys: int) -> None:
     turns = sums.layout.rotate(unit.expand(len(positions), -1, -1), cosines, -sines)
     sums.queries += torch.einsum("nac,hab,nbd->hcd", turns, products, turns).cpu() / len(positions)
     sums.num_queries += queries.shape[1]
-
-
-def _find_layout(layer: ListeningLayer, frequencies: tuple[float, ...] | None, num_sinks: int) -> RotaryLayout:
-    """The layout of the rotary embedding that a window's keys have."""
-    assert layer.keys is not None
-    keys = layer.keys.detach()[:, :, num_sinks:]
-    layouts = candidate_layouts(frequencies, keys.shape[3])
-    count, moments = keys.shape[2], None
-    if layer.queries is not None:
-        moments = QueryMoments.of(layer.queries, keys.shape[1], layouts, None)
-    valid = torch.ones(1, count, dtype=torch.bool, device=keys.device)
-    size = min(_TRIAL_BYTES, keys.shape[3])
-    layout = make_key_table(keys, valid, moments, layouts, Positions(num_sinks), size).rope
-    assert layout is not None
-    return layout
 
 
 def _gradients(
