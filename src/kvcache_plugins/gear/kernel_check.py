@@ -41,10 +41,8 @@ def plain_pytorch() -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_VARIABLE]
-        else:
-            os.environ[_VARIABLE] = before
+        os.environ.pop(_VARIABLE)
+        os.environ.update({} if before is None else {_VARIABLE: before})
 
 
 def require_close_layers(name: str, cache: Cache, num_query_heads: int) -> float | None:

@@ -360,11 +360,9 @@ _METADATA_FUNCTIONS = {
 
 class LazyLayer(CacheLayerMixin):
     """
-    Base of the layers that hand out `LazyStates`.
-
-    A subclass stores what it likes, says how to attend to it (`attend`) and how to make it dense (`materialize`), and
-    lists its tensors once (`map_tensors`, `named_tensors`): batch operations, offloading and the memory report follow
-    from that.
+    Base of the layers that hand out `LazyStates`. A subclass stores what it likes, says how to attend to it (`attend`)
+    and how to make it dense (`materialize`), and lists its tensors once (`map_tensors`, `named_tensors`): batch
+    operations, offloading and the memory report follow from that.
     """
 
     is_sliding = False

@@ -49,13 +49,9 @@ class UpdateOrder:
 
 
 class ModelMatchMixin(HybridLayersMixin):
-    """
-    Mixed into a cache of `PromptLayer`s, before `Cache`.
+    """Mixed into a cache of `PromptLayer`s, before `Cache`."""
 
-    Attributes:
-        expected_heads (`frozenset[int]`): numbers of key/value heads that the config names; empty if it names none.
-    """
-
+    # Numbers of key/value heads that the config names, if any
     expected_heads: frozenset[int] = frozenset()
     _update_order: UpdateOrder
     # Of the forward under way: what each layer held before it, and got

@@ -429,10 +429,10 @@ def _attend(
     query: torch.Tensor,
     key: GraphStates,
     value: GraphStates,
-    attn_mask: torch.Tensor | None = None,
-    *_: object,
-    scale: float | None = None,
-    **options: object,
+    attn_mask: Any = None,
+    *_: Any,
+    scale: Any = None,
+    **__: Any,
 ) -> torch.Tensor:
     return static_attention(query, key.states, value.states, attn_mask, key.order, key.number, scale)
 
