@@ -279,12 +279,8 @@ def _calibrate_layer(layer_idx: int, sums: LayerSums) -> LayerCalibration:
     cost = _shrunk(sums.keys.gradients / sums.keys.num_scored, _KEY_SHRINKAGE)
     if sums.num_queries:
         queries = sums.queries / sums.num_queries
-        cost = (
-            cost
-            + _QUERY_SHARE
-            * queries
-            * (_trace(cost) / _trace(queries).clamp(min=torch.finfo(cost.dtype).tiny))[:, None, None]
-        )
+        share = _trace(cost) / _trace(queries).clamp(min=torch.finfo(cost.dtype).tiny)
+        cost = cost + _QUERY_SHARE * queries * share[:, None, None]
     mean = sums.keys.states / sums.keys.count
     moments = sums.keys.products / sums.keys.count - mean[:, :, None] * mean[:, None]
     keys = _calibrate_side(cost, moments, mean)
@@ -310,9 +306,8 @@ def _calibrate_side(cost: torch.Tensor, moments: torch.Tensor, mean: torch.Tenso
     factors = cost.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
     factors = factors.maximum(_LEAST_FACTOR * factors.amax(dim=-1, keepdim=True)).clamp(min=tiny)
     by_block = F.pad(energies, (0, -energies.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(dim=-1)
-    return SideCalibration(
-        mean.half(), factors.float(), *round_basis(basis, factors), by_block.float().clamp(min=tiny)
-    )
+    rounded = round_basis(basis, factors)
+    return SideCalibration(mean.half(), factors.float(), *rounded, by_block.float().clamp(min=tiny))
 
 
 def _shrunk(matrices: torch.Tensor, share: float) -> torch.Tensor:
