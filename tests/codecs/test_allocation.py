@@ -5,16 +5,15 @@ import itertools
 import pytest
 import torch
 
-from kvcache_plugins.codecs.prompt_codec import (
-    allocate_widths,
-    even_widths,
-    expected_distortion,
-    share_bytes,
-)
+from kvcache_plugins.codecs.prompt_codec import allocate_channels, allocate_widths, make_value_table, share_bytes
 from kvcache_plugins.codecs.quantizers import QUANTIZERS, num_blocks
 
 
 DISTORTIONS = QUANTIZERS["lloyd-max"].distortions
+
+
+def expected_distortion(energies, widths):
+    return (energies * torch.tensor(DISTORTIONS)[widths]).sum(dim=-1)
 
 
 @pytest.mark.parametrize("total", [0, 1, 7, 12, 24])
@@ -23,8 +22,16 @@ def test_no_other_widths_have_less_error(total):
     widths = allocate_widths(energies, total, DISTORTIONS)
     assert int(widths.sum()) == total
     others = torch.tensor([each for each in itertools.product(range(9), repeat=3) if sum(each) == total])
-    least = expected_distortion(energies.expand(1, len(others), 3), others[None], DISTORTIONS).min()
-    assert float(expected_distortion(energies, widths, DISTORTIONS)) <= float(least) * 1.0001
+    least = expected_distortion(energies.expand(1, len(others), 3), others[None]).min()
+    assert float(expected_distortion(energies, widths)) <= float(least) * 1.0001
+
+
+def test_channels_are_in_order_of_their_energy():
+    energy = torch.rand(2, 3, 20)
+    errors, order, widths = allocate_channels(energy, 9, DISTORTIONS)
+    by_block = torch.stack([each.sum(dim=-1) for each in energy.gather(2, order.long()).split(8, dim=2)], dim=2)
+    assert (by_block.diff(dim=2) <= 0).all() and torch.equal(widths, allocate_widths(by_block, 9, DISTORTIONS))
+    torch.testing.assert_close(errors, expected_distortion(by_block, widths))
 
 
 def test_heads_and_items_are_apart():
@@ -42,7 +49,7 @@ def test_without_energy_all_bits_are_given_all_the_same(energies):
 
 @pytest.mark.parametrize(("head_dim", "total"), [(64, 17), (64, 64), (20, 5), (1, 3)])
 def test_even_widths(head_dim, total):
-    widths = even_widths(head_dim, total)
+    widths = make_value_table(torch.randn(1, 1, 9, head_dim), torch.ones(1, 9).bool(), total).widths[0, 0].tolist()
     assert len(widths) == num_blocks(head_dim) and sum(widths) == total and max(widths) - min(widths) <= 1
 
 
@@ -59,7 +66,7 @@ def test_bytes_go_to_the_sides_where_they_are_worth_most():
             allocate_widths(side[None], count, DISTORTIONS) for side, count in zip(energies, counts, strict=True)
         ]
         pairs = zip(energies, widths, strict=True)
-        return sum(float(expected_distortion(side[None], own, DISTORTIONS).sum()) for side, own in pairs)
+        return sum(float(expected_distortion(side[None], own).sum()) for side, own in pairs)
 
     for shift in (-2, -1, 1, 2):
         assert error(counts) <= error([counts[0] + shift, counts[1] - shift, counts[2]])

@@ -13,13 +13,6 @@ from kvcache_plugins.reports.memory import MemoryReport, render_memory
 
 
 OWN = ["gear-2bit", "gear-4bit", "h2o", "infinigen"]
-HEX = re.compile(r"#[0-9A-F]{6}")
-
-
-def widths(root: ElementTree.Element) -> list[float]:
-    """Percentages of the bar's segments."""
-    found = [re.search(r"width:([\d.]+)%;height", each.get("style", "")) for each in root.iter("div")]
-    return [float(match[1]) for match in found if match]
 
 
 def table(root: ElementTree.Element) -> dict[str, tuple[str, str]]:
@@ -53,10 +46,6 @@ def test_every_cache_shows_what_memory_says(tiny_llama: PreTrainedModel, name: s
     }
     for part, (_, share) in table(root).items():
         assert share == f"{100 * held[part] / report.total_bytes:.1f} %"
-    assert sum(widths(root)) == pytest.approx(100, abs=1e-3)
-    assert sorted(widths(root)) == pytest.approx(
-        sorted(100 * each / report.total_bytes for each in held.values()), abs=1e-4
-    )
     assert f"{report.kv_percent:.1f} % of a cache at 16 bits" in shown
     assert f"{report.compression_ratio:.2f} times" in shown
     assert shown.strip().startswith(f"{type(cache).__name__}: {report.total_bytes / 1e6:.2f} MB")
@@ -64,22 +53,9 @@ def test_every_cache_shows_what_memory_says(tiny_llama: PreTrainedModel, name: s
         assert f"{counter}\N{NO-BREAK SPACE}{value:,}" in shown or isinstance(value, float)
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_parts_of_one_cache_have_colours_of_their_own(tiny_model, name: str) -> None:
-    markup = filled(name, tiny_model("gemma3-hybrid"))._repr_html_()
-    root = ElementTree.fromstring(markup)
-    colours = [HEX.search(each.get("style", "")) for each in root.iter("span")]
-    assert len(colours) == len(table(root)) > 2
-    assert len({match[0] for match in colours if match}) == len(colours)
-
-
-def test_nothing_comes_from_elsewhere_and_nothing_hides_on_dark_pages(tiny_llama: PreTrainedModel) -> None:
+def test_nothing_comes_from_elsewhere_and_all_looks_as_its_page(tiny_llama: PreTrainedModel) -> None:
     markup = filled("gear-2bit", tiny_llama)._repr_html_()
-    assert not re.search(r"<script|<style|<img|href|src=|url\(|http", markup)
-    # Text and cells have the page's own colours
-    assert set(re.findall(r"[^-]color:(\w+)", markup)) == {"currentColor", "inherit"}
-    assert set(re.findall(r"background:(\w+)", markup)) == {"transparent"}
-    assert not {"#000000", "#FFFFFF"} & set(HEX.findall(markup))
+    assert not re.search(r"<script|<style|style=|<img|href|src=|url\(|http", markup)
 
 
 def test_names_are_escaped() -> None:
@@ -96,14 +72,12 @@ def test_an_empty_cache_says_so(tiny_llama: PreTrainedModel) -> None:
     for name in OWN:
         root = ElementTree.fromstring(create_cache(name, tiny_llama)._repr_html_())
         assert "holds nothing yet" in text_of(root)
-        assert widths(root) == []
 
 
 def test_a_report_shows_itself() -> None:
     report = MemoryReport(parts={"codes": 3, "spare": 0, "mine": 1}, devices={"cpu": 4}, dense_bytes=16, num_values=4)
     root = ElementTree.fromstring(report._repr_html_())
     assert table(root) == {"codes": ("3 bytes", "75.0 %"), "mine": ("1 bytes", "25.0 %")}
-    assert widths(root) == [75, 25]
     assert "50.0 % of a cache at 16 bits" in text_of(root)
     assert "4.00 times" in text_of(root)
     assert "counters" not in text_of(root)

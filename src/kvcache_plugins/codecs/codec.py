@@ -52,15 +52,7 @@ class QueryMoments:
     def of(
         cls, query: torch.Tensor, num_heads: int, layouts: Sequence[RotaryLayout], valid: torch.Tensor | None
     ) -> QueryMoments:
-        """
-        Sums up queries.
-
-        Args:
-            query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries, after the rotary embedding.
-            num_heads (`int`): H.
-            layouts (`Sequence[RotaryLayout]`): C of them.
-            valid (`torch.Tensor` of shape `[B, Q]`, bool, *optional*): queries that are not padding.
-        """
+        """Sums up queries `[B, H * G, Q, D]`, after the rotary embedding, of which those `valid` `[B, Q]` count."""
         query = query.float()
         if valid is not None:
             query = query * valid[:, None, :, None]
@@ -120,10 +112,8 @@ class Codec(ABC):
         self, keys: torch.Tensor, values: torch.Tensor, positions: Positions
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Codes keys and values `[B, H, T, D]` of any floating dtype as rows `[B, H, T, R]`, uint8.
-
-        Raises:
-            ValueError: if states are too large for the format, where it is found while they are coded.
+        Codes keys and values `[B, H, T, D]` of any floating dtype as rows `[B, H, T, R]`, uint8; a `ValueError` if
+        states are too large for the format, where it is found while they are coded.
         """
 
     @abstractmethod
@@ -143,13 +133,8 @@ class Codec(ABC):
         positions: Positions,
     ) -> Codec:
         """
-        Returns the codec that suits tokens, and those that will follow them.
-
-        Args:
-            keys, values (`torch.Tensor` of shape `[B, H, T, D]`): the tokens.
-            valid (`torch.Tensor` of shape `[B, T]`, bool): which of them count.
-            moments (`QueryMoments`, *optional*): of queries; without them all channels count the same.
-            positions (`Positions`): of the tokens.
+        Returns the codec that suits tokens `[B, H, T, D]`, of which those `valid` `[B, T]` count, and those that will
+        follow them; without `moments` of queries all channels count the same.
         """
         return self
 
@@ -201,10 +186,8 @@ class Codec(ABC):
 
     def restore(self, state: CodecState, heads: tuple[int, int], path: str) -> Codec:
         """
-        Returns the codec as another one was, fitted to B and H `heads`; `path` names it in errors.
-
-        Raises:
-            ValueError: if that is anything that the codec of no layer under these options can have.
+        Returns the codec as another one was, fitted to B and H `heads`; a `ValueError` that names `path` if that is
+        anything that the codec of no layer under these options can have.
         """
         raise ValueError(f"`{path}`: rows are coded by tables that no cache has of its own")
 
@@ -230,12 +213,7 @@ class SideCoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenCodec(Codec):
-    """
-    Codes tokens by nothing but themselves.
-
-    Attributes:
-        keys, values (`SideCoder`): how keys and values are coded.
-    """
+    """Codes tokens by nothing but themselves: keys and values each by a coder."""
 
     keys: SideCoder
     values: SideCoder

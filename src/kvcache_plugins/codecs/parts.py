@@ -16,7 +16,8 @@ from .rows import RowCodec
 
 # Dense float32 values of one tile stay within the processor's caches
 TILE_TOKENS = 1024
-# Keys and values `[B, H, tokens, D or E]` and the tokens of a part that they are of, from the one up to the other
+# Keys and values `[B, H, tokens, D or E]`, and the tokens of a part that they are of, from the one up to the other: of
+# parts that are not exact dense in float32
 Tile = tuple[torch.Tensor, torch.Tensor, int, int]
 
 
@@ -39,27 +40,18 @@ class DensePart:
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """D and E."""
         return self.keys.shape[3], self.values.shape[3]
 
     def in_use(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values of the tokens in use."""
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def tiles(self) -> Iterator[Tile]:
-        """Yields its states as they are."""
         yield *self.in_use(), 0, self.length
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CompressedPart:
-    """
-    States in groups.
-
-    Attributes:
-        keys, values (`CompressedStates`): the states; their chunks may have capacity for more tokens.
-        length, mask: as in `DensePart`.
-    """
+    """States in groups, whose chunks may have capacity for more tokens; `length` and `mask` as in `DensePart`."""
 
     keys: CompressedStates
     values: CompressedStates
@@ -68,11 +60,9 @@ class CompressedPart:
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """D and E."""
         return self.keys.head_dim, self.values.head_dim
 
     def tiles(self) -> Iterator[Tile]:
-        """Yields its states tile by tile, dense in float32."""
         for chunks, tokens, start, stop in tile_slices(self.keys, self.length):
             keys, values = (
                 side.dequantize_tile(chunks, tokens)[:, :, : stop - start] for side in (self.keys, self.values)
@@ -87,9 +77,7 @@ class CodedPart:
 
     Attributes:
         keys, values (`torch.Tensor` of shape `[B, H, at least T, R]`, uint8): rows; there may be capacity for more.
-        codec (`Codec`): what they mean.
-        positions (`Positions`): of the tokens.
-        length, mask: as in `DensePart`.
+        codec, positions, length, mask: what they mean, where the tokens stand, and as in `DensePart`.
         num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*): tokens in use where the host does not know
             them, at most `length`: for Triton's kernels alone.
     """
@@ -104,13 +92,11 @@ class CodedPart:
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """D and E."""
         assert isinstance(self.codec, RowCodec), "only rows of tables have kernels"
         keys, values = self.codec.tables()
         return keys.head_dim, values.head_dim
 
     def tiles(self) -> Iterator[Tile]:
-        """Yields its states tile by tile, dense in float32."""
         for first in range(0, self.length, TILE_TOKENS):
             last = min(first + TILE_TOKENS, self.length)
             keys = self.codec.decode_keys(self.keys[:, :, first:last], self.positions.after(first))
@@ -145,7 +131,6 @@ class PagedPart:
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """D and E."""
         keys, values = self.codec.tables()
         return keys.head_dim, values.head_dim
 
@@ -163,12 +148,8 @@ Part = DensePart | CompressedPart | CodedPart | PagedPart
 @dataclass(frozen=True, eq=False)
 class SinkStates:
     """
-    Tokens that are exact though they are in slots.
-
-    Attributes:
-        first (`torch.Tensor` of shape `[B]`, int64, *optional*): slot of every sequence's first, the others follow;
-            `None` if that is slot 0 of all.
-        keys, values (`torch.Tensor` of shape `[B, H, S, D]`, `[B, H, S, E]`): their states.
+    Tokens that are exact though they are in slots, `[B, H, S, D or E]`, and the slot `[B]`, int64, of every sequence's
+    `first`, which the others follow; `None` if that is slot 0 of all.
     """
 
     first: torch.Tensor | None
@@ -187,9 +168,7 @@ class RowTokens:
         length (`int`): slots in use, N.
         pages (`Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, R]`, uint8): value rows: slot `i` is
             row `i` of all pages one behind the other.
-        codec (`RowCodec`): what rows mean.
-        positions (`Positions`): of the slots.
-        sinks (`SinkStates`): tokens that are exact though they are in slots.
+        codec, positions, sinks: what rows mean, where the slots' tokens stand, and those of them that are exact.
     """
 
     keys: torch.Tensor

@@ -16,9 +16,8 @@ Legend: B batch, H key/value heads, T tokens, D head dim, C layouts, N blocks of
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -46,26 +45,28 @@ _LEAST_OF_STEADY, _LEAST_OF_CHANNEL = 1 / 2, 1 / 256
 _LEAST_SHARED = 1 / 8
 # Of float16
 _TINY, _LARGEST = 2.0**-24, torch.finfo(torch.float16).max
+# In which channels of a head are numbered: of more than so many the second
+_ORDER_DTYPES, _MOST_BYTES = (torch.uint8, torch.int16), 256
 # By how much the logarithm of the error has to be less than the first layout's for another one
 _LEAST_GAIN = 0.05
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class PromptCodec(RowCodec):
     """
     Codes keys and values by two tables that `fit` makes.
 
     Args:
-        head_dims (two `int`): channels of a key and of a value.
-        sizes (two `int`): bytes of the codes of a key and of a value.
+        head_dims, sizes (two `int`): channels of a key and of a value, and bytes of their codes.
         layouts (`Sequence[RotaryLayout]`): those that the model's keys may have.
         quantizer (`str`): one of `QUANTIZERS`.
     """
 
-    def __init__(
-        self, head_dims: tuple[int, int], sizes: tuple[int, int], layouts: Sequence[RotaryLayout], quantizer: str
-    ):
-        super().__init__(None)
-        self.head_dims, self.sizes, self.layouts, self.quantizer = head_dims, sizes, layouts, quantizer
+    _tables: tuple[RowTable, RowTable] | None = dataclasses.field(default=None, kw_only=True)
+    head_dims: tuple[int, int]
+    sizes: tuple[int, int]
+    layouts: Sequence[RotaryLayout] = dataclasses.field()
+    quantizer: str
 
     @property
     def row_sizes(self) -> tuple[int, int]:
@@ -88,7 +89,8 @@ class PromptCodec(RowCodec):
     ) -> PromptCodec:
         valid, (size, value_size) = valid.to(keys.device), self.sizes
         table = make_key_table(keys, valid, moments, self.layouts, positions, size, self.quantizer)
-        return self._with(table, make_value_table(values, valid, value_size, self.quantizer))
+        tables = table, make_value_table(values, valid, value_size, self.quantizer)
+        return dataclasses.replace(self, _tables=tables)
 
     def refit(
         self,
@@ -98,12 +100,13 @@ class PromptCodec(RowCodec):
         valid: torch.Tensor,
         moments: QueryMoments | None,
     ) -> PromptCodec:
-        valid, (size, value_size), place = valid.to(keys.device), self.sizes, self.layouts.index(self.rope)
-        own = None if moments is None else moments.map(lambda sums: sums[number, None])
-        table = make_key_table(keys, valid, own, self.layouts, Positions(), size, self.quantizer, place)
-        value_table = make_value_table(values, valid, value_size, self.quantizer)
-        of_keys, of_values = self.tables()
-        return self._with(of_keys.with_sequence(number, table), of_values.with_sequence(number, value_table))
+        place, own = self.layouts.index(self.rope), None
+        if moments is not None:
+            own = QueryMoments(moments.squares[number, None], moments.products[number, None, :, place, None])
+        fitted = dataclasses.replace(self, layouts=[self.rope]).fit(keys, values, valid, own, Positions())
+        (of_keys, of_values), (one, other) = self.tables(), fitted.tables()
+        tables = of_keys.with_sequence(number, one), of_values.with_sequence(number, other)
+        return dataclasses.replace(self, _tables=tables)
 
     def without_shared_errors(
         self,
@@ -117,13 +120,13 @@ class PromptCodec(RowCodec):
         Adds to means the errors that all tokens of a prompt have in common, in heads where these are a large share of
         all errors: a prompt of few distinct tokens has few distinct errors, which attention cannot average.
         """
-        if keys.is_meta:
+        if keys.is_meta or self._tables is None:
             return self
         tail = slice(max(keys.shape[2] - _NUM_NEWEST, 0), None)
         at = Positions(positions.first + tail.start, positions.padding)
         valid = None if valid is None else valid[:, tail]
         tables = []
-        for table, states, coded in zip(self.tables(), (keys, values), rows, strict=True):
+        for table, states, coded in zip(self._tables, (keys, values), rows, strict=True):
             errors = states[:, :, tail].float() - table.decode(coded[:, :, tail], at)
             shared, variance = channel_moments(errors, valid, table.rope, at)
             energy = shared.square()
@@ -132,15 +135,7 @@ class PromptCodec(RowCodec):
                 mean = shared if table.mean is None else table.mean.float() + shared
                 table = dataclasses.replace(table, mean=mean.clamp(-_LARGEST, _LARGEST).half())
             tables.append(table)
-        return self._with(*tables)
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PromptCodec:
-        return self if self._tables is None else self._with(*(table.map(function) for table in self.tables()))
-
-    def _with(self, keys: RowTable, values: RowTable) -> PromptCodec:
-        codec = copy.copy(self)
-        codec._tables, codec._finer = (keys, values), {}
-        return codec
+        return dataclasses.replace(self, _tables=(tables[0], tables[1]))
 
     def state(self) -> CodecState | None:
         if self._tables is None:
@@ -168,7 +163,8 @@ class PromptCodec(RowCodec):
             )
         (key_dim, value_dim), (size, value_size) = self.head_dims, self.sizes
         keys = _table(f"{path}.keys", state.keys, heads, key_dim, size, self.quantizer, layout)
-        return self._with(keys, _table(f"{path}.values", state.values, heads, value_dim, value_size, self.quantizer))
+        values = _table(f"{path}.values", state.values, heads, value_dim, value_size, self.quantizer)
+        return dataclasses.replace(self, _tables=(keys, values))
 
 
 def make_key_table(
@@ -179,82 +175,50 @@ def make_key_table(
     positions: Positions,
     total: int,
     quantizer: str = "lloyd-max",
-    number: int | None = None,
 ) -> RowTable:
     """
-    Makes the table of a prompt's keys.
+    Makes the table of a prompt's keys `[B, H, T, D]`, after the rotary embedding, with widths of `total` in a head.
 
     Args:
-        keys (`torch.Tensor` of shape `[B, H, T, D]`): keys, after the rotary embedding.
         valid (`torch.Tensor` of shape `[B, T]`, bool): tokens that count, which follow each other.
         moments (`QueryMoments`, *optional*): of queries; without them all channels count the same.
-        layouts (`Sequence[RotaryLayout]`): those that keys may have.
-        positions (`Positions`): of the tokens.
-        total (`int`): sum of a head's widths.
-        quantizer (`str`, *optional*, defaults to `"lloyd-max"`): one of `QUANTIZERS`.
-        number (`int`, *optional*): which of the layouts they have; by default the one of the least error to be
-            expected, if that is clearly less than the first one's.
+        layouts (`Sequence[RotaryLayout]`): those that keys may have, of which the one of the least error to be
+            expected is taken, if that is clearly less than the first one's.
     """
     distortions = QUANTIZERS[quantizer].distortions
+    number = 0
     if keys.is_meta:
         # Nothing is known of what has no data but how large its table is
-        moments, number = None, number or 0
-    elif number is None:
-        number = 0 if len(layouts) == 1 else _find_layout(keys, valid, moments, layouts, positions, total, distortions)
-    mean, variance, queried = _key_moments(keys, valid, moments, number, layouts, positions)
+        moments = None
+    elif len(layouts) > 1:
+        first, energies = max(keys.shape[2] - _NUM_NEWEST, 0), []
+        newest = keys[:, :, first:], valid[:, first:], moments, positions.after(first)
+        for other in range(len(layouts)):
+            # How keys vary that hardly do tells layouts apart, but says nothing of those to come
+            _, variance, queried = _key_moments(*newest, layouts, other)
+            energies.append(variance * queried)
+        errors, *_ = allocate_channels(torch.stack(energies, dim=2), total, distortions)
+        # Where it makes no difference the first is taken, so that sequences do not choose for each other
+        logarithms = errors.clamp(min=torch.finfo(errors.dtype).tiny).log().mean(dim=(0, 1))
+        logarithms[1:] += _LEAST_GAIN
+        number = int(logarithms.argmin())
+    mean, variance, queried = _key_moments(keys, valid, moments, positions, layouts, number)
     size = (mean.float().square() + variance).mean(dim=-1, keepdim=True)
     is_steady = variance.median(dim=-1, keepdim=True).values < _STEADY_KEYS * size
     # A channel that is constant among others that are not is exact, and has nothing to come
     least = torch.where(is_steady, _LEAST_OF_STEADY, torch.where(variance > 0, _LEAST_OF_CHANNEL, 0.0))
     variance = variance.maximum(least.square() * size)
     _, order, widths = allocate_channels(variance * queried, total, distortions)
-    return RowTable(
-        order=order,
-        mean=mean,
-        deviation=_stored_deviation(variance.sqrt()),
-        widths=widths.to(torch.uint8),
-        row_size=1 + total,
-        head_dim=keys.shape[3],
-        is_weighted=True,
-        rope=layouts[number],
-        quantizer=quantizer,
-    )
-
-
-def _find_layout(
-    keys: torch.Tensor,
-    valid: torch.Tensor,
-    moments: QueryMoments | None,
-    layouts: Sequence[RotaryLayout],
-    positions: Positions,
-    total: int,
-    distortions: tuple[float, ...],
-) -> int:
-    """Finds the layout of the least error to be expected of the newest keys."""
-    first = max(keys.shape[2] - _NUM_NEWEST, 0)
-    keys, valid, positions = (
-        keys[:, :, first:],
-        valid[:, first:],
-        Positions(positions.first + first, positions.padding),
-    )
-    # How keys vary that hardly do tells layouts apart, but says nothing of those to come
-    found = (_key_moments(keys, valid, moments, number, layouts, positions) for number in range(len(layouts)))
-    energy = torch.stack([variance * queried for _, variance, queried in found], dim=2)
-    by_block, _, widths = allocate_channels(energy, total, distortions)
-    errors = expected_distortion(by_block, widths, distortions)
-    # Where it makes no difference the first is taken, so that sequences do not choose for each other
-    logarithms = errors.clamp(min=torch.finfo(errors.dtype).tiny).log().mean(dim=(0, 1))
-    logarithms[1:] += _LEAST_GAIN
-    return int(logarithms.argmin())
+    return _make_table(keys.shape[3], quantizer, total, mean, variance.sqrt(), widths, order, layouts[number])
 
 
 def _key_moments(
     keys: torch.Tensor,
     valid: torch.Tensor,
     moments: QueryMoments | None,
-    number: int,
-    layouts: Sequence[RotaryLayout],
     positions: Positions,
+    layouts: Sequence[RotaryLayout],
+    number: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     Means of channels as they are stored, variances about these, and mean squares of queries with the RoPE of keys
@@ -296,23 +260,29 @@ def make_value_table(values: torch.Tensor, valid: torch.Tensor, total: int, quan
     deviation = energy.sqrt()
     if stored_mean is not None:
         deviation = deviation.maximum(_LEAST_OF_STEADY * stored_mean.float().square().mean(dim=2).sqrt())
-    widths = torch.tensor(even_widths(head_dim, total), dtype=torch.uint8, device=values.device)
-    return RowTable(
-        order=None,
-        mean=stored_mean,
-        deviation=_stored_deviation(deviation)[:, :, None],
-        widths=widths.expand(batch_size, num_heads, -1).contiguous(),
-        row_size=1 + total,
-        head_dim=head_dim,
-        is_weighted=False,
-        is_rotated=True,
-        quantizer=quantizer,
-    )
+    # Of the same energy, blocks have two neighbouring widths, the wider first
+    width, rest = divmod(total, -(-head_dim // BLOCK))
+    widths = torch.full((batch_size, num_heads, -(-head_dim // BLOCK)), width, device=values.device)
+    widths[..., :rest] += 1
+    return _make_table(head_dim, quantizer, total, stored_mean, deviation[:, :, None], widths)
 
 
-def _stored_deviation(deviation: torch.Tensor) -> torch.Tensor:
-    """Rounds deviations to float16; 0 stays 0, what is not 0 does not become it."""
-    return torch.where(deviation > 0, deviation.clamp(_TINY, _LARGEST), 0).half()
+def _make_table(
+    head_dim: int,
+    quantizer: str,
+    size: int,
+    mean: torch.Tensor | None,
+    deviation: torch.Tensor,
+    widths: torch.Tensor,
+    order: torch.Tensor | None = None,
+    rope: RotaryLayout | None = None,
+) -> RowTable:
+    """Makes the table of keys of a rotary embedding, or of values, whose codes take `size` bytes."""
+    # In float16 0 stays 0, what is not 0 does not become it
+    deviation = torch.where(deviation > 0, deviation.clamp(_TINY, _LARGEST), 0).half()
+    is_of_keys = rope is not None
+    own = order, mean, deviation, widths.to(torch.uint8), 1 + size, head_dim, is_of_keys
+    return RowTable(*own, rope=rope, is_rotated=not is_of_keys, quantizer=quantizer)
 
 
 def channel_moments(
@@ -322,13 +292,8 @@ def channel_moments(
     positions: Positions = START,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Computes means and variances of channels `[B, H, D]`, float32, before a rotary embedding.
-
-    Args:
-        states (`torch.Tensor` of shape `[B, H, T, D]`): states of any floating dtype.
-        valid (`torch.Tensor` of shape `[B, T]`, bool, *optional*): tokens that count; all by default.
-        layout (`RotaryLayout`, *optional*): the embedding that is undone.
-        positions (`Positions`, *optional*): of the tokens.
+    Computes means and variances of channels `[B, H, D]`, float32, of states `[B, H, T, D]` of any floating dtype whose
+    rotary embedding is undone, and of which all tokens count or those `valid` `[B, T]`.
     """
     if choose_coding_kernel(states, states.shape[3]) == "compiled":
         from kvcache_plugins.kernels.compiled_coding import code
@@ -362,7 +327,7 @@ def _table(
         "widths": Stored((*heads, num_blocks(head_dim)), torch.uint8, most=most),
     }
     if is_of_keys:
-        layout["order"] = Stored(shape, order_dtype(head_dim))
+        layout["order"] = Stored(shape, _ORDER_DTYPES[head_dim > _MOST_BYTES])
     if is_of_keys or "mean" in tensors:
         layout["mean"] = Stored(shape, torch.float16)
     check_layout(path, tensors, layout)
@@ -371,31 +336,13 @@ def _table(
         raise ValueError(f"`{path}.order` has to name every channel once")
     if bool((widths.sum(dim=-1) != size).any()):
         raise ValueError(f"`{path}.widths` have to be {size} together in every head")
-    return RowTable(
-        order=order,
-        mean=tensors.get("mean"),
-        deviation=tensors["deviation"],
-        widths=widths,
-        row_size=1 + size,
-        head_dim=head_dim,
-        is_weighted=is_of_keys,
-        rope=rope,
-        is_rotated=not is_of_keys,
-        quantizer=quantizer,
-    )
+    return _make_table(head_dim, quantizer, size, tensors.get("mean"), tensors["deviation"], widths, order, rope)
 
 
 def allocate_widths(energies: torch.Tensor, total: int, distortions: tuple[float, ...]) -> torch.Tensor:
     """
-    Widths of blocks, so that the sum of `energy * distortion(width)` is least.
-
-    Args:
-        energies (`torch.Tensor` of shape `[B, H, N]`): summed energies of the blocks' channels.
-        total (`int`): sum of a head's widths, at most the largest width for every block.
-        distortions (`tuple[float, ...]`): of a normal variable at all widths from 0 on.
-
-    Returns:
-        `torch.Tensor` of shape `[B, H, N]`, int64, 0 to the largest width.
+    Finds widths of blocks `[B, H, N]`, int64, `total` in a head, so that the sum of `energy * distortion(width)` is
+    least: of energies `[B, H, N]`, and distortions of a normal variable at all widths from 0 on.
     """
     errors = torch.tensor(distortions, device=energies.device, dtype=energies.dtype)
     most = len(errors) - 1
@@ -407,34 +354,18 @@ def allocate_widths(energies: torch.Tensor, total: int, distortions: tuple[float
     return widths.scatter_add_(-1, blocks, torch.ones_like(blocks))
 
 
-def order_dtype(head_dim: int) -> torch.dtype:
-    """The dtype in which channels of a head are numbered."""
-    return torch.uint8 if head_dim <= 256 else torch.int16
-
-
 def allocate_channels(
     energy: torch.Tensor, total: int, distortions: tuple[float, ...]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Orders channels of energies `[..., D]` so that these fall; returns energies of their blocks `[..., N]`, the order
-    as it is stored, and widths of blocks.
+    Orders channels of energies `[..., D]` so that these fall; returns the squared error to be expected of every head
+    `[...]`, the order as it is stored, and widths of blocks `[..., N]`.
     """
     energy, order = energy.sort(dim=-1, descending=True)
     by_block = F.pad(energy, (0, -energy.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(dim=-1)
-    return by_block, order.to(order_dtype(order.shape[-1])), allocate_widths(by_block, total, distortions)
-
-
-def expected_distortion(energies: torch.Tensor, widths: torch.Tensor, distortions: tuple[float, ...]) -> torch.Tensor:
-    """The squared error to be expected of every head, `[B, H]`."""
-    errors = torch.tensor(distortions, device=energies.device, dtype=energies.dtype)
-    return (energies * errors[widths]).sum(dim=-1)
-
-
-def even_widths(head_dim: int, total: int) -> list[int]:
-    """The widths of blocks that all have the same energy: two neighbouring ones, the wider first."""
-    count = -(-head_dim // BLOCK)
-    width, rest = divmod(total, count)
-    return [width + 1] * rest + [width] * (count - rest)
+    widths = allocate_widths(by_block, total, distortions)
+    errors = (by_block * torch.tensor(distortions, device=energy.device, dtype=energy.dtype)[widths]).sum(dim=-1)
+    return errors, order.to(_ORDER_DTYPES[order.shape[-1] > _MOST_BYTES]), widths
 
 
 def share_bytes(energies: Sequence[torch.Tensor], total: int, least: int, errors: tuple[float, ...]) -> list[int]:

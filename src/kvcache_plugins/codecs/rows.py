@@ -16,7 +16,7 @@ Legend: B batch, H heads, T tokens, D channels, K numbers that are coded, N bloc
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -94,14 +94,8 @@ class RowTable:
         quantizer: str = "lloyd-max",
     ) -> "RowTable":
         """
-        Makes a table of a calibration.
-
-        Args:
-            mean (`torch.Tensor` of shape `[H, D]`, float16): what is taken off.
-            factors, vectors, steps (`torch.Tensor`): see `Basis`.
-            widths (`torch.Tensor` of shape `[H, all N]`): bits of blocks of components, as many in every head.
-            rope (`RotaryLayout`, *optional*): of keys; values have none.
-            quantizer (`str`, *optional*, defaults to `"lloyd-max"`): one of `QUANTIZERS`.
+        Makes a table of a calibration: of a mean `[H, D]`, float16, what a `Basis` has, bits of all blocks of
+        components `[H, all N]`, as many in every head, and the rotary embedding of keys, which values do not have.
         """
         basis, own_widths = Basis.for_widths(factors, vectors, steps, widths)
         is_of_keys = rope is not None
@@ -132,7 +126,7 @@ class RowTable:
         return dataclasses.replace(self, widths=widths, row_size=self.row_size + nbits * widths.shape[2])
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Lists name and tensor of everything stored but the basis."""
+        """Lists everything stored but the basis."""
         for name in _TENSOR_NAMES:
             tensor: torch.Tensor | None = getattr(self, name)
             if tensor is not None:
@@ -308,9 +302,6 @@ class SharedTables(nn.Module):
     """
     Tables of a layer's keys and values that all caches of a model share, brought once to every device that asks. As
     a part of the model it is a module, and no cache counts it as what it holds.
-
-    Args:
-        keys, values (`RowTable`): on any device.
     """
 
     def __init__(self, keys: RowTable, values: RowTable):
@@ -338,20 +329,16 @@ class SharedTables(nn.Module):
         return self
 
 
+@dataclass(eq=False, repr=False)
 class RowCodec(Codec):
     """
-    Codes keys and values by two tables.
-
-    Args:
-        tables (two `RowTable`, or `SharedTables`, *optional*): of keys and of values: a cache's own, or a model's.
-            Without them the codec has still to be fitted.
+    Codes keys and values by two tables: a cache's own, or a model's; without them the codec has still to be fitted.
     """
 
-    has_kernels = True
+    _tables: tuple[RowTable, RowTable] | SharedTables | None
+    _finer: "dict[int, RowCodec]" = field(init=False, default_factory=dict)
 
-    def __init__(self, tables: tuple[RowTable, RowTable] | SharedTables | None):
-        self._tables = tables
-        self._finer: dict[int, RowCodec] = {}
+    has_kernels = True
 
     @property
     def is_shared(self) -> bool:
@@ -402,7 +389,8 @@ class RowCodec(Codec):
     def encode(
         self, keys: torch.Tensor, values: torch.Tensor, positions: Positions
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        of_keys, of_values = self.tables(keys.device)
+        own = self._tables
+        of_keys, of_values = own if isinstance(own, tuple) else self.tables(keys.device)
         return of_keys.encode(keys, positions), of_values.encode(values, positions)
 
     def recode(self, rows: tuple[torch.Tensor, torch.Tensor], finer: "RowCodec") -> tuple[torch.Tensor, torch.Tensor]:
@@ -438,10 +426,10 @@ class RowCodec(Codec):
             yield from self._tables.tensors()
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RowCodec":
-        if self.is_shared:
+        if not isinstance(self._tables, tuple):
             return self
-        keys, values = self.tables()
-        return RowCodec((keys.map(function), values.map(function)))
+        keys, values = self._tables
+        return dataclasses.replace(self, _tables=(keys.map(function), values.map(function)))
 
 
 def _stored_scale(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -55,8 +55,6 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
     flash attention the cache is read tile by tile and never made dense; under any other implementation it is made
     dense a layer at a time. Codes stand in `uint8`; scales, zeros, factors and outliers in float16.
 
-    See `Cache` for details on common methods that are implemented by all cache classes.
-
     Args:
         config (`PreTrainedConfig` or `PreTrainedModel`, *optional*):
             The model, or its config. With it, layers whose attention has a window keep no more than the window (see
@@ -286,12 +284,8 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
     def warm_up(self, model: PreTrainedModel, *, padded: bool = False) -> None:
         """
         Compiles everything that a sequence of this cache will run on a GPU, before its first token, where the first
-        prompt does it otherwise. The cache itself stays as it is, and other caches with the same options have no need
-        of it any more. On a CPU nothing is left to compile.
-
-        Args:
-            model (`PreTrainedModel`): the model that will use the cache.
-            padded (`bool`, *optional*, defaults to `False`): whether batches with padding will come.
+        prompt does it otherwise; for all caches of the model with the same options, with `padded` for batches with
+        padding. On a CPU nothing is left to compile.
         """
         config = unwrap_model(model).config
         for sizes in sizes_of(config, model.dtype, model.device, is_padded=padded):
@@ -299,18 +293,9 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
 
     def fork(self, count: int) -> list[GEARCache]:
         """
-        Caches that go on from here, each by itself, while what is compressed stands in memory once for all of them:
-        one long prefix, many continuations.
-
-        Args:
-            count (`int`): how many. This cache can be used further too.
-
-        Returns:
-            `list[GEARCache]`: copies; only their newest tokens are their own. `measure_memory` of all of them counts
-            what they share once.
-
-        Raises:
-            ValueError: if `count` is no positive integer.
+        Returns `count` caches that go on from here, each by itself, as this one can too, while what is compressed
+        stands in memory once for all of them: one long prefix, many continuations. `measure_memory` of all of them
+        counts what they share once. Raises a `ValueError` if `count` is no positive integer.
 
         Example:
 
@@ -330,13 +315,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         """
         Writes the cache to a safetensors file, compressed as it is, with fingerprints of the model that made it and a
         checksum. The file takes its place when it is complete. A calibration is not in it, but by which one knows it.
-
-        Args:
-            path (`str` or `Path`): where to write.
-            model (`PreTrainedModel`): the model whose states the cache holds.
-
-        Raises:
-            OSError: naming `path`, if it cannot be written.
+        Raises an `OSError` naming `path` if it cannot be written.
         """
         model = unwrap_model(model)
         snapshot = Snapshot(
@@ -364,7 +343,6 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         afterwards does not matter.
 
         Args:
-            path (`str` or `Path`): the file.
             model (`PreTrainedModel` or `PreTrainedConfig`): the model that goes on from the cache, or its config,
                 which cannot tell whether the weights are the same.
             calibration (`TransformCalibration`, `str` or `Path`, *optional*): the one that the cache was made with, or

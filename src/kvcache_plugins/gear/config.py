@@ -109,10 +109,7 @@ class GEARConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> "GEARConfig":
-        """
-        Builds the config from the options of `GEARCache`; `None` is what was not given, which a side has from the
-        option of both.
-        """
+        """Builds the config from options of `GEARCache`, `None` where not given; sides have those of both."""
         given = {name: value for name, value in options.items() if value is not None}
         for name in ("quantizer", "recent_length", "recent_nbits"):
             if name in given:
@@ -145,10 +142,8 @@ class GEARConfig:
         """Tokens that share a scale in `kivi` keys, or a tile of `kvarn`."""
         return self.q_group_size or largest_divisor(self.residual_length, _DEFAULT_GROUP_SIZE)
 
-    @property
-    def shortest_prompt(self) -> int:
-        """Tokens of the shortest prompt of which anything is compressed."""
-        return self.token_group
+    # Tokens of the shortest prompt of which anything is compressed
+    shortest_prompt = token_group
 
     def packing(self) -> GroupPacking:
         """Makes the packing of a layer."""
@@ -160,12 +155,7 @@ class GEARConfig:
         return self.key.backbone in ("kivi", "kvarn")
 
     def codec(self, key_head_dim: int, value_head_dim: int) -> GroupCodec:
-        """
-        Returns the codec of heads of such dimensions.
-
-        Raises:
-            ValueError: if an option does not fit them.
-        """
+        """Returns the codec of heads of such dimensions; a `ValueError` if an option does not fit them."""
         keys, values = self._side_codec(self.key, key_head_dim), self._side_codec(self.value, value_head_dim)
         return GroupCodec(keys=keys, values=values)
 

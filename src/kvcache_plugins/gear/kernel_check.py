@@ -23,10 +23,8 @@ class MismatchError(RuntimeError):
 
 def require_close(name: str, output: torch.Tensor, expected: torch.Tensor) -> float:
     """
-    The relative RMS error of `output` against `expected`, both of any one shape; `expected` is best in float32.
-
-    Raises:
-        MismatchError: if it is above the tolerance for the dtype, or not a number.
+    The relative RMS error of `output` against `expected`, of the same shape and best in float32; a `MismatchError` if
+    it is above the tolerance for the dtype, or not a number.
     """
     error = ((output.float() - expected.float()).square().mean() / expected.float().square().mean()).sqrt().item()
     # Not `>=`: NaN has to fail
@@ -43,21 +41,14 @@ def plain_pytorch() -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_VARIABLE]
-        else:
-            os.environ[_VARIABLE] = before
+        os.environ.pop(_VARIABLE)
+        os.environ.update({} if before is None else {_VARIABLE: before})
 
 
 def require_close_layers(name: str, cache: Cache, num_query_heads: int) -> float | None:
     """
-    The largest error of decode attention over the GEAR layers of a cache as they stand, for one random query each.
-
-    Returns:
-        `float`: the error, or `None` for a cache without GEAR layers.
-
-    Raises:
-        MismatchError: if one is above the tolerance.
+    The largest error of decode attention over the GEAR layers of a cache as they stand, for one random query each,
+    `None` if there are none; a `MismatchError` if one is above the tolerance.
     """
     errors = []
     for index, layer in enumerate(cache.layers):

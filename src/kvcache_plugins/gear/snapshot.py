@@ -35,12 +35,10 @@ class Snapshot:
     What a file holds.
 
     Attributes:
-        model, model_config (`str`): fingerprints of the model and of its config.
-        model_name (`str`): what the model is called.
+        model, model_config, model_name (`str`): fingerprints of the model and of its config, and its name.
         has_config (`bool`): whether the cache was made for a model's config.
-        config (`GEARConfig` or `TransformConfig`): options of the cache.
+        config, choice: options of the cache, and why it is what it is.
         calibration (`str`, *optional*): digest of the calibration that says what its rows mean.
-        choice (`PresetChoice`, *optional*): why it is what it is.
         layers (`list`): the state of each layer, `None` of one without tokens.
     """
 
@@ -55,12 +53,7 @@ class Snapshot:
 
 
 def read_snapshot(path: str | Path, model: PreTrainedModel | PreTrainedConfig) -> Snapshot:
-    """
-    Reads a file, within `refusals`; see `GEARCache.load`.
-
-    Raises:
-        ValueError: if it is damaged, of another version, or of another model.
-    """
+    """Reads a file, within `refusals`; a `ValueError` if it is damaged, of another version, or of another model."""
     snapshot = read_record(path, FORMAT, Snapshot)
     name = snapshot.model_name or "unnamed"
     config = model if isinstance(model, PreTrainedConfig) else model.config
@@ -86,10 +79,8 @@ def restore_layers(
     layers: Sequence[CacheLayerMixin], states: Sequence[LayerState | DenseState | None], device: torch.device
 ) -> None:
     """
-    Has every layer of a new cache take over its state, which may come from anywhere.
-
-    Raises:
-        ValueError: if a layer cannot be like that, or layers hold different tokens.
+    Has every layer of a new cache take over its state, which may come from anywhere; a `ValueError` if a layer cannot
+    be like that, or layers hold different tokens.
     """
     check_number(states, len(layers), is_exact=True)
     held = set()
@@ -99,7 +90,15 @@ def restore_layers(
             layer.restore(state, device, path)
             held.add((state.batch_size, state.length))
         elif isinstance(layer, DynamicLayer) and isinstance(state, DenseState):
-            _restore_dense(layer, state, device, path)
+            if state.keys.shape[2] != _num_held(layer, state.length):
+                raise ValueError(
+                    f"`{path}` holds {state.keys.shape[2]} of {state.length} tokens, which no such layer does"
+                )
+            keys, values = state.keys.to(device), state.values.to(device)
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
+            if layer.is_sliding:
+                layer.cumulative_length = state.length
             held.add((state.keys.shape[0], state.length))
         elif state is not None:
             raise ValueError(f"`{path}` is a `{type(state).__name__}`, which no `{type(layer).__name__}` is made of")
@@ -108,12 +107,7 @@ def restore_layers(
 
 
 def state_of(layer: CacheLayerMixin, index: int) -> LayerState | DenseState | None:
-    """
-    Returns the state of a layer, `None` if it holds nothing.
-
-    Raises:
-        ValueError: if it holds more than keys and values, which no file would.
-    """
+    """Returns the state of a layer, `None` if it holds nothing; a `ValueError` if more than keys and values."""
     keeps_more = isinstance(layer, CompressedLayer) and (
         type(layer) not in (CompressedLayer, StaticLayer) or layer.has_index
     )
@@ -129,16 +123,6 @@ def state_of(layer: CacheLayerMixin, index: int) -> LayerState | DenseState | No
     # More than a window is there while a rollback may follow, which is over
     first = layer.keys.shape[2] - _num_held(layer, length)
     return DenseState(length, layer.keys[:, :, first:], layer.values[:, :, first:])
-
-
-def _restore_dense(layer: DynamicLayer, state: DenseState, device: torch.device, path: str) -> None:
-    if state.keys.shape[2] != _num_held(layer, state.length):
-        raise ValueError(f"`{path}` holds {state.keys.shape[2]} of {state.length} tokens, which no such layer does")
-    keys, values = state.keys.to(device), state.values.to(device)
-    layer.lazy_initialization(keys, values)
-    layer.keys, layer.values = keys, values
-    if layer.is_sliding:
-        layer.cumulative_length = state.length
 
 
 def _num_held(layer: DynamicLayer, length: int) -> int:

@@ -95,8 +95,9 @@ def run(name: str, call: Structure, most_threads: int | None = None) -> None:
         most_threads (`int`, *optional*): threads that there is scratch for; by default as many as there are. They are
             asked for once, as another thread of the program may ask PyTorch for more between two lines.
     """
-    threads = min(num_threads() if most_threads is None else most_threads, call.tasks.count)
-    kernel = function(name)
+    # As `num_threads` and `function` say, which every call would have to make
+    most = torch.get_num_threads() if os.getpid() == _PROCESS else 1
+    threads, kernel = min(most_threads or most, call.tasks.count), _function(name, os.environ.get(_LEVEL_VARIABLE))
     if threads > 1:
         find_threads()(kernel, call.address, threads)
     else:

@@ -71,12 +71,7 @@ def attend_eagerly(
 # Nothing that `torch.compile` could trace
 @torch.compiler.assume_constant_result
 def _find_eager_function(kind: type[torch.nn.Module]) -> tuple[str, str]:
-    """
-    Name the module and the function that a class of attention modules has for `eager`, as its methods use it.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Name the module and the function that a class of attention modules uses for `eager`, or raise a `ValueError`."""
     if kind not in _EAGER_FUNCTIONS:
         methods = (inspect.unwrap(each) for base in kind.__mro__ for each in vars(base).values() if callable(each))
         used = (
@@ -153,22 +148,16 @@ def _wrap(attend: Attention, read_mask: _MaskReader) -> Attention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: Any,
         *args: Any,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if isinstance(key, LazyStates) or isinstance(value, LazyStates):
-            return attend_to_lazy(module, query, key, value, attention_mask, *args, **options)
-        return attend(module, query, key, value, attention_mask, *args, **options)
+            return attend_to_lazy(module, query, key, value, *args, **options)
+        return attend(module, query, key, value, *args, **options)
 
     @torch.compiler.disable
     def attend_to_lazy(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: Any,
-        **options: Any,
+        module: torch.nn.Module, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         found = read_mask(module, query, key, attention_mask, **options)
         if found is None:
@@ -266,25 +255,18 @@ def _read_padding_mask(
     return seen[None, None] if mask is None else seen & mask[:, None, None, :].bool(), False
 
 
-def _refuse(name: str) -> _MaskReader:
-    def refuse(*_: object, **__: object) -> _Mask:
-        raise ValueError(
-            f"`attn_implementation` is `{name}`, which is for continuous batching and a paged cache of its own: set "
-            "it to `sdpa`, `eager` or `flex_attention`"
-        )
-
-    return refuse
+def _refuse(name: str, *_: object, **__: object) -> _Mask:
+    raise ValueError(
+        f"`attn_implementation` is `{name}`, which is for continuous batching and a paged cache of its own: set it to "
+        "`sdpa`, `eager` or `flex_attention`"
+    )
 
 
-def _register() -> None:
-    for name, attend in list(ALL_ATTENTION_FUNCTIONS.items()):
-        if name == "flex_attention":
-            AttentionInterface.register(name, _wrap(attend, _read_block_mask))
-        elif name.startswith("flash_attention"):
-            AttentionInterface.register(name, _wrap(attend, _read_padding_mask))
-        elif name.startswith("paged|"):
-            AttentionInterface.register(name, _wrap(attend, _refuse(name)))
-    AttentionInterface.register("eager", attend_eagerly)
-
-
-_register()
+for _name, _attend in list(ALL_ATTENTION_FUNCTIONS.items()):
+    if _name == "flex_attention":
+        AttentionInterface.register(_name, _wrap(_attend, _read_block_mask))
+    elif _name.startswith("flash_attention"):
+        AttentionInterface.register(_name, _wrap(_attend, _read_padding_mask))
+    elif _name.startswith("paged|"):
+        AttentionInterface.register(_name, _wrap(_attend, partial(_refuse, _name)))
+AttentionInterface.register("eager", attend_eagerly)

@@ -61,14 +61,9 @@ class CompressedLayer(PromptLayer):
     (`_plain`), of which the buffer is made when it is asked for.
 
     Args:
-        packing (`Packing`):
-            How its tokens are packed.
-        layer_idx (`int`):
-            Index of the layer, named in errors.
-        attention_mask (`torch.Tensor` of shape `[B, prompt length]`, *optional*):
-            The prompt's padding mask, for attention implementations that do not show it to the cache.
-        sliding_window (`int`, *optional*):
-            Tokens that a query sees, itself among them; all by default.
+        packing (`Packing`): How its tokens are packed.
+        layer_idx, attention_mask: As in `PromptLayer`.
+        sliding_window (`int`, *optional*): Tokens that a query sees, itself among them; all by default.
 
     Attributes:
         codec: how packed tokens are read; `None` before the first are packed.
@@ -122,7 +117,6 @@ class CompressedLayer(PromptLayer):
         self._pending_sequences: torch.Tensor | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """See `CacheLayerMixin.lazy_initialization`; makes the codec, which is still to be fitted."""
         codec = self.packing.codec(key_states.shape[3], value_states.shape[3])
         try:
             codec.check_shapes(key_states, value_states)
@@ -150,7 +144,6 @@ class CompressedLayer(PromptLayer):
 
     @in_own_context
     def _end_plain(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Makes the buffer of all tokens that are not the prefix's."""
         first = 0 if self.prefix is None else self.prefix.num_slots
         self.buffer = ResidualBuffer.of(keys[:, :, first:], values[:, :, first:], self._buffer_limit)
 
@@ -207,7 +200,6 @@ class CompressedLayer(PromptLayer):
         return stored_states(self, kind[0], kind[1], self._length, self.dtype, self.device)
 
     def _before_update(self) -> None:
-        """See `PromptLayer._before_update`: packs what has waited for long enough."""
         if self._num_new > 1:
             self._prepared = None
         buffer = self.buffer
@@ -217,10 +209,7 @@ class CompressedLayer(PromptLayer):
             self._let_go()
 
     def _code_again(self) -> bool:
-        """
-        Codes what has waited in the buffer for long enough right behind the newest rows, and tells whether nothing
-        else was to be done: so it is, from one time to the next, while a sequence is decoded.
-        """
+        """Codes what has waited for long enough right behind the newest rows, if that is all that is to be done."""
         prepared, buffer, packing = self._prepared, self.buffer, self.packing
         if prepared is None or prepared.call is None or self._stands_still or buffer is None:
             return False
@@ -268,8 +257,12 @@ class CompressedLayer(PromptLayer):
         finally:
             self._length -= keys.shape[2]
 
-    def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
+    def _forget_places(self) -> None:
+        """Forgets what was prepared for tokens where they stand, as they move or are dropped."""
         self._prepared = None
+
+    def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
+        self._forget_places()
         if self.buffer is not None and self.buffer.length:
             keys = torch.cat([self.buffer.keys, keys], dim=2)
             values = torch.cat([self.buffer.values, values], dim=2)
@@ -278,7 +271,6 @@ class CompressedLayer(PromptLayer):
             self._let_go()
 
     def _exact_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See `PromptLayer._exact_states`: until something is packed."""
         prefix, buffer = self.prefix, self.buffer
         if self.blocks or buffer is None:
             return None
@@ -303,25 +295,27 @@ class CompressedLayer(PromptLayer):
     def _commit(self, keys: torch.Tensor, values: torch.Tensor, *, is_prompt: bool) -> None:
         """Packs exact tokens `[B, H, T, D]`, all those behind the packed ones; what cannot be packed stays exact."""
         packing, length, is_first, end = self.packing, self._length, self.codec is None, None
-        start = length - keys.shape[2]
+        num_exact = keys.shape[2]
+        start = length - num_exact
         most = 0 if is_prompt or is_first else packing.num_kept
-        num_kept = min(packing.residual_length if self._stands_still else most, keys.shape[2])
+        num_kept = min(packing.residual_length if self._stands_still else most, num_exact)
         counts = self._left_padding.counts
         if is_first or self._pending_sequences is not None:
             padding = torch.zeros(self.batch_size, dtype=torch.long) if counts is None else counts.cpu()
             split = packing.split(padding, length - (0 if is_first else num_kept))
             if is_first and split is None:
-                self._keep_exact(keys, values, 0)
+                self._keep_newest(keys, values, num_exact)
                 return
             if self._newest_queries:
                 self._add_newest_queries()
             # Nothing is made of what is refused
-            check_finite(keys, values, self._valid_tokens(start, keys.shape[2]), self.layer_idx, packing.largest)
+            valid = None if counts is None else self._valid_tokens(start, num_exact)
+            check_finite(keys, values, valid, self.layer_idx, packing.largest)
             if is_first:
                 # The codec is fitted to all tokens so far
                 assert split is not None
                 start, end, pending = split.first, padding + split.num_exact, split.pending
-                valid = (torch.arange(start, keys.shape[2]) >= end[:, None]) & ~pending[:, None]
+                valid = (torch.arange(start, num_exact) >= end[:, None]) & ~pending[:, None]
                 packed, positions = (keys[:, :, start:], values[:, :, start:]), Positions(start, counts)
                 self.codec = self._unfitted.fit(*packed, valid, self._moments, positions)
                 if packing.residual_length:
@@ -330,7 +324,7 @@ class CompressedLayer(PromptLayer):
                 self.packed.is_open = False
             else:
                 self._prepared = None
-                old = slice(keys.shape[2] - num_kept)
+                old = slice(num_exact - num_kept)
                 pending = self._serve_pending(keys[:, :, old], values[:, :, old], start, padding, split)
             self._pending_sequences = pending.to(self.device) if bool(pending.any()) else None
             if self._pending_sequences is None:
@@ -339,7 +333,7 @@ class CompressedLayer(PromptLayer):
         has_passed = self.sliding_window is not None and not self.record_past
         first = max(start, self._first_seen(length)) if has_passed else start
         count = packing.num_packed(max(length - first - num_kept, 0), is_prompt=is_prompt)
-        skipped = keys.shape[2] - (length - first)
+        skipped = num_exact - (length - first)
         if count:
             tokens = slice(skipped, skipped + count)
             try:
@@ -350,15 +344,15 @@ class CompressedLayer(PromptLayer):
                 raise
         if first > start:
             self._forget_before(first)
-        self._keep_exact(keys, values, skipped + count)
+        if skipped + count == num_exact:
+            self._buffer = None
+        else:
+            self._keep_newest(keys, values, num_exact - skipped - count)
 
     def _serve_pending(
         self, keys: torch.Tensor, values: torch.Tensor, start: int, padding: torch.Tensor, split: Split | None
     ) -> torch.Tensor:
-        """
-        Makes tables of sequences that now have enough tokens, takes into the prefix those of all others, and returns
-        which of these still wait.
-        """
+        """Makes tables of sequences that have enough tokens now; returns the others, which the prefix holds whole."""
         assert self.prefix is not None and self._pending_sequences is not None
         pending, sinks = self._pending_sequences.cpu(), self.packing.num_sink_tokens
         held = self.prefix.joined(keys, values, start, padding, pending)
@@ -378,20 +372,17 @@ class CompressedLayer(PromptLayer):
     ) -> None:
         """
         Adds tokens from position `start` on to a block. If they cannot be stored, what is stored stays as it was.
-
-        Args:
-            first_end (`torch.Tensor` of shape `[B]`, on the CPU, *optional*): where exact tokens in front end, if none
-                are packed yet.
+        Where none are packed yet, exact tokens in front end at `first_end` `[B]`, on the CPU.
         """
-        packing = self.packing
-        valid = self._valid_tokens(start, keys.shape[2])
+        packing, counts = self.packing, self._left_padding.counts
+        valid = None if counts is None else self._valid_tokens(start, keys.shape[2])
         if start < self._prefix_stop:
             assert self.prefix is not None
             # With its data even where states have none
             end = self.prefix.end if first_end is None or not keys.is_meta else first_end
             valid = torch.arange(start, start + keys.shape[2], device=end.device) >= end[:, None]
         recent = None if is_prompt or first_end is not None else packing.recent_codec(self.codec)
-        codec, positions = self.codec if recent is None else recent, Positions(start, self._left_padding.counts)
+        codec, positions = self.codec if recent is None else recent, Positions(start, counts)
         try:
             block = packing.encode(codec, (keys, values), positions, valid, is_prompt=is_prompt)
         except ValueError as error:
@@ -440,13 +431,11 @@ class CompressedLayer(PromptLayer):
     def _codec_of(self, block: Block) -> Any:
         return self.packing.recent_codec(self.codec) if block.is_recent else self.codec
 
-    def _keep_exact(self, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
-        """Has the buffer hold, of all tokens behind the packed ones before, those from number `first` on."""
+    def _keep_newest(self, keys: torch.Tensor, values: torch.Tensor, count: int) -> None:
+        """Has the buffer hold the newest of all tokens behind the packed ones before."""
         # They are not plain any more
-        buffer, count = self._buffer, keys.shape[2]
-        if first == count:
-            self._buffer = None
-        elif buffer is None or buffer.length != count:
+        buffer, first = self._buffer, keys.shape[2] - count
+        if buffer is None or buffer.length != keys.shape[2]:
             limit = self.packing.residual_length
             self._buffer = ResidualBuffer.of(keys[:, :, first:], values[:, :, first:], limit)
         elif first:
@@ -577,48 +566,42 @@ class CompressedLayer(PromptLayer):
         return torch.cat([tile[side] for _, tile in self.dense_tiles({side})], dim=2)
 
     def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
-        first, exact_start = self._first_visible, self.exact_start
-        position, stop = first, 0 if self.prefix is None else self.prefix.stop()
+        first = position = self._first_visible
+        prefix, stop = self.prefix, 0 if self.prefix is None else self.prefix.stop()
+        for start, end, stored in self._stored_tiles(sides):
+            tiles = [(end, stored)]
+            if position < start:
+                # Tokens that are in no block: the prefix, and padding
+                shapes = {
+                    side: (*self.states_shape(side)[:2], start - position, self._shapes[side][3]) for side in sides
+                }
+                empty = {
+                    side: torch.zeros(shape, dtype=self.dtype, device=self.device) for side, shape in shapes.items()
+                }
+                tiles.insert(0, (start, empty))
+            for tile_end, tile in tiles:
+                if tile_end <= position:
+                    continue
+                states = {side: tile[side][:, :, position - tile_end :].to(self.dtype) for side in sides}
+                if prefix is not None and position < stop:
+                    for side, own in states.items():
+                        prefix.write_dense(side, own, position)
+                yield slice(position - first, tile_end - first), states
+                position = tile_end
+
+    def _stored_tiles(self, sides: Collection[str]) -> Iterator[tuple[int, int, dict[str, torch.Tensor]]]:
+        """Blocks and the exact tail in order, with the positions that they begin and end at; the last may be empty."""
         for block in self.blocks:
-            if position < block.start:
-                yield slice(position - first, block.start - first), self._prefix_tile(sides, position, block.start)
-                position = block.start
             end = block.start
             for tile in block.dense_tiles(sides, self._codec_of(block), self.padding):
-                end += next(iter(tile.values())).shape[2]
-                if end <= position:
-                    continue
-                states = {side: tile[side][:, :, position - end :].to(self.dtype) for side in sides}
-                if position < stop:
-                    self._overlay_prefix(states, position)
-                yield slice(position - first, end - first), states
-                position = end
-        if position < exact_start:
-            yield slice(position - first, exact_start - first), self._prefix_tile(sides, position, exact_start)
-            position = exact_start
-        end = exact_start
+                start, end = end, end + next(iter(tile.values())).shape[2]
+                yield start, end, tile
+        end = self.exact_start
         for keys, values, length in self._exact_tail():
-            end += length
-            if end > position:
-                skipped = length - (end - position)
-                exact = {"keys": keys[:, :, skipped:length], "values": values[:, :, skipped:length]}
-                yield slice(position - first, end - first), {side: exact[side] for side in sides}
-                position = end
-
-    def _prefix_tile(self, sides: Collection[str], start: int, stop: int) -> dict[str, torch.Tensor]:
-        """Tokens that are in no block: the prefix, and padding."""
-        states = {}
-        for side in sides:
-            batch_size, num_heads, _, head_dim = self.states_shape(side)
-            shape = batch_size, num_heads, stop - start, head_dim
-            states[side] = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        self._overlay_prefix(states, start)
-        return states
-
-    def _overlay_prefix(self, states: dict[str, torch.Tensor], start: int) -> None:
-        if self.prefix is not None:
-            for side, tile in states.items():
-                self.prefix.write_dense(side, tile, start)
+            start, end = end, end + length
+            exact = {"keys": keys[:, :, :length], "values": values[:, :, :length]}
+            yield start, end, exact
+        yield end, end, {}
 
     def activate_past_recording(self) -> None:
         """Lets go of nothing from now on until a `crop`, which can then take back all updates since the last one."""
@@ -674,7 +657,7 @@ class CompressedLayer(PromptLayer):
         self._num_new = max(self._num_new - count, 0)
 
     def _drop_newest(self, count: int) -> None:
-        self._prepared = None
+        self._forget_places()
         exact_start, length = self.exact_start, self._length - count
         if self.buffer is not None:
             self.buffer.drop_last(min(count, self.buffer.length))
@@ -685,7 +668,7 @@ class CompressedLayer(PromptLayer):
             self.prefix.truncate(length)
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._prepared = None
+        self._forget_places()
         self._add_newest_queries()
         for stored in (self.prefix, self.buffer, *self.blocks):
             if stored is not None:
@@ -720,11 +703,9 @@ class CompressedLayer(PromptLayer):
             yield from (("calibration", tensor) for tensor in self.packing.fixed.shared_tensors())
 
     def share(self) -> Iterator[torch.Tensor]:
-        """
-        Yields every tensor that a copy of this layer may have in common with it, as neither writes to it from now on:
-        packed tokens, tables, and the exact tokens in front.
-        """
+        """Yields what a copy of this layer may have in common with it, as neither writes to it from now on."""
         self.settle_prompt()
+        self._forget_places()
         yield from self.packed.share()
         if self.codec is not None and self._pending_sequences is None:
             yield from self.codec.tensors()

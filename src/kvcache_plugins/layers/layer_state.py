@@ -7,7 +7,7 @@ A state may come from anywhere. `files.schema` sees to it that every field is wh
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 
@@ -25,12 +25,7 @@ _TOKENS = "batch_size", "num_heads", "num_tokens"
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ExactStates:
-    """
-    Tokens as they came in.
-
-    Attributes:
-        keys, values (`torch.Tensor` of shape `[B, H, tokens, D]`): the states.
-    """
+    """Tokens as they came in: keys and values `[B, H, tokens, D]`."""
 
     keys: Annotated[torch.Tensor, Stored((*_TOKENS, "key_head_dim"), *_FLOATS, is_finite=False)]
     values: Annotated[torch.Tensor, Stored((*_TOKENS, "value_head_dim"), *_FLOATS, is_finite=False)]
@@ -43,15 +38,7 @@ class ExactStates:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BlockState:
-    """
-    Consecutive tokens, compressed.
-
-    Attributes:
-        start (`int`): index of the first token in the sequence, padding included.
-        length (`int`): tokens in use.
-        keys, values (`dict[str, torch.Tensor]`): what the codec stores of them, without spare capacity.
-        is_recent (`bool`): whether these are the newest packed tokens, in rows of more bits.
-    """
+    """Consecutive tokens, compressed: a `Block`, with tensors of both sides by name, without spare capacity."""
 
     start: int
     length: Annotated[int, Range(1)]
@@ -107,13 +94,7 @@ class LayerState:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DenseState:
-    """
-    One of Transformers' own layers that holds tokens.
-
-    Attributes:
-        length (`int`): tokens of the sequence.
-        keys, values (`torch.Tensor` of shape `[B, H, tokens held, D]`): those that the next token can still see.
-    """
+    """One of Transformers' own layers after `length` tokens: states of those that the next one can still see."""
 
     length: Annotated[int, Range(1)]
     keys: Annotated[torch.Tensor, Stored((*_TOKENS, None), *_FLOATS, is_finite=False)]
@@ -123,10 +104,7 @@ class DenseState:
 
 
 def _check_order(state: LayerState, sliding_window: int | None, path: str) -> None:
-    """
-    Raises a `ValueError` unless prefix, blocks and buffer follow each other and end where the sequence does. Before
-    what a window sees there may be nothing left.
-    """
+    """Raises a `ValueError` unless prefix, blocks and buffer follow each other and end where the sequence does."""
     first_seen = 0 if sliding_window is None else max(state.length - sliding_window + 1, 0)
     if state.held_start > first_seen:
         raise ValueError(
@@ -162,20 +140,11 @@ def restore_blocks(
     state: LayerState, packing: Packing, sliding_window: int | None, path: str
 ) -> tuple[Codec | GroupCodec | None, list[Block]]:
     """
-    Makes the codec and the blocks of a layer.
-
-    Args:
-        state (`LayerState`): of a layer; may come from anywhere.
-        packing (`Packing`): how the layer packs.
-        sliding_window (`int`, *optional*): tokens that a query sees; all by default.
-        path (`str`): where a file has the layer, named in errors.
-
-    Raises:
-        ValueError: if no layer that packs like that can be in this state.
+    Makes the codec and the blocks of a layer, of a state that may come from anywhere; a `ValueError`, with the `path`
+    that a file has it at, if no layer that packs like that can be in this state.
     """
-    if isinstance(packing, GroupPacking):
-        return _restore_groups(state, packing, sliding_window, path)
-    return _restore_rows(state, packing, sliding_window, path)
+    restore: Any = _restore_groups if isinstance(packing, GroupPacking) else _restore_rows
+    return restore(state, packing, sliding_window, path)
 
 
 def _restore_groups(

@@ -52,19 +52,12 @@ def replace_full_attention(
     make_windowed: Callable[[int, int], CacheLayerMixin | None] = lambda index, window: None,
 ) -> list[Any]:
     """
-    Transformers' own cache layers for a model, those of full attention replaced.
+    Makes Transformers' own cache layers for the config of a decoder, with those of full attention replaced by index; a
+    `ValueError` if it has layers that hold full-length states of another kind, or none that hold any.
 
     Args:
-        config (`PreTrainedConfig`):
-            The config of the (decoder of the) model.
-        make_layer (`Callable[[int], CacheLayerMixin]`):
-            Makes the layer of an index.
-        make_windowed (`Callable[[int, int], CacheLayerMixin | None]`, *optional*):
-            Makes the layer of an index whose attention has a window, of so many tokens; `None` leaves Transformers'
-            own in its place, which is the default.
-
-    Raises:
-        ValueError: if the model has layers that hold full-length states of another kind, or none that hold any.
+        make_windowed (`Callable`, *optional*): Makes the layer of an index whose attention has a window, of so many
+            tokens; `None`, as by default, leaves Transformers' own in its place.
     """
     own: list[Any] = list(DynamicCache(config=config).layers)
     layer_types = getattr(config, "layer_types", None) or []
@@ -99,23 +92,12 @@ def replace_full_attention(
         )
     for index, layer in made.items():
         if type(own[index]) in _HYBRID_LAYERS and isinstance(layer, LazyLayer):
-            layer = with_recurrent_states(layer, own[index].number_of_states)
+            # Not used yet, it keeps states of convolutions and recurrences too
+            layer.__class__ = _hybrid_class(type(layer))
+            LinearAttentionLayer.__init__(layer, number_of_states=own[index].number_of_states)  # type: ignore[arg-type]
         # What a cache leaves as it is keeps what belongs to it
         own[index] = own[index] if type(layer) is DynamicLayer else layer
     return own
-
-
-def with_recurrent_states(layer: LazyLayer, number_of_states: int) -> LazyLayer:
-    """
-    A new layer that keeps states of convolutions and recurrences too.
-
-    Args:
-        layer (`LazyLayer`): for keys and values. It has not been used yet, and is what is returned.
-        number_of_states (`int`): how many of each kind.
-    """
-    layer.__class__ = _hybrid_class(type(layer))
-    LinearAttentionLayer.__init__(layer, number_of_states=number_of_states)  # type: ignore[arg-type]
-    return layer
 
 
 class RecurrentStates(LinearAttentionLayer):
@@ -134,13 +116,11 @@ class RecurrentStates(LinearAttentionLayer):
             yield from ((states, index, tensor) for index, tensor in states.items() if tensor is not None)
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """See `LazyLayer.map_tensors`."""
         super().map_tensors(function)  # type: ignore[misc]
         for states, index, tensor in list(self._recurrent_tensors()):
             states[index] = function(tensor)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `LazyLayer.named_tensors`."""
         yield from super().named_tensors()  # type: ignore[misc]
         yield from (("recurrent", tensor) for _, _, tensor in self._recurrent_tensors())
 
@@ -151,16 +131,6 @@ class RecurrentStates(LinearAttentionLayer):
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         super(LinearAttentionCacheLayerMixin, self).crop(tokens_to_remove)  # type: ignore[misc]
-
-    # What moves or reorders goes by `map_tensors`
-    def offload(self) -> None:
-        super(LinearAttentionCacheLayerMixin, self).offload()  # type: ignore[misc]
-
-    def prefetch(self) -> None:
-        super(LinearAttentionCacheLayerMixin, self).prefetch()  # type: ignore[misc]
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super(LinearAttentionCacheLayerMixin, self).reorder_cache(beam_idx)  # type: ignore[misc]
 
 
 class HybridLayersMixin(Cache):
@@ -177,4 +147,6 @@ class HybridLayersMixin(Cache):
 
 @cache
 def _hybrid_class(base: type[LazyLayer]) -> type[LazyLayer]:
-    return type(f"Hybrid{base.__name__}", (RecurrentStates, base), {})
+    # What moves or reorders goes by `map_tensors`
+    own = {name: getattr(base, name) for name in ("offload", "prefetch", "reorder_cache")}
+    return type(f"Hybrid{base.__name__}", (RecurrentStates, base), own)

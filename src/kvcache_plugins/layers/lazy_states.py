@@ -35,9 +35,9 @@ from .recorded_operations import (
     STORED_VALUES,
     Operation,
     Sample,
+    count_for,
     map_nested,
     record,
-    sample_stored,
 )
 
 
@@ -104,30 +104,27 @@ class LazyStates(torch.Tensor):
     def sample(self) -> Sample:
         """Make what operations are recorded on."""
         if self._sample is None:
-            with torch._C.DisableTorchFunctionSubclass():
-                dtype = self.dtype
-            stored = {
-                operation: sample_stored(operation, (*shape[:2], self.num_tokens, shape[3]), dtype)
-                for operation, shape in ((STORED[side], self.layer.states_shape(side)) for side in STORED)
-            }
-            tensors = [
-                self.operation.compute({each: sample.tensors[number] for each, sample in stored.items()}, count)
-                for number, count in enumerate((self.num_tokens + 1, self.num_tokens + 2))
-            ]
-            self._sample = Sample(self.operation, (tensors[0], tensors[1]), self.token_dim)
+            count = count_for(self.num_tokens)
+            stored: dict[Operation, torch.Tensor] = {}
+            for side, operation in STORED.items():
+                batch_size, num_heads, _, head_dim = self.layer.states_shape(side)
+                shape = batch_size, num_heads, count, head_dim
+                stored[operation] = torch.empty(shape, dtype=self.layer.dtype, device="meta")
+            made = self.operation.compute(stored, count)
+            self._sample = Sample(self.operation, made, self.token_dim, self.num_tokens)
         return self._sample
 
     def densify(self) -> torch.Tensor:
         """The dense states, in the shape reported."""
         if self.exact is not None:
             return self.exact
-        tile = {}
+        tile: dict[Operation, torch.Tensor] = {}
         for side in sorted(self.operation.sides()):
             stored = self.layer.materialize(side)
             if stored.shape[2] < self.num_tokens:
                 raise RuntimeError("these lazy states are older than the last `crop` or `reset` of their cache")
             tile[STORED[side]] = stored[:, :, : self.num_tokens]
-        dense = self.operation.compute(tile, self.num_tokens)
+        dense: torch.Tensor = self.operation.compute(tile, self.num_tokens)
         return without_gradients(dense) if self.layer.has_gradients and torch.is_grad_enabled() else dense
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -136,13 +133,7 @@ class LazyStates(torch.Tensor):
             return f"LazyStates({sides}, shape={tuple(self._size)}, dtype={self.dtype}, layer={self.layer})"
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Asked for several times a layer: what keeps it out of graphs is no small part of it
         if torch.compiler.is_dynamo_compiling():
             return _answer_outside_of_graphs(func, args, kwargs or {})
@@ -151,13 +142,7 @@ class LazyStates(torch.Tensor):
         return _answer(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return func(*_densify(args), **_densify(kwargs or {}))
 
 
@@ -170,11 +155,8 @@ def stored_states(
     device: torch.device,
     exact: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[LazyStates, LazyStates]:
-    """
-    Make all keys and all values of a layer, lazily, of `num_tokens` tokens and else of the shapes given.
-
-    Made for every layer and token, so not by way of `LazyStates(...)`, which costs several times as much.
-    """
+    """Make all keys and all values of a layer, lazily, of `num_tokens` tokens and else of the shapes given."""
+    # For every layer and token, so not by way of `LazyStates(...)`, which costs several times as much
     make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
     batch_size, num_heads, _, head_dim = key_shape
     key_size = value_size = torch.Size((batch_size, num_heads, num_tokens, head_dim))
@@ -193,16 +175,8 @@ def attend_lazily(
     call: AttentionCall, key: LazyStates, value: LazyStates, attend_exactly: Callable[[Any, Any], Any]
 ) -> Any | None:
     """
-    Have the layer of keys and values answer a call.
-
-    Args:
-        call (`AttentionCall`): the call, without `project`.
-        key, value (`LazyStates`): what is attended to.
-        attend_exactly (`Callable`): attends to dense keys and values, where the layer has all at hand.
-
-    Returns:
-        What `attend_exactly` returned, or attention `[batch_size, num_heads, num_queries, value_head_dim]`; `None` if
-        these are not the newest states of one layer, or not of that form.
+    Have the layer of keys and values answer a call without `project`, or `attend_exactly` to dense ones that it has at
+    hand; `None` if these are not the newest states of one layer, or not of that form.
     """
     layer = key.layer
     if layer is not value.layer:
@@ -230,7 +204,6 @@ def attend_lazily(
 def _project(
     keys: Operation, values: Operation, tile: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make keys and values that are attended to of a tile of those stored."""
     stored = {STORED[side]: states for side, states in tile.items()}
     num_tokens = next(iter(tile.values())).shape[2]
     return keys.compute(stored, num_tokens), values.compute(stored, num_tokens)
@@ -246,9 +219,7 @@ def _scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """
-    The layer's own attention where keys and values are both its lazy states, PyTorch's over dense states otherwise.
-    """
+    """Attend by the layer where keys and values are both its lazy states, otherwise by PyTorch over dense states."""
     lazy_elsewhere = isinstance(query, LazyStates) or isinstance(attn_mask, LazyStates)
     # Dropout belongs to training, where nothing is compressed
     if isinstance(key, LazyStates) and isinstance(value, LazyStates) and not lazy_elsewhere and dropout_p == 0.0:
@@ -257,19 +228,13 @@ def _scaled_dot_product_attention(
         if is_stored and attn_mask is None and not is_causal and key.exact is None:
             output = key.layer.attend_again(query, key._size[key.token_dim], scale)
         if output is None:
-            attend_exactly = partial(
-                F.scaled_dot_product_attention,
-                query,
-                attn_mask=attn_mask,
-                is_causal=is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
+            options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+            attend_exactly = partial(F.scaled_dot_product_attention, query, attn_mask=attn_mask, **options)
             output = attend_lazily(AttentionCall(query, attn_mask, is_causal, scale), key, value, attend_exactly)
         if output is not None:
             return output
     query, key, value, attn_mask = _densify((query, key, value, attn_mask))
-    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **options)
 
 
@@ -341,11 +306,9 @@ def _repeat_heads(func: Callable[..., Any], args: tuple[Any, ...]) -> LazyStates
 def _repeated(
     func: Callable[..., Any], states: LazyStates, shape: Sequence[int], num_repeats: int, *args: Any
 ) -> LazyStates:
-    operation = Operation(func, (states.operation, *args))
-    with torch._C.DisableTorchFunctionSubclass():
-        dtype, device = states.dtype, states.device
+    layer, operation = states.layer, Operation(func, (states.operation, *args))
     exact = None if states.exact is None else func(states.exact, *args)
-    return LazyStates(states.layer, operation, shape, dtype, device, exact, num_repeats, len(shape) - 2)
+    return LazyStates(layer, operation, shape, states.dtype, layer.device, exact, num_repeats, len(shape) - 2)
 
 
 def _record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
@@ -370,18 +333,15 @@ def _record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     exact = func(*map_nested(exact_of, args), **map_nested(exact_of, kwargs)) if num_exact else None
     if isinstance(made, list):
         return tuple(
-            _recorded(first, each, None if exact is None else exact[number]) for number, each in enumerate(made)
+            _recorded(first.layer, each, None if exact is None else exact[number]) for number, each in enumerate(made)
         )
-    known = next((each for each in sources if each.sample().tensors[0] is made.tensors[0]), None)
-    return _recorded(first, made, exact) if known is None else known
+    known = next((each for each in sources if each.sample().tensor is made.tensor), None)
+    return _recorded(first.layer, made, exact) if known is None else known
 
 
-def _recorded(states: LazyStates, sample: Sample, exact: torch.Tensor | None) -> LazyStates:
-    with torch._C.DisableTorchFunctionSubclass():
-        device = states.device
-    made = LazyStates(
-        states.layer, sample.operation, sample.shape, sample.tensors[0].dtype, device, exact, 0, sample.token_dim
-    )
+def _recorded(layer: "LazyLayer", sample: Sample, exact: torch.Tensor | None) -> LazyStates:
+    operation, tensor, token_dim, _ = sample
+    made = LazyStates(layer, operation, sample.shape, tensor.dtype, layer.device, exact, 0, token_dim)
     made._sample = sample
     return made
 
@@ -400,14 +360,14 @@ _METADATA_FUNCTIONS = {
 
 class LazyLayer(CacheLayerMixin):
     """
-    Base of the layers that hand out `LazyStates`.
-
-    A subclass stores what it likes, says how to attend to it (`attend`) and how to make it dense (`materialize`), and
-    lists its tensors once (`map_tensors`, `named_tensors`): batch operations, offloading and the memory report follow
-    from that.
+    Base of the layers that hand out `LazyStates`. A subclass stores what it likes, says how to attend to it (`attend`)
+    and how to make it dense (`materialize`), and lists its tensors once (`map_tensors`, `named_tensors`): batch
+    operations, offloading and the memory report follow from that.
     """
 
     is_sliding = False
+    # Tokens that a query sees, itself among them; all by default
+    sliding_window: int | None = None
     is_croppable = True
     is_compileable = False
     # Whether attention over one new token adds to what is stored, beside what `update` stores
@@ -440,25 +400,12 @@ class LazyLayer(CacheLayerMixin):
     @abstractmethod
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """
-        Attend to everything the layer holds, as it is stored.
-
-        Args:
-            call (`AttentionCall`): the call, without `project`.
-
-        Returns:
-            `torch.Tensor` of shape `[batch_size, num_heads, num_queries, value_head_dim]`.
+        Answer a call without `project` over everything the layer holds, as it is stored, by attention
+        `[batch_size, num_heads, num_queries, value_head_dim]`.
         """
 
     def attend_projected(self, call: AttentionCall) -> torch.Tensor:
-        """
-        Attend to what a call projects of everything the layer holds, a tile of tokens at a time.
-
-        Args:
-            call (`AttentionCall`): the call, with `project`.
-
-        Returns:
-            `torch.Tensor` of shape `[batch_size, num_heads, num_queries, value_head_dim]`.
-        """
+        """Answer a call with `project` likewise, over what it makes of a tile of tokens at a time."""
         assert call.project is not None
         attention: OnlineAttention | None = None
         mask = call.full_mask(self.lazy_length())
@@ -472,30 +419,19 @@ class LazyLayer(CacheLayerMixin):
 
     def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
         """
-        Attention of `query` over everything as of the token before, with nothing hidden, in any context of PyTorch.
-
-        Args:
-            query, scale: as in `AttentionCall`.
-            num_tokens (`int`): tokens that the lazy states which are attended to report.
-
-        Returns:
-            `torch.Tensor` as `attend` returns it; `None` if nothing is prepared for that.
+        Attend over everything as for the token before, with nothing hidden, in any context of PyTorch; `None` if
+        nothing is prepared for that. Lazy states that are attended to report `num_tokens` tokens.
         """
         return None
 
     @abstractmethod
     def materialize(self, side: str) -> torch.Tensor:
-        """
-        All `"keys"` or `"values"` as a dense tensor `[batch_size, num_heads, seq_len, head_dim]` in the layer's dtype.
-        """
+        """Make all `"keys"` or `"values"` dense, `[batch_size, num_heads, seq_len, head_dim]` in the layer's dtype."""
 
     def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, Mapping[str, torch.Tensor]]]:
         """
-        Sides as `materialize` has them, some tokens at a time and all of them in order, for attention over what is
-        projected. A layer that need not make them whole overrides this; here they are, and that is counted.
-
-        Yields:
-            Which tokens, and by side their states `[batch_size, num_heads, tokens, head_dim]` in the layer's dtype.
+        Yield which tokens, and by side their states as `materialize` has them: all in order, some at a time, for
+        attention over what is projected. A layer that need not make them whole overrides this; that is counted here.
         """
         whole = {side: self.materialize(side) for side in sides}
         for side in whole:
@@ -535,10 +471,7 @@ class LazyLayer(CacheLayerMixin):
         return self.get_seq_length()
 
     def on_exact_attention(self, call: AttentionCall) -> None:
-        """
-        Called after attention over exact states that `update` handed out: the place to store them, queries and mask
-        being known.
-        """
+        """Take note of attention over exact states that `update` handed out: they may now be stored."""
 
     def on_dense_read(self, side: str) -> None:
         """Called when something other than attention has made one side dense."""
@@ -565,7 +498,7 @@ class LazyLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        return -1
+        return -1 if self.sliding_window is None else self.sliding_window
 
     # The name of `get_max_length` in earlier releases of Transformers 5
     get_max_cache_shape = get_max_length

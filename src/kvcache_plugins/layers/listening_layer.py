@@ -1,12 +1,14 @@
 """A dense cache that sees the queries which attend to it, as caches need that are made of a prompt's queries too."""
 
+from typing import Any
+
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
 
-from .lazy_states import LazyStates
+from .lazy_states import stored_states
 
 
 # As many of the newest as any cache looks at
@@ -16,10 +18,7 @@ _NUM_QUERIES = 256
 class ListeningLayer(DynamicLayer):
     """
     A dense layer that keeps the newest queries of the last attention over it, if attention is `sdpa`'s; any other
-    gets its states and says nothing of queries.
-
-    Attributes:
-        queries (`torch.Tensor` of shape `[batch_size, num_heads, at most 256, head_dim]`, *optional*): those.
+    gets its states and says nothing of queries. They are `[batch_size, num_heads, at most 256, head_dim]`.
     """
 
     has_gradients = False
@@ -32,12 +31,9 @@ class ListeningLayer(DynamicLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes in new states and returns all, through which attention comes by."""
-        states = super().update(key_states, value_states)
-        keys, values = (
-            LazyStates(self, side, tuple(dense.shape), dense.dtype, dense.device, exact=dense)
-            for side, dense in zip(("keys", "values"), states, strict=True)
-        )
-        return keys, values
+        keys, values = states = super().update(key_states, value_states)
+        shapes: tuple[Any, ...] = self, keys.shape, values.shape
+        return stored_states(*shapes, keys.shape[2], keys.dtype, keys.device, states)
 
     def on_exact_attention(self, call: AttentionCall) -> None:
         """Keep the newest queries, if they are of the heads that are stored."""
@@ -55,14 +51,7 @@ class ListeningLayer(DynamicLayer):
 
 
 def listen(cache: DynamicCache, *, of_windows: bool = False) -> None:
-    """
-    Has the layers of an empty cache that hold all tokens listen; others stay what they are.
-
-    Args:
-        cache (`DynamicCache`): the cache.
-        of_windows (`bool`, *optional*, defaults to `False`): whether layers of a window listen too, and hold all
-            tokens.
-    """
+    """Has layers of an empty cache that hold all tokens listen, and those of a window too, which then hold all."""
     kinds = (DynamicLayer, DynamicSlidingWindowLayer) if of_windows else (DynamicLayer,)
     for index, layer in enumerate(cache.layers):
         if type(layer) in kinds:

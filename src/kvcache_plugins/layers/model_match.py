@@ -27,10 +27,6 @@ class UpdateOrder:
     """
     Tells by the order of updates whether a cache gets an encoder's states too: each layer of the model updates it
     twice then. Of a model with one layer nothing can be told, and no decoder alone is watched (`is_watched`).
-
-    Args:
-        config (`PreTrainedConfig`, *optional*): of the decoder; `None` if the cache was made without.
-        num_layers (`int`): of the decoder.
     """
 
     def __init__(self, config: PreTrainedConfig | None, num_layers: int):
@@ -38,12 +34,7 @@ class UpdateOrder:
         self._last: int | None = None
 
     def note(self, layer_idx: int) -> None:
-        """
-        Called before each update.
-
-        Raises:
-            ValueError: if it is the second one of a layer in a row.
-        """
+        """Called before each update; a `ValueError` if it is the second one of a layer in a row."""
         last, self._last = self._last, layer_idx
         if last == layer_idx and self.is_watched:
             self._last = None
@@ -58,13 +49,9 @@ class UpdateOrder:
 
 
 class ModelMatchMixin(HybridLayersMixin):
-    """
-    Mixed into a cache of `PromptLayer`s, before `Cache`.
+    """Mixed into a cache of `PromptLayer`s, before `Cache`."""
 
-    Attributes:
-        expected_heads (`frozenset[int]`): numbers of key/value heads that the config names; empty if it names none.
-    """
-
+    # Numbers of key/value heads that the config names, if any
     expected_heads: frozenset[int] = frozenset()
     _update_order: UpdateOrder
     # Of the forward under way: what each layer held before it, and got
@@ -144,20 +131,19 @@ class ModelMatchMixin(HybridLayersMixin):
         self._given, self._newest = {}, _NONE
         return self._given
 
+    # As those of `Cache`; a `ValueError` if the cache knows of no such layers
+
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """As `Cache.get_conv_state`; a `ValueError` if the cache knows of no such layers."""
         self._check_knows_layers(layer_idx)
         return super().get_conv_state(layer_idx, *args, **kwargs)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As `Cache.update_conv_state`; a `ValueError` if the cache knows of no such layers."""
         self._check_knows_layers(layer_idx)
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """As `Cache.update_recurrent_state`; a `ValueError` if the cache knows of no such layers."""
         self._check_knows_layers(layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
@@ -188,12 +174,8 @@ class ModelMatchMixin(HybridLayersMixin):
         layer = self.layers[layer_idx]
         return layer.get_seq_length() if isinstance(layer, PromptLayer) else None
 
-    def _is_windowed(self, layer_idx: int) -> bool:
-        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        return isinstance(layer, PromptLayer) and layer.is_sliding
-
     def _check_last_forward(self) -> None:
-        """Whether the last forward reached all layers: one that they are too many for leaves the last ones empty."""
+        # A model that they are too many for leaves the last ones empty
         if not self._given:
             return
         last = max(self._given)
@@ -222,7 +204,8 @@ class ModelMatchMixin(HybridLayersMixin):
         # Ranks of tensor parallelism have a part of the heads each
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         # Windowed layers may have other heads, which no field of the config names
-        is_ours = length is not None and not self._is_windowed(layer_idx)
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        is_ours = length is not None and not (isinstance(layer, PromptLayer) and layer.is_sliding)
         if is_alone and is_ours:
             listed = " or ".join(map(str, sorted(self.expected_heads)))
             raise ValueError(

@@ -24,11 +24,8 @@ ANOTHER_PROMPT = "a new cache for each prompt, or call `reset()`"
 
 class LeftPadding:
     """
-    How many tokens at the start of each sequence are padding. A layer has one and shares it with what it holds: what
-    becomes known later, or changes with the batch, is known to all.
-
-    Attributes:
-        counts (`torch.Tensor` of shape `[batch_size]`, *optional*): padding of every sequence, once any is known of.
+    How many tokens at the start of each sequence are padding: `counts` `[batch_size]`, once any are known. A layer has
+    one and shares it with what it holds: what becomes known later, or changes with the batch, is known to all.
     """
 
     def __init__(self) -> None:
@@ -40,14 +37,16 @@ class LeftPadding:
         self._longest: int | None = None
         self._shortest: int | None = None
 
+    # The host waits for a device only the first time that it asks
+
     def shortest(self) -> int:
-        """Padding of the item that has least. The host waits for a device only the first time it asks."""
+        """Padding of the item that has least."""
         if self._shortest is None:
             self._shortest = 0 if self.counts is None else int(self.counts.min())
         return self._shortest
 
     def longest(self) -> int:
-        """Padding of the item that has most. The host waits for a device only the first time it asks."""
+        """Padding of the item that has most."""
         if self._longest is None:
             self._longest = 0 if self.counts is None else int(self.counts.max())
         return self._longest
@@ -61,23 +60,17 @@ class LeftPadding:
 
 class PromptLayer(LazyLayer):
     """
-    A layer whose prompt waits until attention has seen it.
-
-    A subclass says how a prompt (`_store_prompt`) and later tokens (`_append`) are stored, how the newest are dropped
-    (`_drop_newest`), and what else it does to its tensors (`_map_stored`, `_stored_tensors`).
+    A layer whose prompt waits until attention has seen it. A subclass implements what is abstract here.
 
     Args:
-        layer_idx (`int`):
-            Index of the layer, named in errors.
-        attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
-            The prompt's padding mask, for attention implementations that do not show it to the cache.
+        layer_idx (`int`): Index of the layer, named in errors.
+        attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*): The prompt's padding mask,
+            for attention implementations that do not show it to the cache.
     """
 
     counter_names: ClassVar[tuple[str, ...]] = ("attend_calls", "prompts_without_mask")
     # Whether storing a prompt needs its attention, so that one computed elsewhere cannot be taken in
     needs_prompt_attention = False
-    # Tokens that a query sees, itself among them; all by default
-    sliding_window: int | None = None
     # Whether as many of the newest tokens are exact at any time: see `static_layer`
     _stands_still = False
 
@@ -124,15 +117,9 @@ class PromptLayer(LazyLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Takes in new states and returns all states, lazily.
-
-        Args:
-            key_states, value_states (`torch.Tensor` of shape `[batch_size, num_heads, new tokens, head_dim]`):
-                The new states, after the rotary embedding.
-
-        Raises:
-            ValueError: if states to be stored cannot be, or are of another number of sequences; what is stored stays
-            as it was.
+        Takes in new states `[batch_size, num_heads, new tokens, head_dim]`, after the rotary embedding, and returns
+        all, lazily. A `ValueError`, if states to be stored cannot be, or are of another number of sequences, leaves
+        what is stored as it was.
         """
         if torch.compiler.is_dynamo_compiling():
             return self._update_outside_of_graphs(key_states, value_states)
@@ -146,10 +133,7 @@ class PromptLayer(LazyLayer):
         return self._update(key_states, value_states)
 
     def _as_stored(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        States in the one dtype that a layer stores: `torch.autocast` leaves keys float32 by the rotary embedding and
-        makes values of half precision.
-        """
+        # `torch.autocast` leaves keys float32 by the rotary embedding and makes values of half precision
         dtype = self.dtype if self.is_initialized else torch.promote_types(key_states.dtype, value_states.dtype)
         states = key_states.to(dtype), value_states.to(dtype)
         if states[0].is_inference() or states[1].is_inference():
@@ -163,11 +147,9 @@ class PromptLayer(LazyLayer):
         return self._update(*self._as_stored(key_states, value_states))
 
     def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`update` in any case."""
         if self.is_initialized and key_states.dtype is not self.dtype:
             key_states, value_states = self._as_stored(key_states, value_states)
         self._token_kind = None
-        # Lazy initialization
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self._length:
@@ -204,7 +186,6 @@ class PromptLayer(LazyLayer):
     _update_outside_of_graphs = torch.compiler.disable(_update)
 
     def _lazy(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """All states, lazily; exact ones, where they are at hand."""
         exact = None if keys is None or values is None else (keys, values)
         shapes = self.states_shape("keys"), self.states_shape("values")
         return stored_states(self, *shapes, self.lazy_length(), self.dtype, self.device, exact)
@@ -226,10 +207,8 @@ class PromptLayer(LazyLayer):
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """
-        Takes in the keys of an indexer, which come before the keys and values of the same tokens, and returns all.
-
-        Args:
-            indexer_key_states (`torch.Tensor` of shape `[batch_size, ..., new tokens, index head dim]`): new keys.
+        Takes in keys of an indexer `[batch_size, ..., new tokens, index head dim]`, which come before the keys and
+        values of the same tokens, and returns all.
         """
         held = self._index.get("keys")
         self._index["keys"] = indexer_key_states if held is None else torch.cat([held, indexer_key_states], dim=-2)
@@ -265,22 +244,11 @@ class PromptLayer(LazyLayer):
         first = self._first_seen(length)
         return length + query_length - first, first
 
-    def get_max_length(self) -> int:
-        return -1 if self.sliding_window is None else self.sliding_window
-
-    get_max_cache_shape = get_max_length
-
     def lazy_length(self) -> int:
         return self._length if self.sliding_window is None else self._length - self._first_visible
 
     def take_prompt(self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor | None) -> None:
-        """
-        Stores a first prompt that was attended to elsewhere.
-
-        Args:
-            keys, values (`torch.Tensor` of shape `[batch_size, num_heads, tokens, head_dim]`): its states.
-            padding (`torch.Tensor` of shape `[batch_size]`, *optional*): padding at the start of every item.
-        """
+        """Stores a first prompt that was attended to elsewhere, and its padding `[batch_size]`."""
         assert self._length == 0 and not self.needs_prompt_attention
         self.update(keys, values)
         self._mask_seen = True
@@ -439,7 +407,6 @@ class PromptLayer(LazyLayer):
         return 0 if self.sliding_window is None else self._first_seen(self._length - self._num_new)
 
     def can_crop(self, count: int) -> bool:
-        """Whether the newest `count` tokens can be dropped."""
         return True
 
     def get_seq_length(self) -> int:

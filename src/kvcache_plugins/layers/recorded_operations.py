@@ -2,7 +2,8 @@
 
 Latent attention projects what it caches to keys and values of all heads. Recorded, that is done to a tile of the
 states, so that nothing has to be whole. An operation can be recorded if it leaves every token by itself, which shapes
-tell: done to states without data of two lengths, it gives tensors that differ in the tokens' dimension alone.
+tell: done to states without data, of a number of tokens that is no other size, it gives a tensor with as many in one
+dimension.
 """
 
 import math
@@ -17,15 +18,15 @@ import torch.nn.functional as F
 
 # In the place of a number of tokens among recorded arguments
 _TOKENS = object()
+# Tokens of states without data: primes, of which neither is another size of a model
+_COUNTS = 10_007, 10_009
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Operation:
     """
-    A function and its arguments, of which some are results of others; the two without a function are what is stored.
-
-    Attributes:
-        effects (`list[Operation]`): what is written into its result afterwards.
+    A function and its arguments, of which some are results of others, and `effects`: operations that write into its
+    result afterwards. The two without a function are what is stored.
     """
 
     function: Callable[..., Any] | None
@@ -33,29 +34,23 @@ class Operation:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     effects: list["Operation"] = field(default_factory=list)
 
-    def compute(self, tile: Mapping["Operation", torch.Tensor], num_tokens: int) -> torch.Tensor:
+    def compute(self, done: dict["Operation", Any], num_tokens: int) -> Any:
         """
-        Do the operation, and all that it is made of, to a tile.
-
-        Args:
-            tile (`Mapping[Operation, torch.Tensor]`): what `STORED_KEYS` and `STORED_VALUES` are, `[B, H, tokens, D]`.
-            num_tokens (`int`): tokens of the tile.
+        Do the operation, and all that it is made of, to a tile of so many tokens, and keep results in `done`, which
+        has what `STORED_KEYS` and `STORED_VALUES` are, `[B, H, tokens, D]`.
         """
-        return self._compute(dict(tile), num_tokens)
-
-    def _compute(self, done: dict["Operation", Any], num_tokens: int) -> Any:
         if self not in done:
 
             def fill(value: Any) -> Any:
                 if isinstance(value, Operation):
-                    return value._compute(done, num_tokens)
+                    return value.compute(done, num_tokens)
                 return num_tokens if value is _TOKENS else value
 
             assert self.function is not None
             args, kwargs = map_nested(fill, self.args), map_nested(fill, self.kwargs)
             done[self] = self.function(*args, **kwargs)
             for effect in self.effects:
-                effect._compute(done, num_tokens)
+                effect.compute(done, num_tokens)
         return done[self]
 
     def sides(self) -> set[str]:
@@ -76,48 +71,32 @@ STORED = {"keys": STORED_KEYS, "values": STORED_VALUES}
 
 class Sample(NamedTuple):
     """
-    States without data, of which nothing is known but what shapes tell.
-
-    Attributes:
-        operation (`Operation`): what they are of what is stored.
-        tensors (two `torch.Tensor`): with one and with two tokens more than there are.
-        token_dim (`int`): the dimension that tokens are in.
+    States without data, of which nothing is known but what shapes tell: what they are of what is stored, in the place
+    of `num_tokens` tokens others in number (`count_for`), and the dimension that tokens are in.
     """
 
     operation: Operation
-    tensors: tuple[torch.Tensor, torch.Tensor]
+    tensor: torch.Tensor
     token_dim: int
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.tensors[0].shape[self.token_dim]) - 1
+    num_tokens: int
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Tell the shape of all tokens."""
-        shape = list(self.tensors[0].shape)
-        shape[self.token_dim] -= 1
-        return tuple(shape)
+        shape = self.tensor.shape
+        return (*shape[: self.token_dim], self.num_tokens, *shape[self.token_dim + 1 :])
 
 
-def sample_stored(operation: Operation, shape: Sequence[int], dtype: torch.dtype) -> Sample:
-    """Make the sample of stored states `[B, H, tokens, D]`."""
-    batch_size, num_heads, num_tokens, head_dim = shape
-    first, second = (
-        torch.empty(batch_size, num_heads, num_tokens + more, head_dim, dtype=dtype, device="meta") for more in (1, 2)
-    )
-    return Sample(operation, (first, second), 2)
+def count_for(num_tokens: int) -> int:
+    """Tell how many tokens samples have in the place of so many."""
+    return _COUNTS[num_tokens == _COUNTS[0]]
 
 
 def record(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Sample | list[Sample] | None:
     """
-    Record an operation on samples.
-
-    Args:
-        function (`Callable`): one of those `RECORDABLE`.
-        args, kwargs: its arguments, with samples in the place of states.
+    Record one of the functions `RECORDABLE` on samples in the place of states.
 
     Returns:
         `Sample`, or a list of them for an operation that returns several tensors; `None` if it does not leave every
@@ -128,22 +107,33 @@ def record(
     if len({each.num_tokens for each in samples}) != 1:
         return None
     args = _mark_tokens(function, samples[0], args)
-    operation = Operation(function, *(map_nested(_operation_of, each) for each in (args, kwargs)))
+    count = count_for(samples[0].num_tokens)
+
+    def operation_of(value: Any) -> Any:
+        return value.operation if isinstance(value, Sample) else value
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, Sample):
+            return value.tensor
+        if isinstance(value, torch.Tensor):
+            return value.to("meta")
+        return count if value is _TOKENS else value
+
+    operation = Operation(function, map_nested(operation_of, args), map_nested(operation_of, kwargs))
     try:
-        first, second = (
-            function(*_fill(args, samples[0], each), **_fill(kwargs, samples[0], each)) for each in (0, 1)
-        )
+        made = function(*map_nested(fill, args), **map_nested(fill, kwargs))
     except (IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return None
     if function is torch.Tensor.copy_:
         return _write(args[0], operation)
-    if isinstance(first, torch.Tensor):
-        return _sample(function, samples[0], operation, first, second)
-    made = [
-        _sample(function, samples[0], Operation(operator.getitem, (operation, number)), *pair)
-        for number, pair in enumerate(zip(first, second, strict=True))
-    ]
-    return [each for each in made if each is not None] if None not in made else None
+    if isinstance(made, torch.Tensor):
+        return _sample(function, samples[0], operation, made)
+    parts = (
+        _sample(function, samples[0], Operation(operator.getitem, (operation, number)), each)
+        for number, each in enumerate(made)
+    )
+    found = [each for each in parts if each is not None]
+    return found if len(found) == len(made) else None
 
 
 def map_nested(function: Callable[[Any], Any], value: Any) -> Any:
@@ -157,23 +147,6 @@ def map_nested(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, dict):
         return {name: map_nested(function, each) for name, each in value.items()}
     return function(value)
-
-
-def _operation_of(value: Any) -> Any:
-    return value.operation if isinstance(value, Sample) else value
-
-
-def _fill(arguments: Any, sample: Sample, number: int) -> Any:
-    """Give the arguments for the first or the second of each sample's tensors."""
-
-    def fill(value: Any) -> Any:
-        if isinstance(value, Sample):
-            return value.tensors[number]
-        if isinstance(value, torch.Tensor):
-            return value.to("meta")
-        return sample.num_tokens + 1 + number if value is _TOKENS else value
-
-    return map_nested(fill, arguments)
 
 
 def _mark_tokens(function: Callable[..., Any], states: Sample, args: Sequence[Any]) -> Sequence[Any]:
@@ -197,20 +170,15 @@ def _mark_tokens(function: Callable[..., Any], states: Sample, args: Sequence[An
     return args[0], tuple(sizes)
 
 
-def _sample(
-    function: Callable[..., Any], states: Sample, operation: Operation, first: torch.Tensor, second: torch.Tensor
-) -> Sample | None:
+def _sample(function: Callable[..., Any], states: Sample, operation: Operation, made: torch.Tensor) -> Sample | None:
     """Make the sample of a result, if tokens are in one dimension of it, and are in order."""
-    if first.dim() != second.dim():
+    count = count_for(states.num_tokens)
+    dims = [dim for dim, size in enumerate(made.shape) if size and size % count == 0]
+    if len(dims) != 1 or made.shape[dims[0]] != count:
         return None
-    sizes = tuple(zip(first.shape, second.shape, strict=True))
-    other = [dim for dim, (one, two) in enumerate(sizes) if one != two]
-    if len(other) != 1 or sizes[other[0]] != (states.num_tokens + 1, states.num_tokens + 2):
+    if function in _RESHAPING and math.prod(made.shape[: dims[0]]) != math.prod(states.shape[: states.token_dim]):
         return None
-    token_dim = other[0]
-    if function in _RESHAPING and math.prod(first.shape[:token_dim]) != math.prod(states.shape[: states.token_dim]):
-        return None
-    return Sample(operation, (first, second), token_dim)
+    return Sample(operation, made, dims[0], states.num_tokens)
 
 
 def _write(part: Any, operation: Operation) -> Sample | None:

@@ -31,14 +31,12 @@ class ResidualBuffer:
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, limit: int):
         capacity = min(max(keys.shape[2], _STEP), max(limit, keys.shape[2]))
         self.limit = limit
-        self._store(*(states.new_zeros(*states.shape[:2], capacity, states.shape[3]) for states in (keys, values)))
+        self._store(_with_room(keys[:, :, :0], capacity), _with_room(values[:, :, :0], capacity))
         self.length = 0
-        # The newest token, if it is still to be written
         self.left: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor, limit: int) -> "ResidualBuffer":
-        """Makes a buffer that holds tokens."""
         buffer = cls(keys, values, limit)
         buffer.append(keys, values)
         return buffer

@@ -13,7 +13,7 @@ is called before the query is known, so it returns `GraphStates`, which become t
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary, ref
@@ -50,10 +50,8 @@ _NUMBERS = itertools.count(1)
 
 class StaticForm:
     """
-    Where a layer that stands still has its tokens, and what changes from step to step, on the device.
-
-    Args:
-        layer (`StaticLayer`): the layer, whose buffer is full and whose last block is open.
+    Where a layer that stands still, whose buffer is full and whose last block is open, has its tokens, and what
+    changes from step to step, on the device.
 
     Attributes:
         number (`int`): by which the operator knows it.
@@ -79,7 +77,14 @@ class StaticForm:
         self.order = offsets.new_zeros(1)
         torch._dynamo.mark_static_address(self.order)
         self._newest = torch.arange(-self._num_exact, 0, device=layer.device)
-        self._parts = self._all_parts(layer)
+        # Parts before the buffer with all their capacity, and the positions of their tokens or that of the first
+        block, prefix, parts = self._block, layer.prefix, list[Any](layer.packed_parts(None))
+        opened = parts.pop() if block.length else block.part(layer.codec, layer.padding, None)
+        parts.append(replace(opened, length=block.capacity, num_tokens=self._stored))
+        parts = [replace(part, mask=slice_mask(part.mask, 0, part.length)) for part in parts]
+        starts: list[Any] = [each.start for each in layer.blocks if each.length or each is block]
+        in_front = [] if prefix is None or not prefix.num_slots else [prefix.positions]
+        self._parts = list(zip(parts, [*in_front, *starts], strict=True))
         self._coding: tuple[Callable[[], torch.Tensor], ...] | None = None
         self._steps: dict[tuple[object, ...], Callable[[torch.Tensor], torch.Tensor] | None] = {}
         self.set_numbers(layer)
@@ -90,24 +95,11 @@ class StaticForm:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
-    def _all_parts(self, layer: "StaticLayer") -> list[tuple[Any, torch.Tensor | int]]:
-        """Parts before the buffer with all their capacity, and the positions of their tokens or that of the first."""
-        block, prefix = self._block, layer.prefix
-        parts: list[Any] = list(layer.packed_parts(None))
-        opened = parts.pop() if block.length else block.part(layer.codec, layer.padding, None)
-        parts.append(replace(opened, length=block.capacity, num_tokens=self._stored))
-        parts = [replace(part, mask=slice_mask(part.mask, 0, part.length)) for part in parts]
-        starts: list[Any] = [each.start for each in layer.blocks if each.length or each is block]
-        in_front = [] if prefix is None or not prefix.num_slots else [prefix.positions]
-        return list(zip(parts, [*in_front, *starts], strict=True))
-
     def holds(self, layer: "StaticLayer") -> bool:
-        """Tells whether all that the layer stores is still where it was."""
         before, now = self._places, layer._places()
         return len(before) == len(now) and all(mine is theirs for mine, theirs in zip(before, now, strict=True))
 
     def set_numbers(self, layer: "StaticLayer") -> None:
-        """Has the device know how many tokens the layer holds, of which the buffer is full."""
         stored, total = self._block.length, layer.exact_start + self._num_exact
         self._numbers[:2] = torch.tensor([stored, total])
         self._padding.copy_(self._offsets + (self._last - total + self._num_exact))
@@ -166,7 +158,7 @@ class StaticLayer(CompressedLayer):
     A layer of rows that stands still while tokens are decoded one by one, with as many of the newest tokens exact.
 
     Args:
-        packing (`Packing`), layer_idx (`int`), attention_mask (`torch.Tensor`, *optional*): see `CompressedLayer`.
+        packing, layer_idx, attention_mask: see `CompressedLayer`.
         max_length (`int`, *optional*): tokens that there is capacity for from the first one on. By default capacity
             grows with them, and only where kernels of a GPU compute the layer stands still.
 
@@ -194,12 +186,10 @@ class StaticLayer(CompressedLayer):
         super()._clear()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """See `CompressedLayer.lazy_initialization`; a `ValueError` if a GPU has no kernels for a static layer."""
         super().lazy_initialization(key_states, value_states)
         self._look_for_kernels()
 
     def restore(self, state: LayerState, device: torch.device, path: str = "state") -> None:
-        """See `CompressedLayer.restore`."""
         super().restore(state, device, path)
         self._look_for_kernels()
 
@@ -228,7 +218,6 @@ class StaticLayer(CompressedLayer):
 
     @property
     def packed(self) -> PackedTokens:  # type: ignore[override]
-        """Packed tokens."""
         self._catch_up()
         return self._packed
 
@@ -272,7 +261,7 @@ class StaticLayer(CompressedLayer):
         return [self.padding, self.codec, *blocks, *prefix, *self._buffer_storage()]
 
     def _stand(self) -> None:
-        """Stands still, if all that the next token changes is the buffer and the open block."""
+        """Stands still if the next token changes nothing but the buffer and the open block."""
         buffer, limit, self.form = self._buffer, self.packing.residual_length, None
         if not self._stands_still or self._plain is not None or buffer is None or buffer.length != limit:
             return
@@ -317,7 +306,6 @@ class StaticLayer(CompressedLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `CompressedLayer.update`."""
         is_alike = self._token_kind == kind_of(key_states, value_states) and not torch.is_grad_enabled()
         if self.form is None or not is_alike or self._pending is not None:
             return super().update(key_states, value_states)
@@ -379,23 +367,8 @@ class StaticLayer(CompressedLayer):
             return self.form.num_columns, 0
         return super().get_mask_sizes(query_length)
 
-    # What moves or drops tokens
-
-    def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
-        self.form = None
-        super()._store_prompt(keys, values, is_first=is_first)
-
-    def _drop_newest(self, count: int) -> None:
-        self.form = None
-        super()._drop_newest(count)
-
-    def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.form = None
-        super()._map_stored(function)
-
-    def share(self) -> Iterator[torch.Tensor]:
-        """See `CompressedLayer.share`."""
-        yield from super().share()
+    def _forget_places(self) -> None:
+        super()._forget_places()
         self.form = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -409,12 +382,8 @@ class StaticLayer(CompressedLayer):
 
 class GraphStates(torch.Tensor):
     """
-    What `update` returns while a step is traced. They are tensors for the sake of models that repeat heads on the way;
-    nothing else can be done with them.
-
-    Attributes:
-        states (`torch.Tensor` of shape `[B, H, 1, D]`): the new keys or values.
-        order (`torch.Tensor`), number (`int`): of the layer's form.
+    Stands for the states that `update` returns while a step is traced: new keys or values `[B, H, 1, D]`, and `order`
+    and `number` of the layer's form. A tensor, as models repeat heads on the way; nothing else can be done with it.
     """
 
     states: torch.Tensor
@@ -422,13 +391,7 @@ class GraphStates(torch.Tensor):
     number: int
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _attend(*args, **kwargs)
@@ -452,8 +415,7 @@ def traced_states(layer: StaticLayer, keys: torch.Tensor, values: torch.Tensor) 
     form = layer.form
     assert form is not None
     layer._is_ahead = True
-    order, number = form.order, form.number
-    return _stand_for(keys, order, number, keys), _stand_for(values, order, number, values)
+    return _stand_for(keys, form.order, form.number, keys), _stand_for(values, form.order, form.number, values)
 
 
 def _stand_for(new: torch.Tensor, order: torch.Tensor, number: int, shown: torch.Tensor) -> GraphStates:
@@ -467,11 +429,10 @@ def _attend(
     query: torch.Tensor,
     key: GraphStates,
     value: GraphStates,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    attn_mask: Any = None,
+    *_: Any,
+    scale: Any = None,
+    **__: Any,
 ) -> torch.Tensor:
     return static_attention(query, key.states, value.states, attn_mask, key.order, key.number, scale)
 
@@ -487,17 +448,8 @@ def static_attention(
     scale: float | None,
 ) -> torch.Tensor:
     """
-    Stores a token in a layer that stands still, and attends to all that it holds.
-
-    Args:
-        query (`torch.Tensor` of shape `[B, H * G, 1, D]`): queries.
-        keys, values (`torch.Tensor` of shape `[B, H, 1, D]`): the new states.
-        mask (`torch.Tensor`, *optional*): as `scaled_dot_product_attention` takes it.
-        order (`torch.Tensor`), number (`int`): of the layer's form.
-        scale (`float`, *optional*): factor of the scores.
-
-    Returns:
-        `torch.Tensor` of shape `[B, H * G, 1, value head dim]`.
+    Stores a token, keys and values `[B, H, 1, D]`, in a layer that stands still, whose form's `order` and `number` are
+    given, and attends to all that it holds with queries `[B, H * G, 1, D]`.
     """
     form = _FORMS.get(number)
     layer = None if form is None else form.layer()
@@ -515,13 +467,5 @@ def static_attention(
 
 
 @static_attention.register_fake
-def _fake(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    order: torch.Tensor,
-    number: int,
-    scale: float | None,
-) -> torch.Tensor:
+def _fake(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: object) -> torch.Tensor:
     return query.new_empty(*query.shape[:3], values.shape[3])

@@ -59,12 +59,7 @@ PACKAGED_MODELS = {
 
 
 def check_model_name(name_or_path: str) -> None:
-    """
-    Looks at a model's name before anything is loaded.
-
-    Raises:
-        ValueError: if it is a folder that is not there or holds no model, or nearly one of the short names.
-    """
+    """Raises a `ValueError` for a folder that is not there or holds no model, or nearly one of the short names."""
     # Transformers would take it for a hub name and complain about its letters
     is_path = name_or_path.startswith(("/", "./", "../", "~"))
     folder = Path(name_or_path).expanduser()

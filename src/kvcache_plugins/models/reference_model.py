@@ -1,8 +1,7 @@
 """The small real models that the demo and the tests run on, by a short name.
 
-A model hub cannot be reached from every machine that a package registry can be reached from, and two small models are
-carried by packages of the registry, as GGUF files. Reading a GGUF file takes half a minute to a minute, nearly all of
-it spent on parsing and dequantizing, so the model is written once as safetensors into the user's cache folder, and
+Two small models are carried by packages of the registry, as GGUF files. Reading one takes up to a minute, nearly all
+of it spent on parsing and dequantizing, so the model is written once as safetensors into the user's cache folder, and
 every later load is an ordinary `from_pretrained` of that folder.
 
 The cache folder is `KVCACHE_PLUGINS_HOME`, or else `kvcache_plugins` in `XDG_CACHE_HOME`, or else in `~/.cache`.
@@ -50,22 +49,16 @@ def load_model(
     device: str | torch.device = "cpu",
     **from_pretrained_kwargs: object,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model, in eval mode, and its tokenizer.
+    """
+    Loads a causal language model, in eval mode, and its tokenizer.
 
     Args:
-        name_or_path (`str`):
-            `smollm2` or `gemma3-270m`, which come from the package that carries them when it is installed and from
-            the hub otherwise; anything else goes to `from_pretrained` as it is. A local folder that happens to have
-            one of these two names is reached as `./smollm2`.
-        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`):
-            The type of the weights.
-        device (`str` or `torch.device`, *optional*, defaults to `"cpu"`):
-            Where the model goes. With a `device_map` among the other keywords, leave it alone.
-        from_pretrained_kwargs (`object`, *optional*):
-            Everything else that `AutoModelForCausalLM.from_pretrained` understands, such as `attn_implementation`.
-
-    Returns:
-        The model and the tokenizer.
+        name_or_path (`str`): `smollm2` or `gemma3-270m`, which come from the package that carries them when it is
+            installed and from the hub otherwise; anything else goes to `from_pretrained` as it is. A local folder that
+            happens to have one of these two names is reached as `./smollm2`.
+        device (`str` or `torch.device`, *optional*, defaults to `"cpu"`): Where the model goes. With a `device_map`
+            among the other keywords, leave it alone.
+        from_pretrained_kwargs (`object`, *optional*): What else `AutoModelForCausalLM.from_pretrained` understands.
 
     Example:
 
@@ -89,12 +82,7 @@ def load_model(
 
 
 def load_config(model: ModelSource) -> PreTrainedConfig:
-    """
-    The config of a model. The first time, a packaged model that has not been converted yet is converted.
-
-    Raises:
-        ValueError: if there is no such model, or its config cannot be read.
-    """
+    """The config of a model, which is converted if need be; a `ValueError` if there is none, or it cannot be read."""
     if isinstance(model, PreTrainedModel):
         return model.config
     if isinstance(model, PreTrainedConfig):
@@ -126,10 +114,7 @@ def reference_models() -> dict[str, bool]:
 
 
 def resolve_model(name_or_path: str) -> str:
-    """Resolves a model's name for `from_pretrained`: a converted folder, a hub name, or the name itself.
-
-    A packaged model that has not been converted yet is converted here.
-    """
+    """Resolves a name for `from_pretrained`: a folder, converted here if need be, a hub name, or the name itself."""
     packaged = PACKAGED_MODELS.get(name_or_path)
     if packaged is None:
         return name_or_path

@@ -1,7 +1,5 @@
 """How fast a model's rotary position embedding turns its pairs of channels, from the config alone."""
 
-from typing import Any
-
 import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -28,21 +26,17 @@ def rotary_frequencies(config: PreTrainedConfig, layer_idx: int) -> tuple[float,
         return None
     rope_type = parameters.get("rope_type", "default")
     if rope_type == "default":
-        return _default_frequencies(config, parameters)
+        base = parameters.get("rope_theta")
+        # Where only some channels are rotated, as in multi-head latent attention, they are a head of their own
+        head_dim = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None)
+        head_dim = head_dim or config.hidden_size // config.num_attention_heads
+        if base is None:
+            return None
+        rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
+        # In float32, as models have them
+        return tuple((1.0 / base**exponents).float().tolist())
     if rope_type not in _STATIC_TYPES or rope_type not in ROPE_INIT_FUNCTIONS:
         return None
     frequencies: torch.Tensor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), layer_type=layer_type)[0]
     return tuple(frequencies.tolist())
-
-
-def _default_frequencies(config: PreTrainedConfig, parameters: dict[str, Any]) -> tuple[float, ...] | None:
-    base = parameters.get("rope_theta")
-    # Where only some channels are rotated, as in multi-head latent attention, they are a head of their own
-    head_dim = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None)
-    head_dim = head_dim or config.hidden_size // config.num_attention_heads
-    if base is None:
-        return None
-    rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-    exponents = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
-    # In float32, as models have them
-    return tuple((1.0 / base**exponents).float().tolist())

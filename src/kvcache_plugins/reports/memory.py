@@ -1,17 +1,11 @@
-"""The one definition of what a cache holds: bytes, summed from its tensors, and the ratios made of them; and its HTML.
-
-HTML is a stacked bar of parts, ratios and counters: plain elements with inline styles, no script, no style sheet and
-no file besides, so that it survives the cleaning that viewers of notebooks do, and where styles are taken away the
-table still says everything. Text has the colour of the page and nothing has a background but the bar, so that it can
-be read on light and on dark ones. Colours are those of Okabe and Ito, which colour-blind people tell apart; a part
-has the same colour in every report.
+"""The one definition of what a cache holds: bytes, summed from its tensors, and the ratios made of them; and its HTML:
+plain elements without styles, scripts or files besides, which any viewer of notebooks shows as its page is.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -59,9 +53,7 @@ class MemoryReport:
 
     @property
     def kv_percent(self) -> float:
-        """
-        Bytes stored as a percentage of a cache at 16 bits a value, as the papers count (float32 caches are at 200).
-        """
+        """Bytes stored in percent of a cache at 16 bits a value, as the papers count (float32 caches are at 200)."""
         return 100 * self.total_bytes / (2 * self.num_values) if self.num_values else 0.0
 
     @property
@@ -85,28 +77,14 @@ class MemoryReport:
         return f"{whole}: {', '.join(f'{part} {share:.1f} %' for part, share in largest_first)}"
 
     def _repr_html_(self) -> str:
-        return self.to_html("MemoryReport")
-
-    def to_html(self, title: str, counters: Mapping[str, StatValue] | None = None) -> str:
-        """
-        A stacked bar of the parts, the ratios and the numbers, as notebooks show them.
-
-        Args:
-            title (`str`): What stands before it.
-            counters (`Mapping`, *optional*): What a cache's `stats()` returned.
-        """
-        return render_memory(title, self, counters)
+        return render_memory("MemoryReport", self)
 
 
 def measure_memory(cache: Cache | Sequence[Cache]) -> MemoryReport:
     """
-    What any cache of Transformers holds.
-
-    Args:
-        cache (`Cache` or `Sequence[Cache]`):
-            A cache of this project, of Transformers or of a third party. Layers that extend `LazyLayer` name their
-            parts; of others every reachable tensor is counted, once, as `dense` or, where the layer quantizes, as
-            `quantized`. Of several caches together, what they share (see `GEARCache.fork`) is counted once.
+    Measures any cache of this project, of Transformers or of a third party. Layers that extend `LazyLayer` name their
+    parts; of others every reachable tensor is counted, once, as `dense` or, where the layer quantizes, as `quantized`.
+    Of several caches together, what they share (see `GEARCache.fork`) is counted once.
     """
     caches = [cache] if isinstance(cache, Cache) else cache
     parts: Counter[str] = Counter()
@@ -167,14 +145,11 @@ class ReportingMixin:
         return f"{type(self).__name__}({held if memory.total_bytes else 'empty'})"
 
     def _repr_html_(self) -> str:
-        return self.memory().to_html(type(self).__name__, self.stats())
+        return render_memory(type(self).__name__, self.memory(), self.stats())
 
 
 def reachable_tensors(value: object) -> Iterator[torch.Tensor]:
-    """
-    Every tensor that holds data and can be reached from `value` through attributes, items and tensor subclasses, once
-    each.
-    """
+    """Every tensor with data that can be reached through attributes, items and tensor subclasses, once each."""
     seen: set[int] = set()
     stack = [value]
     while stack:
@@ -225,106 +200,47 @@ def _dense_equivalent(layer: Any, named: list[tuple[str, torch.Tensor]]) -> tupl
 
 
 def _quantized_numel_per_token(states: torch.Tensor | tuple[Any, ...]) -> int:
-    """
-    Numbers a token in what a quantized layer of Transformers stores: a tensor (quanto), or one with its metadata (hqq,
-    fp8).
-    """
+    """Numbers a token in what a quantized layer stores: a tensor (quanto), or one with its metadata (hqq, fp8)."""
     shape = states.shape if isinstance(states, torch.Tensor) else states[0].shape
     if isinstance(states, tuple) and isinstance(states[1], dict):
         shape = states[1]["shape"]
     return shape[0] * shape[1] * shape[3]
 
 
-# Neither black nor white: one of them would be lost on every page
-_PALETTE = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#8C564B", "#7F7F7F")
-_BLUE, _SKY, _GREEN, _VERMILION, _PURPLE, _ORANGE, _BROWN, _GREY = _PALETTE
-# No two that one cache has are alike
-_COLOURS = {
-    "codes": _BLUE,
-    "quantized": _BLUE,
-    "kept": _BLUE,
-    "pool": _BLUE,
-    "scales": _SKY,
-    "low_rank": _GREEN,
-    "scoring": _GREEN,
-    "outliers": _VERMILION,
-    "correction": _VERMILION,
-    "residual": _PURPLE,
-    "dense": _ORANGE,
-    "index": _BROWN,
-    "spare": _GREY,
-}
-# Pages give tables a colour and a font of their own
-_TABLE = "color:inherit;font:inherit;background:transparent;border:none;margin:0"
-_CELL = "padding:0 1em 0 0;background:transparent;border:none"
-
-
-def render_memory(
-    title: str, report: MemoryReport, counters: Mapping[str, float | str | Mapping[str, float]] | None = None
-) -> str:
+def render_memory(title: str, report: MemoryReport, counters: Mapping[str, StatValue] | None = None) -> str:
     """
     HTML of what a cache holds, well-formed as XML too.
 
     Args:
         title (`str`): What it is of. All names are escaped.
         report (`MemoryReport`): Bytes; parts that hold nothing are left out.
-        counters (`Mapping`, *optional*): What the cache did, and how it was chosen.
+        counters (`Mapping`, *optional*): What the cache did, and how it was chosen: its `stats()`.
     """
-    held = {part: num_bytes for part, num_bytes in report.parts.items() if num_bytes}
+    held, total = {part: size for part, size in report.parts.items() if size}, report.total_bytes
     lines = [f"<b>{escape(title)}</b>: holds nothing yet"]
     if held:
-        total = report.total_bytes
+        cells = (
+            (escape(part), f"{size:,} bytes", f"{100 * size / total:.1f} %")
+            for part, size in sorted(held.items(), key=lambda item: -item[1])
+        )
+        rows = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in cells)
         lines = [
             f"<b>{escape(title)}</b>: {total / 1e6:.2f} MB, {report.kv_percent:.1f} % of a cache at 16 bits a value; "
             f"dense {report.dense_bytes / 1e6:.2f} MB, {report.compression_ratio:.2f} times as much",
-            _bar(held, total),
-            _table(held, total),
+            f"<table>{rows}</table>",
         ]
-        lines.append(_pairs("devices", {name: f"{size / 1e6:.2f} MB" for name, size in report.devices.items()}))
-    if report.shared:
-        shared = {name: f"{size / 1e6:.2f} MB" for name, size in report.shared.items()}
-        lines.append(_pairs("shared by all caches", shared))
-    if counters:
-        lines.append(_pairs("counters", {name: _shown(value) for name, value in counters.items()}))
-    blocks = "\n".join(f"<div>{line}</div>" for line in lines)
-    return f'<div style="color:currentColor;max-width:48em">\n{blocks}\n</div>'
+    by_device = report.devices if held else {}
+    sizes = (("devices", by_device), ("shared by all caches", report.shared))
+    named = [(name, {key: f"{size / 1e6:.2f} MB" for key, size in own.items()}) for name, own in sizes]
+    named.append(("counters", {name: _shown(value) for name, value in (counters or {}).items()}))
+    for name, values in named:
+        if values:
+            shown = ", ".join(f"{escape(key)}&#160;{escape(value)}" for key, value in values.items())
+            lines.append(f"<small>{name}: {shown}</small>")
+    return "<div>\n" + "\n".join(f"<div>{line}</div>" for line in lines) + "\n</div>"
 
 
-def _bar(held: Mapping[str, int], total: int) -> str:
-    segments = "".join(
-        f'<div title="{escape(part)}" style="width:{100 * num_bytes / total:.4f}%;height:1.2em;'
-        f'background-color:{colour}"></div>'
-        for part, num_bytes, colour in _coloured(held)
-    )
-    return f'<div style="display:flex;width:100%;margin:0.4em 0">{segments}</div>'
-
-
-def _table(held: Mapping[str, int], total: int) -> str:
-    rows = "".join(
-        f'<tr style="background:transparent"><td style="{_CELL};text-align:left"><span style="display:inline-block;'
-        f'width:0.8em;height:0.8em;background-color:{colour}"></span> {escape(part)}</td>'
-        f'<td style="{_CELL};text-align:right">{num_bytes:,} bytes</td>'
-        f'<td style="{_CELL};text-align:right">{100 * num_bytes / total:.1f} %</td></tr>'
-        for part, num_bytes, colour in _coloured(held)
-    )
-    return f'<table style="{_TABLE}">{rows}</table>'
-
-
-def _coloured(held: Mapping[str, int]) -> Iterator[tuple[str, int, str]]:
-    """Parts with bytes and colour, the known ones first and in their order."""
-    known = [part for part in _COLOURS if part in held]
-    free = [colour for colour in _PALETTE if colour not in {_COLOURS[part] for part in known}] or list(_PALETTE)
-    others = zip(sorted(held.keys() - _COLOURS.keys()), cycle(free), strict=False)
-    for part, colour in [*((part, _COLOURS[part]) for part in known), *others]:
-        yield part, held[part], colour
-
-
-def _pairs(name: str, values: Mapping[str, str]) -> str:
-    shown = ", ".join(f"{escape(key)}&#160;{escape(value)}" for key, value in values.items())
-    return f"<small>{name}: {shown}</small>"
-
-
-def _shown(value: float | str | Mapping[str, float]) -> str:
+def _shown(value: StatValue) -> str:
     if isinstance(value, Mapping):
         return f"({', '.join(f'{key} {_shown(each)}' for key, each in value.items())})"
     if isinstance(value, str):

@@ -59,12 +59,7 @@ class SideCalibration:
     Keys or values of a layer.
 
     Attributes:
-        mean (`torch.Tensor` of shape `[H, D]`, float16): what is taken off.
-        factors (`torch.Tensor` of shape `[H, D]`, float32): what channels are multiplied by: errors of the products
-            cost alike.
-        basis (`torch.Tensor` of shape `[H, D, D]`, int8): rows of the basis of such products, those of most energy
-            first.
-        steps (`torch.Tensor` of shape `[H, D]`, float32): what its rows are in units of; they are then as long as a
+        mean, factors, basis, steps: what is taken off; see `Basis` for the others. Rows of the basis are as long as a
             standard deviation of their component.
         energies (`torch.Tensor` of shape `[H, N]`, float32): of blocks of eight components.
     """
@@ -76,7 +71,6 @@ class SideCalibration:
     energies: Annotated[torch.Tensor, Stored(("num_heads", None), torch.float32, above=0)]
 
     def check(self) -> None:
-        """Raises a `ValueError` if it is nothing that a file can hold."""
         num_heads, head_dim = self.mean.shape
         if not num_heads or not head_dim:
             raise ValueError("a layer has to have heads, and these channels")
@@ -89,12 +83,8 @@ class SideCalibration:
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerCalibration:
     """
-    Keys and values of a layer.
-
-    Attributes:
-        layer_idx (`int`): the layer.
-        layout (`str`), first_channel (`int`): name and first channel of the keys' rotary embedding.
-        window (`int`, *optional*): tokens that its attention sees; all by default.
+    Keys and values of a layer whose attention sees `window` tokens, or all; `layout` and `first_channel` are name and
+    first channel of the keys' rotary embedding.
     """
 
     layer_idx: Annotated[int, Range(0, 2**16)]
@@ -105,7 +95,6 @@ class LayerCalibration:
     values: SideCalibration
 
     def check(self) -> None:
-        """Raises a `ValueError` if it is nothing that a file can hold."""
         if self.layout not in _LAYOUTS:
             raise ValueError(f"`layout` has to be one of {list(_LAYOUTS)} but got {self.layout!r}")
         if self.keys.mean.shape[0] != self.values.mean.shape[0]:
@@ -120,12 +109,8 @@ class LayerCalibration:
 @dataclass(frozen=True, eq=False)
 class CalibrationContent:
     """
-    What a file holds.
-
-    Attributes:
-        config (`str`): fingerprint of the model's config.
-        weights (`torch.Tensor`): some of its weights, see `weight_samples`.
-        layers (`list[LayerCalibration]`): those of full attention and of windows.
+    What a file holds: fingerprint of the model's config, some of its weights, see `weight_samples`, and its layers of
+    full attention and of windows.
     """
 
     config: str
@@ -133,7 +118,6 @@ class CalibrationContent:
     layers: list[LayerCalibration]
 
     def check(self) -> None:
-        """Raises a `ValueError` if it is nothing that a file can hold."""
         if not self.layers:
             raise ValueError("`layers` is empty")
         if len({layer.layer_idx for layer in self.layers}) < len(self.layers):
@@ -157,9 +141,6 @@ class TransformCalibration(nn.Module):
     """
     What `calibrate_transform` found out about a model. Caches of the model share it, and what is made of it: as a part
     of the model it is a module, and no cache counts it as what it holds.
-
-    Args:
-        content (`CalibrationContent`): what its file holds.
     """
 
     def __init__(self, content: CalibrationContent):
@@ -175,34 +156,18 @@ class TransformCalibration(nn.Module):
 
     def codec(self, layer_idx: int, nbits: float, quantizer: str, frequencies: tuple[float, ...] | None) -> RowCodec:
         """
-        How a layer is coded.
-
-        Args:
-            layer_idx (`int`): the layer.
-            nbits (`float`): bits a number, on average over all heads and both sides of layers that see as much.
-            quantizer (`str`): one of `QUANTIZERS`.
-            frequencies (`tuple[float, ...]`, *optional*): of the keys' rotary embedding.
-
-        Raises:
-            ValueError: if it knows nothing of that layer, or of its rotary embedding.
+        Makes the codec of a layer, with `nbits` bits a number, on average over all heads and both sides of layers that
+        see as much; a `ValueError` if it knows nothing of that layer, or of its rotary embedding.
         """
         key = nbits, quantizer, layer_idx
-        if key not in self._codecs:
-            self._codecs[key] = self._make_codec(layer_idx, nbits, quantizer, frequencies)
-        return self._codecs[key]
-
-    def _make_codec(
-        self, layer_idx: int, nbits: float, quantizer: str, frequencies: tuple[float, ...] | None
-    ) -> RowCodec:
+        if key in self._codecs:
+            return self._codecs[key]
         if layer_idx not in self.layers:
             raise ValueError(f"`calibration` knows layers {list(self.layers)}, but not {layer_idx}: make it anew")
         layer = self.layers[layer_idx]
-        found = [
-            layout
-            for layout in candidate_layouts(frequencies, layer.keys.mean.shape[1])
-            if (layout.name, layout.first) == (layer.layout, layer.first_channel)
-        ]
-        if not found:
+        layouts = candidate_layouts(frequencies, layer.keys.mean.shape[1])
+        rope = next((each for each in layouts if (each.name, each.first) == (layer.layout, layer.first_channel)), None)
+        if rope is None:
             raise ValueError(f"`calibration` has another rotary embedding in layer {layer_idx} than `config`")
         sizes = self._bytes_of_heads(nbits, quantizer, layer.window)
         place = 2 * [index for index, _ in self._layers_of(layer.window)].index(layer_idx)
@@ -211,17 +176,15 @@ class TransformCalibration(nn.Module):
             errors = QUANTIZERS[quantizer].distortions
             widths = allocate_widths(side.energies.double()[None], sizes[place + number], errors)[0]
             own = side.mean, side.factors, side.basis, side.steps, widths
-            tables.append(RowTable.in_basis(*own, rope=found[0] if number == 0 else None, quantizer=quantizer))
-        return RowCodec(SharedTables(*tables))
+            tables.append(RowTable.in_basis(*own, rope=rope if number == 0 else None, quantizer=quantizer))
+        self._codecs[key] = RowCodec(SharedTables(*tables))
+        return self._codecs[key]
 
     def _layers_of(self, window: int | None) -> list[tuple[int, LayerCalibration]]:
         return [(index, layer) for index, layer in self.layers.items() if layer.window == window]
 
     def _bytes_of_heads(self, nbits: float, quantizer: str, window: int | None) -> list[int]:
-        """
-        Bytes of a head's codes, of keys and values of every layer of a window. What a layer of a window saved would be
-        less and less of what one of full attention holds, so they share nothing.
-        """
+        """Bytes of a head's codes, of keys and values of every layer of a window, which share nothing with others."""
         if (nbits, quantizer, window) not in self._shares:
             sides = [side for _, layer in self._layers_of(window) for side in (layer.keys, layer.values)]
             energies = [side.energies.double() for side in sides]
@@ -241,15 +204,8 @@ class TransformCalibration(nn.Module):
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel | PreTrainedConfig) -> TransformCalibration:
         """
-        Reads a calibration that `save` wrote.
-
-        Args:
-            path (`str` or `Path`): the file.
-            model (`PreTrainedModel` or `PreTrainedConfig`): the model, or its config, which cannot tell whether the
-                weights are the same.
-
-        Raises:
-            ValueError: naming the file, if it is damaged, of another version, or of another model.
+        Reads a calibration that `save` wrote for a model, or one of a config, which cannot tell weights from others; a
+        `ValueError` naming the file if it is damaged, of another version, or of another model.
         """
         calibration = cls.read(path)
         with refusals("calibration", path):
@@ -323,7 +279,8 @@ def _calibrate_layer(layer_idx: int, sums: LayerSums) -> LayerCalibration:
     cost = _shrunk(sums.keys.gradients / sums.keys.num_scored, _KEY_SHRINKAGE)
     if sums.num_queries:
         queries = sums.queries / sums.num_queries
-        cost = cost + _QUERY_SHARE * queries * (_trace(cost) / _trace(queries).clamp(min=_tiny(cost)))[:, None, None]
+        share = _trace(cost) / _trace(queries).clamp(min=torch.finfo(cost.dtype).tiny)
+        cost = cost + _QUERY_SHARE * queries * share[:, None, None]
     mean = sums.keys.states / sums.keys.count
     moments = sums.keys.products / sums.keys.count - mean[:, :, None] * mean[:, None]
     keys = _calibrate_side(cost, moments, mean)
@@ -348,8 +305,9 @@ def _calibrate_side(cost: torch.Tensor, moments: torch.Tensor, mean: torch.Tenso
     tiny = torch.finfo(torch.float32).tiny
     factors = cost.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
     factors = factors.maximum(_LEAST_FACTOR * factors.amax(dim=-1, keepdim=True)).clamp(min=tiny)
-    rounded, steps = round_basis(basis, factors)
-    return SideCalibration(mean.half(), factors.float(), rounded, steps, _by_block(energies).float().clamp(min=tiny))
+    by_block = F.pad(energies, (0, -energies.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(dim=-1)
+    rounded = round_basis(basis, factors)
+    return SideCalibration(mean.half(), factors.float(), *rounded, by_block.float().clamp(min=tiny))
 
 
 def _shrunk(matrices: torch.Tensor, share: float) -> torch.Tensor:
@@ -359,12 +317,3 @@ def _shrunk(matrices: torch.Tensor, share: float) -> torch.Tensor:
 
 def _trace(matrices: torch.Tensor) -> torch.Tensor:
     return matrices.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
-
-
-def _tiny(tensor: torch.Tensor) -> float:
-    return torch.finfo(tensor.dtype).tiny
-
-
-def _by_block(energies: torch.Tensor) -> torch.Tensor:
-    """Summed energies of blocks `[H, N]` of those of components `[H, D]`."""
-    return F.pad(energies, (0, -energies.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(dim=-1)

@@ -49,11 +49,8 @@ _DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 def calibration_texts() -> dict[str, str]:
     """
-    Texts of several kinds, the same at every call.
-
-    Returns:
-        `dict[str, str]`: `code`, `reference` (what `help` says) and `prose`, tens of thousands of characters each.
-        What this Python does not bring along is left out, and a kind of which nothing is left.
+    Returns `code`, `reference` (what `help` says) and `prose`, tens of thousands of characters each, the same at every
+    call. What this Python does not bring along is left out, and a kind of which nothing is left.
     """
     code = [source[:_MAX_CHARACTERS] for source in _sources(_CODE)]
     reference = ["".join(_help_of(ast.parse(source)))[:_MAX_CHARACTERS] for source in _sources(_REFERENCE)]

@@ -32,10 +32,7 @@ def calibration_path(model: PreTrainedModel) -> Path:
 
 
 def find_calibration(model: PreTrainedModel, *, is_own: bool = False) -> TransformCalibration | None:
-    """
-    The calibration that was made for a model, in whatever dtype: the newest of that folder, or else the one that this
-    package has of it, unless it `is_own` that is asked for.
-    """
+    """The calibration of a model in whatever dtype: the user's newest or, unless `is_own`, that of this package."""
     return next((each for each in _known(model.config, is_own) if each.mismatch(model) is None), None)
 
 
@@ -53,16 +50,8 @@ def calibration_of_file(
     model: PreTrainedModel | PreTrainedConfig,
 ) -> dict[str, Any]:
     """
-    The options of a cache that a file holds, its calibration among them. To be called within `refusals`.
-
-    Args:
-        config (`GEARConfig` or `TransformConfig`): its options, as in the file.
-        digest (`str`, *optional*): of the calibration that it was made with.
-        given (`TransformCalibration`, *optional*): what the caller takes for that.
-        model (`PreTrainedModel` or `PreTrainedConfig`): the model.
-
-    Raises:
-        ValueError: if it is another one, or cannot be found.
+    The options of a cache that a file holds, its calibration among them, of which it has the `digest` and the caller
+    may have `given` one. To be called within `refusals`: raises a `ValueError` if that is another one, or not found.
     """
     if digest is None:
         if given is not None:
@@ -114,17 +103,12 @@ def resolve_calibration(
     by_default: bool,
 ) -> TransformCalibration | None:
     """
-    The calibration that a cache for a model takes.
+    The calibration that a cache for a model takes, given it, its file, `"auto"` or none; a `ValueError` if it is
+    another model's, or cannot be read.
 
-    Args:
-        calibration (`TransformCalibration`, `str` or `Path`, *optional*): it, or its file, or `"auto"`.
-        model (`PreTrainedConfig` or `PreTrainedModel`, *optional*): the model.
-        by_default (`bool`): whether no option says how the cache compresses. Without a calibration it is then that of
-            the model, if the user has made one. Those of this package are for who asks for them: a default that is
-            another one for two models would make what is measured of it untrue for all others.
-
-    Raises:
-        ValueError: if it is another model's, or cannot be read.
+    Where no option says how the cache compresses (`by_default`), none stands for that of the model, if the user has
+    made one. Those of this package are for who asks for them: a default that is another one for two models would make
+    what is measured of it untrue for all others.
     """
     # A config cannot tell whose weights they are
     if calibration is None and by_default and model is not None and not isinstance(model, PreTrainedConfig):

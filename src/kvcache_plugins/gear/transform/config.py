@@ -40,12 +40,10 @@ class TransformConfig:
 
     Attributes:
         key_nbits, value_nbits (`float`): bits a channel on average; rounded to a bit for eight channels.
-        residual_length (`int`): decoded tokens that wait in exact form.
-        num_sink_tokens (`int`): first tokens that stay exact.
-        quantizer (`str`): `"lloyd-max"` or `"trellis"`.
+        residual_length, num_sink_tokens (`int`): decoded tokens that wait in exact form, and first ones that stay so.
         sliding (`str`): `"auto"`, `"compressed"` or `"dense"`: what is done with layers whose attention has a window.
-        recent_length (`int`): newest of the packed decoded tokens whose rows have more bits, at most; 0 for none.
-        recent_nbits (`int`): how many bits a channel they have more.
+        recent_length, recent_nbits (`int`): newest of the packed decoded tokens whose rows have more bits, at most,
+            and how many bits a channel they have more.
     """
 
     key_nbits: float
@@ -91,12 +89,8 @@ class TransformConfig:
 
     def packing(self, frequencies: tuple[float, ...] | None, fixed: Codec | None = None) -> RowPacking:
         """
-        Makes the packing of a layer.
-
-        Args:
-            frequencies (`tuple[float, ...]`, *optional*): of the keys' rotary embedding, radians a token of every pair
-                of channels.
-            fixed (`Codec`, *optional*): codes tokens, if that does not depend on the prompt, as by a calibration.
+        Makes the packing of a layer whose keys have a rotary embedding of such frequencies, radians a token of every
+        pair of channels; `fixed` codes tokens if that does not depend on the prompt, as by a calibration.
         """
         return RowPacking(
             fixed if fixed is not None else PromptCodecs(self, frequencies),
@@ -135,14 +129,8 @@ def _bytes(nbits: float, head_dim: int, max_width: int) -> int:
 
 def transform_config(options: dict[str, Any], *, is_calibrated: bool = False) -> TransformConfig:
     """
-    The config of flat options of `GEARCache`; `None` is what was not given.
-
-    Args:
-        options (`dict`): the options by name.
-        is_calibrated (`bool`, *optional*, defaults to `False`): whether keys and values share their bits.
-
-    Raises:
-        ValueError: if an option is given that this backbone does not have.
+    Makes the config of flat options of `GEARCache`, `None` where not given, of which calibrated ones share bits
+    between keys and values; a `ValueError` if an option is given that this backbone does not have.
     """
     options = dict(options)
     taken = {name: options.pop(name) for name in _TAKEN}

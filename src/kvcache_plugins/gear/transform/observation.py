@@ -59,7 +59,6 @@ class SideSums:
         return cls(0.0, torch.zeros(num_heads, head_dim, dtype=torch.float64), square, 0, square.clone())
 
     def add_states(self, states: torch.Tensor) -> None:
-        """Adds those of tokens `[H, T, D]`."""
         self.count += states.shape[1]
         self.states += states.sum(dim=1).cpu()
         self.products += (states.mT @ states).cpu()
@@ -95,15 +94,12 @@ def observe_window(
     generator: torch.Generator,
 ) -> None:
     """
-    Adds what a window shows to `sums`, by layer.
+    Adds what a window of token ids `[tokens]` shows a model in eval mode to `sums`, by layer.
 
     Args:
-        model (`PreTrainedModel`): the model, in eval mode.
-        window (`torch.Tensor` of shape `[tokens]`): token ids.
         prefix_length (`int`): tokens that fill the cache, whose moments are taken; the others follow.
         num_sinks (`int`): first tokens that are left out, as they stay exact.
         num_draws (`int`): backward passes for every few tokens that follow.
-        sums (`dict[int, LayerSums]`): added to.
         generator (`torch.Generator`): draws tokens, on the host.
     """
     config = model.config.get_text_config(decoder=True)
@@ -147,14 +143,20 @@ def _add_states(
     sums: dict[int, LayerSums],
     index: int,
 ) -> None:
-    """Adds a layer's states and queries."""
     if layer.keys is None or layer.values is None:
         raise ValueError("`model` has layers of attention that it did not call with a cache")
     keys, values = (states.detach()[0, :, num_sinks:].double() for states in (layer.keys, layer.values))
     if index not in sums:
         square = torch.zeros(keys.shape[0], keys.shape[2], keys.shape[2], dtype=torch.float64)
         own_keys, own_values = (SideSums.zeros(each.shape[0], each.shape[2]) for each in (keys, values))
-        layout = _find_layout(layer, frequencies, num_sinks)
+        seen = layer.keys.detach()[:, :, num_sinks:]
+        layouts, moments = candidate_layouts(frequencies, seen.shape[3]), None
+        if layer.queries is not None:
+            moments = QueryMoments.of(layer.queries, seen.shape[1], layouts, None)
+        valid = torch.ones(1, seen.shape[2], dtype=torch.bool, device=seen.device)
+        size = min(_TRIAL_BYTES, seen.shape[3])
+        layout = make_key_table(seen, valid, moments, layouts, Positions(num_sinks), size).rope
+        assert layout is not None
         sums[index] = LayerSums(window, layout, own_keys, own_values, 0, square)
     own = sums[index]
     own.keys.add_states(_without_rotary(keys, own.layout, num_sinks))
@@ -177,21 +179,6 @@ def _add_queries(queries: torch.Tensor, sums: LayerSums, num_keys: int) -> None:
     turns = sums.layout.rotate(unit.expand(len(positions), -1, -1), cosines, -sines)
     sums.queries += torch.einsum("nac,hab,nbd->hcd", turns, products, turns).cpu() / len(positions)
     sums.num_queries += queries.shape[1]
-
-
-def _find_layout(layer: ListeningLayer, frequencies: tuple[float, ...] | None, num_sinks: int) -> RotaryLayout:
-    """The layout of the rotary embedding that a window's keys have."""
-    assert layer.keys is not None
-    keys = layer.keys.detach()[:, :, num_sinks:]
-    layouts = candidate_layouts(frequencies, keys.shape[3])
-    count, moments = keys.shape[2], None
-    if layer.queries is not None:
-        moments = QueryMoments.of(layer.queries, keys.shape[1], layouts, None)
-    valid = torch.ones(1, count, dtype=torch.bool, device=keys.device)
-    size = min(_TRIAL_BYTES, keys.shape[3])
-    layout = make_key_table(keys, valid, moments, layouts, Positions(num_sinks), size).rope
-    assert layout is not None
-    return layout
 
 
 def _gradients(
