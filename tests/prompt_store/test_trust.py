@@ -1,5 +1,4 @@
-"""Whatever happens to a store, a cache from it is right or there is none: damage, killed writers, a full disk, and
-several writers at once."""
+"""A cache from a store is right or there is none: after damage, killed and several writers, and a full disk."""
 
 import os
 import random

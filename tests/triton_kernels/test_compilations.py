@@ -41,14 +41,14 @@ def count(name, num_prompts, num_steps, mode=""):
     Compilations by kernel, after prompts of many lengths and after the steps that follow the first. The mode is
     `"padded"`, `"warm"` for a cache that is warmed up before its first prompt, or neither.
     """
-    from stand_in import stand_in_driver
+    from stand_in import make_model, stand_in_driver
 
     from kvcache_plugins.registry import create_cache
 
     lengths = [random.Random(number).randint(70, 400) for number in range(num_prompts)]
     is_padded = mode == "padded"
     batch_size = 2 if is_padded else 1
-    model = make_model() if mode == "warm" else None
+    model = make_model(HEAD_DIM, 1, torch.bfloat16, NUM_QUERY_HEADS) if mode == "warm" else None
 
     def update(cache, num_new, length):
         states = torch.zeros(batch_size, NUM_HEADS, num_new, HEAD_DIM, dtype=torch.bfloat16)
@@ -82,21 +82,6 @@ def count(name, num_prompts, num_steps, mode=""):
         "later": [(kernel, describe(key)) for kernel, key in stand_in.compilations[first:]],
         "launches": stand_in.launches,
     }
-
-
-def make_model():
-    """A model of one layer with the heads of what is stored."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=8,
-        hidden_size=NUM_QUERY_HEADS * HEAD_DIM,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=NUM_QUERY_HEADS,
-        num_key_value_heads=NUM_HEADS,
-    )
-    return LlamaForCausalLM(config).to(torch.bfloat16)
 
 
 MODES = [("gear-k4v3", ""), ("gear-t25", "warm")]
