@@ -36,7 +36,7 @@ def num_alike(tokens, others):
 
 @pytest.fixture(scope="module", params=["tiny", pytest.param("smollm2", marks=pytest.mark.long)])
 def model(request, tiny_model):
-    return tiny_model("llama") if request.param == "tiny" else request.getfixturevalue("smollm2")[0]
+    return tiny_model("llama").double() if request.param == "tiny" else request.getfixturevalue("smollm2")[0]
 
 
 @pytest.fixture(scope="module")

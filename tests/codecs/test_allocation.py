@@ -5,12 +5,7 @@ import itertools
 import pytest
 import torch
 
-from kvcache_plugins.codecs.prompt_codec import (
-    allocate_widths,
-    even_widths,
-    expected_distortion,
-    share_bytes,
-)
+from kvcache_plugins.codecs.prompt_codec import allocate_widths, even_widths, expected_distortion, share_bytes
 from kvcache_plugins.codecs.quantizers import QUANTIZERS, num_blocks
 
 

@@ -58,9 +58,7 @@ def test_further_bits_are_worth_less_and_less(quantizer):
 
 @pytest.mark.parametrize("tokens", [1, 63])
 @pytest.mark.parametrize(
-    "widths",
-    [[8, 8, 8], [0, 3, 1], [1, 0, 0], [5, 0, 7], [2, 2, 2]],
-    ids=lambda widths: "".join(map(str, widths)),
+    "widths", [[8, 8, 8], [0, 3, 1], [1, 0, 0], [5, 0, 7], [2, 2, 2]], ids=lambda widths: "".join(map(str, widths))
 )
 def test_codes_come_back(widths, tokens):
     # Another head has the same widths elsewhere

@@ -15,6 +15,13 @@ TRELLIS = Trellis()
 WIDTHS = range(1, len(TRELLIS.distortions))
 
 
+@pytest.mark.parametrize("width", KNOWN)
+def test_long_streams_err_by_no_more_than_is_known(width):
+    normal, widths = torch.randn(1, 1, 100, 60, 8), torch.full((1, 1, 60), width)
+    errors = (TRELLIS.points(TRELLIS.quantize(normal, widths, True), widths) - normal).square()
+    assert float(errors.mean()) * 4**width < 1.05 * KNOWN[width]
+
+
 def refit_points(width: int, num_rounds: int) -> list[float]:
     """
     Errors of long streams over the Gaussian bound, of the points as they are and after each round of the fit that the
@@ -43,7 +50,7 @@ def refit_points(width: int, num_rounds: int) -> list[float]:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_coefficients_are_those_that_their_fit_ends_with(width):
     errors = refit_points(width, 2)
-    assert min(errors) > 0.99 * errors[0] and errors[0] < 1.05 * KNOWN.get(width, torch.inf)
+    assert min(errors) > 0.99 * errors[0]
 
 
 @pytest.mark.long

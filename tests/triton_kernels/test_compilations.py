@@ -84,30 +84,32 @@ def count(name, num_prompts, num_steps, mode=""):
     }
 
 
-MODES = [("gear-k4v3", ""), ("gear-t25", "warm")]
-# Of what the padded ones, or others, show too
-OTHER_MODES = [
-    pytest.param(name, mode, marks=pytest.mark.long)
-    for name, mode in [
-        ("kivi-2bit", "padded"),
-        ("gear-2bit", "padded"),
-        *((name, "") for name in MOST if name != "gear-k4v3"),
-    ]
+# Names and modes, of which those in a list share a process
+CASES = [
+    [("gear-k4v3", ""), ("gear-t25", "warm")],
+    # Of what the padded ones, or others, show too
+    pytest.param(
+        [("kivi-2bit", "padded"), ("gear-2bit", "padded"), *((name, "") for name in MOST if name != "gear-k4v3")],
+        marks=pytest.mark.long,
+    ),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "mode"), [*MODES, *OTHER_MODES])
-def test_lengths_do_not_matter(name, mode, run_compiling):
-    counted = json.loads(run_compiling(name, mode))
-    assert counted["launches"]["attend_kernel"] >= NUM_PROMPTS + NUM_STEPS
-    assert counted["kernels"].keys() == MOST[name].keys()
-    most = MOST[name]
-    assert [kernel for kernel, _ in counted["later"]] == ([] if mode == "warm" else AT_FIRST_STEP.get(name, []))
-    assert all(number <= most[kernel] for kernel, number in counted["kernels"].items()), counted["kernels"]
+@pytest.mark.parametrize("cases", CASES, ids=["daily", "others"])
+def test_lengths_do_not_matter(cases, run_compiling):
+    counts = run_compiling(*(f"{name}:{mode}" for name, mode in cases)).splitlines()
+    for (name, mode), counted in zip(cases, map(json.loads, counts), strict=True):
+        assert counted["launches"]["attend_kernel"] >= NUM_PROMPTS + NUM_STEPS
+        assert counted["kernels"].keys() == MOST[name].keys()
+        most = MOST[name]
+        assert [kernel for kernel, _ in counted["later"]] == ([] if mode == "warm" else AT_FIRST_STEP.get(name, []))
+        assert all(number <= most[kernel] for kernel, number in counted["kernels"].items()), counted["kernels"]
 
 
 if __name__ == "__main__":
     # One thread: the steps are many and small
     torch.set_num_threads(1)
-    sys.stdout.write(json.dumps(count(sys.argv[1], NUM_PROMPTS, NUM_STEPS, *sys.argv[2:])))
+    for case in sys.argv[1:]:
+        name, _, mode = case.partition(":")
+        sys.stdout.write(json.dumps(count(name, NUM_PROMPTS, NUM_STEPS, mode)) + "\n")
