@@ -25,8 +25,9 @@ if not os.path.exists("/proc/driver/nvidia"):
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -36,6 +37,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
+    AutoTokenizer,
+    Cache,
+    DynamicCache,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -45,6 +49,9 @@ from transformers import (
 
 SEED = 42
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
+# What several files of tests share that is no fixture is found by its name, in programs of tests too
+HELPERS = ("contract", "fuzz", "infinigen", "kernels", "kv_runahead", "triton_kernels")
+sys.path[:0] = [str(PROJECT_ROOT / "tests" / folder) for folder in HELPERS]
 
 # A standard deviation of 0.1 (Transformers' own is 0.02) makes attention peaked and logits far apart, so that a wrong
 # key or value changes what a random model says.
@@ -74,14 +81,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
     "opt": (
         "opt",
         {
-            **COMMON,
-            "init_std": 0.1,
-            "hidden_size": 128,
-            "word_embed_proj_dim": 128,
-            "ffn_dim": 256,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 2048,
+            **{**COMMON, "init_std": 0.1, "hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 256},
+            **{"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 2048},
         },
     ),
 }
@@ -184,15 +185,81 @@ def tiny_folder(saved_with_tokenizer: Callable[..., str]) -> str:
     return saved_with_tokenizer("llama")
 
 
-@pytest.fixture(scope="module")
-def contract_model() -> Iterator[PreTrainedModel]:
-    """The contract's tiny Llama. Its operations are too small for several threads to be of use."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+@pytest.fixture(scope="session")
+def tiny_loaded(tiny_folder: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model and the tokenizer of `tiny_folder`; shared by the session, so leave the model as it was."""
+    return AutoModelForCausalLM.from_pretrained(tiny_folder).eval(), AutoTokenizer.from_pretrained(tiny_folder)
+
+
+@pytest.fixture
+def forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the registry forget what a test registers."""
+    from kvcache_plugins import registry
+
+    monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
+
+
+@pytest.fixture(scope="session")
+def load_file() -> Callable[[Path], ModuleType]:
+    """Loads a file of Python that is no part of a package: `load_file(ROOT / "docs" / "figures" / "draw.py")`."""
+
+    def load(path: Path) -> ModuleType:
+        spec = spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Nothing that was compiled before is known, nor after."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def divergence() -> Callable[..., float]:
+    """
+    `divergence(model, cache, token_ids, together, num_prompt)`: mean KL(dense || cache) behind a prompt, which is half
+    of the tokens unless there is a number, so many tokens at a time.
+    """
+
+    @torch.no_grad()
+    def measure(
+        model: PreTrainedModel, cache: Cache, token_ids: torch.Tensor, together: int = 1 << 20, num_prompt: int = 0
+    ) -> float:
+        logarithms = []
+        token_ids = token_ids.view(1, -1)
+        prompt, rest = token_ids.tensor_split([num_prompt or token_ids.numel() // 2], dim=1)
+        for each in (DynamicCache(config=model.config), cache):
+            model(prompt, past_key_values=each, logits_to_keep=1)
+            logits = [model(ids, past_key_values=each).logits[0] for ids in rest.split(together, dim=1)]
+            logarithms.append(torch.cat(logits).double().log_softmax(dim=-1))
+        dense, own = logarithms
+        return float((dense.exp() * (dense - own)).sum(dim=-1).mean())
+
+    return measure
+
+
+@pytest.fixture(scope="session")
+def contract_models() -> dict[str, PreTrainedModel]:
+    """The contract's tiny models, `"llama"` and `"hybrid"`; leave them as they were."""
     from kvcache_plugins.contract import tiny_models
 
-    yield tiny_models()["llama"]
-    torch.set_num_threads(num_threads)
+    return tiny_models()
+
+
+@pytest.fixture(scope="session")
+def contract_model(contract_models: dict[str, PreTrainedModel]) -> PreTrainedModel:
+    """The contract's tiny Llama."""
+    return contract_models["llama"]
 
 
 def load_reference_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -255,6 +322,28 @@ def smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 def gemma3() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Gemma 3 270M in float32 and its tokenizer, for `long` tests; shared by the session: leave it as it was."""
     return load_reference_model("gemma3-270m")
+
+
+@pytest.fixture(scope="session")
+def licence_ids(smollm2: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> torch.Tensor:
+    """Tokens `[1, 2000 and more]` of the licence's text for SmolLM2."""
+    text = (PROJECT_ROOT / "LICENSE").read_text(encoding="utf-8")
+    return smollm2[1](text, return_tensors="pt").input_ids
+
+
+@pytest.fixture(scope="session")
+def licence_batch(licence_ids: torch.Tensor, smollm2: tuple[PreTrainedModel, PreTrainedTokenizerBase]):
+    """`licence_batch(678, 73)`: passages of such lengths for SmolLM2, left-padded, and their mask."""
+
+    def make(*lengths: int) -> dict[str, torch.Tensor]:
+        input_ids = torch.full((len(lengths), max(lengths)), smollm2[1].eos_token_id)
+        mask = torch.zeros_like(input_ids)
+        for item, length in enumerate(lengths):
+            input_ids[item, -length:] = licence_ids[0, 300 * item : 300 * item + length]
+            mask[item, -length:] = 1
+        return {"input_ids": input_ids, "attention_mask": mask}
+
+    return make
 
 
 @pytest.fixture(scope="session")

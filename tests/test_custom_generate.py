@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard, ModelCardData
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, TextStreamer, pipeline
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, TextStreamer, pipeline
 
 from kvcache_plugins import create_cache, generate_with
 from kvcache_plugins.contract.subject import RECORDS_PAST
@@ -23,19 +23,14 @@ TEXT = "It was a bright cold day in April, and the clocks were striking thirteen
 OPTIONS = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
 
 
-@pytest.fixture(scope="module")
-def folder(saved_with_tokenizer) -> str:
-    return saved_with_tokenizer("llama")
+@pytest.fixture
+def model(tiny_loaded) -> PreTrainedModel:
+    return tiny_loaded[0]
 
 
-@pytest.fixture(scope="module")
-def model(folder: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: str):
-    return AutoTokenizer.from_pretrained(folder)
+@pytest.fixture
+def tokenizer(tiny_loaded):
+    return tiny_loaded[1]
 
 
 @pytest.fixture(autouse=True)
@@ -134,9 +129,9 @@ def test_from_a_folder(model, tokenizer) -> None:
 
 
 @pytest.fixture
-def repository(folder: str, tmp_path: Path) -> Path:
+def repository(tiny_folder: str, tmp_path: Path) -> Path:
     """A model's repository with a `generate` of its own."""
-    shutil.copytree(folder, tmp_path / "repository")
+    shutil.copytree(tiny_folder, tmp_path / "repository")
     shutil.copytree(HUB / "custom_generate", tmp_path / "repository" / "custom_generate")
     return tmp_path / "repository"
 

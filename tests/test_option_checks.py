@@ -4,75 +4,36 @@ import pytest
 import torch
 
 from kvcache_plugins import GEARCache, H2OCache, InfiniGenCache, InfiniGenGEARCache, create_cache, option_checks
-from kvcache_plugins.baselines import LlamaCppCache, TurboQuantCache
 
 
-WRONG = {
-    "gear": [
-        ("nbits", [2.0, "2", True]),
-        ("key_nbits", ["2", 4.0]),
-        ("backbone", [4, ["kivi"]]),
-        ("sparsity", ["a", True, float("nan")]),
-        ("value_sparsity", ["0.1"]),
-        ("rank", ["x", 2.0, True]),
-        ("key_rank", ["x", False]),
-        ("decode_rank", ["x", 1.0]),
-        ("residual_length", ["64", 64.0]),
-        ("q_group_size", ["64", True, 32.0]),
-        ("num_iterations", ["3"]),
-        ("low_rank_recent_ratio", ["1"]),
-        ("num_sink_tokens", ["4"]),
-        ("rotate_values", [1, "yes"]),
-        ("attention_mask", ["x", [[1, 1]], torch.ones(3)]),
-    ],
-    "infinigen": [
-        ("min_weight", ["x", True]),
-        ("alpha", ["4", float("nan")]),
-        ("share", ["x", [0.5]]),
-        ("mass", ["x"]),
-        ("max_fetch_ratio", [None, "0.2", True]),
-        ("scoring_nbits", ["4", 4.0]),
-        ("partial_ratio", ["0.3"]),
-        ("recent", [None, "32", 32.0]),
-        ("sink", ["4", True]),
-        ("pool_tokens", ["100", 100.0]),
-        ("eviction", [None, 1]),
-        ("full_layers", ["x", 5, (0.0,), (True,), ("0",)]),
-        ("speculate", [1, "no"]),
-        ("track_hits", [0]),
-        ("track_times", ["yes"]),
-        ("calibration", [5, {}]),
-        ("attention_mask", ["x"]),
-    ],
-    "infinigen-gear": [
-        ("key_nbits", ["4", 9.0, None]),
-        ("value_nbits", ["4", True, None]),
-        ("recent", ["32"]),
-    ],
-    "h2o": [
-        ("heavy_ratio", ["x", None, True]),
-        ("recent_ratio", ["x", None]),
-        ("min_tokens", ["32", 32.0, None]),
-        ("grow", [None, 1, "yes"]),
-    ],
-    "turboquant-4bit": [
-        ("nbits", ["4", 4.0, None]),
-        ("key_nbits", ["4", True]),
-        ("residual", [None, 1]),
-    ],
-    "llamacpp-q8_0": [
-        ("type", ["q8", 8, None]),
-        ("value_type", [8]),
-        ("rotate", [None, 1]),
-    ],
-    "quanto-4bit": [
-        ("nbits", ["4", 4.0, None]),
-        ("axis_key", ["0", 0.0]),
-        ("q_group_size", ["64", 64.0, True]),
-        ("residual_length", [None, "128"]),
-    ],
-    "hqq-4bit": [("nbits", ["4"]), ("axis_value", [None])],
-    "offloaded": [("offload_only_non_sliding", [1, "yes"])],
+WRONG: dict[str, dict[str, list[object]]] = {
+    "gear": {
+        **{"nbits": [2.0, "2", True], "key_nbits": ["2", 4.0], "backbone": [4, ["kivi"]], "value_sparsity": ["0.1"]},
+        **{"sparsity": ["a", True, float("nan")], "rank": ["x", 2.0, True], "key_rank": ["x", False]},
+        **{"decode_rank": ["x", 1.0], "residual_length": ["64", 64.0], "q_group_size": ["64", True, 32.0]},
+        **{"num_iterations": ["3"], "low_rank_recent_ratio": ["1"], "num_sink_tokens": ["4"]},
+        **{"rotate_values": [1, "yes"], "attention_mask": ["x", [[1, 1]], torch.ones(3)]},
+    },
+    "infinigen": {
+        **{"min_weight": ["x", True], "alpha": ["4", float("nan")], "share": ["x", [0.5]], "mass": ["x"]},
+        **{"max_fetch_ratio": [None, "0.2", True], "scoring_nbits": ["4", 4.0], "partial_ratio": ["0.3"]},
+        **{"recent": [None, "32", 32.0], "sink": ["4", True], "pool_tokens": ["100", 100.0], "eviction": [None, 1]},
+        **{"full_layers": ["x", 5, (0.0,), (True,), ("0",)], "speculate": [1, "no"], "track_hits": [0]},
+        **{"track_times": ["yes"], "calibration": [5, {}], "attention_mask": ["x"]},
+    },
+    "infinigen-gear": {"key_nbits": ["4", 9.0, None], "value_nbits": ["4", True, None], "recent": ["32"]},
+    "h2o": {
+        **{"heavy_ratio": ["x", None, True], "recent_ratio": ["x", None], "min_tokens": ["32", 32.0, None]},
+        "grow": [None, 1, "yes"],
+    },
+    "turboquant-4bit": {"nbits": ["4", 4.0, None], "key_nbits": ["4", True], "residual": [None, 1]},
+    "llamacpp-q8_0": {"type": ["q8", 8, None], "value_type": [8], "rotate": [None, 1]},
+    "quanto-4bit": {
+        **{"nbits": ["4", 4.0, None], "axis_key": ["0", 0.0], "q_group_size": ["64", 64.0, True]},
+        "residual_length": [None, "128"],
+    },
+    "hqq-4bit": {"nbits": ["4"], "axis_value": [None]},
+    "offloaded": {"offload_only_non_sliding": [1, "yes"]},
 }
 
 
@@ -81,7 +42,7 @@ WRONG = {
     [
         pytest.param(cache, option, value, id=f"{cache}-{option}-{number}")
         for cache, options in WRONG.items()
-        for option, values in options
+        for option, values in options.items()
         for number, value in enumerate(values)
     ],
 )
@@ -104,8 +65,14 @@ TRANSFORM = [
     *({"sparsity": 0.1}, {"q_group_size": 64}, {"value_backbone": "kivi"}, {"rotate_values": True}),
     *({"quantizer": "e8"}, {"key_nbits": 6.5, "quantizer": "trellis"}),
 ]
+INFINIGEN: dict[str, tuple[object, ...]] = {
+    **{"alpha": (0.0, -1.0), "min_weight": (0,), "share": (1.5,), "mass": (0.0,), "max_fetch_ratio": (0.0, 1.01)},
+    **{"partial_ratio": (2.0,), "scoring_nbits": (3,), "skewing": ("query-svd",), "recent": (0,), "sink": (-1,)},
+    **{"pool_tokens": (4, 2.5), "eviction": ("random",), "full_layers": ((7,),), "calibration": ("/no/such/file",)},
+    **{"pool_folder": ("missing", 3)},
+}
 OUT_OF_RANGE = {
-    GEARCache: [
+    "gear": [
         ({"nbits": 5}, "nbits.*2, 3, 4, 8.*5"),
         ({"key_nbits": 1}, "key_nbits.*2, 3, 4, 8"),
         ({"backbone": "kvit"}, "backbone.*kcvt.*kivi.*per-token.*kvit"),
@@ -132,7 +99,7 @@ OUT_OF_RANGE = {
         ),
         *(({"backbone": "transform", **each}, f"`[^`]*{next(iter(each))}") for each in TRANSFORM),
     ],
-    H2OCache: [
+    "h2o": [
         ({"heavy_ratio": 0}, r"`heavy_ratio`.*\(0, 1\].*0"),
         ({"heavy_ratio": 1.5}, r"`heavy_ratio`.*\(0, 1\].*1\.5"),
         ({"heavy_ratio": True}, r"`heavy_ratio`.*\(0, 1\].*True"),
@@ -143,13 +110,26 @@ OUT_OF_RANGE = {
         ({"min_tokens": 2.5}, r"`min_tokens`.*integer.*2\.5"),
         ({"grow": 1}, "`grow`.*True or False but got 1"),
     ],
-    TurboQuantCache: [
+    "turboquant-4bit": [
         ({"nbits": 7}, r"`key_nbits`/`nbits` has to be one of \[1, 2, 3, 4, 5, 6, 8\] but got 7"),
         ({"value_nbits": 0}, r"`value_nbits`/`nbits` has to be one of"),
         ({"nbits": 1, "residual": True}, r"`key_nbits`/`nbits` has to be one of \[2, 3, 4, 5, 6\] but got 1"),
         ({"residual": 1}, "`residual` has to be True or False"),
     ],
-    LlamaCppCache: [
+    "infinigen": [
+        *(({name: value}, f"`{name}`") for name, values in INFINIGEN.items() for value in values),
+        ({"alpha": 4.0, "share": 0.1}, "only one of"),
+        ({"partial_ratio": 0.3, "scoring_nbits": 4}, "exclude each other"),
+        ({"partial_ratio": 0.3, "skewing": "key-svd"}, "`skewing`"),
+    ],
+    "infinigen-gear": [
+        ({"key_nbits": 9}, "`key_nbits`.* got 9"),
+        ({"value_nbits": 0}, "`value_nbits`.* got 0"),
+        *(({name: value}, f"`{name}`") for name, value in {"scoring_nbits": 4, "partial_ratio": 0.3}.items()),
+        ({"max_fetch_ratio": 2}, "`max_fetch_ratio`"),
+        ({"full_layers": (0, 1)}, "nothing is left to offload"),
+    ],
+    "llamacpp-q8_0": [
         ({"type": "q6_k"}, r"`key_type`/`type` has to be one of \['q8_0', 'q5_1', .*but got 'q6_k'"),
         ({"rotate": "no"}, "`rotate` has to be True or False"),
     ],
@@ -159,11 +139,11 @@ OUT_OF_RANGE = {
 @pytest.mark.parametrize(
     ("cache", "options", "message"),
     [(cache, *case) for cache, cases in OUT_OF_RANGE.items() for case in cases],
-    ids=lambda value: value.__name__ if isinstance(value, type) else str(value),
+    ids=str,
 )
-def test_options_out_of_range_are_named_with_what_is_accepted(cache, options, message):
+def test_options_out_of_range_are_named_with_what_is_accepted(cache, options, message, tiny_llama):
     with pytest.raises(ValueError, match=message):
-        cache(**options)
+        create_cache(cache, tiny_llama if cache.startswith("infinigen") else None, **options)
 
 
 @pytest.mark.parametrize("cache_class", [GEARCache, H2OCache])
@@ -186,6 +166,9 @@ def test_infinigen_needs_a_model(cache_class, tiny_llama):
     for given in ("infinigen", tiny_llama.config):
         with pytest.raises(ValueError, match="`model` has to be a `PreTrainedModel`"):
             cache_class(given)
+    for given in (None, tiny_llama.config):
+        with pytest.raises(ValueError, match="`model`"):
+            create_cache("infinigen", given)
 
 
 def test_arguments_of_create_cache_the_wrong_way_round(tiny_llama):

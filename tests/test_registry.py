@@ -24,10 +24,7 @@ BACKENDS = {"quanto": "optimum.quanto", "hqq": "hqq"}
 GROUP_WISE = ["quanto-4bit", "quanto-2bit", "hqq-4bit", "hqq-2bit"]
 
 
-@pytest.fixture(autouse=True)
-def unchanged_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undoes what a test registers."""
-    monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
+pytestmark = pytest.mark.usefixtures("forgets")
 
 
 def require_backend(name: str) -> None:
@@ -107,6 +104,7 @@ def test_requirements_are_looked_up() -> None:
     assert CacheEntry(name="a", factory=create_small, requires=CUDA).is_available == torch.cuda.is_available()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", sorted(TRANSFORMERS_CACHES - {"offloaded"}))
 @pytest.mark.parametrize("num_prompt_tokens", [1, 37, 64, 89])
 def test_transformers_caches_generate_and_report(

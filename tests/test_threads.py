@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from decoding import decode_logits, tokens
+from transformers import PreTrainedModel
 
 from kvcache_plugins.registry import create_cache
 
@@ -18,21 +19,8 @@ NAMES = ("gear", "gear-2bit", "gear-t16:quantizer=trellis", "infinigen", "infini
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        # What the groups of every preset divide
-        head_dim=32,
-        initializer_range=0.1,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config).eval()
+def model(tiny_model) -> PreTrainedModel:
+    return tiny_model("llama", num_hidden_layers=4)
 
 
 @pytest.fixture
@@ -44,23 +32,17 @@ def frequent_switches() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-@torch.no_grad()
 def decode(model: PreTrainedModel, name: str, batch_size: int, ready: threading.Barrier | None = None) -> torch.Tensor:
     """Logits of a prompt's last token and of every step after it, of a batch that its size tells."""
-    generator = torch.Generator().manual_seed(batch_size)
-    prompt, steps = (
-        torch.randint(3, 97, (batch_size, count), generator=generator) for count in (90 + 10 * batch_size, NUM_STEPS)
-    )
-    cache, logits = create_cache(name, model), []
+    prompt, steps = (tokens(count, batch_size, batch_size) for count in (90 + 10 * batch_size, NUM_STEPS))
+    cache = create_cache(name, model)
     if ready is not None:
         ready.wait()
-    for part in (prompt, *steps.split(1, dim=1)):
-        logits.append(model(part, past_key_values=cache).logits[:, -1])
-    return torch.stack(logits, dim=1)
+    return decode_logits(model, cache, prompt, steps)
 
 
 def decode_together(model: PreTrainedModel, names: list[str]) -> list[torch.Tensor]:
-    """The same of batches of 1, 2, ... sequences, each in a thread and with the cache that is named."""
+    """Decodes batches of 1, 2, ... sequences, each in a thread and with the cache that is named."""
     ready = threading.Barrier(len(names))
     results: list[torch.Tensor | None] = [None] * len(names)
     errors: list[Exception] = []

@@ -37,7 +37,7 @@ def padded():
 
 
 def measured(error):
-    """What the message of a bound that was too low says of each candidate."""
+    """Reads the KL of each candidate from the message of a bound that was too low."""
     listed = str(error.value).partition("dense cache: ")[2].partition(". Accepted")[0]
     return {spec.strip("`"): float(kl) for spec, kl in (each.rsplit(" ", 1) for each in listed.split(", `"))}
 
@@ -50,7 +50,7 @@ def measure_all(model, input_ids, **options):
 
 @torch.no_grad()
 def ordinary_kl(model, cache, input_ids, mask, held_out, chunk=16):
-    """The same KL with nothing of the guard: the prefix is prefilled through the cache itself."""
+    """Measures KL with nothing of the guard: the prefix is prefilled through the cache itself."""
     first, length = input_ids.shape[1] - held_out, input_ids.shape[1]
     mask = torch.ones_like(input_ids) if mask is None else mask
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)

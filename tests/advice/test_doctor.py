@@ -1,4 +1,4 @@
-"""What `doctor` finds, on a machine where things are missing or broken too."""
+"""Findings of `doctor`, on a machine where things are missing or broken too."""
 
 import json
 import os

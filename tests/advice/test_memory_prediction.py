@@ -26,7 +26,24 @@ from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin
 
 # Their quantization asks for numbers in the middle of it
 NEEDS_DATA = ["hqq-2bit", "hqq-4bit"]
-SIZED = [name for name in list_caches() if name not in [*NEEDS_DATA, "offloaded"]]
+# One of each kind; the others differ from these in bits
+DAILY = (
+    "dynamic",
+    "fp8",
+    "gear",
+    "gear-4bit",
+    "kivi-2bit",
+    "kvarn-k4v2",
+    "infinigen",
+    "infinigen-gear",
+    "h2o",
+    "turboquant-4bit",
+)
+SIZED = [
+    pytest.param(name, marks=() if name in DAILY else pytest.mark.long)
+    for name in list_caches()
+    if name not in [*NEEDS_DATA, "offloaded"]
+]
 
 
 @pytest.fixture(autouse=True)

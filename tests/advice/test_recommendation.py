@@ -1,4 +1,4 @@
-"""What fits a budget, how far it reaches, and what is recommended of it."""
+"""Caches that fit a budget, how far they reach, and which of them is recommended."""
 
 import json
 import math

@@ -12,7 +12,7 @@ from transformers.models.llama import modeling_llama
 from kvcache_plugins import H2OCache, create_cache
 from kvcache_plugins.baselines import attention_weights
 from kvcache_plugins.baselines.h2o_layer import H2OConfig, H2OLayer
-from kvcache_plugins.contract import CONTRACT, run_check, tiny_models
+from kvcache_plugins.contract import CONTRACT, run_check
 from kvcache_plugins.eval.families import build_family
 from kvcache_plugins.reports.memory import reachable_tensors
 
@@ -361,8 +361,8 @@ def test_without_config_every_layer_drops(tiny_model, architecture):
 @pytest.mark.parametrize(
     "item", ["greedy", "sampling", "num-return-sequences", "multi-turn", "chunked-prefill", "hybrid"]
 )
-def test_contract_with_larger_shares(item, contract_model):
+def test_contract_with_larger_shares(item, contract_models):
     check = next(check for check in CONTRACT if check.name == item)
-    model = tiny_models()["hybrid"] if check.on_hybrid else contract_model
+    model = contract_models["hybrid" if check.on_hybrid else "llama"]
     result = run_check(check, model, partial(create_cache, "h2o", model, heavy_ratio=0.4, recent_ratio=0.4))
     assert result.status == "pass", result.detail

@@ -66,7 +66,10 @@ def test_attention_is_over_what_was_written(num_recent, dtype, kernel, tiny_llam
     allocator, head_dim = make_allocator(codec, num_recent, dtype), codec.head_shapes[0][1]
     batching = CompressedBatching(allocator.recipe)
     # Blocks of two requests, and the tokens of each in every pass: borders of pages, single tokens, a token alone
-    blocks, passes = ([5, 2, 8], [3, 7]), ((60, 1), (3, 5), (1, 1), (1, 1), (20, 58), (64, 1), (1, 1))
+    blocks, passes = ([5, 2, 8], [3, 7]), [(60, 1), (3, 5), (1, 1), (1, 1), (20, 58), (64, 1), (1, 1)]
+    if kernel == "triton":
+        # Interpreted, which takes long
+        passes = passes[:4]
     held = [[torch.zeros(1, HEADS, 0, head_dim, dtype=dtype) for _ in range(2)] for _ in blocks]
     for counts in passes:
         new = [[torch.randn(1, HEADS, count, head_dim).to(dtype) for _ in range(2)] for count in counts]

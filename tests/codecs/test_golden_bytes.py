@@ -18,8 +18,6 @@ from kvcache_plugins.codecs.turboquant import TurboQuantCoder
 
 # Small, so that no number lies as near to a bound as sums in another order are apart
 HEADS, TOKENS, DIM = 2, 24, 16
-# Float16 of sums, whose last bit another order may change
-_SUMS = ("low_rank_a", "low_rank_b", "outlier_values")
 LAYOUT = RotaryLayout(tuple(100.0 ** (-number / 8) for number in range(8)), "half-split", 0, DIM)
 
 
@@ -48,21 +46,9 @@ def groups_of(**options: Any) -> list[torch.Tensor]:
         values=SideCodec(side="value", head_dim=DIM, grouping=grouping[1], **options),
     )
     stored = codec.encode(keys, values, None, is_prompt=True)
-    return [
-        tensor
-        for side in stored
-        for name, tensor in side.named_tensors()
-        if "rank" not in name and "values" not in name
-    ]
-
-
-def token_codec(kind: str) -> TokenCodec:
-    coder = BlockCoder(BLOCK_TYPES[kind], DIM, DIM)
-    return TokenCodec(coder, coder)
-
-
-def turboquant() -> TokenCodec:
-    return TokenCodec(TurboQuantCoder(DIM, 4, True), TurboQuantCoder(DIM, 2))
+    # Without float16 of sums, whose last bit another order may change
+    named = [each for side in stored for each in side.named_tensors()]
+    return [tensor for name, tensor in named if "rank" not in name and "values" not in name]
 
 
 # What makes the bytes, and the first of their SHA-256
@@ -74,15 +60,16 @@ CASES: dict[str, tuple[Callable[[], list[torch.Tensor]], str]] = {
     "k2-outliers": (lambda: groups_of(nbits=2, sparsity=0.1, rank=2, num_iterations=2), "557ff97ca11c65ae"),
     "k3": (lambda: groups_of(nbits=3), "c6f7d72240daaf2d"),
     "turboquant": (
-        lambda: rows_of(turboquant()),
+        lambda: rows_of(TokenCodec(TurboQuantCoder(DIM, 4, True), TurboQuantCoder(DIM, 2))),
         "27cbcebefcbbca2f",
     ),
-    "q8_0": (lambda: rows_of(token_codec("q8_0")), "8847975ace1bed4e"),
-    "q5_1": (lambda: rows_of(token_codec("q5_1")), "77ac2cad1204468c"),
-    "q5_0": (lambda: rows_of(token_codec("q5_0")), "2f0951ca3ceb679a"),
-    "q4_1": (lambda: rows_of(token_codec("q4_1")), "01941fc7f2c013ed"),
-    "q4_0": (lambda: rows_of(token_codec("q4_0")), "9acc007c5009d65e"),
 }
+for kind, expected in {
+    **{"q8_0": "8847975ace1bed4e", "q5_1": "77ac2cad1204468c", "q5_0": "2f0951ca3ceb679a"},
+    **{"q4_1": "01941fc7f2c013ed", "q4_0": "9acc007c5009d65e"},
+}.items():
+    coder = BlockCoder(BLOCK_TYPES[kind], DIM, DIM)
+    CASES[kind] = (lambda coder=coder: rows_of(TokenCodec(coder, coder))), expected
 
 
 @pytest.mark.parametrize("name", CASES)

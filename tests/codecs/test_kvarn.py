@@ -100,12 +100,8 @@ def test_a_padded_sequence_has_the_tiles_that_it_has_alone() -> None:
                 mask[1, : TILE // 2 + 7] = 0
             options = {"num_sink_tokens": sinks, "attention_mask": mask}
             cache = filled(create_cache("kvarn-k4v4", **options), own, own)
-            cache.update(
-                states[rows, :, 2 * TILE + 40 : 3 * TILE + 41], states[rows, :, 2 * TILE + 40 : 3 * TILE + 41], 0
-            )
-            cache.update(
-                states[rows, :, 3 * TILE + 41 : 3 * TILE + 42], states[rows, :, 3 * TILE + 41 : 3 * TILE + 42], 0
-            )
+            for start, stop in ((2 * TILE + 40, 3 * TILE + 41), (3 * TILE + 41, 3 * TILE + 42)):
+                cache.update(states[rows, :, start:stop], states[rows, :, start:stop], 0)
             caches.append(cache)
         for removed in (0, 2 + TILE // 2):
             for cache in caches:

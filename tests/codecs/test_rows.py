@@ -73,14 +73,6 @@ def test_rows_are_as_large_as_promised(head_dim, dtype):
         assert table.decode(rows).shape == keys.shape
 
 
-def test_a_token_is_coded_by_itself():
-    keys = torch.randn(2, 2, 65, 32)
-    for table in (key_table(keys, 10), value_table(keys, 9)):
-        rows = table.encode(keys)
-        assert torch.equal(table.encode(keys[:, :, 7:8]), rows[:, :, 7:8])
-        torch.testing.assert_close(table.decode(rows[:, :, 40:41]), table.decode(rows)[:, :, 40:41])
-
-
 def test_channels_that_do_not_vary_are_their_mean():
     keys = torch.randn(1, 1, 100, 16)
     keys[..., 3], keys[..., 9] = 2.5, 0.0

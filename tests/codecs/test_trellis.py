@@ -15,16 +15,11 @@ TRELLIS = Trellis()
 WIDTHS = range(1, len(TRELLIS.distortions))
 
 
-def squared_errors(num_rows: int, num_blocks: int, width: int) -> torch.Tensor:
-    torch.manual_seed(0)
-    normal = torch.randn(1, 1, num_rows, num_blocks, 8)
-    widths = torch.full((1, 1, num_blocks), width)
-    return (TRELLIS.points(TRELLIS.quantize(normal, widths, True), widths) - normal).square()
-
-
 @pytest.mark.parametrize("width", KNOWN)
 def test_long_streams_err_by_no_more_than_is_known(width):
-    assert float(squared_errors(100, 60, width).mean()) * 4**width < 1.05 * KNOWN[width]
+    normal, widths = torch.randn(1, 1, 100, 60, 8), torch.full((1, 1, 60), width)
+    errors = (TRELLIS.points(TRELLIS.quantize(normal, widths, True), widths) - normal).square()
+    assert float(errors.mean()) * 4**width < 1.05 * KNOWN[width]
 
 
 def refit_points(width: int, num_rounds: int) -> list[float]:
@@ -70,12 +65,6 @@ def test_multipliers_are_better_than_others(width, monkeypatch):
         monkeypatch.undo()
     best, *others = errors.values()
     assert best < min(others)
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_distortions_are_those_of_rows(width):
-    # Without a scale that is found after the codes
-    assert float(squared_errors(700, 8, width).mean()) == pytest.approx(1.025 * TRELLIS.distortions[width], rel=0.035)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvcache_plugins import cli, registry
+from kvcache_plugins import cli
 
 
 SCHEMAS = Path(__file__).parent / "schemas"
@@ -52,9 +52,3 @@ def refuse(run: Callable[..., Result]) -> Callable[..., None]:
         assert result.stdout == "" and "Traceback" not in result.stderr
 
     return call
-
-
-@pytest.fixture
-def forgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the registry forget what a test registers."""
-    monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))

@@ -1,4 +1,4 @@
-"""What holds for every command: help with examples that work, late imports, errors in one line, pipes that close."""
+"""Every command has help with examples that work, late imports, errors in one line, and lets pipes close."""
 
 import inspect
 import io

@@ -1,4 +1,4 @@
-"""What commands print: tables for people, one JSON document for scripts, in the form that its schema says."""
+"""Output of commands: tables for people, one JSON document for scripts, in the form that its schema says."""
 
 import json
 from collections.abc import Callable

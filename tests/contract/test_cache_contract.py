@@ -5,15 +5,13 @@ caches do not: what they get wrong is named in `EXPECTED_FAILURES`, and has to g
 true. The grid is printed at the end of the run.
 """
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.contract import CONTRACT, CheckResult, ContractCheck, render_grid, run_check, tiny_models
+from kvcache_plugins.contract import CONTRACT, CheckResult, ContractCheck, render_grid, run_check
 from kvcache_plugins.contract.comparison import distance
 from kvcache_plugins.contract.subject import RECORDS_PAST, SHORT_CONTEXT, Subject
 from kvcache_plugins.models.cache_argument import IS_RENAMED
@@ -109,15 +107,6 @@ def reporter(request: pytest.FixtureRequest) -> GridReporter:
     return reporter
 
 
-@pytest.fixture(scope="module")
-def models() -> Iterator[dict[str, PreTrainedModel]]:
-    """The tiny models. Their operations are too small for several threads to be of use."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield tiny_models()
-    torch.set_num_threads(num_threads)
-
-
 def require_available(entry: CacheEntry) -> None:
     if not entry.is_available:
         pytest.skip(f"`{entry.name}` needs {entry.requires}, which is not there")
@@ -128,10 +117,10 @@ def require_available(entry: CacheEntry) -> None:
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.name)
 @pytest.mark.parametrize("cache", NAMES)
 def test_contract(
-    cache: str, check: ContractCheck, models: dict[str, PreTrainedModel], reporter: GridReporter
+    cache: str, check: ContractCheck, contract_models: dict[str, PreTrainedModel], reporter: GridReporter
 ) -> None:
     require_available(ENTRIES[cache])
-    model = models["hybrid" if check.on_hybrid else "llama"]
+    model = contract_models["hybrid" if check.on_hybrid else "llama"]
     result = run_check(check, model, partial(create_cache, cache, model, **OPTIONS.get(cache, {})))
     reporter.results.setdefault(cache, []).append(result)
     if (cache, check.name) in FAILURES:
@@ -145,10 +134,10 @@ def test_contract(
 
 
 @pytest.mark.parametrize("cache", NAMES)
-def test_short_contexts(cache: str, models: dict[str, PreTrainedModel]) -> None:
+def test_short_contexts(cache: str, contract_models: dict[str, PreTrainedModel]) -> None:
     """Methods of this project keep a short context exact, so that there they are held to `DynamicCache`'s tokens."""
     require_available(ENTRIES[cache])
-    model = models["llama"]
+    model = contract_models["llama"]
     subject = Subject(
         model=model,
         tokenizer=None,

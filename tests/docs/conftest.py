@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from kvcache_plugins import registry
 from kvcache_plugins.models.packaged_models import PACKAGED_MODELS
 from kvcache_plugins.models.reference_model import resolve_model
 
@@ -29,7 +28,7 @@ def hub_names(tmp_path, monkeypatch, smollm2) -> None:
 
 
 @pytest.fixture
-def user_folder(tmp_path, monkeypatch) -> Path:
+def user_folder(tmp_path, monkeypatch, forgets) -> Path:
     """A working directory with the texts that examples read, and a registry that forgets what they register."""
     folder = tmp_path / "work"
     folder.mkdir()
@@ -37,5 +36,4 @@ def user_folder(tmp_path, monkeypatch) -> Path:
     for name in ("LICENSE", "book.txt"):
         (folder / name).write_text(text, encoding="utf-8")
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
     return folder

@@ -25,7 +25,7 @@ NOT_RUN = re.compile(r"<!-- not run: (?P<reason>[^\n]*) -->\s*\Z")
 
 
 def reason_not_to_run(example: Example) -> str | None:
-    """What the comment right above a block says."""
+    """Reads the comment right above a block."""
     match = NOT_RUN.search(example.document.text[: example.region.start])
     if match is None:
         return None
@@ -65,18 +65,14 @@ def write(tmp_path, *parts):
     return path
 
 
-def test_a_block_that_fails_is_reported(tmp_path):
-    with pytest.raises(NameError, match="number"):
-        run_page(write(tmp_path, "```python\nnumber + 1\n```"))
-
-
-def test_a_block_that_is_not_run_is_compiled(tmp_path):
+def test_blocks_that_fail_or_have_no_reason_are_reported(tmp_path):
     marked = "<!-- not run: needs a GPU -->\n```python\n"
+    # What is not run is compiled
     assert run_page(write(tmp_path, f"{marked}undefined_name\n```")) == 1
-    with pytest.raises(SyntaxError):
-        run_page(write(tmp_path, f"{marked}1 +\n```"))
-
-
-def test_a_mark_needs_one_of_the_reasons(tmp_path):
-    with pytest.raises(ValueError, match="needs a GPU"):
-        run_page(write(tmp_path, "<!-- not run: too long -->\n```python\npass\n```"))
+    for text, error in {
+        "```python\nnumber + 1\n```": NameError,
+        f"{marked}1 +\n```": SyntaxError,
+        "<!-- not run: too long -->\n```python\npass\n```": ValueError,
+    }.items():
+        with pytest.raises(error):
+            run_page(write(tmp_path, text))

@@ -1,6 +1,5 @@
-"""The documentation builds without a warning, and its pages load nothing from elsewhere."""
+"""The documentation builds without a warning, loads nothing from elsewhere, and shows figures of today's results."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -9,10 +8,12 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import torch
 from filelock import FileLock
 
 
 ROOT = Path(__file__).resolve().parents[2]
+FIGURES = ROOT / "docs" / "figures"
 # What a browser fetches by itself; links that are followed by hand are none of it
 LOADED = re.compile(
     r"<(?:script|img|iframe|source|video)\b[^>]*\bsrc=\"?(?P<src>[^\"\s>]+)|<link\b[^>]*>", re.IGNORECASE
@@ -41,7 +42,7 @@ def build(folder: Path) -> Path:
 
 
 def loaded_addresses(html: str) -> list[str]:
-    """What a page makes a browser fetch."""
+    """Lists what a page makes a browser fetch."""
     addresses = []
     for match in LOADED.finditer(html):
         if match["src"]:
@@ -74,15 +75,8 @@ def test_options_keep_their_shapes_and_shared_texts(site):
     assert html.count("The same options for keys or values alone.") == 10
 
 
-def load(path: Path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_docstrings_are_rewritten():
-    rewrite = load(ROOT / "docs" / "extensions" / "hugging_face_docstrings.py").rewrite
+def test_docstrings_are_rewritten(load_file):
+    rewrite = load_file(ROOT / "docs" / "extensions" / "hugging_face_docstrings.py").rewrite
     text = """
     Args:
         mask (`torch.Tensor` of shape `[B, (T)]`, *optional*): Padding.
@@ -107,3 +101,38 @@ def test_docstrings_are_rewritten():
         Of shape `[B]`. the lengths.
     """
     assert rewrite(dedent(text)) == dedent(expected)
+
+
+@pytest.fixture(scope="module")
+def draw(load_file):
+    return load_file(FIGURES / "draw.py")
+
+
+def test_all_figures_are_drawn(draw, tmp_path):
+    keys = torch.randn(draw.NUM_TOKENS, 64)
+    drawn = {path.name for path in draw.draw_all(tmp_path, keys)}
+    assert drawn == {path.name for path in FIGURES.glob("*.svg")}
+    for name in drawn:
+        # Text is drawn as outlines, so that no font is needed
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        assert "<path" in text and "<text" not in text
+
+
+def test_figures_show_the_results_of_today(draw):
+    shown = {
+        "gear_bytes": "fidelity_wikitext2_smollm2",
+        "infinigen_rules": "infinigen_rules_smollm2",
+        "runahead_slices": "runahead_smollm2",
+        "runahead_times": "runahead_smollm2",
+    }
+    for name, result in shown.items():
+        for theme in ("light", "dark"):
+            text = (FIGURES / f"{name}-{theme}.svg").read_text(encoding="utf-8")
+            assert draw.source(result) in text, f"{name} shows an older {result}: run `python docs/figures/draw.py`"
+
+
+def test_pages_show_every_figure_in_both_themes():
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
+    for path in FIGURES.glob("*.svg"):
+        mark = "#gh-dark-mode-only" if path.stem.endswith("-dark") else "#gh-light-mode-only"
+        assert f"figures/{path.name}{mark}" in pages

@@ -1,5 +1,6 @@
 """Shared fixtures: caches for a tiny model, lossy and exact, and greedy generation."""
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -30,6 +31,21 @@ def make_cache() -> Callable[..., Cache]:
 
     def make(name: str, model: torch.nn.Module) -> Cache:
         return create_cache(name, model, **LOSSY[name])
+
+    return make
+
+
+@pytest.fixture
+def make_any() -> Callable[..., Cache]:
+    """`make_any(name, model)`: a cache by name without warnings, of which tests are skipped that cannot have it."""
+
+    def make(name: str, model: torch.nn.Module) -> Cache:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return create_cache(name, model)
+            except (ValueError, ImportError) as error:
+                pytest.skip(f"this model or machine cannot have it: {error}")
 
     return make
 

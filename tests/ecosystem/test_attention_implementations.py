@@ -27,15 +27,8 @@ CASES = [
 # Beyond the tokens that caches keep exact
 PADDING = 30
 SMALL = {
-    "vocab_size": 128,
-    "initializer_range": 0.1,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "pad_token_id": 0,
+    **{"vocab_size": 128, "initializer_range": 0.1, "hidden_size": 64, "intermediate_size": 64, "pad_token_id": 0},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
     "sliding_window": 32,
 }
 

@@ -1,7 +1,6 @@
 """Caches handed over by the name that Transformers has for them since 5.24, `cache`, and by the older one."""
 
 import inspect
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,18 +13,14 @@ from kvcache_plugins.models.cache_argument import CACHE_NAMES, as_argument, find
 PROMPT, NEW = 150, 6
 
 
-@pytest.fixture
-def model(tiny_model: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
-    return tiny_model("llama")
-
-
 def takes(model: PreTrainedModel, name: str) -> bool:
     return name == "past_key_values" or name in inspect.signature(model.forward).parameters
 
 
 @pytest.mark.parametrize("name", CACHE_NAMES)
 @pytest.mark.parametrize("cache_name", ["gear", "infinigen", "h2o"])
-def test_both_names_fill_the_cache(model: PreTrainedModel, cache_name: str, name: str) -> None:
+def test_both_names_fill_the_cache(tiny_llama: PreTrainedModel, cache_name: str, name: str) -> None:
+    model = tiny_llama
     if not takes(model, name):
         pytest.skip("this release of Transformers has the older name alone")
     prompt = torch.randint(1, 128, (1, PROMPT), generator=torch.Generator().manual_seed(0))
@@ -42,15 +37,15 @@ def test_both_names_fill_the_cache(model: PreTrainedModel, cache_name: str, name
     torch.testing.assert_close(generated.sequences, expected.sequences)
 
 
-def test_the_name_is_the_function_s_own(model: PreTrainedModel) -> None:
+def test_the_name_is_the_function_s_own(tiny_llama: PreTrainedModel) -> None:
     cache = Cache(layers=[])
 
     def older(input_ids: torch.Tensor, past_key_values: Cache | None = None) -> None:
         """A forward of a model's own repository, written for an older release."""
 
     assert as_argument(cache, older) == {"past_key_values": cache}
-    (name,) = as_argument(cache, model.forward)
-    assert name in inspect.signature(model.forward).parameters
+    (name,) = as_argument(cache, tiny_llama.forward)
+    assert name in inspect.signature(tiny_llama.forward).parameters
     assert find_cache({"use_cache": True, name: cache}) is cache
     assert find_cache({"cache": None, "past_key_values": cache}) is cache
     assert find_cache({"use_cache": True}) is None

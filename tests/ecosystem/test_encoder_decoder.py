@@ -26,11 +26,7 @@ MODELS = {
     },
     # Whose scores have biases of positions
     "t5": {
-        "d_kv": 16,
-        "d_ff": 64,
-        "num_layers": 3,
-        "num_decoder_layers": 2,
-        "num_heads": 4,
+        **{"d_kv": 16, "d_ff": 64, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4},
         "initializer_factor": 2.0,
     },
 }

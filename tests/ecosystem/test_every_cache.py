@@ -3,29 +3,19 @@
 import copy
 import io
 import pickle
-import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 from transformers import Cache, PreTrainedModel
 
-from kvcache_plugins import create_cache, list_caches
+from kvcache_plugins import list_caches
 
 
 # One of each kind; all names are tried in `make test-long`
 KINDS = ("dynamic", "gear", "gear-4bit", "gear-c16", "infinigen", "infinigen-gear", "h2o", "turboquant-4bit")
 NAMES = [*KINDS, *(pytest.param(name, marks=pytest.mark.long) for name in list_caches() if name not in KINDS)]
 PROMPT = 150
-
-
-def make(name: str, model: PreTrainedModel) -> Cache:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return create_cache(name, model)
-        except (ValueError, ImportError) as error:
-            pytest.skip(f"this model or machine cannot have it: {error}")
 
 
 @torch.no_grad()
@@ -47,8 +37,8 @@ def through_torch(cache: Cache) -> Cache:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_layer_is_of_three_classes_of_ours_at_most(tiny_llama: PreTrainedModel, name: str) -> None:
-    for layer in make(name, tiny_llama).layers:
+def test_a_layer_is_of_three_classes_of_ours_at_most(tiny_llama, name: str, make_any) -> None:
+    for layer in make_any(name, tiny_llama).layers:
         ours = [each.__name__ for each in type(layer).__mro__ if each.__module__.startswith("kvcache_plugins")]
         assert len(ours) <= 3, ours
 
@@ -57,10 +47,10 @@ def test_a_layer_is_of_three_classes_of_ours_at_most(tiny_llama: PreTrainedModel
 @pytest.mark.parametrize("through", [through_pickle, through_torch])
 @pytest.mark.parametrize("name", NAMES)
 def test_files_of_pickle_and_torch(
-    tiny_llama: PreTrainedModel, name: str, through: Callable[[Cache], Cache], is_filled: bool
+    tiny_llama, name: str, through: Callable[[Cache], Cache], is_filled: bool, make_any
 ) -> None:
     """A cache comes back as it was, or says what to use instead; neither changes it."""
-    cache = make(name, tiny_llama)
+    cache = make_any(name, tiny_llama)
     sizes = (PROMPT, 1, 20) if is_filled else ()
     if is_filled:
         logits(tiny_llama, cache, *sizes)
@@ -82,14 +72,12 @@ def test_files_of_pickle_and_torch(
 
 @pytest.mark.filterwarnings("ignore:`config`. all layers of the model attend to a window")
 @pytest.mark.parametrize("name", NAMES)
-def test_counters_have_the_same_names_whatever_layers_there_are(
-    tiny_model: Callable[..., PreTrainedModel], name: str
-) -> None:
+def test_counters_have_the_same_names_whatever_layers_there_are(tiny_model, name: str, make_any) -> None:
     names = []
     for architecture in ("llama", "gemma3-hybrid", "mistral-sliding"):
         model = tiny_model(architecture)
         try:
-            cache = make(name, model)
+            cache = make_any(name, model)
         except pytest.skip.Exception:
             # InfiniGen takes no model with windows alone, and Transformers' own quantized caches none with any
             assert architecture == "mistral-sliding" or not names or name.startswith(("quanto", "hqq", "fp8"))

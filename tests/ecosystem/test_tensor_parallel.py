@@ -17,7 +17,7 @@ from kvcache_plugins import create_cache
 
 # Outliers of values are chosen among the heads of a rank, so that `gear-4bit` stores others than one process does
 NAMES = ("gear", "kivi-2bit", "infinigen", "h2o", "gear-4bit")
-NUM_RANKS, PROMPT, NEW_TOKENS = 2, 150, 8
+NUM_RANKS, PROMPT, NEW_TOKENS = 2, 150, 4
 PROGRAM = f"""
 import json, sys
 import torch

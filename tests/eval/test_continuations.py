@@ -22,7 +22,7 @@ def draw(length: int, seed: int) -> list[int]:
 
 
 def one_forward(model: PreTrainedModel, context: list[int], continuation: list[int]) -> Score:
-    """What lm-eval's own model makes of a request."""
+    """Scores a request as lm-eval's own model does."""
     with torch.no_grad():
         logits = model(torch.tensor([[*context, *continuation[:-1]]])).logits[0, len(context) - 1 :]
     log_probs, targets = F.log_softmax(logits, dim=-1), torch.tensor(continuation)

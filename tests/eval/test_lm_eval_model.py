@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 pytest.importorskip("lm_eval")
@@ -37,14 +37,6 @@ def make_requests(kind: str, *arguments: tuple[object, ...]) -> list[Instance]:
     ]
 
 
-@pytest.fixture(scope="module")
-def loaded(saved_with_tokenizer: Callable[..., str]) -> Loaded:
-    """A tiny Llama, and a tokenizer of one character a token that knows an end of text."""
-    folder = saved_with_tokenizer("llama")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return AutoModelForCausalLM.from_pretrained(folder).eval(), tokenizer
-
-
 def wrap(loaded: Loaded, **options: object) -> KVCacheLM:
     model, tokenizer = loaded
     return KVCacheLM(model, tokenizer=tokenizer, **options)
@@ -52,9 +44,9 @@ def wrap(loaded: Loaded, **options: object) -> KVCacheLM:
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("mode", ["auto", "prefix", "chunk", "decode"])
-def test_dense_cache_scores_as_lm_evals_own_model(loaded: Loaded, mode: str, batch_size: int) -> None:
-    model, tokenizer = loaded
-    ours = wrap(loaded, cache_mode=mode, cache_chunk=50, batch_size=batch_size, max_length=250)
+def test_dense_cache_scores_as_lm_evals_own_model(tiny_loaded: Loaded, mode: str, batch_size: int) -> None:
+    model, tokenizer = tiny_loaded
+    ours = wrap(tiny_loaded, cache_mode=mode, cache_chunk=50, batch_size=batch_size, max_length=250)
     theirs = HFLM(model, tokenizer=tokenizer, batch_size=batch_size, max_length=250)
     for kind, arguments in {
         "loglikelihood": PAIRS,
@@ -69,10 +61,10 @@ def test_dense_cache_scores_as_lm_evals_own_model(loaded: Loaded, mode: str, bat
         assert found == pytest.approx(expected, abs=1e-2 if kind == "loglikelihood_rolling" else 1e-3)
 
 
-def test_the_largest_batch_is_found(loaded: Loaded) -> None:
+def test_the_largest_batch_is_found(tiny_loaded: Loaded) -> None:
     for options in ({}, {"cache": "gear-2bit"}):
         one, found = (
-            wrap(loaded, batch_size=size, max_batch_size=3, max_length=350, **options) for size in (1, "auto")
+            wrap(tiny_loaded, batch_size=size, max_batch_size=3, max_length=350, **options) for size in (1, "auto")
         )
         for kind, arguments in {"loglikelihood": PAIRS, "loglikelihood_rolling": [(CONTEXT[:150],)]}.items():
             expected = getattr(one, kind)(make_requests(kind, *arguments), disable_tqdm=True)
@@ -83,8 +75,8 @@ def test_the_largest_batch_is_found(loaded: Loaded) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_generation(loaded: Loaded, batch_size: int) -> None:
-    model, tokenizer = loaded
+def test_generation(tiny_loaded: Loaded, batch_size: int) -> None:
+    model, tokenizer = tiny_loaded
     arguments = [
         (CONTEXT[:120], {"until": ["\n"], "max_gen_toks": 12}),
         (CONTEXT, {"until": ["\n"], "max_gen_toks": 12}),
@@ -92,7 +84,10 @@ def test_generation(loaded: Loaded, batch_size: int) -> None:
     expected = HFLM(model, tokenizer=tokenizer, batch_size=batch_size).generate_until(
         make_requests("generate_until", *arguments), disable_tqdm=True
     )
-    dense, lossy = wrap(loaded, batch_size=batch_size), wrap(loaded, cache="gear-2bit", batch_size=batch_size)
+    dense, lossy = (
+        wrap(tiny_loaded, batch_size=batch_size),
+        wrap(tiny_loaded, cache="gear-2bit", batch_size=batch_size),
+    )
     texts = [
         lm.generate_until(make_requests("generate_until", *arguments), disable_tqdm=True) for lm in (dense, lossy)
     ]
@@ -102,8 +97,8 @@ def test_generation(loaded: Loaded, batch_size: int) -> None:
     assert counters == {"contexts": 2, "contexts_exercised": 2}
 
 
-def test_a_lossy_cache_scores_otherwise_and_says_what_it_held(loaded: Loaded) -> None:
-    dense, lossy = wrap(loaded), wrap(loaded, cache="gear-2bit", cache_rank=2)
+def test_a_lossy_cache_scores_otherwise_and_says_what_it_held(tiny_loaded: Loaded) -> None:
+    dense, lossy = wrap(tiny_loaded), wrap(tiny_loaded, cache="gear-2bit", cache_rank=2)
     requests = make_requests("loglikelihood", *PAIRS[:4])
     differences = [
         abs(one - other)
@@ -121,27 +116,27 @@ def test_a_lossy_cache_scores_otherwise_and_says_what_it_held(loaded: Loaded) ->
     assert cache["stats_of_longest"]["tokens_compressed"] > 0
 
 
-def test_a_cache_that_no_context_reaches_fails(loaded: Loaded, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_that_no_context_reaches_fails(tiny_loaded: Loaded, caplog: pytest.LogCaptureFixture) -> None:
     requests = make_requests("loglikelihood", (CONTEXT[:20], " short"), (CONTEXT[:9], " too"))
     with pytest.raises(ValueError, match="`h2o` was not exercised.*longest has 25 tokens.*`cache_check=false`"):
-        wrap(loaded, cache="h2o").loglikelihood(requests)
-    scores = wrap(loaded, cache="h2o", cache_check=False).loglikelihood(requests)
-    dense = wrap(loaded).loglikelihood(requests)
+        wrap(tiny_loaded, cache="h2o").loglikelihood(requests)
+    scores = wrap(tiny_loaded, cache="h2o", cache_check=False).loglikelihood(requests)
+    dense = wrap(tiny_loaded).loglikelihood(requests)
     assert [score for score, _ in scores] == pytest.approx([score for score, _ in dense], abs=1e-4)
     assert "`h2o` was not exercised" in caplog.text
     # Some are long enough: no error, but how many were not is said
     mixed = make_requests("loglikelihood", (CONTEXT, " long"), (CONTEXT[:9], " too"))
-    wrap(loaded, cache="h2o", cache_min_tokens=32).loglikelihood(mixed)
+    wrap(tiny_loaded, cache="h2o", cache_min_tokens=32).loglikelihood(mixed)
     assert "1 of 2 contexts were too short for the cache `h2o`" in caplog.text
     with pytest.raises(ValueError, match="not exercised"):
-        wrap(loaded, cache="h2o").loglikelihood_rolling(make_requests("loglikelihood_rolling", (CONTEXT[:20],)))
+        wrap(tiny_loaded, cache="h2o").loglikelihood_rolling(make_requests("loglikelihood_rolling", (CONTEXT[:20],)))
     with pytest.raises(ValueError, match="not exercised"):
         arguments = (CONTEXT[:20], {"until": ["\n"], "max_gen_toks": 2})
-        wrap(loaded, cache="h2o").generate_until(make_requests("generate_until", arguments))
+        wrap(tiny_loaded, cache="h2o").generate_until(make_requests("generate_until", arguments))
 
 
-def test_infinigen_is_decoded(loaded: Loaded) -> None:
-    lm = wrap(loaded, cache="infinigen", cache_recent=8, cache_share=0.05)
+def test_infinigen_is_decoded(tiny_loaded: Loaded) -> None:
+    lm = wrap(tiny_loaded, cache="infinigen", cache_recent=8, cache_share=0.05)
     lm.loglikelihood(make_requests("loglikelihood", *PAIRS[:2]))
     assert lm.get_model_info()["cache"]["stats_of_longest"]["selected_calls"] > 0
 
@@ -163,12 +158,12 @@ def test_bad_arguments_before_a_model_is_loaded(options: dict[str, object], comp
         KVCacheLM("/there/is/no/such/model", **options)
 
 
-def test_other_bad_input(loaded: Loaded) -> None:
+def test_other_bad_input(tiny_loaded: Loaded) -> None:
     with pytest.raises(ValueError, match="`cache_implementation` in `gen_kwargs`"):
         arguments = (CONTEXT, {"until": ["\n"], "cache_implementation": "static"})
-        wrap(loaded).generate_until(make_requests("generate_until", arguments))
+        wrap(tiny_loaded).generate_until(make_requests("generate_until", arguments))
     with pytest.raises(ValueError, match="`max_length` is 8 tokens, but a continuation has 11"):
-        wrap(loaded, max_length=8).loglikelihood(make_requests("loglikelihood", ("a", "hello world")))
+        wrap(tiny_loaded, max_length=8).loglikelihood(make_requests("loglikelihood", ("a", "hello world")))
 
 
 def test_names_and_argument_strings(saved_with_tokenizer: Callable[..., str]) -> None:
@@ -186,7 +181,7 @@ def test_names_and_argument_strings(saved_with_tokenizer: Callable[..., str]) ->
     assert (spec.cache_name, spec.cache_options) == ("gear", {"nbits": 2, "rank": 3})
 
 
-def test_two_settings_cannot_share_stored_responses(loaded: Loaded, tmp_path) -> None:
+def test_two_settings_cannot_share_stored_responses(tiny_loaded: Loaded, tmp_path) -> None:
     task = {
         "task": "stored",
         "dataset_path": "json",
@@ -201,7 +196,7 @@ def test_two_settings_cannot_share_stored_responses(loaded: Loaded, tmp_path) ->
 
     def evaluate(**options: object) -> float:
         results = lm_eval.simple_evaluate(
-            model=wrap(loaded, **options),
+            model=wrap(tiny_loaded, **options),
             tasks=[dict(task)],
             use_cache=str(tmp_path / "store"),
             bootstrap_iters=0,

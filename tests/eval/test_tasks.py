@@ -207,10 +207,12 @@ def read_results(folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.slow
-def test_command_line_on_a_real_model(
-    smollm2: object, tmp_path: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("model", ["tiny_folder", pytest.param("smollm2", marks=pytest.mark.long)])
+def test_command_line(
+    model: str, request: pytest.FixtureRequest, tmp_path: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = ["--model", "kvcache", "--model_args", "pretrained=smollm2,cache=gear-2bit", "--limit", "2"]
+    name = request.getfixturevalue("tiny_folder") if model == "tiny_folder" else model
+    arguments = ["--model", "kvcache", "--model_args", f"pretrained={name},cache=gear-2bit", "--limit", "2"]
     # The rows are short: it takes many examples to leave the exact buffer
     arguments += ["--tasks", "kv_copa,kv_openbookqa", "--num_fewshot", "20", "--output_path", str(tmp_path / "out")]
     monkeypatch.setenv("KVCACHE_PLUGINS_DATA", str(data_folder))

@@ -1,8 +1,10 @@
 """Head dimensions of 8 to 256 and 1 to 8 query heads a key/value head: every cache, made as exact as it can be."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.contract.comparison import distance
@@ -26,18 +28,13 @@ CACHES = {
 LIMIT = 0.05
 
 
-def make_model(head_dim: int, groups: int) -> PreTrainedModel:
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=16 * groups,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2 * groups,
-        num_key_value_heads=2,
-        head_dim=head_dim,
-        initializer_range=0.1,
+@pytest.fixture
+def make_model(tiny_model) -> Callable[[int, int], PreTrainedModel]:
+    """A factory of models by their head dimension and their query heads a key/value head, of which there are two."""
+    small = {"intermediate_size": 32, "num_key_value_heads": 2}
+    return lambda head_dim, groups: tiny_model(
+        "llama", **small, head_dim=head_dim, hidden_size=16 * groups, num_attention_heads=2 * groups
     )
-    return LlamaForCausalLM(config).eval()
 
 
 @torch.no_grad()
@@ -53,7 +50,7 @@ def furthest(model: PreTrainedModel, cache: str, chunks: list[torch.Tensor]) -> 
     [*SHAPES, *(pytest.param(shape, marks=pytest.mark.long) for shape in LONG_SHAPES)],
     ids=lambda shape: "D{}-G{}".format(*shape),
 )
-def test_head_dimensions_and_groups(shape: tuple[int, int]) -> None:
+def test_head_dimensions_and_groups(shape: tuple[int, int], make_model) -> None:
     model = make_model(*shape)
     ids = torch.randint(1, 97, (2, 150))
     # A prompt, decoded tokens until a buffer of 32 has overflowed, several tokens, one more
@@ -63,6 +60,6 @@ def test_head_dimensions_and_groups(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_prompts_of_one_token(cache: str) -> None:
+def test_prompts_of_one_token(cache: str, make_model) -> None:
     ids = torch.randint(1, 97, (2, 90))
     assert furthest(make_model(64, 2), cache, list(ids.split(1, dim=1))) < LIMIT

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from cache_operations import CacheOperations, Kind
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -49,12 +48,10 @@ NUM_STEPS = 12
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """One thread, as operations are too small for several, and no advice on other attention implementations."""
-    num_threads, verbosity = torch.get_num_threads(), logging.get_verbosity()
-    torch.set_num_threads(1)
+    """No advice on other attention implementations."""
+    verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     yield
-    torch.set_num_threads(num_threads)
     logging.set_verbosity(verbosity)
 
 

@@ -10,15 +10,7 @@ from kvcache_plugins import create_cache
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
-PRESETS = (
-    "gear-2bit",
-    "gear-l-2bit",
-    "gear-k4v3",
-    "kivi-2bit",
-    "per-token-2bit",
-    "kcvt-4bit",
-    "gear-t22",
-)
+PRESETS = ("gear-2bit", "gear-l-2bit", "gear-k4v3", "kivi-2bit", "per-token-2bit", "kcvt-4bit", "gear-t22")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NUM_HEADS, HEAD_DIM, PROMPT, RESIDUAL = 2, 64, 64, 16
 # Attention's output: relative to that over dense states, and the finest step of float16, in which scales are stored
@@ -62,10 +54,7 @@ EXTREME: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 Layer = CompressedLayer
 # So that all of them are at 8 bits, and compress a prompt of 64 tokens
-OPTIONS = {
-    "gear-k4v3": {"value_nbits": 8},
-    "gear-t22": {"key_nbits": 8, "value_nbits": 8, "num_sink_tokens": 0},
-}
+OPTIONS = {"gear-k4v3": {"value_nbits": 8}, "gear-t22": {"key_nbits": 8, "value_nbits": 8, "num_sink_tokens": 0}}
 
 
 def make_layer(preset: str) -> Layer:
@@ -136,10 +125,12 @@ def test_decoded_nan_is_refused_until_it_is_cropped(preset: str) -> None:
     assert attend(layer, queries(1, dtype), fine[0], torch.full_like(fine[1], torch.nan)).isnan().all()
     for _ in range(kept):
         attend(layer, queries(1, dtype), *fine)
+    exact = layer.buffer.values.clone()
     for _ in range(2):
         with pytest.raises(ValueError, match="the values to be compressed hold NaN or infinity.* `crop`"):
             attend(layer, queries(1, dtype), *fine)
-        assert layer.get_seq_length() == PROMPT + RESIDUAL
+        assert layer.get_seq_length() == PROMPT + RESIDUAL and layer.stats()["chunks_compressed"] == 1
+        torch.testing.assert_close(layer.buffer.values, exact, rtol=0, atol=0, equal_nan=True)
     layer.crop(-1 - kept)
     for _ in range(2 + kept):
         assert attend(layer, queries(1, dtype), *fine).isfinite().all()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from decoding import decode_logits
 from transformers import DynamicCache
 
 from kvcache_plugins import GEARCache, create_cache, list_caches
@@ -10,6 +11,8 @@ from kvcache_plugins.reports.memory import reachable_tensors
 
 
 GEAR_NAMES = list_caches("gear*") + list_caches("k[ic]v*") + list_caches("per-token*")
+# One of each kind; the others differ from these in bits
+DAILY = ("gear", "gear-4bit", "gear-c16", "gear-l-2bit", "kivi-2bit", "kcvt-4bit")
 
 
 def generate(model, input_ids, cache, **kwargs):
@@ -19,22 +22,6 @@ def generate(model, input_ids, cache, **kwargs):
 
 def prompt(model, batch_size=2, length=200):
     return torch.randint(3, model.config.vocab_size, (batch_size, length))
-
-
-@torch.no_grad()
-def forced_logits(model, tokens, prompt_mask, cache):
-    """The logits after every token behind the prompt, fed one at a time."""
-    length = prompt_mask.shape[1]
-    mask = torch.cat([prompt_mask, prompt_mask.new_ones(len(tokens), tokens.shape[1] - length)], dim=1)
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    logits = []
-    for start, stop in [(0, length), *((i, i + 1) for i in range(length, tokens.shape[1]))]:
-        new = slice(start, stop)
-        output = model(
-            tokens[:, new], attention_mask=mask[:, :stop], position_ids=positions[:, new], past_key_values=cache
-        )
-        logits.append(output.logits[:, -1])
-    return torch.stack(logits, dim=1)
 
 
 def test_options_that_do_not_fit_the_model_are_named(tiny_llama):
@@ -49,18 +36,6 @@ def test_options_that_do_not_fit_the_model_are_named(tiny_llama):
     assert cache.get_seq_length() == 0
 
 
-def test_unknown_options_and_presets_are_refused(tiny_llama):
-    with pytest.raises(ValueError, match="nbit.*nbits"):
-        create_cache("gear", tiny_llama, nbit=2)
-    with pytest.raises(ValueError, match="gear-3bits.*gear-2bit"):
-        create_cache("gear-3bits")
-
-
-def test_config_without_full_attention_is_said_to_be(tiny_model):
-    with pytest.warns(UserWarning, match="all layers of the model attend to a window of 32 tokens"):
-        GEARCache(tiny_model("mistral-sliding").config)
-
-
 def test_hybrid_models_keep_their_own_layers(tiny_model):
     model = tiny_model("gemma3-hybrid")
     cache = GEARCache(model.config, nbits=8)
@@ -72,7 +47,9 @@ def test_hybrid_models_keep_their_own_layers(tiny_model):
     assert cache.stats()["layers_compressing"] == 2
 
 
-@pytest.mark.parametrize("name", GEAR_NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.long) for name in GEAR_NAMES]
+)
 def test_memory_is_the_sum_of_all_reachable_tensors(tiny_llama, name):
     cache = create_cache(name, tiny_llama)
     generate(tiny_llama, prompt(tiny_llama), cache)
@@ -125,10 +102,11 @@ def test_nothing_is_made_dense_under_sdpa(tiny_model, architecture, padded):
     assert stats["prompts_without_mask"] == 0
     assert stats["layers_compressing"] == 2
     # The same tokens through the same cache, by its answer to eager attention
-    logits = forced_logits(model, output, mask, GEARCache(model.config, nbits=8))
+    given = input_ids, output[:, input_ids.shape[1] :], mask
+    logits = decode_logits(model, GEARCache(model.config, nbits=8), *given)
     model.set_attn_implementation("eager")
     dense = GEARCache(model.config, nbits=8, attention_mask=mask)
-    assert torch.allclose(logits, forced_logits(model, output, mask, dense), atol=0.02 * logits.std().item())
+    assert torch.allclose(logits, decode_logits(model, dense, *given), atol=0.02 * logits.std().item())
 
 
 def test_eager_attention_can_be_told_the_padding(tiny_model):
@@ -145,13 +123,3 @@ def test_eager_attention_can_be_told_the_padding(tiny_model):
         # What was decoded depends on the last bits of attention
         prompts = (layer.materialize("keys")[:, :, : input_ids.shape[1]] for layer in (told, shown))
         assert torch.allclose(*prompts, atol=1e-3)
-
-
-def test_without_config_every_layer_is_compressed(tiny_llama):
-    cache = GEARCache()
-    generate(tiny_llama, prompt(tiny_llama), cache)
-    assert cache.stats()["layers_compressing"] == 2
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    assert cache.memory().total_bytes == 0
-    assert cache.stats()["tokens_compressed"] == 0

@@ -13,29 +13,12 @@ from kvcache_plugins.registry import check_caches
 
 
 QUANTIZED = [
-    {"nbits": 4},
-    {"key_nbits": 4},
-    {"value_nbits": 2},
-    {"q_group_size": 32},
-    {"sparsity": 0.01},
-    {"key_sparsity": 0.0},
-    {"rank": 0},
-    {"value_rank": 2},
-    {"decode_rank": 1},
-    {"key_decode_rank": 1},
-    {"num_iterations": 2},
-    {"low_rank_recent_ratio": 0.5},
-    {"rotate_values": False},
-    {"key_backbone": "kivi"},
+    *({"nbits": 4}, {"key_nbits": 4}, {"value_nbits": 2}, {"q_group_size": 32}, {"sparsity": 0.01}),
+    *({"key_sparsity": 0.0}, {"rank": 0}, {"value_rank": 2}, {"decode_rank": 1}, {"key_decode_rank": 1}),
+    *({"num_iterations": 2}, {"low_rank_recent_ratio": 0.5}, {"rotate_values": False}, {"key_backbone": "kivi"}),
     {"backbone": "per-token"},
 ]
-SHARED = [
-    {},
-    {"residual_length": 64},
-    {"num_sink_tokens": 0},
-    {"quantizer": "trellis"},
-    {"sliding": "dense"},
-]
+SHARED = [{}, {"residual_length": 64}, {"num_sink_tokens": 0}, {"quantizer": "trellis"}, {"sliding": "dense"}]
 
 
 def test_class_and_short_name_are_the_same(tiny_llama):

@@ -51,15 +51,10 @@ def count(llama, capsys, prompt, num_steps, most):
     """Counts the last of some steps behind a prompt, or with none the prompt."""
     cache, token_ids = GEARCache(), torch.arange(prompt)[None] % 64
     inputs = [token_ids, *(token_ids[:, :1] for _ in range(num_steps))]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.no_grad():
-            for each in inputs[:-1]:
-                llama(each, **as_argument(cache))
-            calls = functions_of_a_layer(lambda: llama(inputs[-1], **as_argument(cache)), is_coding=not num_steps)
-    finally:
-        torch.set_num_threads(threads)
+    with torch.no_grad():
+        for each in inputs[:-1]:
+            llama(each, **as_argument(cache))
+        calls = functions_of_a_layer(lambda: llama(inputs[-1], **as_argument(cache)), is_coding=not num_steps)
     counts, files = Counter(calls), {path for path, _ in calls}
     lines = [f"{len(counts)} functions in {len(files)} files, {len(calls)} calls"]
     lines += [f"{times:3d} {path} {name}" for (path, name), times in counts.items()]

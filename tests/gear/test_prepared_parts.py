@@ -39,7 +39,7 @@ def attend(layer, query, keys, values, mask=None):
 
 
 def attend_anew(layer, query, keys, values):
-    """The same with nothing prepared."""
+    """Attends with nothing prepared."""
     states = layer.update(keys, values)
     layer._prepared = None
     return F.scaled_dot_product_attention(query, *states, enable_gqa=True)

@@ -37,7 +37,7 @@ def attend(layer, new, query, mask):
 
 
 def feed(layers, window, num_new, padding, what):
-    """The same attention over all layers, the first of which says what it has to be."""
+    """Attends over all layers, the first of which says what the output has to be."""
     new = states(len(padding), num_new)
     query = torch.randn(len(padding), 2 * NUM_HEADS, num_new, HEAD_DIM)
     outputs = []

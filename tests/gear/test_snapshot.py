@@ -160,12 +160,6 @@ def test_sliding_layers_beyond_their_window(tiny_model, tmp_path):
     assert difference.abs().max() < 1e-5
 
 
-def test_states_of_another_model_are_refused(tiny_model):
-    cache, *_ = filled(tiny_model("llama"))
-    with pytest.raises(ValueError, match="made for a model of 2 key/value heads, but layer 0"):
-        tiny_model("llama-mha")(torch.zeros(2, 1, dtype=torch.long), past_key_values=cache)
-
-
 def test_what_crop_and_batch_operations_leave_can_be_saved(tiny_llama, tmp_path):
     """Saves caches that no single prompt makes: cut into the padding of an item, into a block, down to nothing."""
     path = tmp_path / "cache.safetensors"

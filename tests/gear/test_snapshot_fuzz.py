@@ -172,16 +172,6 @@ def forged(content: bytes, rng: random.Random) -> bytes:
     return signed(header, document, data)
 
 
-def check(subject: Subject, num_damaged: int, num_forged: int) -> None:
-    rng = random.Random(0)
-    outcomes = Counter(subject.outcome(damaged(subject.content, rng)) for _ in range(num_damaged))
-    # Nothing but copying equal bytes over each other leaves a file as it was
-    assert outcomes["refused"] + outcomes["same"] == num_damaged and outcomes["refused"] > 0.95 * num_damaged
-    of_forged = Counter(subject.outcome(forged(subject.content, rng)) for _ in range(num_forged))
-    # Both are reached: a file that is refused, and attention over what it holds
-    assert of_forged["refused"] > num_forged / 3 and of_forged["different"] + of_forged["same"] > num_forged / 20
-
-
 def test_checksum_of_the_test_is_that_of_the_file(subject):
     assert subject.outcome(signed(*parts(subject.content))) == "same"
 
@@ -195,10 +185,12 @@ def test_endless_iterations_are_refused(subject, number):
     assert subject.outcome(signed(header, document, data)) == "refused"
 
 
-def test_damaged_and_forged_files(subject):
-    check(subject, 40, 70)
-
-
-@pytest.mark.long
-def test_damaged_and_forged_files_at_length(subject):
-    check(subject, 3400, 1200)
+@pytest.mark.parametrize(("num_damaged", "num_forged"), [(40, 70), pytest.param(3400, 1200, marks=pytest.mark.long)])
+def test_damaged_and_forged_files(subject, num_damaged, num_forged):
+    rng = random.Random(0)
+    outcomes = Counter(subject.outcome(damaged(subject.content, rng)) for _ in range(num_damaged))
+    # Nothing but copying equal bytes over each other leaves a file as it was
+    assert outcomes["refused"] + outcomes["same"] == num_damaged and outcomes["refused"] > 0.95 * num_damaged
+    of_forged = Counter(subject.outcome(forged(subject.content, rng)) for _ in range(num_forged))
+    # Both are reached: a file that is refused, and attention over what it holds
+    assert of_forged["refused"] > num_forged / 3 and of_forged["different"] + of_forged["same"] > num_forged / 20

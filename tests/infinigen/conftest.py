@@ -5,18 +5,13 @@ has done, and all that came before events that the stream waited for. On a GPU n
 """
 
 import os
-import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
+from decoding import make_model
 
 from kvcache_plugins.infinigen import pool, staging
-
-
-# What the tests of this folder share is found by its name: `decoding`
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 class FakeStream:
@@ -102,7 +97,7 @@ class FakeCuda:
             self.current = before
 
     def use_kernel(self, kernel):
-        """What transfers by: `"triton"`, in its interpreter, or the host, `"torch"`."""
+        """Chooses what transfers: `"triton"`, in its interpreter, or the host, `"torch"`."""
         if kernel == "triton":
             pytest.importorskip("triton")
             if os.environ.get("TRITON_INTERPRET") != "1":
@@ -112,6 +107,12 @@ class FakeCuda:
     def serve_every_pool(self):
         """Every pool takes its tokens for a GPU's from now on."""
         self.monkeypatch.setattr(pool, "is_gpu", lambda device: True)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """A random Llama of three layers and two key/value heads of 16; leave it as it was."""
+    return make_model()
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""What tests of this folder share: a tiny Llama of three layers, token ids for it, and its logits token by token."""
+"""Makes a tiny Llama of three layers, token ids for it, and its logits token by token."""
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 
 EVERYTHING = {"alpha": float("inf"), "max_fetch_ratio": 1.0, "full_layers": (), "speculate": True}
@@ -43,15 +43,6 @@ def decode_logits(model, cache, prompt, steps, mask=None) -> torch.Tensor:
             options = {"attention_mask": mask, "position_ids": positions}
         logits.append(model(part, past_key_values=cache, **options).logits[:, -1])
     return torch.stack(logits, dim=1)
-
-
-def kl_to_dense(model, cache, prompt, steps) -> float:
-    """Mean KL(dense || cache) of single steps after a prompt through the cache."""
-    expected, found = (
-        decode_logits(model, each, prompt, steps)[:, 1:].double().log_softmax(-1)
-        for each in (DynamicCache(config=model.config), cache)
-    )
-    return float((expected.exp() * (expected - found)).sum(dim=-1).mean())
 
 
 def assert_same(actual, expected, tolerance: float = 1e-4) -> None:

@@ -1,4 +1,4 @@
-"""What a layer holds and hands out whose tokens are rows of a codec, by the kernel and in plain PyTorch."""
+"""Layers whose tokens are rows of a codec: what they hold and hand out, by the kernel and in plain PyTorch."""
 
 from pathlib import Path
 

@@ -224,9 +224,3 @@ def test_a_full_disk_is_an_error_and_nothing_is_lost(tiny_llama, tmp_path, monke
         for _ in range(100):
             tiny_llama(torch.randint(3, 128, (1, 1)), past_key_values=cache)
     assert cache.layers[1].pool.num_slots >= length - 40
-
-
-@pytest.mark.parametrize("folder", ["missing", 3])
-def test_folders_that_are_none_are_refused(tiny_llama, folder):
-    with pytest.raises(ValueError, match="`pool_folder`"):
-        InfiniGenCache(tiny_llama, pool_folder=folder)

@@ -1,4 +1,4 @@
-"""What a layer does on a GPU: it attends as on a CPU, in the right order, and its host asks for nothing.
+"""A layer on a GPU attends as on a CPU, in the right order, and its host asks for nothing.
 
 There is no GPU here: see `conftest.py` for what stands in for one. Tensors on the `meta` device stand for what a host
 cannot know: they have shapes and no numbers, and whatever would wait for a GPU to read one raises.
@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from decoding import EVERYTHING, GROUPED, assert_same, decode_logits, make_model, tokens
+from decoding import EVERYTHING, GROUPED, assert_same, decode_logits, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
@@ -34,11 +34,6 @@ def gpu(cuda, request):
 def meta_llama():
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(LlamaConfig(**GROUPED)).eval()
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return make_model()
 
 
 class StagedNow:

@@ -26,7 +26,7 @@ def kernel(monkeypatch, request):
 
 @pytest.fixture
 def must_not_wait():
-    """What makes the host wait raises; used as a function, so that what is compiled first may."""
+    """Has whatever makes the host wait raise; used as a function, so that what is compiled first may."""
     yield lambda: torch.cuda.set_sync_debug_mode("error")
     torch.cuda.set_sync_debug_mode("default")
 

@@ -50,16 +50,6 @@ def fetch(pool, selection):
     assert_staged(start(pool, selection).wait(), pool, selection)
 
 
-def test_rows_are_staged(transfers):
-    """Of several pages and of one, with none chosen and nothing to choose."""
-    pool, none = make_pool(), torch.zeros(2, 3, dtype=torch.int64)
-    for num_chosen in (1, 63, 129):
-        fetch(pool, make_selection(pool, num_chosen))
-    pool = make_pool(num_tokens=20, dtype=torch.float16)
-    for selection in (make_selection(pool, 7), make_selection(pool, 7, none), make_selection(pool, 0, none)):
-        fetch(pool, selection)
-
-
 def test_pages_that_are_added_or_replaced_are_found(transfers):
     pool = make_pool(num_tokens=30)
     more = torch.randn(2, 3, PAGE_TOKENS, 13, generator=torch.Generator().manual_seed(4)).split([8, 5], dim=3)

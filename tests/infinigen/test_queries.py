@@ -179,6 +179,7 @@ def errors(made, captured):
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equal_those_of_attention_in_every_layer(family, dtype, capture):
@@ -241,14 +242,6 @@ class WholeWeight(nn.Parameter):
         raise NotImplementedError
 
 
-def hook_output(projection):
-    projection.register_forward_hook(lambda module, args, output: 2 * output + 1)
-
-
-def hook_input(projection):
-    projection.register_forward_pre_hook(lambda module, args: (2 * args[0] + 1,))
-
-
 def replace_forward(projection):
     """As Accelerate does, to bring weights that are elsewhere."""
     forward = projection.forward
@@ -263,12 +256,18 @@ def replace_type(projection):
     projection.__class__ = Adapted
 
 
-def replace_weight(projection):
-    projection.weight = WholeWeight(2 * projection.weight.data)
+CHANGES = {
+    "hook_output": lambda projection: projection.register_forward_hook(lambda module, args, output: 2 * output + 1),
+    "hook_input": lambda projection: projection.register_forward_pre_hook(lambda module, args: (2 * args[0] + 1,)),
+    "replace_forward": replace_forward,
+    "replace_type": replace_type,
+    "replace_weight": lambda projection: setattr(projection, "weight", WholeWeight(2 * projection.weight.data)),
+}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", ["llama", *FUSED])
-@pytest.mark.parametrize("change", [hook_output, hook_input, replace_forward, replace_type, replace_weight])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_whatever_a_projection_is_made_to_do_counts(family, change, capture):
     model = build(*FAMILIES[family])
     ids = torch.arange(3, 20)[None]

@@ -1,15 +1,10 @@
-"""Engines and levels of instructions in turn; `kernel_cases`, which these tests share, is found by its name."""
+"""Engines and levels of instructions in turn, and the cases of `kernel_cases`."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-
-sys.path.insert(0, str(Path(__file__).parent))
 from kernel_cases import GROUPS, ROWS
 
 from kvcache_plugins.kernels import library

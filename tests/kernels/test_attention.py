@@ -21,11 +21,7 @@ from kvcache_plugins.codecs.outliers import index_dtype
 from kvcache_plugins.codecs.parts import CompressedPart, DensePart
 from kvcache_plugins.codecs.quantizers import QUANTIZERS
 from kvcache_plugins.codecs.rows import RowCodec
-from kvcache_plugins.kernels.attention import (
-    OnlineAttention,
-    attend,
-    prepare_tokens,
-)
+from kvcache_plugins.kernels.attention import OnlineAttention, attend, prepare_tokens
 from kvcache_plugins.kernels.compiled import call_of
 from kvcache_plugins.kernels.engine import choose_flash
 from kvcache_plugins.kernels.masks import combine_masks, leading_padding, mask_columns, slice_mask
@@ -126,36 +122,23 @@ def test_threads_share_a_sequence(row_case, group_case, num_threads):
     check(group_case, parts, "compiled", factor=4)
 
 
-@pytest.mark.cases("wide")
-def test_a_prepared_call_attends_to_tokens_to_come(row_case, level):
-    part, (keys, values) = row_part(row_case, padding=[0, 40]), torch.randn(2, 2, 2, 9, 64)
-    call = prepare_tokens(make_query(row_case), [part, DensePart(keys, values, 1, None)], 2, 0.125)
+@pytest.mark.cases("wide", "k4v3", "kcvt")
+def test_a_prepared_call_attends_to_tokens_to_come(case, level):
+    part = any_part(case) if isinstance(case, Groups) else row_part(case, padding=[0, 40])
+    heads, (keys, values) = case.num_heads, torch.randn(2, 2, case.num_heads, 9, 64)
+    call = prepare_tokens(make_query(case), [part, DensePart(keys, values, 1, None)], heads, 0.125)
     for length in (2, 3, 9):
-        query, newest = make_query(row_case), (torch.randn(2, 2, 1, 64), torch.randn(2, 2, 1, 64))
+        query, newest = make_query(case), torch.randn(2, 2, heads, 1, 64).unbind()
         output = call.attend(query, 0.125, (keys, values), length, call.accept(*newest))
         assert torch.equal(keys[:, :, length - 1 : length], newest[0])
-        expected = exact_attention(query, [part, DensePart(keys, values, length, None)], 2)
-        torch.testing.assert_close(output.double(), expected, atol=3e-5, rtol=0)
-    for wrong in (newest[0].half(), newest[0][:1], torch.zeros(2, 2, 1, 128)[..., ::2]):
-        assert call.accept(wrong, wrong) is None
-        with pytest.raises(ValueError, match="newest"):
-            call.attend(query, 0.125, (keys, values), 9, (wrong, wrong))
-    with pytest.raises(ValueError, match="in use"):
-        call.attend(query, 0.125, (keys, values), 10, None)
-    # Others than it was prepared for
+        parts = [part, DensePart(keys, values, length, None)]
+        torch.testing.assert_close(output.double(), exact_attention(query, parts, heads), atol=3e-5, rtol=0)
+        # And to the bit what a call made anew does
+        assert torch.equal(call.attend(query, 0.125, (keys, values), length, None), output)
+        assert torch.equal(attend(query, parts, heads, 0.125, "compiled"), output)
+    # Others than it was prepared for; what tokens it takes: `tests/gear/test_prepared_parts.py`
     assert call.attend(query, 0.5, (keys, values), 9, None) is None
     assert call.attend(query.half(), 0.125, (keys, values), 9, None) is None
-
-
-@pytest.mark.cases("k4v3", "kcvt")
-def test_prepared_calls_equal_those_made_anew(group_case, level):
-    part, dense = group_part(group_case, rank=2, sparsity=0.02), dense_part(group_case, 1)
-    heads, storage = group_case.num_heads, (dense.keys, dense.values)
-    call = prepare_tokens(make_query(group_case), [part, dense], heads, None)
-    for length in (1, 2, 3):
-        query = make_query(group_case)
-        expected = attend(query, [part, DensePart(*storage, length, None)], heads, kernel="compiled")
-        assert torch.equal(call.attend(query, None, storage, length, None), expected)
 
 
 @pytest.mark.cases("wide", "k4v3")

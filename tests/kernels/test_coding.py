@@ -251,15 +251,15 @@ def test_heads_of_most_channels_and_more(in_torch, length):
         assert table.decode(rows).shape == states.shape
 
 
-@pytest.mark.parametrize(("width", "known"), [(2, 1.26), (3, 1.39), (4, 1.58)])
+@pytest.mark.parametrize(("width", "known"), [(1, None), (2, 1.26), (3, 1.39), (4, 1.58), (5, None), (6, None)])
 def test_rows_of_64_are_within_five_percent_of_endless_trellises(width, known):
     """Mean squared error over the Gaussian bound, beginnings, scales of a byte and all."""
     states = torch.randn(1, 1, 10000, 64)
     widths = torch.full((1, 1, 8), width, dtype=torch.uint8)
     table = RowTable(None, None, torch.ones(1, 1, 1).half(), widths, 1 + 8 * width, 64, True, quantizer="trellis")
-    error = (table.decode(table.encode(states)) - states).square().mean()
-    assert float(error) * 4**width < 1.05 * known
-    assert float(error) == pytest.approx(QUANTIZERS["trellis"].distortions[width], rel=0.02)
+    error = float((table.decode(table.encode(states)) - states).square().mean())
+    assert known is None or error * 4**width < 1.05 * known
+    assert error == pytest.approx(QUANTIZERS["trellis"].distortions[width], rel=0.02)
 
 
 @pytest.mark.parametrize("is_key", [True, False], ids=["keys", "values"])

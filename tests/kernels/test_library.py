@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -128,6 +129,12 @@ def tasks_done(num_threads: int) -> list[int]:
     return done
 
 
+def called_at_once(function):
+    """Calls a function in four threads of Python, and returns what each gets."""
+    with ThreadPoolExecutor(4) as callers:
+        return [each.result() for each in [callers.submit(function) for _ in range(4)]]
+
+
 @needs_library
 @pytest.mark.parametrize("num_threads", [1, 2, 5], indirect=True)
 class TestThreads:
@@ -149,31 +156,19 @@ class TestThreads:
         assert sorted(tasks_done(num_threads)) == list(range(NUM_TASKS))
 
     def test_several_callers_at_once(self, num_threads, pool):
-        results = []
-        callers = [threading.Thread(target=lambda: results.append(tasks_done(num_threads))) for _ in range(4)]
-        for caller in callers:
-            caller.start()
-        for caller in callers:
-            caller.join()
+        results = called_at_once(lambda: tasks_done(num_threads))
         assert [sorted(done) for done in results] == [list(range(NUM_TASKS))] * 4
 
     def test_a_kernel_says_the_same_from_several_callers(self, num_threads, pool):
         query, keys, values = torch.randn(1, 4, 1, 64), torch.randn(1, 2, 3000, 64), torch.randn(1, 2, 3000, 48)
         expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
-        results = []
 
         def attend():
             call = AttentionCall(query, 2, 48, 64**-0.5)
             call.add_exact(DensePart(keys, values, 3000, None))
-            results.append(call.run())
+            return call.run()
 
-        callers = [threading.Thread(target=attend) for _ in range(4)]
-        for caller in callers:
-            caller.start()
-        for caller in callers:
-            caller.join()
-        assert len(results) == 4
-        for result in results:
+        for result in called_at_once(attend):
             torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
     def test_a_forked_process_has_one(self, monkeypatch, num_threads):

@@ -24,10 +24,7 @@ call.add_exact(DensePart(torch.zeros(1, 1, 100, 64), torch.zeros(1, 1, 100, 64),
 call.parts[0].length = {}
 PreparedCall(call, call.query).attend_now(call.query)
 """
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc and its sanitizers"),
-]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc and its sanitizers")]
 
 
 @pytest.fixture(scope="module")

@@ -102,15 +102,6 @@ class TestLargest:
         values, indices = largest(torch.tensor([[torch.nan, 1.0, 2.0]]), 3)
         assert (values.tolist(), indices.tolist()) == ([[2.0, 1.0, -torch.inf]], [[2, 1, 0]])
 
-    @pytest.mark.parametrize("length", [1, 63, 129])
-    def test_the_heaviest_are_those_of_pytorch(self, length, level):
-        scores, resident = torch.randn(2, 3, 2, length), torch.randn(2, 3, 2, 5)
-        weights = torch.cat([scores, resident], dim=3).softmax(dim=3).mean(dim=2)[..., :length]
-        bounds = compiled.ChoiceBounds(first=0, newest=length, least=0.5 / length, cap=length, limit=length)
-        slots, count = compiled.choose_heaviest(scores, resident, bounds)
-        assert torch.equal(count, (weights >= 0.5 / length).sum(dim=2))
-        assert torch.equal(slots[0, 0, : count[0, 0]], weights[0, 0].argsort(descending=True)[: count[0, 0]])
-
 
 class Chosen(NamedTuple):
     """Sizes of what is attended to."""

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of KV-Runahead do: each function runs in processes of its own, by `run_ranks`.
+"""Programs of the ranks of the tests of KV-Runahead: each runs in processes of its own, by `run_ranks`.
 
 A module with a name of its own, not a test file: the processes import it.
 """

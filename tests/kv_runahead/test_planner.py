@@ -335,7 +335,7 @@ def test_search_of_many_ranks_moves_two_boundaries_at_a_time() -> None:
 @settings(max_examples=20, deadline=None)
 @given(data=st.data(), num_ranks=st.integers(1, 6))
 def test_search_is_never_worse_than_its_start(data: st.DataObject, num_ranks: int) -> None:
-    """Whatever it measures: here a random number for each partition."""
+    """Measures a random number for each partition."""
     start = tuple(data.draw(st.lists(st.integers(1, 40), min_size=num_ranks, max_size=num_ranks)))
     seconds: dict[tuple[int, ...], float] = {}
     random = data.draw(st.randoms(use_true_random=False))

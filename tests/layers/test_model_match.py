@@ -27,23 +27,21 @@ def lengths(cache):
 
 
 @pytest.mark.parametrize("cache_class", CACHES)
-def test_a_config_with_fewer_layers(cache_class, tiny_llama, tiny_model):
-    cache = cache_class(tiny_llama.config)
-    with pytest.raises(ValueError, match="made for a model of 2 layers, but .* has more: make one with"):
-        generate(tiny_model("llama", num_hidden_layers=4), prompt(), cache)
-    assert lengths(cache) == [0, 0]
-    input_ids = prompt()
-    expected = generate(tiny_llama, input_ids, cache_class(tiny_llama.config))
-    assert torch.equal(generate(tiny_llama, input_ids, cache), expected)
-
-
-@pytest.mark.parametrize("cache_class", CACHES)
-def test_a_config_with_more_layers(cache_class, tiny_llama, tiny_model):
-    cache = cache_class(tiny_model("llama", num_hidden_layers=4).config)
-    with pytest.raises(ValueError, match=f"model of 4 layers, but the last forward had states for 2 .*{ANOTHER}"):
-        generate(tiny_llama, prompt(), cache)
-    cache.reset()
-    generate(tiny_model("llama", num_hidden_layers=4), prompt(), cache)
+def test_another_models_config(cache_class, tiny_llama, tiny_model):
+    deeper, wider = tiny_model("llama", num_hidden_layers=4), tiny_model("llama-mha")
+    for own, other, message in (
+        (tiny_llama, deeper, "made for a model of 2 layers, but .* has more: make one with"),
+        (tiny_llama, wider, "made for a model of 2 key/value heads, but layer 0 .* has 4"),
+        (deeper, tiny_llama, f"model of 4 layers, but the last forward had states for 2 .*{ANOTHER}"),
+    ):
+        cache, input_ids = cache_class(own.config), prompt()
+        with pytest.raises(ValueError, match=message):
+            generate(other, input_ids, cache)
+        if own is deeper:
+            cache.reset()
+        assert not any(lengths(cache))
+        expected = generate(own, input_ids, cache_class(own.config))
+        assert torch.equal(generate(own, input_ids, cache), expected)
 
 
 @pytest.mark.parametrize("cache_class", CACHES)
@@ -61,15 +59,6 @@ def test_a_cache_that_another_model_has_filled(cache_class, tiny_llama, tiny_mod
         generate(wider, longer, cache)
     assert lengths(cache)[:2] == [151, 151]
     assert torch.equal(generate(tiny_llama, longer, cache), generate(tiny_llama, longer, untouched))
-
-
-@pytest.mark.parametrize("cache_class", CACHES)
-def test_other_heads_than_the_configs(cache_class, tiny_llama, tiny_model):
-    cache = cache_class(tiny_llama.config)
-    with pytest.raises(ValueError, match="made for a model of 2 key/value heads, but layer 0 .* has 4"):
-        generate(tiny_model("llama-mha"), prompt(), cache)
-    assert lengths(cache) == [0, 0]
-    generate(tiny_llama, prompt(), cache)
 
 
 def test_heads_that_a_config_names(tiny_model):
@@ -117,6 +106,7 @@ def test_a_second_prompt_that_is_not_longer(name, padded, length, tiny_llama):
     assert torch.equal(generate(tiny_llama, second, cache, attention_mask=mask), expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["gear-2bit", "h2o", "infinigen", "infinigen-gear"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3-hybrid", "gpt2", "opt"])
 def test_what_goes_on_is_not_refused(name, architecture, tiny_model):

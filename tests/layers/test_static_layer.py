@@ -179,14 +179,6 @@ def test_what_cannot_stand_still_is_named(architecture, options, message, tiny_m
         GEARCache(model, **options)
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.slow
 def test_generate_compiles_steps_by_itself(tiny_llama, fresh_dynamo):
     # As it does on GPUs

@@ -1,7 +1,6 @@
 """Names resolve to packages, hub names or themselves; a conversion is done once, whole or not at all."""
 
-import subprocess
-import sys
+import os
 from importlib import metadata
 from pathlib import Path
 
@@ -11,23 +10,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_plugins.models import reference_model
 from kvcache_plugins.models.reference_model import load_model, models_folder, reference_models, resolve_model
-
-
-# A process of the user's that is killed within a conversion
-KILLED = """
-import os
-from importlib import metadata
-from kvcache_plugins.models import reference_model
-
-def convert(packaged, folder):
-    folder.mkdir()
-    (folder / "a").write_text("half")
-    os._exit(9)
-
-metadata.version = lambda distribution: "1.0"
-reference_model._convert = convert
-reference_model.resolve_model("smollm2")
-"""
 
 
 @pytest.fixture
@@ -111,8 +93,20 @@ def test_an_interrupted_conversion_leaves_nothing(home: Path, monkeypatch, error
     assert [path.name for path in (home / "models").iterdir() if path.is_dir()] == []
 
 
-def test_a_killed_conversion_is_cleaned_up_by_the_next(home: Path) -> None:
-    assert subprocess.run([sys.executable, "-c", KILLED], check=False).returncode == 9
+def test_a_killed_conversion_is_cleaned_up_by_the_next(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def convert(packaged: object, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "a").write_text("half")
+        os._exit(9)
+
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(reference_model, "_convert", convert)
+        try:
+            resolve_model("smollm2")
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     partial = home / "models" / "smollm2-1.0-float32.partial"
     assert (partial / "a").exists() and not partial.with_suffix("").exists()
     assert [path.name for path in Path(resolve_model("smollm2")).iterdir()] == ["config.json"]

@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import importlib.util
 import os
 import re
 from pathlib import Path
@@ -55,13 +54,9 @@ def displays(source: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def executor() -> ModuleType:
+def executor(load_file) -> ModuleType:
     """`notebooks/execute.py`, which is no part of the package."""
-    spec = importlib.util.spec_from_file_location("notebooks_execute", NOTEBOOKS / "execute.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_file(NOTEBOOKS / "execute.py")
 
 
 def test_all_notebooks_are_tested() -> None:
@@ -149,18 +144,3 @@ def test_stderr_and_times_are_left_out(executor: ModuleType, tmp_path: Path) -> 
     (cell,) = notebook.cells
     assert "".join(output.text for output in cell.outputs) == f"out\n{tmp_path.resolve()}\n"
     assert cell.metadata == {}
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("x = 1", False),
-        ("x = 1\nx", True),
-        ("for i in range(2):\n    print(i)", True),
-        ("def f():\n    print(1)", False),
-        ("import a\na.run(1)", False),
-        ("plt.show()", True),
-    ],
-)
-def test_what_displays(source: str, expected: bool) -> None:
-    assert displays(source) is expected

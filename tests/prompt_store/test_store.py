@@ -7,17 +7,10 @@ import torch
 from kvcache_plugins import GEARCache, PromptStore, create_cache
 
 
-NAMES = [
-    "gear",
-    "gear-4bit",
-    "gear-2bit",
-    "kivi-2bit",
-    "per-token-2bit",
-    "gear-k4v3",
-    "gear-t16",
-    "gear-t30",
-]
-HYBRID_NAMES = ["gear", "gear-2bit"]
+# Rows and groups, without and with low rank and outliers; the others differ from these in bits
+DAILY = [("llama", "gear"), ("llama", "gear-4bit"), ("llama", "kivi-2bit"), ("gemma3-hybrid", "gear-2bit")]
+NAMES = ("gear", "gear-4bit", "gear-2bit", "kivi-2bit", "per-token-2bit", "gear-k4v3", "gear-t16", "gear-t30")
+OTHERS = [(architecture, name) for architecture in ("llama", "gemma3-hybrid") for name in NAMES]
 
 
 def prompt(num_tokens: int) -> torch.Tensor:
@@ -30,11 +23,7 @@ def generate(model, input_ids, cache, **options):
 
 @pytest.mark.parametrize(
     ("architecture", "name"),
-    [
-        *(("llama", name) for name in NAMES),
-        *(("gemma3-hybrid", name) for name in HYBRID_NAMES),
-        *(pytest.param("gemma3-hybrid", name, marks=pytest.mark.long) for name in NAMES if name not in HYBRID_NAMES),
-    ],
+    [*DAILY, *(pytest.param(*case, marks=pytest.mark.long) for case in OTHERS if case not in DAILY)],
 )
 def test_equals_reading_in_blocks(tiny_model, tmp_path, assert_same, read_in_blocks, architecture, name):
     model, input_ids = tiny_model(architecture), prompt(900)

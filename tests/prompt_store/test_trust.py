@@ -1,5 +1,4 @@
-"""Whatever happens to a store, a cache from it is right or there is none: damage, killed writers, a full disk, and
-several writers at once."""
+"""A cache from a store is right or there is none: after damage, killed and several writers, and a full disk."""
 
 import os
 import random
@@ -234,7 +233,9 @@ class Rounds:
         clear(self.folder)
 
 
-def play(rounds: Rounds, count: int) -> None:
+@pytest.mark.parametrize("count", [20, pytest.param(500, marks=pytest.mark.long)])
+def test_random_rounds(tiny_llama, tmp_path, read_in_blocks, assert_same, count):
+    rounds = Rounds(tiny_llama, tmp_path, read_in_blocks, assert_same)
     events = [rounds.kill, rounds.damage, rounds.two_writers, rounds.full_disk, rounds.little_room, rounds.damage]
     for number in range(count):
         with warnings.catch_warnings():
@@ -249,12 +250,3 @@ def play(rounds: Rounds, count: int) -> None:
     assert find_damaged(rounds.folder) == {}
     rounds.remove()
     assert [path for path in rounds.folder.rglob("*") if path.is_file()] == [rounds.folder / ".lock"]
-
-
-def test_random_rounds(tiny_llama, tmp_path, read_in_blocks, assert_same):
-    play(Rounds(tiny_llama, tmp_path, read_in_blocks, assert_same), 20)
-
-
-@pytest.mark.long
-def test_many_random_rounds(tiny_llama, tmp_path, read_in_blocks, assert_same):
-    play(Rounds(tiny_llama, tmp_path, read_in_blocks, assert_same), 500)

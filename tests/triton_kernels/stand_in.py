@@ -104,3 +104,14 @@ def stand_in_driver(capability: int = 90) -> Iterator[StandIn]:
         driver._active = before
         for function in used:
             function.device_caches.clear()
+
+
+def make_model(head_dim: int, num_layers: int = 1, dtype: torch.dtype = torch.float32, num_heads: int = 4) -> Any:
+    """A random Llama of two key/value heads."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = {"vocab_size": 32, "hidden_size": num_heads * head_dim, "intermediate_size": 64, "eos_token_id": None}
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": 2, "num_hidden_layers": num_layers}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads)).eval().to(dtype)

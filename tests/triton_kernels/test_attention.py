@@ -26,60 +26,42 @@ def shape(head_dim, nbits=2, batch=1, heads=2, groups=4, queries=1, chunk=64, ch
     return Groups(batch, heads, groups, queries, chunk * chunks - cut, chunks, chunk, *sides)
 
 
+def case(sizes, options=None, dtype=torch.float32, mask=None):
+    """Sizes, options of `group_part`, dtype of the query, and mask."""
+    return sizes, options or {}, dtype, mask
+
+
 GEAR = {"rank": 4, "sparsity": 0.02}
-# Sizes, options of `group_part`, dtype of the query, and mask
+KEYS_20_VALUES_25 = {"keys": ("channel", 20), "values": ("channel", 25)}
 CASES = {
-    "kcvt": (shape(64), {}, torch.float32, None),
-    "gear": (shape(64, batch=2, groups=1, chunk=20, chunks=5, cut=7), GEAR, torch.float32, None),
-    "gear-3bit": (
+    "kcvt": case(shape(64)),
+    "gear": case(shape(64, batch=2, groups=1, chunk=20, chunks=5, cut=7), GEAR),
+    "gear-3bit": case(
         shape(64, 3, groups=3, chunk=100, chunks=2, cut=1, queries=2),
-        {"rank": 4, "a_tokens": 17, "sparsity": 0.03},
-        HALF,
-        "heads alike",
+        *({"rank": 4, "a_tokens": 17, "sparsity": 0.03}, HALF, "heads alike"),
     ),
-    "rotated-d80": (
-        shape(80, heads=1, groups=8, chunk=100, chunks=2, cut=99, values=("token", 16)),
-        {**GEAR, "is_rotated": True},
-        torch.float32,
-        None,
+    "rotated-d80": case(
+        shape(80, heads=1, groups=8, chunk=100, chunks=2, cut=99, values=("token", 16)), {**GEAR, "is_rotated": True}
     ),
-    "gear-d20-8bit": (
-        shape(20, 8, chunk=20, values=("channel", None)),
-        {"rank": 8, "sparsity": 0.1},
-        torch.float32,
-        "padding",
+    "gear-d20-8bit": case(
+        shape(20, 8, chunk=20, values=("channel", None)), {"rank": 8, "sparsity": 0.1}, mask="padding"
     ),
     # Narrower than what a product takes
-    "gear-d8": (shape(8, 4), {"sparsity": 0.1}, torch.float32, None),
-    "gear-3bit-d20": (shape(20, 3, batch=3, keys=("token", None)), {"sparsity": 0.05}, torch.float32, None),
-    "gear-d96-4bit": (shape(96, 4, cut=40), {"rank": 3, "sparsity": 0.02}, BRAIN, None),
-    "gear-d128": (shape(128, groups=3, chunks=2), GEAR, BRAIN, "each head"),
-    "gear-d256": (shape(256, heads=1, chunks=2, cut=5), GEAR, HALF, None),
-    "kivi": (shape(64, chunk=128, chunks=2, cut=30, keys=("channel", 32), values=("token", 32)), {}, HALF, None),
-    "kivi-64-of-128": (
-        shape(64, 4, chunk=128, chunks=2, keys=("channel", 64), values=("token", 16)),
-        {},
-        torch.float32,
-        None,
-    ),
-    "odd-groups": (
-        shape(64, heads=1, chunk=100, chunks=2, keys=("channel", 20), values=("channel", 25)),
-        {"sparsity": 0.02},
-        torch.float32,
-        None,
-    ),
-    "token-groups-d80": (shape(80, 4, cut=1, keys=("token", 20), values=("token", 40)), {}, torch.float32, None),
-    "d32-many-queries": (shape(32, queries=13), {}, torch.float32, "lowest"),
-    "sixty-four-rows": (shape(64, queries=16, chunks=2, heads=1), GEAR, torch.float32, "added"),
-    "masked-out": (shape(64, batch=2), GEAR, torch.float32, "padding"),
-    "padding-added": (shape(64, batch=3), {}, HALF, "added"),
+    "gear-d8": case(shape(8, 4), {"sparsity": 0.1}),
+    "gear-3bit-d20": case(shape(20, 3, batch=3, keys=("token", None)), {"sparsity": 0.05}),
+    "gear-d96-4bit": case(shape(96, 4, cut=40), {"rank": 3, "sparsity": 0.02}, BRAIN),
+    "gear-d128": case(shape(128, groups=3, chunks=2), GEAR, BRAIN, "each head"),
+    "gear-d256": case(shape(256, heads=1, chunks=2, cut=5), GEAR, HALF),
+    "kivi": case(shape(64, chunk=128, chunks=2, cut=30, keys=("channel", 32), values=("token", 32)), dtype=HALF),
+    "kivi-64-of-128": case(shape(64, 4, chunk=128, chunks=2, keys=("channel", 64), values=("token", 16))),
+    "odd-groups": case(shape(64, heads=1, chunk=100, chunks=2, **KEYS_20_VALUES_25), {"sparsity": 0.02}),
+    "token-groups-d80": case(shape(80, 4, cut=1, keys=("token", 20), values=("token", 40))),
+    "d32-many-queries": case(shape(32, queries=13), mask="lowest"),
+    "sixty-four-rows": case(shape(64, queries=16, chunks=2, heads=1), GEAR, mask="added"),
+    "masked-out": case(shape(64, batch=2), GEAR, mask="padding"),
+    "padding-added": case(shape(64, batch=3), dtype=HALF, mask="added"),
     **{
-        f"prompt-{length}": (
-            shape(64, heads=1, chunk=length, chunks=1),
-            {**GEAR, "a_tokens": length // 2 or 1},
-            torch.float32,
-            None,
-        )
+        f"prompt-{length}": case(shape(64, heads=1, chunk=length, chunks=1), {**GEAR, "a_tokens": length // 2 or 1})
         for length in (1, 63, 65, 129, 300)
     },
 }
@@ -125,21 +107,21 @@ def check(case, parts, dtype, scale=1.0):
     "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in CASES]
 )
 def test_matches_dense_attention(name):
-    case, options, dtype, kind = CASES[name]
-    mask = None if kind is None else make_mask(kind, case, case.length)
-    output = check(case, [make_part(case, options, mask)], dtype)
+    sizes, options, dtype, kind = CASES[name]
+    mask = None if kind is None else make_mask(kind, sizes, sizes.length)
+    output = check(sizes, [make_part(sizes, options, mask)], dtype)
     # Whoever may attend to nothing gets zeros
     assert name != "masked-out" or not output[1].any()
 
 
 @pytest.mark.parametrize("name", ["gear-3bit", "sixty-four-rows"])
 def test_exact_parts_and_several_blocks(name):
-    case, options, dtype, kind = CASES[name]
-    part = make_part(case, options, make_mask(kind, case, case.length))
-    masks = [make_mask("heads alike", case, length).to(DEVICE) for length in (70, 3)]
-    exact = [dense_part(case, mask.shape[3], dtype, mask) for mask in masks]
+    sizes, options, dtype, kind = CASES[name]
+    part = make_part(sizes, options, make_mask(kind, sizes, sizes.length))
+    masks = [make_mask("heads alike", sizes, length).to(DEVICE) for length in (70, 3)]
+    exact = [dense_part(sizes, mask.shape[3], dtype, mask) for mask in masks]
     exact = [dataclasses.replace(each, keys=each.keys.to(DEVICE), values=each.values.to(DEVICE)) for each in exact]
-    check(case, [part, part, *exact], dtype)
+    check(sizes, [part, part, *exact], dtype)
 
 
 def test_tiles_whose_probabilities_are_too_small_for_a_float32():

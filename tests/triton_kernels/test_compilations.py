@@ -41,14 +41,14 @@ def count(name, num_prompts, num_steps, mode=""):
     Compilations by kernel, after prompts of many lengths and after the steps that follow the first. The mode is
     `"padded"`, `"warm"` for a cache that is warmed up before its first prompt, or neither.
     """
-    from stand_in import stand_in_driver
+    from stand_in import make_model, stand_in_driver
 
     from kvcache_plugins.registry import create_cache
 
     lengths = [random.Random(number).randint(70, 400) for number in range(num_prompts)]
     is_padded = mode == "padded"
     batch_size = 2 if is_padded else 1
-    model = make_model() if mode == "warm" else None
+    model = make_model(HEAD_DIM, 1, torch.bfloat16, NUM_QUERY_HEADS) if mode == "warm" else None
 
     def update(cache, num_new, length):
         states = torch.zeros(batch_size, NUM_HEADS, num_new, HEAD_DIM, dtype=torch.bfloat16)
@@ -84,45 +84,32 @@ def count(name, num_prompts, num_steps, mode=""):
     }
 
 
-def make_model():
-    """A model of one layer with the heads of what is stored."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=8,
-        hidden_size=NUM_QUERY_HEADS * HEAD_DIM,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=NUM_QUERY_HEADS,
-        num_key_value_heads=NUM_HEADS,
-    )
-    return LlamaForCausalLM(config).to(torch.bfloat16)
-
-
-MODES = [("gear-k4v3", ""), ("gear-t25", "warm")]
-# Of what the padded ones, or others, show too
-OTHER_MODES = [
-    pytest.param(name, mode, marks=pytest.mark.long)
-    for name, mode in [
-        ("kivi-2bit", "padded"),
-        ("gear-2bit", "padded"),
-        *((name, "") for name in MOST if name != "gear-k4v3"),
-    ]
+# Names and modes, of which those in a list share a process
+CASES = [
+    [("gear-k4v3", ""), ("gear-t25", "warm")],
+    # Of what the padded ones, or others, show too
+    pytest.param(
+        [("kivi-2bit", "padded"), ("gear-2bit", "padded"), *((name, "") for name in MOST if name != "gear-k4v3")],
+        marks=pytest.mark.long,
+    ),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "mode"), [*MODES, *OTHER_MODES])
-def test_lengths_do_not_matter(name, mode, run_compiling):
-    counted = json.loads(run_compiling(name, mode))
-    assert counted["launches"]["attend_kernel"] >= NUM_PROMPTS + NUM_STEPS
-    assert counted["kernels"].keys() == MOST[name].keys()
-    most = MOST[name]
-    assert [kernel for kernel, _ in counted["later"]] == ([] if mode == "warm" else AT_FIRST_STEP.get(name, []))
-    assert all(number <= most[kernel] for kernel, number in counted["kernels"].items()), counted["kernels"]
+@pytest.mark.parametrize("cases", CASES, ids=["daily", "others"])
+def test_lengths_do_not_matter(cases, run_compiling):
+    counts = run_compiling(*(f"{name}:{mode}" for name, mode in cases)).splitlines()
+    for (name, mode), counted in zip(cases, map(json.loads, counts), strict=True):
+        assert counted["launches"]["attend_kernel"] >= NUM_PROMPTS + NUM_STEPS
+        assert counted["kernels"].keys() == MOST[name].keys()
+        most = MOST[name]
+        assert [kernel for kernel, _ in counted["later"]] == ([] if mode == "warm" else AT_FIRST_STEP.get(name, []))
+        assert all(number <= most[kernel] for kernel, number in counted["kernels"].items()), counted["kernels"]
 
 
 if __name__ == "__main__":
     # One thread: the steps are many and small
     torch.set_num_threads(1)
-    sys.stdout.write(json.dumps(count(sys.argv[1], NUM_PROMPTS, NUM_STEPS, *sys.argv[2:])))
+    for case in sys.argv[1:]:
+        name, _, mode = case.partition(":")
+        sys.stdout.write(json.dumps(count(name, NUM_PROMPTS, NUM_STEPS, mode)) + "\n")

@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from stand_in import make_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvcache_plugins import GEARCache
 from kvcache_plugins.codecs.codec import Positions
@@ -44,21 +44,6 @@ WRITING, READING = {"index_copy_", "add_", "copy_"}, {"_local_scalar_dense", "it
 OWN = ("query", "result")
 
 
-def make_model(head_dim, num_layers=1, dtype=torch.float32):
-    config = LlamaConfig(
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        hidden_size=4 * head_dim,
-        intermediate_size=64,
-        vocab_size=32,
-        eos_token_id=None,
-        num_hidden_layers=num_layers,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().to(DEVICE, dtype)
-
-
 def make_cache(model, is_calibrated, **options):
     if is_calibrated:
         options["calibration"] = calibrate_transform(model, [torch.arange(200) % 32], num_draws=1)
@@ -68,7 +53,7 @@ def make_cache(model, is_calibrated, **options):
 def filled(case, monkeypatch):
     """A layer that has stored a prompt and tokens, what of it is no padding, and queries."""
     options, padding, head_dim, is_calibrated = CASES[case]
-    model = make_model(head_dim, 1 + is_calibrated)
+    model = make_model(head_dim, 1 + is_calibrated).to(DEVICE)
     cache = make_cache(model, is_calibrated, **options)
     ids = torch.randint(32, (len(padding), NUM_PROMPT + NUM_DECODED), device=DEVICE)
     seen = torch.arange(ids.shape[1], device=DEVICE) >= torch.tensor(padding, device=DEVICE)[:, None]
@@ -200,7 +185,7 @@ def test_every_step_is_the_first_one_again(name, num_steps, run_compiling):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_generate_replays_cuda_graphs(batch_size):
-    model = make_model(64, 2)
+    model = make_model(64, 2).to(DEVICE)
     ids = torch.randint(32, (batch_size, 131), device="cuda")
     mask = torch.ones_like(ids)
     mask[0, : 5 * (batch_size - 1)] = 0

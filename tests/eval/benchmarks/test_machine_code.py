@@ -1,4 +1,4 @@
-"""What is committed about the machine code is what the kernels compile to."""
+"""Counts of machine code that are committed are those that the kernels compile to."""
 
 import json
 from pathlib import Path

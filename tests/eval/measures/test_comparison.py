@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
-from kvcache_plugins import create_cache, register_cache, registry
+from kvcache_plugins import create_cache, register_cache
 from kvcache_plugins.console.inputs import encode_prompt
 from kvcache_plugins.eval.harness import TokenTimer
 from kvcache_plugins.eval.measures.comparison import compare_caches, first_difference, generate_with
@@ -29,12 +29,6 @@ class BrokenLayer(DynamicLayer):
         if self.get_seq_length():
             raise IndexError("too many indices for tensor of dimension 1")
         return super().update(key_states, *args, **kwargs)
-
-
-@pytest.fixture(autouse=True)
-def unchanged_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undoes what a test registers."""
-    monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
 
 
 @pytest.fixture
@@ -87,7 +81,9 @@ def test_bytes_are_those_held_at_the_end(tiny_llama: PreTrainedModel, prompt: to
     assert row["prefill_seconds"] > 0
 
 
-def test_a_cache_that_fails_has_a_row_that_says_so(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+def test_a_cache_that_fails_has_a_row_that_says_so(
+    tiny_llama: PreTrainedModel, prompt: torch.Tensor, forgets: None
+) -> None:
     register_cache("broken", lambda model: Cache(layer_class_to_replicate=BrokenLayer), summary="fails")
     rows = compare_caches(tiny_llama, DigitTokenizer(), prompt, ["broken", "kivi-4bit"], max_new_tokens=4)
     assert [row["cache"] for row in rows] == ["dynamic", "broken", "kivi-4bit"]

@@ -1,4 +1,4 @@
-"""Caches and memory reports in notebooks: numbers are those of `memory()`, and any names are safe."""
+"""Caches and memory reports in one line and in notebooks: numbers are those of `memory()`, any names are safe."""
 
 import re
 from xml.etree import ElementTree
@@ -13,6 +13,8 @@ from kvcache_plugins.reports.memory import MemoryReport, render_memory
 
 
 OWN = ["gear-2bit", "gear-4bit", "h2o", "infinigen"]
+# One of each kind
+DAILY = ("dynamic", "gear", "gear-4bit", "kivi-2bit", "infinigen", "h2o", "turboquant-4bit", "fp8")
 
 
 def table(root: ElementTree.Element) -> dict[str, tuple[str, str]]:
@@ -35,7 +37,14 @@ def filled(name: str, model: PreTrainedModel, num_tokens: int = 200) -> object:
     return cache
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in describe_caches() if entry.is_available])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(entry.name, marks=() if entry.name in DAILY else pytest.mark.long)
+        for entry in describe_caches()
+        if entry.is_available
+    ],
+)
 def test_every_cache_shows_what_memory_says(tiny_llama: PreTrainedModel, name: str) -> None:
     cache = filled(name, tiny_llama)
     root = ElementTree.fromstring(cache._repr_html_())
@@ -81,3 +90,18 @@ def test_a_report_shows_itself() -> None:
     assert "50.0 % of a cache at 16 bits" in text_of(root)
     assert "4.00 times" in text_of(root)
     assert "counters" not in text_of(root)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "gear-2bit", "h2o", "infinigen", "infinigen-gear", "fp8"])
+def test_a_cache_is_printed_in_one_line(name: str, tiny_llama: PreTrainedModel) -> None:
+    if not describe_caches(name)[0].is_available:
+        pytest.skip(f"`{name}` needs `{describe_caches(name)[0].requires}`")
+    cache = create_cache(name, tiny_llama)
+    kind = type(cache).__name__
+    assert repr(cache) == f"{kind}(empty)"
+    with torch.no_grad():
+        tiny_llama(torch.randint(2, 128, (1, 150)), past_key_values=cache)
+    memory = cache.memory()
+    bits = f"{memory.bits_per_value:.2f}"
+    assert repr(cache) == f"{kind}({bits} bits a value, 150 tokens, {memory.total_bytes} bytes)"
+    assert re.fullmatch(r"\w+\([^\n]+\)", str(cache))

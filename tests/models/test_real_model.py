@@ -1,0 +1,120 @@
+"""Caches on pretrained models: what tiny random ones cannot show."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvcache_plugins import GEARCache, H2OCache, InfiniGenCache, InfiniGenGEARCache, create_cache
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
+
+
+TEXT = Path(__file__).resolve().parents[2] / "LICENSE"
+PREFIX = 200
+EVERYTHING = {"alpha": float("inf"), "max_fetch_ratio": 1.0, "speculate": True}
+NUM_NEW = 8
+
+
+def generate(model, batch, cache):
+    options = {"max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW, "do_sample": False}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    return model.generate(**batch, past_key_values=cache, **options)
+
+
+@pytest.mark.parametrize(
+    "lengths", [pytest.param((200,), marks=pytest.mark.long), (200, 131, 47)], ids=["one", "left-padded"]
+)
+@pytest.mark.parametrize("name", ["smollm2", pytest.param("gemma3", marks=pytest.mark.long)])
+def test_everything_fetched_says_the_same(name, lengths, licence_batch, request) -> None:
+    model, _ = request.getfixturevalue(name)
+    # To Gemma another text
+    batch = licence_batch(*lengths)
+    with InfiniGenCache(model, **EVERYTHING) as cache:
+        output = generate(model, batch, cache)
+    expected = generate(model, batch, DynamicCache(config=model.config))
+    assert torch.equal(output.sequences, expected.sequences)
+    logits, expected_logits = (torch.stack(each.logits) for each in (output, expected))
+    torch.testing.assert_close(logits, expected_logits, atol=1e-4, rtol=0)
+    stats = cache.stats()
+    assert stats["speculated_calls"] == stats["selected_calls"] == (NUM_NEW - 1) * stats["layers_offloaded"]
+    assert stats["dense_reads"] == 0
+
+
+@pytest.mark.long
+def test_a_tenth_of_the_tokens_is_enough(smollm2, licence_ids, divergence) -> None:
+    model, sizes = smollm2[0], (licence_ids[:, :1300], 1, 1300 - 32)
+    with InfiniGenCache(model, max_fetch_ratio=0.15, track_hits=True) as cache:
+        kl = divergence(model, cache, *sizes)
+    stats = cache.stats()
+    share = stats["tokens_fetched"] / stats["tokens_fetchable"]
+    assert 0.05 < share < 0.12
+    # Expected queries choose what the true ones would have chosen
+    assert stats["hits"] > 0.7 * stats["hits_possible"]
+    h2o = divergence(model, H2OCache(model.config, heavy_ratio=share / 2, recent_ratio=share / 2), *sizes)
+    assert kl < min(0.03, h2o / 3)
+
+
+@pytest.mark.long
+def test_codes_are_near_the_dense_cache(smollm2, licence_ids, divergence) -> None:
+    model, num_steps = smollm2[0], 20
+    with InfiniGenGEARCache(model, speculate=True) as cache:
+        kl = divergence(model, cache, licence_ids[:, : 1200 + num_steps], 1, 1200)
+    stats = cache.stats()
+    offloading = num_steps * 2 * 1210 * 30 * 3 * 2 * 64
+    assert kl < 0.06, kl
+    assert stats["bytes_fetched"] < 0.04 * offloading
+    assert stats["speculated_calls"] == stats["selected_calls"] == num_steps * 28
+
+
+# That it drops the tokens it should is shown by a plain simulation: `tests/baselines/test_h2o.py`
+@pytest.mark.long
+def test_distance_from_dense_falls_with_the_budget(smollm2, licence_ids, divergence):
+    model, distances = smollm2[0], {}
+    for ratio in (0.05, 0.1, 0.25):
+        cache = H2OCache(model.config, heavy_ratio=ratio, recent_ratio=ratio)
+        # In chunks that drop tokens between them
+        distances[ratio] = divergence(model, cache, licence_ids[:, : 300 + 64], 16, 300)
+        # The last chunk is still whole
+        assert 0 < cache.stats()["tokens_kept"] <= 30 * (2 * ratio * (300 + 64) + 16)
+    assert 0 < distances[0.25] < distances[0.1] < distances[0.05] < 2
+
+
+# On states that are made up `tests/codecs/test_groups.py` shows the same
+@pytest.mark.long
+@pytest.mark.parametrize(("nbits", "backbone"), [(2, "kivi"), (2, "kcvt"), (4, "kcvt"), (4, "per-token")])
+@torch.inference_mode()
+def test_each_part_lowers_the_error_of_every_head(smollm2, licence_batch, nbits, backbone):
+    model, batch, dense = smollm2[0], licence_batch(227, 73), DynamicCache()
+    model(**batch, past_key_values=dense, logits_to_keep=1)
+    real, errors = batch["attention_mask"][:, None, :, None], []
+    for sparsity, rank in ((0.02, 4), (0.0, 4), (0.0, 0)):
+        cache = GEARCache(nbits=nbits, backbone=backbone, sparsity=sparsity, rank=rank)
+        model(**batch, past_key_values=cache, logits_to_keep=1)
+        # Squared, `[sides * layers, batch_size, num_heads]`
+        pairs = [
+            (getattr(exact, side) - layer.materialize(side)) * real
+            for exact, layer in zip(dense.layers, cache.layers, strict=True)
+            for side in ("keys", "values")
+        ]
+        errors.append(torch.stack([pair.square().sum(dim=(2, 3)) for pair in pairs]))
+    gear, gear_l, plain = errors
+    assert (gear < gear_l).all() and (gear_l < plain).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_name", ["smollm2", pytest.param("gemma3", marks=pytest.mark.long)])
+def test_decoding_is_near_a_dense_cache(model_name, request, divergence):
+    model, tokenizer = request.getfixturevalue(model_name)
+    token_ids = tokenizer(TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, : PREFIX + 12]
+    kl = {}
+    for name, bound in (("gear-t16", 0.15), ("gear-t30", 0.01)):
+        cache = create_cache(name, model)
+        # One token after another
+        kl[name] = divergence(model, cache, token_ids, 1, PREFIX)
+        assert 0 < kl[name] < bound
+        layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
+        # The layout of the rotary embedding is told from keys alone
+        assert {layer.codec.rope.name for layer in layers} == {"half-split"}
+        assert sum(block.length for block in layers[0].blocks) > PREFIX
+    assert kl["gear-t30"] < kl["gear-t16"] / 4
