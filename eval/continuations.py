@@ -123,7 +123,13 @@ class ContinuationScorer:
             fed = [each[number] if number < len(each) else ((), []) for each in groups]
             longest = max(len(tokens) for tokens, _ in fed)
             rows = [[*tokens, *[0] * (longest - len(tokens))] for tokens, _ in fed]
-            fork = _copy_or_fill(cache, fill_cache) if number < num_rounds - 1 else cache
+            fork = cache
+            if number < num_rounds - 1:
+                try:
+                    fork = copy.deepcopy(cache)
+                except RuntimeError:
+                    # Tensors of some peers cannot be copied (quanto's)
+                    fork = fill_cache()
             for offset, logits in self._feed(rows, fork, padding, feeding.continuation_chunk, logits_wanted=True):
                 log_probs = F.log_softmax(logits, dim=-1, dtype=self._softmax_dtype)
                 for row, (_, scored) in enumerate(fed):
@@ -160,14 +166,6 @@ class ContinuationScorer:
             yield offset, logits
             offset += part.shape[1]
         check_length(cache, filled + offset)
-
-
-def _copy_or_fill(cache: Cache, fill_cache: Callable[[], Cache]) -> Cache:
-    """Copies a filled cache, or fills one anew where tensors cannot be copied (quanto's)."""
-    try:
-        return copy.deepcopy(cache)
-    except RuntimeError:
-        return fill_cache()
 
 
 class _Padding:

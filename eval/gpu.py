@@ -26,6 +26,7 @@ decoded tokens has to be compressed on the way. The model reads one sequence, an
 cache the batch's, as for many continuations of one prompt; every sequence has its own bytes.
 """
 
+import functools
 import gc
 import os
 import subprocess
@@ -36,7 +37,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -152,8 +153,6 @@ STEP_CACHES = (
 STEPS = 72
 # Processes that share the tests: kernels are compiled for nearly every one, which is work for CPUs
 _TEST_PROCESSES = "8"
-# Presets in calibrated bases, and tokens of a calibration: half of them have to span the channels of a head
-_CALIBRATED, _CALIBRATION_TOKENS = "gear-c", 512
 # Tokens of a static cache, and steps until a graph of it is captured
 _CAPACITY, _NUM_WARM = 8192, 3
 
@@ -214,9 +213,12 @@ def run_presets(
     makes of that is held against plain PyTorch from the same storage.
     """
     report, network = run.open("presets", "presets", model), build_llama(model, run.device)
+    # Presets in calibrated bases share a calibration, half of whose tokens have to span the channels of a head
+    calibrate = functools.cache(lambda: calibrate_transform(network, [random_tokens(network, 512)[0]], num_draws=1))
     for name in presets:
         with report.attempt(name), run.box.step():
-            start, cache = time.monotonic(), create_preset(name, network)
+            options: dict[str, Any] = {"calibration": calibrate()} if name.startswith("gear-c") else {}
+            start, cache = time.monotonic(), create_cache(name, network, **options)
             with torch.inference_mode():
                 for count in tokens:
                     network(random_tokens(network, count), **as_argument(cache), logits_to_keep=1)
@@ -226,17 +228,6 @@ def run_presets(
                 raise MismatchError(f"{name} was not computed by the kernels: {stats}")
             row = {"cache": name, "relative_error": error, "seconds": time.monotonic() - start}
             report.add(row, f"{name}: relative error {error:.1e}")
-
-
-def create_preset(name: str, model: PreTrainedModel) -> Cache:
-    """Creates a preset's cache; those in calibrated bases share a calibration of the model."""
-    options: dict[str, Any] = {"calibration": _calibrate(model)} if name.startswith(_CALIBRATED) else {}
-    return create_cache(name, model, **options)
-
-
-@lru_cache(maxsize=1)
-def _calibrate(model: PreTrainedModel) -> Any:
-    return calibrate_transform(model, [random_tokens(model, _CALIBRATION_TOKENS)[0]], num_draws=1)
 
 
 @torch.inference_mode()
@@ -439,10 +430,8 @@ def count_transfers(cache: InfiniGenCache) -> dict[str, float]:
 
 class Budget:
     """
-    Bytes that may be used, enforced inside `enforce()`.
-
-    On a GPU PyTorch's allocator enforces it and counts the peak: weights, cache and whatever is computed on the way,
-    but not the driver's own context. A CPU's cannot be asked: there the cache counts, at the end of each step.
+    Bytes that may be used: enforced inside `enforce()` by PyTorch's allocator on a GPU, which counts the peak of
+    weights, cache and whatever is computed on the way. On a CPU the cache counts, at the end of each step.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -482,22 +471,18 @@ class Budget:
 
     def peaks(self) -> dict[str, int]:
         """Reads the most bytes in use at a time since `start`, and the most that the allocator held."""
-        if not self.is_gpu:
-            return {"peak_bytes": self._peak, "peak_reserved_bytes": self._peak}
-        return {
-            "peak_bytes": torch.cuda.max_memory_allocated(self.device),
-            "peak_reserved_bytes": torch.cuda.max_memory_reserved(self.device),
-        }
+        peaks = self._peak, self._peak
+        if self.is_gpu:
+            peaks = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+        return dict(zip(("peak_bytes", "peak_reserved_bytes"), peaks, strict=True))
 
 
 def run_batch(
     model: PreTrainedModel, cache: Cache, batch_size: int, context: int, steps: int, budget: Budget
 ) -> dict[str, Any] | None:
     """
-    Fills an empty cache with `context` tokens of each sequence and decodes `steps` tokens, the budget enforced and
-    started.
-
-    Returns times, bytes and peaks, or `None` if the budget does not suffice.
+    Fills an empty cache with `context` tokens of each sequence and decodes `steps` tokens; returns times, bytes and
+    peaks, or `None` if the budget, which is enforced, does not suffice.
     """
     try:
         model(random_tokens(model, context), **as_argument(cache), logits_to_keep=1)
@@ -526,10 +511,8 @@ def measure_largest_batch(
     model: PreTrainedModel, create: Callable[[], Cache], context: int, steps: int, budget: Budget, box: TimeBox
 ) -> dict[str, Any] | None:
     """
-    Measures the largest batch for a cache that `create` makes, see `run_batch`.
-
-    What the cache of one sequence holds says how many would fit if nothing else were allocated. Shares of that, see
-    `SHARES`, are tried until one fits. `trials` of the row are all that were; `None` if not even one sequence fits.
+    Measures the largest batch for a cache that `create` makes, see `run_batch`; `None` if not even one sequence fits.
+    Of how many would fit by what one sequence holds, `SHARES` are tried until one does, all noted as `trials`.
     """
     available = budget.start()
     one = run_batch(model, create(), 1, context, 2, budget)

@@ -154,9 +154,7 @@ def prefill_dense(prompt: HeldOutPrompt) -> DensePrefill:
     queries = [layer.queries if isinstance(layer, ListeningLayer) else None for layer in dense.layers]
     # Bounded layers forget, and may write in place: they are copied. Others are cut back, so that the prompt stands in
     # memory once.
-    layers: list[object] = [
-        layer if isinstance(layer, ListeningLayer) else copy.deepcopy(layer) for layer in dense.layers
-    ]
+    layers = [layer if isinstance(layer, ListeningLayer) else copy.deepcopy(layer) for layer in dense.layers]
     logits = prompt.feed(dense, prompt.prefix_length, prompt.length)
     for layer in layers:
         if isinstance(layer, ListeningLayer) and layer.is_initialized:
@@ -166,9 +164,8 @@ def prefill_dense(prompt: HeldOutPrompt) -> DensePrefill:
 
 def bytes_held(cache: GEARCache, prefill: DensePrefill, prompt: HeldOutPrompt) -> int:
     """
-    Counts the bytes that layers of keys and values would hold of a prompt, and what they share with all caches of the
-    model. It is as long as the prefix, rounded up to what leaves no cache with a part of a group: how many tokens are
-    exact for want of others says nothing of what is generated.
+    Counts the bytes that layers would hold, and share with all caches, of a prompt as long as the prefix, rounded up
+    to whole groups: how many tokens are exact for want of others says nothing of what is generated.
     """
     calls: list[list[RecordedCall]] = [
         [RecordedCall("update", (layer.keys.to("meta"), layer.values.to("meta")), 2)]
@@ -257,21 +254,18 @@ def choose_cache(
     candidates that were tried, the cheapest first). `reset`, copies, `fork`, and `save` and `load` keep it.
 
     Args:
-        model (`PreTrainedModel`):
-            The model, in eval mode.
-        input_ids (`torch.Tensor` of shape `[batch_size, prompt length]`):
-            The prompt. With a text that is like the later ones, one choice can stand for many.
-        max_kl (`float`, *optional*, defaults to 0.05):
-            Largest mean of KL(dense || cache), in nats, over the held-out tokens of all items, padding left out.
-        attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
-            0 for padding, which has to be on the left, and 1 for tokens. None is padding by default.
-        candidates (`Sequence[str]`, *optional*):
-            GEAR caches by name of `list_caches()`, or `name:key=value,key=value` with options, in any order. Defaults
-            to the presets of transform coding (calibrated ones too, if the model has a calibration), and one of 8
-            bits.
-        held_out (`int`, *optional*):
-            Tokens at the prompt's end that are scored. Defaults to a quarter of the prompt, at least 16 and at most
-            128.
+        model (`PreTrainedModel`): the model, in eval mode.
+        input_ids (`torch.Tensor` of shape `[batch_size, prompt length]`): the prompt. With a text that is like the
+            later ones, one choice can stand for many.
+        max_kl (`float`, *optional*, defaults to 0.05): largest mean of KL(dense || cache), in nats, over the held-out
+            tokens of all items, padding left out.
+        attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*): 0 for padding, which has to
+            be on the left, and 1 for tokens. None is padding by default.
+        candidates (`Sequence[str]`, *optional*): GEAR caches by name of `list_caches()`, or `name:key=value,key=value`
+            with options, in any order. Defaults to the presets of transform coding (calibrated ones too, if the model
+            has a calibration), and one of 8 bits.
+        held_out (`int`, *optional*): tokens at the prompt's end that are scored. Defaults to a quarter of the prompt,
+            at least 16 and at most 128.
 
     Returns:
         `GEARCache`: empty, for `generate` or a forward of the whole prompt.
@@ -306,11 +300,10 @@ def choose_cache(
         kl_by_preset[spec] = mean_kl(cache, prompt, prefill.logits)
         # No comparison with NaN holds
         if kl_by_preset[spec] <= max_kl:
-            chosen = caches[spec]
-            chosen.choice = PresetChoice(
+            caches[spec].choice = PresetChoice(
                 preset=spec, kl=kl_by_preset[spec], max_kl=float(max_kl), kl_by_preset=kl_by_preset
             )
-            return chosen
+            return caches[spec]
     measured = ", ".join(f"`{spec}` {kl:.4g}" for spec, kl in kl_by_preset.items())
     raise ValueError(
         f"`max_kl` is {max_kl}, but on this prompt no candidate comes as near to a dense cache: {measured}. Accepted "

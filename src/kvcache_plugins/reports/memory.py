@@ -89,24 +89,34 @@ class MemoryReport:
 
     def to_html(self, title: str, counters: Mapping[str, StatValue] | None = None) -> str:
         """
-        A stacked bar of the parts, the ratios and the numbers, as notebooks show them.
-
-        Args:
-            title (`str`): What stands before it.
-            counters (`Mapping`, *optional*): What a cache's `stats()` returned.
+        Renders a stacked bar of the parts that hold something, the ratios and the numbers, as notebooks show them,
+        behind a title; with counters, as of a cache's `stats()`, if there are any. All names are escaped.
         """
-        return render_memory(title, self, counters)
+        held = {part: num_bytes for part, num_bytes in self.parts.items() if num_bytes}
+        lines = [f"<b>{escape(title)}</b>: holds nothing yet"]
+        if held:
+            lines = [
+                f"<b>{escape(title)}</b>: {self.total_bytes / 1e6:.2f} MB, {self.kv_percent:.1f} % of a cache at 16 "
+                f"bits a value; dense {self.dense_bytes / 1e6:.2f} MB, {self.compression_ratio:.2f} times as much",
+                _bar_and_table(held),
+                _pairs("devices", {name: f"{size / 1e6:.2f} MB" for name, size in self.devices.items()}),
+            ]
+        if self.shared:
+            shared = {name: f"{size / 1e6:.2f} MB" for name, size in self.shared.items()}
+            lines.append(_pairs("shared by all caches", shared))
+        if counters:
+            lines.append(_pairs("counters", {name: _shown(value) for name, value in counters.items()}))
+        blocks = "\n".join(f"<div>{line}</div>" for line in lines)
+        return f'<div style="color:currentColor;max-width:48em">\n{blocks}\n</div>'
 
 
 def measure_memory(cache: Cache | Sequence[Cache]) -> MemoryReport:
     """
-    What any cache of Transformers holds.
+    Measures what any cache of Transformers holds, of this project, of Transformers or of a third party.
 
-    Args:
-        cache (`Cache` or `Sequence[Cache]`):
-            A cache of this project, of Transformers or of a third party. Layers that extend `LazyLayer` name their
-            parts; of others every reachable tensor is counted, once, as `dense` or, where the layer quantizes, as
-            `quantized`. Of several caches together, what they share (see `GEARCache.fork`) is counted once.
+    Layers that extend `LazyLayer` name their parts; of others every reachable tensor is counted, once, as `dense` or,
+    where the layer quantizes, as `quantized`. Of several caches together, what they share (see `GEARCache.fork`) is
+    counted once.
     """
     caches = [cache] if isinstance(cache, Cache) else cache
     parts: Counter[str] = Counter()
@@ -170,32 +180,36 @@ class ReportingMixin:
         return self.memory().to_html(type(self).__name__, self.stats())
 
 
+# What may be referred to without being held: the model, and what is no data
+_NOT_HELD = (torch.nn.Module, type, str, bytes, int, float, complex, torch.dtype, torch.device)
+
+
 def reachable_tensors(value: object) -> Iterator[torch.Tensor]:
     """
-    Every tensor that holds data and can be reached from `value` through attributes, items and tensor subclasses, once
-    each.
+    Yields every tensor that holds data and can be reached from `value` through attributes, slots, items, closures and
+    tensor subclasses, once each; modules are not entered.
     """
-    seen: set[int] = set()
+    # Kept alive, so that no other object can get the same id
+    seen: dict[int, object] = {}
     stack = [value]
     while stack:
         item = stack.pop()
-        if id(item) in seen or isinstance(item, (str, bytes, int, float, type)):
+        if item is None or id(item) in seen or isinstance(item, _NOT_HELD):
             continue
-        seen.add(id(item))
-        if isinstance(item, torch.Tensor):
-            inner = getattr(item, "__tensor_flatten__", None)
-            if inner is None:
-                yield item
-            else:
-                stack.extend(getattr(item, name) for name in inner()[0])
-        elif isinstance(item, dict):
-            stack.extend(item.values())
-        elif isinstance(item, (list, tuple, set)):
+        seen[id(item)] = item
+        # A subclass holds its data in tensors that it refers to
+        if type(item) in (torch.Tensor, torch.nn.Parameter):
+            yield item  # type: ignore[misc]
+        if isinstance(item, Mapping):
+            stack.extend([*item.keys(), *item.values()])
+        elif isinstance(item, (list, tuple, set, frozenset)):
             stack.extend(item)
         else:
-            stack.extend(getattr(item, "__dict__", {}).values())
-            slots = getattr(type(item), "__slots__", ())
-            stack.extend(getattr(item, name) for name in slots if name in dir(item) and not name.startswith("__"))
+            stack.extend(cell.cell_contents for cell in getattr(item, "__closure__", None) or ())
+            stack.extend(getattr(item, name, None) for name in ("__self__", "__dict__"))
+            slots = (vars(cls).get("__slots__", ()) for cls in type(item).__mro__)
+            names = {name for own in slots for name in ([own] if isinstance(own, str) else own)}
+            stack.extend(getattr(item, name, None) for name in names - {"__dict__", "__weakref__"})
 
 
 def _tensors_of_other_layer(layer: object) -> Iterator[tuple[str, torch.Tensor]]:
@@ -214,14 +228,11 @@ def _dense_equivalent(layer: Any, named: list[tuple[str, torch.Tensor]]) -> tupl
         return (layer.num_values(), layer.dtype.itemsize) if layer.is_initialized else (0, 0)
     quantized_keys = getattr(layer, "_quantized_keys", None)
     if quantized_keys is not None:
-        per_token = sum(
-            _quantized_numel_per_token(getattr(layer, name)) for name in ("_quantized_keys", "_quantized_values")
-        )
+        per_token = sum(map(_quantized_numel_per_token, (quantized_keys, layer._quantized_values)))
         # Not `dtype`, which such a layer has no more since 5.24
         return per_token * layer.get_seq_length(), layer.keys.dtype.itemsize
     stored = [tensor for _, tensor in named if tensor.is_floating_point()]
-    numbers = sum(tensor.numel() for tensor in stored)
-    return numbers, (stored[0].element_size() if stored else 0)
+    return sum(tensor.numel() for tensor in stored), (stored[0].element_size() if stored else 0)
 
 
 def _quantized_numel_per_token(states: torch.Tensor | tuple[Any, ...]) -> int:
@@ -259,64 +270,23 @@ _TABLE = "color:inherit;font:inherit;background:transparent;border:none;margin:0
 _CELL = "padding:0 1em 0 0;background:transparent;border:none"
 
 
-def render_memory(
-    title: str, report: MemoryReport, counters: Mapping[str, float | str | Mapping[str, float]] | None = None
-) -> str:
-    """
-    HTML of what a cache holds, well-formed as XML too.
-
-    Args:
-        title (`str`): What it is of. All names are escaped.
-        report (`MemoryReport`): Bytes; parts that hold nothing are left out.
-        counters (`Mapping`, *optional*): What the cache did, and how it was chosen.
-    """
-    held = {part: num_bytes for part, num_bytes in report.parts.items() if num_bytes}
-    lines = [f"<b>{escape(title)}</b>: holds nothing yet"]
-    if held:
-        total = report.total_bytes
-        lines = [
-            f"<b>{escape(title)}</b>: {total / 1e6:.2f} MB, {report.kv_percent:.1f} % of a cache at 16 bits a value; "
-            f"dense {report.dense_bytes / 1e6:.2f} MB, {report.compression_ratio:.2f} times as much",
-            _bar(held, total),
-            _table(held, total),
-        ]
-        lines.append(_pairs("devices", {name: f"{size / 1e6:.2f} MB" for name, size in report.devices.items()}))
-    if report.shared:
-        shared = {name: f"{size / 1e6:.2f} MB" for name, size in report.shared.items()}
-        lines.append(_pairs("shared by all caches", shared))
-    if counters:
-        lines.append(_pairs("counters", {name: _shown(value) for name, value in counters.items()}))
-    blocks = "\n".join(f"<div>{line}</div>" for line in lines)
-    return f'<div style="color:currentColor;max-width:48em">\n{blocks}\n</div>'
-
-
-def _bar(held: Mapping[str, int], total: int) -> str:
-    segments = "".join(
-        f'<div title="{escape(part)}" style="width:{100 * num_bytes / total:.4f}%;height:1.2em;'
-        f'background-color:{colour}"></div>'
-        for part, num_bytes, colour in _coloured(held)
-    )
-    return f'<div style="display:flex;width:100%;margin:0.4em 0">{segments}</div>'
-
-
-def _table(held: Mapping[str, int], total: int) -> str:
-    rows = "".join(
-        f'<tr style="background:transparent"><td style="{_CELL};text-align:left"><span style="display:inline-block;'
-        f'width:0.8em;height:0.8em;background-color:{colour}"></span> {escape(part)}</td>'
-        f'<td style="{_CELL};text-align:right">{num_bytes:,} bytes</td>'
-        f'<td style="{_CELL};text-align:right">{100 * num_bytes / total:.1f} %</td></tr>'
-        for part, num_bytes, colour in _coloured(held)
-    )
-    return f'<table style="{_TABLE}">{rows}</table>'
-
-
-def _coloured(held: Mapping[str, int]) -> Iterator[tuple[str, int, str]]:
-    """Parts with bytes and colour, the known ones first and in their order."""
+def _bar_and_table(held: Mapping[str, int]) -> str:
+    """Renders parts with bytes as a bar and a table, the known ones first and in their order, in colours."""
     known = [part for part in _COLOURS if part in held]
     free = [colour for colour in _PALETTE if colour not in {_COLOURS[part] for part in known}] or list(_PALETTE)
     others = zip(sorted(held.keys() - _COLOURS.keys()), cycle(free), strict=False)
+    segments, rows = "", ""
     for part, colour in [*((part, _COLOURS[part]) for part in known), *others]:
-        yield part, held[part], colour
+        name, percent = escape(part), 100 * held[part] / sum(held.values())
+        segments += f'<div title="{name}" style="width:{percent:.4f}%;height:1.2em;background-color:{colour}"></div>'
+        rows += (
+            f'<tr style="background:transparent"><td style="{_CELL};text-align:left"><span style="display:'
+            f'inline-block;width:0.8em;height:0.8em;background-color:{colour}"></span> {name}</td>'
+            f'<td style="{_CELL};text-align:right">{held[part]:,} bytes</td>'
+            f'<td style="{_CELL};text-align:right">{percent:.1f} %</td></tr>'
+        )
+    bar = f'<div style="display:flex;width:100%;margin:0.4em 0">{segments}</div>'
+    return f'{bar}<table style="{_TABLE}">{rows}</table>'
 
 
 def _pairs(name: str, values: Mapping[str, str]) -> str:
