@@ -12,14 +12,12 @@ Seven parts, each in a process of its own, so that one that crashes or hangs tak
 - `infinigen`: decode steps over 32768 tokens in host memory, against offloading all of them and having all at hand;
 - `batch`: the largest batch that fits into 40 GiB, its throughput and its peak.
 
-What does not agree with plain PyTorch is not timed. Every part writes its JSON
-files row by row and has its share of the time; what it leaves goes to those after it. What failed, and what was
-skipped for want of time, stands in the files too. The sizes of a run are the defaults of the parts' functions.
+What does not agree with plain PyTorch is not timed. Every part writes its JSON files row by row and has its share of
+the time; what it leaves goes to those after it. What failed, or was skipped for want of time, stands in the files too.
 
-Three caches tell what InfiniGen's transfers cost. `offloaded`, Transformers' own, brings every layer's keys and values
-to the GPU at every step. The same InfiniGen cache with its pool in the GPU's memory does everything that it otherwise
-does, choosing included, but moves nothing over the bus: what is left between the two is what the bus costs. `dynamic`
-is dense.
+Three caches tell what InfiniGen's transfers cost: `offloaded`, Transformers' own, which brings every layer's keys and
+values to the GPU at every step; the same InfiniGen cache with its pool in the GPU's memory, which moves nothing over
+the bus; and `dynamic`.
 
 A batch fits if its cache is filled and `steps` tokens are decoded without the allocator running out: a chunk of
 decoded tokens has to be compressed on the way. The model reads one sequence, and `batch_repeat_interleave` makes the
@@ -52,7 +50,7 @@ from kvcache_plugins.gear.transform.calibration import calibrate_transform
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.option_checks import check_choice
-from kvcache_plugins.registry import create_cache, describe_caches, parse_cache_spec
+from kvcache_plugins.registry import create_cache, describe_caches
 from kvcache_plugins.reports.memory import measure_memory
 
 from .benchmark import Result, TimeIsUpError, say
@@ -113,11 +111,10 @@ class Run:
         return result
 
 
-def llama(vocab: int, width: int, inner: int, layers: int, heads: int, key_heads: int, tokens: int) -> Fields:
+def llama(*sizes: int) -> Fields:
     """Makes the fields of a `LlamaConfig`."""
-    sizes = {"vocab_size": vocab, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
-    heads_of = {"num_attention_heads": heads, "num_key_value_heads": key_heads}
-    return {**sizes, **heads_of, "max_position_embeddings": tokens}
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return dict(zip((*names, "num_key_value_heads", "max_position_embeddings"), sizes, strict=True))
 
 
 LLAMA_8B = llama(128256, 4096, 14336, 32, 32, 8, 131072)
@@ -353,10 +350,7 @@ def measure_offloading(
         say(f"offloading: {spec} reads {context} tokens")
         box = run.box.share(len(caches) - index)
         with report.attempt(spec), box.step():
-            name, options = parse_cache_spec(spec)
-            if name.startswith("infinigen"):
-                options["track_times"] = True
-            cache = create_cache(name, network, **options)
+            cache = create_cache(spec, network, **({"track_times": True} if spec.startswith("infinigen") else {}))
             prefill = time_call(partial(network, read, **as_argument(cache), logits_to_keep=1), run.device)
             for token in fed[:, :_WARM_STEPS].split(1, dim=1):
                 network(token, **as_argument(cache))

@@ -58,9 +58,7 @@ def varies(path: str) -> Callable[[Rows], bool]:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """
-    A column: the heading, formatted with the fields of the first row; a row's cell; whether rows have the column.
-    """
+    """A column: the heading, formatted with fields of the first row; a row's cell; whether rows have it."""
 
     head: str
     show: Callable[[Row], str]
@@ -110,9 +108,7 @@ def quartiles(head: str, scale: float = 1e3) -> Column:
 
 
 class Table:
-    """
-    A table with a line for each row, sorted by `order` if there is one; `note` makes the lines below it of its rows.
-    """
+    """A table with a line for each row, sorted by `order` if there is one; `note` makes the lines below it."""
 
     def __init__(
         self,

@@ -24,7 +24,6 @@ from kvcache_plugins.eval.harness import (
     cache_stats,
     check_length,
     fill_cache,
-    make_cache,
     read_states,
     read_tokens,
     spread,
@@ -36,6 +35,7 @@ from kvcache_plugins.eval.rows import Found, Settings
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.reference_model import parse_dtype
 from kvcache_plugins.option_checks import check_choice
+from kvcache_plugins.registry import create_cache
 from kvcache_plugins.reports.memory import measure_memory
 
 
@@ -174,7 +174,7 @@ def benchmark_steps(
             where = f"{' '.join(filter(None, (kind or model, precision)))}, batch {size}, {length} tokens"
             caches: dict[str, Cache] = {}
             for name in specs:
-                caches[name] = make_cache(name, network)
+                caches[name] = create_cache(name, network)
                 if states is None:
                     network(token_ids[:, :length], **as_argument(caches[name]), logits_to_keep=1)
                     if size > 1:

@@ -71,9 +71,7 @@ def generate_with(
     streamer: BaseStreamer | None = None,
     on_token: Callable[[], None] = lambda: None,
 ) -> Generation:
-    """
-    Continues a prompt `[num_tokens]` through a fresh cache and times it: greedily, or sampled at a `temperature`.
-    """
+    """Continues a prompt `[num_tokens]` through a fresh cache and times it: greedily, or at a `temperature`."""
     if max_new_tokens < 1:
         raise ValueError(f"`max_new_tokens` must be at least 1, but got {max_new_tokens}")
     if temperature is not None and temperature <= 0:

@@ -284,12 +284,11 @@ class CacheSizer:
         return self._run(cache, context, batch_size, new_tokens)
 
     def _run(self, cache: str, context: int, batch_size: int, new_tokens: int) -> MemoryReport:
-        name, options = parse_cache_spec(cache)
         try:
             # Caches warn of what they would do to results, and there are none
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                filled = create_cache(name, self._model, **options)
+                filled = create_cache(cache, self._model)
                 # Nothing is speculated here, and the model would remember every cache
                 if isinstance(filled, InfiniGenCache):
                     filled.detach()

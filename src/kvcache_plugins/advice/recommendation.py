@@ -41,11 +41,9 @@ class CacheFit:
         host_bytes (`int`): of that, in host memory while the model is on a GPU.
         fits (`bool`): whether both are within their budgets.
         largest_context (`int`, *optional*): the context for which it fits at the same batch size, while for one token
-            more it does not; 0 if not even one token does, `None` if `MAX_CONTEXT` tokens do. A cache that compresses
-            whole groups may hold some tokens less than a group in exact form: so nearby contexts of less than a group
-            more may fit again, or of less not.
-        largest_batch_size (`int`, *optional*): the same of sequences at the same context; `None` if `MAX_BATCH_SIZE`
-            do.
+            more it does not; 0 if not even one token does, `None` if `MAX_CONTEXT` tokens do. As whole groups are
+            compressed, contexts of less than a group more may fit again, or of less not.
+        largest_batch_size (`int`, *optional*): the same of sequences at the same context, up to `MAX_BATCH_SIZE`.
     """
 
     cache: str

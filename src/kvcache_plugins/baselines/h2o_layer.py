@@ -156,10 +156,7 @@ class H2OLayer(PromptLayer):
         return torch.cat(outputs, dim=2)
 
     def _count_weights(self, rows: slice, weights: torch.Tensor) -> None:
-        """
-        Notes the weights `[B, H, queries, S]` of some queries of the last update: what may be taken back apart from
-        the rest.
-        """
+        """Notes weights `[B, H, queries, S]` of the last update, those that may be taken back by themselves."""
         assert self.kept is not None
         if self._num_latest == 1:
             weights = weights.sum(dim=2, keepdim=True)
@@ -231,15 +228,15 @@ class H2OLayer(PromptLayer):
         self.settle_prompt()
         if self.kept is None:
             return torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
-        if self._num_dropped():
+        if self.num_dropped():
             raise NotImplementedError(
                 f"layer {self.layer_idx} has dropped tokens, so there are no dense {side}, and attention that reads "
                 "them is not supported: set `attn_implementation` to `sdpa` or `eager`"
             )
         return self.kept.dense(side, self._length)
 
-    def _num_dropped(self) -> int:
-        """Tokens that are missing, at most, of any item and head."""
+    def num_dropped(self) -> int:
+        """Counts the tokens that are missing, at most, of any item and head."""
         if self.kept is None:
             return 0
         real = self._length if self.padding is None else self._length - self.padding.to(self.device)[:, None]
@@ -270,7 +267,7 @@ class H2OLayer(PromptLayer):
         return {
             "tokens_cached": self._length,
             "tokens_kept": kept,
-            "tokens_dropped": self._num_dropped(),
+            "tokens_dropped": self.num_dropped(),
             **self._counters,
             "dense_reads": self.dense_reads,
         }

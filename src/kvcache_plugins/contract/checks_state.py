@@ -310,10 +310,7 @@ def _require_like_masked(
     continuation: torch.Tensor,
     logits: torch.Tensor,
 ) -> None:
-    """
-    Requires that a cropped cache goes on like one that still holds the tokens but may not look at them. Both attend to
-    the same stored history, so that even a lossy cache can be held to rounding here.
-    """
+    """Requires that a cropped cache goes on like one that holds the tokens but may not look at them, to rounding."""
     masked = subject.cache(*history)
     # Sliding windows count what is stored, masked or not
     if any(masked.is_sliding):
@@ -370,7 +367,7 @@ def _require_memory(cache: Any, when: str) -> None:
 
 
 def _cache_with_rows(subject: Subject, num_rows: int = NUM_ROWS) -> Cache:
-    """A cache that has seen a prompt and decoded tokens: history that is compressed and history that is not yet."""
+    """Makes a cache with history that is compressed and history that is not yet."""
     cache = subject.cache(subject.rows(LONG_CONTEXT, num_rows, seed=50))
     subject.feed_each(cache, subject.rows(NUM_STEPS, num_rows, seed=55))
     return cache

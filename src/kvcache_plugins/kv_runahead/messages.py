@@ -38,10 +38,7 @@ _METADATA_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class MessageLayout:
-    """
-    Rows of one layer's tokens on their way, of `nbits` a number (4 or 8) or in the states' own dtype; `window` is the
-    layer's sliding one.
-    """
+    """Rows of a layer's tokens on their way, 4 or 8 bits a number or exact; `window` is the layer's sliding one."""
 
     num_heads: int
     key_dim: int

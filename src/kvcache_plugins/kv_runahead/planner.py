@@ -123,8 +123,9 @@ class CostModel:
     ) -> CostModel:
         """
         Fits the cost model to measured timings by the least relative error, no part negative: to slices of two lengths
-        at least, which tell no `fixed`; of four, with and without a prefix, for `triangle` to be fitted too. Timings
-        that are too few or too much alike, or do not grow with the length, are a `ValueError`.
+        at least, which tell no `fixed`. `triangle` is fitted too if it is not given and four slices, with and without
+        a prefix, tell it; else it is `TRIANGLE`. Timings that are too few or too much alike, or do not grow with the
+        length, are a `ValueError`.
         """
         rows = [(each.length, each.prefix, each.seconds) for each in timings]
         lengths, prefixes, seconds = np.array(rows, dtype=np.float64).reshape(-1, 3).T
@@ -132,10 +133,7 @@ class CostModel:
             raise ValueError(f"`timings` has to hold slices of two lengths at least, but got {sorted(set(lengths))}")
         num_different = len({row[:2] for row in rows})
         if triangle is None and (prefixes.all() or not prefixes.any() or num_different < 4):
-            raise ValueError(
-                "without `triangle`, `timings` has to hold four different slices, with and without a prefix; "
-                f"give `triangle` ({RECTANGLE} or {TRIANGLE}) or measure more"
-            )
+            triangle = TRIANGLE
         crossed, own = prefixes * lengths, lengths * lengths
         pairs = [crossed, own] if triangle is None else [crossed + triangle * own]
         columns = [lengths, *pairs, *([np.ones_like(lengths)] if num_different > 2 else [])]
@@ -143,7 +141,7 @@ class CostModel:
         fixed = more.pop() if num_different > 2 else 0.0
         if triangle is None:
             if not (per_pair > 0 and more[0] > 0):
-                raise ValueError("`timings` do not tell `triangle`, as attention does not show in them: give it")
+                return cls.fit(timings, triangle=TRIANGLE, projection_share=projection_share)
             triangle = more[0] / per_pair
         if not per_token + per_pair > 0:
             raise ValueError("`timings` do not grow with the length: measure longer slices")

@@ -59,9 +59,7 @@ class MemoryReport:
 
     @property
     def kv_percent(self) -> float:
-        """
-        Bytes stored as a percentage of a cache at 16 bits a value, as the papers count (float32 caches are at 200).
-        """
+        """Percentage of a cache at 16 bits a value, as the papers count (float32 caches are at 200)."""
         return 100 * self.total_bytes / (2 * self.num_values) if self.num_values else 0.0
 
     @property
@@ -236,10 +234,7 @@ def _dense_equivalent(layer: Any, named: list[tuple[str, torch.Tensor]]) -> tupl
 
 
 def _quantized_numel_per_token(states: torch.Tensor | tuple[Any, ...]) -> int:
-    """
-    Numbers a token in what a quantized layer of Transformers stores: a tensor (quanto), or one with its metadata (hqq,
-    fp8).
-    """
+    """Counts numbers a token in what quantized layers store: a tensor (quanto), or one with metadata (others)."""
     shape = states.shape if isinstance(states, torch.Tensor) else states[0].shape
     if isinstance(states, tuple) and isinstance(states[1], dict):
         shape = states[1]["shape"]

@@ -50,7 +50,8 @@ def test_what_cannot_be_measured_is_refused(assert_refused, options, message):
 
 
 def test_pools_may_be_on_disk(rows_of, tmp_path):
-    caches = f"--cache infinigen --cache infinigen:pool_folder={tmp_path}"
+    everything = "infinigen:share=1.0,max_fetch_ratio=1.0"
+    caches = f"--cache {everything} --cache {everything},pool_folder={tmp_path}"
     in_memory, on_disk = rows_of(f"step {caches} --read 100 --context 1500 --steps 3")
     assert in_memory["bytes"] == on_disk["bytes"] > 0
     assert on_disk["relative_error"] < 1e-5

@@ -168,7 +168,7 @@ def test_what_cannot_be_scored_is_an_error(tiny_llama: PreTrainedModel, windows:
 def test_command_writes_rows_with_their_provenance(
     smollm2: Reference, shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fidelity, "load_for_evaluation", lambda *_: smollm2)
+    monkeypatch.setattr(fidelity.inputs, "load_for_evaluation", lambda *_: smollm2)
     text_file = tmp_path / "text.txt"
     text_file.write_text((shared_data / "wikitext2" / "wiki.test.raw").read_text(encoding="utf-8")[:6000])
     out = tmp_path / "results" / "out.json"
@@ -215,7 +215,7 @@ def test_command_writes_rows_with_their_provenance(
 def test_command_errors_are_one_line(
     arguments: list[str], message: str, smollm2: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fidelity, "load_for_evaluation", lambda *_: smollm2)
+    monkeypatch.setattr(fidelity.inputs, "load_for_evaluation", lambda *_: smollm2)
     result = CliRunner().invoke(evaluate.app, ["fidelity", "--prefix", "32", "--scored", "8", *arguments])
     assert result.exit_code == 2
     assert message in result.stderr
