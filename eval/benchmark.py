@@ -39,10 +39,7 @@ def say(text: str) -> None:
 def benchmark(
     kind: str, title: str = ""
 ) -> Callable[[Callable[Options, Iterator[Found]]], Callable[Options, dict[str, Any]]]:
-    """
-    Makes a command's function of one that yields its rows. By `kind` its table is found, whose `title` in a terminal
-    is formatted with the settings.
-    """
+    """Makes a command of a function that yields rows; by `kind` its table is found, settings are in its title."""
 
     def decorate(function: Callable[Options, Iterator[Found]]) -> Callable[Options, dict[str, Any]]:
         signature = inspect.signature(function)

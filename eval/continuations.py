@@ -40,10 +40,7 @@ DECODE = Feeding(None, 1)
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """
-    A continuation after its context: log-likelihood in nats, summed over its tokens, and how many of these were most
-    likely after those before them.
-    """
+    """Log-likelihood of a continuation in nats, and how many of its tokens greedy decoding would have said."""
 
     log_likelihood: float
     num_tokens: int
@@ -103,7 +100,7 @@ class ContinuationScorer:
         """Scores a batch: of every context, of one token at least, each of its continuations, in their order."""
         filled = [list(context[:-1]) for context in contexts]
         width = max(map(len, filled))
-        padding = _Padding([width - len(each) for each in filled], self.model.device)
+        padding = torch.tensor([width - len(each) for each in filled], device=self.model.device)
 
         def fill_cache() -> Cache:
             cache = self._create_cache()
@@ -123,7 +120,13 @@ class ContinuationScorer:
             fed = [each[number] if number < len(each) else ((), []) for each in groups]
             longest = max(len(tokens) for tokens, _ in fed)
             rows = [[*tokens, *[0] * (longest - len(tokens))] for tokens, _ in fed]
-            fork = _copy_or_fill(cache, fill_cache) if number < num_rounds - 1 else cache
+            fork = cache
+            if number < num_rounds - 1:
+                try:
+                    fork = copy.deepcopy(cache)
+                except RuntimeError:
+                    # Tensors of some peers cannot be copied (quanto's)
+                    fork = fill_cache()
             for offset, logits in self._feed(rows, fork, padding, feeding.continuation_chunk, logits_wanted=True):
                 log_probs = F.log_softmax(logits, dim=-1, dtype=self._softmax_dtype)
                 for row, (_, scored) in enumerate(fed):
@@ -146,7 +149,7 @@ class ContinuationScorer:
         ]
 
     def _feed(
-        self, rows: list[list[int]], cache: Cache, padding: "_Padding", chunk: int | None, logits_wanted: bool
+        self, rows: list[list[int]], cache: Cache, padding: torch.Tensor, chunk: int | None, logits_wanted: bool
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Feeds a batch in chunks; yields each one's first column and its logits, `[batch, tokens, vocabulary]`."""
         token_ids = torch.tensor(rows, device=self.model.device)
@@ -154,7 +157,7 @@ class ContinuationScorer:
         # Only the last logits are computed where nobody wants them and the model can do so
         keep = {} if logits_wanted or "logits_to_keep" not in self._accepted else {"logits_to_keep": 1}
         for part in token_ids.split(chunk or token_ids.shape[1], dim=1):
-            where = padding.arguments(filled + offset, part.shape[1], "position_ids" in self._accepted)
+            where = _say_padding(padding, filled + offset, part.shape[1], "position_ids" in self._accepted)
             with self._autocast():
                 logits = self.model(input_ids=part, **as_argument(cache), use_cache=True, **where, **keep).logits
             yield offset, logits
@@ -162,29 +165,13 @@ class ContinuationScorer:
         check_length(cache, filled + offset)
 
 
-def _copy_or_fill(cache: Cache, fill_cache: Callable[[], Cache]) -> Cache:
-    """Copies a filled cache, or fills one anew where tensors cannot be copied (quanto's)."""
-    try:
-        return copy.deepcopy(cache)
-    except RuntimeError:
-        return fill_cache()
-
-
-class _Padding:
-    """Padding on the left of a batch: what the model has to be told of it at every step."""
-
-    def __init__(self, counts: list[int], device: torch.device) -> None:
-        self.counts = torch.tensor(counts, device=device)
-        self.is_needed = any(counts)
-
-    def arguments(self, start: int, num_new: int, with_positions: bool) -> dict[str, torch.Tensor]:
-        """Returns the mask of all tokens and positions of the new ones, when `start` tokens are there already."""
-        if not self.is_needed:
-            return {}
-        places = torch.arange(start + num_new, device=self.counts.device)
-        mask = (places >= self.counts[:, None]).long()
-        positions = (places[start:] - self.counts[:, None]).clamp(min=0)
-        return {"attention_mask": mask, "position_ids": positions} if with_positions else {"attention_mask": mask}
+def _say_padding(counts: torch.Tensor, start: int, num_new: int, with_positions: bool) -> dict[str, torch.Tensor]:
+    """Tells of padding on the left `[batch]` the mask of all tokens, `start` before the new ones, and positions."""
+    if not bool(counts.any()):
+        return {}
+    places = torch.arange(start + num_new, device=counts.device)
+    said = {"attention_mask": (places >= counts[:, None]).long()}
+    return said | ({"position_ids": (places[start:] - counts[:, None]).clamp(min=0)} if with_positions else {})
 
 
 def _group_by_fed(

@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 from kvcache_plugins.console.display import track_progress
 from kvcache_plugins.models.cache_argument import as_argument
-from kvcache_plugins.registry import create_cache, parse_cache_spec
+from kvcache_plugins.registry import create_cache
 
 from .benchmark import benchmark
 from .rows import Found, Settings
@@ -67,10 +67,7 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """
-    An answer to whether a cache works on a model (`reads dense`: it works, and decode steps made a layer dense), why
-    it refuses or fails, and its largest distance from the dense cache's logits.
-    """
+    """An answer of a model, why it refuses or fails, and its largest distance from the dense cache's logits."""
 
     status: Status
     detail: str = ""
@@ -153,9 +150,7 @@ def generate(
 def scenarios(
     model: PreTrainedModel, make_cache: CacheMaker, known: Mapping[str, Run] | None = None
 ) -> Iterator[tuple[str, Run]]:
-    """
-    Runs a cache through all scenarios, with the tokens of the dense cache's `known` runs; yields their names and runs.
-    """
+    """Runs a cache through all scenarios, with the tokens of the dense cache's `known` runs; yields names and runs."""
     long, short = prompt(model, PROMPT_LENGTH, 1), prompt(model, _SHORT_LENGTH, 2)
     cache, tokens = make_cache(model), long
     for name, num_new in (("one prompt", NUM_NEW), ("a second turn", _NUM_MORE)):
@@ -175,10 +170,8 @@ def _dynamic(model: PreTrainedModel) -> Cache:
 
 def refer(model: PreTrainedModel) -> tuple[dict[str, Run], float]:
     """
-    Runs `DynamicCache` on a model; returns also how far apart logits of another prompt are.
-
-    Raises:
-        ValueError: if a prompt leaves no trace in the logits of a random model, so that nothing could be told.
+    Runs `DynamicCache` on a model; returns also how far apart logits of another prompt are. A prompt that leaves no
+    trace in the logits of a random model, so that nothing could be told, is a `ValueError`.
     """
     runs = dict(scenarios(model, _dynamic))
     first = runs["one prompt"]
@@ -246,9 +239,7 @@ def try_families(
     announce: Callable[[str], None] = lambda family: None,
     seconds_a_family: float = 180,
 ) -> Iterator[FamilyResult]:
-    """
-    Tries caches on families, one after another, each in a process of its own that is given up after some seconds.
-    """
+    """Tries caches on families, each in a process of its own that is given up after some seconds."""
     can_fork = "fork" in multiprocessing.get_all_start_methods()
     if can_fork:
         # What is loaded now is so in all processes
@@ -303,11 +294,7 @@ def own_cases() -> dict[str, Case]:
 
 def cases_of(specs: list[str]) -> dict[str, Case]:
     """Makes cases of registered caches by their specs, held to what 8 bits may change."""
-    parsed = {spec: parse_cache_spec(spec) for spec in specs}
-    return {
-        spec: Case(partial(create_cache, name, **options), _LOSSY)  # type: ignore[arg-type]
-        for spec, (name, options) in parsed.items()
-    }
+    return {spec: Case(partial(create_cache, spec), _LOSSY) for spec in specs}
 
 
 @benchmark("families")

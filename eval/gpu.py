@@ -12,20 +12,19 @@ Seven parts, each in a process of its own, so that one that crashes or hangs tak
 - `infinigen`: decode steps over 32768 tokens in host memory, against offloading all of them and having all at hand;
 - `batch`: the largest batch that fits into 40 GiB, its throughput and its peak.
 
-What does not agree with plain PyTorch is not timed. Every part writes its JSON
-files row by row and has its share of the time; what it leaves goes to those after it. What failed, and what was
-skipped for want of time, stands in the files too. The sizes of a run are the defaults of the parts' functions.
+What does not agree with plain PyTorch is not timed. Every part writes its JSON files row by row and has its share of
+the time; what it leaves goes to those after it. What failed, or was skipped for want of time, stands in the files too.
 
-Three caches tell what InfiniGen's transfers cost. `offloaded`, Transformers' own, brings every layer's keys and values
-to the GPU at every step. The same InfiniGen cache with its pool in the GPU's memory does everything that it otherwise
-does, choosing included, but moves nothing over the bus: what is left between the two is what the bus costs. `dynamic`
-is dense.
+Three caches tell what InfiniGen's transfers cost: `offloaded`, Transformers' own, which brings every layer's keys and
+values to the GPU at every step; the same InfiniGen cache with its pool in the GPU's memory, which moves nothing over
+the bus; and `dynamic`.
 
 A batch fits if its cache is filled and `steps` tokens are decoded without the allocator running out: a chunk of
 decoded tokens has to be compressed on the way. The model reads one sequence, and `batch_repeat_interleave` makes the
 cache the batch's, as for many continuations of one prompt; every sequence has its own bytes.
 """
 
+import functools
 import gc
 import os
 import subprocess
@@ -36,7 +35,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,7 +50,7 @@ from kvcache_plugins.gear.transform.calibration import calibrate_transform
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.option_checks import check_choice
-from kvcache_plugins.registry import create_cache, describe_caches, parse_cache_spec
+from kvcache_plugins.registry import create_cache, describe_caches
 from kvcache_plugins.reports.memory import measure_memory
 
 from .benchmark import Result, TimeIsUpError, say
@@ -112,11 +111,10 @@ class Run:
         return result
 
 
-def llama(vocab: int, width: int, inner: int, layers: int, heads: int, key_heads: int, tokens: int) -> Fields:
+def llama(*sizes: int) -> Fields:
     """Makes the fields of a `LlamaConfig`."""
-    sizes = {"vocab_size": vocab, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
-    heads_of = {"num_attention_heads": heads, "num_key_value_heads": key_heads}
-    return {**sizes, **heads_of, "max_position_embeddings": tokens}
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return dict(zip((*names, "num_key_value_heads", "max_position_embeddings"), sizes, strict=True))
 
 
 LLAMA_8B = llama(128256, 4096, 14336, 32, 32, 8, 131072)
@@ -152,8 +150,6 @@ STEP_CACHES = (
 STEPS = 72
 # Processes that share the tests: kernels are compiled for nearly every one, which is work for CPUs
 _TEST_PROCESSES = "8"
-# Presets in calibrated bases, and tokens of a calibration: half of them have to span the channels of a head
-_CALIBRATED, _CALIBRATION_TOKENS = "gear-c", 512
 # Tokens of a static cache, and steps until a graph of it is captured
 _CAPACITY, _NUM_WARM = 8192, 3
 
@@ -214,9 +210,12 @@ def run_presets(
     makes of that is held against plain PyTorch from the same storage.
     """
     report, network = run.open("presets", "presets", model), build_llama(model, run.device)
+    # Presets in calibrated bases share a calibration, half of whose tokens have to span the channels of a head
+    calibrate = functools.cache(lambda: calibrate_transform(network, [random_tokens(network, 512)[0]], num_draws=1))
     for name in presets:
         with report.attempt(name), run.box.step():
-            start, cache = time.monotonic(), create_preset(name, network)
+            options: dict[str, Any] = {"calibration": calibrate()} if name.startswith("gear-c") else {}
+            start, cache = time.monotonic(), create_cache(name, network, **options)
             with torch.inference_mode():
                 for count in tokens:
                     network(random_tokens(network, count), **as_argument(cache), logits_to_keep=1)
@@ -226,17 +225,6 @@ def run_presets(
                 raise MismatchError(f"{name} was not computed by the kernels: {stats}")
             row = {"cache": name, "relative_error": error, "seconds": time.monotonic() - start}
             report.add(row, f"{name}: relative error {error:.1e}")
-
-
-def create_preset(name: str, model: PreTrainedModel) -> Cache:
-    """Creates a preset's cache; those in calibrated bases share a calibration of the model."""
-    options: dict[str, Any] = {"calibration": _calibrate(model)} if name.startswith(_CALIBRATED) else {}
-    return create_cache(name, model, **options)
-
-
-@lru_cache(maxsize=1)
-def _calibrate(model: PreTrainedModel) -> Any:
-    return calibrate_transform(model, [random_tokens(model, _CALIBRATION_TOKENS)[0]], num_draws=1)
 
 
 @torch.inference_mode()
@@ -362,10 +350,7 @@ def measure_offloading(
         say(f"offloading: {spec} reads {context} tokens")
         box = run.box.share(len(caches) - index)
         with report.attempt(spec), box.step():
-            name, options = parse_cache_spec(spec)
-            if name.startswith("infinigen"):
-                options["track_times"] = True
-            cache = create_cache(name, network, **options)
+            cache = create_cache(spec, network, **({"track_times": True} if spec.startswith("infinigen") else {}))
             prefill = time_call(partial(network, read, **as_argument(cache), logits_to_keep=1), run.device)
             for token in fed[:, :_WARM_STEPS].split(1, dim=1):
                 network(token, **as_argument(cache))
@@ -439,10 +424,8 @@ def count_transfers(cache: InfiniGenCache) -> dict[str, float]:
 
 class Budget:
     """
-    Bytes that may be used, enforced inside `enforce()`.
-
-    On a GPU PyTorch's allocator enforces it and counts the peak: weights, cache and whatever is computed on the way,
-    but not the driver's own context. A CPU's cannot be asked: there the cache counts, at the end of each step.
+    Bytes that may be used: enforced inside `enforce()` by PyTorch's allocator on a GPU, which counts the peak of
+    weights, cache and whatever is computed on the way. On a CPU the cache counts, at the end of each step.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -482,22 +465,18 @@ class Budget:
 
     def peaks(self) -> dict[str, int]:
         """Reads the most bytes in use at a time since `start`, and the most that the allocator held."""
-        if not self.is_gpu:
-            return {"peak_bytes": self._peak, "peak_reserved_bytes": self._peak}
-        return {
-            "peak_bytes": torch.cuda.max_memory_allocated(self.device),
-            "peak_reserved_bytes": torch.cuda.max_memory_reserved(self.device),
-        }
+        peaks = self._peak, self._peak
+        if self.is_gpu:
+            peaks = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+        return dict(zip(("peak_bytes", "peak_reserved_bytes"), peaks, strict=True))
 
 
 def run_batch(
     model: PreTrainedModel, cache: Cache, batch_size: int, context: int, steps: int, budget: Budget
 ) -> dict[str, Any] | None:
     """
-    Fills an empty cache with `context` tokens of each sequence and decodes `steps` tokens, the budget enforced and
-    started.
-
-    Returns times, bytes and peaks, or `None` if the budget does not suffice.
+    Fills an empty cache with `context` tokens of each sequence and decodes `steps` tokens; returns times, bytes and
+    peaks, or `None` if the budget, which is enforced, does not suffice.
     """
     try:
         model(random_tokens(model, context), **as_argument(cache), logits_to_keep=1)
@@ -526,10 +505,8 @@ def measure_largest_batch(
     model: PreTrainedModel, create: Callable[[], Cache], context: int, steps: int, budget: Budget, box: TimeBox
 ) -> dict[str, Any] | None:
     """
-    Measures the largest batch for a cache that `create` makes, see `run_batch`.
-
-    What the cache of one sequence holds says how many would fit if nothing else were allocated. Shares of that, see
-    `SHARES`, are tried until one fits. `trials` of the row are all that were; `None` if not even one sequence fits.
+    Measures the largest batch for a cache that `create` makes, see `run_batch`; `None` if not even one sequence fits.
+    Of how many would fit by what one sequence holds, `SHARES` are tried until one does, all noted as `trials`.
     """
     available = budget.start()
     one = run_batch(model, create(), 1, context, 2, budget)

@@ -9,20 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    Cache,
-    DynamicCache,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    QuantizedCache,
-    StoppingCriteria,
-)
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, QuantizedCache
+from transformers.generation import StoppingCriteria
 
 from kvcache_plugins.console.inputs import read_text
 from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.models.cache_argument import as_argument
-from kvcache_plugins.registry import create_cache, parse_cache_spec
+from kvcache_plugins.registry import create_cache
 from kvcache_plugins.reports.memory import ReportingMixin, StatValue
 
 
@@ -44,19 +38,9 @@ def with_reference(specs: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([REFERENCE, *specs]))
 
 
-def make_cache(spec: str, model: PreTrainedModel) -> Cache:
-    """Makes a cache for a model of `name` or `name:key=value,key=value`."""
-    cache_name, options = parse_cache_spec(spec)
-    return create_cache(cache_name, model, **options)
-
-
 def cache_factories(specs: Sequence[str], model: PreTrainedModel) -> dict[str, CacheFactory]:
-    """
-    Makes factories of caches, by their specs.
-
-    Each is called once and its cache thrown away, so that a wrong name or option is an error before anything has run.
-    """
-    factories: dict[str, CacheFactory] = {spec: partial(make_cache, spec, model) for spec in specs}
+    """Makes factories of caches, by their specs, and calls each once: what is wrong is so before anything has run."""
+    factories: dict[str, CacheFactory] = {spec: partial(create_cache, spec, model) for spec in specs}
     for factory in factories.values():
         factory()
     return factories
@@ -69,9 +53,8 @@ def cache_stats(cache: Cache) -> dict[str, StatValue]:
 
 def was_exercised(cache: Cache) -> bool:
     """
-    Tells whether a cache has answered with something other than the exact states.
-
-    A cache that never does, such as `DynamicCache`, counts as exercised: there is nothing that a score could miss.
+    Tells whether a cache has answered with something other than the exact states; one that never does, such as
+    `DynamicCache`, counts as exercised, as there is nothing that a score could miss.
     """
     if isinstance(cache, QuantizedCache):
         return any(getattr(layer, "_quantized_keys", None) is not None for layer in cache.layers)
@@ -117,10 +100,8 @@ def spread_windows(
     token_ids: torch.Tensor, num_windows: int, prefix_length: int, num_scored: int, start_ids: Sequence[int] = ()
 ) -> list[torch.Tensor]:
     """
-    Cuts disjoint windows, spread evenly over a text `[num_tokens]` without special tokens.
-
-    Each has `prefix_length` tokens that fill the cache, `start_ids` among them, `num_scored` that are scored through
-    it, and one more to predict. Too short a text is a `ValueError`.
+    Cuts disjoint windows, spread evenly over a text `[num_tokens]` without special tokens: `prefix_length` tokens,
+    `start_ids` among them, `num_scored`, and one more to predict. Too short a text is a `ValueError`.
     """
     for name, value, minimum in (
         ("num_windows", num_windows, 1),
@@ -264,10 +245,7 @@ def take_turns(
 
 
 class TokenTimer(StoppingCriteria):
-    """
-    Notes when it is made, which is to be right before `generate`, and calls `on_token` at each token, whose time it
-    notes too; it stops nothing.
-    """
+    """Notes when it is made, right before `generate`, and each token's time; calls `on_token` and stops nothing."""
 
     def __init__(
         self, clock: Callable[[], float] = time.perf_counter, on_token: Callable[[], None] = lambda: None

@@ -54,20 +54,19 @@ class KVCacheLM(HFLM):
     A Hugging Face model whose keys and values go through a cache of the registry.
 
     Args:
-        pretrained (`str` or `PreTrainedModel`):
-            `smollm2`, `gemma3-270m`, a folder, a hub name, or a model that is loaded already.
-        cache (`str`, *optional*, defaults to `"dynamic"`):
-            A name of `list_caches()`, with options if need be: `gear-2bit:rank=8`.
-        cache_mode (`str`, *optional*, defaults to `"auto"`):
-            How scored tokens go through the cache. `prefix`: the context in one forward, then each continuation in
-            one. `chunk`: both, `cache_chunk` tokens a forward. `decode`: the context in one forward, then
-            continuations token by token. `auto`: `decode` for caches that are exact for several new tokens at once
-            (InfiniGen); for others `chunk` where there is no context (rolling perplexity), else `prefix`.
-        cache_chunk (`int`, *optional*, defaults to 64):
-            Tokens a forward of `chunk`.
-        cache_check (`bool`, *optional*, defaults to `True`):
-            Whether it is an error that a cache was never exercised: that it held exact states only, because contexts
-            are shorter than its buffer, so that scores say nothing about it. Otherwise it is a warning.
+        pretrained (`str` or `PreTrainedModel`): `smollm2`, `gemma3-270m`, a folder, a hub name, or a model that is
+            loaded already.
+        cache (`str`, *optional*, defaults to `"dynamic"`): a name of `list_caches()`, with options if need be:
+            `gear-2bit:rank=8`.
+        cache_mode (`str`, *optional*, defaults to `"auto"`): how scored tokens go through the cache. `prefix`: the
+            context in one forward, then each continuation in one. `chunk`: both, `cache_chunk` tokens a forward.
+            `decode`: the context in one forward, then continuations token by token. `auto`: `decode` for caches that
+            are exact for several new tokens at once (InfiniGen); for others `chunk` where there is no context (rolling
+            perplexity), else `prefix`.
+        cache_chunk (`int`, *optional*, defaults to 64): tokens a forward of `chunk`.
+        cache_check (`bool`, *optional*, defaults to `True`): whether it is an error that a cache was never exercised:
+            that it held exact states only, because contexts are shorter than its buffer, so that scores say nothing
+            about it. Otherwise it is a warning.
         kwargs:
             `cache_` and an option's name sets that option of the cache: `cache_rank=8`. Everything else is of `HFLM`.
 

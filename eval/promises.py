@@ -28,9 +28,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.reference_model import load_model
+from kvcache_plugins.registry import create_cache
 
 from .benchmarks.step import time_steps
-from .harness import cache_factories, make_cache
+from .harness import cache_factories
 from .measures.fidelity import measure_fidelity as compare_distributions
 
 
@@ -46,19 +47,9 @@ _STEPS, _WARM_UP = 24, 4
 def measure_bytes(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Bytes that the frozen table's caches hold by the length of the prompt, or the name of the error instead."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=4096,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
+    sizes = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    config = LlamaConfig(**sizes, bos_token_id=1, eos_token_id=2, pad_token_id=0)  # type: ignore[arg-type]
     model = LlamaForCausalLM(config).eval()
     ids = torch.randint(3, 299, (1, max(_LENGTHS) + _DECODED), generator=torch.Generator().manual_seed(1))
     measured: dict[str, dict[str, Any]] = {}
@@ -66,7 +57,7 @@ def measure_bytes(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]
         row = measured[name] = {}
         for length in _LENGTHS:
             try:
-                cache: Any = make_cache(name, model)
+                cache: Any = create_cache(name, model)
                 model(ids[:, :length], **as_argument(cache))
                 for at in range(length, length + _DECODED):
                     model(ids[:, at : at + 1], **as_argument(cache))
@@ -104,7 +95,7 @@ def measure_speed(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]
     ids = tokenizer(text * 3, return_tensors="pt").input_ids
     measured = {}
     for context, names in ((int(key), list(row)) for key, row in frozen.items()):
-        caches = {name: make_cache(name, model) for name in ("dynamic", *names)}
+        caches = {name: create_cache(name, model) for name in ("dynamic", *names)}
         for cache in caches.values():
             model(ids[:, :context], **as_argument(cache), logits_to_keep=1)
         times, _ = time_steps(model, caches, ids[:, context : context + _STEPS])

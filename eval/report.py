@@ -81,10 +81,7 @@ def select_drawn(merged: dict[str, Any]) -> dict[str, Any]:
 
 
 def compile_overview(results: Path) -> dict[str, Any]:
-    """
-    Compiles a row for each cache that was measured: percent of a 16-bit cache, KL behind a prompt and while decoding,
-    speed beside `dynamic`.
-    """
+    """Compiles for each cache percent of 16 bits, KL behind a prompt and decoded, and speed beside `dynamic`."""
     merged = [merge_fidelity(results, names) for names in (PROMPT, DECODED)]
     prompt, decoded = ({"dynamic": 0.0, **{row["cache"]: row["kl"] for row in each["rows"]}} for each in merged)
     steps = json.loads((results / STEPS).read_text(encoding="utf-8"))
@@ -94,17 +91,9 @@ def compile_overview(results: Path) -> dict[str, Any]:
         if cache not in prompt:
             continue
         held = predict_memory(MODEL, cache, CONTEXT, dtype="bfloat16", device="cpu")
-        rows.append(
-            {
-                "cache": cache,
-                "what": what,
-                "kv_percent": held.kv_percent,
-                "kv_percent_with_shared": held.kv_percent_with_shared,
-                "kl": prompt[cache],
-                "kl_decoded": decoded.get(cache),
-                "speed_against_dynamic": speeds.get(cache),
-            }
-        )
+        sizes = {name: getattr(held, name) for name in ("kv_percent", "kv_percent_with_shared")}
+        row = {"cache": cache, "what": what, **sizes, "kl": prompt[cache], "kl_decoded": decoded.get(cache)}
+        rows.append({**row, "speed_against_dynamic": speeds.get(cache)})
     files = (", ".join(each["files"]) for each in merged)
     sources: dict[str, object] = {**dict(zip(("prompt", "decoded"), files, strict=True)), "steps": STEPS}
     sources |= {"context": CONTEXT, "model": MODEL}

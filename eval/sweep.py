@@ -104,10 +104,7 @@ MEASURES: dict[str, Callable[..., Iterable[Found]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """
-    One cell of a sweep, all that its result depends on: `name` is the measure's in the file, `kind` a key of
-    `MEASURES`, the rest is as commands take it.
-    """
+    """A cell of a sweep, all that its result depends on; `name` is the measure's, `kind` a key of `MEASURES`."""
 
     model: str
     cache: str

@@ -58,9 +58,7 @@ def varies(path: str) -> Callable[[Rows], bool]:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """
-    A column: the heading, formatted with the fields of the first row; a row's cell; whether rows have the column.
-    """
+    """A column: the heading, formatted with fields of the first row; a row's cell; whether rows have it."""
 
     head: str
     show: Callable[[Row], str]
@@ -110,9 +108,7 @@ def quartiles(head: str, scale: float = 1e3) -> Column:
 
 
 class Table:
-    """
-    A table with a line for each row, sorted by `order` if there is one; `note` makes the lines below it of its rows.
-    """
+    """A table with a line for each row, sorted by `order` if there is one; `note` makes the lines below it."""
 
     def __init__(
         self,
@@ -193,23 +189,18 @@ def _kl(row: Row) -> str:
     return f"{row['kl']:.4f}" + (f" ± {standard_error_of_kl(row):.4f}" if has_error else "")
 
 
-def fetched_share_of_bytes(row: Row) -> float | None:
+def _fetched_bytes(row: Row) -> str:
     """
-    Computes the bytes that a cache fetched in all its steps, as a share of what offloading of whole layers would have
-    moved at 16 bits: every key and value of every layer in every step. `None` if it fetched nothing.
+    Shows the bytes that a cache fetched in all its steps, in percent of what offloading of whole layers would have
+    moved at 16 bits: every key and value of every layer in every step.
     """
     fetched, windows = row["stats"].get("bytes_fetched"), row.get("windows")
     if not fetched or not windows:
-        return None
+        return "-"
     held = [row[name] for name in ("memory_after_prefix", "memory_at_end")]
     dense = [100 * memory["total_bytes"] / memory["kv_percent"] for memory in held]
     # Counters are those of the last window, whose tokens came one by one
-    return float(fetched / (windows[-1]["num_scored"] * sum(dense) / 2))
-
-
-def _fetched_bytes(row: Row) -> str:
-    share = fetched_share_of_bytes(row)
-    return "-" if share is None else f"{100 * share:.2f}"
+    return f"{100 * fetched / (windows[-1]['num_scored'] * sum(dense) / 2):.2f}"
 
 
 def _percent_with_shared(row: Row) -> str:

@@ -35,12 +35,7 @@ _TABLE_TOKENS = 1024
 
 
 class RequestStates:
-    """
-    Dense keys and values of requests of one length, as `LazyStates` ask a layer for them.
-
-    Args:
-        keys, values (`torch.Tensor` of shape `[B, H, T, D]`): all tokens of every request, the newest the last.
-    """
+    """Dense keys and values `[B, H, T, D]` of requests of one length, as `LazyStates` ask a layer for them."""
 
     has_gradients = False
 

@@ -38,10 +38,7 @@ _COPY_BYTES = {"cpu": 2**27, "cuda": 2**30}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """
-    Sizes of an attention: `batch_size` sequences of `context` tokens, `num_heads` key/value heads of `head_dim`
-    channels with `groups` query heads each.
-    """
+    """Sizes of an attention: sequences of `context` tokens, `groups` query heads for each key/value head."""
 
     context: int
     batch_size: int = 1
@@ -77,7 +74,9 @@ class Contest:
         self._add_dense(self.dense_name, dtype)
         if dtype == torch.float32:
             self._add_dense("dense bfloat16", torch.bfloat16)
-        self._copy = self._make_copy()
+        source = torch.empty(_COPY_BYTES.get(device.type, 2**27) // 4, device=device)
+        self.num_bytes["copy"] = 2 * source.nbytes
+        self._copy: Callable[[], Any] = partial(torch.empty_like(source).copy_, source)
 
     def _add_dense(self, name: str, dtype: torch.dtype) -> None:
         query, keys, values = (tensor.to(dtype) for tensor in (self.packed, self.keys, self.values))
@@ -104,13 +103,10 @@ class Contest:
         error = require_close(f"{cache_name} by the `{self.kernel}` kernel", function(), expected())
         say(f"{cache_name}: relative error {error:.1e} against plain PyTorch")
         self.functions[cache_name], self.errors[cache_name] = function, error
-        self.num_bytes[cache_name] = _num_bytes(part)
-
-    def _make_copy(self) -> Callable[[], Any]:
-        source = torch.empty(_COPY_BYTES.get(self.device.type, 2**27) // 4, device=self.device)
-        target = torch.empty_like(source)
-        self.num_bytes["copy"] = 2 * source.nbytes
-        return partial(target.copy_, source)
+        tensors = [*part.codec.tensors()] if isinstance(part, CodedPart) else []
+        for side in (part.keys, part.values):
+            tensors += [side] if isinstance(side, torch.Tensor) else [each for _, each in side.named_tensors()]
+        self.num_bytes[cache_name] = sum(tensor.nbytes for tensor in tensors)
 
     def run(self, rounds: int) -> list[dict[str, Any]]:
         """Times all in turns; one row each, a copy last."""
@@ -169,12 +165,6 @@ def _compressed_part(name: str, keys: torch.Tensor, values: torch.Tensor) -> Com
     (block,) = layer.blocks
     part: CompressedPart | CodedPart = block.part(layer.codec, None, None)
     return part
-
-
-def _num_bytes(part: CompressedPart | CodedPart) -> int:
-    if isinstance(part, CodedPart):
-        return sum(tensor.nbytes for tensor in (part.keys, part.values, *part.codec.tensors()))
-    return sum(tensor.nbytes for side in (part.keys, part.values) for _, tensor in side.named_tensors())
 
 
 def _attend_by(backend: SDPBackend, function: Callable[[], torch.Tensor]) -> torch.Tensor:

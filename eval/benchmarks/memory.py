@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_leaves
 from kvcache_plugins.console.inputs import CachesOption, ModelOption, load_for_evaluation, read_text
 from kvcache_plugins.console.interrupts import interrupts_are_ours
 from kvcache_plugins.eval.benchmark import benchmark, say
-from kvcache_plugins.eval.harness import make_cache, read_tokens
+from kvcache_plugins.eval.harness import read_tokens
 from kvcache_plugins.eval.rows import Found
 from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.registry import create_cache
 from kvcache_plugins.reports.memory import measure_memory
 
 
@@ -69,7 +70,7 @@ def measure_cache(model_name: str, text_file: str, context: int, spec: str, num_
     model, tokenizer = load_for_evaluation(model_name)
     text = read_text(Path(text_file), "text_file")
     token_ids = read_tokens(tokenizer, text, context + 2, model.device)
-    cache = make_cache(spec, model)
+    cache = create_cache(spec, model)
     loaded = _peak_rss()
     model(token_ids[:, :context], **as_argument(cache), logits_to_keep=1)
     after_prefill = _peak_rss()

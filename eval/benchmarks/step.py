@@ -7,7 +7,6 @@ Llama 3 8B's heads.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -25,7 +24,6 @@ from kvcache_plugins.eval.harness import (
     cache_stats,
     check_length,
     fill_cache,
-    make_cache,
     read_states,
     read_tokens,
     spread,
@@ -33,10 +31,11 @@ from kvcache_plugins.eval.harness import (
     time_call,
     with_reference,
 )
-from kvcache_plugins.eval.rows import Failure, Found, Settings
+from kvcache_plugins.eval.rows import Found, Settings
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.reference_model import parse_dtype
 from kvcache_plugins.option_checks import check_choice
+from kvcache_plugins.registry import create_cache
 from kvcache_plugins.reports.memory import measure_memory
 
 
@@ -136,14 +135,6 @@ def benchmark_steps(
     ] = None,
     num_threads: Annotated[list[int] | None, typer.Option(help="Of the CPU; repeatable.", min=1)] = None,
     read: Annotated[int | None, typer.Option(help="Tokens whose states are repeated up to --context.", min=64)] = None,
-    num_layers: Annotated[
-        int | None, typer.Option(help="Keep the model's first layers only, to save time.", min=1)
-    ] = None,
-    seconds: Annotated[float | None, typer.Option(help="After these, three steps are enough in one place.")] = None,
-    max_gigabytes: Annotated[
-        float | None, typer.Option(help="Places where a dense cache takes more are left out.")
-    ] = None,
-    limit: Annotated[float | None, typer.Option(help="Seconds after which no further place is begun.", min=0)] = None,
 ) -> Iterator[Found]:
     """Time whole decode steps of a model. Caches take turns.
 
@@ -167,7 +158,6 @@ def benchmark_steps(
     read = _TOKENS_READ if shape else read
     num_fed = steps * len(threads)
     yield Settings(dtype=", ".join(dtype or []))
-    start = time.perf_counter()
     kinds: list[str | None] = [*shape] if shape else [None]
     precisions: list[str | None] = [*dtype] if dtype else [None]
     for kind, precision in product(kinds, precisions):
@@ -178,22 +168,13 @@ def benchmark_steps(
         else:
             network = random_model(SHAPES[kind](), parse_dtype(precision or "float32"))
             token_ids = torch.randint(network.config.vocab_size, (1, num_read + num_fed))
-        if num_layers is not None:
-            _keep_layers(network, num_layers)
         yield from loaded_settings(network) if len(dtype or ()) < 2 else ()
         states = None if read is None else read_states(network, token_ids[:, :read])
         for size, length in product(batch_size, context):
             where = f"{' '.join(filter(None, (kind or model, precision)))}, batch {size}, {length} tokens"
-            gigabytes = _dense_bytes(network, size * length) / 1e9
-            if max_gigabytes is not None and gigabytes > max_gigabytes:
-                yield Failure(where, f"a dense cache of {gigabytes:.1f} GB")
-                continue
-            if limit is not None and time.perf_counter() - start > limit:
-                yield Failure(where, f"{limit:.0f} seconds were over")
-                continue
             caches: dict[str, Cache] = {}
             for name in specs:
-                caches[name] = make_cache(name, network)
+                caches[name] = create_cache(name, network)
                 if states is None:
                     network(token_ids[:, :length], **as_argument(caches[name]), logits_to_keep=1)
                     if size > 1:
@@ -205,15 +186,14 @@ def benchmark_steps(
             fed = token_ids[:, at : at + num_fed].expand(size, -1)
             for number, part in zip(threads, fed.split(steps, dim=1), strict=True):
                 torch.set_num_threads(number)
-                times, errors = time_steps(network, caches, part, seconds=seconds or float("inf"))
+                times, errors = time_steps(network, caches, part)
                 place: dict[str, Any] = {"batch_size": size, "num_threads": number}
                 place |= {"dtype": str(network.dtype).removeprefix("torch.")}
                 place |= {"part": "step", "shape": kind} if kind else {}
                 for row in step_rows(times, caches, length, **place):
                     yield {**row, "relative_error": errors[row["cache"]]}
-            if seconds is None:
-                for used_cache in caches.values():
-                    check_length(used_cache, length + num_fed)
+            for used_cache in caches.values():
+                check_length(used_cache, length + num_fed)
 
 
 def random_model(config: LlamaConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -222,16 +202,3 @@ def random_model(config: LlamaConfig, dtype: torch.dtype) -> PreTrainedModel:
     # The decorator that Transformers puts on `to` loses its `self` in the eyes of mypy
     network: Any = LlamaForCausalLM(config)
     return network.to(dtype).eval()  # type: ignore[no-any-return]
-
-
-def _keep_layers(network: PreTrainedModel, num_layers: int) -> None:
-    network.config.num_hidden_layers = num_layers
-    decoder: Any = network.base_model
-    decoder.layers = decoder.layers[:num_layers]
-
-
-def _dense_bytes(network: PreTrainedModel, num_tokens: int) -> int:
-    config = network.config.get_text_config(decoder=True)
-    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * num_heads * head_dim * num_tokens * network.dtype.itemsize)

@@ -35,7 +35,7 @@ from kvcache_plugins.gear.config import PresetChoice
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
 
-from .fidelity import continuation_logits, fill_cache, record_attention, relative_errors, score_logits, squared_errors
+from .fidelity import continuation_logits, fill_cache, score_logits
 
 
 # Tokens that every cache begins to compress
@@ -71,9 +71,7 @@ def generate_with(
     streamer: BaseStreamer | None = None,
     on_token: Callable[[], None] = lambda: None,
 ) -> Generation:
-    """
-    Continues a prompt `[num_tokens]` through a fresh cache and times it: greedily, or sampled at a `temperature`.
-    """
+    """Continues a prompt `[num_tokens]` through a fresh cache and times it: greedily, or at a `temperature`."""
     if max_new_tokens < 1:
         raise ValueError(f"`max_new_tokens` must be at least 1, but got {max_new_tokens}")
     if temperature is not None and temperature <= 0:
@@ -129,8 +127,8 @@ def compare_caches(
 
     Rows have `cache` and `error`; unless a cache failed on the way also `text`, `first_difference` (the first token
     that is not the reference's), `kl` (mean KL(dense || cache) along the reference's continuation, in nats),
-    `top1_agreement` (the share of it at which both find the same token most likely), `layer_errors` of attention along
-    it, the fields of `generation_fields`, and `was_exercised`. A wrong spec of a cache is a `ValueError`.
+    `top1_agreement` (the share of it at which both find the same token most likely), the fields of
+    `generation_fields`, and `was_exercised`. A wrong spec of a cache is a `ValueError`.
     """
     if max_new_tokens < 1:
         raise ValueError(f"`max_new_tokens` must be at least 1, but got {max_new_tokens}")
@@ -158,17 +156,15 @@ def compare_caches(
             fed = dense.setdefault("fed", written[: max(1, written.numel() - 1)])
             cache = factories[name]()
             fill_cache(model, token_ids, cache)
-            with record_attention(model) as recorded:
-                logits = continuation_logits(model, fed, cache)
-            expected = dense.setdefault("logits", logits), dense.setdefault("outputs", recorded.by_layer())
-            score = score_logits(expected[0], logits, dense.setdefault("targets", written[-fed.numel() :]))
+            logits = continuation_logits(model, fed, cache)
+            targets = dense.setdefault("targets", written[-fed.numel() :])
+            score = score_logits(dense.setdefault("logits", logits), logits, targets)
             reference = dense.setdefault("token_ids", generation.token_ids)
             return {
                 "text": str(tokenizer.decode(list(generation.token_ids), skip_special_tokens=True)),
                 "first_difference": first_difference(reference, generation.token_ids),
                 "kl": score.kl / score.num_scored,
                 "top1_agreement": score.num_agreeing / score.num_scored,
-                "layer_errors": relative_errors([squared_errors(expected[1], recorded.by_layer())]),
                 **generation_fields(generation),
                 "was_exercised": generation.was_exercised,
             }

@@ -11,9 +11,6 @@ a dense cache. The dense logits of a window are computed once and shared by all 
 
 Perplexity is over all scored tokens, KL(dense || cache) and top-1 agreement are over all scored positions.
 
-A layer's error is of its attention's output beside the dense cache's, on the same text. It holds that of the layers
-below, whose outputs it is fed with: it is what reaches the residual stream.
-
 For perplexity against position nothing is prefilled: a long text goes through a cache a few tokens at a time, and each
 token is scored by what the cache holds of those before it, as in decoding. The scores are averaged over stretches of
 256 tokens, as the papers plot them: errors that pile up show as a gap that widens.
@@ -22,9 +19,7 @@ token is scored by what the cache holds of those before it, as in decoding. The 
 import inspect
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,16 +29,8 @@ import typer
 from torch.nn import functional as F
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
+from kvcache_plugins.console import inputs
 from kvcache_plugins.console.display import track_progress
-from kvcache_plugins.console.inputs import (
-    CachesOption,
-    DeviceOption,
-    DtypeOption,
-    ModelOption,
-    SeedOption,
-    load_for_evaluation,
-    read_text,
-)
 from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.eval.benchmark import benchmark
 from kvcache_plugins.eval.harness import (
@@ -57,7 +44,6 @@ from kvcache_plugins.eval.harness import (
     with_reference,
 )
 from kvcache_plugins.eval.rows import Content, Found, Settings
-from kvcache_plugins.infinigen.queries import find_attention_modules
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
 
@@ -70,8 +56,7 @@ _ROWS_AT_A_TIME = 64
 class WindowScore:
     """
     Sums over the scored positions of one window, in nats: `nll` and `dense_nll` are negative log-likelihoods of the
-    text, `kl` is KL(dense || cache); `num_agreeing` counts positions whose most likely token is the dense cache's, and
-    `first_difference` is the first where it is not.
+    text, `kl` is KL(dense || cache); `num_agreeing` counts positions whose most likely token is the dense cache's.
     """
 
     num_scored: int
@@ -79,7 +64,6 @@ class WindowScore:
     dense_nll: float
     kl: float
     num_agreeing: int
-    first_difference: int | None = None
     position_kl: tuple[float, ...] = ()
 
 
@@ -122,8 +106,7 @@ def continuation_logits(
 
 def score_logits(dense_logits: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> WindowScore:
     """Compares a cache's `[num_tokens, vocabulary]` logits with the dense cache's, in float64."""
-    nll = dense_nll = 0.0
-    agreeing: list[bool] = []
+    nll, dense_nll, num_agreeing = 0.0, 0.0, 0
     position_kl: list[float] = []
     rows = (each.split(_ROWS_AT_A_TIME) for each in (dense_logits, logits, targets.to(logits.device)))
     for dense_rows, cache_rows, target_rows in zip(*rows, strict=True):
@@ -132,91 +115,31 @@ def score_logits(dense_logits: torch.Tensor, logits: torch.Tensor, targets: torc
         dense_nll += F.nll_loss(dense_log_probs, target_rows, reduction="sum").item()
         nll += F.nll_loss(log_probs, target_rows, reduction="sum").item()
         position_kl += F.kl_div(log_probs, dense_log_probs, reduction="none", log_target=True).sum(dim=-1).tolist()
-        agreeing.extend((dense_rows.argmax(-1) == cache_rows.argmax(-1)).tolist())
+        num_agreeing += int((dense_rows.argmax(-1) == cache_rows.argmax(-1)).sum())
     return WindowScore(
         num_scored=targets.numel(),
         nll=nll,
         dense_nll=dense_nll,
         kl=sum(position_kl),
-        num_agreeing=sum(agreeing),
-        first_difference=None if all(agreeing) else agreeing.index(False),
+        num_agreeing=num_agreeing,
         position_kl=tuple(position_kl),
     )
-
-
-class AttentionOutputs(defaultdict[int, list[torch.Tensor]]):
-    """Outputs of the attention modules of a model by layer: parts of `[tokens, hidden_size]`."""
-
-    def by_layer(self) -> list[torch.Tensor]:
-        """Joins the outputs of each layer, `[tokens, hidden_size]`."""
-        return [torch.cat(self[index]) for index in sorted(self)]
-
-
-@contextmanager
-def record_attention(model: PreTrainedModel) -> Iterator[AttentionOutputs]:
-    """
-    Records the attention outputs of all forwards in a `with` block, for a batch of one.
-
-    Nothing is recorded of a model whose attention modules are not known: its other measures are worth having.
-    """
-    recorded = AttentionOutputs(list)
-    try:
-        modules = find_attention_modules(model)
-    except ValueError:
-        modules = {}
-
-    def listen(index: int) -> Callable[..., None]:
-        def record(module: object, inputs: object, output: Any) -> None:
-            recorded[index].append((output[0] if isinstance(output, tuple) else output)[0].detach())
-
-        return record
-
-    handles = [module.register_forward_hook(listen(index)) for index, module in modules.items()]
-    try:
-        yield recorded
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def squared_errors(dense: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sums squares of the differences of each layer's outputs, and of what they are from: `[layers, 2]`."""
-    pairs = ((exact.double(), other.double()) for exact, other in zip(dense, outputs, strict=True))
-    sums = [[(other - exact).square().sum().item(), exact.square().sum().item()] for exact, other in pairs]
-    return torch.tensor(sums, dtype=torch.float64).view(-1, 2)
-
-
-def relative_errors(squares: Sequence[torch.Tensor]) -> tuple[float, ...]:
-    """Computes the norm of the difference over that of the dense output, by layer, of all windows' `squares`."""
-    differences, norms = torch.stack(list(squares)).sum(dim=0).unbind(dim=-1)
-    return tuple((differences / norms).sqrt().tolist())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fidelity:
     """
-    A cache against the dense cache over all windows.
+    A cache against the dense cache over all windows: spreads are standard deviations of the windows' own values.
 
-    Args:
-        ppl, dense_ppl (`float`): Perplexity of the scored tokens through the cache and the dense one.
-        ppl_ratio, ppl_ratio_spread (`float`):
-            `ppl / dense_ppl`, 1.0 for a cache that loses nothing, and the standard deviation of the windows' own.
-        kl, kl_spread (`float`):
-            Mean KL(dense || cache) over all scored positions, in nats, and the standard deviation of the windows' own.
-        kl_median, kl_p999 (`float`): KL that half, and 99.9 %, of all scored positions are below.
-        top1_agreement (`float`): Share of positions at which both caches find the same token most likely.
-        num_scored (`int`): Scored tokens of all windows.
-        first_difference (`float`):
-            Median over windows of the tokens before the first whose most likely one is not the dense cache's.
-        windows (`tuple[WindowScore, ...]`): The windows' sums, in text order.
-        memory_after_prefix, memory_at_end (`MemoryReport`):
-            What the last window's cache held once the prefix was in, and after the last scored token.
-        stats (`dict`): Its counters at the end.
-        layer_errors (`tuple[float, ...]`): Relative error of every layer's attention output over the scored tokens.
-        mean_kv_percent (`float`, *optional*):
-            What it held while tokens were scored, in percent of a 16-bit cache: the mean over forwards and windows.
-            Buffers are in it as full as they are on average, which after the prefix they need not be. Only where the
-            scored tokens are cut into chunks.
+    Attributes:
+        ppl_ratio (`float`): `ppl / dense_ppl`, 1.0 for a cache that loses nothing.
+        kl (`float`): mean KL(dense || cache) over all scored positions, in nats; half of them are below `kl_median`,
+            99.9 % below `kl_p999`.
+        top1_agreement (`float`): share of positions at which both caches find the same token most likely.
+        windows (`tuple[WindowScore, ...]`): the windows' sums, in text order.
+        memory_after_prefix, memory_at_end (`MemoryReport`), stats (`dict`): of the last window's cache.
+        mean_kv_percent (`float`, *optional*): what the cache held while tokens were scored, in percent of 16 bits, the
+            mean over forwards and windows, with buffers as full as they are on average. Of chunks alone.
     """
 
     ppl: float
@@ -229,18 +152,14 @@ class Fidelity:
     kl_p999: float
     top1_agreement: float
     num_scored: int
-    first_difference: float
     windows: tuple[WindowScore, ...]
     memory_after_prefix: MemoryReport
     memory_at_end: MemoryReport
     stats: dict[str, StatValue]
-    layer_errors: tuple[float, ...] = ()
     mean_kv_percent: float | None = None
 
 
-def _summarize(
-    windows: Sequence[WindowScore], squares: Sequence[torch.Tensor], percents: Sequence[float], last: dict[str, Any]
-) -> Fidelity:
+def _summarize(windows: Sequence[WindowScore], percents: Sequence[float], last: dict[str, Any]) -> Fidelity:
     """Makes the result of a cache of what was measured of it window by window, and of the last one at its end."""
     num_scored = sum(window.num_scored for window in windows)
 
@@ -263,11 +182,7 @@ def _summarize(
         kl_p999=ordered[int(0.999 * num_scored)],
         top1_agreement=mean("num_agreeing"),
         num_scored=num_scored,
-        first_difference=statistics.median(
-            each.num_scored if each.first_difference is None else each.first_difference for each in windows
-        ),
         windows=tuple(windows),
-        layer_errors=relative_errors(squares),
         mean_kv_percent=statistics.fmean(percents) if percents else None,
         **last,
     )
@@ -283,21 +198,11 @@ def measure_fidelity(
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Fidelity]:
     """
-    Scores caches on windows of text, each against the dense cache.
-
-    Args:
-        model (`PreTrainedModel`): The model, in eval mode.
-        windows (`Sequence[torch.Tensor]`): `[prefix_length + num_scored + 1]` token ids each, see `spread_windows`.
-        factories (`Mapping[str, Callable]`): Returns a fresh cache for every window, by the name of the result's row.
-        prefix_length (`int`): Tokens that fill the cache before anything is scored.
-        chunk (`int`, *optional*): Scored tokens a forward, see `continuation_logits`.
-        on_progress (`Callable[[str], None]`, *optional*): Called before each window of each cache.
-
-    Returns:
-        `dict[str, Fidelity]`: By row, in the order of `factories`.
+    Scores caches, by the names of their `factories`, on windows of text, each against the dense cache: behind a prefix
+    `[prefix_length + num_scored + 1]` token ids (see `spread_windows`), `chunk` scored tokens a forward (see
+    `continuation_logits`).
     """
     scores: dict[str, list[WindowScore]] = {name: [] for name in factories}
-    squares: dict[str, list[torch.Tensor]] = {name: [] for name in factories}
     percents: dict[str, list[float]] = {name: [] for name in factories}
     last: dict[str, dict[str, Any]] = {}
     for number, window in enumerate(windows, start=1):
@@ -306,8 +211,7 @@ def measure_fidelity(
             raise ValueError(f"`prefix_length` {prefix_length} leaves nothing to score in {window.numel()} tokens")
         dense = DynamicCache(config=model.config)
         fill_cache(model, prefix, dense)
-        with record_attention(model) as exact:
-            dense_logits = continuation_logits(model, fed, dense, chunk)
+        dense_logits = continuation_logits(model, fed, dense, chunk)
         for name, factory in factories.items():
             on_progress(f"window {number} of {len(windows)}")
             cache = factory()
@@ -318,13 +222,11 @@ def measure_fidelity(
                 if chunk is not None:
                     percents[name].append(measure_memory(cache).kv_percent)
 
-            with record_attention(model) as recorded:
-                logits = continuation_logits(model, fed, cache, chunk, note)
-            squares[name].append(squared_errors(exact.by_layer(), recorded.by_layer()))
+            logits = continuation_logits(model, fed, cache, chunk, note)
             scores[name].append(score_logits(dense_logits, logits, targets))
             at_end = {"memory_at_end": measure_memory(cache), "stats": cache_stats(cache)}
             last[name] = {"memory_after_prefix": after_prefix, **at_end}
-    return {name: _summarize(scores[name], squares[name], percents[name], last[name]) for name in factories}
+    return {name: _summarize(scores[name], percents[name], last[name]) for name in factories}
 
 
 def trend(windows: Sequence[WindowScore], stretch: int) -> dict[str, Any]:
@@ -377,26 +279,21 @@ def measure_text(
 @benchmark("fidelity", "{model} on {text_file}: {windows} windows, {scored} tokens scored after {prefix}")
 def evaluate_fidelity(
     text_file: Annotated[Path, typer.Option(help="The text that windows are cut from.")],
-    cache: CachesOption,
-    model: ModelOption = "smollm2",
+    cache: inputs.CachesOption,
+    model: inputs.ModelOption = "smollm2",
     windows: Annotated[int, typer.Option(help="Disjoint windows, spread evenly over the text.", min=1)] = 8,
     prefix: Annotated[int, typer.Option(help="Tokens that fill the cache, unscored.", min=1)] = 1024,
     scored: Annotated[int, typer.Option(help="Tokens scored through the filled cache.", min=1)] = 512,
     chunk: Annotated[
         int | None,
-        typer.Option(
-            "--decoded",
-            "--chunk",
-            help="Scored tokens a forward; 1 decodes as `generate` does. All by default.",
-            min=1,
-        ),
+        typer.Option("--decoded", "--chunk", help="Scored tokens a forward; 1 decodes. All by default.", min=1),
     ] = None,
     stretch: Annotated[
         int | None, typer.Option(help="Report KL also by stretches of so many scored tokens, and its trend.", min=1)
     ] = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-    seed: SeedOption = 42,
+    dtype: inputs.DtypeOption = None,
+    device: inputs.DeviceOption = None,
+    seed: inputs.SeedOption = 42,
 ) -> Iterator[Found]:
     """Measure how far caches are from the dense cache on a text.
 
@@ -415,8 +312,8 @@ def evaluate_fidelity(
     """
     if stretch is not None and scored < 4:
         raise ValueError(f"`stretch` compares quarters of at least 4 tokens in `scored`, but got {scored}")
-    read_text(text_file, "text_file")
-    loaded, tokenizer = load_for_evaluation(model, dtype, device)
+    inputs.read_text(text_file, "text_file")
+    loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
     specs, sizes = list(dict.fromkeys(cache)), (windows, prefix, scored, chunk, stretch)
     set_seed(seed)
     with track_progress(windows * len(specs)) as announce:
@@ -432,10 +329,8 @@ def evaluate_fidelity(
 @torch.no_grad()
 def score_text(model: PreTrainedModel, token_ids: torch.Tensor, cache: Cache, chunk: int) -> torch.Tensor:
     """
-    Feeds `[num_tokens]` but its last, `chunk` tokens a forward, to the model through an empty cache.
-
-    Returns:
-        `torch.Tensor` of shape `[num_tokens - 1]`: negative log-likelihood in nats of all but the first, float64.
+    Feeds `[num_tokens]` but its last, `chunk` tokens a forward, to the model through an empty cache; returns negative
+    log-likelihoods in nats of all but the first, in float64.
     """
     check_is_empty(cache)
     fed, targets = token_ids[:-1].to(model.device), token_ids[1:].to(model.device)
@@ -505,13 +400,13 @@ def measure_position(
 def evaluate_perplexity(
     text_file: Annotated[Path, typer.Option(help="The text that windows are cut from.")],
     cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,...; repeatable; `dynamic` comes first.")],
-    model: ModelOption = "smollm2",
+    model: inputs.ModelOption = "smollm2",
     length: Annotated[int, typer.Option(help="Tokens scored in each window.", min=2)] = 2048,
     windows: Annotated[int, typer.Option(help="Disjoint windows, spread evenly over the text.", min=1)] = 1,
     chunk: Annotated[int, typer.Option(help="Tokens a forward; 1 is decode.", min=1)] = 1,
     stretch: Annotated[int, typer.Option(help="Tokens over which scores are averaged.", min=1)] = 256,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
+    dtype: inputs.DtypeOption = None,
+    device: inputs.DeviceOption = None,
 ) -> Iterator[Found]:
     """Perplexity against position. Texts are decoded through each cache from the first token on.
 
@@ -519,8 +414,8 @@ def evaluate_perplexity(
     Examples:
         kvcache-plugins eval perplexity --text-file book.txt --cache gear --cache kivi-4bit --chunk 64
     """
-    read_text(text_file, "text_file")
-    loaded, tokenizer = load_for_evaluation(model, dtype, device)
+    inputs.read_text(text_file, "text_file")
+    loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
     specs = with_reference(cache)
     yield Content(device=loaded.device)
     with track_progress(windows * len(specs)) as announce:

@@ -84,12 +84,9 @@ def answer_questions(
     batch_size: int = 1,
 ) -> Iterator[dict[str, Any]]:
     """
-    Asks every cache every question, `batch_size` of them decoded together.
-
-    Yields:
-        A row for each name of `factories`: `accuracy` of whole answers with its `standard_error`, `token_accuracy`,
-        the share of the answers' tokens that were most likely, `correct` by question, and of the longest cache at its
-        end `memory_at_end` and counters.
+    Asks every cache every question, `batch_size` of them decoded together. Yields a row for each: `accuracy` of whole
+    answers with its `standard_error`, `token_accuracy` of the answers' tokens, `correct` by question, and of the
+    longest cache at its end `memory_at_end` and counters.
     """
     if batch_size < 1:
         raise ValueError(f"`batch_size` has to be at least 1 but is {batch_size}")

@@ -18,20 +18,8 @@ from kvcache_plugins.eval.harness import spread
 from kvcache_plugins.eval.rows import Content, Found, Settings
 from kvcache_plugins.kv_runahead.planner import PartitionTable, even, predict_ttft, predicted, resolve_partition
 
-from .measure import (
-    ONE_RANK,
-    TSP,
-    Way,
-    describe_model,
-    encode,
-    fit_cost,
-    measure_link,
-    plan_slices,
-    prefill,
-    slices_to_time,
-    time_slices,
-    worst_error,
-)
+from . import measure
+from .measure import ONE_RANK, TSP, Way, plan_slices
 from .ranks import Ranks, Worker
 from .tsp import predict_tsp_ttft
 
@@ -72,7 +60,7 @@ def measure_ways(
     for number in range(rounds):
         for name in list(ways)[:: 1 if number % 2 == 0 else -1]:
             announce(f"{len(token_ids)} tokens, round {number + 1}: {name}")
-            last[name] = ranks.call(prefill, token_ids, ways[name])
+            last[name] = ranks.call(measure.prefill, token_ids, ways[name])
             seconds[name].append(last[name][-1].seconds)
     alone = spread(seconds[ONE_RANK])["median_s"]
     for name, way in ways.items():
@@ -118,24 +106,25 @@ def benchmark_runahead(
         raise ValueError(f"`length` has to be at least {16 * world_size} for {world_size} ranks but got {lengths[0]}")
     say(f"starting {world_size} ranks")
     with Ranks(model, world_size, dtype=dtype, num_threads=num_threads) as ranks:
-        token_ids = ranks.call(encode, text)[0]
+        token_ids = ranks.call(measure.encode, text)[0]
         if len(token_ids) < lengths[-1]:
             raise ValueError(f"the text has {len(token_ids)} tokens, but {lengths[-1]} are needed")
-        facts = ranks.call(describe_model)[0]
+        facts = ranks.call(measure.describe_model)[0]
         yield Settings(machine=ranks.describe_machine(facts.dtype))
         short = token_ids[:_WARM_UP_TOKENS]
         for way in dict.fromkeys((ONE_RANK, TSP, even(len(short), world_size))):
-            ranks.call(prefill, short, way)
+            ranks.call(measure.prefill, short, way)
         known = None if table is None else ranks.call(load_table, str(table))[0]
         if known is not None:
             cost = known.cost
         else:
-            slices = slices_to_time(lengths, world_size, facts.by_shapes)
+            slices = measure.slices_to_time(lengths, world_size, facts.by_shapes)
             with track_progress(_PLAN_ROUNDS * len(slices)) as announce:
-                timings = time_slices(ranks, facts, slices, _PLAN_ROUNDS, announce)
-            cost = fit_cost(timings, facts)
-            yield Content(timings=[asdict(each) for each in timings], worst_error_of_fit=worst_error(timings, cost))
-        link = measure_link(ranks, facts, lengths[-1])
+                timings = measure.time_slices(ranks, facts, slices, _PLAN_ROUNDS, announce)
+            cost = measure.fit_cost(timings, facts)
+            worst = measure.worst_error(timings, cost)
+            yield Content(timings=[asdict(each) for each in timings], worst_error_of_fit=worst)
+        link = measure.measure_link(ranks, facts, lengths[-1])
         if link is not None:
             say(f"link: {link.bytes_per_second / 1e9:.4f} GB/s, {1e6 * link.latency:.0f} us a message")
         yield Content(cost=None if cost is None else asdict(cost), link=None if link is None else asdict(link))

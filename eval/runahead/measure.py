@@ -25,7 +25,6 @@ from kvcache_plugins.console.results import provenance
 from kvcache_plugins.kv_runahead.chain import Chain, PrefixExchange, PromptSlice
 from kvcache_plugins.kv_runahead.messages import MessageLayout, message_layouts
 from kvcache_plugins.kv_runahead.planner import (
-    TRIANGLE,
     CostModel,
     Link,
     PartitionTable,
@@ -236,12 +235,8 @@ def time_slices(
 
 
 def fit_cost(timings: Sequence[Timing], facts: ModelFacts) -> CostModel:
-    """Fits a cost model to slices; with PyTorch's causal kernels assumed where too little attention shows."""
-    fit = partial(CostModel.fit, timings, projection_share=facts.by_shapes.projection_share)
-    try:
-        return fit()
-    except ValueError:
-        return fit(triangle=TRIANGLE)
+    """Fits a cost model to slices."""
+    return CostModel.fit(timings, projection_share=facts.by_shapes.projection_share)
 
 
 def worst_error(timings: Sequence[Timing], cost: CostModel) -> float:

@@ -26,10 +26,7 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 
 
 class GatheringExchange(PrefixExchange):
-    """
-    The exchange of TSP: states come from all ranks instead of the one before. A rank without a token is a
-    `ValueError`.
-    """
+    """The exchange of TSP: all ranks give states, not the one before. None without a token, by a `ValueError`."""
 
     def __init__(self, group: dist.ProcessGroup | None, layouts: list[MessageLayout], *, length: int, batch_size: int):
         rank, self._size = dist.get_rank(group), dist.get_world_size(group)

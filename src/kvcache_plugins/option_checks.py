@@ -28,10 +28,7 @@ def check_number(
     is_finite: bool = True,
     is_optional: bool = False,
 ) -> None:
-    """
-    `value` has to be a number, and no `bool`, within the bounds, and finite unless not `is_finite`; or `None` if that
-    `is_optional`.
-    """
+    """`value` has to be a number, no `bool`, within bounds and perhaps finite; or `None` if that `is_optional`."""
     bounds = ((least, operator.ge), (above, operator.gt), (most, operator.le), (below, operator.lt))
     is_right = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
     is_right = is_right and (not is_finite or math.isfinite(value))  # type: ignore[arg-type]

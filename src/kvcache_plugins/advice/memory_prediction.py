@@ -13,7 +13,7 @@ import inspect
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,10 +37,7 @@ NO_DATA_ERRORS = (ArithmeticError, AttributeError, ImportError, LookupError, Run
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """
-    Call of a layer to its cache: the method, its tensors `[batch_size, ...]`, which dimension of them are tokens
-    (`None` of states that tokens are summed up in), and keywords.
-    """
+    """Call of a layer to its cache; `token_dim` of its tensors are tokens, `None` where tokens are summed up."""
 
     method: str
     tensors: tuple[torch.Tensor, ...]
@@ -53,12 +50,10 @@ class RecordedCall:
 
     def repeat(self, cache: Cache, layer_idx: int, batch_size: int, num_tokens: int) -> None:
         """Hands the same to `cache`, for a batch of `num_tokens` tokens a sequence."""
-        given = []
-        for tensor in self.tensors:
-            shape = [batch_size, *tensor.shape[1:]]
-            if self.token_dim is not None:
-                shape[self.token_dim] = num_tokens
-            given.append(tensor.new_empty(shape))
+        shapes = [[batch_size, *tensor.shape[1:]] for tensor in self.tensors]
+        for shape in shapes if self.token_dim is not None else ():
+            shape[self.token_dim or 0] = num_tokens
+        given = [tensor.new_empty(shape) for tensor, shape in zip(self.tensors, shapes, strict=True)]
         is_first = self.method == "update" and cache.get_seq_length(layer_idx) == 0
         getattr(cache, self.method)(*given, layer_idx, **self.options)
         layer = cache.layers[layer_idx]
@@ -159,24 +154,20 @@ def extrapolate(reports: Sequence[MemoryReport], num_periods: int) -> MemoryRepo
     differ by a multiple of all of these differ by the same bytes in each part. A cache is of that kind if the second
     step is like the first in every part; else nothing is told, `None`.
     """
-    parts = _extrapolate([report.parts for report in reports], num_periods)
-    devices = _extrapolate([report.devices for report in reports], num_periods)
-    sizes = _extrapolate(
-        [{"dense_bytes": report.dense_bytes, "num_values": report.num_values} for report in reports], num_periods
-    )
-    if parts is None or devices is None or sizes is None:
-        return None
-    return MemoryReport(parts=parts, devices=devices, shared=reports[-1].shared, **sizes)
+    found: dict[str, dict[str, int]] = {}
+    for kind in ("parts", "devices", "sizes"):
+        first, second, third = (getattr(each, kind, None) or _sizes(each) for each in reports)
+        steps = {name: second.get(name, 0) - size for name, size in first.items()}
+        expected = {name: second.get(name, 0) + step for name, step in steps.items()}
+        if second.keys() != first.keys() or third != expected:
+            return None
+        found[kind] = {name: size + (num_periods - 1) * steps[name] for name, size in first.items()}
+    sizes = found.pop("sizes")
+    return MemoryReport(**found, shared=reports[-1].shared, **sizes)  # type: ignore[arg-type]
 
 
-def _extrapolate(sizes: Sequence[Mapping[str, int]], num_periods: int) -> dict[str, int] | None:
-    first, second, third = sizes
-    if not first.keys() == second.keys() == third.keys():
-        return None
-    steps = {name: second[name] - first[name] for name in first}
-    if any(third[name] - second[name] != step for name, step in steps.items()):
-        return None
-    return {name: first[name] + (num_periods - 1) * step for name, step in steps.items()}
+def _sizes(report: MemoryReport) -> dict[str, int]:
+    return {"dense_bytes": report.dense_bytes, "num_values": report.num_values}
 
 
 DEVICES = ("cuda", "cpu")
@@ -209,20 +200,18 @@ def predict_memory(
     Predicts the report of a cache's `memory()` after a run, without weights and without the run.
 
     Args:
-        model (`str`, `Path`, `PreTrainedConfig` or `PreTrainedModel`):
-            A short name of `load_model`, a folder, a hub name, a config, or a model, of which the config is used.
-        cache (`str`):
-            A name of `list_caches()`, or `name:key=value,key=value` with options.
-        context (`int`):
-            Tokens that the cache has taken in, for each sequence. The last token of `generate` is not among them.
-        batch_size (`int`, *optional*, defaults to 1):
-            Sequences, all of the same length.
-        new_tokens (`int`, *optional*, defaults to 0):
-            How many of the tokens came one by one, after the others in one prompt.
-        dtype (`torch.dtype` or `str`, *optional*):
-            Of keys and values. Defaults to float32 on `"cpu"` and bfloat16 on `"cuda"`.
-        device (`str`, *optional*, defaults to `"cuda"`):
-            Where the model would be, `"cuda"` or `"cpu"`. Neither has to be there.
+        model (`str`, `Path`, `PreTrainedConfig` or `PreTrainedModel`): a short name of `load_model`, a folder, a hub
+            name, a config, or a model, of which the config is used.
+        cache (`str`): a name of `list_caches()`, or `name:key=value,key=value` with options.
+        context (`int`): tokens that the cache has taken in, for each sequence. The last of `generate` is not among
+            them.
+        batch_size (`int`, *optional*, defaults to 1): sequences, all of the same length.
+        new_tokens (`int`, *optional*, defaults to 0): how many of the tokens came one by one, after the others in one
+            prompt.
+        dtype (`torch.dtype` or `str`, *optional*): of keys and values. Defaults to float32 on `"cpu"` and bfloat16 on
+            `"cuda"`.
+        device (`str`, *optional*, defaults to `"cuda"`): where the model would be, `"cuda"` or `"cpu"`. Neither has to
+            be there.
 
     Returns:
         `MemoryReport`: its `devices` are `"cuda"` and, for caches that offload, `"cpu"`, or `"cpu"` alone. On `"cuda"`
@@ -295,12 +284,11 @@ class CacheSizer:
         return self._run(cache, context, batch_size, new_tokens)
 
     def _run(self, cache: str, context: int, batch_size: int, new_tokens: int) -> MemoryReport:
-        name, options = parse_cache_spec(cache)
         try:
             # Caches warn of what they would do to results, and there are none
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                filled = create_cache(name, self._model, **options)
+                filled = create_cache(cache, self._model)
                 # Nothing is speculated here, and the model would remember every cache
                 if isinstance(filled, InfiniGenCache):
                     filled.detach()

@@ -7,6 +7,7 @@ same bytes, so that what is promised is what `memory()` would say.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -40,11 +41,9 @@ class CacheFit:
         host_bytes (`int`): of that, in host memory while the model is on a GPU.
         fits (`bool`): whether both are within their budgets.
         largest_context (`int`, *optional*): the context for which it fits at the same batch size, while for one token
-            more it does not; 0 if not even one token does, `None` if `MAX_CONTEXT` tokens do. A cache that compresses
-            whole groups may hold some tokens less than a group in exact form: so nearby contexts of less than a group
-            more may fit again, or of less not.
-        largest_batch_size (`int`, *optional*): the same of sequences at the same context; `None` if `MAX_BATCH_SIZE`
-            do.
+            more it does not; 0 if not even one token does, `None` if `MAX_CONTEXT` tokens do. As whole groups are
+            compressed, contexts of less than a group more may fit again, or of less not.
+        largest_batch_size (`int`, *optional*): the same of sequences at the same context, up to `MAX_BATCH_SIZE`.
     """
 
     cache: str
@@ -67,42 +66,36 @@ def fit_cache(
 ) -> CacheFit:
     """Sizes a cache beside a budget, and searches the largest context and batch for which it fits."""
 
-    def measure(context: int, batch_size: int) -> MemoryReport:
+    @cache
+    def measure(context: int, batch_size: int) -> tuple[MemoryReport, int, int]:
+        """Returns the report and the bytes on the device and in host memory."""
         # There is a prompt of one token at least
-        return sizer.measure(spec, context, batch_size=batch_size, new_tokens=min(new_tokens, context - 1))
-
-    def device_bytes(report: MemoryReport) -> int:
+        report = sizer.measure(spec, context, batch_size=batch_size, new_tokens=min(new_tokens, context - 1))
         # What all caches share has to be there too
-        return report.devices[sizer.device] + sum(report.shared.values())
+        own = report.devices[sizer.device]
+        return report, own + sum(report.shared.values()), sum(report.devices.values()) - own
 
-    def host_bytes(report: MemoryReport) -> int:
-        return sum(size for device, size in report.devices.items() if device != sizer.device)
-
-    def load(report: MemoryReport) -> float:
+    def load(context: int, batch_size: int) -> float:
         """Returns the share of the scarcer budget that a cache takes."""
-        on_device = device_bytes(report) / max(device_budget, 1)
-        return on_device if host_budget is None else max(on_device, host_bytes(report) / host_budget)
+        _, on_device, in_host = measure(context, batch_size)
+        return max(on_device / max(device_budget, 1), 0.0 if host_budget is None else in_host / host_budget)
 
-    memory = measure(context, batch_size)
+    memory, device_bytes, host_bytes = measure(context, batch_size)
     return CacheFit(
         cache=spec,
         memory=memory,
-        device_bytes=device_bytes(memory),
-        host_bytes=host_bytes(memory),
-        fits=load(memory) <= 1,
-        largest_context=find_largest(lambda number: load(measure(number, batch_size)), context, MAX_CONTEXT),
-        largest_batch_size=find_largest(lambda number: load(measure(context, number)), batch_size, MAX_BATCH_SIZE),
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        fits=load(context, batch_size) <= 1,
+        largest_context=find_largest(lambda number: load(number, batch_size), context, MAX_CONTEXT),
+        largest_batch_size=find_largest(lambda number: load(context, number), batch_size, MAX_BATCH_SIZE),
     )
 
 
 def find_largest(load: Callable[[int], float], start: int, limit: int) -> int | None:
     """
-    Finds a number that is not too much, while the next one is: 0 if 1 is too much, `None` if `limit` is not.
-
-    Args:
-        load (`Callable[[int], float]`): what a number from 1 on takes of what there is; more than 1 is too much. It
-            grows, all in all, along a line.
-        start, limit (`int`): the first that is tried, and the last.
+    Finds a number whose `load` is at most 1, while that of the next one is more: 0 if even that of 1 is, `None` if not
+    even that of `limit` is. A load grows, all in all, along a line; the first that is tried is that of `start`.
     """
     low, high, guess, step = 0, limit + 1, min(start, limit), 1
     points: list[tuple[int, float]] = []
@@ -215,14 +208,9 @@ class Recommendation:
         rows = []
         for fit in self.caches:
             row = {name: getattr(fit, name) for name in CacheFit.__slots__ if name != "memory"}
+            row |= {name: getattr(fit.memory, name) for name in ("total_bytes", "kv_percent")}
             parts = {part: size for part, size in fit.memory.parts.items() if size}
-            row |= {
-                "kl": MEASURED_KL.get(fit.cache),
-                "total_bytes": fit.memory.total_bytes,
-                "kv_percent": fit.memory.kv_percent,
-                "parts": parts,
-            }
-            rows.append(row)
+            rows.append({**row, "kl": MEASURED_KL.get(fit.cache), "parts": parts})
         return {**{name: getattr(self, name) for name in Recommendation.__slots__}, "caches": rows}
 
 
@@ -247,16 +235,14 @@ def recommend(
     only if asked for. `model`, `context`, `batch_size`, `new_tokens`, `dtype` and `device` are as of `predict_memory`.
 
     Args:
-        memory (`int` or `str`):
-            The budget on the device: bytes, or a text such as `"8GiB"` or `"500MB"`.
-        host_memory (`int` or `str`, *optional*):
-            The same in host memory, which some caches use beside a GPU. Unlimited by default.
-        with_weights (`bool`, *optional*, defaults to `False`):
-            Whether the model's weights, in the dtype, have to fit the budget too.
-        caches (`Sequence[str]`, *optional*):
-            Names, or `name:key=value,...` with options. By default those that the README names.
-        on_progress (`Callable`, *optional*):
-            Called with each cache before it is sized.
+        memory (`int` or `str`): the budget on the device: bytes, or a text such as `"8GiB"` or `"500MB"`.
+        host_memory (`int` or `str`, *optional*): the same in host memory, which some caches use beside a GPU.
+            Unlimited by default.
+        with_weights (`bool`, *optional*, defaults to `False`): whether the model's weights, in the dtype, have to fit
+            the budget too.
+        caches (`Sequence[str]`, *optional*): names, or `name:key=value,...` with options. By default those that the
+            README names.
+        on_progress (`Callable`, *optional*): called with each cache before it is sized.
 
     Raises:
         ValueError: if an argument is none of the accepted ones, there is no such model, or a cache that was named
@@ -275,7 +261,12 @@ def recommend(
     host_budget = None if host_memory is None else parse_bytes("host_memory", host_memory)
     check_counts(context, batch_size, new_tokens)
     sizer = CacheSizer(model, dtype=dtype, device=device)
-    available = budget - _weights_bytes(sizer) if with_weights else budget
+    if with_weights and sizer.weights_bytes is None:
+        raise ValueError(
+            "`with_weights` needs to know the bytes of the weights, but they are quantized, and the config does not "
+            "say: give as `memory` what they leave"
+        )
+    available = max(budget - (sizer.weights_bytes or 0), 0) if with_weights else budget
     fits: list[CacheFit] = []
     not_sized: dict[str, str] = {}
     without_calibration = [] if sizer.is_calibrated else calibrated_caches()
@@ -286,7 +277,7 @@ def recommend(
             not_sized[spec] = "the model has no calibration; `kvcache-plugins calibrate --cache gear` makes one"
             continue
         try:
-            fits.append(fit_cache(sizer, spec, context, batch_size, new_tokens, max(available, 0), host_budget))
+            fits.append(fit_cache(sizer, spec, context, batch_size, new_tokens, available, host_budget))
         except (CacheSizingError, ImportError) as error:
             if caches:
                 raise
@@ -303,7 +294,7 @@ def recommend(
         memory_bytes=budget,
         host_memory_bytes=host_budget,
         weights_bytes=sizer.weights_bytes,
-        available_bytes=max(available, 0),
+        available_bytes=available,
         max_context=sizer.max_context,
         caches=tuple(fits),
         not_sized=not_sized,
@@ -317,15 +308,6 @@ def calibrated_caches() -> list[str]:
     return [entry.name for entry in describe_caches() if entry.options.get("calibration") == AUTO]
 
 
-def _weights_bytes(sizer: CacheSizer) -> int:
-    if sizer.weights_bytes is None:
-        raise ValueError(
-            "`with_weights` needs to know the bytes of the weights, but they are quantized, and the config does not "
-            "say: give as `memory` what they leave"
-        )
-    return sizer.weights_bytes
-
-
 def _rank(fit: CacheFit) -> tuple[float, int]:
     """Orders caches by measured KL; of what was not measured, what holds most comes first."""
     return MEASURED_KL.get(fit.cache, math.inf), -fit.memory.total_bytes
@@ -333,15 +315,12 @@ def _rank(fit: CacheFit) -> tuple[float, int]:
 
 def _choose(fits: list[CacheFit], in_thousands: bool) -> tuple[str | None, str]:
     chosen = next((fit for fit in fits if fit.fits), None)
+    if not fits:
+        return None, "No cache could be sized for this model."
     if chosen is None:
-        least = min(fits, key=lambda fit: fit.device_bytes, default=None)
-        if least is None:
-            return None, "No cache could be sized for this model."
-        return (
-            None,
-            f"No cache fits: the smallest, `{least.cache}`, would hold "
-            f"{show_bytes(least.device_bytes, in_thousands)}.",
-        )
+        least = min(fits, key=lambda fit: fit.device_bytes)
+        held = show_bytes(least.device_bytes, in_thousands)
+        return None, f"No cache fits: the smallest, `{least.cache}`, would hold {held}."
     if chosen.cache == "dynamic":
         return chosen.cache, "`dynamic`, Transformers' dense cache, fits: nothing has to be given up."
     if chosen.cache not in MEASURED_KL:

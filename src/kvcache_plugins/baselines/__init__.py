@@ -18,12 +18,7 @@ _H2O = "kvcache_plugins.baselines.h2o:H2OCache"
 _LLAMACPP = "kvcache_plugins.baselines.llamacpp:LlamaCppCache"
 _TURBOQUANT = "kvcache_plugins.baselines.turboquant:TurboQuantCache"
 __getattr__, __dir__ = lazy_attributes(
-    __name__,
-    {
-        "H2OCache": _H2O,
-        "LlamaCppCache": _LLAMACPP,
-        "TurboQuantCache": _TURBOQUANT,
-    },
+    __name__, {"H2OCache": _H2O, "LlamaCppCache": _LLAMACPP, "TurboQuantCache": _TURBOQUANT}
 )
 
 _TRANSFORMERS = "kvcache_plugins.baselines.transformers_caches"
@@ -41,9 +36,7 @@ register_cache(
     summary="H2O: heavy hitters and newest tokens, the others dropped",
 )
 register_cache(
-    "dynamic",
-    f"{_TRANSFORMERS}:create_dynamic",
-    summary="Transformers' DynamicCache: dense, the reference",
+    "dynamic", f"{_TRANSFORMERS}:create_dynamic", summary="Transformers' DynamicCache: dense, the reference"
 )
 register_cache(
     "offloaded",

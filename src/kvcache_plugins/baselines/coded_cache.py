@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import Cache, PreTrainedConfig
@@ -12,20 +12,15 @@ from kvcache_plugins.codecs.codec import Codec
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.model_match import ModelMatchMixin
 from kvcache_plugins.layers.packing import RowPacking
+from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.registry import get_config
 from kvcache_plugins.reports.memory import ReportingMixin
 
 
 class CodedTokensCache(ModelMatchMixin, ReportingMixin, Cache):
     """
-    The base of caches that differ in nothing but how a token becomes bytes.
-
-    Args:
-        make_codec (`Callable`):
-            Called with the head dims of keys and values; returns what codes them.
-        config (`PreTrainedConfig` or `PreTrainedModel`, *optional*):
-            The model, or its config. With it, sliding-window and other bounded layers stay Transformers' own; without
-            it, every layer is coded.
+    The base of caches that differ in nothing but how a token becomes bytes: by what `make_codec` makes of the head
+    dims of keys and values. With a config, sliding-window and other bounded layers stay Transformers' own.
     """
 
     def __init__(self, make_codec: Callable[[int, int], Codec], config: PreTrainedConfig | torch.nn.Module | None):
@@ -45,11 +40,18 @@ class CodedTokensCache(ModelMatchMixin, ReportingMixin, Cache):
             however many items the batch has), `attend_calls` (attentions over coded tokens), `prompts_without_mask`
             and `dense_reads` (times a side of a layer was made dense for something other than attention).
         """
-        layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
-        total: Counter[str] = Counter()
-        # Of a new layer all are 0: the names are the same where a model has no layer that is ours
-        for layer in layers or [self._layer(0)]:
-            total.update(layer.stats())
-        total["tokens_cached"] = max((layer.get_seq_length() for layer in layers), default=0)
-        compressing = sum(bool(layer.blocks) for layer in layers)
-        return {"num_layers": len(self.layers), "layers_compressing": compressing, **total}
+        compressing = sum(bool(getattr(layer, "blocks", ())) for layer in self.layers)
+        return {**add_stats(self.layers, self._layer(0)), "layers_compressing": compressing}
+
+
+def add_stats(layers: Sequence[object], empty: PromptLayer) -> dict[str, int]:
+    """
+    Adds up the counters of those layers that are of the class of an empty one, whose names a cache without any has
+    too; `tokens_cached` are those of the longest.
+    """
+    own = [layer for layer in layers if isinstance(layer, type(empty))]
+    total: Counter[str] = Counter()
+    for layer in own or [empty]:
+        total.update(layer.stats())
+    longest = max((layer.get_seq_length() for layer in own), default=0)
+    return {"num_layers": len(layers), **total, "tokens_cached": longest}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import torch
 from transformers import Cache, PreTrainedConfig
 
@@ -11,6 +9,7 @@ from kvcache_plugins.layers.model_match import ModelMatchMixin
 from kvcache_plugins.registry import get_config
 from kvcache_plugins.reports.memory import ReportingMixin
 
+from .coded_cache import add_stats
 from .h2o_layer import H2OConfig, H2OLayer
 
 
@@ -38,20 +37,17 @@ class H2OCache(ModelMatchMixin, ReportingMixin, Cache):
     See `Cache` for details on common methods that are implemented by all cache classes.
 
     Args:
-        config (`PreTrainedConfig` or `PreTrainedModel`, *optional*):
-            The model, or its config. With it, sliding-window and other bounded layers stay Transformers' own and
-            tokens are dropped in full-attention layers only; without it, in every layer.
-        heavy_ratio (`float`, *optional*, defaults to 0.1):
-            Share of the tokens, above 0, that is kept for its weights.
-        recent_ratio (`float`, *optional*, defaults to 0.1):
-            Share of the tokens, above 0, that is kept for being the newest. Nothing is ever dropped if both add up to
-            1 or more.
-        min_tokens (`int`, *optional*, defaults to 32):
-            Tokens that are kept at least, whatever the shares, in the same proportion: shorter sequences stay whole.
-        grow (`bool`, *optional*, defaults to `True`):
-            Whether both are shares of the current length, so that tokens that are decoded, or come with a chunk of a
-            prompt or another turn, enlarge the budget. Otherwise, as in the paper's code, they are shares of the
-            first update, the prompt, and stay what they are.
+        config (`PreTrainedConfig` or `PreTrainedModel`, *optional*): the model, or its config. With it, sliding-window
+            and other bounded layers stay Transformers' own and tokens are dropped in full-attention layers only;
+            without it, in every layer.
+        heavy_ratio (`float`, *optional*, defaults to 0.1): share of the tokens, above 0, that is kept for its weights.
+        recent_ratio (`float`, *optional*, defaults to 0.1): share of the tokens, above 0, that is kept for being the
+            newest. Nothing is ever dropped if both add up to 1 or more.
+        min_tokens (`int`, *optional*, defaults to 32): tokens that are kept at least, whatever the shares, in the same
+            proportion: shorter sequences stay whole.
+        grow (`bool`, *optional*, defaults to `True`): whether both are shares of the current length, so that tokens
+            that are decoded, or come with a chunk of a prompt or another turn, enlarge the budget. Otherwise, as in
+            the paper's code, they are shares of the first update, the prompt, and stay what they are.
 
     Raises:
         ValueError: if an option is out of range, or `config` has layers that hold full-length states of a kind that
@@ -60,13 +56,7 @@ class H2OCache(ModelMatchMixin, ReportingMixin, Cache):
     Example:
 
     ```python
-    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
     >>> from kvcache_plugins import H2OCache
-
-    >>> model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
-    >>> tokenizer = AutoTokenizer.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
-    >>> inputs = tokenizer("A very long text ...", return_tensors="pt")
-
     >>> cache = H2OCache(model.config, heavy_ratio=0.05, recent_ratio=0.05)
     >>> outputs = model.generate(**inputs, past_key_values=cache)
     >>> cache.stats()["tokens_dropped"]
@@ -82,9 +72,8 @@ class H2OCache(ModelMatchMixin, ReportingMixin, Cache):
         min_tokens: int = 32,
         grow: bool = True,
     ):
-        config = get_config(config, "config")
         self._config = H2OConfig(heavy_ratio=heavy_ratio, recent_ratio=recent_ratio, min_tokens=min_tokens, grow=grow)
-        self._init_layers(config)
+        self._init_layers(get_config(config, "config"))
 
     def _layer(self, layer_idx: int) -> H2OLayer:
         return H2OLayer(self._config, layer_idx)
@@ -100,11 +89,5 @@ class H2OCache(ModelMatchMixin, ReportingMixin, Cache):
             `updates_without_weights` (those whose attention was not seen), and `dense_reads` (times a side of a layer
             was made dense for something other than `sdpa`).
         """
-        layers = [layer for layer in self.layers if isinstance(layer, H2OLayer)]
-        total: Counter[str] = Counter()
-        # Of a new layer all are 0: the names are the same where a model has no layer that is ours
-        for layer in layers or [self._layer(0)]:
-            stats = layer.stats()
-            total.update(stats, layers_dropping=stats["tokens_dropped"] > 0)
-        total["tokens_cached"] = max((layer.get_seq_length() for layer in layers), default=0)
-        return {"num_layers": len(self.layers), **total}
+        dropping = sum(layer.num_dropped() > 0 for layer in self.layers if isinstance(layer, H2OLayer))
+        return {**add_stats(self.layers, self._layer(0)), "layers_dropping": dropping}

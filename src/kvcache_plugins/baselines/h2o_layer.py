@@ -16,7 +16,7 @@ from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.option_checks import check_bool, check_integer, check_number
 
-from .attention_weights import SlotMask, attend_and_weigh, sum_weights
+from .attention_weights import attend_and_weigh, sum_weights
 from .kept_tokens import FREE, KeptTokens
 
 
@@ -44,11 +44,8 @@ class H2OConfig:
 
     def budget(self, num_tokens: int, prompt_length: int) -> tuple[int, int]:
         """
-        Tokens that a head keeps of `num_tokens`, in all and, of those, the newest.
-
-        Args:
-            num_tokens (`int`): tokens of the sequence so far, its padding not counted.
-            prompt_length (`int`): those of them that came with the first update.
+        Returns how many tokens a head keeps of `num_tokens`, padding not counted, of which `prompt_length` came with
+        the first update: in all and, of those, the newest.
         """
         share = self.heavy_ratio + self.recent_ratio
         total = num_tokens
@@ -61,15 +58,7 @@ class H2OConfig:
 
 
 class H2OLayer(PromptLayer):
-    """
-    The heavy hitters and the newest tokens of one layer, as in [H2O](https://huggingface.co/papers/2306.14048).
-
-    Args:
-        config (`H2OConfig`):
-            How many tokens to keep.
-        layer_idx (`int`):
-            Index of the layer, named in errors.
-    """
+    """The heavy hitters and the newest tokens of one layer, as many as `config` says; errors name `layer_idx`."""
 
     counter_names = ("attend_calls", "prompts_without_mask", "updates_without_weights")
 
@@ -106,11 +95,10 @@ class H2OLayer(PromptLayer):
             # All query heads are of the one head, however many its states are projected to
             keys = call.project({"keys": keys, "values": values})[0]
         if call.project is None or self._has_one_head:
-            mask = SlotMask(call.mask, is_causal=call.is_causal, length=self._length)
             num_queries = call.query.shape[2]
             real = self._valid_tokens(self._length - num_queries, num_queries)
             with torch.no_grad():
-                weights = sum_weights(call, keys, mask, real)
+                weights = sum_weights(call, keys, self._length, real)
             self._prompt_weights = weights if call.project is None else weights.sum(1, True)
         self.settle_prompt()
 
@@ -133,7 +121,8 @@ class H2OLayer(PromptLayer):
         if self._all_weighed:
             self._evict()
         if self.kept.num_slots == self._length:
-            self.kept.own()
+            # Views of more than is needed, perhaps
+            self.kept.map(torch.clone)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         self.settle_prompt()
@@ -157,9 +146,8 @@ class H2OLayer(PromptLayer):
         # Transformers hands one token's query heads over as rows of their key/value head
         counts = not self._attended and (num_new == 1 or num_new == call.query.shape[2])
         positions = kept.positions.expand(-1, keys.shape[1], -1)
-        mask = SlotMask(call.mask, is_causal=call.is_causal, length=self._length, positions=positions)
         outputs = []
-        for rows, output, weights in attend_and_weigh(call, keys, values, mask):
+        for rows, output, weights in attend_and_weigh(call, keys, values, self._length, positions):
             outputs.append(output)
             if counts:
                 self._count_weights(rows, weights.detach().sum(1, True) if call.project else weights.detach())
@@ -168,10 +156,7 @@ class H2OLayer(PromptLayer):
         return torch.cat(outputs, dim=2)
 
     def _count_weights(self, rows: slice, weights: torch.Tensor) -> None:
-        """
-        Notes the weights `[B, H, queries, S]` of some queries of the last update: what may be taken back apart from
-        the rest.
-        """
+        """Notes weights `[B, H, queries, S]` of the last update, those that may be taken back by themselves."""
         assert self.kept is not None
         if self._num_latest == 1:
             weights = weights.sum(dim=2, keepdim=True)
@@ -183,10 +168,8 @@ class H2OLayer(PromptLayer):
             weights = weights * real[:, None, :, None]
         num_final = min(max(self._num_latest - _NUM_REVOCABLE - rows.start, 0), weights.shape[2])
         self.kept.weights.add_(weights[:, :, :num_final].sum(dim=2))
-        parts = (
-            [weights[:, :, num_final:]] if self._revocable is None else [self._revocable, weights[:, :, num_final:]]
-        )
-        self._revocable = torch.cat(parts, dim=2)
+        newest = weights[:, :, num_final:]
+        self._revocable = newest if self._revocable is None else torch.cat([self._revocable, newest], dim=2)
 
     def _before_update(self) -> None:
         """Adds the weights of the last update and drops what is beyond the budget."""
@@ -245,15 +228,15 @@ class H2OLayer(PromptLayer):
         self.settle_prompt()
         if self.kept is None:
             return torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
-        if self._num_dropped():
+        if self.num_dropped():
             raise NotImplementedError(
                 f"layer {self.layer_idx} has dropped tokens, so there are no dense {side}, and attention that reads "
                 "them is not supported: set `attn_implementation` to `sdpa` or `eager`"
             )
         return self.kept.dense(side, self._length)
 
-    def _num_dropped(self) -> int:
-        """Tokens that are missing, at most, of any item and head."""
+    def num_dropped(self) -> int:
+        """Counts the tokens that are missing, at most, of any item and head."""
         if self.kept is None:
             return 0
         real = self._length if self.padding is None else self._length - self.padding.to(self.device)[:, None]
@@ -284,7 +267,7 @@ class H2OLayer(PromptLayer):
         return {
             "tokens_cached": self._length,
             "tokens_kept": kept,
-            "tokens_dropped": self._num_dropped(),
+            "tokens_dropped": self.num_dropped(),
             **self._counters,
             "dense_reads": self.dense_reads,
         }

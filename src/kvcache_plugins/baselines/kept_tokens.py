@@ -10,17 +10,11 @@ Legend: B batch, H key/value heads, S slots, D head dim.
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 
 
 FREE = -1
 """Position of a slot without a token."""
-
-_NAMES = ("keys", "values", "positions", "weights")
-
-
-def _slack(num_slots: int) -> int:
-    """Room beyond the slots that are needed: a fraction of them, so that growth is amortised."""
-    return num_slots // 8 + 8
 
 
 class KeptTokens:
@@ -34,45 +28,29 @@ class KeptTokens:
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor):
-        self._tensors = {
-            "keys": keys,
-            "values": values,
-            "positions": positions.to(torch.int32),
-            "weights": weights.float(),
-        }
-        # Of the slots, those that are looked at; the others are room
-        self.num_slots = keys.shape[2]
+        self.keys, self.values, self.positions, self.weights = keys, values, positions.to(torch.int32), weights.float()
         # Slots with a token, at most, of any item and head
         self._num_used = keys.shape[2]
 
     @property
-    def keys(self) -> torch.Tensor:
-        return self._tensors["keys"][:, :, : self.num_slots]
-
-    @property
-    def values(self) -> torch.Tensor:
-        return self._tensors["values"][:, :, : self.num_slots]
-
-    @property
-    def positions(self) -> torch.Tensor:
-        return self._tensors["positions"][:, :, : self.num_slots]
-
-    @property
-    def weights(self) -> torch.Tensor:
-        return self._tensors["weights"][:, :, : self.num_slots]
+    def num_slots(self) -> int:
+        """Slots of every item and head, the free ones included."""
+        return self.positions.shape[2]
 
     def count(self) -> torch.Tensor:
-        """Tokens of every item and head, `[B, H]`."""
+        """Counts the tokens of every item and head, `[B, H]`."""
         return (self.positions != FREE).sum(dim=2)
 
     def is_within(self, budget: int) -> bool:
-        """Whether no item and head has more tokens than `budget`."""
+        """Tells whether no item and head has more tokens than `budget`."""
         return self._num_used <= budget
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
         """Adds the tokens `[B, H, new tokens, D]` from position `start` on, without weights so far."""
         num_new = keys.shape[2]
-        self._make_room(self._num_used + num_new)
+        self._num_used += num_new
+        if (missing := self._num_used - self.num_slots) > 0:
+            self.map(lambda tensor: F.pad(tensor, (*[0, 0] * (tensor.dim() - 3), 0, missing), value=FREE))
         # Free slots are the ones of the lowest position; the minimum is found faster than the least of one
         if num_new == 1:
             slots = self.positions.argmin(dim=2, keepdim=True)  # [B, H, 1]
@@ -81,9 +59,8 @@ class KeptTokens:
         new = torch.arange(start, start + num_new, dtype=torch.int32, device=slots.device)
         self.positions.scatter_(2, slots, new.expand(slots.shape))
         self.weights.scatter_(2, slots, 0.0)
-        for name, states in (("keys", keys), ("values", values)):
-            getattr(self, name).scatter_(2, slots[..., None].expand(states.shape), states)
-        self._num_used += num_new
+        for stored, states in ((self.keys, keys), (self.values, values)):
+            stored.scatter_(2, slots[..., None].expand(states.shape), states)
 
     def keep(
         self,
@@ -98,21 +75,23 @@ class KeptTokens:
 
         Args:
             budget (`int` or `torch.Tensor` of shape `[B, 1, 1]`): how many tokens of an item are kept.
-            recent_start (`int` or `torch.Tensor` of shape `[B, 1, 1]`): position from which on all are.
-            first_real (`int` or `torch.Tensor` of shape `[B, 1, 1]`): position before which none is.
+            recent_start, first_real (`int` or `torch.Tensor` of shape `[B, 1, 1]`): positions, from the one on all
+                tokens are kept, before the other none is.
             max_budget (`int`): the largest budget of any item.
         """
-        positions = self.positions
-        wanted = positions >= first_real
-        scores = self.weights.masked_fill(positions >= recent_start, torch.inf).masked_fill(~wanted, -torch.inf)
+        wanted = self.positions >= first_real
+        recent = self.positions >= recent_start
+        scores = self.weights.masked_fill(recent, torch.inf).masked_fill(~wanted, -torch.inf)
         # Stable, so that equal weights are told apart in the same way whatever stands beside an item
         slots = scores.sort(dim=2, descending=True, stable=True).indices
-        rank = torch.arange(self.num_slots, device=slots.device)
-        kept = (rank < budget) & wanted.gather(2, slots)
-        if self.num_slots > max_budget + _slack(max_budget):
-            self._move_together(slots[:, :, :max_budget], kept[:, :, :max_budget])
+        kept = (torch.arange(self.num_slots, device=slots.device) < budget) & wanted.gather(2, slots)
+        # Moving tokens together pays where an eighth of the slots would be free
+        if self.num_slots > max_budget + max_budget // 8 + 8:
+            slots, kept = slots[:, :, :max_budget], kept[:, :, :max_budget]
+            self.map(lambda tensor: tensor.gather(2, _as_index(slots, tensor)))
+            self.positions.masked_fill_(~kept, FREE)
         else:
-            positions.masked_fill_(~torch.zeros_like(wanted).scatter_(2, slots, kept), FREE)
+            self.positions.masked_fill_(~torch.zeros_like(wanted).scatter_(2, slots, kept), FREE)
         self._num_used = min(self._num_used, max_budget)
 
     def drop_from(self, position: int) -> None:
@@ -120,46 +99,25 @@ class KeptTokens:
         self.positions.masked_fill_(self.positions >= position, FREE)
         self._num_used = int(self.count().amax())
 
-    def own(self) -> None:
-        """Copies states that came from outside, which may be views of more than is needed."""
-        self._tensors = {name: tensor.clone() for name, tensor in self._tensors.items()}
-
     def dense(self, side: str, length: int) -> torch.Tensor:
-        """`"keys"` or `"values"` `[B, H, length, D]` at their positions, zeros where there is none."""
+        """Returns `"keys"` or `"values"` `[B, H, length, D]` at their positions, zeros where there is none."""
         states: torch.Tensor = getattr(self, side)
         dense = states.new_zeros(*states.shape[:2], length + 1, states.shape[3])
         # What is free goes where it is cut off
         index = torch.where(self.positions == FREE, length, self.positions).long()
-        return dense.scatter_(2, index[..., None].expand(states.shape), states)[:, :, :length]
+        return dense.scatter_(2, _as_index(index, states), states)[:, :, :length]
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every tensor by `function` of it."""
-        self._tensors = {name: function(tensor) for name, tensor in self._tensors.items()}
+        self.keys, self.values = function(self.keys), function(self.values)
+        self.positions, self.weights = function(self.positions), function(self.weights)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Part and tensor of everything stored, beginning with the keys."""
-        for name in _NAMES:
-            tensor = self._tensors[name]
-            yield ("kept" if name in ("keys", "values") else "index"), tensor[:, :, : self.num_slots]
-            yield "spare", tensor[:, :, self.num_slots :]
+        """Yields part and tensor of everything stored, beginning with the keys."""
+        yield from (("kept", states) for states in (self.keys, self.values))
+        yield from (("index", numbers) for numbers in (self.positions, self.weights))
 
-    def _make_room(self, num_slots: int) -> None:
-        if num_slots <= self.num_slots:
-            return
-        if num_slots > self._tensors["keys"].shape[2]:
-            for name, old in self._tensors.items():
-                shape = (*old.shape[:2], num_slots + _slack(num_slots), *old.shape[3:])
-                new = old.new_full(shape, FREE if name == "positions" else 0)
-                new[:, :, : self.num_slots] = getattr(self, name)
-                self._tensors[name] = new
-        self.num_slots = num_slots
 
-    def _move_together(self, slots: torch.Tensor, kept: torch.Tensor) -> None:
-        """Leaves `slots` `[B, H, S]` alone, of which those that are not `kept` are free."""
-        for name in ("keys", "values"):
-            states: torch.Tensor = getattr(self, name)
-            index = slots[..., None].expand(*slots.shape, states.shape[3])
-            self._tensors[name] = states.gather(2, index)
-        self._tensors["weights"] = self.weights.gather(2, slots)
-        self._tensors["positions"] = self.positions.gather(2, slots).masked_fill_(~kept, FREE)
-        self.num_slots = slots.shape[2]
+def _as_index(slots: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Expands slots `[B, H, S]` to the index of a tensor of as many dimensions or one more."""
+    return slots if tensor.dim() == 3 else slots[..., None].expand(*slots.shape, tensor.shape[3])

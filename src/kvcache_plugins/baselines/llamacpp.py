@@ -27,16 +27,14 @@ class LlamaCppCache(CodedTokensCache):
     See `Cache` for details on common methods that are implemented by all cache classes.
 
     Args:
-        config (`PreTrainedConfig` or `PreTrainedModel`, *optional*):
-            The model, or its config. With it, sliding-window and other bounded layers stay Transformers' own and
-            full-attention layers only are coded; without it, every layer.
-        type (`str`, *optional*, defaults to `"q8_0"`):
-            `"q8_0"`, `"q5_1"`, `"q5_0"`, `"q4_1"` or `"q4_0"`.
-        key_type, value_type (`str`, *optional*):
-            The same for keys or values alone.
-        rotate (`bool`, *optional*, defaults to `True`):
-            Whether keys and values are rotated by a Hadamard matrix first, as llama.cpp does since April 2026 where
-            heads have a multiple of 64 channels (`LLAMA_ATTN_ROT_DISABLE=1` turns it off there).
+        config (`PreTrainedConfig` or `PreTrainedModel`, *optional*): the model, or its config. With it, sliding-window
+            and other bounded layers stay Transformers' own and full-attention layers only are coded; without it, every
+            layer.
+        type (`str`, *optional*, defaults to `"q8_0"`): `"q8_0"`, `"q5_1"`, `"q5_0"`, `"q4_1"` or `"q4_0"`.
+        key_type, value_type (`str`, *optional*): the same for keys or values alone.
+        rotate (`bool`, *optional*, defaults to `True`): whether keys and values are rotated by a Hadamard matrix
+            first, as llama.cpp does since April 2026 where heads have a multiple of 64 channels
+            (`LLAMA_ATTN_ROT_DISABLE=1` turns it off there).
 
     Raises:
         ValueError: if an option is out of range, or `config` has layers that hold full-length states of a kind that

@@ -23,10 +23,9 @@ class ReportingQuantizedCache(ReportingMixin, QuantizedCache):
     """
     Transformers' `QuantizedCache` with `memory()` and `stats()`, for prompts of any length.
 
-    The layers of `quanto` and `hqq` are Transformers' with one addition: what they quantize is filled up to whole
-    groups of tokens by repeating the last one. Without it the axes that serve keys best raise for most lengths ("Group
-    size (64) must be a divisor of (178)", or a shape mismatch in hqq's packing). Where the length is a multiple of the
-    group nothing changes; elsewhere the filling is stored, and counted.
+    What layers of `quanto` and `hqq` quantize is filled up to whole groups of tokens by repeating the last one, which
+    is stored, and counted. Without it the axes that serve keys best raise for most lengths ("Group size (64) must be a
+    divisor of (178)", or a shape mismatch in hqq's packing).
     """
 
     def __init__(self, backend: str, config: PreTrainedConfig, **layer_options: int) -> None:

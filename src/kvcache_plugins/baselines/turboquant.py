@@ -35,16 +35,15 @@ class TurboQuantCache(CodedTokensCache):
     See `Cache` for details on common methods that are implemented by all cache classes.
 
     Args:
-        config (`PreTrainedConfig` or `PreTrainedModel`, *optional*):
-            The model, or its config. With it, sliding-window and other bounded layers stay Transformers' own and
-            full-attention layers only are coded; without it, every layer.
-        nbits (`int`, *optional*, defaults to 4):
-            Bits a coordinate, 1 to 6 or 8. A float16 norm for every head's token comes on top.
-        key_nbits, value_nbits (`int`, *optional*):
-            The same for keys or values alone.
-        residual (`bool`, *optional*, defaults to `False`):
-            Whether one bit of the keys' goes to signs of a random projection of what the codes leave over (the
-            paper's form for inner products): scores are then unbiased, and vary more.
+        config (`PreTrainedConfig` or `PreTrainedModel`, *optional*): the model, or its config. With it, sliding-window
+            and other bounded layers stay Transformers' own and full-attention layers only are coded; without it, every
+            layer.
+        nbits (`int`, *optional*, defaults to 4): bits a coordinate, 1 to 6 or 8. A float16 norm for every head's token
+            comes on top.
+        key_nbits, value_nbits (`int`, *optional*): the same for keys or values alone.
+        residual (`bool`, *optional*, defaults to `False`): whether one bit of the keys' goes to signs of a random
+            projection of what the codes leave over (the paper's form for inner products): scores are then unbiased,
+            and vary more.
 
     Raises:
         ValueError: if an option is out of range, or `config` has layers that hold full-length states of a kind that

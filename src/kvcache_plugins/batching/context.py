@@ -72,10 +72,7 @@ class CompressedBatching:
         return dict(self._counters)
 
     def page_bytes(self) -> tuple[int, int]:
-        """
-        Returns bytes of a block of the newest cache, and of a dense one of as many tokens; before there is a cache a
-        `ValueError`.
-        """
+        """Returns bytes of a block of the newest cache, and of a dense one; a `ValueError` without a cache."""
         if not self._allocators:
             raise ValueError("no cache has been made in this context yet: it is when a batch begins")
         newest = self._allocators[-1]
@@ -266,14 +263,11 @@ def compressed_batching(
     one model the innermost codes what is made in it.
 
     Args:
-        model (`PreTrainedModel`):
-            The model.
-        name (`str`):
-            A registered cache that codes rows: a calibrated one (`gear-c16`), or with `text` any `gear-t*`.
-        num_recent_tokens (`int`, *optional*, defaults to 8):
-            Newest tokens of a request that are attended to exactly.
-        text (`torch.Tensor` of shape `[1, tokens]`, *optional*):
-            Token ids that tables are made of, for all requests, where there is no calibration.
+        model (`PreTrainedModel`): the model.
+        name (`str`): a registered cache that codes rows: a calibrated one (`gear-c16`), or with `text` any `gear-t*`.
+        num_recent_tokens (`int`, *optional*, defaults to 8): newest tokens of a request that are attended to exactly.
+        text (`torch.Tensor` of shape `[1, tokens]`, *optional*): token ids that tables are made of, for all requests,
+            where there is no calibration.
 
     Yields:
         `CompressedBatching`: counters, and bytes of a page.

@@ -309,10 +309,7 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
     def parts(
         self, layer_idx: int, requests: Requests, exact: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> Iterator[Part]:
-        """
-        Yields what requests' new tokens `[B, H, Q, D]` attend to, `exact` being what the method returned before they
-        were written.
-        """
+        """Yields what new tokens `[B, H, Q, D]` attend to; `exact` was returned before they were written."""
         page, length = self._pages[layer_idx], int(requests.coded.max())
         if length:
             yield PagedPart(

@@ -45,11 +45,8 @@ def list_registered(
     if not entries:
         raise ValueError(f"No cache matches `{pattern}`. Known caches: {', '.join(list_caches())}")
     if as_json:
-        names = ("name", "summary", "requires", "is_available")
-        fields = [
-            {**{name: getattr(entry, name) for name in names}, "options": dict(entry.options)} for entry in entries
-        ]
-        print_json({"caches": fields})
+        names = ("name", "summary", "requires", "is_available", "options")
+        print_json({"caches": [{name: getattr(entry, name) for name in names} for entry in entries]})
         return
     console = open_console()
     columns = {"cache": "word", "what it is": "name"}
@@ -97,10 +94,8 @@ def show_health(
 def _print_health(report: Mapping[str, Any]) -> None:
     console = open_console()
     columns = {"package": "word", "version": "name", "needed for": "name", "state": "name"}
-    cells = [
-        [each["name"], each["version"] or "-", each["needed_for"], each["detail"] or "ok"]
-        for each in report["packages"]
-    ]
+    found = report["packages"]
+    cells = [[each["name"], each["version"] or "-", each["needed_for"], each["detail"] or "ok"] for each in found]
     console.print(make_table(f"kvcache-plugins {report['version']}", columns, cells))
     console.print(make_table("This machine", {"what": "word", "found": "name"}, _machine(report)))
     for finding in report["findings"]:
@@ -110,10 +105,8 @@ def _print_health(report: Mapping[str, Any]) -> None:
 
 
 def _machine(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    gpus = [
-        f"{gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB, capability {gpu['capability']}"
-        for gpu in report["gpus"]
-    ]
+    form = "{name}, {gigabytes:.0f} GiB, capability {capability}"
+    gpus = [form.format(**gpu, gigabytes=gpu["memory_bytes"] / 2**30) for gpu in report["gpus"]]
     threads, triton = report["threads"], report["triton"]
     settings = [f"{name}={value}" for name, value in report["settings"].items() if value is not None]
     rows = [
@@ -144,10 +137,9 @@ def _verdict(report: Mapping[str, Any]) -> str:
     severities = [finding["severity"] for finding in report["findings"]]
     num_errors, num_hints = severities.count("error"), severities.count("hint")
     num_usable = sum(each["is_usable"] for each in report["caches"])
+    running = [each for each in report["kernels"] if not each["error"]]
     works = f"{num_usable} of {len(report['caches'])} caches" + "".join(
-        f", attention on {each['device']} by {_ENGINES.get(each['attention'], each['attention'])}"
-        for each in report["kernels"]
-        if not each["error"]
+        f", attention on {each['device']} by {_ENGINES.get(each['attention'], each['attention'])}" for each in running
     )
     if num_errors:
         return f"Does not work: {num_errors} error{'s' * (num_errors > 1)} above. What does: {works}."
@@ -226,8 +218,6 @@ def recommend_caches(
 
 
 def _print_recommendation(found: Recommendation, is_decimal: bool) -> None:
-    from kvcache_plugins.advice.byte_sizes import show_bytes
-
     new = f", {found.new_tokens:,} of them decoded" if found.new_tokens else ""
     budget = show_bytes(found.available_bytes, is_decimal)
     if found.available_bytes != found.memory_bytes:

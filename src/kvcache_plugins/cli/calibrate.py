@@ -8,21 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvcache_plugins.console import inputs
 from kvcache_plugins.console.display import make_table, open_console, track_progress
-from kvcache_plugins.console.inputs import (
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    ModelOption,
-    load_for_evaluation,
-    read_text,
-)
 from kvcache_plugins.console.results import prepare_file, print_json, provenance
 
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerBase
 
     from kvcache_plugins.infinigen.calibration import LayerReport
 
@@ -36,19 +28,16 @@ _LENGTHS = {"infinigen": 1024, "gear": 512}
 def main(
     text_file: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Text like what the model will read; repeatable. For gear besides those that it brings along."
-        ),
+        typer.Option(help="Text like what the model will read; repeatable. For gear besides those that it brings."),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="safetensors file to write; for gear by default where `create_cache` looks for it."),
     ] = None,
     cache: Annotated[str, typer.Option(help="infinigen or gear.")] = "infinigen",
-    model: ModelOption = "smollm2",
+    model: inputs.ModelOption = "smollm2",
     windows: Annotated[
-        int | None,
-        typer.Option(help="Windows of every text (6 for gear, 8 for infinigen).", min=1),
+        int | None, typer.Option(help="Windows of every text (6 for gear, 8 for infinigen).", min=1)
     ] = None,
     length: Annotated[
         int | None, typer.Option(help="Tokens a window (512 for gear, 1024 for infinigen).", min=4)
@@ -57,9 +46,9 @@ def main(
     min_recall: Annotated[
         float, typer.Option(help="infinigen: a layer of which less is captured stays whole.", min=0, max=1)
     ] = 0.9,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-    as_json: JsonOption = False,
+    dtype: inputs.DtypeOption = None,
+    device: inputs.DeviceOption = None,
+    as_json: inputs.JsonOption = False,
 ) -> None:
     """Calibrate InfiniGen or GEAR's transform coding.
 
@@ -90,18 +79,21 @@ def main(
         raise ValueError("`text_file` has to be given with `cache` infinigen: text like what the model will read")
     windows = windows or _WINDOWS[cache]
     length = length or _LENGTHS[cache]
-    texts = [read_text(path, "text_file") for path in text_file or ()]
+    texts = [inputs.read_text(path, "text_file") for path in text_file or ()]
     if out is not None:
         prepare_file(out)
+    from kvcache_plugins.eval.harness import encode_text, spread_windows
     from kvcache_plugins.gear.transform.calibration import calibrate_transform
     from kvcache_plugins.gear.transform.calibration_texts import calibration_texts
     from kvcache_plugins.gear.transform.calibrations import calibration_path
     from kvcache_plugins.infinigen.calibration import calibrate
 
-    loaded, tokenizer = load_for_evaluation(model, dtype, device)
+    loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
     if cache == "gear":
         texts = [*calibration_texts().values(), *texts]
-    cut = [window for text in texts for window in _windows(tokenizer, text, windows, length)]
+    cut: list[torch.Tensor] = []
+    for token_ids, start_ids in (encode_text(tokenizer, text) for text in texts):
+        cut += spread_windows(token_ids, windows, length // 2, length - length // 2 - 1, start_ids)
     names = ",".join(path.name for path in text_file) if text_file else None
     settings: dict[str, object] = {"model": model, "text_file": names}
     settings |= {"windows": windows, "length": length, "dtype": str(loaded.dtype).removeprefix("torch.")}
@@ -123,21 +115,10 @@ def main(
     elif cache == "gear":
         typer.echo(f"{model}: {path}")
     else:
-        _show(f"{model}: {path}", calibration.reports)
-
-
-def _windows(tokenizer: PreTrainedTokenizerBase, text: str, windows: int, length: int) -> list[torch.Tensor]:
-    """Windows of a text, from all over it."""
-    from kvcache_plugins.eval.harness import encode_text, spread_windows
-
-    token_ids, start_ids = encode_text(tokenizer, text)
-    return spread_windows(token_ids, windows, length // 2, length - length // 2 - 1, start_ids)
-
-
-def _show(title: str, reports: tuple[LayerReport, ...]) -> None:
-    columns = {"layer": "number", "oracle": "number", "input": "number", "stream": "number", "corrected": "number"}
-    columns |= {"choice": "name", "recall": "number"}
-    open_console().print(make_table(title, columns, [_cells(report) for report in reports]))
+        columns = {"layer": "number", "oracle": "number", "input": "number", "stream": "number"}
+        columns |= {"corrected": "number", "choice": "name", "recall": "number"}
+        cells = [_cells(report) for report in calibration.reports]
+        open_console().print(make_table(f"{model}: {path}", columns, cells))
 
 
 def _cells(report: LayerReport) -> tuple[str, ...]:

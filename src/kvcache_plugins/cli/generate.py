@@ -11,7 +11,7 @@ from kvcache_plugins.console import inputs
 from kvcache_plugins.console.display import print_line
 from kvcache_plugins.console.results import free_stdout, print_json, provenance
 from kvcache_plugins.models.packaged_models import check_model_name
-from kvcache_plugins.registry import OptionValue, check_cache, create_cache, parse_cache_spec, parse_option
+from kvcache_plugins.registry import OptionValue, check_cache, create_cache, parse_cache_spec
 
 
 if TYPE_CHECKING:
@@ -24,10 +24,6 @@ def main(
     cache: Annotated[
         str | None,
         typer.Option(help="NAME of `kvcache-plugins list`, or NAME:key=value,key=value; `gear` by default."),
-    ] = None,
-    cache_option: Annotated[
-        list[str] | None,
-        typer.Option(help="key=value for the cache (integer, float, true, false, none or text); repeatable."),
     ] = None,
     max_kl: Annotated[
         float | None,
@@ -63,18 +59,19 @@ def main(
         kvcache-plugins generate --store prompts --prompt-file LICENSE --prompt "In short, this licence"
         kvcache-plugins generate --max-kl 0.02 --prompt-file LICENSE --prompt "In short, this licence"
     """
-    if max_kl is not None and (cache is not None or cache_option):
-        raise ValueError("`max_kl` chooses the cache: give it, or `cache` and `cache_option`, but not both")
+    if max_kl is not None and cache is not None:
+        raise ValueError("`max_kl` chooses the cache: give it, or `cache`, but not both")
     if max_kl is not None and store is not None:
         raise ValueError("`store` keeps prompts by the cache that they are read through: give `cache`, not `max_kl`")
     check_model_name(model)
-    name, options = _parse_cache(cache or "gear", cache_option or [])
+    name, options = parse_cache_spec(cache or "gear")
+    check_cache(name, **options)
     if temperature is not None and temperature <= 0:
         raise ValueError(f"`temperature` must be above 0, or left out for greedy decoding, but got {temperature}")
     text = inputs.read_prompt(prompt, prompt_file)
     from transformers import TextStreamer
 
-    from kvcache_plugins.eval.measures.comparison import generate_with, generation_fields, summary_line
+    from kvcache_plugins.eval.measures.comparison import choice_line, generate_with, generation_fields, summary_line
 
     loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
     token_ids = inputs.encode_prompt(tokenizer, text, chat)
@@ -83,7 +80,12 @@ def main(
     elif max_kl is None:
         made = create_cache(name, loaded, **options)
     else:
-        name, made = _choose_within(max_kl, loaded, token_ids)
+        from kvcache_plugins.advice.choose_by_kl import choose_cache
+
+        made = chosen = choose_cache(loaded, token_ids[None], max_kl=max_kl)
+        assert chosen.choice is not None
+        name = chosen.choice.preset
+        print_line(choice_line(chosen.choice), stderr=True)
     with free_stdout(as_json):
         generation = generate_with(
             loaded,
@@ -104,21 +106,10 @@ def main(
         print_json({**provenance(loaded.device), "settings": settings, **found})
 
 
-def _parse_cache(spec: str, more: list[str]) -> tuple[str, dict[str, OptionValue]]:
-    """Name and options of `--cache` and `--cache-option`, checked as far as they can be without a model."""
-    name, options = parse_cache_spec(spec)
-    for key, value in map(parse_option, more):
-        if key in options:
-            raise ValueError(f"`{key}` is given twice for the cache `{name}`: {options[key]} and {value}")
-        options[key] = value
-    check_cache(name, **options)
-    return name, options
-
-
 def _read_from_store(
     folder: Path, model: PreTrainedModel, token_ids: torch.Tensor, name: str, options: dict[str, OptionValue]
 ) -> Cache:
-    """A cache with the prompt's whole blocks, of which those that are new are kept."""
+    """Reads a prompt into a cache, whose whole blocks are kept."""
     from kvcache_plugins.prompt_store import PromptStore
 
     store = PromptStore(folder)
@@ -131,14 +122,3 @@ def _read_from_store(
         stderr=True,
     )
     return cache
-
-
-def _choose_within(max_kl: float, model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[str, Cache]:
-    """The preset that the guard chooses, which is printed, and its cache."""
-    from kvcache_plugins.advice.choose_by_kl import choose_cache
-    from kvcache_plugins.eval.measures.comparison import choice_line
-
-    cache = choose_cache(model, token_ids[None], max_kl=max_kl)
-    assert cache.choice is not None
-    print_line(choice_line(cache.choice), stderr=True)
-    return cache.choice.preset, cache

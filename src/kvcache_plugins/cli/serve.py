@@ -11,7 +11,7 @@ import typer
 from kvcache_plugins.console.display import print_line
 from kvcache_plugins.console.inputs import DeviceOption, DtypeOption, default_device, parse_device, read_text
 from kvcache_plugins.models.packaged_models import check_model_name
-from kvcache_plugins.registry import check_cache, parse_cache_spec
+from kvcache_plugins.registry import check_cache
 
 
 # Other addresses can be reached from elsewhere
@@ -64,8 +64,7 @@ def main(
         kvcache-plugins serve smollm2 --continuous-batching --cache gear --text-file LICENSE --temperature 0
     """
     check_model_name(model)
-    name, options = parse_cache_spec(cache)
-    check_cache(name, **options)
+    check_cache(cache)
     text = None if text_file is None else read_text(text_file, "text_file")
     from transformers.utils import logging
     from transformers.utils.import_utils import is_serve_available
@@ -83,8 +82,7 @@ def main(
         logging.disable_progress_bar()
     server = CacheServer(
         model,
-        name,
-        options,
+        cache,
         store=store,
         continuous_batching=continuous_batching,
         text=text,

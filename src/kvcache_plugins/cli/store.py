@@ -13,7 +13,7 @@ from kvcache_plugins.console.commands import FAILED
 from kvcache_plugins.console.display import make_table, open_console, print_line
 from kvcache_plugins.console.inputs import JsonOption
 from kvcache_plugins.console.results import print_json
-from kvcache_plugins.prompt_store.inspection import KeptPrompt, clear, find_damaged, list_prompts
+from kvcache_plugins.prompt_store.inspection import clear, find_damaged, list_prompts
 from kvcache_plugins.prompt_store.store import default_folder
 
 
@@ -37,10 +37,11 @@ def list_kept(store: StoreOption = None, as_json: JsonOption = False) -> None:
         print_json({"prompts": [asdict(prompt) for prompt in prompts]})
         return
     columns = {"key": "text", "model": "name", "tokens": "number", "MB": "number", "used": "text"}
-    rows = [
-        (each.key[:_SHOWN], each.model_name, str(each.num_tokens), f"{each.num_bytes / 1e6:.1f}", _when(each))
-        for each in prompts
-    ]
+    rows = []
+    for each in prompts:
+        used = datetime.fromtimestamp(each.used_at, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        sizes = str(each.num_tokens), f"{each.num_bytes / 1e6:.1f}"
+        rows.append((each.key[:_SHOWN], each.model_name, *sizes, used))
     open_console().print(make_table("", columns, rows))
 
 
@@ -80,7 +81,3 @@ def verify(
         print_line(f"{len(damaged)} damaged files{' removed' if remove and damaged else ''}")
     if damaged:
         raise typer.Exit(FAILED)
-
-
-def _when(prompt: KeptPrompt) -> str:
-    return datetime.fromtimestamp(prompt.used_at, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")

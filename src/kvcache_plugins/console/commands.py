@@ -64,9 +64,9 @@ class LazyGroup(TyperGroup):
     A group of `make_app`, which ends with the exit codes above.
 
     Attributes:
-        lazy_commands (`Mapping[str, str]`):
-            `module:attribute` of each command's function, or of a `typer.Typer`, whose module is imported for help
-            too. A function that returns its results gets `--out` and `--json`, see `with_results`.
+        lazy_commands (`Mapping[str, str]`): `module:attribute` of each command's function, or of a `typer.Typer`,
+            whose module is imported for help too. A function that returns its results gets `--out` and `--json`, see
+            `with_results`.
     """
 
     lazy_commands: ClassVar[Mapping[str, str]] = {}

@@ -9,8 +9,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import contextmanager
 
 from rich import box
 from rich.console import Console
@@ -23,7 +22,6 @@ from rich.text import Text
 PIPE_WIDTH = 80
 MIN_NAME_WIDTH = 9
 Announce = Callable[[str], None]
-_DRAWN: ContextVar[Progress | None] = ContextVar("_DRAWN", default=None)
 
 
 def open_console(stderr: bool = False) -> Console:
@@ -76,8 +74,7 @@ def track_progress(total: int) -> Iterator[Announce]:
     """
     Shows progress on standard error: a bar on a terminal, elsewhere a line whenever what is being done changes.
 
-    Yields a function to call before each of the `total` steps, with what is being done. A bar within another's block
-    is drawn below it: a terminal has room for one display.
+    Yields a function to call before each of the `total` steps, with what is being done.
     """
     console = open_console(stderr=True)
     if not console.is_terminal:
@@ -90,12 +87,9 @@ def track_progress(total: int) -> Iterator[Announce]:
 
         yield announce
         return
-    drawn, steps = _DRAWN.get(), itertools.count()
+    steps = itertools.count()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    own = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True)
-    with own if drawn is None else nullcontext(drawn) as progress:
-        before, task = _DRAWN.set(progress), progress.add_task("", total=total)
-        try:
-            yield lambda description: progress.update(task, description=description, completed=next(steps))
-        finally:
-            _DRAWN.reset(before)
+    shown = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True)
+    with shown as progress:
+        task = progress.add_task("", total=total)
+        yield lambda description: progress.update(task, description=description, completed=next(steps))

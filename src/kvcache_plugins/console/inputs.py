@@ -30,10 +30,7 @@ CachesOption = Annotated[list[str], typer.Option(help="NAME or NAME:key=value,ke
 
 
 def read_text(path: Path, option: str) -> str:
-    """
-    Reads the text of a file that an option names; `-` is standard input. A `ValueError` if it is not text in UTF-8, or
-    there is none in it.
-    """
+    """Reads the text of a file, `-` is standard input; a `ValueError` names the option if there is no text."""
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -72,10 +69,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool = 
 def load_for_evaluation(
     name: str, dtype: str | None = None, device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """
-    Loads the model and tokenizer that a command's options name: see `load_model`, and `DtypeOption` and `DeviceOption`
-    for what they are by default.
-    """
+    """Loads a model and its tokenizer, on a GPU and in bfloat16 where there is one: see `load_model`."""
     from transformers.utils import logging
 
     from kvcache_plugins.models.packaged_models import check_model_name

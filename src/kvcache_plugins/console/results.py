@@ -62,13 +62,7 @@ def free_stdout(is_needed: bool) -> Iterator[None]:
 
 
 def with_results(function: Callable[..., Mapping[str, object]]) -> Callable[..., None]:
-    """
-    Makes the command of a function that returns its results; options of the command, `--out` and `--json`, say where
-    they go.
-
-    Raises:
-        ValueError: before anything is computed, if `--out` is a folder; an `OSError` if it cannot be written.
-    """
+    """Makes the command of a function that returns its results, which go where `--out` and `--json` say."""
 
     @wraps(function)
     def command(*args: Any, out: Path | None = None, as_json: bool = False, **kwargs: Any) -> None:
@@ -94,10 +88,8 @@ def with_results(function: Callable[..., Mapping[str, object]]) -> Callable[...,
 
 def prepare_file(path: Path) -> None:
     """
-    Sees to it that a file can be written, so that nothing is lost when it is: its folder is made, and it is opened.
-
-    Raises:
-        ValueError: if `path` is a folder, its folder cannot be made, or it cannot be written.
+    Sees to it that a file can be written, so that nothing is lost when it is: its folder is made, and it is opened. A
+    `ValueError` says that `path` is a folder, its folder cannot be made, or it cannot be written.
     """
     if path.is_dir():
         raise ValueError(f"`out` is to be a file, but {path} is a folder")
@@ -118,13 +110,16 @@ def prepare_file(path: Path) -> None:
 
 def provenance(device: torch.device) -> dict[str, object]:
     """Describes where a number comes from: commit, date, device and versions."""
+    import torch
+
+    where = f"{platform.machine()} CPU, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
     # What compiles the kernels of a GPU
     names = ("torch", "transformers", *(["triton"] if device.type == "cuda" else []))
     versions = {"python": platform.python_version(), **{name: metadata.version(name) for name in names}}
     return {
         "commit": _commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "device": _device_name(device),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else where,
         "versions": {**versions, "kvcache_plugins": metadata.version("kvcache-plugins")},
     }
 
@@ -150,16 +145,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return finished.stdout.strip()
-
-
-def _device_name(device: torch.device) -> str:
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type == "cpu":
-        return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    return str(device)
 
 
 def memory_fields(memory: MemoryReport) -> dict[str, object]:

@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .comparison import distance, require, require_length, require_same_tokens
 from .subject import (
@@ -15,6 +15,7 @@ from .subject import (
     Trace,
     contract_check,
     pick_sampled,
+    record_calls,
 )
 
 
@@ -177,11 +178,12 @@ def _check_drafting(subject: Subject, **options: object) -> None:
         # Said twice, so that prompt lookup finds something to draft
         prompt = subject.prompt(length // 2, seed=4).repeat(1, 2)
         cache = subject.make_cache()
-        removals = _record_removals(cache)
+        crops = record_calls(cache, "crop")
         tokens = subject.generate(cache, prompt, NUM_NEW, **options)[:, :NUM_NEW]
         if RECORDS_PAST:
             require_length(cache, prompt.shape[1] + NUM_NEW - 1, f"after assisted generation in {context}")
-        num_removed += sum(removals)
+        # Older releases of Transformers ask for the length to keep
+        num_removed += sum(-n if n <= 0 else length - n for (n,), length, _ in crops)
         # The first forward takes in drafts with the prompt, and both may be compressed together
         prompt_and_drafts = torch.cat([prompt, tokens[:, :-2]], dim=1)
         traces = [
@@ -208,20 +210,6 @@ def _require_likeliest(subject: Subject, traces: list[tuple[torch.Tensor, Trace]
     gap = (trace.logits.amax(dim=-1) - chosen).max().item()
     what = f"a token of assisted generation in {context} is {gap:.2g} below the best logit"
     require(gap <= 2 * error, f"{what}, but the cache errs by {error:.2g}")
-
-
-def _record_removals(cache: Cache) -> list[int]:
-    """A list that fills with the numbers of tokens that `crop` is asked to remove from now on."""
-    removals: list[int] = []
-    crop = cache.crop
-
-    def recording_crop(tokens_to_remove: int) -> None:
-        # Older releases of Transformers ask for the length to keep
-        removals.append(-tokens_to_remove if tokens_to_remove <= 0 else cache.get_seq_length() - tokens_to_remove)
-        crop(tokens_to_remove)
-
-    cache.crop = recording_crop  # type: ignore[method-assign]
-    return removals
 
 
 @torch.no_grad()

@@ -93,10 +93,7 @@ def _logits(subject: Subject, length: int, *, at_once: bool = False) -> torch.Te
 
 
 def _check_dtype(subject: Subject, dtype: torch.dtype) -> None:
-    """
-    In `dtype` a cache may be as far from `DynamicCache` as it is in the model's own dtype, and as far as
-    `DynamicCache` moves itself.
-    """
+    """Requires of a cache in `dtype` no more distance than of itself and of `DynamicCache` from their own."""
     own, dense = _logits(subject, LONG_CONTEXT), _logits(subject.dense, LONG_CONTEXT)
     with _dtype(dtype, subject.model):
         low, dense_low = _logits(subject, LONG_CONTEXT), _logits(subject.dense, LONG_CONTEXT)
@@ -107,7 +104,6 @@ def _check_dtype(subject: Subject, dtype: torch.dtype) -> None:
 
 @contextmanager
 def _attention(implementation: str, model: PreTrainedModel) -> Iterator[None]:
-    """`model` under another attention implementation for a while."""
     original = model.config._attn_implementation
     model.set_attn_implementation(implementation)
     try:
@@ -118,10 +114,7 @@ def _attention(implementation: str, model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _dtype(dtype: torch.dtype, model: PreTrainedModel) -> Iterator[None]:
-    """
-    `model` with its weights in another dtype for a while. It is the model itself, as a cache may have been made for
-    it, and it is bit for bit what it was afterwards.
-    """
+    """Has a model's own weights be of another dtype for a while, as a cache may have been made for it."""
     originals = [(parameter, parameter.data) for parameter in model.parameters()]
     for parameter, data in originals:
         parameter.data = data.to(dtype)

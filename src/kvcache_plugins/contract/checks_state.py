@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from transformers import Cache
 
 from .comparison import distance, reachable_bytes, require, require_close, require_length, require_same_tokens
-from .subject import LONG_APPEND, LONG_CONTEXT, SHORT_CONTEXT, Subject, contract_check
+from .subject import LONG_APPEND, LONG_CONTEXT, SHORT_CONTEXT, Subject, contract_check, record_calls
 
 
 NUM_STEPS = 4
@@ -135,7 +135,7 @@ def check_deepcopy(subject: Subject) -> None:
 @contract_check("lengths and mask sizes agree at every step")
 def check_lengths(subject: Subject) -> None:
     cache = subject.make_cache()
-    returned = _record_returned_lengths(cache)
+    updates = record_calls(cache, "update")
     require_length(cache, 0, "before the first forward")
     num_seen = 0
     for size in (LONG_CONTEXT, 1, 1, 5, LONG_APPEND, 1, LONG_CONTEXT, 1):
@@ -143,9 +143,10 @@ def check_lengths(subject: Subject) -> None:
         subject.feed(cache, subject.prompt(size, seed=num_seen))
         num_seen += size
         # A cache without a config has no layers before its first forward
+        returned = {arguments[2]: [states.shape[-2] for states in result] for arguments, _, result in updates}
         for layer_idx, expected in enumerate(announced or [num_seen] * len(cache.layers)):
             message = f"layer {layer_idx} returned {returned[layer_idx]} keys and values, {expected} were announced"
-            require(returned[layer_idx] == (expected, expected), message)
+            require(returned[layer_idx] == [expected, expected], message)
             _require_layer_length(cache, layer_idx, num_seen)
     require(cache.is_initialized, "`is_initialized` is False after several forwards")
 
@@ -309,10 +310,7 @@ def _require_like_masked(
     continuation: torch.Tensor,
     logits: torch.Tensor,
 ) -> None:
-    """
-    Requires that a cropped cache goes on like one that still holds the tokens but may not look at them. Both attend to
-    the same stored history, so that even a lossy cache can be held to rounding here.
-    """
+    """Requires that a cropped cache goes on like one that holds the tokens but may not look at them, to rounding."""
     masked = subject.cache(*history)
     # Sliding windows count what is stored, masked or not
     if any(masked.is_sliding):
@@ -339,22 +337,6 @@ def _require_like_shorter(
     noise = max(distance(shorter, dense_shorter), distance(whole, dense_whole))
     limit = max(subject.rounding, 2 * noise)
     require_close(logits, shorter, limit, "cropped into the prompt, and never having seen the rest")
-
-
-def _record_returned_lengths(cache: Cache) -> dict[int, tuple[int, int]]:
-    """A dict that fills with the lengths of the keys and values that `update` returns for every layer from now on."""
-    lengths: dict[int, tuple[int, int]] = {}
-    update = cache.update
-
-    def recording_update(
-        key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = update(key_states, value_states, layer_idx, *args, **kwargs)
-        lengths[layer_idx] = (keys.shape[-2], values.shape[-2])
-        return keys, values
-
-    cache.update = recording_update  # type: ignore[method-assign]
-    return lengths
 
 
 def _announced_length(cache: Cache, layer_idx: int, num_seen: int, query_length: int) -> int:
@@ -385,7 +367,7 @@ def _require_memory(cache: Any, when: str) -> None:
 
 
 def _cache_with_rows(subject: Subject, num_rows: int = NUM_ROWS) -> Cache:
-    """A cache that has seen a prompt and decoded tokens: history that is compressed and history that is not yet."""
+    """Makes a cache with history that is compressed and history that is not yet."""
     cache = subject.cache(subject.rows(LONG_CONTEXT, num_rows, seed=50))
     subject.feed_each(cache, subject.rows(NUM_STEPS, num_rows, seed=55))
     return cache

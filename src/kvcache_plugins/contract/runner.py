@@ -1,8 +1,7 @@
 """The list of checks, a cache run through it, and the grid of what came out."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -64,20 +63,16 @@ def run_contract(
     Runs a cache through the contract. Nothing is assumed about how it stores what it holds.
 
     Args:
-        model (`PreTrainedModel`):
-            Any decoder. A tiny random one is enough and fast: `tiny_models()["llama"]`.
-        make_cache (`Callable`):
-            Makes a fresh cache for `model`. Give a cache that keeps 200 tokens or more exact a smaller buffer here, or
-            nothing of its compression will be tested.
-        make_cache_for (`Callable`, *optional*):
-            Makes a fresh cache for another model: what the item about models with sliding windows needs, left out
-            without.
-        make_reference (`Callable`, *optional*):
-            Makes the cache that is right by definition, by default `DynamicCache(config=model.config)`.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*):
-            Prompts are text with it, random tokens without.
-        checks (`Iterable[ContractCheck]`, *optional*): Those to run, by default all.
-        on_result (`Callable`, *optional*): Called with each result as it comes.
+        model (`PreTrainedModel`): any decoder. A tiny random one is enough and fast: `tiny_models()["llama"]`.
+        make_cache (`Callable`): makes a fresh cache for `model`. Give a cache that keeps 200 tokens or more exact a
+            smaller buffer here, or nothing of its compression will be tested.
+        make_cache_for (`Callable`, *optional*): makes a fresh cache for another model: what the item about models with
+            sliding windows needs, left out without.
+        make_reference (`Callable`, *optional*): makes the cache that is right by definition, by default
+            `DynamicCache(config=model.config)`.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): prompts are text with it, random tokens without.
+        checks (`Iterable[ContractCheck]`, *optional*): those to run, by default all.
+        on_result (`Callable`, *optional*): called with each result as it comes.
     """
     results = []
     for check in checks:
@@ -103,27 +98,27 @@ def run_check(
     tokenizer: Tokenizer = None,
 ) -> CheckResult:
     """Runs one check on `model` itself, whatever the check is about. See `run_contract`."""
-
+    make_reference = make_reference or (lambda: DynamicCache(config=model.config))
+    subject = Subject(model=model, tokenizer=tokenizer, make_cache=make_cache, make_reference=make_reference)
+    verbosity = logging.get_verbosity()
+    # Transformers gives advice on every unusual call of `generate`
+    logging.set_verbosity_error()
     try:
-        with _silence():
-            check.function(
-                Subject(
-                    model=model,
-                    tokenizer=tokenizer,
-                    make_cache=make_cache,
-                    make_reference=make_reference or (lambda: DynamicCache(config=model.config)),
-                )
-            )
+        check.function(subject)
     except _REPORTED_ERRORS as error:
-        return CheckResult(name=check.name, status=_status_of(error), detail=_describe(error))
+        # A cache declines an item by raising one of two errors that says so; every other error is a failure
+        declines = isinstance(error, (NotImplementedError, ValueError)) and "support" in str(error)
+        first_line = str(error).strip().partition("\n")[0]
+        is_plain = isinstance(error, AssertionError) and first_line
+        detail = first_line if is_plain else f"{type(error).__name__}: {first_line}"
+        return CheckResult(name=check.name, status="unsupported" if declines else "fail", detail=detail)
+    finally:
+        logging.set_verbosity(verbosity)
     return CheckResult(name=check.name, status="pass")
 
 
 def render_grid(results_by_cache: Mapping[str, Sequence[CheckResult]]) -> str:
-    """
-    A Markdown table with a row an item and a column a cache: `yes`, `raises` (not supported, and the cache says so),
-    `FAILS`, or `-` where it was not run.
-    """
+    """Renders Markdown, a row an item: `yes`, `raises` (as not supported), `FAILS`, or `-` where it was not run."""
     columns = {cache: {result.name: result for result in results} for cache, results in results_by_cache.items()}
     found = {name for results in columns.values() for name in results}
     known = [check.name for check in CONTRACT if check.name in found]
@@ -133,28 +128,6 @@ def render_grid(results_by_cache: Mapping[str, Sequence[CheckResult]]) -> str:
         cells = [_CELLS[results[name].status] if name in results else _NOT_RUN for results in columns.values()]
         rows.append([name, *cells])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Silences the advice that Transformers gives on every unusual call of `generate`."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-
-
-def _status_of(error: BaseException) -> Status:
-    """A cache declines an item by raising one of two errors that says so; every other error is a failure."""
-    declines = isinstance(error, (NotImplementedError, ValueError)) and "support" in str(error)
-    return "unsupported" if declines else "fail"
-
-
-def _describe(error: BaseException) -> str:
-    first_line = str(error).strip().partition("\n")[0]
-    return first_line if isinstance(error, AssertionError) and first_line else f"{type(error).__name__}: {first_line}"
 
 
 # Measured on `llama` as distances of logits: with 0.1 a lost token of 230 makes 0.1 to 0.2, 2-bit quantization 0.4 and

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from transformers import Cache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -188,13 +189,34 @@ class Subject:
 
 
 def _longer(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """`mask` with one more token to look at."""
     return None if mask is None else torch.cat([mask, mask.new_ones(mask.shape[0], 1)], dim=1)
+
+
+class RecordedCall(NamedTuple):
+    """Call of a method of a cache: its arguments, the tokens that were cached before, and what it returned."""
+
+    arguments: tuple[Any, ...]
+    length_before: int
+    result: Any
+
+
+def record_calls(cache: Cache, name: str) -> list[RecordedCall]:
+    """Returns a list that fills with the calls of a method of `cache` from now on."""
+    calls: list[RecordedCall] = []
+    method = getattr(cache, name)
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        length = cache.get_seq_length()
+        result = method(*args, **kwargs)
+        calls.append(RecordedCall(args, length, result))
+        return result
+
+    setattr(cache, name, recording)
+    return calls
 
 
 @contextmanager
 def swapped(owner: object, name: str, value: object) -> Iterator[None]:
-    """Gives an attribute another value for a while."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:

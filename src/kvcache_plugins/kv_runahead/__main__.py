@@ -19,7 +19,7 @@ from kvcache_plugins.console import inputs
 from kvcache_plugins.console.commands import user_errors
 from kvcache_plugins.console.display import print_line
 from kvcache_plugins.eval.harness import TokenTimer
-from kvcache_plugins.registry import create_cache, parse_option
+from kvcache_plugins.registry import create_cache
 
 from .planner import PartitionTable
 from .prefill import runahead_generate
@@ -48,8 +48,7 @@ def main(
     model: inputs.ModelOption = "smollm2",
     prompt_file: inputs.PromptFileOption = None,
     prompt: inputs.PromptOption = None,
-    cache: Annotated[str, typer.Option(help="A name of `kvcache-plugins list`, for the last rank.")] = "dynamic",
-    cache_option: Annotated[list[str] | None, typer.Option(help="key=value for the cache; repeatable.")] = None,
+    cache: Annotated[str, typer.Option(help="NAME or NAME:key=value,key=value, for the last rank.")] = "dynamic",
     max_new_tokens: inputs.MaxNewTokensOption = 64,
     partition: Annotated[
         str,
@@ -84,7 +83,6 @@ def main(
             torch.cuda.set_device(chosen)
         dist.init_process_group("nccl" if chosen.startswith("cuda") else "gloo", timeout=timedelta(seconds=timeout))
         try:
-            options = dict(parse_option(option) for option in cache_option or [])
             loaded, tokenizer = inputs.load_for_evaluation(model, dtype, chosen)
             input_ids = inputs.encode_prompt(tokenizer, text)[None].to(loaded.device)
             rank, size = dist.get_rank(), dist.get_world_size()
@@ -92,7 +90,7 @@ def main(
             streamer, filled = None, None
             if rank == size - 1:
                 streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-                filled = create_cache(cache, loaded, **options)
+                filled = create_cache(cache, loaded)
             failures = FailureReports(rank, run=-1)
             # Ranks load at their own pace; the time to the first token is not that
             failures.guarded(dist.barrier, "another rank", "before layer 0")

@@ -34,17 +34,9 @@ def attend_behind_prefix(
     window: int | None = None,
 ) -> torch.Tensor:
     """
-    Attends with the queries `[B, H * G, N, D]` of the newest tokens to themselves and all before them.
-
-    Args:
-        keys, values (`torch.Tensor` of shape `[B, H, L, D]`, `[B, H, L, E]`): states of all tokens, the newest ones
-            included; only the last dimension has to be contiguous.
-        scale (`float`, *optional*, defaults to `D ** -0.5`): factor of the scores.
-        padding (`list[int]`, *optional*): padding at the start of every item; its outputs are zero.
-        window (`int`, *optional*): a token sees itself and the `window - 1` tokens before it; all by default.
-
-    Returns:
-        `torch.Tensor` of shape `[B, H * G, N, E]`.
+    Attends with the queries `[B, H * G, N, D]` of the newest tokens to keys `[B, H, L, D]` and values `[B, H, L, E]`
+    of themselves and all before them, or of the last `window`; returns `[B, H * G, N, E]`, zeros for the `padding` at
+    the start of every item. Only the last dimension of states has to be contiguous.
     """
     scale = query.shape[3] ** -0.5 if scale is None else scale
     if padding is None or not any(padding):
@@ -114,7 +106,6 @@ def _attend_in_window(
         positions = torch.arange(before + stop, device=query.device)
         distance = positions[before + first :, None] - positions[None, seen]
         mask = (distance >= 0) & (distance < window)
-        outputs.append(
-            _sdpa(query[:, :, first:stop], keys[:, :, seen], values[:, :, seen], scale=scale, attn_mask=mask)
-        )
+        own = query[:, :, first:stop]
+        outputs.append(_sdpa(own, keys[:, :, seen], values[:, :, seen], scale=scale, attn_mask=mask))
     return torch.cat(outputs, dim=2)

@@ -32,7 +32,7 @@ from .transport import RECEIVES_AHEAD, Neighbours, RunaheadError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSlice:
-    """Tokens `start` to `stop` of a prompt, which one rank prefills, and padding at the start of every sequence."""
+    """Tokens of a prompt that one rank prefills, and padding at the start of every sequence."""
 
     start: int
     stop: int
@@ -52,14 +52,7 @@ class PromptSlice:
 
 
 class PrefixExchange:
-    """
-    The states of one rank's slice, and of what stands before it, layer by layer.
-
-    Attributes:
-        dot_products (`int`): pairs of queries and keys that lay before attention, for one head, summed over layers.
-        entries_sent (`int`): keys and values, counted apart, that one head sent, summed over layers.
-        hop_errors (`list[float]`): relative error of this rank's quantized states, layer by layer.
-    """
+    """The states of one rank's slice, and of what stands before it, layer by layer; counters: `RunaheadOutput`."""
 
     def __init__(self, neighbours: Neighbours, layouts: list[MessageLayout], prompt_slice: PromptSlice):
         self.neighbours, self.layouts, self.prompt_slice = neighbours, layouts, prompt_slice
@@ -148,11 +141,7 @@ class RunaheadLayer(LazyLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Takes the slice's states `[batch_size, num_heads, slice, head_dim]`, waits for those of the prefix, sends both
-        on, and returns them, lazily under `sdpa`.
-
-        Raises:
-            RunaheadError: if a neighbour does not answer.
-            ValueError: if the states are not those of the slice.
+        on, and returns them, lazily under `sdpa`. Other states than the slice's are a `ValueError`.
         """
         part = self._slice
         own = self._chain.own_layer(self._layer_idx) if self._length == part.stop else None
@@ -171,10 +160,9 @@ class RunaheadLayer(LazyLayer):
         self._length = part.stop
         if not self._is_lazy:
             return keys, values
-        lazy_keys, lazy_values = (
-            LazyStates(self, side, tuple(states.shape), self.dtype, self.device)
-            for side, states in (("keys", key_states), ("values", value_states))
-        )
+        kind = self.dtype, self.device
+        sides = ("keys", tuple(key_states.shape)), ("values", tuple(value_states.shape))
+        lazy_keys, lazy_values = (LazyStates(self, side, shape, *kind) for side, shape in sides)
         return lazy_keys, lazy_values
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -190,14 +178,8 @@ class RunaheadLayer(LazyLayer):
         # The window's first key may stand behind some padding
         first = part.stop - keys.shape[2]
         padding = part.padding_for(query.shape[0])
-        output = attend_behind_prefix(
-            rows,
-            keys,
-            values,
-            scale=call.scale,
-            padding=None if padding is None else [max(count - first, 0) for count in padding],
-            window=self.window,
-        )
+        padding = None if padding is None else [max(count - first, 0) for count in padding]
+        output = attend_behind_prefix(rows, keys, values, scale=call.scale, padding=padding, window=self.window)
         self._chain.finish_layer()
         return output.reshape(*query.shape[:3], -1)
 
@@ -259,13 +241,8 @@ class RunaheadLayer(LazyLayer):
 
 class Chain:
     """
-    A rank's part in one forward.
-
-    Args:
-        exchange (`PrefixExchange`): how the rank gets what comes before its slice.
-        is_lazy (`bool`): whether attention is by `sdpa`.
-        cache (`Cache`, *optional*): the user's empty cache, on the last rank; the others drop their states. While the
-            chain is `running` the attribute `cache` is what the forward takes.
+    A rank's part in one forward, lazy if attention is by `sdpa`. The last rank fills the user's empty `cache`, the
+    others drop their states. While the chain is `running` the attribute `cache` is what the forward takes.
     """
 
     def __init__(self, exchange: PrefixExchange, *, is_lazy: bool, cache: Cache | None):

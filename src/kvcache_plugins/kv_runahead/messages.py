@@ -38,10 +38,7 @@ _METADATA_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class MessageLayout:
-    """
-    Rows of one layer's tokens on their way, of `nbits` a number (4 or 8) or in the states' own dtype; `window` is the
-    layer's sliding one.
-    """
+    """Rows of a layer's tokens on their way, 4 or 8 bits a number or exact; `window` is the layer's sliding one."""
 
     num_heads: int
     key_dim: int
@@ -63,10 +60,8 @@ class MessageLayout:
 
     def write(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """
-        Writes states `[B, H, tokens, D]` and `[B, H, tokens, E]` into rows of as many tokens.
-
-        Raises:
-            ValueError: if states to be quantized do not fit float16.
+        Writes states `[B, H, tokens, D]` and `[B, H, tokens, E]` into rows of as many tokens; those to be quantized
+        that do not fit float16 are a `ValueError`.
         """
         if self.nbits is None:
             rows[..., : self.key_dim] = keys.permute(2, 0, 1, 3)
@@ -93,18 +88,16 @@ class MessageLayout:
         """Encodes states as codes, scales and zeros, all as bytes `[B, H, tokens, ...]`."""
         assert self.nbits is not None
         grouping = Grouping("token", _group_size(states.shape[3]))
-        codes, scale, zero = (
-            each[:, :, 0] for each in quantize(states.float()[:, :, None], None, self.nbits, grouping)
-        )
+        found = quantize(states.float()[:, :, None], None, self.nbits, grouping)
+        codes, scale, zero = (each[:, :, 0] for each in found)
         check_range(are_in_range(scale, zero))
         return pack(codes, self.nbits), scale.view(torch.uint8), zero.view(torch.uint8)
 
     def _decode(self, packed: torch.Tensor, head_dim: int) -> torch.Tensor:
         assert self.nbits is not None
         size = packed_size(head_dim, self.nbits)
-        scale, zero = (
-            each.contiguous().view(torch.float16)[:, :, None] for each in packed[..., size:].chunk(2, dim=-1)
-        )
+        metadata = packed[..., size:].chunk(2, dim=-1)
+        scale, zero = (each.contiguous().view(torch.float16)[:, :, None] for each in metadata)
         codes = unpack(packed[..., :size], self.nbits, head_dim)[:, :, None]
         return dequantize(codes, scale, zero, Grouping("token", _group_size(head_dim)))[:, :, 0].to(self.dtype)
 

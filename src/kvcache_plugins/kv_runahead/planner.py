@@ -74,7 +74,7 @@ class Link:
         return num_bytes / self.bytes_per_second + self.latency
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class CostModel:
     """
     Seconds of a slice of `c` tokens behind a prefix of `b`, through all layers of a model:
@@ -109,7 +109,7 @@ class CostModel:
         return self.fixed + length * (self.per_token + self.per_pair * (prefix + self.triangle * length))
 
     def length_within(self, seconds: float, prefix: float) -> float:
-        """Returns the longest slice behind `prefix` that takes at most `seconds`: a real number, 0 if none does."""
+        """Returns the longest slice behind `prefix` within `seconds`, a real number."""
         left = seconds - self.fixed
         if left <= 0:
             return 0.0
@@ -119,34 +119,21 @@ class CostModel:
 
     @classmethod
     def fit(
-        cls,
-        timings: Sequence[Timing],
-        *,
-        triangle: float | None = None,
-        projection_share: float = _PROJECTION_SHARE,
+        cls, timings: Sequence[Timing], *, triangle: float | None = None, projection_share: float = _PROJECTION_SHARE
     ) -> CostModel:
         """
-        Fits the cost model to measured timings by the least relative error, no part negative.
-
-        Args:
-            timings (`Sequence[Timing]`): slices of two lengths at least; two tell no `fixed`, which is 0 then.
-            triangle (`float`, *optional*): fitted if not given, for which four different slices, with and without a
-                prefix, are needed.
-            projection_share (`float`, *optional*, defaults to 0.25): as the attribute; timings do not tell it.
-
-        Raises:
-            ValueError: if the timings are too few or too much alike, or do not grow with the length.
+        Fits the cost model to measured timings by the least relative error, no part negative: to slices of two lengths
+        at least, which tell no `fixed`. `triangle` is fitted too if it is not given and four slices, with and without
+        a prefix, tell it; else it is `TRIANGLE`. Timings that are too few or too much alike, or do not grow with the
+        length, are a `ValueError`.
         """
-        rows = [(timing.length, timing.prefix, timing.seconds) for timing in timings]
+        rows = [(each.length, each.prefix, each.seconds) for each in timings]
         lengths, prefixes, seconds = np.array(rows, dtype=np.float64).reshape(-1, 3).T
         if len(set(lengths)) < 2:
             raise ValueError(f"`timings` has to hold slices of two lengths at least, but got {sorted(set(lengths))}")
         num_different = len({row[:2] for row in rows})
         if triangle is None and (prefixes.all() or not prefixes.any() or num_different < 4):
-            raise ValueError(
-                "without `triangle`, `timings` has to hold four different slices, with and without a prefix; "
-                f"give `triangle` ({RECTANGLE} or {TRIANGLE}) or measure more"
-            )
+            triangle = TRIANGLE
         crossed, own = prefixes * lengths, lengths * lengths
         pairs = [crossed, own] if triangle is None else [crossed + triangle * own]
         columns = [lengths, *pairs, *([np.ones_like(lengths)] if num_different > 2 else [])]
@@ -154,12 +141,11 @@ class CostModel:
         fixed = more.pop() if num_different > 2 else 0.0
         if triangle is None:
             if not (per_pair > 0 and more[0] > 0):
-                raise ValueError("`timings` do not tell `triangle`, as attention does not show in them: give it")
+                return cls.fit(timings, triangle=TRIANGLE, projection_share=projection_share)
             triangle = more[0] / per_pair
         if not per_token + per_pair > 0:
             raise ValueError("`timings` do not grow with the length: measure longer slices")
-        costs = {"per_token": per_token, "per_pair": per_pair, "fixed": fixed}
-        return cls(**costs, triangle=triangle, projection_share=projection_share)
+        return cls(per_token, per_pair, fixed, triangle, projection_share)
 
     @classmethod
     def of_shapes(cls, model: PreTrainedModel | PreTrainedConfig, *, triangle: float = TRIANGLE) -> CostModel:
@@ -177,16 +163,11 @@ class CostModel:
         layers = DynamicCache(config=config).layers
         # A multiplication and an addition for every channel of a key, and of a value
         attention = 4 * num_heads * head_dim
-        windows = sum(getattr(layer, "sliding_window", 0) for layer in layers)
         per_token = 2 * _count_linear_weights(decoder, getattr(config, "num_experts_per_tok", None) or 1)
-        per_token += attention * windows
+        per_token += attention * sum(getattr(layer, "sliding_window", 0) for layer in layers)
+        per_pair = attention * sum(type(layer) is DynamicLayer for layer in layers)
         projections = 2 * len(layers) * config.hidden_size * (num_heads + 2 * num_key_heads) * head_dim
-        return cls(
-            per_token=float(per_token),
-            per_pair=float(attention * sum(type(layer) is DynamicLayer for layer in layers)),
-            triangle=triangle,
-            projection_share=min(projections / per_token, 1.0),
-        )
+        return cls(float(per_token), float(per_pair), 0.0, triangle, min(projections / per_token, 1.0))
 
 
 def bytes_of_token(model: PreTrainedModel | PreTrainedConfig, dtype: torch.dtype) -> int:
@@ -205,35 +186,29 @@ def _heads(config: Any) -> tuple[int, int, int]:
 
 def _count_linear_weights(decoder: nn.Module, num_active_experts: int) -> int:
     """Counts the weights that every token is multiplied with."""
-    # Experts are `[experts, ., .]`
+    # Experts are `[experts, ., .]`; the weight of a linear layer that is packed in a few bits has another shape
     count = sum(each[0].numel() * num_active_experts for each in decoder.parameters() if each.ndim == 3)
-    for module in decoder.modules():
-        if isinstance(module, nn.Linear):
-            # Not of the weight: packed in a few bits it has another shape
-            count += module.in_features * module.out_features
-        elif isinstance(module, Conv1D):
-            count += module.weight.numel()
-    return count
+    count += sum(each.in_features * each.out_features for each in decoder.modules() if isinstance(each, nn.Linear))
+    return count + sum(each.weight.numel() for each in decoder.modules() if isinstance(each, Conv1D))
 
 
 def _least_squares(columns: Array) -> list[float]:
     """
-    Fits weights of `columns` `[rows, columns]`, four at most, none negative, to a sum of 1 in every row: every choice
-    of columns is tried, smaller ones first, so that a column that only fits rounding stays zero.
+    Fits weights of `columns` `[rows, columns]`, none negative, to a sum of 1 in every row: every choice of columns is
+    tried, smaller ones first, so that a column that only fits rounding stays zero.
     """
     # Squares of lengths beside lengths and ones: unscaled, `lstsq` would take the small ones for nothing
     scales = np.linalg.norm(columns, axis=0)
     scaled, target = columns / np.where(scales > 0, scales, 1), np.ones(len(columns))
-    best, least = np.zeros(columns.shape[1]), float(len(columns))
+    best, least = np.zeros(len(scales)), float(len(columns))
     worth = 1e-12 * least
-    for count in range(1, columns.shape[1] + 1):
-        for chosen in map(list, itertools.combinations(range(columns.shape[1]), count)):
-            weights, _, rank, _ = np.linalg.lstsq(scaled[:, chosen], target, rcond=None)
-            error = float(np.square(scaled[:, chosen] @ weights - target).sum())
-            if rank == count and (weights >= 0).all() and error < least - worth:
-                best, least = np.zeros(columns.shape[1]), error
-                best[chosen] = weights / scales[chosen]
-    return [float(weight) for weight in best]
+    for chosen in map(list, sorted(itertools.product((False, True), repeat=len(scales)), key=sum)[1:]):
+        weights, _, rank, _ = np.linalg.lstsq(scaled[:, chosen], target, rcond=None)
+        error = float(np.square(scaled[:, chosen] @ weights - target).sum())
+        if rank == sum(chosen) and (weights >= 0).all() and error < least - worth:
+            best, least = np.zeros(len(scales)), error
+            best[chosen] = weights / scales[chosen]
+    return best.tolist()  # type: ignore[no-any-return]
 
 
 def predict_ttft(lengths: ArrayLike, cost: CostModel, link: Link, bytes_per_token: float, num_layers: int) -> Array:
@@ -241,17 +216,8 @@ def predict_ttft(lengths: ArrayLike, cost: CostModel, link: Link, bytes_per_toke
     Simulates the seconds until the last of a chain of ranks has the last token's hidden state.
 
     In every layer a rank projects the keys and values of its slice, waits for those of everything before it, sends
-    both on, one message at a time, and attends meanwhile.
-
-    Args:
-        lengths (array of shape `[..., num_ranks]`): tokens of each rank's slice, first rank first.
-        cost (`CostModel`): compute of a slice through all layers, of which every layer takes the same part.
-        link (`Link`): from each rank to the next.
-        bytes_per_token (`float`): bytes of the keys and values of one token in one layer, see `bytes_of_token`.
-        num_layers (`int`): layers of the model.
-
-    Returns:
-        `np.ndarray` of shape `[...]`.
+    both on, one message at a time, and attends meanwhile. `lengths` `[..., num_ranks]` are tokens of each rank's
+    slice, first rank first, `bytes_per_token` those of one layer, see `bytes_of_token`; returned are `[...]`.
     """
     lengths = np.asarray(lengths, dtype=np.float64)
     num_ranks, ends = lengths.shape[-1], lengths.cumsum(axis=-1)
@@ -283,9 +249,7 @@ _RATIO_TOLERANCE = 2e-3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableEntry:
-    """
-    The partition of one length: a share for each rank, 1 in all, and the seconds to the first token, measured or not.
-    """
+    """A share of one length for each rank, 1 in all, and the seconds to the first token, measured or predicted."""
 
     length: int
     ratios: tuple[float, ...]
@@ -422,9 +386,6 @@ def predicted(length: int, table: PartitionTable) -> Partition:
     """
     Cuts slices by a look-up table: ratios interpolated linearly between the two nearest lengths. A length outside of
     the table takes the ratios of its nearest; so does one between entries of different numbers of slices.
-
-    Raises:
-        ValueError: if there are fewer tokens than ratios.
     """
     place = float(np.interp(length, [entry.length for entry in table.entries], range(len(table.entries))))
     lower, upper = (table.entries[index].ratios for index in (math.floor(place), math.ceil(place)))
@@ -490,22 +451,13 @@ def searched(
     last_step: int | None = None,
 ) -> tuple[Partition, float]:
     """
-    Searches the paper's hierarchical grid; the result is never worse, by what was measured, than its start.
+    Searches the paper's hierarchical grid for the fastest slices, and returns them with their seconds: never more, by
+    what was measured, than those of the `start`.
 
     In a level five values of every boundary are tried, a step apart; the next level has a quarter of the step and the
     best so far in its middle. A level is repeated while it finds better. Of more than two boundaries two neighbouring
-    ones are moved at a time, and the others in proportion.
-
-    Args:
-        start (`Sequence[int]`): slices to begin with, one of each rank.
-        measure (`Callable`): takes partitions, none twice, and gives the seconds to the first token of each.
-        first_step, last_step (`int`, *optional*): tokens; by default a quarter of an even slice, and a 256th of all.
-
-    Returns:
-        `tuple[tuple[int, ...], float]`: the fastest slices and their seconds.
-
-    Raises:
-        ValueError: if the start has no tokens for a rank, a step is below 1, or a measurement is no number.
+    ones are moved at a time, and the others in proportion. `measure` takes partitions, none twice; steps, in tokens,
+    go by default from a quarter of an even slice to a 256th of all. A NaN that is measured is a `ValueError`.
     """
     best = _checked_lengths("start", tuple(start), sum(start))
     step = max(1, sum(start) // (_STEP_DIVISOR * len(best))) if first_step is None else first_step
@@ -546,7 +498,6 @@ def _balanced(length: int, num_ranks: int, cost: CostModel) -> Partition:
     """Cuts slices of equal, least seconds by bisection."""
 
     def cut(seconds: float) -> list[float]:
-        """Returns the ends of slices of real lengths."""
         ends = [0.0]
         for _ in range(num_ranks):
             ends.append(ends[-1] + cost.length_within(seconds, ends[-1]))

@@ -39,19 +39,16 @@ class RunaheadOutput:
     What a prefill left on a rank.
 
     Attributes:
-        past_key_values (`Cache`, *optional*):
-            The complete cache, on the last rank.
-        logits (`torch.Tensor` of shape `[batch_size, 1, vocab_size]`, *optional*):
-            Logits of the prompt's last token, on the last rank.
-        partition (`tuple[int, ...]`):
-            Tokens of each slice; the last slice is the last rank's. Fewer slices than ranks leave the first ones idle.
-        rank (`int`):
-            This rank, in the group.
-        stats (`dict[str, int | float]`):
-            `seconds` of this rank's part; `seconds_waited` of them for the rank before; `bytes_sent` and
-            `bytes_received`; `dot_products` (pairs of queries and keys, for one head) and `entries_sent` (keys and
-            values, counted apart, of one head), both summed over layers; `hop_error`, the mean relative error of this
-            rank's states as others see them, if they are quantized on the way.
+        past_key_values (`Cache`, *optional*): the complete cache, on the last rank.
+        logits (`torch.Tensor` of shape `[batch_size, 1, vocab_size]`, *optional*): of the prompt's last token, on the
+            last rank.
+        partition (`tuple[int, ...]`): tokens of each slice; the last slice is the last rank's. Fewer slices than ranks
+            leave the first ones idle.
+        rank (`int`): this rank, in the group.
+        stats (`dict[str, int | float]`): `seconds` of this rank's part; `seconds_waited` of them for the rank before;
+            `bytes_sent` and `bytes_received`; `dot_products` (pairs of queries and keys, for one head) and
+            `entries_sent` (keys and values, counted apart, of one head), both summed over layers; `hop_error`, the
+            mean relative error of this rank's states as others see them, if they are quantized on the way.
     """
 
     past_key_values: Cache | None = None
@@ -84,21 +81,18 @@ def runahead_prefill(
     before from the rank before, sends them on with its own, and attends. The last rank ends with the complete cache.
 
     Args:
-        model (`PreTrainedModel`):
-            The same model on every rank.
-        input_ids (`torch.Tensor` of shape `[batch_size, length]`):
-            The whole prompt, on every rank.
-        attention_mask (`torch.Tensor` of shape `[batch_size, length]`, *optional*):
-            0 for padding, which has to be on the left.
-        past_key_values (`Cache`, *optional*):
-            The empty cache to fill, of any kind; looked at on the last rank only. A `DynamicCache` by default.
-        partition (`str`, `Sequence` or `PartitionTable`, *optional*):
-            Which slice each rank gets: lengths of the slices, shares of the prompt, `"even"`, or a table that
-            `kvcache-plugins plan` has measured. By default slices that take equally long by the model's shapes.
-        group (`dist.ProcessGroup`, *optional*):
-            The ranks; all by default.
-        hop_nbits (`int`, *optional*):
-            Bits a number, 4 or 8, of what goes from rank to rank, for slow links. Not quantized by default.
+        model (`PreTrainedModel`): the same model on every rank.
+        input_ids (`torch.Tensor` of shape `[batch_size, length]`): the whole prompt, on every rank.
+        attention_mask (`torch.Tensor` of shape `[batch_size, length]`, *optional*): 0 for padding, which has to be on
+            the left.
+        past_key_values (`Cache`, *optional*): the empty cache to fill, of any kind; looked at on the last rank only. A
+            `DynamicCache` by default.
+        partition (`str`, `Sequence` or `PartitionTable`, *optional*): which slice each rank gets: lengths of the
+            slices, shares of the prompt, `"even"`, or a table that `kvcache-plugins plan` has measured. By default
+            slices that take equally long by the model's shapes.
+        group (`dist.ProcessGroup`, *optional*): the ranks; all by default.
+        hop_nbits (`int`, *optional*): bits a number, 4 or 8, of what goes from rank to rank, for slow links. Not
+            quantized by default.
 
     Returns:
         `RunaheadOutput`: with the cache and the logits of the last token on the last rank.
@@ -134,12 +128,8 @@ def runahead_generate(
     **generate_options: Any,
 ) -> tuple[Any, RunaheadOutput]:
     """
-    As `runahead_prefill`, and the last rank goes on with `generate`, in which its own slice is the first forward.
-
-    Args:
-        generate_options:
-            What `generate` takes beside the prompt and the cache, on the last rank; any way of decoding but those that
-            run the prompt in several forwards.
+    As `runahead_prefill`, and the last rank goes on with `generate`, in which its own slice is the first forward, and
+    which takes `generate_options`: any way of decoding but those that run the prompt in several forwards.
 
     Returns:
         On the last rank what `generate` returns, on the others `None`; and the `RunaheadOutput`, without logits.
@@ -158,7 +148,7 @@ def runahead_generate(
     return generated, part.output(start, None)
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class Part:
     """One rank's part in a prefill: the user's cache on the last rank, no `chain` where one rank prefills alone."""
 
@@ -217,10 +207,7 @@ def take_part(
     group: dist.ProcessGroup | None,
     hop_nbits: int | None,
 ) -> Part:
-    """
-    Checks a call, comes to terms with the other ranks, and makes the rank's part. A `ValueError` on all ranks says
-    that one of them cannot take part, a `RunaheadError` that one does not answer.
-    """
+    """Checks a call, comes to terms with the other ranks, and makes the rank's part; errors as `runahead_prefill`."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("`group`: there are no ranks; call `torch.distributed.init_process_group` first")
     rank, size, run = dist.get_rank(group), dist.get_world_size(group), next(_RUNS)
@@ -233,36 +220,20 @@ def take_part(
         layouts = [replace(layout, nbits=hop_nbits) for layout in message_layouts(model)]
         if is_last:
             cache = _checked_cache(cache, model, len(slices))
-        description = Description(
-            model=fingerprint(model),
-            dtype=str(model.dtype),
-            prompt=digest(input_ids, attention_mask),
-            partition=slices,
-            hop_nbits=hop_nbits,
-        )
+        prompt = digest(input_ids, attention_mask)
+        description = Description(fingerprint(model), str(model.dtype), prompt, slices, hop_nbits)
     except ValueError as error:
         slices, description = (), Description(error=str(error))
     agree(description, group, FailureReports(rank, run))
     first = size - len(slices)
     if len(slices) == 1 and size > 1 and is_last:
         warn_user(f"one rank prefills the {input_ids.shape[1]} tokens alone: more would not be faster")
-    part = Part(
-        model=model,
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        partition=slices,
-        rank=rank,
-        cache=cache if is_last else None,
-        is_idle=rank < first,
-    )
+    part = Part(model, input_ids, attention_mask, slices, rank, cache if is_last else None, is_idle=rank < first)
     if not part.is_idle and len(slices) > 1:
         start = sum(slices[: rank - first])
-        prompt_slice = PromptSlice(
-            start=start,
-            stop=start + slices[rank - first],
-            batch_size=input_ids.shape[0],
-            padding=None if attention_mask is None else (attention_mask == 0).sum(dim=1).tolist(),
-        )
+        padding = None if attention_mask is None else (attention_mask == 0).sum(dim=1).tolist()
+        sizes = {"stop": start + slices[rank - first], "batch_size": input_ids.shape[0]}
+        prompt_slice = PromptSlice(start=start, padding=padding, **sizes)
         is_lazy = model.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
         exchange = PrefixExchange(Neighbours(group, first, run), layouts, prompt_slice)
         part.chain = Chain(exchange, is_lazy=is_lazy, cache=part.cache)
@@ -293,10 +264,7 @@ def _check_prompt(
 
 
 def _checked_cache(cache: Cache | None, model: PreTrainedModel, num_slices: int) -> Cache:
-    """
-    Returns the cache to fill: the user's, or a `DynamicCache`. A `ValueError` refuses what is no cache, not empty, or
-    cannot be filled by ranks that each see a part of the prompt.
-    """
+    """Returns the cache to fill, a `DynamicCache` by default; what ranks cannot fill together is a `ValueError`."""
     if cache is None:
         return DynamicCache(config=model.config.get_text_config(decoder=True))
     if not isinstance(cache, Cache):

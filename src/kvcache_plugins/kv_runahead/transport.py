@@ -94,11 +94,8 @@ def digest(*tensors: torch.Tensor | None) -> str:
 
 def agree(description: Description, group: dist.ProcessGroup | None, failures: FailureReports) -> None:
     """
-    Compares how all ranks of a group were called.
-
-    Raises:
-        ValueError: on every rank, if one of them cannot take part or differs from the first; it names the rank.
-        RunaheadError: if one of them does not answer.
+    Compares how all ranks of a group were called. On every rank it is a `ValueError`, naming the rank, if one of them
+    cannot take part or differs from the first, and a `RunaheadError` if one does not answer.
     """
     described: list[Any] = [None] * dist.get_world_size(group)
     failures.guarded(

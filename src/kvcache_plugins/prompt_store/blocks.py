@@ -109,12 +109,7 @@ class PromptBlock(BlockHeader):
 
 
 def read_block(path: Path) -> PromptBlock:
-    """
-    Reads the block in a file.
-
-    Raises:
-        ValueError: naming the file, if it is damaged, of another version, or another block's.
-    """
+    """Reads the block in a file; one that is damaged, of another version, or another block's is a `ValueError`."""
     with refusals("folder", path):
         block = read_record(path, FORMAT, PromptBlock)
         is_name = len(block.previous) == 2 * _DIGEST_BYTES and set(block.previous) <= set("0123456789abcdef")
@@ -223,10 +218,8 @@ class PromptCache(GEARCache):
 
     def fill(self, blocks: Sequence[PromptBlock], device: torch.device) -> None:
         """
-        Takes over, while it is empty, what consecutive blocks from the first on have added to a cache.
-
-        Raises:
-            ValueError: if no cache of these options can be like that.
+        Takes over, while it is empty, what consecutive blocks from the first on have added to a cache. A `ValueError`
+        says that no cache of these options can be like that.
         """
         num_tokens, states = len(blocks) * self.record.length, []
         for index, layer in enumerate(self.layers):
@@ -301,28 +294,18 @@ def _join(states: Sequence[LayerState], num_tokens: int, counter_names: Sequence
             {ROWS: _cat([getattr(block, side).get(ROWS) for block in blocks])} for side in ("keys", "values")
         )
         blocks = [BlockState(blocks[0].start, num_compressed, keys, values)]
-    counters = {
-        **dict.fromkeys(counter_names, 0),
-        "tokens_compressed": num_compressed,
-        "chunks_compressed": len(states),
-    }
+    counters = dict.fromkeys(counter_names, 0) | {"tokens_compressed": num_compressed}
+    counters["chunks_compressed"] = len(states)
     return dataclasses.replace(first, length=num_tokens, is_open=is_rows, counters=counters, blocks=blocks)
 
 
 def _join_dense(states: Sequence[DenseState], num_tokens: int, most: int) -> DenseState:
     """Keys and values of the newest tokens, `most` at most."""
-    needed: list[DenseState] = []
-    count = 0
-    for state in reversed(states):
-        if count < most:
-            needed.insert(0, state)
-            count += state.keys.shape[2]
-    first = max(count - most, 0)
-    return DenseState(
-        num_tokens,
-        _cat([state.keys for state in needed])[:, :, first:],
-        _cat([state.values for state in needed])[:, :, first:],
-    )
+    first = len(states) - 1
+    while first > 0 and sum(state.keys.shape[2] for state in states[first:]) < most:
+        first -= 1
+    keys, values = (_cat([getattr(state, side) for state in states[first:]]) for side in ("keys", "values"))
+    return DenseState(num_tokens, keys[:, :, -most:], values[:, :, -most:])
 
 
 def _cat(states: Sequence[torch.Tensor | None]) -> torch.Tensor:

@@ -148,29 +148,36 @@ class ReportingMixin:
         return render_memory(type(self).__name__, self.memory(), self.stats())
 
 
+# What may be referred to without being held: the model, and what is no data
+_NOT_HELD = (torch.nn.Module, type, str, bytes, int, float, complex, torch.dtype, torch.device)
+
+
 def reachable_tensors(value: object) -> Iterator[torch.Tensor]:
-    """Every tensor with data that can be reached through attributes, items and tensor subclasses, once each."""
-    seen: set[int] = set()
+    """
+    Yields every tensor that holds data and can be reached from `value` through attributes, slots, items, closures and
+    tensor subclasses, once each; modules are not entered.
+    """
+    # Kept alive, so that no other object can get the same id
+    seen: dict[int, object] = {}
     stack = [value]
     while stack:
         item = stack.pop()
-        if id(item) in seen or isinstance(item, (str, bytes, int, float, type)):
+        if item is None or id(item) in seen or isinstance(item, _NOT_HELD):
             continue
-        seen.add(id(item))
-        if isinstance(item, torch.Tensor):
-            inner = getattr(item, "__tensor_flatten__", None)
-            if inner is None:
-                yield item
-            else:
-                stack.extend(getattr(item, name) for name in inner()[0])
-        elif isinstance(item, dict):
-            stack.extend(item.values())
-        elif isinstance(item, (list, tuple, set)):
+        seen[id(item)] = item
+        # A subclass holds its data in tensors that it refers to
+        if type(item) in (torch.Tensor, torch.nn.Parameter):
+            yield item  # type: ignore[misc]
+        if isinstance(item, Mapping):
+            stack.extend([*item.keys(), *item.values()])
+        elif isinstance(item, (list, tuple, set, frozenset)):
             stack.extend(item)
         else:
-            stack.extend(getattr(item, "__dict__", {}).values())
-            slots = getattr(type(item), "__slots__", ())
-            stack.extend(getattr(item, name) for name in slots if name in dir(item) and not name.startswith("__"))
+            stack.extend(cell.cell_contents for cell in getattr(item, "__closure__", None) or ())
+            stack.extend(getattr(item, name, None) for name in ("__self__", "__dict__"))
+            slots = (vars(cls).get("__slots__", ()) for cls in type(item).__mro__)
+            names = {name for own in slots for name in ([own] if isinstance(own, str) else own)}
+            stack.extend(getattr(item, name, None) for name in names - {"__dict__", "__weakref__"})
 
 
 def _tensors_of_other_layer(layer: object) -> Iterator[tuple[str, torch.Tensor]]:
@@ -189,14 +196,11 @@ def _dense_equivalent(layer: Any, named: list[tuple[str, torch.Tensor]]) -> tupl
         return (layer.num_values(), layer.dtype.itemsize) if layer.is_initialized else (0, 0)
     quantized_keys = getattr(layer, "_quantized_keys", None)
     if quantized_keys is not None:
-        per_token = sum(
-            _quantized_numel_per_token(getattr(layer, name)) for name in ("_quantized_keys", "_quantized_values")
-        )
+        per_token = sum(map(_quantized_numel_per_token, (quantized_keys, layer._quantized_values)))
         # Not `dtype`, which such a layer has no more since 5.24
         return per_token * layer.get_seq_length(), layer.keys.dtype.itemsize
     stored = [tensor for _, tensor in named if tensor.is_floating_point()]
-    numbers = sum(tensor.numel() for tensor in stored)
-    return numbers, (stored[0].element_size() if stored else 0)
+    return sum(tensor.numel() for tensor in stored), (stored[0].element_size() if stored else 0)
 
 
 def _quantized_numel_per_token(states: torch.Tensor | tuple[Any, ...]) -> int:

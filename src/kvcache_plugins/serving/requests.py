@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,7 +20,7 @@ from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
 from kvcache_plugins.custom_generate import listening
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.prompt_store import PromptStore
-from kvcache_plugins.registry import OptionValue, create_cache
+from kvcache_plugins.registry import create_cache
 
 
 Say = Callable[[str], None]
@@ -79,16 +79,9 @@ class CachingManager(GenerateManager):  # type: ignore[misc]
     store where there is one. A `ValueError` if there is no such cache of this model, or none that can be stored.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        cache: str,
-        options: Mapping[str, OptionValue],
-        store: PromptStore | None,
-        say: Say,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, cache: str, store: PromptStore | None, say: Say) -> None:
         super().__init__()
-        self._model, self._cache, self._options, self._store, self._say = model, cache, options, store, say
+        self._model, self._cache, self._store, self._say = model, cache, store, say
         self.counters = Counter[str]()
         # A cache that cannot be had is known before the first request
         with listening(self._read(torch.zeros(1, 1, dtype=torch.int64), threading.Event())[0]):
@@ -161,8 +154,8 @@ class CachingManager(GenerateManager):  # type: ignore[misc]
     def _read(self, input_ids: torch.Tensor, gone: threading.Event) -> tuple[Cache, int]:
         """Makes a cache, with all blocks of a prompt that a store keeps, and tells how many tokens were known."""
         if self._store is None:
-            return create_cache(self._cache, self._model, **self._options), 0
-        cache = self._store.cache_for(self._model, input_ids, self._cache, **self._options)
+            return create_cache(self._cache, self._model), 0
+        cache = self._store.cache_for(self._model, input_ids, self._cache)
         num_known, length = cache.get_seq_length(), cache.record.length
         for stop in range(num_known + length, input_ids.shape[1], length):
             if not gone.is_set():

@@ -6,7 +6,6 @@ stands here puts them together, answers errors as JSON, counts and stops.
 
 import logging
 import socket
-from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from transformers.cli.serve import Serve
 from kvcache_plugins.batching import CompressedBatching, compressed_batching
 from kvcache_plugins.models.reference_model import resolve_model
 from kvcache_plugins.prompt_store import PromptStore
-from kvcache_plugins.registry import OptionValue
 
 from .requests import BatchingManager, CachingManager, Departures, Say
 
@@ -45,15 +43,15 @@ class CacheServer:
 
     Args:
         name (`str`): `smollm2`, `gemma3-270m`, a folder or a hub name; what clients call the model.
-        cache (`str`), options (`Mapping`, *optional*): a name of `list_caches()` and options of that cache.
+        cache (`str`, *optional*, defaults to `"gear"`): a name of `list_caches()`, or `name:key=value,key=value`.
         store (`Path`, *optional*): a folder where prompts and answers are kept, over requests and processes.
         continuous_batching (`bool`, *optional*, defaults to `False`): answers requests together, from coded pages.
         text (`str`, *optional*): with continuous batching, what tables are made of for caches without a calibration.
         temperature (`float`, *optional*): with continuous batching, of all requests; 0 for the likeliest token.
         num_blocks (`int`, *optional*): with continuous batching, dense blocks of 256 tokens whose bytes pages have.
         max_batch_tokens (`int`, *optional*): with continuous batching, tokens of a pass.
-        host (`str`, *optional*, defaults to `"127.0.0.1"`), port (`int`, *optional*, defaults to 8000):
-            where it listens; 0 is any port that is free.
+        host (`str`, *optional*, defaults to `"127.0.0.1"`), port (`int`, *optional*, defaults to 8000): where it
+            listens; 0 is any port that is free.
         device (`str`, *optional*, defaults to `"auto"`), dtype (`str`, *optional*, defaults to `"auto"`): the model's.
         say (`Callable`, *optional*): takes a line for each request.
 
@@ -70,7 +68,6 @@ class CacheServer:
         self,
         name: str,
         cache: str = "gear",
-        options: Mapping[str, OptionValue] | None = None,
         *,
         store: Path | None = None,
         continuous_batching: bool = False,
@@ -90,7 +87,7 @@ class CacheServer:
             )
         batched = {"text": text, "temperature": temperature, "num_blocks": num_blocks}
         batched |= {"max_batch_tokens": max_batch_tokens}
-        wrong = {"store": store, "options": options or None} if continuous_batching else batched
+        wrong = {"store": store, "options": cache.partition(":")[2] or None} if continuous_batching else batched
         for option, value in wrong.items():
             if value is not None:
                 raise ValueError(
@@ -118,11 +115,8 @@ class CacheServer:
             models.force_model, models.loaded_models = name, {models.process_model_name(name): loaded}
             self._manager: CachingManager | BatchingManager
             if continuous_batching:
-                ids = (
-                    None
-                    if not text
-                    else tokenizer(text, return_tensors="pt", truncation=True, max_length=_TEXT_TOKENS).input_ids
-                )
+                own = {"return_tensors": "pt", "truncation": True, "max_length": _TEXT_TOKENS}
+                ids = tokenizer(text, **own).input_ids if text else None
                 self._batching = stack.enter_context(compressed_batching(model, cache, text=ids))
                 if temperature is not None:
                     # What requests that say nothing begin with
@@ -131,7 +125,7 @@ class CacheServer:
                 config = ContinuousBatchingConfig(num_blocks=num_blocks, max_batch_tokens=max_batch_tokens)
                 self._manager = state._cb_manager = BatchingManager(model, config, sampling, say)
             else:
-                self._manager = CachingManager(model, cache, options or {}, self._store, say)
+                self._manager = CachingManager(model, cache, self._store, say)
             stack.callback(self._manager.stop)
             state.get_manager = lambda model_id, use_cb=False: self._manager  # type: ignore[method-assign]
             self._add_routes(self._parts.server.config.app, name)

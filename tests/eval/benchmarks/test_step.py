@@ -23,16 +23,14 @@ def test_a_grid_has_a_row_for_every_place(monkeypatch, tmp_path):
     small = partial(step.make_config, num_heads=1, groups=3, num_layers=1)
     monkeypatch.setitem(step.SHAPES, "gqa-3", small)
     options = "--shape gqa-3 --cache gear-k4v3 --batch-size 1 --batch-size 2 --context 1 --context 64 --steps 3"
-    options += " --num-threads 1 --num-threads 2 --dtype float32 --dtype bfloat16 --max-gigabytes 0.00005"
+    options += " --num-threads 1 --num-threads 2 --dtype float32 --dtype bfloat16"
     result = CliRunner().invoke(cli.app, ["bench", "step", *options.split(), "--json"])
     assert result.exit_code == 0, result.output
     content = json.loads(result.stdout)
     assert content["benchmark"] == "step"
     keys = ("dtype", "batch_size", "context", "num_threads", "cache")
     places = [tuple(row[key] for key in keys) for row in content["rows"]]
-    assert len(places) == len(set(places)) == (3 + 4) * 2 * 2
-    # A dense cache of two sequences of 64 tokens is too large, in float32 alone
-    assert [each["what"] for each in content["failures"]] == ["gqa-3 float32, batch 2, 64 tokens"]
+    assert len(places) == len(set(places)) == 2**5
     assert {row["cache"] for row in content["rows"]} == {"dynamic", "gear-k4v3"}
     for row in content["rows"]:
         assert row["lower_quartile_s"] <= row["median_s"] <= row["upper_quartile_s"]
@@ -51,9 +49,10 @@ def test_what_cannot_be_measured_is_refused(assert_refused, options, message):
     assert_refused(f"step --cache dynamic --steps 3 {options}", message)
 
 
-def test_layers_may_be_left_out_and_pools_be_on_disk(rows_of, tmp_path):
-    caches = f"--cache infinigen --cache infinigen:pool_folder={tmp_path}"
-    in_memory, on_disk = rows_of(f"step {caches} --read 100 --context 1500 --steps 3 --num-layers 1")
+def test_pools_may_be_on_disk(rows_of, tmp_path):
+    everything = "infinigen:share=1.0,max_fetch_ratio=1.0"
+    caches = f"--cache {everything} --cache {everything},pool_folder={tmp_path}"
+    in_memory, on_disk = rows_of(f"step {caches} --read 100 --context 1500 --steps 3")
     assert in_memory["bytes"] == on_disk["bytes"] > 0
     assert on_disk["relative_error"] < 1e-5
 

@@ -68,7 +68,6 @@ def test_caches_that_choose_in_decode_steps_are_decoded(tiny_llama: PreTrainedMo
     rows = compare_caches(tiny_llama, DigitTokenizer(), prompt, [cache], max_new_tokens=6)
     # All at once they would be scored exactly, and show no error at all
     assert rows[1]["kl"] > 1e-6
-    assert len(rows[1]["layer_errors"]) == 2 and max(rows[1]["layer_errors"]) > 1e-4
     assert rows[1]["top1_agreement"] <= 1
 
 
