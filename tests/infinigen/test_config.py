@@ -33,6 +33,23 @@ def test_on_a_cpu_a_layer_chooses_by_its_own_query(tiny_llama, tmp_path) -> None
     assert counts == {"memory": (True, False, False), "asked": (False, True, True), "disk": (False, True, True)}
 
 
+@torch.no_grad()
+def test_landmarks_choose_in_every_step(tiny_llama) -> None:
+    """A page of everything weighs the same everywhere: as many are fetched as may be, in steps like the last too."""
+    prompt = torch.randint(3, 128, (1, 400), generator=torch.Generator().manual_seed(0))
+    fetched = {}
+    for landmarks in (None, 400):
+        with InfiniGenCache(tiny_llama, full_layers=(0,), landmarks=landmarks, min_weight=0.9) as cache:
+            tiny_llama(prompt, past_key_values=cache)
+            counts = [0]
+            for _ in range(4):
+                tiny_llama(prompt[:, :1], past_key_values=cache)
+                counts.append(cache.stats()["tokens_fetched"])
+            heads = tiny_llama.config.num_key_value_heads * cache.stats()["layers_offloaded"]
+        fetched[landmarks] = [after - before for before, after in zip(counts, counts[1:], strict=False)]
+    assert fetched[400] == [heads * 80] * 4 != fetched[None]
+
+
 def test_the_papers_form_speculates_everywhere(tiny_llama) -> None:
     with create_cache("infinigen-paper", tiny_llama) as cache:
         assert cache.infinigen_config.speculate
