@@ -89,6 +89,8 @@ def _score(content: Content) -> tuple[str, float, float]:
         return "KL to dense, nats", result["kl"], standard_error_of_kl(result)
     if kind == "perplexity":
         return "perplexity", result["ppl"], 0.0
+    if kind == "context":
+        return "KL to dense, nats", result["kl"], 0.0
     return "answers right", result["accuracy"], result["standard_error"]
 
 

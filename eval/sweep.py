@@ -33,7 +33,7 @@ from kvcache_plugins.console.results import provenance, write_json
 from kvcache_plugins.registry import check_caches
 
 from .harness import CACHE_FAILURES
-from .measures import fidelity, retrieval
+from .measures import context, fidelity, retrieval
 from .tasks import find_task
 
 
@@ -99,6 +99,7 @@ MEASURES: dict[str, Callable[..., Iterable[Found]]] = {
     "fidelity": fidelity.measure_text,
     "perplexity": fidelity.measure_position,
     "retrieval": retrieval.measure_file,
+    "context": context.measure_tasks,
 }
 
 

@@ -453,6 +453,8 @@ def _render_measure(kind: str, contents: list[Row]) -> str:
         return FIDELITY(rows)
     if kind == "perplexity":
         return render_perplexity(rows, code(), *held)
+    if kind == "context":
+        return render_context(rows, *held)
     if kind == "retrieval":
         right = Column("answers right", lambda row: "{accuracy:.3f} ± {standard_error:.3f}".format_map(row))
         return Table(code(), *held, right, number("answers' tokens right", "token_accuracy", ".3f"))(rows)
@@ -470,6 +472,24 @@ def _render_measure(kind: str, contents: list[Row]) -> str:
 
         columns += [Column(metric.removesuffix(",none"), score), Column("less `dynamic`", difference)]
     return Table(code(), number("MB at most", "memory.total_bytes", ".2f", 1e-6), held[1], *columns)(rows)
+
+
+def render_context(rows: Rows, *held: Column) -> str:
+    """Renders tasks that need much of their context: a table for each measure, a column for each task."""
+    fetched = (
+        number("MB fetched a step", "fetched_bytes", ".2f", 1e-6),
+        number("% of bytes, whole layers at 16 bits", "fetched_share", ".2f", 100),
+    )
+    tables = []
+    for title, key, form, scale, own in (
+        ("NLL of a token of the right answer, nats", "nll", ".3f", 1, (*held, *fetched)),
+        ("KL to `dynamic`", "kl", ".4f", 1, (number("mean", "kl", ".4f"),)),
+        ("Tokens right, %", "right", ".0f", 100, ()),
+    ):
+        columns = (number(task, f"tasks.{task}.{key}", form, scale) for task in rows[0]["tasks"])
+        tables.append(f"{title}:\n\n{Table(code(), *own, *columns)(rows)}")
+    sizes = ", ".join(f"{task} {each['num_scored']:.0f}" for task, each in rows[0]["tasks"].items())
+    return "\n".join([*tables, f"Tokens scored: {sizes}.\n"])
 
 
 def _difference(row: Row, reference: Row | None, metric: str) -> str:

@@ -19,7 +19,7 @@ WRONG: dict[str, dict[str, list[object]]] = {
         **{"max_fetch_ratio": [None, "0.2", True], "scoring_nbits": ["4", 4.0], "partial_ratio": ["0.3"]},
         **{"recent": [None, "32", 32.0], "sink": ["4", True], "pool_tokens": ["100", 100.0], "eviction": [None, 1]},
         **{"full_layers": ["x", 5, (0.0,), (True,), ("0",)], "speculate": [1, "no"], "track_hits": [0]},
-        **{"track_times": ["yes"], "calibration": [5, {}], "attention_mask": ["x"]},
+        **{"track_times": ["yes"], "landmarks": [16.0, True], "calibration": [5, {}], "attention_mask": ["x"]},
     },
     "infinigen-gear": {"key_nbits": ["4", 9.0, None], "value_nbits": ["4", True, None], "recent": ["32"]},
     "h2o": {
@@ -69,7 +69,7 @@ INFINIGEN: dict[str, tuple[object, ...]] = {
     **{"alpha": (0.0, -1.0), "min_weight": (0,), "share": (1.5,), "mass": (0.0,), "max_fetch_ratio": (0.0, 1.01)},
     **{"partial_ratio": (2.0,), "scoring_nbits": (3,), "skewing": ("query-svd",), "recent": (0,), "sink": (-1,)},
     **{"pool_tokens": (4, 2.5), "eviction": ("random",), "full_layers": ((7,),), "calibration": ("/no/such/file",)},
-    **{"pool_folder": ("missing", 3)},
+    **{"pool_folder": ("missing", 3), "landmarks": (0,)},
 }
 OUT_OF_RANGE = {
     "gear": [

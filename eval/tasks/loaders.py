@@ -18,9 +18,12 @@ import datasets
 import lm_eval.tasks
 from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.tasks.wikitext import preprocess_wikitext
+from transformers import AutoTokenizer
 
 import kvcache_plugins.eval.lm_eval_model  # noqa: F401 - registers the model
 from kvcache_plugins.eval.measures.retrieval import read_questions
+from kvcache_plugins.eval.tasks.context import TASKS, make_sample
+from kvcache_plugins.models.reference_model import resolve_model
 
 
 DATA_VARIABLE = "KVCACHE_PLUGINS_DATA"
@@ -193,6 +196,24 @@ def passkey(
         text = " ".join([*haystack[:place], *hidden, *haystack[place:]])
         rows.append({"context": f"{text}\n\nWhat is the pass key? The pass key is", "answer": str(key)})
     return _as_splits({"test": rows})
+
+
+def make_context(
+    task: str, length: int = 2048, samples: int = 20, scored: int = 128, pretrained: str | None = None, **_: object
+) -> datasets.DatasetDict:
+    """
+    Samples that need much of their context, at places spread over their answers. The model's tokenizer counts tokens
+    if the metadata name it; else three characters are one.
+    """
+    count_tokens: Callable[[str], int] = lambda text: len(text) // 3  # noqa: E731
+    if pretrained is not None:
+        tokenizer = AutoTokenizer.from_pretrained(resolve_model(pretrained))
+        count_tokens = lambda text: len(tokenizer(text).input_ids)  # noqa: E731
+    made = (make_sample(task, count_tokens, length, scored, (i + 0.5) / samples, i) for i in range(samples))
+    return _as_splits({"test": [each._asdict() for each in made]})
+
+
+records, needles, table, copying, variables, words = (partial(make_context, task) for task in TASKS)
 
 
 def wikitext(data_folder: str | None = None, **_: object) -> datasets.DatasetDict:

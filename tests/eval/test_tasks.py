@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from kvcache_plugins import cli
 from kvcache_plugins.eval.tasks import FOLDER, find_task, loaders, task_files
+from kvcache_plugins.eval.tasks.context import TASKS
 
 
 CHOICES = ["by night", "at noon", "in May", "on foot"]
@@ -146,6 +147,9 @@ def test_every_task_builds_its_requests(name: str, data_folder: Path, monkeypatc
         assert first[0].count("\n\n") >= 5
     elif name == "kv_gsm8k":
         assert first[0].count("Q: ") == 9 and first[0].endswith("Q: One and one?\nA:")
+    elif name.removeprefix("kv_") in TASKS:
+        # About three characters a token are counted where no model is named
+        assert first[1].endswith("\n") and 5500 < len(first[0]) <= 3 * 2048 + 2
     elif name in ("kv_pairs", "kv_lines", "kv_passkey"):
         asked = {"kv_pairs": 'Corresponding value: "', "kv_lines": "calm-sea is <", "kv_passkey": "The pass key is"}
         assert first[0].endswith(asked[name])

@@ -33,6 +33,18 @@ def test_on_a_cpu_a_layer_chooses_by_its_own_query(tiny_llama, tmp_path) -> None
     assert counts == {"memory": (True, False, False), "asked": (False, True, True), "disk": (False, True, True)}
 
 
+@torch.no_grad()
+def test_landmarks_choose_in_steps_like_the_last_too(tiny_llama) -> None:
+    """The prepared call knows each key by itself: it is for steps without landmarks."""
+    prompt = torch.randint(3, 128, (1, 200), generator=torch.Generator().manual_seed(0))
+    for landmarks in (None, 16):
+        with InfiniGenCache(tiny_llama, full_layers=(0,), landmarks=landmarks) as cache:
+            for tokens in (prompt, *prompt[:, :4].split(1, dim=1)):
+                tiny_llama(tokens, past_key_values=cache)
+            assert cache.stats()["selected_calls"] == 4
+            assert (cache.layers[1]._call is None) is (landmarks is not None)
+
+
 def test_the_papers_form_speculates_everywhere(tiny_llama) -> None:
     with create_cache("infinigen-paper", tiny_llama) as cache:
         assert cache.infinigen_config.speculate

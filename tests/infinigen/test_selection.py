@@ -58,6 +58,15 @@ def test_rules(options: dict[str, object], expected: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("page", "share", "expected"),
+    # Means of logarithms: of pairs the middle one's is the largest, of four and two that of the four
+    [(2, 0.34, [2, 3]), (4, 0.67, [0, 1, 2, 3]), (1, 0.5, [1, 3, 4]), (100, 1.0, [0, 1, 2, 3, 4, 5])],
+)
+def test_landmarks_choose_pages_by_their_mean_key(page: int, share: float, expected: list[int]) -> None:
+    assert sorted(chosen(WEIGHTS, share=share, landmarks=page)) == expected
+
+
+@pytest.mark.parametrize(
     ("mass", "ratio", "num_resident"), [(0.5, 1.0, 0), (0.9, 0.3, 4), (0.97, 0.1, 0), (1.0, 1.0, 3)]
 )
 def test_a_mass_is_reached_within_the_cap_or_said_to_be_short(mass: float, ratio: float, num_resident: int) -> None:
@@ -155,7 +164,7 @@ def test_items_that_are_all_padding_at_first_are_scored_later() -> None:
     assert (scoring.scores(query, None) - expected).norm() / expected.norm() < 0.15
 
 
-@pytest.mark.parametrize("skewing", ["none", "query-svd"])
+@pytest.mark.parametrize("skewing", ["none", "query-svd", "key-svd"])
 def test_all_columns_tell_scores_exactly(skewing: str) -> None:
     """Turning is orthogonal: queries and keys turned alike have the same products."""
     generator = torch.Generator().manual_seed(0)
@@ -166,19 +175,20 @@ def test_all_columns_tell_scores_exactly(skewing: str) -> None:
     torch.testing.assert_close(scoring.scores(query, None), query @ keys.transpose(2, 3), atol=1e-4, rtol=1e-4)
 
 
-def test_skewing_needs_fewer_columns_for_queries_of_low_rank() -> None:
+@pytest.mark.parametrize("skewing", ["query-svd", "key-svd"])
+def test_skewing_needs_fewer_columns_for_what_is_of_low_rank(skewing: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(1, 2, 200, 32, generator=generator)
+    full = torch.randn(1, 2, 200, 32, generator=generator)
     basis = torch.randn(1, 2, 1, 4, 32, generator=generator)
-    queries = (torch.randn(1, 2, 2, 200, 4, generator=generator) @ basis).flatten(1, 2)
-    query = queries[:, :, -1:].unflatten(1, (2, 2)).squeeze(3)
-    expected = query @ keys.transpose(2, 3)
+    low = torch.randn(1, 2, 2, 200, 4, generator=generator) @ basis
+    keys, queries = (full, low) if skewing == "query-svd" else (low[:, :, 0], full[:, :, None].expand_as(low))
+    query, expected = queries[:, :, :, -1], queries[:, :, :, -1] @ keys.transpose(2, 3)
     errors = {}
-    for skewing in ("none", "query-svd"):
-        scoring = ScoringColumns(keys, queries, None, 0.25, skewing)
+    for each in ("none", skewing):
+        scoring = ScoringColumns(keys, queries.flatten(1, 2), None, 0.25, each)
         scoring.append(scoring.encode_keys(keys))
-        errors[skewing] = float((scoring.scores(query, None) - expected).norm() / expected.norm())
-    assert errors["query-svd"] < 1e-3 < 0.3 < errors["none"]
+        errors[each] = float((scoring.scores(query, None) - expected).norm() / expected.norm())
+    assert errors[skewing] < 1e-3 < 0.3 < errors["none"]
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

@@ -79,13 +79,17 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
             (`choices_short`). One rule can be given.
         max_fetch_ratio (`float`, *optional*, defaults to 0.2):
             The most that a head fetches, as a share of the tokens.
+        landmarks (`int`, *optional*):
+            Tokens are scored by the mean key of the page of so many neighbours that they are in, as in ArkVale and
+            Quest, not each by its own: to compare with.
         scoring_nbits (`int`, *optional*, defaults to 4):
             Bits a number, 2, 4 or 8, of the copy of the keys that stays on the accelerator for scoring.
         partial_ratio (`float`, *optional*):
             Instead of that, the paper's copy: this share of the keys' columns, in full precision.
         skewing (`str`, *optional*, defaults to `"none"`):
             With `partial_ratio`: `"query-svd"` turns keys and queries to the singular vectors of the prompt's queries
-            before columns are chosen, after the rotary embedding; attention itself is not touched.
+            before columns are chosen, after the rotary embedding; `"key-svd"` to those of the keys, which are then of
+            low rank, as in ShadowKV and LRQK. Attention itself is not touched.
         recent (`int`, *optional*, defaults to 32):
             Newest tokens that are always attended to. A few more wait beside them to move into the pool together.
         sink (`int`, *optional*, defaults to 4):

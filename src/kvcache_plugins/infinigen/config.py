@@ -14,7 +14,7 @@ from kvcache_plugins.option_checks import check_bool, check_choice, check_intege
 from .pool import EVICTIONS
 
 
-SKEWINGS = ("none", "query-svd")
+SKEWINGS = ("none", "query-svd", "key-svd")
 SCORING_NBITS = (2, 4, 8)
 # What none of the four rules being given means
 DEFAULT_MIN_WEIGHT = 0.5
@@ -33,6 +33,7 @@ class InfiniGenConfig:
     share: float | None = None
     mass: float | None = None
     max_fetch_ratio: float = 0.2
+    landmarks: int | None = None
     scoring_nbits: int | None = None
     partial_ratio: float | None = None
     skewing: str | None = None
@@ -60,7 +61,8 @@ class InfiniGenConfig:
         self._check_scoring()
         for name, least in (("recent", 1), ("sink", 0)):
             check_integer(name, getattr(self, name), least)
-        check_integer("pool_tokens", self.pool_tokens, 1, is_optional=True)
+        for name in ("landmarks", "pool_tokens"):
+            check_integer(name, getattr(self, name), 1, is_optional=True)
         if self.pool_tokens is not None and self.pool_tokens <= self.sink:
             raise ValueError(
                 f"`pool_tokens` has to be more than the `sink` tokens that are never evicted, {self.sink}, but got "

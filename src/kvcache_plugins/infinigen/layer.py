@@ -424,8 +424,8 @@ class InfiniGenLayer(PromptLayer):
         mask: beams that are reordered in each step would have it made for each.
         """
         pool, window, scoring, config = self.pool, self.window, self.scoring, self.config
-        is_alike = config.min_weight is not None and self.padding is None and not config.track_hits
-        if is_alike and not config.speculates_on(query.device):
+        is_alike = config.min_weight is not None and config.landmarks is None and self.padding is None
+        if is_alike and not config.track_hits and not config.speculates_on(query.device):
             assert pool is not None and window is not None and scoring is not None
             if pool.usage is None and pool.disk is None and self._was_alike:
                 self._call = scoring.prepare(query, scale, pool, window.tensors())

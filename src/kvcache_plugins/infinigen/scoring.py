@@ -211,7 +211,7 @@ class ScoringColumns(ScoringStates):
     They are the columns in which the prompt's queries `[B, H * G, prompt length, D]` and the first keys are large,
     where `valid` says that they are no padding; with the skewing `"query-svd"` after both were turned to the right
     singular vectors of a group's queries. Without queries the columns are those in which keys are large, and nothing
-    is turned.
+    is turned. `"key-svd"` turns keys to their own and asks no queries: keys of low rank, as ShadowKV's and LRQK's.
     """
 
     fitted_names = ("turn",)
@@ -229,7 +229,9 @@ class ScoringColumns(ScoringStates):
         turn = torch.eye(head_dim, device=keys.device).expand(batch_size, num_heads, head_dim, head_dim)
         keys_used = keys.float() if valid is None else keys.float() * valid[:, None, :count, None]
         query_sums = torch.zeros_like(keys_used[:, :, 0])
-        if queries is not None:
+        if skewing == "key-svd":
+            turn = torch.linalg.eigh(keys_used.transpose(2, 3) @ keys_used).eigenvectors
+        elif queries is not None:
             grouped = queries.float().unflatten(1, (num_heads, -1))
             if valid is not None:
                 grouped = grouped * valid[:, None, None, :, None]

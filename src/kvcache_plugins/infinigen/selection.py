@@ -11,6 +11,7 @@ Legend: B batch, H key/value heads, G query heads a key/value head, N slots of t
 from dataclasses import dataclass, replace
 
 import torch
+from torch.nn import functional as F
 
 from kvcache_plugins.kernels.compiled_tokens import ChoiceBounds, choose_heaviest
 from kvcache_plugins.kernels.engine import choose_token_kernel
@@ -80,6 +81,8 @@ def select_tokens(
         config (`InfiniGenConfig`): the rule.
     """
     num_slots = scores.shape[3]
+    if config.landmarks is not None:
+        scores = _page_means(scores, config.landmarks)
     limit = most_chosen(config, most_tokens, num_slots)
     if forced is None:
         is_plain = allowed is None and isinstance(num_tokens, int) and config.min_weight is not None and num_slots > 0
@@ -109,6 +112,13 @@ def select_tokens(
         return selection
     reached = probabilities[..., num_slots:].sum(dim=2) + (weights * selection.valid).sum(dim=2)
     return replace(selection, is_short=reached < config.mass - _ROUNDING)
+
+
+def _page_means(scores: torch.Tensor, page: int) -> torch.Tensor:
+    """Gives all tokens of a page the mean of their scores `[B, H, G, N]`, which is the score of their mean key."""
+    num_slots = scores.shape[3]
+    pages = F.pad(scores, (0, -num_slots % page), value=torch.nan).unflatten(3, (-1, page))
+    return pages.nanmean(dim=4).repeat_interleave(page, dim=3)[..., :num_slots]
 
 
 def bounds_of(config: InfiniGenConfig, num_tokens: int, num_slots: int) -> ChoiceBounds:

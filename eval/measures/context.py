@@ -1,0 +1,89 @@
+"""Tasks that need much of their context through caches: the answer is fed token by token behind a prompt taken in.
+
+The prompt but for its last token fills the cache in one forward, so every token of the answer is told by a decode
+step. Negative log-likelihoods are of the right answer, KL is to the dense cache, and a token is right if it is the
+likeliest: an answer of which all are is what greedy decoding says.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from kvcache_plugins.console.results import memory_fields
+from kvcache_plugins.eval.harness import REFERENCE, cache_factories, cache_stats
+from kvcache_plugins.eval.tasks.context import TASKS, make_sample
+from kvcache_plugins.reports.memory import measure_memory
+
+from .fidelity import continuation_logits, fill_cache, score_logits
+
+
+_Ids = tuple[tuple[int, ...], tuple[int, ...]]
+# Logits of the dense cache by prompt and answer: all caches of a sweep are held against them
+_dense: WeakKeyDictionary[PreTrainedModel, dict[_Ids, torch.Tensor]] = WeakKeyDictionary()
+
+
+def decode_answer(model: PreTrainedModel, ids: _Ids, cache: Cache) -> torch.Tensor:
+    """Feeds an answer to the model behind its prompt, and returns the logits of each token, `[tokens, vocabulary]`."""
+    prompt, answer = map(torch.tensor, ids)
+    fill_cache(model, prompt[:-1], cache)
+    return continuation_logits(model, torch.cat([prompt[-1:], answer[:-1]]), cache, chunk=1)
+
+
+def measure_tasks(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    caches: Sequence[str],
+    tasks: Sequence[str] = tuple(TASKS),
+    length: int = 2048,
+    samples: int = 1,
+    scored: int = 96,
+) -> Iterator[dict[str, Any]]:
+    """
+    Scores caches by their specs on `samples` of each task, of `length` tokens, with `scored` tokens of answer at most.
+
+    Yields a row for each cache: by task mean `nll` and `kl` of a token, shares of tokens `right` and of samples
+    `exact`, and sizes; the tasks' mean `kl`; over all decode steps `fetched_bytes` a step and, as a share of a 16-bit
+    cache's bytes, `fetched_share`, `None` of caches that fetch nothing; memory and counters of the last.
+    """
+    known = _dense.setdefault(model, {})
+    for spec, factory in cache_factories(caches, model).items():
+        by_task: dict[str, dict[str, Any]] = {}
+        fetched, share, steps = 0.0, 0.0, 0
+        for task in tasks:
+            own: list[dict[str, float]] = []
+            for index in range(samples):
+                place = (index + 0.5) / samples
+                sample = make_sample(task, lambda text: len(tokenizer(text).input_ids), length, scored, place, index)
+                prompt = tokenizer(sample.context).input_ids
+                ids = tuple(prompt), tuple(tokenizer(sample.answer, add_special_tokens=False).input_ids)
+                cache = factory()
+                logits = decode_answer(model, ids, cache)
+                if ids not in known:
+                    exact = DynamicCache(config=model.config)
+                    known[ids] = logits if spec == REFERENCE else decode_answer(model, ids, exact)
+                targets = torch.tensor(ids[1], device=logits.device)
+                score, right = score_logits(known[ids], logits, targets), logits.argmax(-1) == targets
+                own.append({"nll": score.nll, "kl": score.kl, "right": int(right.sum()), "exact": int(right.all())})
+                own[-1] |= {"num_scored": len(ids[1]), "prompt": len(prompt)}
+                memory, stats = measure_memory(cache), cache_stats(cache)
+                steps += len(ids[1])
+                fetched += stats.get("bytes_fetched") or 0
+                share += (stats.get("bytes_fetched") or 0) * memory.kv_percent / (100 * memory.total_bytes)
+            total = {name: sum(each[name] for each in own) for name in own[0]}
+            by_task[task] = {
+                **{name: total[name] / total["num_scored"] for name in ("nll", "kl", "right")},
+                **{name: total[name] / samples for name in ("exact", "prompt")},
+                "num_scored": total["num_scored"],
+            }
+        yield {
+            "cache": spec,
+            "tasks": by_task,
+            "kl": sum(each["kl"] for each in by_task.values()) / len(by_task),
+            "fetched_bytes": fetched / steps or None,
+            "fetched_share": share / steps or None,
+            "memory_at_end": memory_fields(memory),
+            "stats": stats,
+        }

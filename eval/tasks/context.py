@@ -1,0 +1,159 @@
+"""Tasks whose answers need much of their context, made from a seed: on those choosing tokens is doubted.
+
+"KV Cache Offloading for Context-Intensive Tasks" (arXiv 2604.08426) has records and tables written anew and many
+needles at once; variables to track and common words are RULER's (arXiv 2404.06654). An answer has lines. Which of them
+are scored is told by a place in it, and those before are a part of the context: so answers of a thousand tokens need
+not be decoded from their first on.
+"""
+
+import json
+import random
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+
+class Sample(NamedTuple):
+    """A context that ends where the answer begins, and the answer."""
+
+    context: str
+    answer: str
+
+
+# A prompt and the lines of the whole answer to it
+_Made = tuple[str, list[str]]
+
+_JOBS = ("baker", "driver", "farmer", "nurse", "painter", "pilot", "singer", "smith", "tailor", "teacher")
+_SENTENCES = (
+    "{name} is {age} years old, lives in {town} and works as a {job}.",
+    "In {town} there is a {job} of {age} called {name}.",
+    "{name}, a {job} from {town}, turned {age} this year.",
+)
+_FILLER = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+    "Rain came in from the sea before noon.",
+    "Nobody knew when the train would leave.",
+)
+_NEEDLE_EVERY, _CHAIN_EVERY, _HOPS = 5, 24, 4
+
+
+def _word(draw: random.Random, syllables: int = 3) -> str:
+    return "".join(draw.choice("bdfgklmnprstvz") + draw.choice("aeiou") for _ in range(syllables))
+
+
+def _people(draw: random.Random, count: int) -> list[dict[str, str | int]]:
+    return [
+        {
+            "name": _word(draw).title(),
+            "age": draw.randrange(18, 90),
+            "town": _word(draw, 2).title(),
+            "job": draw.choice(_JOBS),
+        }
+        for _ in range(count)
+    ]
+
+
+def make_records(draw: random.Random, size: int) -> _Made:
+    """Makes people described in prose, to be written as JSON lines."""
+    people = _people(draw, size + 1)
+    (example, first), *rest = [
+        (draw.choice(_SENTENCES).format_map(person), f"{json.dumps(person)}\n") for person in people
+    ]
+    text = " ".join(sentence for sentence, _ in rest)
+    head = f"Write every person of the text as a line of JSON.\n\nText: {example}\nJSON:\n{first}"
+    return f"{head}\nText: {text}\nJSON:\n", [line for _, line in rest]
+
+
+def make_needles(draw: random.Random, size: int) -> _Made:
+    """Makes codes hidden among other sentences, all of which are asked for, in another order."""
+    codes = [(_word(draw).title(), draw.randrange(1000, 10_000)) for _ in range(max(1, size // _NEEDLE_EVERY))]
+    sentences = [draw.choice(_FILLER) for _ in range(size - len(codes))]
+    for name, code in codes:
+        sentences.insert(draw.randrange(len(sentences) + 1), f"The code of {name} is {code}.")
+    draw.shuffle(codes)
+    lines = [f"{name}: {code}\n" for name, code in codes]
+    names = ", ".join(name for name, _ in codes)
+    return f"{' '.join(sentences)}\n\nThe codes of {names} are:\n", lines
+
+
+def make_table(draw: random.Random, size: int) -> _Made:
+    """Makes a table in HTML, to be written as TSV."""
+    rows = [[str(cell) for cell in person.values()] for person in _people(draw, size)]
+    text = "\n".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    head = "<tr><th>name</th><th>age</th><th>town</th><th>job</th></tr>"
+    return (
+        f"<table>\n{head}\n{text}\n</table>\n\nThe same table as tab-separated values:\n\nname\tage\ttown\tjob\n",
+        ["\t".join(row) + "\n" for row in rows],
+    )
+
+
+def make_copying(draw: random.Random, size: int) -> _Made:
+    """Makes a table to be written once more."""
+    lines = ["\t".join(map(str, person.values())) + "\n" for person in _people(draw, size)]
+    head = "name\tage\ttown\tjob\n"
+    return f"A table:\n\n{head}{''.join(lines)}\nThe same table once more:\n\n{head}", lines
+
+
+def make_variables(draw: random.Random, size: int) -> _Made:
+    """Makes chains of variables among other sentences; all that have a chain's value are asked for, of every chain."""
+    sentences: list[str] = []
+    lines = []
+    for value in draw.sample(range(10_000, 100_000), max(1, size // _CHAIN_EVERY)):
+        names = [_word(draw).upper() for _ in range(_HOPS + 1)]
+        given = [f"VAR {names[0]} = {value}.", *(f"VAR {new} = VAR {old}." for old, new in pairwise(names))]
+        # In the order of the chain, with others between them
+        places = sorted(draw.randrange(len(sentences) + 1) for _ in given)
+        for offset, (place, sentence) in enumerate(zip(places, given, strict=True)):
+            sentences.insert(place + offset, sentence)
+        lines.append(f"{value}: {' '.join(names)}\n")
+    for _ in range(size - len(sentences)):
+        sentences.insert(draw.randrange(len(sentences) + 1), draw.choice(_FILLER))
+    return f"{' '.join(sentences)}\n\nThe variables that have each value, in order:\n\n", lines
+
+
+def make_words(draw: random.Random, size: int) -> _Made:
+    """Makes words drawn with frequencies of Zipf's law, of which the three most common are asked for."""
+    known = [_word(draw) for _ in range(30)]
+    said = draw.choices(known, [1 / rank**1.5 for rank in range(1, len(known) + 1)], k=size)
+    common = " ".join(word for word, _ in Counter(said).most_common(3))
+    return f"{' '.join(said)}\n\nThe three most common words, the most common first, are:", [f" {common}\n"]
+
+
+TASKS: dict[str, Callable[[random.Random, int], _Made]] = {
+    "records": make_records,
+    "needles": make_needles,
+    "table": make_table,
+    "copying": make_copying,
+    "variables": make_variables,
+    "words": make_words,
+}
+
+
+def make_sample(
+    task: str, count_tokens: Callable[[str], int], length: int, scored: int, place: float = 0.5, seed: int = 42
+) -> Sample:
+    """
+    Makes a sample of a task: as large a context as `length` tokens hold, and the answer from the line at `place`, 0
+    to 1, on: as many whole lines as `scored` tokens hold, one at least. Tasks of which nothing is so short, or that
+    are none of `TASKS`, are a `ValueError`.
+    """
+    if task not in TASKS:
+        raise ValueError(f"`{task}` is no task; there are {', '.join(TASKS)}")
+
+    def make(size: int) -> tuple[str, list[str]]:
+        prompt, lines = TASKS[task](random.Random(f"{task} {seed}"), size)
+        start = int(place * len(lines))
+        return prompt + "".join(lines[:start]), lines[start:]
+
+    size = bisect_right(range(1, length), length, key=lambda each: count_tokens(make(each)[0]))
+    if size == 0:
+        raise ValueError(f"`length`: nothing of `{task}` has as few as {length} tokens")
+    context, lines = make(size)
+    held = bisect_right(range(1, len(lines) + 1), scored, key=lambda each: count_tokens("".join(lines[:each])))
+    return Sample(context, "".join(lines[: max(held, 1)]))
