@@ -90,14 +90,7 @@ def prepare_tokens(
 
 
 class KeptRows(NamedTuple):
-    """
-    Rows that stay, behind which others are to be coded.
-
-    Args:
-        rows (two `torch.Tensor` of shape `[B, H, at least first + length, R]`, uint8): of keys and of values.
-        first, length (`int`): those that stay.
-        capacity (`int`): rows that there should be storage for.
-    """
+    """Rows that stay, from the `first` of `[B, H, any, R]` on, and the `capacity` that others behind them need."""
 
     rows: tuple[torch.Tensor, torch.Tensor]
     first: int

@@ -235,15 +235,12 @@ class PreparedCoding:
         older: KeptRows | None = None,
     ) -> list[torch.Tensor] | None:
         """
-        Codes the first tokens, and rows in front of those that stay.
+        Codes `count` tokens, the first of which has the index `start`, behind rows that are `kept`, and all rows in
+        front of these behind `older` ones.
 
         Args:
             states (two `torch.Tensor` of shape `[B, H, at least T, D]`, contiguous): keys and values, as storage that
-                they are in time and again.
-            count, start (`int`): how many are coded, and the index of the first.
-            kept (`KeptRows`): rows that they are coded behind.
-            num_left (`int`): tokens behind them, which move to the front.
-            older (`KeptRows`, *optional*): rows behind which all in front of those that stay are coded anew.
+                they are in time and again; `num_left` of them, behind those that are coded, move to the front.
 
         Returns:
             `list[torch.Tensor]`: storage of rows of keys and of values, and of older ones. `None` if tokens cannot be

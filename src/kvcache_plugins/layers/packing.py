@@ -348,8 +348,8 @@ class PackedTokens:
 
     def joined(self, start: int, count: int, most_recent: int) -> tuple[RowBlock, RowBlock | None, int] | None:
         """
-        Tells which block `count` decoded tokens from a position on only have to join, if that is all; and which one
-        before it recent tokens have to join then, and how many, as there would be too many of them.
+        Returns the block that `count` decoded tokens from a position on only have to join, if that is all; and the one
+        before it, and how many recent tokens have to join that one then.
         """
         newest = self.newest
         if not self.is_open or not isinstance(newest, RowBlock) or newest.start + newest.length != start:

@@ -85,10 +85,6 @@ class ResidualBuffer:
         """Forgets the oldest `count` tokens, and gives their capacity back."""
         keys, values, capacity = self.keys[:, :, count:], self.values[:, :, count:], self.capacity_without(count)
         self.length -= count
-        if capacity == self.capacity and self.length <= count:
-            for stored, states in zip(self.storage, (keys, values), strict=True):
-                stored.narrow(2, 0, self.length).copy_(states)
-            return
         self._store(_with_room(keys, capacity), _with_room(values, capacity))
 
     def drop_last(self, count: int) -> None:
