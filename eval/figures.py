@@ -58,7 +58,6 @@ def draw_sweep(contents: Sequence[Content], folder: Path, prefix: str) -> list[P
 
 
 def _save(figure: Figure, path: Path) -> Path:
-    figure.axes[0].legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     # Without the date of drawing the same results give the same file
     figure.savefig(path, dpi=_DOTS_PER_INCH, metadata={"Software": None})
     return path
@@ -76,6 +75,10 @@ def _new(title: str, x: str, y: str) -> tuple[Figure, Axes]:
 
 def _style(number: int) -> dict[str, Any]:
     return {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKERS[number % len(_MARKERS)], "markersize": 6}
+
+
+def _add_legend(axes: Axes) -> None:
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _score(content: Content) -> tuple[str, float, float]:
@@ -162,6 +165,7 @@ def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
         axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     if is_logarithmic:
         axes.set_yscale("log")
+    _add_legend(axes)
     return figure
 
 
@@ -178,6 +182,7 @@ def _draw_against_position(group: Sequence[Content], title: str) -> Figure:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(_PLAIN)
     axes.yaxis.set_minor_formatter(_PLAIN)
+    _add_legend(axes)
     return figure
 
 
@@ -236,4 +241,5 @@ def _draw_steps(content: Content) -> Figure:
         axes.yaxis.set_minor_formatter(_PLAIN)
     else:
         axes.set_ylim(bottom=0)
+    _add_legend(axes)
     return figure

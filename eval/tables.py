@@ -39,10 +39,11 @@ _QUARTILES = re.compile(r" \(.* to .*\)")
 
 
 def field(row: Row, path: str) -> Any:
-    """Finds a field by a path such as `memory.total_bytes`; `None` where it is missing."""
+    """Finds a field by a path such as `memory.total_bytes` or `ppl_by_stretch.0`; `None` where it is missing."""
     found: Any = row
     for key in path.split("."):
-        found = found.get(key) if isinstance(found, Mapping) else None
+        is_list = isinstance(found, list | tuple)
+        found = found[int(key)] if is_list else found.get(key) if isinstance(found, Mapping) else None
     return found
 
 
@@ -240,12 +241,8 @@ FIDELITY = Table(
 
 def render_perplexity(rows: Rows, *before: Column) -> str:
     """Renders perplexities, a column for each stretch."""
-    stops = stretch_stops(rows[0]["stretch"], rows[0]["num_scored"])
-
-    def stretch(index: int) -> Callable[[Row], str]:
-        return lambda row: f"{row['ppl_by_stretch'][index]:.2f}"
-
-    columns = [Column(f"to {stop}", stretch(index)) for index, stop in enumerate(stops)]
+    stops = enumerate(stretch_stops(rows[0]["stretch"], rows[0]["num_scored"]))
+    columns = [number(f"to {stop}", f"ppl_by_stretch.{index}", ".2f") for index, stop in stops]
     own = before or (code(), number("MB", "memory_at_end.total_bytes", ".2f", 1e-6))
     return Table(*own, number("PPL", "ppl", ".3f"), *columns)(rows)
 
@@ -260,16 +257,14 @@ def render_families(rows: Rows) -> str:
     counts = {cache: Counter(row["outcomes"][cache]["status"] for row in tried) for cache in caches}
     summary = [[f"`{cache}`", *(str(counts[cache][status]) for status in _STATUSES)] for cache in caches]
 
-    def word(status: str) -> str:
-        return "FAILS" if status == "fails" else status
-
+    words = {**dict(zip(_STATUSES, _STATUSES, strict=True)), "fails": "FAILS"}
     lines, reasons = [], defaultdict(list)
     for row in tried:
         outcomes = {cache: row["outcomes"][cache] for cache in caches}
-        lines.append([f"`{row['family']}`", *(word(each["status"]) for each in outcomes.values())])
+        lines.append([f"`{row['family']}`", *(words[each["status"]] for each in outcomes.values())])
         for cache, each in outcomes.items():
             if each["status"] in ("refuses", "fails"):
-                reasons[cache, word(each["status"]), _one_line(each["detail"])].append(f"`{row['family']}`")
+                reasons[cache, words[each["status"]], _one_line(each["detail"])].append(f"`{row['family']}`")
     parts = [
         f"Of {len(rows)} families `DynamicCache` runs {len(tried)}; of those:\n",
         make_markdown_table(["cache", *_STATUSES], summary),
@@ -291,9 +286,8 @@ def _one_line(text: str) -> str:
 
 
 def _percent_held(row: Row) -> str:
-    percent = f"{row['kv_percent']:.1f}"
-    shared = row["kv_percent_with_shared"]
-    return f"{percent} ({shared:.1f})" if shared > row["kv_percent"] else percent
+    own, shared = row["kv_percent"], row["kv_percent_with_shared"]
+    return f"{own:.1f}" + (f" ({shared:.1f})" if shared > own else "")
 
 
 _READ = {"prompt": "at once", "chunks": "in chunks of {chunk}", "behind": "behind {context} tokens"}

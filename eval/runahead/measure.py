@@ -234,11 +234,6 @@ def time_slices(
     ]
 
 
-def fit_cost(timings: Sequence[Timing], facts: ModelFacts) -> CostModel:
-    """Fits a cost model to slices."""
-    return CostModel.fit(timings, projection_share=facts.by_shapes.projection_share)
-
-
 def worst_error(timings: Sequence[Timing], cost: CostModel) -> float:
     """Finds the largest relative error of a cost model in the timings that it was fitted to."""
     return max(abs(cost.seconds(each.length, each.prefix) / each.seconds - 1) for each in timings)
@@ -261,7 +256,8 @@ def plan_table(
 
     With `search` partitions are searched by whole prefills, `rounds` of each.
     """
-    cost, link = fit_cost(timings, facts), measure_link(ranks, facts, lengths[-1])
+    cost = CostModel.fit(timings, projection_share=facts.by_shapes.projection_share)
+    link = measure_link(ranks, facts, lengths[-1])
     entries = []
     for length in lengths:
         slices = plan_slices(length, ranks.size, cost, link, facts)

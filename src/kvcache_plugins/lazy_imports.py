@@ -19,11 +19,7 @@ def load(target: str) -> Any:
 def lazy_attributes(module: str, targets: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """
     Makes the functions `__getattr__` and `__dir__` of a module (by its `__name__`) whose attributes are imported on
-    first use (PEP 562), from what each is, as `module:attribute`.
-
-    ```python
-    >>> __getattr__, __dir__ = lazy_attributes(__name__, {"GEARCache": "kvcache_plugins.gear.cache:GEARCache"})
-    ```
+    first use (PEP 562): `lazy_attributes(__name__, {"GEARCache": "kvcache_plugins.gear.cache:GEARCache"})`.
     """
 
     def get_attribute(name: str) -> Any:

@@ -9,12 +9,8 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 def parse_bytes(name: str, size: int | str) -> int:
     """
-    Bytes of a number, or of a text such as `8GiB`, `1.5 GB` or `500MB`. In units with an `i` a step is 1024, in others
-    1000; capital or small letters mean the same.
-
-    Args:
-        name (`str`): the option, named in the `ValueError` for anything else.
-        size (`int` or `str`): the size.
+    Parses a number of bytes, or a text such as `8GiB`, `1.5 GB` or `500MB`: in units with an `i` a step is 1024, in
+    others 1000, in capital or small letters. A `ValueError` names the option `name` for anything else.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     unit = None if match is None else _UNITS.get(match[2].lower())

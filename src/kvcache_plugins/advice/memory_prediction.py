@@ -155,19 +155,16 @@ def extrapolate(reports: Sequence[MemoryReport], num_periods: int) -> MemoryRepo
     step is like the first in every part; else nothing is told, `None`.
     """
     found: dict[str, dict[str, int]] = {}
-    for kind in ("parts", "devices", "sizes"):
-        first, second, third = (getattr(each, kind, None) or _sizes(each) for each in reports)
+    sizes = [{"dense_bytes": each.dense_bytes, "num_values": each.num_values} for each in reports]
+    kinds = {"parts": [each.parts for each in reports], "devices": [each.devices for each in reports], "sizes": sizes}
+    for kind, (first, second, third) in kinds.items():
         steps = {name: second.get(name, 0) - size for name, size in first.items()}
         expected = {name: second.get(name, 0) + step for name, step in steps.items()}
         if second.keys() != first.keys() or third != expected:
             return None
         found[kind] = {name: size + (num_periods - 1) * steps[name] for name, size in first.items()}
-    sizes = found.pop("sizes")
-    return MemoryReport(**found, shared=reports[-1].shared, **sizes)  # type: ignore[arg-type]
-
-
-def _sizes(report: MemoryReport) -> dict[str, int]:
-    return {"dense_bytes": report.dense_bytes, "num_values": report.num_values}
+    shared, numbers = reports[-1].shared, found["sizes"]
+    return MemoryReport(parts=found["parts"], devices=found["devices"], shared=shared, **numbers)
 
 
 DEVICES = ("cuda", "cpu")

@@ -35,10 +35,8 @@ class CacheFit:
     One cache beside a budget.
 
     Attributes:
-        cache (`str`): a name, or `name:key=value,...` with options.
-        memory (`MemoryReport`): what it would hold.
-        device_bytes (`int`): of that, where the model is, and what all caches of the model share there.
-        host_bytes (`int`): of that, in host memory while the model is on a GPU.
+        memory (`MemoryReport`): what it would hold; `device_bytes` where the model is, with what all caches share
+            there, and `host_bytes` in host memory while the model is on a GPU.
         fits (`bool`): whether both are within their budgets.
         largest_context (`int`, *optional*): the context for which it fits at the same batch size, while for one token
             more it does not; 0 if not even one token does, `None` if `MAX_CONTEXT` tokens do. As whole groups are
@@ -166,21 +164,15 @@ MEASURED_KL = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recommendation:
     """
-    What `recommend` found.
+    What `recommend` found for what was asked; `None` of a budget is no limit.
 
     Attributes:
-        model (`str`): the model as it was named, or its type.
-        context, batch_size, new_tokens (`int`): as asked.
-        dtype, device (`str`): as asked or by default.
-        memory_bytes (`int`): the budget on the device.
-        host_memory_bytes (`int`, *optional*): the budget in host memory, if there is one.
         weights_bytes (`int`, *optional*): bytes of the weights in the dtype; `None` if they are quantized.
-        available_bytes (`int`): what of the budget on the device is for the cache: all of it, or what weights leave.
+        available_bytes (`int`): what of `memory_bytes` is for the cache: all of it, or what weights leave.
         max_context (`int`, *optional*): tokens that the model was made for, if its config says so.
         caches (`tuple[CacheFit, ...]`): the most faithful first, those that were not measured last.
         not_sized (`dict[str, str]`): caches that could not be sized, and why.
-        recommended (`str`, *optional*): the cache to take; `None` if none fits.
-        reason (`str`): why, in a sentence.
+        recommended (`str`, *optional*): the cache to take, `None` if none fits; `reason` says why.
     """
 
     model: str
@@ -269,7 +261,8 @@ def recommend(
     available = max(budget - (sizer.weights_bytes or 0), 0) if with_weights else budget
     fits: list[CacheFit] = []
     not_sized: dict[str, str] = {}
-    without_calibration = [] if sizer.is_calibrated else calibrated_caches()
+    entries = () if sizer.is_calibrated else describe_caches()
+    without_calibration = {entry.name for entry in entries if entry.options.get("calibration") == AUTO}
     for spec in caches or DEFAULT_CACHES:
         if on_progress is not None:
             on_progress(spec)
@@ -301,11 +294,6 @@ def recommend(
         recommended=recommended,
         reason=reason,
     )
-
-
-def calibrated_caches() -> list[str]:
-    """Names of the registered caches that a model has to be calibrated for."""
-    return [entry.name for entry in describe_caches() if entry.options.get("calibration") == AUTO]
 
 
 def _rank(fit: CacheFit) -> tuple[float, int]:

@@ -39,14 +39,6 @@ class LlamaCppCache(CodedTokensCache):
     Raises:
         ValueError: if an option is out of range, or `config` has layers that hold full-length states of a kind that
             cannot be coded.
-
-    Example:
-
-    ```python
-    >>> from kvcache_plugins import create_cache
-    >>> cache = create_cache("llamacpp-q8_0", model, value_type="q4_0")
-    >>> model.generate(**inputs, past_key_values=cache)
-    ```
     """
 
     def __init__(

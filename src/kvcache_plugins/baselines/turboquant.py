@@ -48,14 +48,6 @@ class TurboQuantCache(CodedTokensCache):
     Raises:
         ValueError: if an option is out of range, or `config` has layers that hold full-length states of a kind that
             cannot be coded.
-
-    Example:
-
-    ```python
-    >>> from kvcache_plugins import create_cache
-    >>> cache = create_cache("turboquant-4bit", model)
-    >>> model.generate(**inputs, past_key_values=cache)
-    ```
     """
 
     def __init__(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvcache_plugins.console.display import print_line
-from kvcache_plugins.console.inputs import DeviceOption, DtypeOption, default_device, parse_device, read_text
+from kvcache_plugins.console.inputs import DeviceOption, DtypeOption, prepare_loading, read_text
 from kvcache_plugins.models.packaged_models import check_model_name
 from kvcache_plugins.registry import check_cache
 
@@ -66,20 +65,13 @@ def main(
     check_model_name(model)
     check_cache(cache)
     text = None if text_file is None else read_text(text_file, "text_file")
-    from transformers.utils import logging
     from transformers.utils.import_utils import is_serve_available
-
-    from kvcache_plugins.models.reference_model import parse_dtype
 
     if not is_serve_available():
         raise ImportError("packages are missing: pip install 'kvcache-plugins[serving]'")
     from kvcache_plugins.serving import CacheServer
 
-    chosen = parse_device(device or default_device())
-    dtype = dtype or ("float32" if chosen.type == "cpu" else "bfloat16")
-    parse_dtype(dtype)
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
+    chosen_dtype, place = prepare_loading(dtype, device)
     server = CacheServer(
         model,
         cache,
@@ -91,8 +83,8 @@ def main(
         max_batch_tokens=max_batch_tokens,
         host=host,
         port=port,
-        device=str(chosen),
-        dtype=dtype,
+        device=str(place),
+        dtype=str(chosen_dtype).removeprefix("torch."),
         say=lambda line: print_line(line, stderr=True),
     )
     whom = "whoever reaches this machine" if host not in _LOCAL else "whoever uses this machine"

@@ -70,17 +70,24 @@ def load_for_evaluation(
     name: str, dtype: str | None = None, device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads a model and its tokenizer, on a GPU and in bfloat16 where there is one: see `load_model`."""
+    from kvcache_plugins.models.packaged_models import check_model_name
+    from kvcache_plugins.models.reference_model import load_model
+
+    chosen_dtype, place = prepare_loading(dtype, device)
+    check_model_name(name)
+    return load_model(name, dtype=chosen_dtype, device=place)
+
+
+def prepare_loading(dtype: str | None, device: str | None) -> tuple[torch.dtype, torch.device]:
+    """Parses what is given or chooses; bars of progress are for terminals alone."""
     from transformers.utils import logging
 
-    from kvcache_plugins.models.packaged_models import check_model_name
-    from kvcache_plugins.models.reference_model import load_model, parse_dtype
+    from kvcache_plugins.models.reference_model import parse_dtype
 
-    chosen = parse_device(device or default_device())
-    parsed_dtype = parse_dtype(dtype or ("float32" if chosen.type == "cpu" else "bfloat16"))
-    check_model_name(name)
+    place = parse_device(device or default_device())
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    return load_model(name, dtype=parsed_dtype, device=chosen)
+    return parse_dtype(dtype or ("float32" if place.type == "cpu" else "bfloat16")), place
 
 
 def default_device() -> str:

@@ -16,11 +16,12 @@ class RefusedFile(ValueError):
 def refusals(option: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """Turns every `ValueError` and `OSError` inside into one `ValueError` that names the option and its file."""
     try:
-        if not os.path.isfile(path):
-            raise ValueError(f"`{option}`: there is no file {path}")
-    except ValueError as error:
-        # A path with a zero byte too
-        raise ValueError(f"`{option}`: there is no file {path}") from error
+        is_file = os.path.isfile(path)
+    except ValueError:
+        # A path with a zero byte
+        is_file = False
+    if not is_file:
+        raise ValueError(f"`{option}`: there is no file {path}")
     try:
         yield
     except RefusedFile as error:
@@ -38,11 +39,8 @@ def new_file(path: str | os.PathLike[str], mode: int | None = None) -> Iterator[
 
     Until then the file stands in the same folder under another name. So whoever reads sees the old file or the new
     one, the last of several writers wins, and a full disk or a killed process leaves the old one as it was. Its
-    permissions are `mode`, or those of what it replaces, or of any new file.
-
-    Raises:
-        OSError: naming `path`, if it cannot be written.
-        ValueError: if there is something at `path` that is no file, as a folder or a device.
+    permissions are `mode`, or those of what it replaces, or of any new file. An `OSError` names `path` if it cannot be
+    written, a `ValueError` if what is there is no file, but a folder or a device.
     """
     # Where a link leads to: the link itself stays
     target = os.path.realpath(path)
