@@ -32,8 +32,8 @@ class ListeningLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes in new states and returns all, through which attention comes by."""
         keys, values = states = super().update(key_states, value_states)
-        shapes: tuple[Any, ...] = self, keys.shape, values.shape
-        return stored_states(*shapes, keys.shape[2], keys.dtype, keys.device, states)
+        own: Any = self
+        return stored_states(own, keys.shape, values.shape, keys.shape[2], keys.dtype, keys.device, states)
 
     def on_exact_attention(self, call: AttentionCall) -> None:
         """Keep the newest queries, if they are of the heads that are stored."""
