@@ -370,7 +370,7 @@ def test_rows_behind_others_are_within_their_storage():
     for other, message in (
         ((each.transpose(2, 3).contiguous().transpose(2, 3) for each in states), "tokens in torch.float32, strides"),
         ((each.double() for each in states), "tokens in torch.float64"),
-        ((each[..., :40].contiguous() for each in states), "a table of 2 of 48"),
+        ((each[..., :40].contiguous() for each in states), "keys of 40 channels"),
         ((each[:, :, :4].contiguous() for each in states), "5 tokens and 0 behind them"),
     ):
         with pytest.raises(ValueError, match=message):

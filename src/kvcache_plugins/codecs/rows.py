@@ -396,7 +396,7 @@ class RowCodec(Codec):
     def recode(self, rows: tuple[torch.Tensor, torch.Tensor], finer: "RowCodec") -> tuple[torch.Tensor, torch.Tensor]:
         """Codes rows of keys and of values of a codec that this has made by `finer` as its own."""
         tables = zip(self.tables(rows[0].device), rows, finer.tables(rows[0].device), strict=True)
-        keys, values = (table.recode(*each) for table, *each in tables)
+        keys, values = (table.recode(own, other) for table, own, other in tables)
         return keys, values
 
     def decode_keys(self, rows: torch.Tensor, positions: Positions) -> torch.Tensor:

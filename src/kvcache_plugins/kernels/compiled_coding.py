@@ -284,7 +284,8 @@ class PreparedCoding:
         self._words, self._known = list(map(as_numbers, codings)), [call.given for call in calls]
         self._call = make("Appended", codings=ctypes.addressof(codings))
         self._call.alive, self._states = (codings, calls), states
-        self._num_matrices, self._rows = states[0].shape[0] * states[0].shape[1], [None] * len(calls)
+        self._num_matrices = states[0].shape[0] * states[0].shape[1]
+        self._rows: list[torch.Tensor | None] = [None] * len(calls)
 
     def _place(self, number: int, rows: torch.Tensor, kept: KeptRows, count: int) -> torch.Tensor:
         """Has rows be written behind those that stay, in other storage if there is to be more or less of it."""
