@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, QuantizedCache
-from transformers.generation import StoppingCriteria
+from transformers import (
+    Cache,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    QuantizedCache,
+    StoppingCriteria,
+)
 
 from kvcache_plugins.console.inputs import read_text
 from kvcache_plugins.infinigen import InfiniGenCache

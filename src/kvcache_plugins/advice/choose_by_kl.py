@@ -135,9 +135,9 @@ class HeldOutPrompt:
         """Puts the prefix into an empty cache, compressed, of a window its part, or as a copy of the layer."""
         for index, (layer, queries) in enumerate(zip(self.layers, self.queries, strict=True)):
             own = cache.layers[index]
-            is_held = isinstance(layer, ListeningLayer) and layer.keys is not None
+            is_held = isinstance(layer, ListeningLayer) and layer.is_initialized
             if type(own) is DynamicSlidingWindowLayer and isinstance(layer, ListeningLayer):
-                if is_held:
+                if layer.keys is not None and layer.values is not None:
                     own.update(layer.keys, layer.values)
             elif not isinstance(own, CompressedLayer):
                 cache.layers[index] = copy.deepcopy(layer)

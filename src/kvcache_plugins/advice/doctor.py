@@ -94,8 +94,11 @@ def _packages() -> Iterator[dict[str, Any]]:
 
     def extra_of(each: Requirement) -> str | None:
         """Names the extra that asks for a package, `""` if the project itself does, `None` if nothing does here."""
-        named = (extra for extra in EXTRAS if "extra" in str(each.marker) and each.marker.evaluate({"extra": extra}))
-        return next(named, "" if each.marker is None or each.marker.evaluate({"extra": ""}) else None)
+        marker = each.marker
+        if marker is None:
+            return ""
+        named = (extra for extra in EXTRAS if "extra" in str(marker) and marker.evaluate({"extra": extra}))
+        return next(named, "" if marker.evaluate({"extra": ""}) else None)
 
     found = [(each, extra) for each in requirements if (extra := extra_of(each)) is not None]
     extras = {each.name: extra for each, extra in reversed(found) if extra}
