@@ -70,8 +70,10 @@ def measure_tasks(
                 own[-1] |= {"num_scored": len(ids[1]), "prompt": len(prompt)}
                 memory, stats = measure_memory(cache), cache_stats(cache)
                 steps += len(ids[1])
-                fetched += stats.get("bytes_fetched") or 0
-                share += (stats.get("bytes_fetched") or 0) * memory.kv_percent / (100 * memory.total_bytes)
+                moved = stats.get("bytes_fetched", 0)
+                assert isinstance(moved, int | float)
+                fetched += moved
+                share += moved * memory.kv_percent / (100 * memory.total_bytes)
             total = {name: sum(each[name] for each in own) for name in own[0]}
             by_task[task] = {
                 **{name: total[name] / total["num_scored"] for name in ("nll", "kl", "right")},
