@@ -135,7 +135,7 @@ def _description(table: RowTable, batch_size: int) -> Structure:
     widths, mean = table.widths, table.mean
     if basis is not None:
         # Of a model's tables there is one for all sequences
-        widths, mean = (each if each is None else each.expand(batch_size, -1, -1) for each in (widths, mean))
+        widths, mean = widths.expand(batch_size, -1, -1), None if mean is None else mean.expand(batch_size, -1, -1)
         fields |= {"basis": basis.vectors, "inverse": basis.inverse, "steps": basis.steps, "factors": basis.factors}
     if mean is not None:
         fields["mean"] = mean.contiguous()
