@@ -120,7 +120,7 @@ OUT_OF_RANGE = {
         *(({name: value}, f"`{name}`") for name, values in INFINIGEN.items() for value in values),
         ({"alpha": 4.0, "share": 0.1}, "only one of"),
         ({"partial_ratio": 0.3, "scoring_nbits": 4}, "exclude each other"),
-        ({"partial_ratio": 0.3, "skewing": "key-svd"}, "`skewing`"),
+        ({"partial_ratio": 0.3, "skewing": "svd"}, "`skewing`"),
     ],
     "infinigen-gear": [
         ({"key_nbits": 9}, "`key_nbits`.* got 9"),

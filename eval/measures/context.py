@@ -13,8 +13,8 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_plugins.console.results import memory_fields
+from kvcache_plugins.eval.context_tasks import TASKS, make_sample
 from kvcache_plugins.eval.harness import REFERENCE, cache_factories, cache_stats
-from kvcache_plugins.eval.tasks.context import TASKS, make_sample
 from kvcache_plugins.reports.memory import measure_memory
 
 from .fidelity import continuation_logits, fill_cache, score_logits

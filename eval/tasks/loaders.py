@@ -21,8 +21,8 @@ from lm_eval.tasks.wikitext import preprocess_wikitext
 from transformers import AutoTokenizer
 
 import kvcache_plugins.eval.lm_eval_model  # noqa: F401 - registers the model
+from kvcache_plugins.eval.context_tasks import TASKS, make_sample
 from kvcache_plugins.eval.measures.retrieval import read_questions
-from kvcache_plugins.eval.tasks.context import TASKS, make_sample
 from kvcache_plugins.models.reference_model import resolve_model
 
 

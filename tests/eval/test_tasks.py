@@ -16,8 +16,8 @@ import yaml
 from typer.testing import CliRunner
 
 from kvcache_plugins import cli
+from kvcache_plugins.eval.context_tasks import TASKS
 from kvcache_plugins.eval.tasks import FOLDER, find_task, loaders, task_files
-from kvcache_plugins.eval.tasks.context import TASKS
 
 
 CHOICES = ["by night", "at noon", "in May", "on foot"]

@@ -11,9 +11,9 @@ from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.prompt_codec import channel_moments, make_key_table, make_value_table
 from kvcache_plugins.codecs.quantizers import QUANTIZERS
 from kvcache_plugins.codecs.rope import RotaryLayout, apply_rope, candidate_layouts
-from kvcache_plugins.codecs.rows import LAST_SCALE, RowCodec, RowTable, SharedTables
+from kvcache_plugins.codecs.rows import LAST_SCALE, KeptRows, RowCodec, RowTable, SharedTables
 from kvcache_plugins.kernels import library
-from kvcache_plugins.kernels.attention import KeptRows, prepare_coding
+from kvcache_plugins.kernels.attention import prepare_coding
 
 from .kernel_cases import basis_table, make_layout
 

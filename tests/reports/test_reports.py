@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.registry import describe_caches
-from kvcache_plugins.reports.memory import MemoryReport
+from kvcache_plugins.reports.memory import MemoryReport, render_memory
 
 
 OWN = ["gear-2bit", "gear-4bit", "h2o", "infinigen"]
@@ -70,7 +70,7 @@ def test_nothing_comes_from_elsewhere_and_all_looks_as_its_page(tiny_llama: PreT
 def test_names_are_escaped() -> None:
     bad = '<script>alert("1")</script>&\'x'
     report = MemoryReport(parts={bad: 30, "codes": 70}, devices={bad: 100}, dense_bytes=400, num_values=200)
-    markup = report.to_html(bad, {bad: 3})
+    markup = render_memory(bad, report, {bad: 3})
     assert "<script" not in markup
     root = ElementTree.fromstring(markup)
     assert text_of(root).count(bad) == 4

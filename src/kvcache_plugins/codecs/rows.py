@@ -17,7 +17,7 @@ Legend: B batch, H heads, T tokens, D channels, K numbers that are coded, N bloc
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -327,6 +327,15 @@ class SharedTables(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> "SharedTables":
         # Nothing ever changes it, and copies of a cache are to share it
         return self
+
+
+class KeptRows(NamedTuple):
+    """Rows that stay, from the `first` of `[B, H, any, R]` on, and the `capacity` that others behind them need."""
+
+    rows: tuple[torch.Tensor, torch.Tensor]
+    first: int
+    length: int
+    capacity: int
 
 
 @dataclass(eq=False, repr=False)

@@ -7,7 +7,7 @@ Legend: B batch, H key/value heads, G query heads a key/value head, Q query toke
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -87,15 +87,6 @@ def prepare_tokens(
     if max(parts[0].head_dims) > MOST_CHANNELS:
         return None
     return call_of(query, parts, num_key_value_heads, query.shape[3] ** -0.5 if scale is None else scale).prepare()
-
-
-class KeptRows(NamedTuple):
-    """Rows that stay, from the `first` of `[B, H, any, R]` on, and the `capacity` that others behind them need."""
-
-    rows: tuple[torch.Tensor, torch.Tensor]
-    first: int
-    length: int
-    capacity: int
 
 
 def prepare_coding(

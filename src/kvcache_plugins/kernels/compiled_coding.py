@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from kvcache_plugins.codecs.quantizers import BLOCK, MAX_WIDTH, NUM_STATES, QUANTIZERS, state_points, thresholds
 from kvcache_plugins.codecs.rope import Positions, RotaryLayout, channels_of
 from kvcache_plugins.codecs.rotation import rotation_size
-from kvcache_plugins.codecs.rows import RowCodec, RowTable, scale_of
+from kvcache_plugins.codecs.rows import KeptRows, RowCodec, RowTable, scale_of
 
-from .attention import KeptRows
 from .compiled import as_numbers, places
 from .library import num_threads, run
 from .structs import KINDS, MOST_CHANNELS, STRUCTURES, TILE, Structure, check, make
@@ -125,7 +124,7 @@ def _description(table: RowTable, batch_size: int) -> Structure:
     found = _CODINGS.get(table)
     if found is not None and found.batch == batch_size:
         return found
-    num_heads, deviation, num_coded, basis = table.widths.shape[1], table.deviation, table.num_coded, table.basis
+    num_heads, num_coded, basis = table.widths.shape[1], table.num_coded, table.basis
     fields: dict[str, Any] = {"batch": batch_size, "heads": num_heads, "dim": num_coded, "row_size": table.row_size}
     fields |= {"is_trellis": table.quantizer == "trellis", "is_weighted": table.is_weighted}
     fields |= {"by_energy": table.by_energy, "refits": table.num_refits, "blocks": -(-num_coded // BLOCK)}
@@ -139,6 +138,7 @@ def _description(table: RowTable, batch_size: int) -> Structure:
         fields |= {"basis": basis.vectors, "inverse": basis.inverse, "steps": basis.steps, "factors": basis.factors}
     if mean is not None:
         fields["mean"] = mean.contiguous()
+    deviation = table.deviation
     if deviation is None:
         deviation = torch.ones(batch_size, num_heads, 1, dtype=torch.float16)
     fields |= {"deviation": deviation.contiguous(), "deviations": num_coded if deviation.shape[2] > 1 else 1}

@@ -23,9 +23,8 @@ import torch.nn.functional as F
 from kvcache_plugins.codecs.codec import Codec, Positions
 from kvcache_plugins.codecs.groups import CompressedStates, GroupCodec, keep_tokens, tile_slices
 from kvcache_plugins.codecs.parts import TILE_TOKENS, CodedPart, CompressedPart
-from kvcache_plugins.codecs.rows import RowCodec
+from kvcache_plugins.codecs.rows import KeptRows, RowCodec
 from kvcache_plugins.files.schema import FLOATS, MAX_INTEGER, Stored
-from kvcache_plugins.kernels.attention import KeptRows
 from kvcache_plugins.kernels.engine import MAX_NUM_COMPILED_QUERIES, choose_kernel
 
 

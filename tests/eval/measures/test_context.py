@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from kvcache_plugins.eval.context_tasks import TASKS, make_sample
 from kvcache_plugins.eval.measures.context import measure_tasks
 from kvcache_plugins.eval.tables import render_context
-from kvcache_plugins.eval.tasks.context import TASKS, make_sample
 
 
 class Characters:
