@@ -157,7 +157,7 @@ def test_from_the_models_own_repository(bound, model, tokenizer, name, options, 
     assert output.past_key_values.stats()["tokens_compressed"] > 0
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def calibration(model: PreTrainedModel, random_windows) -> TransformCalibration:
     return calibrate_transform(model, random_windows(3, 200))
 

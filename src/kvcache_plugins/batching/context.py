@@ -160,6 +160,7 @@ class PagedStates:
     ) -> None:
         self._batching, self._allocator, self._layer_idx = batching, allocator, layer_idx
         self._requests, self._exact, self._new = requests, exact, new
+        self.device, self.dtype = new[0].device, new[0].dtype
 
     def lazy_length(self) -> int:
         """Tells the tokens of all requests."""
