@@ -1,9 +1,10 @@
 /* Attention over groups: codes of 1 to 8 bits that share a scale and a zero, low-rank factors, outliers. See `groups.py`.
 
    Codes are multiplied as integers, as they are packed: scales are part of the queries (keys by channel) or of the
-   weights (values). What rounding these takes from a sum is given back for codes that are half of the largest. Where groups of channels are not of whole vectors, or several of a token's keys, a tile's codes become
-   bytes in the order of the channels and then floats. Zeros, low rank and outliers are what they add to a score or to a
-   channel: four numbers side by side, one a query.
+   weights (values). What rounding these takes from a sum is given back for codes that are half of the largest. Where a
+   token's keys have several groups, or groups of values are not of whole vectors, a tile's codes become bytes in the order
+   of the channels and then floats. Zeros, low rank and outliers are what they add to a score or to a channel: four numbers
+   side by side, one a query.
 
    Believed of memory is what `groups.py` checks: addresses and sizes. Offsets and indices of outliers are not: see
    `Outliers`. D, E channels of keys and values, T tokens of a tile, r query, d channel, t token within the tile. */
@@ -30,8 +31,8 @@ INLINE void halves_of(const uint16_t *from, int64_t step, int count, int size, f
     else for (int i = 0; i < size; i++) to[i] = i < count ? float_of_half(from[i * step]) : 0;
 }
 
-/* Calls `with` on every plane of a side's codes: its offset in a row, bytes a token, bits of a field and the first of them
-   in a code; see `codecs.quantization` for the packing */
+/* Goes through the planes of a side's codes: where one is in a row, its bytes a token, the bits of a field, and how far up in
+   a code they stand; see `codecs.quantization` for the packing */
 #define FOR_PLANES(side, offset, size, bits, shift) \
     for (int shift = 0, offset = 0, bits, size; \
          shift < (side)->nbits && (bits = plane_bits((int)(side)->nbits - shift), size = ((int)(side)->dim * bits + 7) / 8, 1); \
