@@ -479,7 +479,11 @@ def render_context(rows: Rows, *held: Column) -> str:
         ("NLL of a token of the right answer, nats", "nll", ".3f", 1, (*held, *fetched)),
         ("KL to `dynamic`", "kl", ".4f", 1, (number("mean", "kl", ".4f"),)),
         ("Tokens right, %", "right", ".0f", 100, ()),
+        ("Whole lines right, %", "lines", ".0f", 100, ()),
     ):
+        # Results of before lines were counted
+        if not any(key in each for each in rows[0]["tasks"].values()):
+            continue
         columns = (number(task, f"tasks.{task}.{key}", form, scale) for task in rows[0]["tasks"])
         tables.append(f"{title}:\n\n{Table(code(), *own, *columns)(rows)}")
     sizes = ", ".join(f"{task} {each['num_scored']:.0f}" for task, each in rows[0]["tasks"].items())

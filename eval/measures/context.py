@@ -2,16 +2,20 @@
 
 The prompt but for its last token fills the cache in one forward, so every token of the answer is told by a decode
 step. Negative log-likelihoods are of the right answer, KL is to the dense cache, and a token is right if it is the
-likeliest: an answer of which all are is what greedy decoding says.
+likeliest: an answer, or a line of one, of which all are is what greedy decoding says behind what came before.
 """
 
+import json
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvcache_plugins.console.inputs import read_text
 from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.eval.context_tasks import TASKS, make_sample
 from kvcache_plugins.eval.harness import REFERENCE, cache_factories, cache_stats
@@ -40,23 +44,30 @@ def measure_tasks(
     length: int = 2048,
     samples: int = 1,
     scored: int = 96,
+    start: float | None = None,
+    data_file: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
     """
-    Scores caches by their specs on `samples` of each task, of `length` tokens, with `scored` tokens of answer at most.
+    Scores caches by their specs on `samples` of each task, of `length` tokens, with `scored` tokens of answer at most,
+    from the place `start` of it on, 0 to 1, by default samples at places spread over it. `data_file` has rows of
+    `chain_of_thought` as JSON lines with `question` and `answer`.
 
-    Yields a row for each cache: by task mean `nll` and `kl` of a token, shares of tokens `right` and of samples
-    `exact`, and sizes; the tasks' mean `kl`; over all decode steps `fetched_bytes` a step and, as a share of a 16-bit
-    cache's bytes, `fetched_share`, `None` of caches that fetch nothing; memory and counters of the last.
+    Yields a row for each cache: by task mean `nll` and `kl` of a token, shares of tokens `right`, of whole `lines` and
+    of samples that are `exact`, and sizes; the tasks' mean `kl`; over all decode steps `fetched_bytes` a step and, as a
+    share of a 16-bit cache's bytes, `fetched_share`, `None` of caches that fetch nothing; memory and counters of the
+    last.
     """
     known = _dense.setdefault(model, {})
+    rows = [json.loads(each) for each in read_text(data_file, "data_file").splitlines()] if data_file else []
     for spec, factory in cache_factories(caches, model).items():
         by_task: dict[str, dict[str, Any]] = {}
         fetched, share, steps = 0.0, 0.0, 0
         for task in tasks:
             own: list[dict[str, float]] = []
             for index in range(samples):
-                place = (index + 0.5) / samples
-                sample = make_sample(task, lambda text: len(tokenizer(text).input_ids), length, scored, place, index)
+                place = (index + 0.5) / samples if start is None else start
+                count_tokens = lambda text: len(tokenizer(text).input_ids)  # noqa: E731
+                sample = make_sample(task, count_tokens, length, scored, place, index, rows)
                 prompt = tokenizer(sample.context).input_ids
                 ids = tuple(prompt), tuple(tokenizer(sample.answer, add_special_tokens=False).input_ids)
                 cache = factory()
@@ -67,7 +78,10 @@ def measure_tasks(
                 targets = torch.tensor(ids[1], device=logits.device)
                 score, right = score_logits(known[ids], logits, targets), logits.argmax(-1) == targets
                 own.append({"nll": score.nll, "kl": score.kl, "right": int(right.sum()), "exact": int(right.all())})
+                ends = [at for at, token in enumerate(ids[1], 1) if "\n" in tokenizer.decode([token])]
+                lines = [bool(right[slice(*each)].all()) for each in pairwise([0, *ends])]
                 own[-1] |= {"num_scored": len(ids[1]), "prompt": len(prompt)}
+                own[-1] |= {"lines": sum(lines), "num_lines": len(lines)}
                 memory, stats = measure_memory(cache), cache_stats(cache)
                 steps += len(ids[1])
                 moved = stats.get("bytes_fetched", 0)
@@ -77,6 +91,7 @@ def measure_tasks(
             total = {name: sum(each[name] for each in own) for name in own[0]}
             by_task[task] = {
                 **{name: total[name] / total["num_scored"] for name in ("nll", "kl", "right")},
+                "lines": total["lines"] / max(total["num_lines"], 1),
                 **{name: total[name] / samples for name in ("exact", "prompt")},
                 "num_scored": total["num_scored"],
             }

@@ -21,6 +21,9 @@ class Characters:
         self.input_ids = [ord(character) for character in text]
         return self
 
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(map(chr, token_ids))
+
 
 def is_right(task: str, context: str, line: str) -> bool:
     """Tells by the context alone whether a line of the answer is right."""
@@ -66,6 +69,22 @@ def test_what_cannot_be_made_is_refused(task: str, length: int, complaint: str) 
         make_sample(task, len, length, 20)
 
 
+def test_states_follow_from_swaps_and_examples_are_not_asked_for() -> None:
+    sample = make_sample("states", len, 2000, 900, 0.0)
+    cups = {0: sample.context.splitlines()[0].removeprefix("Five cups in a row hold: ").split()}
+    for step, one, other in re.findall(r"(\d+)\. swap (\d) and (\d)", sample.context):
+        now = cups[int(step)] = list(cups[int(step) - 1])
+        now[int(one) - 1], now[int(other) - 1] = now[int(other) - 1], now[int(one) - 1]
+    told = [line.split() for line in sample.answer.splitlines()]
+    assert len(told) > 20 and all(cups[int(float(step))] == held for step, *held in told)
+
+    rows = [{"question": f"{n} + 1?", "answer": f"{n} and 1\nis {n + 1}"} for n in range(9)]
+    sample = make_sample("chain_of_thought", len, 120, 60, 0.0, rows=rows)
+    *_, asked = re.findall(r"Question: (\d) \+ 1\?", sample.context)
+    assert sample.context.count("Question: ") > 2 and sample.context.count(f"{asked} and 1") == 0
+    assert sample.answer == f"{asked} and 1\nis {int(asked) + 1}\n"
+
+
 def test_decode_steps_are_scored(tiny_model: Callable[..., PreTrainedModel]) -> None:
     # InfiniGen offloads the third layer
     model = tiny_model("llama", num_hidden_layers=3)
@@ -83,7 +102,7 @@ def test_decode_steps_are_scored(tiny_model: Callable[..., PreTrainedModel]) -> 
     dense, lossy, fetching = rows
     found = dense["tasks"]["copying"]
     assert found["num_scored"] == num_scored and found["nll"] == pytest.approx(nll / num_scored, abs=1e-5)
-    assert found["kl"] == 0 <= found["exact"] <= found["right"] <= 1
+    assert found["kl"] == 0 <= found["exact"] <= found["lines"] <= found["right"] <= 1
     assert lossy["tasks"]["copying"]["kl"] > 1e-6 and lossy["fetched_bytes"] is None
     assert 0 < fetching["fetched_share"] < 1 and fetching["fetched_bytes"] > 0
     assert lossy["memory_at_end"]["total_bytes"] < dense["memory_at_end"]["total_bytes"]
@@ -91,4 +110,4 @@ def test_decode_steps_are_scored(tiny_model: Callable[..., PreTrainedModel]) -> 
     (alone,) = measure_tasks(model, Characters(), ["h2o"], **options)
     assert alone["tasks"] == lossy["tasks"]
     shown = render_context(rows)
-    assert shown.count("| `h2o` |") == 3 and f"copying {num_scored}" in shown
+    assert shown.count("| `h2o` |") == 4 and f"copying {num_scored}" in shown
