@@ -31,7 +31,7 @@ Examples:
     kvcache-plugins generate --cache gear --prompt "Once upon a time"
     kvcache-plugins serve smollm2 --cache gear --store prompts
     kvcache-plugins compare --prompt-file LICENSE --max-new-tokens 32
-    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear --tasks copa
+    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear --tasks kv_copa
     kvcache-plugins recommend --memory 100MB --context 8192
     kvcache-plugins bench kernels
 """
