@@ -109,6 +109,12 @@ def _percent_held(content: Content) -> tuple[float, float]:
     return held, held + shared
 
 
+def _named(content: Content) -> str:
+    """Names a cache, the default by its percents: `gear` alone is not of the paper's form."""
+    cache: str = content["settings"]["cache"]
+    return re.sub(r"^gear(?=$|:)", "gear-t25", cache)
+
+
 def _method(cache: str) -> str:
     """The name of a cache without its bits."""
     name, has_options, options = cache.partition(":")
@@ -127,7 +133,7 @@ def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
     methods: dict[str, list[Content]] = defaultdict(list)
     for content in group:
         if content["memory"] and not (is_logarithmic and _score(content)[1] <= 0):
-            methods[_method(content["settings"]["cache"])].append(content)
+            methods[_method(_named(content))].append(content)
     # So many that a name for each would be a page: one for each method then, and its bits beside the mark
     is_crowded = sum(map(len, methods.values())) > _MOST_NAMES
     for number, (method, contents) in enumerate(methods.items()):
@@ -138,7 +144,7 @@ def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
         axes.plot(percents, values, color=colour)
         for content in ordered:
             _, value, error = _score(content)
-            cache = content["settings"]["cache"]
+            cache = _named(content)
             bits = _BITS.search(cache)
             face = "white" if bits and int(bits[1]) <= 2 else colour
             percent, with_shared = _percent_held(content)

@@ -135,13 +135,13 @@ def write_report(
 
 
 def main() -> None:
-    """Writes `eval/results/overview.json` and draws the figure."""
+    """Writes `eval/results/overview.json` and draws the figure, of what was decoded."""
     from .figures import draw_result
 
     path = RESULTS / "overview.json"
     write_json(path, compile_overview(RESULTS))
     typer.echo(f"wrote {path}")
-    typer.echo(f"drew {draw_result(select_drawn(merge_fidelity(RESULTS, PROMPT)), FIGURE)}")
+    typer.echo(f"drew {draw_result(select_drawn(merge_fidelity(RESULTS, DECODED)), FIGURE)}")
 
 
 if __name__ == "__main__":
