@@ -247,6 +247,24 @@ def render_perplexity(rows: Rows, *before: Column) -> str:
     return Table(*own, number("PPL", "ppl", ".3f"), *columns)(rows)
 
 
+def render_shapes(rows: Rows) -> str:
+    """Renders how many times as fast steps are by context, a line for each batch size and dtype, over all else."""
+    pairs = [row for row in rows if row["cache"] != REFERENCE]
+    contexts = sorted({row["context"] for row in pairs})
+    lines = []
+    for cache, batch, dtype in sorted({(row["cache"], row["batch_size"], row["dtype"]) for row in pairs}):
+        own = [row for row in pairs if (row["cache"], row["batch_size"], row["dtype"]) == (cache, batch, dtype)]
+        cells = []
+        for context in contexts:
+            speeds = sorted(row["speed_against_first"] for row in own if row["context"] == context)
+            cells.append(f"{statistics.median(speeds):.2f} ({speeds[0]:.2f} to {speeds[-1]:.2f})" if speeds else "-")
+        lines.append([f"`{cache}`", str(batch), dtype, *cells])
+    speeds = [row["speed_against_first"] for row in pairs]
+    below = ", ".join(f"{sum(each < limit for each in speeds)} are below {limit}" for limit in (0.95, 0.98))
+    head = ["cache", "batch", "dtype", *(f"{context} token{'s' * (context > 1)}" for context in contexts)]
+    return f"{make_markdown_table(head, lines)}\nOf {len(speeds)} {below}.\n"
+
+
 _STATUSES = ("works", "reads dense", "refuses", "fails")
 
 
@@ -323,6 +341,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         quartiles("ms a token (quartiles)"),
         number("times `{cache}`", "speed_against_first", ".2f"),
     ),
+    "shapes": render_shapes,
     "kernels": Table(
         name("attention over", "name"),
         number("MB read", "bytes", ".1f", 1e-6),
