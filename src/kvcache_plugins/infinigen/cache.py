@@ -40,6 +40,7 @@ from .hooks import (
 )
 from .layer import InfiniGenLayer
 from .pool import is_gpu
+from .selection import attended_columns
 
 
 class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
@@ -395,8 +396,7 @@ def _num_positions(layer: InfiniGenLayer, attention_mask: torch.Tensor | None) -
     count = held - (0 if layer.padding is None else int(layer.padding.max()))
     if attention_mask is None or attention_mask.shape[-1] <= held or attention_mask.shape[-2] == 0:
         return count
-    newest = attention_mask[:, 0, -1]
-    is_seen = newest if newest.dtype == torch.bool else newest > torch.finfo(newest.dtype).min / 2
+    is_seen = attended_columns(attention_mask, attention_mask.shape[-1], len(attention_mask))
     # A mask that does not reach the newest token is one of another prompt, and tells nothing of the tokens held
     return min(count, int(is_seen[:, :held].sum(dim=1).min())) if bool(is_seen[:, -1].all()) else count
 

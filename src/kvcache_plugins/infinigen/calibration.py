@@ -189,7 +189,8 @@ class Observation(NamedTuple):
 
     def newest(self) -> Observation:
         """Returns the observation of the newest tokens alone, which is little to keep."""
-        return tree_map_only(torch.Tensor, lambda states: states[:, -NUM_QUERIES:].clone(), self)
+        newest: Observation = tree_map_only(torch.Tensor, lambda states: states[:, -NUM_QUERIES:].clone(), self)
+        return newest
 
 
 def observe(

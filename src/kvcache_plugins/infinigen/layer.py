@@ -177,7 +177,7 @@ class InfiniGenLayer(PromptLayer):
                 return exact
         # `update` counts the token when it has the states
         self._length += 1
-        states = self._lazy(*(exact or (None, None)))
+        states = self._lazy(None, None) if exact is None else self._lazy(*exact)
         self._length -= 1
         return states
 
@@ -223,7 +223,9 @@ class InfiniGenLayer(PromptLayer):
         config, count = self.config, keys.shape[2]
         valid = self._valid_tokens(0, count if queries is None else queries.shape[2])
         if config.partial_ratio is not None:
+            assert config.skewing is not None
             return ScoringColumns(keys, queries, valid, config.partial_ratio, config.skewing)
+        assert config.scoring_nbits is not None
         scoring = ScoringCodes(config.scoring_nbits, keys, valid)
         scoring.num_fitted = max(count - self._left_padding.longest(), 0)
         return scoring

@@ -160,7 +160,8 @@ class QueryProjection:
         return states.transpose(0, 1).reshape(*hidden_states.shape[:2], -1)
 
     def _normed(self, stage: str, states: torch.Tensor) -> torch.Tensor:
-        return states if self._norm is None or stage != self._norm_stage else self._norm(states)
+        normed: torch.Tensor = self._norm(states) if stage == self._norm_stage and self._norm is not None else states
+        return normed
 
     def _rotated(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         assert self._rotate is not None
@@ -197,7 +198,8 @@ class QueryProjection:
 
     def _find_rotary_function(self, module: nn.Module) -> Callable[..., torch.Tensor]:
         """Returns the function by which the model's own code rotates, of queries, cosine and sine."""
-        function: Any = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+        function: Callable[..., Any] | None
+        function = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
         if function is not None:
             names = list(inspect.signature(function).parameters)
             if names[:3] == ["x", "cos", "sin"]:
