@@ -189,8 +189,7 @@ class Observation(NamedTuple):
 
     def newest(self) -> Observation:
         """Returns the observation of the newest tokens alone, which is little to keep."""
-        newest: Observation = tree_map_only(torch.Tensor, lambda states: states[:, -NUM_QUERIES:].clone(), self)
-        return newest
+        return tree_map_only(torch.Tensor, lambda states: states[:, -NUM_QUERIES:].clone(), self)
 
 
 def observe(

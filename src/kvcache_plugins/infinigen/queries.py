@@ -160,8 +160,7 @@ class QueryProjection:
         return states.transpose(0, 1).reshape(*hidden_states.shape[:2], -1)
 
     def _normed(self, stage: str, states: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = self._norm(states) if stage == self._norm_stage and self._norm is not None else states
-        return normed
+        return self._norm(states) if stage == self._norm_stage and self._norm is not None else states
 
     def _rotated(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         assert self._rotate is not None
