@@ -434,8 +434,10 @@ class InfiniGenLayer(PromptLayer):
                 return output, kernel, is_fallback
         keys, values = scoring.dense(pool.gather(slots) if staged is None else staged.wait(), slots, pool)
         positions = None if mask is None else pool.positions_of(slots)
-        own = call.scale, mask, positions, start, call.softcap, call.sinks
-        return attend_staged(query, keys, values, selection.count, *newest, *own), "torch", is_fallback
+        output = attend_staged(
+            query, keys, values, selection.count, *newest, call.scale, mask, positions, start, call.softcap, call.sinks
+        )
+        return output, "torch", is_fallback
 
     def _note(self, selection: Selection, query: torch.Tensor, scale: float) -> None:
         """Counts what was fetched, and how much of it was right."""
