@@ -164,7 +164,7 @@ def test_what_is_no_model_is_told_what_to_write(cache_class, given, hint):
 @pytest.mark.parametrize("cache_class", [InfiniGenCache, InfiniGenGEARCache])
 def test_infinigen_needs_a_model(cache_class, tiny_llama):
     for given in ("infinigen", tiny_llama.config):
-        with pytest.raises(ValueError, match="`model` has to be a `PreTrainedModel`"):
+        with pytest.raises(ValueError, match="`model` must be a `PreTrainedModel`"):
             cache_class(given)
     for given in (None, tiny_llama.config):
         with pytest.raises(ValueError, match="`model`"):

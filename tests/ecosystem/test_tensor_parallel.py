@@ -22,7 +22,7 @@ PROGRAM = f"""
 import json, sys
 import torch
 from transformers import AutoModelForCausalLM
-from kvcache_plugins import create_cache
+from kvcache_plugins import create_cache, runahead_prefill
 
 torch.set_num_threads(1)
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto").eval()
@@ -33,6 +33,10 @@ for name in {NAMES!r}:
     line = {{"rank": torch.distributed.get_rank(), "name": name, "tokens": tokens.tolist()}}
     sys.stdout.write(json.dumps({{**line, "bytes": cache.memory().total_bytes}}) + "\\n")
     sys.stdout.flush()
+try:
+    runahead_prefill(model, prompt)
+except ValueError as error:
+    sys.stdout.write(json.dumps({{"refused": str(error)}}) + "\\n")
 torch.distributed.destroy_process_group()
 """
 
@@ -63,6 +67,9 @@ def test_two_ranks_give_the_tokens_of_one_process(tiny_model: Callable[..., PreT
     outputs = [rank.communicate(timeout=300) for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), outputs
     lines = [json.loads(line) for output, _ in outputs for line in output.splitlines() if line.startswith("{")]
+    refused = [line.pop("refused") for line in lines if "refused" in line]
+    assert len(refused) == NUM_RANKS and all("split by tensor parallelism" in message for message in refused)
+    lines = [line for line in lines if line]
     assert len(lines) == NUM_RANKS * len(NAMES)
     for name in NAMES:
         cache = create_cache(name, model)

@@ -72,7 +72,7 @@ def test_the_kernel_attends_as_pytorch_does(name: str, dtype: torch.dtype, maski
     outputs, scores = [], []
     for kernel in ("torch", "compiled"):
         monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
-        output, used, _ = layer.attend_selection(query, choice, None, mask, 0.3)
+        output, used, _ = layer.attend_selection(AttentionCall(query, mask, scale=0.3), choice, None)
         outputs.append(output.float())
         scores.append(layer.scoring.scores(query.float(), layer.pool))
         assert used == (kernel if layer.pool.is_in_order else "torch")
@@ -94,7 +94,9 @@ def test_threads_do_not_change_a_bit(monkeypatch) -> None:
     layer, outputs, before = filled(make_layer(), (32, 32)), [], torch.get_num_threads()
     for count in (1, 2):
         torch.set_num_threads(count)
-        outputs.append(layer.attend_selection(states(2, 3, 5, 32), random_choice(layer), None, None, 0.3)[0])
+        outputs.append(
+            layer.attend_selection(AttentionCall(states(2, 3, 5, 32), scale=0.3), random_choice(layer), None)[0]
+        )
     torch.set_num_threads(before)
     assert torch.equal(*outputs)
 
@@ -105,7 +107,7 @@ def test_pages_on_disk_are_let_go_of(tmp_path: Path, monkeypatch) -> None:
     for each in (layer, other):
         each.take_prompt(states(2, 3, 2100, 32), states(2, 3, 2100, 32, seed=1), None)
     monkeypatch.setattr(disk_pages, "release", lambda page: released.append(page.data_ptr()))
-    arguments = states(2, 3, 3, 32), random_choice(layer), None, None, 0.1
+    arguments = AttentionCall(states(2, 3, 3, 32), scale=0.1), random_choice(layer), None
     assert torch.equal(layer.attend_selection(*arguments)[0], other.attend_selection(*arguments)[0])
     assert released == [page.data_ptr() for page in layer.pool.pages] and len(released) == 3
 

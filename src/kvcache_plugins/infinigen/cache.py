@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -41,6 +40,7 @@ from .hooks import (
 )
 from .layer import InfiniGenLayer
 from .pool import is_gpu
+from .selection import attended_columns
 
 
 class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
@@ -56,8 +56,6 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
 
     The model is not patched: forward hooks, shared by all caches of a model, listen; `detach` takes them off, and so
     does leaving a `with` block or dropping the cache. Threads can share the model, each with a cache of its own.
-
-    See `Cache` for details on common methods that are implemented by all cache classes.
 
     Args:
         model (`PreTrainedModel`):
@@ -147,10 +145,6 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         attention_mask: torch.Tensor | None = None,
         **options: Any,
     ):
-        if not isinstance(model, torch.nn.Module):
-            raise ValueError(
-                f"`model` has to be a `PreTrainedModel`, whose layers tell what comes, but got {type(model)}"
-            )
         model = unwrap_model(model)
         self.infinigen_config = InfiniGenConfig(**options)
         check_mask("attention_mask", attention_mask)
@@ -175,9 +169,8 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         # A layer's attention input comes from the layer before it
         self._targets = {index - 1: index for index, layer in enumerate(layers) if isinstance(layer, InfiniGenLayer)}
         self._model = ModelReference(model)
-        # Where a smaller one begins a forward
+        # Where a smaller one begins a forward; and the module of the model that called last
         self._last_updated: int | None = None
-        # The module of the model that called last
         self._known_caller: Callable[[], torch.nn.Module | None] = self._model
         self._wants_speculation = self.infinigen_config.speculates_on(model.device)
         self._is_attached, self._has_warned = True, False
@@ -223,15 +216,12 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if isinstance(layer, InfiniGenLayer) and inputs.hidden_states.shape[1] > 1:
             layer.check_queries = attachment.check_once(layer_idx, inputs)
-        target = self._targets.get(layer_idx)
-        projection = None if target is None else attachment.projections.get(target)
-        if target is None or projection is None or inputs.hidden_states.shape[1] != 1:
+        target = self._targets.get(layer_idx, -1)
+        projection, following = attachment.projections.get(target), self.layers[target]
+        if projection is None or not isinstance(following, InfiniGenLayer) or not following.wants_speculation:
             return
-        following = self.layers[target]
-        if not isinstance(following, InfiniGenLayer) or not following.wants_speculation:
-            return
-        # Another prompt's rows: what comes next is refused
-        if inputs.hidden_states.shape[0] != following.batch_size:
+        # Of another number of sequences is another prompt, and refused as it comes
+        if inputs.hidden_states.shape[:2] != (following.batch_size, 1):
             return
         device = following.device
         try:
@@ -284,14 +274,14 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
 
     def _check_positions(self, position_ids: Any, attention_mask: torch.Tensor | None) -> None:
         """
-        Raises a `ValueError` if `position_ids` `[batch_size, new tokens]` are all among those of held tokens; of
-        another shape they do not count tokens, and what `attention_mask` `[batch_size, heads or 1, new tokens, all
-        tokens]` hides from the newest is in no position.
+        Raises a `ValueError` if `position_ids` `[batch_size, new tokens]` are all among those of held tokens, of which
+        what `attention_mask` `[batch_size, heads or 1, new tokens, all tokens]` hides from the newest has none.
         """
         layer = self.layers[next(iter(self._targets.values()))]
         # During a prefill by several ranks another layer stands there
         if not isinstance(layer, InfiniGenLayer) or layer.get_seq_length() == 0:
             return
+        # Of another shape they count no tokens
         if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 2:
             return
         # A decode step must not make the host wait for a GPU
@@ -336,9 +326,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
     def __enter__(self) -> InfiniGenCache:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.detach()
 
     def memory(self) -> MemoryReport:
@@ -408,8 +396,7 @@ def _num_positions(layer: InfiniGenLayer, attention_mask: torch.Tensor | None) -
     count = held - (0 if layer.padding is None else int(layer.padding.max()))
     if attention_mask is None or attention_mask.shape[-1] <= held or attention_mask.shape[-2] == 0:
         return count
-    newest = attention_mask[:, 0, -1]
-    is_seen = newest if newest.dtype == torch.bool else newest > torch.finfo(newest.dtype).min / 2
+    is_seen = attended_columns(attention_mask, attention_mask.shape[-1], len(attention_mask))
     # A mask that does not reach the newest token is one of another prompt, and tells nothing of the tokens held
     return min(count, int(is_seen[:, :held].sum(dim=1).min())) if bool(is_seen[:, -1].all()) else count
 

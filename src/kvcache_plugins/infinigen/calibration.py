@@ -40,6 +40,8 @@ _MIN_GAIN = 0.002
 # A share of 1, summed up of rounded numbers
 Choice = Literal["stream", "corrected", "full"]
 Mass = Annotated[float, Range(0, 1.01)]
+# Of a correction: `[hidden size, rank]` and `[rank, hidden size]`
+Factors = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,11 +50,10 @@ class LayerReport:
     Tells how well a layer is speculated, each figure the attention mass captured by a tenth of the tokens, averaged.
 
     Attributes:
-        layer_idx (`int`): the layer.
         oracle (`float`): captured by the true queries.
-        by_input (`float`): by the paper's guess, the attention input of the layer before.
-        by_stream (`float`): by the residual stream of the layer before, normed as this layer norms it.
-        corrected (`float`): by the same with the correction.
+        by_input, by_stream (`float`): by the paper's guess, the attention input of the layer before; and by the
+            residual stream there, normed as this layer norms it.
+        corrected (`float`): by the stream with the correction.
         choice (`str`): `"stream"`, `"corrected"`, or `"full"` for a layer that stays whole.
     """
 
@@ -121,7 +122,7 @@ class Calibration:
 
     model: str
     reports: tuple[LayerReport, ...]
-    corrections: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    corrections: dict[int, Factors]
 
     @property
     def full_layers(self) -> tuple[int, ...]:
@@ -130,11 +131,7 @@ class Calibration:
 
     def corrected(self, layer_idx: int, hidden_states: torch.Tensor) -> torch.Tensor:
         """Brings the expected attention input of a layer nearer to the true one."""
-        factors = self.corrections.get(layer_idx)
-        if factors is None:
-            return hidden_states
-        down, up = (factor.to(hidden_states) for factor in factors)
-        return hidden_states + (hidden_states @ down) @ up
+        return _corrected(hidden_states, self.corrections.get(layer_idx))
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Calibration:
         """Copies the calibration with corrections on `device` and in `dtype`."""
@@ -148,15 +145,19 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> Calibration:
-        """
-        Reads a calibration that `save` wrote; a `ValueError` names a file that is damaged, or of another version or
-        model.
-        """
+        """Reads what `save` wrote; a `ValueError` names a file that is damaged, or of another version or model."""
         with refusals("calibration", path):
             content = read_record(path, FORMAT, _Content)
             content.check_fits(model)
         corrections = {each.layer_idx: (each.down, each.up) for each in content.corrections}
         return cls(content.model, content.reports, corrections)
+
+
+def _corrected(hidden_states: torch.Tensor, factors: Factors | None) -> torch.Tensor:
+    if factors is None:
+        return hidden_states
+    down, up = (factor.to(hidden_states) for factor in factors)
+    return hidden_states + (hidden_states @ down) @ up
 
 
 class Recorder(AttentionListener, DynamicCache):
@@ -188,8 +189,7 @@ class Observation(NamedTuple):
 
     def newest(self) -> Observation:
         """Returns the observation of the newest tokens alone, which is little to keep."""
-        newest = tree_map_only(torch.Tensor, lambda states: states[:, -NUM_QUERIES:].clone(), tuple(self))
-        return Observation(*newest)
+        return tree_map_only(torch.Tensor, lambda states: states[:, -NUM_QUERIES:].clone(), self)
 
 
 def observe(
@@ -210,7 +210,7 @@ def observe(
     return recorder, attachment
 
 
-def low_rank_map(own: torch.Tensor, cross: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def low_rank_map(own: torch.Tensor, cross: torch.Tensor, rank: int) -> Factors:
     """
     Solves the ridge regression with moments `[hidden size, hidden size]` of the regressors with themselves (`own`) and
     with what is predicted (`cross`), cut to the `rank` directions in which its predictions vary most.
@@ -223,19 +223,12 @@ def low_rank_map(own: torch.Tensor, cross: torch.Tensor, rank: int) -> tuple[tor
 
 
 def captured_masses(
-    attachment: Attachment,
-    keys: torch.Tensor,
-    observation: Observation,
-    corrections: dict[int, tuple[torch.Tensor, torch.Tensor]],
+    attachment: Attachment, keys: torch.Tensor, observation: Observation, corrections: dict[int, Factors]
 ) -> dict[str, float]:
     """Measures the attention mass that a tenth of the tokens captures, chosen by each guess; see `LayerReport`."""
     projection, expected = attachment.projections[observation.layer_idx], observation.expected
-    corrected = expected
-    if observation.layer_idx in corrections:
-        down, up = corrections[observation.layer_idx]
-        corrected = expected + ((expected.float() @ down) @ up).to(keys.dtype)
     guesses = {"oracle": observation.true, "by_input": observation.before, "by_stream": expected}
-    guesses["corrected"] = corrected
+    guesses["corrected"] = _corrected(expected, corrections.get(observation.layer_idx))
     positions = torch.arange(keys.shape[2], device=keys.device)
     later = positions > positions[-expected.shape[1] :, None]
     weights = {}
@@ -277,7 +270,7 @@ def calibrate(
     """
     if len(windows) < 2 or min(window.numel() for window in windows) < 2 * NUM_QUERIES:
         raise ValueError(f"`windows` has to hold two windows at least, of {2 * NUM_QUERIES} tokens at least")
-    moments: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    moments: dict[int, Factors] = {}
 
     def fit(observation: Observation) -> None:
         expected = observation.expected[0].float()
@@ -312,17 +305,12 @@ def calibrate(
 
 
 def resolve_calibration(calibration: Calibration | str | Path | None, model: PreTrainedModel) -> Calibration | None:
-    """
-    Returns what a cache was given, read if it is a file, where the model is and in its dtype; a `ValueError` if it is
-    neither, or was made for another model.
-    """
-    if calibration is None:
-        return None
-    if not isinstance(calibration, Calibration | str | Path):
-        raise ValueError(f"`calibration` has to be a `Calibration`, a file or None but got {calibration!r}")
-    if not isinstance(calibration, Calibration):
+    """Returns a calibration or file as it is used with a model; a `ValueError` if it is neither, or of another one."""
+    if isinstance(calibration, str | Path):
         calibration = Calibration.load(calibration, model)
-    return calibration.to(model.device, model.dtype)
+    if isinstance(calibration, Calibration | None):
+        return calibration and calibration.to(model.device, model.dtype)
+    raise ValueError(f"`calibration` has to be a `Calibration`, a file or None but got {calibration!r}")
 
 
 def choose_full_layers(asked_for: Sequence[int] | None, calibration: Calibration | None, num_layers: int) -> set[int]:

@@ -1,10 +1,7 @@
 """Tokens of a pool as rows of a codec: keys stay where they are scored and attended to, values are what is fetched.
 
 A token is a row of bytes in need of no other, so that another token can take its slot. The first tokens of every
-sequence are exact, as attention gives them much weight whatever they say.
-
-A sequence gets its table when the first of its tokens that is no such one moves into the pool, from all tokens that it
-has by then.
+sequence are exact; it gets its table from all tokens that it has when the first other one moves into the pool.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, D and E head dimensions of keys and values, T
 tokens, K slots, S first tokens that stay exact.
@@ -22,9 +19,10 @@ import torch.nn.functional as F
 from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments
 from kvcache_plugins.codecs.parts import TILE_TOKENS, RowTokens, SinkStates
 from kvcache_plugins.codecs.rows import RowCodec
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.compiled_tokens import attend_chosen
 from kvcache_plugins.kernels.tokens import score_rows
-from kvcache_plugins.layers.packing import RowPacking, check_finite
+from kvcache_plugins.layers.packing import RowPacking, States, check_finite
 from kvcache_plugins.layers.prompt_layer import LeftPadding
 
 from .pool import TokenPool
@@ -48,7 +46,7 @@ class CodedRows(ScoringStates):
         self.codec, self.is_fitted = codec, False
         self.moments: QueryMoments | None = None
         # Keys and values `[B, H, S, D or E]`, once any have been stored
-        self.sinks: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.sinks: States | None = None
         # What `append` puts in force: codec, exact tokens and moments of what was encoded last
         self._encoded: tuple[Any, Any, QueryMoments | None] | None = None
         self._tokens: RowTokens | None = None
@@ -119,30 +117,20 @@ class CodedRows(ScoringStates):
             codec = codec.refit(row, own, other, valid, self.moments)
         return codec
 
-    def _exact_first(
-        self, keys: torch.Tensor, values: torch.Tensor, number: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _exact_first(self, keys: torch.Tensor, values: torch.Tensor, number: torch.Tensor) -> States:
         """Returns the exact tokens, with those of `[B, H, T, D or E]` that are; `number` `[B, T]` is theirs."""
         count, held = self.packing.num_sink_tokens, self.sinks
         if held is None:
             room = *keys.shape[:2], count
             held = keys.new_zeros(*room, keys.shape[3]), values.new_zeros(*room, values.shape[3])
-        if count == 0:
-            return held
         place = torch.arange(count, device=keys.device) - number[:, :1].to(keys.device)
-        is_here = ((place >= 0) & (place < keys.shape[2]))[:, None, :, None]
-        place = place.clamp(0, keys.shape[2] - 1)[:, None, :, None]
-        own_keys, own_values = (
-            torch.where(is_here, states.gather(2, place.expand(-1, states.shape[1], -1, states.shape[3])), before)
-            for states, before in zip((keys, values), held, strict=True)
-        )
-        return own_keys, own_values
+        return _exact_at((keys, values), place[:, None].expand(-1, keys.shape[1], -1), held)
 
     def append(self, encoded: Mapping[str, torch.Tensor]) -> None:
         super().append(encoded)
         assert self._encoded is not None
         (self.codec, self.sinks, self.moments), self._encoded = self._encoded, None
-        self.is_fitted = True
+        self.is_fitted, self._tokens = True, None
 
     def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
         if pool.is_in_order:
@@ -158,55 +146,31 @@ class CodedRows(ScoringStates):
         """Returns the numbers in their sequences of the tokens in slots `[B, H, K]`."""
         return pool.positions_of(slots) - self.padding.first_tokens(len(slots), slots.device)[:, None]
 
-    def dense(self, rows: torch.Tensor, slots: torch.Tensor, pool: TokenPool) -> tuple[torch.Tensor, torch.Tensor]:
+    def dense(self, rows: torch.Tensor, slots: torch.Tensor, pool: TokenPool) -> States:
         numbers = self._numbers(pool, slots)
         own = self.rows["keys"].gather(2, slots[..., None].expand(-1, -1, -1, self.rows["keys"].shape[3]))
         keys, values = self.codec.decode_keys_at(own, numbers), self.codec.decode_values(rows)
         assert self.sinks is not None
-        count, dtype = self.packing.num_sink_tokens, self.sinks[0].dtype
-        if count == 0:
-            return keys.to(dtype), values.to(dtype)
-        is_sink = ((numbers >= 0) & (numbers < count))[..., None]
-        place = numbers.clamp(0, count - 1)[..., None]
-        keys, values = (
-            torch.where(is_sink, exact.gather(2, place.expand(-1, -1, -1, exact.shape[3])), states.to(dtype))
-            for exact, states in zip(self.sinks, (keys, values), strict=True)
-        )
-        return keys, values
+        dtype = self.sinks[0].dtype
+        return _exact_at(self.sinks, numbers, (keys.to(dtype), values.to(dtype)))
 
     def attend(
-        self,
-        query: torch.Tensor,
-        selection: Selection,
-        pool: TokenPool,
-        newest: tuple[torch.Tensor, torch.Tensor],
-        start: int,
-        mask: torch.Tensor | None,
-        scale: float,
+        self, call: AttentionCall, selection: Selection, pool: TokenPool, newest: States, start: int
     ) -> torch.Tensor | None:
         if not pool.is_in_order:
             return None
+        assert call.scale is not None
+        mask, chosen = None if call.mask is None else call.mask[:, 0, 0], (selection.slots, selection.count)
         with nullcontext() if pool.disk is None else pool.disk.reading(pool.pages):
-            return attend_chosen(
-                query, self._stored(pool), selection.slots, selection.count, *newest, scale, mask, start
-            )
+            return attend_chosen(call.query, self._stored(pool), *chosen, *newest, call.scale, mask, start)
 
     def _stored(self, pool: TokenPool) -> RowTokens:
         """Returns all tokens, in the same object until they are others, or somewhere else."""
         assert self.sinks is not None
-        keys, padding, tokens = self.rows["keys"], self.padding.counts, self._tokens
-        if (
-            tokens is None
-            or tokens.length != self.length
-            or tokens.keys is not keys
-            or tokens.pages is not pool.pages
-            or tokens.codec is not self.codec
-            or tokens.sinks.first is not padding
-            or tokens.sinks.keys is not self.sinks[0]
-        ):
-            sinks = SinkStates(padding, *self.sinks)
-            tokens = RowTokens(keys, self.length, pool.pages, self.codec, Positions(0, padding), sinks)
-            self._tokens = tokens
+        padding, tokens = self.padding.counts, self._tokens
+        if tokens is None or tokens.sinks.first is not padding:
+            sinks, positions = SinkStates(padding, *self.sinks), Positions(0, padding)
+            self._tokens = tokens = RowTokens(self.rows["keys"], self.length, pool.pages, self.codec, positions, sinks)
         return tokens
 
     def truncate(self, length: int) -> None:
@@ -232,3 +196,16 @@ class CodedRows(ScoringStates):
     def __getstate__(self) -> dict[str, object]:
         # A copy's pages may be elsewhere
         return {**self.__dict__, "_tokens": None}
+
+
+def _exact_at(exact: States, places: torch.Tensor, others: States) -> States:
+    """Returns tokens of `exact` `[B, H, T, D or E]` at places `[B, H, K]`, and the `others` where there is none."""
+    count = exact[0].shape[2]
+    if count == 0 or places.shape[2] == 0:
+        return others
+    is_one, places = ((places >= 0) & (places < count))[..., None], places.clamp(0, count - 1)[..., None]
+    keys, values = (
+        torch.where(is_one, states.gather(2, places.expand(-1, -1, -1, states.shape[3])), other)
+        for states, other in zip(exact, others, strict=True)
+    )
+    return keys, values

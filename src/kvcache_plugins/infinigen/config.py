@@ -83,31 +83,24 @@ class InfiniGenConfig:
             check_bool(name, getattr(self, name))
 
     def _check_scoring(self) -> None:
-        if self.partial_ratio is None:
-            if self.skewing is not None:
-                raise ValueError(
-                    f"`skewing` turns keys before some of their columns are kept: it needs `partial_ratio`, but got "
-                    f"{self.skewing!r} without"
-                )
-            if self.scoring_nbits is None:
-                object.__setattr__(self, "scoring_nbits", DEFAULT_SCORING_NBITS)
-            check_choice("scoring_nbits", self.scoring_nbits, SCORING_NBITS)
-        else:
-            if self.scoring_nbits is not None:
-                raise ValueError(
-                    "`scoring_nbits` (keys of all columns in a few bits) and `partial_ratio` (some columns in full "
-                    f"precision) exclude each other, but got {self.scoring_nbits} and {self.partial_ratio}"
-                )
-            if self.skewing is None:
-                object.__setattr__(self, "skewing", "none")
-            check_choice("skewing", self.skewing, SKEWINGS)
+        is_partial = self.partial_ratio is not None
+        if self.skewing is not None and not is_partial:
+            raise ValueError(
+                "`skewing` turns keys before some of their columns are kept: it needs `partial_ratio`, but got "
+                f"{self.skewing!r} without"
+            )
+        if self.scoring_nbits is not None and is_partial:
+            raise ValueError(
+                "`scoring_nbits` (keys of all columns in a few bits) and `partial_ratio` (some columns in full "
+                f"precision) exclude each other, but got {self.scoring_nbits} and {self.partial_ratio}"
+            )
+        name, default = ("skewing", "none") if is_partial else ("scoring_nbits", DEFAULT_SCORING_NBITS)
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, default)
+        check_choice(name, getattr(self, name), SKEWINGS if is_partial else SCORING_NBITS)
 
     def speculates_on(self, device: torch.device) -> bool:
-        """
-        Tells whether layers choose their tokens ahead for a model on this device. Unless `speculate` says so, they do
-        where tokens have to be brought from elsewhere, which takes time that can be hidden: from host memory to an
-        accelerator, or from a disk.
-        """
+        """Tells whether tokens are chosen ahead for a model on a device: where bringing them can be hidden."""
         if self.speculate is not None:
             return self.speculate
         return device.type != "cpu" or self.pool_folder is not None

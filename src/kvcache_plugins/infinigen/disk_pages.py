@@ -1,17 +1,15 @@
 """Pages of a pool in files instead of memory.
 
-A page's file has no name: it is gone when the page is, or the process, however it ends. The host's page cache is the
-tier between disk and attention. Files are mapped, but what is mapped is let go of as soon as it was copied or written:
-around a block that is read the system maps all others that are cached, and the whole pool would soon count as the
-process's memory.
+A page's file has no name: it is gone when the page is, or the process, however it ends. What is mapped of it is let go
+of as soon as it was copied or written: around a block that is read the system maps all others that are cached, and the
+whole pool would soon count as the process's memory.
 
 A new page is written with zeros before tokens are, as the page cache has a file in pieces as large as it was written
 in: mapping it then takes half of the time, letting go of it a sixth, the first writes to it a fiftieth. What is
 touched is mapped by such pieces, so they must not be too large.
 
-Nothing is asked for ahead as long as no read has had to wait for the disk; then, of what will be needed, what the
-system says that it does not have. A token's key and value of one head lie together, so that most tokens that are
-chosen are a single block of the disk.
+Once a read had to wait for the disk, what will be needed and the system does not have is asked for ahead. A token's
+key and value of one head lie together, so that most tokens that are chosen are a single block of the disk.
 """
 
 import errno
@@ -37,9 +35,7 @@ _PIECE = 1 << 17
 
 
 class DiskPages:
-    """
-    Makes pages in a folder, reads rows of them, and has the system read ahead once a read `has_waited` for the disk.
-    """
+    """Makes pages in a folder, and has the system read ahead of what is read once a read `has_waited` for the disk."""
 
     def __init__(self, folder: str | Path):
         self.folder = folder
@@ -76,10 +72,7 @@ class DiskPages:
             release(page)
 
     def expect(self, pages: Sequence[torch.Tensor], slots: torch.Tensor, count: torch.Tensor) -> None:
-        """
-        Asks for blocks ahead that are not in memory, of rows in the first `count` `[B, H]` of slots `[B, H, K]` of
-        each head, once a read had to wait.
-        """
+        """Asks ahead for missing blocks of rows in the first `count` `[B, H]` of each head's slots `[B, H, K]`."""
         if self.has_waited and pages:
             asked = [_read_ahead(*each) for each in zip(pages, _wanted_blocks(pages, slots, count), strict=True)]
             self.has_waited = any(asked)

@@ -1,8 +1,7 @@
 """Forward hooks by which an InfiniGen cache hears the input of every attention of a model. Nothing is patched.
 
-A model is attached once and serves all its caches that speculate, in any number of threads: what is known of the model
-is kept for all, what belongs to a forward pass is the thread's (`ForwardNotes`). The hooks act only when the cache at
-hand listens, and go with the last cache that does.
+A model is attached once and serves all its caches that speculate, in any number of threads; a forward pass has its
+thread's `ForwardNotes`. The hooks act only when the cache at hand listens, and go with the last cache that does.
 
 Queries of layer i are expected from what stands at layer i-1: the paper pushes the attention input of layer i-1
 through the query projection of layer i. Both inputs are norms of the same slowly changing residual stream, but each
@@ -53,10 +52,7 @@ class ModelReference(weakref.ref[PreTrainedModel]):
 
 
 class AttentionInputs:
-    """
-    What an attention module was called with: hidden states `[B, tokens, hidden size]`; cosine and sine, and its mask,
-    if any.
-    """
+    """Finds hidden states `[B, tokens, hidden size]`, cosine and sine, and mask that attention was called with."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.hidden_states: torch.Tensor = args[0] if args else kwargs["hidden_states"]
@@ -67,8 +63,8 @@ class AttentionInputs:
 
 class ForwardNotes(threading.local):
     """
-    Notes of the forward pass that a thread is in: residual streams by layer, before the module that norms it (of
-    several tokens only where `keeps_streams`), and position embeddings by layer type, where types have their own.
+    Notes of a thread's forward pass the residual `streams` by layer, before they are normed (of several tokens only
+    where `keeps_streams`), and `rotary` position embeddings by layer type, where types have their own.
     """
 
     def __init__(self) -> None:
@@ -91,10 +87,8 @@ class AttentionListener:
 
 class Attachment:
     """
-    The hooks of one model, for all caches that listen, and what they know of it.
-
-    `projections` are by layer how queries are made, `unknown` why that is not known (-1 stands for all), `heard` the
-    layers whose attention listeners are told of, `checked` those whose queries were found to be the model's own.
+    Hooks into one model for all caches that listen. By layer, `projections` make its queries, or it is `unknown` why
+    not (-1 stands for all); `heard` layers' attention listeners are told of, `checked` ones' projections are right.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -117,8 +111,10 @@ class Attachment:
         self.checked: set[int] = set()
         self.notes = ForwardNotes()
         decoder = model.get_decoder()
-        # By layer, the module that norms
-        self._norms = _find_norms(decoder, {index: modules[index] for index in self.heard})
+        # By layer, the module that norms the input of attention: it stands beside it
+        parents = {id(child): module for module in decoder.modules() for child in module.children()}
+        norms = {index: first_of(parents[id(modules[index])], _NORM_NAMES) for index in self.heard}
+        self._norms: dict[int, nn.Module] = {index: norm for index, norm in norms.items() if norm is not None}
         self._handles: list[RemovableHandle] = [decoder.register_forward_pre_hook(self._before_decoder)]
         for index in self.heard:
             hook = partial(self._before_attention, index)
@@ -168,10 +164,7 @@ class Attachment:
     def expected_hidden_states(
         self, target: int, source: int, inputs: AttentionInputs, device: torch.device
     ) -> torch.Tensor:
-        """
-        Guesses what the attention of layer `target` will be given, `[B, tokens, hidden size]` on its `device`, when
-        that of the earlier layer `source` is about to run with `inputs`.
-        """
+        """Guesses the input of attention of layer `target` on its `device`, when that of `source` is about to run."""
         stream, norm = self.notes.streams.get(source), self._norms.get(target)
         if stream is None or norm is None:
             return inputs.hidden_states.to(device)
@@ -181,10 +174,7 @@ class Attachment:
         return expected
 
     def embeddings_for(self, target: int, source: int, inputs: AttentionInputs) -> PositionEmbeddings | None:
-        """
-        Returns cosine and sine of the queries of layer `target`; `None` if it gets none, a `LookupError` if it gets
-        some of its own that have not been seen.
-        """
+        """Returns cosine and sine of layer `target`, if any; a `LookupError` if its own have not been seen."""
         if self.same_type(target, source) or inputs.position_embeddings is None:
             return inputs.position_embeddings
         assert self.layer_types is not None
@@ -228,16 +218,9 @@ class Attachment:
                 return
             while self._handles:
                 self._handles.pop().remove()
-            for model, attachment in list(_ATTACHMENTS.items()):
-                if attachment is self:
-                    del _ATTACHMENTS[model]
-
-
-def _find_norms(decoder: nn.Module, attentions: dict[int, nn.Module]) -> dict[int, nn.Module]:
-    """Finds what norms the input of attention modules, by layer: one of the names that families share, beside them."""
-    layers = {id(child): module for module in decoder.modules() for child in module.children()}
-    norms = {index: first_of(layers[id(attention)], _NORM_NAMES) for index, attention in attentions.items()}
-    return {index: norm for index, norm in norms.items() if norm is not None}
+            model = self.model()
+            if model is not None and _ATTACHMENTS.get(model) is self:
+                del _ATTACHMENTS[model]
 
 
 def unknown_queries_warning(reason: str) -> str:
@@ -274,10 +257,7 @@ def attachment_of(model: PreTrainedModel) -> Attachment | None:
 
 
 def caller() -> tuple[nn.Module | None, dict[str, Any]]:
-    """
-    Tells the innermost module that is calling, and what it was called with, by name; no module if there is none, or
-    `torch.compile` has made what calls.
-    """
+    """Tells the innermost module that is calling, if any, not compiled, and what it was called with, by name."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back

@@ -1,16 +1,10 @@
 """One layer of an InfiniGen cache: its newest tokens at hand, all older ones in a pool, and what a step attends to.
 
-A prompt is attended to exactly and then moves into the pool, but for its newest tokens; decoded tokens wait in the
-window, and its oldest move on in runs, at the *beginning* of an update, so that a rollback of the newest update finds
-its tokens there.
-
-While the layer before computes, `speculate` is given the queries that this layer is expected to ask with, chooses
-tokens and starts to fetch them; `attend` waits for those and attends to them and the window. Where nothing has to be
-brought, it chooses by the layer's own query. Several new tokens at once attend to everything, page by page.
+A prompt is attended to exactly and then moves into the pool, but for its newest tokens. Decoded tokens wait in the
+window, whose oldest move on in runs at the *beginning* of an update: a rollback of the newest finds its tokens there.
 
 On a GPU the host runs ahead: it asks for nothing that is computed in a step, not which tokens were chosen, nor how
-many, and waits neither for states nor for pages. A limited pool is the exception: its use is kept account of on the
-host, which waits for every choice.
+many, and waits neither for states nor for pages. A limited pool, whose use is noted on the host, is the exception.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, D and E head dimensions of keys and values, K slots
 chosen.
@@ -20,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 
-from kvcache_plugins.codecs.parts import DensePart
+from kvcache_plugins.codecs.parts import DensePart, Tile
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.compiled_tokens import ChoosingCall
@@ -44,8 +38,6 @@ from .staging import StagedRows, TransferTimes, start_fetch
 FLUSH_LENGTH = 32
 # Newest queries of a prompt that a codec is fitted to
 _NUM_QUERIES = 256
-
-
 # Tokens chosen for one step, rows of them on the way to a GPU, and tokens of the sequence with the step's
 _Fetch = tuple[Selection, StagedRows | None, int]
 
@@ -54,34 +46,16 @@ class InfiniGenLayer(PromptLayer):
     """
     Keys and values of one layer, offloaded as in [InfiniGen](https://huggingface.co/papers/2406.19707).
 
-    See `PromptLayer` for `layer_idx` and `attention_mask`; a `packing` says how tokens are coded, by default they are
-    in the pool as they are.
-
-    Attributes:
-        window (`ResidualBuffer`, *optional*): the newest tokens, once there are any.
-        pool (`TokenPool`, *optional*): rows of all others in host memory, once there are any.
-        scoring (`ScoringStates`, *optional*): what is kept of their keys where they are scored.
-        num_pooled (`int`): tokens that have gone to the pool: the position of the window's first.
-        check_queries (`Callable`, *optional*): compares the prompt's queries with what speculation makes of their
-            input; held for one forward only.
+    See `PromptLayer` for `layer_idx` and `attention_mask`; by default, without a `packing`, tokens are in the pool as
+    they are. `window` has the newest tokens, `pool` rows of the `num_pooled` others, and `scoring` what is kept of
+    their keys where they are scored. `check_queries`, held for one forward, compares the prompt's queries with what
+    speculation makes of their input.
     """
 
     counter_names = (
-        "attend_calls",
-        "selected_calls",
-        "speculated_calls",
-        "exact_calls",
-        "fused_calls",
-        "kernel_fallbacks",
-        "tokens_fetched",
-        "tokens_fetchable",
-        "bytes_fetched",
-        "tokens_evicted",
-        "hits",
-        "hits_possible",
-        "choices",
-        "choices_short",
-        "prompts_without_mask",
+        *("attend_calls", "selected_calls", "speculated_calls", "exact_calls", "fused_calls", "kernel_fallbacks"),
+        *("tokens_fetched", "tokens_fetchable", "bytes_fetched", "tokens_evicted", "hits", "hits_possible"),
+        *("choices", "choices_short", "prompts_without_mask"),
     )
 
     def __init__(
@@ -112,14 +86,14 @@ class InfiniGenLayer(PromptLayer):
         self._call: ChoosingCall | None = None
         self._was_alike = False
 
+    def reset(self) -> None:
+        super().reset()
+        self._start_counting()
+
     def _start_counting(self) -> None:
         # Sums of integers that only the device knows
         self._sums: dict[str, torch.Tensor] = {}
         self._times = TransferTimes(are_tracked=self.config.track_times)
-
-    def reset(self) -> None:
-        super().reset()
-        self._start_counting()
 
     @property
     def needs_prompt_attention(self) -> bool:  # type: ignore[override]
@@ -194,16 +168,16 @@ class InfiniGenLayer(PromptLayer):
     def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         if self.window is None or self._is_window_full:
             return None
-        exact: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-        if self.pool is None:
-            exact = keys, values = self.window.append_exactly(keys, values)
-            if not self._needs_queries:
-                return keys, values
-        else:
+        exact = None
+        if self.pool is not None:
             self.window.append(keys, values)
+        else:
+            exact = self.window.append_exactly(keys, values)
+            if not self._needs_queries:
+                return exact
         # `update` counts the token when it has the states
         self._length += 1
-        states = self._lazy(*exact)
+        states = self._lazy(None, None) if exact is None else self._lazy(*exact)
         self._length -= 1
         return states
 
@@ -221,8 +195,8 @@ class InfiniGenLayer(PromptLayer):
 
     def _move(self, keys: torch.Tensor, values: torch.Tensor, count: int, queries: torch.Tensor | None = None) -> None:
         """
-        Moves the first `count` of all tokens `[B, H, tokens, D or E]` that are not in the pool there, as a whole or
-        not at all (`MemoryError`, `ValueError`); `queries` `[B, H * G, tokens, D]` are their prompt's.
+        Moves the first `count` of the tokens `[B, H, tokens, D or E]` that are not in the pool there, or none
+        (`MemoryError`, `ValueError`); `queries` `[B, H * G, tokens, D]` are their prompt's.
         """
         self._forget_call()
         config, pool, position = self.config, self.pool, self.num_pooled
@@ -258,13 +232,12 @@ class InfiniGenLayer(PromptLayer):
 
     def _refit(self, scoring: ScoringCodes) -> None:
         """Tells channels' statistics anew as long as they are those of few tokens."""
-        if scoring.num_fitted >= NUM_FITTED:
-            return
-        num_real = scoring.length - self._left_padding.longest()
-        if num_real > scoring.num_fitted:
-            keys = self._pooled_keys()
-            scoring.refit(keys, self._valid_tokens(0, keys.shape[2]))
-        scoring.num_fitted = max(num_real, 0)
+        if scoring.num_fitted < NUM_FITTED:
+            num_real = max(scoring.length - self._left_padding.longest(), 0)
+            if num_real > scoring.num_fitted:
+                keys = self._pooled_keys()
+                scoring.refit(keys, self._valid_tokens(0, keys.shape[2]))
+            scoring.num_fitted = num_real
 
     @property
     def _needs_queries(self) -> bool:
@@ -282,8 +255,7 @@ class InfiniGenLayer(PromptLayer):
                 check(call.query)
             if self.needs_prompt_attention and self._pending is not None:
                 self._prompt_queries = call.query
-            if self._needs_queries:
-                assert isinstance(self.scoring, CodedRows)
+            if isinstance(self.scoring, CodedRows) and self._needs_queries:
                 query = call.query[:, :, -_NUM_QUERIES:]
                 valid = self._valid_tokens(self._length - query.shape[2], query.shape[2])
                 self.scoring.hear(query, self._shapes["keys"][1], valid)
@@ -297,7 +269,7 @@ class InfiniGenLayer(PromptLayer):
         for keys, values, start, stop in self._iter_dense():
             yield slice(start, stop), {"keys": keys, "values": values}
 
-    def _iter_dense(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
+    def _iter_dense(self) -> Iterator[Tile]:
         """Lists keys and values `[B, H, tokens, D or E]` in order, with the positions or slots that they span."""
         if self._pending is not None:
             yield *self._pending, 0, self._length
@@ -305,9 +277,8 @@ class InfiniGenLayer(PromptLayer):
         if self.window is not None and self.window.length:
             yield self.window.keys, self.window.values, self.num_pooled, self.num_pooled + self.window.length
 
-    def _dense_pages(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
-        pool, scoring = self.pool, self.scoring
-        if pool is not None and scoring is not None:
+    def _dense_pages(self) -> Iterator[Tile]:
+        if (pool := self.pool) is not None and (scoring := self.scoring) is not None:
             for rows, start, stop in pool.iter_pages():
                 slots = torch.arange(start, stop, device=rows.device).expand(*rows.shape[:2], -1)
                 yield *scoring.dense(rows, slots, pool), start, stop
@@ -323,10 +294,7 @@ class InfiniGenLayer(PromptLayer):
 
     @in_own_context
     def speculate(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float) -> None:
-        """
-        Starts to fetch for the next token, which is expected to ask with `query` `[B, H * G, 1, D]` under a mask over
-        all tokens with that one.
-        """
+        """Starts to fetch for a next token that is expected to ask with `query` `[B, H * G, 1, D]` under a mask."""
         # So that what moves into the pool before this step is a candidate already
         self._before_update()
         self._fetch = self._choose(query, attn_mask, scale, self._length + 1)
@@ -382,11 +350,11 @@ class InfiniGenLayer(PromptLayer):
 
     def _parts(self, attn_mask: torch.Tensor | None, groups: int) -> Iterator[DensePart]:
         """Lists everything held, with its columns of the mask."""
-        usage = None if self.pool is None else self.pool.usage
+        pool = self.pool
         for keys, values, start, stop in self._iter_dense():
             mask = slice_mask(attn_mask, start, stop)
-            if usage is not None and start < self.num_pooled:
-                positions = usage.positions[:, :, start:stop].to(keys.device).long()
+            if pool is not None and pool.usage is not None and start < self.num_pooled:
+                positions = pool.positions(keys.device)[:, :, start:stop]
                 mask = _mask_of_slots(attn_mask, positions, self._length, groups)
             yield DensePart(keys, values, stop - start, mask)
 
@@ -409,7 +377,8 @@ class InfiniGenLayer(PromptLayer):
         # A copy of a fetch has its choice and no rows
         staged = staged or start_fetch(pool, selection, self._times)
         sinks = None if call.sinks is None else call.sinks.reshape(-1, *rows.shape[1:3], 1)
-        output, kernel, is_fallback = self.attend_selection(rows, selection, staged, mask, scale, call.softcap, sinks)
+        own = AttentionCall(rows, mask, scale=scale, softcap=call.softcap, sinks=sinks)
+        output, kernel, is_fallback = self.attend_selection(own, selection, staged)
         if not pool.pin_memory:
             self._counters["fused_calls"] += kernel != "torch"
             self._counters["kernel_fallbacks"] += is_fallback
@@ -419,10 +388,7 @@ class InfiniGenLayer(PromptLayer):
         return output.reshape(*query.shape[:3], -1)
 
     def _prepare_call(self, query: torch.Tensor, scale: float) -> None:
-        """
-        Describes the next steps at once, if they will be like the second in a row by queries `[B, H, G, D]` without a
-        mask: beams that are reordered in each step would have it made for each.
-        """
+        """Describes the next steps at once if two in a row were alike, as they are not of beams that are reordered."""
         pool, window, scoring, config = self.pool, self.window, self.scoring, self.config
         is_alike = config.min_weight is not None and config.landmarks is None and self.padding is None
         if is_alike and not config.track_hits and not config.speculates_on(query.device):
@@ -450,49 +416,39 @@ class InfiniGenLayer(PromptLayer):
         return output
 
     def attend_selection(
-        self,
-        query: torch.Tensor,
-        selection: Selection,
-        staged: StagedRows | None,
-        mask: torch.Tensor | None,
-        scale: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, call: AttentionCall, selection: Selection, staged: StagedRows | None
     ) -> tuple[torch.Tensor, str, bool]:
         """
-        Attends with one new token's queries `[B, H, G, D]` to the tokens that were chosen for it and the window.
+        Attends with one new token to the tokens that were chosen for it and the window; a call's queries are
+        `[B, H, G, D]`, its mask `[B, H or 1, G or 1, tokens]`, its sinks `[B or 1, H, G, 1]`, and it has a scale.
 
-        The mask is `[B, H or 1, G or 1, tokens]`, boolean or added to the scores; sinks are `[B or 1, H, G, 1]`.
-        Returns the output `[B, H, G, E]` in the query's dtype, the kernel that made it, and whether another one was
-        wanted.
+        Returns the output `[B, H, G, E]`, the kernel that made it, and whether another one was wanted.
         """
         pool, window, scoring, start = self.pool, self.window, self.scoring, self.num_pooled
-        assert pool is not None and window is not None and scoring is not None
-        newest, slots = (window.keys, window.values), selection.slots
+        assert pool is not None and window is not None and scoring is not None and call.scale is not None
+        query, mask, newest, slots = call.query, call.mask, (window.keys, window.values), selection.slots
         kernel, is_fallback = choose_rows_kernel(query, newest[1].shape[3], newest[0].dtype)
-        is_plain = softcap is None and sinks is None and (mask is None or mask.shape[1:3] == (1, 1))
-        if staged is None and kernel == "compiled" and is_plain:
-            own = None if mask is None else mask[:, 0, 0]
-            output = scoring.attend(query, selection, pool, newest, start, own, scale)
+        if staged is None and kernel == "compiled" and call.is_plain and (mask is None or mask.shape[1:3] == (1, 1)):
+            output = scoring.attend(call, selection, pool, newest, start)
             if output is not None:
                 return output, kernel, is_fallback
         keys, values = scoring.dense(pool.gather(slots) if staged is None else staged.wait(), slots, pool)
         positions = None if mask is None else pool.positions_of(slots)
         output = attend_staged(
-            query, keys, values, selection.count, *newest, scale, mask, positions, start, softcap, sinks
+            query, keys, values, selection.count, *newest, call.scale, mask, positions, start, call.softcap, call.sinks
         )
         return output, "torch", is_fallback
 
     def _note(self, selection: Selection, query: torch.Tensor, scale: float) -> None:
         """Counts what was fetched, and how much of it was right."""
-        pool = self.pool
+        pool, num_rows = self.pool, selection.count.numel()
         assert pool is not None
         self._counters["selected_calls"] += 1
-        self._counters["tokens_fetchable"] += self._length * self.batch_size * pool.num_heads
+        self._counters["tokens_fetchable"] += self._length * num_rows
+        self._counters["choices"] += num_rows
         if self.padding is not None:
             self._add("tokens_fetchable", -pool.num_heads * self.padding.sum())
         self._add("tokens_fetched", selection.count.sum())
-        self._counters["choices"] += self.batch_size * pool.num_heads
         if selection.is_short is not None:
             self._add("choices_short", selection.is_short.sum())
         if pool.usage is not None:
@@ -571,19 +527,12 @@ class InfiniGenLayer(PromptLayer):
             self.padding = self.padding.to(device)
 
     def stats(self) -> Mapping[str, float]:
-        counters: dict[str, float] = dict(self._counters)
-        for name, amount in self._sums.items():
-            counters[name] += int(amount)
-        pool = self.pool
+        pool, sums = self.pool, self._sums
+        counters = {name: count + int(sums.get(name, 0)) for name, count in self._counters.items()}
         if pool is not None:
             counters["bytes_fetched"] = counters["tokens_fetched"] * pool.row_dim * pool.dtype.itemsize
-        return {
-            "tokens_cached": self._length,
-            "tokens_pooled": 0 if pool is None else pool.num_slots,
-            **counters,
-            "dense_reads": self.dense_reads,
-            **self._times.seconds(),
-        }
+        held = {"tokens_cached": self._length, "tokens_pooled": 0 if pool is None else pool.num_slots}
+        return {**held, **counters, "dense_reads": self.dense_reads, **self._times.seconds()}
 
 
 def _warn_of_all() -> None:
@@ -596,10 +545,8 @@ def _warn_of_all() -> None:
 def _mask_of_slots(attn_mask: torch.Tensor | None, positions: torch.Tensor, length: int, groups: int) -> torch.Tensor:
     """Returns columns of a mask for slots whose tokens differ from head to head, `[B, H * G, Q or 1, slots]`."""
     held = (positions >= 0)[:, :, None]
-    if attn_mask is not None:
-        by_head = (
-            mask_columns(attn_mask, head.clamp(min=0), positions.shape[0], length) for head in positions.unbind(dim=1)
-        )
-        mask = torch.cat([each[:, :1] for each in by_head if each is not None], dim=1)
+    mask = mask_columns(attn_mask, positions.flatten(1).clamp(min=0), len(positions), length)
+    if mask is not None:
+        mask = mask[:, 0].unflatten(2, positions.shape[1:]).transpose(1, 2)
         held = mask & held if mask.dtype == torch.bool else mask.masked_fill(~held, -torch.inf)
     return held.repeat_interleave(groups, dim=1)

@@ -7,9 +7,8 @@ twice as much. With `max_tokens` the pool stops growing there, each head on its 
 a victim, and slots no longer stand in the order of positions.
 
 For a GPU pages are page-locked: it writes and reads them while the host goes on. What it was told to do and may not
-have done yet is known by events, and the host waits for those before it touches a page itself or gives one back. In
-memory that is not page-locked, or for a part of a page that does not lie in one piece, PyTorch's copies make the host
-wait; so whole pages are copied, and parts written by a kernel or head by head.
+have done yet is known by events, and the host waits for those before it touches a page itself or gives one back. Where
+a part of a page does not lie in one piece PyTorch's copies make the host wait: a kernel writes it, or head by head.
 
 Legend: B batch, H key/value heads, R numbers of a row.
 """
@@ -49,15 +48,9 @@ class TokenPool:
     """
     Rows of a layer's tokens, `[B, H, slots, R]`, in host memory.
 
-    Args:
-        parts: parts that rows consist of, whose shapes, dtype and device the pool takes over; none of them is stored.
-        max_tokens, eviction, num_protected: a limit of slots a head, and who gives way there: see `UsageRecord`.
-        folder: where pages are files; by default they are in memory.
-
-    Attributes:
-        pages: `[B, H, PAGE_TOKENS, R]` each, page-locked with `pin_memory`; without, a page that is alone may be
-            shorter.
-        usage: which token each slot holds, where there is a limit. Without one slot and position are the same.
+    Rows are like the `parts` `[B, H, any, any]` side by side, none of which is stored. Slots a head are limited by
+    `max_tokens`, see `UsageRecord`; `usage` then says which token each slot holds, else that is its position. `pages`
+    `[B, H, PAGE_TOKENS, R]` are files in a `folder`, or in memory, page-locked with `pin_memory`.
     """
 
     def __init__(
@@ -68,7 +61,7 @@ class TokenPool:
         num_protected: int = 0,
         folder: str | Path | None = None,
     ):
-        # Behind all that GPUs were told to do with pages
+        # What GPUs were told to do with pages and may not have done
         self._pending: dict[torch.cuda.Stream, torch.cuda.Event] = {}
         self.batch_size, self.num_heads = parts[0].shape[:2]
         self.dims = [part.shape[3] for part in parts]
@@ -105,12 +98,9 @@ class TokenPool:
         self, parts: Sequence[torch.Tensor], position: int, padding: torch.Tensor | None
     ) -> tuple[int, list[torch.Tensor]]:
         """
-        Stores parts `[B, H, tokens, any]` of rows that follow those held, as a whole or, with a `MemoryError`, not at
-        all.
-
-        Returns how many tokens went behind those held, and the slots `[B, H, tokens]` that the others took, in order.
-        A slot may have been taken more than once, then the later token is in it. Padding at the start of sequences,
-        `[B]`, goes first.
+        Stores parts `[B, H, tokens, any]` of rows that follow those held, or, with a `MemoryError`, nothing. Returns
+        how many went behind those held, and the slots `[B, H, tokens]` that the others took, in order: the last token
+        that took a slot is in it. Padding at the start of sequences, `[B]`, goes first.
         """
         count = parts[0].shape[2]
         free = count if self.max_tokens is None else min(count, self.max_tokens - self.num_slots)
@@ -130,10 +120,9 @@ class TokenPool:
             stop = min(start + at_once, count)
             slots = self.usage.replace(stop - start, position + start, padding)
             rows = torch.cat([part[:, :, start:stop] for part in parts], dim=3).to("cpu")
-            numbers = slots // PAGE_TOKENS
-            for number, page in enumerate(self.pages):
-                places = (numbers == number).nonzero(as_tuple=True)
-                page[places[0], places[1], slots[places] - number * PAGE_TOKENS] = rows[places]
+            for page, first, end in self._spans(0, self.num_slots):
+                places = ((slots >= first) & (slots < end)).nonzero(as_tuple=True)
+                page[places[0], places[1], slots[places] - first] = rows[places]
             taken.append(slots)
         return free, taken
 
@@ -195,10 +184,7 @@ class TokenPool:
             self.note(torch.cuda.current_stream(parts[0].device))
 
     def addresses_for(self, states: torch.Tensor) -> torch.Tensor | None:
-        """
-        Lists where the pages lie, `[pages]`, for the kernels of `triton_kernels.gather`, if what comes from the pages
-        or goes there is on the device of `states`; `None` if they cannot be used.
-        """
+        """Lists where the pages lie, for kernels on the device of `states`; `None` if these cannot be used."""
         if choose_copy_kernel(states) != "triton":
             return None
         pointers = tuple(page.data_ptr() for page in self.pages)
@@ -214,16 +200,13 @@ class TokenPool:
         return self._addresses[1]
 
     def _spans(self, first: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """Lists the pages that slots from `first` to `stop` lie in, each with its own first and last slot of them."""
+        """Lists the pages of slots from `first` to `stop`, each with its first and the one behind its last of them."""
         for number in range(first // PAGE_TOKENS, -(-stop // PAGE_TOKENS)):
             offset = number * PAGE_TOKENS
             yield self.pages[number], max(first, offset), min(stop, offset + PAGE_TOKENS)
 
     def iter_pages(self) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """
-        Lists everything held, page by page: rows `[B, H, slots, R]`, first slot, slot behind the last. Each is brought
-        to `device` when it is its turn; the host waits for none.
-        """
+        """Lists rows `[B, H, slots, R]` by page, on `device`, with first slot and the one behind the last."""
         for page, start, stop in self._spans(0, self.num_slots):
             if self.disk is not None and stop < self.num_slots:
                 self.disk.expect_page(self.pages[stop // PAGE_TOKENS])
@@ -236,10 +219,7 @@ class TokenPool:
                 release(page)
 
     def gather(self, slots: torch.Tensor) -> torch.Tensor:
-        """
-        Copies the rows of slots `[B, H, tokens]` in use, int64, on the host, which waits for a GPU that told them:
-        `[B, H, tokens, R]` where the slots are.
-        """
+        """Has the host copy the rows `[B, H, tokens, R]` of slots in use, `[B, H, tokens]`, to where these are."""
         self.wait()
         with nullcontext() if self.disk is None else self.disk.reading():
             return gather_rows(self.pages, slots.to("cpu"), are_mapped=self.disk is not None).to(slots.device)
@@ -322,8 +302,8 @@ class TokenPool:
             self.pages = [self._in_host_memory(page) for page in self.pages]
 
     def __del__(self) -> None:
-        # PyTorch does not know that kernels use the pages, and would hand their memory to somebody else. A copy that
-        # failed half-way has none.
+        # PyTorch, which does not know that kernels use the pages, would give their memory away. A copy that failed
+        # half-way has none.
         if "_pending" in self.__dict__:
             self.wait()
 
@@ -335,12 +315,11 @@ def _is_readable(page: torch.Tensor) -> bool:
 
 class UsageRecord:
     """
-    Positions of the tokens in a pool's slots `[B, H, slots]`, -1 where there is none, and what is known of their use.
+    Notes positions of the tokens in a pool's slots `[B, H, slots]`, -1 where there is none, and their use.
 
     The policy is `"counter"` (out goes the token that was fetched least often; all counts of a head are halved when
-    one saturates), `"lru"` (the one whose last fetch is longest ago) or `"fifo"` (the oldest). Ties go to the oldest.
-    The first `num_protected` tokens of every item, attention sinks, stay. In the paper's released code a policy does
-    not forget whom it has evicted, and chooses the same token again and again; here a victim's slot starts anew.
+    one saturates), `"lru"` (the one whose last fetch is longest ago) or `"fifo"` (the oldest). Ties go to the oldest;
+    the first `num_protected` tokens of every item stay. Other than in the paper's code a victim's slot starts anew.
     """
 
     def __init__(self, policy: str, num_protected: int, batch_size: int, num_heads: int, num_slots: int):
@@ -384,10 +363,7 @@ class UsageRecord:
         return victims
 
     def _usage_of_new_tokens(self, num_slots: int) -> torch.Tensor:
-        """
-        Tells a new token's usage, `[B, H, 1]`: the average of its head, or now. Starting with nothing it would be the
-        next victim, before any attention could have asked for it.
-        """
+        """Tells a new token's usage, `[B, H, 1]`: the average, or now; with none it would be the next victim."""
         assert self.usage is not None
         if self.policy == "lru":
             return torch.full((*self.usage.shape[:2], 1), self.num_steps, dtype=torch.int32)

@@ -6,10 +6,9 @@ Transformers how it makes its queries, and repeats just these steps on any hidde
     projection - norm over the whole width - clipping - norm of every head - rotary embedding - factor
 
 What a module does is told by its attributes, which families of models share: a query projection of a known name, the
-size of the query norm's weight, the parameters of `forward`. (Its `forward` on a stand-in for the module would serve
-any family, but computes all parts of a fused projection.) What is known to make attention differ from products of keys
-and queries is refused when a projection is made; `QueryProjection.check` compares with the queries that attention was
-given, and catches the rest.
+size of the query norm's weight, the parameters of `forward`. What is known to make attention differ from products of
+keys and queries is refused when a projection is made; `QueryProjection.check` compares with the queries that attention
+was given, and catches the rest.
 
 B: batch size, T: tokens, H: query heads, D: size of a head.
 """
@@ -53,12 +52,9 @@ class UnknownQueriesError(ValueError):
 class QueryProjection:
     """
     Makes, from the input of an attention module, the queries that the module hands to
-    `torch.nn.functional.scaled_dot_product_attention`, with the module's own parameters and submodules.
-
-    Autograd and devices are its caller's business: hidden states and position embeddings have to be on the module's
-    device. `has_rotary` says whether queries depend on position embeddings, `scaling` what attention multiplies their
-    products with keys by. A `ValueError` says why a module's queries cannot be made from its input and position
-    embeddings alone.
+    `torch.nn.functional.scaled_dot_product_attention`, with the module's own parameters and submodules; a `ValueError`
+    says why they cannot be made from its input and position embeddings, on its device, alone. `has_rotary` says
+    whether they depend on the latter, `scaling` what attention multiplies their products with keys by.
     """
 
     def __init__(self, module: nn.Module, config: PreTrainedConfig):
@@ -101,9 +97,8 @@ class QueryProjection:
         return getattr(self._module, self._projection_name)
 
     @property
-    def _norm(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        norm: Callable[[torch.Tensor], torch.Tensor] | None = first_of(self._module, _NORM_NAMES)
-        return norm
+    def _norm(self) -> Any:
+        return first_of(self._module, _NORM_NAMES)
 
     def __call__(self, hidden_states: torch.Tensor, position_embeddings: PositionEmbeddings | None) -> torch.Tensor:
         """
@@ -124,12 +119,8 @@ class QueryProjection:
         self, hidden_states: torch.Tensor, position_embeddings: PositionEmbeddings | None, query: torch.Tensor
     ) -> None:
         """
-        Makes sure that the projection makes the queries `[B, H, T, D]` that attention was given, to rounding in their
-        dtype. The first position's rotary embedding changes nothing.
-
-        Raises:
-            UnknownQueriesError: if the queries differ.
-            ValueError: if they hold NaN or infinity.
+        Compares with the queries `[B, H, T, D]` that attention was given; an `UnknownQueriesError` if they differ by
+        more than rounding, a `ValueError` if they hold NaN or infinity.
         """
         with torch.no_grad():
             own = self(hidden_states, position_embeddings)
@@ -169,7 +160,7 @@ class QueryProjection:
         return states.transpose(0, 1).reshape(*hidden_states.shape[:2], -1)
 
     def _normed(self, stage: str, states: torch.Tensor) -> torch.Tensor:
-        return states if self._norm is None or stage != self._norm_stage else self._norm(states)
+        return self._norm(states) if stage == self._norm_stage and self._norm is not None else states
 
     def _rotated(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         assert self._rotate is not None
@@ -189,7 +180,7 @@ class QueryProjection:
         if width not in (None, *expected):
             raise ValueError(f"`{self._projection_name}` of {self._name} has {width} outputs, not {expected[0]}")
         if self._projection_name == "q_proj":
-            return self.num_heads if width == 2 * own_width else 1
+            return self.num_heads if width == expected[1] else 1
         if getattr(module, "new_decoder_architecture", False):
             return num_key_value_heads
         is_by_heads = self._projection_name == "query_key_value" or first_of(module, ("multi_query",)) is not None
@@ -235,10 +226,8 @@ def _is_plain(projection: Any) -> bool:
 
 def find_attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
     """
-    Lists the self-attention modules of a model's text decoder by their `layer_idx`, in that order.
-
-    Layers of hybrid models that have no attention, or a linear one, are not in it. A `ValueError` says that the model
-    is an encoder-decoder, has no such modules, or several with the same index.
+    Lists the self-attention modules, linear ones aside, of a model's text decoder by their `layer_idx`, in that order.
+    A `ValueError` says that the model is an encoder-decoder, has none, or several with the same index.
     """
     if model.config.is_encoder_decoder:
         raise ValueError(f"`{type(model).__name__}` has an encoder: only the attention of decoders is known")

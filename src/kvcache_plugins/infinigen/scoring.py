@@ -12,8 +12,10 @@ from typing import ClassVar
 import torch
 
 from kvcache_plugins.codecs.quantization import pack
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.compiled_tokens import ChoosingCall, attend_rows
 from kvcache_plugins.kernels.tokens import code_scores
+from kvcache_plugins.layers.packing import States
 
 from .pool import TokenPool
 from .selection import Selection
@@ -45,54 +47,41 @@ class ScoringStates:
         self.rows: dict[str, torch.Tensor] = {}
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor, count: int, start: int) -> Encoded:
-        """
-        Makes what is stored of the first `count` of all exact tokens `[B, H, T, D or E]` there are, the first of them
-        at position `start`, and stores nothing.
-        """
+        """Makes what is stored of the first `count` exact tokens `[B, H, T, D or E]` from position `start` on."""
         return self.encode_keys(keys[:, :, :count]), (keys[:, :, :count], values[:, :, :count])
 
     def encode_keys(self, keys: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Makes the rows of keys `[B, H, tokens, D]`."""
         raise NotImplementedError
 
-    def dense(self, rows: torch.Tensor, slots: torch.Tensor, pool: TokenPool) -> tuple[torch.Tensor, torch.Tensor]:
+    def dense(self, rows: torch.Tensor, slots: torch.Tensor, pool: TokenPool) -> States:
         """Returns keys and values `[B, H, K, D or E]` of the pool's rows in slots `[B, H, K]`."""
         keys, values = rows.split(pool.dims, dim=3)
         return keys, values
 
-    def prepare(
-        self, query: torch.Tensor, scale: float, pool: TokenPool, window: tuple[torch.Tensor, torch.Tensor]
-    ) -> ChoosingCall | None:
+    def prepare(self, query: torch.Tensor, scale: float, pool: TokenPool, window: States) -> ChoosingCall | None:
         """Describes steps with queries like these `[B, H, G, D]` over the pool as it is; `None` if no kernel does."""
         return None
 
     def attend(
-        self,
-        query: torch.Tensor,
-        selection: Selection,
-        pool: TokenPool,
-        newest: tuple[torch.Tensor, torch.Tensor],
-        start: int,
-        mask: torch.Tensor | None,
-        scale: float,
+        self, call: AttentionCall, selection: Selection, pool: TokenPool, newest: States, start: int
     ) -> torch.Tensor | None:
         """
-        Attends with the queries `[B, H, G, D]` of one new token to the tokens chosen of the pool and to the `newest`
-        `[B, H, W, D or E]`, the first of which has position `start`, by the kernel that reads all where they stand;
-        `mask` `[B, tokens]` is the token's row. `None` if the kernel cannot.
+        Attends as `InfiniGenLayer.attend_selection` to the tokens chosen and to the `newest` `[B, H, W, D or E]` from
+        position `start` on, by the kernel that reads all where they stand, under a mask of `[B, 1, 1, tokens]`; `None`
+        if it cannot.
         """
         slots, count, pages = selection.slots, selection.count, pool.pages
+        mask = None if call.mask is None else call.mask[:, 0, 0]
         positions = None if mask is None else pool.positions_of(slots)
         if pool.disk is not None:
             slots = slots[:, :, : max(int(count.max()), 1)]
             pages, slots = [pool.gather(slots)], torch.arange(slots.shape[2]).expand_as(slots)
-        return attend_rows(query, pages, slots, count, *newest, scale, mask, positions, start)
+        assert call.scale is not None
+        return attend_rows(call.query, pages, slots, count, *newest, call.scale, mask, positions, start)
 
     def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
-        """
-        Products `[B, H, G, N]` of queries `[B, H, G, D]` and the pool's keys but for what is the same for all keys,
-        float32.
-        """
+        """Multiplies queries `[B, H, G, D]` with the pool's keys, but for what all have in common: `[B, H, G, N]`."""
         raise NotImplementedError
 
     def append(self, encoded: Mapping[str, torch.Tensor]) -> None:
@@ -158,10 +147,7 @@ class ScoringCodes(ScoringStates):
         self.fit(keys, valid)
 
     def fit(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
-        """
-        Takes mean and spread of every channel from the first keys `[B, H, tokens, D]` of each sequence that are valid
-        `[B, tokens]`, which is no padding.
-        """
+        """Takes mean and spread of channels from sequences' first valid `[B, tokens]` keys `[B, H, tokens, D]`."""
         keys = keys.float()
         if valid is None:
             keys = keys[:, :, :NUM_FITTED]
@@ -194,9 +180,7 @@ class ScoringCodes(ScoringStates):
         codes = (normal / scale.float()).floor().clamp(-(top + 0.5), top - 0.5) + (top + 0.5)
         return {"codes": pack(codes.to(torch.uint8), self.nbits), "scale": scale[..., 0]}
 
-    def prepare(
-        self, query: torch.Tensor, scale: float, pool: TokenPool, window: tuple[torch.Tensor, torch.Tensor]
-    ) -> ChoosingCall:
+    def prepare(self, query: torch.Tensor, scale: float, pool: TokenPool, window: States) -> ChoosingCall:
         codes = self.rows["codes"], self.rows["scale"], self.spread
         return ChoosingCall(query, scale, *codes, self.length, self.nbits, pool.pages, window)
 
@@ -208,10 +192,9 @@ class ScoringColumns(ScoringStates):
     """
     The paper's partial key cache: a share of the keys' columns, in their own dtype.
 
-    They are the columns in which the prompt's queries `[B, H * G, prompt length, D]` and the first keys are large,
-    where `valid` says that they are no padding; with the skewing `"query-svd"` after both were turned to the right
-    singular vectors of a group's queries. Without queries the columns are those in which keys are large, and nothing
-    is turned. `"key-svd"` turns keys to their own and asks no queries: keys of low rank, as ShadowKV's and LRQK's.
+    They are the columns in which the prompt's queries `[B, H * G, prompt length, D]`, if known, and the first keys are
+    large, where `valid`: with the skewing `"query-svd"` after both were turned to the right singular vectors of a
+    group's queries, if known; with `"key-svd"` after keys were turned to their own: of low rank, as in ShadowKV, LRQK.
     """
 
     fitted_names = ("turn",)

@@ -1,9 +1,7 @@
 """Which tokens of the pool a step attends to, told from speculated scores.
 
-Query heads that share a key/value head share what is fetched for it. Their scores are no common scale, their
-probabilities are: a token's weight is its probability, averaged over the group.
-
-All of it is computed where the scores are, and the host asks for none of it: on a GPU it would have to wait.
+Query heads of a group share what is fetched: a token's weight is its probability, averaged over them. All of it is
+computed where the scores are, and the host asks for none of it: on a GPU it would have to wait.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, N slots of the pool in use.
 """
@@ -20,9 +18,8 @@ from kvcache_plugins.kernels.tokens import largest
 from .config import InfiniGenConfig
 
 
-# Added to the weight, a probability, of a token that is fetched whatever its weight
-_FORCED = 2.0
-_NEVER = -1.0
+# Added to the weight, a probability, of a token that is fetched whatever it is; and of one that never is
+_FORCED, _NEVER = 2.0, -1.0
 # Of a sum of probabilities
 _ROUNDING = 1e-5
 
@@ -144,13 +141,12 @@ def _num_wanted(
     scores: torch.Tensor,
     keys: torch.Tensor,
     weights: torch.Tensor,
-    resident_weights: torch.Tensor,
+    resident: torch.Tensor,
     num_tokens: torch.Tensor,
 ) -> torch.Tensor:
     """
-    Counts the tokens that the rule wants, `[B, H]` or broadcast to it, of candidates in the order of their `keys`,
-    with `weights` `[B, H, tokens]` beside those `[B, H, R]` of what is attended to anyway; scores are -inf where not
-    allowed.
+    Counts the tokens that the rule wants, `[B, H]` or broadcast to it, of candidates in the order of their `keys`, of
+    `weights` `[B, H, tokens]` beside those `[B, H, R]` of what is resident; scores are -inf where not allowed.
     """
     if config.share is not None:
         return _share_of(num_tokens, config.share)
@@ -160,7 +156,7 @@ def _num_wanted(
         return ((scores >= limit) & (scores > -torch.inf)).sum(dim=3).double().mean(dim=(1, 2)).ceil().long()[:, None]
     if config.mass is not None:
         # Tokens are taken until they and the resident ones weigh enough
-        before = resident_weights.sum(dim=2, keepdim=True) + weights.cumsum(dim=2) - weights
+        before = resident.sum(dim=2, keepdim=True) + weights.cumsum(dim=2) - weights
         return (before < config.mass).sum(dim=2)
     assert config.min_weight is not None
     return (keys >= _least_key(config.min_weight, num_tokens)).sum(dim=2)

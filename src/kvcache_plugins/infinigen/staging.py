@@ -1,19 +1,17 @@
 """Rows of the pool on their way to a GPU while the layer before computes.
 
-The host never waits: it does not know which tokens were chosen, nor how many. A kernel on a stream of its own reads
-the chosen rows from page-locked memory; that stream waits for all that the computing stream was told, the choice and
-writes of the pool among it, and the computing stream, once attention needs the rows, for them.
-
-Rows stand in the computing stream's memory. So whoever had it before is done when they are written, and as that stream
-waits for them before they are freed, read or not, what gets it next comes behind them.
+The host never waits. A kernel on a stream of its own reads the chosen rows from page-locked memory; that stream waits
+for all that the computing stream was told, the choice and writes of the pool among it, and the computing stream, once
+attention needs the rows, for them. They stand in the computing stream's memory: whoever had it before is done when
+they are written, and as that stream waits for them before they are freed, what gets it next comes behind them.
 
 Legend: B batch, H key/value heads, K slots chosen at most (filling among them), R numbers of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -24,7 +22,7 @@ from .selection import Selection
 
 class TransferTimes:
     """
-    Seconds that a GPU spends on transfers (`transfer_s`) and on waiting for them (`stalled_s`), between pairs of
+    Sums seconds that a GPU spends on transfers (`transfer_s`) and on waiting for them (`stalled_s`), between pairs of
     events, if they `are_tracked`. A copy has what was summed so far.
     """
 
@@ -33,30 +31,29 @@ class TransferTimes:
         # Begin and end of what may not have happened yet
         self._open: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
-    def timed(self, name: str, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
-        """Times what a stream is given inside, under a name; the host waits for nothing."""
-        return self._timed(name, stream) if self._seconds else nullcontext()
-
     @contextmanager
-    def _timed(self, name: str, stream: torch.cuda.Stream) -> Iterator[None]:
+    def timed(self, name: str, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Times what a stream is given inside, under a name; the host waits for nothing."""
+        if not self._seconds:
+            yield
+            return
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record(stream)
         yield
         end.record(stream)
         # What is over is summed on the way, so that a long decode does not pile up events
-        while self._open and self._open[0][2].query():
-            self._sum_first()
+        self._sum_up(lambda event: event.query())
         self._open.append((name, begin, end))
 
-    def _sum_first(self) -> None:
-        name, begin, end = self._open.pop(0)
-        end.synchronize()
-        self._seconds[name] += begin.elapsed_time(end) / 1e3
+    def _sum_up(self, is_over: Callable[[torch.cuda.Event], bool]) -> None:
+        while self._open and is_over(self._open[0][2]):
+            name, begin, end = self._open.pop(0)
+            end.synchronize()
+            self._seconds[name] += begin.elapsed_time(end) / 1e3
 
     def seconds(self) -> dict[str, float]:
         """Sums seconds under each name. Waits for all of it; what little time two events take themselves is in it."""
-        while self._open:
-            self._sum_first()
+        self._sum_up(lambda event: True)
         return dict(self._seconds)
 
     def __getstate__(self) -> dict[str, object]:
@@ -66,18 +63,15 @@ class TransferTimes:
 
 class StagedRows:
     """
-    Rows `[B, H, K, R]` of chosen tokens that are on their way to the GPU; `filled` is when they are there. A copy of
-    it, with the cache that it was started for, is `None`: a copy starts its own.
+    Rows `[B, H, K, R]` of chosen tokens on their way to the GPU; `filled` is when they are there. A copy of a cache
+    has `None` in their place, and starts its own.
     """
 
     def __init__(self, rows: torch.Tensor, filled: torch.cuda.Event, owner: torch.cuda.Stream, times: TransferTimes):
         self._rows, self._filled, self._owner, self._times = rows, filled, owner, times
 
     def wait(self) -> torch.Tensor:
-        """
-        Has the current stream wait for the rows, not the host, and returns them: of each head as many as were chosen;
-        what stands behind those may be anything, NaN among it.
-        """
+        """Has the current stream wait for the rows; behind those that a head chose may be anything, NaN among it."""
         stream = torch.cuda.current_stream(self._rows.device)
         with self._times.timed("stalled_s", stream):
             stream.wait_event(self._filled)

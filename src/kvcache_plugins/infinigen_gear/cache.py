@@ -24,19 +24,15 @@ class InfiniGenGEARCache(InfiniGenCache):
     A cache of codes, of which every decode step fetches only what matters from host memory.
 
     Puts [GEAR](https://huggingface.co/papers/2403.05527) and
-    [InfiniGen](https://www.usenix.org/conference/osdi24/presentation/lee) together. InfiniGen keeps a copy of the keys
-    in a few bits where it computes, to choose tokens by. Here that copy *is* the keys, as rows of the codec of the
-    preset `gear`: they are scored and attended to where they are, and never fetched. Values are in the pool in host
-    memory, as rows too; those of the tokens that were chosen cross the bus as codes and are widened where they are
-    attended to. The first `sink` tokens and the newest are exact.
+    [InfiniGen](https://www.usenix.org/conference/osdi24/presentation/lee) together. Keys are rows of the codec of the
+    preset `gear`, scored and attended to where the model computes, and never fetched. Values are rows in the pool in
+    host memory; those of chosen tokens cross the bus as codes. The first `sink` tokens and the newest are exact.
 
     Args:
         model (`PreTrainedModel`):
             The model that the cache is for, see `InfiniGenCache`.
-        key_nbits (`float`, *optional*, defaults to 4):
-            Bits of a key's number on average, where the model is.
-        value_nbits (`float`, *optional*, defaults to 3.25):
-            Bits of a value's number on average, in the pool.
+        key_nbits (`float`, *optional*, defaults to 4), value_nbits (`float`, *optional*, defaults to 3.25):
+            Bits of a number on average, of keys where the model is and of values in the pool.
         options:
             Options of `InfiniGenCache`, but for those of its own copy for scoring (`scoring_nbits`, `partial_ratio`,
             `skewing`).

@@ -246,6 +246,10 @@ def _check_prompt(
     """Raises a `ValueError` for what no rank could prefill."""
     if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
         raise ValueError(f"`model` has to be a decoder of Transformers but is a {type(model).__name__}")
+    if (getattr(model, "tp_size", None) or 1) > 1:
+        raise ValueError(
+            "`model` is split by tensor parallelism; each rank of a prefill runs all of it: load it without `tp_plan`"
+        )
     if input_ids.dim() != 2 or input_ids.numel() == 0:
         raise ValueError(
             f"`input_ids` has to be of shape [batch_size, length], both at least 1, but is {tuple(input_ids.shape)}"
