@@ -149,7 +149,13 @@ class GEARConfig:
 
     def packing(self) -> GroupPacking:
         """Makes the packing of a layer."""
-        return GroupPacking(self.codec, self.residual_length, self.num_sink_tokens, self.token_group, self.has_tiles)
+        return GroupPacking(
+            self.codec,
+            residual_length=self.residual_length,
+            num_sink_tokens=self.num_sink_tokens,
+            least_tokens=self.token_group,
+            has_whole_groups=self.has_tiles,
+        )
 
     @property
     def has_tiles(self) -> bool:

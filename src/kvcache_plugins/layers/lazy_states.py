@@ -11,21 +11,15 @@ tokens is made at a time. Anything else, such as attention that a model writes o
 tensor: right, and slower.
 """
 
-import copy
-import inspect
-from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from kvcache_plugins.kernels.attention import OnlineAttention
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.masks import slice_mask
 
 from .contexts import in_own_context, is_foreign_context, without_gradients
 from .recorded_operations import (
@@ -41,8 +35,6 @@ from .recorded_operations import (
 )
 
 
-# Before 5.15 `crop(n)` with a positive `n` means "down to n tokens"; since then only "remove -n tokens" exists
-_CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 _REPEAT_INDEX = (slice(None), slice(None), None, slice(None), slice(None))
 _DENSE_GETTERS = {"T", "H", "mT", "mH", "real", "imag", "data", "grad"}
 
@@ -53,7 +45,7 @@ class LazyStates(torch.Tensor):
     dense only when something needs them to.
 
     Attributes:
-        layer (`LazyLayer`): the layer they belong to.
+        layer: the `LazyLayer` that they belong to, or one that answers attention as it does.
         operation (`Operation`): what they are of what the layer stores.
         token_dim (`int`): the dimension that tokens are in.
         exact (`torch.Tensor`, *optional*): the dense states, where the layer has them at hand (a prompt before its
@@ -62,7 +54,7 @@ class LazyStates(torch.Tensor):
             layer's `attend` is over.
     """
 
-    layer: "LazyLayer"
+    layer: Any
     operation: Operation
     token_dim: int = 2
     exact: torch.Tensor | None = None
@@ -73,7 +65,7 @@ class LazyStates(torch.Tensor):
     @staticmethod
     def __new__(
         cls,
-        layer: "LazyLayer",
+        layer: Any,
         operation: str | Operation,
         shape: Sequence[int],
         dtype: torch.dtype,
@@ -147,7 +139,7 @@ class LazyStates(torch.Tensor):
 
 
 def stored_states(
-    layer: "LazyLayer",
+    layer: Any,
     key_shape: Sequence[int],
     value_shape: Sequence[int],
     num_tokens: int,
@@ -339,7 +331,7 @@ def _record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return _recorded(first.layer, made, exact) if known is None else known
 
 
-def _recorded(layer: "LazyLayer", sample: Sample, exact: torch.Tensor | None) -> LazyStates:
+def _recorded(layer: Any, sample: Sample, exact: torch.Tensor | None) -> LazyStates:
     operation, tensor, token_dim, _ = sample
     made = LazyStates(layer, operation, sample.shape, tensor.dtype, layer.device, exact, 0, token_dim)
     made._sample = sample
@@ -356,177 +348,3 @@ _METADATA_FUNCTIONS = {
     torch.Tensor.__hash__,
     torch.is_floating_point,
 }
-
-
-class LazyLayer(CacheLayerMixin):
-    """
-    Base of the layers that hand out `LazyStates`. A subclass stores what it likes, says how to attend to it (`attend`)
-    and how to make it dense (`materialize`), and lists its tensors once (`map_tensors`, `named_tensors`): batch
-    operations, offloading and the memory report follow from that.
-    """
-
-    is_sliding = False
-    # Tokens that a query sees, itself among them; all by default
-    sliding_window: int | None = None
-    is_croppable = True
-    is_compileable = False
-    # Whether attention over one new token adds to what is stored, beside what `update` stores
-    stores_attention = False
-    # Set from the first states, in `lazy_initialization`
-    dtype: torch.dtype
-    device: torch.device
-
-    def __init__(self) -> None:
-        # Not the mixin's, which assigns `keys` and `values`: here they are views of the storage
-        self.is_initialized = False
-        self.dense_reads = 0
-        # Whether autograd records the newest states
-        self.has_gradients = False
-
-    def __getattr__(self, name: str) -> Any:
-        # Only what is nowhere else: a model whose layers keep more than keys and values asks its own kind of layer
-        raise AttributeError(
-            f"`{type(self).__name__}` has no `{name}`. If the model asked for it, its layers keep states in a form of "
-            "their own: make the cache for the model's config, which says whether it can be used"
-        )
-
-    @in_own_context
-    def __deepcopy__(self, memo: dict[int, Any]) -> "LazyLayer":
-        made = self.__class__.__new__(self.__class__)
-        memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return made
-
-    @abstractmethod
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        """
-        Answer a call without `project` over everything the layer holds, as it is stored, by attention
-        `[batch_size, num_heads, num_queries, value_head_dim]`.
-        """
-
-    def attend_projected(self, call: AttentionCall) -> torch.Tensor:
-        """Answer a call with `project` likewise, over what it makes of a tile of tokens at a time."""
-        assert call.project is not None
-        attention: OnlineAttention | None = None
-        mask = call.full_mask(self.lazy_length())
-        for tokens, tile in self.dense_tiles(("keys", "values")):
-            keys, values = call.project(tile)
-            if attention is None:
-                attention = OnlineAttention(call.query, keys.shape[1], call.scale, call.softcap, call.sinks)
-            attention.add_tile(keys, values, slice_mask(mask, tokens.start, tokens.stop))
-        assert attention is not None, "nothing is stored"
-        return attention.result()
-
-    def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
-        """
-        Attend over everything as for the token before, with nothing hidden, in any context of PyTorch; `None` if
-        nothing is prepared for that. Lazy states that are attended to report `num_tokens` tokens.
-        """
-        return None
-
-    @abstractmethod
-    def materialize(self, side: str) -> torch.Tensor:
-        """Make all `"keys"` or `"values"` dense, `[batch_size, num_heads, seq_len, head_dim]` in the layer's dtype."""
-
-    def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, Mapping[str, torch.Tensor]]]:
-        """
-        Yield which tokens, and by side their states as `materialize` has them: all in order, some at a time, for
-        attention over what is projected. A layer that need not make them whole overrides this; that is counted here.
-        """
-        whole = {side: self.materialize(side) for side in sides}
-        for side in whole:
-            self.on_dense_read(side)
-        yield slice(0, self.get_seq_length()), whole
-
-    @abstractmethod
-    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replaces every stored tensor by `function` of it; the batch is the first dimension of each."""
-
-    @abstractmethod
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Part (`codes`, `scales`, `residual`, ...) and tensor of everything stored."""
-
-    def host_tensors(self) -> Iterator[torch.Tensor]:
-        """Yields the stored tensors that stand in host memory wherever the model computes; none by default."""
-        return iter(())
-
-    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor of what all caches of the model share, which is none of the above; nothing by default."""
-        return iter(())
-
-    @abstractmethod
-    def num_values(self) -> int:
-        """How many key and value numbers a dense cache of the same tokens would hold."""
-
-    @abstractmethod
-    def stats(self) -> Mapping[str, float]:
-        """Counters that prove the layer was exercised."""
-
-    @abstractmethod
-    def crop_tokens(self, count: int) -> None:
-        """Removes the newest `count` tokens, at least 1 and at most all of them."""
-
-    def lazy_length(self) -> int:
-        """Tokens that the newest lazy states report; older ones, of before a `crop`, report others."""
-        return self.get_seq_length()
-
-    def on_exact_attention(self, call: AttentionCall) -> None:
-        """Take note of attention over exact states that `update` handed out: they may now be stored."""
-
-    def on_dense_read(self, side: str) -> None:
-        """Called when something other than attention has made one side dense."""
-        self.dense_reads += 1
-
-    @property
-    def keys(self) -> LazyStates | None:  # type: ignore[override]
-        return self._stored_states("keys")
-
-    @property
-    def values(self) -> LazyStates | None:  # type: ignore[override]
-        return self._stored_states("values")
-
-    def _stored_states(self, side: str) -> LazyStates | None:
-        if not self.is_initialized:
-            return None
-        return LazyStates(self, side, self.states_shape(side), self.dtype, self.device)
-
-    @abstractmethod
-    def states_shape(self, side: str) -> tuple[int, int, int, int]:
-        """The shape that the dense states of one side have."""
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1 if self.sliding_window is None else self.sliding_window
-
-    # The name of `get_max_length` in earlier releases of Transformers 5
-    get_max_cache_shape = get_max_length
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Removes the newest `-tokens_to_remove` tokens; 0 changes nothing."""
-        if tokens_to_remove > 0:
-            if not _CROP_TAKES_LENGTH:
-                raise ValueError(
-                    f"`tokens_to_remove` has to be a negative number of tokens, or 0, but got {tokens_to_remove}"
-                )
-            tokens_to_remove = min(tokens_to_remove - self.get_seq_length(), 0)
-        count = min(-tokens_to_remove, self.get_seq_length())
-        if count > 0:
-            self.crop_tokens(count)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self.map_tensors(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.map_tensors(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.map_tensors(lambda tensor: tensor[indices.to(tensor.device)])
-
-    def offload(self) -> None:
-        self.map_tensors(lambda tensor: tensor.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        if self.is_initialized:
-            self.map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True))
