@@ -1,7 +1,5 @@
 """How a layer packs tokens, and what it holds beside its buffer: exact first tokens, and blocks of packed ones.
 
-    [ prefix: exact ] [ block ] [ block ] ... [ buffer: exact, newest ]
-
 A block is of rows, one for every token, or of groups, whose tokens share scales; nothing that is packed is ever made
 dense to be packed again. A `CompressedLayer` knows no format, and a codec no layer: what differs between rows and
 groups is asked of a `Packing` and of the blocks that it makes. The prefix stands where every sequence's own first
@@ -171,11 +169,6 @@ class Block(ABC):
         """Keeps the first `length` tokens, and gives the room of the others back."""
         self.length = length
         self.resize(self.num_chunks)
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yields everything stored, with all its capacity."""
-        for side in self.sides():
-            yield from side.values()
 
     def stored(self) -> list[dict[str, torch.Tensor]]:
         """Lists what is stored of keys and of values by name, without spare capacity."""
@@ -384,7 +377,7 @@ class PackedTokens:
         """Yields all tensors, to which nothing is added from now on: that would be into room that copies share."""
         self.is_open = self.is_older_open = False
         for block in self.blocks:
-            yield from block.tensors()
+            yield from (tensor for side in block.sides() for tensor in side.values())
 
 
 @dataclass(eq=False)
