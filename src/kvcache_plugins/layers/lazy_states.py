@@ -14,6 +14,7 @@ tensor: right, and slower.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import getitem
 from typing import Any
 
 import torch
@@ -27,11 +28,13 @@ from .recorded_operations import (
     STORED,
     STORED_KEYS,
     STORED_VALUES,
+    TOKENS,
     Operation,
-    Sample,
     count_for,
+    find_tokens,
     map_nested,
-    record,
+    mark_tokens,
+    write,
 )
 
 
@@ -60,7 +63,7 @@ class LazyStates(torch.Tensor):
     exact: torch.Tensor | None = None
     num_repeats: int = 1
     _size: torch.Size
-    _sample: Sample | None = None
+    _sample: torch.Tensor | None = None
 
     @staticmethod
     def __new__(
@@ -93,8 +96,8 @@ class LazyStates(torch.Tensor):
     def num_tokens(self) -> int:
         return self._size[self.token_dim]
 
-    def sample(self) -> Sample:
-        """Make what operations are recorded on."""
+    def sample(self) -> torch.Tensor:
+        """Make what operations are recorded on: the same without data, and of another number of tokens."""
         if self._sample is None:
             count = count_for(self.num_tokens)
             stored: dict[Operation, torch.Tensor] = {}
@@ -102,8 +105,7 @@ class LazyStates(torch.Tensor):
                 batch_size, num_heads, _, head_dim = self.layer.states_shape(side)
                 shape = batch_size, num_heads, count, head_dim
                 stored[operation] = torch.empty(shape, dtype=self.layer.dtype, device="meta")
-            made = self.operation.compute(stored, count)
-            self._sample = Sample(self.operation, made, self.token_dim, self.num_tokens)
+            self._sample = self.operation.compute(stored, count)
         return self._sample
 
     def densify(self) -> torch.Tensor:
@@ -303,37 +305,61 @@ def _repeated(
     return LazyStates(layer, operation, shape, states.dtype, layer.device, exact, num_repeats, len(shape) - 2)
 
 
-def _record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
+def _record(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any | None:
     """Answer an operation that leaves every token by itself; `None` of another."""
     if func not in RECORDABLE:
         return None
     sources: list[LazyStates] = []
     map_nested(lambda each: sources.append(each) if isinstance(each, LazyStates) else None, (args, kwargs))
     first, num_exact = sources[0], sum(each.exact is not None for each in sources)
-    if any(each.layer is not first.layer for each in sources) or num_exact not in (0, len(sources)):
+    if any(each.layer is not first.layer or each.num_tokens != first.num_tokens for each in sources):
         return None
+    if num_exact not in (0, len(sources)):
+        return None
+    marked = mark_tokens(func, first, args)
+
+    def operation_of(value: Any) -> Any:
+        return value.operation if isinstance(value, LazyStates) else value
 
     def sample_of(value: Any) -> Any:
-        return value.sample() if isinstance(value, LazyStates) else value
+        if isinstance(value, LazyStates):
+            return value.sample()
+        if isinstance(value, torch.Tensor):
+            return value.to("meta")
+        return count_for(first.num_tokens) if value is TOKENS else value
 
     def exact_of(value: Any) -> Any:
         return value.exact if isinstance(value, LazyStates) else value
 
-    made = record(func, map_nested(sample_of, args), map_nested(sample_of, kwargs))
-    if made is None:
+    operation = Operation(func, map_nested(operation_of, marked), map_nested(operation_of, kwargs))
+    try:
+        samples = func(*map_nested(sample_of, marked), **map_nested(sample_of, kwargs))
+    except (IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return None
+    if func is torch.Tensor.copy_ and not (isinstance(args[0], LazyStates) and write(args[0].operation, operation)):
         return None
     exact = func(*map_nested(exact_of, args), **map_nested(exact_of, kwargs)) if num_exact else None
-    if isinstance(made, list):
-        return tuple(
-            _recorded(first.layer, each, None if exact is None else exact[number]) for number, each in enumerate(made)
-        )
-    known = next((each for each in sources if each.sample().tensor is made.tensor), None)
-    return _recorded(first.layer, made, exact) if known is None else known
+    # Some return what they are given, if nothing is to be done
+    known = next((each for each in sources if each.sample() is samples), None)
+    if known is not None:
+        return known
+    if isinstance(samples, torch.Tensor):
+        return _recorded(func, first, operation, samples, exact)
+    parts = tuple(
+        _recorded(func, first, Operation(getitem, (operation, number)), each, None if exact is None else exact[number])
+        for number, each in enumerate(samples)
+    )
+    return None if any(part is None for part in parts) else parts
 
 
-def _recorded(layer: Any, sample: Sample, exact: torch.Tensor | None) -> LazyStates:
-    operation, tensor, token_dim, _ = sample
-    made = LazyStates(layer, operation, sample.shape, tensor.dtype, layer.device, exact, 0, token_dim)
+def _recorded(
+    func: Callable[..., Any], states: LazyStates, operation: Operation, sample: torch.Tensor, exact: Any
+) -> LazyStates | None:
+    token_dim = find_tokens(func, states, sample)
+    if token_dim is None:
+        return None
+    shape = *sample.shape[:token_dim], states.num_tokens, *sample.shape[token_dim + 1 :]
+    made = LazyStates(states.layer, operation, shape, sample.dtype, states.layer.device, exact, 0, token_dim)
     made._sample = sample
     return made
 
