@@ -105,7 +105,8 @@ class LazyStates(torch.Tensor):
                 batch_size, num_heads, _, head_dim = self.layer.states_shape(side)
                 shape = batch_size, num_heads, count, head_dim
                 stored[operation] = torch.empty(shape, dtype=self.layer.dtype, device="meta")
-            self._sample = self.operation.compute(stored, count)
+            made: torch.Tensor = self.operation.compute(stored, count)
+            self._sample = made
         return self._sample
 
     def densify(self) -> torch.Tensor:
