@@ -391,7 +391,8 @@ class CompressedLayer(LazyLayer):
             if isinstance(packing, GroupPacking):
                 block: Any = packing.encode(codec, (keys, values), start, valid, is_prompt=is_prompt)
             else:
-                block = RowBlock(*codec.encode(keys, values, positions), start, keys.shape[2])
+                rows = codec.encode(keys, values, positions)
+                block = RowBlock(rows[0], rows[1], start, keys.shape[2])
         except ValueError as error:
             # The codec notices, and here it is said, what is not finite
             check_finite(keys, values, valid, self.layer_idx)
@@ -405,7 +406,6 @@ class CompressedLayer(LazyLayer):
             new = slice(None) if first_end is None else slice(0)
             check_finite(keys[:, :, new], values[:, :, new], valid, self.layer_idx, packing.largest, too_large)
             if first_end is not None:
-                rows = block.keys, block.values
                 self.codec = self.codec.without_shared_errors(rows, keys, values, valid, positions)
         self._counters["tokens_compressed"] += block.length
         self._counters["chunks_compressed"] += block.num_chunks if is_grouped else 1
