@@ -28,7 +28,7 @@ from kvcache_plugins.console.inputs import (
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings, say
 from kvcache_plugins.eval.harness import cache_factories, read_tokens, spread, time_call
 from kvcache_plugins.eval.rows import Found
-from kvcache_plugins.layers.prompt_layer import PromptLayer
+from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.models.cache_argument import as_argument
 
 
@@ -36,7 +36,7 @@ from kvcache_plugins.models.cache_argument import as_argument
 def coding_seconds(cache: Cache) -> Iterator[list[float]]:
     """Times every call by which a layer stores a prompt, while this lasts."""
     seconds: list[float] = []
-    layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, PromptLayer)]
+    layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, LazyLayer)]
 
     def timed(settle: Callable[[], None]) -> None:
         start = time.perf_counter()

@@ -10,6 +10,8 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from kvcache_plugins import list_caches
+from kvcache_plugins.eval.families import build_family
+from kvcache_plugins.layers.static_layer import StaticLayer
 
 
 # One of each kind; all names are tried in `make test-long`
@@ -36,10 +38,11 @@ def through_torch(cache: Cache) -> Cache:
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_layer_is_of_three_classes_of_ours_at_most(tiny_llama, name: str, make_any) -> None:
-    for layer in make_any(name, tiny_llama).layers:
-        ours = [each.__name__ for each in type(layer).__mro__ if each.__module__.startswith("kvcache_plugins")]
+def test_a_layer_is_of_three_classes_of_ours_at_most(name: str, family: str, make_any) -> None:
+    for kind in (StaticLayer, *map(type, make_any(name, build_family(family)).layers)):
+        ours = [each.__name__ for each in kind.__mro__ if each.__module__.startswith("kvcache_plugins")]
         assert len(ours) <= 3, ours
 
 

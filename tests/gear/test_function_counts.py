@@ -13,8 +13,8 @@ from kvcache_plugins.models.cache_argument import as_argument
 
 
 ROOT = Path(kvcache_plugins.__file__).parent
-# Functions and files, at most; the aim for coding is 25 in 8
-STEP, PLAIN_STEP, CODING = (13, 4), (2, 2), (29, 8)
+# Functions and files, at most
+STEP, PLAIN_STEP, CODING = (13, 4), (2, 2), (25, 8)
 COMMIT = "CompressedLayer._commit"
 
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedMo
 from kvcache_plugins.gear.transform.calibrations import find_calibration
 from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.layers.lazy_states import LazyLayer
+from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.reference_model import ModelSource, load_config, parse_dtype
 from kvcache_plugins.option_checks import check_integer

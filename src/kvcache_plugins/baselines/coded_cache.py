@@ -10,9 +10,9 @@ from transformers import Cache, PreTrainedConfig
 
 from kvcache_plugins.codecs.codec import Codec
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
+from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.layers.model_match import ModelMatchMixin
 from kvcache_plugins.layers.packing import RowPacking
-from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.registry import get_config
 from kvcache_plugins.reports.memory import ReportingMixin
 
@@ -44,7 +44,7 @@ class CodedTokensCache(ModelMatchMixin, ReportingMixin, Cache):
         return {**add_stats(self.layers, self._layer(0)), "layers_compressing": compressing}
 
 
-def add_stats(layers: Sequence[object], empty: PromptLayer) -> dict[str, int]:
+def add_stats(layers: Sequence[object], empty: LazyLayer) -> dict[str, int]:
     """
     Adds up the counters of those layers that are of the class of an empty one, whose names a cache without any has
     too; `tokens_cached` are those of the longest.

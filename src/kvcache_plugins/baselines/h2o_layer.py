@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.layers.prompt_layer import PromptLayer
+from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.option_checks import check_bool, check_integer, check_number
 
 from .attention_weights import attend_and_weigh, sum_weights
@@ -57,7 +57,7 @@ class H2OConfig:
         return total, min(max(recent, 1), max(total - 1, 1))
 
 
-class H2OLayer(PromptLayer):
+class H2OLayer(LazyLayer):
     """The heavy hitters and the newest tokens of one layer, as many as `config` says; errors name `layer_idx`."""
 
     counter_names = ("attend_calls", "prompts_without_mask", "updates_without_weights")

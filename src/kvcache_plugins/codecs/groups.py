@@ -465,6 +465,11 @@ class GroupCodec:
     # Nothing is asked of queries, or kept of tokens, for those that follow
     layouts: ClassVar[tuple[()]] = ()
 
+    @property
+    def has_kernels(self) -> bool:
+        """Tells whether there are kernels for attention, as there are none for factors across groups."""
+        return not self.keys.tile_length
+
     def check_shapes(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Accepts states `[B, H, T, D]` of any number of heads."""
 

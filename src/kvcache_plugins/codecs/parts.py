@@ -4,7 +4,7 @@ Legend: B batch, H key/value heads, G query heads a key/value head, Q query toke
 dims of keys and values, R bytes of a row, S sink tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +17,9 @@ from .rows import RowCodec
 # Dense float32 values of one tile stay within the processor's caches
 TILE_TOKENS = 1024
 # Keys and values `[B, H, tokens, D or E]`, and the tokens of a part that they are of, from the one up to the other: of
-# parts that are not exact dense in float32
+# parts that are not exact dense in float32. A side that is not asked for may be another tensor of as many tokens
 Tile = tuple[torch.Tensor, torch.Tensor, int, int]
+SIDES = "keys", "values"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -45,7 +46,7 @@ class DensePart:
     def in_use(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
-    def tiles(self) -> Iterator[Tile]:
+    def tiles(self, sides: Collection[str] = SIDES) -> Iterator[Tile]:
         yield *self.in_use(), 0, self.length
 
 
@@ -62,12 +63,11 @@ class CompressedPart:
     def head_dims(self) -> tuple[int, int]:
         return self.keys.head_dim, self.values.head_dim
 
-    def tiles(self) -> Iterator[Tile]:
+    def tiles(self, sides: Collection[str] = SIDES) -> Iterator[Tile]:
+        stored = [each for name, each in zip(SIDES, (self.keys, self.values), strict=True) if name in sides]
         for chunks, tokens, start, stop in tile_slices(self.keys, self.length):
-            keys, values = (
-                side.dequantize_tile(chunks, tokens)[:, :, : stop - start] for side in (self.keys, self.values)
-            )
-            yield keys, values, start, stop
+            made = [side.dequantize_tile(chunks, tokens)[:, :, : stop - start] for side in stored]
+            yield made[0], made[-1], start, stop
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,11 +96,15 @@ class CodedPart:
         keys, values = self.codec.tables()
         return keys.head_dim, values.head_dim
 
-    def tiles(self) -> Iterator[Tile]:
+    def tiles(self, sides: Collection[str] = SIDES) -> Iterator[Tile]:
         for first in range(0, self.length, TILE_TOKENS):
             last = min(first + TILE_TOKENS, self.length)
-            keys = self.codec.decode_keys(self.keys[:, :, first:last], self.positions.after(first))
-            yield keys, self.codec.decode_values(self.values[:, :, first:last]), first, last
+            keys, values = self.keys[:, :, first:last], self.values[:, :, first:last]
+            if "keys" in sides:
+                keys = self.codec.decode_keys(keys, self.positions.after(first))
+            if "values" in sides:
+                values = self.codec.decode_values(values)
+            yield keys, values, first, last
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,18 +28,9 @@ from kvcache_plugins.reports.memory import ReportingMixin, StatValue
 from .config import GEARConfig, PresetChoice
 from .snapshot import FORMAT, Snapshot, read_snapshot, restore_layers, state_of
 from .transform.calibration import TransformCalibration
-from .transform.calibrations import (
-    AUTO,
-    calibration_of_file,
-    check_calibrated,
-    resolve_calibration,
-)
-from .transform.config import BACKBONE, TransformConfig, transform_config
+from .transform.calibrations import AUTO, calibration_of_file, check_calibrated, resolve_calibration
+from .transform.config import BACKBONE, OWN_OPTIONS, TransformConfig, transform_config
 from .warm_up import sizes_of, warm_up, warm_up_for_prompt
-
-
-# Both forms have these, so that they do not tell which one is meant
-_SHARED = ("residual_length", "num_sink_tokens", "quantizer", "sliding", "recent_length", "recent_nbits")
 
 
 class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
@@ -381,4 +372,4 @@ def check_gear(*, calibration: object = None, **options: Any) -> None:
 
 def is_default(backbone: str | None, options: Mapping[str, object]) -> bool:
     """Whether nothing is set that tells one form from the other; `None` is what was not given."""
-    return backbone is None and all(value is None for name, value in options.items() if name not in _SHARED)
+    return backbone is None and all(value is None for name, value in options.items() if name not in OWN_OPTIONS)

@@ -1,6 +1,6 @@
 """Options of GEAR, validated once and immutable afterwards."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from kvcache_plugins.codecs.groups import GroupCodec, SideCodec
@@ -17,17 +17,8 @@ _DEFAULT_GROUP_SIZE = 64
 # After a few nothing changes; without an end a forged file could keep a process busy for years
 _MAX_NUM_ITERATIONS = 1000
 _DEFAULT_DECODE_RANK = 2
-# Of the options that keys and values may have of their own, and of the others
+# Of the options that keys and values may have of their own
 _OF_SIDES: dict[str, Any] = {"nbits": 4, "backbone": None, "sparsity": 0.02, "rank": 4, "decode_rank": None}
-_OF_BOTH: dict[str, Any] = {
-    "q_group_size": None,
-    "residual_length": 64,
-    "num_iterations": 3,
-    "low_rank_recent_ratio": 1.0,
-    "num_sink_tokens": 0,
-    "rotate_values": False,
-    "sliding": "auto",
-}
 
 
 def largest_divisor(number: int, limit: int) -> int:
@@ -60,10 +51,10 @@ class GEARConfig:
 
     key: SideConfig
     value: SideConfig
-    q_group_size: int | None
-    residual_length: int
-    num_iterations: int
-    low_rank_recent_ratio: float
+    q_group_size: int | None = None
+    residual_length: int = 64
+    num_iterations: int = 3
+    low_rank_recent_ratio: float = 1.0
     num_sink_tokens: int = 0
     rotate_values: bool = False
     sliding: str = "auto"
@@ -128,13 +119,13 @@ class GEARConfig:
                 own["decode_rank"] = min(_DEFAULT_DECODE_RANK, own["rank"])
             return SideConfig(side=name, **own)
 
-        shared = {name: given.get(name, default) for name, default in _OF_BOTH.items()}
+        shared = {each.name: given[each.name] for each in fields(cls)[2:] if each.name in given}
         return cls(key=side("key"), value=side("value"), **shared)
 
     def to_options(self) -> dict[str, Any]:
         """The options of `GEARCache` that stand for this."""
         sides = [(f"{side.side}_{name}", getattr(side, name)) for side in (self.key, self.value) for name in _OF_SIDES]
-        shared = [(name, getattr(self, name)) for name in _OF_BOTH]
+        shared = [(each.name, getattr(self, each.name)) for each in fields(self)[2:]]
         return dict([*sides, *shared])
 
     @property
@@ -149,7 +140,13 @@ class GEARConfig:
 
     def packing(self) -> GroupPacking:
         """Makes the packing of a layer."""
-        return GroupPacking(self.codec, self.residual_length, self.num_sink_tokens, self.token_group, self.has_tiles)
+        return GroupPacking(
+            self.codec,
+            residual_length=self.residual_length,
+            num_sink_tokens=self.num_sink_tokens,
+            least_tokens=self.token_group,
+            has_whole_groups=self.has_tiles,
+        )
 
     @property
     def has_tiles(self) -> bool:

@@ -22,8 +22,8 @@ from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.compiled_tokens import attend_chosen
 from kvcache_plugins.kernels.tokens import score_rows
+from kvcache_plugins.layers.lazy_layer import LeftPadding
 from kvcache_plugins.layers.packing import RowPacking, States, check_finite
-from kvcache_plugins.layers.prompt_layer import LeftPadding
 
 from .pool import TokenPool
 from .scoring import Encoded, ScoringStates
@@ -65,7 +65,7 @@ class CodedRows(ScoringStates):
         """Codes tokens, see `ScoringStates.encode`; a `ValueError` if they cannot be stored."""
         codec: Codec = self.codec
         sinks, moments, valid = self.sinks, self.moments, None
-        if not self.is_fitted or start <= self.padding.longest() + self.packing.num_sink_tokens:
+        if not self.is_fitted or start <= self.padding.ends()[1] + self.packing.num_sink_tokens:
             # With its data even where states have none
             on = torch.device("cpu") if keys.is_meta else keys.device
             number = torch.arange(start, start + keys.shape[2], device=on)
@@ -74,7 +74,7 @@ class CodedRows(ScoringStates):
             codec = self._fitted_codec(keys, values, count, start, number)
             sinks = self._exact_first(keys[:, :, :count], values[:, :, :count], number[:, :count])
             valid = number[:, :count] >= self.packing.num_sink_tokens
-            if start + count > self.padding.longest() + self.packing.num_sink_tokens:
+            if start + count > self.padding.ends()[1] + self.packing.num_sink_tokens:
                 moments = None
         keys, values, positions = keys[:, :, :count], values[:, :, :count], Positions(start, self.padding.counts)
         try:

@@ -21,8 +21,8 @@ from kvcache_plugins.kernels.compiled_tokens import ChoosingCall
 from kvcache_plugins.kernels.masks import mask_columns, slice_mask
 from kvcache_plugins.kernels.tokens import attend_staged, choose_rows_kernel
 from kvcache_plugins.layers.contexts import in_own_context
+from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.layers.packing import RowPacking
-from kvcache_plugins.layers.prompt_layer import PromptLayer
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 from kvcache_plugins.user_warnings import warn_user
 
@@ -42,11 +42,11 @@ _NUM_QUERIES = 256
 _Fetch = tuple[Selection, StagedRows | None, int]
 
 
-class InfiniGenLayer(PromptLayer):
+class InfiniGenLayer(LazyLayer):
     """
     Keys and values of one layer, offloaded as in [InfiniGen](https://huggingface.co/papers/2406.19707).
 
-    See `PromptLayer` for `layer_idx` and `attention_mask`; by default, without a `packing`, tokens are in the pool as
+    See `LazyLayer` for `layer_idx` and `attention_mask`; by default, without a `packing`, tokens are in the pool as
     they are. `window` has the newest tokens, `pool` rows of the `num_pooled` others, and `scoring` what is kept of
     their keys where they are scored. `check_queries`, held for one forward, compares the prompt's queries with what
     speculation makes of their input.
@@ -130,7 +130,7 @@ class InfiniGenLayer(PromptLayer):
         """Tokens with which the first move into the pool: those that a codec is fitted to, padding aside."""
         if not isinstance(self.scoring, CodedRows) or self.pool is not None:
             return 0
-        return self.scoring.packing.least_tokens + self._left_padding.shortest()
+        return self.scoring.packing.least_tokens + self._left_padding.ends()[0]
 
     @property
     def _window_limit(self) -> int:
@@ -148,7 +148,7 @@ class InfiniGenLayer(PromptLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `PromptLayer.update`: a token like the last one is left for the kernel that attends to write."""
+        """See `LazyLayer.update`: a token like the last one is left for the kernel that attends to write."""
         call, window = self._call, self.window
         if (
             call is None
@@ -227,13 +227,13 @@ class InfiniGenLayer(PromptLayer):
             return ScoringColumns(keys, queries, valid, config.partial_ratio, config.skewing)
         assert config.scoring_nbits is not None
         scoring = ScoringCodes(config.scoring_nbits, keys, valid)
-        scoring.num_fitted = max(count - self._left_padding.longest(), 0)
+        scoring.num_fitted = max(count - self._left_padding.ends()[1], 0)
         return scoring
 
     def _refit(self, scoring: ScoringCodes) -> None:
         """Tells channels' statistics anew as long as they are those of few tokens."""
         if scoring.num_fitted < NUM_FITTED:
-            num_real = max(scoring.length - self._left_padding.longest(), 0)
+            num_real = max(scoring.length - self._left_padding.ends()[1], 0)
             if num_real > scoring.num_fitted:
                 keys = self._pooled_keys()
                 scoring.refit(keys, self._valid_tokens(0, keys.shape[2]))

@@ -22,8 +22,8 @@ from transformers import Cache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.layers.lazy_states import LazyLayer, LazyStates
-from kvcache_plugins.layers.prompt_layer import PromptLayer
+from kvcache_plugins.layers.lazy_layer import LazyLayer
+from kvcache_plugins.layers.lazy_states import LazyStates
 
 from .attention import attend_behind_prefix
 from .messages import MessageLayout
@@ -123,9 +123,9 @@ class RunaheadLayer(LazyLayer):
     is_croppable = False
 
     def __init__(self, chain: Chain, layer_idx: int, window: int | None, *, is_lazy: bool):
-        super().__init__()
+        super().__init__(layer_idx)
         self._chain, self._slice = chain, chain.prompt_slice
-        self._layer_idx, self.window, self._is_lazy = layer_idx, window, is_lazy
+        self.window, self._is_lazy = window, is_lazy
         self.is_sliding = window is not None
         # Keys and values of the prefix, or what a window needs of it, and of the slice
         self._states: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -144,19 +144,19 @@ class RunaheadLayer(LazyLayer):
         on, and returns them, lazily under `sdpa`. Other states than the slice's are a `ValueError`.
         """
         part = self._slice
-        own = self._chain.own_layer(self._layer_idx) if self._length == part.stop else None
+        own = self._chain.own_layer(self.layer_idx) if self._length == part.stop else None
         if own is not None:
             # Attention did not tell that it was done, and `generate` has gone on
             return own.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
         if self._length != part.start or key_states.shape[2] != part.num_tokens:
             raise ValueError(
                 f"rank {self._chain.exchange.neighbours.rank} prefills the tokens {part.start} to {part.stop} in one "
-                f"forward, but its layer {self._layer_idx} got {key_states.shape[2]} tokens at position "
+                f"forward, but its layer {self.layer_idx} got {key_states.shape[2]} tokens at position "
                 f"{self._length}. `prefill_chunk_size`, and drafts, cannot be combined with it"
             )
         self.lazy_initialization(key_states, value_states)
-        self._chain.begin_layer(self._layer_idx)
-        keys, values = self._states = self._chain.exchange.exchange(self._layer_idx, key_states, value_states)
+        self._chain.begin_layer(self.layer_idx)
+        keys, values = self._states = self._chain.exchange.exchange(self.layer_idx, key_states, value_states)
         self._length = part.stop
         if not self._is_lazy:
             return keys, values
@@ -301,10 +301,10 @@ class Chain:
             return
         keys, values = states
         own = self._own[layer_idx]
-        if isinstance(own, PromptLayer) and own.is_sliding and keys.shape[2] < self.prompt_slice.stop:
+        if isinstance(own, LazyLayer) and own.is_sliding and keys.shape[2] < self.prompt_slice.stop:
             # Where tokens stand in the sequence is not known of a window alone: it stays exact
             own = self._own[layer_idx] = DynamicSlidingWindowLayer(own.get_max_length())
-        if isinstance(own, PromptLayer):
+        if isinstance(own, LazyLayer):
             padding = self.prompt_slice.padding_for(keys.shape[0])
             own.take_prompt(keys, values, None if padding is None else torch.tensor(padding, device=keys.device))
         else:

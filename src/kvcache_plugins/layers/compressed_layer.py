@@ -24,15 +24,18 @@ from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments
 from kvcache_plugins.codecs.parts import DensePart
 from kvcache_plugins.kernels.attention import attend, prepare_coding, prepare_tokens
 from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.kernels.engine import choose_kernel
 from kvcache_plugins.kernels.masks import combine_masks, hide_first, mask_columns, slice_mask
 
 from .contexts import in_own_context
 from .layer_state import BlockState, ExactStates, LayerState, restore_blocks
+from .lazy_layer import LazyLayer
 from .lazy_states import stored_states
 from .packing import (
     DROP_STEP,
     Block,
     ExactPrefix,
+    GroupPacking,
     PackedTokens,
     Packing,
     PreparedParts,
@@ -41,7 +44,6 @@ from .packing import (
     Split,
     check_finite,
 )
-from .prompt_layer import PromptLayer
 from .residual_buffer import ResidualBuffer
 
 
@@ -53,7 +55,7 @@ _MASK_STEP = 8
 _NUM_QUERIES = 256
 
 
-class CompressedLayer(PromptLayer):
+class CompressedLayer(LazyLayer):
     """
     Keys and values of one layer: exact first tokens, packed tokens, and an exact tail.
 
@@ -62,7 +64,7 @@ class CompressedLayer(PromptLayer):
 
     Args:
         packing (`Packing`): How its tokens are packed.
-        layer_idx, attention_mask: As in `PromptLayer`.
+        layer_idx, attention_mask: As in `LazyLayer`.
         sliding_window (`int`, *optional*): Tokens that a query sees, itself among them; all by default.
 
     Attributes:
@@ -91,7 +93,7 @@ class CompressedLayer(PromptLayer):
         attention_mask: torch.Tensor | None = None,
         sliding_window: int | None = None,
     ):
-        assert sliding_window is None or packing.has_windows
+        assert sliding_window is None or not isinstance(packing, GroupPacking)
         self.packing = packing
         self.sliding_window, self.is_sliding = sliding_window, sliding_window is not None
         # Tokens beyond which a block has no room before it needs it
@@ -172,7 +174,7 @@ class CompressedLayer(PromptLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `PromptLayer.update`: a token like the last one is stored here, if nothing more is to be done."""
+        """See `LazyLayer.update`: a token like the last one is stored here, if nothing more is to be done."""
         if torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled():
             return super().update(key_states, value_states)
         kind = key_states.shape, value_states.shape, key_states.dtype, value_states.dtype, key_states.device
@@ -321,7 +323,6 @@ class CompressedLayer(PromptLayer):
                 if packing.residual_length:
                     self.prefix = ExactPrefix.of(keys, values, padding, split.num_exact)
                     self._prefix_stop = int(end.max())
-                self.packed.is_open = False
             else:
                 self._prepared = None
                 old = slice(num_exact - num_kept)
@@ -332,7 +333,9 @@ class CompressedLayer(PromptLayer):
         # What no query to come sees is not packed
         has_passed = self.sliding_window is not None and not self.record_past
         first = max(start, self._first_seen(length)) if has_passed else start
-        count = packing.num_packed(max(length - first - num_kept, 0), is_prompt=is_prompt)
+        count = max(length - first - num_kept, 0)
+        if isinstance(packing, GroupPacking):
+            count = packing.num_packed(count, is_prompt=is_prompt)
         skipped = num_exact - (length - first)
         if count:
             tokens = slice(skipped, skipped + count)
@@ -375,6 +378,7 @@ class CompressedLayer(PromptLayer):
         Where none are packed yet, exact tokens in front end at `first_end` `[B]`, on the CPU.
         """
         packing, counts = self.packing, self._left_padding.counts
+        is_grouped = isinstance(packing, GroupPacking)
         valid = None if counts is None else self._valid_tokens(start, keys.shape[2])
         if start < self._prefix_stop:
             assert self.prefix is not None
@@ -384,13 +388,16 @@ class CompressedLayer(PromptLayer):
         recent = None if is_prompt or first_end is not None else packing.recent_codec(self.codec)
         codec, positions = self.codec if recent is None else recent, Positions(start, counts)
         try:
-            block = packing.encode(codec, (keys, values), positions, valid, is_prompt=is_prompt)
+            if isinstance(packing, GroupPacking):
+                block: Any = packing.encode(codec, (keys, values), start, valid, is_prompt=is_prompt)
+            else:
+                rows = codec.encode(keys, values, positions)
+                block = RowBlock(rows[0], rows[1], start, keys.shape[2])
         except ValueError as error:
             # The codec notices, and here it is said, what is not finite
             check_finite(keys, values, valid, self.layer_idx)
             raise ValueError(f"layer {self.layer_idx}: {error}") from error
-        is_rows = isinstance(block, RowBlock)
-        if is_rows:
+        if not is_grouped:
             too_large = codec.too_large(block.keys, block.values)
             if too_large is not None:
                 # What stands for padding, or is exact as well, may be anything
@@ -399,9 +406,14 @@ class CompressedLayer(PromptLayer):
             new = slice(None) if first_end is None else slice(0)
             check_finite(keys[:, :, new], values[:, :, new], valid, self.layer_idx, packing.largest, too_large)
             if first_end is not None:
-                rows = block.keys, block.values
                 self.codec = self.codec.without_shared_errors(rows, keys, values, valid, positions)
+        self._counters["tokens_compressed"] += block.length
+        self._counters["chunks_compressed"] += block.num_chunks if is_grouped else 1
         prepared, self._prepared = self._prepared, None
+        if first_end is not None:
+            self.packed.blocks.append(block)
+            self.packed.is_open = not (is_prompt and is_grouped)
+            return
         num_aged, num_blocks = 0, len(self.blocks)
         if recent is not None:
             joined = self.packed.add_recent(block, packing.recent_length)
@@ -409,16 +421,14 @@ class CompressedLayer(PromptLayer):
             if self.blocks[-1].length > packing.recent_length:
                 num_aged = self.blocks[-1].length - packing.recent_length // 2
         else:
-            if first_end is None and self.packed.has_recent:
+            if self.packed.has_recent:
                 self._age(self.packed.newest.length)
-            joined = self.packed.add(block, self._most_rows, is_joining=not (is_prompt and packing.has_prompts_apart))
+            joined = self.packed.add(block, self._most_rows, is_joining=not (is_prompt and is_grouped))
         if num_aged:
             self._age(num_aged)
         is_same = joined is not None and joined is self.blocks[-1] and len(self.blocks) == num_blocks
         if is_same and prepared is not None and prepared.extend(self.blocks[-2:] if num_aged else self.blocks[-1:]):
             self._prepared = prepared
-        self._counters["tokens_compressed"] += block.length
-        self._counters["chunks_compressed"] += 1 if is_rows else block.num_chunks
 
     def _age(self, count: int) -> None:
         """Codes the first `count` recent tokens anew, as all older ones are."""
@@ -460,7 +470,9 @@ class CompressedLayer(PromptLayer):
             self._learn_padding(call.mask)
             self.settle_prompt()
         query, mask, heads = call.query, call.full_mask(self.lazy_length()), self._shapes["keys"][1]
-        kernel, is_fallback = self.packing.choose(self._unfitted, query) if call.is_plain else ("torch", False)
+        kernel, is_fallback = "torch", False
+        if call.is_plain and self._unfitted.has_kernels:
+            kernel, is_fallback = choose_kernel(query, self.packing.most_compiled)
         output = self._attend_prepared(query, call.scale) if mask is None and kernel == "compiled" else None
         if output is None:
             output = attend(query, self._parts(mask), heads, call.scale, kernel, call.softcap, call.sinks)
@@ -592,10 +604,9 @@ class CompressedLayer(PromptLayer):
     def _stored_tiles(self, sides: Collection[str]) -> Iterator[tuple[int, int, dict[str, torch.Tensor]]]:
         """Blocks and the exact tail in order, with the positions that they begin and end at; the last may be empty."""
         for block in self.blocks:
-            end = block.start
-            for tile in block.dense_tiles(sides, self._codec_of(block), self.padding):
-                start, end = end, end + next(iter(tile.values())).shape[2]
-                yield start, end, tile
+            part = block.part(self._codec_of(block), self.padding, None)
+            for keys, values, first, stop in part.tiles(sides):
+                yield block.start + first, block.start + stop, {"keys": keys, "values": values}
         end = self.exact_start
         for keys, values, length in self._exact_tail():
             start, end = end, end + length

@@ -1,7 +1,5 @@
 """State of a layer between two updates, as tensors and numbers: the schema of files, stores and copies.
 
-    [ prefix: exact, first tokens ] [ blocks: compressed ] [ buffer: exact, newest ]
-
 A state may come from anywhere. `files.schema` sees to it that every field is what its annotation says;
 `restore_blocks` to what holds between fields, under the options of a cache.
 """

@@ -16,13 +16,12 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
 
 from kvcache_plugins.user_warnings import warn_user
 
-from .lazy_states import LazyLayer
+from .lazy_layer import LazyLayer
 
 
 # Layer types whose state is bounded or empty: Transformers' own layers keep them
@@ -100,39 +99,6 @@ def replace_full_attention(
     return own
 
 
-class RecurrentStates(LinearAttentionLayer):
-    """Stands before the class of a `LazyLayer`, whose operations on a batch then take these states along."""
-
-    is_compileable = False
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        if len(args) == 2:
-            super(LinearAttentionCacheLayerMixin, self).lazy_initialization(*args)  # type: ignore[misc]
-        else:
-            super().lazy_initialization(**kwargs)
-
-    def _recurrent_tensors(self) -> Iterator[tuple[dict[int, Any], int, torch.Tensor]]:
-        for states in (self.conv_states, self.recurrent_states):
-            yield from ((states, index, tensor) for index, tensor in states.items() if tensor is not None)
-
-    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().map_tensors(function)  # type: ignore[misc]
-        for states, index, tensor in list(self._recurrent_tensors()):
-            states[index] = function(tensor)
-
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from super().named_tensors()  # type: ignore[misc]
-        yield from (("recurrent", tensor) for _, _, tensor in self._recurrent_tensors())
-
-    def reset(self) -> None:
-        super().reset()
-        super(LinearAttentionCacheLayerMixin, self).reset()  # type: ignore[misc]
-
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
-        super(LinearAttentionCacheLayerMixin, self).crop(tokens_to_remove)  # type: ignore[misc]
-
-
 class HybridLayersMixin(Cache):
     """Mixed into a cache of such layers, before `Cache`."""
 
@@ -147,6 +113,39 @@ class HybridLayersMixin(Cache):
 
 @cache
 def _hybrid_class(base: type[LazyLayer]) -> type[LazyLayer]:
-    # What moves or reorders goes by `map_tensors`
-    own = {name: getattr(base, name) for name in ("offload", "prefetch", "reorder_cache")}
-    return type(f"Hybrid{base.__name__}", (RecurrentStates, base), own)
+    """Makes a class of layers whose operations on a batch take states of convolutions and recurrences along."""
+
+    class Hybrid(LinearAttentionLayer, base):  # type: ignore[misc, valid-type]
+        is_compileable = False
+        # What moves or reorders goes by `map_tensors`
+        offload, prefetch, reorder_cache = base.offload, base.prefetch, base.reorder_cache
+
+        def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+            if len(args) == 2:
+                base.lazy_initialization(self, *args)
+            else:
+                super().lazy_initialization(**kwargs)
+
+        def _recurrent_tensors(self) -> Iterator[tuple[dict[int, Any], int, torch.Tensor]]:
+            for states in (self.conv_states, self.recurrent_states):
+                yield from ((states, index, tensor) for index, tensor in states.items() if tensor is not None)
+
+        def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+            base.map_tensors(self, function)
+            for states, index, tensor in list(self._recurrent_tensors()):
+                states[index] = function(tensor)
+
+        def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from base.named_tensors(self)
+            yield from (("recurrent", tensor) for _, _, tensor in self._recurrent_tensors())
+
+        def reset(self) -> None:
+            super().reset()
+            base.reset(self)
+
+        def crop(self, tokens_to_remove: int) -> None:
+            super().crop(tokens_to_remove)
+            base.crop(self, tokens_to_remove)
+
+    Hybrid.__name__ = Hybrid.__qualname__ = f"Hybrid{base.__name__}"
+    return Hybrid

@@ -11,21 +11,16 @@ tokens is made at a time. Anything else, such as attention that a model writes o
 tensor: right, and slower.
 """
 
-import copy
-import inspect
-from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import getitem
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from kvcache_plugins.kernels.attention import OnlineAttention
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.masks import slice_mask
 
 from .contexts import in_own_context, is_foreign_context, without_gradients
 from .recorded_operations import (
@@ -33,16 +28,16 @@ from .recorded_operations import (
     STORED,
     STORED_KEYS,
     STORED_VALUES,
+    TOKENS,
     Operation,
-    Sample,
     count_for,
+    find_tokens,
     map_nested,
-    record,
+    mark_tokens,
+    write,
 )
 
 
-# Before 5.15 `crop(n)` with a positive `n` means "down to n tokens"; since then only "remove -n tokens" exists
-_CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 _REPEAT_INDEX = (slice(None), slice(None), None, slice(None), slice(None))
 _DENSE_GETTERS = {"T", "H", "mT", "mH", "real", "imag", "data", "grad"}
 
@@ -53,7 +48,7 @@ class LazyStates(torch.Tensor):
     dense only when something needs them to.
 
     Attributes:
-        layer (`LazyLayer`): the layer they belong to.
+        layer: the `LazyLayer` that they belong to, or one that answers attention as it does.
         operation (`Operation`): what they are of what the layer stores.
         token_dim (`int`): the dimension that tokens are in.
         exact (`torch.Tensor`, *optional*): the dense states, where the layer has them at hand (a prompt before its
@@ -62,18 +57,18 @@ class LazyStates(torch.Tensor):
             layer's `attend` is over.
     """
 
-    layer: "LazyLayer"
+    layer: Any
     operation: Operation
     token_dim: int = 2
     exact: torch.Tensor | None = None
     num_repeats: int = 1
     _size: torch.Size
-    _sample: Sample | None = None
+    _sample: torch.Tensor | None = None
 
     @staticmethod
     def __new__(
         cls,
-        layer: "LazyLayer",
+        layer: Any,
         operation: str | Operation,
         shape: Sequence[int],
         dtype: torch.dtype,
@@ -101,8 +96,8 @@ class LazyStates(torch.Tensor):
     def num_tokens(self) -> int:
         return self._size[self.token_dim]
 
-    def sample(self) -> Sample:
-        """Make what operations are recorded on."""
+    def sample(self) -> torch.Tensor:
+        """Make what operations are recorded on: the same without data, and of another number of tokens."""
         if self._sample is None:
             count = count_for(self.num_tokens)
             stored: dict[Operation, torch.Tensor] = {}
@@ -110,8 +105,8 @@ class LazyStates(torch.Tensor):
                 batch_size, num_heads, _, head_dim = self.layer.states_shape(side)
                 shape = batch_size, num_heads, count, head_dim
                 stored[operation] = torch.empty(shape, dtype=self.layer.dtype, device="meta")
-            made = self.operation.compute(stored, count)
-            self._sample = Sample(self.operation, made, self.token_dim, self.num_tokens)
+            made: torch.Tensor = self.operation.compute(stored, count)
+            self._sample = made
         return self._sample
 
     def densify(self) -> torch.Tensor:
@@ -147,7 +142,7 @@ class LazyStates(torch.Tensor):
 
 
 def stored_states(
-    layer: "LazyLayer",
+    layer: Any,
     key_shape: Sequence[int],
     value_shape: Sequence[int],
     num_tokens: int,
@@ -311,37 +306,61 @@ def _repeated(
     return LazyStates(layer, operation, shape, states.dtype, layer.device, exact, num_repeats, len(shape) - 2)
 
 
-def _record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
+def _record(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any | None:
     """Answer an operation that leaves every token by itself; `None` of another."""
     if func not in RECORDABLE:
         return None
     sources: list[LazyStates] = []
     map_nested(lambda each: sources.append(each) if isinstance(each, LazyStates) else None, (args, kwargs))
     first, num_exact = sources[0], sum(each.exact is not None for each in sources)
-    if any(each.layer is not first.layer for each in sources) or num_exact not in (0, len(sources)):
+    if any(each.layer is not first.layer or each.num_tokens != first.num_tokens for each in sources):
         return None
+    if num_exact not in (0, len(sources)):
+        return None
+    marked = mark_tokens(func, first, args)
+
+    def operation_of(value: Any) -> Any:
+        return value.operation if isinstance(value, LazyStates) else value
 
     def sample_of(value: Any) -> Any:
-        return value.sample() if isinstance(value, LazyStates) else value
+        if isinstance(value, LazyStates):
+            return value.sample()
+        if isinstance(value, torch.Tensor):
+            return value.to("meta")
+        return count_for(first.num_tokens) if value is TOKENS else value
 
     def exact_of(value: Any) -> Any:
         return value.exact if isinstance(value, LazyStates) else value
 
-    made = record(func, map_nested(sample_of, args), map_nested(sample_of, kwargs))
-    if made is None:
+    operation = Operation(func, map_nested(operation_of, marked), map_nested(operation_of, kwargs))
+    try:
+        samples = func(*map_nested(sample_of, marked), **map_nested(sample_of, kwargs))
+    except (IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return None
+    if func is torch.Tensor.copy_ and not (isinstance(args[0], LazyStates) and write(args[0].operation, operation)):
         return None
     exact = func(*map_nested(exact_of, args), **map_nested(exact_of, kwargs)) if num_exact else None
-    if isinstance(made, list):
-        return tuple(
-            _recorded(first.layer, each, None if exact is None else exact[number]) for number, each in enumerate(made)
-        )
-    known = next((each for each in sources if each.sample().tensor is made.tensor), None)
-    return _recorded(first.layer, made, exact) if known is None else known
+    # Some return what they are given, if nothing is to be done
+    known = next((each for each in sources if each.sample() is samples), None)
+    if known is not None:
+        return known
+    if isinstance(samples, torch.Tensor):
+        return _recorded(func, first, operation, samples, exact)
+    parts = tuple(
+        _recorded(func, first, Operation(getitem, (operation, number)), each, None if exact is None else exact[number])
+        for number, each in enumerate(samples)
+    )
+    return None if any(part is None for part in parts) else parts
 
 
-def _recorded(layer: "LazyLayer", sample: Sample, exact: torch.Tensor | None) -> LazyStates:
-    operation, tensor, token_dim, _ = sample
-    made = LazyStates(layer, operation, sample.shape, tensor.dtype, layer.device, exact, 0, token_dim)
+def _recorded(
+    func: Callable[..., Any], states: LazyStates, operation: Operation, sample: torch.Tensor, exact: Any
+) -> LazyStates | None:
+    token_dim = find_tokens(func, states, sample)
+    if token_dim is None:
+        return None
+    shape = *sample.shape[:token_dim], states.num_tokens, *sample.shape[token_dim + 1 :]
+    made = LazyStates(states.layer, operation, shape, sample.dtype, states.layer.device, exact, 0, token_dim)
     made._sample = sample
     return made
 
@@ -356,177 +375,3 @@ _METADATA_FUNCTIONS = {
     torch.Tensor.__hash__,
     torch.is_floating_point,
 }
-
-
-class LazyLayer(CacheLayerMixin):
-    """
-    Base of the layers that hand out `LazyStates`. A subclass stores what it likes, says how to attend to it (`attend`)
-    and how to make it dense (`materialize`), and lists its tensors once (`map_tensors`, `named_tensors`): batch
-    operations, offloading and the memory report follow from that.
-    """
-
-    is_sliding = False
-    # Tokens that a query sees, itself among them; all by default
-    sliding_window: int | None = None
-    is_croppable = True
-    is_compileable = False
-    # Whether attention over one new token adds to what is stored, beside what `update` stores
-    stores_attention = False
-    # Set from the first states, in `lazy_initialization`
-    dtype: torch.dtype
-    device: torch.device
-
-    def __init__(self) -> None:
-        # Not the mixin's, which assigns `keys` and `values`: here they are views of the storage
-        self.is_initialized = False
-        self.dense_reads = 0
-        # Whether autograd records the newest states
-        self.has_gradients = False
-
-    def __getattr__(self, name: str) -> Any:
-        # Only what is nowhere else: a model whose layers keep more than keys and values asks its own kind of layer
-        raise AttributeError(
-            f"`{type(self).__name__}` has no `{name}`. If the model asked for it, its layers keep states in a form of "
-            "their own: make the cache for the model's config, which says whether it can be used"
-        )
-
-    @in_own_context
-    def __deepcopy__(self, memo: dict[int, Any]) -> "LazyLayer":
-        made = self.__class__.__new__(self.__class__)
-        memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return made
-
-    @abstractmethod
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        """
-        Answer a call without `project` over everything the layer holds, as it is stored, by attention
-        `[batch_size, num_heads, num_queries, value_head_dim]`.
-        """
-
-    def attend_projected(self, call: AttentionCall) -> torch.Tensor:
-        """Answer a call with `project` likewise, over what it makes of a tile of tokens at a time."""
-        assert call.project is not None
-        attention: OnlineAttention | None = None
-        mask = call.full_mask(self.lazy_length())
-        for tokens, tile in self.dense_tiles(("keys", "values")):
-            keys, values = call.project(tile)
-            if attention is None:
-                attention = OnlineAttention(call.query, keys.shape[1], call.scale, call.softcap, call.sinks)
-            attention.add_tile(keys, values, slice_mask(mask, tokens.start, tokens.stop))
-        assert attention is not None, "nothing is stored"
-        return attention.result()
-
-    def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
-        """
-        Attend over everything as for the token before, with nothing hidden, in any context of PyTorch; `None` if
-        nothing is prepared for that. Lazy states that are attended to report `num_tokens` tokens.
-        """
-        return None
-
-    @abstractmethod
-    def materialize(self, side: str) -> torch.Tensor:
-        """Make all `"keys"` or `"values"` dense, `[batch_size, num_heads, seq_len, head_dim]` in the layer's dtype."""
-
-    def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, Mapping[str, torch.Tensor]]]:
-        """
-        Yield which tokens, and by side their states as `materialize` has them: all in order, some at a time, for
-        attention over what is projected. A layer that need not make them whole overrides this; that is counted here.
-        """
-        whole = {side: self.materialize(side) for side in sides}
-        for side in whole:
-            self.on_dense_read(side)
-        yield slice(0, self.get_seq_length()), whole
-
-    @abstractmethod
-    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replaces every stored tensor by `function` of it; the batch is the first dimension of each."""
-
-    @abstractmethod
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Part (`codes`, `scales`, `residual`, ...) and tensor of everything stored."""
-
-    def host_tensors(self) -> Iterator[torch.Tensor]:
-        """Yields the stored tensors that stand in host memory wherever the model computes; none by default."""
-        return iter(())
-
-    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor of what all caches of the model share, which is none of the above; nothing by default."""
-        return iter(())
-
-    @abstractmethod
-    def num_values(self) -> int:
-        """How many key and value numbers a dense cache of the same tokens would hold."""
-
-    @abstractmethod
-    def stats(self) -> Mapping[str, float]:
-        """Counters that prove the layer was exercised."""
-
-    @abstractmethod
-    def crop_tokens(self, count: int) -> None:
-        """Removes the newest `count` tokens, at least 1 and at most all of them."""
-
-    def lazy_length(self) -> int:
-        """Tokens that the newest lazy states report; older ones, of before a `crop`, report others."""
-        return self.get_seq_length()
-
-    def on_exact_attention(self, call: AttentionCall) -> None:
-        """Take note of attention over exact states that `update` handed out: they may now be stored."""
-
-    def on_dense_read(self, side: str) -> None:
-        """Called when something other than attention has made one side dense."""
-        self.dense_reads += 1
-
-    @property
-    def keys(self) -> LazyStates | None:  # type: ignore[override]
-        return self._stored_states("keys")
-
-    @property
-    def values(self) -> LazyStates | None:  # type: ignore[override]
-        return self._stored_states("values")
-
-    def _stored_states(self, side: str) -> LazyStates | None:
-        if not self.is_initialized:
-            return None
-        return LazyStates(self, side, self.states_shape(side), self.dtype, self.device)
-
-    @abstractmethod
-    def states_shape(self, side: str) -> tuple[int, int, int, int]:
-        """The shape that the dense states of one side have."""
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1 if self.sliding_window is None else self.sliding_window
-
-    # The name of `get_max_length` in earlier releases of Transformers 5
-    get_max_cache_shape = get_max_length
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Removes the newest `-tokens_to_remove` tokens; 0 changes nothing."""
-        if tokens_to_remove > 0:
-            if not _CROP_TAKES_LENGTH:
-                raise ValueError(
-                    f"`tokens_to_remove` has to be a negative number of tokens, or 0, but got {tokens_to_remove}"
-                )
-            tokens_to_remove = min(tokens_to_remove - self.get_seq_length(), 0)
-        count = min(-tokens_to_remove, self.get_seq_length())
-        if count > 0:
-            self.crop_tokens(count)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self.map_tensors(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.map_tensors(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.map_tensors(lambda tensor: tensor[indices.to(tensor.device)])
-
-    def offload(self) -> None:
-        self.map_tensors(lambda tensor: tensor.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        if self.is_initialized:
-            self.map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True))

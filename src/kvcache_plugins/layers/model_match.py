@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from kvcache_plugins.models.layer_config import decoder_config, has_own_layers
 
 from .layer_types import HybridLayersMixin, replace_full_attention
-from .prompt_layer import ANOTHER_PROMPT, PromptLayer
+from .lazy_layer import ANOTHER_PROMPT, LazyLayer
 from .static_layer import StaticLayer, traced_states
 
 
@@ -49,7 +49,7 @@ class UpdateOrder:
 
 
 class ModelMatchMixin(HybridLayersMixin):
-    """Mixed into a cache of `PromptLayer`s, before `Cache`."""
+    """Mixed into a cache of `LazyLayer`s, before `Cache`."""
 
     # Numbers of key/value heads that the config names, if any
     expected_heads: frozenset[int] = frozenset()
@@ -167,20 +167,12 @@ class ModelMatchMixin(HybridLayersMixin):
         self._given, self._is_direct = None, False
         self._update_order.restart()
 
-    def _num_held(self, layer_idx: int) -> int | None:
-        """Tokens of a layer, 0 of one that is still to be made; `None` of one that is Transformers' own."""
-        if layer_idx >= len(self.layers):
-            return 0
-        layer = self.layers[layer_idx]
-        return layer.get_seq_length() if isinstance(layer, PromptLayer) else None
-
     def _check_last_forward(self) -> None:
         # A model that they are too many for leaves the last ones empty
         if not self._given:
             return
-        last = max(self._given)
-        is_empty = any(self._num_held(index) == 0 for index in range(last + 1, len(self.layers)))
-        if is_empty and self._num_held(last):
+        last, held = max(self._given), [getattr(layer, "_length", None) for layer in self.layers]
+        if held[last] and 0 in held[last + 1 :]:
             raise ValueError(
                 f"the cache was made for a model of {len(self.layers)} layers, but the last forward had states for "
                 f"{last + 1} of them: it was another model's, or broke off; make {ANOTHER_PROMPT}"
@@ -205,7 +197,7 @@ class ModelMatchMixin(HybridLayersMixin):
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         # Windowed layers may have other heads, which no field of the config names
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        is_ours = length is not None and not (isinstance(layer, PromptLayer) and layer.is_sliding)
+        is_ours = length is not None and not (isinstance(layer, LazyLayer) and layer.is_sliding)
         if is_alone and is_ours:
             listed = " or ".join(map(str, sorted(self.expected_heads)))
             raise ValueError(
@@ -217,7 +209,7 @@ class ModelMatchMixin(HybridLayersMixin):
         """Lets go of what the layers before got in this forward, so that the cache can still be used."""
         for index, (_, count) in (self._given or {}).items():
             layer = self.layers[index]
-            if isinstance(layer, PromptLayer) and layer.can_crop(count):
+            if isinstance(layer, LazyLayer) and layer.is_croppable and layer.can_crop(count):
                 layer.crop_tokens(count)
         self._given = None
 

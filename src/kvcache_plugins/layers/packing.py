@@ -1,7 +1,5 @@
 """How a layer packs tokens, and what it holds beside its buffer: exact first tokens, and blocks of packed ones.
 
-    [ prefix: exact ] [ block ] [ block ] ... [ buffer: exact, newest ]
-
 A block is of rows, one for every token, or of groups, whose tokens share scales; nothing that is packed is ever made
 dense to be packed again. A `CompressedLayer` knows no format, and a codec no layer: what differs between rows and
 groups is asked of a `Packing` and of the blocks that it makes. The prefix stands where every sequence's own first
@@ -13,7 +11,7 @@ Legend: B batch, H key/value heads, T tokens, D head dim, R bytes of a row.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -21,11 +19,11 @@ import torch
 import torch.nn.functional as F
 
 from kvcache_plugins.codecs.codec import Codec, Positions
-from kvcache_plugins.codecs.groups import CompressedStates, GroupCodec, keep_tokens, tile_slices
-from kvcache_plugins.codecs.parts import TILE_TOKENS, CodedPart, CompressedPart
+from kvcache_plugins.codecs.groups import CompressedStates, GroupCodec, keep_tokens
+from kvcache_plugins.codecs.parts import CodedPart, CompressedPart
 from kvcache_plugins.codecs.rows import KeptRows, RowCodec
 from kvcache_plugins.files.schema import FLOATS, MAX_INTEGER, Stored
-from kvcache_plugins.kernels.engine import MAX_NUM_COMPILED_QUERIES, choose_kernel
+from kvcache_plugins.kernels.engine import MAX_NUM_COMPILED_QUERIES, MAX_NUM_QUERIES
 
 
 if TYPE_CHECKING:
@@ -147,12 +145,6 @@ class Block(ABC):
     def part(self, codec: Any, padding: torch.Tensor | None, mask: torch.Tensor | None) -> Any:
         """The block as a part that attention goes over, with its columns of the mask."""
 
-    @abstractmethod
-    def dense_tiles(
-        self, sides: Collection[str], codec: Any, padding: torch.Tensor | None
-    ) -> Iterator[dict[str, torch.Tensor]]:
-        """Makes `"keys"`, `"values"` or both dense `[B, H, tokens, D]`, float32, tile by tile."""
-
     def append(self, block: Block, most: int | None) -> None:
         """Adds a block that follows; capacity does not grow beyond `most` tokens before it is needed."""
         used = self.num_chunks
@@ -177,11 +169,6 @@ class Block(ABC):
         """Keeps the first `length` tokens, and gives the room of the others back."""
         self.length = length
         self.resize(self.num_chunks)
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yields everything stored, with all its capacity."""
-        for side in self.sides():
-            yield from side.values()
 
     def stored(self) -> list[dict[str, torch.Tensor]]:
         """Lists what is stored of keys and of values by name, without spare capacity."""
@@ -245,18 +232,6 @@ class RowBlock(Block):
     def part(self, codec: Codec, padding: torch.Tensor | None, mask: torch.Tensor | None) -> CodedPart:
         return CodedPart(self.keys, self.values, codec, Positions(self.start, padding), self.length, mask)
 
-    def dense_tiles(
-        self, sides: Collection[str], codec: Codec, padding: torch.Tensor | None
-    ) -> Iterator[dict[str, torch.Tensor]]:
-        for first in range(0, self.length, TILE_TOKENS):
-            rows = slice(first, min(first + TILE_TOKENS, self.length))
-            tile = {}
-            if "keys" in sides:
-                tile["keys"] = codec.decode_keys(self.keys[:, :, rows], Positions(self.start + first, padding))
-            if "values" in sides:
-                tile["values"] = codec.decode_values(self.values[:, :, rows])
-            yield tile
-
 
 class GroupBlock(Block):
     """
@@ -293,15 +268,6 @@ class GroupBlock(Block):
     def part(self, codec: GroupCodec, padding: torch.Tensor | None, mask: torch.Tensor | None) -> CompressedPart:
         return CompressedPart(self.keys, self.values, self.length, mask)
 
-    def dense_tiles(
-        self, sides: Collection[str], codec: GroupCodec, padding: torch.Tensor | None
-    ) -> Iterator[dict[str, torch.Tensor]]:
-        stored = {side: self.keys if side == "keys" else self.values for side in sides}
-        for chunks, tokens, start, stop in tile_slices(self.keys, self.length):
-            yield {
-                side: states.dequantize_tile(chunks, tokens)[:, :, : stop - start] for side, states in stored.items()
-            }
-
 
 class PackedTokens:
     """
@@ -329,12 +295,8 @@ class PackedTokens:
 
     def add(self, block: Block, most: int | None, *, is_joining: bool) -> Block | None:
         """
-        Adds a block that follows, to the last one if both are of decoded tokens, and then returns that.
-
-        Args:
-            block (`Block`): the tokens; they may begin later, where a window has passed all that there was.
-            most (`int`, *optional*): tokens beyond which a block has no room before it needs it.
-            is_joining (`bool`): whether they are decoded ones.
+        Adds a block that follows, perhaps later, where a window has passed all that there was; to the last one if both
+        are of decoded tokens (`is_joining`), and then returns that. See `Block.append` for `most`.
         """
         if self.blocks and block.start > self.newest.start + self.newest.length:
             self.blocks, self.is_open = [], False
@@ -375,13 +337,7 @@ class PackedTokens:
         return self.add(block, most, is_joining=True)
 
     def age(self, block: RowBlock, most: int | None) -> None:
-        """
-        Replaces the first recent tokens by a block of the same, coded as all older ones are.
-
-        Args:
-            block (`RowBlock`): the tokens.
-            most (`int`, *optional*): as of `add`.
-        """
+        """Replaces the first recent tokens by a block of the same, coded as all older ones are."""
         recent = self.blocks[-1]
         if self.is_older_open and len(self.blocks) > 1:
             self.blocks[-2].append(block, most)
@@ -421,7 +377,7 @@ class PackedTokens:
         """Yields all tensors, to which nothing is added from now on: that would be into room that copies share."""
         self.is_open = self.is_older_open = False
         for block in self.blocks:
-            yield from block.tensors()
+            yield from (tensor for side in block.sides() for tensor in side.values())
 
 
 @dataclass(eq=False)
@@ -457,14 +413,7 @@ class ExactPrefix:
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, count: torch.Tensor) -> ExactPrefix:
-        """
-        Takes tokens out of a prompt.
-
-        Args:
-            keys, values (`torch.Tensor` of shape `[B, H, T, D]`): states of the prompt.
-            padding, count (`torch.Tensor` of shape `[B]`, on the CPU): tokens in front of those taken, and how many
-                are taken.
-        """
+        """Takes `count` `[B]` tokens behind the `padding` `[B]` out of a prompt `[B, H, T, D]`; both on the CPU."""
         device, most = keys.device, int(count.max())
         slots = (padding[:, None] + torch.arange(most)).clamp(max=keys.shape[2] - 1).to(device)[:, None, :, None]
         keys = keys.gather(2, slots.expand(-1, keys.shape[1], -1, keys.shape[3]))
@@ -521,14 +470,8 @@ class ExactPrefix:
         self, keys: torch.Tensor, values: torch.Tensor, first: int, padding: torch.Tensor, pending: torch.Tensor
     ) -> ExactPrefix:
         """
-        Returns a prefix with all further tokens of the sequences that are pending.
-
-        Args:
-            keys, values (`torch.Tensor` of shape `[B, H, T, D]`): tokens from position `first` on.
-            first (`int`): position behind the last token of the prefix, of a pending sequence that has begun.
-            padding (`torch.Tensor` of shape `[B]`): tokens at the start of every sequence that are none; of one that
-                has not begun more of them may have come.
-            pending (`torch.Tensor` of shape `[B]`, bool): which sequences have no table yet.
+        Returns a prefix with all further tokens `[B, H, T, D]`, from position `first` on, of the sequences that are
+        `pending` `[B]`. Of one that has not begun more `padding` `[B]` may have come.
         """
         start, count = self.start.cpu(), self.count.cpu()
         start = torch.where(pending & (count == 0), torch.maximum(start, padding), start)
@@ -600,12 +543,8 @@ class PreparedParts:
 
 class Split(NamedTuple):
     """
-    How a first prompt is stored.
-
-    Args:
-        num_exact (`torch.Tensor` of shape `[B]`, on the CPU): first tokens of every sequence that stay exact.
-        first (`int`): position of the first token that is packed; that of the end if none is.
-        pending (`torch.Tensor` of shape `[B]`, bool): sequences that are too short for a table, and stay exact whole.
+    How a first prompt is stored: first tokens of every sequence that stay exact `[B]`, on the CPU; position of the
+    first that is packed, or of the end; and which sequences `[B]` are too short for a table, and stay exact whole.
     """
 
     num_exact: torch.Tensor
@@ -613,6 +552,7 @@ class Split(NamedTuple):
     pending: torch.Tensor
 
 
+@dataclass(frozen=True)
 class Packing(ABC):
     """
     How a layer packs.
@@ -625,20 +565,20 @@ class Packing(ABC):
         num_kept (`int`): the newest of a full buffer that stay exact when the others are packed.
         num_heard (`int`): tokens before the first that are packed whose queries are heard, where a codec needs some.
         recent_length (`int`): newest of the packed decoded tokens whose rows have more bits, at most.
-        has_windows (`bool`): whether the first tokens of a block can be let go of.
-        has_prompts_apart (`bool`): whether no other tokens join the block of a prompt.
         largest (`float`): what numbers have to be below.
+        most_compiled (`int`): queries up to which compiled kernels compute.
     """
 
     codecs: Any
-    residual_length: int
-    num_sink_tokens: int
-    least_tokens: int
-    num_kept = 0
+    residual_length: int = 0
+    num_sink_tokens: int = 0
+    least_tokens: int = 1
     num_heard: int = 0
     recent_length: int = 0
-    has_windows = has_prompts_apart = False
     largest: float = float("inf")
+
+    num_kept = 0
+    most_compiled = MAX_NUM_QUERIES
 
     @property
     def fixed(self) -> Codec | None:
@@ -657,32 +597,6 @@ class Packing(ABC):
     def split(self, padding: torch.Tensor, length: int) -> Split | None:
         """Says how a first prompt of `length` tokens is stored, or `None` if it waits for more of them."""
 
-    @abstractmethod
-    def num_packed(self, count: int, *, is_prompt: bool) -> int:
-        """How many of the first of `count` exact tokens are packed."""
-
-    @abstractmethod
-    def encode(
-        self, codec: Any, states: States, positions: Positions, valid: torch.Tensor | None, *, is_prompt: bool
-    ) -> Block:
-        """
-        Packs consecutive tokens.
-
-        Args:
-            codec: the layer's, fitted.
-            states (two `torch.Tensor` of shape `[B, H, T, D]`): keys and values of the tokens.
-            positions (`Positions`): where they stand.
-            valid (`torch.Tensor` of shape `[B, T]`, bool, *optional*): tokens that are read; all by default.
-            is_prompt (`bool`): whether they came at once.
-
-        Raises:
-            ValueError: if states cannot be stored.
-        """
-
-    @abstractmethod
-    def choose(self, codec: Any, query: torch.Tensor) -> tuple[str, bool]:
-        """Chooses the kernel for queries, as `choose_kernel` does."""
-
 
 @dataclass(frozen=True)
 class RowPacking(Packing):
@@ -693,16 +607,7 @@ class RowPacking(Packing):
         recent_nbits (`int`, *optional*, defaults to 0): how many bits a number recent rows have more.
     """
 
-    codecs: Codec | Callable[[int, int], Codec]
-    residual_length: int = 0
-    num_sink_tokens: int = 0
-    least_tokens: int = 1
-    num_heard: int = 0
-    largest: float = float("inf")
-    recent_length: int = 0
     recent_nbits: int = 0
-
-    has_windows = True
 
     @property
     def num_kept(self) -> int:  # type: ignore[override]
@@ -720,35 +625,21 @@ class RowPacking(Packing):
         count = torch.where(has_enough, self.num_sink_tokens, (length - padding).clamp(min=0))
         return Split(count, int((padding + count)[has_enough].min()), ~has_enough)
 
-    def num_packed(self, count: int, *, is_prompt: bool) -> int:
-        return count
-
-    def encode(
-        self, codec: Codec, states: States, positions: Positions, valid: torch.Tensor | None, *, is_prompt: bool
-    ) -> RowBlock:
-        return RowBlock(*codec.encode(*states, positions), positions.first, states[0].shape[2])
-
-    def choose(self, codec: Codec, query: torch.Tensor) -> tuple[str, bool]:
-        return choose_kernel(query) if codec.has_kernels else ("torch", False)
-
 
 @dataclass(frozen=True)
 class GroupPacking(Packing):
     """
-    Packs tokens in chunks, in which groups of values share scales.
+    Packs tokens in chunks, in which groups of values share scales. So some of a run wait for more, none join the block
+    of a prompt, and the first of a block cannot be let go of by themselves.
 
     Attributes:
         least_tokens (`int`): tokens of a group of keys.
         has_whole_groups (`bool`): whether only whole groups of a prompt are packed.
     """
 
-    codecs: Callable[[int, int], GroupCodec]
-    residual_length: int
-    num_sink_tokens: int
-    least_tokens: int
-    has_whole_groups: bool
+    has_whole_groups: bool = False
 
-    has_prompts_apart = True
+    most_compiled = MAX_NUM_COMPILED_QUERIES
 
     def split(self, padding: torch.Tensor, length: int) -> Split:
         real = [length - pad for pad in padding.tolist()]
@@ -761,6 +652,7 @@ class GroupPacking(Packing):
         return Split(torch.tensor(count), length - max(packed), torch.zeros(len(real), dtype=torch.bool))
 
     def num_packed(self, count: int, *, is_prompt: bool) -> int:
+        """How many of the first of `count` exact tokens are packed."""
         if not is_prompt:
             return count - count % self.residual_length
         group = self.least_tokens
@@ -769,13 +661,13 @@ class GroupPacking(Packing):
         return count - count % group if self.has_whole_groups else count
 
     def encode(
-        self, codec: GroupCodec, states: States, positions: Positions, valid: torch.Tensor | None, *, is_prompt: bool
+        self, codec: GroupCodec, states: States, start: int, valid: torch.Tensor | None, *, is_prompt: bool
     ) -> GroupBlock:
+        """
+        Packs keys and values `[B, H, T, D]` of consecutive tokens from a position on, of which those `valid` `[B, T]`
+        are read, all by default; a `ValueError` if they cannot be stored.
+        """
         length = states[0].shape[2]
         num_chunks = 1 if is_prompt else length // self.residual_length
         sides = codec.encode(*states, valid, num_chunks=num_chunks, is_prompt=is_prompt)
-        return GroupBlock(*sides, positions.first, length)
-
-    def choose(self, codec: GroupCodec, query: torch.Tensor) -> tuple[str, bool]:
-        # Factors across groups have no kernels
-        return ("torch", False) if codec.keys.tile_length else choose_kernel(query, MAX_NUM_COMPILED_QUERIES)
+        return GroupBlock(*sides, start, length)

@@ -7,17 +7,16 @@ dimension.
 """
 
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 
 # In the place of a number of tokens among recorded arguments
-_TOKENS = object()
+TOKENS = object()
 # Tokens of states without data: primes, of which neither is another size of a model
 _COUNTS = 10_007, 10_009
 
@@ -44,7 +43,7 @@ class Operation:
             def fill(value: Any) -> Any:
                 if isinstance(value, Operation):
                     return value.compute(done, num_tokens)
-                return num_tokens if value is _TOKENS else value
+                return num_tokens if value is TOKENS else value
 
             assert self.function is not None
             args, kwargs = map_nested(fill, self.args), map_nested(fill, self.kwargs)
@@ -69,89 +68,38 @@ STORED_KEYS, STORED_VALUES = Operation(None), Operation(None)
 STORED = {"keys": STORED_KEYS, "values": STORED_VALUES}
 
 
-class Sample(NamedTuple):
-    """
-    States without data, of which nothing is known but what shapes tell: what they are of what is stored, in the place
-    of `num_tokens` tokens others in number (`count_for`), and the dimension that tokens are in.
-    """
-
-    operation: Operation
-    tensor: torch.Tensor
-    token_dim: int
-    num_tokens: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Tell the shape of all tokens."""
-        shape = self.tensor.shape
-        return (*shape[: self.token_dim], self.num_tokens, *shape[self.token_dim + 1 :])
-
-
 def count_for(num_tokens: int) -> int:
     """Tell how many tokens samples have in the place of so many."""
     return _COUNTS[num_tokens == _COUNTS[0]]
 
 
-def record(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Sample | list[Sample] | None:
+def find_tokens(function: Callable[..., Any], states: Any, made: torch.Tensor) -> int | None:
     """
-    Record one of the functions `RECORDABLE` on samples in the place of states.
-
-    Returns:
-        `Sample`, or a list of them for an operation that returns several tensors; `None` if it does not leave every
-        token by itself. Of one that writes into its first argument that argument.
+    Find the dimension of a result, computed without data, that tokens are in, in order; `None` if there is none, or
+    more than one. `states` are the first lazy ones among the arguments.
     """
-    samples: list[Sample] = []
-    map_nested(lambda value: samples.append(value) if isinstance(value, Sample) else None, (args, kwargs))
-    if len({each.num_tokens for each in samples}) != 1:
+    count = count_for(states.num_tokens)
+    dims = [dim for dim, size in enumerate(made.shape) if size and size % count == 0]
+    if len(dims) != 1 or made.shape[dims[0]] != count:
         return None
-    args = _mark_tokens(function, samples[0], args)
-    count = count_for(samples[0].num_tokens)
-
-    def operation_of(value: Any) -> Any:
-        return value.operation if isinstance(value, Sample) else value
-
-    def fill(value: Any) -> Any:
-        if isinstance(value, Sample):
-            return value.tensor
-        if isinstance(value, torch.Tensor):
-            return value.to("meta")
-        return count if value is _TOKENS else value
-
-    operation = Operation(function, map_nested(operation_of, args), map_nested(operation_of, kwargs))
-    try:
-        made = function(*map_nested(fill, args), **map_nested(fill, kwargs))
-    except (IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
+    if function in _RESHAPING and math.prod(made.shape[: dims[0]]) != math.prod(states.shape[: states.token_dim]):
         return None
-    if function is torch.Tensor.copy_:
-        return _write(args[0], operation)
-    if isinstance(made, torch.Tensor):
-        return _sample(function, samples[0], operation, made)
-    parts = (
-        _sample(function, samples[0], Operation(operator.getitem, (operation, number)), each)
-        for number, each in enumerate(made)
-    )
-    found = [each for each in parts if each is not None]
-    return found if len(found) == len(made) else None
+    return dims[0]
 
 
 def map_nested(function: Callable[[Any], Any], value: Any) -> Any:
     """Apply a function to what tuples, lists and dictionaries hold."""
-    if isinstance(value, tuple | list) and not isinstance(value, Sample):
-        return (
-            [map_nested(function, each) for each in value]
-            if isinstance(value, list)
-            else tuple(map_nested(function, each) for each in value)
-        )
+    if isinstance(value, tuple | list):
+        made = [map_nested(function, each) for each in value]
+        return made if isinstance(value, list) else tuple(made)
     if isinstance(value, dict):
         return {name: map_nested(function, each) for name, each in value.items()}
     return function(value)
 
 
-def _mark_tokens(function: Callable[..., Any], states: Sample, args: Sequence[Any]) -> Sequence[Any]:
-    """Put `_TOKENS` in the place of the tokens' number among sizes, where it stands for them."""
-    if function not in _SIZED or not isinstance(args[0], Sample):
+def mark_tokens(function: Callable[..., Any], states: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """Put `TOKENS` in the place of the tokens' number among sizes, where it stands for those of lazy `states`."""
+    if function not in _SIZED or args[0] is not states:
         return args
     sizes = list(args[1]) if len(args) == 2 and isinstance(args[1], tuple | list) else list(args[1:])
     before = math.prod(states.shape[: states.token_dim])
@@ -165,33 +113,19 @@ def _mark_tokens(function: Callable[..., Any], states: Sample, args: Sequence[An
         else:
             is_tokens = place == states.token_dim + (len(sizes) - len(states.shape)) * (function not in _EMPTY)
         if is_tokens:
-            sizes[place] = _TOKENS
+            sizes[place] = TOKENS
             break
     return args[0], tuple(sizes)
 
 
-def _sample(function: Callable[..., Any], states: Sample, operation: Operation, made: torch.Tensor) -> Sample | None:
-    """Make the sample of a result, if tokens are in one dimension of it, and are in order."""
-    count = count_for(states.num_tokens)
-    dims = [dim for dim, size in enumerate(made.shape) if size and size % count == 0]
-    if len(dims) != 1 or made.shape[dims[0]] != count:
-        return None
-    if function in _RESHAPING and math.prod(made.shape[: dims[0]]) != math.prod(states.shape[: states.token_dim]):
-        return None
-    return Sample(operation, made, dims[0], states.num_tokens)
-
-
-def _write(part: Any, operation: Operation) -> Sample | None:
-    """Record a copy into a part of an empty tensor; what is stored cannot be written to."""
-    if not isinstance(part, Sample):
-        return None
-    base = part.operation
+def write(base: Operation, operation: Operation) -> bool:
+    """Record a copy into a part of an empty tensor; tell whether it is one, as what is stored cannot be written to."""
     while base.function is not None and base.function not in _EMPTY:
         base = base.args[0]
     if base.function is None:
-        return None
+        return False
     base.effects.append(operation)
-    return part
+    return True
 
 
 def _functions(*names: str) -> set[Callable[..., Any]]:

@@ -32,9 +32,9 @@ from kvcache_plugins.kernels.masks import combine_masks, mask_columns, slice_mas
 from .compressed_layer import CompressedLayer
 from .contexts import in_own_context
 from .layer_state import LayerState
+from .lazy_layer import kind_of
 from .lazy_states import stored_states
 from .packing import PackedTokens, Packing, RowBlock, RowPacking, check_finite
-from .prompt_layer import kind_of
 
 
 # Capacity that is added when there is none left: a share of the rows held, and at least so many
@@ -297,7 +297,7 @@ class StaticLayer(CompressedLayer):
 
     @in_own_context
     def settle_prompt(self) -> None:
-        """See `PromptLayer.settle_prompt`; the layer stands still before the first token is decoded."""
+        """See `LazyLayer.settle_prompt`; the layer stands still before the first token is decoded."""
         is_settled = self._pending is None
         super().settle_prompt()
         if not is_settled:
@@ -356,7 +356,7 @@ class StaticLayer(CompressedLayer):
         return output
 
     def get_seq_length(self) -> Any:
-        """See `PromptLayer.get_seq_length`; in a graph on the device, as Transformers' own static layers have it."""
+        """See `LazyLayer.get_seq_length`; in a graph on the device, as Transformers' own static layers have it."""
         if torch.compiler.is_dynamo_compiling() and self.form is not None:
             return self.form.total
         return self._length

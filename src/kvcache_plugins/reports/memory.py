@@ -12,7 +12,7 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcache_plugins.layers.lazy_states import LazyLayer
+from kvcache_plugins.layers.lazy_layer import LazyLayer
 
 
 # What a cache says of itself: counters, and perhaps how it was chosen

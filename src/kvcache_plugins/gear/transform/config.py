@@ -27,8 +27,8 @@ _LEAST_WINDOW = 2048
 _WINDOW_FACTOR = 4
 # Before a table is made of a sequence that grows token by token, tokens whose queries are heard
 _NUM_HEARD = 32
-# Options that say the same whatever the bits are
-_TAKEN = "residual_length", "num_sink_tokens", "quantizer", "sliding", "recent_length", "recent_nbits"
+# Options that say the same whatever the bits are, and do not tell that another form is meant
+OWN_OPTIONS = "residual_length", "num_sink_tokens", "quantizer", "sliding", "recent_length", "recent_nbits"
 # A prompt's own scales reach it, though deviations end with float16
 _LARGEST = 2.0**22
 
@@ -133,13 +133,13 @@ def transform_config(options: dict[str, Any], *, is_calibrated: bool = False) ->
     between keys and values; a `ValueError` if an option is given that this backbone does not have.
     """
     options = dict(options)
-    taken = {name: options.pop(name) for name in _TAKEN}
+    taken = {name: options.pop(name) for name in OWN_OPTIONS}
     nbits, key_nbits, value_nbits = (options.pop(name) for name in ("nbits", "key_nbits", "value_nbits"))
     foreign = sorted(name for name, value in options.items() if value is not None)
     if foreign:
         raise ValueError(
             f"`{foreign[0]}` has no meaning with the `transform` backbone; its options are `nbits`, `key_nbits`, "
-            "`value_nbits`, " + ", ".join(f"`{name}`" for name in _TAKEN)
+            "`value_nbits`, " + ", ".join(f"`{name}`" for name in OWN_OPTIONS)
         )
     defaults = (nbits, nbits) if nbits is not None else _MEAN_NBITS if is_calibrated else _NBITS
     return TransformConfig(

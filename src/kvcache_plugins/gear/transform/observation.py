@@ -40,23 +40,16 @@ _NUM_TOGETHER = 16
 _TRIAL_BYTES = 16
 
 
-@dataclass(eq=False)
 class SideSums:
     """
     Sums over tokens of one side: `count`; states `[H, D]`; their products, and those of gradients `[H, D, D]`, which
     are of `num_scored` tokens that followed.
     """
 
-    count: float
-    states: torch.Tensor
-    products: torch.Tensor
-    num_scored: int
-    gradients: torch.Tensor
-
-    @classmethod
-    def zeros(cls, num_heads: int, head_dim: int) -> "SideSums":
-        square = torch.zeros(num_heads, head_dim, head_dim, dtype=torch.float64)
-        return cls(0.0, torch.zeros(num_heads, head_dim, dtype=torch.float64), square, 0, square.clone())
+    def __init__(self, num_heads: int, head_dim: int):
+        self.count = self.num_scored = 0
+        self.states = torch.zeros(num_heads, head_dim, dtype=torch.float64)
+        self.products, self.gradients = torch.zeros(2, num_heads, head_dim, head_dim, dtype=torch.float64)
 
     def add_states(self, states: torch.Tensor) -> None:
         self.count += states.shape[1]
@@ -147,8 +140,7 @@ def _add_states(
         raise ValueError("`model` has layers of attention that it did not call with a cache")
     keys, values = (states.detach()[0, :, num_sinks:].double() for states in (layer.keys, layer.values))
     if index not in sums:
-        square = torch.zeros(keys.shape[0], keys.shape[2], keys.shape[2], dtype=torch.float64)
-        own_keys, own_values = (SideSums.zeros(each.shape[0], each.shape[2]) for each in (keys, values))
+        own_keys, own_values = (SideSums(each.shape[0], each.shape[2]) for each in (keys, values))
         seen = layer.keys.detach()[:, :, num_sinks:]
         layouts, moments = candidate_layouts(frequencies, seen.shape[3]), None
         if layer.queries is not None:
@@ -157,7 +149,7 @@ def _add_states(
         size = min(_TRIAL_BYTES, seen.shape[3])
         layout = make_key_table(seen, valid, moments, layouts, Positions(num_sinks), size).rope
         assert layout is not None
-        sums[index] = LayerSums(window, layout, own_keys, own_values, 0, square)
+        sums[index] = LayerSums(window, layout, own_keys, own_values, 0, torch.zeros_like(own_keys.products))
     own = sums[index]
     own.keys.add_states(_without_rotary(keys, own.layout, num_sinks))
     own.values.add_states(values)

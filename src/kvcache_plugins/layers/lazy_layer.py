@@ -1,23 +1,28 @@
-"""Layers that take their prompt in only after attention over it.
+"""The base of the layers that hand out lazy states: bookkeeping of lengths, padding and counters, and the prompt.
 
 `update` sees states and no mask, `attend` sees the mask: so a prompt is handed out exact, attention over it is
-computed as in a dense cache, and only then is it stored, the padding of every item being known. `PromptLayer` is the
-base of the layers that do so; what they share beside that is the bookkeeping of lengths, padding and counters.
+computed as in a dense cache, and only then is it stored, the padding of every item being known.
 """
 
+import copy
+import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from typing import ClassVar
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
+from kvcache_plugins.kernels.attention import OnlineAttention
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.masks import hides_new_tokens, leading_padding
+from kvcache_plugins.kernels.masks import hides_new_tokens, leading_padding, slice_mask
 
 from .contexts import in_own_context, is_foreign_context
-from .lazy_states import LazyLayer, stored_states
+from .lazy_states import LazyStates, stored_states
 
 
+# Before 5.15 `crop(n)` with a positive `n` means "down to n tokens"; since then only "remove -n tokens" exists
+_CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 # The end of an error of a prompt that does not go on from what is held
 ANOTHER_PROMPT = "a new cache for each prompt, or call `reset()`"
 
@@ -34,22 +39,14 @@ class LeftPadding:
     def set(self, counts: torch.Tensor | None) -> None:
         """Has other counts known; `None` if none are."""
         self.counts = counts
-        self._longest: int | None = None
-        self._shortest: int | None = None
+        self._ends: tuple[int, int] | None = None
 
-    # The host waits for a device only the first time that it asks
-
-    def shortest(self) -> int:
-        """Padding of the item that has least."""
-        if self._shortest is None:
-            self._shortest = 0 if self.counts is None else int(self.counts.min())
-        return self._shortest
-
-    def longest(self) -> int:
-        """Padding of the item that has most."""
-        if self._longest is None:
-            self._longest = 0 if self.counts is None else int(self.counts.max())
-        return self._longest
+    def ends(self) -> tuple[int, int]:
+        """Padding of the items that have least and most; the host waits for a device the first time that it asks."""
+        if self._ends is None:
+            counts = self.counts
+            self._ends = (0, 0) if counts is None else (int(counts.min()), int(counts.max()))
+        return self._ends
 
     def first_tokens(self, batch_size: int, device: torch.device) -> torch.Tensor:
         """Position of every item's first real token, `[batch_size, 1]`."""
@@ -58,9 +55,12 @@ class LeftPadding:
         return self.counts.to(device)[:, None]
 
 
-class PromptLayer(LazyLayer):
+class LazyLayer(CacheLayerMixin):
     """
-    A layer whose prompt waits until attention has seen it. A subclass implements what is abstract here.
+    A layer that hands out `LazyStates`, and whose prompt waits until attention has seen it. A subclass stores what it
+    likes, says how to attend to it (`attend`) and how to make it dense (`materialize`), and implements what `update`,
+    `crop` and batch operations call (`_append`, `_store_prompt`, `_drop_newest`, `_map_stored`, `_stored_tensors`), or
+    these themselves.
 
     Args:
         layer_idx (`int`): Index of the layer, named in errors.
@@ -69,13 +69,26 @@ class PromptLayer(LazyLayer):
     """
 
     counter_names: ClassVar[tuple[str, ...]] = ("attend_calls", "prompts_without_mask")
+    is_sliding = False
+    # Tokens that a query sees, itself among them; all by default
+    sliding_window: int | None = None
+    is_croppable = True
+    is_compileable = False
+    # Whether attention over one new token adds to what is stored, beside what `update` stores
+    stores_attention = False
     # Whether storing a prompt needs its attention, so that one computed elsewhere cannot be taken in
     needs_prompt_attention = False
     # Whether as many of the newest tokens are exact at any time: see `static_layer`
     _stands_still = False
+    # Set from the first states, in `lazy_initialization`
+    dtype: torch.dtype
+    device: torch.device
 
     def __init__(self, layer_idx: int, attention_mask: torch.Tensor | None = None):
-        super().__init__()
+        # Not the mixin's, which assigns `keys` and `values`: here they are views of the storage
+        self.is_initialized = False
+        # Whether autograd records the newest states
+        self.has_gradients = False
         self.layer_idx = layer_idx
         self._given_mask = attention_mask
         self._left_padding = LeftPadding()
@@ -97,6 +110,33 @@ class PromptLayer(LazyLayer):
         self._token_kind: tuple[object, ...] | None = None
         self._counters = dict.fromkeys(self.counter_names, 0)
         self.dense_reads = 0
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what is nowhere else: a model whose layers keep more than keys and values asks its own kind of layer
+        raise AttributeError(
+            f"`{type(self).__name__}` has no `{name}`. If the model asked for it, its layers keep states in a form of "
+            "their own: make the cache for the model's config, which says whether it can be used"
+        )
+
+    @in_own_context
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LazyLayer":
+        made = self.__class__.__new__(self.__class__)
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    @property
+    def keys(self) -> LazyStates | None:  # type: ignore[override]
+        return self._stored_states("keys")
+
+    @property
+    def values(self) -> LazyStates | None:  # type: ignore[override]
+        return self._stored_states("values")
+
+    def _stored_states(self, side: str) -> LazyStates | None:
+        if not self.is_initialized:
+            return None
+        return LazyStates(self, side, self.states_shape(side), self.dtype, self.device)
 
     @property
     def padding(self) -> torch.Tensor | None:
@@ -244,7 +284,14 @@ class PromptLayer(LazyLayer):
         first = self._first_seen(length)
         return length + query_length - first, first
 
+    def get_max_length(self) -> int:
+        return -1 if self.sliding_window is None else self.sliding_window
+
+    # The name of `get_max_length` in earlier releases of Transformers 5
+    get_max_cache_shape = get_max_length
+
     def lazy_length(self) -> int:
+        """Tokens that the newest lazy states report; older ones, of before a `crop`, report others."""
         return self._length if self.sliding_window is None else self._length - self._first_visible
 
     def take_prompt(self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor | None) -> None:
@@ -276,35 +323,73 @@ class PromptLayer(LazyLayer):
         """Whether an update of `count` tokens, not the first, is stored as a prompt of its own."""
         return False
 
-    @abstractmethod
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Stores tokens that follow a prompt; `get_seq_length()` does not count them yet."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
         """Stores a prompt that attention has seen; `get_seq_length()` counts it."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _drop_newest(self, count: int) -> None:
         """Drops the newest `count` tokens, not all; `get_seq_length()` still counts them."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every tensor stored, the padding aside, by `function` of it."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Part and tensor of everything stored, the padding aside; the batch is the first dimension of the first."""
+        raise NotImplementedError
 
-    def on_exact_attention(self, call: AttentionCall) -> None:
-        self._learn_padding(call.mask)
-        self.settle_prompt()
+    @abstractmethod
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """
+        Answer a call without `project` over everything the layer holds, as it is stored, by attention
+        `[batch_size, num_heads, num_queries, value_head_dim]`.
+        """
 
     def attend_projected(self, call: AttentionCall) -> torch.Tensor:
-        output = super().attend_projected(call)
+        """Answer a call with `project` likewise, over what it makes of a tile of tokens at a time."""
+        assert call.project is not None
+        attention: OnlineAttention | None = None
+        mask = call.full_mask(self.lazy_length())
+        for tokens, tile in self.dense_tiles(("keys", "values")):
+            keys, values = call.project(tile)
+            if attention is None:
+                attention = OnlineAttention(call.query, keys.shape[1], call.scale, call.softcap, call.sinks)
+            attention.add_tile(keys, values, slice_mask(mask, tokens.start, tokens.stop))
+        assert attention is not None, "nothing is stored"
         self._learn_padding(call.mask)
         self.settle_prompt()
-        return output
+        return attention.result()
+
+    def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
+        """
+        Attend over everything as for the token before, with nothing hidden, in any context of PyTorch; `None` if
+        nothing is prepared for that. Lazy states that are attended to report `num_tokens` tokens.
+        """
+        return None
+
+    @abstractmethod
+    def materialize(self, side: str) -> torch.Tensor:
+        """Make all `"keys"` or `"values"` dense, `[batch_size, num_heads, seq_len, head_dim]` in the layer's dtype."""
+
+    def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, Mapping[str, torch.Tensor]]]:
+        """
+        Yield which tokens, and by side their states as `materialize` has them: all in order, some at a time, for
+        attention over what is projected. A layer that need not make them whole overrides this; that is counted here.
+        """
+        whole = {side: self.materialize(side) for side in sides}
+        for side in whole:
+            self.on_dense_read(side)
+        yield slice(0, self.get_seq_length()), whole
+
+    def on_exact_attention(self, call: AttentionCall) -> None:
+        """Take note of attention over exact states that `update` handed out: they may now be stored."""
+        self._learn_padding(call.mask)
+        self.settle_prompt()
 
     def _learn_padding(self, attn_mask: torch.Tensor | None) -> None:
         self._mask_seen = True
@@ -321,7 +406,8 @@ class PromptLayer(LazyLayer):
                 self.padding = leading_padding(attn_mask, first_new, self.padding, self.batch_size, first)
 
     def on_dense_read(self, side: str) -> None:
-        super().on_dense_read(side)
+        """Take note that something other than attention has made one side dense."""
+        self.dense_reads += 1
         # An attention that reads both sides dense has its own references by now
         self._sides_read.add(side)
         if self._pending is not None and len(self._sides_read) == 2:
@@ -349,12 +435,25 @@ class PromptLayer(LazyLayer):
     def _valid_tokens(self, start: int, count: int) -> torch.Tensor | None:
         """Which of `count` tokens from position `start` on are not padding, `[batch_size, count]`; `None` if all."""
         padding = self._left_padding
-        if padding.counts is None or padding.longest() <= start:
+        if padding.counts is None or padding.ends()[1] <= start:
             return None
         return torch.arange(start, start + count, device=self.device) >= padding.first_tokens(1, self.device)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the newest `-tokens_to_remove` tokens; 0 changes nothing."""
+        if tokens_to_remove > 0:
+            if not _CROP_TAKES_LENGTH:
+                raise ValueError(
+                    f"`tokens_to_remove` has to be a negative number of tokens, or 0, but got {tokens_to_remove}"
+                )
+            tokens_to_remove = min(tokens_to_remove - self.get_seq_length(), 0)
+        count = min(-tokens_to_remove, self.get_seq_length())
+        if count > 0:
+            self.crop_tokens(count)
+
     @in_own_context
     def crop_tokens(self, count: int) -> None:
+        """Removes the newest `count` tokens, at least 1 and at most all of them."""
         self.settle_prompt()
         if count == self._length:
             counters, reads = self._counters, self.dense_reads
@@ -369,6 +468,7 @@ class PromptLayer(LazyLayer):
 
     @in_own_context
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replaces every stored tensor by `function` of it; the batch is the first dimension of each."""
         self.settle_prompt()
         self._map_stored(function)
         self._index = {name: function(states) for name, states in self._index.items()}
@@ -378,14 +478,44 @@ class PromptLayer(LazyLayer):
             self.batch_size = tensor.shape[0]
             break
 
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.map_tensors(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.map_tensors(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.map_tensors(lambda tensor: tensor[indices.to(tensor.device)])
+
+    def offload(self) -> None:
+        self.map_tensors(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self.map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True))
+
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields part (`codes`, `scales`, `residual`, ...) and tensor of everything stored."""
         self.settle_prompt()
         yield from self._stored_tensors()
         yield from (("indexer", tensor) for tensor in self._index.values())
         if self.padding is not None:
             yield "index", self.padding
 
+    def host_tensors(self) -> Iterator[torch.Tensor]:
+        """Yields the stored tensors that stand in host memory wherever the model computes; none by default."""
+        return iter(())
+
+    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields name and tensor of what all caches of the model share, which is none of the above."""
+        return iter(())
+
+    @abstractmethod
+    def stats(self) -> Mapping[str, float]:
+        """Counters that prove the layer was exercised."""
+
     def num_values(self) -> int:
+        """Counts the key and value numbers that a dense cache of the same tokens would hold."""
         if not self.is_initialized:
             return 0
         indexed = self._index["keys"].numel() if self.has_index else 0
@@ -394,6 +524,7 @@ class PromptLayer(LazyLayer):
         return indexed + sum(shape[0] * shape[1] * length * shape[3] for shape in shapes)
 
     def states_shape(self, side: str) -> tuple[int, int, int, int]:
+        """Tells the shape that the dense states of one side have."""
         _, num_heads, _, head_dim = self._shapes[side]
         return self.batch_size, num_heads, self._length - self._first_visible, head_dim
 
