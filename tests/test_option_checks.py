@@ -83,8 +83,6 @@ OUT_OF_RANGE = {
         ({"rank": 65}, "rank.*at most 64"),
         ({"decode_rank": 21, "residual_length": 20}, "decode_rank.*at most 20"),
         ({"num_sink_tokens": -1}, "num_sink_tokens.*at least 0 but got -1"),
-        ({"num_sink_tokens": 2.0}, "num_sink_tokens.*at least 0 but got 2.0"),
-        ({"rotate_values": "hadamard"}, "rotate_values.*True or False but got 'hadamard'"),
         ({"residual_length": 0}, "residual_length.*at least 1"),
         ({"num_iterations": 0}, "num_iterations"),
         ({"low_rank_recent_ratio": 0.0}, "low_rank_recent_ratio"),
@@ -102,19 +100,13 @@ OUT_OF_RANGE = {
     "h2o": [
         ({"heavy_ratio": 0}, r"`heavy_ratio`.*\(0, 1\].*0"),
         ({"heavy_ratio": 1.5}, r"`heavy_ratio`.*\(0, 1\].*1\.5"),
-        ({"heavy_ratio": True}, r"`heavy_ratio`.*\(0, 1\].*True"),
-        ({"heavy_ratio": float("nan")}, r"`heavy_ratio`.*\(0, 1\].*nan"),
         ({"recent_ratio": -0.1}, r"`recent_ratio`.*\(0, 1\].*-0\.1"),
-        ({"recent_ratio": "0.1"}, r"`recent_ratio`.*\(0, 1\].*'0\.1'"),
         ({"min_tokens": 1}, "`min_tokens`.*at least 2.*1"),
-        ({"min_tokens": 2.5}, r"`min_tokens`.*integer.*2\.5"),
-        ({"grow": 1}, "`grow`.*True or False but got 1"),
     ],
     "turboquant-4bit": [
         ({"nbits": 7}, r"`key_nbits`/`nbits` has to be one of \[1, 2, 3, 4, 5, 6, 8\] but got 7"),
         ({"value_nbits": 0}, r"`value_nbits`/`nbits` has to be one of"),
         ({"nbits": 1, "residual": True}, r"`key_nbits`/`nbits` has to be one of \[2, 3, 4, 5, 6\] but got 1"),
-        ({"residual": 1}, "`residual` has to be True or False"),
     ],
     "infinigen": [
         *(({name: value}, f"`{name}`") for name, values in INFINIGEN.items() for value in values),
@@ -131,7 +123,6 @@ OUT_OF_RANGE = {
     ],
     "llamacpp-q8_0": [
         ({"type": "q6_k"}, r"`key_type`/`type` has to be one of \['q8_0', 'q5_1', .*but got 'q6_k'"),
-        ({"rotate": "no"}, "`rotate` has to be True or False"),
     ],
 }
 

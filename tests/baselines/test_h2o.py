@@ -104,6 +104,7 @@ def h2o_layers(cache):
     return [layer for layer in cache.layers if isinstance(layer, H2OLayer)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("grow", [True, False], ids=["growing", "fixed"])
 @pytest.mark.parametrize("padding", [(0,), PADDING], ids=["alone", "padded"])
 @pytest.mark.parametrize("architecture", ["llama", "llama-mha", "llama-mqa"])
@@ -135,6 +136,7 @@ def test_tiles_change_nothing(tiny_llama, monkeypatch):
         assert torch.allclose(logits, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("ratios", [(0.5, 0.5), (0.9, 0.1), (1.0, 1.0)], ids=str)
 def test_shares_of_a_whole_equal_a_dense_cache(tiny_model, ratios, attn_implementation):

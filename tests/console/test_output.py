@@ -241,10 +241,10 @@ def test_calibrate_keeps_what_presets_of_gear_find(tiny_folder: str, tmp_path: P
 
 def test_calibrate_needs_no_text_for_gear(tiny_folder: str, tmp_path: Path, fox: str, read) -> None:
     files = [tmp_path / name for name in ("one.safetensors", "again.safetensors", "more.safetensors")]
-    options = ["calibrate", "--cache", "gear", "--model", tiny_folder, "--windows", "4", "--length", "90"]
+    options = ["calibrate", "--cache", "gear", "--model", tiny_folder, "--windows", "2", "--length", "90"]
     for file, more in zip(files, ([], [], ["--text-file", fox]), strict=True):
         settings = read(*options, *more, "--out", str(file))["settings"]
-        assert (settings["text_file"], settings["windows"], settings["length"]) == ("fox.txt" if more else None, 4, 90)
+        assert (settings["text_file"], settings["windows"], settings["length"]) == ("fox.txt" if more else None, 2, 90)
     assert files[0].read_bytes() == files[1].read_bytes() != files[2].read_bytes()
 
 

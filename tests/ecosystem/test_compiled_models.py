@@ -8,14 +8,6 @@ from kvcache_plugins import GEARCache, create_cache
 from kvcache_plugins.registry import unwrap_model
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
 def decode(model, input_ids, cache):
     """Logits `[1, 3, vocabulary]` of a prompt's last token and of two single steps, in a loop of one's own."""
     with torch.no_grad():

@@ -18,6 +18,20 @@ def text_file(tmp_path: Path) -> Path:
     return path
 
 
+class Characters:
+    """A tokenizer of one ASCII character a token."""
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> "Characters":
+        self.input_ids = [ord(character) for character in text]
+        return self
+
+
+@pytest.fixture
+def characters() -> Characters:
+    """Makes a tokenizer of one ASCII character a token."""
+    return Characters()
+
+
 @pytest.fixture
 def bench(tiny_folder: str, text_file: Path) -> Callable[..., Result]:
     """Runs a benchmark on the tiny model and the text: `bench("step --context 40")`."""

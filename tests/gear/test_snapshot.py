@@ -85,14 +85,14 @@ def test_another_model_is_refused(tiny_model, tmp_path):
         GEARCache.load(path, other)
 
 
-@pytest.mark.parametrize("size", [0, 100, 0.5, 0.999])
-def test_truncated_file_is_refused(tiny_llama, tmp_path, size):
+def test_truncated_file_is_refused(tiny_llama, tmp_path):
     path = tmp_path / "cache.safetensors"
     filled(tiny_llama)[0].save(path, tiny_llama)
     content = path.read_bytes()
-    path.write_bytes(content[: int(size * len(content)) if isinstance(size, float) else size])
-    with pytest.raises(ValueError, match="damaged"):
-        GEARCache.load(path, tiny_llama)
+    for size in (0, 100, len(content) // 2, int(0.999 * len(content))):
+        path.write_bytes(content[:size])
+        with pytest.raises(ValueError, match="damaged"):
+            GEARCache.load(path, tiny_llama)
 
 
 def test_other_files_and_versions_are_refused(tiny_llama, tmp_path):

@@ -178,11 +178,11 @@ def test_checksum_of_the_test_is_that_of_the_file(subject):
 
 # Transform coding iterates nothing
 @pytest.mark.parametrize("subject", [each for each in SUBJECTS if "-t" not in each[0]], indirect=True)
-@pytest.mark.parametrize("number", [0, 1001, 2**40, "3"])
-def test_endless_iterations_are_refused(subject, number):
+def test_endless_iterations_are_refused(subject):
     header, document, data = parts(subject.content)
-    document["config"]["num_iterations"] = number
-    assert subject.outcome(signed(header, document, data)) == "refused"
+    for number in (0, 1001, 2**40, "3"):
+        document["config"]["num_iterations"] = number
+        assert subject.outcome(signed(header, document, data)) == "refused"
 
 
 @pytest.mark.parametrize(("num_damaged", "num_forged"), [(40, 70), pytest.param(3400, 1200, marks=pytest.mark.long)])

@@ -238,6 +238,7 @@ def logits(model: PreTrainedModel, cache: InfiniGenCache, input_ids: torch.Tenso
     return model(input_ids, past_key_values=cache).logits[:, -1]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("others_listen", [False, True])
 @pytest.mark.parametrize("is_detached", [False, True])
 @pytest.mark.parametrize("architecture", ["llama", "opt"])

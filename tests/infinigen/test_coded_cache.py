@@ -8,6 +8,7 @@ from transformers import DynamicCache
 from kvcache_plugins import InfiniGenCache, InfiniGenGEARCache
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("pool_tokens", [None, 150])
 @pytest.mark.parametrize("architecture", ["llama", "llama-mha", "llama-mqa", "gemma3-hybrid"])
 def test_everything_fetched_is_attention_over_all_codes(architecture, pool_tokens, tiny_model) -> None:

@@ -46,6 +46,7 @@ def resident_bytes(folder) -> int:
     return total
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cache_class", [InfiniGenCache, InfiniGenGEARCache])
 @pytest.mark.parametrize("speculate", [True, False])
 def test_equals_the_pool_in_memory(tiny_llama, tmp_path, cache_class, speculate):

@@ -3,7 +3,9 @@
 What is written to is full of NaN before, so that a row which is not to be touched shows, and one left out too.
 """
 
+import ctypes
 import itertools
+import mmap
 
 import pytest
 import torch
@@ -123,6 +125,29 @@ def test_rows_are_written_where_they_belong(dtype, row_dim, stride, is_counted):
         number = int(count[item, head])
         expected[item, head, slots[item, head, :number].cpu()] = rows[item, head, :number]
     assert torch.equal(bits(torch.cat(pages, dim=2)), bits(expected))
+
+
+def before_a_guard(tensor: torch.Tensor) -> torch.Tensor:
+    """Copies a tensor to the end of memory behind which nothing may be read."""
+    size, page = tensor.numel() * tensor.element_size(), mmap.PAGESIZE
+    end = -(-size // page) * page
+    memory = mmap.mmap(-1, end + page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + end
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(page), 0) == 0
+    copied = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=end - size)
+    return copied.copy_(tensor.contiguous().view(-1).view(torch.uint8)).view(tensor.dtype).view(tensor.shape)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="guards memory of the host, which kernels on a GPU do not read")
+def test_nothing_behind_slots_and_rows_is_read():
+    """Tiles of 16 slots and 8 words have 11 slots and 5 words in use."""
+    pages, slots = make_pages(2, 1, 2, 5, torch.float32), make_slots(2, 1, 2, 11)
+    guarded, rows = before_a_guard(slots), before_a_guard(rows_of(pages, slots) + 1)
+    out = before_a_guard(poisoned(1, 2, 11, 5, dtype=torch.float32))
+    gather_rows(page_addresses(pages, DEVICE), guarded, None, out, PAGE_TOKENS)
+    assert torch.equal(out, rows_of(pages, slots))
+    write_rows(page_addresses(pages, DEVICE), guarded, None, rows, PAGE_TOKENS)
+    assert torch.equal(rows_of(pages, slots), rows)
 
 
 def test_pages_that_do_not_lie_side_by_side_are_refused():

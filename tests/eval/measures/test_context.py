@@ -14,17 +14,6 @@ from kvcache_plugins.eval.measures.context import measure_tasks
 from kvcache_plugins.eval.tables import render_context
 
 
-class Characters:
-    """A tokenizer of one ASCII character a token."""
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> "Characters":
-        self.input_ids = [ord(character) for character in text]
-        return self
-
-    def decode(self, token_ids: list[int]) -> str:
-        return "".join(map(chr, token_ids))
-
-
 def is_right(task: str, context: str, line: str) -> bool:
     """Tells by the context alone whether a line of the answer is right."""
     if task == "records":
@@ -85,11 +74,11 @@ def test_states_follow_from_swaps_and_examples_are_not_asked_for() -> None:
     assert sample.answer == f"{asked} and 1\nis {int(asked) + 1}\n"
 
 
-def test_decode_steps_are_scored(tiny_model: Callable[..., PreTrainedModel]) -> None:
+def test_decode_steps_are_scored(tiny_model: Callable[..., PreTrainedModel], characters) -> None:
     # InfiniGen offloads the third layer
     model = tiny_model("llama", num_hidden_layers=3)
     options = {"tasks": ["copying", "words"], "length": 700, "samples": 2, "scored": 40}
-    rows = list(measure_tasks(model, Characters(), ["dynamic", "h2o", "infinigen"], **options))
+    rows = list(measure_tasks(model, characters, ["dynamic", "h2o", "infinigen"], **options))
     nll = num_scored = 0
     for index, place in enumerate((0.25, 0.75)):
         sample = make_sample("copying", len, 700, 40, place, index)
@@ -107,7 +96,7 @@ def test_decode_steps_are_scored(tiny_model: Callable[..., PreTrainedModel]) -> 
     assert 0 < fetching["fetched_share"] < 1 and fetching["fetched_bytes"] > 0
     assert lossy["memory_at_end"]["total_bytes"] < dense["memory_at_end"]["total_bytes"]
     # Held against what another run has found dense
-    (alone,) = measure_tasks(model, Characters(), ["h2o"], **options)
+    (alone,) = measure_tasks(model, characters, ["h2o"], **options)
     assert alone["tasks"] == lossy["tasks"]
     shown = render_context(rows)
     assert shown.count("| `h2o` |") == 4 and f"copying {num_scored}" in shown

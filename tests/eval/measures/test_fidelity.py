@@ -206,8 +206,6 @@ def test_command_writes_rows_with_their_provenance(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--text-file", "no-such-file", "--cache", "dynamic"], "No such file"),
-        (["--text-file", __file__, "--cache", "dynamc"], "Did you mean `dynamic`"),
         (["--text-file", __file__, "--cache", "dynamic", "--windows", "10000"], "ask for fewer or shorter windows"),
         (["--text-file", __file__, "--cache", "dynamic", "--scored", "3", "--stretch", "1"], "at least 4 tokens"),
     ],

@@ -19,14 +19,6 @@ LINE = {
 PAIRS = {"ordered_kv_records": [["a", "1"], ["b", "2"]], "key": "b", "value": "2"}
 
 
-class Characters:
-    """A tokenizer of one ASCII character a token."""
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> "Characters":
-        self.input_ids = [ord(character) for character in text]
-        return self
-
-
 def write_rows(path, *rows: dict[str, object]):
     path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
     return path
@@ -66,7 +58,7 @@ def test_what_cannot_be_asked_is_refused(tmp_path, row, records, message) -> Non
         read_questions(write_rows(tmp_path / "rows.jsonl", row), records)
 
 
-def test_an_answer_is_right_if_greedy_decoding_says_it(tiny_llama: PreTrainedModel) -> None:
+def test_an_answer_is_right_if_greedy_decoding_says_it(tiny_llama: PreTrainedModel, characters) -> None:
     context = "Call me Ishmael. " * 12
     token_ids = torch.tensor([[ord(character) for character in context]])
     said = tiny_llama.generate(token_ids, attention_mask=torch.ones_like(token_ids), max_new_tokens=5, do_sample=False)
@@ -78,7 +70,7 @@ def test_an_answer_is_right_if_greedy_decoding_says_it(tiny_llama: PreTrainedMod
         "dynamic": partial(DynamicCache, config=tiny_llama.config),
         "h2o": partial(create_cache, "h2o", tiny_llama.config, heavy_ratio=0.05, recent_ratio=0.05, min_tokens=4),
     }
-    dense, lossy = answer_questions(tiny_llama, Characters(), questions, factories, announced.append)
+    dense, lossy = answer_questions(tiny_llama, characters, questions, factories, announced.append)
     assert dense["correct"] == [True, False]
     assert (dense["accuracy"], dense["standard_error"]) == (0.5, pytest.approx(0.5 / 2**0.5))
     # Of the wrong answer the first three tokens are right, what follows the wrong one may be anything

@@ -1,9 +1,8 @@
 """A cache whose rows kernels code holds the bytes of one whose rows plain PyTorch codes."""
 
-import os
-
 import pytest
 import torch
+from kernel_cases import DEVICE, needs_triton
 
 from kvcache_plugins import GEARCache, create_cache
 from kvcache_plugins.codecs.rows import RowTable
@@ -11,12 +10,7 @@ from kvcache_plugins.gear import calibrate_transform
 from kvcache_plugins.kernels import engine
 
 
-# Triton reads the variable when it is imported, which is before this file is
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-pytestmark = pytest.mark.skipif(
-    DEVICE == "cpu" and not INTERPRETED, reason="kernels need a GPU or TRITON_INTERPRET=1 in the environment"
-)
+pytestmark = needs_triton
 # Tokens of the calls: a prompt, more at once than attention has a kernel for, and those that have them coded
 CALLS = (80, 21, 17)
 # Rows that may differ: where a number lies at a bound to rounding, or a scale between two steps
@@ -93,7 +87,7 @@ def test_a_trellis_is_left_to_pytorch(tiny_model, kernels):
         fill(model, create_cache("gear-t16:quantizer=trellis", model))
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU")
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="tensors on the CPU are Triton's in its interpreter alone")
 def test_the_choice(monkeypatch):
     states = torch.randn(1, 1, 1, 8)
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")

@@ -151,7 +151,7 @@ def test_tokens_beyond_a_prompts_scales_are_refused():
 @pytest.mark.parametrize(
     ("name", "texts"),
     [
-        ("gear", ("\n" * 700, " 0" * 300)),
+        ("gear", ("\n" * 700,)),
         *(
             pytest.param(name, ("\n" * 700, " the" * 300, "." * 1200, " 0" * 300), marks=pytest.mark.long)
             for name in ("gear", "gear-t16", "gear-t30")
