@@ -27,16 +27,12 @@ def code_scores(
     Multiplies queries with the keys that codes stand for: `scale * (code - (2**(nbits - 1) - 0.5))` in a channel.
 
     Args:
-        query (`torch.Tensor` of shape `[B, H, G, D]`):
-            Queries, float32.
-        codes (`torch.Tensor` of shape `[B, H, capacity, P]`, uint8):
-            Channel `i * P + j` stands in bit field `i`, lowest first, of byte `j`; `P = ceil(D * nbits / 8)`.
-        scale (`torch.Tensor` of shape `[B, H, capacity]`, float16):
-            The scale of every token.
-        length (`int`):
-            N, the first tokens, which count.
-        nbits (`int`):
-            2, 4 or 8.
+        query (`torch.Tensor` of shape `[B, H, G, D]`): queries, float32.
+        codes (`torch.Tensor` of shape `[B, H, capacity, P]`, uint8): channel `i * P + j` stands in bit field `i`,
+            lowest first, of byte `j`; `P = ceil(D * nbits / 8)`.
+        scale (`torch.Tensor` of shape `[B, H, capacity]`, float16): the scale of every token.
+        length (`int`): N, the first tokens, which count.
+        nbits (`int`): 2, 4 or 8.
 
     Returns:
         `torch.Tensor` of shape `[B, H, G, N]`, float32.
@@ -96,12 +92,10 @@ def largest(numbers: torch.Tensor, limit: int, least: torch.Tensor | None = None
     Finds the largest numbers of every row, the largest first.
 
     Args:
-        numbers (`torch.Tensor` of shape `[..., N]`):
-            Numbers, float32.
-        limit (`int`):
-            How many of a row, N at most.
-        least (`torch.Tensor` that broadcasts to `[..., 1]`, *optional*):
-            What is below that may be left out, which takes less time.
+        numbers (`torch.Tensor` of shape `[..., N]`): numbers, float32.
+        limit (`int`): how many of a row, N at most.
+        least (`torch.Tensor` that broadcasts to `[..., 1]`, *optional*): what is below that may be left out, which
+            takes less time.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`, both of shape `[..., limit]`: the numbers and where they stand, int64. In
@@ -120,12 +114,8 @@ def largest(numbers: torch.Tensor, limit: int, least: torch.Tensor | None = None
 
 def choose_rows_kernel(query: torch.Tensor, value_dim: int, dtype: torch.dtype) -> tuple[str, bool]:
     """
-    Chooses the kernel for chosen rows, `"compiled"` or `"torch"`; tells whether that is less than was wanted.
-
-    Args:
-        query (`torch.Tensor` of shape `[B, H, G, D]`): the queries.
-        value_dim (`int`): E.
-        dtype (`torch.dtype`): of rows and window.
+    Chooses the kernel for chosen rows of a dtype, `"compiled"` or `"torch"`, and queries `[B, H, G, D]`; tells whether
+    that is less than was wanted.
     """
     kernel, is_fallback = choose_token_kernel(query)
     if kernel != "compiled":
@@ -156,24 +146,18 @@ def attend_staged(
     of a result.
 
     Args:
-        query (`torch.Tensor` of shape `[B, H, G, D]`):
-            The token's queries.
-        keys, values (`torch.Tensor` of shape `[B, H, K, D]`, `[B, H, K, E]`):
-            The tokens that were chosen.
-        count (`torch.Tensor` of shape `[B, H]`, int64):
-            How many of those every head attends to, the first ones.
-        window_keys, window_values (`torch.Tensor` of shape `[B, H, W, D]`, `[B, H, W, E]`):
-            The newest tokens.
-        scale (`float`):
-            Factor of the scores.
-        mask (`torch.Tensor` of shape `[B, H or 1, G or 1, tokens]`, *optional*):
-            The token's rows of the mask, boolean or added to the scores.
-        positions (`torch.Tensor` of shape `[B, H, K]`, int64, *optional*):
-            Columns of the mask that chosen tokens have, negative where there is no token; needed with a mask.
-        window_start (`int`, *optional*, defaults to 0):
-            Column of the window's first token.
-        softcap (`float`, *optional*), sinks (`torch.Tensor` of shape `[B or 1, H, G, 1]`, *optional*):
-            As in `AttentionCall`.
+        query (`torch.Tensor` of shape `[B, H, G, D]`): the token's queries.
+        keys, values (`torch.Tensor` of shape `[B, H, K, D]`, `[B, H, K, E]`): the tokens that were chosen.
+        count (`torch.Tensor` of shape `[B, H]`, int64): how many of those every head attends to, the first ones.
+        window_keys, window_values (`torch.Tensor` of shape `[B, H, W, D]`, `[B, H, W, E]`): the newest tokens.
+        scale (`float`): factor of the scores.
+        mask (`torch.Tensor` of shape `[B, H or 1, G or 1, tokens]`, *optional*): the token's rows of the mask, boolean
+            or added to the scores.
+        positions (`torch.Tensor` of shape `[B, H, K]`, int64, *optional*): columns of the mask that chosen tokens
+            have, negative where there is no token; needed with a mask.
+        window_start (`int`, *optional*, defaults to 0): column of the window's first token.
+        softcap (`float`, *optional*), sinks (`torch.Tensor` of shape `[B or 1, H, G, 1]`, *optional*): as in
+            `AttentionCall`.
 
     Returns:
         `torch.Tensor` of shape `[B, H, G, E]` in the query's dtype; zero where there is nothing to attend to.
