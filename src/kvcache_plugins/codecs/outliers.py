@@ -138,12 +138,7 @@ def sort_into_tiles(
     places: Outliers, values: torch.Tensor, num_heads: int, length: int, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Outliers as they are stored.
-
-    Args:
-        places (`Outliers`): where they are.
-        values (`torch.Tensor` of shape `[B, M, N]`): their values.
-        num_heads, length, head_dim (`int`): H, L and D.
+    Sorts values `[B, M, N]` of outliers of chunks of so many heads, tokens and channels as they are stored.
 
     Returns:
         Indices `[B, 1, M, N]` (int16, or int32 for a `head_dim` above 512: the token within its tile, shifted left by

@@ -94,8 +94,8 @@ class Quantizer(ABC):
 
     def gains(self) -> torch.Tensor:
         """
-        Gain corrections: what the points of every width are multiplied by, so that they are as large as what they
-        stand for: a quantizer's points are means, which lie further in.
+        Computes gain corrections: factors of the points of every width that make them as large as what they stand for.
+        A quantizer's points are means, which lie further in.
         """
         return torch.tensor([0.0] + [1 / (1 - distortion) for distortion in self.distortions[1:]])
 

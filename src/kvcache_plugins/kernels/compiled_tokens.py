@@ -120,11 +120,8 @@ def choose_heaviest(
     scores: torch.Tensor, resident_scores: torch.Tensor, bounds: ChoiceBounds
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Chooses tokens whose weight, their probability averaged over the query heads of a key/value head, is large enough.
-
-    Args:
-        scores (`torch.Tensor` of shape `[B, H, G, N]`): scores of the tokens, float32.
-        resident_scores (`torch.Tensor` of shape `[B, H, G, any]`): of tokens that are attended to anyway, if any.
+    Chooses tokens whose weight, their probability averaged over the query heads of a key/value head, is large enough,
+    by their scores `[B, H, G, N]`, float32, and those of tokens that are attended to anyway, `[B, H, G, any]`.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: tokens `[B, H, limit]`, int64, forced ones first and then those that weigh
@@ -334,17 +331,17 @@ def attend_rows(
     window_start: int,
 ) -> torch.Tensor:
     """
-    Attends over chosen rows where they stand, and the window: see `tokens.attend_staged`.
+    Attends over chosen rows where they stand, and the window; arguments that are not listed are those of
+    `tokens.attend_staged`.
 
     Args:
         pages (`Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, D + E]`): a key and its value side by
             side.
-        slots (`torch.Tensor` of shape `[B, H, K]`, int64): which rows: slot `i` is row `i` of all pages one behind the
-            other; of those beyond all, the last one counts.
+        slots (`torch.Tensor` of shape `[B, H, K]`, int64): which rows of all pages one behind the other; of those
+            beyond all, the last one counts.
         mask (`torch.Tensor` of shape `[B, tokens]`, *optional*): the token's row of the mask.
         positions (`torch.Tensor` of shape `[B, H, K or more]`, int64, *optional*): columns of the mask that the slots'
             tokens have; by default the slots.
-        query, count, window_keys, window_values, scale, window_start: as there.
     """
     sizes, value_dim, num_slots = _sizes_of(query), window_values.shape[3], slots.shape[2]
     slots, dtype = slots.contiguous(), pages[0].dtype

@@ -67,14 +67,8 @@ def _code_scores(query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, 
 
 def score_rows(query: torch.Tensor, tokens: RowTokens) -> torch.Tensor:
     """
-    Multiplies queries with keys that are rows of tables, where they stand.
-
-    Args:
-        query (`torch.Tensor` of shape `[B, H, G, D]`): queries, float32.
-        tokens (`RowTokens`): the tokens; values and exact states are not read.
-
-    Returns:
-        `torch.Tensor` of shape `[B, H, G, N]`, float32: the products that attention over such rows computes.
+    Multiplies queries `[B, H, G, D]`, float32, with keys that are rows of tables, where they stand; values and exact
+    states are not read. Returns the products that attention over such rows computes, `[B, H, G, N]`, float32.
     """
     if choose_token_kernel(query)[0] == "compiled" and query.shape[3] <= MOST_CHANNELS:
         from .compiled_tokens import score_rows as compiled_scores
@@ -89,13 +83,8 @@ def score_rows(query: torch.Tensor, tokens: RowTokens) -> torch.Tensor:
 
 def largest(numbers: torch.Tensor, limit: int, least: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Finds the largest numbers of every row, the largest first.
-
-    Args:
-        numbers (`torch.Tensor` of shape `[..., N]`): numbers, float32.
-        limit (`int`): how many of a row, N at most.
-        least (`torch.Tensor` that broadcasts to `[..., 1]`, *optional*): what is below that may be left out, which
-            takes less time.
+    Finds the `limit` largest numbers of every row `[..., N]`, float32, the largest first. What is below `least`, which
+    broadcasts to `[..., 1]`, may be left out, which takes less time.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`, both of shape `[..., limit]`: the numbers and where they stand, int64. In
@@ -189,16 +178,8 @@ def attend_staged(
 
 def gather_rows(pages: Sequence[torch.Tensor], slots: torch.Tensor, *, are_mapped: bool = False) -> torch.Tensor:
     """
-    Copies rows.
-
-    Args:
-        pages (`Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, row]`): the rows.
-        slots (`torch.Tensor` of shape `[B, H, K]`, int64): which, on the pages' device.
-        are_mapped (`bool`, *optional*, defaults to `False`): whether pages are mapped files, of which at most a tenth
-            is to be mapped at once, and in the end none.
-
-    Returns:
-        `torch.Tensor` of shape `[B, H, K, row]`.
+    Copies the rows at `slots` `[B, H, K]`, int64, of pages `[B, H, tokens of a page, row]` of the same device, as
+    `[B, H, K, row]`; of pages that `are_mapped` files at most a tenth is mapped at once, and in the end none.
     """
     rows = pages[0].new_empty(*slots.shape, pages[0].shape[3])
     if choose_token_kernel(slots)[0] == "compiled":
