@@ -136,7 +136,8 @@ class CompressedStates(StoredGroups):
                 states[:, :, :, start - tokens.start :] += rows @ self.low_rank_b[:, :, chunks].float().mT
         if self.has_outliers:
             stored = self.outlier_indices, self.outlier_values, self.outlier_offsets
-            add_outliers(states, *(each[:, :, chunks] for each in stored if each is not None), tokens)
+            indices, values, offsets = (each[:, :, chunks] for each in stored if each is not None)
+            add_outliers(states, indices, values, offsets, tokens)
         return (rotate(states) if self.is_rotated else states).flatten(2, 3)
 
 
