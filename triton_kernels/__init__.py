@@ -16,15 +16,15 @@ _MODULES = {
     "arithmetic": ("has_pairs",),
     "launch": ("KeptLaunch", "Launch"),
     "scores": ("score_codes",),
+    "stored_format": ("RowBasis", "RowLayout", "StoredGroups"),
     "gather": ("gather_rows", "page_addresses", "write_rows"),
     "attention.attend": ("prepare_groups",),
     "attention.combine": ("prepare_combination",),
     "attention.dense_part": ("DensePart",),
-    "attention.layout": ("StoredGroups",),
     "attention.partials": ("Partials",),
     "transform_coding.attend": ("prepare_rows",),
     "transform_coding.code_rows": ("prepare_coding",),
-    "transform_coding.launches": ("Codebook", "CodedRows", "RotaryAngles", "RowBasis", "RowLayout"),
+    "transform_coding.launches": ("Codebook", "CodedRows", "RotaryAngles"),
 }
 __all__ = [name for names in _MODULES.values() for name in names]
 

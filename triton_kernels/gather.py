@@ -19,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import tensor_arguments
+
 
 # What one thread can move at once
 _VECTOR_BYTES = 16
@@ -127,8 +129,8 @@ def gather_rows(
         addresses (`torch.Tensor` of shape `[pages]`): of `page_addresses`, of pages `[B, H, page_tokens, R]`.
         slots (`torch.Tensor` of shape `[B, H, K]`, int64, any strides): slot `s` is row `s % page_tokens` of page
             `s // page_tokens`. Those beyond `count` may be anything.
-        count (`torch.Tensor` of shape `[B, H]`, integer, any strides, *optional*, defaults to K):
-            How many rows each head gets; what `out` holds beyond them stays as it is.
+        count (`torch.Tensor` of shape `[B, H]`, integer, any strides, *optional*, defaults to K): how many rows each
+            head gets; what `out` holds beyond them stays as it is.
         out (`torch.Tensor` of shape `[B, H, K, R]`): in the pages' dtype, its last dimension contiguous.
         page_tokens (`int`): rows a page.
     """
@@ -169,25 +171,16 @@ def _move_rows(
     block_words = min(triton.next_power_of_2(num_words), _MAX_BLOCK_WORDS)
     block_tokens = min(triton.next_power_of_2(num_slots), max(_WORDS_AT_ONCE // block_words, 1))
     num_splits = min(triton.cdiv(_NUM_PROGRAMS, batch_size * num_heads), triton.cdiv(num_slots, block_tokens))
-    count_strides = (0, 0) if count is None else count.stride()
     # Of many heads a program takes several in turn
     num_matrices = batch_size * num_heads
     _move_rows_kernel[(min(num_matrices, _NUM_PROGRAMS), num_splits)](
         page_addresses_ptr=addresses,
-        slots_ptr=slots,
-        count_ptr=count,
-        rows_ptr=words,
+        **tensor_arguments("slots", slots, "bhk"),
+        **tensor_arguments("count", count, "bh"),
+        **tensor_arguments("rows", words, "bhk"),
         num_matrices=num_matrices,
         num_heads=num_heads,
         num_slots=num_slots,
-        slots_stride_b=slots.stride(0),
-        slots_stride_h=slots.stride(1),
-        slots_stride_k=slots.stride(2),
-        count_stride_b=count_strides[0],
-        count_stride_h=count_strides[1],
-        rows_stride_b=words.stride(0),
-        rows_stride_h=words.stride(1),
-        rows_stride_k=words.stride(2),
         PAGE_TOKENS=page_tokens,
         NUM_WORDS=num_words,
         WORD_BYTES=word_bytes,

@@ -8,6 +8,8 @@ right one: pointers are of 16 bytes, and no number changes.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 
 # Bytes that Triton looks for in pointers, and units in which it looks at integers
 ALIGNMENT = 16
@@ -36,6 +38,13 @@ class Launch(NamedTuple):
         if all(self.grid):
             self.kernel[self.grid](**self.arguments, **self.options)
         return self.result
+
+
+def tensor_arguments(name: str, tensor: torch.Tensor | None, dimensions: str) -> dict[str, Any]:
+    """Lists a tensor and its first strides, those of `dimensions`, by the names of a kernel's parameters."""
+    strides = (0,) * len(dimensions) if tensor is None else tensor.stride()[: len(dimensions)]
+    names = (f"{name}_stride_{dimension}" for dimension in dimensions)
+    return {f"{name}_ptr": tensor, **dict(zip(names, strides, strict=True))}
 
 
 class KeptLaunch:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .arithmetic import block_size, dot_exact
+from .launch import tensor_arguments
 
 
 # Bytes of codes, and numbers of scores, that a program holds at once: what fits into its registers
@@ -84,14 +85,13 @@ def score_codes(codes: torch.Tensor, scale: torch.Tensor, query: torch.Tensor, n
     Products of queries and of the keys that codes stand for.
 
     Args:
-        codes (`torch.Tensor` of shape `[B, H, T, P]`, uint8, its last dimension contiguous):
-            Channel `i * P + j` stands in bit field `i` (lowest first) of byte `j`.
-        scale (`torch.Tensor` of shape `[B, H, T]`, float, any strides):
-            A key is `scale * (code - (2**(nbits - 1) - 0.5))`.
-        query (`torch.Tensor` of shape `[B, H, G, D]`, float32):
-            The queries of each head's group; `P = ceil(D * nbits / 8)`.
-        nbits (`int`):
-            2, 4 or 8.
+        codes (`torch.Tensor` of shape `[B, H, T, P]`, uint8, its last dimension contiguous): channel `i * P + j`
+            stands in bit field `i` (lowest first) of byte `j`.
+        scale (`torch.Tensor` of shape `[B, H, T]`, float, any strides): a key is `scale * (code - (2**(nbits - 1) -
+            0.5))`.
+        query (`torch.Tensor` of shape `[B, H, G, D]`, float32): the queries of each head's group; `P = ceil(D * nbits
+            / 8)`.
+        nbits (`int`): 2, 4 or 8.
 
     Returns:
         `torch.Tensor` of shape `[B, H, G, T]`, float32.
@@ -109,22 +109,13 @@ def score_codes(codes: torch.Tensor, scale: torch.Tensor, query: torch.Tensor, n
     fitting = min(fitting, triton.next_power_of_2(length))
     block_tokens = max(fitting, _MIN_BLOCK_TOKENS)
     _scores_kernel[(batch_size * num_heads, triton.cdiv(length, block_tokens))](
-        codes_ptr=codes,
-        scale_ptr=scale,
-        query_ptr=query,
+        **tensor_arguments("codes", codes, "bht"),
+        **tensor_arguments("scale", scale, "bht"),
+        **tensor_arguments("query", query, "bhg"),
         scores_ptr=scores,
         num_heads=num_heads,
         num_rows=num_rows,
         length=length,
-        codes_stride_b=codes.stride(0),
-        codes_stride_h=codes.stride(1),
-        codes_stride_t=codes.stride(2),
-        scale_stride_b=scale.stride(0),
-        scale_stride_h=scale.stride(1),
-        scale_stride_t=scale.stride(2),
-        query_stride_b=query.stride(0),
-        query_stride_h=query.stride(1),
-        query_stride_g=query.stride(2),
         HEAD_DIM=head_dim,
         NBITS=nbits,
         BLOCK_R=block_rows,

@@ -155,7 +155,9 @@ def group_side(case: Groups, side: tuple[Any, ...], rank: int, a_tokens: int | N
         bounds = (case.num_heads, length, dim)
         places = Outliers(*(torch.randint(0, most, shape) for most in bounds), torch.rand(shape) < 0.9)
         indices, values, offsets = sort_into_tiles(places, torch.randn(shape).half(), case.num_heads, length, dim)
-    return CompressedStates(pack(codes, nbits), scale, zero, a, b, indices, values, offsets, nbits, grouping, dim)
+    return CompressedStates(
+        pack(codes, nbits), scale, zero, a, b, indices, values, offsets, nbits, grouping.axis, grouping.group_size, dim
+    )
 
 
 def group_part(

@@ -142,7 +142,7 @@ VECTORS = re.compile(r"(?:ld|st)\.global\S*\.v4\.b32")
 def of_groups(name, is_packed):
     """Launches over a prompt of 1024 tokens in one chunk of three, with 8 heads, and what merges two such blocks."""
     from kvcache_plugins.triton_kernels.attention import attend
-    from kvcache_plugins.triton_kernels.attention.layout import StoredGroups
+    from kvcache_plugins.triton_kernels.stored_format import StoredGroups
 
     nbits, sides, head_dim, dtype, mask_dtype = GROUPS[name]
 
@@ -187,7 +187,8 @@ def of_combination(name):
 
 def make_rows(head_dim, num_bytes, is_keys, is_calibrated, is_trellis=False):
     """Rows `[2, 8, 1000, row_size]` without data, and their layout."""
-    from kvcache_plugins.triton_kernels.transform_coding.launches import CodedRows, RowBasis, RowLayout
+    from kvcache_plugins.triton_kernels.stored_format import RowBasis, RowLayout
+    from kvcache_plugins.triton_kernels.transform_coding.launches import CodedRows
 
     num_heads = 8
     rows = torch.empty(2, num_heads, 1000, 1 + num_bytes, dtype=torch.uint8)
@@ -199,9 +200,9 @@ def make_rows(head_dim, num_bytes, is_keys, is_calibrated, is_trellis=False):
         order, mean, deviation = None, by_channel[:1], None
         factors, vectors = by_channel[0].float(), torch.empty(num_heads, head_dim, head_dim, dtype=torch.int8)
         basis = RowBasis(factors, vectors, factors, vectors)
-    described = (widths, 1 + num_bytes, head_dim, order, mean, deviation, basis)
+    described = (order, mean, deviation, widths, 1 + num_bytes, head_dim, is_keys, basis)
     num_refits = 5 if is_keys and is_calibrated else 0
-    return CodedRows(rows, RowLayout(*described, is_keys, is_trellis, num_refits, torch.empty(9, 6)))
+    return CodedRows(rows, RowLayout(*described, num_refits), torch.empty(9, 6), is_trellis)
 
 
 def make_angles(head_dim):
@@ -243,7 +244,7 @@ def of_coding(name):
     head_dim, num_bytes, dtype = CODING[name]
     is_keys, is_calibrated = "keys" in name, "calibrated" in name
     states = torch.empty(2, 1000, 8, head_dim, dtype=dtype).transpose(1, 2)
-    book = Codebook(torch.empty(9, 577, dtype=torch.uint8), torch.empty(9, 577))
+    book = Codebook(torch.empty(9, 6), torch.empty(9, 577, dtype=torch.uint8), torch.empty(9, 577))
     layout = make_rows(head_dim, num_bytes, is_keys, is_calibrated).layout
     has_signs = not (is_keys or is_calibrated)
     signs = torch.empty(head_dim, block_channels(head_dim), dtype=HALF if dtype == SINGLE else dtype)

@@ -302,13 +302,13 @@ def test_no_tokens():
 
 
 def test_no_cell_has_two_bounds():
-    book, bounds = codebook_of(torch.device("cpu")), thresholds(torch.device("cpu"))
+    book, bounds = codebook_of(True, torch.device("cpu")), thresholds(torch.device("cpu"))
     assert torch.equal(book.cell_bounds.isfinite().sum(dim=1), bounds.isfinite().sum(dim=1))
 
 
 @pytest.mark.parametrize("width", range(9))
 def test_codes_at_the_bounds_are_those_of_pytorch(width):
-    book, bounds = codebook_of(torch.device("cpu")), thresholds(torch.device("cpu"))[width]
+    book, bounds = codebook_of(True, torch.device("cpu")), thresholds(torch.device("cpu"))[width]
     ends = torch.arange(-300, 301) / 64
     near = torch.cat([bounds[bounds.isfinite()], ends])
     numbers = torch.cat([near, near.nextafter(near + 1), near.nextafter(near - 1), torch.tensor([torch.inf, 100.0])])

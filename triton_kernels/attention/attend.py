@@ -27,12 +27,13 @@ import math
 import torch
 import triton
 
-from ..launch import Launch
+from ..launch import Launch, tensor_arguments
+from ..stored_format import StoredGroups
 from .attend_kernel import attend_kernel
-from .layout import PLANES, StoredGroups, has_outliers, join_chunks, side_arguments, tokens_per_group
+from .layout import PLANES, has_outliers, join_chunks, side_arguments, tokens_per_group
 from .masks import mask_arguments
 from .outliers import STORED_TILE, number_table
-from .partials import Partials, device_num_sms, num_split_tiles
+from .partials import device_num_sms, empty_partials, num_split_tiles
 
 
 _MIN_TOKENS_PER_SPLIT = 256
@@ -63,22 +64,17 @@ def prepare_groups(
     Prepares the launch that attends to chunks: partial results, to be merged by `combine`.
 
     Args:
-        query (`torch.Tensor` of shape `[B, H, rows, D]`):
-            Queries. A row is `query head within the group * query tokens + query token`.
-        keys, values (`StoredGroups`):
-            What to attend to; the last dimension of every tensor is contiguous.
-        num_chunks (`int`):
-            Chunks in use; the storage may hold more.
-        length (`int`):
-            Tokens in use, at most `num_chunks * L`: the last chunk may be cut.
-        mask (`torch.Tensor` of shape `[B or 1, H * groups or 1, query tokens or 1, length]`, *optional*):
-            Boolean (`True` attends) or added to the scores.
-        scale (`float`):
-            Factor of the scores.
-        packed (`bool`):
-            Whether codes are masked by an instruction of NVIDIA's GPUs (`has_pairs`).
-        num_sms (`int`, *optional*, defaults to the device's):
-            Multiprocessors to keep busy, which sets the number of splits.
+        query (`torch.Tensor` of shape `[B, H, rows, D]`): queries. A row is `query head within the group * query
+            tokens + query token`.
+        keys, values (`StoredGroups`): what to attend to; the last dimension of every tensor is contiguous.
+        num_chunks (`int`): chunks in use; the storage may hold more.
+        length (`int`): tokens in use, at most `num_chunks * L`: the last chunk may be cut.
+        mask (`torch.Tensor` of shape `[B or 1, H * groups or 1, query tokens or 1, length]`, *optional*): boolean
+            (`True` attends) or added to the scores.
+        scale (`float`): factor of the scores.
+        packed (`bool`): whether codes are masked by an instruction of NVIDIA's GPUs (`has_pairs`).
+        num_sms (`int`, *optional*, defaults to the device's): multiprocessors to keep busy, which sets the number of
+            splits.
     """
     batch_size, num_heads, num_rows, key_dim = query.shape
     value_dim = values.head_dim
@@ -105,19 +101,11 @@ def prepare_groups(
     num_splits = triton.cdiv(num_tiles, tiles_per_split)
     num_planes = len(PLANES[values.nbits])
 
-    results = (batch_size, num_heads, num_splits * num_planes, num_rows)
-    output = query.new_empty(*results, value_dim, dtype=torch.float32)
-    maximum = query.new_empty(*results, dtype=torch.float32)
-    partials = Partials(output, maximum, torch.empty_like(maximum))
+    partials = empty_partials(query, num_splits * num_planes, value_dim)
     arguments = {
-        "query_ptr": query,
-        "query_stride_b": query.stride(0),
-        "query_stride_h": query.stride(1),
-        "query_stride_r": query.stride(2),
+        **tensor_arguments("query", query, "bhr"),
         **mask_arguments(mask, num_heads, num_rows),
-        "output_ptr": output,
-        "maximum_ptr": maximum,
-        "total_ptr": partials.total,
+        **{f"{name}_ptr": result for name, result in partials._asdict().items()},
         "number_ptr": number_table(query.device) if has_outliers(keys) or has_outliers(values) else None,
         **side_arguments("key", keys),
         **side_arguments("value", values),

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..arithmetic import block_size, dot_precision
-from ..launch import Launch
+from ..launch import Launch, tensor_arguments
 from .dense_part import DensePart, attend_part, part_arguments
 from .partials import Partials, block_arguments, merge_splits
 
@@ -170,14 +170,11 @@ def prepare_combination(
     attend to nothing.
 
     Args:
-        partials (`Sequence[Partials]`):
-            What launches over compressed blocks leave.
-        exact_parts (`Sequence[DensePart]`):
-            At most two stretches stored as they are.
-        query (`torch.Tensor` of shape `[B, H, rows, D]`):
-            The queries of those launches. The result is `[B, H, rows, value D]` in their dtype.
-        scale (`float`):
-            Factor of the scores.
+        partials (`Sequence[Partials]`): what launches over compressed blocks leave.
+        exact_parts (`Sequence[DensePart]`): at most two stretches stored as they are.
+        query (`torch.Tensor` of shape `[B, H, rows, D]`): the queries of those launches. The result is `[B, H, rows,
+            value D]` in their dtype.
+        scale (`float`): factor of the scores.
     """
     exact_parts = [part for part in exact_parts if part.keys.shape[2] > 0]
     if len(exact_parts) > _MAX_PARTS:
@@ -199,10 +196,7 @@ def prepare_combination(
     block_channels = min(_MAX_BLOCK_CHANNELS, block_size(value_dim))
     grid = (batch_size * num_heads, triton.cdiv(value_dim, block_channels), triton.cdiv(num_rows, block_rows))
     arguments = {
-        "query_ptr": query,
-        "query_stride_b": query.stride(0),
-        "query_stride_h": query.stride(1),
-        "query_stride_r": query.stride(2),
+        **tensor_arguments("query", query, "bhr"),
         "result_ptr": result,
         **block_arguments(0, blocks),
         **block_arguments(1, blocks),

@@ -10,10 +10,8 @@ import triton
 import triton.language as tl
 
 from ..arithmetic import update_softmax
+from ..launch import tensor_arguments
 from .masks import mask_arguments, mask_row_offsets, mask_scores
-
-
-_STATE_ARGUMENTS = ("ptr", "stride_b", "stride_h", "stride_t")
 
 
 class DensePart(NamedTuple):
@@ -21,10 +19,9 @@ class DensePart(NamedTuple):
     A short stretch of the sequence that is stored as it is.
 
     Args:
-        keys, values (`torch.Tensor` of shape `[B, H, T, D]`):
-            The states.
-        mask (`torch.Tensor` of shape `[B or 1, H * groups or 1, query tokens or 1, T]`, *optional*):
-            Boolean (`True` attends) or added to the scores.
+        keys, values (`torch.Tensor` of shape `[B, H, T, D]`): the states.
+        mask (`torch.Tensor` of shape `[B or 1, H * groups or 1, query tokens or 1, T]`, *optional*): boolean (`True`
+            attends) or added to the scores.
     """
 
     keys: torch.Tensor
@@ -36,20 +33,17 @@ def part_arguments(
     index: int, part: DensePart | None, num_heads: int, num_rows: int, *, is_spare: bool = False
 ) -> dict[str, object]:
     """The arguments of `combine_kernel` for an exact part, if there is any; of one that `is_spare` no tokens count."""
-    prefix = f"mask_{index}"
-    if part is None:
-        names = (f"{name}_{index}" for name in ("keys", "values"))
-        empty = {f"{name}_{end}": None if end == "ptr" else 0 for name in names for end in _STATE_ARGUMENTS}
-        return {**empty, **mask_arguments(None, num_heads, num_rows, prefix), f"num_tokens_{index}": 0}
     arguments: dict[str, object] = {}
-    for name, states in (("keys", part.keys), ("values", part.values)):
-        states = states if states.stride(-1) == 1 else states.contiguous()
-        for end, argument in zip(_STATE_ARGUMENTS, (states, *states.stride()[:3]), strict=True):
-            arguments[f"{name}_{index}_{end}"] = argument
+    for name in ("keys", "values"):
+        states = None if part is None else getattr(part, name)
+        if states is not None and states.stride(-1) != 1:
+            states = states.contiguous()
+        arguments |= tensor_arguments(f"{name}_{index}", states, "bht")
+    mask = None if part is None else part.mask
     return {
         **arguments,
-        **mask_arguments(part.mask, num_heads, num_rows, prefix),
-        f"num_tokens_{index}": 0 if is_spare else part.keys.shape[2],
+        **mask_arguments(mask, num_heads, num_rows, f"mask_{index}"),
+        f"num_tokens_{index}": 0 if is_spare or part is None else part.keys.shape[2],
     }
 
 

@@ -6,50 +6,17 @@ and takes a bit field of a word at a time: that is one code each of channels as 
 channels of a field share a group, so a row is loaded in pieces that no group's border cuts.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 
 from ..arithmetic import block_size
-
-
-class StoredGroups(NamedTuple):
-    """
-    Chunks of keys or of values.
-
-    Args:
-        codes (`torch.Tensor` of shape `[B, H, M, L, P]`, uint8): packed codes.
-        scale, zero (`torch.Tensor` of shape `[B, H, M, groups, D]` or `[B, H or 1, M, L, groups]`, float16): a group's
-            step and minimum.
-        low_rank_a, low_rank_b (`torch.Tensor` of shape `[B, H, M, La, R]` and `[B, H, M, D, R]`, float16, *optional*):
-            factors of what is added to the chunk's last tokens.
-        outlier_indices, outlier_values (`torch.Tensor` of shape `[B, 1, M, N]`, int16 or int32 and float16,
-            *optional*): token within a tile of `OUTLIER_TILE` times the next power of two from D on, plus the channel;
-            and what is added there. Tiles follow each other, and of a tile the heads.
-        outlier_offsets (`torch.Tensor` of shape `[B, 1, M, tiles * H + 1]`, int32, *optional*): where those of a tile
-            and head begin and end.
-        nbits (`int`): bits a code, 2, 3, 4 or 8.
-        axis (`str`): `"channel"` where tokens of a channel share a scale, `"token"` where channels of a token do.
-        group_size (`int`, *optional*): how many do, where it is not all.
-        head_dim (`int`): D.
-    """
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-    zero: torch.Tensor
-    low_rank_a: torch.Tensor | None
-    low_rank_b: torch.Tensor | None
-    outlier_indices: torch.Tensor | None
-    outlier_values: torch.Tensor | None
-    outlier_offsets: torch.Tensor | None
-    nbits: int
-    axis: str
-    group_size: int | None
-    head_dim: int
+from ..launch import tensor_arguments
+from ..stored_format import StoredGroups
 
 
 class Field(NamedTuple):
@@ -139,12 +106,9 @@ def _pieces(head_dim: int, nbits: int, channels_per_group: int, is_even: bool) -
     Lists what is loaded at once of a row of codes.
 
     Args:
-        head_dim, nbits (`int`):
-            Channels and bits a code.
-        channels_per_group (`int`):
-            Consecutive channels of a token that share a scale; `head_dim` if all do, or none.
-        is_even (`bool`):
-            Whether every row begins at an even address.
+        head_dim, nbits (`int`): channels and bits a code.
+        channels_per_group (`int`): consecutive channels of a token that share a scale; `head_dim` if all do, or none.
+        is_even (`bool`): whether every row begins at an even address.
     """
     slabs = [-(-head_dim * width // 8) for width, _ in PLANES[nbits]]
     sizes = [math.gcd(slab, channels_per_group) if channels_per_group < head_dim else slab for slab in slabs]
@@ -190,12 +154,12 @@ def side_arguments(name: str, side: StoredGroups) -> dict[str, object]:
     chunk_length = side.codes.shape[3]
     covered, rank = _low_rank_size(side)
     return {
-        **_pointer(f"{name}_codes", side.codes, "bhm"),
+        **tensor_arguments(f"{name}_codes", side.codes, "bhm"),
         f"{name}_scale_ptr": side.scale,
         f"{name}_zero_ptr": side.zero,
-        **_strides(f"{name}_scale", _scale_strides(side), "bhm"),
-        **_pointer(f"{name}_a", side.low_rank_a, "bhm"),
-        **_pointer(f"{name}_b", side.low_rank_b, "bhm"),
+        **{f"{name}_scale_stride_{dim}": stride for dim, stride in zip("bhm", _scale_strides(side), strict=True)},
+        **tensor_arguments(f"{name}_a", side.low_rank_a, "bhm"),
+        **tensor_arguments(f"{name}_b", side.low_rank_b, "bhm"),
         **_entry_arguments(name, side),
         f"{name}_rank": rank,
         f"{name}_low_rank_start": chunk_length - covered,
@@ -265,21 +229,11 @@ def join_chunks(side: StoredGroups) -> StoredGroups:
     if not is_plain or any(each.shape[2] > 1 and each.stride(2) != each.shape[3] * each.stride(3) for each in tensors):
         return side
     codes, scale, zero = (each.flatten(2, 3).unsqueeze(2) for each in tensors)
-    return side._replace(codes=codes, scale=scale, zero=zero)
+    return dataclasses.replace(side, codes=codes, scale=scale, zero=zero)
 
 
 def _is_even(codes: torch.Tensor) -> bool:
     return codes.data_ptr() % 2 == 0 and all(stride % 2 == 0 for stride in codes.stride()[:4])
-
-
-def _pointer(name: str, tensor: torch.Tensor | None, dimensions: str) -> dict[str, object]:
-    strides = (0,) * len(dimensions) if tensor is None else tensor.stride()[: len(dimensions)]
-    return {f"{name}_ptr": tensor, **_strides(name, strides, dimensions)}
-
-
-def _strides(name: str, strides: Sequence[int], dimensions: str) -> dict[str, object]:
-    """The strides by name."""
-    return {f"{name}_stride_{dimension}": stride for dimension, stride in zip(dimensions, strides, strict=True)}
 
 
 def _entry_arguments(name: str, side: StoredGroups) -> dict[str, object]:

@@ -17,16 +17,21 @@ class Partials(NamedTuple):
     An attention per split before its normalisation, float32.
 
     Args:
-        output (`torch.Tensor` of shape `[B, H, splits, rows, value D]`):
-            Sum of the values, weighted by `2 ** (score - maximum)`.
-        maximum, total (`torch.Tensor` of shape `[B, H, splits, rows]`):
-            Largest score (in base 2: `log2(e)` times the usual score; `-inf` where nothing is attended to) and sum of
-            the weights.
+        output (`torch.Tensor` of shape `[B, H, splits, rows, value D]`): sum of the values, weighted by `2 ** (score -
+            maximum)`.
+        maximum, total (`torch.Tensor` of shape `[B, H, splits, rows]`): largest score (in base 2: `log2(e)` times the
+            usual score; `-inf` where nothing is attended to) and sum of the weights.
     """
 
     output: torch.Tensor
     maximum: torch.Tensor
     total: torch.Tensor
+
+
+def empty_partials(query: torch.Tensor, num_splits: int, num_channels: int) -> Partials:
+    """Room for the partial results of queries `[B, H, rows, D]`."""
+    maximum = query.new_empty(*query.shape[:2], num_splits, query.shape[2], dtype=torch.float32)
+    return Partials(maximum.new_empty(*maximum.shape, num_channels), maximum, torch.empty_like(maximum))
 
 
 def num_split_tiles(num_tiles: int, num_programs: int, num_slots: int, least: int) -> int:

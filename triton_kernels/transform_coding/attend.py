@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from ..attention.masks import mask_arguments
-from ..attention.partials import Partials, device_num_sms, num_split_tiles
-from ..launch import Launch
+from ..attention.partials import device_num_sms, empty_partials, num_split_tiles
+from ..launch import Launch, tensor_arguments
 from .attend_kernel import attend_kernel
 from .launches import CodedRows, RotaryAngles
 
@@ -56,28 +56,21 @@ def prepare_rows(
     they have a basis.
 
     Args:
-        query (`torch.Tensor` of shape `[B, H, rows, D]`):
-            Queries. A row is `query head within the group * query tokens + query token`.
-        keys, values (`CodedRows`):
-            What to attend to.
-        angles (`RotaryAngles`, *optional*):
-            Of the keys' rotary embedding; without it they are coded as they come.
-        start (`int`):
-            Index of the first token.
-        length (`int`):
-            Tokens in use, T, at least one; there may be room for more.
-        num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*):
-            Tokens in use where the host does not know them, as it replays the launch; the grid is for `length`.
-        padding (`torch.Tensor` of shape `[B]`, *optional*):
-            Tokens at the start of every item that have no position.
-        mask (`torch.Tensor` of shape `[B or 1, H * groups or 1, query tokens or 1, T]`, *optional*):
-            Boolean (`True` attends) or added to the scores.
-        scale (`float`):
-            Factor of the scores.
-        packed (`bool`):
-            Whether arithmetic is on two halves at once, by instructions of NVIDIA's GPUs (`has_pairs`).
-        num_sms (`int`, *optional*, defaults to the device's):
-            Multiprocessors to keep busy, which sets the number of splits.
+        query (`torch.Tensor` of shape `[B, H, rows, D]`): queries. A row is `query head within the group * query
+            tokens + query token`.
+        keys, values (`CodedRows`): what to attend to.
+        angles (`RotaryAngles`, *optional*): of the keys' rotary embedding; without it they are coded as they come.
+        start (`int`): index of the first token.
+        length (`int`): tokens in use, T, at least one; there may be room for more.
+        num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*): tokens in use where the host does not know
+            them, as it replays the launch; the grid is for `length`.
+        padding (`torch.Tensor` of shape `[B]`, *optional*): tokens at the start of every item that have no position.
+        mask (`torch.Tensor` of shape `[B or 1, H * groups or 1, query tokens or 1, T]`, *optional*): boolean (`True`
+            attends) or added to the scores.
+        scale (`float`): factor of the scores.
+        packed (`bool`): whether arithmetic is on two halves at once, by instructions of NVIDIA's GPUs (`has_pairs`).
+        num_sms (`int`, *optional*, defaults to the device's): multiprocessors to keep busy, which sets the number of
+            splits.
     """
     batch_size, num_heads, num_rows, _ = query.shape
     query = query if query.stride(-1) == 1 else query.contiguous()
@@ -100,14 +93,9 @@ def prepare_rows(
     num_splits = triton.cdiv(num_tiles, tiles_per_split)
     partials = empty_partials(query, num_splits, values.layout.num_coded)
     arguments = {
-        "query_ptr": query,
-        "query_stride_b": query.stride(0),
-        "query_stride_h": query.stride(1),
-        "query_stride_r": query.stride(2),
+        **tensor_arguments("query", query, "bhr"),
         **mask_arguments(mask, num_heads, num_rows),
-        "output_ptr": partials.output,
-        "maximum_ptr": partials.maximum,
-        "total_ptr": partials.total,
+        **{f"{name}_ptr": result for name, result in partials._asdict().items()},
         **_side_arguments("key", keys),
         "key_order_ptr": contiguous(key_layout.order),
         "key_mean_ptr": contiguous(key_layout.mean),
@@ -126,7 +114,7 @@ def prepare_rows(
         "scale": scale,
         "KEY_DIM": key_layout.head_dim,
         "BASIS": basis is not None,
-        "TRELLIS": key_layout.is_trellis,
+        "TRELLIS": keys.is_trellis,
         "PADDED": padding is not None,
         "LEAST_DEVIATION": _LEAST_DEVIATION[is_float32],
         "DTYPE": tl.float32 if is_float32 else tl.float16,
@@ -142,19 +130,13 @@ def prepare_rows(
     return Launch(attend_kernel, (batch_size * num_heads, num_splits, num_row_blocks), arguments, options, partials)
 
 
-def empty_partials(query: torch.Tensor, num_splits: int, num_channels: int) -> Partials:
-    """Room for the partial results of queries `[B, H, rows, D]`."""
-    maximum = query.new_empty(*query.shape[:2], num_splits, query.shape[2], dtype=torch.float32)
-    return Partials(maximum.new_empty(*maximum.shape, num_channels), maximum, torch.empty_like(maximum))
-
-
 def _side_arguments(name: str, side: CodedRows) -> dict[str, object]:
     """The kernel arguments that keys and values both have."""
     return {
         **row_arguments(name, side.rows),
         f"{name}_width_ptr": contiguous(side.layout.widths),
         f"{name}_deviation_ptr": contiguous(side.layout.deviation),
-        f"{name}_coefficient_ptr": side.layout.coefficients,
+        f"{name}_coefficient_ptr": side.coefficients,
         f"{name.upper()}_CODED": side.layout.num_coded,
     }
 
@@ -163,12 +145,7 @@ def row_arguments(name: str, rows: torch.Tensor) -> dict[str, object]:
     """The kernel arguments that say where rows `[B, H, T, R]` are."""
     row_size = rows.shape[3]
     rows = rows if rows.stride()[2:] == (row_size, 1) else rows.contiguous()
-    return {
-        f"{name}_rows_ptr": rows,
-        f"{name}_rows_stride_b": rows.stride(0),
-        f"{name}_rows_stride_h": rows.stride(1),
-        f"{name.upper()}_ROW_SIZE": row_size,
-    }
+    return {**tensor_arguments(f"{name}_rows", rows, "bh"), f"{name.upper()}_ROW_SIZE": row_size}
 
 
 def angle_arguments(angles: RotaryAngles | None) -> dict[str, object]:

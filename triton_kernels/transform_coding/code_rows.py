@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 
 from ..arithmetic import dot_exact
-from ..launch import ALIGNMENT, Launch
+from ..launch import ALIGNMENT, Launch, tensor_arguments
+from ..stored_format import RowLayout
 from .attend import angle_arguments, block_channels, contiguous
 from .coding_tiles import head_states, load_states, row_places, store_rows, tile_tokens
-from .launches import Codebook, RotaryAngles, RowLayout
+from .launches import Codebook, RotaryAngles
 
 
 # Channels that a product adds up at a time, and tokens of its tile
@@ -254,21 +255,15 @@ def prepare_coding(
     Prepares the launch that codes keys or values as rows `[B, H, T, R]`, uint8.
 
     Args:
-        states (`torch.Tensor` of shape `[B, H, T, D]`):
-            Float32, float16 or bfloat16.
-        layout (`RowLayout`):
-            How they are coded; a trellis is for plain PyTorch.
-        codebook (`Codebook`):
-            Codes of all widths.
-        signs (`torch.Tensor` of shape `[D, channels of a tile]`, *optional*):
-            What states are multiplied with before: a Hadamard matrix of ones, of their dtype or else of float16, its
-            columns at their places of a tile. The mean has then been taken off.
-        angles (`RotaryAngles`, *optional*):
-            Of the rotary embedding that is undone.
-        start (`int`, *optional*, defaults to 0):
-            Index of the first token.
-        padding (`torch.Tensor` of shape `[B]`, *optional*):
-            Tokens at the start of every item that have no position.
+        states (`torch.Tensor` of shape `[B, H, T, D]`): float32, float16 or bfloat16.
+        layout (`RowLayout`): how they are coded; a trellis is for plain PyTorch.
+        codebook (`Codebook`): codes of all widths.
+        signs (`torch.Tensor` of shape `[D, channels of a tile]`, *optional*): what states are multiplied with before:
+            a Hadamard matrix of ones, of their dtype or else of float16, its columns at their places of a tile. The
+            mean has then been taken off.
+        angles (`RotaryAngles`, *optional*): of the rotary embedding that is undone.
+        start (`int`, *optional*, defaults to 0): index of the first token.
+        padding (`torch.Tensor` of shape `[B]`, *optional*): tokens at the start of every item that have no position.
     """
     basis, is_rotated, num_channels = layout.basis, signs is not None, block_channels(layout.num_coded)
     rows = states.new_empty(*states.shape[:3], layout.row_size, dtype=torch.uint8)
@@ -280,10 +275,7 @@ def prepare_coding(
     size = layout.head_dim & -layout.head_dim
     is_precise = basis is None or states.dtype == torch.float32
     arguments = {
-        "states_ptr": states,
-        "states_stride_b": states.stride(0),
-        "states_stride_h": states.stride(1),
-        "states_stride_t": states.stride(2),
+        **tensor_arguments("states", states, "bht"),
         "sign_ptr": signs,
         "order_ptr": contiguous(layout.order),
         "mean_ptr": None if is_rotated else contiguous(layout.mean),
@@ -295,7 +287,7 @@ def prepare_coding(
         "width_ptr": contiguous(layout.widths),
         **angle_arguments(angles),
         "padding_ptr": padding,
-        "coefficient_ptr": layout.coefficients,
+        "coefficient_ptr": codebook.coefficients,
         "cell_code_ptr": codebook.cell_codes,
         "cell_bound_ptr": codebook.cell_bounds,
         "rows_ptr": rows,
@@ -315,7 +307,7 @@ def prepare_coding(
         "ALIGNED": is_aligned,
         "WEIGHTED": layout.is_weighted,
         "BY_ENERGY": basis is not None and not layout.is_weighted,
-        "NUM_REFITS": 0 if basis is None else layout.num_refits,
+        "NUM_REFITS": layout.num_refits,
         "BLOCK_T": block_tokens,
         "BLOCK_C": min(_PRODUCT_CHANNELS, block_channels(layout.head_dim)),
         "BLOCK_K": num_channels,

@@ -20,6 +20,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from kvcache_plugins.triton_kernels.stored_format import RowBasis
+
 from .quantizers import BLOCK
 
 
@@ -32,23 +34,8 @@ _MOST = 127
 
 
 @dataclass(frozen=True, eq=False)
-class Basis:
-    """
-    A basis for every head.
-
-    Attributes:
-        factors (`torch.Tensor` of shape `[H, D]`, float32): what channels are multiplied by.
-        vectors (`torch.Tensor` of shape `[H, D, D]`, int8): rows of the basis of such products, those of most energy
-            first.
-        steps (`torch.Tensor` of shape `[H, D]`, float32): what its rows are in units of.
-        inverse (`torch.Tensor` of shape `[H, K, D]`, int8): columns of the inverse, in units such that products with
-            rows of the basis are 1.
-    """
-
-    factors: torch.Tensor
-    vectors: torch.Tensor
-    steps: torch.Tensor
-    inverse: torch.Tensor
+class Basis(RowBasis):
+    """A basis for every head, and states in it."""
 
     @classmethod
     def for_widths(
@@ -59,11 +46,6 @@ class Basis:
         inverse = _rounded_inverse(vectors)[:, : min(count * BLOCK, vectors.shape[1])]
         own = (each.contiguous() for each in (factors, vectors, steps, inverse))
         return cls(*own), widths[:, :count].to(torch.uint8).contiguous()
-
-    @property
-    def num_components(self) -> int:
-        """Components that are coded, K."""
-        return self.inverse.shape[1]
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Lists everything stored."""
@@ -95,11 +77,8 @@ class Basis:
 
 def karhunen_loeve(metric: torch.Tensor, moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The basis of states of which an error `e` costs `e @ metric @ e`.
-
-    Args:
-        metric (`torch.Tensor` of shape `[H, D, D]`): symmetric and positive, what errors cost.
-        moments (`torch.Tensor` of shape `[H, D, D]`): second moments of the states, about whatever is taken off them.
+    Finds the basis of states of second moments `[H, D, D]`, about whatever is taken off them, of which an error `e`
+    costs `e @ metric @ e`; `metric` `[H, D, D]` is symmetric and positive.
 
     Returns:
         `torch.Tensor` of shape `[H, D, D]`, float64: rows of the basis by falling energy, each as long as one standard
@@ -118,15 +97,9 @@ def karhunen_loeve(metric: torch.Tensor, moments: torch.Tensor) -> tuple[torch.T
 
 def round_basis(basis: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    A basis as `Basis` takes it.
-
-    Args:
-        basis (`torch.Tensor` of shape `[H, D, D]`): rows as long as a standard deviation of their component.
-        factors (`torch.Tensor` of shape `[H, D]`): what channels are multiplied by; what rounding loses is then the
-            same in all of them.
-
-    Returns:
-        `torch.Tensor` of shape `[H, D, D]`, int8, and of shape `[H, D]`, float32: the basis and its steps.
+    Rounds a basis, whose rows `[H, D, D]` are as long as a standard deviation of their component, for channels that
+    are multiplied by `factors` `[H, D]`: what rounding loses is then the same in all of them. Returns `vectors` and
+    `steps` of `Basis`.
     """
     scaled = basis.double() * factors.double()[:, None]
     steps = scaled.abs().amax(dim=-1) / _MOST

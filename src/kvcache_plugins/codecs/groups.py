@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from kvcache_plugins.files.schema import Stored, check_layout
-from kvcache_plugins.triton_kernels.stored_format import OUTLIER_TILE
+from kvcache_plugins.triton_kernels.stored_format import OUTLIER_TILE, StoredGroups
 
 from .low_rank import power_iteration
 from .outliers import (
@@ -66,43 +66,24 @@ TENSOR_NAMES = (
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-# Equal if the same object: kernels keep what they have prepared for one in dictionaries
 @dataclass(frozen=True, eq=False)
-class CompressedStates:
+class CompressedStates(StoredGroups):
     """
-    Chunks of keys or values, compressed. Every tensor has the batch as its first dimension and the chunk as its third.
+    Chunks of keys or values, compressed.
 
     Attributes:
-        codes (`torch.Tensor` of shape `[B, H, M, L, packed bytes]`, uint8): packed codes.
-        scale, zero (`torch.Tensor` of shape `[B, H, M, groups, D]` or `[B, H or 1, M, L, groups]`, float16): a group's
-            step and minimum.
-        low_rank_a (`torch.Tensor` of shape `[B, H, M, last tokens, R]`, float16, *optional*): covers the last tokens
-            of the chunk.
-        low_rank_b (`torch.Tensor` of shape `[B, H, M, D, R]`, float16, *optional*): the other factor.
-        outlier_indices, outlier_values, outlier_offsets (`torch.Tensor`, *optional*): what is missing at some places
-            after codes and low rank, as `outliers.sort_into_tiles` returns it; values in float16.
-        nbits (`int`): bits a code.
-        grouping (`Grouping`): which values share a scale.
-        head_dim (`int`): D.
         is_rotated (`bool`, *optional*, defaults to `False`): whether these are the states as `rotation.rotate` turns
             them, which a reader has to undo.
         cross_scale (`torch.Tensor` of shape `[B, H, M, L, 1]` or `[B, H, M, tiles, D]`, float16, *optional*): factors
             along the axis that is not the groups', of keys a token's, of values a tile's channel's.
     """
 
-    codes: torch.Tensor
-    scale: torch.Tensor
-    zero: torch.Tensor
-    low_rank_a: torch.Tensor | None
-    low_rank_b: torch.Tensor | None
-    outlier_indices: torch.Tensor | None
-    outlier_values: torch.Tensor | None
-    outlier_offsets: torch.Tensor | None
-    nbits: int
-    grouping: Grouping
-    head_dim: int
     is_rotated: bool = False
     cross_scale: torch.Tensor | None = None
+
+    @property
+    def grouping(self) -> Grouping:
+        return Grouping(self.axis, self.group_size)
 
     @property
     def num_chunks(self) -> int:
@@ -134,19 +115,12 @@ class CompressedStates:
 
     def dequantize_tile(self, chunks: slice, tokens: slice) -> torch.Tensor:
         """
-        Makes some tokens of some chunks dense.
-
-        Args:
-            chunks (`slice`): which chunks.
-            tokens (`slice`): which tokens within each of them, beginning and ending where groups do.
-
-        Returns:
-            `torch.Tensor` of shape `[B, H, chunks * tokens, D]`, float32.
+        Makes some chunks' tokens dense, `[B, H, chunks * tokens, D]`, float32; `tokens` begin and end where groups do.
         """
         codes = unpack(self.codes[:, :, chunks, tokens], self.nbits, self.head_dim)
         groups = tokens
-        if self.grouping.axis == "channel":
-            size = self.grouping.group_size
+        if self.axis == "channel":
+            size = self.group_size
             groups = slice(None) if size is None else slice(tokens.start // size, tokens.stop // size)
         states = dequantize(codes, self.scale[:, :, chunks, groups], self.zero[:, :, chunks, groups], self.grouping)
         if self.cross_scale is not None:
@@ -154,20 +128,16 @@ class CompressedStates:
             scale = self.cross_scale[:, :, chunks, tokens.start // size : tokens.stop // size]
             states *= expand_groups(scale, _across(self.grouping), states.shape)
         if self.low_rank_a is not None and self.low_rank_b is not None:
-            _add_low_rank(
-                states, self.low_rank_a[:, :, chunks], self.low_rank_b[:, :, chunks], tokens, self.chunk_length
-            )
+            # A covers the last tokens of a chunk, all or the recent ones
+            first = self.chunk_length - self.low_rank_a.shape[3]
+            start = max(tokens.start, first)
+            if start < tokens.stop:
+                rows = self.low_rank_a[:, :, chunks, start - first : tokens.stop - first].float()
+                states[:, :, :, start - tokens.start :] += rows @ self.low_rank_b[:, :, chunks].float().mT
         if self.has_outliers:
-            assert self.outlier_indices is not None
-            assert self.outlier_values is not None
-            assert self.outlier_offsets is not None
-            add_outliers(
-                states,
-                self.outlier_indices[:, :, chunks],
-                self.outlier_values[:, :, chunks],
-                self.outlier_offsets[:, :, chunks],
-                tokens,
-            )
+            stored = self.outlier_indices, self.outlier_values, self.outlier_offsets
+            indices, values, offsets = (each[:, :, chunks] for each in stored if each is not None)
+            add_outliers(states, indices, values, offsets, tokens)
         return (rotate(states) if self.is_rotated else states).flatten(2, 3)
 
 
@@ -184,7 +154,7 @@ def tile_slices(keys: CompressedStates, length: int) -> Iterator[tuple[slice, sl
     """
     chunk_length = keys.chunk_length
     step = max(_TILE_TOKENS // chunk_length, 1)
-    group = keys.grouping.group_size if keys.grouping.axis == "channel" and keys.grouping.group_size else 1
+    group = keys.group_size if keys.axis == "channel" and keys.group_size else 1
     stride = chunk_length if chunk_length <= _TILE_TOKENS else max(_TILE_TOKENS // group, 1) * group
     num_chunks = -(-length // chunk_length)
     for chunk in range(0, num_chunks, step):
@@ -196,15 +166,6 @@ def tile_slices(keys: CompressedStates, length: int) -> Iterator[tuple[slice, sl
             tokens = slice(first, min(first + stride, chunk_length))
             size = (chunks.stop - chunks.start) * (tokens.stop - tokens.start)
             yield chunks, tokens, start, min(start + size, length)
-
-
-def _add_low_rank(states: torch.Tensor, a: torch.Tensor, b: torch.Tensor, tokens: slice, chunk_length: int) -> None:
-    """Adds `A B^T` to `states` `[B, H, M, tokens, D]`; A covers the last tokens of a chunk, all or the recent ones."""
-    first = chunk_length - a.shape[3]
-    start = max(tokens.start, first)
-    if start < tokens.stop:
-        rows = a[:, :, :, start - first : tokens.stop - first].float()
-        states[:, :, :, start - tokens.start :] += rows @ b.float().transpose(-1, -2)
 
 
 class ChunkSizes(NamedTuple):
@@ -306,13 +267,12 @@ class SideCodec:
         Compresses chunks.
 
         Args:
-            states (`torch.Tensor` of shape `[B, H, M, L, D]`, any floating dtype):
-                What to compress, `M` chunks of `L` tokens.
-            valid (`torch.Tensor` of shape `[B, M, L]`, bool, *optional*):
-                Tokens that are real; of states without data it comes with its own. The others enter no range, no count
-                of outliers and no factor, and what is stored of them means nothing.
-            is_prompt (`bool`, *optional*, defaults to `False`):
-                Whether the rank and the share of tokens of a prompt apply, or those of decoded tokens.
+            states (`torch.Tensor` of shape `[B, H, M, L, D]`, any floating dtype): M chunks of L tokens.
+            valid (`torch.Tensor` of shape `[B, M, L]`, bool, *optional*): tokens that are real; of states without data
+                it comes with its own. The others enter no range, no count of outliers and no factor, and what is
+                stored of them means nothing.
+            is_prompt (`bool`, *optional*, defaults to `False`): whether the rank and the share of tokens of a prompt
+                apply, or those of decoded tokens.
 
         Returns:
             What is stored, and whether all of it fits float16 (`torch.Tensor` of shape `[]`, bool), which NaN and
@@ -385,7 +345,8 @@ class SideCodec:
         return CompressedStates(
             **{name: tensors.get(name) for name in TENSOR_NAMES},  # type: ignore[arg-type]
             nbits=self.nbits,
-            grouping=self.grouping,
+            axis=self.grouping.axis,
+            group_size=self.grouping.group_size,
             head_dim=self.head_dim,
             is_rotated=self.is_rotated,
         )
@@ -407,8 +368,6 @@ class SideCodec:
 
         Args:
             path (`str`): where the file has them, named in errors.
-            tensors (`Mapping[str, torch.Tensor]`): what it holds of this side.
-            batch_size, num_heads (`int`): B, H.
             decoded_length (`int`): L, where there are several chunks.
 
         Raises:
@@ -495,14 +454,8 @@ class GroupCodec:
         is_prompt: bool = False,
     ) -> tuple[CompressedStates, CompressedStates]:
         """
-        Compresses consecutive tokens in chunks of equal length. The host waits for a device once, in the end.
-
-        Args:
-            keys, values (`torch.Tensor` of shape `[B, H, tokens, D]`): exact states.
-            valid (`torch.Tensor` of shape `[B, tokens]`, bool, *optional*): tokens that are not padding; all by
-                default.
-            num_chunks (`int`, *optional*, defaults to 1): number of chunks.
-            is_prompt (`bool`, *optional*, defaults to `False`): whether the ranks of a prompt apply.
+        Compresses consecutive tokens `[B, H, tokens, D]`, of which those `valid` `[B, tokens]` are no padding, in
+        chunks of equal length; `is_prompt` is as in `SideCodec.encode`. The host waits for a device once, in the end.
 
         Raises:
             ValueError: if something does not fit float16, in which everything but the codes is stored.
@@ -540,10 +493,10 @@ def keep_tokens(states: CompressedStates, length: int) -> CompressedStates:
     if length == states.chunk_length:
         return states
     tensors = {"codes": states.codes[:, :, :, :length]}
-    if states.grouping.axis == "token":
+    if states.axis == "token":
         tensors |= {name: getattr(states, name)[:, :, :, :length] for name in ("scale", "zero")}
-    elif states.grouping.group_size is not None:
-        groups = length // states.grouping.group_size
+    elif states.group_size is not None:
+        groups = length // states.group_size
         tensors |= {name: getattr(states, name)[:, :, :, :groups] for name in ("scale", "zero")}
     if states.cross_scale is not None:
         size = states.chunk_length // states.cross_scale.shape[3]

@@ -44,15 +44,8 @@ def orthonormalize(matrix: torch.Tensor) -> torch.Tensor:
 
 def power_iteration(residual: torch.Tensor, rank: int, num_iterations: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Approximates `residual` by `a @ b.transpose(-1, -2)` of the given rank.
-
-    Args:
-        residual (`torch.Tensor` of shape `[..., num_tokens, head_dim]`, float32):
-            What to approximate.
-        rank (`int`):
-            Rank of the approximation, at most `min(num_tokens, head_dim)`.
-        num_iterations (`int`):
-            Number of power iterations. The factors are orthonormalized in the last one only, as in the paper.
+    Approximates `residual` `[..., num_tokens, head_dim]`, float32, by `a @ b.mT` of a rank of at most the lesser size.
+    Factors are orthonormalized in the last iteration only, as in the paper.
 
     Returns:
         `a` of shape `[..., num_tokens, rank]` with orthonormal columns, and `b` of shape `[..., head_dim, rank]`.

@@ -39,10 +39,7 @@ class Outliers:
 
 
 def num_outliers_per_side(length: int, sparsity: float) -> int:
-    """
-    How many of `length` values are kept on each side: half of `sparsity`, to the nearest whole number, at most half of
-    all.
-    """
+    """Counts values kept on each side: half of `sparsity` of `length`, rounded, at most half of all."""
     return min(round(sparsity / 2 * length), length // 2)
 
 
@@ -63,18 +60,8 @@ def num_offsets(length: int, num_heads: int) -> int:
 
 def select_key_outliers(states: torch.Tensor, valid: torch.Tensor | None, sparsity: float) -> Outliers | None:
     """
-    Selects the outliers of every channel of keys.
-
-    Args:
-        states (`torch.Tensor` of shape `[B, H, M, L, D]`):
-            Keys.
-        valid (`torch.Tensor` of shape `[B, M, L]`, bool, *optional*):
-            Tokens that are real. A sequence with fewer of them keeps fewer outliers, as it would alone.
-        sparsity (`float`):
-            Share of the values to keep, half of it on each side.
-
-    Returns:
-        `Outliers`, or `None` if there is nothing to keep.
+    Selects a share `sparsity` of keys `[B, H, M, L, D]`, half of it on each side of every channel; `None` if that is
+    nothing. A sequence with fewer real tokens `valid` `[B, M, L]` keeps fewer outliers, as it would alone.
     """
     lengths = [[states.shape[3]]] if valid is None else valid.sum(dim=2).tolist()
     numbers = [[num_outliers_per_side(length, sparsity) for length in row] for row in lengths]
@@ -97,10 +84,7 @@ def select_key_outliers(states: torch.Tensor, valid: torch.Tensor | None, sparsi
 
 
 def select_value_outliers(states: torch.Tensor, valid: torch.Tensor | None, sparsity: float) -> Outliers | None:
-    """
-    Selects the outliers of every token of values, over the channels of all heads; arguments and result are as in
-    `select_key_outliers`.
-    """
+    """Selects outliers of every token of values, over the channels of all heads, as `select_key_outliers` does."""
     rows = states.permute(0, 2, 3, 1, 4)
     num_per_side = num_outliers_per_side(rows.shape[3] * rows.shape[4], sparsity)
     if num_per_side == 0:
@@ -154,12 +138,7 @@ def sort_into_tiles(
     places: Outliers, values: torch.Tensor, num_heads: int, length: int, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Outliers as they are stored.
-
-    Args:
-        places (`Outliers`): where they are.
-        values (`torch.Tensor` of shape `[B, M, N]`): their values.
-        num_heads, length, head_dim (`int`): H, L and D.
+    Sorts values `[B, M, N]` of outliers of chunks of so many heads, tokens and channels as they are stored.
 
     Returns:
         Indices `[B, 1, M, N]` (int16, or int32 for a `head_dim` above 512: the token within its tile, shifted left by
@@ -188,12 +167,8 @@ def add_outliers(
     states: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor, tokens: slice
 ) -> None:
     """
-    Adds stored outliers to some tokens of chunks, in place.
-
-    Args:
-        states (`torch.Tensor` of shape `[B, H, M, tokens, D]`, contiguous): the tokens `tokens` of every chunk.
-        indices, values, offsets (`torch.Tensor`): what `sort_into_tiles` returned, for the same chunks.
-        tokens (`slice`): which tokens of a chunk.
+    Adds what `sort_into_tiles` returned to the tokens `tokens` of the same chunks, `[B, H, M, tokens, D]`, contiguous,
+    in place.
     """
     batch_size, num_heads, num_chunks, length, head_dim = states.shape
     first, last = tokens.start // OUTLIER_TILE, -(-tokens.stop // OUTLIER_TILE)

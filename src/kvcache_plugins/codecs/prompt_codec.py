@@ -370,17 +370,9 @@ def allocate_channels(
 
 def share_bytes(energies: Sequence[torch.Tensor], total: int, least: int, errors: tuple[float, ...]) -> list[int]:
     """
-    Shares bytes between sides of layers, in each of which every head has as many, so that the sum of
-    `energy * distortion(width)` over all is least.
-
-    Args:
-        energies (`Sequence[torch.Tensor]`): of every side, summed energies of the blocks' channels, `[H, N]`.
-        total (`int`): bytes in all, those of every head counted.
-        least (`int`): of a head, at least.
-        errors (`tuple[float, ...]`): of a normal variable at all widths from 0 on.
-
-    Returns:
-        `list[int]`: of every side the bytes of a head.
+    Shares `total` bytes, those of every head counted, between sides of layers, in each of which every head has as many
+    and at least `least`, so that the sum of `energy * distortion(width)` is least: of energies of their blocks
+    `[H, N]`, and distortions as in `allocate_widths`. Returns the bytes of a head of every side.
     """
     distortions = torch.tensor(errors, dtype=torch.float64)
     gains, owners = [], []

@@ -102,10 +102,7 @@ def _by_group(states: torch.Tensor, grouping: Grouping) -> tuple[torch.Tensor, t
 
 
 def expand_groups(grouped: torch.Tensor, grouping: Grouping, states_shape: torch.Size) -> torch.Tensor:
-    """
-    Repeats a value per group (what `quantize` returns as scale or zero) to the shape of the states, as a view where
-    possible.
-    """
+    """Repeats scales or zeros of groups to the shape of the states, as a view where possible."""
     if grouping.axis == "channel":
         size = states_shape[3] // grouped.shape[3]
         return grouped.unsqueeze(4).expand(-1, -1, -1, -1, size, -1).flatten(3, 4)
@@ -127,17 +124,13 @@ def quantize(
     Quantizes chunks of keys or values.
 
     Args:
-        states (`torch.Tensor` of shape `[B, H, M, L, D]`, float32):
-            What to quantize.
-        keep (`torch.Tensor` of shape broadcastable to `states`, bool, *optional*):
-            Which values may widen the range of their group. The others (padding, outliers) are clamped into it.
-        nbits (`int`):
-            Bits a code, one of 2, 3, 4, 8.
-        grouping (`Grouping`):
-            Which values share a scale.
-        spread_errors (`bool`, *optional*, defaults to `False`):
-            Whether tokens of a head that would all be rounded to the same side are rounded to both, so that their
-            average is right.
+        states (`torch.Tensor` of shape `[B, H, M, L, D]`, float32): what to quantize.
+        keep (`torch.Tensor` of shape broadcastable to `states`, bool, *optional*): which values may widen the range of
+            their group. The others (padding, outliers) are clamped into it.
+        nbits (`int`): bits a code, one of 2, 3, 4, 8.
+        grouping (`Grouping`): which values share a scale.
+        spread_errors (`bool`, *optional*, defaults to `False`): whether tokens of a head that would all be rounded to
+            the same side are rounded to both, so that their average is right.
 
     Returns:
         Codes (`uint8`, the shape of `states`), scale and zero (float16, `[B, H, M, groups, D]` or
@@ -201,9 +194,7 @@ def are_in_range(*stored: torch.Tensor) -> torch.Tensor:
 
 
 def check_range(*in_range: torch.Tensor) -> None:
-    """
-    Raises a `ValueError` if anything is `False` that `are_in_range` said, for which the host waits for the device.
-    """
+    """Raises a `ValueError` if `are_in_range` said `False` of anything, for which the host waits for the device."""
     if not bool(torch.stack(in_range).all()):
         raise ValueError(
             "the states exceed the range of float16 (65504), in which scales, zeros and corrections are stored"
@@ -219,12 +210,7 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, gro
 
 
 def bytes_of_halves(numbers: torch.Tensor) -> torch.Tensor:
-    """
-    Stores `numbers` `[..., N]` in float16, as bytes `[..., 2 N]`.
-
-    Raises:
-        ValueError: if one of them is too large for that.
-    """
+    """Stores `numbers` `[..., N]` in float16, as bytes `[..., 2 N]`; a `ValueError` if one is too large for that."""
     halves = numbers.half()
     if not halves.is_meta and not bool(halves.isfinite().all()):
         raise ValueError("keys or values are so large that their scale does not fit into float16 (65504)")

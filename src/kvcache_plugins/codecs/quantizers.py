@@ -64,12 +64,8 @@ class Quantizer(ABC):
     @abstractmethod
     def quantize(self, normal: torch.Tensor, widths: torch.Tensor, is_weighted: bool) -> torch.Tensor:
         """
-        Codes `[B, H, T, N, 8]`, int64, of numbers.
-
-        Args:
-            normal (`torch.Tensor` of shape `[B, H, T, N, 8]`): numbers of variance 1.
-            widths (`torch.Tensor` of shape `[B, H, N]`): bits of the blocks.
-            is_weighted (`bool`): whether errors count by `4^width`.
+        Finds codes `[B, H, T, N, 8]`, int64, of numbers of variance 1, in blocks of `widths` `[B, H, N]` bits; errors
+        count by `4^width` if it `is_weighted`.
         """
 
     @abstractmethod
@@ -82,16 +78,8 @@ class Quantizer(ABC):
 
     def pack(self, codes: torch.Tensor, scales: torch.Tensor, widths: torch.Tensor, row_size: int) -> torch.Tensor:
         """
-        Rows of bytes, of the newest bits of codes.
-
-        Args:
-            codes (`torch.Tensor` of shape `[B, H, T, N, 8]`, int64): codes.
-            scales (`torch.Tensor` of shape `[B, H, T, 1]`, uint8): the first byte.
-            widths (`torch.Tensor` of shape `[B, H, N]`): bits of a block's codes.
-            row_size (`int`): R.
-
-        Returns:
-            `torch.Tensor` of shape `[B, H, T, R]`, uint8.
+        Makes rows `[B, H, T, R]`, uint8, of scales `[B, H, T, 1]`, uint8, and the newest bits of codes
+        `[B, H, T, N, 8]`, as many as `widths` `[B, H, N]` say.
         """
         codes = codes & ((1 << widths.long()) - 1)[:, :, None, :, None]
         blocks = (codes << _shifts(widths)).sum(dim=-1)
@@ -106,8 +94,8 @@ class Quantizer(ABC):
 
     def gains(self) -> torch.Tensor:
         """
-        Gain corrections: what the points of every width are multiplied by, so that they are as large as what they
-        stand for: a quantizer's points are means, which lie further in.
+        Computes gain corrections: factors of the points of every width that make them as large as what they stand for.
+        A quantizer's points are means, which lie further in.
         """
         return torch.tensor([0.0] + [1 / (1 - distortion) for distortion in self.distortions[1:]])
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from kvcache_plugins.codecs.rotation import rotate
 from kvcache_plugins.kernels.engine import choose_coding_kernel
-from kvcache_plugins.triton_kernels.stored_format import LAST_SCALE, LEAST_GAIN, SCALE_OFFSET, SCALE_STEPS
+from kvcache_plugins.triton_kernels.stored_format import LAST_SCALE, LEAST_GAIN, SCALE_OFFSET, SCALE_STEPS, RowLayout
 
 from .basis import Basis
 from .codec import START, Codec, Positions
@@ -44,41 +44,23 @@ _TENSOR_NAMES = ("order", "mean", "deviation", "widths")
 
 
 @dataclass(frozen=True, eq=False)
-class RowTable:
+class RowTable(RowLayout):
     """
-    How the tokens of one side are coded. Tables of a calibration are those of every sequence: B is 1.
+    How the tokens of one side are coded. Tables of a calibration are those of every sequence.
 
     Attributes:
-        order (`torch.Tensor` of shape `[B, H, D]`, uint8 or int16, *optional*): the channels by falling energy.
-        mean (`torch.Tensor` of shape `[B, H, D]`, float16, *optional*): what is taken off first.
-        deviation (`torch.Tensor` of shape `[B, H, D or 1]`, float16, *optional*): what channels are divided by.
-        widths (`torch.Tensor` of shape `[B, H, N]`, uint8): bits of the blocks of eight numbers, in that order.
-        row_size (`int`): R, one byte more than the sum of a head's widths.
-        head_dim (`int`): D.
-        is_weighted (`bool`): whether the scale is the one of least weighted error, or shrinks nothing.
+        basis (`Basis`, *optional*): in which they are coded.
         rope (`RotaryLayout`, *optional*): the rotary embedding that is undone first.
         is_rotated (`bool`, *optional*, defaults to `False`): whether a Hadamard matrix rotates them, see
             `codecs.rotation`.
-        basis (`Basis`, *optional*): in which they are coded.
         by_energy (`bool`): whether channels count by their energy in a scale that shrinks nothing, too.
-        num_refits (`int`): times that codes are found anew for the scale that was found. Few tokens need it: those of
-            which one channel is far larger than the others. Their codes would end before it, and they are the ones
-            that many others attend to.
         quantizer (`str`, *optional*, defaults to `"lloyd-max"`): one of `QUANTIZERS`.
     """
 
-    order: torch.Tensor | None
-    mean: torch.Tensor | None
-    deviation: torch.Tensor | None
-    widths: torch.Tensor
-    row_size: int
-    head_dim: int
-    is_weighted: bool
+    basis: Basis | None = None
     rope: RotaryLayout | None = None
     is_rotated: bool = False
-    basis: Basis | None = None
     by_energy: bool = False
-    num_refits: int = 0
     quantizer: str = "lloyd-max"
 
     @classmethod
@@ -115,9 +97,8 @@ class RowTable:
         )
 
     @property
-    def num_coded(self) -> int:
-        """Numbers of a token that are coded, K."""
-        return self.head_dim if self.basis is None else self.basis.num_components
+    def is_trellis(self) -> bool:
+        return self.quantizer == "trellis"
 
     def finer(self, nbits: int) -> "RowTable":
         """Returns the table of rows with `nbits` more bits a number, or as many as its quantizer has."""

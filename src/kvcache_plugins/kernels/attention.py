@@ -38,16 +38,11 @@ def attend(
     Attends over all parts of a cache.
 
     Args:
-        query (`torch.Tensor` of shape `[B, H * G, Q, D]`):
-            Queries.
-        parts (`Iterable[DensePart | CompressedPart | CodedPart]`):
-            What is attended to, each token in one part.
-        num_key_value_heads (`int`):
-            H.
-        scale (`float`, *optional*, defaults to `1 / sqrt(D)`):
-            Factor of the scores.
-        kernel (`str`, *optional*, defaults to `"torch"`):
-            What computes: what `engine.choose_kernel` returned.
+        query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries.
+        parts (`Iterable[DensePart | CompressedPart | CodedPart]`): what is attended to, each token in one part.
+        num_key_value_heads (`int`): H.
+        scale (`float`, *optional*, defaults to `1 / sqrt(D)`): factor of the scores.
+        kernel (`str`, *optional*, defaults to `"torch"`): what computes, as `engine.choose_kernel` says.
         softcap, sinks (*optional*):
             As in `AttentionCall`, which only PyTorch's kernel knows.
 
@@ -100,7 +95,7 @@ def prepare_coding(
         return None
     tables = codec.tables(states.device)
     heads = max(table.head_dim for table in tables)
-    if choose_coding_kernel(states, heads) != "compiled" or any(table.quantizer == "trellis" for table in tables):
+    if choose_coding_kernel(states, heads) != "compiled" or any(table.is_trellis for table in tables):
         return None
     from .compiled_coding import PreparedCoding
 
@@ -110,17 +105,8 @@ def prepare_coding(
 class OnlineAttention:
     """
     `softmax(query keys^T * scale + mask) values`, accumulated over tiles: each by itself, and all joined by the
-    logarithms of their sums of weights, so that no tile needs to outlive its turn. Arithmetic is in float32.
-
-    Args:
-        query (`torch.Tensor` of shape `[B, H * G, Q, D]`):
-            Queries.
-        num_key_value_heads (`int`):
-            H.
-        scale (`float`, *optional*, defaults to `1 / sqrt(D)`):
-            Factor of the scores.
-        softcap (`float`, *optional*), sinks (`torch.Tensor`, *optional*):
-            As in `AttentionCall`.
+    logarithms of their sums of weights, so that no tile needs to outlive its turn. Arithmetic is in float32; arguments
+    are those of `attend`.
     """
 
     def __init__(
@@ -142,10 +128,9 @@ class OnlineAttention:
         Attends to one more tile.
 
         Args:
-            keys, values (`torch.Tensor` of shape `[B, H, T, D]`):
-                The tile's states.
-            mask (`torch.Tensor` of shape broadcastable to `[B, H * G, Q, T]`, *optional*):
-                Boolean (`True` attends) or added to the scores.
+            keys, values (`torch.Tensor` of shape `[B, H, T, D]`): the tile's states.
+            mask (`torch.Tensor` of shape broadcastable to `[B, H * G, Q, T]`, *optional*): boolean (`True` attends) or
+                added to the scores.
         """
         keys, values = keys.float(), values.float()
         if self._softcap is None and choose_flash(self._query.flatten(1, 2), values.shape[3]):

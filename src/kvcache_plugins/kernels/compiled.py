@@ -50,7 +50,6 @@ _ANCHOR_TOKENS, _GROUP, _WORD_GROUP = 32 * TILE, 4, 8
 _STRIPS = {"avx2": 32, "avx512": 64}
 _NUM_WIDTHS = MAX_WIDTH + 1
 _ROWS_OF_SIDE = STRUCTURES["RowSide"].arrays["rows"]
-_ROW_KINDS = CONSTANTS["PART_ROWS"], CONSTANTS["PART_BASIS_ROWS"]
 # Bases of keys and means as `calls.h` has them, of tables that live, by layout and level
 _BASES: "WeakKeyDictionary[Basis, dict[tuple[RotaryLayout, str], dict[str, torch.Tensor]]]" = WeakKeyDictionary()
 # Of states that live, where they are contiguous as they are
@@ -59,16 +58,8 @@ _SIDES: "WeakKeyDictionary[CompressedStates, Structure]" = WeakKeyDictionary()
 
 def call_of(query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: float) -> "AttentionCall":
     """
-    Describes attention of a few queries over all parts, to be run or prepared for others.
-
-    Args:
-        query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries.
-        parts (`Sequence[Part]`): what is attended to, exact parts behind the others.
-        num_heads (`int`): H.
-        scale (`float`): factor of the scores.
-
-    Raises:
-        ValueError: if parts do not fit each other, or anything in them is not what its kernel takes it for.
+    Describes attention of queries `[B, H * G, Q, D]` over all parts, exact ones behind the others, to be run or
+    prepared for others; a `ValueError` if parts do not fit each other, or are not what their kernels take them for.
     """
     call = AttentionCall(query, num_heads, parts[0].head_dims[1], scale)
     # The exact part that grows is the last
@@ -85,14 +76,7 @@ def call_of(query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: f
 
 
 class AttentionCall:
-    """
-    Attention of queries over parts that are added one by one.
-
-    Args:
-        query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries in float32, bfloat16 or float16.
-        num_heads, value_dim (`int`): H and E.
-        scale (`float`): factor of the scores.
-    """
+    """Attention of queries `[B, H * G, Q, D]` over parts that are added one by one."""
 
     def __init__(self, query: torch.Tensor, num_heads: int, value_dim: int, scale: float):
         batch_size, num_query_heads, self.num_queries, head_dim = query.shape
@@ -130,7 +114,7 @@ class AttentionCall:
 
     def add_groups(self, part: CompressedPart) -> None:
         """Adds tokens in groups."""
-        if part.values.grouping.axis == "channel" or part.keys.is_rotated:
+        if part.values.axis == "channel" or part.keys.is_rotated:
             raise ValueError("the compiled kernel takes values in groups of a token, and keys that are not rotated")
         chunks, chunk_length = part.keys.num_chunks, part.keys.chunk_length
         if not 0 <= part.length <= chunks * chunk_length:
@@ -147,17 +131,15 @@ class AttentionCall:
     def add_rows(self, part: CodedPart) -> None:
         """Adds tokens that are rows."""
         assert isinstance(part.codec, RowCodec), "only rows of tables have kernels"
-        keys, _ = part.codec.tables(part.keys.device)
         stored = self.rows_of(part.keys, part.values, part.codec, part.positions, part.length)
-        self._add("PART_ROWS" if keys.basis is None else "PART_BASIS_ROWS", stored, part.length, part.mask)
+        self._add("PART_ROWS", stored, part.length, part.mask)
 
     def add_pages(self, part: PagedPart) -> None:
         """Adds rows in pages."""
-        keys, _ = part.codec.tables(part.keys.device)
         stored = self.rows_of(part.keys, part.values, part.codec, START, part.length, part)
-        hidden = torch.full((1, 1, 1, max(part.num_hidden, 2)), 0.0)
+        hidden = torch.zeros(1, 1, 1, max(part.num_hidden, 2))
         hidden[..., : part.num_hidden] = -torch.inf
-        self._add("PART_ROWS" if keys.basis is None else "PART_BASIS_ROWS", stored, part.length, hidden, part.lengths)
+        self._add("PART_ROWS", stored, part.length, hidden, part.lengths)
 
     def _add(
         self,
@@ -308,13 +290,7 @@ class TokenWriter:
 
 
 class PreparedCall(TokenWriter):
-    """
-    A call for queries of one shape and dtype, over parts of which only the last, exact one may grow.
-
-    Args:
-        call (`AttentionCall`): says what the parts are.
-        query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries like those to come.
-    """
+    """A call for queries of the shape and dtype of `query`, over parts of which only the last, exact one may grow."""
 
     def __init__(self, call: AttentionCall, query: torch.Tensor):
         parts = (_PART * len(call.parts))(*call.parts)
@@ -349,7 +325,7 @@ class PreparedCall(TokenWriter):
         self._rows: list[list[Any]] = [
             [own.given["stored"], as_numbers(part), None, None]
             for own, part in zip(call.parts[:-1], parts, strict=False)
-            if own.kind in _ROW_KINDS
+            if own.kind == CONSTANTS["PART_ROWS"]
         ]
         if call.exact is not None:
             stored, exact = call.exact
@@ -393,11 +369,9 @@ class PreparedCall(TokenWriter):
         newest: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor | None:
         """
-        Attends over all parts.
+        Attends over all parts with queries `[B, H * G, Q, D]`.
 
         Args:
-            query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries.
-            scale (`float`, *optional*): factor of the scores.
             storage (two `torch.Tensor` of shape `[B, H, at least T, D or E]`): keys and values that the last part is
                 now.
             length (`int`): its tokens in use, T.
@@ -474,7 +448,7 @@ def kind_of_tokens(states: torch.Tensor) -> tuple[object, ...]:
 def _group_side(states: CompressedStates) -> Structure:
     batch_size, num_heads, chunks, length, _ = states.codes.shape
     dim, scales = states.head_dim, states.scale.shape
-    by_channel = states.grouping.axis == "channel"
+    by_channel = states.axis == "channel"
     groups, most = (scales[3], length) if by_channel else (scales[4], dim)
     if scales[1] not in (1, num_heads) or groups == 0 or most % groups:
         raise ValueError(f"scales of shape {tuple(scales)} for {num_heads} heads, {length} tokens, {dim} channels")

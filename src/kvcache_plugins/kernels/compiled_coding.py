@@ -49,26 +49,17 @@ def code(
     **others: Any,
 ) -> Structure:
     """
-    Runs one of the kernels of `coding.c`.
+    Runs one of the kernels of `coding.c`, `"encode_rows"`, `"decode_rows"`, `"turn_states"` or `"measure_channels"`,
+    or only describes the call if it is not `is_run`; a `ValueError` if tensors do not fit each other or the table.
 
     Args:
-        name (`str`): `"encode_rows"`, `"decode_rows"`, `"turn_states"` or `"measure_channels"`.
         states (`torch.Tensor` of shape `[B, H, T, D]`, *optional*): states of any floating dtype, of which
             `"decode_rows"` writes float32.
         rows (`torch.Tensor` of shape `[B, H, T, R]`, *optional*): rows, written by `"encode_rows"`.
         positions (`Positions`, *optional*): of the tokens; without them keys are left as they are before RoPE.
-        layout (`RotaryLayout`, *optional*): the rotary embedding of keys.
-        table (`RowTable`, *optional*): how rows are coded.
         source (`torch.Tensor` of shape `[B, H, T, R]` and `RowTable`, *optional*): rows of a finer table, which are
             coded instead of states.
-        is_run (`bool`, *optional*, defaults to `True`): whether it runs now, or whenever the caller says.
         **others: what the kernel writes and reads besides, by field.
-
-    Returns:
-        `Structure`: the call.
-
-    Raises:
-        ValueError: if tensors do not fit each other or the table.
     """
     threads = None
     fields: dict[str, Any] = {"is_back": name != "decode_rows", "rows": rows, **others}
@@ -111,11 +102,11 @@ def code(
     # A copy of them may be this call's alone
     call.alive = call.alive, states
     # Of so many tokens, which are counted from the start of a tile; channels are measured of all
-    call.tasks.count = shape[0] * shape[1]
+    count = shape[0] * shape[1]
     if name != "measure_channels":
-        call.tasks.count *= -(-(shape[2] + TILE - 1) // _TASK_TOKENS)
+        count *= -(-(shape[2] + TILE - 1) // _TASK_TOKENS)
     if is_run:
-        run(name, call, threads)
+        run(name, call, count, threads)
     return call
 
 
@@ -126,7 +117,7 @@ def _description(table: RowTable, batch_size: int) -> Structure:
         return found
     num_heads, num_coded, basis = table.widths.shape[1], table.num_coded, table.basis
     fields: dict[str, Any] = {"batch": batch_size, "heads": num_heads, "dim": num_coded, "row_size": table.row_size}
-    fields |= {"is_trellis": table.quantizer == "trellis", "is_weighted": table.is_weighted}
+    fields |= {"is_trellis": table.is_trellis, "is_weighted": table.is_weighted}
     fields |= {"by_energy": table.by_energy, "refits": table.num_refits, "blocks": -(-num_coded // BLOCK)}
     fields |= {"rotation": rotation_size(table.head_dim) if table.is_rotated else 1, "channels": table.head_dim}
     if table.order is not None:
@@ -213,9 +204,7 @@ class PreparedCoding:
     ones: what stays the same is checked once.
 
     Args:
-        codec (`RowCodec`): whose rows tokens become, of scalar quantizers.
-        older (`RowCodec`): whose rows these become.
-        padding (`torch.Tensor` of shape `[B]`, *optional*): of the sequences.
+        codec, older (`RowCodec`): whose rows tokens become, of scalar quantizers, and whose rows these become.
         limit (`float`): what all numbers have to be below.
     """
 
@@ -262,8 +251,7 @@ class PreparedCoding:
                 words[_AT.rows], words[_AT.capacity] = rows.data_ptr(), rows.shape[2]
         call = self._call
         call.left, call.is_unfit, call.tasks.next, call.tasks.ended = num_left, 0, 0, 0
-        call.tasks.count = len(made) * self._num_matrices
-        run("append_rows", call)
+        run("append_rows", call, len(made) * self._num_matrices)
         return None if call.is_unfit else made
 
     def _prepare(self, states: tuple[torch.Tensor, torch.Tensor], count: int, start: int, kept: KeptRows) -> None:

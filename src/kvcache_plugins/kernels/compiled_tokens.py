@@ -49,8 +49,7 @@ def code_scores(
         {"query": query.float().contiguous(), "codes": codes.contiguous(), "scale": scale.contiguous()},
         scores=scores,
     )
-    call.tasks.count = batch_size * num_heads * runs
-    run("code_scores", call)
+    run("code_scores", call, batch_size * num_heads * runs)
     return scores
 
 
@@ -70,12 +69,11 @@ def score_rows(query: torch.Tensor, tokens: RowTokens) -> torch.Tensor:
     call = make(
         "RowScores",
         _sizes_of(query),
-        {"runs": runs, "length": length, "is_basis": stored.is_basis, "scale": 1.0, "scores": scores},
+        {"runs": runs, "length": length, "scale": 1.0, "scores": scores},
         query=query.float().contiguous(),
         rows=stored.given["rows"],
     )
-    call.tasks.count = _num_units(query) * runs
-    run("score_rows", call)
+    run("score_rows", call, _num_units(query) * runs)
     return scores
 
 
@@ -91,8 +89,7 @@ def largest(numbers: torch.Tensor, limit: int, least: torch.Tensor) -> tuple[tor
         {"numbers": numbers.contiguous().view(num_rows, length), "least": least.contiguous().view(num_rows)},
         {"values": values, "places": places, "pairs": torch.empty((threads, 2, length + 1), dtype=torch.int64)},
     )
-    call.tasks.count = num_rows
-    run("largest", call, threads)
+    run("largest", call, num_rows, threads)
     return values.view(*numbers.shape[:-1], limit), places.view(*numbers.shape[:-1], limit)
 
 
@@ -123,12 +120,8 @@ def choose_heaviest(
     scores: torch.Tensor, resident_scores: torch.Tensor, bounds: ChoiceBounds
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Chooses tokens whose weight, their probability averaged over the query heads of a key/value head, is large enough.
-
-    Args:
-        scores (`torch.Tensor` of shape `[B, H, G, N]`): scores of the tokens, float32.
-        resident_scores (`torch.Tensor` of shape `[B, H, G, any]`): of tokens that are attended to anyway, if any.
-        bounds (`ChoiceBounds`): what is chosen.
+    Chooses tokens whose weight, their probability averaged over the query heads of a key/value head, is large enough,
+    by their scores `[B, H, G, N]`, float32, and those of tokens that are attended to anyway, `[B, H, G, any]`.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: tokens `[B, H, limit]`, int64, forced ones first and then those that weigh
@@ -153,24 +146,16 @@ def choose_heaviest(
         {"scores": scores.contiguous(), "resident": resident_scores.contiguous()},
         scratch=torch.empty((threads, scratch_size), dtype=torch.uint8),
     )
-    call.tasks.count = batch_size * num_heads
-    run("choose_heaviest", call, threads)
+    run("choose_heaviest", call, batch_size * num_heads, threads)
     return slots, count
 
 
 class ChoosingCall(TokenWriter):
     """
-    A step over tokens that stay what they are, described once: scores of their codes, the choice, and attention over
-    what was chosen and a window that grows. What does not change is checked here, and only addresses of queries,
-    results and the window are written for each step.
-
-    Args:
-        query (`torch.Tensor` of shape `[B, H, G, D]`): queries like those to come, on the CPU.
-        scale (`float`): factor of the scores.
-        codes, code_scales, length, nbits: as of `code_scores`.
-        spread (`torch.Tensor` of shape `[B, H, 1, D]`): factors of the queries' channels, float32.
-        pages: as of `attend_rows`.
-        window (two `torch.Tensor` of shape `[B, H, any, D or E]`): keys and values behind them, contiguous.
+    A step over tokens that stay what they are, described once for queries like `query`: scores of their codes, see
+    `code_scores`, by queries times `spread` `[B, H, 1, D]`, the choice, and attention over what was chosen of `pages`,
+    see `attend_rows`, and a window `[B, H, any, D or E]` that grows. What does not change is checked here, and only
+    addresses of queries, results and the window are written for each step.
     """
 
     def __init__(
@@ -247,16 +232,13 @@ class ChoosingCall(TokenWriter):
         bounds: ChoiceBounds,
     ) -> torch.Tensor | None:
         """
-        Attends with the queries of one new token.
+        Attends with the queries of one new token, `[B, H * G, 1, D]` or another shape of so many numbers.
 
         Args:
-            query (`torch.Tensor` of shape `[B, H * G, 1, D]`, or another of so many numbers): queries.
-            scale (`float`, *optional*): factor of the scores.
             window (two `torch.Tensor` of shape `[B, H, at least W, D or E]`): the window's storage now.
             length (`int`): W, its tokens in use, with the newest.
             newest (two `torch.Tensor` of shape `[B, H, 1, D or E]`, *optional*): the last of them, if it is to be
                 written there, as `accept` returned it.
-            bounds (`ChoiceBounds`): what is chosen.
 
         Returns:
             `torch.Tensor` like the queries, of E channels; `None` if queries, scale or threads are others than those
@@ -349,17 +331,17 @@ def attend_rows(
     window_start: int,
 ) -> torch.Tensor:
     """
-    Attends over chosen rows where they stand, and the window: see `tokens.attend_staged`.
+    Attends over chosen rows where they stand, and the window; arguments that are not listed are those of
+    `tokens.attend_staged`.
 
     Args:
         pages (`Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, D + E]`): a key and its value side by
             side.
-        slots (`torch.Tensor` of shape `[B, H, K]`, int64): which rows: slot `i` is row `i` of all pages one behind the
-            other; of those beyond all, the last one counts.
+        slots (`torch.Tensor` of shape `[B, H, K]`, int64): which rows of all pages one behind the other; of those
+            beyond all, the last one counts.
         mask (`torch.Tensor` of shape `[B, tokens]`, *optional*): the token's row of the mask.
         positions (`torch.Tensor` of shape `[B, H, K or more]`, int64, *optional*): columns of the mask that the slots'
             tokens have; by default the slots.
-        query, count, window_keys, window_values, scale, window_start: as there.
     """
     sizes, value_dim, num_slots = _sizes_of(query), window_values.shape[3], slots.shape[2]
     slots, dtype = slots.contiguous(), pages[0].dtype
@@ -373,8 +355,7 @@ def attend_rows(
         {"counts": count.contiguous(), "window": _window(query, window_keys, window_values, dtype, window_start)},
         mask=_mask(mask, sizes["batch"], window_start + window_keys.shape[2]),
     )
-    call.tasks.count = _num_units(query)
-    run("attend_gathered", call)
+    run("attend_gathered", call, _num_units(query))
     return result if query.dtype is torch.float32 else result.to(query.dtype)
 
 
@@ -394,8 +375,7 @@ def copy_rows(pages: Sequence[torch.Tensor], slots: torch.Tensor, out: torch.Ten
     )
     if out.dtype != pages[0].dtype:
         raise ValueError(f"rows of {pages[0].dtype} cannot be copied into {out.dtype}")
-    call.tasks.count = batch_size * num_heads
-    run("copy_rows", call)
+    run("copy_rows", call, batch_size * num_heads)
 
 
 def _sizes_of(query: torch.Tensor) -> dict[str, int]:
@@ -466,22 +446,15 @@ def attend_chosen(
     window_start: int,
 ) -> torch.Tensor:
     """
-    Attends over chosen tokens and the window, with the queries of one new token.
-
-    Args:
-        tokens (`RowTokens`): the tokens in all slots; exact ones are in the window's dtype, of a kind that
-            `tokens.choose_rows_kernel` says is compiled.
-        query, slots, count, window_keys, window_values, scale, mask, window_start: as of `attend_rows`; slots are
-            columns of the mask.
-
-    Returns:
-        `torch.Tensor` of shape `[B, H, G, E]` in the query's dtype; zero where there is nothing to attend to.
+    Attends over chosen tokens, of which exact ones are in the window's dtype, and the window, as `attend_rows` does;
+    slots are columns of the mask.
     """
     stored, sizes, threads, num_chosen = _stored(query, tokens), _sizes_of(query), num_threads(), slots.shape[2]
     window = _window(query, window_keys, window_values, tokens.sinks.keys.dtype, window_start)
     result = torch.empty((*query.shape[:3], stored.value_dim))
+    coded = torch.empty((threads, 2, num_chosen), dtype=torch.int64)
+    ends = torch.empty((threads, stored.num_tiles), dtype=torch.int64)
     # A copy, as another thread may attend to the same tokens
-    coded, ends = _numbers(threads, 2, num_chosen), _numbers(threads, stored.num_tiles)
     call = make(
         "Chosen",
         {**sizes, "num_chosen": num_chosen, "scale": scale, "most_threads": threads, "window": window},
@@ -490,8 +463,7 @@ def attend_chosen(
         mask=_mask(mask, sizes["batch"], window_start + window_keys.shape[2]),
         base=stored,
     )
-    call.tasks.count = _num_units(query)
-    run("attend_chosen", call, threads)
+    run("attend_chosen", call, _num_units(query), threads)
     return result if query.dtype is torch.float32 else result.to(query.dtype)
 
 
@@ -503,10 +475,6 @@ def _stored(query: torch.Tensor, tokens: RowTokens) -> Structure:
     if (query.shape[0], query.shape[1], query.shape[3]) != (stored.batch, stored.heads, stored.key_dim):
         raise ValueError(f"queries {tuple(query.shape)} for tokens of {stored.heads} heads of {stored.key_dim}")
     return stored
-
-
-def _numbers(*shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.int64)
 
 
 def _sink_fields(sinks: SinkStates) -> dict[str, Any]:
@@ -527,7 +495,7 @@ def _row_fields(tokens: RowTokens) -> dict[str, Any]:
     padding = None if positions.padding is None else positions.padding.cpu().long().contiguous()
     return {
         **{"batch": batch_size, "heads": num_heads, "key_dim": keys.head_dim, "value_dim": values.head_dim},
-        **{"rows": rows, "is_basis": keys.basis is not None, "all_pairs": rows.all_pairs, "near": near, "far": far},
+        **{"rows": rows, "all_pairs": rows.all_pairs, "near": near, "far": far},
         **{"num_slots": tokens.length, "num_tiles": -(-tokens.length // TILE), "num_far": num_far},
         **{"first_position": positions.first, "padding": padding, "value_size": values.row_size},
         **{"num_pages": len(tokens.pages), "page_tokens": tokens.pages[0].shape[2], "pages": _pages(tokens.pages)},

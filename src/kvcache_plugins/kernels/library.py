@@ -85,19 +85,21 @@ def num_threads() -> int:
     return torch.get_num_threads() if os.getpid() == _PROCESS else 1
 
 
-def run(name: str, call: Structure, most_threads: int | None = None) -> None:
+def run(name: str, call: Structure, count: int, most_threads: int | None = None) -> None:
     """
     Runs the kernel of a name on its structure; returns when all tasks are done.
 
     Args:
         name (`str`): the kernel.
         call (`Structure`): its structure.
+        count (`int`): tasks.
         most_threads (`int`, *optional*): threads that there is scratch for; by default as many as there are. They are
             asked for once, as another thread of the program may ask PyTorch for more between two lines.
     """
+    call.tasks.count = count
     # As `num_threads` and `function` say, which every call would have to make
     most = torch.get_num_threads() if os.getpid() == _PROCESS else 1
-    threads, kernel = min(most_threads or most, call.tasks.count), _function(name, os.environ.get(_LEVEL_VARIABLE))
+    threads, kernel = min(most_threads or most, count), _function(name, os.environ.get(_LEVEL_VARIABLE))
     if threads > 1:
         find_threads()(kernel, call.address, threads)
     else:

@@ -61,30 +61,31 @@ def combine_masks(mask: torch.Tensor | None, allowed: torch.Tensor) -> torch.Ten
     return mask & allowed if mask.dtype == torch.bool else mask.masked_fill(~allowed, -torch.inf)
 
 
+def _sees_itself(mask: torch.Tensor, first_new: int, first_column: int) -> torch.Tensor:
+    """Tells of every new token, `[1 or B, tokens]`, whether it may attend to itself."""
+    columns = _full_rank(mask, mask.shape[-1])[:, 0]
+    itself = columns.diagonal(offset=first_new - first_column, dim1=-2, dim2=-1)
+    return itself if itself.dtype == torch.bool else itself > torch.finfo(itself.dtype).min / 2
+
+
 def leading_padding(
     mask: torch.Tensor, first_new: int, known: torch.Tensor | None, batch_size: int, first_column: int = 0
 ) -> torch.Tensor | None:
     """
-    Left padding of every item, learned from the mask of an update of several tokens.
+    Learns the left padding of every sequence, `[batch_size]`, from the mask of an update of several tokens, which has
+    one row per new token; `None` if there is none.
 
     A token that may not attend to itself is padding; that holds for left padding and not for sliding windows or custom
     patterns.
 
     Args:
-        mask (`torch.Tensor`): the mask, with one row per new token.
         first_new (`int`): position of the first new token.
         known (`torch.Tensor` of shape `[batch_size]`, *optional*): padding known from earlier updates.
-        batch_size (`int`): number of items.
         first_column (`int`, *optional*, defaults to 0): position that the mask's first column is of.
-
-    Returns:
-        Number of padding tokens at the start of each item, `[batch_size]`, or `None` if there is none.
     """
     if first_new > 0 and known is None:
         return None
-    mask = _full_rank(mask, mask.shape[-1])[:, 0]
-    itself = mask.diagonal(offset=first_new - first_column, dim1=-2, dim2=-1)
-    real = itself if itself.dtype == torch.bool else itself > torch.finfo(itself.dtype).min / 2
+    real = _sees_itself(mask, first_new, first_column)
     run = (real.cumsum(dim=1) == 0).sum(dim=1).expand(batch_size)
     if known is not None:
         run = torch.where(known.to(run.device) == first_new, first_new + run, known.to(run.device))
@@ -93,17 +94,10 @@ def leading_padding(
 
 def hides_new_tokens(mask: torch.Tensor, first_new: int, padding: torch.Tensor | None, first_column: int = 0) -> bool:
     """
-    Whether no new token may attend to itself, in any item that has had others than padding before.
-
-    Args:
-        mask (`torch.Tensor`): the mask, with one row per new token.
-        first_new (`int`): position of the first new token.
-        padding (`torch.Tensor` of shape `[batch_size]`, *optional*): padding known from earlier updates.
-        first_column (`int`, *optional*, defaults to 0): position that the mask's first column is of.
+    Tells whether no new token may attend to itself, in any sequence that has had others than `padding` before; see
+    `leading_padding`.
     """
-    columns = _full_rank(mask, mask.shape[-1])[:, 0]
-    itself = columns.diagonal(offset=first_new - first_column, dim1=-2, dim2=-1)
-    real = itself if itself.dtype == torch.bool else itself > torch.finfo(itself.dtype).min / 2
+    real = _sees_itself(mask, first_new, first_column)
     if padding is None:
         return not bool(real.any())
     has_begun = (padding.to(real.device) < first_new)[:, None]

@@ -27,16 +27,12 @@ def code_scores(
     Multiplies queries with the keys that codes stand for: `scale * (code - (2**(nbits - 1) - 0.5))` in a channel.
 
     Args:
-        query (`torch.Tensor` of shape `[B, H, G, D]`):
-            Queries, float32.
-        codes (`torch.Tensor` of shape `[B, H, capacity, P]`, uint8):
-            Channel `i * P + j` stands in bit field `i`, lowest first, of byte `j`; `P = ceil(D * nbits / 8)`.
-        scale (`torch.Tensor` of shape `[B, H, capacity]`, float16):
-            The scale of every token.
-        length (`int`):
-            N, the first tokens, which count.
-        nbits (`int`):
-            2, 4 or 8.
+        query (`torch.Tensor` of shape `[B, H, G, D]`): queries, float32.
+        codes (`torch.Tensor` of shape `[B, H, capacity, P]`, uint8): channel `i * P + j` stands in bit field `i`,
+            lowest first, of byte `j`; `P = ceil(D * nbits / 8)`.
+        scale (`torch.Tensor` of shape `[B, H, capacity]`, float16): the scale of every token.
+        length (`int`): N, the first tokens, which count.
+        nbits (`int`): 2, 4 or 8.
 
     Returns:
         `torch.Tensor` of shape `[B, H, G, N]`, float32.
@@ -71,14 +67,8 @@ def _code_scores(query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, 
 
 def score_rows(query: torch.Tensor, tokens: RowTokens) -> torch.Tensor:
     """
-    Multiplies queries with keys that are rows of tables, where they stand.
-
-    Args:
-        query (`torch.Tensor` of shape `[B, H, G, D]`): queries, float32.
-        tokens (`RowTokens`): the tokens; values and exact states are not read.
-
-    Returns:
-        `torch.Tensor` of shape `[B, H, G, N]`, float32: the products that attention over such rows computes.
+    Multiplies queries `[B, H, G, D]`, float32, with keys that are rows of tables, where they stand; values and exact
+    states are not read. Returns the products that attention over such rows computes, `[B, H, G, N]`, float32.
     """
     if choose_token_kernel(query)[0] == "compiled" and query.shape[3] <= MOST_CHANNELS:
         from .compiled_tokens import score_rows as compiled_scores
@@ -93,15 +83,8 @@ def score_rows(query: torch.Tensor, tokens: RowTokens) -> torch.Tensor:
 
 def largest(numbers: torch.Tensor, limit: int, least: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Finds the largest numbers of every row, the largest first.
-
-    Args:
-        numbers (`torch.Tensor` of shape `[..., N]`):
-            Numbers, float32.
-        limit (`int`):
-            How many of a row, N at most.
-        least (`torch.Tensor` that broadcasts to `[..., 1]`, *optional*):
-            What is below that may be left out, which takes less time.
+    Finds the `limit` largest numbers of every row `[..., N]`, float32, the largest first. What is below `least`, which
+    broadcasts to `[..., 1]`, may be left out, which takes less time.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`, both of shape `[..., limit]`: the numbers and where they stand, int64. In
@@ -120,12 +103,8 @@ def largest(numbers: torch.Tensor, limit: int, least: torch.Tensor | None = None
 
 def choose_rows_kernel(query: torch.Tensor, value_dim: int, dtype: torch.dtype) -> tuple[str, bool]:
     """
-    Chooses the kernel for chosen rows, `"compiled"` or `"torch"`; tells whether that is less than was wanted.
-
-    Args:
-        query (`torch.Tensor` of shape `[B, H, G, D]`): the queries.
-        value_dim (`int`): E.
-        dtype (`torch.dtype`): of rows and window.
+    Chooses the kernel for chosen rows of a dtype, `"compiled"` or `"torch"`, and queries `[B, H, G, D]`; tells whether
+    that is less than was wanted.
     """
     kernel, is_fallback = choose_token_kernel(query)
     if kernel != "compiled":
@@ -156,24 +135,18 @@ def attend_staged(
     of a result.
 
     Args:
-        query (`torch.Tensor` of shape `[B, H, G, D]`):
-            The token's queries.
-        keys, values (`torch.Tensor` of shape `[B, H, K, D]`, `[B, H, K, E]`):
-            The tokens that were chosen.
-        count (`torch.Tensor` of shape `[B, H]`, int64):
-            How many of those every head attends to, the first ones.
-        window_keys, window_values (`torch.Tensor` of shape `[B, H, W, D]`, `[B, H, W, E]`):
-            The newest tokens.
-        scale (`float`):
-            Factor of the scores.
-        mask (`torch.Tensor` of shape `[B, H or 1, G or 1, tokens]`, *optional*):
-            The token's rows of the mask, boolean or added to the scores.
-        positions (`torch.Tensor` of shape `[B, H, K]`, int64, *optional*):
-            Columns of the mask that chosen tokens have, negative where there is no token; needed with a mask.
-        window_start (`int`, *optional*, defaults to 0):
-            Column of the window's first token.
-        softcap (`float`, *optional*), sinks (`torch.Tensor` of shape `[B or 1, H, G, 1]`, *optional*):
-            As in `AttentionCall`.
+        query (`torch.Tensor` of shape `[B, H, G, D]`): the token's queries.
+        keys, values (`torch.Tensor` of shape `[B, H, K, D]`, `[B, H, K, E]`): the tokens that were chosen.
+        count (`torch.Tensor` of shape `[B, H]`, int64): how many of those every head attends to, the first ones.
+        window_keys, window_values (`torch.Tensor` of shape `[B, H, W, D]`, `[B, H, W, E]`): the newest tokens.
+        scale (`float`): factor of the scores.
+        mask (`torch.Tensor` of shape `[B, H or 1, G or 1, tokens]`, *optional*): the token's rows of the mask, boolean
+            or added to the scores.
+        positions (`torch.Tensor` of shape `[B, H, K]`, int64, *optional*): columns of the mask that chosen tokens
+            have, negative where there is no token; needed with a mask.
+        window_start (`int`, *optional*, defaults to 0): column of the window's first token.
+        softcap (`float`, *optional*), sinks (`torch.Tensor` of shape `[B or 1, H, G, 1]`, *optional*): as in
+            `AttentionCall`.
 
     Returns:
         `torch.Tensor` of shape `[B, H, G, E]` in the query's dtype; zero where there is nothing to attend to.
@@ -205,16 +178,8 @@ def attend_staged(
 
 def gather_rows(pages: Sequence[torch.Tensor], slots: torch.Tensor, *, are_mapped: bool = False) -> torch.Tensor:
     """
-    Copies rows.
-
-    Args:
-        pages (`Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, row]`): the rows.
-        slots (`torch.Tensor` of shape `[B, H, K]`, int64): which, on the pages' device.
-        are_mapped (`bool`, *optional*, defaults to `False`): whether pages are mapped files, of which at most a tenth
-            is to be mapped at once, and in the end none.
-
-    Returns:
-        `torch.Tensor` of shape `[B, H, K, row]`.
+    Copies the rows at `slots` `[B, H, K]`, int64, of pages `[B, H, tokens of a page, row]` of the same device, as
+    `[B, H, K, row]`; of pages that `are_mapped` files at most a tenth is mapped at once, and in the end none.
     """
     rows = pages[0].new_empty(*slots.shape, pages[0].shape[3])
     if choose_token_kernel(slots)[0] == "compiled":

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 
 from kvcache_plugins.codecs.codec import Positions
-from kvcache_plugins.codecs.groups import CompressedStates
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, PagedPart, Part
 from kvcache_plugins.codecs.quantizers import QUANTIZERS, thresholds
 from kvcache_plugins.codecs.rope import RotaryLayout, channels_of
@@ -27,19 +26,12 @@ from kvcache_plugins.triton_kernels.arithmetic import has_pairs
 from kvcache_plugins.triton_kernels.attention.attend import prepare_groups
 from kvcache_plugins.triton_kernels.attention.combine import prepare_combination
 from kvcache_plugins.triton_kernels.attention.dense_part import DensePart as KernelDensePart
-from kvcache_plugins.triton_kernels.attention.layout import StoredGroups
 from kvcache_plugins.triton_kernels.attention.partials import Partials
 from kvcache_plugins.triton_kernels.launch import KeptLaunch, Launch
 from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels, prepare_rows
 from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding
 from kvcache_plugins.triton_kernels.transform_coding.coding_tiles import GRID_END, GRID_STEPS, NUM_CELLS
-from kvcache_plugins.triton_kernels.transform_coding.launches import (
-    Codebook,
-    CodedRows,
-    RotaryAngles,
-    RowBasis,
-    RowLayout,
-)
+from kvcache_plugins.triton_kernels.transform_coding.launches import Codebook, CodedRows, RotaryAngles
 
 from .masks import slice_mask
 
@@ -53,15 +45,7 @@ StoredPart = CompressedPart | CodedPart
 
 
 def attend(query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: float) -> torch.Tensor:
-    """
-    Attends over all parts, of which at least one is coded; see `attention.attend`.
-
-    Args:
-        query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries.
-        parts (`Sequence[Part]`): what is attended to.
-        num_heads (`int`): H.
-        scale (`float`): factor of the scores.
-    """
+    """Attends over all parts, of which at least one is coded; see `attention.attend`."""
     batch_size, num_query_heads, num_queries, head_dim = query.shape
     rows = query.reshape(batch_size, num_heads, -1, head_dim)
     dense = [part for part in parts if isinstance(part, DensePart)]
@@ -101,14 +85,8 @@ class PartStep(NamedTuple):
 
 def prepare_part(rows: torch.Tensor, part: StoredPart, scale: float, packed: bool | None = None) -> PartStep:
     """
-    Prepares attention of rows `[B, H, rows, D]` over a stored part, without doing it.
-
-    Args:
-        rows (`torch.Tensor` of shape `[B, H, rows, D]`): queries.
-        part (`CompressedPart` or `CodedPart`): what is attended to.
-        scale (`float`): factor of the scores.
-        packed (`bool`, *optional*): whether pairs of halves are computed with, by default where rows are on a GPU of
-            NVIDIA's.
+    Prepares attention of rows `[B, H, rows, D]` over a stored part, without doing it; by pairs of halves if `packed`,
+    as by default where rows are on a GPU of NVIDIA's.
     """
     where: dict[str, Any] = {
         "length": part.length,
@@ -118,7 +96,7 @@ def prepare_part(rows: torch.Tensor, part: StoredPart, scale: float, packed: boo
     }
     if isinstance(part, CompressedPart):
         where["num_chunks"] = -(-part.length // part.keys.chunk_length)
-        launch = prepare_groups(rows, stored_groups(part.keys), stored_groups(part.values), **where)
+        launch = prepare_groups(rows, part.keys, part.values, **where)
         return PartStep(launch, _rotate_back if part.values.is_rotated else None)
     assert isinstance(part.codec, RowCodec), "only rows of tables have kernels"
     keys, values = part.codec.tables(rows.device)
@@ -126,32 +104,12 @@ def prepare_part(rows: torch.Tensor, part: StoredPart, scale: float, packed: boo
     where |= {"start": first, "padding": None if padding is None else padding.to(rows.device)}
     angles = rotary_angles(part.codec.rope, first + part.length, rows.device)
     coded_keys, coded_values = (
-        CodedRows(own, row_layout(table)) for own, table in ((part.keys, keys), (part.values, values))
+        CodedRows(own, table, _coefficients(table.quantizer, table.is_weighted, rows.device), table.is_trellis)
+        for own, table in ((part.keys, keys), (part.values, values))
     )
     finish = None if values.basis is None and values.mean is None else values.combine
     where["num_tokens"] = part.num_tokens
     return PartStep(prepare_rows(rows, coded_keys, coded_values, angles, **where), finish)
-
-
-def stored_groups(states: CompressedStates) -> StoredGroups:
-    """Describes compressed states to kernels."""
-    low_rank = states.low_rank_a, states.low_rank_b
-    outliers = states.outlier_indices, states.outlier_values, states.outlier_offsets
-    tensors = states.codes, states.scale, states.zero, *low_rank, *outliers
-    axis, group_size = states.grouping.axis, states.grouping.group_size
-    return StoredGroups(*tensors, states.nbits, axis, group_size, states.head_dim)
-
-
-def row_layout(table: RowTable) -> RowLayout:
-    """Describes a table to kernels."""
-    return RowLayout(
-        *(table.widths, table.row_size, table.head_dim, table.order, table.mean, table.deviation),
-        basis=None if table.basis is None else RowBasis(*table.basis.tensors()),
-        is_weighted=table.is_weighted,
-        is_trellis=table.quantizer == "trellis",
-        num_refits=table.num_refits,
-        coefficients=_coefficients(table.quantizer, table.is_weighted, table.widths.device),
-    )
 
 
 def _rotate_back(output: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -236,12 +194,12 @@ def prepare_encoding(
     if table.is_rotated:
         is_own = states.dtype == torch.float16 or states.dtype == torch.bfloat16 and has_products_of_bfloat16
         where["signs"] = signs_of(table.head_dim, states.dtype if is_own else torch.float16, states.device)
-    return prepare_coding(states, row_layout(table), codebook_of(states.device), **where)
+    return prepare_coding(states, table, codebook_of(table.is_weighted, states.device), **where)
 
 
 @cache
 def _coefficients(quantizer: str, is_weighted: bool, device: torch.device) -> torch.Tensor:
-    """Returns the coefficients of `RowLayout`; points of values have their gain corrected."""
+    """Returns the coefficients of `CodedRows`; points of values have their gain corrected."""
     own = QUANTIZERS[quantizer]
     with torch.inference_mode(False):
         points = torch.tensor(own.coefficients, dtype=torch.float64)
@@ -272,8 +230,8 @@ def _angles_of(layout: RotaryLayout, num_far: int, device: torch.device) -> Rota
 
 
 @cache
-def codebook_of(device: torch.device) -> Codebook:
-    """Returns what numbers become that are coded one by one."""
+def codebook_of(is_weighted: bool, device: torch.device) -> Codebook:
+    """Returns what numbers become that are coded one by one, weighted or with their gain corrected."""
     with torch.inference_mode(False):
         bounds = thresholds(torch.device("cpu"))
         # As the kernel computes it, so that a number is above all bounds of the cells before its own
@@ -282,7 +240,9 @@ def codebook_of(device: torch.device) -> Codebook:
             cells, torch.arange(NUM_CELLS.value, dtype=torch.int32).expand(len(cells), -1).contiguous()
         )
         own = torch.full(codes.shape, torch.inf).scatter_(1, cells.long(), bounds)
-        return Codebook(codes.to(torch.uint8).to(device), own.to(device))
+        return Codebook(
+            _coefficients("lloyd-max", is_weighted, device), codes.to(torch.uint8).to(device), own.to(device)
+        )
 
 
 def _cells(numbers: torch.Tensor) -> torch.Tensor:

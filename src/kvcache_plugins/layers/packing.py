@@ -261,7 +261,7 @@ class GroupBlock(Block):
         """See `Block.truncate`: keeps whole chunks, or whole groups of a single chunk."""
         super().truncate(length)
         if self.num_chunks == 1:
-            group = self.keys.grouping.group_size if self.keys.grouping.axis == "channel" else 1
+            group = self.keys.group_size if self.keys.axis == "channel" else 1
             kept = self.chunk_length if group is None else -(-length // group) * group
             self.keys, self.values = keep_tokens(self.keys, kept), keep_tokens(self.values, kept)
 

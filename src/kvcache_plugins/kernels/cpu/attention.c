@@ -1,5 +1,5 @@
 /* Attention of a few queries over all parts of a layer: tasks, exact tokens, and the merging of runs. See `layer.h`. */
-#include "layer.h"
+#include "scattered.h"
 
 static void write_newest(const Call *call, const Part *part, const Exact *exact, Unit unit) {
     size_t size = size_of_kind((int)exact->kind);
@@ -8,56 +8,37 @@ static void write_newest(const Call *call, const Part *part, const Exact *exact,
     memcpy((char *)exact->keys + at * key, (const char *)exact->newest_key + unit.matrix * key, key);
     memcpy((char *)exact->values + at * value, (const char *)exact->newest_value + unit.matrix * value, value);
 }
-INLINE void attend_exact(
-    const int rows, const Call *call, const Part *part, Unit unit, const Queries query, int64_t first, int64_t last,
-    State *state) {
+static void attend_exact(
+    const Call *call, const Part *part, Unit unit, const Queries query, int64_t first, int64_t last, State *state) {
     const Exact *exact = part->stored;
-    int dim = (int)call->key_dim, value_dim = (int)call->value_dim, kind = (int)exact->kind;
-    int key_size = padded(dim), value_size = padded(value_dim);
+    int kind = (int)exact->kind;
+    int64_t size = (int64_t)size_of_kind(kind), key_size = size * call->key_dim, value_size = size * call->value_dim;
     int64_t origin = unit.matrix * exact->capacity, length = length_of(part, unit);
-    ALIGNED float scores[ROWS][TILE], numbers[MOST_CHANNELS], decay[ROWS];
+    ALIGNED float scores[ROWS][TILE], decay[ROWS];
+    Places places = {.key_dim = (int)call->key_dim, .value_dim = (int)call->value_dim};
     /* By every task of the head, which all write the same; only the one with the last tile reads it */
     if (exact->newest_key && last == tiles_of(part, unit)) write_newest(call, part, exact, unit);
     for (int64_t start = first * TILE; start < last * TILE && start < length; start += TILE) {
-        int tokens = (int)(length - start < TILE ? length - start : TILE);
-        for (int t = 0; t < tokens; t++) {
-            vf sums[ROWS] = {{0}};
-            read_numbers(exact->keys, kind, (origin + start + t) * dim, dim, key_size, numbers);
-            for (int d = 0; d < key_size; d += L)
-                for (int r = 0; r < rows; r++) sums[r] += load(numbers + d) * load(query[r] + d);
-            for (int r = 0; r < rows; r++) scores[r][t] = sum_of(sums[r]);
+        places.tokens = places.known = (int)(length - start < TILE ? length - start : TILE);
+        for (int t = 0; t < places.tokens; t++) {
+            places.keys[t] = (const char *)exact->keys + (origin + start + t) * key_size;
+            places.values[t] = (const char *)exact->values + (origin + start + t) * value_size;
         }
-        add_mask(call, part, unit, start, tokens, scores);
-        softmax_tile(state, rows, tokens, scores, state->total, decay);
-        for (int t = 0; t < tokens; t++) {
-            read_numbers(exact->values, kind, (origin + start + t) * value_dim, value_dim, value_size, numbers);
-            for (int d = 0; d < value_size; d += L)
-                for (int r = 0; r < rows; r++)
-                    store(state->sums[r] + d, load(state->sums[r] + d) + load(numbers + d) * scores[r][t]);
-        }
+        score_places(&places, kind, unit.rows, query, scores);
+        add_mask(call, part, unit, start, places.tokens, scores);
+        softmax_tile(state, unit.rows, places.tokens, scores, state->total, decay);
+        add_places(&places, kind, unit.rows, scores, state->sums);
     }
 }
-static void write_result(const Call *call, Unit unit, int r, const float *sums, float total) {
-    int64_t at = (unit.matrix * call->groups * call->queries + unit.row + r) * call->value_dim;
-    /* A query that may attend to nothing has the sum of nothing */
-    float factor = total > 0 ? 1 / total : 0;
-    for (int64_t d = 0; d < call->value_dim; d++)
-        store_number(call->result, (int)call->states_kind, at + d, sums[d] * factor);
-}
+INLINE int64_t result_row(const Call *call, Unit unit) { return unit.matrix * call->groups * call->queries + unit.row; }
 static void run_task(const Call *call, int64_t number) {
     int64_t unit_number = number / call->runs, run = number % call->runs, all = 0, seen = 0;
     Unit unit = unit_at(call, unit_number);
     ALIGNED Queries query;
     State state;
-    int dim = (int)call->key_dim, size = padded(dim);
-    for (int r = 0; r < unit.rows; r++) {
-        int64_t row = unit.matrix * call->groups * call->queries + unit.row + r;
-        read_numbers(call->query, (int)call->states_kind, row * dim, dim, size, query[r]);
-        for (int d = 0; d < size; d++) query[r][d] *= (float)call->scale;
-        state.maximum[r] = -INFINITY, state.total[r] = 0, state.coded_total[r] = 0;
-        memset(state.sums[r], 0, sizeof(float) * (size_t)padded(call->value_dim));
-    }
-    state.sums_size = padded(call->value_dim), state.coded_size = 0;
+    int64_t row = result_row(call, unit);
+    load_queries(call->query, (int)call->states_kind, row, unit.rows, call->scale, (int)call->key_dim, query);
+    start_state(unit.rows, call->value_dim, &state);
     for (int64_t p = 0; p < call->num_parts; p++) all += tiles_of(&call->parts[p], unit);
     int64_t begin = all * run / call->runs, end = all * (run + 1) / call->runs;
     for (int64_t p = 0; p < call->num_parts; p++) {
@@ -67,14 +48,13 @@ static void run_task(const Call *call, int64_t number) {
         if (first >= last) continue;
         switch (part->kind) {
         case PART_ROWS: KVC_NAME(attend_rows, KVC_LEVEL)(call, part, unit, query, first, last, &state); break;
-        case PART_BASIS_ROWS: KVC_NAME(attend_basis_rows, KVC_LEVEL)(call, part, unit, query, first, last, &state); break;
         case PART_GROUPS: KVC_NAME(attend_groups, KVC_LEVEL)(call, part, unit, query, first, last, &state); break;
-        default: BY_ROWS(unit.rows, attend_exact, call, part, unit, query, first, last, &state);
+        default: attend_exact(call, part, unit, query, first, last, &state);
         }
     }
     for (int r = 0; r < unit.rows; r++) {
         if (call->runs == 1) {
-            write_result(call, unit, r, state.sums[r], state.total[r]);
+            write_result(call->result, (int)call->states_kind, row + r, call->value_dim, state.sums[r], state.total[r]);
             continue;
         }
         float *to = call->partial + (number * ROWS + r) * (call->value_dim + 2);
@@ -96,7 +76,7 @@ static void merge(const Call *call) {
                 total += decay * from[1];
                 for (int64_t d = 0; d < call->value_dim; d++) sums[d] += decay * from[2 + d];
             }
-            write_result(call, unit, r, sums, total);
+            write_result(call->result, (int)call->states_kind, result_row(call, unit) + r, call->value_dim, sums, total);
         }
     }
 }

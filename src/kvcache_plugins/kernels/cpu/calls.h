@@ -9,7 +9,7 @@
 enum { ROWS = 4, TILE = 64, MOST_CHANNELS = 640 };
 /* Kinds of numbers, and of parts of a layer */
 enum { NO_KIND, FLOATS, BFLOATS, HALVES };
-enum { PART_EXACT, PART_ROWS, PART_BASIS_ROWS, PART_GROUPS };
+enum { PART_EXACT, PART_ROWS, PART_GROUPS };
 
 /* Tasks that threads share: the next one, how many there are, and how many have ended */
 typedef struct { int64_t next, count, ended; } Tasks;
@@ -75,7 +75,7 @@ typedef struct {
     const uint16_t *deviation;      /* [batch, heads, key_dim] */
     const uint16_t *value_deviation; /* [batch, heads, 1] */
     int64_t rotation, num_components;
-    /* Bases: of keys by four channels of pairs, of values as they are stored */
+    /* Bases, or 0: of keys by four channels of pairs, of values as they are stored */
     const float *key_basis;         /* [heads, all_pairs // 2, num_components, 4] */
     const float *key_mean;          /* [heads, all_pairs, 2] */
     /* The same bases in words, two components a lane, times steps of components over factors of channels */
@@ -109,7 +109,7 @@ typedef struct {
 typedef struct {
     Tasks tasks;                    /* runs of units */
     int64_t batch, heads, groups, key_dim, runs;
-    int64_t length, is_basis;       /* tokens, and whether tables have bases */
+    int64_t length;                 /* tokens */
     double scale;
     const float *query;             /* [batch, heads, groups, key_dim] */
     float *scores;                  /* [batch, heads, groups, length] */
@@ -212,7 +212,7 @@ typedef struct {
     Tasks tasks;                    /* units */
     int64_t threads;                /* that have come */
     const Rows *rows;               /* with the rows of keys */
-    int64_t num_slots, num_tiles, is_basis, all_pairs, num_far, first_position;
+    int64_t num_slots, num_tiles, all_pairs, num_far, first_position;
     const float *near;              /* [TILE, 2, all_pairs]; cosines and sines of positions in a tile */
     const float *far;               /* [num_far, 2, all_pairs]; the same of the first ones of tiles */
     const int64_t *padding;         /* [batch]; or 0 */

@@ -4,28 +4,13 @@
    B items, H key/value heads, G queries a head, D and E channels of keys and values, K slots, S exact first tokens. */
 #include "scattered.h"
 
-/* Exact tokens of a tile, their columns of the mask, and what it leaves in the sums */
-typedef struct {
-    Places at;
-    int64_t columns[TILE];
-    ALIGNED float scores[ROWS][TILE], decay[ROWS];
-} Tile;
-
-static void attend_exact(const Chosen *call, Unit unit, const Queries query, Tile *tile, State *state) {
-    int kind = (int)call->window.kind;
-    score_places(&tile->at, kind, unit.rows, query, tile->scores);
-    for (int t = 0; t < tile->at.tokens && call->mask.numbers; t++) {
-        float bias = bias_at(&call->mask, unit.batch, tile->columns[t]);
-        for (int r = 0; r < unit.rows; r++) tile->scores[r][t] += bias;
-    }
-    softmax_tile(state, unit.rows, tile->at.tokens, tile->scores, state->total, tile->decay);
-    add_places(&tile->at, kind, unit.rows, tile->scores, state->sums);
-    tile->at.tokens = tile->at.known = 0;
-}
-static void add_exact(const Chosen *call, Unit unit, const Queries query, Tile *tile, State *state, const char *key, const char *value, int64_t column) {
-    int t = tile->at.tokens++;
-    tile->at.keys[t] = key, tile->at.values[t] = value, tile->columns[t] = column, tile->at.known = t + 1;
-    if (t + 1 == TILE) attend_exact(call, unit, query, tile, state);
+/* Adds an exact token to a tile, which is attended to when it is full */
+static void add_exact(const Chosen *call, Unit unit, const Queries query, Places *tile, State *state, const char *key, const char *value, int64_t column) {
+    int t = tile->tokens++;
+    tile->keys[t] = key, tile->values[t] = value, tile->columns[t] = column, tile->known = t + 1;
+    if (t + 1 < TILE) return;
+    attend_places(tile, (int)call->window.kind, unit, &call->mask, query, state);
+    tile->tokens = 0;
 }
 /* Puts slots [count] in the order of their tiles, of which `ends` [tiles] are counted: rows are read one behind the other */
 static void sort_by_tile(const int64_t *from, int64_t count, int64_t num_tiles, int64_t *ends, int64_t *to) {
@@ -42,15 +27,16 @@ static void attend_unit(const Chosen *call, Unit unit, int64_t *coded, int64_t *
     int dim = (int)call->key_dim, value_dim = (int)call->value_dim;
     int64_t size = (int64_t)size_of_kind((int)call->window.kind), key_size = size * dim, value_size = size * value_dim;
     int64_t count = call->counts[unit.matrix], room = call->num_pages * call->page_tokens, some = 0;
-    int64_t first_sink = call->first_sinks[unit.batch], origin = unit.matrix * call->num_sinks;
+    int64_t first_sink = call->first_sinks[unit.batch], origin = unit.matrix * call->num_sinks, row = unit.matrix * call->groups + unit.row;
     const int64_t *slots = call->slots + unit.matrix * call->num_chosen;
     ALIGNED Queries query;
     State state;
-    Tile tile = {.at = {.key_dim = dim, .value_dim = value_dim}};
+    Places tile = {.key_dim = dim, .value_dim = value_dim};
     if (room > call->num_slots) room = call->num_slots;
     if (count > call->num_chosen) count = call->num_chosen;
     if (room <= 0) count = 0;
-    start_unit(call->query + unit.matrix * call->groups * dim, call->scale, dim, value_dim, unit, query, &state);
+    load_queries(call->query, FLOATS, row, unit.rows, call->scale, dim, query);
+    start_state(unit.rows, value_dim, &state);
     for (int64_t t = 0; t < call->window.length; t++)
         add_exact(call, unit, query, &tile, &state, window_key(&call->window, unit, key_size, t),
                   window_value(&call->window, unit, value_size, t), call->window.start + t);
@@ -61,11 +47,11 @@ static void attend_unit(const Chosen *call, Unit unit, int64_t *coded, int64_t *
                       call->sink_values + (origin + number) * value_size, slot);
         else coded[some++] = slot;
     }
-    if (tile.at.tokens) attend_exact(call, unit, query, &tile, &state);
+    if (tile.tokens) attend_places(&tile, (int)call->window.kind, unit, &call->mask, query, &state);
     int64_t *sorted = coded + call->num_chosen;
     sort_by_tile(coded, some, call->num_tiles, ends, sorted);
     KVC_NAME(attend_chosen_rows, KVC_LEVEL)(call, unit, query, sorted, some, &state);
-    end_unit(&state, value_dim, unit, call->result + unit.matrix * call->groups * value_dim);
+    for (int r = 0; r < unit.rows; r++) write_result(call->result, FLOATS, row + r, value_dim, state.sums[r], state.total[r]);
 }
 EXPORT(attend_chosen)(Chosen *call) {
     Call shape = {.heads = call->heads, .groups = call->groups, .queries = 1};

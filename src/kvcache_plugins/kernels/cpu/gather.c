@@ -7,11 +7,13 @@
    B items, H key/value heads, G queries a head, D and E channels of keys and values, K slots, W tokens of the window. */
 #include "scattered.h"
 
-static void place_tile(const Gathered *call, Unit unit, const int64_t *slots, int64_t count, int64_t start, int tokens, int at, Places *places) {
+static void place_tile(const Gathered *call, Unit unit, int64_t count, int64_t start, int tokens, int at, Places *places) {
     int64_t size = (int64_t)size_of_kind((int)call->kind), key_size = size * call->key_dim;
     int64_t value_size = size * call->value_dim, page_size = call->page_tokens * (key_size + value_size);
+    const int64_t *slots = call->slots + unit.matrix * call->num_slots, *columns = call->columns + unit.matrix * call->num_slots;
     for (int i = 0; i < tokens; i++) {
         int64_t t = start + i;
+        places->columns[at + i] = t < count ? columns[t] : call->window.start + t - count;
         if (t < count) {
             int64_t slot = clamped(slots[t], call->num_pages * call->page_tokens), page = slot / call->page_tokens;
             const char *row = call->pages[page] + unit.matrix * page_size + (slot - page * call->page_tokens) * (key_size + value_size);
@@ -24,34 +26,26 @@ static void place_tile(const Gathered *call, Unit unit, const int64_t *slots, in
     places->known = at + tokens;
 }
 static void attend_unit(const Gathered *call, Unit unit) {
-    int dim = (int)call->key_dim, value_dim = (int)call->value_dim, kind = (int)call->kind;
-    const int64_t *slots = call->slots + unit.matrix * call->num_slots, *columns = call->columns + unit.matrix * call->num_slots;
     int64_t count = call->counts[unit.matrix], most = call->num_pages * call->page_tokens > 0 ? call->num_slots : 0;
     count = count < 0 ? 0 : count < most ? count : most;
-    int64_t length = count + call->window.length;
-    ALIGNED float scores[ROWS][TILE], decay[ROWS];
+    int64_t length = count + call->window.length, row = unit.matrix * call->groups + unit.row;
     ALIGNED Queries query;
     State state;
-    Places places = {.key_dim = dim, .value_dim = value_dim};
-    start_unit(call->query + unit.matrix * call->groups * dim, call->scale, dim, value_dim, unit, query, &state);
-    place_tile(call, unit, slots, count, 0, (int)(length < TILE ? length : TILE), 0, &places);
+    Places places = {.key_dim = (int)call->key_dim, .value_dim = (int)call->value_dim};
+    load_queries(call->query, FLOATS, row, unit.rows, call->scale, places.key_dim, query);
+    start_state(unit.rows, call->value_dim, &state);
+    place_tile(call, unit, count, 0, (int)(length < TILE ? length : TILE), 0, &places);
     for (int64_t start = 0; start < length; start += TILE) {
         int64_t rest = length - start - TILE;
         places.tokens = (int)(rest < 0 ? length - start : TILE);
-        if (rest > 0) place_tile(call, unit, slots, count, start + TILE, (int)(rest < TILE ? rest : TILE), TILE, &places);
-        score_places(&places, kind, unit.rows, query, scores);
-        for (int t = 0; t < places.tokens && call->mask.numbers; t++) {
-            int64_t own = start + t, column = own < count ? columns[own] : call->window.start + own - count;
-            float bias = bias_at(&call->mask, unit.batch, column);
-            for (int r = 0; r < unit.rows; r++) scores[r][t] += bias;
-        }
-        softmax_tile(&state, unit.rows, places.tokens, scores, state.total, decay);
-        add_places(&places, kind, unit.rows, scores, state.sums);
+        if (rest > 0) place_tile(call, unit, count, start + TILE, (int)(rest < TILE ? rest : TILE), TILE, &places);
+        attend_places(&places, (int)call->kind, unit, &call->mask, query, &state);
         memcpy(places.keys, places.keys + TILE, sizeof places.keys / 2);
         memcpy(places.values, places.values + TILE, sizeof places.values / 2);
+        memcpy(places.columns, places.columns + TILE, sizeof places.columns / 2);
         places.known -= TILE;
     }
-    end_unit(&state, value_dim, unit, call->result + unit.matrix * call->groups * value_dim);
+    for (int r = 0; r < unit.rows; r++) write_result(call->result, FLOATS, row + r, call->value_dim, state.sums[r], state.total[r]);
 }
 EXPORT(attend_gathered)(Gathered *call) {
     Call shape = {.heads = call->heads, .groups = call->groups, .queries = 1};

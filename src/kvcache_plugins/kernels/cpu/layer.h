@@ -98,8 +98,28 @@ INLINE void hadamard(float *x, int64_t dim, int64_t size) {
             }
 }
 
-/* Each kind's tokens from tile `first` up to tile `last` of a part, the queries being scaled, [ROWS][MOST_CHANNELS] */
 typedef float Queries[ROWS][MOST_CHANNELS];
+/* Queries [rows][D] from a row on, scaled, and zeros behind D up to a whole vector */
+static inline void load_queries(const void *from, int kind, int64_t row, int rows, double scale, int dim, Queries query) {
+    for (int r = 0; r < rows; r++) {
+        read_numbers(from, kind, (row + r) * dim, dim, padded(dim), query[r]);
+        for (int d = 0; d < dim; d++) query[r][d] *= (float)scale;
+    }
+}
+/* A softmax of nothing yet */
+static inline void start_state(int rows, int64_t value_dim, State *state) {
+    for (int r = 0; r < rows; r++) {
+        state->maximum[r] = -INFINITY, state->total[r] = 0, state->coded_total[r] = 0;
+        memset(state->sums[r], 0, sizeof(float) * (size_t)padded(value_dim));
+    }
+    state->sums_size = padded(value_dim), state->coded_size = 0;
+}
+/* Row `row` of a result [rows][E]; zero where there was nothing to attend to */
+static inline void write_result(void *result, int kind, int64_t row, int64_t value_dim, const float *sums, float total) {
+    float factor = total > 0 ? 1 / total : 0;
+    for (int64_t d = 0; d < value_dim; d++) store_number(result, kind, row * value_dim + d, sums[d] * factor);
+}
+
+/* Each kind's tokens from tile `first` up to tile `last` of a part, the queries being scaled */
 void KVC_NAME(attend_rows, KVC_LEVEL)(const Call *, const Part *, Unit, const Queries, int64_t first, int64_t last, State *);
-void KVC_NAME(attend_basis_rows, KVC_LEVEL)(const Call *, const Part *, Unit, const Queries, int64_t, int64_t, State *);
 void KVC_NAME(attend_groups, KVC_LEVEL)(const Call *, const Part *, Unit, const Queries, int64_t, int64_t, State *);

@@ -268,9 +268,9 @@ static void load_words(Work *work, float (*base)[ENTRIES]) {
     work->step = most / 32766;
 }
 #endif
-static void start_keys(Work *work, const Rows *part, int is_basis, Unit unit, const Queries query, int dim) {
+static void start_keys(Work *work, const Rows *part, Unit unit, const Queries query, int dim) {
     const int64_t *multipliers = part->multipliers;
-    int blocks = (int)part->keys.blocks;
+    int blocks = (int)part->keys.blocks, is_basis = part->value_basis != 0;
     ALIGNED float base[2 * STATES][ENTRIES];
     work->part = part, work->unit = unit, work->is_basis = is_basis, work->dim = dim, work->key_blocks = blocks, work->used = 0;
     make_blocks(part->keys.widths + (is_basis ? unit.head : unit.matrix) * blocks, blocks, part->keys.size, multipliers, work->keys);
@@ -363,12 +363,12 @@ static void end_unit_values(Work *work, int dim, State *state) {
     if (work->is_basis) end_basis_values(dim, work->part, work->unit, work->sums, state);
     else end_values(dim, work->part, work->unit, work->sums, state);
 }
-static void attend(
-    int is_basis, const Call *call, const Part *own, Unit unit, const Queries query, int64_t first, int64_t last, State *state) {
+void KVC_NAME(attend_rows, KVC_LEVEL)(
+    const Call *call, const Part *own, Unit unit, const Queries query, int64_t first, int64_t last, State *state) {
     const RowSide *values = &((const Rows *)own->stored)->values;
     ALIGNED float scores[ROWS][TILE], decay[ROWS];
     Work work;
-    start_keys(&work, own->stored, is_basis, unit, query, (int)call->key_dim);
+    start_keys(&work, own->stored, unit, query, (int)call->key_dim);
     start_values(&work);
     turn_to_tile(unit.rows, work.part, unit, first, &work.turning);
     int64_t length = length_of(own, unit);
@@ -383,14 +383,6 @@ static void attend(
     }
     end_unit_values(&work, (int)call->value_dim, state);
 }
-void KVC_NAME(attend_rows, KVC_LEVEL)(
-    const Call *call, const Part *part, Unit unit, const Queries query, int64_t first, int64_t last, State *state) {
-    attend(0, call, part, unit, query, first, last, state);
-}
-void KVC_NAME(attend_basis_rows, KVC_LEVEL)(
-    const Call *call, const Part *part, Unit unit, const Queries query, int64_t first, int64_t last, State *state) {
-    attend(1, call, part, unit, query, first, last, state);
-}
 EXPORT(score_rows)(RowScores *call) {
     Call shape = {.heads = call->heads, .groups = call->groups, .queries = 1};
     int dim = (int)call->key_dim;
@@ -401,11 +393,8 @@ EXPORT(score_rows)(RowScores *call) {
         ALIGNED float scores[ROWS][TILE];
         ALIGNED Queries query;
         Work work;
-        for (int r = 0; r < unit.rows; r++) {
-            read_numbers(call->query, FLOATS, (unit.matrix * call->groups + unit.row + r) * dim, dim, padded(dim), query[r]);
-            for (int d = 0; d < dim; d++) query[r][d] *= (float)call->scale;
-        }
-        start_keys(&work, call->rows, (int)call->is_basis, unit, query, dim);
+        load_queries(call->query, FLOATS, unit.matrix * call->groups + unit.row, unit.rows, call->scale, dim, query);
+        start_keys(&work, call->rows, unit, query, dim);
         turn_to_tile(unit.rows, work.part, unit, first, &work.turning);
         for (int64_t start = first * TILE; start < last * TILE && start < call->length; start += TILE) {
             int tokens = (int)(call->length - start < TILE ? call->length - start : TILE);
@@ -442,7 +431,7 @@ void KVC_NAME(attend_chosen_rows, KVC_LEVEL)(
     ALIGNED float scores[ROWS][TILE], decay[ROWS], angles[MOST_PAIRS * 2 * STRIP];
     uint8_t gathered[STRIP * MOST_ROW];
     Work work;
-    start_keys(&work, call->rows, (int)call->is_basis, unit, query, (int)call->key_dim);
+    start_keys(&work, call->rows, unit, query, (int)call->key_dim);
     start_values(&work);
     memset(angles, 0, sizeof(float) * 2 * STRIP * (size_t)call->rows->num_pairs);
     for (int64_t start = 0; start < count; start += TILE, slots += TILE) {
@@ -453,10 +442,7 @@ void KVC_NAME(attend_chosen_rows, KVC_LEVEL)(
             chosen_angles(call, unit, slots + t, n, angles);
             score_strip(&work, gathered, n, angles, work.turning.still, (float (*)[TILE])(scores[0] + t));
         }
-        for (int t = 0; t < some && call->mask.numbers; t++) {
-            float bias = bias_at(&call->mask, unit.batch, slots[t]);
-            for (int r = 0; r < unit.rows; r++) scores[r][t] += bias;
-        }
+        add_columns_of(&call->mask, unit, slots, some, scores);
         if (softmax_tile(state, unit.rows, some, scores, state->coded_total, decay)) scale_sums(&work, decay);
         for (int t = 0; t < some; t += STRIP) {
             int n = some - t < STRIP ? some - t : STRIP;

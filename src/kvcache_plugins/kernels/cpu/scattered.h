@@ -17,15 +17,17 @@ INLINE const char *window_value(const Window *w, Unit unit, int64_t size, int64_
 /* Where the tokens of a tile are, and those of the next, as far as they are known */
 typedef struct {
     const char *keys[2 * TILE], *values[2 * TILE];
+    int64_t columns[2 * TILE];      /* of a mask, where there is one */
     int tokens, known, key_dim, value_dim;
 } Places;
 
-/* A column from memory may be any: there is at least one */
-INLINE float bias_at(const Mask *mask, int64_t batch, int64_t column) {
-    column = column < 0 ? 0 : column < mask->columns ? column : mask->columns - 1;
-    int64_t at = batch * mask->columns + column;
-    if (mask->is_boolean) return ((const uint8_t *)mask->numbers)[at] ? 0 : -INFINITY;
-    return ((const float *)mask->numbers)[at];
+/* Adds a mask at the tokens' columns to their scores. A column from memory may be any: there is at least one. */
+static inline void add_columns_of(const Mask *mask, Unit unit, const int64_t *columns, int tokens, float (*scores)[TILE]) {
+    for (int t = 0; t < tokens && mask->numbers; t++) {
+        int64_t at = unit.batch * mask->columns + clamped(columns[t], mask->columns);
+        float bias = mask->is_boolean ? ((const uint8_t *)mask->numbers)[at] ? 0 : -INFINITY : ((const float *)mask->numbers)[at];
+        for (int r = 0; r < unit.rows; r++) scores[r][t] += bias;
+    }
 }
 INLINE void call_for(const char *row, int64_t size) {
     for (int64_t i = 0; i < size; i += LINE) __builtin_prefetch(row + i);
@@ -144,22 +146,13 @@ static inline void add_places(const Places *at, int kind, int rows, const float 
 #undef ADD
 }
 
-/* Queries [G, D] of a unit, scaled, and a softmax of nothing yet */
-static inline void start_unit(const float *queries, double scale, int dim, int value_dim, Unit unit, float (*query)[MOST_CHANNELS], State *state) {
-    for (int r = 0; r < unit.rows; r++) {
-        read_numbers(queries, FLOATS, (unit.row + r) * dim, dim, padded(dim), query[r]);
-        for (int d = 0; d < dim; d++) query[r][d] *= (float)scale;
-        state->maximum[r] = -INFINITY, state->total[r] = 0, state->coded_total[r] = 0;
-        memset(state->sums[r], 0, sizeof(float) * (size_t)padded(value_dim));
-    }
-    state->sums_size = padded(value_dim), state->coded_size = 0;
-}
-/* The result [G, E] of a unit; zero where there is nothing to attend to */
-static inline void end_unit(const State *state, int value_dim, Unit unit, float *result) {
-    for (int r = 0; r < unit.rows; r++) {
-        float factor = state->total[r] > 0 ? 1 / state->total[r] : 0;
-        for (int d = 0; d < value_dim; d++) result[(unit.row + r) * value_dim + d] = state->sums[r][d] * factor;
-    }
+/* Attends to the tokens of a tile */
+static inline void attend_places(const Places *at, int kind, Unit unit, const Mask *mask, const Queries query, State *state) {
+    ALIGNED float scores[ROWS][TILE], decay[ROWS];
+    score_places(at, kind, unit.rows, query, scores);
+    add_columns_of(mask, unit, at->columns, at->tokens, scores);
+    softmax_tile(state, unit.rows, at->tokens, scores, state->total, decay);
+    add_places(at, kind, unit.rows, scores, state->sums);
 }
 
 /* Rows of chosen tokens, in slots that are in range: see `rows.c` */

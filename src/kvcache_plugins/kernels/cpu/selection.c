@@ -14,8 +14,7 @@ static void score_run(const CodeScores *call, int64_t head, int64_t start) {
     Integers by = {.dim = dim, .width = (int)call->width, .row = (int)call->width, .fields = (int)call->fields};
     for (int block = 0; block < blocks; block++) {
         int first = groups * block / blocks, rows = groups * (block + 1) / blocks - first;
-        for (int r = 0; r < rows; r++)
-            read_numbers(call->query, FLOATS, (head * groups + first + r) * dim, dim, padded(dim), query[r]);
+        load_queries(call->query, FLOATS, head * groups + first, rows, 1, dim, query);
         for (int r = 0; r < rows && call->spread; r++)
             for (int d = 0; d < dim; d++) query[r][d] = query[r][d] * (float)call->by * call->spread[head * dim + d];
         round_queries(&by, rows, query);
@@ -142,11 +141,10 @@ static void score_window(const Choice *call, int64_t head, float *resident) {
     }
     ALIGNED float scores[ROWS][TILE];
     ALIGNED Queries query;
-    State state;
     Places places = {.key_dim = dim};
     for (; unit.row < call->groups; unit.row += ROWS) {
         unit.rows = call->groups - unit.row < ROWS ? (int)(call->groups - unit.row) : ROWS;
-        start_unit(call->query + head * call->groups * dim, call->scale, dim, 0, unit, query, &state);
+        load_queries(call->query, FLOATS, head * call->groups + unit.row, unit.rows, call->scale, dim, query);
         for (int64_t start = 0; start < window->length; start += TILE) {
             places.tokens = places.known = (int)(window->length - start < TILE ? window->length - start : TILE);
             for (int t = 0; t < places.tokens; t++) places.keys[t] = window_key(window, unit, (int64_t)key, start + t);
