@@ -47,10 +47,7 @@ WrappedOrConfig: TypeAlias = "torch.nn.Module | PreTrainedConfig | None"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheEntry:
-    """
-    One name of the registry: what it stands for, as of `register_cache`, with `options` as defaults that a user's
-    options override, and a line for `kvcache-plugins list`.
-    """
+    """Describes a name as `register_cache` does, with `options` as defaults that a user's options override."""
 
     name: str
     factory: CacheFactory | str
@@ -195,10 +192,7 @@ def register_cache(
 
 
 def check_cache(name: str, **options: object) -> CacheEntry:
-    """
-    Finds the entry of a name, if a cache of it could be made, as far as can be told without a model. A `ValueError`
-    names an unknown name or option, or a value that no model makes right, an `ImportError` a package that is missing.
-    """
+    """Finds a name's entry; what no model makes right is a `ValueError`, a missing package an `ImportError`."""
     entry, options = _find_entry(name, options)
     entry.check_values(options)
     return entry
@@ -335,10 +329,7 @@ def get_config(model: WrappedOrConfig, name: str = "model") -> PreTrainedConfig 
 
 
 def unwrap_model(model: torch.nn.Module) -> PreTrainedModel:
-    """
-    Finds the model that a module is or holds: a `PeftModel`, what `torch.compile` returns, data-parallel modules. None
-    is a `ValueError`, and so is one that is prefix-tuned: such a prefix stands in a cache of its own.
-    """
+    """Finds the model that a module is or holds, as a `PeftModel` does; none, or prefix tuning, is a `ValueError`."""
     import torch
     from transformers import PreTrainedModel
 

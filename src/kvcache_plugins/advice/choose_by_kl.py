@@ -46,12 +46,9 @@ _CHUNK = 16
 
 class HeldOutPrompt:
     """
-    A prompt where the model is, checked, and cut into a prefix that fills caches and the tokens that are scored.
-
-    Attributes:
-        layers (`list`): dense layers that hold the prefix, once `prefill` has been called.
-        queries (`list`): newest queries of the prefix `[B, H * G, Q, D]` at each, where attention showed them.
-        logits (`torch.Tensor` of shape `[batch_size, held_out, vocabulary]`): of the held-out tokens.
+    Cuts a checked prompt into a prefix that fills caches and tokens that are scored. After `prefill` there are
+    `layers`, dense with the prefix, newest `queries` of each, `[B, H * G, Q, D]` or None, and `logits` `[B, held_out,
+    vocabulary]`.
     """
 
     layers: list[Any]
@@ -117,8 +114,8 @@ class HeldOutPrompt:
 
     def bytes_held(self, cache: GEARCache) -> int:
         """
-        Counts the bytes that layers would hold, and share with all caches, of a prompt as long as the prefix, rounded
-        up to whole groups: how many tokens are exact for want of others says nothing of what is generated.
+        Counts the bytes, shared ones too, of a prompt as long as the prefix in whole groups: how many tokens are exact
+        for want of others says nothing of what is generated.
         """
         calls: list[list[RecordedCall]] = [
             [RecordedCall("update", (layer.keys.to("meta"), layer.values.to("meta")), 2)]
@@ -185,7 +182,6 @@ def _choose_held_out(held_out: int | None, length: int) -> int:
 
 
 def _check_mask(mask: torch.Tensor | None, input_ids: torch.Tensor) -> torch.Tensor | None:
-    """Returns the mask where the model is; `None` if there is no padding."""
     if mask is None:
         return None
     if not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
@@ -290,7 +286,6 @@ def default_candidates(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _create_candidates(prompt: HeldOutPrompt, candidates: Sequence[str] | None) -> dict[str, GEARCache]:
-    """An empty cache of every candidate."""
     if isinstance(candidates, str) or (candidates is not None and not candidates):
         raise ValueError(f"`candidates` has to be a sequence of names of GEAR caches but got {candidates!r}")
     caches = {}

@@ -50,9 +50,8 @@ _FAILURES += (RuntimeError, LookupError, SyntaxError, AssertionError)
 
 def examine(check: bool = False) -> dict[str, object]:
     """
-    Examines everything about this machine that decides what works, for JSON: `works` says whether there is no error
-    among `findings`. To `check`, attention over a compressed cache is run on every device and held against plain
-    PyTorch; compiling kernels for it may take a minute.
+    Examines what works on this machine, for JSON: `works` unless an error is among `findings`. To `check`, attention
+    is run on every device against plain PyTorch, which may compile for a minute.
     """
     packages = list(_packages())
     gpus = [
@@ -128,7 +127,6 @@ def _package(requirement: Requirement, extra: str | None) -> dict[str, Any]:
 
 
 def _error_of(function: Callable[[], object]) -> str | None:
-    """Returns the error that a function raises, in one line, or `None`."""
     try:
         function()
     except _FAILURES as error:
@@ -188,12 +186,7 @@ def _kernels(device: str, check: bool) -> dict[str, Any]:
 
 
 def check_attention(device: torch.device) -> float:
-    """
-    Measures the relative error of decode attention over a small compressed cache on `device` against plain PyTorch.
-
-    Raises:
-        MismatchError: if it is above what rounding explains.
-    """
+    """Measures the error of decode attention against plain PyTorch; a `MismatchError` above what rounding explains."""
     cache = create_cache("gear-2bit")
     generator = torch.Generator().manual_seed(42)
     states = [torch.randn(1, 2, 256, 64, generator=generator).to(device) for _ in range(2)]
@@ -232,7 +225,6 @@ _Finding = tuple[str, str, str]
 
 
 def _merge(findings: list[_Finding]) -> list[dict[str, str]]:
-    """Makes one finding of all that the same advice mends, errors first."""
     merged: dict[str, list[_Finding]] = {}
     for finding in findings:
         merged.setdefault(finding[2], []).append(finding)

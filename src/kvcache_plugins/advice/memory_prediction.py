@@ -78,7 +78,6 @@ _METHODS = {
 def _recorded(
     method: Callable[..., Any], num_tensors: int, token_dim: int | None, calls: list[list[RecordedCall]]
 ) -> Callable[..., Any]:
-    """Wraps a method of a cache, so that it adds to `calls` of the layer."""
     signature = inspect.signature(method)
 
     def record(*args: Any, **kwargs: Any) -> Any:
@@ -148,11 +147,8 @@ PERIOD = 1024 * 25
 
 def extrapolate(reports: Sequence[MemoryReport], num_periods: int) -> MemoryReport | None:
     """
-    Extrapolates the bytes of a long prompt linearly from those of one, two and three periods and the same rest.
-
-    Bytes of a prompt go by groups, pages and tiles of tokens, and by shares of their number. Prompts whose lengths
-    differ by a multiple of all of these differ by the same bytes in each part. A cache is of that kind if the second
-    step is like the first in every part; else nothing is told, `None`.
+    Extrapolates the bytes of a long prompt from those of one, two and three periods and the same rest: lengths that
+    differ by a multiple of all groups, pages and shares differ by the same bytes in each part, or `None` is returned.
     """
     found: dict[str, dict[str, int]] = {}
     sizes = [{"dense_bytes": each.dense_bytes, "num_values": each.num_values} for each in reports]

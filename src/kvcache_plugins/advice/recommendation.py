@@ -32,16 +32,9 @@ DEFAULT_CACHES += ("gear-c12", "gear-t16", "gear-2bit")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheFit:
     """
-    One cache beside a budget.
-
-    Attributes:
-        memory (`MemoryReport`): what it would hold; `device_bytes` where the model is, with what all caches share
-            there, and `host_bytes` in host memory while the model is on a GPU.
-        fits (`bool`): whether both are within their budgets.
-        largest_context (`int`, *optional*): the context for which it fits at the same batch size, while for one token
-            more it does not; 0 if not even one token does, `None` if `MAX_CONTEXT` tokens do. As whole groups are
-            compressed, contexts of less than a group more may fit again, or of less not.
-        largest_batch_size (`int`, *optional*): the same of sequences at the same context, up to `MAX_BATCH_SIZE`.
+    Stands for one cache beside a budget: bytes where the model is, shared ones included, and in host memory; the
+    largest context at the same batch size, and batch at the same context, for which it fits while for one more it does
+    not (0 for none, `None` beyond the limit). As whole groups are compressed, a little more may fit again.
     """
 
     cache: str
@@ -92,8 +85,7 @@ def fit_cache(
 
 def find_largest(load: Callable[[int], float], start: int, limit: int) -> int | None:
     """
-    Finds a number whose `load` is at most 1, while that of the next one is more: 0 if even that of 1 is, `None` if not
-    even that of `limit` is. A load grows, all in all, along a line; the first that is tried is that of `start`.
+    Finds a number whose `load` is at most 1 and the next one's more; 0 for none, `None` if even that of `limit` is.
     """
     low, high, guess, step = 0, limit + 1, min(start, limit), 1
     points: list[tuple[int, float]] = []

@@ -27,18 +27,10 @@ def weigh(
     call: AttentionCall, keys: torch.Tensor, length: int, positions: torch.Tensor | None = None
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """
-    Computes softmax weights, a tile of queries after another.
-
-    Args:
-        call (`AttentionCall`): what is attended with, `[B, H * G, Q, D]`; its mask is over `length` positions.
-        keys (`torch.Tensor` of shape `[B, H, S, D]`): keys.
-        length (`int`): L.
-        positions (`torch.Tensor` of shape `[B, H, S]`, *optional*): position of the token in every slot, negative for
-            a free one. Without it there is a slot for every position, in order.
-
-    Yields:
-        The tile's queries, and their weights `[B, H, G, queries, S]` in float32, all zero where a query may attend to
-        nothing. Slots that none of them may attend to can be missing at the end.
+    Computes softmax weights of a call, whose mask is over `length` positions, to keys `[B, H, S, D]` in slots of
+    `positions` `[B, H, S]` (negative for a free one; without them in order): yields a tile's queries and weights `[B,
+    H, G, queries, S]` in float32, all zero where a query may attend to nothing. Slots that none of them may attend to
+    can be missing at the end.
     """
     (batch_size, num_heads, num_queries, head_dim), num_key_value_heads = call.query.shape, keys.shape[1]
     scale = head_dim**-0.5 if call.scale is None else call.scale
@@ -98,10 +90,7 @@ def _read_mask(
 def sum_weights(
     call: AttentionCall, keys: torch.Tensor, length: int, real_queries: torch.Tensor | None
 ) -> torch.Tensor:
-    """
-    Sums the weights `[B, H, L]` that all tokens of a prompt get from all queries, but for those that `real_queries`
-    `[B, Q]` says are padding, and from the heads of a group.
-    """
+    """Sums the weights `[B, H, L]` that a prompt's tokens get from all heads and all `real_queries` `[B, Q]`."""
     total = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
     for rows, weights in weigh(call, keys, length):
         if real_queries is not None:
@@ -114,8 +103,8 @@ def attend_and_weigh(
     call: AttentionCall, keys: torch.Tensor, values: torch.Tensor, length: int, positions: torch.Tensor | None = None
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """
-    Attends, a tile of queries after another: yields its queries, their output `[B, H * G, queries, value head dim]`
-    in the queries' dtype, and the weights `[B, H, queries, S]`, summed over the heads of a group. See `weigh`.
+    Attends, a tile of queries after another: yields them, their output `[B, H * G, queries, value head dim]` and the
+    weights `[B, H, queries, S]`, summed over the heads of a group. See `weigh`.
     """
     values = values.float()
     for rows, weights in weigh(call, keys, length, positions):

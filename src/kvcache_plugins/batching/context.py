@@ -143,8 +143,8 @@ def own_states(requests: Requests, *states: torch.Tensor) -> list[torch.Tensor]:
 
 class PagedStates:
     """
-    Keys and values of one layer in one pass, as `LazyStates` ask a layer for them: the new ones `[1, H, Q, D]` of the
-    pass's tokens, and of all requests what stands in pages, `exact` being what `CodedAllocator.exact` returned.
+    Holds one layer's states in one pass as `LazyStates` ask for them: new ones `[1, H, Q, D]`, and what stands in
+    pages, `exact` being what `CodedAllocator.exact` returned.
     """
 
     has_gradients = False
@@ -221,7 +221,6 @@ class PagedStates:
 
 
 def _check_release() -> None:
-    """Raises a `RuntimeError` if Transformers' paged cache is not of a form that is known."""
     allocator = set(inspect.signature(FullAttentionCacheAllocator.__init__).parameters) - {"self"}
     update = set(inspect.signature(_DENSE_UPDATE).parameters) - {"self"}
     if allocator != _ALLOCATOR_ARGUMENTS or update != _UPDATE_ARGUMENTS:

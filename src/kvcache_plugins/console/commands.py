@@ -61,12 +61,7 @@ def user_errors() -> Iterator[None]:
 
 class LazyGroup(TyperGroup):
     """
-    A group of `make_app`, which ends with the exit codes above.
-
-    Attributes:
-        lazy_commands (`Mapping[str, str]`): `module:attribute` of each command's function, or of a `typer.Typer`,
-            whose module is imported for help too. A function that returns its results gets `--out` and `--json`, see
-            `with_results`.
+    Groups the `lazy_commands`, `module:attribute` of a function, see `with_results`, or of a `typer.Typer`, by name.
     """
 
     lazy_commands: ClassVar[Mapping[str, str]] = {}
@@ -182,9 +177,8 @@ def _build(name: str, target: str) -> Any:
 
 def read_function(target: str) -> Callable[..., Any] | None:
     """
-    Reads signature and docstring of `module:name` from its source, of which nothing runs but what they name.
-
-    Returns a function that imports the module and calls its own, once it is called; `None` if there is no such one.
+    Reads signature and docstring of `module:name` from its source, of which nothing runs but what they name, and
+    returns a function that imports and calls it; `None` if there is no such one.
     """
     module, _, name = target.partition(":")
     spec = importlib.util.find_spec(module)
@@ -217,7 +211,6 @@ def read_function(target: str) -> Callable[..., Any] | None:
 
 
 def _defined_names(statement: ast.stmt) -> list[str]:
-    """Lists the names that an import, a definition or an assignment at the top of a module defines."""
     if isinstance(statement, ast.Import | ast.ImportFrom):
         return [alias.asname or alias.name.partition(".")[0] for alias in statement.names]
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
@@ -227,7 +220,6 @@ def _defined_names(statement: ast.stmt) -> list[str]:
 
 
 def _only(statement: ast.stmt, name: str) -> ast.stmt:
-    """Cuts an import down to `name`."""
     if isinstance(statement, ast.Import | ast.ImportFrom):
         names = [alias for alias in statement.names if (alias.asname or alias.name.partition(".")[0]) == name]
         return type(statement)(**{**vars(statement), "names": names})

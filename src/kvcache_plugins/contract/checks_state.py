@@ -374,7 +374,6 @@ def _cache_with_rows(subject: Subject, num_rows: int = NUM_ROWS) -> Cache:
 
 
 def _logits_beside(subject: Subject, row: torch.Tensor, neighbour: torch.Tensor) -> torch.Tensor:
-    """All logits of a row that stands beside another in a batch."""
     prompt, more, steps = torch.cat([row, neighbour]).split([LONG_CONTEXT, LONG_APPEND, NUM_STEPS], dim=1)
     cache = subject.make_cache()
     parts = [subject.feed(cache, prompt), subject.feed(cache, more), subject.feed_each(cache, steps)]

@@ -36,8 +36,7 @@ _NOT_RUN = "-"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckResult:
     """
-    Result of a check by name: its status is `"pass"`, `"unsupported"` (the cache said so by raising) or `"fail"`; the
-    detail is the error, empty if there was none.
+    Holds a check's status, `unsupported` where the cache said so by raising, and the error, empty if there was none.
     """
 
     name: str

@@ -67,8 +67,8 @@ def pick_sampled(logits: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
     """
-    Subject of a check: a decoder, its tokenizer (prompts are random tokens without), and how to make a fresh cache of
-    the kind that is checked, and one that is right by definition, a `DynamicCache`.
+    Drives a decoder through fresh caches of the kind that is checked, and of one that is right by definition; prompts
+    are random tokens without a tokenizer.
     """
 
     model: PreTrainedModel
@@ -228,8 +228,7 @@ def swapped(owner: object, name: str, value: object) -> Iterator[None]:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContractCheck:
     """
-    Item of the contract: its row of the grid, what has to hold, and a function that raises if it does not; on a model
-    with sliding-window layers if it is about these.
+    Describes an item of the contract: its row of the grid, what has to hold, and a function that raises otherwise.
     """
 
     name: str

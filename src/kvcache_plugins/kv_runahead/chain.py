@@ -63,8 +63,7 @@ class PrefixExchange:
 
     def exchange(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Waits for the prefix of a layer and sends it on with the slice, whose states are `[batch_size, num_heads,
-        slice, head_dim]`; returns those of the prefix, or what the layer's window needs of it, and of the slice.
+        Waits for a layer's prefix, sends it on with the slice, and returns the states of both, or what a window needs.
         """
         layout, part = self.layouts[layer_idx], self.prompt_slice
         kept, is_last = layout.num_kept(part.start), self.neighbours.behind is None
@@ -140,8 +139,7 @@ class RunaheadLayer(LazyLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Takes the slice's states `[batch_size, num_heads, slice, head_dim]`, waits for those of the prefix, sends both
-        on, and returns them, lazily under `sdpa`. Other states than the slice's are a `ValueError`.
+        Takes the slice's states and returns them behind the prefix, lazily under `sdpa`; others are a `ValueError`.
         """
         part = self._slice
         own = self._chain.own_layer(self._layer_idx) if self._length == part.stop else None
@@ -241,8 +239,7 @@ class RunaheadLayer(LazyLayer):
 
 class Chain:
     """
-    A rank's part in one forward, lazy if attention is by `sdpa`. The last rank fills the user's empty `cache`, the
-    others drop their states. While the chain is `running` the attribute `cache` is what the forward takes.
+    Runs a rank's part in one forward; the last rank fills the user's empty `cache`, the others drop their states.
     """
 
     def __init__(self, exchange: PrefixExchange, *, is_lazy: bool, cache: Cache | None):

@@ -366,7 +366,6 @@ def _token_ids(input_ids: torch.Tensor) -> list[int]:
 
 
 def _check_inputs(model_kwargs: dict[str, Any]) -> None:
-    """Raises a `ValueError` if anything but the tokens decides on states."""
     given, mask = find_cache(model_kwargs), model_kwargs.get("attention_mask")
     if isinstance(given, Cache) and given.get_seq_length():
         raise ValueError("`past_key_values` holds tokens, but the store makes the cache: leave it out")

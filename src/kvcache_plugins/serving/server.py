@@ -31,8 +31,6 @@ _GRACE_S = 10
 
 
 class _Parts(Serve):  # type: ignore[misc]
-    """Makes all that Transformers' server is made of, and starts nothing."""
-
     def start_server(self) -> None:
         """Leaves the start to whoever has made it."""
 
