@@ -97,21 +97,16 @@ def find_largest(load: Callable[[int], float], start: int, limit: int) -> int | 
             high = guess
         if high - low == 1:
             return None if low == limit else low
-        aim = _on_line(points)
+        # Where the line through the last two points, or through nothing and the only one, reaches 1, if it grows
+        (first, first_load), (last, last_load) = [(0, 0.0), *points][-2:]
+        slope = (last_load - first_load) / (last - first)
+        aim = last + int((1 - last_load) // slope) if slope > 0 else 0
         # Beside what is known already, further away every time
         if aim <= low:
             aim, step = low + step, 2 * step
         elif aim >= high:
             aim, step = high - step, 2 * step
         guess = aim if low < aim < high else (low + high) // 2
-
-
-def _on_line(points: list[tuple[int, float]]) -> int:
-    """Where the line through the last two points, or through nothing and the only one, reaches 1."""
-    (first, first_load), (last, last_load) = [(0, 0.0), *points][-2:]
-    slope = (last_load - first_load) / (last - first)
-    # A load that does not grow reaches it nowhere
-    return last + int((1 - last_load) // slope) if slope > 0 else 0
 
 
 # KL to the dense cache behind a prompt of 1024 tokens: SmolLM2 on WikiText-2, of docs/results/gear.md, which a test
@@ -267,7 +262,8 @@ def recommend(
             if caches:
                 raise
             not_sized[spec] = error.reason if isinstance(error, CacheSizingError) else str(error)
-    fits.sort(key=_rank)
+    # By measured KL; of what was not measured, what holds most comes first
+    fits.sort(key=lambda fit: (MEASURED_KL.get(fit.cache, math.inf), -fit.memory.total_bytes))
     recommended, reason = _choose(fits, in_thousands(memory))
     return Recommendation(
         model=str(model) if isinstance(model, (str, Path)) else sizer.config.model_type,
@@ -286,11 +282,6 @@ def recommend(
         recommended=recommended,
         reason=reason,
     )
-
-
-def _rank(fit: CacheFit) -> tuple[float, int]:
-    """Orders caches by measured KL; of what was not measured, what holds most comes first."""
-    return MEASURED_KL.get(fit.cache, math.inf), -fit.memory.total_bytes
 
 
 def _choose(fits: list[CacheFit], in_thousands: bool) -> tuple[str | None, str]:

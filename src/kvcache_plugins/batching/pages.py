@@ -138,10 +138,6 @@ class Page(NamedTuple):
     recent: torch.Tensor
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
 def _fit_page(size: int, num_pages: int, others: int) -> int:
     """
     Rounds bytes of the pages of a block up to one page's, so that the least common multiple of blocks and of the
@@ -202,7 +198,7 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
             places = []
             for size in sizes:
                 places.append(end)
-                end = _aligned(end + size)
+                end = -(-(end + size) // _ALIGNMENT) * _ALIGNMENT
             self._places[layer_idx] = tuple(places)
         options = {"config": config, "num_key_value_heads": num_key_value_heads, "cache_dtype": cache_dtype}
         windows = [i for i, kind in enumerate(getattr(config, "layer_types", None) or ()) if kind == WINDOWS]

@@ -102,21 +102,12 @@ class LazyGroup(TyperGroup):
             raise typer.Exit(DONE)
         return super().parse_args(ctx, args)
 
-    def main(
-        self,
-        args: Any = None,
-        prog_name: Any = None,
-        complete_var: Any = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> Any:
+    def main(self, *args: Any, **options: Any) -> Any:
         """Runs a command line and raises `SystemExit`; without `standalone_mode` as Typer does."""
-        options = {**extra, "complete_var": complete_var, "windows_expand_args": windows_expand_args}
-        if not standalone_mode:
-            return super().main(args, prog_name, standalone_mode=False, **options)
+        if not options.pop("standalone_mode", True):
+            return super().main(*args, **options, standalone_mode=False)
         try:
-            code = super().main(args, prog_name, standalone_mode=False, **options)
+            code = super().main(*args, **options, standalone_mode=False)
             # What is still in the buffer would otherwise fail when nobody can catch it any more
             sys.stdout.flush()
         except _ClickException as error:

@@ -142,7 +142,7 @@ class CostModel:
         return cls(per_token, per_pair, fixed, triangle, projection_share)
 
     @classmethod
-    def of_shapes(cls, model: PreTrainedModel | PreTrainedConfig, *, triangle: float = TRIANGLE) -> CostModel:
+    def of_shapes(cls, model: PreTrainedModel | PreTrainedConfig) -> CostModel:
         """
         Counts operations of a model or a config, so that its "seconds" are fit for ratios alone: of attention, in
         sliding windows a whole one a token, and of the decoder's linear layers (of experts, those that a token goes
@@ -161,7 +161,7 @@ class CostModel:
         per_token += attention * sum(getattr(layer, "sliding_window", 0) for layer in layers)
         per_pair = attention * sum(type(layer) is DynamicLayer for layer in layers)
         projections = 2 * len(layers) * config.hidden_size * (num_heads + 2 * num_key_heads) * head_dim
-        return cls(float(per_token), float(per_pair), 0.0, triangle, min(projections / per_token, 1.0))
+        return cls(float(per_token), float(per_pair), projection_share=min(projections / per_token, 1.0))
 
 
 def bytes_of_token(model: PreTrainedModel | PreTrainedConfig, dtype: torch.dtype) -> int:

@@ -148,19 +148,11 @@ class BlockRecord:
         if not self.num_blocks or held != self.num_blocks * self.length:
             return
         self.windows[self.num_blocks - 1] = {
-            index: DenseState(held, *(_newest(states, self.length, layer) for states in (layer.keys, layer.values)))
+            # The newest tokens, that the block's end can still see
+            index: DenseState(held, *(each[:, :, -min(self.length, layer.sliding_window - 1) :] for each in states))
             for index, layer in enumerate(layers)
-            if isinstance(layer, DynamicSlidingWindowLayer) and layer.keys is not None
+            if isinstance(layer, DynamicSlidingWindowLayer) and (states := (layer.keys, layer.values))[0] is not None
         }
-
-    def can_cut(self, layers: list[Any], number: int) -> bool:
-        """Whether all layers still know what they held at a block's end."""
-        return number in self.windows or not any(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers)
-
-
-def _newest(states: torch.Tensor | None, length: int, layer: DynamicSlidingWindowLayer) -> torch.Tensor:
-    assert states is not None
-    return states[:, :, -min(length, layer.sliding_window - 1) :]
 
 
 class PromptCache(GEARCache):

@@ -176,11 +176,10 @@ class PromptStore:
             )
         keys = prompt_keys(record.root, token_ids[: num_fed * length], length)
         record.note_windows(cache.layers, cache.get_seq_length())
-        missing = [
-            number
-            for number, key in enumerate(keys[1:])
-            if not self._files.path_of(key).exists() and record.can_cut(cache.layers, number)
-        ]
+        missing = [number for number, key in enumerate(keys[1:]) if not self._files.path_of(key).exists()]
+        if any(cache.is_sliding):
+            # Windows that nobody noted have forgotten what they held
+            missing = [number for number in missing if number in record.windows]
         blocks = cache.cut(keys, missing, token_ids)
         record.windows.clear()
         return self._write(keys[1:], blocks, record.lease) if blocks else 0
