@@ -37,8 +37,6 @@ CUDA = "a CUDA device"
 # What importing somebody else's module can raise. It must not take the other caches with it.
 _LOADING_ERRORS = (ImportError, AttributeError, NameError, SyntaxError, TypeError, ValueError, RuntimeError, OSError)
 CacheFactory: TypeAlias = "Callable[..., Cache]"
-# Called with the options alone
-OptionCheck: TypeAlias = Callable[..., object]
 OptionValue: TypeAlias = bool | int | float | str | None
 ModelOrConfig: TypeAlias = "PreTrainedModel | PreTrainedConfig | None"
 # A model may also be wrapped
@@ -54,7 +52,7 @@ class CacheEntry:
     options: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     summary: str = ""
     requires: str | None = None
-    check: OptionCheck | str | None = None
+    check: Callable[..., object] | str | None = None
 
     def load_factory(self) -> CacheFactory:
         """Returns the factory, imported if need be."""
@@ -90,7 +88,7 @@ class CacheEntry:
     def check_options(self, options: Mapping[str, object]) -> None:
         """Raises a `ValueError` naming the accepted options if one of `options` is not among them."""
         accepted = self.accepted_options
-        unknown = [] if accepted is None else [name for name in options if name not in accepted]
+        unknown = [name for name in options if accepted is not None and name not in accepted]
         if unknown:
             named, listed = (", ".join(f"`{name}`" for name in names) for names in (unknown, accepted or []))
             raise ValueError(
@@ -143,7 +141,7 @@ def register_cache(
     *,
     summary: str | None = None,
     requires: str | None = None,
-    check: OptionCheck | str | None = None,
+    check: Callable[..., object] | str | None = None,
     overwrite: bool = False,
     **preset_options: object,
 ) -> None:

@@ -44,10 +44,6 @@ class RecordedCall:
     token_dim: int | None
     options: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def signature(self) -> tuple[object, ...]:
-        return self.method, tuple((tuple(each.shape), each.dtype) for each in self.tensors), str(self.options)
-
     def repeat(self, cache: Cache, layer_idx: int, batch_size: int, num_tokens: int) -> None:
         """Hands the same to `cache`, for a batch of `num_tokens` tokens a sequence."""
         shapes = [[batch_size, *tensor.shape[1:]] for tensor in self.tensors]
@@ -125,7 +121,8 @@ def fill_without_data(
     for layer_idx, own in enumerate(calls):
         if not own:
             continue
-        key = (_state_of(cache, layer_idx), tuple(call.signature for call in own))
+        shapes = [[(each.shape, each.dtype) for each in call.tensors] for call in own]
+        key = _state_of(cache, layer_idx), str([(call.method, call.options) for call in own]), str(shapes)
         first = alike.setdefault(key, layer_idx) if key[0] is not None else layer_idx
         if first != layer_idx:
             cache.layers[layer_idx] = cache.layers[first]

@@ -46,43 +46,6 @@ class CacheFit:
     largest_batch_size: int | None
 
 
-def fit_cache(
-    sizer: CacheSizer,
-    spec: str,
-    context: int,
-    batch_size: int,
-    new_tokens: int,
-    device_budget: int,
-    host_budget: int | None,
-) -> CacheFit:
-    """Sizes a cache beside a budget, and searches the largest context and batch for which it fits."""
-
-    @cache
-    def measure(context: int, batch_size: int) -> tuple[MemoryReport, int, int]:
-        """Returns the report and the bytes on the device and in host memory."""
-        # There is a prompt of one token at least
-        report = sizer.measure(spec, context, batch_size=batch_size, new_tokens=min(new_tokens, context - 1))
-        # What all caches share has to be there too
-        own = report.devices[sizer.device]
-        return report, own + sum(report.shared.values()), sum(report.devices.values()) - own
-
-    def load(context: int, batch_size: int) -> float:
-        """Returns the share of the scarcer budget that a cache takes."""
-        _, on_device, in_host = measure(context, batch_size)
-        return max(on_device / max(device_budget, 1), 0.0 if host_budget is None else in_host / host_budget)
-
-    memory, device_bytes, host_bytes = measure(context, batch_size)
-    return CacheFit(
-        cache=spec,
-        memory=memory,
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
-        fits=load(context, batch_size) <= 1,
-        largest_context=find_largest(lambda number: load(number, batch_size), context, MAX_CONTEXT),
-        largest_batch_size=find_largest(lambda number: load(context, number), batch_size, MAX_BATCH_SIZE),
-    )
-
-
 def find_largest(load: Callable[[int], float], start: int, limit: int) -> int | None:
     """
     Finds a number whose `load` is at most 1 and the next one's more; 0 for none, `None` if even that of `limit` is.
@@ -246,6 +209,34 @@ def recommend(
             "say: give as `memory` what they leave"
         )
     available = max(budget - (sizer.weights_bytes or 0), 0) if with_weights else budget
+
+    def fit_cache(spec: str) -> CacheFit:
+        """Sizes a cache beside the budgets, and searches the largest context and batch for which it fits."""
+
+        @cache
+        def measure(context: int, batch_size: int) -> tuple[MemoryReport, int, int]:
+            # There is a prompt of one token at least
+            report = sizer.measure(spec, context, batch_size=batch_size, new_tokens=min(new_tokens, context - 1))
+            # What all caches share has to be there too
+            own = report.devices[sizer.device]
+            return report, own + sum(report.shared.values()), sum(report.devices.values()) - own
+
+        def load(context: int, batch_size: int) -> float:
+            """Returns the share of the scarcer budget that a cache takes."""
+            _, on_device, in_host = measure(context, batch_size)
+            return max(on_device / max(available, 1), 0.0 if host_budget is None else in_host / host_budget)
+
+        memory, device_bytes, host_bytes = measure(context, batch_size)
+        return CacheFit(
+            cache=spec,
+            memory=memory,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            fits=load(context, batch_size) <= 1,
+            largest_context=find_largest(lambda number: load(number, batch_size), context, MAX_CONTEXT),
+            largest_batch_size=find_largest(lambda number: load(context, number), batch_size, MAX_BATCH_SIZE),
+        )
+
     fits: list[CacheFit] = []
     not_sized: dict[str, str] = {}
     entries = () if sizer.is_calibrated else describe_caches()
@@ -257,7 +248,7 @@ def recommend(
             not_sized[spec] = "the model has no calibration; `kvcache-plugins calibrate --cache gear` makes one"
             continue
         try:
-            fits.append(fit_cache(sizer, spec, context, batch_size, new_tokens, available, host_budget))
+            fits.append(fit_cache(spec))
         except (CacheSizingError, ImportError) as error:
             if caches:
                 raise

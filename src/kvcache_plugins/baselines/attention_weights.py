@@ -48,7 +48,14 @@ def weigh(
             scores = scores.div_(call.softcap).tanh_().mul_(call.softcap)
         scores = scores.view(batch_size, num_key_value_heads, -1, rows.stop - start, scores.shape[3])
         if call.is_causal:
-            _hide_later(scores, rows, positions)
+            queries = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
+            if positions is None:
+                # What stands before the tile's first query is seen by all of them
+                newest = scores[..., rows.start :]
+                columns = torch.arange(rows.start, rows.start + newest.shape[4], device=scores.device)
+                newest.masked_fill_(columns > queries, -torch.inf)
+            else:
+                scores.masked_fill_(positions[:, :, None, None] > queries, -torch.inf)
         if positions is not None:
             scores.masked_fill_((positions < 0)[:, :, None, None], -torch.inf)
         if mask is not None:
@@ -61,17 +68,6 @@ def weigh(
         else:
             nothing = scores.amax(dim=-1, keepdim=True) == -torch.inf
             yield rows, scores.softmax(dim=-1).masked_fill_(nothing, 0)
-
-
-def _hide_later(scores: torch.Tensor, rows: slice, positions: torch.Tensor | None) -> None:
-    queries = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
-    if positions is not None:
-        scores.masked_fill_(positions[:, :, None, None] > queries, -torch.inf)
-        return
-    # What stands before the tile's first query is seen by all of them
-    newest = scores[..., rows.start :]
-    columns = torch.arange(rows.start, rows.start + newest.shape[4], device=scores.device)
-    newest.masked_fill_(columns > queries, -torch.inf)
 
 
 def _read_mask(

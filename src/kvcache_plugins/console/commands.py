@@ -111,7 +111,11 @@ class LazyGroup(TyperGroup):
             # What is still in the buffer would otherwise fail when nobody can catch it any more
             sys.stdout.flush()
         except _ClickException as error:
-            code = _report_usage(error)
+            message = " ".join(str(error.format_message()).split())  # type: ignore[attr-defined]
+            context = getattr(error, "ctx", None)
+            hint = "" if context is None else f" (see `{context.command_path} --help`)"
+            typer.echo(f"Error: {message.removesuffix('.')}{hint}", err=True)
+            code = USER_ERROR
         except BrokenPipeError:
             code = READER_GONE
         except (KeyboardInterrupt, typer.Abort):
@@ -131,14 +135,6 @@ def _reader_may_go() -> Iterator[None]:
         yield
     except BrokenPipeError as error:
         raise typer.Exit(READER_GONE) from error
-
-
-def _report_usage(error: Any) -> int:
-    message = " ".join(str(error.format_message()).split())
-    context = getattr(error, "ctx", None)
-    hint = "" if context is None else f" (see `{context.command_path} --help`)"
-    typer.echo(f"Error: {message.removesuffix('.')}{hint}", err=True)
-    return USER_ERROR
 
 
 def make_app(commands: Mapping[str, str], help_text: str, base: type[LazyGroup] = LazyGroup) -> typer.Typer:

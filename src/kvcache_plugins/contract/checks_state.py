@@ -165,7 +165,13 @@ def check_lengths(subject: Subject) -> None:
     require_length(cache, 0, "before the first forward")
     num_seen = 0
     for size in (LONG_CONTEXT, 1, 1, 5, LONG_APPEND, 1, LONG_CONTEXT, 1):
-        announced = [_announced_length(cache, layer_idx, num_seen, size) for layer_idx in range(len(cache.layers))]
+        announced = []
+        for layer_idx in range(len(cache.layers)):
+            length, offset = cache.get_mask_sizes(size, layer_idx)
+            right = length + offset == num_seen + size and (offset == 0 or cache.is_sliding[layer_idx])
+            sizes = f"`get_mask_sizes({size})` says {(length, offset)}"
+            require(right, f"layer {layer_idx} has seen {num_seen} tokens, but {sizes}")
+            announced.append(length)
         subject.feed(cache, subject.prompt(size, seed=num_seen))
         num_seen += size
         # A cache without a config has no layers before its first forward
@@ -305,15 +311,6 @@ def _refuses_positive(cache: Cache) -> bool:
     except refusal:
         return True
     return False
-
-
-def _announced_length(cache: Cache, layer_idx: int, num_seen: int, query_length: int) -> int:
-    """The length that a layer announces to the mask, held against the tokens it has seen."""
-    length, offset = cache.get_mask_sizes(query_length, layer_idx)
-    right = length + offset == num_seen + query_length and (offset == 0 or cache.is_sliding[layer_idx])
-    sizes = f"`get_mask_sizes({query_length})` says {(length, offset)}"
-    require(right, f"layer {layer_idx} has seen {num_seen} tokens, but {sizes}")
-    return length
 
 
 def _require_layer_length(cache: Cache, layer_idx: int, num_seen: int) -> None:

@@ -77,9 +77,6 @@ class CostModel:
         fixed + per_token * c + per_pair * (b * c + triangle * c * c)
 
     Attributes:
-        per_token (`float`): seconds a token: linear layers.
-        per_pair (`float`): seconds a pair of a query and a key: attention.
-        fixed (`float`): seconds a prefill of any length.
         triangle (`float`): share of the `c * c` pairs within the slice that is computed: `RECTANGLE` as in the paper,
             where everything is computed and then masked, `TRIANGLE` for kernels that skip what is masked.
         projection_share (`float`): part of `fixed` and `per_token` before a layer's keys and values can be sent.
@@ -157,7 +154,13 @@ class CostModel:
         layers = DynamicCache(config=config).layers
         # A multiplication and an addition for every channel of a key, and of a value
         attention = 4 * num_heads * head_dim
-        per_token = 2 * _count_linear_weights(decoder, getattr(config, "num_experts_per_tok", None) or 1)
+        # Experts are `[experts, ., .]`; the weight of a linear layer that is packed in a few bits has another shape
+        num_active_experts = getattr(config, "num_experts_per_tok", None) or 1
+        count = sum(each[0].numel() * num_active_experts for each in decoder.parameters() if each.ndim == 3)
+        linear = (each for each in decoder.modules() if isinstance(each, nn.Linear))
+        count += sum(each.in_features * each.out_features for each in linear)
+        count += sum(each.weight.numel() for each in decoder.modules() if isinstance(each, Conv1D))
+        per_token = 2 * count
         per_token += attention * sum(getattr(layer, "sliding_window", 0) for layer in layers)
         per_pair = attention * sum(type(layer) is DynamicLayer for layer in layers)
         projections = 2 * len(layers) * config.hidden_size * (num_heads + 2 * num_key_heads) * head_dim
@@ -176,13 +179,6 @@ def _heads(config: Any) -> tuple[int, int, int]:
     num_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     return num_heads, getattr(config, "num_key_value_heads", None) or num_heads, head_dim
-
-
-def _count_linear_weights(decoder: nn.Module, num_active_experts: int) -> int:
-    # Experts are `[experts, ., .]`; the weight of a linear layer that is packed in a few bits has another shape
-    count = sum(each[0].numel() * num_active_experts for each in decoder.parameters() if each.ndim == 3)
-    count += sum(each.in_features * each.out_features for each in decoder.modules() if isinstance(each, nn.Linear))
-    return count + sum(each.weight.numel() for each in decoder.modules() if isinstance(each, Conv1D))
 
 
 def _least_squares(columns: Array) -> list[float]:
@@ -206,11 +202,9 @@ def _least_squares(columns: Array) -> list[float]:
 
 def predict_ttft(lengths: ArrayLike, cost: CostModel, link: Link, bytes_per_token: float, num_layers: int) -> Array:
     """
-    Simulates the seconds until the last of a chain of ranks has the last token's hidden state.
-
-    In every layer a rank projects the keys and values of its slice, waits for those of everything before it, sends
-    both on, one message at a time, and attends meanwhile. `lengths` `[..., num_ranks]` are tokens of each rank's
-    slice, first rank first, `bytes_per_token` those of one layer, see `bytes_of_token`; returned are `[...]`.
+    Simulates the seconds `[...]` until the last of a chain of ranks has the last token's hidden state, for slices
+    `[..., num_ranks]`: in every layer a rank projects its slice, waits for the states of everything before it, sends
+    both on, one message at a time, and attends meanwhile. For `bytes_per_token`, of one layer, see `bytes_of_token`.
     """
     lengths = np.asarray(lengths, dtype=np.float64)
     num_ranks, ends = lengths.shape[-1], lengths.cumsum(axis=-1)

@@ -315,8 +315,8 @@ class PromptStore:
 
     def _warn_once(self, reason: str) -> None:
         if not self._has_warned:
-            self._has_warned = True
             warn_user(reason)
+        self._has_warned = True
 
     def _empty_cache(self, model: PreTrainedModel, cache: str | GEARCache, options: dict[str, object]) -> PromptCache:
         found: Cache | str = cache
