@@ -1,11 +1,9 @@
 """Caches by name: the one table that `create_cache`, the console script and the evaluations read.
 
 A cache is registered as a class or another factory, `factory(model_or_config_or_None, **options) -> Cache`, and the
-options that its name stands for. Options are checked against the factory's signature before it is called, so a
-misspelt one is an error that names the accepted ones, never silently dropped. Registration is explicit: each method
-registers its own names when it is imported, and third parties name theirs in the entry-point group
-`kvcache_plugins.caches`, which is read on first use and whose code is loaded only when its cache is asked for. So is
-that of a factory that is registered as `module:attribute`: names can be listed without Torch or Transformers.
+options that its name stands for; a user's are checked against its signature. Methods register their own names when
+they are imported, third parties theirs in the entry-point group `kvcache_plugins.caches`. No code is loaded before its
+cache is asked for where a factory is `module:attribute`: names can be listed without Torch or Transformers.
 """
 
 from __future__ import annotations

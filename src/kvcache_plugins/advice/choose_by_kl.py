@@ -1,16 +1,12 @@
 """The cheapest GEAR preset that keeps a bound on a prompt of the user's own, found by measuring on that prompt.
 
-How much a preset loses depends on the model and on the text: a table made elsewhere is no promise for either. So the
-end of the prompt is held out, what comes before it is prefilled once, dense, and every candidate is filled with those
-very states. The held-out tokens then go through the candidate, and each next-token distribution is held against the
-dense one at the same position.
+How much a preset loses depends on the model and on the text. So the end of the prompt is held out, what comes before
+it is prefilled once, dense, and every candidate is filled with those very states. The held-out tokens, the prompt's
+own, then go through the candidate, and each next-token distribution is held against the dense one at the same
+position. They are fed in chunks, as decoded tokens come: all at once, each would be exact for those after it.
 
     t[0] ... t[p-1]              t[p] ... t[n-1]
     prefix: one dense forward    held out: one dense forward, and a few short ones through each candidate
-
-The tokens held out are the prompt's own: nothing is generated, so that all candidates are measured on one text, and a
-cache that strays cannot stray from itself. They are fed in chunks, as decoded tokens come, so that what is measured is
-compressed as in a decode too; all at once, every one of them would be exact for those after it.
 """
 
 import copy

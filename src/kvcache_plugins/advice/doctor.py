@@ -1,11 +1,8 @@
 """Findings of `kvcache-plugins doctor`: versions, devices, kernels, models, and what to do about what is missing.
 
-Packages come from the project's own requirements, kernels from `kernels.engine`, caches from the registry: nothing is
-listed here that could differ from what the package really asks for. Optional packages are imported to see whether they
-can be; whatever they raise is a finding, not an error.
-
-The package can work unless there is an error: a required package that is missing, broken or of a version that is not
-supported, or a kernel that would be chosen and cannot run. An optional package that is missing or broken is a hint.
+Packages come from the project's own requirements, kernels from `kernels.engine`, caches from the registry. The package
+can work unless there is an error: a required package that is missing, broken or not supported, or a kernel that would
+be chosen and cannot run. An optional package is a hint; whatever importing it raises is a finding.
 """
 
 import contextlib

@@ -1,12 +1,9 @@
 """Bytes that a cache would hold, from a model's config alone: no weights, no numbers, no GPU.
 
-The cache itself is run, on tensors of the device `meta`, which have shapes and no data: so the bytes are those of the
-very tensors that it would make, whoever wrote it. Arithmetic of its own beside every method would have to be kept true
-to it. Of long contexts that would take minutes: there three shorter ones are run, see `extrapolate`.
-
-The model is built on `meta` too. One token goes through it, and what its layers hand to a dense cache is noted:
-that tells the shapes of keys and values whatever an architecture calls its sizes. A cache is then handed the same, of
-as many tokens as asked for. Layers that are alike are filled once.
+The model is built on the device `meta`, where tensors have no data, and one token goes through it: what its layers
+hand to a dense cache tells the shapes of keys and values whatever an architecture calls its sizes. The cache itself
+is then handed the same, of as many tokens as asked for, so the bytes are those of the tensors that it would make,
+whoever wrote it. Layers that are alike are filled once; of long contexts three shorter ones are, see `extrapolate`.
 """
 
 import inspect

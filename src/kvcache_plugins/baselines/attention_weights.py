@@ -1,8 +1,7 @@
 """Attention whose weights are seen, a tile of queries at a time: they tell heavy hitters from other tokens.
 
 Fused attention never shows its weights, and the matrix of all of them would be as large as the prompt squared. So
-scores are computed for as many queries as fit a tile of fixed size, over all tokens at once: a row of the softmax is
-whole within its tile, and what is left of a tile is its output and its sums. Arithmetic is in float32.
+scores are computed for as many queries as fit a tile, over all tokens at once, in float32.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, Q queries, S slots, in no order, each with a token
 or free, L positions of the sequence, D head dim.

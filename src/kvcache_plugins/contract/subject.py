@@ -1,11 +1,8 @@
-"""How the checks drive a model through a cache.
+"""How the checks drive a model through a cache: through public doors only, so that nothing is assumed about storage.
 
-Everything is done through public doors only (the model's forward, `generate`, the methods of `Cache`), so that nothing
-is assumed about how a cache stores what it holds. Three rules make the checks fair to caches that lose precision and
-still able to fail:
+Three rules make the checks fair to caches that lose precision and still able to fail:
 
-- state is compared with *itself*: after an operation the cache must go on like one of the same kind that was built
-  directly, to rounding;
+- after an operation the cache must go on like one of the same kind that was built directly, to rounding;
 - where exactness cannot be asked for (a history compressed at other boundaries), the allowed error is made of the
   cache's own error against `DynamicCache`, and is never more than half of what doing nothing would give;
 - `generate` is compared with a loop of single forwards through the same kind of cache, and with `DynamicCache` token

@@ -1,14 +1,11 @@
 """Records as files with a format, a version and a checksum: JSON alone, or with tensors, as safetensors.
 
-The container is safetensors' (8 bytes with the header's length, a header in JSON, the tensors' bytes one behind the
-other), so other programs can read it. Its metadata has two entries: the document, and a checksum of the whole file,
-taken with zeros in its own place. The file is read here and not by safetensors' reader: that maps the file into
-memory, where whoever writes to it later changes the tensors too, and a file that is cut off ends the process.
-
     [ length ][ {"__metadata__": {"checksum": ..., "kvcache_plugins": document}, name: dtype, shape, place } ][ data ]
 
-A checksum tells damage and no malice. So everything else holds without it: sizes are compared with the file's before
-anything is allocated, tensors are of the shapes and dtypes that the header states, and `schema` checks what they say.
+The checksum is of the whole file, with zeros in its own place. The file is not read by safetensors' reader: that maps
+it into memory, where whoever writes to it later changes the tensors too, and a file that is cut off ends the process.
+A checksum tells damage and no malice. So sizes are compared with the file's before anything is allocated, tensors are
+of the shapes and dtypes that the header states, and `schema` checks what they say.
 """
 
 import json

@@ -1,13 +1,12 @@
 """A rank's part in one prefill: its layers during the forward over its slice of the prompt.
 
 In each layer a rank gets the prefix from the rank before, and sends it on with its own slice. Under `sdpa` a layer
-announces only its own slice to those who make masks, at its true position, and hands out lazy states of that length:
-no mask of slice x prefix is made, and attention, which the lazy states bring here, sees everything. Any other
-implementation gets the prefix and the slice dense, with lengths to match.
+announces only its own slice to those who make masks, and hands out lazy states of that length: no mask of slice x
+prefix is made. Any other implementation gets the prefix and the slice dense.
 
-On the last rank these layers stand in the user's own cache. As soon as a layer has attended, the user's layer gets the
-prompt, compresses or stores it as it would its own, and takes its place again: no more than one layer's prompt is ever
-held dense beside it (two, where attention does not tell when it is done).
+On the last rank these layers stand in the user's own cache. As soon as one has attended, the user's layer gets the
+prompt and takes its place again: no more than one layer's prompt is held dense beside it (two, where attention does
+not tell when it is done).
 """
 
 from __future__ import annotations

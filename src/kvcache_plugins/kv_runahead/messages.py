@@ -1,11 +1,8 @@
 """How keys and values of a layer look on their way from rank to rank.
 
-A row is a token: its keys and values of all heads side by side. Tokens come first, so that the states up to any token
-are one contiguous piece: a rank receives the prefix into the beginning of its buffer, writes its own tokens behind it,
-and sends the whole buffer on without another copy.
-
-Over a slow link rows can be quantized. A rank writes its own tokens' codes and passes on those that it received as
-they are: a token is rounded once, however many ranks it goes through.
+A row is a token: its keys and values of all heads side by side. Tokens come first, so that a rank receives the prefix
+into the beginning of its buffer, writes its own tokens behind it, and sends the whole buffer on without a copy. Over a
+slow link rows can be quantized: a token is rounded once, however many ranks it goes through.
 
 Legend: B batch, H heads of keys and values, D and E their head dimensions.
 """

@@ -1,11 +1,10 @@
 """A rank and its two neighbours: what goes from rank to rank, and what is said where one of them fails.
 
-Point to point, and never a collective between the layers: a rank waits for nobody but the one before it. Receives are
-posted some layers ahead; sends are not waited for, and what is sent is kept until it is gone. The one collective of a
-prefill comes before any layer: all ranks compare how they were called, so that all of them raise, or none.
+A rank waits for nobody but the one before it. Receives are posted some layers ahead; what is sent is kept until it is
+gone. The one collective of a prefill comes before any layer: all ranks compare how they were called.
 
-A rank that fails writes why into the store of the process group, if that outlives it, and a rank further down the
-chain reads it. Every communication goes through `guarded`, so that whatever ends it is one kind of error.
+A rank that fails writes why into the store of the process group, and a rank further down the chain reads it. Every
+communication goes through `guarded`, so that whatever ends it is one kind of error.
 """
 
 import hashlib
