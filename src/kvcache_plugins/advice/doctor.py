@@ -56,12 +56,15 @@ def examine(check: bool = False) -> dict[str, object]:
         for each in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     ]
     kernels = [_kernels(device, check) for device in ("cpu", *(["cuda"] if gpus else []))]
-    triton, models = _triton(bool(gpus)), [_model(name) for name in PACKAGED_MODELS]
+    triton, models = _triton(bool(gpus)), list[dict[str, object]]()
     found = [*_package_findings(packages), *_kernel_findings(kernels, triton)]
-    for model in models:
-        if model["version"] is None:
-            what = f"{model['name']} is not installed: it would come from the hub, as {model['hub_name']}"
-            found.append(("hint", what, _MODEL_ADVICE[str(model["name"])]))
+    for name, model in PACKAGED_MODELS.items():
+        version = model.installed_version()
+        own = {"name": name, "package": model.distribution, "version": version, "hub_name": model.hub_name}
+        models.append({**own, "is_converted": version is not None and converted_folder(name, version).is_dir()})
+        if version is None:
+            what = f"{name} is not installed: it would come from the hub, as {model.hub_name}"
+            found.append(("hint", what, _MODEL_ADVICE[name]))
     findings = _merge(found)
     return {
         "works": not any(finding["severity"] == "error" for finding in findings),
@@ -192,13 +195,6 @@ def check_attention(device: torch.device) -> float:
         error = require_close_layers("attention over a compressed cache", cache, num_query_heads=4)
     assert error is not None
     return error
-
-
-def _model(name: str) -> dict[str, object]:
-    model, version = PACKAGED_MODELS[name], PACKAGED_MODELS[name].installed_version()
-    is_converted = version is not None and converted_folder(name, version).is_dir()
-    found = {"name": name, "package": model.distribution, "version": version, "hub_name": model.hub_name}
-    return {**found, "is_converted": is_converted}
 
 
 def _caches(packages: list[dict[str, Any]]) -> list[dict[str, object]]:

@@ -142,11 +142,7 @@ class Recommendation:
     reason: str
 
     def to_dict(self) -> dict[str, object]:
-        """
-        All of it for JSON: the attributes by name, and in `caches` for each a dictionary of `cache`, `fits`,
-        `device_bytes`, `host_bytes`, `total_bytes`, `kl` (see `MEASURED_KL`), `kv_percent` (of a cache at 16 bits),
-        `parts` (bytes by part), `largest_context` and `largest_batch_size`.
-        """
+        """Lists all of it for JSON; in `caches` are those of `CacheFit`, its report's, and `kl`, see `MEASURED_KL`."""
         rows = []
         for fit in self.caches:
             row = {name: getattr(fit, name) for name in CacheFit.__slots__ if name != "memory"}

@@ -35,15 +35,7 @@ from .pages import (
 
 
 # What `PagedAttentionCache` calls: with other arguments it would not be ours that it fills
-_ALLOCATOR_ARGUMENTS = {
-    "index",
-    "config",
-    "num_key_value_heads",
-    "cache_dtype",
-    "page_size",
-    "layer_indices",
-    "allow_block_sharing",
-}
+_ALLOCATOR_ARGUMENTS = set(inspect.signature(CodedAllocator.__init__).parameters) - {"self", "recipe"}
 _UPDATE_ARGUMENTS = {"key_states", "value_states", "layer_idx", "kwargs"}
 _RELEASES = "Transformers 5.23 and 5.24"
 _DENSE_UPDATE = paged_cache.PagedAttentionCache.update

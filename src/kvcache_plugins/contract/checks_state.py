@@ -179,7 +179,12 @@ def check_lengths(subject: Subject) -> None:
         for layer_idx, expected in enumerate(announced or [num_seen] * len(cache.layers)):
             message = f"layer {layer_idx} returned {returned[layer_idx]} keys and values, {expected} were announced"
             require(returned[layer_idx] == [expected, expected], message)
-            _require_layer_length(cache, layer_idx, num_seen)
+            length = cache.get_seq_length(layer_idx)
+            require(length == num_seen, f"`get_seq_length({layer_idx})` says {length}, it should be {num_seen}")
+            if _HAS_MAX_LENGTH:
+                max_length = cache.get_max_length(layer_idx)
+                roomy = max_length == -1 or max_length >= num_seen or cache.is_sliding[layer_idx]
+                require(roomy, f"`get_max_length({layer_idx})` says {max_length}, but it holds {num_seen} tokens")
     require(cache.is_initialized, "`is_initialized` is False after several forwards")
 
 
@@ -311,16 +316,6 @@ def _refuses_positive(cache: Cache) -> bool:
     except refusal:
         return True
     return False
-
-
-def _require_layer_length(cache: Cache, layer_idx: int, num_seen: int) -> None:
-    length = cache.get_seq_length(layer_idx)
-    require(length == num_seen, f"`get_seq_length({layer_idx})` says {length}, it should be {num_seen}")
-    if not _HAS_MAX_LENGTH:
-        return
-    max_length = cache.get_max_length(layer_idx)
-    roomy = max_length == -1 or max_length >= num_seen or cache.is_sliding[layer_idx]
-    require(roomy, f"`get_max_length({layer_idx})` says {max_length}, but it holds {num_seen} tokens")
 
 
 def _require_memory(cache: Any, when: str) -> None:

@@ -72,7 +72,7 @@ class Format(NamedTuple):
 
 
 def write_json_record(path: PathLike, form: Format, record: object) -> None:
-    """Writes a record without tensors to a JSON file to read and to search, whole or not at all."""
+    """Writes a record without tensors to a JSON file, whole or not at all."""
     write_json(path, form.stamp(pack(record)[0]))
 
 

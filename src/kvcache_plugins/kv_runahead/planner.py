@@ -397,8 +397,7 @@ def planned(
         return _balanced(length, num_ranks, cost)
     if bytes_per_token is None or num_layers is None:
         raise ValueError("`link` needs `bytes_per_token` and `num_layers`: without them it has no time of transfers")
-    sizes = {"bytes_per_token": bytes_per_token, "num_layers": num_layers}
-    predict = partial(predict_ttft, cost=cost, link=link, **sizes)
+    predict = partial(predict_ttft, cost=cost, link=link, bytes_per_token=bytes_per_token, num_layers=num_layers)
     found: dict[Partition, float] = {}
     num_useless = 0
     for count in range(1 if allow_fewer else num_ranks, num_ranks + 1):

@@ -150,7 +150,7 @@ def runahead_generate(
 
 @dataclass(slots=True)
 class Part:
-    """One rank's part in a prefill: the user's cache on the last rank, no `chain` where one rank prefills alone."""
+    """Runs one rank's part: the user's cache on the last rank, no `chain` where one rank prefills alone."""
 
     model: PreTrainedModel
     input_ids: torch.Tensor

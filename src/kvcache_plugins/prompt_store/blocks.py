@@ -147,12 +147,12 @@ class BlockRecord:
         """Notes what sliding windows hold, if a block ends here: their tensors are replaced, never written to."""
         if not self.num_blocks or held != self.num_blocks * self.length:
             return
-        self.windows[self.num_blocks - 1] = {
-            # The newest tokens, that the block's end can still see
-            index: DenseState(held, *(each[:, :, -min(self.length, layer.sliding_window - 1) :] for each in states))
-            for index, layer in enumerate(layers)
-            if isinstance(layer, DynamicSlidingWindowLayer) and (states := (layer.keys, layer.values))[0] is not None
-        }
+        noted = self.windows[self.num_blocks - 1] = {}
+        for index, layer in enumerate(layers):
+            if isinstance(layer, DynamicSlidingWindowLayer) and layer.keys is not None and layer.values is not None:
+                # The newest tokens, that the block's end can still see
+                newest = slice(-min(self.length, layer.sliding_window - 1), None)
+                noted[index] = DenseState(held, layer.keys[:, :, newest], layer.values[:, :, newest])
 
 
 class PromptCache(GEARCache):

@@ -57,10 +57,6 @@ class StoreFolder:
         finally:
             os.close(descriptor)
 
-    def num_known(self, keys: Sequence[str]) -> int:
-        """How many of a prompt's first blocks are there."""
-        return next((number for number, key in enumerate(keys) if not self.path_of(key).exists()), len(keys))
-
     def touch(self, keys: Sequence[str]) -> None:
         """Notes that a prompt's blocks are used, the first of them as the last."""
         now = time.time_ns()

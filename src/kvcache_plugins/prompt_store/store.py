@@ -7,6 +7,7 @@ written is not kept, and a warning says so.
 from __future__ import annotations
 
 import inspect
+import itertools
 import time
 import weakref
 from contextlib import suppress
@@ -256,7 +257,7 @@ class PromptStore:
         lease, damage = None, None
         try:
             with self._files.locked():
-                known = keys[: self._files.num_known(keys)]
+                known = list(itertools.takewhile(lambda key: self._files.path_of(key).exists(), keys))
                 # Without room for a lease: blocks may go, once they are loaded
                 with suppress(OSError):
                     lease = self._files.lease(known)
