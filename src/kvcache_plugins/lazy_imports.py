@@ -18,8 +18,8 @@ def load(target: str) -> Any:
 
 def lazy_attributes(module: str, targets: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """
-    Makes the functions `__getattr__` and `__dir__` of a module (by its `__name__`) whose attributes are imported on
-    first use (PEP 562): `lazy_attributes(__name__, {"GEARCache": "kvcache_plugins.gear.cache:GEARCache"})`.
+    Returns `__getattr__` and `__dir__` of a module whose names are imported, as `module:attribute`, when first asked
+    for.
     """
 
     def get_attribute(name: str) -> Any:

@@ -46,10 +46,10 @@ def check_bool(name: str, value: object, *, is_optional: bool = False) -> None:
     _require(isinstance(value, bool), name, "True, False" if is_optional else "True or False", value, is_optional)
 
 
-def check_choice(name: str, value: object, accepted: Sequence[object], *, is_optional: bool = False) -> None:
+def check_choice(name: str, value: object, accepted: Sequence[object]) -> None:
     """`value` has to be one of `accepted` and of its type: `2.0` and `True` are not `2` and `1`."""
     is_right = any(type(value) is type(each) and value == each for each in accepted)
-    _require(is_right, name, f"one of {list(accepted)}", value, is_optional)
+    _require(is_right, name, f"one of {list(accepted)}", value, is_optional=False)
 
 
 def check_mask(name: str, value: object) -> None:

@@ -1,11 +1,9 @@
 """Caches by name: the one table that `create_cache`, the console script and the evaluations read.
 
 A cache is registered as a class or another factory, `factory(model_or_config_or_None, **options) -> Cache`, and the
-options that its name stands for. Options are checked against the factory's signature before it is called, so a
-misspelt one is an error that names the accepted ones, never silently dropped. Registration is explicit: each method
-registers its own names when it is imported, and third parties name theirs in the entry-point group
-`kvcache_plugins.caches`, which is read on first use and whose code is loaded only when its cache is asked for. So is
-that of a factory that is registered as `module:attribute`: names can be listed without Torch or Transformers.
+options that its name stands for; a user's are checked against its signature. Methods register their own names when
+they are imported, third parties theirs in the entry-point group `kvcache_plugins.caches`. No code is loaded before its
+cache is asked for where a factory is `module:attribute`: names can be listed without Torch or Transformers.
 """
 
 from __future__ import annotations
@@ -37,8 +35,6 @@ CUDA = "a CUDA device"
 # What importing somebody else's module can raise. It must not take the other caches with it.
 _LOADING_ERRORS = (ImportError, AttributeError, NameError, SyntaxError, TypeError, ValueError, RuntimeError, OSError)
 CacheFactory: TypeAlias = "Callable[..., Cache]"
-# Called with the options alone
-OptionCheck: TypeAlias = Callable[..., object]
 OptionValue: TypeAlias = bool | int | float | str | None
 ModelOrConfig: TypeAlias = "PreTrainedModel | PreTrainedConfig | None"
 # A model may also be wrapped
@@ -47,17 +43,14 @@ WrappedOrConfig: TypeAlias = "torch.nn.Module | PreTrainedConfig | None"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheEntry:
-    """
-    One name of the registry: what it stands for, as of `register_cache`, with `options` as defaults that a user's
-    options override, and a line for `kvcache-plugins list`.
-    """
+    """Describes a name as `register_cache` does, with `options` as defaults that a user's options override."""
 
     name: str
     factory: CacheFactory | str
     options: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     summary: str = ""
     requires: str | None = None
-    check: OptionCheck | str | None = None
+    check: Callable[..., object] | str | None = None
 
     def load_factory(self) -> CacheFactory:
         """Returns the factory, imported if need be."""
@@ -93,7 +86,7 @@ class CacheEntry:
     def check_options(self, options: Mapping[str, object]) -> None:
         """Raises a `ValueError` naming the accepted options if one of `options` is not among them."""
         accepted = self.accepted_options
-        unknown = [] if accepted is None else [name for name in options if name not in accepted]
+        unknown = [name for name in options if accepted is not None and name not in accepted]
         if unknown:
             named, listed = (", ".join(f"`{name}`" for name in names) for names in (unknown, accepted or []))
             raise ValueError(
@@ -146,7 +139,7 @@ def register_cache(
     *,
     summary: str | None = None,
     requires: str | None = None,
-    check: OptionCheck | str | None = None,
+    check: Callable[..., object] | str | None = None,
     overwrite: bool = False,
     **preset_options: object,
 ) -> None:
@@ -195,10 +188,7 @@ def register_cache(
 
 
 def check_cache(name: str, **options: object) -> CacheEntry:
-    """
-    Finds the entry of a name, if a cache of it could be made, as far as can be told without a model. A `ValueError`
-    names an unknown name or option, or a value that no model makes right, an `ImportError` a package that is missing.
-    """
+    """Finds a name's entry; what no model makes right is a `ValueError`, a missing package an `ImportError`."""
     entry, options = _find_entry(name, options)
     entry.check_values(options)
     return entry
@@ -335,10 +325,7 @@ def get_config(model: WrappedOrConfig, name: str = "model") -> PreTrainedConfig 
 
 
 def unwrap_model(model: torch.nn.Module) -> PreTrainedModel:
-    """
-    Finds the model that a module is or holds: a `PeftModel`, what `torch.compile` returns, data-parallel modules. None
-    is a `ValueError`, and so is one that is prefix-tuned: such a prefix stands in a cache of its own.
-    """
+    """Finds the model that a module is or holds, as a `PeftModel` does; none, or prefix tuning, is a `ValueError`."""
     import torch
     from transformers import PreTrainedModel
 

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from transformers.generation.continuous_batching.cache_allocators import CachePool
 
-from kvcache_plugins.batching.context import CompressedBatching, PagedStates, _as_tiles, own_states
+from kvcache_plugins.batching.context import CompressedBatching, PagedStates, own_states
 from kvcache_plugins.batching.pages import CodedAllocator, Recipe
 from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.parts import PagedPart
 from kvcache_plugins.codecs.rows import RowCodec, SharedTables
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.registry import create_cache
@@ -115,7 +116,12 @@ def test_copied_blocks_are_whole(tiny_llama):
     def held(blocks):
         (requests,) = find_requests(allocator, [(70, 1, blocks)])
         parts = allocator.parts(0, requests, allocator.exact(0, requests), *new)
-        return [tile[side] for part in parts for tile in _as_tiles(part) for side in range(2)]
+        return [
+            tile[side]
+            for part in parts
+            for tile in (part.gathered() if isinstance(part, PagedPart) else part).tiles()
+            for side in range(2)
+        ]
 
     for own, copy in zip(held([1, 2]), held([6, 4]), strict=True):
         assert torch.equal(own, copy)

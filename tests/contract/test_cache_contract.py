@@ -142,7 +142,6 @@ def test_short_contexts(cache: str, contract_models: dict[str, PreTrainedModel])
         model=model,
         tokenizer=None,
         make_cache=partial(create_cache, cache, model, **OPTIONS.get(cache, {})),
-        make_reference=partial(create_cache, "dynamic", model),
     )
     prompt, steps = subject.prompt(SHORT_CONTEXT, seed=1), subject.prompt(4, seed=2)
     logits, expected = (each.feed_each(each.cache(prompt), steps) for each in (subject, subject.dense))

@@ -25,6 +25,9 @@ class Characters:
         self.input_ids = [ord(character) for character in text]
         return self
 
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(map(chr, token_ids))
+
 
 @pytest.fixture
 def characters() -> Characters:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins import create_cache, measure_memory
@@ -300,7 +300,6 @@ def subject_of(kind: Kind, dtype: torch.dtype) -> Subject:
         model=model,
         tokenizer=None,
         make_cache=partial(create_cache, kind.name, model, **kind.options),
-        make_reference=partial(DynamicCache, config=model.config),
     )
 
 

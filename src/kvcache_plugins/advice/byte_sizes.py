@@ -9,8 +9,7 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 def parse_bytes(name: str, size: int | str) -> int:
     """
-    Parses a number of bytes, or a text such as `8GiB`, `1.5 GB` or `500MB`: in units with an `i` a step is 1024, in
-    others 1000, in capital or small letters. A `ValueError` names the option `name` for anything else.
+    Parses bytes, or a text such as `8GiB` (steps of 1024) or `500MB` (1000); else a `ValueError` names the option.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     unit = None if match is None else _UNITS.get(match[2].lower())

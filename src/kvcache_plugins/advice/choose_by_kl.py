@@ -1,16 +1,12 @@
 """The cheapest GEAR preset that keeps a bound on a prompt of the user's own, found by measuring on that prompt.
 
-How much a preset loses depends on the model and on the text: a table made elsewhere is no promise for either. So the
-end of the prompt is held out, what comes before it is prefilled once, dense, and every candidate is filled with those
-very states. The held-out tokens then go through the candidate, and each next-token distribution is held against the
-dense one at the same position.
+How much a preset loses depends on the model and on the text. So the end of the prompt is held out, what comes before
+it is prefilled once, dense, and every candidate is filled with those very states. The held-out tokens, the prompt's
+own, then go through the candidate, and each next-token distribution is held against the dense one at the same
+position. They are fed in chunks, as decoded tokens come: all at once, each would be exact for those after it.
 
     t[0] ... t[p-1]              t[p] ... t[n-1]
     prefix: one dense forward    held out: one dense forward, and a few short ones through each candidate
-
-The tokens held out are the prompt's own: nothing is generated, so that all candidates are measured on one text, and a
-cache that strays cannot stray from itself. They are fed in chunks, as decoded tokens come, so that what is measured is
-compressed as in a decode too; all at once, every one of them would be exact for those after it.
 """
 
 import copy
@@ -46,12 +42,9 @@ _CHUNK = 16
 
 class HeldOutPrompt:
     """
-    A prompt where the model is, checked, and cut into a prefix that fills caches and the tokens that are scored.
-
-    Attributes:
-        layers (`list`): dense layers that hold the prefix, once `prefill` has been called.
-        queries (`list`): newest queries of the prefix `[B, H * G, Q, D]` at each, where attention showed them.
-        logits (`torch.Tensor` of shape `[batch_size, held_out, vocabulary]`): of the held-out tokens.
+    Cuts a checked prompt into a prefix that fills caches and tokens that are scored. After `prefill` there are
+    `layers`, dense with the prefix, newest `queries` of each, `[B, H * G, Q, D]` or None, and `logits` `[B, held_out,
+    vocabulary]`.
     """
 
     layers: list[Any]
@@ -117,8 +110,8 @@ class HeldOutPrompt:
 
     def bytes_held(self, cache: GEARCache) -> int:
         """
-        Counts the bytes that layers would hold, and share with all caches, of a prompt as long as the prefix, rounded
-        up to whole groups: how many tokens are exact for want of others says nothing of what is generated.
+        Counts the bytes, shared ones too, of a prompt as long as the prefix in whole groups: how many tokens are exact
+        for want of others says nothing of what is generated.
         """
         calls: list[list[RecordedCall]] = [
             [RecordedCall("update", (layer.keys.to("meta"), layer.values.to("meta")), 2)]
@@ -185,7 +178,6 @@ def _choose_held_out(held_out: int | None, length: int) -> int:
 
 
 def _check_mask(mask: torch.Tensor | None, input_ids: torch.Tensor) -> torch.Tensor | None:
-    """Returns the mask where the model is; `None` if there is no padding."""
     if mask is None:
         return None
     if not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
@@ -290,7 +282,6 @@ def default_candidates(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _create_candidates(prompt: HeldOutPrompt, candidates: Sequence[str] | None) -> dict[str, GEARCache]:
-    """An empty cache of every candidate."""
     if isinstance(candidates, str) or (candidates is not None and not candidates):
         raise ValueError(f"`candidates` has to be a sequence of names of GEAR caches but got {candidates!r}")
     caches = {}

@@ -1,11 +1,8 @@
 """Findings of `kvcache-plugins doctor`: versions, devices, kernels, models, and what to do about what is missing.
 
-Packages come from the project's own requirements, kernels from `kernels.engine`, caches from the registry: nothing is
-listed here that could differ from what the package really asks for. Optional packages are imported to see whether they
-can be; whatever they raise is a finding, not an error.
-
-The package can work unless there is an error: a required package that is missing, broken or of a version that is not
-supported, or a kernel that would be chosen and cannot run. An optional package that is missing or broken is a hint.
+Packages come from the project's own requirements, kernels from `kernels.engine`, caches from the registry. The package
+can work unless there is an error: a required package that is missing, broken or not supported, or a kernel that would
+be chosen and cannot run. An optional package is a hint; whatever importing it raises is a finding.
 """
 
 import contextlib
@@ -50,9 +47,8 @@ _FAILURES += (RuntimeError, LookupError, SyntaxError, AssertionError)
 
 def examine(check: bool = False) -> dict[str, object]:
     """
-    Examines everything about this machine that decides what works, for JSON: `works` says whether there is no error
-    among `findings`. To `check`, attention over a compressed cache is run on every device and held against plain
-    PyTorch; compiling kernels for it may take a minute.
+    Examines what works on this machine, for JSON: `works` unless an error is among `findings`. To `check`, attention
+    is run on every device against plain PyTorch, which may compile for a minute.
     """
     packages = list(_packages())
     gpus = [
@@ -60,12 +56,15 @@ def examine(check: bool = False) -> dict[str, object]:
         for each in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     ]
     kernels = [_kernels(device, check) for device in ("cpu", *(["cuda"] if gpus else []))]
-    triton, models = _triton(bool(gpus)), [_model(name) for name in PACKAGED_MODELS]
+    triton, models = _triton(bool(gpus)), list[dict[str, object]]()
     found = [*_package_findings(packages), *_kernel_findings(kernels, triton)]
-    for model in models:
-        if model["version"] is None:
-            what = f"{model['name']} is not installed: it would come from the hub, as {model['hub_name']}"
-            found.append(("hint", what, _MODEL_ADVICE[str(model["name"])]))
+    for name, model in PACKAGED_MODELS.items():
+        version = model.installed_version()
+        own = {"name": name, "package": model.distribution, "version": version, "hub_name": model.hub_name}
+        models.append({**own, "is_converted": version is not None and converted_folder(name, version).is_dir()})
+        if version is None:
+            what = f"{name} is not installed: it would come from the hub, as {model.hub_name}"
+            found.append(("hint", what, _MODEL_ADVICE[name]))
     findings = _merge(found)
     return {
         "works": not any(finding["severity"] == "error" for finding in findings),
@@ -128,7 +127,6 @@ def _package(requirement: Requirement, extra: str | None) -> dict[str, Any]:
 
 
 def _error_of(function: Callable[[], object]) -> str | None:
-    """Returns the error that a function raises, in one line, or `None`."""
     try:
         function()
     except _FAILURES as error:
@@ -188,12 +186,7 @@ def _kernels(device: str, check: bool) -> dict[str, Any]:
 
 
 def check_attention(device: torch.device) -> float:
-    """
-    Measures the relative error of decode attention over a small compressed cache on `device` against plain PyTorch.
-
-    Raises:
-        MismatchError: if it is above what rounding explains.
-    """
+    """Measures the error of decode attention against plain PyTorch; a `MismatchError` above what rounding explains."""
     cache = create_cache("gear-2bit")
     generator = torch.Generator().manual_seed(42)
     states = [torch.randn(1, 2, 256, 64, generator=generator).to(device) for _ in range(2)]
@@ -202,13 +195,6 @@ def check_attention(device: torch.device) -> float:
         error = require_close_layers("attention over a compressed cache", cache, num_query_heads=4)
     assert error is not None
     return error
-
-
-def _model(name: str) -> dict[str, object]:
-    model, version = PACKAGED_MODELS[name], PACKAGED_MODELS[name].installed_version()
-    is_converted = version is not None and converted_folder(name, version).is_dir()
-    found = {"name": name, "package": model.distribution, "version": version, "hub_name": model.hub_name}
-    return {**found, "is_converted": is_converted}
 
 
 def _caches(packages: list[dict[str, Any]]) -> list[dict[str, object]]:
@@ -232,7 +218,6 @@ _Finding = tuple[str, str, str]
 
 
 def _merge(findings: list[_Finding]) -> list[dict[str, str]]:
-    """Makes one finding of all that the same advice mends, errors first."""
     merged: dict[str, list[_Finding]] = {}
     for finding in findings:
         merged.setdefault(finding[2], []).append(finding)

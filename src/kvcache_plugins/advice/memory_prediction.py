@@ -1,12 +1,9 @@
 """Bytes that a cache would hold, from a model's config alone: no weights, no numbers, no GPU.
 
-The cache itself is run, on tensors of the device `meta`, which have shapes and no data: so the bytes are those of the
-very tensors that it would make, whoever wrote it. Arithmetic of its own beside every method would have to be kept true
-to it. Of long contexts that would take minutes: there three shorter ones are run, see `extrapolate`.
-
-The model is built on `meta` too. One token goes through it, and what its layers hand to a dense cache is noted:
-that tells the shapes of keys and values whatever an architecture calls its sizes. A cache is then handed the same, of
-as many tokens as asked for. Layers that are alike are filled once.
+The model is built on the device `meta`, where tensors have no data, and one token goes through it: what its layers
+hand to a dense cache tells the shapes of keys and values whatever an architecture calls its sizes. The cache itself
+is then handed the same, of as many tokens as asked for, so the bytes are those of the tensors that it would make,
+whoever wrote it. Layers that are alike are filled once; of long contexts three shorter ones are, see `extrapolate`.
 """
 
 import inspect
@@ -44,10 +41,6 @@ class RecordedCall:
     token_dim: int | None
     options: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def signature(self) -> tuple[object, ...]:
-        return self.method, tuple((tuple(each.shape), each.dtype) for each in self.tensors), str(self.options)
-
     def repeat(self, cache: Cache, layer_idx: int, batch_size: int, num_tokens: int) -> None:
         """Hands the same to `cache`, for a batch of `num_tokens` tokens a sequence."""
         shapes = [[batch_size, *tensor.shape[1:]] for tensor in self.tensors]
@@ -78,7 +71,6 @@ _METHODS = {
 def _recorded(
     method: Callable[..., Any], num_tensors: int, token_dim: int | None, calls: list[list[RecordedCall]]
 ) -> Callable[..., Any]:
-    """Wraps a method of a cache, so that it adds to `calls` of the layer."""
     signature = inspect.signature(method)
 
     def record(*args: Any, **kwargs: Any) -> Any:
@@ -126,7 +118,8 @@ def fill_without_data(
     for layer_idx, own in enumerate(calls):
         if not own:
             continue
-        key = (_state_of(cache, layer_idx), tuple(call.signature for call in own))
+        shapes = [[(each.shape, each.dtype) for each in call.tensors] for call in own]
+        key = _state_of(cache, layer_idx), str([(call.method, call.options) for call in own]), str(shapes)
         first = alike.setdefault(key, layer_idx) if key[0] is not None else layer_idx
         if first != layer_idx:
             cache.layers[layer_idx] = cache.layers[first]
@@ -148,11 +141,8 @@ PERIOD = 1024 * 25
 
 def extrapolate(reports: Sequence[MemoryReport], num_periods: int) -> MemoryReport | None:
     """
-    Extrapolates the bytes of a long prompt linearly from those of one, two and three periods and the same rest.
-
-    Bytes of a prompt go by groups, pages and tiles of tokens, and by shares of their number. Prompts whose lengths
-    differ by a multiple of all of these differ by the same bytes in each part. A cache is of that kind if the second
-    step is like the first in every part; else nothing is told, `None`.
+    Extrapolates the bytes of a long prompt from those of one, two and three periods and the same rest: lengths that
+    differ by a multiple of all groups, pages and shares differ by the same bytes in each part, or `None` is returned.
     """
     found: dict[str, dict[str, int]] = {}
     sizes = [{"dense_bytes": each.dense_bytes, "num_values": each.num_values} for each in reports]

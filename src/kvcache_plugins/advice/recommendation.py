@@ -32,16 +32,9 @@ DEFAULT_CACHES += ("gear-c12", "gear-t16", "gear-2bit")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheFit:
     """
-    One cache beside a budget.
-
-    Attributes:
-        memory (`MemoryReport`): what it would hold; `device_bytes` where the model is, with what all caches share
-            there, and `host_bytes` in host memory while the model is on a GPU.
-        fits (`bool`): whether both are within their budgets.
-        largest_context (`int`, *optional*): the context for which it fits at the same batch size, while for one token
-            more it does not; 0 if not even one token does, `None` if `MAX_CONTEXT` tokens do. As whole groups are
-            compressed, contexts of less than a group more may fit again, or of less not.
-        largest_batch_size (`int`, *optional*): the same of sequences at the same context, up to `MAX_BATCH_SIZE`.
+    Stands for one cache beside a budget: bytes where the model is, shared ones included, and in host memory; the
+    largest context at the same batch size, and batch at the same context, for which it fits while for one more it does
+    not (0 for none, `None` beyond the limit). As whole groups are compressed, a little more may fit again.
     """
 
     cache: str
@@ -53,47 +46,9 @@ class CacheFit:
     largest_batch_size: int | None
 
 
-def fit_cache(
-    sizer: CacheSizer,
-    spec: str,
-    context: int,
-    batch_size: int,
-    new_tokens: int,
-    device_budget: int,
-    host_budget: int | None,
-) -> CacheFit:
-    """Sizes a cache beside a budget, and searches the largest context and batch for which it fits."""
-
-    @cache
-    def measure(context: int, batch_size: int) -> tuple[MemoryReport, int, int]:
-        """Returns the report and the bytes on the device and in host memory."""
-        # There is a prompt of one token at least
-        report = sizer.measure(spec, context, batch_size=batch_size, new_tokens=min(new_tokens, context - 1))
-        # What all caches share has to be there too
-        own = report.devices[sizer.device]
-        return report, own + sum(report.shared.values()), sum(report.devices.values()) - own
-
-    def load(context: int, batch_size: int) -> float:
-        """Returns the share of the scarcer budget that a cache takes."""
-        _, on_device, in_host = measure(context, batch_size)
-        return max(on_device / max(device_budget, 1), 0.0 if host_budget is None else in_host / host_budget)
-
-    memory, device_bytes, host_bytes = measure(context, batch_size)
-    return CacheFit(
-        cache=spec,
-        memory=memory,
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
-        fits=load(context, batch_size) <= 1,
-        largest_context=find_largest(lambda number: load(number, batch_size), context, MAX_CONTEXT),
-        largest_batch_size=find_largest(lambda number: load(context, number), batch_size, MAX_BATCH_SIZE),
-    )
-
-
 def find_largest(load: Callable[[int], float], start: int, limit: int) -> int | None:
     """
-    Finds a number whose `load` is at most 1, while that of the next one is more: 0 if even that of 1 is, `None` if not
-    even that of `limit` is. A load grows, all in all, along a line; the first that is tried is that of `start`.
+    Finds a number whose `load` is at most 1 and the next one's more; 0 for none, `None` if even that of `limit` is.
     """
     low, high, guess, step = 0, limit + 1, min(start, limit), 1
     points: list[tuple[int, float]] = []
@@ -105,21 +60,16 @@ def find_largest(load: Callable[[int], float], start: int, limit: int) -> int | 
             high = guess
         if high - low == 1:
             return None if low == limit else low
-        aim = _on_line(points)
+        # Where the line through the last two points, or through nothing and the only one, reaches 1, if it grows
+        (first, first_load), (last, last_load) = [(0, 0.0), *points][-2:]
+        slope = (last_load - first_load) / (last - first)
+        aim = last + int((1 - last_load) // slope) if slope > 0 else 0
         # Beside what is known already, further away every time
         if aim <= low:
             aim, step = low + step, 2 * step
         elif aim >= high:
             aim, step = high - step, 2 * step
         guess = aim if low < aim < high else (low + high) // 2
-
-
-def _on_line(points: list[tuple[int, float]]) -> int:
-    """Where the line through the last two points, or through nothing and the only one, reaches 1."""
-    (first, first_load), (last, last_load) = [(0, 0.0), *points][-2:]
-    slope = (last_load - first_load) / (last - first)
-    # A load that does not grow reaches it nowhere
-    return last + int((1 - last_load) // slope) if slope > 0 else 0
 
 
 # KL to the dense cache behind a prompt of 1024 tokens: SmolLM2 on WikiText-2, of docs/results/gear.md, which a test
@@ -192,11 +142,7 @@ class Recommendation:
     reason: str
 
     def to_dict(self) -> dict[str, object]:
-        """
-        All of it for JSON: the attributes by name, and in `caches` for each a dictionary of `cache`, `fits`,
-        `device_bytes`, `host_bytes`, `total_bytes`, `kl` (see `MEASURED_KL`), `kv_percent` (of a cache at 16 bits),
-        `parts` (bytes by part), `largest_context` and `largest_batch_size`.
-        """
+        """Lists all of it for JSON; in `caches` are those of `CacheFit`, its report's, and `kl`, see `MEASURED_KL`."""
         rows = []
         for fit in self.caches:
             row = {name: getattr(fit, name) for name in CacheFit.__slots__ if name != "memory"}
@@ -259,6 +205,34 @@ def recommend(
             "say: give as `memory` what they leave"
         )
     available = max(budget - (sizer.weights_bytes or 0), 0) if with_weights else budget
+
+    def fit_cache(spec: str) -> CacheFit:
+        """Sizes a cache beside the budgets, and searches the largest context and batch for which it fits."""
+
+        @cache
+        def measure(context: int, batch_size: int) -> tuple[MemoryReport, int, int]:
+            # There is a prompt of one token at least
+            report = sizer.measure(spec, context, batch_size=batch_size, new_tokens=min(new_tokens, context - 1))
+            # What all caches share has to be there too
+            own = report.devices[sizer.device]
+            return report, own + sum(report.shared.values()), sum(report.devices.values()) - own
+
+        def load(context: int, batch_size: int) -> float:
+            """Returns the share of the scarcer budget that a cache takes."""
+            _, on_device, in_host = measure(context, batch_size)
+            return max(on_device / max(available, 1), 0.0 if host_budget is None else in_host / host_budget)
+
+        memory, device_bytes, host_bytes = measure(context, batch_size)
+        return CacheFit(
+            cache=spec,
+            memory=memory,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            fits=load(context, batch_size) <= 1,
+            largest_context=find_largest(lambda number: load(number, batch_size), context, MAX_CONTEXT),
+            largest_batch_size=find_largest(lambda number: load(context, number), batch_size, MAX_BATCH_SIZE),
+        )
+
     fits: list[CacheFit] = []
     not_sized: dict[str, str] = {}
     entries = () if sizer.is_calibrated else describe_caches()
@@ -270,12 +244,13 @@ def recommend(
             not_sized[spec] = "the model has no calibration; `kvcache-plugins calibrate --cache gear` makes one"
             continue
         try:
-            fits.append(fit_cache(sizer, spec, context, batch_size, new_tokens, available, host_budget))
+            fits.append(fit_cache(spec))
         except (CacheSizingError, ImportError) as error:
             if caches:
                 raise
             not_sized[spec] = error.reason if isinstance(error, CacheSizingError) else str(error)
-    fits.sort(key=_rank)
+    # By measured KL; of what was not measured, what holds most comes first
+    fits.sort(key=lambda fit: (MEASURED_KL.get(fit.cache, math.inf), -fit.memory.total_bytes))
     recommended, reason = _choose(fits, in_thousands(memory))
     return Recommendation(
         model=str(model) if isinstance(model, (str, Path)) else sizer.config.model_type,
@@ -294,11 +269,6 @@ def recommend(
         recommended=recommended,
         reason=reason,
     )
-
-
-def _rank(fit: CacheFit) -> tuple[float, int]:
-    """Orders caches by measured KL; of what was not measured, what holds most comes first."""
-    return MEASURED_KL.get(fit.cache, math.inf), -fit.memory.total_bytes
 
 
 def _choose(fits: list[CacheFit], in_thousands: bool) -> tuple[str | None, str]:

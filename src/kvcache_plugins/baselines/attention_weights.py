@@ -1,8 +1,7 @@
 """Attention whose weights are seen, a tile of queries at a time: they tell heavy hitters from other tokens.
 
 Fused attention never shows its weights, and the matrix of all of them would be as large as the prompt squared. So
-scores are computed for as many queries as fit a tile of fixed size, over all tokens at once: a row of the softmax is
-whole within its tile, and what is left of a tile is its output and its sums. Arithmetic is in float32.
+scores are computed for as many queries as fit a tile, over all tokens at once, in float32.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, Q queries, S slots, in no order, each with a token
 or free, L positions of the sequence, D head dim.
@@ -27,18 +26,10 @@ def weigh(
     call: AttentionCall, keys: torch.Tensor, length: int, positions: torch.Tensor | None = None
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """
-    Computes softmax weights, a tile of queries after another.
-
-    Args:
-        call (`AttentionCall`): what is attended with, `[B, H * G, Q, D]`; its mask is over `length` positions.
-        keys (`torch.Tensor` of shape `[B, H, S, D]`): keys.
-        length (`int`): L.
-        positions (`torch.Tensor` of shape `[B, H, S]`, *optional*): position of the token in every slot, negative for
-            a free one. Without it there is a slot for every position, in order.
-
-    Yields:
-        The tile's queries, and their weights `[B, H, G, queries, S]` in float32, all zero where a query may attend to
-        nothing. Slots that none of them may attend to can be missing at the end.
+    Computes softmax weights of a call, whose mask is over `length` positions, to keys `[B, H, S, D]` in slots of
+    `positions` `[B, H, S]` (negative for a free one; without them in order): yields a tile's queries and weights `[B,
+    H, G, queries, S]` in float32, all zero where a query may attend to nothing. Slots that none of them may attend to
+    can be missing at the end.
     """
     (batch_size, num_heads, num_queries, head_dim), num_key_value_heads = call.query.shape, keys.shape[1]
     scale = head_dim**-0.5 if call.scale is None else call.scale
@@ -56,7 +47,14 @@ def weigh(
             scores = scores.div_(call.softcap).tanh_().mul_(call.softcap)
         scores = scores.view(batch_size, num_key_value_heads, -1, rows.stop - start, scores.shape[3])
         if call.is_causal:
-            _hide_later(scores, rows, positions)
+            queries = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
+            if positions is None:
+                # What stands before the tile's first query is seen by all of them
+                newest = scores[..., rows.start :]
+                columns = torch.arange(rows.start, rows.start + newest.shape[4], device=scores.device)
+                newest.masked_fill_(columns > queries, -torch.inf)
+            else:
+                scores.masked_fill_(positions[:, :, None, None] > queries, -torch.inf)
         if positions is not None:
             scores.masked_fill_((positions < 0)[:, :, None, None], -torch.inf)
         if mask is not None:
@@ -69,17 +67,6 @@ def weigh(
         else:
             nothing = scores.amax(dim=-1, keepdim=True) == -torch.inf
             yield rows, scores.softmax(dim=-1).masked_fill_(nothing, 0)
-
-
-def _hide_later(scores: torch.Tensor, rows: slice, positions: torch.Tensor | None) -> None:
-    queries = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
-    if positions is not None:
-        scores.masked_fill_(positions[:, :, None, None] > queries, -torch.inf)
-        return
-    # What stands before the tile's first query is seen by all of them
-    newest = scores[..., rows.start :]
-    columns = torch.arange(rows.start, rows.start + newest.shape[4], device=scores.device)
-    newest.masked_fill_(columns > queries, -torch.inf)
 
 
 def _read_mask(
@@ -98,10 +85,7 @@ def _read_mask(
 def sum_weights(
     call: AttentionCall, keys: torch.Tensor, length: int, real_queries: torch.Tensor | None
 ) -> torch.Tensor:
-    """
-    Sums the weights `[B, H, L]` that all tokens of a prompt get from all queries, but for those that `real_queries`
-    `[B, Q]` says are padding, and from the heads of a group.
-    """
+    """Sums the weights `[B, H, L]` that a prompt's tokens get from all heads and all `real_queries` `[B, Q]`."""
     total = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
     for rows, weights in weigh(call, keys, length):
         if real_queries is not None:
@@ -114,8 +98,8 @@ def attend_and_weigh(
     call: AttentionCall, keys: torch.Tensor, values: torch.Tensor, length: int, positions: torch.Tensor | None = None
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """
-    Attends, a tile of queries after another: yields its queries, their output `[B, H * G, queries, value head dim]`
-    in the queries' dtype, and the weights `[B, H, queries, S]`, summed over the heads of a group. See `weigh`.
+    Attends, a tile of queries after another: yields them, their output `[B, H * G, queries, value head dim]` and the
+    weights `[B, H, queries, S]`, summed over the heads of a group. See `weigh`.
     """
     values = values.float()
     for rows, weights in weigh(call, keys, length, positions):

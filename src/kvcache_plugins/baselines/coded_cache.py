@@ -18,10 +18,7 @@ from kvcache_plugins.reports.memory import ReportingMixin
 
 
 class CodedTokensCache(ModelMatchMixin, ReportingMixin, Cache):
-    """
-    The base of caches that differ in nothing but how a token becomes bytes: by what `make_codec` makes of the head
-    dims of keys and values. With a config, sliding-window and other bounded layers stay Transformers' own.
-    """
+    """Codes tokens by what `make_codec` makes of head dims; with a config bounded layers stay Transformers' own."""
 
     def __init__(self, make_codec: Callable[[int, int], Codec], config: PreTrainedConfig | torch.nn.Module | None):
         self._packing = RowPacking(make_codec)
@@ -46,8 +43,8 @@ class CodedTokensCache(ModelMatchMixin, ReportingMixin, Cache):
 
 def add_stats(layers: Sequence[object], empty: LazyLayer) -> dict[str, int]:
     """
-    Adds up the counters of those layers that are of the class of an empty one, whose names a cache without any has
-    too; `tokens_cached` are those of the longest.
+    Adds up counters of the layers of an empty one's class, or its own if there is none; `tokens_cached` is the
+    longest.
     """
     own = [layer for layer in layers if isinstance(layer, type(empty))]
     total: Counter[str] = Counter()

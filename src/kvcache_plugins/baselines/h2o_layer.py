@@ -43,10 +43,7 @@ class H2OConfig:
         check_bool("grow", self.grow)
 
     def budget(self, num_tokens: int, prompt_length: int) -> tuple[int, int]:
-        """
-        Returns how many tokens a head keeps of `num_tokens`, padding not counted, of which `prompt_length` came with
-        the first update: in all and, of those, the newest.
-        """
+        """Returns how many real tokens a head keeps of `num_tokens`, and of those the newest."""
         share = self.heavy_ratio + self.recent_ratio
         total = num_tokens
         if share < 1 - _ROUNDING:

@@ -19,12 +19,7 @@ FREE = -1
 
 class KeptTokens:
     """
-    Tokens with the weights that they have gathered.
-
-    Args:
-        keys, values (`torch.Tensor` of shape `[B, H, S, D]`): states.
-        positions (`torch.Tensor` of shape `[B, H, S]`): position of every token in the sequence, or `FREE`.
-        weights (`torch.Tensor` of shape `[B, H, S]`): attention weights that every token has had.
+    Keeps `keys`, `values` `[B, H, S, D]`, `positions` `[B, H, S]` (`FREE` for none) and `weights` `[B, H, S]` so far.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor):
@@ -71,13 +66,8 @@ class KeptTokens:
         max_budget: int,
     ) -> None:
         """
-        Drops all but the newest tokens and the ones with the largest weights.
-
-        Args:
-            budget (`int` or `torch.Tensor` of shape `[B, 1, 1]`): how many tokens of an item are kept.
-            recent_start, first_real (`int` or `torch.Tensor` of shape `[B, 1, 1]`): positions, from the one on all
-                tokens are kept, before the other none is.
-            max_budget (`int`): the largest budget of any item.
+        Drops all but the newest tokens, from position `recent_start` on, and those with the largest weights, to a
+        `budget` an item, at most `max_budget`; before `first_real` none is kept. All are `[B, 1, 1]` or numbers.
         """
         wanted = self.positions >= first_real
         recent = self.positions >= recent_start
@@ -119,5 +109,4 @@ class KeptTokens:
 
 
 def _as_index(slots: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Expands slots `[B, H, S]` to the index of a tensor of as many dimensions or one more."""
     return slots if tensor.dim() == 3 else slots[..., None].expand(*slots.shape, tensor.shape[3])

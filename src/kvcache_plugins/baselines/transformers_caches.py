@@ -21,11 +21,8 @@ class ReportingDynamicCache(ReportingMixin, DynamicCache):
 
 class ReportingQuantizedCache(ReportingMixin, QuantizedCache):
     """
-    Transformers' `QuantizedCache` with `memory()` and `stats()`, for prompts of any length.
-
-    What layers of `quanto` and `hqq` quantize is filled up to whole groups of tokens by repeating the last one, which
-    is stored, and counted. Without it the axes that serve keys best raise for most lengths ("Group size (64) must be a
-    divisor of (178)", or a shape mismatch in hqq's packing).
+    Adds `memory()` and `stats()` to Transformers' `QuantizedCache`, and fills what `quanto` and `hqq` quantize up to
+    whole groups by repeating the last token: without it the axes that serve keys best raise for most lengths.
     """
 
     def __init__(self, backend: str, config: PreTrainedConfig, **layer_options: int) -> None:

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from kvcache_plugins.codecs.parts import PagedPart, Part, Tile
+from kvcache_plugins.codecs.parts import PagedPart, Part
 from kvcache_plugins.codecs.rows import RowCodec, SharedTables
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
@@ -35,15 +35,7 @@ from .pages import (
 
 
 # What `PagedAttentionCache` calls: with other arguments it would not be ours that it fills
-_ALLOCATOR_ARGUMENTS = {
-    "index",
-    "config",
-    "num_key_value_heads",
-    "cache_dtype",
-    "page_size",
-    "layer_indices",
-    "allow_block_sharing",
-}
+_ALLOCATOR_ARGUMENTS = set(inspect.signature(CodedAllocator.__init__).parameters) - {"self", "recipe"}
 _UPDATE_ARGUMENTS = {"key_states", "value_states", "layer_idx", "kwargs"}
 _RELEASES = "Transformers 5.23 and 5.24"
 _DENSE_UPDATE = paged_cache.PagedAttentionCache.update
@@ -59,9 +51,8 @@ class CompressedBatching:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self._counters = dict.fromkeys(
-            ("tokens_coded", "attend_calls", "fused_calls", "kernel_fallbacks", "dense_reads"), 0
-        )
+        names = "tokens_coded", "attend_calls", "fused_calls", "kernel_fallbacks", "dense_reads"
+        self.counters = dict.fromkeys(names, 0)
         self._allocators: list[CodedAllocator] = []
         # Requests of the pass that is under way, by the tensor that Transformers makes for it
         self._pass: tuple[torch.Tensor, list[Requests]] | None = None
@@ -69,7 +60,7 @@ class CompressedBatching:
 
     def stats(self) -> dict[str, int]:
         """Returns counters since the context was opened, added up over layers."""
-        return dict(self._counters)
+        return dict(self.counters)
 
     def page_bytes(self) -> tuple[int, int]:
         """Returns bytes of a block of the newest cache, and of a dense one; a `ValueError` without a cache."""
@@ -107,16 +98,12 @@ class CompressedBatching:
         exact = [allocator.exact(layer_idx, each) for each in requests]
         for each in requests:
             allocator.write(layer_idx, each, *own_states(each, key_states, value_states))
-            self._counters["tokens_coded"] += each.tokens.numel()
+            self.counters["tokens_coded"] += each.tokens.numel()
         if not read.numel():
             return key_states, value_states
         states = PagedStates(self, allocator, layer_idx, requests, exact, (key_states, value_states))
         sizes = states.states_shape("keys"), states.states_shape("values")
         return stored_states(states, *sizes, states.lazy_length(), key_states.dtype, key_states.device)  # type: ignore[arg-type]
-
-    def count(self, name: str, number: int = 1) -> None:
-        """Adds to a counter."""
-        self._counters[name] += number
 
     def check_pass(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Raises a `RuntimeError` after a pass of a batch, by the model's forward hook, if no tokens were coded."""
@@ -124,16 +111,12 @@ class CompressedBatching:
         if not isinstance(cache, paged_cache.PagedAttentionCache):
             return
         coded = [each for each in cache.cache_allocators.values() if isinstance(each, CodedAllocator)]
-        before, self._num_checked = self._num_checked, self._counters["tokens_coded"]
+        before, self._num_checked = self._num_checked, self.counters["tokens_coded"]
         if not coded or (coded[0].batching is self and self._num_checked == before):
             raise RuntimeError(
                 "a batch ran from a dense cache in `compressed_batching`: its manager was made before, or "
                 f"Transformers {transformers.__version__} has another paged cache than {_RELEASES}"
             )
-
-
-def _as_tiles(part: Part) -> Iterator[Tile]:
-    return (part.gathered() if isinstance(part, PagedPart) else part).tiles()
 
 
 def own_states(requests: Requests, *states: torch.Tensor) -> list[torch.Tensor]:
@@ -143,8 +126,8 @@ def own_states(requests: Requests, *states: torch.Tensor) -> list[torch.Tensor]:
 
 class PagedStates:
     """
-    Keys and values of one layer in one pass, as `LazyStates` ask a layer for them: the new ones `[1, H, Q, D]` of the
-    pass's tokens, and of all requests what stands in pages, `exact` being what `CodedAllocator.exact` returned.
+    Holds one layer's states in one pass as `LazyStates` ask for them: new ones `[1, H, Q, D]`, and what stands in
+    pages, `exact` being what `CodedAllocator.exact` returned.
     """
 
     has_gradients = False
@@ -179,21 +162,21 @@ class PagedStates:
 
     def on_dense_read(self, side: str) -> None:
         """Counts what something other than attention has made dense."""
-        if not self._batching.stats()["dense_reads"]:
+        if not self._batching.counters["dense_reads"]:
             warn_user(f"`compressed_batching`: something other than attention makes {side} dense, which is slow")
-        self._batching.count("dense_reads")
+        self._batching.counters["dense_reads"] += 1
 
     def _parts(self, number: int) -> Iterator[Part]:
-        requests = self._requests[number]
-        own = own_states(requests, *self._new)
-        return self._allocator.parts(self._layer_idx, requests, self._exact[number], own[0], own[1])
+        requests, exact = self._requests[number], self._exact[number]
+        return self._allocator.parts(self._layer_idx, requests, exact, *own_states(requests, *self._new))
 
     def materialize(self, side: str) -> torch.Tensor:
         """Makes keys or values of all requests dense, `[1, H, T, D]`, one request behind the other."""
         index, recipe, found = int(side == "values"), self._allocator.recipe, {}
         num_sinks, num_exact = recipe.num_sink_tokens, recipe.num_sink_tokens + recipe.num_recent_tokens
         for number, requests in enumerate(self._requests):
-            *coded, exact = ([tile[:2][index] for tile in _as_tiles(part)] for part in self._parts(number))
+            parts = (part.gathered() if isinstance(part, PagedPart) else part for part in self._parts(number))
+            *coded, exact = ([tile[:2][index] for tile in part.tiles()] for part in parts)
             states = exact[0]
             rows = torch.cat(coded[0], dim=2) if coded else states[:, :, :0]
             for own, past in enumerate(requests.past.tolist()):
@@ -208,20 +191,19 @@ class PagedStates:
         heads, head_dim = self._new[0].shape[1], self._new[1].shape[3]
         # A single query may come with its heads in the place of tokens
         query = call.query.reshape(1, -1, self._new[0].shape[2], call.query.shape[3])
-        output = query.new_empty(*query.shape[:3], head_dim)
+        output, counters = query.new_empty(*query.shape[:3], head_dim), self._batching.counters
         for number, requests in enumerate(self._requests):
             own = own_states(requests, query)[0]
             kernel, is_fallback = choose_kernel(own) if call.is_plain else ("torch", False)
             result = attend(own, self._parts(number), heads, call.scale, kernel, call.softcap, call.sinks)
             output[0].transpose(0, 1)[requests.tokens] = result.transpose(1, 2)
-            self._batching.count("attend_calls", len(own))
-            self._batching.count("fused_calls", len(own) * (kernel != "torch"))
-            self._batching.count("kernel_fallbacks", len(own) * is_fallback)
+            counters["attend_calls"] += len(own)
+            counters["fused_calls"] += len(own) * (kernel != "torch")
+            counters["kernel_fallbacks"] += len(own) * is_fallback
         return output.reshape(*call.query.shape[:3], head_dim)
 
 
 def _check_release() -> None:
-    """Raises a `RuntimeError` if Transformers' paged cache is not of a form that is known."""
     allocator = set(inspect.signature(FullAttentionCacheAllocator.__init__).parameters) - {"self"}
     update = set(inspect.signature(_DENSE_UPDATE).parameters) - {"self"}
     if allocator != _ALLOCATOR_ARGUMENTS or update != _UPDATE_ARGUMENTS:

@@ -56,11 +56,7 @@ _TILE = 64
 
 class Recipe(NamedTuple):
     """
-    How a model's pages are coded.
-
-    Attributes:
-        codecs (`Mapping[int, RowCodec]`): of every layer of full attention; its tables are the model's.
-        num_sink_tokens, num_recent_tokens (`int`): exact first tokens of a request, and exact newest ones.
+    Says how a model's pages are coded: codecs by layer of full attention, exact first and newest tokens of a request.
     """
 
     codecs: Mapping[int, RowCodec]
@@ -142,18 +138,10 @@ class Page(NamedTuple):
     recent: torch.Tensor
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
 def _fit_page(size: int, num_pages: int, others: int) -> int:
     """
-    Rounds bytes of a page up, so that the least common multiple of blocks, in which memory is given out, stays small.
-
-    Args:
-        size (`int`): bytes that the pages of a block need together.
-        num_pages (`int`): pages of a block.
-        others (`int`): bytes of a block of windows; 0 if there are none.
+    Rounds bytes of the pages of a block up to one page's, so that the least common multiple of blocks and of the
+    `others` bytes of a block of windows (0 for none), in which memory is given out, stays small.
     """
     unit = num_pages * _ALIGNMENT
     block = -(-size // unit) * unit
@@ -168,8 +156,7 @@ def _fit_page(size: int, num_pages: int, others: int) -> int:
 
 class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
     """
-    Allocates pages of rows that a recipe codes, see the module; all else is given by Transformers. A `ValueError`
-    refuses layers or heads that are not the recipe's, and a `page_size` that is no multiple of a tile.
+    Allocates pages of rows that a recipe codes, see the module; a `ValueError` for layers that are not the recipe's.
     """
 
     supports_block_table = False
@@ -211,7 +198,7 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
             places = []
             for size in sizes:
                 places.append(end)
-                end = _aligned(end + size)
+                end = -(-(end + size) // _ALIGNMENT) * _ALIGNMENT
             self._places[layer_idx] = tuple(places)
         options = {"config": config, "num_key_value_heads": num_key_value_heads, "cache_dtype": cache_dtype}
         windows = [i for i, kind in enumerate(getattr(config, "layer_types", None) or ()) if kind == WINDOWS]
@@ -266,9 +253,8 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
         self, starts: list[int], key_starts: list[int], read: torch.Tensor, write: torch.Tensor
     ) -> list[Requests]:
         """
-        Lists the requests of a pass: those of one new token together, and each of the others. New tokens of each begin
-        at `starts` and all at `key_starts`; `read` and `write` are physical indices of all tokens (none where no
-        request has a past) and of new ones.
+        Lists the requests of a pass: those of one new token together, the others each alone. `read` and `write` are
+        physical indices of all tokens (none where no request has a past) and of new ones.
         """
         blocks, device, size = (read if read.numel() else write) // self.block_physical_stride, write.device, 0
         groups: dict[int, list[tuple[int, int, int, torch.Tensor]]] = {}

@@ -15,7 +15,7 @@ from kvcache_plugins.console.commands import FAILED
 from kvcache_plugins.console.display import make_table, open_console, track_progress
 from kvcache_plugins.console.inputs import JsonOption, ModelOption, default_device
 from kvcache_plugins.console.results import print_json
-from kvcache_plugins.registry import CacheEntry, check_caches, describe_caches, list_caches
+from kvcache_plugins.registry import check_caches, describe_caches, list_caches
 
 
 if TYPE_CHECKING:
@@ -52,14 +52,13 @@ def list_registered(
     columns = {"cache": "word", "what it is": "name"}
     if console.width >= _WIDE:
         columns["options"] = "name"
-    console.print(make_table("", columns, [_entry_cells(entry)[: len(columns)] for entry in entries]))
-
-
-def _entry_cells(entry: CacheEntry) -> tuple[str, str, str]:
-    summary = entry.summary
-    if entry.requires is not None:
-        summary += f" ({entry.requires}: {'found' if entry.is_available else 'missing'})"
-    return entry.name, summary, " ".join(f"{name}={value}" for name, value in entry.options.items()) or "-"
+    rows = []
+    for entry in entries:
+        state = "found" if entry.is_available else "missing"
+        summary = entry.summary + (f" ({entry.requires}: {state})" if entry.requires is not None else "")
+        options = " ".join(f"{name}={value}" for name, value in entry.options.items()) or "-"
+        rows.append((entry.name, summary, options)[: len(columns)])
+    console.print(make_table("", columns, rows))
 
 
 def show_health(

@@ -16,8 +16,6 @@ from kvcache_plugins.console.results import prepare_file, print_json, provenance
 if TYPE_CHECKING:
     import torch
 
-    from kvcache_plugins.infinigen.calibration import LayerReport
-
 
 _CACHES = ("infinigen", "gear")
 # Windows of every text, and tokens of a window
@@ -117,10 +115,8 @@ def main(
     else:
         columns = {"layer": "number", "oracle": "number", "input": "number", "stream": "number"}
         columns |= {"corrected": "number", "choice": "name", "recall": "number"}
-        cells = [_cells(report) for report in calibration.reports]
+        cells = []
+        for each in calibration.reports:
+            masses = (each.oracle, each.by_input, each.by_stream, each.corrected)
+            cells.append((str(each.layer_idx), *(f"{mass:.4f}" for mass in masses), each.choice, f"{each.recall:.4f}"))
         open_console().print(make_table(f"{model}: {path}", columns, cells))
-
-
-def _cells(report: LayerReport) -> tuple[str, ...]:
-    masses = (report.oracle, report.by_input, report.by_stream, report.corrected)
-    return str(report.layer_idx), *(f"{mass:.4f}" for mass in masses), report.choice, f"{report.recall:.4f}"

@@ -62,12 +62,7 @@ def main(
 
 
 def parse_lengths(text: str, world_size: int) -> list[int]:
-    """
-    Lengths that an option such as `4096,8192` names.
-
-    Raises:
-        ValueError: if they are no whole numbers, or a context is too short to be cut.
-    """
+    """Parses an option such as `4096,8192`; no whole numbers, or a context too short to be cut, is a `ValueError`."""
     try:
         lengths = sorted({int(each) for each in text.split(",")})
     except ValueError as error:

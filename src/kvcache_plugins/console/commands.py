@@ -61,12 +61,7 @@ def user_errors() -> Iterator[None]:
 
 class LazyGroup(TyperGroup):
     """
-    A group of `make_app`, which ends with the exit codes above.
-
-    Attributes:
-        lazy_commands (`Mapping[str, str]`): `module:attribute` of each command's function, or of a `typer.Typer`,
-            whose module is imported for help too. A function that returns its results gets `--out` and `--json`, see
-            `with_results`.
+    Groups the `lazy_commands`, `module:attribute` of a function, see `with_results`, or of a `typer.Typer`, by name.
     """
 
     lazy_commands: ClassVar[Mapping[str, str]] = {}
@@ -107,25 +102,22 @@ class LazyGroup(TyperGroup):
             raise typer.Exit(DONE)
         return super().parse_args(ctx, args)
 
-    def main(
-        self,
-        args: Any = None,
-        prog_name: Any = None,
-        complete_var: Any = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> Any:
+    def main(self, *args: Any, **options: Any) -> Any:
         """Runs a command line and raises `SystemExit`; without `standalone_mode` as Typer does."""
-        options = {**extra, "complete_var": complete_var, "windows_expand_args": windows_expand_args}
-        if not standalone_mode:
-            return super().main(args, prog_name, standalone_mode=False, **options)
+        is_alone = options.pop("standalone_mode", True)
+        options["standalone_mode"] = False
+        if not is_alone:
+            return super().main(*args, **options)
         try:
-            code = super().main(args, prog_name, standalone_mode=False, **options)
+            code = super().main(*args, **options)
             # What is still in the buffer would otherwise fail when nobody can catch it any more
             sys.stdout.flush()
         except _ClickException as error:
-            code = _report_usage(error)
+            message = " ".join(str(error.format_message()).split())  # type: ignore[attr-defined]
+            context = getattr(error, "ctx", None)
+            hint = "" if context is None else f" (see `{context.command_path} --help`)"
+            typer.echo(f"Error: {message.removesuffix('.')}{hint}", err=True)
+            code = USER_ERROR
         except BrokenPipeError:
             code = READER_GONE
         except (KeyboardInterrupt, typer.Abort):
@@ -145,14 +137,6 @@ def _reader_may_go() -> Iterator[None]:
         yield
     except BrokenPipeError as error:
         raise typer.Exit(READER_GONE) from error
-
-
-def _report_usage(error: Any) -> int:
-    message = " ".join(str(error.format_message()).split())
-    context = getattr(error, "ctx", None)
-    hint = "" if context is None else f" (see `{context.command_path} --help`)"
-    typer.echo(f"Error: {message.removesuffix('.')}{hint}", err=True)
-    return USER_ERROR
 
 
 def make_app(commands: Mapping[str, str], help_text: str, base: type[LazyGroup] = LazyGroup) -> typer.Typer:
@@ -182,9 +166,8 @@ def _build(name: str, target: str) -> Any:
 
 def read_function(target: str) -> Callable[..., Any] | None:
     """
-    Reads signature and docstring of `module:name` from its source, of which nothing runs but what they name.
-
-    Returns a function that imports the module and calls its own, once it is called; `None` if there is no such one.
+    Reads signature and docstring of `module:name` from its source, of which nothing runs but what they name, and
+    returns a function that imports and calls it; `None` if there is no such one.
     """
     module, _, name = target.partition(":")
     spec = importlib.util.find_spec(module)
@@ -217,7 +200,6 @@ def read_function(target: str) -> Callable[..., Any] | None:
 
 
 def _defined_names(statement: ast.stmt) -> list[str]:
-    """Lists the names that an import, a definition or an assignment at the top of a module defines."""
     if isinstance(statement, ast.Import | ast.ImportFrom):
         return [alias.asname or alias.name.partition(".")[0] for alias in statement.names]
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
@@ -227,7 +209,6 @@ def _defined_names(statement: ast.stmt) -> list[str]:
 
 
 def _only(statement: ast.stmt, name: str) -> ast.stmt:
-    """Cuts an import down to `name`."""
     if isinstance(statement, ast.Import | ast.ImportFrom):
         names = [alias for alias in statement.names if (alias.asname or alias.name.partition(".")[0]) == name]
         return type(statement)(**{**vars(statement), "names": names})

@@ -45,9 +45,8 @@ def print_line(text: str, *, stderr: bool = False) -> None:
 
 def make_table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Table:
     """
-    Makes a table without vertical lines, a title above unless it is empty. By heading each column is a `name` (folded
-    where it does not fit), a `word` (never cut), a `number` (to the right, never cut) or `text` (cut where it does
-    not fit).
+    Makes a table; by heading each column is a `name` (folded where it does not fit), a `word` (never cut), a `number`
+    (to the right, never cut) or `text` (cut).
     """
     # `Text`, so that brackets in generated text are not read as markup
     table = Table(title=Text(title) if title else None, title_justify="left", box=box.SIMPLE_HEAD)
@@ -71,11 +70,7 @@ def make_table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[s
 
 @contextmanager
 def track_progress(total: int) -> Iterator[Announce]:
-    """
-    Shows progress on standard error: a bar on a terminal, elsewhere a line whenever what is being done changes.
-
-    Yields a function to call before each of the `total` steps, with what is being done.
-    """
+    """Yields a function to call before each of `total` steps: a bar on a terminal, else lines on standard error."""
     console = open_console(stderr=True)
     if not console.is_terminal:
         started, said = time.perf_counter(), [""]

@@ -15,10 +15,8 @@ INTERRUPTED = 130
 
 def end_at_interrupt() -> None:
     """
-    From now on Ctrl-C ends this process: by `KeyboardInterrupt`, so that what is open is closed; or at once while a
-    module is imported, which would print the exception, or pass over it and go on for a minute.
-
-    Processes that were started to ignore it, as in the background of a shell, still do.
+    Has Ctrl-C end this process by `KeyboardInterrupt`, or at once while a module is imported, which would print the
+    exception or pass over it; unless it was started to ignore it, as in the background of a shell.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end_or_raise)
@@ -46,10 +44,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def interrupts_are_ours() -> Iterator[None]:
-    """
-    Lets processes that are started inside ignore Ctrl-C, which a terminal sends to all of them: this one ends them,
-    and none prints a traceback of its own.
-    """
+    """Lets processes that are started inside ignore Ctrl-C, which a terminal sends to all: this one ends them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -87,10 +87,7 @@ def with_results(function: Callable[..., Mapping[str, object]]) -> Callable[...,
 
 
 def prepare_file(path: Path) -> None:
-    """
-    Sees to it that a file can be written, so that nothing is lost when it is: its folder is made, and it is opened. A
-    `ValueError` says that `path` is a folder, its folder cannot be made, or it cannot be written.
-    """
+    """Sees to it that a file can be written, its folder made, before anything is computed; else a `ValueError`."""
     if path.is_dir():
         raise ValueError(f"`out` is to be a file, but {path} is a folder")
     try:
@@ -126,8 +123,7 @@ def provenance(device: torch.device) -> dict[str, object]:
 
 def _commit() -> str | None:
     """
-    Finds the checkout's commit, marked where tracked files differ from it; for an installed package what
-    `KVCACHE_PLUGINS_COMMIT` says, marked as told, else `None`.
+    Finds the checkout's commit, marked if files differ; of an installed package `KVCACHE_PLUGINS_COMMIT`, or `None`.
     """
     here = Path(__file__).resolve()
     # An installed package may lie in a folder of some other repository, whose commit would say nothing about it

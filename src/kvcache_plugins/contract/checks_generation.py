@@ -152,8 +152,7 @@ def _check_sampling(subject: Subject, context: str, num_sequences: int) -> None:
 @torch.no_grad()
 def _beams_without_reordering(subject: Subject, prompt: torch.Tensor) -> torch.Tensor:
     """
-    Beam search that never reorders a cache: at every step all beams are fed again to a fresh one. Returns the beams
-    `[NUM_BEAMS, NUM_BEAM_STEPS]`, best first.
+    Searches by beams that are fed again to a fresh cache at every step, `[NUM_BEAMS, NUM_BEAM_STEPS]`, best first.
     """
     prompts = prompt.expand(NUM_BEAMS, -1)
     beams = prompts.new_empty(NUM_BEAMS, 0)

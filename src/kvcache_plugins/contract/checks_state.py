@@ -45,7 +45,19 @@ def check_crop_recent(subject: Subject) -> None:
         require_length(cropped, length + kept[0].shape[1], "after crop")
         what = f"{NUM_REJECTED} of {NUM_DRAFTED} tokens after {length} removed, and never seen"
         subject.require_alike(cropped, subject.cache(prompt, kept[0]), continuation, what)
-        _check_crop_rhythm(subject, prompt, drafted, kept, continuation)
+        # The rhythm of speculative decoding, some tokens forward and a few back, until any buffer has overflowed
+        cropped, straight = subject.cache(prompt), subject.cache(prompt, *kept)
+        for chunk in drafted:
+            subject.feed(cropped, chunk)
+            _crop(cropped, NUM_REJECTED)
+        require_length(cropped, straight.get_seq_length(), f"after {NUM_ROUNDS} rounds of drafting and rejecting")
+        logits, expected = subject.feed_each(cropped, continuation), subject.feed_each(straight, continuation)
+        dense, uncropped = (
+            subject.feed_each(subject.dense.cache(prompt, *chunks), continuation) for chunks in (kept, drafted)
+        )
+        limit = subject.lossy_limit(noise=distance(expected, dense), control=distance(uncropped, dense))
+        what = f"{NUM_ROUNDS} rounds of drafting and rejecting after {length} tokens, and never drafting"
+        require_close(logits, expected, limit, what)
 
 
 @contract_check("`crop(-n)` deep into the prompt, and to nothing")
@@ -59,8 +71,22 @@ def check_crop_prompt(subject: Subject) -> None:
         _crop(cropped, num_cropped)
         require_length(cropped, left.shape[1], f"after `crop({-num_cropped})` into the prompt")
         logits = subject.feed_each(cropped, continuation)
-        _require_like_masked(subject, history, num_cropped, continuation, logits)
-        _require_like_shorter(subject, history, left, continuation, logits)
+        masked = subject.cache(*history)
+        # Sliding windows count what is stored, masked or not
+        if not any(masked.is_sliding):
+            mask = torch.ones_like(torch.cat(history, dim=1))
+            mask[:, -num_cropped:] = 0
+            expected = subject.feed_each(masked, continuation, mask)
+            require_close(logits, expected, subject.rounding, "cropped into the prompt, and the same tokens masked")
+        # Beside a cache that never saw the tokens, as near as two compressions are
+        shorter, dense_shorter, whole, dense_whole = (
+            each.feed_each(each.cache(*chunks), continuation)
+            for chunks in ((left,), history)
+            for each in (subject, subject.dense)
+        )
+        noise = max(distance(shorter, dense_shorter), distance(whole, dense_whole))
+        limit = max(subject.rounding, 2 * noise)
+        require_close(logits, shorter, limit, "cropped into the prompt, and never having seen the rest")
         subject.feed(cropped, more)
         require_length(cropped, left.shape[1] + NUM_STEPS + LONG_APPEND, "after going on from a cropped cache")
     _crop(cropped, cropped.get_seq_length())
@@ -139,7 +165,13 @@ def check_lengths(subject: Subject) -> None:
     require_length(cache, 0, "before the first forward")
     num_seen = 0
     for size in (LONG_CONTEXT, 1, 1, 5, LONG_APPEND, 1, LONG_CONTEXT, 1):
-        announced = [_announced_length(cache, layer_idx, num_seen, size) for layer_idx in range(len(cache.layers))]
+        announced = []
+        for layer_idx in range(len(cache.layers)):
+            length, offset = cache.get_mask_sizes(size, layer_idx)
+            right = length + offset == num_seen + size and (offset == 0 or cache.is_sliding[layer_idx])
+            sizes = f"`get_mask_sizes({size})` says {(length, offset)}"
+            require(right, f"layer {layer_idx} has seen {num_seen} tokens, but {sizes}")
+            announced.append(length)
         subject.feed(cache, subject.prompt(size, seed=num_seen))
         num_seen += size
         # A cache without a config has no layers before its first forward
@@ -147,7 +179,12 @@ def check_lengths(subject: Subject) -> None:
         for layer_idx, expected in enumerate(announced or [num_seen] * len(cache.layers)):
             message = f"layer {layer_idx} returned {returned[layer_idx]} keys and values, {expected} were announced"
             require(returned[layer_idx] == [expected, expected], message)
-            _require_layer_length(cache, layer_idx, num_seen)
+            length = cache.get_seq_length(layer_idx)
+            require(length == num_seen, f"`get_seq_length({layer_idx})` says {length}, it should be {num_seen}")
+            if _HAS_MAX_LENGTH:
+                max_length = cache.get_max_length(layer_idx)
+                roomy = max_length == -1 or max_length >= num_seen or cache.is_sliding[layer_idx]
+                require(roomy, f"`get_max_length({layer_idx})` says {max_length}, but it holds {num_seen} tokens")
     require(cache.is_initialized, "`is_initialized` is False after several forwards")
 
 
@@ -281,83 +318,6 @@ def _refuses_positive(cache: Cache) -> bool:
     return False
 
 
-def _check_crop_rhythm(
-    subject: Subject,
-    prompt: torch.Tensor,
-    drafted: tuple[torch.Tensor, ...],
-    kept: tuple[torch.Tensor, ...],
-    continuation: torch.Tensor,
-) -> None:
-    """The rhythm of speculative decoding, some tokens forward and a few back, until any buffer has overflowed."""
-    cropped, straight = subject.cache(prompt), subject.cache(prompt, *kept)
-    for chunk in drafted:
-        subject.feed(cropped, chunk)
-        _crop(cropped, NUM_REJECTED)
-    require_length(cropped, straight.get_seq_length(), f"after {NUM_ROUNDS} rounds of drafting and rejecting")
-    logits, expected = subject.feed_each(cropped, continuation), subject.feed_each(straight, continuation)
-    dense, uncropped = (
-        subject.feed_each(subject.dense.cache(prompt, *chunks), continuation) for chunks in (kept, drafted)
-    )
-    limit = subject.lossy_limit(noise=distance(expected, dense), control=distance(uncropped, dense))
-    what = f"{NUM_ROUNDS} rounds of drafting and rejecting after {prompt.shape[1]} tokens, and never drafting"
-    require_close(logits, expected, limit, what)
-
-
-def _require_like_masked(
-    subject: Subject,
-    history: tuple[torch.Tensor, ...],
-    num_masked: int,
-    continuation: torch.Tensor,
-    logits: torch.Tensor,
-) -> None:
-    """Requires that a cropped cache goes on like one that holds the tokens but may not look at them, to rounding."""
-    masked = subject.cache(*history)
-    # Sliding windows count what is stored, masked or not
-    if any(masked.is_sliding):
-        return
-    mask = torch.ones_like(torch.cat(history, dim=1))
-    mask[:, -num_masked:] = 0
-    expected = subject.feed_each(masked, continuation, mask)
-    require_close(logits, expected, subject.rounding, "cropped into the prompt, and the same tokens masked")
-
-
-def _require_like_shorter(
-    subject: Subject,
-    history: tuple[torch.Tensor, ...],
-    left: torch.Tensor,
-    continuation: torch.Tensor,
-    logits: torch.Tensor,
-) -> None:
-    """Requires that a cropped cache goes on like one that never saw the tokens, as near as two compressions are."""
-    shorter, dense_shorter, whole, dense_whole = (
-        each.feed_each(each.cache(*chunks), continuation)
-        for chunks in ((left,), history)
-        for each in (subject, subject.dense)
-    )
-    noise = max(distance(shorter, dense_shorter), distance(whole, dense_whole))
-    limit = max(subject.rounding, 2 * noise)
-    require_close(logits, shorter, limit, "cropped into the prompt, and never having seen the rest")
-
-
-def _announced_length(cache: Cache, layer_idx: int, num_seen: int, query_length: int) -> int:
-    """The length that a layer announces to the mask, held against the tokens it has seen."""
-    length, offset = cache.get_mask_sizes(query_length, layer_idx)
-    right = length + offset == num_seen + query_length and (offset == 0 or cache.is_sliding[layer_idx])
-    sizes = f"`get_mask_sizes({query_length})` says {(length, offset)}"
-    require(right, f"layer {layer_idx} has seen {num_seen} tokens, but {sizes}")
-    return length
-
-
-def _require_layer_length(cache: Cache, layer_idx: int, num_seen: int) -> None:
-    length = cache.get_seq_length(layer_idx)
-    require(length == num_seen, f"`get_seq_length({layer_idx})` says {length}, it should be {num_seen}")
-    if not _HAS_MAX_LENGTH:
-        return
-    max_length = cache.get_max_length(layer_idx)
-    roomy = max_length == -1 or max_length >= num_seen or cache.is_sliding[layer_idx]
-    require(roomy, f"`get_max_length({layer_idx})` says {max_length}, but it holds {num_seen} tokens")
-
-
 def _require_memory(cache: Any, when: str) -> None:
     report, held = cache.memory(), reachable_bytes(cache)
     says = f"`memory()` says {report.total_bytes} bytes {report.parts} {when}"
@@ -374,7 +334,6 @@ def _cache_with_rows(subject: Subject, num_rows: int = NUM_ROWS) -> Cache:
 
 
 def _logits_beside(subject: Subject, row: torch.Tensor, neighbour: torch.Tensor) -> torch.Tensor:
-    """All logits of a row that stands beside another in a batch."""
     prompt, more, steps = torch.cat([row, neighbour]).split([LONG_CONTEXT, LONG_APPEND, NUM_STEPS], dim=1)
     cache = subject.make_cache()
     parts = [subject.feed(cache, prompt), subject.feed(cache, more), subject.feed_each(cache, steps)]

@@ -14,8 +14,7 @@ def require(condition: bool, message: str) -> None:
 
 def distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
     """
-    How far logits are apart: 0 if equal, about 1.4 if unrelated. It is the error relative to the centred expected
-    logits, over all positions of a row; the worst row counts.
+    Tells how far logits are apart, by the worst row, relative to centred expected ones: 0 if equal, 1.4 if unrelated.
     """
     require(logits.shape == expected.shape, f"got logits of shape {tuple(logits.shape)}, not {tuple(expected.shape)}")
     logits, expected = (each - each.mean(dim=-1, keepdim=True) for each in (logits, expected))

@@ -10,7 +10,6 @@ import torch
 from safetensors import SafetensorError
 from transformers import (
     Cache,
-    DynamicCache,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -36,8 +35,7 @@ _NOT_RUN = "-"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckResult:
     """
-    Result of a check by name: its status is `"pass"`, `"unsupported"` (the cache said so by raising) or `"fail"`; the
-    detail is the error, empty if there was none.
+    Holds a check's status, `unsupported` where the cache said so by raising, and the error, empty if there was none.
     """
 
     name: str
@@ -54,7 +52,6 @@ def run_contract(
     make_cache: Callable[[], Cache],
     *,
     make_cache_for: Callable[[PreTrainedModel], Cache] | None = None,
-    make_reference: Callable[[], Cache] | None = None,
     tokenizer: Tokenizer = None,
     checks: Iterable[ContractCheck] = CONTRACT,
     on_result: Callable[[CheckResult], None] | None = None,
@@ -68,8 +65,6 @@ def run_contract(
             smaller buffer here, or nothing of its compression will be tested.
         make_cache_for (`Callable`, *optional*): makes a fresh cache for another model: what the item about models with
             sliding windows needs, left out without.
-        make_reference (`Callable`, *optional*): makes the cache that is right by definition, by default
-            `DynamicCache(config=model.config)`.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): prompts are text with it, random tokens without.
         checks (`Iterable[ContractCheck]`, *optional*): those to run, by default all.
         on_result (`Callable`, *optional*): called with each result as it comes.
@@ -77,7 +72,7 @@ def run_contract(
     results = []
     for check in checks:
         if not check.on_hybrid:
-            result = run_check(check, model, make_cache, make_reference=make_reference, tokenizer=tokenizer)
+            result = run_check(check, model, make_cache, tokenizer=tokenizer)
         elif make_cache_for is not None:
             hybrid = tiny_models()["hybrid"]
             result = run_check(check, hybrid, partial(make_cache_for, hybrid))
@@ -94,12 +89,10 @@ def run_check(
     model: PreTrainedModel,
     make_cache: Callable[[], Cache],
     *,
-    make_reference: Callable[[], Cache] | None = None,
     tokenizer: Tokenizer = None,
 ) -> CheckResult:
     """Runs one check on `model` itself, whatever the check is about. See `run_contract`."""
-    make_reference = make_reference or (lambda: DynamicCache(config=model.config))
-    subject = Subject(model=model, tokenizer=tokenizer, make_cache=make_cache, make_reference=make_reference)
+    subject = Subject(model=model, tokenizer=tokenizer, make_cache=make_cache)
     verbosity = logging.get_verbosity()
     # Transformers gives advice on every unusual call of `generate`
     logging.set_verbosity_error()
@@ -144,16 +137,13 @@ _SHAPE: dict[str, Any] = {
 }
 
 
-def tiny_models(seed: int = 0) -> dict[str, PreTrainedModel]:
+def tiny_models() -> dict[str, PreTrainedModel]:
     """
-    Random models of two architectures: `llama` (grouped-query attention, full everywhere) and `hybrid` (Gemma 3, a
-    layer of full attention between two with a sliding window).
-
-    Args:
-        seed (`int`, *optional*, defaults to 0): Seed of the weights. PyTorch's global generator is left as it was.
+    Makes random models of two architectures: `llama` (grouped-query attention) and `hybrid` (Gemma 3, a layer with a
+    sliding window before one of full attention).
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         llama = LlamaForCausalLM(
             LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **_SHAPE)
         )

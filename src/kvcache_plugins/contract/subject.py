@@ -1,25 +1,22 @@
-"""How the checks drive a model through a cache.
+"""How the checks drive a model through a cache: through public doors only, so that nothing is assumed about storage.
 
-Everything is done through public doors only (the model's forward, `generate`, the methods of `Cache`), so that nothing
-is assumed about how a cache stores what it holds. Three rules make the checks fair to caches that lose precision and
-still able to fail:
+Three rules make the checks fair to caches that lose precision and still able to fail:
 
-- state is compared with *itself*: after an operation the cache must go on like one of the same kind that was built
-  directly, to rounding;
+- after an operation the cache must go on like one of the same kind that was built directly, to rounding;
 - where exactness cannot be asked for (a history compressed at other boundaries), the allowed error is made of the
   cache's own error against `DynamicCache`, and is never more than half of what doing nothing would give;
 - `generate` is compared with a loop of single forwards through the same kind of cache, and with `DynamicCache` token
   for token wherever the cache turns out to be exact.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
+from unittest.mock import patch
 
 import torch
-from transformers import Cache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_plugins.models.cache_argument import as_argument
 
@@ -67,14 +64,17 @@ def pick_sampled(logits: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
     """
-    Subject of a check: a decoder, its tokenizer (prompts are random tokens without), and how to make a fresh cache of
-    the kind that is checked, and one that is right by definition, a `DynamicCache`.
+    Drives a decoder through fresh caches of the kind that is checked, and of one that is right by definition; prompts
+    are random tokens without a tokenizer.
     """
 
     model: PreTrainedModel
     tokenizer: Tokenizer
     make_cache: CacheMaker
-    make_reference: CacheMaker
+
+    def make_reference(self) -> Cache:
+        """Makes a `DynamicCache`."""
+        return DynamicCache(config=self.model.config)
 
     @property
     def dense(self) -> "Subject":
@@ -179,7 +179,7 @@ class Subject:
             max_new_tokens=num_new_tokens,
         )
         options.setdefault("attention_mask", torch.ones_like(tokens))
-        with swapped(self.model, "generation_config", plain):
+        with patch.object(self.model, "generation_config", plain):
             output = self.model.generate(tokens, **as_argument(cache), **options)  # type: ignore[operator]
         return output[:, tokens.shape[1] :]
 
@@ -192,44 +192,25 @@ def _longer(mask: torch.Tensor | None) -> torch.Tensor | None:
     return None if mask is None else torch.cat([mask, mask.new_ones(mask.shape[0], 1)], dim=1)
 
 
-class RecordedCall(NamedTuple):
-    """Call of a method of a cache: its arguments, the tokens that were cached before, and what it returned."""
-
-    arguments: tuple[Any, ...]
-    length_before: int
-    result: Any
-
-
-def record_calls(cache: Cache, name: str) -> list[RecordedCall]:
-    """Returns a list that fills with the calls of a method of `cache` from now on."""
-    calls: list[RecordedCall] = []
+def record_calls(cache: Cache, name: str) -> list[tuple[tuple[Any, ...], int, Any]]:
+    """Returns a list that fills with arguments, length before, and result of each call of a method from now on."""
+    calls: list[tuple[tuple[Any, ...], int, Any]] = []
     method = getattr(cache, name)
 
     def recording(*args: Any, **kwargs: Any) -> Any:
         length = cache.get_seq_length()
         result = method(*args, **kwargs)
-        calls.append(RecordedCall(args, length, result))
+        calls.append((args, length, result))
         return result
 
     setattr(cache, name, recording)
     return calls
 
 
-@contextmanager
-def swapped(owner: object, name: str, value: object) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContractCheck:
     """
-    Item of the contract: its row of the grid, what has to hold, and a function that raises if it does not; on a model
-    with sliding-window layers if it is about these.
+    Describes an item of the contract: its row of the grid, what has to hold, and a function that raises otherwise.
     """
 
     name: str

@@ -35,12 +35,9 @@ def refusals(option: str, path: str | os.PathLike[str]) -> Iterator[None]:
 @contextmanager
 def new_file(path: str | os.PathLike[str], mode: int | None = None) -> Iterator[BinaryIO]:
     """
-    Opens a file to write to, which takes its place at `path` when the block ends without an error.
-
-    Until then the file stands in the same folder under another name. So whoever reads sees the old file or the new
-    one, the last of several writers wins, and a full disk or a killed process leaves the old one as it was. Its
-    permissions are `mode`, or those of what it replaces, or of any new file. An `OSError` names `path` if it cannot be
-    written, a `ValueError` if what is there is no file, but a folder or a device.
+    Opens a file that takes its place at `path` when the block ends without an error: whoever reads sees the old file
+    or the new one, and a full disk or a killed process leaves the old one. Its permissions are `mode`, or those of
+    what it replaces. An `OSError` names `path` if it cannot be written, a `ValueError` a folder or a device.
     """
     # Where a link leads to: the link itself stays
     target = os.path.realpath(path)

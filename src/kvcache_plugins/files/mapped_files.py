@@ -40,7 +40,6 @@ def address_of_advise() -> int:
 
 @cache
 def _system_call(name: str) -> Callable[..., Any]:
-    """A function of an address, a length and a third number or address."""
     function = getattr(ctypes.CDLL(None), name)
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p if name == "mincore" else ctypes.c_int)
     return function  # type: ignore[no-any-return]

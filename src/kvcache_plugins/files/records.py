@@ -1,14 +1,11 @@
 """Records as files with a format, a version and a checksum: JSON alone, or with tensors, as safetensors.
 
-The container is safetensors' (8 bytes with the header's length, a header in JSON, the tensors' bytes one behind the
-other), so other programs can read it. Its metadata has two entries: the document, and a checksum of the whole file,
-taken with zeros in its own place. The file is read here and not by safetensors' reader: that maps the file into
-memory, where whoever writes to it later changes the tensors too, and a file that is cut off ends the process.
-
     [ length ][ {"__metadata__": {"checksum": ..., "kvcache_plugins": document}, name: dtype, shape, place } ][ data ]
 
-A checksum tells damage and no malice. So everything else holds without it: sizes are compared with the file's before
-anything is allocated, tensors are of the shapes and dtypes that the header states, and `schema` checks what they say.
+The checksum is of the whole file, with zeros in its own place. The file is not read by safetensors' reader: that maps
+it into memory, where whoever writes to it later changes the tensors too, and a file that is cut off ends the process.
+A checksum tells damage and no malice. So sizes are compared with the file's before anything is allocated, tensors are
+of the shapes and dtypes that the header states, and `schema` checks what they say.
 """
 
 import json
@@ -63,12 +60,7 @@ class Format(NamedTuple):
         return {"format": self.name, "version": self.version, **content}
 
     def content(self, document: dict[str, Any]) -> dict[str, Any]:
-        """
-        Returns a document without name and version.
-
-        Raises:
-            RefusedFile: if they are others.
-        """
+        """Returns a document without name and version; a `RefusedFile` if they are others."""
         content = dict(document)
         found = content.pop("format", None), content.pop("version", None)
         if found[0] != self.name or type(found[1]) is not int or found[1] != self.version:
@@ -80,7 +72,7 @@ class Format(NamedTuple):
 
 
 def write_json_record(path: PathLike, form: Format, record: object) -> None:
-    """Writes a record without tensors to a JSON file to read and to search, whole or not at all."""
+    """Writes a record without tensors to a JSON file, whole or not at all."""
     write_json(path, form.stamp(pack(record)[0]))
 
 
@@ -92,12 +84,7 @@ def write_json(path: PathLike, document: dict[str, Any]) -> None:
 
 
 def read_json_record(path: PathLike, form: Format, kind: type[RecordT]) -> RecordT:
-    """
-    Reads what `write_json_record` wrote, to be called within `refusals`.
-
-    Raises:
-        ValueError: if the file is damaged, of another format or version, or nothing that the record can be.
-    """
+    """Reads what `write_json_record` wrote, within `refusals`; all that it cannot be is a `ValueError`."""
     try:
         document = parse_json(Path(path).read_bytes())
     except ValueError as error:
@@ -113,10 +100,7 @@ def _json_checksum(document: dict[str, Any]) -> str:
 
 
 def write_record(path: PathLike, form: Format, record: object, mode: int | None = None) -> None:
-    """
-    Writes a record of `schema` to a safetensors file, whole or not at all; its tensors are on any device, and brought
-    to the host one at a time. Its permissions are `mode`, see `new_file`.
-    """
+    """Writes a record to a safetensors file, whole or not at all, its tensors brought to the host one at a time."""
     content, tensors = pack(record)
     write_tensors(path, form.stamp(content), tensors, mode)
 
@@ -152,12 +136,7 @@ def write_tensors(path: PathLike, document: dict[str, Any], tensors: Tensors, mo
 
 
 def read_record(path: PathLike, form: Format, kind: type[RecordT]) -> RecordT:
-    """
-    Reads what `write_record` wrote, with tensors in memory of their own, on the host; to be called within `refusals`.
-
-    Raises:
-        ValueError: if the file is damaged, of another format or version, or nothing that the record can be.
-    """
+    """Reads what `write_record` wrote, within `refusals`, onto the host; all that it cannot be is a `ValueError`."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         header, text = _read_header(file, size)
@@ -176,10 +155,7 @@ def read_record(path: PathLike, form: Format, kind: type[RecordT]) -> RecordT:
 
 def read_content(path: PathLike, form: Format) -> dict[str, Any]:
     """
-    Reads the document of a file alone, to list files by: nothing says that it is as it was written.
-
-    Raises:
-        ValueError: if there is none, or one of another format or version.
+    Reads a file's document alone, unchecked, to list files by; none, or one of another format, is a `ValueError`.
     """
     with open(path, "rb") as file:
         header, _ = _read_header(file, os.fstat(file.fileno()).st_size)
@@ -187,7 +163,6 @@ def read_content(path: PathLike, form: Format) -> dict[str, Any]:
 
 
 def _read_header(file: BinaryIO, size: int) -> tuple[dict[str, Any], bytes]:
-    """Reads the header of a file of `size` bytes, parsed and as text."""
     prefix = file.read(8)
     length = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
@@ -241,7 +216,6 @@ def _places(header: dict[str, Any], num_bytes: int) -> dict[str, tuple[torch.dty
 
 
 def _read_tensor(file: BinaryIO, dtype: torch.dtype, shape: list[int], digest: Any) -> torch.Tensor:
-    """Reads the next tensor of a file, which `digest` takes in."""
     tensor = torch.empty(shape, dtype=dtype)
     data = tensor.reshape(-1).view(torch.uint8).numpy().data
     for start in range(0, len(data), _PIECE_BYTES):

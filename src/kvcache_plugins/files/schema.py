@@ -48,8 +48,8 @@ class Range:
 
 class Stored:
     """
-    A tensor as it has to be: its shape (sizes, names of sizes, `None` where any size will do), one of some dtypes,
-    bounds of its numbers (`least` and `most` included), and whether none may be NaN or infinite.
+    Describes a tensor: its shape (sizes, names of sizes, `None` for any), dtypes, bounds (`least` and `most`
+    included).
     """
 
     def __init__(
@@ -107,12 +107,7 @@ def pack(record: object) -> tuple[dict[str, Any], Tensors]:
 
 
 def unpack(kind: type[RecordT], content: object, tensors: Tensors | None = None) -> RecordT:
-    """
-    Makes a record of a document and tensors that may come from anywhere.
-
-    Raises:
-        ValueError: naming the field, if it is missing, unknown, or what it cannot be.
-    """
+    """Makes a record of a document and tensors from anywhere; a `ValueError` names the field that cannot be."""
     left = dict(tensors or {})
     record: RecordT = _read_record(kind, content, "", left, {})
     if left:
@@ -121,12 +116,7 @@ def unpack(kind: type[RecordT], content: object, tensors: Tensors | None = None)
 
 
 def parse_json(text: str | bytes) -> dict[str, Any]:
-    """
-    Parses a JSON object.
-
-    Raises:
-        ValueError: if it is none, names a key twice, or holds what is no JSON (`NaN`), or is nested too deep.
-    """
+    """Parses a JSON object; anything else, a key named twice, `NaN` and nesting too deep are a `ValueError`."""
     try:
         content = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except RecursionError as error:
@@ -137,8 +127,7 @@ def parse_json(text: str | bytes) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
+    if len(content := dict(pairs)) < len(pairs):
         raise ValueError("the JSON names a key twice")
     return content
 
@@ -149,7 +138,6 @@ def _refuse_constant(name: str) -> NoReturn:
 
 @functools.cache
 def _fields(kind: Any) -> dict[str, Any]:
-    """Name and annotation of each field of a record."""
     hints = get_type_hints(kind, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 

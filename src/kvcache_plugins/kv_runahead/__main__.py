@@ -27,12 +27,7 @@ from .transport import FailureReports, RunaheadError
 
 
 def parse_partition(text: str, model: PreTrainedModel, world_size: int) -> str | Sequence[float] | PartitionTable:
-    """
-    What `--partition` names: `even`, `planned`, lengths or shares with commas between them, or a table's file.
-
-    Raises:
-        ValueError: if it is none of them.
-    """
+    """Reads `even`, `planned`, lengths or shares with commas between them, or a table's file; else a `ValueError`."""
     if text in ("even", "planned"):
         return text
     try:

@@ -1,12 +1,8 @@
 """Causal attention of new tokens behind a prefix, without a mask of queries x keys.
 
-The queries are those of the newest tokens, so the mask would be causal and aligned to the lower right. PyTorch's
-`is_causal` is aligned to the upper left, and an explicit mask costs memory for every pair and keeps GPUs from their
-flash kernels. On GPUs `causal_lower_right` says it without a mask. On CPUs attention to the prefix, which needs no
-mask at all, and causal attention among the new tokens are computed apart, and joined by the logarithms of their sums.
-
-Padding is cut off, item by item, instead of masked. Sliding windows go block by block, so that no more than two
-windows of keys are looked at for any query.
+The mask would be aligned to the lower right, while `is_causal` is to the upper left, and an explicit one costs memory
+for every pair. GPUs know `causal_lower_right`; on CPUs attention to the prefix and among the new tokens are computed
+apart, and joined by the logarithms of their sums. Padding is cut off, item by item; sliding windows go block by block.
 
 Legend: B batch, H heads of keys and values, G query heads for each, N new tokens, L all tokens, D and E head
 dimensions of keys and values.

@@ -1,13 +1,12 @@
 """A rank's part in one prefill: its layers during the forward over its slice of the prompt.
 
 In each layer a rank gets the prefix from the rank before, and sends it on with its own slice. Under `sdpa` a layer
-announces only its own slice to those who make masks, at its true position, and hands out lazy states of that length:
-no mask of slice x prefix is made, and attention, which the lazy states bring here, sees everything. Any other
-implementation gets the prefix and the slice dense, with lengths to match.
+announces only its own slice to those who make masks, and hands out lazy states of that length: no mask of slice x
+prefix is made. Any other implementation gets the prefix and the slice dense.
 
-On the last rank these layers stand in the user's own cache. As soon as a layer has attended, the user's layer gets the
-prompt, compresses or stores it as it would its own, and takes its place again: no more than one layer's prompt is ever
-held dense beside it (two, where attention does not tell when it is done).
+On the last rank these layers stand in the user's own cache. As soon as one has attended, the user's layer gets the
+prompt and takes its place again: no more than one layer's prompt is held dense beside it (two, where attention does
+not tell when it is done).
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ class PromptSlice:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the slice."""
         return self.stop - self.start
 
     def padding_for(self, batch_size: int) -> list[int] | None:
@@ -63,8 +61,7 @@ class PrefixExchange:
 
     def exchange(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Waits for the prefix of a layer and sends it on with the slice, whose states are `[batch_size, num_heads,
-        slice, head_dim]`; returns those of the prefix, or what the layer's window needs of it, and of the slice.
+        Waits for a layer's prefix, sends it on with the slice, and returns the states of both, or what a window needs.
         """
         layout, part = self.layouts[layer_idx], self.prompt_slice
         kept, is_last = layout.num_kept(part.start), self.neighbours.behind is None
@@ -128,7 +125,7 @@ class RunaheadLayer(LazyLayer):
         self.window, self._is_lazy = window, is_lazy
         self.is_sliding = window is not None
         # Keys and values of the prefix, or what a window needs of it, and of the slice
-        self._states: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.states: tuple[torch.Tensor, torch.Tensor] | None = None
         self._length = self._slice.start
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -140,13 +137,14 @@ class RunaheadLayer(LazyLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Takes the slice's states `[batch_size, num_heads, slice, head_dim]`, waits for those of the prefix, sends both
-        on, and returns them, lazily under `sdpa`. Other states than the slice's are a `ValueError`.
+        Takes the slice's states and returns them behind the prefix, lazily under `sdpa`; others are a `ValueError`.
         """
         part = self._slice
-        own = self._chain.own_layer(self.layer_idx) if self._length == part.stop else None
-        if own is not None:
+        if self._length == part.stop:
             # Attention did not tell that it was done, and `generate` has gone on
+            self._chain.finish_layer()
+        if self._length == part.stop and self._chain.own:
+            own = self._chain.own[self.layer_idx]
             return own.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
         if self._length != part.start or key_states.shape[2] != part.num_tokens:
             raise ValueError(
@@ -156,7 +154,7 @@ class RunaheadLayer(LazyLayer):
             )
         self.lazy_initialization(key_states, value_states)
         self._chain.begin_layer(self.layer_idx)
-        keys, values = self._states = self._chain.exchange.exchange(self.layer_idx, key_states, value_states)
+        keys, values = self.states = self._chain.exchange.exchange(self.layer_idx, key_states, value_states)
         self._length = part.stop
         if not self._is_lazy:
             return keys, values
@@ -166,8 +164,8 @@ class RunaheadLayer(LazyLayer):
         return lazy_keys, lazy_values
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        assert self._states is not None
-        query, part, (keys, values) = call.query, self._slice, self._states
+        assert self.states is not None
+        query, part, (keys, values) = call.query, self._slice, self.states
         if call.mask is not None and call.mask.dtype != torch.bool:
             raise ValueError(
                 "`model`: attention adds a bias to its scores, which is not known for the tokens of other ranks; "
@@ -182,11 +180,6 @@ class RunaheadLayer(LazyLayer):
         output = attend_behind_prefix(rows, keys, values, scale=call.scale, padding=padding, window=self.window)
         self._chain.finish_layer()
         return output.reshape(*query.shape[:3], -1)
-
-    def take_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns keys and values, which the layer drops."""
-        states, self._states = self._states, None
-        return states
 
     def lazy_length(self) -> int:
         return self._slice.num_tokens
@@ -208,20 +201,20 @@ class RunaheadLayer(LazyLayer):
         )
 
     def states_shape(self, side: str) -> tuple[int, int, int, int]:
-        assert self._states is not None
-        batch_size, num_heads, length, head_dim = self._states[side == "values"].shape
+        assert self.states is not None
+        batch_size, num_heads, length, head_dim = self.states[side == "values"].shape
         return batch_size, num_heads, length, head_dim
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        if self._states is not None:
-            self._states = function(self._states[0]), function(self._states[1])
+        if self.states is not None:
+            self.states = function(self.states[0]), function(self.states[1])
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for states in self._states or ():
+        for states in self.states or ():
             yield "prefix", states
 
     def num_values(self) -> int:
-        return sum(states.numel() for states in self._states or ())
+        return sum(states.numel() for states in self.states or ())
 
     def stats(self) -> dict[str, int]:
         return {"tokens_cached": self._length}
@@ -236,13 +229,12 @@ class RunaheadLayer(LazyLayer):
         """Keeps the states."""
 
     def reset(self) -> None:
-        self._states, self._length, self.is_initialized = None, self._slice.start, False
+        self.states, self._length, self.is_initialized = None, self._slice.start, False
 
 
 class Chain:
     """
-    A rank's part in one forward, lazy if attention is by `sdpa`. The last rank fills the user's empty `cache`, the
-    others drop their states. While the chain is `running` the attribute `cache` is what the forward takes.
+    Runs a rank's part in one forward; the last rank fills the user's empty `cache`, the others drop their states.
     """
 
     def __init__(self, exchange: PrefixExchange, *, is_lazy: bool, cache: Cache | None):
@@ -252,7 +244,7 @@ class Chain:
         ]
         self.cache = Cache(layers=list(self._layers)) if cache is None else cache
         # The user's own layers while others stand in their place
-        self._own: list[Any] = []
+        self.own: list[Any] = []
         # The layer whose attention may still be under way
         self._unfinished: int | None = None
 
@@ -260,9 +252,9 @@ class Chain:
     def running(self) -> Iterator[Cache]:
         """Has its layers stand in the cache; the user's are put back, emptied if something goes wrong."""
         if self._given is not None:
-            self._own, make_layer = list(self._given.layers), cast("Any", self._given.layer_class_to_replicate)
+            self.own, make_layer = list(self._given.layers), cast("Any", self._given.layer_class_to_replicate)
             # Caches made without a config add layers as they are asked for
-            self._own += [make_layer() for _ in self._layers[len(self._own) :]]
+            self.own += [make_layer() for _ in self._layers[len(self.own) :]]
             self._given.layers[:] = self._layers
         try:
             self.exchange.post_receives()
@@ -271,7 +263,7 @@ class Chain:
             self.exchange.neighbours.flush()
         except BaseException as error:
             # Half filled it may not look complete
-            for layer in self._own:
+            for layer in self.own:
                 layer.reset()
             self.exchange.neighbours.failures.add(error)
             if not isinstance(error, Exception) or isinstance(error, (RunaheadError, ValueError)):
@@ -279,12 +271,7 @@ class Chain:
             raise RunaheadError(f"rank {self.exchange.neighbours.rank}: {type(error).__name__}: {error}") from error
         finally:
             if self._given is not None:
-                self._given.layers[:] = self._own
-
-    def own_layer(self, layer_idx: int) -> Any:
-        """Returns the user's layer, which has the prompt then; `None` on ranks before the last."""
-        self.finish_layer()
-        return self._own[layer_idx] if self._own else None
+                self._given.layers[:] = self.own
 
     def begin_layer(self, layer_idx: int) -> None:
         """Notes that attention of a layer is about to begin."""
@@ -296,14 +283,14 @@ class Chain:
         if self._unfinished is None:
             return
         layer_idx, self._unfinished = self._unfinished, None
-        states = self._layers[layer_idx].take_states()
+        states, self._layers[layer_idx].states = self._layers[layer_idx].states, None
         if self._given is None or states is None:
             return
         keys, values = states
-        own = self._own[layer_idx]
+        own = self.own[layer_idx]
         if isinstance(own, LazyLayer) and own.is_sliding and keys.shape[2] < self.prompt_slice.stop:
             # Where tokens stand in the sequence is not known of a window alone: it stays exact
-            own = self._own[layer_idx] = DynamicSlidingWindowLayer(own.get_max_length())
+            own = self.own[layer_idx] = DynamicSlidingWindowLayer(own.get_max_length())
         if isinstance(own, LazyLayer):
             padding = self.prompt_slice.padding_for(keys.shape[0])
             own.take_prompt(keys, values, None if padding is None else torch.tensor(padding, device=keys.device))

@@ -1,11 +1,8 @@
 """How keys and values of a layer look on their way from rank to rank.
 
-A row is a token: its keys and values of all heads side by side. Tokens come first, so that the states up to any token
-are one contiguous piece: a rank receives the prefix into the beginning of its buffer, writes its own tokens behind it,
-and sends the whole buffer on without another copy.
-
-Over a slow link rows can be quantized. A rank writes its own tokens' codes and passes on those that it received as
-they are: a token is rounded once, however many ranks it goes through.
+A row is a token: its keys and values of all heads side by side. Tokens come first, so that a rank receives the prefix
+into the beginning of its buffer, writes its own tokens behind it, and sends the whole buffer on without a copy. Over a
+slow link rows can be quantized: a token is rounded once, however many ranks it goes through.
 
 Legend: B batch, H heads of keys and values, D and E their head dimensions.
 """
@@ -60,8 +57,8 @@ class MessageLayout:
 
     def write(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """
-        Writes states `[B, H, tokens, D]` and `[B, H, tokens, E]` into rows of as many tokens; those to be quantized
-        that do not fit float16 are a `ValueError`.
+        Writes states `[B, H, tokens, D or E]` into rows; those to be quantized that do not fit float16 are a
+        `ValueError`.
         """
         if self.nbits is None:
             rows[..., : self.key_dim] = keys.permute(2, 0, 1, 3)
@@ -79,7 +76,7 @@ class MessageLayout:
         return self._decode(keys, self.key_dim), self._decode(values, self.value_dim)
 
     def _side_size(self, head_dim: int) -> int:
-        """Counts the numbers of a token's keys or values in one head; their bytes if they are quantized."""
+        """Counts a token's numbers in one head; their bytes if they are quantized."""
         if self.nbits is None:
             return head_dim
         return packed_size(head_dim, self.nbits) + 2 * _METADATA_BYTES * (head_dim // _group_size(head_dim))
@@ -113,8 +110,8 @@ _LAYOUTS: weakref.WeakKeyDictionary[PreTrainedModel, list[MessageLayout]] = weak
 @torch.no_grad()
 def message_layouts(model: PreTrainedModel) -> list[MessageLayout]:
     """
-    Finds the layouts of all layers by a forward over one token: no config names them for every architecture. A layer
-    whose state is not that of attention to all tokens or to a sliding window is a `ValueError`.
+    Finds the layouts of all layers by a forward over one token: no config names them for every architecture. Layers of
+    other attention than to all tokens or to a sliding window are a `ValueError`.
     """
     if model in _LAYOUTS:
         return _LAYOUTS[model]

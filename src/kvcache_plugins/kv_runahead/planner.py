@@ -1,7 +1,4 @@
-"""Slices of a prompt, one a rank: what they cost, which are fastest, and a table of those that were found.
-
-Fewer slices than ranks leave ranks without work, which over a slow link can be faster.
-"""
+"""Slices of a prompt, one a rank: what they cost, which are fastest, and a table of those that were found."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,10 +53,7 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """
-    The link from one rank to the next: seconds of a message beside its bytes, and bytes a second in one direction;
-    `shared` if all ranks have one link, as over a host's bus, and not each its own to the next.
-    """
+    """Seconds of a message from a rank to the next beside its bytes; `shared` if all ranks have one link, as a bus."""
 
     latency: float = 0.0
     bytes_per_second: float
@@ -82,9 +77,6 @@ class CostModel:
         fixed + per_token * c + per_pair * (b * c + triangle * c * c)
 
     Attributes:
-        per_token (`float`): seconds a token: linear layers.
-        per_pair (`float`): seconds a pair of a query and a key: attention.
-        fixed (`float`): seconds a prefill of any length.
         triangle (`float`): share of the `c * c` pairs within the slice that is computed: `RECTANGLE` as in the paper,
             where everything is computed and then masked, `TRIANGLE` for kernels that skip what is masked.
         projection_share (`float`): part of `fixed` and `per_token` before a layer's keys and values can be sent.
@@ -122,10 +114,9 @@ class CostModel:
         cls, timings: Sequence[Timing], *, triangle: float | None = None, projection_share: float = _PROJECTION_SHARE
     ) -> CostModel:
         """
-        Fits the cost model to measured timings by the least relative error, no part negative: to slices of two lengths
-        at least, which tell no `fixed`. `triangle` is fitted too if it is not given and four slices, with and without
-        a prefix, tell it; else it is `TRIANGLE`. Timings that are too few or too much alike, or do not grow with the
-        length, are a `ValueError`.
+        Fits the cost model to measured timings of two lengths at least, by the least relative error, no part negative;
+        `triangle` too where it is not given and four slices, with and without a prefix, tell it. What tells too little
+        is a `ValueError`.
         """
         rows = [(each.length, each.prefix, each.seconds) for each in timings]
         lengths, prefixes, seconds = np.array(rows, dtype=np.float64).reshape(-1, 3).T
@@ -148,11 +139,11 @@ class CostModel:
         return cls(per_token, per_pair, fixed, triangle, projection_share)
 
     @classmethod
-    def of_shapes(cls, model: PreTrainedModel | PreTrainedConfig, *, triangle: float = TRIANGLE) -> CostModel:
+    def of_shapes(cls, model: PreTrainedModel | PreTrainedConfig) -> CostModel:
         """
-        Counts operations of a model, which is not run, or of a config: its "seconds" are fit for ratios between
-        slices alone. Counted are attention, in sliding windows a whole one a token, and linear layers of the decoder
-        (of experts, those that a token goes through).
+        Counts operations of a model or a config, so that its "seconds" are fit for ratios alone: of attention, in
+        sliding windows a whole one a token, and of the decoder's linear layers (of experts, those that a token goes
+        through).
         """
         if isinstance(model, PreTrainedConfig):
             with torch.device("meta"):
@@ -163,11 +154,17 @@ class CostModel:
         layers = DynamicCache(config=config).layers
         # A multiplication and an addition for every channel of a key, and of a value
         attention = 4 * num_heads * head_dim
-        per_token = 2 * _count_linear_weights(decoder, getattr(config, "num_experts_per_tok", None) or 1)
+        # Experts are `[experts, ., .]`; the weight of a linear layer that is packed in a few bits has another shape
+        num_active_experts = getattr(config, "num_experts_per_tok", None) or 1
+        count = sum(each[0].numel() * num_active_experts for each in decoder.parameters() if each.ndim == 3)
+        linear = (each for each in decoder.modules() if isinstance(each, nn.Linear))
+        count += sum(each.in_features * each.out_features for each in linear)
+        count += sum(each.weight.numel() for each in decoder.modules() if isinstance(each, Conv1D))
+        per_token = 2 * count
         per_token += attention * sum(getattr(layer, "sliding_window", 0) for layer in layers)
         per_pair = attention * sum(type(layer) is DynamicLayer for layer in layers)
         projections = 2 * len(layers) * config.hidden_size * (num_heads + 2 * num_key_heads) * head_dim
-        return cls(float(per_token), float(per_pair), 0.0, triangle, min(projections / per_token, 1.0))
+        return cls(float(per_token), float(per_pair), projection_share=min(projections / per_token, 1.0))
 
 
 def bytes_of_token(model: PreTrainedModel | PreTrainedConfig, dtype: torch.dtype) -> int:
@@ -178,18 +175,10 @@ def bytes_of_token(model: PreTrainedModel | PreTrainedConfig, dtype: torch.dtype
 
 
 def _heads(config: Any) -> tuple[int, int, int]:
-    """Reads the numbers of query heads and of key heads, and the head dimension."""
+    """Numbers of query heads and of key heads, and the head dimension."""
     num_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     return num_heads, getattr(config, "num_key_value_heads", None) or num_heads, head_dim
-
-
-def _count_linear_weights(decoder: nn.Module, num_active_experts: int) -> int:
-    """Counts the weights that every token is multiplied with."""
-    # Experts are `[experts, ., .]`; the weight of a linear layer that is packed in a few bits has another shape
-    count = sum(each[0].numel() * num_active_experts for each in decoder.parameters() if each.ndim == 3)
-    count += sum(each.in_features * each.out_features for each in decoder.modules() if isinstance(each, nn.Linear))
-    return count + sum(each.weight.numel() for each in decoder.modules() if isinstance(each, Conv1D))
 
 
 def _least_squares(columns: Array) -> list[float]:
@@ -213,11 +202,9 @@ def _least_squares(columns: Array) -> list[float]:
 
 def predict_ttft(lengths: ArrayLike, cost: CostModel, link: Link, bytes_per_token: float, num_layers: int) -> Array:
     """
-    Simulates the seconds until the last of a chain of ranks has the last token's hidden state.
-
-    In every layer a rank projects the keys and values of its slice, waits for those of everything before it, sends
-    both on, one message at a time, and attends meanwhile. `lengths` `[..., num_ranks]` are tokens of each rank's
-    slice, first rank first, `bytes_per_token` those of one layer, see `bytes_of_token`; returned are `[...]`.
+    Simulates the seconds `[...]` until the last of a chain of ranks has the last token's hidden state, for slices
+    `[..., num_ranks]`: in every layer a rank projects its slice, waits for the states of everything before it, sends
+    both on, one message at a time, and attends meanwhile. For `bytes_per_token`, of one layer, see `bytes_of_token`.
     """
     lengths = np.asarray(lengths, dtype=np.float64)
     num_ranks, ends = lengths.shape[-1], lengths.cumsum(axis=-1)
@@ -258,7 +245,7 @@ class TableEntry:
 
     def __post_init__(self) -> None:
         check_integer("length", self.length, 1)
-        object.__setattr__(self, "ratios", _checked_ratios("ratios", tuple(self.ratios)))
+        object.__setattr__(self, "ratios", _checked_ratios("ratios", self.ratios))
         if len(self.ratios) > self.length:
             raise ValueError(f"`ratios` are {len(self.ratios)}, more than the {self.length} tokens of `length`")
         check_number("seconds", self.seconds, above=0.0)
@@ -299,7 +286,6 @@ class PartitionTable:
         if longest > self.world_size:
             raise ValueError(f"`entries` cut a context into {longest} slices, but `world_size` is {self.world_size}")
         object.__setattr__(self, "entries", tuple(sorted(self.entries, key=lambda entry: entry.length)))
-        object.__setattr__(self, "timings", tuple(self.timings))
 
     def document(self) -> dict[str, Any]:
         """Returns what `save` writes, less its checksum."""
@@ -312,10 +298,8 @@ class PartitionTable:
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel, world_size: int) -> PartitionTable:
         """
-        Reads a table that `save` wrote, of the model that is to be prefilled by `world_size` ranks.
-
-        Raises:
-            ValueError: naming the file, if it is missing, damaged, or of another version, model or number of ranks.
+        Reads a table of `save`; one that is missing, damaged, or of another model or number of ranks is a
+        `ValueError`.
         """
         with refusals("partition", path):
             table = read_json_record(path, FORMAT, cls)
@@ -345,11 +329,8 @@ def resolve_partition(
     model: PreTrainedModel | PreTrainedConfig | None = None,
 ) -> Partition:
     """
-    Returns slice lengths from what a user gave: `"even"`; lengths that sum to `length`; ratios that sum to 1; a
-    look-up table; `"planned"` or nothing for `planned` by the shapes of `model`. Of `num_ranks` some may get no slice.
-
-    Raises:
-        ValueError: if `partition` is none of these, does not fit `length` or has more slices than there are ranks.
+    Returns slice lengths, of some ranks none, from what a user gave: `"even"`, lengths, ratios, a table, or nothing
+    for `planned` by the shapes of `model`. What is none of these or does not fit is a `ValueError`.
     """
     _check_length(length, num_ranks)
     if partition is None or partition == "planned":
@@ -384,8 +365,8 @@ def even(length: int, num_ranks: int) -> Partition:
 
 def predicted(length: int, table: PartitionTable) -> Partition:
     """
-    Cuts slices by a look-up table: ratios interpolated linearly between the two nearest lengths. A length outside of
-    the table takes the ratios of its nearest; so does one between entries of different numbers of slices.
+    Interpolates a table's ratios linearly between the two nearest lengths, of equally many slices; else takes the
+    nearest.
     """
     place = float(np.interp(length, [entry.length for entry in table.entries], range(len(table.entries))))
     lower, upper = (table.entries[index].ratios for index in (math.floor(place), math.ceil(place)))
@@ -406,35 +387,23 @@ def planned(
     allow_fewer: bool = True,
 ) -> Partition:
     """
-    Cuts the slices that a cost model says are fastest.
-
-    Without a link: equal compute time for every rank. With one, `searched` moves their boundaries by the simulated
-    time to first token, for one rank more after the other until two in a row save nothing.
-
-    Args:
-        length (`int`), num_ranks (`int`): tokens of the prompt, and ranks there are.
-        cost (`CostModel`): compute of a slice.
-        link (`Link`, *optional*): between ranks; the two following options are needed with it.
-        bytes_per_token (`float`, *optional*), num_layers (`int`, *optional*): see `predict_ttft`.
-        allow_fewer (`bool`, *optional*, defaults to `True`): whether fewer ranks may be used, where that is faster.
-
-    Raises:
-        ValueError: if there are fewer tokens than ranks, or options are missing.
+    Cuts the slices that a cost model says are fastest: without a link those of equal compute; with one (then
+    `bytes_per_token` and `num_layers` are needed, see `predict_ttft`) `searched` moves their boundaries by the
+    simulated time to first token, for one rank more after the other, if `allow_fewer`, until two in a row save
+    nothing.
     """
     _check_length(length, num_ranks)
     if link is None:
         return _balanced(length, num_ranks, cost)
     if bytes_per_token is None or num_layers is None:
         raise ValueError("`link` needs `bytes_per_token` and `num_layers`: without them it has no time of transfers")
-
-    def predict(partitions: Sequence[Partition]) -> Array:
-        return predict_ttft(partitions, cost, link, bytes_per_token, num_layers)
-
+    predict = partial(predict_ttft, cost=cost, link=link, bytes_per_token=bytes_per_token, num_layers=num_layers)
     found: dict[Partition, float] = {}
     num_useless = 0
     for count in range(1 if allow_fewer else num_ranks, num_ranks + 1):
         before = min(found.values(), default=math.inf)
-        lengths, seconds = searched(_balanced(length, count, cost), predict, last_step=max(length // _FINEST, 1))
+        start = _balanced(length, count, cost)
+        lengths, seconds = searched(start, predict, last_step=max(length // _FINEST, 1))
         found[lengths] = seconds
         num_useless = 0 if seconds * (1 + _WORTH_A_RANK) < before else num_useless + 1
         if num_useless == 2:
@@ -454,10 +423,9 @@ def searched(
     Searches the paper's hierarchical grid for the fastest slices, and returns them with their seconds: never more, by
     what was measured, than those of the `start`.
 
-    In a level five values of every boundary are tried, a step apart; the next level has a quarter of the step and the
-    best so far in its middle. A level is repeated while it finds better. Of more than two boundaries two neighbouring
-    ones are moved at a time, and the others in proportion. `measure` takes partitions, none twice; steps, in tokens,
-    go by default from a quarter of an even slice to a 256th of all. A NaN that is measured is a `ValueError`.
+    In a level five values of every boundary are tried, a step of tokens apart; the next level has a quarter of the
+    step and the best so far in its middle. A level is repeated while it finds better. Of more than two boundaries two
+    neighbouring ones are moved at a time, the others in proportion. `measure` takes partitions, none twice.
     """
     best = _checked_lengths("start", tuple(start), sum(start))
     step = max(1, sum(start) // (_STEP_DIVISOR * len(best))) if first_step is None else first_step
@@ -495,19 +463,18 @@ def _grid(step: int, boundaries: tuple[int, ...], middle: Partition) -> Iterator
 
 
 def _balanced(length: int, num_ranks: int, cost: CostModel) -> Partition:
-    """Cuts slices of equal, least seconds by bisection."""
 
-    def cut(seconds: float) -> list[float]:
-        ends = [0.0]
-        for _ in range(num_ranks):
-            ends.append(ends[-1] + cost.length_within(seconds, ends[-1]))
-        return ends[1:]
+    def cut(seconds: float) -> Array:
+        ends = itertools.accumulate(
+            range(num_ranks), lambda end, _: end + cost.length_within(seconds, end), initial=0.0
+        )
+        return np.array([*ends][1:])
 
     least, enough = 0.0, cost.seconds(float(length), 0.0)
     for _ in range(_BISECTIONS):
         middle = (least + enough) / 2
         least, enough = (middle, enough) if cut(middle)[-1] < length else (least, middle)
-    ends = np.array(cut(enough))
+    ends = cut(enough)
     # All within rounding of `length` but where one rank alone already is enough
     return _rounded(ends * length / ends[-1])
 

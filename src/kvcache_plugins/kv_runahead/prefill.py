@@ -150,7 +150,7 @@ def runahead_generate(
 
 @dataclass(slots=True)
 class Part:
-    """One rank's part in a prefill: the user's cache on the last rank, no `chain` where one rank prefills alone."""
+    """Runs one rank's part: the user's cache on the last rank, no `chain` where one rank prefills alone."""
 
     model: PreTrainedModel
     input_ids: torch.Tensor
@@ -214,7 +214,9 @@ def take_part(
     is_last = rank == size - 1
     layouts: list[MessageLayout] = []
     try:
-        _check_prompt(model, input_ids, attention_mask, hop_nbits)
+        _check_prompt(model, input_ids, attention_mask)
+        if hop_nbits is not None and hop_nbits not in HOP_NBITS:
+            raise ValueError(f"`hop_nbits` has to be one of {HOP_NBITS} or `None` but is {hop_nbits}")
         most = size if partition is not None else max(min(size, input_ids.shape[1] // _MIN_SLICE), 1)
         slices = resolve_partition(partition, input_ids.shape[1], most, model=model)
         layouts = [replace(layout, nbits=hop_nbits) for layout in message_layouts(model)]
@@ -240,10 +242,7 @@ def take_part(
     return part
 
 
-def _check_prompt(
-    model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, hop_nbits: int | None
-) -> None:
-    """Raises a `ValueError` for what no rank could prefill."""
+def _check_prompt(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
     if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
         raise ValueError(f"`model` has to be a decoder of Transformers but is a {type(model).__name__}")
     if (getattr(model, "tp_size", None) or 1) > 1:
@@ -254,8 +253,6 @@ def _check_prompt(
         raise ValueError(
             f"`input_ids` has to be of shape [batch_size, length], both at least 1, but is {tuple(input_ids.shape)}"
         )
-    if hop_nbits is not None and hop_nbits not in HOP_NBITS:
-        raise ValueError(f"`hop_nbits` has to be one of {HOP_NBITS} or `None` but is {hop_nbits}")
     if attention_mask is None:
         return
     if attention_mask.shape != input_ids.shape:

@@ -1,11 +1,10 @@
 """A rank and its two neighbours: what goes from rank to rank, and what is said where one of them fails.
 
-Point to point, and never a collective between the layers: a rank waits for nobody but the one before it. Receives are
-posted some layers ahead; sends are not waited for, and what is sent is kept until it is gone. The one collective of a
-prefill comes before any layer: all ranks compare how they were called, so that all of them raise, or none.
+A rank waits for nobody but the one before it. Receives are posted some layers ahead; what is sent is kept until it is
+gone. The one collective of a prefill comes before any layer: all ranks compare how they were called.
 
-A rank that fails writes why into the store of the process group, if that outlives it, and a rank further down the
-chain reads it. Every communication goes through `guarded`, so that whatever ends it is one kind of error.
+A rank that fails writes why into the store of the process group, and a rank further down the chain reads it. Every
+communication goes through `guarded`, so that whatever ends it is one kind of error.
 """
 
 import hashlib
@@ -93,10 +92,7 @@ def digest(*tensors: torch.Tensor | None) -> str:
 
 
 def agree(description: Description, group: dist.ProcessGroup | None, failures: FailureReports) -> None:
-    """
-    Compares how all ranks of a group were called. On every rank it is a `ValueError`, naming the rank, if one of them
-    cannot take part or differs from the first, and a `RunaheadError` if one does not answer.
-    """
+    """Compares how all ranks were called; a rank that differs or cannot take part is a `ValueError` on every rank."""
     described: list[Any] = [None] * dist.get_world_size(group)
     failures.guarded(
         lambda: dist.all_gather_object(described, description, group=group), "another rank", "before layer 0"
@@ -116,8 +112,7 @@ def agree(description: Description, group: dist.ProcessGroup | None, failures: F
 
 class Neighbours:
     """
-    A rank's two neighbours among those of a group from `first` to its last, in the prefill number `run`; with bytes
-    that went over the two links, and seconds that the host waited for what was to come (on GPUs it does not wait).
+    Sends to and receives from the ranks beside this one in the prefill number `run`, and counts bytes and waiting.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, first: int, run: int):
@@ -164,8 +159,8 @@ class Neighbours:
         return tensor
 
     def _begin(self, start: Callable[..., Any], tensor: torch.Tensor, neighbour: int | None, layer_idx: int) -> Any:
-        """Starts to send or to receive; point-to-point calls want the rank in the whole world."""
         assert neighbour is not None, "there is such a neighbour"
+        # Point-to-point calls want the rank in the whole world
         other = neighbour if self.group is None else dist.get_global_rank(self.group, neighbour)
         return self._guarded(layer_idx, neighbour, lambda: start(tensor, other, group=self.group, tag=layer_idx))
 

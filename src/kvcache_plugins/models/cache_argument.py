@@ -18,8 +18,7 @@ CACHE_NAMES = ("cache", _OLD_NAME)
 
 def as_argument(cache: Cache, function: Callable[..., Any] | None = None) -> dict[str, Cache]:
     """
-    Names a cache as the installed release of Transformers does, to be passed on by `**`, or as the function does that
-    it is passed to, which may be older code of a model's own repository.
+    Names a cache, for `**`, as the installed Transformers does, or the function that it is passed to, perhaps older.
     """
     is_old = function is not None and _OLD_NAME in inspect.signature(function).parameters
     return {"cache" if IS_RENAMED and not is_old else _OLD_NAME: cache}

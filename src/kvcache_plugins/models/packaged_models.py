@@ -9,10 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackagedModel:
-    """
-    A model that a package of the registry carries as a GGUF file, whole (`file_name`) or in parts (`None`), and the
-    oldest release of Transformers that reads it rightly.
-    """
+    """Names a package's GGUF file, whole or in parts (`None`), and the oldest Transformers that reads it rightly."""
 
     distribution: str
     module: str

@@ -190,7 +190,6 @@ def _locked(path: Path, name: str) -> Iterator[None]:
 
 
 def _convert(packaged: PackagedModel, folder: Path) -> None:
-    """Writes the packaged model and its tokenizer into `folder` as `from_pretrained` reads them."""
     scratch = folder / "scratch"
     scratch.mkdir(parents=True)
     file = packaged.locate_gguf(scratch)

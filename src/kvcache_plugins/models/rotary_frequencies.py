@@ -13,8 +13,7 @@ _STATIC_TYPES = {"linear", "llama3", "yarn", "proportional"}
 
 def rotary_frequencies(config: PreTrainedConfig, layer_idx: int) -> tuple[float, ...] | None:
     """
-    Tells the radians a token of every pair of channels that a layer rotates, from the config of the model's decoder;
-    `None` where the config has none or they depend on the length of the text.
+    Tells the radians a token of every pair of channels that a layer rotates; `None` if none or not known beforehand.
     """
     config = layer_config(config, layer_idx)
     parameters, layer_type = getattr(config, "rope_parameters", None), None

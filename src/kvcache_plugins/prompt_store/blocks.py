@@ -52,8 +52,8 @@ _NO_COUNTERS: dict[str, int] = {}
 
 def block_length(config: GEARConfig | TransformConfig, least: int) -> int:
     """
-    Returns the tokens of a block under the options of a cache: `least`, or as many more as it takes for a block to be
-    compressed as a prompt and to be whole groups, so that nothing of it waits for the next one.
+    Returns the least tokens that make a block whole groups, compressed as a prompt, of which nothing waits for the
+    next.
     """
     least = max(least, config.shortest_prompt, _PROMPT_FACTOR * config.residual_length)
     group = config.token_group if isinstance(config, GEARConfig) else 1
@@ -85,9 +85,8 @@ def next_key(previous: str, token_ids: Sequence[int]) -> str:
 @dataclass(frozen=True, kw_only=True)
 class BlockHeader:
     """
-    What is said of a block: the name of the one before it, or of the prompt's root, where it starts, its tokens; and
-    what the model was called, and the cache's options. The file's name follows from the first three, so a file that
-    was damaged, renamed or put there by somebody else is found out, whatever its checksum says of it.
+    Describes a block: its previous one's or the root's name, start, tokens, model and options. The file's name follows
+    from the first three, so a damaged, renamed or foreign file is found out whatever its checksum says.
     """
 
     previous: str
@@ -120,13 +119,8 @@ def read_block(path: Path) -> PromptBlock:
 
 class BlockRecord:
     """
-    Which blocks a cache was fed one by one, and what layers of sliding windows held at their ends, as these forget.
-
-    Attributes:
-        length (`int`): tokens of a block; 0 if nothing is recorded.
-        num_blocks (`int`): whole blocks that the cache begins with, each fed by a forward of its own or loaded.
-        windows (`dict[int, dict[int, DenseState]]`): by block and layer, the newest tokens at the block's end.
-        store (`object`), root (`str`), lease (`Lease`, *optional*): who made the cache, and with them its blocks.
+    Records the `num_blocks` blocks of `length` tokens that a cache was fed one by one, and by block and layer the
+    `windows` that sliding layers held at their ends; `store`, `root` and `lease` are of who made the cache.
     """
 
     def __init__(self, length: int = 0):
@@ -153,29 +147,16 @@ class BlockRecord:
         """Notes what sliding windows hold, if a block ends here: their tensors are replaced, never written to."""
         if not self.num_blocks or held != self.num_blocks * self.length:
             return
-        self.windows[self.num_blocks - 1] = {
-            index: DenseState(held, *(_newest(states, self.length, layer) for states in (layer.keys, layer.values)))
-            for index, layer in enumerate(layers)
-            if isinstance(layer, DynamicSlidingWindowLayer) and layer.keys is not None
-        }
-
-    def can_cut(self, layers: list[Any], number: int) -> bool:
-        """Whether all layers still know what they held at a block's end."""
-        return number in self.windows or not any(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers)
-
-
-def _newest(states: torch.Tensor | None, length: int, layer: DynamicSlidingWindowLayer) -> torch.Tensor:
-    """The newest tokens of a block that its end can still see."""
-    assert states is not None
-    return states[:, :, -min(length, layer.sliding_window - 1) :]
+        noted = self.windows[self.num_blocks - 1] = {}
+        for index, layer in enumerate(layers):
+            if isinstance(layer, DynamicSlidingWindowLayer) and layer.keys is not None and layer.values is not None:
+                # The newest tokens, that the block's end can still see
+                newest = slice(-min(self.length, layer.sliding_window - 1), None)
+                noted[index] = DenseState(held, layer.keys[:, :, newest], layer.values[:, :, newest])
 
 
 class PromptCache(GEARCache):
-    """
-    A `GEARCache` of a prompt in blocks, as a `PromptStore` makes it, with a `record` of those that it was fed; its
-    `record.length` is how many tokens a block has. A `ValueError` refuses models whose layers hold more than keys and
-    values.
-    """
+    """Holds a prompt in blocks, and a `record` of them; a `ValueError` for layers of more than keys and values."""
 
     def __init__(self, model: PreTrainedModel, **options: Any):
         self.record = BlockRecord()
@@ -198,8 +179,7 @@ class PromptCache(GEARCache):
 
     def cut(self, keys: Sequence[str], numbers: Sequence[int], token_ids: Sequence[int]) -> dict[int, PromptBlock]:
         """
-        Cuts out some blocks of a prompt's tokens by number, with its `prompt_keys`; tensors are views of its own where
-        they can be. A `ValueError` says that it was not fed these blocks one by one.
+        Cuts some blocks of a prompt out by number, as views where they can be; a `ValueError` if it was not fed them.
         """
         states = [state_of(layer, index) for index, layer in enumerate(self.layers)]
         length, options, blocks = self.record.length, self.gear_config.to_options(), {}
@@ -218,8 +198,7 @@ class PromptCache(GEARCache):
 
     def fill(self, blocks: Sequence[PromptBlock], device: torch.device) -> None:
         """
-        Takes over, while it is empty, what consecutive blocks from the first on have added to a cache. A `ValueError`
-        says that no cache of these options can be like that.
+        Takes over consecutive blocks from the first on, while empty; a `ValueError` if no such cache can be like that.
         """
         num_tokens, states = len(blocks) * self.record.length, []
         for index, layer in enumerate(self.layers):
@@ -300,7 +279,6 @@ def _join(states: Sequence[LayerState], num_tokens: int, counter_names: Sequence
 
 
 def _join_dense(states: Sequence[DenseState], num_tokens: int, most: int) -> DenseState:
-    """Keys and values of the newest tokens, `most` at most."""
     first = len(states) - 1
     while first > 0 and sum(state.keys.shape[2] for state in states[first:]) < most:
         first -= 1
@@ -309,7 +287,6 @@ def _join_dense(states: Sequence[DenseState], num_tokens: int, most: int) -> Den
 
 
 def _cat(states: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """States `[1, heads, tokens, any]` one behind the other."""
     given = [each for each in states if each is not None]
     shapes = {(each.dtype, each.dim(), *each.shape[:2], *each.shape[3:]) for each in given}
     if len(given) < len(states) or len(shapes) != 1 or given[0].dim() != 4:

@@ -33,15 +33,7 @@ class StoredFile(NamedTuple):
 
 
 class StoreFolder:
-    """
-    Files of blocks by name.
-
-    Args:
-        path (`Path`): the folder; is made, for its owner alone, if it is not there.
-
-    Raises:
-        ValueError: if there cannot be a folder.
-    """
+    """Keeps files of blocks by name in a folder, made for its owner alone; a `ValueError` if it cannot be made."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -65,10 +57,6 @@ class StoreFolder:
         finally:
             os.close(descriptor)
 
-    def num_known(self, keys: Sequence[str]) -> int:
-        """How many of a prompt's first blocks are there."""
-        return next((number for number, key in enumerate(keys) if not self.path_of(key).exists()), len(keys))
-
     def touch(self, keys: Sequence[str]) -> None:
         """Notes that a prompt's blocks are used, the first of them as the last."""
         now = time.time_ns()
@@ -87,8 +75,7 @@ class StoreFolder:
 
     def make_room(self, num_bytes: int, max_bytes: int, kept: Iterable[str]) -> bool:
         """
-        Removes the least recently used blocks, where it is locked for writing, until `num_bytes` more are not above
-        `max_bytes`; but none that is in use or among the names `kept`. Returns whether there is room.
+        Removes least recently used blocks, none in use or `kept`, until `num_bytes` more fit; returns whether they do.
         """
         files = self.files()
         too_many = sum(file.num_bytes for file in files) + num_bytes - max_bytes
@@ -114,7 +101,6 @@ class StoreFolder:
         return Lease(self.path / "leases" / secrets.token_hex(8), keys)
 
     def _leased(self) -> set[str]:
-        """Names of blocks that are in use. Leases of processes that have ended are removed."""
         names: set[str] = set()
         for path in (self.path / "leases").iterdir():
             with suppress(FileNotFoundError), open(path, "rb") as file:
@@ -123,6 +109,7 @@ class StoreFolder:
                 except BlockingIOError:
                     names.update(file.read().decode("ascii", errors="replace").split())
                 else:
+                    # Of a process that has ended
                     path.unlink(missing_ok=True)
         return names
 

@@ -16,9 +16,8 @@ from .folder import StoredFile, StoreFolder
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptPrompt:
     """
-    A prompt of which no longer one is there, by the name of its last block: how long it is, how many of its blocks
-    are missing (what follows them cannot be loaded), bytes of its files, some of which other prompts may share, and
-    when it was used last, in seconds since 1970.
+    Lists a prompt by its last block: `num_missing` of its blocks are gone, so what follows cannot be loaded; some of
+    its bytes other prompts may share; `used_at` is in seconds since 1970.
     """
 
     key: str

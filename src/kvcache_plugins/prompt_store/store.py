@@ -7,6 +7,7 @@ written is not kept, and a warning says so.
 from __future__ import annotations
 
 import inspect
+import itertools
 import time
 import weakref
 from contextlib import suppress
@@ -176,11 +177,10 @@ class PromptStore:
             )
         keys = prompt_keys(record.root, token_ids[: num_fed * length], length)
         record.note_windows(cache.layers, cache.get_seq_length())
-        missing = [
-            number
-            for number, key in enumerate(keys[1:])
-            if not self._files.path_of(key).exists() and record.can_cut(cache.layers, number)
-        ]
+        missing = [number for number, key in enumerate(keys[1:]) if not self._files.path_of(key).exists()]
+        if any(cache.is_sliding):
+            # Windows that nobody noted have forgotten what they held
+            missing = [number for number in missing if number in record.windows]
         blocks = cache.cut(keys, missing, token_ids)
         record.windows.clear()
         return self._write(keys[1:], blocks, record.lease) if blocks else 0
@@ -257,7 +257,7 @@ class PromptStore:
         lease, damage = None, None
         try:
             with self._files.locked():
-                known = keys[: self._files.num_known(keys)]
+                known = list(itertools.takewhile(lambda key: self._files.path_of(key).exists(), keys))
                 # Without room for a lease: blocks may go, once they are loaded
                 with suppress(OSError):
                     lease = self._files.lease(known)
@@ -316,8 +316,8 @@ class PromptStore:
 
     def _warn_once(self, reason: str) -> None:
         if not self._has_warned:
-            self._has_warned = True
             warn_user(reason)
+        self._has_warned = True
 
     def _empty_cache(self, model: PreTrainedModel, cache: str | GEARCache, options: dict[str, object]) -> PromptCache:
         found: Cache | str = cache
@@ -366,7 +366,6 @@ def _token_ids(input_ids: torch.Tensor) -> list[int]:
 
 
 def _check_inputs(model_kwargs: dict[str, Any]) -> None:
-    """Raises a `ValueError` if anything but the tokens decides on states."""
     given, mask = find_cache(model_kwargs), model_kwargs.get("attention_mask")
     if isinstance(given, Cache) and given.get_seq_length():
         raise ValueError("`past_key_values` holds tokens, but the store makes the cache: leave it out")

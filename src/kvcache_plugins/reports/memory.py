@@ -153,10 +153,7 @@ _NOT_HELD = (torch.nn.Module, type, str, bytes, int, float, complex, torch.dtype
 
 
 def reachable_tensors(value: object) -> Iterator[torch.Tensor]:
-    """
-    Yields every tensor that holds data and can be reached from `value` through attributes, slots, items, closures and
-    tensor subclasses, once each; modules are not entered.
-    """
+    """Yields every tensor with data that can be reached from `value`, once each; modules are not entered."""
     # Kept alive, so that no other object can get the same id
     seen: dict[int, object] = {}
     stack = [value]
@@ -212,14 +209,7 @@ def _quantized_numel_per_token(states: torch.Tensor | tuple[Any, ...]) -> int:
 
 
 def render_memory(title: str, report: MemoryReport, counters: Mapping[str, StatValue] | None = None) -> str:
-    """
-    HTML of what a cache holds, well-formed as XML too.
-
-    Args:
-        title (`str`): What it is of. All names are escaped.
-        report (`MemoryReport`): Bytes; parts that hold nothing are left out.
-        counters (`Mapping`, *optional*): What the cache did, and how it was chosen: its `stats()`.
-    """
+    """Renders HTML, well-formed as XML too, of what a cache holds and of its `stats()`; all names are escaped."""
     held, total = {part: size for part, size in report.parts.items() if size}, report.total_bytes
     lines = [f"<b>{escape(title)}</b>: holds nothing yet"]
     if held:

@@ -75,8 +75,7 @@ class Departures:
 
 class CachingManager(GenerateManager):  # type: ignore[misc]
     """
-    Answers one request after the other, on Transformers' thread for inference, each with a cache of its own, in a
-    store where there is one. A `ValueError` if there is no such cache of this model, or none that can be stored.
+    Answers one request after the other, each with a cache of its own; a `ValueError` if there is none of this model.
     """
 
     def __init__(self, model: PreTrainedModel, cache: str, store: PromptStore | None, say: Say) -> None:

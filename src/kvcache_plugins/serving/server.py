@@ -31,37 +31,20 @@ _GRACE_S = 10
 
 
 class _Parts(Serve):  # type: ignore[misc]
-    """Makes all that Transformers' server is made of, and starts nothing."""
-
     def start_server(self) -> None:
         """Leaves the start to whoever has made it."""
 
 
 class CacheServer:
     """
-    Serves a model as OpenAI's API does, by Transformers' server, with a cache of the registry for each request.
+    Serves a model, by the `name` that clients call it, as OpenAI's API does, by Transformers' server, with a cache of
+    the registry for each request; or, with `continuous_batching`, from coded pages: `text` makes tables for caches
+    without a calibration, `temperature` is of all requests, `num_blocks` dense blocks of 256 tokens say how many bytes
+    pages have, and `max_batch_tokens` are those of a pass. In the folder `store` prompts and answers are kept. `url`
+    is what clients take for their `base_url`, and `say` takes a line for each request.
 
-    Args:
-        name (`str`): `smollm2`, `gemma3-270m`, a folder or a hub name; what clients call the model.
-        cache (`str`, *optional*, defaults to `"gear"`): a name of `list_caches()`, or `name:key=value,key=value`.
-        store (`Path`, *optional*): a folder where prompts and answers are kept, over requests and processes.
-        continuous_batching (`bool`, *optional*, defaults to `False`): answers requests together, from coded pages.
-        text (`str`, *optional*): with continuous batching, what tables are made of for caches without a calibration.
-        temperature (`float`, *optional*): with continuous batching, of all requests; 0 for the likeliest token.
-        num_blocks (`int`, *optional*): with continuous batching, dense blocks of 256 tokens whose bytes pages have.
-        max_batch_tokens (`int`, *optional*): with continuous batching, tokens of a pass.
-        host (`str`, *optional*, defaults to `"127.0.0.1"`), port (`int`, *optional*, defaults to 8000): where it
-            listens; 0 is any port that is free.
-        device (`str`, *optional*, defaults to `"auto"`), dtype (`str`, *optional*, defaults to `"auto"`): the model's.
-        say (`Callable`, *optional*): takes a line for each request.
-
-    Attributes:
-        url (`str`): what clients take for their `base_url`.
-
-    Raises:
-        ImportError: if packages of the extra `serving` are missing, or this release of Transformers is not known.
-        ValueError: if the model is none that writes text, or an option is none of the accepted values.
-        OSError: if the port is taken.
+    A `ValueError` refuses models that write no text and options, an `ImportError` packages or a release of
+    Transformers, an `OSError` a port that is taken.
     """
 
     def __init__(
