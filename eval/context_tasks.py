@@ -175,7 +175,9 @@ def make_sample(
     to 1, on: as many whole lines as `scored` tokens hold, one at least. Tasks of which nothing is so short, or that
     are none of `TASKS`, `LONG_ANSWERS` and `chain_of_thought`, which needs `rows`, are a `ValueError`.
     """
-    known = {**TASKS, **LONG_ANSWERS, **({"chain_of_thought": partial(make_chain_of_thought, rows)} if rows else {})}
+    known: dict[str, Callable[[random.Random, int], _Made]] = TASKS | LONG_ANSWERS
+    if rows:
+        known["chain_of_thought"] = partial(make_chain_of_thought, rows)
     if task not in known:
         raise ValueError(f"`{task}` is no task; there are {', '.join(known)}, with `data_file` `chain_of_thought`")
 
