@@ -223,14 +223,14 @@ def test_tokens_that_cannot_be_stored_are_refused_where_all_else_is_prepared(num
         attend(layer, *tokens(1, torch.float32))
     assert layer._prepared.coding is not None
     length = layer.blocks[-1].length
-    held = [tensor[:, :, :length].clone() for tensor in layer.blocks[-1].tensors()]
+    held = [side[:, :, :length].clone() for side in (layer.blocks[-1].keys, layer.blocks[-1].values)]
     query, keys, values = tokens(1, torch.float32)
     values[0, 1, 0, 3] = number
     attend(layer, query, keys, values)
     with pytest.raises(ValueError, match="layer 0: "):
         for _ in range(10):
             attend(layer, *tokens(1, torch.float32))
-    now = [tensor[:, :, :length] for tensor in layer.blocks[-1].tensors()]
+    now = [side[:, :, :length] for side in (layer.blocks[-1].keys, layer.blocks[-1].values)]
     assert all(map(torch.equal, held, now))
     layer.crop(-layer.buffer.length)
     for _ in range(10):

@@ -184,9 +184,6 @@ class RunaheadLayer(LazyLayer):
     def lazy_length(self) -> int:
         return self._slice.num_tokens
 
-    def get_seq_length(self) -> int:
-        return self._length
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self._is_lazy:
             return query_length, self._length

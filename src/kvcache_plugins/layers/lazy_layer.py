@@ -292,7 +292,7 @@ class LazyLayer(CacheLayerMixin):
 
     def lazy_length(self) -> int:
         """Tokens that the newest lazy states report; older ones, of before a `crop`, report others."""
-        return self._length if self.sliding_window is None else self._length - self._first_visible
+        return self.get_seq_length() if self.sliding_window is None else self._length - self._first_visible
 
     def take_prompt(self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor | None) -> None:
         """Stores a first prompt that was attended to elsewhere, and its padding `[batch_size]`."""

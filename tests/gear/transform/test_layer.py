@@ -231,7 +231,7 @@ def test_dense_states_are_the_same_tile_by_tile(monkeypatch):
     feed(layer, *states(2, 300), padding=[0, 37])
     feed(layer, *states(2, 1), padding=[0, 37])
     whole = [layer.materialize(side) for side in ("keys", "values")]
-    monkeypatch.setattr("kvcache_plugins.layers.packing.TILE_TOKENS", 64)
+    monkeypatch.setattr("kvcache_plugins.codecs.parts.TILE_TOKENS", 64)
     for dense, side in zip(whole, ("keys", "values"), strict=True):
         torch.testing.assert_close(layer.materialize(side), dense, atol=1e-5, rtol=0)
 
