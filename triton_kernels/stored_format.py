@@ -1,4 +1,4 @@
-"""What is stored, without Triton: constants, which tests compare with those in C, and tensors that codecs make and
+"""Stored codes and rows, without Triton: constants, which tests compare with those in C, and tensors that codecs make and
 kernels read.
 
 Legend: B batch, H key/value heads, M chunks, L tokens a chunk, D head dim, P bytes of a token's codes, La tokens that

@@ -89,7 +89,7 @@ def read_keys() -> torch.Tensor:
 
 
 def draw_gear_parts(keys: torch.Tensor) -> Figure:
-    """What is missing of one head's keys after each part of GEAR at 2 bits."""
+    """Draws the part of one head's keys that is missing after each part of GEAR at 2 bits."""
     steps = {
         "2-bit codes": {"rank": 0, "sparsity": 0.0},
         "+ low rank 4": {"rank": 4, "sparsity": 0.0},
@@ -174,7 +174,7 @@ def box(axes: Axes, left: float, bottom: float, width: float, text: str, colour:
 
 
 def draw_infinigen_rules() -> Figure:
-    """What rules of choosing fetch, and how far from the dense cache they end, from the measured table."""
+    """Draws the bytes that rules of choosing fetch beside their KL to the dense cache, from the measured table."""
     figure = Figure(figsize=(6.4, 3.4), layout="constrained")
     axes = figure.subplots()
     groups = {"min_weight": BLUE, "share": GREEN, "alpha": ORANGE, "mass": PINK}
