@@ -1,5 +1,4 @@
-"""Stored codes and rows, without Triton: constants, which tests compare with those in C, and tensors that codecs make and
-kernels read.
+"""Stored codes and rows, without Triton: constants, which tests compare with those in C, and the tensors of codecs.
 
 Legend: B batch, H key/value heads, M chunks, L tokens a chunk, D head dim, P bytes of a token's codes, La tokens that
 the low rank covers, R rank, N outliers of a chunk or blocks of eight numbers, K numbers of a token that are coded.
