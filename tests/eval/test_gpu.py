@@ -183,7 +183,7 @@ def test_the_tests_that_are_run_are_there():
     assert all((root / path).is_file() for path in gpu.TESTS)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the error of a machine without CUDA")
 def test_a_whole_run_wants_a_gpu(tmp_path):
     with pytest.raises(ValueError, match="no CUDA device"):
         gpu.run_on_gpu(out=tmp_path)

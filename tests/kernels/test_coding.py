@@ -18,7 +18,7 @@ from kvcache_plugins.kernels.attention import prepare_coding
 from .kernel_cases import basis_table, make_layout
 
 
-pytestmark = pytest.mark.skipif(library.why_missing() is not None, reason="no C kernels")
+pytestmark = pytest.mark.skipif(library.why_missing() is not None, reason=library.why_missing() or "")
 HEAD_DIMS = (1, 20, 33, 64, 128, 300)
 FREQUENCIES = tuple((10000.0 ** -(torch.arange(16) / 16)).tolist())
 LAYOUT = candidate_layouts(FREQUENCIES, 48)[0]
