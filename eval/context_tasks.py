@@ -143,11 +143,9 @@ def make_states(draw: random.Random, size: int) -> _Made:
 
 def make_chain_of_thought(rows: Sequence[Mapping[str, str]], draw: random.Random, size: int) -> _Made:
     """Makes worked examples out of rows with `question` and `answer`, GSM8K's, and asks for the last one's answer."""
-    chosen = draw.sample(rows, min(size, len(rows)))
-    *examples, last = (f"Question: {row['question']}\nAnswer: " for row in chosen)
-    answers = [f"{row['answer']}\n" for row in chosen]
-    shown = "".join(f"{question}{answer}\n" for question, answer in zip(examples, answers, strict=False))
-    return shown + last, answers[-1].splitlines(keepends=True)
+    *examples, last = draw.sample(rows, min(size, len(rows)))
+    shown = "".join(f"Question: {row['question']}\nAnswer: {row['answer']}\n\n" for row in examples)
+    return f"{shown}Question: {last['question']}\nAnswer: ", f"{last['answer']}\n".splitlines(keepends=True)
 
 
 TASKS: dict[str, Callable[[random.Random, int], _Made]] = {

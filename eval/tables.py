@@ -249,20 +249,24 @@ def render_perplexity(rows: Rows, *before: Column) -> str:
 
 def render_shapes(rows: Rows) -> str:
     """Renders how many times as fast steps are by context, a line for each batch size and dtype, over all else."""
-    pairs = [row for row in rows if row["cache"] != REFERENCE]
-    contexts = sorted({row["context"] for row in pairs})
-    lines = []
-    for cache, batch, dtype in sorted({(row["cache"], row["batch_size"], row["dtype"]) for row in pairs}):
-        own = [row for row in pairs if (row["cache"], row["batch_size"], row["dtype"]) == (cache, batch, dtype)]
-        cells = []
-        for context in contexts:
-            speeds = sorted(row["speed_against_first"] for row in own if row["context"] == context)
-            cells.append(f"{statistics.median(speeds):.2f} ({speeds[0]:.2f} to {speeds[-1]:.2f})" if speeds else "-")
-        lines.append([f"`{cache}`", str(batch), dtype, *cells])
-    speeds = [row["speed_against_first"] for row in pairs]
-    below = ", ".join(f"{sum(each < limit for each in speeds)} are below {limit}" for limit in (0.95, 0.98))
+    speeds: dict[tuple[str, int, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if row["cache"] != REFERENCE:
+            own = speeds[row["cache"], row["batch_size"], row["dtype"]]
+            own[row["context"]].append(row["speed_against_first"])
+    contexts = sorted({row["context"] for row in rows})
+
+    def cell(found: list[float]) -> str:
+        return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})" if found else "-"
+
+    lines = [
+        [f"`{cache}`", str(batch), dtype, *(cell(own[each]) for each in contexts)]
+        for (cache, batch, dtype), own in sorted(speeds.items())
+    ]
+    every = [speed for own in speeds.values() for found in own.values() for speed in found]
+    below = ", ".join(f"{sum(each < limit for each in every)} are below {limit}" for limit in (0.95, 0.98))
     head = ["cache", "batch", "dtype", *(f"{context} token{'s' * (context > 1)}" for context in contexts)]
-    return f"{make_markdown_table(head, lines)}\nOf {len(speeds)} {below}.\n"
+    return f"{make_markdown_table(head, lines)}\nOf {len(every)} {below}.\n"
 
 
 _STATUSES = ("works", "reads dense", "refuses", "fails")

@@ -58,7 +58,11 @@ def measure_tasks(
     last.
     """
     known = _dense.setdefault(model, {})
-    rows = [json.loads(each) for each in read_text(data_file, "data_file").splitlines()] if data_file else []
+    rows = [json.loads(line) for line in read_text(data_file, "data_file").splitlines() if line] if data_file else []
+
+    def count_tokens(text: str) -> int:
+        return len(tokenizer(text).input_ids)
+
     for spec, factory in cache_factories(caches, model).items():
         by_task: dict[str, dict[str, Any]] = {}
         fetched, share, steps = 0.0, 0.0, 0
@@ -66,7 +70,6 @@ def measure_tasks(
             own: list[dict[str, float]] = []
             for index in range(samples):
                 place = (index + 0.5) / samples if start is None else start
-                count_tokens = lambda text: len(tokenizer(text).input_ids)  # noqa: E731
                 sample = make_sample(task, count_tokens, length, scored, place, index, rows)
                 prompt = tokenizer(sample.context).input_ids
                 ids = tuple(prompt), tuple(tokenizer(sample.answer, add_special_tokens=False).input_ids)
@@ -77,9 +80,9 @@ def measure_tasks(
                     known[ids] = logits if spec == REFERENCE else decode_answer(model, ids, exact)
                 targets = torch.tensor(ids[1], device=logits.device)
                 score, right = score_logits(known[ids], logits, targets), logits.argmax(-1) == targets
-                own.append({"nll": score.nll, "kl": score.kl, "right": int(right.sum()), "exact": int(right.all())})
                 ends = [at for at, token in enumerate(ids[1], 1) if "\n" in tokenizer.decode([token])]
                 lines = [bool(right[slice(*each)].all()) for each in pairwise([0, *ends])]
+                own.append({"nll": score.nll, "kl": score.kl, "right": int(right.sum()), "exact": int(right.all())})
                 own[-1] |= {"num_scored": len(ids[1]), "prompt": len(prompt)}
                 own[-1] |= {"lines": sum(lines), "num_lines": len(lines)}
                 memory, stats = measure_memory(cache), cache_stats(cache)

@@ -168,7 +168,7 @@ class CodedRows(ScoringStates):
         """Returns all tokens, in the same object until they are others, or somewhere else."""
         assert self.sinks is not None
         padding, tokens = self.padding.counts, self._tokens
-        if tokens is None or tokens.sinks.first is not padding:
+        if tokens is None or tokens.sinks.first is not padding or tokens.pages is not pool.pages:
             sinks, positions = SinkStates(padding, *self.sinks), Positions(0, padding)
             self._tokens = tokens = RowTokens(self.rows["keys"], self.length, pool.pages, self.codec, positions, sinks)
         return tokens

@@ -171,8 +171,9 @@ class ModelMatchMixin(HybridLayersMixin):
         # A model that they are too many for leaves the last ones empty
         if not self._given:
             return
-        last, held = max(self._given), [getattr(layer, "_length", None) for layer in self.layers]
-        if held[last] and 0 in held[last + 1 :]:
+        last = max(self._given)
+        ours = (layer.get_seq_length() if isinstance(layer, LazyLayer) else None for layer in self.layers[last:])
+        if next(ours) and 0 in ours:
             raise ValueError(
                 f"the cache was made for a model of {len(self.layers)} layers, but the last forward had states for "
                 f"{last + 1} of them: it was another model's, or broke off; make {ANOTHER_PROMPT}"
