@@ -15,9 +15,7 @@ enum { PLANES = 3, FACTORS = 1024, ALL_CHANNELS = 1024 /* that an index of an ou
 
 INLINE f4 splat4(float x) { return x - (f4){0}; }
 INLINE vf codes_at(const uint8_t *p) {
-#if defined(KVC_IS_AVX512)
-    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
-#elif defined(KVC_IS_AVX2)
+#if defined(KVC_IS_AVX2)
     return (vf)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 #else
     uint8_t b __attribute__((vector_size(L)));
@@ -112,10 +110,7 @@ static void round_weights(const float *weights, Weights *to) {
 }
 /* L bytes of one token beside those of another, as words */
 INLINE vw bytes_side_by_side(const uint8_t *p, const uint8_t *q) {
-#if defined(KVC_IS_AVX512)
-    __m128i a = _mm_loadu_si128((const __m128i *)p), b = _mm_loadu_si128((const __m128i *)q);
-    return (vw)_mm512_cvtepu8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)));
-#elif defined(KVC_IS_AVX2)
+#if defined(KVC_IS_AVX2)
     __m128i a = _mm_loadl_epi64((const __m128i *)p), b = _mm_loadl_epi64((const __m128i *)q);
     return (vw)_mm256_cvtepu8_epi16(_mm_unpacklo_epi8(a, b));
 #elif defined(KVC_IS_NEON)
@@ -151,7 +146,7 @@ INLINE void add_fields(
             for (int r = 0; r < rows; r++) {
                 int32_t both;
                 if (!f || !is_one) memcpy(&both, by[f][r].words + t, sizeof both), pair[r] = (vi){0} + both;
-                own[f][r] += multiply_words(packed >> (int16_t)(p->bits * f) & mask, (vw)pair[r]);
+                own[f][r] = add_products_of_words(own[f][r], packed >> (int16_t)(p->bits * f) & mask, (vw)pair[r]);
             }
     }
     for (int f = 0; f < fields; f++)

@@ -7,6 +7,12 @@
    D channels, P bytes of a token, F fields of a byte: channel f P + j is in field f, lowest first, of byte j. WORDS bytes
    are unpacked at once; the last of a token's may not reach beyond it and so repeat some, for which queries are 0. */
 #pragma once
+/* With AVX-512, too, vectors of 256 bits: the codes of a head are often 8 or 16 bytes */
+#if defined(KVC_IS_AVX512)
+#undef KVC_IS_AVX512
+#define KVC_IS_AVX2 1
+#define KVC_HAS_VNNI 1
+#endif
 #include "scattered.h"
 
 enum { WORDS = 2 * L, MOST_WORDS = MOST_CHANNELS + 8 + 5 * WORDS };
@@ -21,23 +27,21 @@ typedef struct {
     float base[ROWS];               /* and that be added, for codes to count from half of the largest on */
 } Integers;
 
-INLINE vi multiply_words(vw a, vw b) {
-#if defined(KVC_IS_AVX512)
-    return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+/* Adds the products of words to sums, two neighbours each */
+INLINE vi add_products_of_words(vi sums, vw a, vw b) {
+#if defined(KVC_HAS_VNNI)
+    return (vi)_mm256_dpwssd_epi32((__m256i)sums, (__m256i)a, (__m256i)b);
 #elif defined(KVC_IS_AVX2)
-    return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+    return sums + (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #elif defined(KVC_IS_NEON)
-    return (vi)vpaddq_s32(vmull_s16(vget_low_s16((int16x8_t)a), vget_low_s16((int16x8_t)b)), vmull_high_s16((int16x8_t)a, (int16x8_t)b));
+    return sums + (vi)vpaddq_s32(vmull_s16(vget_low_s16((int16x8_t)a), vget_low_s16((int16x8_t)b)), vmull_high_s16((int16x8_t)a, (int16x8_t)b));
 #else
-    vi v;
-    for (int i = 0; i < L; i++) v[i] = a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
-    return v;
+    for (int i = 0; i < L; i++) sums[i] += a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
+    return sums;
 #endif
 }
 INLINE vw bytes_as_words(const uint8_t *p) {
-#if defined(KVC_IS_AVX512)
-    return (vw)_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)p));
-#elif defined(KVC_IS_AVX2)
+#if defined(KVC_IS_AVX2)
     return (vw)_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p));
 #elif defined(KVC_IS_NEON)
     return (vw)vmovl_u8(vld1_u8(p));
@@ -48,10 +52,7 @@ INLINE vw bytes_as_words(const uint8_t *p) {
 #endif
 }
 INLINE i4 int_sums_of_four(vi a, vi b, vi c, vi d) {
-#if defined(KVC_IS_AVX512)
-    return (i4){_mm512_reduce_add_epi32((__m512i)a), _mm512_reduce_add_epi32((__m512i)b),
-                _mm512_reduce_add_epi32((__m512i)c), _mm512_reduce_add_epi32((__m512i)d)};
-#elif defined(KVC_IS_AVX2)
+#if defined(KVC_IS_AVX2)
     __m256i s = _mm256_hadd_epi32(_mm256_hadd_epi32((__m256i)a, (__m256i)b), _mm256_hadd_epi32((__m256i)c, (__m256i)d));
     return (i4)_mm256_castsi256_si128(s) + (i4)_mm256_extracti128_si256(s, 1);
 #elif defined(KVC_IS_NEON)
@@ -127,7 +128,7 @@ INLINE void multiply_codes(
                     for (int r = 0; r < rows; r++) {
                         vw query;
                         memcpy(&query, by->words[r] + place, sizeof query);
-                        sums[i][r] += multiply_words(code, query);
+                        sums[i][r] = add_products_of_words(sums[i][r], code, query);
                     }
                 }
         }

@@ -43,9 +43,7 @@ enum { DIGIT_BITS = 11, BINS = 1 << DIGIT_BITS, DIGITS = 3 };
 
 /* Bit `i` of lane `i`, whose bits are all the same */
 INLINE unsigned bits_of_lanes(vi where) {
-#if defined(KVC_IS_AVX512)
-    return _mm512_movepi32_mask((__m512i)where);
-#elif defined(KVC_IS_AVX2)
+#if defined(KVC_IS_AVX2)
     return (unsigned)_mm256_movemask_ps((__m256)where);
 #else
     unsigned bits = 0;
