@@ -8,14 +8,21 @@ import torch.nn.functional as F
 from decoding import assert_same, decode_logits, make_model, tokens
 
 from kvcache_plugins import InfiniGenCache
+from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
-from kvcache_plugins.kernels.compiled_tokens import ChoiceBounds, ChoosingCall
+from kvcache_plugins.kernels.compiled_tokens import ChoiceBounds, ChoosingCall, choose_by_codes
 
 
-def filled(config: InfiniGenConfig, count: int, dims=(16, 16), batch_size=1, dtype=torch.float32) -> InfiniGenLayer:
-    """A layer of three heads that holds random tokens."""
-    layer = InfiniGenLayer(config, 0)
+def filled(
+    config: InfiniGenConfig, count: int, dims=(16, 16), batch_size=1, dtype=torch.float32, key_nbits=None
+) -> InfiniGenLayer:
+    """A layer of three heads that holds random tokens, as rows of a codec if their bits are given."""
+    packing = None
+    if key_nbits is not None:
+        coding = TransformConfig(key_nbits=key_nbits, value_nbits=3.25, num_sink_tokens=config.sink)
+        packing = coding.packing(tuple((10000.0 ** -(torch.arange(0, 16, 2) / 16)).tolist()))
+    layer = InfiniGenLayer(config, 0, packing=packing)
     layer.update(*(torch.randn(batch_size, 3, count, dim, dtype=dtype) for dim in dims))
     layer.settle_prompt()
     return layer
@@ -36,6 +43,9 @@ def attend(layer: InfiniGenLayer, new: tuple[torch.Tensor, ...], scale: float | 
         (90, {"scoring_nbits": 2, "min_weight": 1.5, "scale": 0.3}, {"dims": (16, 24), "batch_size": 2}),
         (200, {"scoring_nbits": 8, "recent": 3, "sink": 0}, {"groups": 5, "dtype": torch.bfloat16}),
         (150, {"max_fetch_ratio": 0.02, "recent": 70}, {"groups": 1, "dims": (18, 10), "dtype": torch.float16}),
+        (1050, {}, {"key_nbits": 4}),
+        (700, {"sink": 0, "scale": 0.4}, {"key_nbits": 4, "batch_size": 2, "dims": (16, 20), "groups": 5}),
+        (300, {"min_weight": 1.5}, {"key_nbits": 2, "groups": 1, "dtype": torch.bfloat16}),
     ],
     ids=str,
 )
@@ -138,9 +148,9 @@ def test_a_call_refuses_what_it_was_not_made_for() -> None:
     made = query, 0.25, *(layer.scoring.rows[name] for name in ("codes", "scale")), layer.scoring.spread
     for other in (tuple(each.half() for each in window.storage), tuple(each[:, :2] for each in window.storage)):
         with pytest.raises(ValueError, match="window"):
-            ChoosingCall(*made, layer.scoring.length, 4, layer.pool.pages, other)
+            choose_by_codes(*made, layer.scoring.length, 4, layer.pool.pages, other)
     with pytest.raises(ValueError, match="`length` has to be from 1"):
-        ChoosingCall(*made, 0, 4, layer.pool.pages, layer.window.storage)
+        choose_by_codes(*made, 0, 4, layer.pool.pages, layer.window.storage)
     for changed in wrong:
         with pytest.raises(ValueError, match="window|tokens in use"):
             call.attend(query, **{**given, **changed}, bounds=bounds)

@@ -20,7 +20,7 @@ from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments
 from kvcache_plugins.codecs.parts import TILE_TOKENS, RowTokens, SinkStates
 from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.compiled_tokens import attend_chosen
+from kvcache_plugins.kernels.compiled_tokens import ChoosingCall, attend_chosen, choose_by_rows
 from kvcache_plugins.kernels.tokens import score_rows
 from kvcache_plugins.layers.lazy_layer import LeftPadding
 from kvcache_plugins.layers.packing import RowPacking, States, check_finite
@@ -163,6 +163,9 @@ class CodedRows(ScoringStates):
         mask, chosen = None if call.mask is None else call.mask[:, 0, 0], (selection.slots, selection.count)
         with nullcontext() if pool.disk is None else pool.disk.reading(pool.pages):
             return attend_chosen(call.query, self._stored(pool), *chosen, *newest, call.scale, mask, start)
+
+    def prepare(self, query: torch.Tensor, scale: float, pool: TokenPool, window: States) -> ChoosingCall | None:
+        return choose_by_rows(query, scale, self._stored(pool), window) if pool.is_in_order else None
 
     def _stored(self, pool: TokenPool) -> RowTokens:
         """Returns all tokens, in the same object until they are others, or somewhere else."""

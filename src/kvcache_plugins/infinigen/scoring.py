@@ -13,7 +13,7 @@ import torch
 
 from kvcache_plugins.codecs.quantization import pack
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.compiled_tokens import ChoosingCall, attend_rows
+from kvcache_plugins.kernels.compiled_tokens import ChoosingCall, attend_rows, choose_by_codes
 from kvcache_plugins.kernels.tokens import code_scores
 from kvcache_plugins.layers.packing import States
 
@@ -182,7 +182,7 @@ class ScoringCodes(ScoringStates):
 
     def prepare(self, query: torch.Tensor, scale: float, pool: TokenPool, window: States) -> ChoosingCall:
         codes = self.rows["codes"], self.rows["scale"], self.spread
-        return ChoosingCall(query, scale, *codes, self.length, self.nbits, pool.pages, window)
+        return choose_by_codes(query, scale, *codes, self.length, self.nbits, pool.pages, window)
 
     def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
         return code_scores(query * self.spread, self.rows["codes"], self.rows["scale"], self.length, self.nbits)

@@ -10,6 +10,7 @@ codes, P bytes of a token's codes, R bytes of a row, K slots, W tokens of the wi
 import mmap
 import os
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -152,34 +153,34 @@ def choose_heaviest(
 
 class ChoosingCall(TokenWriter):
     """
-    A step over tokens that stay what they are, described once for queries like `query`: scores of their codes, see
-    `code_scores`, by queries times `spread` `[B, H, 1, D]`, the choice, and attention over what was chosen of `pages`,
-    see `attend_rows`, and a window `[B, H, any, D or E]` that grows. What does not change is checked here, and only
-    addresses of queries, results and the window are written for each step.
+    A step over `length` tokens that stay what they are, described once for queries like `query`: scores of all, the
+    choice, and attention over what was chosen and a window `[B, H, any, D or E]` that grows. What does not change is
+    checked here, and only addresses of queries, results and the window are written for each step.
+
+    Args:
+        query (`torch.Tensor` of shape `[B, H, G, D]`), scale (`float`, *optional*): of queries like those to come.
+        length (`int`): N, tokens to choose from.
+        scores (`tuple[str, str, Structure]`): the kernel that scores them, its structure's name, and that.
+        rows (`tuple[str, str, Structure]`): the same of the kernel that attends to some of them.
+        window (two `torch.Tensor`): the storage of the newest tokens.
+        dtype (`torch.dtype`): of exact tokens.
     """
 
     def __init__(
         self,
         query: torch.Tensor,
         scale: float,
-        codes: torch.Tensor,
-        code_scales: torch.Tensor,
-        spread: torch.Tensor,
         length: int,
-        nbits: int,
-        pages: Sequence[torch.Tensor],
+        scores: tuple[str, str, Structure],
+        rows: tuple[str, str, Structure],
         window: tuple[torch.Tensor, torch.Tensor],
+        dtype: torch.dtype,
     ):
-        sizes, value_dim, dtype = _sizes_of(query), window[1].shape[3], window[0].dtype
-        units, runs = sizes["batch"] * sizes["heads"], -(-length // _TOKENS_PER_TASK)
-        _check_codes(nbits, sizes["key_dim"], codes.shape[3])
-        if not 0 < length <= codes.shape[2]:
-            raise ValueError(f"`length` has to be from 1 to {codes.shape[2]}, but got {length}")
+        sizes, value_dim = _sizes_of(query), window[1].shape[3]
+        units = sizes["batch"] * sizes["heads"]
         own = (*query.shape[:2], query.shape[3], dtype, True), (*query.shape[:2], value_dim, dtype, True)
-        if pages[0].dtype is not dtype or tuple(map(kind_of_tokens, window)) != own:
-            raise ValueError(
-                f"`pages` of {pages[0].dtype} and a window of {[kind_of_tokens(each) for each in window]}"
-            )
+        if tuple(map(kind_of_tokens, window)) != own:
+            raise ValueError(f"tokens of {dtype} and a window of {[kind_of_tokens(each) for each in window]}")
         self._shape, self._value_dim, self._length, self._units = query.shape, value_dim, length, units
         self._exact_dtype, self._kind = dtype, own
         one = *query.shape[:2], 1
@@ -187,32 +188,22 @@ class ChoosingCall(TokenWriter):
         self._storage: tuple[torch.Tensor, torch.Tensor] | None = None
         self._capacity, self._scale, self._origin = 0, scale, _threads_now()
         self._threads = num_threads()
-        scores = make(
-            "CodeScores",
-            {**{name: sizes[name] for name in ("batch", "heads", "groups")}, "dim": sizes["key_dim"]},
-            {"fields": 8 // nbits, "width": codes.shape[3], "capacity": codes.shape[2], "length": length},
-            {"runs": runs, "run_tokens": _TOKENS_PER_TASK, "codes": codes.contiguous(), "by": scale},
-            {"scale": code_scales.contiguous(), "spread": spread[:, :, 0].contiguous()},
-        )
         choice = make(
             "Choice",
             {**sizes, "value_dim": value_dim, "length": length, "most_threads": self._threads, "scale": scale},
         )
-        rows = make(
-            "Gathered",
-            {**sizes, "value_dim": value_dim, "kind": KINDS[dtype], "scale": scale},
-            {"num_pages": len(pages), "page_tokens": pages[0].shape[2], "pages": _pages(pages)},
-        )
-        for call, count in ((scores, units * runs), (choice, units), (rows, _num_units(query))):
-            call.tasks.count = count
-        names = "code_scores", "choose_heaviest", "attend_gathered"
+        choice.tasks.count, rows[2].tasks.count = units, _num_units(query)
+        calls = scores, ("choose_heaviest", "Choice", choice), rows
         self._calls = [
-            (function(name), call.address, min(self._threads, call.tasks.count))
-            for name, call in zip(names, (scores, choice, rows), strict=True)
+            (function(kernel), call.address, min(self._threads, call.tasks.count)) for kernel, _, call in calls
         ]
-        self._alive = scores, choice, rows
+        self._alive = [call for *_, call in calls]
         self._scores, self._choice, self._rows = map(as_numbers, self._alive)
+        self._at_scores, self._at_rows = places(scores[1]), places(rows[1])
         self._choice_floats = memoryview(choice).cast("B").cast("d")
+        # Bytes for slots that are sorted, of all threads, for each that can be chosen and for all
+        is_sorted = rows[1] == "Chosen"
+        self._sorted_size = (16 * self._threads, 8 * self._threads * rows[2].num_tiles) if is_sorted else (0, 0)
         # Of a step before
         self.num_chosen = 0
 
@@ -264,16 +255,13 @@ class ChoosingCall(TokenWriter):
         own = query if query.dtype is torch.float32 and query.is_contiguous() else query.float().contiguous()
         result = own.new_empty((*shape[:3], self._value_dim))
         limit, groups, units = bounds.limit, self._shape[2], self._units
-        scratch_size = _choice_scratch(self._length, length, groups)
-        slots_size, counts_size, own_size = 8 * units * limit, 8 * units, self._threads * scratch_size
-        memory = torch.empty(
-            slots_size + counts_size + own_size + 4 * units * groups * self._length, dtype=torch.uint8
-        )
-        slots = memory.data_ptr()
-        counts, scratch = slots + slots_size, slots + slots_size + counts_size
-        scores, address = scratch + own_size, own.data_ptr()
+        scratch_size, coded_size = _choice_scratch(self._length, length, groups), self._sorted_size[0] * limit
+        sizes = 8 * units * limit, 8 * units, self._threads * scratch_size, coded_size, self._sorted_size[1]
+        memory = torch.empty(sum(sizes) + 4 * units * groups * self._length, dtype=torch.uint8)
+        slots, counts, scratch, coded, ends, scores = accumulate(sizes, initial=memory.data_ptr())
+        address, at = own.data_ptr(), self._at_scores
         numbers = self._scores
-        numbers[_AT_SCORES.next], numbers[_AT_SCORES.query], numbers[_AT_SCORES.scores] = 0, address, scores
+        numbers[at.next], numbers[at.query], numbers[at.scores] = 0, address, scores
         numbers = self._choice
         numbers[_AT_CHOICE.next] = numbers[_AT_CHOICE.threads] = numbers[_AT_CHOICE.chosen] = 0
         numbers[_AT_CHOICE.first], numbers[_AT_CHOICE.newest] = max(bounds.first, 0), max(bounds.newest, 0)
@@ -285,11 +273,13 @@ class ChoosingCall(TokenWriter):
         key, value = (0, 0) if newest is None else (newest[0].data_ptr(), newest[1].data_ptr())
         numbers[_AT_CHOICE.newest_key], numbers[_AT_CHOICE.newest_value] = key, value
         numbers[_AT_CHOICE.window_length] = length
-        numbers = self._rows
-        numbers[_AT_ROWS.next], numbers[_AT_ROWS.num_slots], numbers[_AT_ROWS.window_length] = 0, limit, length
-        numbers[_AT_ROWS.query], numbers[_AT_ROWS.result] = address, result.data_ptr()
-        numbers[_AT_ROWS.slots] = numbers[_AT_ROWS.columns] = slots
-        numbers[_AT_ROWS.counts] = counts
+        numbers, at = self._rows, self._at_rows
+        numbers[at.next], numbers[at.window_length], numbers[at.query] = 0, length, address
+        numbers[at.result], numbers[at.slots], numbers[at.counts] = result.data_ptr(), slots, counts
+        if coded_size:
+            numbers[at.threads], numbers[at.num_chosen], numbers[at.coded], numbers[at.ends] = 0, limit, coded, ends
+        else:
+            numbers[at.num_slots], numbers[at.columns] = limit, slots
         for kernel, structure, threads in self._calls:
             if threads == 1:
                 kernel(structure)
@@ -314,7 +304,64 @@ def _threads_now() -> tuple[int, int]:
     return torch.get_num_threads(), os.getpid()
 
 
-_AT_SCORES, _AT_CHOICE, _AT_ROWS = map(places, ("CodeScores", "Choice", "Gathered"))
+_AT_CHOICE = places("Choice")
+
+
+def choose_by_codes(
+    query: torch.Tensor,
+    scale: float,
+    codes: torch.Tensor,
+    code_scales: torch.Tensor,
+    spread: torch.Tensor,
+    length: int,
+    nbits: int,
+    pages: Sequence[torch.Tensor],
+    window: tuple[torch.Tensor, torch.Tensor],
+) -> ChoosingCall:
+    """
+    Prepares steps over tokens that are scored by their codes, see `code_scores`, with queries times `spread`
+    `[B, H, 1, D]`, and attended to in `pages`, see `attend_rows`.
+
+    Raises:
+        ValueError: if sizes or dtypes do not fit each other.
+    """
+    sizes, runs, dtype = _sizes_of(query), -(-length // _TOKENS_PER_TASK), pages[0].dtype
+    key_dim = sizes.pop("key_dim")
+    _check_codes(nbits, key_dim, codes.shape[3])
+    if not 0 < length <= codes.shape[2]:
+        raise ValueError(f"`length` has to be from 1 to {codes.shape[2]}, but got {length}")
+    scores = make(
+        "CodeScores",
+        {**sizes, "dim": key_dim, "fields": 8 // nbits, "width": codes.shape[3], "capacity": codes.shape[2]},
+        {"length": length, "runs": runs, "run_tokens": _TOKENS_PER_TASK, "codes": codes.contiguous(), "by": scale},
+        {"scale": code_scales.contiguous(), "spread": spread[:, :, 0].contiguous()},
+    )
+    scores.tasks.count = sizes["batch"] * sizes["heads"] * runs
+    rows = make(
+        "Gathered",
+        {**sizes, "key_dim": key_dim, "value_dim": window[1].shape[3], "kind": KINDS[dtype], "scale": scale},
+        {"num_pages": len(pages), "page_tokens": pages[0].shape[2], "pages": _pages(pages)},
+    )
+    calls = ("code_scores", "CodeScores", scores), ("attend_gathered", "Gathered", rows)
+    return ChoosingCall(query, scale, length, *calls, window, dtype)
+
+
+def choose_by_rows(
+    query: torch.Tensor, scale: float, tokens: RowTokens, window: tuple[torch.Tensor, torch.Tensor]
+) -> ChoosingCall:
+    """
+    Prepares steps over tokens that are scored, see `score_rows`, and attended to, see `attend_chosen`, as rows.
+
+    Raises:
+        ValueError: if sizes or dtypes do not fit each other.
+    """
+    stored, length, sizes = _stored(query, tokens), tokens.length, _sizes_of(query)
+    runs = -(-length // _TOKENS_PER_TASK)
+    scores = make("RowScores", sizes, {"runs": runs, "length": length, "scale": scale, "rows": stored.given["rows"]})
+    scores.tasks.count = _num_units(query) * runs
+    rows = make("Chosen", {**sizes, "scale": scale, "most_threads": num_threads()}, base=stored)
+    calls = ("score_rows", "RowScores", scores), ("attend_chosen", "Chosen", rows)
+    return ChoosingCall(query, scale, length, *calls, window, tokens.sinks.keys.dtype)
 
 
 @torch.compiler.disable
