@@ -1,19 +1,24 @@
-"""The baseline that KV-Runahead is measured against: tensor/sequence-parallel prefill (TSP), with an all-gather.
+"""Baselines of KV-Runahead: tensor/sequence-parallel prefill (TSP) with an all-gather, of even slices or a zig-zag.
 
-Every rank runs the whole model on an even slice of the prompt. In every layer all ranks gather the keys and values of
-all of them, and only then attend: all wait for all, and everything goes everywhere.
+Every rank runs the whole model on as many tokens of the prompt. In every layer all ranks gather the keys and values of
+all of them, and only then attend: all wait for all, and everything goes everywhere. Of even slices the last attends to
+most; in a zig-zag, as context parallelism of training has it, a rank has one chunk of the prompt's first half and one
+of its second, folded so that all have equal work.
 
-It has the attention of KV-Runahead, which looks at nothing that a query may not see, though the rank has received it.
-So what is measured between the two is slices and communication, and not kernels.
+Both have the attention of KV-Runahead, which looks at nothing that a query may not see, though the rank has received
+it. So what is measured between them is slices and communication, and not kernels.
 """
 
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import DynamicCache, PreTrainedModel
 
-from kvcache_plugins.kv_runahead.chain import Chain, PrefixExchange, PromptSlice
+from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.kv_runahead.attention import attend_behind_prefix
+from kvcache_plugins.kv_runahead.chain import Chain, PrefixExchange, PromptSlice, RunaheadLayer
 from kvcache_plugins.kv_runahead.messages import MessageLayout, message_layouts
 from kvcache_plugins.kv_runahead.planner import CostModel, Link
 from kvcache_plugins.kv_runahead.prefill import RunaheadOutput
@@ -36,6 +41,7 @@ class GatheringExchange(PrefixExchange):
             raise ValueError(f"`input_ids` has {length} tokens, too few for an even slice for {self._size} ranks")
         self._length = length
         start, stop = rank * self._share, min((rank + 1) * self._share, length)
+        self.chunks: tuple[slice, ...] = (slice(start, stop),)
         # The first that takes part: it waits for none before it
         neighbours = Neighbours(group, first=rank, run=-1)
         super().__init__(neighbours, layouts, PromptSlice(start=start, stop=stop, batch_size=batch_size))
@@ -43,11 +49,17 @@ class GatheringExchange(PrefixExchange):
 
     def exchange(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gathers a layer's states; returns those up to the end of the slice, or of them what a window needs."""
-        part, layout, num_new = self.prompt_slice, self.layouts[layer_idx], keys.shape[2]
+        part, layout = self.prompt_slice, self.layouts[layer_idx]
         kept = layout.num_kept(part.start)
-        own = layout.make_rows(self._share, part.batch_size)
+        rows = self._gathered(layout, keys, values, self._share)
+        return (keys, values) if kept == 0 else layout.read(rows[part.start - kept : part.stop])
+
+    def _gathered(self, layout: MessageLayout, keys: torch.Tensor, values: torch.Tensor, share: int) -> torch.Tensor:
+        """Gathers rows of all ranks, `share` of each, of which states are this rank's."""
+        num_new, batch_size = keys.shape[2], self.prompt_slice.batch_size
+        own = layout.make_rows(share, batch_size)
         layout.write(own[:num_new], keys, values)
-        rows = layout.make_rows(self._share * self._size, part.batch_size)
+        rows = layout.make_rows(share * self._size, batch_size)
         start = time.perf_counter()
         _gather(rows, own, group=self.neighbours.group)
         self.neighbours.seconds_waited += time.perf_counter() - start
@@ -56,44 +68,114 @@ class GatheringExchange(PrefixExchange):
         self.neighbours.bytes_received += own.nbytes * (self._size - 1)
         self.entries_sent += 2 * num_new * (self._size - 1)
         self.dot_products += num_new * self._length
-        return (keys, values) if kept == 0 else layout.read(rows[part.start - kept : part.stop])
+        return rows
+
+
+class FoldedExchange(GatheringExchange):
+    """
+    The exchange of a zig-zag over N ranks: of 2 N chunks of a prompt, rank r has those of numbers N - 1 - r and N + r,
+    so that the last rank has the last token. Layers attend to all tokens.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, layouts: list[MessageLayout], *, length: int, batch_size: int):
+        super().__init__(group, layouts, length=length, batch_size=batch_size)
+        rank, size = dist.get_rank(group), self._size
+        chunk = self._share = -(-length // (2 * size))
+        if length <= chunk * (2 * size - 1) or any(layout.window is not None for layout in layouts):
+            raise ValueError(
+                f"`input_ids` of {length} tokens cannot be folded for {size} ranks, or layers have windows"
+            )
+        first, second, stop = (size - 1 - rank) * chunk, (size + rank) * chunk, min((size + rank + 1) * chunk, length)
+        self.chunks = slice(first, first + chunk), slice(second, stop)
+        num_tokens = chunk + stop - second
+        self.prompt_slice = PromptSlice(start=stop - num_tokens, stop=stop, batch_size=batch_size)
+        self.partition = (*[2 * chunk] * (size - 1), length - 2 * chunk * (size - 1))
+
+    def exchange(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gathers a layer's states; returns those up to the end of the second chunk, in the order of the prompt."""
+        layout, chunk = self.layouts[layer_idx], self._share
+        rows = self._gathered(layout, keys, values, 2 * chunk).unflatten(0, (self._size, 2, chunk))
+        in_order = torch.cat((rows[:, 0].flip(0).flatten(0, 1), rows[:, 1].flatten(0, 1)))
+        return layout.read(in_order[: self.prompt_slice.stop])
+
+
+class FoldedLayer(RunaheadLayer):
+    """A layer whose rank has two chunks of the prompt, each behind all tokens before it."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        assert self.states is not None and isinstance(exchange := self._chain.exchange, FoldedExchange)
+        query, outputs, first = call.query, [], 0
+        rows = query.reshape(query.shape[0], -1, self._slice.num_tokens, query.shape[3])
+        for chunk in exchange.chunks:
+            stop = first + chunk.stop - chunk.start
+            keys, values = (states[:, :, : chunk.stop] for states in self.states)
+            outputs.append(attend_behind_prefix(rows[:, :, first:stop], keys, values, scale=call.scale))
+            first = stop
+        self._chain.finish_layer()
+        return torch.cat(outputs, dim=2).reshape(*query.shape[:3], -1)
+
+
+class FoldedChain(Chain):
+    """A rank's part in a zig-zag."""
+
+    layer_class = FoldedLayer
 
 
 @torch.no_grad()
 def tsp_prefill(
-    model: PreTrainedModel, input_ids: torch.Tensor, group: dist.ProcessGroup | None = None
+    model: PreTrainedModel, input_ids: torch.Tensor, group: dist.ProcessGroup | None = None, *, is_folded: bool = False
 ) -> RunaheadOutput:
     """
     Prefills a prompt `[batch_size, length]` without padding by TSP; called by every rank of a group with the same.
 
     The last rank gets the logits of the last token and a `DynamicCache`, as from KV-Runahead. Of `stats`,
     `dot_products` are the paper's, every query by every key, of which fewer are computed; `seconds_waited` is the time
-    in all-gathers. A prompt too short to give every rank a slice raises a `ValueError`.
+    in all-gathers. A prompt too short to give every rank its share raises a `ValueError`.
     """
     start = time.perf_counter()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config) if rank == size - 1 else None
     batch_size, length = input_ids.shape
-    exchange = GatheringExchange(group, message_layouts(model), length=length, batch_size=batch_size)
-    chain = Chain(exchange, is_lazy=config._attn_implementation == "sdpa", cache=cache)
-    ids, logits = input_ids[:, exchange.prompt_slice.start : exchange.prompt_slice.stop], None
+    kinds = (FoldedExchange, FoldedChain) if is_folded else (GatheringExchange, Chain)
+    exchange = kinds[0](group, message_layouts(model), length=length, batch_size=batch_size)
+    chain = kinds[1](exchange, is_lazy=config._attn_implementation == "sdpa" or is_folded, cache=cache)
+    positions = torch.cat([torch.arange(each.start, each.stop) for each in exchange.chunks])
+    ids, position_ids = input_ids[:, positions], positions[None].to(input_ids.device)
+    logits = None
     with chain.running():
+        options: Any = {**as_argument(chain.cache), "position_ids": position_ids, "use_cache": True}
         if cache is None:
             # Without the language-model head
-            model.base_model(ids, **as_argument(chain.cache), use_cache=True)
+            model.base_model(ids, **options)
         else:
-            logits = model(ids, **as_argument(chain.cache), use_cache=True, logits_to_keep=1).logits
+            logits = model(ids, **options, logits_to_keep=1).logits
     stats = {"seconds": time.perf_counter() - start, **exchange.stats()}
     return RunaheadOutput(past_key_values=cache, logits=logits, partition=exchange.partition, rank=rank, stats=stats)
 
 
 def predict_tsp_ttft(
-    length: int, num_ranks: int, cost: CostModel, link: Link, bytes_per_token: float, num_layers: int
+    length: int,
+    num_ranks: int,
+    cost: CostModel,
+    link: Link,
+    bytes_per_token: float,
+    num_layers: int,
+    *,
+    is_folded: bool = False,
+    is_ring: bool = False,
 ) -> float:
-    """Simulates the seconds of TSP, where all ranks wait for the slowest in every layer. Arguments: `predict_ttft`."""
+    """
+    Simulates the seconds of TSP, where all ranks wait for the slowest in every layer; where it is a ring, what is sent
+    is sent while a rank attends to what it has. Arguments: `predict_ttft`.
+    """
     share = length / num_ranks
     # Around a ring: each rank passes on the share of every other
     num_messages = (num_ranks - 1) * (num_ranks if link.shared else 1)
     gathering = num_messages * link.seconds(share * bytes_per_token)
-    return cost.seconds(share, length - share) + num_layers * gathering
+    computing = cost.seconds(share, length - share)
+    if is_folded:
+        # The last rank's: chunks at both ends of the prompt
+        computing = cost.seconds(share / 2, 0) + cost.seconds(share / 2, length - share / 2) - cost.fixed
+    computing /= num_layers
+    return num_layers * (max(computing, gathering) if is_ring else computing + gathering)

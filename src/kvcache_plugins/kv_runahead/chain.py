@@ -234,10 +234,13 @@ class Chain:
     Runs a rank's part in one forward; the last rank fills the user's empty `cache`, the others drop their states.
     """
 
+    layer_class = RunaheadLayer
+
     def __init__(self, exchange: PrefixExchange, *, is_lazy: bool, cache: Cache | None):
         self.exchange, self.prompt_slice, self._given = exchange, exchange.prompt_slice, cache
         self._layers = [
-            RunaheadLayer(self, index, layout.window, is_lazy=is_lazy) for index, layout in enumerate(exchange.layouts)
+            self.layer_class(self, index, layout.window, is_lazy=is_lazy)
+            for index, layout in enumerate(exchange.layouts)
         ]
         self.cache = Cache(layers=list(self._layers)) if cache is None else cache
         # The user's own layers while others stand in their place
