@@ -262,7 +262,8 @@ class TokenPool:
             copied = self.disk.new_page(page.shape, page.dtype).copy_(page)
             release(copied)
             return copied
-        return page.pin_memory() if self.pin_memory and not _is_readable(page) else page
+        is_readable = page.device.type == "cuda" or page.is_pinned()
+        return page.pin_memory() if self.pin_memory and not is_readable else page
 
     def serve(self, device: torch.device) -> None:
         """Takes rows from another device from now on."""
@@ -304,11 +305,6 @@ class TokenPool:
         # half-way has none.
         if "_pending" in self.__dict__:
             self.wait()
-
-
-def _is_readable(page: torch.Tensor) -> bool:
-    """Tells whether a GPU can read a page where it stands."""
-    return page.device.type == "cuda" or page.is_pinned()
 
 
 class UsageRecord:

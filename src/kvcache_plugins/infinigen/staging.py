@@ -101,9 +101,6 @@ def start_fetch(pool: TokenPool, selection: Selection, times: TransferTimes) -> 
     addresses = pool.addresses_for(slots) if pool.pin_memory else None
     if addresses is None:
         return None
-    # Triton is not everywhere
-    from kvcache_plugins.triton_kernels.gather import gather_rows
-
     owner, stream = torch.cuda.current_stream(device), _stream_of(device)
     rows = torch.empty((*slots.shape, pool.row_dim), dtype=pool.dtype, device=device)
     stream.wait_stream(owner)
@@ -112,7 +109,14 @@ def start_fetch(pool: TokenPool, selection: Selection, times: TransferTimes) -> 
         tensor.record_stream(stream)
     with torch.cuda.stream(stream):
         with times.timed("transfer_s", stream):
-            gather_rows(addresses, slots, selection.count, rows, PAGE_TOKENS)
+            _gather(addresses, selection, rows)
         pool.note(stream)
         filled = stream.record_event()
     return StagedRows(rows, filled, owner, times)
+
+
+def _gather(addresses: torch.Tensor, selection: Selection, rows: torch.Tensor) -> None:
+    # Triton is not everywhere
+    from kvcache_plugins.triton_kernels.gather import gather_rows
+
+    gather_rows(addresses, selection.slots, selection.count, rows, PAGE_TOKENS)
