@@ -262,8 +262,8 @@ class TokenPool:
             copied = self.disk.new_page(page.shape, page.dtype).copy_(page)
             release(copied)
             return copied
-        is_readable = page.device.type == "cuda" or page.is_pinned()
-        return page.pin_memory() if self.pin_memory and not is_readable else page
+        is_locked = not self.pin_memory or page.device.type == "cuda" or page.is_pinned()
+        return page if is_locked else page.pin_memory()
 
     def serve(self, device: torch.device) -> None:
         """Takes rows from another device from now on."""
