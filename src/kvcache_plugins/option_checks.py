@@ -60,6 +60,17 @@ def check_mask(name: str, value: object) -> None:
     raise ValueError(f"`{name}` has to be a tensor of shape [batch_size, length] or None but got {shown}")
 
 
+def check_left_padding(mask: object, input_ids: torch.Tensor) -> None:
+    """`mask` has to be of the shape of `input_ids`, 0 for padding in front of an item and 1 for all tokens after."""
+    if not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
+        raise ValueError(f"`attention_mask` has to be a tensor of the shape of `input_ids`, {tuple(input_ids.shape)}")
+    is_real = mask != 0
+    if not bool((is_real == mask).all() & ((is_real.cumsum(dim=1) > 0) == is_real).all() & is_real[:, -1].all()):
+        raise ValueError(
+            "`attention_mask` has to be 0 for padding on the left of an item and 1 for all tokens after it"
+        )
+
+
 def _require(is_right: bool, name: str, expected: str, value: object, is_optional: bool) -> None:
     if not is_right and not (is_optional and value is None):
         names = "/".join(f"`{each}`" for each in name.split("/"))

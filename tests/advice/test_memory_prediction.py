@@ -19,7 +19,7 @@ from kvcache_plugins import (
     register_cache,
     registry,
 )
-from kvcache_plugins.advice.memory_prediction import PERIOD, CacheSizer, CacheSizingError, extrapolate
+from kvcache_plugins.advice.memory_prediction import CacheSizer, CacheSizingError
 from kvcache_plugins.registry import parse_cache_spec
 from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin
 
@@ -266,31 +266,8 @@ def test_what_needs_numbers_is_refused(name: str, tiny_sizer: CacheSizer) -> Non
         tiny_sizer.measure(name, 300)
 
 
-LINEAR = [
-    "dynamic",
-    "gear-4bit",
-    "gear-k4v3:value_nbits=4",
-    "kcvt-4bit",
-    "h2o:heavy_ratio=0.07",
-    "infinigen",
-    "infinigen-gear",
-]
-
-
-@pytest.mark.parametrize("rest", [0, 1, 63, PERIOD - 1])
-@pytest.mark.parametrize("cache", LINEAR)
-def test_a_long_prompt_is_sized_as_if_it_were_run(cache: str, rest: int, tiny_llama: PreTrainedModel) -> None:
-    sizer = CacheSizer(tiny_llama.config)
-    context = 5 * PERIOD + rest
-    told, run = sizer.measure(cache, context), sizer._run(cache, context, 1, 0)
-    assert told == run
-
-
-def make_report(size: int, part: str = "dense") -> MemoryReport:
-    return MemoryReport(parts={part: size}, devices={"cpu": size}, dense_bytes=size, num_values=size)
-
-
-def test_bytes_that_are_not_linear_are_not_extrapolated() -> None:
-    assert extrapolate([make_report(size) for size in (10, 20, 30)], 7) == make_report(70)
-    assert extrapolate([make_report(size) for size in (10, 20, 31)], 7) is None
-    assert extrapolate([make_report(10), make_report(20, "spare"), make_report(30)], 7) is None
+@pytest.mark.parametrize("name", ["gear", "infinigen", "infinigen-gear", "infinigen:pool_tokens=1500"])
+def test_pools_of_several_pages(name: str, contract_model: PreTrainedModel, tiny_sizer: CacheSizer) -> None:
+    """Without data a pool has one page, however many it has in a run."""
+    assert_predicted(contract_model, tiny_sizer, name, context=2200)
+    assert_predicted(contract_model, tiny_sizer, name, context=1100, new_tokens=70)

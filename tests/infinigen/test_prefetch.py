@@ -106,8 +106,7 @@ def test_staged_rows_are_not_copied(transfers):
     assert pickle.loads(pickle.dumps([staged])) == [None]
 
 
-def test_pages_that_are_not_locked_are_locked(cuda, transfers, monkeypatch):
-    """As in a copy of a pool."""
+def test_pages_of_a_copy_are_locked(cuda, transfers, monkeypatch):
     locked = set()
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.data_ptr() in locked)
 
@@ -117,9 +116,9 @@ def test_pages_that_are_not_locked_are_locked(cuda, transfers, monkeypatch):
         return result
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    pool = make_pool()
-    fetch(pool, make_selection(pool, 8))
+    pool = copy.deepcopy(make_pool())
     assert {page.data_ptr() for page in pool.pages} <= locked
+    fetch(pool, make_selection(pool, 8))
 
 
 def test_times_are_noted_where_they_are_asked_for(transfers):

@@ -10,7 +10,6 @@ position. They are fed in chunks, as decoded tokens come: all at once, each woul
 """
 
 import copy
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,8 +24,8 @@ from kvcache_plugins.gear.transform.calibrations import find_calibration
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.listening_layer import ListeningLayer, listen
-from kvcache_plugins.models.cache_argument import as_argument
-from kvcache_plugins.option_checks import check_number
+from kvcache_plugins.models.cache_argument import reading_options
+from kvcache_plugins.option_checks import check_left_padding, check_number
 from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec, unwrap_model
 
 from .memory_prediction import RecordedCall, fill_without_data
@@ -68,25 +67,21 @@ class HeldOutPrompt:
         self.length = input_ids.shape[1]
         self.held_out = _choose_held_out(held_out, self.length)
         self.prefix_length = self.length - self.held_out
-        self.mask = _check_mask(attention_mask, self.input_ids)
+        self.mask = None
+        if attention_mask is not None:
+            check_left_padding(attention_mask, input_ids)
+            # None is padding in most batches, and attention is faster without a mask
+            self.mask = None if bool(attention_mask.all()) else attention_mask.to(inner.device).long()
         # Padding of every item, `[batch_size]`
         self.padding = None if self.mask is None else (self.mask == 0).sum(dim=1)
-        self._accepted = inspect.signature(inner.forward).parameters
 
-    def feed(self, cache: Cache, start: int, stop: int) -> torch.Tensor:
-        """Feeds tokens to a cache that holds those before them: logits `[batch_size, stop - start, vocabulary]`."""
-        options: dict[str, Any] = {}
-        if self.mask is not None:
-            options["attention_mask"] = self.mask[:, :stop]
-            if "position_ids" in self._accepted:
-                # As `generate` counts them
-                positions = self.mask.cumsum(dim=1) - 1
-                options["position_ids"] = positions.masked_fill(self.mask == 0, 0)[:, start:stop]
-        if start == 0 and "logits_to_keep" in self._accepted:
-            # Those of the prefix are nobody's
-            options["logits_to_keep"] = 1
-        named = as_argument(cache, unwrap_model(self.model).forward)
-        output = self.model(input_ids=self.input_ids[:, start:stop], **named, use_cache=True, **options)
+    def feed(self, cache: Cache, stop: int) -> torch.Tensor:
+        """Feeds a cache the tokens up to `stop` that it does not hold: their logits `[B, tokens, vocabulary]`."""
+        forward = unwrap_model(self.model).forward
+        # Those of the prefix are nobody's
+        needs_logits = stop > self.prefix_length
+        options = reading_options(forward, cache, self.input_ids, self.mask, stop, needs_logits=needs_logits)
+        output = self.model(**options)
         if cache.get_seq_length() != stop:
             raise ValueError(
                 f"`model` left {cache.get_seq_length()} tokens in the cache after {stop}: it does not go through "
@@ -98,12 +93,12 @@ class HeldOutPrompt:
         """Feeds the prompt, in two parts, to a dense cache."""
         dense = DynamicCache(config=self.config)
         listen(dense, of_windows=True)
-        self.feed(dense, 0, self.prefix_length)
+        self.feed(dense, self.prefix_length)
         self.queries = [layer.queries if isinstance(layer, ListeningLayer) else None for layer in dense.layers]
         # Bounded layers forget, and may write in place: they are copied. Others are cut back, so that the prompt
         # stands in memory once.
         self.layers = [layer if isinstance(layer, ListeningLayer) else copy.deepcopy(layer) for layer in dense.layers]
-        self.logits = self.feed(dense, self.prefix_length, self.length)
+        self.logits = self.feed(dense, self.length)
         for layer in self.layers:
             if isinstance(layer, ListeningLayer) and layer.is_initialized:
                 layer.crop(-self.held_out)
@@ -151,7 +146,7 @@ class HeldOutPrompt:
         total, num_real, first = 0.0, 0, self.prefix_length
         for start in range(first, self.length, _CHUNK):
             stop = min(start + _CHUNK, self.length)
-            logits = self.feed(cache, start, stop)
+            logits = self.feed(cache, stop)
             # Item by item: in float64 the logits of a whole batch may be large
             for item in range(len(logits)):
                 real = slice(None) if self.mask is None else self.mask[item, start:stop] != 0
@@ -175,20 +170,6 @@ def _choose_held_out(held_out: int | None, length: int) -> int:
             f"`held_out` has to be an integer from 1 to {length - 1} for this prompt, but got {held_out!r}"
         )
     return held_out
-
-
-def _check_mask(mask: torch.Tensor | None, input_ids: torch.Tensor) -> torch.Tensor | None:
-    if mask is None:
-        return None
-    if not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
-        raise ValueError(f"`attention_mask` has to be a tensor of the shape of `input_ids`, {tuple(input_ids.shape)}")
-    mask = mask.to(input_ids.device).long()
-    is_binary = bool(((mask == 0) | (mask == 1)).all())
-    if not is_binary or bool((mask.diff(dim=1) < 0).any()) or not bool(mask[:, -1].all()):
-        raise ValueError(
-            "`attention_mask` has to be 0 for padding on the left of an item and 1 for all tokens after it"
-        )
-    return None if bool(mask.all()) else mask
 
 
 # Of the presets measured those than which no smaller one is nearer to a dense cache, and one that is nearer still

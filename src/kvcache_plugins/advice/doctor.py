@@ -50,7 +50,7 @@ def examine(check: bool = False) -> dict[str, object]:
     Examines what works on this machine, for JSON: `works` unless an error is among `findings`. To `check`, attention
     is run on every device against plain PyTorch, which may compile for a minute.
     """
-    packages = list(_packages())
+    packages = _packages()
     gpus = [
         {"name": each.name, "memory_bytes": each.total_memory, "capability": f"{each.major}.{each.minor}"}
         for each in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
@@ -87,31 +87,23 @@ def examine(check: bool = False) -> dict[str, object]:
     }
 
 
-def _packages() -> Iterator[dict[str, Any]]:
-    """Yields each package that the project requires, itself or by an extra of `EXTRAS`, and the state it is in."""
-    requirements = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
-
-    def extra_of(each: Requirement) -> str | None:
-        """Names the extra that asks for a package, `""` if the project itself does, `None` if nothing does here."""
-        marker = each.marker
-        if marker is None:
-            return ""
-        named = (extra for extra in EXTRAS if "extra" in str(marker) and marker.evaluate({"extra": extra}))
-        return next(named, "" if marker.evaluate({"extra": ""}) else None)
-
-    found = [(each, extra) for each in requirements if (extra := extra_of(each)) is not None]
-    extras = {each.name: extra for each, extra in reversed(found) if extra}
-    firsts: dict[str, Requirement] = {}
-    for each, _ in found:
-        firsts.setdefault(each.name, each)
-    yield from (_package(each, extras.get(name)) for name, each in firsts.items())
+def _packages() -> list[dict[str, Any]]:
+    """Lists each package that the project requires, itself or by an extra of `EXTRAS`, and the state it is in."""
+    found: dict[str, tuple[Requirement, str]] = {}
+    for requirement in map(Requirement, metadata.requires(DISTRIBUTION) or []):
+        # What the project itself asks for, with no extra, may depend on the machine
+        for extra in ("", *EXTRAS):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                found.setdefault(requirement.name, (requirement, extra))
+                break
+    return [_package(*each) for each in found.values()]
 
 
-def _package(requirement: Requirement, extra: str | None) -> dict[str, Any]:
+def _package(requirement: Requirement, extra: str) -> dict[str, Any]:
     """Describes a package; its `status` is `ok`, `missing`, `unsupported` (its version) or `broken` (on import)."""
     name, wanted = requirement.name, f"{requirement.name}{requirement.specifier}"
-    advice = f"pip install '{wanted}'" if extra is None else f"pip install '{DISTRIBUTION}[{extra}]'"
-    found: dict[str, Any] = {"name": name, "needed_for": REQUIRED if extra is None else EXTRAS[extra], "version": None}
+    advice = f"pip install '{wanted}'" if not extra else f"pip install '{DISTRIBUTION}[{extra}]'"
+    found: dict[str, Any] = {"name": name, "needed_for": EXTRAS.get(extra, REQUIRED), "version": None}
     try:
         found["version"] = metadata.version(name)
     except metadata.PackageNotFoundError:

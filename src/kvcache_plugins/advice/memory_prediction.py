@@ -3,7 +3,7 @@
 The model is built on the device `meta`, where tensors have no data, and one token goes through it: what its layers
 hand to a dense cache tells the shapes of keys and values whatever an architecture calls its sizes. The cache itself
 is then handed the same, of as many tokens as asked for, so the bytes are those of the tensors that it would make,
-whoever wrote it. Layers that are alike are filled once; of long contexts three shorter ones are, see `extrapolate`.
+whoever wrote it. Layers that are alike are filled once.
 """
 
 import inspect
@@ -134,29 +134,6 @@ def fill_without_data(
             call.repeat(cache, layer_idx, batch_size, 1)
 
 
-# Tokens: a multiple of every size of group, page and tile that there is, and of hundredths of which there are a
-# whole number
-PERIOD = 1024 * 25
-
-
-def extrapolate(reports: Sequence[MemoryReport], num_periods: int) -> MemoryReport | None:
-    """
-    Extrapolates the bytes of a long prompt from those of one, two and three periods and the same rest: lengths that
-    differ by a multiple of all groups, pages and shares differ by the same bytes in each part, or `None` is returned.
-    """
-    found: dict[str, dict[str, int]] = {}
-    sizes = [{"dense_bytes": each.dense_bytes, "num_values": each.num_values} for each in reports]
-    kinds = {"parts": [each.parts for each in reports], "devices": [each.devices for each in reports], "sizes": sizes}
-    for kind, (first, second, third) in kinds.items():
-        steps = {name: second.get(name, 0) - size for name, size in first.items()}
-        expected = {name: second.get(name, 0) + step for name, step in steps.items()}
-        if second.keys() != first.keys() or third != expected:
-            return None
-        found[kind] = {name: size + (num_periods - 1) * steps[name] for name, size in first.items()}
-    shared, numbers = reports[-1].shared, found["sizes"]
-    return MemoryReport(parts=found["parts"], devices=found["devices"], shared=shared, **numbers)
-
-
 DEVICES = ("cuda", "cpu")
 # What only a cache on a GPU has
 _GPU_PARTS = ("staging",)
@@ -260,17 +237,6 @@ class CacheSizer:
         name, options = parse_cache_spec(cache)
         # Values are what a `CacheSizingError` is about
         check_cache(name).check_options(options)
-        num_periods, rest = divmod(context - new_tokens, PERIOD)
-        if num_periods > 3:
-            # Three shorter prompts tell whether bytes are linear
-            lengths = (count * PERIOD + rest + new_tokens for count in (1, 2, 3))
-            reports = [self._run(cache, length, batch_size, new_tokens) for length in lengths]
-            found = extrapolate(reports, num_periods)
-            if found is not None:
-                return found
-        return self._run(cache, context, batch_size, new_tokens)
-
-    def _run(self, cache: str, context: int, batch_size: int, new_tokens: int) -> MemoryReport:
         try:
             # Caches warn of what they would do to results, and there are none
             with warnings.catch_warnings():

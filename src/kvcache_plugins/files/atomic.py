@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import BinaryIO
 
 
@@ -15,12 +16,8 @@ class RefusedFile(ValueError):
 @contextmanager
 def refusals(option: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """Turns every `ValueError` and `OSError` inside into one `ValueError` that names the option and its file."""
-    try:
-        is_file = os.path.isfile(path)
-    except ValueError:
-        # A path with a zero byte
-        is_file = False
-    if not is_file:
+    # Of a path with a zero byte too, for which `os.path` may raise
+    if not Path(path).is_file():
         raise ValueError(f"`{option}`: there is no file {path}")
     try:
         yield

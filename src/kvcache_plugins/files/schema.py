@@ -157,10 +157,6 @@ def _parts(hint: Any) -> tuple[tuple[Any, ...], bool, Any]:
     return kinds, len(kinds) < len(get_args(hint)), note
 
 
-def _is_tensors(kind: Any) -> bool:
-    return kind is torch.Tensor or get_args(kind) == (str, torch.Tensor)
-
-
 def _pack(hint: Any, value: Any, path: str, tensors: Tensors) -> Any:
     kinds, _, _ = _parts(hint)
     if value is None or kinds == (Any,):
@@ -200,7 +196,7 @@ def _read_record(kind: type[Any], value: object, path: str, tensors: Tensors, si
                 note.check(where, fields[name], own)
             elif not is_optional:
                 raise ValueError(f"the tensor `{where}` is missing")
-        elif _is_tensors(kinds[0]):
+        elif get_args(kinds[0]) == (str, torch.Tensor):
             names = [each for each in tensors if each.startswith(f"{where}.")]
             fields[name] = {each.removeprefix(f"{where}."): tensors.pop(each) for each in names}
         elif name in left:

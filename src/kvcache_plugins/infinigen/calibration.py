@@ -251,7 +251,6 @@ def calibrate(
     *,
     rank: int = 128,
     min_recall: float = 0.9,
-    num_first_layers: int = 1,
     on_progress: Callable[[str], None] | None = None,
 ) -> Calibration:
     """
@@ -262,7 +261,6 @@ def calibrate(
         windows (`Sequence[torch.Tensor]`): two at least, token ids `[tokens]` each; every other one is only measured.
         rank (`int`, *optional*, defaults to 128): rank of a correction; 0 for none.
         min_recall (`float`, *optional*, defaults to 0.9): a layer of which less is captured stays whole.
-        num_first_layers (`int`, *optional*, defaults to 1): first layers that stay whole untried.
         on_progress (`Callable[[str], None]`, *optional*): called before each window.
 
     Raises:
@@ -299,7 +297,7 @@ def calibrate(
             assert isinstance(layer, DynamicLayer) and layer.keys is not None
             found = captured_masses(attachment, layer.keys, observation, corrections)
             masses.setdefault(observation.layer_idx, []).append(found)
-    reports = [_report(index, values, min_recall, num_first_layers) for index, values in masses.items()]
+    reports = [_report(index, values, min_recall) for index, values in masses.items()]
     used = {report.layer_idx: corrections[report.layer_idx] for report in reports if report.choice == "corrected"}
     return Calibration(fingerprint(model), tuple(reports), used)
 
@@ -326,9 +324,10 @@ def choose_full_layers(asked_for: Sequence[int] | None, calibration: Calibration
     return set(range(min(NUM_FIRST_LAYERS, num_layers - 1)))
 
 
-def _report(layer_idx: int, values: list[dict[str, float]], min_recall: float, num_first_layers: int) -> LayerReport:
+def _report(layer_idx: int, values: list[dict[str, float]], min_recall: float) -> LayerReport:
     mean = {name: sum(value[name] for value in values) / len(values) for name in values[0]}
     choice: Choice = "corrected" if mean["corrected"] > mean["by_stream"] + _MIN_GAIN else "stream"
-    if layer_idx < num_first_layers or max(mean["corrected"], mean["by_stream"]) < min_recall * mean["oracle"]:
+    # The first layer has no layer before it
+    if layer_idx == 0 or max(mean["corrected"], mean["by_stream"]) < min_recall * mean["oracle"]:
         choice = "full"
     return LayerReport(layer_idx=layer_idx, choice=choice, **mean)

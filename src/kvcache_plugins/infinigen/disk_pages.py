@@ -26,11 +26,7 @@ import torch
 from kvcache_plugins.files.mapped_files import advise, cached_blocks, num_blocks, release
 
 
-# Blocks that are asked for by one call: Linux reads no more ahead than 128 KiB, if nobody has told it to
-_MOST_BLOCKS = 32
-# Fewer blocks than that between two that are missing are read with them
-_LEAST_GAP = 3
-# Bytes
+# Bytes that are written, or asked for, by one call: of more, Linux reads no more than 128 KiB ahead
 _PIECE = 1 << 17
 
 
@@ -74,13 +70,16 @@ class DiskPages:
     def expect(self, pages: Sequence[torch.Tensor], slots: torch.Tensor, count: torch.Tensor) -> None:
         """Asks ahead for missing blocks of rows in the first `count` `[B, H]` of each head's slots `[B, H, K]`."""
         if self.has_waited and pages:
-            asked = [_read_ahead(*each) for each in zip(pages, _wanted_blocks(pages, slots, count), strict=True)]
-            self.has_waited = any(asked)
+            missing = _wanted_blocks(pages, slots, count) & ~torch.stack([*map(cached_blocks, pages)])
+            self.has_waited = bool(missing.any())
+            for page, block in missing.nonzero().tolist():
+                advise(pages[page].data_ptr() + block * mmap.PAGESIZE, mmap.PAGESIZE, mmap.MADV_WILLNEED)
 
     def expect_page(self, page: torch.Tensor) -> None:
         """Asks for a whole page ahead, as `expect` does for rows."""
         if self.has_waited:
-            _read_ahead(page, torch.ones(num_blocks(page), dtype=torch.bool))
+            for start in range(0, page.nbytes, _PIECE):
+                advise(page.data_ptr() + start, min(_PIECE, page.nbytes - start), mmap.MADV_WILLNEED)
 
 
 def _wanted_blocks(pages: Sequence[torch.Tensor], slots: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -96,25 +95,6 @@ def _wanted_blocks(pages: Sequence[torch.Tensor], slots: torch.Tensor, count: to
     for byte in {0, row_bytes // 2, row_bytes - 1}:
         wanted[slots // page_tokens, (start + byte) // mmap.PAGESIZE] = True
     return wanted
-
-
-def _read_ahead(page: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Asks for those of the wanted blocks `[blocks]` of a page that are not in memory, and says if there were any."""
-    missing = wanted & ~cached_blocks(page)
-    for first, length in _runs(missing.nonzero().flatten()):
-        advise(page.data_ptr() + first * mmap.PAGESIZE, length * mmap.PAGESIZE, mmap.MADV_WILLNEED)
-    return bool(missing.any())
-
-
-def _runs(blocks: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Lists first number and length of every run of numbers, in order, that are near each other."""
-    if not len(blocks):
-        return
-    breaks = (blocks.diff() > _LEAST_GAP).nonzero().flatten() + 1
-    starts, ends = blocks[[0, *breaks.tolist()]], blocks[[*(breaks - 1).tolist(), -1]] + 1
-    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        for first in range(start, end, _MOST_BLOCKS):
-            yield first, min(_MOST_BLOCKS, end - first)
 
 
 def _num_waits() -> int:

@@ -55,7 +55,7 @@ class InfiniGenLayer(LazyLayer):
     counter_names = (
         *("attend_calls", "selected_calls", "speculated_calls", "exact_calls", "fused_calls", "kernel_fallbacks"),
         *("tokens_fetched", "tokens_fetchable", "bytes_fetched", "tokens_evicted", "hits", "hits_possible"),
-        *("choices", "choices_short", "prompts_without_mask"),
+        "prompts_without_mask",
     )
 
     def __init__(
@@ -211,12 +211,15 @@ class InfiniGenLayer(LazyLayer):
             stop = free + slots.shape[2]
             scoring.write(slots, {name: rows[:, :, free:stop] for name, rows in encoded.items()})
             free = stop
-        if not taken and isinstance(scoring, ScoringCodes):
-            self._refit(scoring)
+        if not taken and isinstance(scoring, ScoringCodes) and scoring.num_fitted < NUM_FITTED:
+            # Channels' statistics are told anew as long as they are those of few tokens
+            num_real = max(scoring.length - self._left_padding.ends()[1], 0)
+            if num_real > scoring.num_fitted:
+                keys = self._pooled_keys()
+                scoring.refit(keys, self._valid_tokens(0, keys.shape[2]), num_real)
         self._counters["tokens_evicted"] = 0 if pool.usage is None else pool.usage.num_evicted
         # What is held does not depend on whether a token has been fetched yet
-        for name in ("tokens_fetched", "choices_short")[: 1 if config.mass is None else 2]:
-            self._sums.setdefault(name, torch.zeros((), dtype=torch.int64, device=self.device))
+        self._sums.setdefault("tokens_fetched", torch.zeros((), dtype=torch.int64, device=self.device))
 
     def _make_scoring(self, keys: torch.Tensor, queries: torch.Tensor | None) -> ScoringStates:
         """Tells from the first keys that go into the pool how they will be scored."""
@@ -226,18 +229,7 @@ class InfiniGenLayer(LazyLayer):
             assert config.skewing is not None
             return ScoringColumns(keys, queries, valid, config.partial_ratio, config.skewing)
         assert config.scoring_nbits is not None
-        scoring = ScoringCodes(config.scoring_nbits, keys, valid)
-        scoring.num_fitted = max(count - self._left_padding.ends()[1], 0)
-        return scoring
-
-    def _refit(self, scoring: ScoringCodes) -> None:
-        """Tells channels' statistics anew as long as they are those of few tokens."""
-        if scoring.num_fitted < NUM_FITTED:
-            num_real = max(scoring.length - self._left_padding.ends()[1], 0)
-            if num_real > scoring.num_fitted:
-                keys = self._pooled_keys()
-                scoring.refit(keys, self._valid_tokens(0, keys.shape[2]))
-            scoring.num_fitted = num_real
+        return ScoringCodes(config.scoring_nbits, keys, valid, max(count - self._left_padding.ends()[1], 0))
 
     @property
     def _needs_queries(self) -> bool:
@@ -310,6 +302,9 @@ class InfiniGenLayer(LazyLayer):
             columns: torch.Tensor | None = attended_columns(attn_mask, length, self.batch_size)
         else:
             columns = self._valid_tokens(0, length)
+        if columns is None and pool.usage is not None:
+            # Slots that are not in the order of tokens are told apart by positions, all of which may be attended to
+            columns = torch.ones(self.batch_size, length, dtype=torch.bool, device=query.device)
         allowed: torch.Tensor | None = None
         forced: torch.Tensor | None = None
         resident = query @ window.keys.float().transpose(2, 3)
@@ -324,10 +319,6 @@ class InfiniGenLayer(LazyLayer):
             stop = self.num_pooled + window.length
             resident = resident.masked_fill(~columns[:, None, None, self.num_pooled : stop], -torch.inf)
             num_tokens = columns.sum(dim=1)
-        elif pool.usage is not None:
-            positions = pool.positions(query.device)
-            allowed = positions >= 0
-            forced = (positions < config.sink) | (positions >= length - config.recent)
         selection = select_tokens(scoring.scores(query, pool), resident, allowed, forced, num_tokens, length, config)
         if pool.disk is not None:
             pool.disk.expect(pool.pages, selection.slots, selection.count)
@@ -412,7 +403,6 @@ class InfiniGenLayer(LazyLayer):
             counters["fused_calls"] += 1
             counters["tokens_fetchable"] += num_tokens * num_rows
             counters["tokens_fetched"] += call.num_chosen
-            counters["choices"] += num_rows
         return output
 
     def attend_selection(
@@ -445,12 +435,9 @@ class InfiniGenLayer(LazyLayer):
         assert pool is not None
         self._counters["selected_calls"] += 1
         self._counters["tokens_fetchable"] += self._length * num_rows
-        self._counters["choices"] += num_rows
         if self.padding is not None:
             self._add("tokens_fetchable", -pool.num_heads * self.padding.sum())
         self._add("tokens_fetched", selection.count.sum())
-        if selection.is_short is not None:
-            self._add("choices_short", selection.is_short.sum())
         if pool.usage is not None:
             pool.usage.touch(selection.slots.to("cpu"), selection.valid.to("cpu"))
         if self.config.track_hits:

@@ -133,6 +133,9 @@ class TokenPool:
         num_pages, page_tokens = -(-num_slots // PAGE_TOKENS), PAGE_TOKENS
         if num_pages == 1 and not self.pin_memory:
             page_tokens = min(max(_LEAST_TOKENS, 1 << (num_slots - 1).bit_length()), PAGE_TOKENS)
+        elif self._host.type == "meta":
+            # Nobody looks for a token in a page without data: a long context is sized as fast as a short one
+            num_pages, page_tokens = 1, num_pages * PAGE_TOKENS
         kept = [page for page in self.pages if page.shape[2] == page_tokens]
         try:
             new = [self._new_page(page_tokens) for _ in range(num_pages - len(kept))]
@@ -189,10 +192,6 @@ class TokenPool:
             return None
         pointers = tuple(page.data_ptr() for page in self.pages)
         if self._addresses is None or self._addresses[0] != pointers:
-            if not all(map(_is_readable, self.pages)):
-                # A copy of a pool has copies of pages, in ordinary memory
-                self.map(lambda tensor: tensor)
-                pointers = tuple(page.data_ptr() for page in self.pages)
             # Triton is not everywhere
             from kvcache_plugins.triton_kernels.gather import page_addresses
 
@@ -263,7 +262,8 @@ class TokenPool:
             copied = self.disk.new_page(page.shape, page.dtype).copy_(page)
             release(copied)
             return copied
-        return page.pin_memory() if self.pin_memory and not _is_readable(page) else page
+        is_locked = not self.pin_memory or page.device.type == "cuda" or page.is_pinned()
+        return page if is_locked else page.pin_memory()
 
     def serve(self, device: torch.device) -> None:
         """Takes rows from another device from now on."""
@@ -274,8 +274,8 @@ class TokenPool:
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Lists part and tensor of everything stored."""
-        for page, start, stop in self._spans(0, len(self.pages) * PAGE_TOKENS):
-            used = min(max(self.num_slots - start, 0), stop - start)
+        for number, page in enumerate(self.pages):
+            used = min(max(self.num_slots - number * PAGE_TOKENS, 0), page.shape[2])
             yield "pool", page[:, :, :used]
             yield "spare", page[:, :, used:]
         if self.usage is not None:
@@ -297,20 +297,14 @@ class TokenPool:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self.disk is not None:
-            # Copies of pages are in memory
-            self.pages = [self._in_host_memory(page) for page in self.pages]
+        # Copies of pages are in ordinary memory
+        self.pages = [self._in_host_memory(page) for page in self.pages]
 
     def __del__(self) -> None:
         # PyTorch, which does not know that kernels use the pages, would give their memory away. A copy that failed
         # half-way has none.
         if "_pending" in self.__dict__:
             self.wait()
-
-
-def _is_readable(page: torch.Tensor) -> bool:
-    """Tells whether a GPU can read a page where it stands."""
-    return page.device.type == "cuda" or page.is_pinned()
 
 
 class UsageRecord:

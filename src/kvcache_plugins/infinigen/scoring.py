@@ -139,35 +139,34 @@ class ScoringCodes(ScoringStates):
     mean: torch.Tensor
     spread: torch.Tensor
 
-    def __init__(self, nbits: int, keys: torch.Tensor, valid: torch.Tensor | None):
+    def __init__(self, nbits: int, keys: torch.Tensor, valid: torch.Tensor | None, num_real: int):
         super().__init__()
         self.nbits = nbits
-        # The fewest real tokens of a sequence that the statistics are of
-        self.num_fitted = 0
-        self.fit(keys, valid)
+        self.refit(keys, valid, num_real)
 
-    def fit(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
-        """Takes mean and spread of channels from sequences' first valid `[B, tokens]` keys `[B, H, tokens, D]`."""
+    def refit(self, keys: torch.Tensor, valid: torch.Tensor | None, num_real: int) -> None:
+        """
+        Takes mean and spread of channels from sequences' first valid `[B, tokens]` keys `[B, H, tokens, D]` and writes
+        the rows of all keys anew; the sequence that has the fewest valid ones has `num_real`.
+        """
+        self.num_fitted = num_real
         keys = keys.float()
         if valid is None:
-            keys = keys[:, :, :NUM_FITTED]
-            weight = keys.new_ones(keys.shape[0], 1, keys.shape[2], 1)
+            first = keys[:, :, :NUM_FITTED]
+            weight = keys.new_ones(keys.shape[0], 1, first.shape[2], 1)
         else:
-            weight = (valid & (valid.cumsum(dim=1) <= NUM_FITTED))[:, None, :, None].float()
+            first, weight = keys, (valid & (valid.cumsum(dim=1) <= NUM_FITTED))[:, None, :, None].float()
         is_known = weight.sum(dim=2, keepdim=True) > 0
         count = weight.sum(dim=2, keepdim=True).clamp(min=1)
-        mean = (keys * weight).sum(dim=2, keepdim=True) / count
-        spread = ((keys - mean).square() * weight).sum(dim=2, keepdim=True).div(count).sqrt()
+        mean = (first * weight).sum(dim=2, keepdim=True) / count
+        spread = ((first - mean).square() * weight).sum(dim=2, keepdim=True).div(count).sqrt()
         # Of a channel that does not move nothing is known: its size stands in
         spread = torch.maximum(spread, mean.abs() * 0.01 + _TINY)
         # Nor of a sequence that is all padding so far: divided by next to nothing its keys would overflow
         self.mean, self.spread = mean, torch.where(is_known, spread, 1.0)
-
-    def refit(self, keys: torch.Tensor, valid: torch.Tensor | None) -> None:
-        """Tells mean and spread anew, as `fit`, and writes the rows of all keys anew."""
-        self.fit(keys, valid)
-        for name, new in self.encode_keys(keys).items():
-            self.rows[name][:, :, : self.length] = new
+        if self.length:
+            for name, new in self.encode_keys(keys).items():
+                self.rows[name][:, :, : self.length] = new
 
     def encode_keys(self, keys: torch.Tensor) -> Mapping[str, torch.Tensor]:
         normal = (keys.float() - self.mean) / self.spread

@@ -122,18 +122,17 @@ class CostModel:
         lengths, prefixes, seconds = np.array(rows, dtype=np.float64).reshape(-1, 3).T
         if len(set(lengths)) < 2:
             raise ValueError(f"`timings` has to hold slices of two lengths at least, but got {sorted(set(lengths))}")
-        num_different = len({row[:2] for row in rows})
-        if triangle is None and (prefixes.all() or not prefixes.any() or num_different < 4):
+        if triangle is None and len({row[:2] for row in rows}) < 4:
             triangle = TRIANGLE
         crossed, own = prefixes * lengths, lengths * lengths
         pairs = [crossed, own] if triangle is None else [crossed + triangle * own]
-        columns = [lengths, *pairs, *([np.ones_like(lengths)] if num_different > 2 else [])]
-        per_token, per_pair, *more = _least_squares(np.stack(columns, axis=1) / seconds[:, None])
-        fixed = more.pop() if num_different > 2 else 0.0
+        # What is fixed comes first: where two slices tell no more than two numbers, it is none of them
+        columns = np.stack([np.ones_like(lengths), lengths, *pairs], axis=1)
+        fixed, per_token, per_pair, *per_own_pair = _least_squares(columns / seconds[:, None])
         if triangle is None:
-            if not (per_pair > 0 and more[0] > 0):
+            if not (per_pair > 0 and per_own_pair[0] > 0):
                 return cls.fit(timings, triangle=TRIANGLE, projection_share=projection_share)
-            triangle = more[0] / per_pair
+            triangle = per_own_pair[0] / per_pair
         if not per_token + per_pair > 0:
             raise ValueError("`timings` do not grow with the length: measure longer slices")
         return cls(per_token, per_pair, fixed, triangle, projection_share)
@@ -389,8 +388,7 @@ def planned(
     """
     Cuts the slices that a cost model says are fastest: without a link those of equal compute; with one (then
     `bytes_per_token` and `num_layers` are needed, see `predict_ttft`) `searched` moves their boundaries by the
-    simulated time to first token, for one rank more after the other, if `allow_fewer`, until two in a row save
-    nothing.
+    simulated time to first token, and of fewer ranks, if `allow_fewer`, as many are taken as pay.
     """
     _check_length(length, num_ranks)
     if link is None:
@@ -399,15 +397,9 @@ def planned(
         raise ValueError("`link` needs `bytes_per_token` and `num_layers`: without them it has no time of transfers")
     predict = partial(predict_ttft, cost=cost, link=link, bytes_per_token=bytes_per_token, num_layers=num_layers)
     found: dict[Partition, float] = {}
-    num_useless = 0
     for count in range(1 if allow_fewer else num_ranks, num_ranks + 1):
-        before = min(found.values(), default=math.inf)
-        start = _balanced(length, count, cost)
-        lengths, seconds = searched(start, predict, last_step=max(length // _FINEST, 1))
+        lengths, seconds = searched(_balanced(length, count, cost), predict, last_step=max(length // _FINEST, 1))
         found[lengths] = seconds
-        num_useless = 0 if seconds * (1 + _WORTH_A_RANK) < before else num_useless + 1
-        if num_useless == 2:
-            break
     enough = (1 + _WORTH_A_RANK) * min(found.values())
     return min((lengths for lengths, seconds in found.items() if seconds <= enough), key=len)
 

@@ -4,7 +4,6 @@ Implements [KV-Runahead: Scalable Causal LLM Inference by Parallel Key-Value Cac
 Generation](https://huggingface.co/papers/2405.05329).
 """
 
-import inspect
 import itertools
 import time
 from collections.abc import Sequence
@@ -16,8 +15,9 @@ import torch
 import torch.distributed as dist
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.models.cache_argument import as_argument, reading_options
 from kvcache_plugins.models.fingerprint import fingerprint
+from kvcache_plugins.option_checks import check_left_padding
 from kvcache_plugins.user_warnings import warn_user
 
 from .chain import Chain, PrefixExchange, PromptSlice
@@ -167,26 +167,16 @@ class Part:
             return None
         if self.chain is None:
             assert self.cache is not None
-            return self._forward(0, self.input_ids.shape[1], self.cache)
+            return self._forward(self.input_ids.shape[1], self.cache)
         with self.chain.running() as cache:
-            return self._forward(self.chain.prompt_slice.start, self.chain.prompt_slice.stop, cache)
+            return self._forward(self.chain.prompt_slice.stop, cache)
 
-    def _forward(self, start: int, stop: int, cache: Cache) -> torch.Tensor | None:
-        mask = self.attention_mask
-        options: dict[str, Any] = {**as_argument(cache), "use_cache": True}
-        if mask is not None:
-            options["attention_mask"] = mask[:, :stop]
-        if "position_ids" in inspect.signature(self.model.base_model.forward).parameters:
-            positions = torch.arange(start, stop, device=self.model.device)[None]
-            if mask is not None:
-                positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, start:stop]
-            options["position_ids"] = positions
-        if self.cache is None:
-            # Without the language-model head
-            self.model.base_model(self.input_ids[:, start:stop], **options)
-            return None
-        logits: torch.Tensor = self.model(self.input_ids[:, start:stop], logits_to_keep=1, **options).logits
-        return logits
+    def _forward(self, stop: int, cache: Cache) -> torch.Tensor | None:
+        # Ranks before the last have no use for the language-model head
+        model = self.model.base_model if self.cache is None else self.model
+        options = reading_options(model.forward, cache, self.input_ids, self.attention_mask, stop, needs_logits=False)
+        output = model(**options)
+        return None if self.cache is None else output.logits
 
     def output(self, start: float, logits: torch.Tensor | None) -> RunaheadOutput:
         """Makes what the rank returns, `start` being the time when it was called."""
@@ -253,15 +243,8 @@ def _check_prompt(model: PreTrainedModel, input_ids: torch.Tensor, attention_mas
         raise ValueError(
             f"`input_ids` has to be of shape [batch_size, length], both at least 1, but is {tuple(input_ids.shape)}"
         )
-    if attention_mask is None:
-        return
-    if attention_mask.shape != input_ids.shape:
-        raise ValueError(
-            f"`attention_mask` has to have the shape of `input_ids`, {tuple(input_ids.shape)}, but has "
-            f"{tuple(attention_mask.shape)}"
-        )
-    if not bool((attention_mask.bool().cumsum(dim=1) > 0).eq(attention_mask.bool()).all()):
-        raise ValueError("`attention_mask` has to be 0 for padding on the left, and 1 for every token behind it")
+    if attention_mask is not None:
+        check_left_padding(attention_mask, input_ids)
 
 
 def _checked_cache(cache: Cache | None, model: PreTrainedModel, num_slices: int) -> Cache:

@@ -16,11 +16,6 @@ def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def layer_config(config: PreTrainedConfig, layer_idx: int) -> PreTrainedConfig:
-    """The config as one layer has it; the same for all layers where they do not differ, or cannot in this release."""
-    return config.per_layer_config[layer_idx] if has_own_layers(config) else config
-
-
 def has_own_layers(config: PreTrainedConfig) -> bool:
     """Whether layers differ in more than their type."""
     return bool(getattr(config, "is_heterogeneous", False))

@@ -11,15 +11,14 @@ import io
 import os
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from packaging.version import Version
 from transformers import (
     AutoConfig,
@@ -152,12 +151,12 @@ def _convert_once(packaged: PackagedModel, name: str, folder: Path) -> None:
         )
     partial = folder.with_name(f"{folder.name}.partial")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.with_name(f"{folder.name}.lock"), name):
+    _say(f"Converting {name} (once, about a minute; or waiting for another process that does) ...")
+    with FileLock(folder.with_name(f"{folder.name}.lock")):
         if folder.is_dir():
             return
         # What is left of a process that was killed: the lock is ours, so nobody is writing it.
         shutil.rmtree(partial, ignore_errors=True)
-        _say(f"Converting {name} (once, about a minute) ...")
         had_progress_bar = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
         try:
@@ -172,21 +171,6 @@ def _convert_once(packaged: PackagedModel, name: str, folder: Path) -> None:
 
 def _say(text: str) -> None:
     sys.stderr.write(f"{text}\n")
-
-
-@contextmanager
-def _locked(path: Path, name: str) -> Iterator[None]:
-    """Holds the lock file at `path`, and says so when another process has to be waited for."""
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        _say(f"Another process is converting {name}: waiting for it.")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _convert(packaged: PackagedModel, folder: Path) -> None:

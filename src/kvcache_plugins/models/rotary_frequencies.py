@@ -4,7 +4,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .layer_config import layer_config
+from .layer_config import has_own_layers
 
 
 # Whose frequencies do not depend on how long a text is
@@ -15,7 +15,7 @@ def rotary_frequencies(config: PreTrainedConfig, layer_idx: int) -> tuple[float,
     """
     Tells the radians a token of every pair of channels that a layer rotates; `None` if none or not known beforehand.
     """
-    config = layer_config(config, layer_idx)
+    config = config.per_layer_config[layer_idx] if has_own_layers(config) else config
     parameters, layer_type = getattr(config, "rope_parameters", None), None
     layer_types = getattr(config, "layer_types", None)
     if isinstance(parameters, dict) and layer_types and layer_types[layer_idx] in parameters:

@@ -6,7 +6,6 @@ written is not kept, and a warning says so.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import time
 import weakref
@@ -20,7 +19,7 @@ from transformers import Cache, PreTrainedModel
 from kvcache_plugins.advice.byte_sizes import parse_bytes
 from kvcache_plugins.files.records import write_record
 from kvcache_plugins.gear import GEARCache
-from kvcache_plugins.models.cache_argument import CACHE_NAMES, as_argument, find_cache
+from kvcache_plugins.models.cache_argument import CACHE_NAMES, as_argument, find_cache, reading_options
 from kvcache_plugins.models.reference_model import models_folder
 from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec, unwrap_model
@@ -379,14 +378,7 @@ def _check_inputs(model_kwargs: dict[str, Any]) -> None:
 @torch.no_grad()
 def _forward(model: torch.nn.Module, cache: PromptCache, input_ids: torch.Tensor) -> None:
     """Has a cache take in those of the tokens that it does not hold."""
-    # All but the last token's logits would be computed in vain
-    forward = unwrap_model(model).forward
-    takes_limit = "logits_to_keep" in inspect.signature(forward).parameters
-    options = {"logits_to_keep": 1} if takes_limit else {}
-    model(
-        input_ids=input_ids[:, cache.get_seq_length() :].to(unwrap_model(model).device),
-        attention_mask=torch.ones_like(input_ids),
-        **as_argument(cache, forward),
-        use_cache=True,
-        **options,
-    )
+    inner = unwrap_model(model)
+    input_ids = input_ids.to(inner.device)
+    mask = torch.ones_like(input_ids)
+    model(**reading_options(inner.forward, cache, input_ids, mask, input_ids.shape[1], needs_logits=False))
