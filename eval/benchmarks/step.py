@@ -7,8 +7,7 @@ Llama 3 8B's heads.
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -67,17 +66,12 @@ SHAPES = {
 
 
 def time_steps(
-    network: PreTrainedModel,
-    caches: Mapping[str, Cache],
-    token_ids: torch.Tensor,
-    guard: Callable[[str], AbstractContextManager[object]] = nullcontext,
-    seconds: float = float("inf"),
+    network: PreTrainedModel, caches: Mapping[str, Cache], token_ids: torch.Tensor
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """
     Times every decode step of each cache that holds the context already, fed `[batch_size, steps]`; they take turns.
 
     Returns seconds of each cache's steps, and the relative error of its first step's logits beside the first cache's.
-    For `guard` and `seconds` see `take_turns`.
     """
     logits: dict[str, torch.Tensor] = {}
 
@@ -87,8 +81,7 @@ def time_steps(
             logits[name] = output.logits[:, -1].float()
 
     functions = {name: partial(step, name) for name in caches}
-    clock = partial(time_call, device=network.device)
-    measured = take_turns(functions, clock, token_ids.shape[1], seconds=seconds, guard=guard)
+    measured = take_turns(functions, partial(time_call, device=network.device), token_ids.shape[1])
     first = next(iter(logits.values()), torch.empty(0))
     return measured, {name: float((each - first).norm() / first.norm()) for name, each in logits.items()}
 

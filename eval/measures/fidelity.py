@@ -27,12 +27,12 @@ from typing import Annotated, Any
 import torch
 import typer
 from torch.nn import functional as F
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import Cache, DynamicCache, PreTrainedModel, set_seed
 
 from kvcache_plugins.console import inputs
 from kvcache_plugins.console.display import track_progress
 from kvcache_plugins.console.results import memory_fields
-from kvcache_plugins.eval.benchmark import benchmark
+from kvcache_plugins.eval.benchmark import benchmark, loaded_settings
 from kvcache_plugins.eval.harness import (
     CacheFactory,
     cache_factories,
@@ -41,9 +41,8 @@ from kvcache_plugins.eval.harness import (
     check_length,
     cut_windows,
     stretch_stops,
-    with_reference,
 )
-from kvcache_plugins.eval.rows import Content, Found, Settings
+from kvcache_plugins.eval.rows import Found, Settings
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
 
@@ -258,24 +257,6 @@ def fidelity_fields(cache: str, fidelity: Fidelity, stretch: int | None = None) 
     return row if stretch is None else row | trend(fidelity.windows, stretch)
 
 
-def measure_text(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    caches: Sequence[str],
-    text_file: Path,
-    windows: int = 8,
-    prefix: int = 1024,
-    scored: int = 512,
-    chunk: int | None = None,
-    stretch: int | None = None,
-    on_progress: Callable[[str], None] = lambda text: None,
-) -> list[dict[str, Any]]:
-    """Measures caches by their specs on a text; a row for each. Options are those of `evaluate_fidelity`."""
-    cut, factories = cut_windows(tokenizer, text_file, windows, prefix, scored), cache_factories(caches, model)
-    found = measure_fidelity(model, cut, factories, prefix_length=prefix, chunk=chunk, on_progress=on_progress)
-    return [fidelity_fields(spec, result, stretch) for spec, result in found.items()]
-
-
 @benchmark("fidelity", "{model} on {text_file}: {windows} windows, {scored} tokens scored after {prefix}")
 def evaluate_fidelity(
     text_file: Annotated[Path, typer.Option(help="The text that windows are cut from.")],
@@ -314,12 +295,13 @@ def evaluate_fidelity(
         raise ValueError(f"`stretch` compares quarters of at least 4 tokens in `scored`, but got {scored}")
     inputs.read_text(text_file, "text_file")
     loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
-    specs, sizes = list(dict.fromkeys(cache)), (windows, prefix, scored, chunk, stretch)
+    yield from loaded_settings(loaded)
+    yield Settings(device=loaded.device.type)
+    cut, factories = cut_windows(tokenizer, text_file, windows, prefix, scored), cache_factories(cache, loaded)
     set_seed(seed)
-    with track_progress(windows * len(specs)) as announce:
-        rows = measure_text(loaded, tokenizer, specs, text_file, *sizes, on_progress=announce)
-    yield Settings(dtype=str(loaded.dtype).removeprefix("torch."), device=loaded.device.type)
-    yield Content(device=loaded.device)
+    with track_progress(windows * len(factories)) as announce:
+        found = measure_fidelity(loaded, cut, factories, prefix_length=prefix, chunk=chunk, on_progress=announce)
+    rows = [fidelity_fields(spec, result, stretch) for spec, result in found.items()]
     yield from sorted(rows, key=lambda row: row["memory_after_prefix"]["total_bytes"])
 
 
@@ -379,27 +361,10 @@ def measure_perplexity(
         }
 
 
-def measure_position(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    caches: Sequence[str],
-    text_file: Path,
-    length: int = 2048,
-    windows: int = 1,
-    chunk: int = 1,
-    stretch: int = 256,
-    on_progress: Callable[[str], None] = lambda text: None,
-) -> Iterator[dict[str, Any]]:
-    """Scores a text through caches by their specs. Options are those of `evaluate_perplexity`."""
-    # One token comes before the first that is scored
-    cut, factories = cut_windows(tokenizer, text_file, windows, length - 1, 1), cache_factories(caches, model)
-    yield from measure_perplexity(model, cut, factories, chunk=chunk, stretch=stretch, on_progress=on_progress)
-
-
-@benchmark("perplexity")
+@benchmark("perplexity", "{model} on {text_file}: {windows} windows of {length} tokens", with_dense=True)
 def evaluate_perplexity(
     text_file: Annotated[Path, typer.Option(help="The text that windows are cut from.")],
-    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,...; repeatable; `dynamic` comes first.")],
+    cache: inputs.CachesOption,
     model: inputs.ModelOption = "smollm2",
     length: Annotated[int, typer.Option(help="Tokens scored in each window.", min=2)] = 2048,
     windows: Annotated[int, typer.Option(help="Disjoint windows, spread evenly over the text.", min=1)] = 1,
@@ -408,7 +373,7 @@ def evaluate_perplexity(
     dtype: inputs.DtypeOption = None,
     device: inputs.DeviceOption = None,
 ) -> Iterator[Found]:
-    """Perplexity against position. Texts are decoded through each cache from the first token on.
+    """Perplexity against position. Texts are decoded through each cache from the first token on, `dynamic` first.
 
     \b
     Examples:
@@ -416,9 +381,8 @@ def evaluate_perplexity(
     """
     inputs.read_text(text_file, "text_file")
     loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
-    specs = with_reference(cache)
-    yield Content(device=loaded.device)
-    with track_progress(windows * len(specs)) as announce:
-        yield from measure_position(
-            loaded, tokenizer, specs, text_file, length, windows, chunk, stretch, on_progress=announce
-        )
+    yield from loaded_settings(loaded)
+    # One token comes before the first that is scored
+    cut, factories = cut_windows(tokenizer, text_file, windows, length - 1, 1), cache_factories(cache, loaded)
+    with track_progress(windows * len(factories)) as announce:
+        yield from measure_perplexity(loaded, cut, factories, chunk=chunk, stretch=stretch, on_progress=announce)

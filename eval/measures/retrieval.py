@@ -16,12 +16,19 @@ import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_plugins.console.display import track_progress
-from kvcache_plugins.console.inputs import DeviceOption, DtypeOption, ModelOption, load_for_evaluation, read_text
+from kvcache_plugins.console.inputs import (
+    CachesOption,
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    load_for_evaluation,
+    read_text,
+)
 from kvcache_plugins.console.results import memory_fields
-from kvcache_plugins.eval.benchmark import benchmark
+from kvcache_plugins.eval.benchmark import benchmark, loaded_settings
 from kvcache_plugins.eval.continuations import DECODE, ContinuationScorer, Score
-from kvcache_plugins.eval.harness import CacheFactory, cache_factories, with_reference
-from kvcache_plugins.eval.rows import Content, Found, Settings
+from kvcache_plugins.eval.harness import CacheFactory, cache_factories
+from kvcache_plugins.eval.rows import Found, Settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,24 +120,10 @@ def answer_questions(
         }
 
 
-def measure_file(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    caches: Sequence[str],
-    data_file: Path,
-    records: int | None = None,
-    questions: int | None = None,
-    batch_size: int = 1,
-) -> Iterator[dict[str, Any]]:
-    """Asks caches by their specs the questions of a file. Options are those of `evaluate_retrieval`."""
-    asked = read_questions(data_file, records)[:questions]
-    yield from answer_questions(model, tokenizer, asked, cache_factories(caches, model), batch_size=batch_size)
-
-
-@benchmark("retrieval", "{model} on {data_file}, {num_questions} questions")
+@benchmark("retrieval", "{model} on {data_file}, {num_questions} questions", with_dense=True)
 def evaluate_retrieval(
     data_file: Annotated[Path, typer.Option(help="JSON lines of one of the two sets.")],
-    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,...; repeatable; `dynamic` comes first.")],
+    cache: CachesOption,
     model: ModelOption = "smollm2",
     questions: Annotated[int | None, typer.Option(help="The first so many; all by default.", min=1)] = None,
     records: Annotated[
@@ -140,7 +133,7 @@ def evaluate_retrieval(
     dtype: DtypeOption = None,
     device: DeviceOption = None,
 ) -> Iterator[Found]:
-    """Ask for one line, or one value, of a long context. Each cache is asked.
+    """Ask for one line, or one value, of a long context. Each cache is asked, `dynamic` first.
 
     \b
     Examples:
@@ -150,8 +143,8 @@ def evaluate_retrieval(
     if not asked:
         raise ValueError(f"`questions`: there is none in {data_file}, or none was asked for")
     loaded, tokenizer = load_for_evaluation(model, dtype, device)
-    factories = cache_factories(with_reference(cache), loaded)
+    factories = cache_factories(cache, loaded)
+    yield from loaded_settings(loaded)
     yield Settings(num_questions=len(asked))
-    yield Content(device=loaded.device)
     with track_progress(-(-len(asked) // batch_size) * len(factories)) as announce:
         yield from answer_questions(loaded, tokenizer, asked, factories, announce, batch_size)

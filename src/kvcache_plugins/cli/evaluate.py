@@ -8,6 +8,7 @@ and needs no import of lm-eval for it.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -110,7 +111,7 @@ def sweep(
         kvcache-plugins eval sweep eval/sweeps/gear.yaml
         kvcache-plugins eval sweep eval/sweeps/gear.yaml --only 'copa/smollm2/gear-2bit' --again
     """
-    from kvcache_plugins.console.display import print_line, track_progress
+    from kvcache_plugins.console.display import print_line
     from kvcache_plugins.eval.sweep import Sweep, run_sweep
 
     plan = Sweep.read(config)
@@ -124,8 +125,8 @@ def sweep(
             typer.echo(run.label)
         return
     done: list[tuple[Run, str | None]] = []
-    with free_stdout(as_json), track_progress(len(runs)) as announce:
-        for run, error in run_sweep(plan, runs, announce):
+    with free_stdout(as_json):
+        for run, error in run_sweep(plan, runs, partial(print_line, stderr=True)):
             done.append((run, error))
             if error is not None:
                 print_line(f"{run.label} failed: {error}", stderr=True)
