@@ -376,12 +376,9 @@ def _time_steps(
     **more: Any,
 ) -> None:
     """Adds a row of the steps of a cache; three at least, however long they take."""
-    before: Mapping[str, Any] = dict(cache.stats()) if isinstance(cache, InfiniGenCache) else {}
-    seconds: list[float] = []
-    for token in fed.split(1, dim=1):
-        if len(seconds) > 2 and box.left <= 0:
-            break
-        seconds.append(time_call(partial(model, token, **as_argument(cache)), model.device))
+    before = cache_stats(cache)
+    steps = {name: lambda number: model(fed[:, number : number + 1], **as_argument(cache))}
+    seconds = take_turns(steps, partial(time_call, device=model.device), fed.shape[1], seconds=box.left)[name]
     (row,) = step_rows({name: seconds}, {name: cache}, context)
     # Here the first is itself; rows are set against others in the end
     del row["speed_against_first"]
@@ -426,15 +423,16 @@ class Budget:
     @contextmanager
     def enforce(self) -> Iterator[None]:
         """Has the allocator refuse more than the budget."""
-        if not self.is_gpu:
-            yield
-            return
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, self.num_bytes / total), self.device)
+        share = self.num_bytes / torch.cuda.get_device_properties(self.device).total_memory if self.is_gpu else 1.0
         try:
+            self._limit(min(1.0, share))
             yield
         finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+            self._limit(1.0)
+
+    def _limit(self, share: float) -> None:
+        if self.is_gpu:
+            torch.cuda.set_per_process_memory_fraction(share, self.device)
 
     def start(self) -> int:
         """Frees what the last trial left and forgets its peak; returns the bytes that are not in use."""
@@ -446,19 +444,18 @@ class Budget:
         torch.cuda.reset_peak_memory_stats(self.device)
         return self.num_bytes - torch.cuda.memory_allocated(self.device)
 
-    def check(self, cache: Cache) -> None:
-        """Raises what the allocator would; it does so by itself on a GPU."""
-        if not self.is_gpu:
-            self._peak = max(self._peak, measure_memory(cache).total_bytes)
-            if self._peak > self.num_bytes:
-                raise torch.OutOfMemoryError("the cache exceeds the budget")
-
-    def peaks(self) -> dict[str, int]:
-        """Reads the most bytes in use at a time since `start`, and the most that the allocator held."""
-        peaks = self._peak, self._peak
+    def peaks(self, cache: Cache) -> dict[str, int]:
+        """
+        Reads the most bytes in use at a time since `start`, and the most that the allocator held. More than the
+        budget raises what the allocator would.
+        """
+        self._peak = max(self._peak, 0 if self.is_gpu else measure_memory(cache).total_bytes)
+        used, held = self._peak, self._peak
         if self.is_gpu:
-            peaks = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
-        return dict(zip(("peak_bytes", "peak_reserved_bytes"), peaks, strict=True))
+            used, held = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+        if held > self.num_bytes:
+            raise torch.OutOfMemoryError("the cache exceeds the budget")
+        return {"peak_bytes": used, "peak_reserved_bytes": held}
 
 
 def run_batch(
@@ -471,16 +468,14 @@ def run_batch(
     try:
         model(random_tokens(model, context), **as_argument(cache), logits_to_keep=1)
         cache.batch_repeat_interleave(batch_size)
-        budget.check(cache)
+        peaks = budget.peaks(cache)
         token, seconds = random_tokens(model, 1, batch_size), []
         for _ in range(steps):
             seconds.append(time_call(partial(model, token, **as_argument(cache)), model.device))
-            budget.check(cache)
+            peaks = budget.peaks(cache)
     except torch.OutOfMemoryError:
         return None
-    peaks, held = budget.peaks(), measure_memory(cache).total_bytes
-    if peaks["peak_reserved_bytes"] > budget.num_bytes:
-        return None
+    held = measure_memory(cache).total_bytes
     return {
         "largest_batch": batch_size,
         **spread(seconds),
