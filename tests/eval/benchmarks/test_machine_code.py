@@ -1,4 +1,4 @@
-"""Loops and kinds of instruction are read from a disassembly; counts that are committed are what kernels compile to."""
+"""Loops and kinds of instruction are read from a disassembly; committed counts are those that kernels compile to."""
 
 import json
 from pathlib import Path
