@@ -599,7 +599,8 @@ def run_on_gpu(
     Examples:
         kvcache-plugins bench gpu
         kvcache-plugins bench gpu --part attention --out /tmp/results
-        TRITON_INTERPRET=1 KVCACHE_PLUGINS_KERNELS=triton kvcache-plugins bench gpu --tiny --out /tmp/results
+        TRITON_INTERPRET=1 KVCACHE_PLUGINS_KERNELS=triton \\
+            kvcache-plugins bench gpu --tiny --out /tmp/results
     """
     if part is not None:
         check_choice("part", part, tuple(PARTS))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcache_plugins.console.commands import FAILED, LazyGroup, make_app, user_errors
+from kvcache_plugins.console.commands import FAILED, LazyGroup, fold_examples, make_app, user_errors
 from kvcache_plugins.console.inputs import JsonOption
 from kvcache_plugins.console.results import free_stdout, print_json
 
@@ -78,7 +78,7 @@ def _hand_on(name: str) -> typer.Typer:
     text = f"{summary}\n\n\b\nExamples:\n{lines}\b\nMore of lm-eval's options: `lm_eval {name} --help`.\n"
     settings = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-    @app.command(name, help=text, context_settings=settings, add_help_option=False)
+    @app.command(name, help=fold_examples(text), context_settings=settings, add_help_option=False)
     def command(context: typer.Context) -> None:
         if {"--help", "-h"} & {*context.args}:
             typer.echo(context.get_help())
