@@ -15,15 +15,8 @@ from typing import Annotated, Any
 import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvcache_plugins.console import inputs
 from kvcache_plugins.console.display import track_progress
-from kvcache_plugins.console.inputs import (
-    CachesOption,
-    DeviceOption,
-    DtypeOption,
-    ModelOption,
-    load_for_evaluation,
-    read_text,
-)
 from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings
 from kvcache_plugins.eval.continuations import DECODE, ContinuationScorer, Score
@@ -48,7 +41,7 @@ def read_questions(path: Path, num_records: int | None = None) -> list[Question]
     """
     if num_records is not None and num_records < 1:
         raise ValueError(f"`records` has to be at least 1 but is {num_records}")
-    rows = [json.loads(line) for line in read_text(path, "data_file").splitlines() if line]
+    rows = [json.loads(line) for line in inputs.read_text(path, "data_file").splitlines() if line]
     return [_question(row, path, num_records) for row in rows]
 
 
@@ -123,15 +116,15 @@ def answer_questions(
 @benchmark("retrieval", "{model} on {data_file}, {num_questions} questions", with_dense=True)
 def evaluate_retrieval(
     data_file: Annotated[Path, typer.Option(help="JSON lines of one of the two sets.")],
-    cache: CachesOption,
-    model: ModelOption = "smollm2",
+    cache: inputs.CachesOption,
+    model: inputs.ModelOption = "smollm2",
     questions: Annotated[int | None, typer.Option(help="The first so many; all by default.", min=1)] = None,
     records: Annotated[
         int | None, typer.Option(help="Lines or pairs left of each context; all by default.", min=1)
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Questions decoded together.", min=1)] = 1,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
+    dtype: inputs.DtypeOption = None,
+    device: inputs.DeviceOption = None,
 ) -> Iterator[Found]:
     """Ask for one line, or one value, of a long context. Each cache is asked, `dynamic` first.
 
@@ -142,7 +135,7 @@ def evaluate_retrieval(
     asked = read_questions(data_file, records)[:questions]
     if not asked:
         raise ValueError(f"`questions`: there is none in {data_file}, or none was asked for")
-    loaded, tokenizer = load_for_evaluation(model, dtype, device)
+    loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
     factories = cache_factories(cache, loaded)
     yield from loaded_settings(loaded)
     yield Settings(num_questions=len(asked))
