@@ -24,6 +24,7 @@ import typer
 from kvcache_plugins.console.results import provenance, write_json
 from kvcache_plugins.registry import check_caches
 
+from .harness import REFERENCE
 from .rows import Content, Failure, Found, Settings
 from .tables import RENDERERS, print_markdown
 
@@ -37,9 +38,12 @@ def say(text: str) -> None:
 
 
 def benchmark(
-    kind: str, title: str = ""
+    kind: str, title: str = "", with_dense: bool = False
 ) -> Callable[[Callable[Options, Iterator[Found]]], Callable[Options, dict[str, Any]]]:
-    """Makes a command of a function that yields rows; by `kind` its table is found, settings are in its title."""
+    """
+    Makes a command of a function that yields rows; by `kind` its table is found, settings are in its title. To one
+    `with_dense` the reference is given first, whatever caches are named.
+    """
 
     def decorate(function: Callable[Options, Iterator[Found]]) -> Callable[Options, dict[str, Any]]:
         signature = inspect.signature(function)
@@ -50,13 +54,13 @@ def benchmark(
             bound.apply_defaults()
             given = bound.arguments
             if given.get("cache"):
-                caches = given["cache"]
-                check_caches([caches] if isinstance(caches, str) else caches)
+                check_caches(given["cache"])
+                given["cache"] = list(dict.fromkeys([*[REFERENCE] * with_dense, *given["cache"]]))
             threads = given.get("num_threads")
             if isinstance(threads, int) and "world_size" not in given:
                 torch.set_num_threads(threads)
             result = Result(kind, {key: _plain(value) for key, value in given.items() if key != "cache"})
-            for found in function(*args, **options):
+            for found in function(*bound.args, **bound.kwargs):
                 result.take(found)
             result.show(title)
             return result.content()

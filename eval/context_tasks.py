@@ -85,22 +85,16 @@ def make_needles(draw: random.Random, size: int) -> _Made:
     return f"{' '.join(sentences)}\n\nThe codes of {names} are:\n", lines
 
 
-def make_table(draw: random.Random, size: int) -> _Made:
-    """Makes a table in HTML, to be written as TSV."""
-    rows = [[str(cell) for cell in person.values()] for person in _people(draw, size)]
-    text = "\n".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    head = "<tr><th>name</th><th>age</th><th>town</th><th>job</th></tr>"
-    return (
-        f"<table>\n{head}\n{text}\n</table>\n\nThe same table as tab-separated values:\n\nname\tage\ttown\tjob\n",
-        ["\t".join(row) + "\n" for row in rows],
-    )
-
-
-def make_copying(draw: random.Random, size: int) -> _Made:
-    """Makes a table to be written once more."""
-    lines = ["\t".join(map(str, person.values())) + "\n" for person in _people(draw, size)]
-    head = "name\tage\ttown\tjob\n"
-    return f"A table:\n\n{head}{''.join(lines)}\nThe same table once more:\n\n{head}", lines
+def make_table(draw: random.Random, size: int, html: bool = True) -> _Made:
+    """Makes a table, in HTML or tab-separated, to be written as tab-separated values."""
+    people = _people(draw, size)
+    head, rows = list(people[0]), [[str(cell) for cell in each.values()] for each in people]
+    heading, *lines = ["\t".join(row) + "\n" for row in (head, *rows)]
+    if not html:
+        return f"A table:\n\n{heading}{''.join(lines)}\nThe same table once more:\n\n{heading}", lines
+    cells = [f"<th>{'</th><th>'.join(head)}</th>", *(f"<td>{'</td><td>'.join(row)}</td>" for row in rows)]
+    text = "\n".join(f"<tr>{each}</tr>" for each in cells)
+    return f"<table>\n{text}\n</table>\n\nThe same table as tab-separated values:\n\n{heading}", lines
 
 
 def make_variables(draw: random.Random, size: int) -> _Made:
@@ -152,7 +146,7 @@ TASKS: dict[str, Callable[[random.Random, int], _Made]] = {
     "records": make_records,
     "needles": make_needles,
     "table": make_table,
-    "copying": make_copying,
+    "copying": partial(make_table, html=False),
     "variables": make_variables,
     "words": make_words,
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 import matplotlib
 import matplotlib.ticker
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -81,6 +82,14 @@ def _add_legend(axes: Axes) -> None:
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
+def _set_ticks(axes: Axes, ticks: Sequence[int]) -> None:
+    """Makes the axis of x logarithmic, with plain numbers at ticks alone."""
+    axes.set_xscale("log")
+    axes.set_xticks(ticks)
+    axes.xaxis.set_major_formatter(_PLAIN)
+    axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+
+
 def _score(content: Content) -> tuple[str, float, float]:
     """Picks the measure that a result's `content` is judged by: its name, value and standard error."""
     result, kind = content["result"], content["settings"]["kind"]
@@ -88,12 +97,10 @@ def _score(content: Content) -> tuple[str, float, float]:
         metric = next(iter(result["metrics"]))
         error = result["standard_errors"].get(metric)
         return metric.split(",")[0], result["metrics"][metric], error if isinstance(error, (int, float)) else 0.0
-    if kind == "fidelity":
-        return "KL to dense, nats", result["kl"], standard_error_of_kl(result)
+    if kind in ("fidelity", "context"):
+        return "KL to dense, nats", result["kl"], standard_error_of_kl(result) if kind == "fidelity" else 0.0
     if kind == "perplexity":
         return "perplexity", result["ppl"], 0.0
-    if kind == "context":
-        return "KL to dense, nats", result["kl"], 0.0
     return "answers right", result["accuracy"], result["standard_error"]
 
 
@@ -111,8 +118,7 @@ def _percent_held(content: Content) -> tuple[float, float]:
 
 def _named(content: Content) -> str:
     """Names a cache, the default by its percents: `gear` alone is not of the paper's form."""
-    cache: str = content["settings"]["cache"]
-    return re.sub(r"^gear(?=$|:)", "gear-t25", cache)
+    return re.sub(r"^gear(?=$|:)", "gear-t25", content["settings"]["cache"])
 
 
 def _method(cache: str) -> str:
@@ -166,9 +172,7 @@ def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
     if highest > 2 * lowest > 0:
         axes.set_xscale("log")
         lowest, highest = axes.get_xlim()
-        axes.set_xticks([tick for tick in _PERCENTS if lowest <= tick <= highest])
-        axes.xaxis.set_major_formatter(_PLAIN)
-        axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+        _set_ticks(axes, [tick for tick in _PERCENTS if lowest <= tick <= highest])
     if is_logarithmic:
         axes.set_yscale("log")
     _add_legend(axes)
@@ -177,12 +181,11 @@ def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
 
 def _draw_against_position(group: Sequence[Content], title: str) -> Figure:
     """Beside the dense cache's where it is among them: texts are harder in one place than in another."""
-    reference = next((each["result"] for each in group if each["settings"]["cache"] == REFERENCE), None)
-    figure, axes = _new(title, "position, tokens", f"perplexity{' / dense' if reference else ''}, by stretch")
+    dense = [each["result"]["ppl_by_stretch"] for each in group if each["settings"]["cache"] == REFERENCE]
+    figure, axes = _new(title, "position, tokens", f"perplexity{' / dense' if dense else ''}, by stretch")
     for number, content in enumerate(group):
         result = content["result"]
-        dense = reference["ppl_by_stretch"] if reference else [1.0] * len(result["ppl_by_stretch"])
-        ratios = [ppl / each for ppl, each in zip(result["ppl_by_stretch"], dense, strict=True)]
+        ratios = np.divide(result["ppl_by_stretch"], dense[0] if dense else 1.0)
         stops = stretch_stops(result["stretch"], result["num_scored"])
         axes.plot(stops, ratios, label=content["settings"]["cache"], **_style(number))
     axes.set_yscale("log")
@@ -230,17 +233,14 @@ def _draw_steps(content: Content) -> Figure:
     figure, axes = _new(title, "context, tokens", "ms a token, median and quartiles")
     for number, cache in enumerate(dict.fromkeys(row["cache"] for row in rows)):
         own = sorted((row for row in rows if row["cache"] == cache), key=lambda row: row["context"])
-        medians = [1e3 * row["median_s"] for row in own]
-        below = [1e3 * (row["median_s"] - row["lower_quartile_s"]) for row in own]
-        above = [1e3 * (row["upper_quartile_s"] - row["median_s"]) for row in own]
-        contexts = [row["context"] for row in own]
-        axes.errorbar(contexts, medians, yerr=(below, above), capsize=2, label=cache, **_style(number))
+        keys = ("lower_quartile_s", "median_s", "upper_quartile_s")
+        lower, medians, upper = (np.array([1e3 * row[key] for row in own]) for key in keys)
+        contexts, errors = [row["context"] for row in own], (medians - lower, upper - medians)
+        axes.errorbar(contexts, medians, yerr=errors, capsize=2, label=cache, **_style(number))
     every = sorted({row["context"] for row in rows})
     if every[-1] > _MOST_ON_A_LINE * every[0]:
-        axes.set(xscale="log", yscale="log")
-        axes.set_xticks(every)
-        axes.xaxis.set_major_formatter(_PLAIN)
-        axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+        _set_ticks(axes, every)
+        axes.set_yscale("log")
         axes.yaxis.set_major_formatter(_PLAIN)
         # Ten of them between powers of ten run into each other
         axes.yaxis.set_minor_locator(matplotlib.ticker.LogLocator(subs=(2, 5)))

@@ -55,7 +55,7 @@ from kvcache_plugins.reports.memory import measure_memory
 
 from .benchmark import Result, TimeIsUpError, say
 from .benchmarks.kernels import BACKENDS, CACHES, Contest, Shape
-from .benchmarks.step import step_rows, time_steps
+from .benchmarks.step import step_rows
 from .harness import cache_stats, spread, take_turns, time_call
 
 
@@ -146,11 +146,14 @@ STEP_CACHES = (
     *("dynamic", "gear", "gear-2bit", "gear-4bit", "kivi-2bit", "static"),
     *("quanto-4bit", "quanto-2bit", "hqq-4bit", "hqq-2bit"),
 )
+# As CUDA graphs, beside the same without
+CAPTURED = ", captured"
+CAPTURED_CACHES = ("dynamic", *(f"{name}{way}" for name in ("gear", "gear-t16") for way in ("", CAPTURED)))
 # More than a chunk, so that every cache compresses one on the way
 STEPS = 72
 # Processes that share the tests: kernels are compiled for nearly every one, which is work for CPUs
 _TEST_PROCESSES = "8"
-# Tokens of a static cache, and steps until a graph of it is captured
+# Tokens of a captured cache, and steps until a graph of it is recorded
 _CAPACITY, _NUM_WARM = 8192, 3
 
 
@@ -253,72 +256,60 @@ def time_attention(
             add_timed(report, contest.run(rounds))
 
 
-@torch.inference_mode()
-def time_whole_steps(
-    run: Run, model: Fields = LLAMA_8B, context: int = 4096, steps: int = STEPS, caches: Sequence[str] = STEP_CACHES
-) -> None:
-    """Times whole decode steps of a model at batch 1, caches taking turns."""
-    report, network = run.open("step", "step", model, steps=steps), build_llama(model, run.device)
-    # One decoded token goes before those that are timed
-    read, token, fed = random_tokens(network, context + 1 + steps).split((context, 1, steps), dim=1)
-    filled: dict[str, Cache] = {}
-    prefill_seconds: dict[str, float] = {}
-    for name in caches:
-        say(f"step: {name} reads {context} tokens")
-        with report.attempt(name), run.box.step(2):
-            # The first time is for what is compiled
-            for _ in range(2):
-                if name == "static":
-                    cache: Cache = StaticCache(config=network.config, max_cache_len=context + 1 + steps)
-                else:
-                    cache = create_cache(name, network)
-                prefill = partial(network, read, **as_argument(cache), logits_to_keep=1)
-                prefill_seconds[name] = time_call(prefill, network.device)
-            network(token, **as_argument(cache))
-            require_close_layers(name, cache, network.config.num_attention_heads)
-            filled[name] = cache
-    seconds, _ = time_steps(network, filled, fed, report.attempt, run.box.left)
-    rows = step_rows(seconds, filled, context)
-    add_timed(
-        report,
-        [{**row, "tokens_per_s": 1 / row["median_s"], "prefill_s": prefill_seconds[row["cache"]]} for row in rows],
-    )
-    for name, times in seconds.items():
-        if len(times) < steps:
-            report.fail(f"{name}, steps after {len(times)}", "skipped: time, or what stands above")
-
-
 @torch.no_grad()
-def time_captured(
+def time_whole_steps(
     run: Run,
+    name: str = "step",
     model: Fields = LLAMA_8B,
     context: int = 4096,
     steps: int = STEPS,
-    caches: Sequence[str] = ("gear", "gear-t16"),
+    caches: Sequence[str] = STEP_CACHES,
 ) -> None:
-    """Times whole steps at batch 1, captured as CUDA graphs and not; that tokens are the same is one of the checks."""
-    report, network = run.open("captured", "captured", model, steps=steps), build_llama(model, run.device)
-    read, token, fed = random_tokens(network, context + 1 + steps).split((context, 1, steps), dim=1)
+    """
+    Times whole decode steps of a model at batch 1, caches taking turns; those that are `CAPTURED` as CUDA graphs, for
+    which it is a check that their tokens are the same.
+    """
+    report, network = run.open(name, "step", model, steps=steps), build_llama(model, run.device)
     options = {"mode": "reduce-overhead"} if run.device.type == "cuda" else {"backend": "eager"}
     compiled: Any = torch.compile(network.__call__, fullgraph=True, **options)  # type: ignore[call-overload]
+    read, token, fed = random_tokens(network, context + 1 + steps).split((context, 1, steps), dim=1)
     filled: dict[str, Cache] = {}
+    prefill_seconds: dict[str, float] = {}
 
-    def step(name: str, number: int) -> None:
+    def step(cache: str, number: int) -> None:
         ids = fed[:, number : number + 1] if number >= 0 else token
-        (compiled if ", " in name else network)(ids, **as_argument(filled[name]))
+        (compiled if cache.endswith(CAPTURED) else network)(ids, **as_argument(filled[cache]))
 
-    for name in ("dynamic", *(each for cache in caches for each in (cache, f"{cache}, captured"))):
-        with report.attempt(name), run.box.step(2):
-            preset, _, way = name.partition(", ")
-            filled[name] = create_cache(preset, network, **({"max_cache_len": _CAPACITY} if way else {}))
-            network(read, **as_argument(filled[name]), logits_to_keep=1)
+    functions: dict[str, Callable[[int], None]] = {}
+    for each in caches:
+        say(f"{name}: {each} reads {context} tokens")
+        with report.attempt(each), run.box.step(2):
+            # The first time is for what is compiled
+            for _ in range(2):
+                filled[each] = _create_for_steps(each, network, context + _NUM_WARM + steps)
+                prefill = partial(network, read, **as_argument(filled[each]), logits_to_keep=1)
+                prefill_seconds[each] = time_call(prefill, run.device)
             # What is compiled and recorded is so before the first turn
             for _ in range(_NUM_WARM):
-                step(name, -1)
-    functions = {name: partial(step, name) for name in filled}
+                step(each, -1)
+            if not each.endswith(CAPTURED):
+                require_close_layers(each, filled[each], network.config.num_attention_heads)
+            functions[each] = partial(step, each)
     clock = partial(time_call, device=run.device)
     seconds = take_turns(functions, clock, steps, seconds=run.box.left, guard=report.attempt)
-    add_timed(report, step_rows(seconds, filled, context))
+    rows = step_rows(seconds, filled, context)
+    more = [{"tokens_per_s": 1 / row["median_s"], "prefill_s": prefill_seconds[row["cache"]]} for row in rows]
+    add_timed(report, [row | own for row, own in zip(rows, more, strict=True)])
+    for each, times in seconds.items():
+        if len(times) < steps:
+            report.fail(f"{each}, steps after {len(times)}", "skipped: time, or what stands above")
+
+
+def _create_for_steps(name: str, model: PreTrainedModel, num_tokens: int) -> Cache:
+    if name == "static":
+        return StaticCache(config=model.config, max_cache_len=num_tokens)
+    preset = name.removesuffix(CAPTURED)
+    return create_cache(preset, model, **({} if preset == name else {"max_cache_len": _CAPACITY}))
 
 
 # Memory: InfiniGen beside full offloading, and the largest batch of a budget
@@ -367,9 +358,8 @@ def measure_offloading(
             torch.cuda.empty_cache()
     medians = {row["cache"]: row["median_s"] for row in report.rows}
     for row in report.rows:
-        resident = medians.get(row["cache"] + RESIDENT)
-        if resident is not None:
-            row["time_against_resident"] = row["median_s"] / resident
+        if row["cache"] + RESIDENT in medians:
+            row["time_against_resident"] = row["median_s"] / medians[row["cache"] + RESIDENT]
         if "offloaded" in medians:
             row["speed_against_offloaded"] = medians["offloaded"] / row["median_s"]
     report.save()
@@ -386,12 +376,9 @@ def _time_steps(
     **more: Any,
 ) -> None:
     """Adds a row of the steps of a cache; three at least, however long they take."""
-    before: Mapping[str, Any] = dict(cache.stats()) if isinstance(cache, InfiniGenCache) else {}
-    seconds: list[float] = []
-    for token in fed.split(1, dim=1):
-        if len(seconds) > 2 and box.left <= 0:
-            break
-        seconds.append(time_call(partial(model, token, **as_argument(cache)), model.device))
+    before = cache_stats(cache)
+    steps = {name: lambda number: model(fed[:, number : number + 1], **as_argument(cache))}
+    seconds = take_turns(steps, partial(time_call, device=model.device), fed.shape[1], seconds=box.left)[name]
     (row,) = step_rows({name: seconds}, {name: cache}, context)
     # Here the first is itself; rows are set against others in the end
     del row["speed_against_first"]
@@ -436,15 +423,16 @@ class Budget:
     @contextmanager
     def enforce(self) -> Iterator[None]:
         """Has the allocator refuse more than the budget."""
-        if not self.is_gpu:
-            yield
-            return
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, self.num_bytes / total), self.device)
+        share = self.num_bytes / torch.cuda.get_device_properties(self.device).total_memory if self.is_gpu else 1.0
         try:
+            self._limit(min(1.0, share))
             yield
         finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+            self._limit(1.0)
+
+    def _limit(self, share: float) -> None:
+        if self.is_gpu:
+            torch.cuda.set_per_process_memory_fraction(share, self.device)
 
     def start(self) -> int:
         """Frees what the last trial left and forgets its peak; returns the bytes that are not in use."""
@@ -456,19 +444,18 @@ class Budget:
         torch.cuda.reset_peak_memory_stats(self.device)
         return self.num_bytes - torch.cuda.memory_allocated(self.device)
 
-    def check(self, cache: Cache) -> None:
-        """Raises what the allocator would; it does so by itself on a GPU."""
-        if not self.is_gpu:
-            self._peak = max(self._peak, measure_memory(cache).total_bytes)
-            if self._peak > self.num_bytes:
-                raise torch.OutOfMemoryError("the cache exceeds the budget")
-
-    def peaks(self) -> dict[str, int]:
-        """Reads the most bytes in use at a time since `start`, and the most that the allocator held."""
-        peaks = self._peak, self._peak
+    def peaks(self, cache: Cache) -> dict[str, int]:
+        """
+        Reads the most bytes in use at a time since `start`, and the most that the allocator held. More than the
+        budget raises what the allocator would.
+        """
+        self._peak = max(self._peak, 0 if self.is_gpu else measure_memory(cache).total_bytes)
+        used, held = self._peak, self._peak
         if self.is_gpu:
-            peaks = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
-        return dict(zip(("peak_bytes", "peak_reserved_bytes"), peaks, strict=True))
+            used, held = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+        if held > self.num_bytes:
+            raise torch.OutOfMemoryError("the cache exceeds the budget")
+        return {"peak_bytes": used, "peak_reserved_bytes": held}
 
 
 def run_batch(
@@ -481,16 +468,14 @@ def run_batch(
     try:
         model(random_tokens(model, context), **as_argument(cache), logits_to_keep=1)
         cache.batch_repeat_interleave(batch_size)
-        budget.check(cache)
+        peaks = budget.peaks(cache)
         token, seconds = random_tokens(model, 1, batch_size), []
         for _ in range(steps):
             seconds.append(time_call(partial(model, token, **as_argument(cache)), model.device))
-            budget.check(cache)
+            peaks = budget.peaks(cache)
     except torch.OutOfMemoryError:
         return None
-    peaks, held = budget.peaks(), measure_memory(cache).total_bytes
-    if peaks["peak_reserved_bytes"] > budget.num_bytes:
-        return None
+    held = measure_memory(cache).total_bytes
     return {
         "largest_batch": batch_size,
         **spread(seconds),
@@ -569,7 +554,7 @@ PARTS: dict[str, tuple[Callable[..., None], float]] = {
     "presets": (run_presets, 0.14),
     "attention": (time_attention, 0.20),
     "step": (time_whole_steps, 0.14),
-    "captured": (time_captured, 0.11),
+    "captured": (partial(time_whole_steps, name="captured", caches=CAPTURED_CACHES), 0.11),
     "infinigen": (measure_offloading, 0.13),
     "batch": (search_largest_batches, 0.12),
 }
@@ -589,7 +574,7 @@ TINY: dict[str, dict[str, Any]] = {
         "rounds": 3,
     },
     "step": {**_FEW, "caches": ("dynamic", "gear", "gear-2bit", "static", "no-such-cache")},
-    "captured": {**_FEW, "caches": ("gear",)},
+    "captured": {**_FEW, "caches": CAPTURED_CACHES[:3]},
     "infinigen": {
         "model": llama(128, 64, 64, 4, 2, 2, 1024),
         "context": 100,
@@ -614,7 +599,8 @@ def run_on_gpu(
     Examples:
         kvcache-plugins bench gpu
         kvcache-plugins bench gpu --part attention --out /tmp/results
-        TRITON_INTERPRET=1 KVCACHE_PLUGINS_KERNELS=triton kvcache-plugins bench gpu --tiny --out /tmp/results
+        TRITON_INTERPRET=1 KVCACHE_PLUGINS_KERNELS=triton \\
+            kvcache-plugins bench gpu --tiny --out /tmp/results
     """
     if part is not None:
         check_choice("part", part, tuple(PARTS))

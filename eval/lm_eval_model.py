@@ -114,9 +114,8 @@ class KVCacheLM(HFLM):
         super().__init__(pretrained, **kwargs)
         self._rank, self._world_size = find_rank(self)
         # What cannot serve this model says so now, not after an hour of building requests
-        self._exercised_before = 0
-        # Of all processes, after the last call
-        self._gathered = CacheRecord()
+        # Of all calls and processes, after the last call
+        self._record = CacheRecord()
         self._decodes_alone = getattr(self._create_cache(), "is_exact_for_many", False)
         self._scorer = ContinuationScorer(
             self._inner_model, self._create_cache, autocast=self._autocast, softmax_dtype=self.softmax_dtype
@@ -168,7 +167,7 @@ class KVCacheLM(HFLM):
                 is_longest = batch[0] is groups[0] and requests[batch[0][1][0]][0] is not None
                 if self.cache_check and is_longest and self.world_size == 1:
                     # No other context of this call is longer: better to fail now than at its end
-                    self._require_exercise()
+                    self._require_exercise(self._scorer.record)
                 for (_, numbers), of_context in zip(batch, scores, strict=True):
                     for number, score in zip(numbers, of_context, strict=True):
                         answers[number] = score
@@ -287,33 +286,29 @@ class KVCacheLM(HFLM):
     def _checked(
         self, answer: Callable[[list[Instance], bool], list[Answer]], requests: list[Instance], disable_tqdm: bool
     ) -> list[Answer]:
-        before = self._record.counters["contexts"]
-        self._exercised_before = self._record.counters["contexts_exercised"]
+        self._scorer.record = CacheRecord()
         answers = answer(requests, disable_tqdm)
-        # All processes judge alike: one that stopped alone would leave the others waiting
-        self._gathered = gather_records(self._scorer.record, self.world_size)
-        counters = self._record.counters
-        contexts = counters["contexts"] - before
-        exercised = counters["contexts_exercised"] - self._exercised_before
+        records = [self._scorer.record] * self.world_size
+        if self.world_size > 1:
+            # All processes judge alike: one that stopped alone would leave the others waiting
+            torch.distributed.all_gather_object(records, self._scorer.record)
+        record = merge_records(records)
+        self._record = merge_records([self._record, record])
+        contexts, exercised = record.counters["contexts"], record.counters["contexts_exercised"]
         if contexts and not exercised:
-            self._require_exercise()
+            self._require_exercise(record)
         elif exercised < contexts:
             text = "%d of %d contexts were too short for the cache `%s` to hold anything but exact states"
             logger.warning(text, contexts - exercised, contexts, self.cache_name)
         return answers
 
-    @property
-    def _record(self) -> CacheRecord:
-        return self._scorer.record if self.world_size == 1 else self._gathered
-
-    def _require_exercise(self) -> None:
-        """Raises, or warns if that was wished, unless a context of this call has exercised the cache."""
-        if self._record.counters["contexts_exercised"] > self._exercised_before:
+    def _require_exercise(self, record: CacheRecord) -> None:
+        """Raises, or warns if that was wished, unless a context of a call's record has exercised the cache."""
+        if record.counters["contexts_exercised"]:
             return
-        longest = self._record.largest_length
         problem = (
-            f"The cache `{self.cache_name}` was not exercised: its contexts (the longest has {longest} tokens) are "
-            "shorter than its exact buffer, so the scores say nothing about it"
+            f"The cache `{self.cache_name}` was not exercised: its contexts (the longest has {record.largest_length} "
+            "tokens) are shorter than its exact buffer, so the scores say nothing about it"
         )
         if self.cache_check:
             raise ValueError(
@@ -363,12 +358,8 @@ def find_rank(model: HFLM) -> tuple[int, int]:
     return accelerator.process_index, accelerator.num_processes
 
 
-def gather_records(own: CacheRecord, num_processes: int) -> CacheRecord:
-    """Gathers the records of all processes: counters summed, the longest cache of all. Every process calls it."""
-    if num_processes == 1:
-        return own
-    records: list[CacheRecord] = [own] * num_processes
-    torch.distributed.all_gather_object(records, own)
+def merge_records(records: Sequence[CacheRecord]) -> CacheRecord:
+    """Merges records of processes, or of calls: counters summed, the longest cache of all."""
     counters: Counter[str] = sum((record.counters for record in records), Counter())
     return replace(max(records, key=lambda record: record.largest_length), counters=counters)
 

@@ -112,25 +112,28 @@ MEASURES: dict[str, Callable[[dict[str, dict[str, Any]]], dict[str, dict[str, An
 }
 
 
+# What may be lost of a frozen number; bytes of a cache that was refused are none
+_HOLDS: dict[str, Callable[[Any, Any], bool]] = {
+    "bytes": lambda before, after: not isinstance(before, int) or (isinstance(after, int) and after <= before),
+    "fidelity": lambda before, after: after is not None and after <= before * 1.03 + 0.0002,
+    "speed": lambda before, after: after is not None and after >= before * 0.94,
+}
+_LOST = {
+    "bytes": "bytes of {outer} after {inner} tokens: {before} -> {after}",
+    "fidelity": "KL of {outer}, {inner}: {before} -> {after}",
+    "speed": "speed of {inner} at {outer} tokens: {before} -> {after} times `dynamic`",
+}
+
+
 def losses(frozen: dict[str, Any], measured: dict[str, Any]) -> Iterator[str]:
     """A line for every frozen number that what is measured does not hold."""
     names = frozen["renamed"]
-
-    def rows(part: str) -> Iterator[tuple[str, str, Any, Any]]:
-        for outer, row in frozen[part].items() if part in measured else ():
+    for part in measured:
+        for outer, row in frozen[part].items():
             for inner, before in row.items():
                 after = measured[part].get(names.get(outer, outer), {}).get(names.get(inner, inner))
-                yield outer, inner, before, after
-
-    for name, length, before, after in rows("bytes"):
-        if isinstance(before, int) and not (isinstance(after, int) and after <= before):
-            yield f"bytes of {name} after {length} tokens: {before} -> {after}"
-    for name, mode, before, after in rows("fidelity"):
-        if after is None or not after <= before * 1.03 + 0.0002:
-            yield f"KL of {name}, {mode}: {before} -> {after}"
-    for context, name, before, after in rows("speed"):
-        if after is None or after < before * 0.94:
-            yield f"speed of {name} at {context} tokens: {before} -> {after} times `dynamic`"
+                if not _HOLDS[part](before, after):
+                    yield _LOST[part].format(outer=outer, inner=inner, before=before, after=after)
 
 
 def _as_named_now(rows: dict[str, dict[str, Any]], renamed: dict[str, str]) -> dict[str, dict[str, Any]]:

@@ -84,8 +84,10 @@ def select_drawn(merged: dict[str, Any]) -> dict[str, Any]:
 
 def compile_overview(results: Path) -> dict[str, Any]:
     """Compiles for each cache percent of 16 bits, KL behind a prompt and decoded, and speed beside `dynamic`."""
-    merged = [merge_fidelity(results, names) for names in (PROMPT, DECODED)]
-    prompt, decoded = ({"dynamic": 0.0, **{row["cache"]: row["kl"] for row in each["rows"]}} for each in merged)
+    merged = {"prompt": merge_fidelity(results, PROMPT), "decoded": merge_fidelity(results, DECODED)}
+    prompt, decoded = (
+        {"dynamic": 0.0, **{row["cache"]: row["kl"] for row in each["rows"]}} for each in merged.values()
+    )
     steps = json.loads((results / STEPS).read_text(encoding="utf-8"))
     speeds = {row["cache"]: row["speed_against_first"] for row in steps["rows"] if row["context"] == CONTEXT}
     rows = []
@@ -96,9 +98,8 @@ def compile_overview(results: Path) -> dict[str, Any]:
         sizes = {name: getattr(held, name) for name in ("kv_percent", "kv_percent_with_shared")}
         row = {"cache": cache, "what": what, **sizes, "kl": prompt[cache], "kl_decoded": decoded.get(cache)}
         rows.append({**row, "speed_against_dynamic": speeds.get(cache)})
-    files = (", ".join(each["files"]) for each in merged)
-    sources: dict[str, object] = {**dict(zip(("prompt", "decoded"), files, strict=True)), "steps": STEPS}
-    sources |= {"context": CONTEXT, "model": MODEL}
+    sources = {name: ", ".join(each["files"]) for name, each in merged.items()}
+    sources |= {"steps": STEPS, "context": CONTEXT, "model": MODEL}
     return {"benchmark": "overview", **provenance(torch.device("cpu")), "settings": sources, "rows": rows}
 
 

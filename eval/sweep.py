@@ -19,19 +19,20 @@ import inspect
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import set_seed
 
-from kvcache_plugins.console.inputs import load_for_evaluation, read_text
+from kvcache_plugins.console.inputs import LoadedModel, load_for_evaluation, read_text
 from kvcache_plugins.console.results import provenance, write_json
 from kvcache_plugins.registry import check_caches
 
+from .benchmark import Result
 from .harness import CACHE_FAILURES
 from .measures import context, fidelity, retrieval
 from .tasks import find_task
@@ -42,6 +43,8 @@ SEED = 42
 _BOOTSTRAPS = 1000
 _NEEDED = {"models", "caches", "out", "measures"}
 _FIELDS = _NEEDED | {"dtype", "device"}
+# Options of measures that are a sweep's own
+_OF_ALL = {"cache", "model", "dtype", "device", "seed"}
 # What a cache may raise without taking the other runs with it
 _FAILURES = (*CACHE_FAILURES, ImportError, OSError)
 
@@ -49,9 +52,8 @@ Found = dict[str, Any]
 
 
 def measure_task(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    caches: Sequence[str],
+    cache: Sequence[str],
+    model: str | LoadedModel,
     task: str | Path,
     limit: int | None = None,
     num_fewshot: int | None = None,
@@ -67,10 +69,11 @@ def measure_task(
 
     from .lm_eval_model import KVCacheLM
 
+    network, tokenizer = load_for_evaluation(model)
     named, manager = find_task(task, metadata)
     own: dict[str, Any] = {"cache_mode": mode, "cache_chunk": chunk, "cache_check": check, "batch_size": batch_size}
     results = lm_eval.simple_evaluate(
-        model=KVCacheLM(model, tokenizer=tokenizer, cache=caches[0], **own),
+        model=KVCacheLM(network, tokenizer=tokenizer, cache=cache[0], **own),
         tasks=[named],
         num_fewshot=num_fewshot,
         limit=limit,
@@ -94,11 +97,11 @@ def measure_task(
     }
 
 
-MEASURES: dict[str, Callable[..., Iterable[Found]]] = {
+MEASURES: dict[str, Callable[..., Any]] = {
     "task": measure_task,
-    "fidelity": fidelity.measure_text,
-    "perplexity": fidelity.measure_position,
-    "retrieval": retrieval.measure_file,
+    "fidelity": fidelity.evaluate_fidelity,
+    "perplexity": fidelity.evaluate_perplexity,
+    "retrieval": retrieval.evaluate_retrieval,
     "context": context.measure_tasks,
 }
 
@@ -127,15 +130,15 @@ class Run:
         slug = "-".join("".join(c if c.isalnum() or c in "-." else "_" for c in word) for word in words)
         return f"{slug}-{digest}.json"
 
-    def measure(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base: Path) -> Found:
+    def measure(self, model: LoadedModel, base: Path) -> Found:
         """Measures the cache; relative paths begin at `base`. An unknown option raises a `ValueError`."""
-        function = MEASURES[self.kind]
-        parameters = list(inspect.signature(function).parameters.values())[3:]
-        accepted = [each.name for each in parameters if each.name != "on_progress"]
-        unknown = self.options.keys() - set(accepted)
+        # A benchmark without its command: its rows alone
+        function = inspect.unwrap(MEASURES[self.kind])
+        accepted = {key: each for key, each in inspect.signature(function).parameters.items() if key not in _OF_ALL}
+        unknown = self.options.keys() - accepted.keys()
         if unknown:
             raise ValueError(f"`{self.kind}` has no option {', '.join(sorted(unknown))}. It has {', '.join(accepted)}")
-        missing = [each.name for each in parameters if each.default is each.empty and each.name not in self.options]
+        missing = [key for key, each in accepted.items() if each.default is each.empty and key not in self.options]
         if missing:
             raise ValueError(f"`{self.kind}` needs `{missing[0]}`, which is missing")
         options = dict(self.options)
@@ -146,7 +149,10 @@ class Run:
                     raise ValueError(f"`{value}` names an environment variable that is not set")
                 options[key] = base / expanded
         set_seed(SEED)
-        (row,) = function(model, tokenizer, [self.cache], **options)
+        result = Result(self.kind, {})
+        for found in function(cache=[self.cache], model=model, **options):
+            result.take(found)
+        (row,) = result.rows
         return {"result": row, "memory": row["memory_at_end"], "stats": row["stats"]}
 
 
@@ -207,7 +213,7 @@ def run_sweep(sweep: Sweep, runs: list[Run], announce: Callable[[str], None]) ->
     Runs what is given, model by model, loading each model once; yields each run when it is done, with its error if it
     failed. What is done next, and how long all will take, is announced.
     """
-    loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
+    loaded: LoadedModel | None = None
     name, start = "", time.perf_counter()
     for number, run in enumerate(runs):
         left = (time.perf_counter() - start) / number * (len(runs) - number) / 60 if number else None
@@ -219,7 +225,7 @@ def run_sweep(sweep: Sweep, runs: list[Run], announce: Callable[[str], None]) ->
             loaded, name = load_for_evaluation(run.model, run.dtype, run.device), run.model
         started = time.perf_counter()
         try:
-            found = run.measure(*loaded, sweep.base)
+            found = run.measure(loaded, sweep.base)
         except _FAILURES as error:
             yield run, f"{type(error).__name__}: {' '.join(str(error).split())}"
             continue

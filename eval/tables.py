@@ -18,6 +18,7 @@ import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -239,12 +240,17 @@ FIDELITY = Table(
 )
 
 
-def render_perplexity(rows: Rows, *before: Column) -> str:
+HELD = (
+    number("MB", "memory_at_end.total_bytes", ".2f", 1e-6, when=any_has("memory_at_end.total_bytes")),
+    number("% of 16 bits", "memory_at_end.kv_percent", when=any_has("memory_at_end.kv_percent")),
+)
+
+
+def render_perplexity(rows: Rows) -> str:
     """Renders perplexities, a column for each stretch."""
     stops = enumerate(stretch_stops(rows[0]["stretch"], rows[0]["num_scored"]))
     columns = [number(f"to {stop}", f"ppl_by_stretch.{index}", ".2f") for index, stop in stops]
-    own = before or (code(), number("MB", "memory_at_end.total_bytes", ".2f", 1e-6))
-    return Table(*own, number("PPL", "ppl", ".3f"), *columns)(rows)
+    return Table(code(), *HELD, number("PPL", "ppl", ".3f"), *columns)(rows)
 
 
 def render_shapes(rows: Rows) -> str:
@@ -269,6 +275,55 @@ def render_shapes(rows: Rows) -> str:
     return f"{make_markdown_table(head, lines)}\nOf {len(every)} {below}.\n"
 
 
+def render_context(rows: Rows) -> str:
+    """Renders tasks that need much of their context: a table for each measure, a column for each task."""
+    fetched = (
+        number("MB fetched a step", "fetched_bytes", ".2f", 1e-6),
+        number("% of bytes, whole layers at 16 bits", "fetched_share", ".2f", 100),
+    )
+    tables = []
+    for title, key, form, scale, own in (
+        ("NLL of a token of the right answer, nats", "nll", ".3f", 1, (*HELD, *fetched)),
+        ("KL to `dynamic`", "kl", ".4f", 1, (number("mean", "kl", ".4f"),)),
+        ("Tokens right, %", "right", ".0f", 100, ()),
+        ("Whole lines right, %", "lines", ".0f", 100, ()),
+    ):
+        # Results of before lines were counted
+        if not any(key in each for each in rows[0]["tasks"].values()):
+            continue
+        columns = (number(task, f"tasks.{task}.{key}", form, scale) for task in rows[0]["tasks"])
+        tables.append(f"{title}:\n\n{Table(code(), *own, *columns)(rows)}")
+    sizes = ", ".join(f"{task} {each['num_scored']:.0f}" for task, each in rows[0]["tasks"].items())
+    return "\n".join([*tables, f"Tokens scored: {sizes}.\n"])
+
+
+def render_task(rows: Rows) -> str:
+    """Renders metrics of a task of lm-eval, each with its difference from the dense cache's."""
+    reference = next((row for row in rows if row["cache"] == REFERENCE), None)
+
+    def score(metric: str, row: Row) -> str:
+        error = row["standard_errors"].get(metric)
+        return f"{row['metrics'][metric]:.3f}" + (f" ± {error:.3f}" if isinstance(error, (int, float)) else "")
+
+    columns = [number("MB at most", "memory_at_end.total_bytes", ".2f", 1e-6), HELD[1]]
+    for metric in rows[0]["metrics"]:
+        columns.append(Column(metric.removesuffix(",none"), partial(score, metric)))
+        columns.append(Column("less `dynamic`", partial(_difference, metric, reference)))
+    return Table(code(), *columns)(rows)
+
+
+def _difference(metric: str, reference: Row | None, row: Row) -> str:
+    """Shows the difference from the dense cache, item by item: its error is far below that of either score."""
+    if reference is None or row is reference:
+        return "-"
+    ours, theirs = (each["by_item"].get(metric) for each in (row, reference))
+    if not ours or not theirs or len(ours) != len(theirs):
+        return f"{row['metrics'][metric] - reference['metrics'][metric]:+.3f}"
+    differences = [one - other for one, other in zip(ours, theirs, strict=True)]
+    error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
+    return f"{statistics.mean(differences):+.3f} ± {error:.3f}"
+
+
 _STATUSES = ("works", "reads dense", "refuses", "fails")
 
 
@@ -276,28 +331,27 @@ def render_families(rows: Rows) -> str:
     """Renders counts of what families do, and lists them with reasons of refusals, failures and those not tried."""
     tried = [row for row in rows if not row["dense"]]
     caches = list(dict.fromkeys(cache for row in tried for cache in row["outcomes"]))
-    counts = {cache: Counter(row["outcomes"][cache]["status"] for row in tried) for cache in caches}
-    summary = [[f"`{cache}`", *(str(counts[cache][status]) for status in _STATUSES)] for cache in caches]
-
-    words = {**dict(zip(_STATUSES, _STATUSES, strict=True)), "fails": "FAILS"}
-    lines, reasons = [], defaultdict(list)
+    counts = [{"cache": each, **Counter(row["outcomes"][each]["status"] for row in tried)} for each in caches]
+    summary = Table(code(), *(number(status, status, "", missing="0") for status in _STATUSES))
+    lines = Table(code("family", "family"), *(Column(f"`{each}`", partial(_status, each)) for each in caches))
+    reasons = defaultdict(list)
     for row in tried:
-        outcomes = {cache: row["outcomes"][cache] for cache in caches}
-        lines.append([f"`{row['family']}`", *(words[each["status"]] for each in outcomes.values())])
-        for cache, each in outcomes.items():
-            if each["status"] in ("refuses", "fails"):
-                reasons[cache, words[each["status"]], _one_line(each["detail"])].append(f"`{row['family']}`")
-    parts = [
-        f"Of {len(rows)} families `DynamicCache` runs {len(tried)}; of those:\n",
-        make_markdown_table(["cache", *_STATUSES], summary),
-        make_markdown_table(["family", *(f"`{cache}`" for cache in caches)], lines),
-    ]
+        for cache, outcome in row["outcomes"].items():
+            if outcome["status"] in ("refuses", "fails"):
+                reasons[cache, _status(cache, row), _one_line(outcome["detail"])].append(f"`{row['family']}`")
     why = [f"- `{cache}` {verb} {', '.join(where)}: {detail}\n" for (cache, verb, detail), where in reasons.items()]
     untried = [f"- `{row['family']}`: {_one_line(row['dense'])}\n" for row in rows if row["dense"]]
+    heading = f"Of {len(rows)} families `DynamicCache` runs {len(tried)}; of those:\n"
+    parts = [heading, summary(counts), lines(tried)] if tried else [heading]
     for title, listed in (("Why:", why), ("Not tried, as `DynamicCache` does not run a tiny one:", untried)):
         if listed:
             parts.append(f"{title}\n\n{''.join(listed)}")
     return "\n".join(parts)
+
+
+def _status(cache: str, row: Row) -> str:
+    status = str(row["outcomes"][cache]["status"])
+    return "FAILS" if status == "fails" else status
 
 
 def _one_line(text: str) -> str:
@@ -320,9 +374,9 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
     "perplexity": render_perplexity,
     "retrieval": Table(
         code(),
-        number("answers right", "accuracy", ".1f", 100, suffix=" %"),
-        number("standard error", "standard_error", ".1f", 100, suffix=" %"),
-        number("answers' tokens right", "token_accuracy", ".1f", 100, suffix=" %"),
+        *HELD,
+        Column("answers right", lambda row: "{accuracy:.3f} ± {standard_error:.3f}".format_map(row)),
+        number("answers' tokens right", "token_accuracy", ".3f"),
         FETCHED,
     ),
     "overview": Table(
@@ -334,6 +388,8 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         number("decode step, times as fast", "speed_against_dynamic", ".2f"),
     ),
     "families": render_families,
+    "context": render_context,
+    "task": render_task,
     "step": Table(
         name("shape", when=varies("shape")),
         name("dtype", when=varies("dtype")),
@@ -455,74 +511,16 @@ def render_sweep(folder: Path) -> str:
             f"{_listed(settings['options'])}. `{command}`: {minutes:.0f} min, commit {commits}, "
             f"{contents[0]['date'][:10]}, {contents[0]['device']}; {_listed(contents[0]['versions'])}."
         )
-        parts.append(f"**{measure}**, {model}\n\n{_render_measure(settings['kind'], contents)}\n{source}\n")
+        rows = [
+            {"cache": each["settings"]["cache"], "memory_at_end": each["memory"], **each["result"]}
+            for each in contents
+        ]
+        parts.append(f"**{measure}**, {model}\n\n{RENDERERS[settings['kind']](rows)}\n{source}\n")
     return "\n".join(parts)
 
 
 def _listed(fields: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in fields.items())
-
-
-def _render_measure(kind: str, contents: list[Row]) -> str:
-    rows = [{"cache": each["settings"]["cache"], "memory": each["memory"], **each["result"]} for each in contents]
-    held = number("MB", "memory.total_bytes", ".2f", 1e-6), number("% of 16 bits", "memory.kv_percent")
-    if kind == "fidelity":
-        return FIDELITY(rows)
-    if kind == "perplexity":
-        return render_perplexity(rows, code(), *held)
-    if kind == "context":
-        return render_context(rows, *held)
-    if kind == "retrieval":
-        right = Column("answers right", lambda row: "{accuracy:.3f} ± {standard_error:.3f}".format_map(row))
-        return Table(code(), *held, right, number("answers' tokens right", "token_accuracy", ".3f"))(rows)
-    reference = next((row for row in rows if row["cache"] == REFERENCE), None)
-    columns = []
-    for metric in rows[0]["metrics"]:
-
-        def score(row: Row, metric: str = metric) -> str:
-            error = row["standard_errors"].get(metric)
-            shown = f" ± {error:.3f}" if isinstance(error, (int, float)) else ""
-            return f"{row['metrics'][metric]:.3f}{shown}"
-
-        def difference(row: Row, metric: str = metric) -> str:
-            return _difference(row, reference, metric)
-
-        columns += [Column(metric.removesuffix(",none"), score), Column("less `dynamic`", difference)]
-    return Table(code(), number("MB at most", "memory.total_bytes", ".2f", 1e-6), held[1], *columns)(rows)
-
-
-def render_context(rows: Rows, *held: Column) -> str:
-    """Renders tasks that need much of their context: a table for each measure, a column for each task."""
-    fetched = (
-        number("MB fetched a step", "fetched_bytes", ".2f", 1e-6),
-        number("% of bytes, whole layers at 16 bits", "fetched_share", ".2f", 100),
-    )
-    tables = []
-    for title, key, form, scale, own in (
-        ("NLL of a token of the right answer, nats", "nll", ".3f", 1, (*held, *fetched)),
-        ("KL to `dynamic`", "kl", ".4f", 1, (number("mean", "kl", ".4f"),)),
-        ("Tokens right, %", "right", ".0f", 100, ()),
-        ("Whole lines right, %", "lines", ".0f", 100, ()),
-    ):
-        # Results of before lines were counted
-        if not any(key in each for each in rows[0]["tasks"].values()):
-            continue
-        columns = (number(task, f"tasks.{task}.{key}", form, scale) for task in rows[0]["tasks"])
-        tables.append(f"{title}:\n\n{Table(code(), *own, *columns)(rows)}")
-    sizes = ", ".join(f"{task} {each['num_scored']:.0f}" for task, each in rows[0]["tasks"].items())
-    return "\n".join([*tables, f"Tokens scored: {sizes}.\n"])
-
-
-def _difference(row: Row, reference: Row | None, metric: str) -> str:
-    """Shows the difference from the dense cache, item by item: its error is far below that of either score."""
-    if reference is None or row is reference:
-        return "-"
-    ours, theirs = (each["by_item"].get(metric) for each in (row, reference))
-    if not ours or not theirs or len(ours) != len(theirs):
-        return f"{row['metrics'][metric] - reference['metrics'][metric]:+.3f}"
-    differences = [one - other for one, other in zip(ours, theirs, strict=True)]
-    error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
-    return f"{statistics.mean(differences):+.3f} ± {error:.3f}"
 
 
 # Documents

@@ -17,14 +17,7 @@ import torch
 import typer
 from transformers import Cache, PreTrainedModel
 
-from kvcache_plugins.console.inputs import (
-    CachesOption,
-    DtypeOption,
-    ModelOption,
-    NumThreadsOption,
-    load_for_evaluation,
-    read_text,
-)
+from kvcache_plugins.console import inputs
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings, say
 from kvcache_plugins.eval.harness import cache_factories, read_tokens, spread, time_call
 from kvcache_plugins.eval.rows import Found
@@ -106,9 +99,9 @@ def time_reading(
 @benchmark("prompts", "Prompts of {model}, {dtype}")
 @torch.inference_mode()
 def benchmark_prompts(
-    cache: CachesOption,
+    cache: inputs.CachesOption,
     text_file: Annotated[Path, typer.Option(help="A text of at least --context + --new-tokens tokens.")],
-    model: ModelOption = "smollm2",
+    model: inputs.ModelOption = "smollm2",
     context: Annotated[int, typer.Option(help="Tokens of the prompt.", min=1)] = 4096,
     new_tokens: Annotated[list[int], typer.Option(help="Tokens that follow it; repeatable.", min=1)] = [
         17,
@@ -118,8 +111,8 @@ def benchmark_prompts(
     ],
     chunk: Annotated[list[int], typer.Option(help="Chunks that it is read in; repeatable.", min=1)] = [512],
     rounds: Annotated[int, typer.Option(help="Rounds that a median is over.", min=1)] = 3,
-    dtype: DtypeOption = None,
-    num_threads: NumThreadsOption = None,
+    dtype: inputs.DtypeOption = None,
+    num_threads: inputs.NumThreadsOption = None,
 ) -> Iterator[Found]:
     """Time prompts, chunks of them, and tokens behind them. Times are against those of the first cache.
 
@@ -130,8 +123,8 @@ def benchmark_prompts(
         kvcache-plugins bench prompts --cache dynamic --cache gear --text-file book.txt
         kvcache-plugins bench prompts --cache dynamic --cache gear --context 8192 --chunk 512 --text-file book.txt
     """
-    text = read_text(text_file, "text_file")
-    network, tokenizer = load_for_evaluation(model, dtype)
+    text = inputs.read_text(text_file, "text_file")
+    network, tokenizer = inputs.load_for_evaluation(model, dtype)
     token_ids = read_tokens(tokenizer, text, context + max(new_tokens, default=0), network.device)
     makers = cache_factories(cache, network)
     yield from loaded_settings(network)

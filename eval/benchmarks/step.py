@@ -7,8 +7,7 @@ Llama 3 8B's heads.
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,18 +18,8 @@ import typer
 from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvcache_plugins.console.inputs import CachesOption, ModelOption, load_for_evaluation, read_text
+from kvcache_plugins.eval import harness
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings, say
-from kvcache_plugins.eval.harness import (
-    cache_stats,
-    check_length,
-    fill_cache,
-    read_states,
-    read_tokens,
-    spread,
-    take_turns,
-    time_call,
-    with_reference,
-)
 from kvcache_plugins.eval.rows import Found, Settings
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.reference_model import parse_dtype
@@ -67,17 +56,12 @@ SHAPES = {
 
 
 def time_steps(
-    network: PreTrainedModel,
-    caches: Mapping[str, Cache],
-    token_ids: torch.Tensor,
-    guard: Callable[[str], AbstractContextManager[object]] = nullcontext,
-    seconds: float = float("inf"),
+    network: PreTrainedModel, caches: Mapping[str, Cache], token_ids: torch.Tensor
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """
     Times every decode step of each cache that holds the context already, fed `[batch_size, steps]`; they take turns.
 
     Returns seconds of each cache's steps, and the relative error of its first step's logits beside the first cache's.
-    For `guard` and `seconds` see `take_turns`.
     """
     logits: dict[str, torch.Tensor] = {}
 
@@ -87,8 +71,7 @@ def time_steps(
             logits[name] = output.logits[:, -1].float()
 
     functions = {name: partial(step, name) for name in caches}
-    clock = partial(time_call, device=network.device)
-    measured = take_turns(functions, clock, token_ids.shape[1], seconds=seconds, guard=guard)
+    measured = harness.take_turns(functions, partial(harness.time_call, device=network.device), token_ids.shape[1])
     first = next(iter(logits.values()), torch.empty(0))
     return measured, {name: float((each - first).norm() / first.norm()) for name, each in logits.items()}
 
@@ -104,12 +87,12 @@ def step_rows(
             **more,
             "context": context,
             "cache": name,
-            **spread(times),
+            **harness.spread(times),
             # What a token costs with its share of compressing a chunk; a median leaves that out
             "mean_s": statistics.fmean(times),
             "speed_against_first": first / statistics.median(times),
             "bytes": measure_memory(caches[name]).total_bytes,
-            "stats": cache_stats(caches[name]),
+            "stats": harness.cache_stats(caches[name]),
         }
         for name, times in measured.items()
     ]
@@ -154,7 +137,7 @@ def benchmark_steps(
     if text_file is None and not shape:
         raise ValueError("`text_file` has to be given, or `shape` for random models, which read none")
     text = "" if text_file is None or shape else read_text(text_file, "text_file")
-    specs, threads = with_reference(cache) if shape else list(cache), num_threads or [torch.get_num_threads()]
+    specs, threads = harness.with_reference(cache) if shape else list(cache), num_threads or [torch.get_num_threads()]
     read = _TOKENS_READ if shape else read
     num_fed = steps * len(threads)
     yield Settings(dtype=", ".join(dtype or []))
@@ -164,12 +147,12 @@ def benchmark_steps(
         num_read = max(context) if read is None else read
         if kind is None:
             network, tokenizer = load_for_evaluation(model, precision)
-            token_ids = read_tokens(tokenizer, text, num_read + num_fed, network.device)
+            token_ids = harness.read_tokens(tokenizer, text, num_read + num_fed, network.device)
         else:
             network = random_model(SHAPES[kind](), parse_dtype(precision or "float32"))
             token_ids = torch.randint(network.config.vocab_size, (1, num_read + num_fed))
         yield from loaded_settings(network) if len(dtype or ()) < 2 else ()
-        states = None if read is None else read_states(network, token_ids[:, :read])
+        states = None if read is None else harness.read_states(network, token_ids[:, :read])
         for size, length in product(batch_size, context):
             where = f"{' '.join(filter(None, (kind or model, precision)))}, batch {size}, {length} tokens"
             caches: dict[str, Cache] = {}
@@ -180,7 +163,7 @@ def benchmark_steps(
                     if size > 1:
                         caches[name].batch_repeat_interleave(size)
                 else:
-                    fill_cache(caches[name], states, length, size)
+                    harness.fill_cache(caches[name], states, length, size)
                 say(f"{where}: {'read through' if states is None else 'filled into'} {name}")
             at = length if read is None else read
             fed = token_ids[:, at : at + num_fed].expand(size, -1)
@@ -193,7 +176,7 @@ def benchmark_steps(
                 for row in step_rows(times, caches, length, **place):
                     yield {**row, "relative_error": errors[row["cache"]]}
             for used_cache in caches.values():
-                check_length(used_cache, length + num_fed)
+                harness.check_length(used_cache, length + num_fed)
 
 
 def random_model(config: LlamaConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -21,15 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvcache_plugins.console.display import make_table, open_console, track_progress
 from kvcache_plugins.console.results import memory_fields
-from kvcache_plugins.eval.harness import (
-    CACHE_FAILURES,
-    REFERENCE,
-    TokenTimer,
-    cache_factories,
-    cache_stats,
-    was_exercised,
-    with_reference,
-)
+from kvcache_plugins.eval import harness
 from kvcache_plugins.eval.tables import Column, number
 from kvcache_plugins.gear.config import PresetChoice
 from kvcache_plugins.models.cache_argument import as_argument
@@ -80,7 +72,7 @@ def generate_with(
     clock = time.process_time if model.device.type == "cpu" else time.perf_counter
     input_ids = token_ids[None].to(model.device)
     sampling = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
-    timer = TokenTimer(clock, on_token)
+    timer = harness.TokenTimer(clock, on_token)
     output = model.generate(  # type: ignore[operator]
         input_ids,
         attention_mask=torch.ones_like(input_ids),
@@ -95,8 +87,8 @@ def generate_with(
         prefill_seconds=timer.prefill_seconds,
         seconds_per_token=timer.seconds_per_token,
         memory=measure_memory(cache),
-        stats=cache_stats(cache),
-        was_exercised=was_exercised(cache),
+        stats=harness.cache_stats(cache),
+        was_exercised=harness.was_exercised(cache),
     )
 
 
@@ -132,10 +124,10 @@ def compare_caches(
     """
     if max_new_tokens < 1:
         raise ValueError(f"`max_new_tokens` must be at least 1, but got {max_new_tokens}")
-    factories = cache_factories(with_reference(caches), model)
+    factories = harness.cache_factories(harness.with_reference(caches), model)
     for factory in factories.values():
         # Whatever is loaded or compiled when a cache is first used is not counted as its speed
-        with suppress(*CACHE_FAILURES):
+        with suppress(*harness.CACHE_FAILURES):
             generate_with(model, token_ids[:_WARM_UP], factory(), max_new_tokens=2)
     rows: list[dict[str, Any]] = []
     dense: dict[str, Any] = {}
@@ -172,8 +164,8 @@ def compare_caches(
         for name in factories:
             try:
                 rows.append({"cache": name, "error": None, **measure(name)})
-            except CACHE_FAILURES as error:
-                if name == REFERENCE:
+            except harness.CACHE_FAILURES as error:
+                if name == harness.REFERENCE:
                     raise
                 rows.append({"cache": name, "error": f"{type(error).__name__}: {error}"})
     return rows

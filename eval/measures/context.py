@@ -13,9 +13,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, DynamicCache, PreTrainedModel
 
-from kvcache_plugins.console.inputs import read_text
+from kvcache_plugins.console.inputs import LoadedModel, load_for_evaluation, read_text
 from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.eval.context_tasks import TASKS, make_sample
 from kvcache_plugins.eval.harness import REFERENCE, cache_factories, cache_stats
@@ -37,9 +37,8 @@ def decode_answer(model: PreTrainedModel, ids: _Ids, cache: Cache) -> torch.Tens
 
 
 def measure_tasks(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    caches: Sequence[str],
+    cache: Sequence[str],
+    model: str | LoadedModel,
     tasks: Sequence[str] = tuple(TASKS),
     length: int = 2048,
     samples: int = 1,
@@ -57,13 +56,14 @@ def measure_tasks(
     a share of a 16-bit cache's bytes, `fetched_share`, `None` of caches that fetch nothing; memory and counters of the
     last.
     """
-    known = _dense.setdefault(model, {})
+    network, tokenizer = load_for_evaluation(model)
+    known = _dense.setdefault(network, {})
     rows = [json.loads(line) for line in read_text(data_file, "data_file").splitlines() if line] if data_file else []
 
     def count_tokens(text: str) -> int:
         return len(tokenizer(text).input_ids)
 
-    for spec, factory in cache_factories(caches, model).items():
+    for spec, factory in cache_factories(cache, network).items():
         by_task: dict[str, dict[str, Any]] = {}
         fetched, share, steps = 0.0, 0.0, 0
         for task in tasks:
@@ -73,11 +73,11 @@ def measure_tasks(
                 sample = make_sample(task, count_tokens, length, scored, place, index, rows)
                 prompt = tokenizer(sample.context).input_ids
                 ids = tuple(prompt), tuple(tokenizer(sample.answer, add_special_tokens=False).input_ids)
-                cache = factory()
-                logits = decode_answer(model, ids, cache)
+                filled = factory()
+                logits = decode_answer(network, ids, filled)
                 if ids not in known:
-                    exact = DynamicCache(config=model.config)
-                    known[ids] = logits if spec == REFERENCE else decode_answer(model, ids, exact)
+                    exact = DynamicCache(config=network.config)
+                    known[ids] = logits if spec == REFERENCE else decode_answer(network, ids, exact)
                 targets = torch.tensor(ids[1], device=logits.device)
                 score, right = score_logits(known[ids], logits, targets), logits.argmax(-1) == targets
                 ends = [at for at, token in enumerate(ids[1], 1) if "\n" in tokenizer.decode([token])]
@@ -85,7 +85,7 @@ def measure_tasks(
                 own.append({"nll": score.nll, "kl": score.kl, "right": int(right.sum()), "exact": int(right.all())})
                 own[-1] |= {"num_scored": len(ids[1]), "prompt": len(prompt)}
                 own[-1] |= {"lines": sum(lines), "num_lines": len(lines)}
-                memory, stats = measure_memory(cache), cache_stats(cache)
+                memory, stats = measure_memory(filled), cache_stats(filled)
                 steps += len(ids[1])
                 moved = stats.get("bytes_fetched", 0)
                 assert isinstance(moved, int | float)

@@ -27,23 +27,14 @@ from typing import Annotated, Any
 import torch
 import typer
 from torch.nn import functional as F
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import Cache, DynamicCache, PreTrainedModel, set_seed
 
 from kvcache_plugins.console import inputs
 from kvcache_plugins.console.display import track_progress
 from kvcache_plugins.console.results import memory_fields
-from kvcache_plugins.eval.benchmark import benchmark
-from kvcache_plugins.eval.harness import (
-    CacheFactory,
-    cache_factories,
-    cache_stats,
-    check_is_empty,
-    check_length,
-    cut_windows,
-    stretch_stops,
-    with_reference,
-)
-from kvcache_plugins.eval.rows import Content, Found, Settings
+from kvcache_plugins.eval import harness
+from kvcache_plugins.eval.benchmark import benchmark, loaded_settings
+from kvcache_plugins.eval.rows import Found, Settings
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
 
@@ -70,11 +61,11 @@ class WindowScore:
 @torch.no_grad()
 def fill_cache(model: PreTrainedModel, token_ids: torch.Tensor, cache: Cache) -> None:
     """Feeds `[num_tokens]` to the model in one forward through an empty cache, which must then hold all of them."""
-    check_is_empty(cache)
+    harness.check_is_empty(cache)
     # Only the last logits are computed where the model can do so: the others are a vocabulary each and nobody's.
     keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     model(input_ids=token_ids[None].to(model.device), **as_argument(cache), use_cache=True, **keep)
-    check_length(cache, token_ids.numel())
+    harness.check_length(cache, token_ids.numel())
 
 
 @torch.no_grad()
@@ -100,7 +91,7 @@ def continuation_logits(
     for part in token_ids.to(model.device).split(chunk or token_ids.numel()):
         logits.append(model(input_ids=part[None], **as_argument(cache), use_cache=True).logits[0])
         after_forward()
-    check_length(cache, length_before + token_ids.numel())
+    harness.check_length(cache, length_before + token_ids.numel())
     return torch.cat(logits)
 
 
@@ -191,7 +182,7 @@ def _summarize(windows: Sequence[WindowScore], percents: Sequence[float], last: 
 def measure_fidelity(
     model: PreTrainedModel,
     windows: Sequence[torch.Tensor],
-    factories: Mapping[str, CacheFactory],
+    factories: Mapping[str, harness.CacheFactory],
     *,
     prefix_length: int,
     chunk: int | None = None,
@@ -224,7 +215,7 @@ def measure_fidelity(
 
             logits = continuation_logits(model, fed, cache, chunk, note)
             scores[name].append(score_logits(dense_logits, logits, targets))
-            at_end = {"memory_at_end": measure_memory(cache), "stats": cache_stats(cache)}
+            at_end = {"memory_at_end": measure_memory(cache), "stats": harness.cache_stats(cache)}
             last[name] = {"memory_after_prefix": after_prefix, **at_end}
     return {name: _summarize(scores[name], percents[name], last[name]) for name in factories}
 
@@ -236,7 +227,7 @@ def trend(windows: Sequence[WindowScore], stretch: int) -> dict[str, Any]:
         return statistics.fmean(kl for window in windows for kl in window.position_kl[start:stop])
 
     num_scored = windows[0].num_scored
-    stops = stretch_stops(stretch, num_scored)
+    stops = harness.stretch_stops(stretch, num_scored)
     first, last = mean_kl(0, num_scored // 4), mean_kl(num_scored - num_scored // 4, num_scored)
     depths, values = zip(*(each for window in windows for each in enumerate(window.position_kl)), strict=True)
     return {
@@ -256,24 +247,6 @@ def fidelity_fields(cache: str, fidelity: Fidelity, stretch: int | None = None) 
     own = [asdict(window) for window in fidelity.windows]
     row["windows"] = [{key: value for key, value in each.items() if key != "position_kl"} for each in own]
     return row if stretch is None else row | trend(fidelity.windows, stretch)
-
-
-def measure_text(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    caches: Sequence[str],
-    text_file: Path,
-    windows: int = 8,
-    prefix: int = 1024,
-    scored: int = 512,
-    chunk: int | None = None,
-    stretch: int | None = None,
-    on_progress: Callable[[str], None] = lambda text: None,
-) -> list[dict[str, Any]]:
-    """Measures caches by their specs on a text; a row for each. Options are those of `evaluate_fidelity`."""
-    cut, factories = cut_windows(tokenizer, text_file, windows, prefix, scored), cache_factories(caches, model)
-    found = measure_fidelity(model, cut, factories, prefix_length=prefix, chunk=chunk, on_progress=on_progress)
-    return [fidelity_fields(spec, result, stretch) for spec, result in found.items()]
 
 
 @benchmark("fidelity", "{model} on {text_file}: {windows} windows, {scored} tokens scored after {prefix}")
@@ -314,12 +287,14 @@ def evaluate_fidelity(
         raise ValueError(f"`stretch` compares quarters of at least 4 tokens in `scored`, but got {scored}")
     inputs.read_text(text_file, "text_file")
     loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
-    specs, sizes = list(dict.fromkeys(cache)), (windows, prefix, scored, chunk, stretch)
+    yield from loaded_settings(loaded)
+    yield Settings(device=loaded.device.type)
+    cut = harness.cut_windows(tokenizer, text_file, windows, prefix, scored)
+    factories = harness.cache_factories(cache, loaded)
     set_seed(seed)
-    with track_progress(windows * len(specs)) as announce:
-        rows = measure_text(loaded, tokenizer, specs, text_file, *sizes, on_progress=announce)
-    yield Settings(dtype=str(loaded.dtype).removeprefix("torch."), device=loaded.device.type)
-    yield Content(device=loaded.device)
+    with track_progress(windows * len(factories)) as announce:
+        found = measure_fidelity(loaded, cut, factories, prefix_length=prefix, chunk=chunk, on_progress=announce)
+    rows = [fidelity_fields(spec, result, stretch) for spec, result in found.items()]
     yield from sorted(rows, key=lambda row: row["memory_after_prefix"]["total_bytes"])
 
 
@@ -332,20 +307,20 @@ def score_text(model: PreTrainedModel, token_ids: torch.Tensor, cache: Cache, ch
     Feeds `[num_tokens]` but its last, `chunk` tokens a forward, to the model through an empty cache; returns negative
     log-likelihoods in nats of all but the first, in float64.
     """
-    check_is_empty(cache)
+    harness.check_is_empty(cache)
     fed, targets = token_ids[:-1].to(model.device), token_ids[1:].to(model.device)
     parts = []
     for part, wanted in zip(fed.split(chunk), targets.split(chunk), strict=True):
         logits = model(input_ids=part[None], **as_argument(cache), use_cache=True).logits[0]
         parts.append(F.cross_entropy(logits.double(), wanted, reduction="none").cpu())
-    check_length(cache, fed.numel())
+    harness.check_length(cache, fed.numel())
     return torch.cat(parts)
 
 
 def measure_perplexity(
     model: PreTrainedModel,
     windows: Sequence[torch.Tensor],
-    factories: Mapping[str, CacheFactory],
+    factories: Mapping[str, harness.CacheFactory],
     *,
     chunk: int = 1,
     stretch: int = 256,
@@ -375,31 +350,14 @@ def measure_perplexity(
             "num_scored": windows[0].numel() - 1,
             "nll": torch.stack([part.sum(dim=1) for part in stretches], dim=1).tolist(),
             "memory_at_end": memory_fields(measure_memory(cache)),
-            "stats": cache_stats(cache),
+            "stats": harness.cache_stats(cache),
         }
 
 
-def measure_position(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    caches: Sequence[str],
-    text_file: Path,
-    length: int = 2048,
-    windows: int = 1,
-    chunk: int = 1,
-    stretch: int = 256,
-    on_progress: Callable[[str], None] = lambda text: None,
-) -> Iterator[dict[str, Any]]:
-    """Scores a text through caches by their specs. Options are those of `evaluate_perplexity`."""
-    # One token comes before the first that is scored
-    cut, factories = cut_windows(tokenizer, text_file, windows, length - 1, 1), cache_factories(caches, model)
-    yield from measure_perplexity(model, cut, factories, chunk=chunk, stretch=stretch, on_progress=on_progress)
-
-
-@benchmark("perplexity")
+@benchmark("perplexity", "{model} on {text_file}: {windows} windows of {length} tokens", with_dense=True)
 def evaluate_perplexity(
     text_file: Annotated[Path, typer.Option(help="The text that windows are cut from.")],
-    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,...; repeatable; `dynamic` comes first.")],
+    cache: inputs.CachesOption,
     model: inputs.ModelOption = "smollm2",
     length: Annotated[int, typer.Option(help="Tokens scored in each window.", min=2)] = 2048,
     windows: Annotated[int, typer.Option(help="Disjoint windows, spread evenly over the text.", min=1)] = 1,
@@ -408,7 +366,7 @@ def evaluate_perplexity(
     dtype: inputs.DtypeOption = None,
     device: inputs.DeviceOption = None,
 ) -> Iterator[Found]:
-    """Perplexity against position. Texts are decoded through each cache from the first token on.
+    """Perplexity against position. Texts are decoded through each cache from the first token on, `dynamic` first.
 
     \b
     Examples:
@@ -416,9 +374,9 @@ def evaluate_perplexity(
     """
     inputs.read_text(text_file, "text_file")
     loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
-    specs = with_reference(cache)
-    yield Content(device=loaded.device)
-    with track_progress(windows * len(specs)) as announce:
-        yield from measure_position(
-            loaded, tokenizer, specs, text_file, length, windows, chunk, stretch, on_progress=announce
-        )
+    yield from loaded_settings(loaded)
+    # One token comes before the first that is scored
+    cut = harness.cut_windows(tokenizer, text_file, windows, length - 1, 1)
+    factories = harness.cache_factories(cache, loaded)
+    with track_progress(windows * len(factories)) as announce:
+        yield from measure_perplexity(loaded, cut, factories, chunk=chunk, stretch=stretch, on_progress=announce)

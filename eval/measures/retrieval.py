@@ -15,13 +15,13 @@ from typing import Annotated, Any
 import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvcache_plugins.console import inputs
 from kvcache_plugins.console.display import track_progress
-from kvcache_plugins.console.inputs import DeviceOption, DtypeOption, ModelOption, load_for_evaluation, read_text
 from kvcache_plugins.console.results import memory_fields
-from kvcache_plugins.eval.benchmark import benchmark
+from kvcache_plugins.eval.benchmark import benchmark, loaded_settings
 from kvcache_plugins.eval.continuations import DECODE, ContinuationScorer, Score
-from kvcache_plugins.eval.harness import CacheFactory, cache_factories, with_reference
-from kvcache_plugins.eval.rows import Content, Found, Settings
+from kvcache_plugins.eval.harness import CacheFactory, cache_factories
+from kvcache_plugins.eval.rows import Found, Settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ def read_questions(path: Path, num_records: int | None = None) -> list[Question]
     """
     if num_records is not None and num_records < 1:
         raise ValueError(f"`records` has to be at least 1 but is {num_records}")
-    rows = [json.loads(line) for line in read_text(path, "data_file").splitlines() if line]
+    rows = [json.loads(line) for line in inputs.read_text(path, "data_file").splitlines() if line]
     return [_question(row, path, num_records) for row in rows]
 
 
@@ -113,34 +113,20 @@ def answer_questions(
         }
 
 
-def measure_file(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    caches: Sequence[str],
-    data_file: Path,
-    records: int | None = None,
-    questions: int | None = None,
-    batch_size: int = 1,
-) -> Iterator[dict[str, Any]]:
-    """Asks caches by their specs the questions of a file. Options are those of `evaluate_retrieval`."""
-    asked = read_questions(data_file, records)[:questions]
-    yield from answer_questions(model, tokenizer, asked, cache_factories(caches, model), batch_size=batch_size)
-
-
-@benchmark("retrieval", "{model} on {data_file}, {num_questions} questions")
+@benchmark("retrieval", "{model} on {data_file}, {num_questions} questions", with_dense=True)
 def evaluate_retrieval(
     data_file: Annotated[Path, typer.Option(help="JSON lines of one of the two sets.")],
-    cache: Annotated[list[str], typer.Option(help="NAME or NAME:key=value,...; repeatable; `dynamic` comes first.")],
-    model: ModelOption = "smollm2",
+    cache: inputs.CachesOption,
+    model: inputs.ModelOption = "smollm2",
     questions: Annotated[int | None, typer.Option(help="The first so many; all by default.", min=1)] = None,
     records: Annotated[
         int | None, typer.Option(help="Lines or pairs left of each context; all by default.", min=1)
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Questions decoded together.", min=1)] = 1,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
+    dtype: inputs.DtypeOption = None,
+    device: inputs.DeviceOption = None,
 ) -> Iterator[Found]:
-    """Ask for one line, or one value, of a long context. Each cache is asked.
+    """Ask for one line, or one value, of a long context. Each cache is asked, `dynamic` first.
 
     \b
     Examples:
@@ -149,9 +135,9 @@ def evaluate_retrieval(
     asked = read_questions(data_file, records)[:questions]
     if not asked:
         raise ValueError(f"`questions`: there is none in {data_file}, or none was asked for")
-    loaded, tokenizer = load_for_evaluation(model, dtype, device)
-    factories = cache_factories(with_reference(cache), loaded)
+    loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
+    factories = cache_factories(cache, loaded)
+    yield from loaded_settings(loaded)
     yield Settings(num_questions=len(asked))
-    yield Content(device=loaded.device)
     with track_progress(-(-len(asked) // batch_size) * len(factories)) as announce:
         yield from answer_questions(loaded, tokenizer, asked, factories, announce, batch_size)

@@ -16,14 +16,7 @@ from kvcache_plugins.console.inputs import ModelOption, read_text
 from kvcache_plugins.eval.benchmark import benchmark, say
 from kvcache_plugins.eval.harness import spread
 from kvcache_plugins.eval.rows import Content, Found, Settings
-from kvcache_plugins.kv_runahead.planner import (
-    CostModel,
-    PartitionTable,
-    even,
-    predict_ttft,
-    predicted,
-    resolve_partition,
-)
+from kvcache_plugins.kv_runahead.planner import PartitionTable, even, predict_ttft, predicted, resolve_partition
 
 from . import measure
 from .measure import ONE_RANK, TSP, Way, plan_slices
@@ -125,11 +118,8 @@ def benchmark_runahead(
         if known is not None:
             cost = known.cost
         else:
-            slices = measure.slices_to_time(lengths, world_size, facts.by_shapes)
-            with track_progress(_PLAN_ROUNDS * len(slices)) as announce:
-                timings = measure.time_slices(ranks, facts, slices, _PLAN_ROUNDS, announce)
-            cost = CostModel.fit(timings, projection_share=facts.by_shapes.projection_share)
-            worst = measure.worst_error(timings, cost)
+            timings = measure.time_slices(ranks, facts, lengths, _PLAN_ROUNDS)
+            cost, worst = measure.fit_cost(timings, facts)
             yield Content(timings=[asdict(each) for each in timings], worst_error_of_fit=worst)
         link = measure.measure_link(ranks, facts, lengths[-1])
         if link is not None:

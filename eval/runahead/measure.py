@@ -11,8 +11,8 @@ import itertools
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from transformers import DynamicCache
 
-from kvcache_plugins.console.display import make_table, open_console, print_line
+from kvcache_plugins.console.display import open_console, print_line, track_progress
 from kvcache_plugins.console.results import provenance
+from kvcache_plugins.eval.tables import Column, Table, number, print_markdown
 from kvcache_plugins.kv_runahead.chain import Chain, PrefixExchange, PromptSlice
 from kvcache_plugins.kv_runahead.messages import MessageLayout, message_layouts
 from kvcache_plugins.kv_runahead.planner import (
@@ -216,27 +217,28 @@ def slices_to_time(lengths: Sequence[int], num_ranks: int, by_shapes: CostModel)
     return sorted(slices)
 
 
-def time_slices(
-    ranks: Ranks, facts: ModelFacts, slices: Sequence[tuple[int, int]], rounds: int, announce: Callable[[str], None]
-) -> list[Timing]:
+def time_slices(ranks: Ranks, facts: ModelFacts, lengths: Sequence[int], rounds: int) -> list[Timing]:
     """
-    Times slices, length and prefix of each, on all ranks at once, so that what ranks of one machine share is shared.
+    Times slices of prompts of `lengths` on all ranks at once, so that what ranks of one machine share is shared.
 
     Rounds take turns; the median over rounds and ranks is taken.
     """
+    slices = slices_to_time(lengths, ranks.size, facts.by_shapes)
     seconds: dict[tuple[int, int], list[float]] = {each: [] for each in slices}
-    for _, (length, prefix) in itertools.product(range(rounds), slices):
-        announce(f"slices of {length} tokens behind {prefix}")
-        seconds[length, prefix] += ranks.call(time_slice, facts.random_tokens(length), prefix)
+    with track_progress(rounds * len(slices)) as announce:
+        for _, (length, prefix) in itertools.product(range(rounds), slices):
+            announce(f"slices of {length} tokens behind {prefix}")
+            seconds[length, prefix] += ranks.call(time_slice, facts.random_tokens(length), prefix)
     return [
         Timing(length=length, prefix=prefix, seconds=statistics.median(values))
         for (length, prefix), values in seconds.items()
     ]
 
 
-def worst_error(timings: Sequence[Timing], cost: CostModel) -> float:
-    """Finds the largest relative error of a cost model in the timings that it was fitted to."""
-    return max(abs(cost.seconds(each.length, each.prefix) / each.seconds - 1) for each in timings)
+def fit_cost(timings: Sequence[Timing], facts: ModelFacts) -> tuple[CostModel, float]:
+    """Fits a cost model to timings of slices; returns also its largest relative error in them."""
+    cost = CostModel.fit(timings, projection_share=facts.by_shapes.projection_share)
+    return cost, max(abs(cost.seconds(each.length, each.prefix) / each.seconds - 1) for each in timings)
 
 
 def plan_slices(length: int, num_ranks: int, cost: CostModel, link: Link | None, facts: ModelFacts) -> tuple[int, ...]:
@@ -256,7 +258,7 @@ def plan_table(
 
     With `search` partitions are searched by whole prefills, `rounds` of each.
     """
-    cost = CostModel.fit(timings, projection_share=facts.by_shapes.projection_share)
+    cost, _ = fit_cost(timings, facts)
     link = measure_link(ranks, facts, lengths[-1])
     entries = []
     for length in lengths:
@@ -299,23 +301,18 @@ def _search(ranks: Ranks, facts: ModelFacts, start: tuple[int, ...], rounds: int
 
 
 def show_plan(table: PartitionTable, error: float, facts: ModelFacts) -> None:
-    """Prints a table of partitions, and what it is founded on."""
+    """Prints a table of partitions, and what it is founded on: a cost model that is off by an `error` at most."""
     cost, link = table.cost, table.link
     assert cost is not None
-    cells = [
-        [
-            str(entry.length),
-            " + ".join(str(round(ratio * entry.length)) for ratio in entry.ratios),
-            " ".join(f"{ratio:.3f}" for ratio in entry.ratios),
-            f"{entry.seconds:.3f}",
-            "searched" if entry.measured else "planned",
-            f"{cost.seconds(float(entry.length), 0.0):.3f}",
-        ]
-        for entry in table.entries
-    ]
-    columns = {"tokens": "number", "slices": "name", "shares": "name", "seconds": "number", "by": "name"}
-    title = f"{table.world_size} ranks: seconds to the first token"
-    open_console().print(make_table(title, {**columns, "one rank, predicted": "number"}, cells))
+    rendered = Table(
+        number("tokens", "length", ""),
+        Column("slices", lambda row: " + ".join(str(round(ratio * row["length"])) for ratio in row["ratios"])),
+        Column("shares", lambda row: " ".join(f"{ratio:.3f}" for ratio in row["ratios"])),
+        number("seconds", "seconds", ".3f"),
+        Column("by", lambda row: "searched" if row["measured"] else "planned"),
+        Column("one rank, predicted", lambda row: f"{cost.seconds(float(row['length']), 0.0):.3f}"),
+    )(list(map(asdict, table.entries)))
+    print_markdown(rendered, f"{table.world_size} ranks: seconds to the first token")
     print_line(
         f"a token {1e6 * cost.per_token:.1f} us, a query and key {1e9 * cost.per_pair:.2f} ns, fixed "
         f"{1e3 * cost.fixed:.1f} ms, share of a slice's own square {cost.triangle:.2f}; "

@@ -8,9 +8,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from lm_eval.tasks.wikitext import preprocess_wikitext
 from transformers import AutoTokenizer
 
 import kvcache_plugins.eval.lm_eval_model  # noqa: F401 - registers the model
-from kvcache_plugins.eval.context_tasks import TASKS, make_sample
+from kvcache_plugins.eval.context_tasks import make_sample
 from kvcache_plugins.eval.measures.retrieval import read_questions
 from kvcache_plugins.models.reference_model import resolve_model
 
@@ -29,34 +27,26 @@ from kvcache_plugins.models.reference_model import resolve_model
 DATA_VARIABLE = "KVCACHE_PLUGINS_DATA"
 # Rows set apart for few-shot examples, where a set has no file of its own for them
 NUM_EXAMPLES = 32
+_BOOK = "moby_dick/moby_dick.txt"
 
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Source:
+def load_rows(
+    files: Mapping[str, str], hub: Sequence[str], hub_test: str = "test", data_folder: str | None = None, **_: object
+) -> datasets.DatasetDict:
     """
-    The rows of a set: files of JSON lines by split (one without `train` gives its first rows to it), or path and name
-    of the hub's data set with its name of `test`; `convert` makes of a row what lm-eval sees.
+    Loads the splits `train`, for examples, and `test` of a set: from `files` of JSON lines by split, the first rows of
+    one without `train` going to it; or from the `hub`, path and name, where `test` may be called otherwise.
     """
-
-    files: Mapping[str, str]
-    hub: tuple[str, str | None]
-    hub_test: str
-    convert: Callable[[Row], Row]
-    has_examples: bool = True
-
-    def load(self, name: str, data_folder: str | None = None, **_: object) -> datasets.DatasetDict:
-        """Loads the splits `train`, for examples, and `test`. What else stands in lm-eval's metadata is not for us."""
-        folder = _find_folder(data_folder)
-        if folder is None:
-            rows = datasets.load_dataset(*self.hub)
-            names = {"train": "train", "test": self.hub_test} if self.has_examples else {"test": self.hub_test}
-            return _as_splits({split: map(self.convert, rows[each]) for split, each in names.items()})
-        splits = {split: _read_lines(folder / name / file) for split, file in self.files.items()}
-        if "train" not in splits:
-            splits = {"train": splits["test"][:NUM_EXAMPLES], "test": splits["test"][NUM_EXAMPLES:]}
-        return _as_splits({split: map(self.convert, rows) for split, rows in splits.items()})
+    folder = _find_folder(data_folder)
+    if folder is None:
+        rows = datasets.load_dataset(*hub)
+        return datasets.DatasetDict({"train": rows["train"], "test": rows[hub_test]})
+    splits = {split: _read_lines(folder / file) for split, file in files.items()}
+    if "train" not in splits:
+        splits = {"train": splits["test"][:NUM_EXAMPLES], "test": splits["test"][NUM_EXAMPLES:]}
+    return _as_splits(splits)
 
 
 def _find_folder(data_folder: str | None) -> Path | None:
@@ -73,7 +63,7 @@ def _need_folder(data_folder: str | None, what: str) -> Path:
     folder = _find_folder(data_folder)
     if folder is None:
         raise ValueError(
-            f"`data_folder`: {what} is on no hub. Name its folder in `--metadata` or in ${DATA_VARIABLE}."
+            f"`data_folder`: {what} is on no hub. Name the folder it is in by `--metadata` or ${DATA_VARIABLE}."
         )
     return folder
 
@@ -88,74 +78,6 @@ def _as_splits(splits: Mapping[str, Iterable[Row]]) -> datasets.DatasetDict:
     return datasets.DatasetDict({split: datasets.Dataset.from_list(list(rows)) for split, rows in splits.items()})
 
 
-# Rows of multiple-choice sets: what comes before the choices, the choices, and the number of the right one
-
-
-def _copa_row(row: Row) -> Row:
-    connector = {"cause": "because", "effect": "therefore"}[row["question"]]
-    choices = [row[name][0].lower() + row[name][1:] for name in ("choice1", "choice2")]
-    return {"query": f"{row['premise'].strip()[:-1]} {connector}", "choices": choices, "label": row["label"]}
-
-
-def _piqa_row(row: Row) -> Row:
-    query = f"Question: {row['goal']}\nAnswer:"
-    return {"query": query, "choices": [row["sol1"], row["sol2"]], "label": row["label"]}
-
-
-def _rte_row(row: Row) -> Row:
-    query = f"{row['sentence1']}\nQuestion: {row['sentence2']} True or False?\nAnswer:"
-    return {"query": query, "choices": ["True", "False"], "label": row["label"]}
-
-
-def _openbookqa_row(row: Row) -> Row:
-    question = row.get("question_stem", row.get("question"))
-    return {"query": question, **_choices(row)}
-
-
-def _arc_row(row: Row) -> Row:
-    return {"query": f"Question: {row['question']}\nAnswer:", **_choices(row)}
-
-
-def _choices(row: Row) -> Row:
-    choices = row["choices"]
-    if isinstance(choices, Mapping):
-        # The hub's form: texts, and letters or digits of which `answerKey` is one
-        return {"choices": choices["text"], "label": choices["label"].index(row["answerKey"].strip())}
-    return {"choices": choices, "label": row["label"]}
-
-
-def _winogrande_row(row: Row) -> Row:
-    """The choices differ before what is scored: the beginnings with each option, and the common ending."""
-    beginning, ending = row["sentence"].split("_", 1)
-    choices = [beginning + row[name] for name in ("option1", "option2")]
-    return {"choices": choices, "ending": ending.strip(), "label": int(row["answer"]) - 1}
-
-
-def _gsm8k_row(row: Row) -> Row:
-    return {"question": row["question"], "target": row["answer"].split("####")[-1].strip()}
-
-
-_TRAIN_AND_TEST = {"train": "dev.jsonl", "test": "test.jsonl"}
-SOURCES = {
-    "copa": Source(_TRAIN_AND_TEST, ("aps/super_glue", "copa"), "validation", _copa_row),
-    "piqa": Source({"test": "valid.jsonl"}, ("baber/piqa", None), "validation", _piqa_row),
-    "rte": Source({"test": "dev.jsonl"}, ("nyu-mll/glue", "rte"), "validation", _rte_row),
-    "openbookqa": Source({"test": "test.jsonl"}, ("allenai/openbookqa", "main"), "test", _openbookqa_row),
-    "arc_challenge": Source({"test": "test.jsonl"}, ("allenai/ai2_arc", "ARC-Challenge"), "test", _arc_row),
-    "winogrande": Source(
-        {"test": "dev.jsonl"}, ("allenai/winogrande", "winogrande_xl"), "validation", _winogrande_row
-    ),
-    "gsm8k": Source({"test": "test.jsonl"}, ("openai/gsm8k", "main"), "test", _gsm8k_row, has_examples=False),
-}
-
-
-# What the YAML files name; lm-eval calls it with its metadata, the model arguments among them
-
-copa, piqa, rte, openbookqa, arc_challenge, winogrande, gsm8k = (
-    partial(source.load, name) for name, source in SOURCES.items()
-)
-
-
 def gsm8k_examples() -> list[Row]:
     """The eight worked examples that lm-eval's own task has."""
     path = Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k-cot.yaml"
@@ -163,28 +85,20 @@ def gsm8k_examples() -> list[Row]:
     return examples
 
 
-def pairs(data_folder: str | None = None, records: int | None = None, **_: object) -> datasets.DatasetDict:
-    """Lost in the middle: the value of one of 75 keys; of fewer with `records`."""
-    file = "lost_in_the_middle/kv_retrieval_75_keys_100.jsonl"
-    return _questions(_need_folder(data_folder, "key-value retrieval") / file, records)
-
-
-def lines(data_folder: str | None = None, records: int | None = None, **_: object) -> datasets.DatasetDict:
-    """LongChat's lines: the number in one of 200; of fewer with `records`."""
-    return _questions(_need_folder(data_folder, "line retrieval") / "longchat_lines" / "200_lines.jsonl", records)
-
-
-def _questions(path: Path, records: int | None) -> datasets.DatasetDict:
+def load_questions(
+    file: str, data_folder: str | None = None, records: int | None = None, **_: object
+) -> datasets.DatasetDict:
+    """Loads questions for one of many lines, or one value of many keys; of fewer with `records`."""
     # The last character of an answer is where generation stops
-    rows = [{"context": each.context, "answer": each.answer[:-1]} for each in read_questions(path, records)]
-    return _as_splits({"test": rows})
+    asked = read_questions(_need_folder(data_folder, file) / file, records)
+    return _as_splits({"test": [{"context": each.context, "answer": each.answer[:-1]} for each in asked]})
 
 
 def passkey(
     data_folder: str | None = None, text_file: str | None = None, words: int = 1500, questions: int = 20, **_: object
 ) -> datasets.DatasetDict:
     """A number hidden in a text, at depths spread evenly from its beginning to its end."""
-    path = Path(text_file) if text_file else _need_folder(data_folder, "the text") / "moby_dick" / "moby_dick.txt"
+    path = Path(text_file) if text_file else _need_folder(data_folder, _BOOK) / _BOOK
     haystack = path.read_text(encoding="utf-8").split()[:words]
     if len(haystack) < words:
         raise ValueError(f"`words` is {words}, but {path} has {len(haystack)}")
@@ -211,9 +125,6 @@ def make_context(
         count_tokens = lambda text: len(tokenizer(text).input_ids)  # noqa: E731
     made = (make_sample(task, count_tokens, length, scored, (i + 0.5) / samples, i) for i in range(samples))
     return _as_splits({"test": [each._asdict() for each in made]})
-
-
-records, needles, table, copying, variables, words = (partial(make_context, task) for task in TASKS)
 
 
 def wikitext(data_folder: str | None = None, **_: object) -> datasets.DatasetDict:

@@ -97,6 +97,12 @@ def test_groups_show_help(path: str, run, monkeypatch: pytest.MonkeyPatch) -> No
         assert " ".join(TREE[f"{path} {name}".strip()].help.split()).startswith(summary)
 
 
+@pytest.mark.parametrize("path", [*GROUPS, *LEAVES])
+def test_help_fits_a_terminal(path: str, run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, run(*path.split(), "--help").stdout.splitlines())) <= 80
+
+
 def test_commands_that_find_something_print_json() -> None:
     without = {path for path in LEAVES if "--json" not in [name for each in TREE[path].params for name in each.opts]}
     assert without == WITHOUT_JSON

@@ -22,8 +22,8 @@ from kvcache_plugins.eval.tasks import FOLDER, find_task, loaders, task_files
 
 CHOICES = ["by night", "at noon", "in May", "on foot"]
 HUB_CHOICES = {"text": CHOICES, "label": ["A", "B", "C", "D"]}
-# Of every set a row of a file, what the hub has otherwise or besides, and what lm-eval is to see of both
-ROWS: dict[str, tuple[dict[str, object], dict[str, object], dict[str, object]]] = {
+# Of every set a row of a file, what the hub has otherwise or besides, and text, choices and target of both
+ROWS: dict[str, tuple[dict[str, object], dict[str, object], tuple[object, object, object]]] = {
     "copa": (
         {
             "question": "cause",
@@ -33,45 +33,38 @@ ROWS: dict[str, tuple[dict[str, object], dict[str, object], dict[str, object]]] 
             "label": 0,
         },
         {},
-        {"query": "The glass fell because", "choices": ["it was hit.", "it sang."], "label": 0},
+        ("The glass fell because", ["it was hit.", "it sang."], 0),
     ),
     "piqa": (
         {"goal": "Boil water", "sol1": "heat it", "sol2": "freeze it", "label": 0},
         {},
-        {"query": "Question: Boil water\nAnswer:", "choices": ["heat it", "freeze it"], "label": 0},
+        ("Question: Boil water\nAnswer:", ["heat it", "freeze it"], 0),
     ),
     "rte": (
         {"sentence1": "It rains.", "sentence2": "It is dry.", "label": 1},
         {"idx": 3},
-        {
-            "query": "It rains.\nQuestion: It is dry. True or False?\nAnswer:",
-            "choices": ["True", "False"],
-            "label": 1,
-        },
+        ("It rains.\nQuestion: It is dry. True or False?\nAnswer:", ["True", "False"], 1),
     ),
     "openbookqa": (
         {"question": "Owls hunt", "choices": CHOICES, "label": 0},
         {"question_stem": "Owls hunt", "choices": HUB_CHOICES, "answerKey": "A "},
-        {"query": "Owls hunt", "choices": CHOICES, "label": 0},
+        ("Owls hunt", CHOICES, 0),
     ),
     "arc_challenge": (
         {"question": "When do owls hunt?", "choices": CHOICES, "label": 3},
         {"question": "When do owls hunt?", "choices": {**HUB_CHOICES, "label": list("1234")}, "answerKey": "4"},
-        {"query": "Question: When do owls hunt?\nAnswer:", "choices": CHOICES, "label": 3},
+        ("Question: When do owls hunt?\nAnswer:", CHOICES, 3),
     ),
     "winogrande": (
         {"sentence": "The cup fit in the bag as the _ was small.", "option1": "cup", "option2": "bag", "answer": "1"},
         {},
-        {
-            "choices": ["The cup fit in the bag as the cup", "The cup fit in the bag as the bag"],
-            "ending": "was small.",
-            "label": 0,
-        },
+        # The number of the right beginning, the beginnings, and the common ending
+        (0, ["The cup fit in the bag as the cup", "The cup fit in the bag as the bag"], "was small."),
     ),
     "gsm8k": (
         {"question": "One and one?", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"},
         {},
-        {"question": "One and one?", "target": "2"},
+        ("Q: One and one?\nA:", None, "2"),
     ),
 }
 FILES = {
@@ -115,12 +108,13 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_of_files_and_of_the_hub(name: str, data_folder: Path) -> None:
     own, hub, expected = ROWS[name]
-    convert = loaders.SOURCES[name].convert
-    assert convert(own) == convert(hub if "answerKey" in hub else own | hub) == expected
-    splits = getattr(loaders, name)(data_folder=str(data_folder), pretrained="ignored")
-    assert splits["test"][0] == expected
+    config, manager = find_task(f"kv_{name}", {"data_folder": str(data_folder), "pretrained": "ignored"})
+    task = manager.load([config])["tasks"][f"kv_{name}"]
+    for row in (own, hub if "answerKey" in hub else own | hub):
+        choices = None if expected[1] is None else task.doc_to_choice(row)
+        assert (task.doc_to_text(row), choices, task.doc_to_target(row)) == expected
     # Sets of one file give some rows to the examples, and no row to both
-    counts = {split: len(rows) for split, rows in splits.items()}
+    counts = {split: len(rows) for split, rows in task.dataset.items()}
     assert counts == {"train": NUM_ROWS if name == "copa" else 32, "test": NUM_ROWS if name == "copa" else 8}
 
 
@@ -170,12 +164,16 @@ def test_pages_of_wikitext(data_folder: Path) -> None:
     assert "= = Part = =" in pages[0]
 
 
+def load_copa(data_folder: str) -> object:
+    return loaders.load_rows({"train": "copa/dev.jsonl"}, ["no/hub"], data_folder=data_folder)
+
+
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
-        (lambda folder: loaders.copa(data_folder="/no/such"), "`data_folder` is `/no/such`"),
-        (lambda folder: loaders.copa(data_folder=str(folder / "copa")), "there is no file .*dev.jsonl"),
-        (lambda folder: loaders.pairs(), "`data_folder`: key-value retrieval is on no hub.*KVCACHE_PLUGINS_DATA"),
+        (lambda folder: load_copa("/no/such"), "`data_folder` is `/no/such`"),
+        (lambda folder: load_copa(str(folder / "copa")), "there is no file .*dev.jsonl"),
+        (lambda folder: loaders.load_questions("a/b"), "`data_folder`: a/b is on no hub.*KVCACHE_PLUGINS_DATA"),
         (lambda folder: loaders.text(), "`text_file`: name the text"),
         (lambda folder: loaders.passkey(data_folder=str(folder), words=9999), "`words` is 9999, but .* has 2400"),
     ],

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache_plugins.eval.machine_code import Listing, compile_for, disassemble, resources
+from kvcache_plugins.eval.benchmarks.machine_code import Listing, compile_for, disassemble, resources
 
 
 BRAIN, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32

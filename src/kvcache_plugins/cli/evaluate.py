@@ -8,12 +8,13 @@ and needs no import of lm-eval for it.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcache_plugins.console.commands import FAILED, LazyGroup, make_app, user_errors
+from kvcache_plugins.console.commands import FAILED, LazyGroup, fold_examples, make_app, user_errors
 from kvcache_plugins.console.inputs import JsonOption
 from kvcache_plugins.console.results import free_stdout, print_json
 
@@ -77,7 +78,7 @@ def _hand_on(name: str) -> typer.Typer:
     text = f"{summary}\n\n\b\nExamples:\n{lines}\b\nMore of lm-eval's options: `lm_eval {name} --help`.\n"
     settings = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-    @app.command(name, help=text, context_settings=settings, add_help_option=False)
+    @app.command(name, help=fold_examples(text), context_settings=settings, add_help_option=False)
     def command(context: typer.Context) -> None:
         if {"--help", "-h"} & {*context.args}:
             typer.echo(context.get_help())
@@ -110,7 +111,7 @@ def sweep(
         kvcache-plugins eval sweep eval/sweeps/gear.yaml
         kvcache-plugins eval sweep eval/sweeps/gear.yaml --only 'copa/smollm2/gear-2bit' --again
     """
-    from kvcache_plugins.console.display import print_line, track_progress
+    from kvcache_plugins.console.display import print_line
     from kvcache_plugins.eval.sweep import Sweep, run_sweep
 
     plan = Sweep.read(config)
@@ -124,8 +125,8 @@ def sweep(
             typer.echo(run.label)
         return
     done: list[tuple[Run, str | None]] = []
-    with free_stdout(as_json), track_progress(len(runs)) as announce:
-        for run, error in run_sweep(plan, runs, announce):
+    with free_stdout(as_json):
+        for run, error in run_sweep(plan, runs, partial(print_line, stderr=True)):
             done.append((run, error))
             if error is not None:
                 print_line(f"{run.label} failed: {error}", stderr=True)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvcache_plugins.console.display import print_line, track_progress
+from kvcache_plugins.console.display import print_line
 from kvcache_plugins.console.inputs import DtypeOption, JsonOption, ModelOption
 from kvcache_plugins.console.results import prepare_file, print_json
 
@@ -48,17 +48,14 @@ def main(
     print_line(f"starting {world_size} ranks", stderr=True)
     with Ranks(model, world_size, dtype=dtype, num_threads=num_threads) as ranks:
         facts = ranks.call(measure.describe_model)[0]
-        slices = measure.slices_to_time(parsed, world_size, facts.by_shapes)
-        with track_progress(rounds * len(slices)) as announce:
-            timings = measure.time_slices(ranks, facts, slices, rounds, announce)
+        timings = measure.time_slices(ranks, facts, parsed, rounds)
         table = measure.plan_table(ranks, facts, parsed, timings, rounds=rounds, search=search)
     if out is not None:
         table.save(out)
     if as_json:
         print_json(table.document())
         return
-    assert table.cost is not None
-    measure.show_plan(table, measure.worst_error(table.timings, table.cost), facts)
+    measure.show_plan(table, measure.fit_cost(table.timings, facts)[1], facts)
 
 
 def parse_lengths(text: str, world_size: int) -> list[int]:

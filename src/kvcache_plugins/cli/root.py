@@ -19,7 +19,8 @@ standard error.
 \b
 Exit codes:
     0    done
-    1    done, but something failed: a cache of compare, a run of eval sweep, a check of doctor
+    1    done, but something failed: a cache of compare, a run of eval sweep,
+         a check of doctor
     2    your error: one line says which
     130  interrupted
     141  whoever read the output has gone, as after `| head`

@@ -142,12 +142,25 @@ def _reader_may_go() -> Iterator[None]:
 def make_app(commands: Mapping[str, str], help_text: str, base: type[LazyGroup] = LazyGroup) -> typer.Typer:
     """Makes a `typer.Typer` of the `lazy_commands` with the settings that all groups share."""
     group = cast("type[LazyGroup]", type(base.__name__, (base,), {"lazy_commands": commands}))
-    app = typer.Typer(
-        cls=group, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, help=help_text
-    )
+    settings = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
+    app = typer.Typer(cls=group, help=fold_examples(help_text), **settings)  # type: ignore[arg-type]
     # Without one Typer takes an app that has no commands of its own for an error
     app.callback()(lambda: None)
     return app
+
+
+def fold_examples(text: str) -> str:
+    """Folds indented lines of a help text that are too wide, before an option or a pipe, as a shell reads them."""
+    lines = []
+    for line in inspect.cleandoc(text).splitlines():
+        while line.startswith("    ") and len(line) > _WIDTH - 2:
+            place = max(line.rfind(mark, 9, _WIDTH - 4) for mark in (" --", " | "))
+            if place < 0:
+                break
+            lines.append(f"{line[:place]} \\")
+            line = f"{' ' * 8}{line[place + 1 :]}"
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def _build(name: str, target: str) -> Any:
@@ -155,6 +168,7 @@ def _build(name: str, target: str) -> Any:
     if function is None:
         found = load(target)
     else:
+        function.__doc__ = fold_examples(function.__doc__ or "")
         if inspect.signature(function).return_annotation is not None:
             function = with_results(function)
         found = typer.Typer(add_completion=False, rich_markup_mode=None)

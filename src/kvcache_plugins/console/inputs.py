@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+LoadedModel: TypeAlias = tuple["PreTrainedModel", "PreTrainedTokenizerBase"]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
 ModelOption = Annotated[str, typer.Option(help="`smollm2`, `gemma3-270m`, a folder or a hub name.")]
 PromptOption = Annotated[str | None, typer.Option(help="The prompt; comes after the text of --prompt-file.")]
@@ -66,10 +67,13 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool = 
     return token_ids
 
 
-def load_for_evaluation(
-    name: str, dtype: str | None = None, device: str | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads a model and its tokenizer, on a GPU and in bfloat16 where there is one: see `load_model`."""
+def load_for_evaluation(name: str | LoadedModel, dtype: str | None = None, device: str | None = None) -> LoadedModel:
+    """
+    Loads a model and its tokenizer, on a GPU and in bfloat16 where there is one: see `load_model`. What is loaded
+    already is returned as it is.
+    """
+    if not isinstance(name, str):
+        return name
     from kvcache_plugins.models.packaged_models import check_model_name
     from kvcache_plugins.models.reference_model import load_model
 

@@ -78,7 +78,7 @@ def test_decode_steps_are_scored(tiny_model: Callable[..., PreTrainedModel], cha
     # InfiniGen offloads the third layer
     model = tiny_model("llama", num_hidden_layers=3)
     options = {"tasks": ["copying", "words"], "length": 700, "samples": 2, "scored": 40}
-    rows = list(measure_tasks(model, characters, ["dynamic", "h2o", "infinigen"], **options))
+    rows = list(measure_tasks(["dynamic", "h2o", "infinigen"], (model, characters), **options))
     nll = num_scored = 0
     for index, place in enumerate((0.25, 0.75)):
         sample = make_sample("copying", len, 700, 40, place, index)
@@ -96,7 +96,7 @@ def test_decode_steps_are_scored(tiny_model: Callable[..., PreTrainedModel], cha
     assert 0 < fetching["fetched_share"] < 1 and fetching["fetched_bytes"] > 0
     assert lossy["memory_at_end"]["total_bytes"] < dense["memory_at_end"]["total_bytes"]
     # Held against what another run has found dense
-    (alone,) = measure_tasks(model, characters, ["h2o"], **options)
+    (alone,) = measure_tasks(["h2o"], (model, characters), **options)
     assert alone["tasks"] == lossy["tasks"]
     shown = render_context(rows)
     assert shown.count("| `h2o` |") == 4 and f"copying {num_scored}" in shown
