@@ -6,7 +6,6 @@ from transformers import DynamicCache
 
 from kvcache_plugins import GEARCache, H2OCache, create_cache
 from kvcache_plugins.contract.subject import RECORDS_PAST
-from kvcache_plugins.layers.model_match import key_value_heads
 
 
 CACHES = [GEARCache, H2OCache]
@@ -59,17 +58,6 @@ def test_a_cache_that_another_model_has_filled(cache_class, tiny_llama, tiny_mod
         generate(wider, longer, cache)
     assert lengths(cache)[:2] == [151, 151]
     assert torch.equal(generate(tiny_llama, longer, cache), generate(tiny_llama, longer, untouched))
-
-
-def test_heads_that_a_config_names(tiny_model):
-    assert key_value_heads(tiny_model("llama").config) == {2}
-    # Nothing is said of them, and of latent attention nothing that holds
-    assert key_value_heads(tiny_model("gpt2").config) == frozenset()
-    config = tiny_model("llama").config
-    config.kv_lora_rank = 16
-    assert key_value_heads(config) == frozenset()
-    config.kv_lora_rank, config.num_global_key_value_heads = None, 1
-    assert key_value_heads(config) == {1, 2}
 
 
 @pytest.mark.parametrize("cache_class", CACHES)

@@ -251,21 +251,3 @@ def test_softcaps_and_sinks_are_attended_with(extra):
         scores = torch.cat([scores, extra["sinks"]], dim=3)
     expected = scores.softmax(dim=3)[..., : keys.shape[2]] @ values
     torch.testing.assert_close(layer.attend(AttentionCall(query, **extra)), expected, atol=1e-4, rtol=1e-3)
-
-
-def test_crop_leaves_what_was_never_there():
-    layer, (keys, values) = make_layer(), states(1, 200)
-    feed(layer, keys, values)
-    for _ in range(BUFFER + 3):
-        feed(layer, *states(1, 1))
-    before = layer.materialize("keys")
-    for count in (2, 5, 60, 120):
-        layer.crop(-count)
-        torch.testing.assert_close(layer.materialize("keys"), before[:, :, : layer.get_seq_length()])
-    feed(layer, *states(1, 20))
-    feed(layer, *states(1, 1))
-    kept = layer.get_seq_length() - 21
-    torch.testing.assert_close(layer.materialize("keys")[:, :, :kept], before[:, :, :kept])
-    layer.crop(-layer.get_seq_length())
-    feed(layer, *states(2, 100))
-    assert num_coded(layer) == 100 - SINKS

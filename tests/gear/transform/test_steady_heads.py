@@ -1,7 +1,5 @@
 """Prompts that hardly vary, as where one token is repeated, and numbers beyond what scales reach."""
 
-import copy
-
 import pytest
 import torch
 
@@ -192,15 +190,3 @@ def test_what_waits_and_pads_has_no_say_in_scales_and_errors():
     feed(alone, keys[:1], values[:1], queries[:1])
     assert padded._pending_sequences is not None and padded.codec.tables()[1].mean is None
     torch.testing.assert_close(padded.materialize("values")[:1], alone.materialize("values"), atol=1e-5, rtol=0)
-
-
-def test_forks_of_a_steady_layer_go_their_own_ways():
-    layer, constant = make_layer(), torch.full((1, 2, PROMPT, HEAD_DIM), 2.0)
-    feed(layer, constant, constant)
-    fork, step, query = copy.deepcopy(layer), (randn(12), randn(12)), torch.randn(1, 4, 12, HEAD_DIM)
-    assert torch.equal(feed(layer, *step, query), feed(fork, *step, query))
-    fork.crop(-12)
-    for _ in range(20):
-        feed(fork, constant[:, :, :1], constant[:, :, :1])
-    assert (fork.materialize("values") - 2).abs().max() < SCALE_PRECISION
-    assert (layer.materialize("values")[:, :, -12:] - 2).abs().max() > 1
