@@ -143,6 +143,7 @@ RECURRENT = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "architecture", ["llama-mha", "llama-mqa", "qwen3", "gemma3-hybrid", "mistral-sliding", "gpt2", "opt"]
@@ -277,6 +278,7 @@ LINEAR = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rest", [0, 1, 63, PERIOD - 1])
 @pytest.mark.parametrize("cache", LINEAR)
 def test_a_long_prompt_is_sized_as_if_it_were_run(cache: str, rest: int, tiny_llama: PreTrainedModel) -> None:

@@ -17,7 +17,7 @@ FINE = {"nbits": 8, "backbone": "transform"}
 # What older releases of Transformers need a dense sliding layer to be rolled back for is not there
 ITEMS = {"hybrid"} | (
     {"crop-prompt", "save-load", "deepcopy", "reorder", "select-indices", "memory", "beam-search", "chunked-prefill"}
-    | {"greedy", "prompt-lookup", "assisted", "left-padding", "row-isolation", "eager", "multi-turn", "reset"}
+    | {"greedy", "prompt-lookup", "left-padding", "row-isolation", "eager", "multi-turn", "reset"}
     if RECORDS_PAST
     else set()
 )

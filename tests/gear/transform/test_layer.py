@@ -49,6 +49,7 @@ def num_coded(layer):
     return sum(block.length for block in layer.blocks)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("length", [1, 67, 68, 69, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_what_is_attended_to_is_what_is_held(length, dtype):

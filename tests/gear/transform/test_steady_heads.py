@@ -41,6 +41,7 @@ def randn(length, batch_size=1):
     return torch.randn(batch_size, 2, length, HEAD_DIM)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("number", [1.0, -1e-3, 100.0, 0.0])
 @pytest.mark.parametrize(
     ("nbits", "quantizer"),
