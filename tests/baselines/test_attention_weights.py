@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvcache_plugins.baselines import attention_weights
-from kvcache_plugins.baselines.attention_weights import attend_and_weigh
+from kvcache_plugins.baselines.attention_weights import attend_and_weigh, sum_weights
 from kvcache_plugins.kernels.attention_call import AttentionCall
 
 
@@ -36,6 +36,20 @@ def plain(query, keys, mask, is_causal, allowed):
     return (
         scores.masked_fill(~allowed.repeat_interleave(G, dim=1)[:, :, None], -torch.inf).softmax(dim=-1).nan_to_num(0)
     )
+
+
+@pytest.mark.parametrize("tile_numbers", [1, B * H * G * L * 3, 1 << 24], ids=["row", "three", "whole"])
+@pytest.mark.parametrize("kind", MASKS)
+def test_sums_over_all_positions(monkeypatch, kind, tile_numbers):
+    monkeypatch.setitem(attention_weights._TILE_NUMBERS, "cpu", tile_numbers)
+    query, keys, mask = torch.randn(B, H * G, Q, D), torch.randn(B, H, L, D), make_mask(kind)
+    weights = plain(query, keys, mask, kind == "causal", torch.ones(B, H, L, dtype=torch.bool))
+    real = torch.arange(Q) >= torch.tensor([0, 3])[:, None]
+    for real_queries in (None, real):
+        counted = weights if real_queries is None else weights * real[:, None, :, None]
+        expected = counted.unflatten(1, (H, G)).sum(dim=(2, 3))
+        call = AttentionCall(query, mask, is_causal=kind == "causal")
+        assert torch.allclose(sum_weights(call, keys, L, real_queries), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("tile_numbers", [1, 1 << 24], ids=["row", "whole"])

@@ -314,6 +314,9 @@ def test_short_sequences_can_be_read_dense(tiny_llama):
         tokens = torch.randint(3, 128, (2, size))
         for each in (cache, dense):
             feed(tiny_llama, each, tokens)
+    # What is taken back leaves free slots, which stand for no token
+    for each in (cache, dense):
+        each.crop(-2)
     for layer, exact in zip(cache.layers, dense.layers, strict=True):
         for side in ("keys", "values"):
             assert torch.allclose(getattr(layer, side) + 0, getattr(exact, side), atol=1e-4)
