@@ -209,6 +209,8 @@ def test_a_short_item_waits_in_the_prefix():
     for _ in range(MIN_TOKENS):
         feed(layer, *states(3, 1), [90, 0, 90])
     assert layer._pending_sequences is None
+    # What it has no more takes no room behind a view
+    assert layer.prefix.keys.untyped_storage().nbytes() == layer.prefix.keys.nbytes
     materialized = layer.materialize("values")
     assert torch.equal(materialized[0, :, 90 : 100 + num_old], held[:, : 10 + num_old])
 
