@@ -17,7 +17,6 @@ Maker = Callable[[str, PreTrainedModel], Cache]
 KINDS = (
     "gear",
     "gear-4bit",
-    "gear-c16",
     "gear-t16:quantizer=trellis",
     "infinigen",
     "infinigen-gear",

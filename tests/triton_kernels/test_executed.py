@@ -16,15 +16,12 @@ import pytest
 FOLDER = Path(__file__).parent
 EMULATOR = Path(os.environ.get("KVCACHE_PLUGINS_PTX_RUN", FOLDER.parents[2] / "shared" / "tools" / "ptx_run"))
 pytestmark = pytest.mark.skipif(not EMULATOR.is_dir(), reason=f"the emulator of PTX is not there: {EMULATOR}")
-# Compute capability, files of tests, and which of them
-DAILY = [
-    (
-        *(80, "test_attention.py test_rows.py"),
-        "kivi-64 or test_rows_are_those_of_pytorch and (smollm2-tables or odd-dims-basis)",
-    ),
-    (90, "test_rows.py", "test_attention_is_that_of_pytorch and (basis-unlike-dims or tables-smollm2)"),
-]
+# Compute capability, files of tests, and which of them; a process takes longer to start than one of its tests
+ATTENDED = "test_attention_is_that_of_pytorch and (basis-unlike-dims or tables-smollm2)"
+CODED = "test_rows_are_those_of_pytorch and (smollm2-tables or odd-dims-basis)"
+DAILY = [(90, "test_attention.py test_rows.py", f"kivi-64 or {ATTENDED} or {CODED}")]
 LONG = [
+    (80, "test_attention.py", "test_matches_dense_attention and kivi-64"),
     *((capability, "test_rows.py", "test_attention_is_that_of_pytorch") for capability in (80, 90)),
     *((capability, "test_rows.py", "test_rows_are_those_of_pytorch and not many") for capability in (80, 90)),
     *((capability, "test_rows.py", "half_precision or trellis") for capability in (80, 90)),
