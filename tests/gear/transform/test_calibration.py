@@ -13,6 +13,7 @@ from kvcache_plugins.contract import CONTRACT, run_contract
 from kvcache_plugins.gear import TransformCalibration, calibrate_transform
 from kvcache_plugins.gear.transform import calibrations
 from kvcache_plugins.gear.transform.calibrations import calibration_path
+from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "head_dim": 20, "initializer_range": 0.2}
@@ -125,9 +126,11 @@ def test_bytes_are_what_was_asked_for(model, calibration, window, nbits):
     # Three blocks of eight for twenty channels, and a byte of scale; a head cannot have parts of a byte
     num_rows = (length - sinks) * 2 * 2 * 2
     assert 0 <= num_rows * (1 + 3 * nbits) - codes <= (length - sinks) * 2
-    # Of rows that are finer
-    codec = cache.layers[0].codec
-    more = [codec.finer(bits).row_sizes[0] - codec.row_sizes[0] for bits in (3, 1)]
+
+
+def test_finer_rows_have_so_many_bits_more(model, calibration):
+    codec = calibration.codec(0, 3.0, "lloyd-max", rotary_frequencies(model.config, 0))
+    more = [codec.finer(nbits).row_sizes[0] - codec.row_sizes[0] for nbits in (3, 1)]
     assert more[0] == 3 * more[1] > 0
 
 
