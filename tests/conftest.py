@@ -191,6 +191,15 @@ def tiny_loaded(tiny_folder: str) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     return AutoModelForCausalLM.from_pretrained(tiny_folder).eval(), AutoTokenizer.from_pretrained(tiny_folder)
 
 
+@pytest.fixture(params=[1, 2])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Numbers of threads of PyTorch in turn."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def forgets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the registry forget what a test registers."""

@@ -89,6 +89,8 @@ OUT_OF_RANGE = {
         ({"q_group_size": 0}, "q_group_size"),
         ({"nbits": 2, "q_group_size": 48}, "q_group_size.*divide.*residual_length.*48"),
         ({"nbits": 4, "quantizer": "trellis"}, "quantizer"),
+        *(({**of, "sliding": "window"}, r"`sliding`.*auto.*compressed.*dense.*'window'") for of in ({}, {"nbits": 2})),
+        ({"nbits": 4, "sliding": "compressed"}, '`sliding` has to be "auto" or "dense".*only `backbone="transform"`'),
         ({**KVARN, "rank": 2}, "`rank` and `sparsity` have to be 0 with the `kvarn` backbone"),
         ({**KVARN, "rank": 0, "key_backbone": "kivi"}, "`key_backbone` and `value_backbone` have both to be `kvarn`"),
         (

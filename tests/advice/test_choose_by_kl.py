@@ -69,9 +69,14 @@ def ordinary_kl(model, cache, input_ids, mask, held_out, chunk=16):
     return each[mask[:, first:] == 1].mean().item()
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("is_padded", [False, True], ids=["plain", "padded"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+# All pairs
+@pytest.mark.parametrize(
+    ("architecture", "is_padded", "implementation"),
+    [
+        *(("llama", False, "sdpa"), ("llama", True, "eager")),
+        *(("gemma3-hybrid", False, "eager"), ("gemma3-hybrid", True, "sdpa")),
+    ],
+)
 def test_it_measures_what_an_ordinary_run_shows(tiny_model, architecture, is_padded, implementation):
     model = tiny_model(architecture, attn_implementation=implementation)
     input_ids, mask = padded() if is_padded else (prompt(batch_size=2), None)
@@ -87,9 +92,8 @@ def test_it_measures_what_an_ordinary_run_shows(tiny_model, architecture, is_pad
         assert cache.stats()["chosen_kl"] == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_choice_follows_the_bound(tiny_model, architecture):
-    model, input_ids = tiny_model(architecture), prompt()
+def test_the_choice_follows_the_bound(tiny_model):
+    model, input_ids = tiny_model("llama"), prompt()
     kl = measure_all(model, input_ids, held_out=HELD_OUT)
     # The cheapest first, whatever the order in which they are given
     assert list(kl) == list(DEFAULT_CANDIDATES)

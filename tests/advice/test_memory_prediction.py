@@ -143,6 +143,7 @@ RECURRENT = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "architecture", ["llama-mha", "llama-mqa", "qwen3", "gemma3-hybrid", "mistral-sliding", "gpt2", "opt"]

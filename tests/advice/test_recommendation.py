@@ -1,7 +1,6 @@
 """Caches that fit a budget, how far they reach, and which of them is recommended."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -64,34 +63,6 @@ def test_sizes_are_shown() -> None:
         "1.00 GiB",
         "10.00 TiB",
     ]
-
-
-LOADS = {
-    "line": lambda number: number / 1000,
-    "line-from-above": lambda number: 0.4 + number / 70_001,
-    "steps": lambda number: -(-number // 1024) * 1024 / 50_000,
-    "teeth": lambda number: (number // 64 * 16 + number % 64) / 9_999,
-    "all-too-much": lambda number: 1 + number,
-    "square": lambda number: number**2 / 10**9,
-    "root": lambda number: math.sqrt(number) / 300,
-}
-
-
-@pytest.mark.parametrize("start", [1, 33, 10**6])
-@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS.keys())
-def test_largest_is_one_below_too_much(load, start: int) -> None:
-    tried = []
-
-    def counted(number: int) -> float:
-        assert 1 <= number <= 2**24
-        tried.append(number)
-        return load(number)
-
-    largest = find_largest(counted, start, 2**24)
-    assert largest is not None
-    assert largest == 0 or load(largest) <= 1
-    assert load(largest + 1) > 1
-    assert len(tried) <= 40
 
 
 def test_what_never_is_too_much_has_no_largest() -> None:

@@ -11,7 +11,7 @@ from transformers.models.llama import modeling_llama
 
 from kvcache_plugins import H2OCache, create_cache
 from kvcache_plugins.baselines import attention_weights
-from kvcache_plugins.baselines.h2o_layer import H2OConfig, H2OLayer
+from kvcache_plugins.baselines.h2o_layer import H2OLayer
 from kvcache_plugins.contract import CONTRACT, run_check
 from kvcache_plugins.eval.families import build_family
 from kvcache_plugins.reports.memory import reachable_tensors
@@ -100,10 +100,6 @@ def run(model, cache, padding, sizes=STEPS):
     return torch.cat(logits, dim=1)
 
 
-def h2o_layers(cache):
-    return [layer for layer in cache.layers if isinstance(layer, H2OLayer)]
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("grow", [True, False], ids=["growing", "fixed"])
 @pytest.mark.parametrize("padding", [(0,), PADDING], ids=["alone", "padded"])
@@ -168,16 +164,6 @@ def test_keeps_what_the_budget_says(tiny_llama):
     assert stats["layers_dropping"] == stats["num_layers"] == 2
     assert stats["attend_calls"] == 2 * 12
     assert stats["updates_without_weights"] == stats["prompts_without_mask"] == 0
-
-
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 31, 32, 33, 100, 159, 160, 161, 1000])
-def test_budget(num_tokens):
-    config = H2OConfig(heavy_ratio=0.19, recent_ratio=0.1, min_tokens=32, grow=True)
-    total, recent = config.budget(num_tokens, num_tokens)
-    assert total == min(num_tokens, max(32, 29 * num_tokens // 100))
-    assert recent == max(1, int(total * 0.1 / 0.29 + 1e-9))
-    fixed = H2OConfig(heavy_ratio=0.19, recent_ratio=0.1, min_tokens=32, grow=False)
-    assert fixed.budget(num_tokens + 5000, num_tokens)[0] == max(32, 29 * num_tokens // 100)
 
 
 def test_fixed_budget_stays_and_moves_nothing(tiny_llama):
@@ -328,6 +314,9 @@ def test_short_sequences_can_be_read_dense(tiny_llama):
         tokens = torch.randint(3, 128, (2, size))
         for each in (cache, dense):
             feed(tiny_llama, each, tokens)
+    # What is taken back leaves free slots, which stand for no token
+    for each in (cache, dense):
+        each.crop(-2)
     for layer, exact in zip(cache.layers, dense.layers, strict=True):
         for side in ("keys", "values"):
             assert torch.allclose(getattr(layer, side) + 0, getattr(exact, side), atol=1e-4)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from kvcache_plugins.codecs.prompt_codec import allocate_channels, allocate_widths, make_value_table, share_bytes
+from kvcache_plugins.codecs.prompt_codec import allocate_widths, make_value_table, share_bytes
 from kvcache_plugins.codecs.quantizers import QUANTIZERS, num_blocks
 
 
@@ -24,22 +24,6 @@ def test_no_other_widths_have_less_error(total):
     others = torch.tensor([each for each in itertools.product(range(9), repeat=3) if sum(each) == total])
     least = expected_distortion(energies.expand(1, len(others), 3), others[None]).min()
     assert float(expected_distortion(energies, widths)) <= float(least) * 1.0001
-
-
-def test_channels_are_in_order_of_their_energy():
-    energy = torch.rand(2, 3, 20)
-    errors, order, widths = allocate_channels(energy, 9, DISTORTIONS)
-    by_block = torch.stack([each.sum(dim=-1) for each in energy.gather(2, order.long()).split(8, dim=2)], dim=2)
-    assert (by_block.diff(dim=2) <= 0).all() and torch.equal(widths, allocate_widths(by_block, 9, DISTORTIONS))
-    torch.testing.assert_close(errors, expected_distortion(by_block, widths))
-
-
-def test_heads_and_items_are_apart():
-    energies = torch.rand(2, 3, 8).exp()
-    together = allocate_widths(energies, 20, DISTORTIONS)
-    for item, head in itertools.product(range(2), range(3)):
-        alone = allocate_widths(energies[item, head][None, None], 20, DISTORTIONS)
-        assert torch.equal(together[item, head], alone[0, 0])
 
 
 @pytest.mark.parametrize("energies", [torch.zeros(1, 1, 4), torch.full((1, 1, 4), 1e-30)], ids=["zero", "tiny"])

@@ -66,29 +66,6 @@ def test_a_token_unlike_all_others_is_not_cut_off():
     assert float((decoded - states).norm() / difference.norm()) < 0.15
 
 
-def test_components_without_bits_are_not_held():
-    table = make_table(3, is_weighted=True)
-    num_components = 8 * int((table.widths[0] > 0).sum(dim=1).max())
-    assert table.num_coded == num_components < HEAD_DIM
-    basis = table.basis
-    assert basis.inverse.shape == (NUM_HEADS, num_components, HEAD_DIM) and basis.inverse.dtype == torch.int8
-    # That of all rates
-    assert basis.vectors.shape == (NUM_HEADS, HEAD_DIM, HEAD_DIM) and basis.vectors.dtype == torch.int8
-
-
-@pytest.mark.parametrize("total", [8, 12, 24])
-def test_components_are_those_of_the_rounded_basis(total):
-    """Inverts components without codes: states in the span of the kept rows come back."""
-    table, weights = make_table(total, is_weighted=True), torch.randn(NUM_HEADS, 30, HEAD_DIM)
-    basis, inverse = table.basis._matrices()
-    kept = weights[..., : table.num_coded]
-    scaled = kept @ basis
-    once = scaled @ inverse
-    twice = once + (scaled - once @ basis) @ inverse
-    errors = [float(((each - kept) @ basis).norm() / scaled.norm()) for each in (once, twice)]
-    assert errors[0] < 0.02 and errors[1] < 1e-3
-
-
 def test_copies_share_tables_and_devices_have_their_own():
     keys, values = (make_table(8, is_weighted=is_weighted) for is_weighted in (True, False))
     tables = SharedTables(keys, values)

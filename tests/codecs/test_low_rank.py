@@ -2,19 +2,7 @@
 
 import torch
 
-from kvcache_plugins.codecs.low_rank import orthonormalize, power_iteration
-
-
-def test_columns_are_orthonormal():
-    columns = orthonormalize(torch.randn(2, 3, 50, 4))
-    gram = columns.transpose(-1, -2) @ columns
-    assert torch.allclose(gram, torch.eye(4).expand_as(gram), atol=1e-5)
-
-
-def test_dependent_columns_become_zero():
-    column = torch.randn(10, 1)
-    columns = orthonormalize(torch.cat([column, 2 * column, torch.zeros(10, 1)], dim=1))
-    assert torch.equal(columns[:, 1:], torch.zeros(10, 2))
+from kvcache_plugins.codecs.low_rank import power_iteration
 
 
 def test_close_to_singular_value_decomposition():
@@ -27,12 +15,6 @@ def test_close_to_singular_value_decomposition():
     best = torch.linalg.svdvals(matrix)[:, 4:].norm(dim=-1)
     assert (error >= best * 0.9999).all()
     assert error.mean() <= 1.05 * best.mean()
-
-
-def test_exact_when_the_rank_suffices():
-    matrix = torch.randn(3, 40, 2) @ torch.randn(3, 2, 16)
-    a, b = power_iteration(matrix, 2, 3)
-    assert torch.allclose(a @ b.transpose(-1, -2), matrix, atol=1e-4)
 
 
 def test_zero_rows_and_other_items_change_nothing():

@@ -6,7 +6,6 @@ import torch
 from kvcache_plugins.codecs.outliers import (
     Outliers,
     add_outliers,
-    num_outliers_per_side,
     select_key_outliers,
     select_value_outliers,
     sort_into_tiles,
@@ -21,11 +20,6 @@ def test_counts_come_from_the_filtered_axis():
     assert outliers.tokens.shape == (1, 1, 32 * 20 * 128)
     assert outliers.in_use is None
     assert select_value_outliers(states[:, :, :, :3], None, 0.02).tokens.shape == (1, 1, 3 * 2 * round(0.01 * 4096))
-
-
-@pytest.mark.parametrize(("length", "expected"), [(64, 1), (1000, 10), (1024, 10), (49, 0), (192, 2)])
-def test_count_is_rounded(length, expected):
-    assert num_outliers_per_side(length, 0.02) == expected
 
 
 def test_keys_are_the_largest_and_smallest_of_each_channel():
@@ -91,8 +85,3 @@ def test_stored_outliers_come_back_where_they_were(head_dim, length):
         states = torch.zeros(shape)[:, :, :, tokens].contiguous()
         add_outliers(states, *stored, tokens)
         assert torch.equal(states, dense[:, :, :, tokens])
-
-
-def test_nothing_to_keep():
-    assert select_key_outliers(torch.randn(1, 1, 1, 20, 4), None, 0.02) is None
-    assert select_value_outliers(torch.randn(1, 1, 1, 20, 4), None, 0.0) is None

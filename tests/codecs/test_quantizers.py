@@ -36,13 +36,6 @@ def test_points_are_within_two_percent_of_lloyd_max(width):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_points_are_in_order_and_symmetric(width):
-    points = levels(width)
-    assert points.shape == (2**width,) and bool((points.diff() > 0).all())
-    torch.testing.assert_close(points, -points.flip(0))
-
-
-@pytest.mark.parametrize("width", WIDTHS)
 def test_thresholds_lead_to_the_nearest_point(width):
     values = torch.randn(2000) * 1.5
     codes = torch.searchsorted(thresholds(torch.device("cpu"))[width], values)

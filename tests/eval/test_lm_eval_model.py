@@ -42,6 +42,7 @@ def wrap(loaded: Loaded, **options: object) -> KVCacheLM:
     return KVCacheLM(model, tokenizer=tokenizer, **options)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("mode", ["auto", "prefix", "chunk", "decode"])
 def test_dense_cache_scores_as_lm_evals_own_model(tiny_loaded: Loaded, mode: str, batch_size: int) -> None:

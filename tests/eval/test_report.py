@@ -7,25 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kvcache_plugins import cli
-from kvcache_plugins.eval.figures import _draw_fidelity, _draw_steps, _method, _percent_held, draw_result
+from kvcache_plugins.eval.figures import _draw_fidelity, _draw_steps, _percent_held, draw_result
 from kvcache_plugins.eval.report import merge_fidelity, select_drawn
 from kvcache_plugins.eval.tables import RENDERERS
-
-
-@pytest.mark.parametrize(
-    ("cache", "method"),
-    [
-        ("gear-t16", "gear-t"),
-        ("gear-t12-trellis", "gear-t-trellis"),
-        ("gear-c18:calibration=a.safetensors", "gear-c:calibration=a.safetensors"),
-        ("gear-k4v3", "gear-k-v"),
-        ("gear-k4v4-g32", "gear-k-v"),
-        ("gear-l-2bit", "gear-l"),
-        ("infinigen", "infinigen"),
-    ],
-)
-def test_bits_of_a_method_share_a_line(cache, method):
-    assert _method(cache) == method
 
 
 SETTINGS = {"text_file": "a.txt", "model": "m", "scored": 5, "prefix": 9, "chunk": None}

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 pytest.importorskip("lm_eval")
 
 import yaml
+from lm_eval.tasks import TaskManager
 from typer.testing import CliRunner
 
 from kvcache_plugins import cli
@@ -208,7 +210,14 @@ def read_results(folder: Path) -> dict[str, object]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+@pytest.fixture
+def own_files_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has lm-eval not read its own thousands of tasks, which takes seconds."""
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_files_unread")
 @pytest.mark.parametrize("model", ["tiny_folder", pytest.param("smollm2", marks=pytest.mark.long)])
 def test_command_line(
     model: str, request: pytest.FixtureRequest, tmp_path: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -230,6 +239,7 @@ def test_command_line(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_files_unread")
 def test_the_stock_command_finds_the_model_through_a_file(
     saved_with_tokenizer: Callable[..., str], tmp_path: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

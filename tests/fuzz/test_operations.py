@@ -43,6 +43,8 @@ KINDS = {
     "h2o": Kind(name="h2o", options={"min_tokens": 8}, reads_dense=False),
     "h2o-exact": Kind(name="h2o", options={"heavy_ratio": 0.5, "recent_ratio": 0.5}, exactness=EXACT),
 }
+# Unlike others in options alone, of which those have more
+LONG = ("gear-2bit", "gear-l-2bit", "per-token-2bit", "infinigen-gear")
 NUM_STEPS = 12
 
 
@@ -57,7 +59,9 @@ def quiet() -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore:the whole cache is fetched")
 @pytest.mark.parametrize("num_sequences", [4, pytest.param(300, marks=pytest.mark.long)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.long) if kind in LONG else kind for kind in KINDS]
+)
 def test_random_operations(kind: str, num_sequences: int) -> None:
     machine = type("Operations", (CacheOperations,), {"kind": KINDS[kind]})
     run_state_machine_as_test(  # type: ignore[no-untyped-call]

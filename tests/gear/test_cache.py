@@ -3,10 +3,8 @@
 import pytest
 import torch
 from decoding import decode_logits
-from transformers import DynamicCache
 
 from kvcache_plugins import GEARCache, create_cache, list_caches
-from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.reports.memory import reachable_tensors
 
 
@@ -34,17 +32,6 @@ def test_options_that_do_not_fit_the_model_are_named(tiny_llama):
     with pytest.raises(ValueError, match="q_group_size"):
         tiny_llama(prompt(tiny_llama), past_key_values=cache)
     assert cache.get_seq_length() == 0
-
-
-def test_hybrid_models_keep_their_own_layers(tiny_model):
-    model = tiny_model("gemma3-hybrid")
-    cache = GEARCache(model.config, nbits=8)
-    own = DynamicCache(config=model.config)
-    assert [isinstance(layer, CompressedLayer) for layer in cache.layers] == [False, True, False, True]
-    assert [type(layer) for layer in cache.layers[::2]] == [type(layer) for layer in own.layers[::2]]
-    input_ids = prompt(model)
-    assert torch.equal(generate(model, input_ids, cache), generate(model, input_ids, own))
-    assert cache.stats()["layers_compressing"] == 2
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,7 @@ def test_padding_that_spans_several_updates_enters_no_range():
     assert torch.equal(in_two_updates(keys, values)[1, :, 400:], in_two_updates(*spoiled)[1, :, 400:])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("count", [1, 10, 40, 100, 190, 270, 290, 300])
 def test_crop_is_as_if_the_tokens_had_not_been(method, count):

@@ -61,6 +61,7 @@ def calls(monkeypatch):
     return lengths
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("batch_size", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("preset", PRESETS)

@@ -17,7 +17,7 @@ FINE = {"nbits": 8, "backbone": "transform"}
 # What older releases of Transformers need a dense sliding layer to be rolled back for is not there
 ITEMS = {"hybrid"} | (
     {"crop-prompt", "save-load", "deepcopy", "reorder", "select-indices", "memory", "beam-search", "chunked-prefill"}
-    | {"prompt-lookup", "assisted", "left-padding", "row-isolation", "eager", "multi-turn", "reset"}
+    | {"greedy", "prompt-lookup", "left-padding", "row-isolation", "eager", "multi-turn", "reset"}
     if RECORDS_PAST
     else set()
 )
@@ -67,40 +67,6 @@ def test_bytes_are_those_of_a_window_a_chunk_and_a_buffer(name, mistral, make_mi
     assert (stats["layers_windowed"], stats["layers_left"], stats["dense_reads"]) == (2, 0, 0)
 
 
-@torch.no_grad()
-def test_goes_on_as_the_dense_cache_does(mistral, tmp_path):
-    token_ids, mask = torch.randint(0, VOCAB_SIZE, (2, CONTEXT + 80)), torch.ones(2, CONTEXT + 80, dtype=torch.long)
-    mask[1, :1500] = 0
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    dense, cache = DynamicCache(config=mistral.config), GEARCache(mistral, **FINE)
-
-    def forward(each, start, stop):
-        seen = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
-        return mistral(token_ids[:, start:stop], past_key_values=each, logits_to_keep=1, **seen).logits
-
-    for each in (dense, cache):
-        forward(each, 0, CONTEXT)
-    cache.save(tmp_path / "cache.safetensors", mistral)
-    loaded, (fork,) = GEARCache.load(tmp_path / "cache.safetensors", mistral), cache.fork(1)
-    for step in range(CONTEXT, CONTEXT + 80):
-        logits = [forward(each, step, step + 1) for each in (dense, cache, loaded, fork)]
-        assert (logits[1] - logits[0]).abs().max() < 0.1 * logits[0].std()
-        assert all(torch.allclose(other, logits[1], atol=1e-3) for other in logits[2:])
-
-
-def test_generates_what_the_dense_cache_does(mistral):
-    token_ids = torch.randint(0, VOCAB_SIZE, (1, CONTEXT))
-    token_ids[:, -200:] = token_ids[:, -400:-200]
-    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": VOCAB_SIZE, "pad_token_id": 0}
-    ways = [{}, {"num_beams": 2}, *([{"prompt_lookup_num_tokens": 4}] if RECORDS_PAST else [])]
-    for way in ways:
-        tokens, expected = (
-            mistral.generate(token_ids, past_key_values=cache, **options, **way)
-            for cache in (GEARCache(mistral, **FINE), DynamicCache(config=mistral.config))
-        )
-        assert torch.equal(tokens, expected), way
-
-
 @pytest.mark.parametrize(
     ("window", "options", "is_compressed"),
     [
@@ -122,17 +88,6 @@ def test_which_windows_are_compressed(window, options, is_compressed, make_mistr
     assert cache.stats()["layers_windowed"] == 2 * is_compressed
     assert cache.stats()["layers_left"] == 2 * (not is_compressed)
     assert cache.is_sliding == [True, True]
-
-
-@pytest.mark.parametrize("options", [{}, {"nbits": 2}], ids=str)
-def test_wrong_values_are_named(options):
-    with pytest.raises(ValueError, match=r"`sliding`.*auto.*compressed.*dense.*'window'"):
-        GEARCache(sliding="window", **options)
-
-
-def test_groups_leave_windows_to_transformers():
-    with pytest.raises(ValueError, match='`sliding` has to be "auto" or "dense".*only `backbone="transform"`'):
-        GEARCache(nbits=4, sliding="compressed")
 
 
 def test_chunked_attention_is_a_window_too(tiny_model):

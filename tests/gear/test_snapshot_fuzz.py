@@ -185,7 +185,7 @@ def test_endless_iterations_are_refused(subject):
         assert subject.outcome(signed(header, document, data)) == "refused"
 
 
-@pytest.mark.parametrize(("num_damaged", "num_forged"), [(40, 70), pytest.param(3400, 1200, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("num_damaged", "num_forged"), [(30, 50), pytest.param(3400, 1200, marks=pytest.mark.long)])
 def test_damaged_and_forged_files(subject, num_damaged, num_forged):
     rng = random.Random(0)
     outcomes = Counter(subject.outcome(damaged(subject.content, rng)) for _ in range(num_damaged))

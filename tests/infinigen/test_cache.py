@@ -55,27 +55,6 @@ def test_speculation_is_like_the_truth(name: str) -> None:
     assert stats["hits_possible"] == stats["tokens_fetched"]
 
 
-@pytest.mark.parametrize("pool_tokens", [None, 400])
-def test_left_padded_batch_is_exact(llama: PreTrainedModel, pool_tokens: int | None) -> None:
-    prompt, steps = tokens(150, rows=3), tokens(5, rows=3, seed=1)
-    mask = torch.ones_like(prompt)
-    mask[0, :70], mask[2, :140] = 0, 0
-    with InfiniGenCache(llama, **EVERYTHING, pool_tokens=pool_tokens) as cache:
-        logits = decode_logits(llama, cache, prompt, steps, mask)
-    expected = decode_logits(llama, DynamicCache(config=llama.config), prompt, steps, mask)
-    assert_same(logits, expected)
-
-
-def test_pages_are_crossed() -> None:
-    model = make_model()
-    prompt, steps = tokens(PAGE_TOKENS + 20), tokens(40, seed=1)
-    with InfiniGenCache(model, **EVERYTHING) as cache:
-        logits = decode_logits(model, cache, prompt, steps)
-    assert len(cache.layers[0].pool.pages) == 2
-    expected = decode_logits(model, DynamicCache(config=model.config), prompt, steps)
-    assert_same(logits, expected)
-
-
 @pytest.mark.parametrize(
     "rule", [{"min_weight": 1.0}, {"alpha": 3.0}, {"share": 0.1}, {"mass": 0.7}], ids=lambda rule: next(iter(rule))
 )

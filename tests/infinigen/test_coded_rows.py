@@ -89,15 +89,14 @@ def test_the_kernel_attends_as_pytorch_does(name: str, dtype: torch.dtype, maski
     torch.testing.assert_close(scores[0][is_other], expected[is_other], atol=5 * tolerance, rtol=5 * tolerance)
 
 
-def test_threads_do_not_change_a_bit(monkeypatch) -> None:
+@pytest.mark.parametrize("num_threads", [2], indirect=True)
+def test_threads_do_not_change_a_bit(num_threads: int, monkeypatch) -> None:
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "compiled")
-    layer, outputs, before = filled(make_layer(), (32, 32)), [], torch.get_num_threads()
-    for count in (1, 2):
+    layer, outputs = filled(make_layer(), (32, 32)), []
+    for count in (1, num_threads):
         torch.set_num_threads(count)
-        outputs.append(
-            layer.attend_selection(AttentionCall(states(2, 3, 5, 32), scale=0.3), random_choice(layer), None)[0]
-        )
-    torch.set_num_threads(before)
+        call = AttentionCall(states(2, 3, 5, 32), scale=0.3)
+        outputs.append(layer.attend_selection(call, random_choice(layer), None)[0])
     assert torch.equal(*outputs)
 
 

@@ -50,18 +50,6 @@ def fetch(pool, selection):
     assert_staged(start(pool, selection).wait(), pool, selection)
 
 
-def test_pages_that_are_added_or_replaced_are_found(transfers):
-    pool = make_pool(num_tokens=30)
-    more = torch.randn(2, 3, PAGE_TOKENS, 13, generator=torch.Generator().manual_seed(4)).split([8, 5], dim=3)
-    for change in (lambda: None, lambda: pool.append(more, 30, None), lambda: pool.map(lambda page: -page)):
-        change()
-        fetch(pool, make_selection(pool, 30))
-    # A copy has pages of its own
-    copied = copy.deepcopy(pool)
-    copied.map(torch.neg)
-    fetch(copied, make_selection(pool, 30))
-
-
 def test_transfers_follow_what_was_computed_and_attention_follows_them(cuda, transfers):
     pool = make_pool()
     for number in range(6):
@@ -128,12 +116,3 @@ def test_times_are_noted_where_they_are_asked_for(transfers):
     assert times.seconds() == copy.deepcopy(times).seconds() == {"transfer_s": 1.0, "stalled_s": 1.0}
     start(pool, make_selection(pool, 8)).wait()
     assert times.seconds() == {"transfer_s": 1.0, "stalled_s": 1.0} and UNTIMED.seconds() == {}
-
-
-@pytest.mark.parametrize("is_on_gpu", [False, True])
-def test_nothing_is_staged_on_a_cpu_or_without_a_kernel(cuda, is_on_gpu):
-    cuda.use_kernel("torch")
-    if is_on_gpu:
-        cuda.serve_every_pool()
-    pool = make_pool()
-    assert start(pool, make_selection(pool, 8)) is None

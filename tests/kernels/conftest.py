@@ -1,6 +1,5 @@
 """Engines and levels of instructions in turn, and the cases of `kernel_cases`."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,14 +31,6 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     """Each level of instructions in turn."""
     monkeypatch.setenv("KVCACHE_PLUGINS_CPU_LEVEL", request.param)
     return str(request.param)
-
-
-@pytest.fixture(params=[1, 2])
-def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

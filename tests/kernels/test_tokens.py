@@ -11,7 +11,6 @@ from kernel_cases import Scored, random_codes, rounding_of, row_part
 from kvcache_plugins import InfiniGenCache
 from kvcache_plugins.codecs.parts import RowTokens, SinkStates
 from kvcache_plugins.kernels import compiled_tokens as compiled
-from kvcache_plugins.kernels import engine as engines
 from kvcache_plugins.kernels.tokens import attend_staged, code_scores, gather_rows, largest, score_rows
 
 
@@ -65,14 +64,6 @@ def test_scores_are_told_by_their_sequence_alone(num_threads):
     query, codes, scale, dense = random_codes(SCORED["8 bits"])
     together, one = code_scores(query, codes, scale, dense.shape[2], 8), slice(1, 2)
     assert torch.equal(together[one], code_scores(query[one], codes[one], scale[one], dense.shape[2], 8))
-
-
-def test_tritons_kernel_scores_the_same(monkeypatch):
-    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
-    if engines._kernel_on("cpu", "triton")[1]:
-        pytest.skip("on a CPU Triton needs TRITON_INTERPRET=1 in the environment")
-    query, codes, scale, keys = random_codes(SCORED["fewer bytes than are read at once"])
-    assert_near(code_scores(query, codes, scale, keys.shape[2], 4), query.double() @ keys.transpose(2, 3))
 
 
 class TestLargest:

@@ -240,17 +240,6 @@ def test_planned_is_near_the_papers_searched(link: Link | None) -> None:
     assert planned(16384, 2, skipping)[0] > two[0]
 
 
-@given(length=st.integers(1, 10**6), num_ranks=st.integers(1, 64))
-def test_even_slices_differ_by_a_token(length: int, num_ranks: int) -> None:
-    if length < num_ranks:
-        with pytest.raises(ValueError, match="each of .* ranks needs one at least"):
-            even(length, num_ranks)
-        return
-    lengths = even(length, num_ranks)
-    assert (len(lengths), sum(lengths)) == (num_ranks, length)
-    assert max(lengths) - min(lengths) <= 1
-
-
 @settings(max_examples=50, deadline=None)
 @given(cost=COSTS, length=st.integers(64, 100_000), num_ranks=st.integers(1, 16))
 def test_planned_gives_every_rank_the_same_time(cost: CostModel, length: int, num_ranks: int) -> None:

@@ -17,20 +17,24 @@ from kvcache_plugins.kv_runahead.prefill import runahead_prefill
 
 
 CACHES = ["dynamic", "gear-4bit", "gear-2bit", "infinigen"]
+# Each architecture, and each implementation with and without windows
+CASES = [
+    ("llama", "sdpa", [2, 4], CACHES),
+    ("gemma3-hybrid", "eager", [3], CACHES[2:]),
+    ("mistral-sliding", "sdpa", [4], ["dynamic"]),
+    ("opt", "eager", [2], CACHES[1:2]),
+]
+LONG = [
+    ("llama", "eager", [3], CACHES[1:]),
+    ("gemma3-hybrid", "sdpa", [2, 4], CACHES[2:]),
+    ("mistral-sliding", "eager", [3], ["dynamic"]),
+    ("opt", "sdpa", [3], CACHES[1:2]),
+]
 
 
 @pytest.mark.parametrize(
     ("architecture", "implementation", "sizes", "caches"),
-    [
-        ("llama", "sdpa", [2, 4], CACHES),
-        ("llama", "eager", [3], CACHES[1:]),
-        ("gemma3-hybrid", "sdpa", [2, 4], CACHES[2:]),
-        ("gemma3-hybrid", "eager", [3], CACHES[2:]),
-        ("mistral-sliding", "sdpa", [2, 4], ["dynamic"]),
-        ("mistral-sliding", "eager", [3], ["dynamic"]),
-        ("opt", "sdpa", [3], CACHES[1:2]),
-        ("opt", "eager", [2], CACHES[1:2]),
-    ],
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)],
 )
 def test_same_logits_and_tokens(saved_with_tokenizer, architecture, implementation, sizes, caches):
     answers = run_ranks(

@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from kvcache_plugins import GEARCache, H2OCache, create_cache
-from kvcache_plugins.contract.subject import RECORDS_PAST
-from kvcache_plugins.layers.model_match import key_value_heads
 
 
 CACHES = [GEARCache, H2OCache]
@@ -61,17 +58,6 @@ def test_a_cache_that_another_model_has_filled(cache_class, tiny_llama, tiny_mod
     assert torch.equal(generate(tiny_llama, longer, cache), generate(tiny_llama, longer, untouched))
 
 
-def test_heads_that_a_config_names(tiny_model):
-    assert key_value_heads(tiny_model("llama").config) == {2}
-    # Nothing is said of them, and of latent attention nothing that holds
-    assert key_value_heads(tiny_model("gpt2").config) == frozenset()
-    config = tiny_model("llama").config
-    config.kv_lora_rank = 16
-    assert key_value_heads(config) == frozenset()
-    config.kv_lora_rank, config.num_global_key_value_heads = None, 1
-    assert key_value_heads(config) == {1, 2}
-
-
 @pytest.mark.parametrize("cache_class", CACHES)
 def test_layers_may_be_filled_one_after_the_other(cache_class, tiny_llama):
     cache = cache_class(tiny_llama.config)
@@ -104,32 +90,3 @@ def test_a_second_prompt_that_is_not_longer(name, padded, length, tiny_llama):
     cache.reset()
     expected = generate(tiny_llama, second, create_cache(name, tiny_llama), attention_mask=mask)
     assert torch.equal(generate(tiny_llama, second, cache, attention_mask=mask), expected)
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("name", ["gear-2bit", "h2o", "infinigen", "infinigen-gear"])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3-hybrid", "gpt2", "opt"])
-def test_what_goes_on_is_not_refused(name, architecture, tiny_model):
-    """Turns, padded turns, prompts in chunks, beams, drafts of the prompt's own words, and one token at a time."""
-    model = tiny_model(architecture)
-    input_ids = prompt(70, 2)
-    mask = torch.ones_like(input_ids)
-    mask[1, :20] = 0
-    for options in ({}, {"prefill_chunk_size": 16}, {"num_beams": 2}):
-        cache = create_cache(name, model)
-        output = generate(model, input_ids, cache, attention_mask=mask, **options)
-        if "num_beams" in options:
-            continue
-        turn = torch.cat([output, prompt(9, 2)], dim=1)
-        turn_mask = torch.cat([mask, mask.new_ones(2, turn.shape[1] - mask.shape[1])], dim=1)
-        assert generate(model, turn, cache, attention_mask=turn_mask).shape[1] == turn.shape[1] + 4
-    # Older releases draft of the prompt only where a token ends the text
-    if architecture != "gemma3-hybrid" and RECORDS_PAST:
-        draft = generate(model, input_ids[:1], create_cache(name, model), prompt_lookup_num_tokens=3)
-        assert draft.shape[1] == 74
-    cache = create_cache(name, model)
-    with torch.no_grad():
-        for position in range(20):
-            logits = model(input_ids[:1, position : position + 1], past_key_values=cache).logits
-        expected = model(input_ids[:1, :20], past_key_values=DynamicCache(config=model.config)).logits
-    assert torch.equal(logits[:, -1].argmax(), expected[:, -1].argmax())

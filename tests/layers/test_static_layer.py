@@ -196,7 +196,9 @@ def test_generate_compiles_steps_by_itself(tiny_llama, fresh_dynamo):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "llama-mqa"])
+@pytest.mark.parametrize(
+    "architecture", ["gpt2", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama", "llama-mqa"))]
+)
 def test_steps_are_compiled_once(architecture, tiny_model, fresh_dynamo):
     model = tiny_model(architecture)
     ids, tokens = prompts(1, 97)["input_ids"], []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvcache_plugins import GEARCache, H2OCache, InfiniGenCache, InfiniGenGEARCache, create_cache
+from kvcache_plugins import H2OCache, InfiniGenCache, create_cache
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
@@ -53,53 +53,6 @@ def test_a_tenth_of_the_tokens_is_enough(smollm2, licence_ids, divergence) -> No
     assert stats["hits"] > 0.7 * stats["hits_possible"]
     h2o = divergence(model, H2OCache(model.config, heavy_ratio=share / 2, recent_ratio=share / 2), *sizes)
     assert kl < min(0.03, h2o / 3)
-
-
-@pytest.mark.long
-def test_codes_are_near_the_dense_cache(smollm2, licence_ids, divergence) -> None:
-    model, num_steps = smollm2[0], 20
-    with InfiniGenGEARCache(model, speculate=True) as cache:
-        kl = divergence(model, cache, licence_ids[:, : 1200 + num_steps], 1, 1200)
-    stats = cache.stats()
-    offloading = num_steps * 2 * 1210 * 30 * 3 * 2 * 64
-    assert kl < 0.06, kl
-    assert stats["bytes_fetched"] < 0.04 * offloading
-    assert stats["speculated_calls"] == stats["selected_calls"] == num_steps * 28
-
-
-# That it drops the tokens it should is shown by a plain simulation: `tests/baselines/test_h2o.py`
-@pytest.mark.long
-def test_distance_from_dense_falls_with_the_budget(smollm2, licence_ids, divergence):
-    model, distances = smollm2[0], {}
-    for ratio in (0.05, 0.1, 0.25):
-        cache = H2OCache(model.config, heavy_ratio=ratio, recent_ratio=ratio)
-        # In chunks that drop tokens between them
-        distances[ratio] = divergence(model, cache, licence_ids[:, : 300 + 64], 16, 300)
-        # The last chunk is still whole
-        assert 0 < cache.stats()["tokens_kept"] <= 30 * (2 * ratio * (300 + 64) + 16)
-    assert 0 < distances[0.25] < distances[0.1] < distances[0.05] < 2
-
-
-# On states that are made up `tests/codecs/test_groups.py` shows the same
-@pytest.mark.long
-@pytest.mark.parametrize(("nbits", "backbone"), [(2, "kivi"), (2, "kcvt"), (4, "kcvt"), (4, "per-token")])
-@torch.inference_mode()
-def test_each_part_lowers_the_error_of_every_head(smollm2, licence_batch, nbits, backbone):
-    model, batch, dense = smollm2[0], licence_batch(227, 73), DynamicCache()
-    model(**batch, past_key_values=dense, logits_to_keep=1)
-    real, errors = batch["attention_mask"][:, None, :, None], []
-    for sparsity, rank in ((0.02, 4), (0.0, 4), (0.0, 0)):
-        cache = GEARCache(nbits=nbits, backbone=backbone, sparsity=sparsity, rank=rank)
-        model(**batch, past_key_values=cache, logits_to_keep=1)
-        # Squared, `[sides * layers, batch_size, num_heads]`
-        pairs = [
-            (getattr(exact, side) - layer.materialize(side)) * real
-            for exact, layer in zip(dense.layers, cache.layers, strict=True)
-            for side in ("keys", "values")
-        ]
-        errors.append(torch.stack([pair.square().sum(dim=(2, 3)) for pair in pairs]))
-    gear, gear_l, plain = errors
-    assert (gear < gear_l).all() and (gear_l < plain).all()
 
 
 @pytest.mark.slow

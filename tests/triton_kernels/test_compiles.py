@@ -1,9 +1,10 @@
 """Triton's kernels compile for GPUs that are not there, NVIDIA's since sm_80 and AMD's, and stay in their registers.
 
 In a process of its own, because Triton decides when it is imported whether it interprets. Running this file (`python
-tests/triton_kernels/test_compiles.py 90`) prints the table, or the rows of the variants that are named.
+tests/triton_kernels/test_compiles.py 90`) prints the table, or the rows of variants that are named behind it.
 """
 
+import itertools
 import json
 import re
 import sys
@@ -289,16 +290,23 @@ def launches_of(name, is_packed):
     return next((make for make, variants in kinds.items() if name in variants), of_call)(name)
 
 
-def main(target, names):
-    """Writes a line of JSON for each kernel."""
+def main(words):
+    """Writes a line of JSON for each kernel, of several targets in turn; AMD's have to be the last."""
+    for word in words:
+        if word not in VARIANTS:
+            names = itertools.takewhile(VARIANTS.__contains__, words[words.index(word) + 1 :])
+            compile_all(word, list(names) or VARIANTS)
+
+
+def compile_all(target, names):
     is_amd = target.startswith("gfx")
     if is_amd:
         # What a build of PyTorch for these GPUs says of itself
         torch.version.hip = "7.0"
-    for name in names or VARIANTS:
+    for name in names:
         for part, kernel, arguments, options in launches_of(name, not is_amd):
             compiled = compile_for(kernel, arguments, target if is_amd else int(target), **options)
-            line: dict[str, Any] = {"name": name, "part": part, "shared": compiled.metadata.shared}
+            line: dict[str, Any] = {"target": target, "name": name, "part": part, "shared": compiled.metadata.shared}
             if not is_amd:
                 line |= {**resources(compiled), "has_vectors": bool(VECTORS.search(compiled.asm["ptx"]))}
             if name in COUNTS and not is_amd:
@@ -312,14 +320,18 @@ def main(target, names):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("target", "names"), [*DAILY.items(), *(pytest.param(*case, marks=pytest.mark.long) for case in LONG.items())]
+    "variants",
+    [DAILY, *(pytest.param({target: names}, marks=pytest.mark.long) for target, names in LONG.items())],
+    ids=["daily", *LONG],
 )
-def test_kernels_stay_in_registers_and_shared_memory(target, names, run_compiling):
-    lines = [json.loads(line) for line in run_compiling(target, *names).splitlines()]
-    assert list(dict.fromkeys(line["name"] for line in lines)) == names
-    is_amd = target.startswith("gfx")
+def test_kernels_stay_in_registers_and_shared_memory(variants, run_compiling):
+    words = [word for target, names in variants.items() for word in (target, *names)]
+    lines = [json.loads(line) for line in run_compiling(*words).splitlines()]
+    asked = [(target, name) for target, names in variants.items() for name in names]
+    assert list(dict.fromkeys((line["target"], line["name"]) for line in lines)) == asked
     for line in lines:
-        name = line["name"]
+        target, name = line["target"], line["name"]
+        is_amd = target.startswith("gfx")
         # Wider heads are only to compile
         if name != "gear-2bit-d256":
             is_widest = name in COMBINATIONS and target == "90"
@@ -334,4 +346,4 @@ def test_kernels_stay_in_registers_and_shared_memory(target, names, run_compilin
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1:])

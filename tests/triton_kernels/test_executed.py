@@ -16,13 +16,12 @@ import pytest
 FOLDER = Path(__file__).parent
 EMULATOR = Path(os.environ.get("KVCACHE_PLUGINS_PTX_RUN", FOLDER.parents[2] / "shared" / "tools" / "ptx_run"))
 pytestmark = pytest.mark.skipif(not EMULATOR.is_dir(), reason=f"the emulator of PTX is not there: {EMULATOR}")
-# Compute capability, file of tests, and which of them
-DAILY = [
-    (80, "test_attention.py", "test_matches_dense_attention and kivi-64"),
-    (90, "test_rows.py", "test_attention_is_that_of_pytorch and (basis-unlike-dims or tables-smollm2)"),
-    (80, "test_rows.py", "test_rows_are_those_of_pytorch and (smollm2-tables or odd-dims-basis)"),
-]
+# Compute capability, files of tests, and which of them; a process takes longer to start than one of its tests
+ATTENDED = "test_attention_is_that_of_pytorch and (basis-unlike-dims or tables-smollm2)"
+CODED = "test_rows_are_those_of_pytorch and (smollm2-tables or odd-dims-basis)"
+DAILY = [(90, "test_attention.py test_rows.py", f"kivi-64 or {ATTENDED} or {CODED}")]
 LONG = [
+    (80, "test_attention.py", "test_matches_dense_attention and kivi-64"),
     *((capability, "test_rows.py", "test_attention_is_that_of_pytorch") for capability in (80, 90)),
     *((capability, "test_rows.py", "test_rows_are_those_of_pytorch and not many") for capability in (80, 90)),
     *((capability, "test_rows.py", "half_precision or trellis") for capability in (80, 90)),
@@ -35,12 +34,12 @@ LONG = [
 ]
 
 
-def run(capability, file, which):
+def run(capability, files, which):
     """The emulator's summary."""
     variables = {"EMULATOR_TARGET": str(capability), "OMP_NUM_THREADS": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
     variables["PYTHONPATH"] = os.pathsep.join([str(EMULATOR), str(FOLDER)])
     command = [sys.executable, "-m", "pytest", "-p", "executing", "-p", "no:cacheprovider", "-q", "-W", "ignore"]
-    command += ["--numprocesses", "0", "-m", "not cuda", str(FOLDER / file), "-k", which]
+    command += ["--numprocesses", "0", "-m", "not cuda", *files.split(), "-k", which]
     done = subprocess.run(command, env={**os.environ, **variables}, cwd=FOLDER, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     return done.stdout
@@ -48,10 +47,10 @@ def run(capability, file, which):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("capability", "file", "which"), [*DAILY, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)]
+    ("capability", "files", "which"), [*DAILY, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)]
 )
-def test_compiled_kernels_are_right(capability, file, which):
-    output = run(capability, file, which)
+def test_compiled_kernels_are_right(capability, files, which):
+    output = run(capability, files, which)
     assert f"target sm_{capability}" in output
     _, _, reports = output.partition("reports:\n")
     # Rows are read in aligned words, the last of which may end behind its storage, within what is allocated. What a

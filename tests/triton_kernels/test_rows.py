@@ -76,6 +76,7 @@ def check_attention(case, parts, dtype=torch.float32, query=None):
     assert (output.double() - expected).norm() < TOLERANCE[dtype] * expected.norm()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("case", [*CASES, "wide-order"])
 @pytest.mark.parametrize("form", FORMS)
 def test_attention_is_that_of_pytorch(form, case):
@@ -239,6 +240,7 @@ def check_coding(keys, values, codec, positions):
             torch.testing.assert_close(error.norm(), known.norm(), rtol=SAME_ERROR, atol=1e-6)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "case", [*CASES, *CODING, *(pytest.param(case, marks=pytest.mark.long) for case in LONG_CODING)]

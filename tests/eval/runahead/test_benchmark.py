@@ -107,7 +107,7 @@ def has_ended(process: int) -> bool:
 
 def test_a_rank_that_dies_is_named_and_none_is_left(saved_with_tokenizer) -> None:
     with pytest.raises(ChildProcessError, match="rank 1 has ended without an answer, with exit code -9"):  # noqa: SIM117
-        with Ranks(saved_with_tokenizer("llama"), 3) as ranks:
+        with Ranks(saved_with_tokenizer("llama"), 2) as ranks:
             processes = [process.pid for process in ranks._processes]
             os.kill(processes[1], signal.SIGKILL)
             ranks.call(time_slice, [5] * 20, 0)

@@ -92,7 +92,7 @@ def test_it_is_nearer_to_dense_than_by_prompts_alone(model, calibration, window,
 
 
 @pytest.mark.skipif(not RECORDS_PAST, reason="older releases of Transformers keep windows in another form")
-@pytest.mark.parametrize("length", [60, 150, 290], ids=str)
+@pytest.mark.parametrize("length", [60, 290], ids=str)
 @torch.no_grad()
 def test_a_saved_cache_goes_on_when_windows_have_let_go(model, calibration, window, tmp_path, length):
     cache, path = make_cache(model, calibration), tmp_path / "cache.safetensors"

@@ -13,15 +13,18 @@ LEAST_CHARACTERS = 6 * 512 * 5
 WORDS_OF_LANGUAGES = ("the", "wir", "dans", "cuando", "che", "não", "не")
 
 
-def test_they_are_the_same_at_every_call_and_of_three_kinds():
-    texts = calibration_texts()
+@pytest.fixture(scope="module")
+def texts():
+    return calibration_texts()
+
+
+def test_they_are_the_same_at_every_call_and_of_three_kinds(texts):
     assert texts == calibration_texts()
     assert list(texts) == ["code", "reference", "prose"]
     assert min(map(len, texts.values())) > LEAST_CHARACTERS
 
 
-def test_every_kind_is_what_it_is_called():
-    texts = calibration_texts()
+def test_every_kind_is_what_it_is_called(texts):
     lines = {kind: text.splitlines() for kind, text in texts.items()}
     statements = {kind: sum(line.lstrip().startswith(("def ", "return ")) for line in lines[kind]) for kind in lines}
     assert statements["code"] > 100 and statements["prose"] == 0
@@ -34,14 +37,13 @@ def test_every_kind_is_what_it_is_called():
 
 
 @pytest.mark.parametrize("names", ["_CODE", "_REFERENCE"])
-def test_what_a_python_has_not_is_left_out(names, monkeypatch):
-    whole = calibration_texts()
+def test_what_a_python_has_not_is_left_out(names, monkeypatch, texts):
     monkeypatch.setattr(module, names, ("no such module.py", *getattr(module, names)[:2]))
     fewer = calibration_texts()
     kind = names.removeprefix("_").lower()
-    assert whole[kind].startswith(fewer[kind]) and 0 < len(fewer[kind]) < len(whole[kind])
+    assert texts[kind].startswith(fewer[kind]) and 0 < len(fewer[kind]) < len(texts[kind])
     monkeypatch.setattr(module, names, ("no such module.py",))
-    assert set(calibration_texts()) == set(whole) - {kind}
+    assert set(calibration_texts()) == set(texts) - {kind}
 
 
 def test_nothing_is_imported_that_is_read(monkeypatch):

@@ -4,9 +4,8 @@ import pytest
 import torch
 from kernel_cases import DEVICE, needs_triton
 
-from kvcache_plugins import GEARCache, create_cache
+from kvcache_plugins import create_cache
 from kvcache_plugins.codecs.rows import RowTable
-from kvcache_plugins.gear import calibrate_transform
 from kvcache_plugins.kernels import engine
 
 
@@ -69,17 +68,6 @@ def check_same_rows(model, make, kernels):
 def test_rows_are_those_of_pytorch(name, tiny_model, kernels):
     model = tiny_model("llama", num_hidden_layers=1).to(DEVICE)
     check_same_rows(model, lambda: create_cache(name, model), kernels)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("head_dim", [20, 64])
-def test_calibrated_rows_are_those_of_pytorch(head_dim, tiny_model, random_windows, kernels):
-    model = tiny_model("llama", num_hidden_layers=1, head_dim=head_dim).to(DEVICE)
-    kernels("torch")
-    # Of more tokens than a head has channels: no token fits a basis of directions that none was seen to have
-    windows = [window.to(DEVICE) for window in random_windows(2, 300)]
-    calibration = calibrate_transform(model, windows, num_draws=1)
-    check_same_rows(model, lambda: GEARCache(model, backbone="transform", nbits=2.5, calibration=calibration), kernels)
 
 
 def test_a_trellis_is_left_to_pytorch(tiny_model, kernels):

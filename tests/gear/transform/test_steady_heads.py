@@ -1,7 +1,5 @@
 """Prompts that hardly vary, as where one token is repeated, and numbers beyond what scales reach."""
 
-import copy
-
 import pytest
 import torch
 
@@ -43,6 +41,7 @@ def randn(length, batch_size=1):
     return torch.randn(batch_size, 2, length, HEAD_DIM)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("number", [1.0, -1e-3, 100.0, 0.0])
 @pytest.mark.parametrize(
     ("nbits", "quantizer"),
@@ -161,15 +160,15 @@ def test_tokens_beyond_a_prompts_scales_are_refused():
 )
 def test_repeated_tokens_lose_little_more_than_text(smollm2, licence_ids, name, texts, kernel, divergence):
     model, tokenizer = smollm2
-    tail = licence_ids[0, 300:364]
+    tail = licence_ids[0, 160:200]
 
     def lost(prompt):
         cache = create_cache(name, model, calibration=None)
         return divergence(model, cache, torch.cat([prompt, tail]), num_prompt=len(prompt))
 
-    bound = 3 * lost(licence_ids[0, :300])
+    bound = 3 * lost(licence_ids[0, :160])
     for repeated in texts:
-        assert lost(tokenizer(repeated, return_tensors="pt").input_ids[0, :300]) <= bound
+        assert lost(tokenizer(repeated, return_tensors="pt").input_ids[0, :160]) <= bound
 
 
 def test_tokens_in_turn_have_no_error_in_common():
@@ -192,15 +191,3 @@ def test_what_waits_and_pads_has_no_say_in_scales_and_errors():
     feed(alone, keys[:1], values[:1], queries[:1])
     assert padded._pending_sequences is not None and padded.codec.tables()[1].mean is None
     torch.testing.assert_close(padded.materialize("values")[:1], alone.materialize("values"), atol=1e-5, rtol=0)
-
-
-def test_forks_of_a_steady_layer_go_their_own_ways():
-    layer, constant = make_layer(), torch.full((1, 2, PROMPT, HEAD_DIM), 2.0)
-    feed(layer, constant, constant)
-    fork, step, query = copy.deepcopy(layer), (randn(12), randn(12)), torch.randn(1, 4, 12, HEAD_DIM)
-    assert torch.equal(feed(layer, *step, query), feed(fork, *step, query))
-    fork.crop(-12)
-    for _ in range(20):
-        feed(fork, constant[:, :, :1], constant[:, :, :1])
-    assert (fork.materialize("values") - 2).abs().max() < SCALE_PRECISION
-    assert (layer.materialize("values")[:, :, -12:] - 2).abs().max() > 1
