@@ -69,8 +69,8 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             or where that does not divide the head dimension (values) or `residual_length` (keys), to the largest
             divisor below it.
         residual_length (`int`, *optional*, defaults to 64):
-            Decoded tokens that wait in exact form until they are compressed as one chunk, with the `transform`
-            backbone the older two fifths of them.
+            Decoded tokens that wait in exact form until they are compressed as one chunk; with the `transform`
+            backbone the older three quarters of them, or with `recent_length=0` two fifths.
         sparsity (`float`, *optional*, defaults to 0.02):
             Share of the values kept as outliers, half of it the largest and half the smallest, per channel of keys and
             per token of values. 0 is GEAR-L.
@@ -92,7 +92,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             bits), each with those before it, which makes errors a third smaller and coding slower.
         sliding (`str`, *optional*, defaults to `"auto"`):
             What is done with layers whose attention has a window or goes by chunks: `"compressed"`, with the
-            `transform` backbone alone, where what no query to come sees is let go of, some tokens at a time;
+            `transform` backbone alone, where tokens that no later query sees are dropped, some at a time;
             `"dense"`, which leaves them Transformers' own; or `"auto"`, which compresses windows of at least 2048
             tokens with the `transform` backbone, which is worth little in shorter ones.
         recent_length (`int`, *optional*, defaults to 64):
