@@ -1,4 +1,4 @@
-"""Time to first token of KV-Runahead beside TSP and beside one rank alone, all in the same processes, taking turns.
+"""Time to first token of KV-Runahead beside TSP, a zig-zag and one rank alone, in the same processes, taking turns.
 
 The time goes from a barrier of all ranks to the logits on the last one, which then also has the whole cache. Beside it
 stands the time that the cost model and the link say, both measured apart from whole prefills.
@@ -6,6 +6,7 @@ stands the time that the cost model and the link say, both measured apart from w
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,10 +17,18 @@ from kvcache_plugins.console.inputs import ModelOption, read_text
 from kvcache_plugins.eval.benchmark import benchmark, say
 from kvcache_plugins.eval.harness import spread
 from kvcache_plugins.eval.rows import Content, Found, Settings
-from kvcache_plugins.kv_runahead.planner import PartitionTable, even, predict_ttft, predicted, resolve_partition
+from kvcache_plugins.kv_runahead.planner import (
+    CostModel,
+    Link,
+    PartitionTable,
+    even,
+    predict_ttft,
+    predicted,
+    resolve_partition,
+)
 
 from . import measure
-from .measure import ONE_RANK, TSP, Way, plan_slices
+from .measure import FOLDED, ONE_RANK, TSP, ModelFacts, Way, plan_slices
 from .ranks import Ranks, Worker
 from .tsp import predict_tsp_ttft
 
@@ -65,7 +74,9 @@ def measure_ways(
     alone = spread(seconds[ONE_RANK])["median_s"]
     for name, way in ways.items():
         timing, answers = spread(seconds[name]), last[name]
-        lengths = {ONE_RANK: (len(token_ids),), TSP: even(len(token_ids), ranks.size)}.get(name, way)
+        lengths = (
+            (len(token_ids),) if way == ONE_RANK else even(len(token_ids), ranks.size) if isinstance(way, str) else way
+        )
         yield {
             "length": len(token_ids),
             "method": name,
@@ -81,6 +92,20 @@ def measure_ways(
         }
 
 
+def simulate(length: int, cost: CostModel, link: Link, facts: ModelFacts) -> Iterator[dict[str, Any]]:
+    """Yields seconds, and one rank's over those of all together (efficiency), of every way over equal links."""
+    sizes = cost, link, facts.bytes_per_token, facts.num_layers
+    for num_ranks in (2, 4, 8):
+        plan = plan_slices(length, num_ranks, cost, link, facts)
+        found = {"planned": float(predict_ttft(plan, *sizes))}
+        for is_folded, is_ring in product((False, True), repeat=2):
+            name = ("zig-zag" if is_folded else "even") + (", ring attention" if is_ring else ", all-gather")
+            found[name] = predict_tsp_ttft(length, num_ranks, *sizes, is_folded=is_folded, is_ring=is_ring)
+        for way, seconds in found.items():
+            efficiency = float(cost.seconds(length, 0)) / (num_ranks * seconds)
+            yield {"length": length, "num_ranks": num_ranks, "way": way, "seconds": seconds, "efficiency": efficiency}
+
+
 @benchmark("runahead", "Seconds to the first token of {model}, medians of {rounds}")
 def benchmark_runahead(
     text_file: Annotated[Path, typer.Option(help="A text of at least as many tokens as the longest --length.")],
@@ -93,7 +118,7 @@ def benchmark_runahead(
     table: Annotated[Path | None, typer.Option(help="Of `kvcache-plugins plan`; else slices are measured.")] = None,
     partition: Annotated[list[str] | None, typer.Option(help="Shares such as 0.6,0.4; repeatable.")] = None,
 ) -> Iterator[Found]:
-    """Time to first token of KV-Runahead, TSP and one rank. All run on ranks of this machine and take turns.
+    """Time to first token of KV-Runahead, TSP, a zig-zag and one rank. All run on this machine and take turns.
 
     \b
     Examples:
@@ -112,7 +137,7 @@ def benchmark_runahead(
         facts = ranks.call(measure.describe_model)[0]
         yield Settings(machine=ranks.describe_machine(facts.dtype))
         short = token_ids[:_WARM_UP_TOKENS]
-        for way in dict.fromkeys((ONE_RANK, TSP, even(len(short), world_size))):
+        for way in dict.fromkeys((ONE_RANK, TSP, FOLDED, even(len(short), world_size))):
             ranks.call(measure.prefill, short, way)
         known = None if table is None else ranks.call(load_table, str(table))[0]
         if known is not None:
@@ -125,11 +150,13 @@ def benchmark_runahead(
         if link is not None:
             say(f"link: {link.bytes_per_second / 1e9:.4f} GB/s, {1e6 * link.latency:.0f} us a message")
         yield Content(cost=None if cost is None else asdict(cost), link=None if link is None else asdict(link))
+        if cost is not None and link is not None:
+            yield Content(simulated=[row for each in lengths for row in simulate(each, cost, link, facts)])
         ways: dict[int, dict[str, Way]] = {each: {ONE_RANK: ONE_RANK} for each in lengths}
         for each, own in ways.items():
             if world_size > 1:
                 plan = plan_slices(each, world_size, cost, link, facts) if known is None else predicted(each, known)
-                own |= {TSP: TSP, "even": even(each, world_size), "planned": plan}
+                own |= {TSP: TSP, FOLDED: FOLDED, "even": even(each, world_size), "planned": plan}
             for share in shares:
                 name = "shares " + ",".join(f"{one:.3g}" for one in share)
                 own[name] = resolve_partition(share, each, world_size)
@@ -137,8 +164,9 @@ def benchmark_runahead(
             for each, own in ways.items():
                 for row in measure_ways(ranks, token_ids[:each], own, rounds, announce):
                     if cost is not None and link is not None and row["num_ranks"] > 1:
-                        sizes = facts.bytes_per_token, facts.num_layers
-                        is_tsp = row["method"] == TSP
-                        tsp = predict_tsp_ttft(each, world_size, cost, link, *sizes) if is_tsp else None
-                        row["predicted_s"] = tsp or float(predict_ttft(row["lengths"], cost, link, *sizes))
+                        sizes, name = (cost, link, facts.bytes_per_token, facts.num_layers), row["method"]
+                        if name in (TSP, FOLDED):
+                            row["predicted_s"] = predict_tsp_ttft(each, world_size, *sizes, is_folded=name == FOLDED)
+                        else:
+                            row["predicted_s"] = float(predict_ttft(row["lengths"], *sizes))
                     yield row

@@ -45,9 +45,9 @@ from .ranks import Ranks, Worker
 from .tsp import tsp_prefill
 
 
-# How a prompt is prefilled: by the last rank alone, by TSP, or by KV-Runahead in slices of these lengths
+# How a prompt is prefilled: by the last rank alone, by TSP, by that of a zig-zag, or by KV-Runahead in these slices
 Way = str | tuple[int, ...]
-ONE_RANK, TSP = "one rank", "TSP"
+ONE_RANK, TSP, FOLDED = "one rank", "TSP", "zig-zag"
 # Messages of each size that are timed
 _NUM_MESSAGES = 9
 # Of long ones: less would go at once into the buffers of a link, and not tell its speed
@@ -140,7 +140,10 @@ def prefill(worker: Worker, token_ids: Sequence[int], way: Way) -> Prefill:
         with warnings.catch_warnings():
             # That one rank prefills alone is what was planned then
             warnings.simplefilter("ignore")
-            run: Any = tsp_prefill if way == TSP else partial(runahead_prefill, partition=way)
+            is_tsp = isinstance(way, str)
+            run: Any = (
+                partial(tsp_prefill, is_folded=way == FOLDED) if is_tsp else partial(runahead_prefill, partition=way)
+            )
             output = run(worker.model, input_ids)
         logits, stats = output.logits, output.stats
     elif worker.rank == worker.size - 1:

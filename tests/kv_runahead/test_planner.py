@@ -221,6 +221,11 @@ def test_tsp_waits_for_all() -> None:
         link = Link(latency=1e-3, bytes_per_second=1e8, shared=shared)
         expected = COST.seconds(300, 600) + 5 * num_messages * (1e-3 + 300 * 1000 / 1e8)
         assert predict_tsp_ttft(900, 3, COST, link, 1000, 5) == pytest.approx(expected)
+    # A fold of equal work: chunks of 150 tokens at both ends; a ring sends while it computes
+    gathering, folded = expected - COST.seconds(300, 600), COST.seconds(150, 0) + COST.seconds(150, 750) - COST.fixed
+    assert predict_tsp_ttft(900, 3, COST, link, 1000, 5, is_folded=True) == pytest.approx(folded + gathering)
+    ring = predict_tsp_ttft(900, 3, COST, link, 1000, 5, is_folded=True, is_ring=True)
+    assert ring == pytest.approx(max(folded, gathering))
 
 
 # Partitions

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from kvcache_plugins import cli
-from kvcache_plugins.eval.runahead.measure import ONE_RANK, TSP, prefill, time_slice
+from kvcache_plugins.eval.runahead.measure import FOLDED, ONE_RANK, TSP, prefill, time_slice
 from kvcache_plugins.eval.runahead.ranks import Ranks
 from kvcache_plugins.eval.runahead.tsp import predict_tsp_ttft
 from kvcache_plugins.kv_runahead.planner import RECTANGLE, CostModel, Link, Timing, planned, predict_ttft
@@ -46,10 +46,15 @@ def test_benchmark_with_a_planned_table(saved_with_tokenizer, text_file, tmp_pat
     result = run("bench", "runahead", "--model", folder, "--text-file", text_file, *options)
     assert result.exit_code == 0, result.output
     content = json.loads(out.read_text(encoding="utf-8"))
-    methods = ["one rank", "TSP", "even", "planned", "shares 0.7,0.3"]
+    methods = ["one rank", "TSP", "zig-zag", "even", "planned", "shares 0.7,0.3"]
     assert [row["method"] for row in content["rows"]] == methods
     assert all(row["logits_difference"] < 1e-4 and len(row["rounds_s"]) == 3 for row in content["rows"])
-    assert [row["bytes_sent"] for row in content["rows"]][:3] == [0, 2 * 512 * 2 * 150, 512 * 2 * 150]
+    assert [row["bytes_sent"] for row in content["rows"]][:4] == [
+        0,
+        2 * 512 * 2 * 150,
+        2 * 512 * 2 * 150,
+        512 * 2 * 150,
+    ]
     assert content["rows"][-1]["lengths"] == [210, 90]
     assert "predicted_s" not in content["rows"][0] and all(row["predicted_s"] > 0 for row in content["rows"][1:])
     assert content["commit"] and content["link"]["bytes_per_second"] > 0
@@ -152,8 +157,12 @@ def test_same_logits_and_the_papers_counts(saved_with_tokenizer, architecture, s
             answers = ranks.call(prefill, random_tokens(length), TSP)
             assert 0 <= answers[-1].difference < 1e-4
             assert [each.difference for each in answers[:-1]] == [None] * (size - 1)
+            if architecture == "llama" and length > 9:
+                assert 0 <= ranks.call(prefill, random_tokens(length), FOLDED)[-1].difference < 1e-4
         with pytest.raises(ValueError, match="too few for an even slice for"):
             ranks.call(prefill, random_tokens(size - 1), TSP)
+        with pytest.raises(ValueError, match="too few to fold for"):
+            ranks.call(prefill, random_tokens(size), FOLDED)
     if architecture == "llama":
         # Nine tokens on three ranks, and two layers
         assert [each.stats["dot_products"] // 2 for each in answers] == [27, 27, 27]
