@@ -68,6 +68,9 @@ def test_rules_fetch_few_tokens_and_stay_near(llama: PreTrainedModel, rule: dict
         stats = cache.stats()
         assert 0.01 < stats["tokens_fetched"] / stats["tokens_fetchable"] <= 0.2
         assert (stats["speculated_calls"] > 0) is speculate
+        # Random heads are broad: a fifth of the tokens is too few for most of the mass
+        assert stats["choices"] == 2 * stats["selected_calls"]
+        assert (0 < stats["choices_short"] <= stats["choices"]) is ("mass" in rule)
         errors[speculate] = ((logits - expected).norm() / expected.norm()).item()
     assert errors[False] < 0.4
 

@@ -69,13 +69,14 @@ def test_landmarks_choose_pages_by_their_mean_key(page: int, share: float, expec
 @pytest.mark.parametrize(
     ("mass", "ratio", "num_resident"), [(0.5, 1.0, 0), (0.9, 0.3, 4), (0.97, 0.1, 0), (1.0, 1.0, 3)]
 )
-def test_a_mass_is_reached_within_the_cap(mass: float, ratio: float, num_resident: int) -> None:
+def test_a_mass_is_reached_within_the_cap_or_said_to_be_short(mass: float, ratio: float, num_resident: int) -> None:
     scores, resident = (2 * torch.randn(2, 3, 2, size, generator=torch.Generator().manual_seed(0)) for size in (60, 4))
     resident = resident[..., :num_resident]
     config = InfiniGenConfig(mass=mass, max_fetch_ratio=ratio, sink=1, recent=1)
     forced = torch.arange(60)[None, None] == 7
     found = select_tokens(scores, resident, None, forced, 60, 60, config)
     weights = torch.cat([scores, resident], dim=3).double().softmax(dim=3).mean(dim=2)
+    assert found.is_short is not None
     for item, head in [(item, head) for item in range(2) for head in range(3)]:
         own = weights[item, head]
         order = [7, *(slot for slot in own[:60].argsort(descending=True).tolist() if slot != 7)]
@@ -86,6 +87,7 @@ def test_a_mass_is_reached_within_the_cap(mass: float, ratio: float, num_residen
         count = int(found.count[item, head])
         assert abs(count - len(wanted)) <= (mass == 1.0)
         assert found.slots[item, head, :count].tolist() == order[:count]
+        assert bool(found.is_short[item, head]) is (reached < mass - 1e-5)
 
 
 def test_first_and_newest_of_what_is_attended_to_are_always_fetched() -> None:
@@ -123,7 +125,7 @@ def test_codes_tell_scores(nbits: int, limit: float, head_dim: int) -> None:
     spread = torch.rand(head_dim, generator=generator) * 4 + 0.1
     keys = torch.randn(2, 3, 150, head_dim, generator=generator) * spread + 10 * spread
     query = torch.randn(2, 3, 4, head_dim, generator=generator) / spread
-    scoring = ScoringCodes(nbits, keys[:, :, :100], None, 100)
+    scoring = ScoringCodes(nbits, keys[:, :, :100], None)
     for start in range(0, 150, 50):
         scoring.append(scoring.encode_keys(keys[:, :, start : start + 50]))
     scores, expected = scoring.scores(query, None), query @ keys.transpose(2, 3)
@@ -135,7 +137,7 @@ def test_codes_tell_scores(nbits: int, limit: float, head_dim: int) -> None:
 def test_codes_are_written_anew_where_tokens_are_replaced() -> None:
     keys = torch.randn(1, 2, 60, 16, generator=torch.Generator().manual_seed(0))
     query = torch.randn(1, 2, 3, 16, generator=torch.Generator().manual_seed(1))
-    replaced, direct = ScoringCodes(4, keys, None, 100), ScoringCodes(4, keys, None, 100)
+    replaced, direct = ScoringCodes(4, keys, None), ScoringCodes(4, keys, None)
     replaced.append(replaced.encode_keys(keys[:, :, :50]))
     slots = torch.tensor([[[3, 17], [40, 0]]])
     replaced.write(slots, replaced.encode_keys(keys[:, :, 50:52]))
@@ -147,7 +149,7 @@ def test_codes_are_written_anew_where_tokens_are_replaced() -> None:
 def test_padding_does_not_enter_the_statistics() -> None:
     keys = torch.randn(1, 2, 80, 16, generator=torch.Generator().manual_seed(0))
     padded = torch.cat([torch.full((1, 2, 20, 16), 1e3), keys], dim=2)
-    alone, beside = ScoringCodes(4, keys, None, 80), ScoringCodes(4, padded, (torch.arange(100) >= 20)[None], 80)
+    alone, beside = ScoringCodes(4, keys, None), ScoringCodes(4, padded, (torch.arange(100) >= 20)[None])
     torch.testing.assert_close(beside.mean, alone.mean)
     torch.testing.assert_close(beside.spread, alone.spread)
 
@@ -156,7 +158,7 @@ def test_items_that_are_all_padding_at_first_are_scored_later() -> None:
     """A limited pool is full by then, and its statistics are never told anew."""
     keys = torch.randn(1, 2, 80, 64, generator=torch.Generator().manual_seed(0))
     query = torch.randn(1, 2, 3, 64, generator=torch.Generator().manual_seed(1))
-    scoring = ScoringCodes(4, keys[:, :, :30], torch.zeros(1, 30, dtype=torch.bool), 0)
+    scoring = ScoringCodes(4, keys[:, :, :30], torch.zeros(1, 30, dtype=torch.bool))
     scoring.append(scoring.encode_keys(keys))
     expected = query @ keys.transpose(2, 3)
     assert (scoring.scores(query, None) - expected).norm() / expected.norm() < 0.15

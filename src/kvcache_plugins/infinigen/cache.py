@@ -73,7 +73,8 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
             Rule 3: every head fetches this share of the tokens.
         mass (`float`, *optional*):
             Rule 4, a budget that follows the scores: every head fetches as many tokens as weigh this much together
-            with those attended to anyway, within `max_fetch_ratio`. One rule can be given.
+            with those attended to anyway, within `max_fetch_ratio`; `stats()` tells how often that was too few
+            (`choices_short`). One rule can be given.
         max_fetch_ratio (`float`, *optional*, defaults to 0.2):
             The most that a head fetches, as a share of the tokens.
         landmarks (`int`, *optional*):
@@ -362,10 +363,11 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
             a CPU, of the selected calls, `fused_calls` (by a fused kernel) and `kernel_fallbacks` (those for which the
             kernel that was wanted could not be had); `speculated_calls` (choices made ahead), `tokens_fetched` of
             `tokens_fetchable` (over items and key/value heads), `bytes_fetched`, `tokens_evicted`, `hits` of
-            `hits_possible` (with `track_hits`), `dense_reads` (times a side of a layer was made dense for something
-            other than `sdpa`) and `prompts_without_mask` (prompts stored without having seen a mask). With
-            `track_times`, seconds on GPUs: `transfer_s`, `stalled_s` (that attention waited for transfers), and
-            `hidden_share`, the share of the first that was not waited for.
+            `hits_possible` (with `track_hits`), `choices` (of a sequence and key/value head in a step) and, of those,
+            `choices_short` (that `max_fetch_ratio` ended before they had the rule's `mass`), `dense_reads` (times a
+            side of a layer was made dense for something other than `sdpa`) and `prompts_without_mask` (prompts stored
+            without having seen a mask). With `track_times`, seconds on GPUs: `transfer_s`, `stalled_s` (that attention
+            waited for transfers), and `hidden_share`, the share of the first that was not waited for.
         """
         layers, attachment, speculating = self._offloaded, self._attachment, 0
         if attachment is not None and self._speculates:

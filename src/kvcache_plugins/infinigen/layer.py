@@ -55,7 +55,7 @@ class InfiniGenLayer(LazyLayer):
     counter_names = (
         *("attend_calls", "selected_calls", "speculated_calls", "exact_calls", "fused_calls", "kernel_fallbacks"),
         *("tokens_fetched", "tokens_fetchable", "bytes_fetched", "tokens_evicted", "hits", "hits_possible"),
-        "prompts_without_mask",
+        *("choices", "choices_short", "prompts_without_mask"),
     )
 
     def __init__(
@@ -219,7 +219,8 @@ class InfiniGenLayer(LazyLayer):
                 scoring.refit(keys, self._valid_tokens(0, keys.shape[2]), num_real)
         self._counters["tokens_evicted"] = 0 if pool.usage is None else pool.usage.num_evicted
         # What is held does not depend on whether a token has been fetched yet
-        self._sums.setdefault("tokens_fetched", torch.zeros((), dtype=torch.int64, device=self.device))
+        for name in ("tokens_fetched", "choices_short")[: 1 if config.mass is None else 2]:
+            self._sums.setdefault(name, torch.zeros((), dtype=torch.int64, device=self.device))
 
     def _make_scoring(self, keys: torch.Tensor, queries: torch.Tensor | None) -> ScoringStates:
         """Tells from the first keys that go into the pool how they will be scored."""
@@ -403,6 +404,7 @@ class InfiniGenLayer(LazyLayer):
             counters["fused_calls"] += 1
             counters["tokens_fetchable"] += num_tokens * num_rows
             counters["tokens_fetched"] += call.num_chosen
+            counters["choices"] += num_rows
         return output
 
     def attend_selection(
@@ -435,9 +437,12 @@ class InfiniGenLayer(LazyLayer):
         assert pool is not None
         self._counters["selected_calls"] += 1
         self._counters["tokens_fetchable"] += self._length * num_rows
+        self._counters["choices"] += num_rows
         if self.padding is not None:
             self._add("tokens_fetchable", -pool.num_heads * self.padding.sum())
         self._add("tokens_fetched", selection.count.sum())
+        if selection.is_short is not None:
+            self._add("choices_short", selection.is_short.sum())
         if pool.usage is not None:
             pool.usage.touch(selection.slots.to("cpu"), selection.valid.to("cpu"))
         if self.config.track_hits:

@@ -6,7 +6,7 @@ computed where the scores are, and the host asks for none of it: on a GPU it wou
 Legend: B batch, H key/value heads, G query heads a key/value head, N slots of the pool in use.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional as F
@@ -20,17 +20,21 @@ from .config import InfiniGenConfig
 
 # Added to the weight, a probability, of a token that is fetched whatever it is; and of one that never is
 _FORCED, _NEVER = 2.0, -1.0
+# Of a sum of probabilities
+_ROUNDING = 1e-5
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Selection:
     """
     Tokens of the pool for one step: slots `[B, H, tokens]`, int64, those that matter most first, and how many of them
-    each head takes, `[B, H]`, int64; the others are filling.
+    each head takes, `[B, H]`, int64; the others are filling. `is_short` `[B, H]` is where the cap ended a choice
+    before `mass`.
     """
 
     slots: torch.Tensor
     count: torch.Tensor
+    is_short: torch.Tensor | None = None
 
     @property
     def valid(self) -> torch.Tensor:
@@ -100,7 +104,11 @@ def select_tokens(
     weights = torch.where(is_forced, top - _FORCED, top)
     wanted = _num_wanted(config, scores, top, weights, probabilities[..., num_slots:], held)
     count = torch.minimum(torch.maximum(wanted, num_forced), cap)
-    return Selection(slots, torch.minimum(count, (top >= 0).sum(dim=2)))
+    selection = Selection(slots, torch.minimum(count, (top >= 0).sum(dim=2)))
+    if config.mass is None:
+        return selection
+    reached = probabilities[..., num_slots:].sum(dim=2) + (weights * selection.valid).sum(dim=2)
+    return replace(selection, is_short=reached < config.mass - _ROUNDING)
 
 
 def _page_means(scores: torch.Tensor, page: int) -> torch.Tensor:
