@@ -125,7 +125,7 @@ def test_codes_tell_scores(nbits: int, limit: float, head_dim: int) -> None:
     spread = torch.rand(head_dim, generator=generator) * 4 + 0.1
     keys = torch.randn(2, 3, 150, head_dim, generator=generator) * spread + 10 * spread
     query = torch.randn(2, 3, 4, head_dim, generator=generator) / spread
-    scoring = ScoringCodes(nbits, keys[:, :, :100], None)
+    scoring = ScoringCodes(nbits, keys[:, :, :100], None, 100)
     for start in range(0, 150, 50):
         scoring.append(scoring.encode_keys(keys[:, :, start : start + 50]))
     scores, expected = scoring.scores(query, None), query @ keys.transpose(2, 3)
@@ -137,7 +137,7 @@ def test_codes_tell_scores(nbits: int, limit: float, head_dim: int) -> None:
 def test_codes_are_written_anew_where_tokens_are_replaced() -> None:
     keys = torch.randn(1, 2, 60, 16, generator=torch.Generator().manual_seed(0))
     query = torch.randn(1, 2, 3, 16, generator=torch.Generator().manual_seed(1))
-    replaced, direct = ScoringCodes(4, keys, None), ScoringCodes(4, keys, None)
+    replaced, direct = ScoringCodes(4, keys, None, 100), ScoringCodes(4, keys, None, 100)
     replaced.append(replaced.encode_keys(keys[:, :, :50]))
     slots = torch.tensor([[[3, 17], [40, 0]]])
     replaced.write(slots, replaced.encode_keys(keys[:, :, 50:52]))
@@ -149,7 +149,7 @@ def test_codes_are_written_anew_where_tokens_are_replaced() -> None:
 def test_padding_does_not_enter_the_statistics() -> None:
     keys = torch.randn(1, 2, 80, 16, generator=torch.Generator().manual_seed(0))
     padded = torch.cat([torch.full((1, 2, 20, 16), 1e3), keys], dim=2)
-    alone, beside = ScoringCodes(4, keys, None), ScoringCodes(4, padded, (torch.arange(100) >= 20)[None])
+    alone, beside = ScoringCodes(4, keys, None, 80), ScoringCodes(4, padded, (torch.arange(100) >= 20)[None], 80)
     torch.testing.assert_close(beside.mean, alone.mean)
     torch.testing.assert_close(beside.spread, alone.spread)
 
@@ -158,7 +158,7 @@ def test_items_that_are_all_padding_at_first_are_scored_later() -> None:
     """A limited pool is full by then, and its statistics are never told anew."""
     keys = torch.randn(1, 2, 80, 64, generator=torch.Generator().manual_seed(0))
     query = torch.randn(1, 2, 3, 64, generator=torch.Generator().manual_seed(1))
-    scoring = ScoringCodes(4, keys[:, :, :30], torch.zeros(1, 30, dtype=torch.bool))
+    scoring = ScoringCodes(4, keys[:, :, :30], torch.zeros(1, 30, dtype=torch.bool), 0)
     scoring.append(scoring.encode_keys(keys))
     expected = query @ keys.transpose(2, 3)
     assert (scoring.scores(query, None) - expected).norm() / expected.norm() < 0.15
