@@ -36,6 +36,8 @@ def read_text(path: Path, option: str) -> str:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"`{option}`: {path} is no text in UTF-8 (byte {error.start}: {error.reason})") from error
+    except OSError as error:
+        raise ValueError(f"`{option}`: {path} cannot be read ({error.strerror})") from error
     if not text.strip() and option != "prompt_file":
         raise ValueError(f"`{option}`: there is no text in {path}")
     return text
