@@ -70,10 +70,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool = 
 
 
 def load_for_evaluation(name: str | LoadedModel, dtype: str | None = None, device: str | None = None) -> LoadedModel:
-    """
-    Loads a model and its tokenizer, on a GPU and in bfloat16 where there is one: see `load_model`. What is loaded
-    already is returned as it is.
-    """
+    """Loads a model, on a GPU and in bfloat16 where there is one, see `load_model`, if it is not loaded yet."""
     if not isinstance(name, str):
         return name
     from kvcache_plugins.models.packaged_models import check_model_name
