@@ -154,9 +154,8 @@ def fold_examples(text: str) -> str:
 
     def fold(line: str) -> str:
         place = max(line.rfind(mark, 9, _WIDTH - 4) for mark in (" --", " | "))
-        if place < 0 or len(line) <= _WIDTH - 2 or not line.startswith("    "):
-            return line
-        return f"{line[:place]} \\\n{fold(' ' * 8 + line[place + 1 :])}"
+        is_folded = place > 0 and len(line) > _WIDTH - 2 and line.startswith("    ")
+        return f"{line[:place]} \\\n{fold(' ' * 8 + line[place + 1 :])}" if is_folded else line
 
     return "\n".join(map(fold, inspect.cleandoc(text).splitlines()))
 
