@@ -1,5 +1,6 @@
 """The ground of every measurement: caches by name, windows of text, caches filled without reading, and clocks."""
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -100,6 +101,17 @@ def read_tokens(tokenizer: PreTrainedTokenizerBase, text: str, num_tokens: int, 
     if token_ids.shape[1] < num_tokens:
         raise ValueError(f"the text has {token_ids.shape[1]} tokens, but {num_tokens} are needed")
     return token_ids[:, :num_tokens].to(device)
+
+
+def read_rows(path: Path, option: str) -> list[dict[str, Any]]:
+    """Reads rows of a file of JSON lines; a line that is no JSON is a `ValueError` that names it."""
+    rows = []
+    for number, line in enumerate(read_text(path, option).splitlines(), start=1):
+        try:
+            rows += [json.loads(line)] if line else []
+        except json.JSONDecodeError as error:
+            raise ValueError(f"`{option}`: line {number} of {path} is no JSON ({error.msg})") from error
+    return rows
 
 
 def spread_windows(

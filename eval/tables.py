@@ -142,7 +142,9 @@ def print_markdown(text: str, title: str = "") -> None:
     tables, each with the names on the left.
     """
     console = open_console()
-    for is_table, lines in groupby(text.splitlines(), key=lambda line: line.startswith("| ")):
+    for number, (is_table, lines) in enumerate(groupby(text.splitlines(), key=lambda line: line.startswith("| "))):
+        if is_table and number and not title:
+            console.print()
         if not is_table:
             for line in filter(None, lines):
                 console.print(line.replace("`", ""), markup=False, soft_wrap=True)

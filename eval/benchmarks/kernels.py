@@ -27,7 +27,7 @@ from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.engine import choose_kernel
 from kvcache_plugins.models.reference_model import parse_dtype
-from kvcache_plugins.registry import check_caches, create_cache
+from kvcache_plugins.registry import check_caches, create_cache, describe_caches
 
 
 CACHES = ("gear-2bit", "gear-l-2bit", "kivi-2bit", "gear-4bit", "kcvt-4bit", "gear-t25")
@@ -152,6 +152,8 @@ class Contest:
 
 def _compressed_part(name: str, keys: torch.Tensor, values: torch.Tensor) -> CompressedPart | CodedPart:
     """All tokens as one prompt of a GEAR layer; those beyond a whole number of groups would stay exact."""
+    if "num_sink_tokens" not in describe_caches(name.partition(":")[0])[0].options:
+        raise ValueError(f"`cache` has to name presets of GEAR, but got `{name}`")
     # Sink tokens would stay exact, too
     cache: Any = create_cache(name, num_sink_tokens=0)
     cache.update(keys, values, 0)

@@ -5,7 +5,6 @@ step. Negative log-likelihoods are of the right answer, KL is to the dense cache
 likeliest: an answer, or a line of one, of which all are is what greedy decoding says behind what came before.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -15,10 +14,10 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from kvcache_plugins.console.inputs import LoadedModel, load_for_evaluation, read_text
+from kvcache_plugins.console.inputs import LoadedModel, load_for_evaluation
 from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.eval.context_tasks import TASKS, make_sample
-from kvcache_plugins.eval.harness import REFERENCE, cache_factories, cache_stats
+from kvcache_plugins.eval.harness import REFERENCE, cache_factories, cache_stats, read_rows
 from kvcache_plugins.reports.memory import measure_memory
 
 from .fidelity import continuation_logits, fill_cache, score_logits
@@ -58,7 +57,7 @@ def measure_tasks(
     """
     network, tokenizer = load_for_evaluation(model)
     known = _dense.setdefault(network, {})
-    rows = [json.loads(line) for line in read_text(data_file, "data_file").splitlines() if line] if data_file else []
+    rows = read_rows(data_file, "data_file") if data_file else []
 
     def count_tokens(text: str) -> int:
         return len(tokenizer(text).input_ids)

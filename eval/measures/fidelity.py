@@ -249,7 +249,7 @@ def fidelity_fields(cache: str, fidelity: Fidelity, stretch: int | None = None) 
     return row if stretch is None else row | trend(fidelity.windows, stretch)
 
 
-@benchmark("fidelity", "{model} on {text_file}: {windows} windows, {scored} tokens scored after {prefix}")
+@benchmark("fidelity", "{model} on {text_file}: {windows} x {scored} tokens scored after {prefix}, fewest bytes first")
 def evaluate_fidelity(
     text_file: Annotated[Path, typer.Option(help="The text that windows are cut from.")],
     cache: inputs.CachesOption,
@@ -354,7 +354,7 @@ def measure_perplexity(
         }
 
 
-@benchmark("perplexity", "{model} on {text_file}: {windows} windows of {length} tokens", with_dense=True)
+@benchmark("perplexity", "{model} on {text_file}: {windows} x {length} tokens", with_dense=True)
 def evaluate_perplexity(
     text_file: Annotated[Path, typer.Option(help="The text that windows are cut from.")],
     cache: inputs.CachesOption,

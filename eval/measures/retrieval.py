@@ -18,9 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvcache_plugins.console import inputs
 from kvcache_plugins.console.display import track_progress
 from kvcache_plugins.console.results import memory_fields
+from kvcache_plugins.eval import harness
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings
 from kvcache_plugins.eval.continuations import DECODE, ContinuationScorer, Score
-from kvcache_plugins.eval.harness import CacheFactory, cache_factories
 from kvcache_plugins.eval.rows import Found, Settings
 
 
@@ -41,8 +41,7 @@ def read_questions(path: Path, num_records: int | None = None) -> list[Question]
     """
     if num_records is not None and num_records < 1:
         raise ValueError(f"`records` has to be at least 1 but is {num_records}")
-    rows = [json.loads(line) for line in inputs.read_text(path, "data_file").splitlines() if line]
-    return [_question(row, path, num_records) for row in rows]
+    return [_question(row, path, num_records) for row in harness.read_rows(path, "data_file")]
 
 
 def _around(place: int, total: int, num_records: int | None) -> slice:
@@ -79,7 +78,7 @@ def answer_questions(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     questions: Sequence[Question],
-    factories: Mapping[str, CacheFactory],
+    factories: Mapping[str, harness.CacheFactory],
     on_progress: Callable[[str], None] = lambda text: None,
     batch_size: int = 1,
 ) -> Iterator[dict[str, Any]]:
@@ -113,7 +112,7 @@ def answer_questions(
         }
 
 
-@benchmark("retrieval", "{model} on {data_file}, {num_questions} questions", with_dense=True)
+@benchmark("retrieval", "{model} on {data_file}, questions: {num_questions}", with_dense=True)
 def evaluate_retrieval(
     data_file: Annotated[Path, typer.Option(help="JSON lines of one of the two sets.")],
     cache: inputs.CachesOption,
@@ -136,7 +135,7 @@ def evaluate_retrieval(
     if not asked:
         raise ValueError(f"`questions`: there is none in {data_file}, or none was asked for")
     loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
-    factories = cache_factories(cache, loaded)
+    factories = harness.cache_factories(cache, loaded)
     yield from loaded_settings(loaded)
     yield Settings(num_questions=len(asked))
     with track_progress(-(-len(asked) // batch_size) * len(factories)) as announce:

@@ -4,7 +4,6 @@ Loading it registers the model `kvcache`: so `lm_eval --model kvcache --tasks pa
 lm-eval that look for no plug-ins.
 """
 
-import json
 import os
 import random
 import re
@@ -20,6 +19,7 @@ from transformers import AutoTokenizer
 
 import kvcache_plugins.eval.lm_eval_model  # noqa: F401 - registers the model
 from kvcache_plugins.eval.context_tasks import make_sample
+from kvcache_plugins.eval.harness import read_rows
 from kvcache_plugins.eval.measures.retrieval import read_questions
 from kvcache_plugins.models.reference_model import resolve_model
 
@@ -43,7 +43,7 @@ def load_rows(
     if folder is None:
         rows = datasets.load_dataset(*hub)
         return datasets.DatasetDict({"train": rows["train"], "test": rows[hub_test]})
-    splits = {split: _read_lines(folder / file) for split, file in files.items()}
+    splits = {split: read_rows(folder / file, "data_folder") for split, file in files.items()}
     if "train" not in splits:
         splits = {"train": splits["test"][:NUM_EXAMPLES], "test": splits["test"][NUM_EXAMPLES:]}
     return _as_splits(splits)
@@ -66,12 +66,6 @@ def _need_folder(data_folder: str | None, what: str) -> Path:
             f"`data_folder`: {what} is on no hub. Name the folder it is in by `--metadata` or ${DATA_VARIABLE}."
         )
     return folder
-
-
-def _read_lines(path: Path) -> list[Row]:
-    if not path.is_file():
-        raise ValueError(f"`data_folder`: there is no file {path}")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
 def _as_splits(splits: Mapping[str, Iterable[Row]]) -> datasets.DatasetDict:

@@ -225,7 +225,7 @@ WRONG |= {
     for command in ("generate", "compare")
     for words, message in {
         "--cache gaer --prompt x": "Unknown cache `gaer`. Did you mean `gear`?",
-        "--prompt-file no-such-file": "No such file or directory: 'no-such-file'",
+        "--prompt-file no-such-file": "`prompt_file`: no-such-file cannot be read (No such file or directory)",
         "": "Give a prompt with `--prompt`, `--prompt-file` or both",
         "--prompt ''": "The prompt is empty",
         "--prompt x --max-new-tokens 0": "Invalid value for '--max-new-tokens'",

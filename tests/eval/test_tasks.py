@@ -174,7 +174,7 @@ def load_copa(data_folder: str) -> object:
     ("call", "complaint"),
     [
         (lambda folder: load_copa("/no/such"), "`data_folder` is `/no/such`"),
-        (lambda folder: load_copa(str(folder / "copa")), "there is no file .*dev.jsonl"),
+        (lambda folder: load_copa(str(folder / "copa")), "`data_folder`: .*dev.jsonl cannot be read"),
         (lambda folder: loaders.load_questions("a/b"), "`data_folder`: a/b is on no hub.*KVCACHE_PLUGINS_DATA"),
         (lambda folder: loaders.text(), "`text_file`: name the text"),
         (lambda folder: loaders.passkey(data_folder=str(folder), words=9999), "`words` is 9999, but .* has 2400"),

@@ -151,16 +151,13 @@ def make_app(commands: Mapping[str, str], help_text: str, base: type[LazyGroup] 
 
 def fold_examples(text: str) -> str:
     """Folds indented lines of a help text that are too wide, before an option or a pipe, as a shell reads them."""
-    lines = []
-    for line in inspect.cleandoc(text).splitlines():
-        while line.startswith("    ") and len(line) > _WIDTH - 2:
-            place = max(line.rfind(mark, 9, _WIDTH - 4) for mark in (" --", " | "))
-            if place < 0:
-                break
-            lines.append(f"{line[:place]} \\")
-            line = f"{' ' * 8}{line[place + 1 :]}"
-        lines.append(line)
-    return "\n".join(lines)
+
+    def fold(line: str) -> str:
+        place = max(line.rfind(mark, 9, _WIDTH - 4) for mark in (" --", " | "))
+        is_folded = place > 0 and len(line) > _WIDTH - 2 and line.startswith("    ")
+        return f"{line[:place]} \\\n{fold(' ' * 8 + line[place + 1 :])}" if is_folded else line
+
+    return "\n".join(map(fold, inspect.cleandoc(text).splitlines()))
 
 
 def _build(name: str, target: str) -> Any:

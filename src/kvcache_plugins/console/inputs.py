@@ -36,6 +36,8 @@ def read_text(path: Path, option: str) -> str:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"`{option}`: {path} is no text in UTF-8 (byte {error.start}: {error.reason})") from error
+    except OSError as error:
+        raise ValueError(f"`{option}`: {path} cannot be read ({error.strerror})") from error
     if not text.strip() and option != "prompt_file":
         raise ValueError(f"`{option}`: there is no text in {path}")
     return text
@@ -68,10 +70,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool = 
 
 
 def load_for_evaluation(name: str | LoadedModel, dtype: str | None = None, device: str | None = None) -> LoadedModel:
-    """
-    Loads a model and its tokenizer, on a GPU and in bfloat16 where there is one: see `load_model`. What is loaded
-    already is returned as it is.
-    """
+    """Loads a model, on a GPU and in bfloat16 where there is one, see `load_model`, if it is not loaded yet."""
     if not isinstance(name, str):
         return name
     from kvcache_plugins.models.packaged_models import check_model_name
