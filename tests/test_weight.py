@@ -45,7 +45,7 @@ ROOMS = {
     "all of src": Room(("src",), 20_000, 29_450),
     "triton_kernels": Room(("triton_kernels",), 3_500, 3_910),
     "eval": Room(("eval",), 5_500, 7_020),
-    "tests": Room(("tests",), 15_000, 24_230),
+    "tests": Room(("tests",), 15_000, 24_250),
 }
 
 

@@ -66,6 +66,19 @@ def test_a_token_unlike_all_others_is_not_cut_off():
     assert float((decoded - states).norm() / difference.norm()) < 0.15
 
 
+@pytest.mark.parametrize("total", [8, 12, 24])
+def test_components_are_those_of_the_rounded_basis(total):
+    """Inverts components without codes: states in the span of the kept rows come back."""
+    table, weights = make_table(total, is_weighted=True), torch.randn(NUM_HEADS, 30, HEAD_DIM)
+    basis, inverse = table.basis._matrices()
+    kept = weights[..., : table.num_coded]
+    scaled = kept @ basis
+    once = scaled @ inverse
+    twice = once + (scaled - once @ basis) @ inverse
+    errors = [float(((each - kept) @ basis).norm() / scaled.norm()) for each in (once, twice)]
+    assert errors[0] < 0.02 and errors[1] < 1e-3
+
+
 def test_copies_share_tables_and_devices_have_their_own():
     keys, values = (make_table(8, is_weighted=is_weighted) for is_weighted in (True, False))
     tables = SharedTables(keys, values)

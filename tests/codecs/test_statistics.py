@@ -57,3 +57,13 @@ def test_queries_are_turned_back_by_all_positions():
     energies = turned.square().mean(dim=(2, 3)) * plain.var(dim=2, unbiased=False)
     in_order = energies.gather(2, table.order.long())
     assert bool((in_order[..., :-1] >= in_order[..., 1:] * 0.99).all())
+
+
+def test_moments_add_up():
+    query = torch.randn(2, 4, 9, HEAD_DIM)
+    valid = torch.rand(2, 9) > 0.3
+    whole = QueryMoments.of(query, 2, LAYOUTS, valid)
+    parts = [QueryMoments.of(query[:, :, part], 2, LAYOUTS, valid[:, part]) for part in (slice(0, 4), slice(4, 9))]
+    added = parts[0].plus(parts[1])
+    torch.testing.assert_close(added.squares, whole.squares)
+    torch.testing.assert_close(added.products, whole.products)
