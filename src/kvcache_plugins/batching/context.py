@@ -91,7 +91,7 @@ class CompressedBatching:
         lengths, starts = kwargs["cu_seq_lens_k"][allocator.layer_type], kwargs["cu_seq_lens_q"]
         read, write = (kwargs[name][allocator.index] for name in ("read_index", "write_index"))
         if self._pass is None or self._pass[0] is not starts:
-            self._pass = starts, allocator.requests(starts.tolist(), lengths.tolist(), read, write)
+            self._pass = starts, allocator.requests(starts.tolist(), lengths.tolist(), write)
         requests = self._pass[1]
         kwargs["cu_seq_lens_k"] = lengths.to(torch.int32)
         kwargs["max_length_k"] = kwargs["max_length_k"][allocator.layer_type]
