@@ -1,5 +1,6 @@
 """Transformers' continuous batching in `compressed_batching`: requests together are what they are alone."""
 
+import copy
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +53,8 @@ def test_requests_together_are_what_they_are_alone(smollm2, prompts, context):
         chunked = run(model, prompts, max_batch_tokens=48)
         alone = [run(model, [prompt])[0] for prompt in prompts]
         forks = run(model, prompts[:1], num_forks=2)
-    assert together == alone and forks == [together[0]] * 2
+        turned = run(model, prompts[::-1])[::-1]
+    assert together == alone == turned and forks == [together[0]] * 2
     layers, new = model.config.num_hidden_layers, sum(map(len, prompts)) + 3 * (NUM_TOKENS - 1)
     assert stats["tokens_coded"] == layers * new
     assert stats["fused_calls"] >= layers * 3 * (NUM_TOKENS - 2) and stats["dense_reads"] == 0
@@ -82,15 +84,15 @@ def test_a_prefix_is_shared(smollm2, prompts, context):
     assert answers[0] == answers[1]
     # Two whole pages of the prompt were there
     assert coded[1] - coded[0] == coded[0] - 128 * model.config.num_hidden_layers
-    assert block < 0.35 * dense
+    assert block < 0.3 * dense
 
 
 def test_requests_that_make_room_go_on_as_they_were(smollm2, prompts, context, monkeypatch):
     model, offloaded = smollm2[0], []
-    copy, empty = OffloadingManager._offload_to_cpu, torch.empty
+    offload, empty = OffloadingManager._offload_to_cpu, torch.empty
 
     def watch(self, states, *args):
-        copied = copy(self, states, *args)
+        copied = offload(self, states, *args)
         offloaded.append((len(states), len(copied)))
         return copied
 
@@ -176,6 +178,10 @@ def test_what_cannot_be_had_is_refused(tiny_llama, smollm2):
         pytest.raises(ValueError, match="`num_recent_tokens`"),
         compressed_batching(tiny_llama, "gear-t25", num_recent_tokens=-1),
     ):
+        pass
+    split = copy.deepcopy(tiny_llama)
+    split.model.layers[-1].to("meta")
+    with pytest.raises(ValueError, match="split over cpu and meta"), compressed_batching(split, "gear-t25"):
         pass
     text = torch.randint(3, 97, (1, 100))
     with compressed_batching(tiny_llama, "gear-t25", text=text), pytest.raises(ValueError, match="multiple of 64"):
