@@ -226,7 +226,7 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
         # Of requests of the next passes, by where their first new token is written: their blocks, and whether the
         # newest tokens are to be made of rows
         self._tables: dict[int, tuple[list[int], bool]] = {}
-        # Requests that have found a prefix, until their first pass
+        # Requests that have found a prefix, until their first pass, offloaded before it or not
         self._found: set[str] = set()
 
     def register_cache_tensor(
@@ -256,13 +256,6 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
     def _compute_blocks_needed(self, allocated_blocks: int, past_length: int, query_length: int) -> int:
         needed = super()._compute_blocks_needed(0, past_length, query_length) + self.num_lead
         return max(0, needed - allocated_blocks)
-
-    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Gives back what a request has."""
-        # What is offloaded (`no_cache`) comes back, and has no table when it is let go of for a second time
-        if request_id in self.block_table and not no_cache:
-            self._found.discard(request_id)
-        super().free_blocks(request_id, no_cache)
 
     def count_shareable_blocks(self, source_request_id: str, past_length: int) -> int:
         """Counts the blocks that a fork shares: all but those of newest tokens and the last of rows."""
