@@ -37,7 +37,7 @@ ROOMS = {
     "infinigen": Room(in_package("infinigen", "infinigen_gear"), 2_700, 3_420),
     "kv_runahead": Room(in_package("kv_runahead"), 1_500, 1_670),
     "baselines": Room(in_package("baselines"), 700, 970),
-    "batching": Room(in_package("batching"), 900, 680),
+    "batching": Room(in_package("batching"), 900, 790),
     "store, advice, contract": Room(in_package("prompt_store", "advice", "contract"), 3_600, 3_400),
     "serving": Room(in_package("serving"), 400, 420),
     "cli": Room(in_package("cli", "console"), 1_600, 1_750),

@@ -128,9 +128,10 @@ class BatchedSteps:
         self._runner.compute_batch(self._network, self._inputs.get_model_kwargs())
 
     @property
-    def token_bytes(self) -> float:
-        """Bytes of a token in the pages of all layers."""
-        return float(sum(each.bytes_per_block / each.tokens_per_page for each in self.cache.cache_allocators.values()))
+    def num_bytes(self) -> int:
+        """Bytes of the blocks that all requests have."""
+        allocators = self.cache.cache_allocators.values()
+        return sum(each.bytes_per_block * sum(map(len, each.block_table.values())) for each in allocators)
 
 
 @benchmark("step", "Decode steps of many requests, {dtype}")
@@ -191,6 +192,6 @@ def benchmark_batching(
                 "cache": name,
                 **spread(times),
                 "speed_against_first": first / statistics.median(times),
-                "bytes": round(ways[name].token_bytes * count * length),
+                "bytes": ways[name].num_bytes,
                 "stats": stats,
             }

@@ -3,6 +3,7 @@
 import copy
 import math
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -85,6 +86,30 @@ def test_a_prefix_is_shared(smollm2, prompts, context):
     # Two whole pages of the prompt were there
     assert coded[1] - coded[0] == coded[0] - 128 * model.config.num_hidden_layers
     assert block < 0.3 * dense
+
+
+def test_a_cancelled_request_gives_its_blocks_back(smollm2, prompts, context):
+    with (
+        context(),
+        smollm2[0].continuous_batching_context_manager(
+            generation_config=GenerationConfig(do_sample=False, max_new_tokens=400, eos_token_id=-1),
+            continuous_batching_config=ContinuousBatchingConfig(page_size=64, num_blocks=24, max_batch_tokens=256),
+        ) as manager,
+    ):
+        manager.add_request(prompts[0], request_id="kept", max_new_tokens=NUM_TOKENS)
+        alone = manager.get_result(timeout=60).generated_tokens
+        # With a beginning that is known, and without one
+        for number in (0, 1):
+            manager.add_request(prompts[number], request_id=f"{number}", streaming=True)
+            next(iter(manager.request_id_iter(f"{number}")))
+            manager.cancel_request(f"{number}")
+        manager.add_request(prompts[0], request_id="again", max_new_tokens=NUM_TOKENS)
+        again = next(each for each in iter(lambda: manager.get_result(timeout=60), None) if each.request_id == "again")
+        batch = manager.batch_processor
+        while batch.has_pending_requests():
+            time.sleep(0.01)
+        batch.cache.evict_cached_blocks()
+        assert again.generated_tokens == alone and batch.cache.compute_free_capacity() == 1
 
 
 def test_requests_that_make_room_go_on_as_they_were(smollm2, prompts, context, monkeypatch):
