@@ -254,12 +254,12 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
             self._pages[layer_idx] = Page(*coded, exact)
 
     def _compute_blocks_needed(self, allocated_blocks: int, past_length: int, query_length: int) -> int:
-        needed = super()._compute_blocks_needed(0, past_length, query_length) + self.num_lead
+        needed: int = super()._compute_blocks_needed(0, past_length, query_length) + self.num_lead
         return max(0, needed - allocated_blocks)
 
     def count_shareable_blocks(self, source_request_id: str, past_length: int) -> int:
         """Counts the blocks that a fork shares: all but those of newest tokens and the last of rows."""
-        shared = past_length // self.tokens_per_page if self.use_block_sharing else 0
+        shared: int = past_length // self.tokens_per_page if self.use_block_sharing else 0
         return shared + self.num_first if shared else 0
 
     def fork_blocks(
@@ -357,10 +357,9 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
         for members in groups.values():
             firsts, counts, pasts, tables = zip(*members, strict=True)
             most = max(map(len, tables))
-            table = torch.tensor([own + [0] * (most - len(own)) for own in tables], device=device)
+            padded = torch.tensor([own + [0] * (most - len(own)) for own in tables], device=device)
             tokens = torch.tensor(firsts, device=device)[:, None] + torch.arange(counts[0], device=device)
-            past = torch.tensor(pasts, device=device)
-            found.append(Requests.of(tokens, past, table, self))
+            found.append(Requests.of(tokens, torch.tensor(pasts, device=device), padded, self))
         return found
 
     def _make_newest(self, table: list[int], past: int) -> None:
