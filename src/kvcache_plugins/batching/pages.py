@@ -249,9 +249,9 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
         strides = self.bytes_per_block // itemsize, 2 * size, size, self.head_dim, 1
         self._pages: dict[int, Page] = {}
         for number, (layer_idx, places) in enumerate(self._places.items()):
-            coded = map(rows, places, recipe.codecs[layer_idx].row_sizes)
+            keys, values = map(rows, places, recipe.codecs[layer_idx].row_sizes)
             exact = states.as_strided((blocks, count, 2, heads, self.head_dim), strides, number * count * 2 * size)
-            self._pages[layer_idx] = Page(*coded, exact)
+            self._pages[layer_idx] = Page(keys, values, exact)
 
     def _compute_blocks_needed(self, allocated_blocks: int, past_length: int, query_length: int) -> int:
         needed: int = super()._compute_blocks_needed(0, past_length, query_length) + self.num_lead
