@@ -40,7 +40,7 @@ class RequestStates:
     has_gradients = False
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self._keys, self._values = keys, values
+        self._keys, self._values, self.device, self.dtype = keys, values, keys.device, keys.dtype
 
     def lazy_length(self) -> int:
         """Tells the tokens of all requests."""
