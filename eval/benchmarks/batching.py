@@ -41,8 +41,7 @@ class RequestStates:
     has_gradients = False
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self._keys, self._values = keys, values
-        self.device, self.dtype = keys.device, keys.dtype
+        self._keys, self._values, self.device, self.dtype = keys, values, keys.device, keys.dtype
 
     def lazy_length(self) -> int:
         """Tells the tokens of all requests."""
@@ -130,9 +129,10 @@ class BatchedSteps:
         self._runner.compute_batch(self._network, self._inputs.get_model_kwargs())
 
     @property
-    def token_bytes(self) -> float:
-        """Bytes of a token in the pages of all layers."""
-        return float(sum(each.bytes_per_block / each.tokens_per_page for each in self.cache.cache_allocators.values()))
+    def num_bytes(self) -> int:
+        """Bytes of the blocks that all requests have."""
+        allocators = self.cache.cache_allocators.values()
+        return sum(each.bytes_per_block * sum(map(len, each.block_table.values())) for each in allocators)
 
 
 @benchmark("step", "Decode steps of many requests, {dtype}")
@@ -195,6 +195,6 @@ def benchmark_batching(
                 "cache": name,
                 **spread(times),
                 "speed_against_first": first / statistics.median(times),
-                "bytes": round(ways[name].token_bytes * count * length),
+                "bytes": ways[name].num_bytes,
                 "stats": stats,
             }

@@ -27,7 +27,7 @@ def make_codec(model):
     return RowCodec(SharedTables(*cache.layers[0].codec.tables()))
 
 
-def make_allocator(codec, num_recent, dtype, num_blocks=9):
+def make_allocator(codec, num_recent, dtype, num_blocks=40):
     recipe = Recipe({0: codec}, SINKS, num_recent)
     options = {"index": 0, "config": None, "num_key_value_heads": HEADS, "cache_dtype": dtype, "page_size": PAGE}
     allocator = CodedAllocator(recipe, **options, layer_indices=[0], allow_block_sharing=True)
@@ -38,13 +38,16 @@ def make_allocator(codec, num_recent, dtype, num_blocks=9):
 
 
 def find_requests(allocator, members):
-    """Requests of one pass, given the tokens before it, the new ones and the blocks of each."""
-    stride = allocator.block_physical_stride
-    places = [torch.tensor(blocks)[torch.arange(past + new) // PAGE] * stride for past, new, blocks in members]
+    """Requests of one pass, given the tokens before it, the new ones and the name of each; they get their blocks."""
+    write = []
+    for past, new, name in members:
+        for _ in range(allocator.needs_new_sectors(name, past, new)):
+            allocator.pool.allocate_sector(0)
+        allocator.allocate_cache_to_request(name, past, new)
+        write += allocator.get_write_indices(name, past, new)
     starts = [0, *itertools.accumulate(new for _, new, _ in members)]
     key_starts = [0, *itertools.accumulate(past + new for past, new, _ in members)]
-    write = [own[past:] for own, (past, _, _) in zip(places, members, strict=True)]
-    return allocator.requests(starts, key_starts, torch.cat(places), torch.cat(write))
+    return allocator.requests(starts, key_starts, torch.tensor(write))
 
 
 def expected_states(codec, keys, values, past, num_recent):
@@ -66,17 +69,17 @@ def test_attention_is_over_what_was_written(num_recent, dtype, kernel, tiny_llam
     codec = make_codec(tiny_llama)
     allocator, head_dim = make_allocator(codec, num_recent, dtype), codec.head_shapes[0][1]
     batching = CompressedBatching(allocator.recipe)
-    # Blocks of two requests, and the tokens of each in every pass: borders of pages, single tokens, a token alone
-    blocks, passes = ([5, 2, 8], [3, 7]), [(60, 1), (3, 5), (1, 1), (1, 1), (20, 58), (64, 1), (1, 1)]
+    # Tokens of two requests in every pass: borders of pages, single tokens, a token alone
+    names, passes = "ab", [(60, 1), (3, 5), (1, 1), (1, 1), (20, 58), (64, 1), (1, 1)]
     if kernel == "triton":
         # Interpreted, which takes long
         passes = passes[:4]
-    held = [[torch.zeros(1, HEADS, 0, head_dim, dtype=dtype) for _ in range(2)] for _ in blocks]
+    held = [[torch.zeros(1, HEADS, 0, head_dim, dtype=dtype) for _ in range(2)] for _ in names]
     for counts in passes:
         new = [[torch.randn(1, HEADS, count, head_dim).to(dtype) for _ in range(2)] for count in counts]
         starts = [0, counts[0], sum(counts)]
         pasts = [own[0].shape[2] for own in held]
-        requests = find_requests(allocator, list(zip(pasts, counts, blocks, strict=True)))
+        requests = find_requests(allocator, list(zip(pasts, counts, names, strict=True)))
         joined = [torch.cat([states[side] for states in new], dim=2) for side in range(2)]
         exact = [allocator.exact(0, each) for each in requests]
         for each in requests:
@@ -104,24 +107,65 @@ def test_attention_is_over_what_was_written(num_recent, dtype, kernel, tiny_llam
     assert (batching.stats()["fused_calls"] > 0) == (kernel != "torch")
 
 
-def test_copied_blocks_are_whole(tiny_llama):
+def held(allocator, name, past, new):
+    """All that a new token of a request attends to, and its pass."""
+    (requests,) = find_requests(allocator, [(past, 1, name)])
+    parts = allocator.parts(0, requests, allocator.exact(0, requests), *new)
+    tiles = ((part.gathered() if isinstance(part, PagedPart) else part).tiles() for part in parts)
+    return [tile[side] for tile in itertools.chain(*tiles) for side in range(2)], requests
+
+
+def make_request(allocator, codec, length):
+    keys, values = torch.randn(2, 1, HEADS, length, codec.head_shapes[0][1])
+    (requests,) = find_requests(allocator, [(0, length, "a")])
+    allocator.write(0, requests, keys, values)
+    return keys, values
+
+
+# Within a page, and at its end, where the fork has no rows to copy
+@pytest.mark.parametrize("length", [70, 128])
+def test_forks_share_first_tokens_and_whole_pages_alone(length, tiny_llama):
     codec = make_codec(tiny_llama)
     allocator = make_allocator(codec, 8, torch.float32)
-    keys, values = torch.randn(2, 1, HEADS, 70, codec.head_shapes[0][1])
-    (requests,) = find_requests(allocator, [(0, 70, [1, 2])])
-    allocator.write(0, requests, keys, values)
-    allocator.copy_blocks([1, 2], [6, 4])
+    keys, _ = make_request(allocator, codec, length)
+    source = allocator.block_table["a"]
+    for _ in range(allocator.count_non_shareable_blocks("a", length)):
+        allocator.pool.allocate_sector(0)
+    allocator.copy_blocks(*allocator.fork_blocks("a", "b", length))
+    shared = [own for own, other in zip(source, allocator.block_table["b"], strict=True) if own == other]
+    pages = length // PAGE
+    assert shared == [*source[: allocator.num_first], *source[allocator.num_lead : allocator.num_lead + pages]]
     new = torch.randn(2, 1, HEADS, 1, keys.shape[3])
-
-    def held(blocks):
-        (requests,) = find_requests(allocator, [(70, 1, blocks)])
-        parts = allocator.parts(0, requests, allocator.exact(0, requests), *new)
-        return [
-            tile[side]
-            for part in parts
-            for tile in (part.gathered() if isinstance(part, PagedPart) else part).tiles()
-            for side in range(2)
-        ]
-
-    for own, copy in zip(held([1, 2]), held([6, 4]), strict=True):
+    before, requests = held(allocator, "a", length, new)
+    allocator.write(0, requests, *new)
+    for own, copy in zip(before, held(allocator, "b", length, new)[0], strict=True):
         assert torch.equal(own, copy)
+    for name in "ab":
+        allocator.free_blocks(name)
+    assert allocator.pool.count_free_blocks(0) + allocator.pool.num_free_sectors == 40
+
+
+def test_a_found_prefix_has_its_first_tokens_and_newest_ones_of_its_rows(tiny_llama):
+    codec = make_codec(tiny_llama)
+    allocator = make_allocator(codec, 8, torch.float32)
+    keys, values = make_request(allocator, codec, 128)
+    ids = list(range(130))
+    allocator.mark_complete_blocks("a", ids, 2)
+    allocator.free_blocks("a")
+    matched = allocator.match_prefix_blocks(ids)
+    allocator.acquire_prefix_blocks("b", 128, matched)
+    new = torch.randn(2, 1, HEADS, 1, keys.shape[3])
+    (*_, exact_keys, exact_values), _ = held(allocator, "b", 128, new)
+    rows = codec.encode(keys, values, Positions(0, None))
+    decoded = codec.decode_keys(rows[0], Positions(0, None)), codec.decode_values(rows[1])
+    for own, states, coded in zip((exact_keys, exact_values), (keys, values), decoded, strict=True):
+        assert torch.equal(own[:, :, :SINKS], states[:, :, :SINKS])
+        torch.testing.assert_close(own[:, :, SINKS:-1], coded[:, :, -8:])
+    # The same blocks again, written by another request, are given back for those that are known
+    allocator.free_blocks("b")
+    make_request(allocator, codec, 128)
+    allocator.mark_complete_blocks("a", ids, 2)
+    assert allocator.block_table["a"][allocator.num_lead :] == matched
+    allocator.free_blocks("a")
+    allocator.pool.free_blocks(0, allocator.ledger.evict_cached_blocks())
+    assert allocator.pool.count_free_blocks(0) + allocator.pool.num_free_sectors == 40

@@ -91,7 +91,7 @@ class CompressedBatching:
         lengths, starts = kwargs["cu_seq_lens_k"][allocator.layer_type], kwargs["cu_seq_lens_q"]
         read, write = (kwargs[name][allocator.index] for name in ("read_index", "write_index"))
         if self._pass is None or self._pass[0] is not starts:
-            self._pass = starts, allocator.requests(starts.tolist(), lengths.tolist(), read, write)
+            self._pass = starts, allocator.requests(starts.tolist(), lengths.tolist(), write)
         requests = self._pass[1]
         kwargs["cu_seq_lens_k"] = lengths.to(torch.int32)
         kwargs["max_length_k"] = kwargs["max_length_k"][allocator.layer_type]
@@ -230,7 +230,7 @@ def _recipe(model: PreTrainedModel, name: str, text: torch.Tensor | None, num_re
         raise ValueError(
             f"`name` is `{name}`, which has no tables of the model's, and requests share blocks: accepted are "
             "calibrated caches, such as `gear-c16` of a model that `kvcache-plugins calibrate` was run for, and "
-            "`gear-t16` to `gear-t30` with a `text` to make tables of"
+            "`gear-t16` to `gear-t30` with a `text` to make tables of (under tensor parallelism these alone)"
         )
     packing = next(layer.packing for layer in layers.values() if hasattr(layer, "packing"))
     return Recipe(codecs, packing.num_sink_tokens, num_recent_tokens)
@@ -256,7 +256,8 @@ def compressed_batching(
         `CompressedBatching`: counters, and bytes of a page.
 
     Raises:
-        ValueError: if the cache has no tables that requests can share, or an option is none of the accepted values.
+        ValueError: if the cache has no tables that requests can share, the model is split over devices (other than
+            by tensor parallelism), or an option is none of the accepted values.
         RuntimeError: if this release of Transformers has another paged cache, or a batch ran from a dense one.
 
     Example:
@@ -266,6 +267,9 @@ def compressed_batching(
     >>> batching.stats()["tokens_coded"]
     """
     check_integer("num_recent_tokens", num_recent_tokens, 0)
+    devices = sorted({str(each.device) for each in model.parameters()})
+    if len(devices) > 1:
+        raise ValueError(f"`model` is split over {' and '.join(devices)}, and all pages stand on one device")
     key = id(model.config.get_text_config())
     _check_release()
     if getattr(model, "_cached_continuous_batching_manager", None) is not None:

@@ -105,7 +105,9 @@ class CacheServer:
                     # What requests that say nothing begin with
                     model.generation_config.update(do_sample=temperature > 0, temperature=temperature or None)
                 sampling = self._parts._chat_handler._build_generation_config({}, model.generation_config, use_cb=True)
-                config = ContinuousBatchingConfig(num_blocks=num_blocks, max_batch_tokens=max_batch_tokens)
+                # A request has blocks for exact tokens too, so small ones: `num_blocks` are of 256 tokens
+                count = None if num_blocks is None else 2 * num_blocks
+                config = ContinuousBatchingConfig(page_size=128, num_blocks=count, max_batch_tokens=max_batch_tokens)
                 self._manager = state._cb_manager = BatchingManager(model, config, sampling, say)
             else:
                 self._manager = CachingManager(model, cache, self._store, say)
