@@ -30,17 +30,17 @@ def in_package(*names: str) -> tuple[str, ...]:
 
 
 ROOMS = {
-    "kernels": Room(in_package("kernels"), 2_500, 6_040),
+    "kernels": Room(in_package("kernels"), 2_500, 6_080),
     "codecs": Room(in_package("codecs"), 2_500, 3_200),
     "cache": Room(in_package("layers", "reports"), 3_300, 4_370),
     "gear": Room(in_package("gear"), 1_600, 1_890),
-    "infinigen": Room(in_package("infinigen", "infinigen_gear"), 2_700, 3_420),
-    "kv_runahead": Room(in_package("kv_runahead"), 1_500, 1_670),
+    "infinigen": Room(in_package("infinigen", "infinigen_gear"), 2_700, 3_365),
+    "kv_runahead": Room(in_package("kv_runahead"), 1_500, 1_635),
     "baselines": Room(in_package("baselines"), 700, 970),
     "batching": Room(in_package("batching"), 900, 780),
-    "store, advice, contract": Room(in_package("prompt_store", "advice", "contract"), 3_600, 3_400),
+    "store, advice, contract": Room(in_package("prompt_store", "advice", "contract"), 3_600, 3_345),
     "serving": Room(in_package("serving"), 400, 420),
-    "cli": Room(in_package("cli", "console"), 1_600, 1_750),
+    "cli": Room(in_package("cli", "console"), 1_600, 1_770),
     "ground": Room((*in_package("registry", "models", "files"), f":(glob){PACKAGE}/*.py"), 1_200, 1_750),
     "all of src": Room(("src",), 20_000, 29_540),
     "triton_kernels": Room(("triton_kernels",), 3_500, 3_910),

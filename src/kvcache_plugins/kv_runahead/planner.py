@@ -388,7 +388,8 @@ def planned(
     """
     Cuts the slices that a cost model says are fastest: without a link those of equal compute; with one (then
     `bytes_per_token` and `num_layers` are needed, see `predict_ttft`) `searched` moves their boundaries by the
-    simulated time to first token, and of fewer ranks, if `allow_fewer`, as many are taken as pay.
+    simulated time to first token, for one rank more after the other, if `allow_fewer`, until two in a row save
+    nothing.
     """
     _check_length(length, num_ranks)
     if link is None:
@@ -397,9 +398,15 @@ def planned(
         raise ValueError("`link` needs `bytes_per_token` and `num_layers`: without them it has no time of transfers")
     predict = partial(predict_ttft, cost=cost, link=link, bytes_per_token=bytes_per_token, num_layers=num_layers)
     found: dict[Partition, float] = {}
+    num_useless = 0
     for count in range(1 if allow_fewer else num_ranks, num_ranks + 1):
+        before = min(found.values(), default=math.inf)
         lengths, seconds = searched(_balanced(length, count, cost), predict, last_step=max(length // _FINEST, 1))
         found[lengths] = seconds
+        num_useless = 0 if seconds * (1 + _WORTH_A_RANK) < before else num_useless + 1
+        # A search takes longer the more ranks there are
+        if num_useless == 2:
+            break
     enough = (1 + _WORTH_A_RANK) * min(found.values())
     return min((lengths for lengths, seconds in found.items() if seconds <= enough), key=len)
 
