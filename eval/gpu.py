@@ -295,6 +295,8 @@ def time_whole_steps(
             if not each.endswith(CAPTURED):
                 require_close_layers(each, filled[each], network.config.num_attention_heads)
             functions[each] = partial(step, each)
+        if each not in functions:
+            filled.pop(each, None)
     clock = partial(time_call, device=run.device)
     seconds = take_turns(functions, clock, steps, seconds=run.box.left, guard=report.attempt)
     rows = step_rows(seconds, filled, context)

@@ -98,7 +98,7 @@ def compile_overview(results: Path) -> dict[str, Any]:
         sizes = {name: getattr(held, name) for name in ("kv_percent", "kv_percent_with_shared")}
         row = {"cache": cache, "what": what, **sizes, "kl": prompt[cache], "kl_decoded": decoded.get(cache)}
         rows.append({**row, "speed_against_dynamic": speeds.get(cache)})
-    sources = {name: ", ".join(each["files"]) for name, each in merged.items()}
+    sources: dict[str, object] = {name: ", ".join(each["files"]) for name, each in merged.items()}
     sources |= {"steps": STEPS, "context": CONTEXT, "model": MODEL}
     return {"benchmark": "overview", **provenance(torch.device("cpu")), "settings": sources, "rows": rows}
 
