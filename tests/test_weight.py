@@ -34,8 +34,8 @@ ROOMS = {
     "codecs": Room(in_package("codecs"), 2_500, 3_200),
     "cache": Room(in_package("layers", "reports"), 3_300, 4_370),
     "gear": Room(in_package("gear"), 1_600, 1_890),
-    "infinigen": Room(in_package("infinigen", "infinigen_gear"), 2_700, 3_365),
-    "kv_runahead": Room(in_package("kv_runahead"), 1_500, 1_635),
+    "infinigen": Room(in_package("infinigen", "infinigen_gear"), 2_700, 3_380),
+    "kv_runahead": Room(in_package("kv_runahead"), 1_500, 1_640),
     "baselines": Room(in_package("baselines"), 700, 970),
     "batching": Room(in_package("batching"), 900, 780),
     "store, advice, contract": Room(in_package("prompt_store", "advice", "contract"), 3_600, 3_345),
@@ -44,7 +44,7 @@ ROOMS = {
     "ground": Room((*in_package("registry", "models", "files"), f":(glob){PACKAGE}/*.py"), 1_200, 1_750),
     "all of src": Room(("src",), 20_000, 29_540),
     "triton_kernels": Room(("triton_kernels",), 3_500, 3_910),
-    "eval": Room(("eval",), 5_500, 6_890),
+    "eval": Room(("eval",), 5_500, 6_940),
     "tests": Room(("tests",), 15_000, 24_500),
 }
 
