@@ -389,6 +389,13 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         number("KL, one forward", "kl", ".4f"),
         number("decode step, times as fast", "speed_against_dynamic", ".2f"),
     ),
+    "batching_kl": Table(
+        code(),
+        name("exact newest tokens", "recent"),
+        number("KL", "kl", ".4f"),
+        number("spread of requests", "kl_spread", ".4f"),
+        number("bytes a token", "bytes", ".0f"),
+    ),
     "families": render_families,
     "context": render_context,
     "task": render_task,

@@ -7,8 +7,9 @@ time, every key read once for all query heads of its group. Pages hold random by
 
 import copy
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,17 +17,20 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from kvcache_plugins import create_cache
 from kvcache_plugins.batching import compressed_batching
 from kvcache_plugins.console.inputs import CachesOption, ModelOption, NumThreadsOption, load_for_evaluation, read_text
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings, say
-from kvcache_plugins.eval.harness import read_tokens, spread, take_turns, time_processor
+from kvcache_plugins.eval.harness import cut_windows, read_tokens, spread, take_turns, time_processor
 from kvcache_plugins.eval.rows import Found
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.lazy_states import stored_states
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.option_checks import check_choice
+from kvcache_plugins.reports.memory import measure_memory
 
 from .step import SHAPES, random_model
 
@@ -91,7 +95,13 @@ class BatchedSteps:
     """
 
     def __init__(
-        self, network: PreTrainedModel, num_requests: int, context: int, page_size: int, by_request: bool = False
+        self,
+        network: PreTrainedModel,
+        num_requests: int,
+        context: int,
+        page_size: int,
+        by_request: bool = False,
+        most_tokens: int = 64,
     ) -> None:
         # What a fresh cache of Transformers' is filled with has no public name
         from transformers.generation.continuous_batching.requests import RequestStatus, create_warmup_future_states
@@ -102,7 +112,7 @@ class BatchedSteps:
         paging = ContinuousBatchingConfig(
             page_size=page_size,
             num_blocks=num_requests * (context // page_size + 1),
-            max_batch_tokens=max(64, num_requests),
+            max_batch_tokens=max(most_tokens, num_requests),
             max_requests_per_batch=num_requests,
         )
         manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=paging)
@@ -119,20 +129,111 @@ class BatchedSteps:
         if by_request:
             self.cache.update = RequestPages(context).update
 
+    def _prepared(self, tokens: Sequence[Sequence[int]], start: int) -> dict[str, Any]:
+        """Prepares a pass over as many tokens of every request, from position `start` on."""
+        for state, own in zip(self._states, tokens, strict=True):
+            state.state.position_offset, state.state.tokens_to_process = start, list(own)
+            state.query_length = len(own)
+        sizes = sum(map(len, tokens)), len(tokens) * start
+        self._inputs.prepare_batch_tensors(self._states, self._runner.logit_processor, False, *sizes, False)
+        found: dict[str, Any] = self._inputs.get_model_kwargs()
+        return found
+
     @torch.inference_mode()
     def step(self, number: int) -> None:
         """Decodes a token of every request."""
-        for state in self._states:
-            state.state.position_offset, state.state.tokens_to_process = self._context, [number]
-        count, reads = len(self._states), len(self._states) * self._context
-        self._inputs.prepare_batch_tensors(self._states, self._runner.logit_processor, False, count, reads, False)
-        self._runner.compute_batch(self._network, self._inputs.get_model_kwargs())
+        data = self._prepared([[number]] * len(self._states), self._context)
+        self._runner.compute_batch(self._network, data)
+
+    @torch.inference_mode()
+    def read(self, tokens: Sequence[Sequence[int]], start: int) -> torch.Tensor:
+        """Reads tokens of every request from position `start` on; returns logits of the last, `[B, vocabulary]`."""
+        data = self._prepared(tokens, start)
+        logits: torch.Tensor = self._network(**data, logits_to_keep=data["logits_indices"]).logits[0]
+        return logits.clone()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the blocks that all requests have."""
         allocators = self.cache.cache_allocators.values()
         return sum(each.bytes_per_block * sum(map(len, each.block_table.values())) for each in allocators)
+
+
+@torch.no_grad()
+def decoded_logits(network: PreTrainedModel, windows: torch.Tensor, prefix: int, cache: Cache) -> torch.Tensor:
+    """Decodes windows `[B, tokens]` one by one behind their prefix; returns logits `[B, decoded, vocabulary]`."""
+    fed: dict[str, Any] = {**as_argument(cache), "use_cache": True, "logits_to_keep": 1}
+    network(windows[:, :prefix], **fed)
+    parts = windows[:, prefix:].split(1, dim=1)
+    return torch.cat([network(part, **fed).logits for part in parts], dim=1)
+
+
+def measure_kl(
+    network: PreTrainedModel,
+    windows: torch.Tensor,
+    prefix: int,
+    caches: Sequence[str],
+    exact: Sequence[int],
+    size: int,
+    text: torch.Tensor | None,
+) -> Iterator[dict[str, Any]]:
+    """Yields KL to the dense cache of tokens decoded by a batch's steps and plainly, and bytes a token."""
+    count, length = windows.shape
+
+    def dense_rows(make: Callable[[], Cache]) -> tuple[torch.Tensor, float]:
+        found, held = [], 0.0
+        for window in windows.split(1):
+            found.append(decoded_logits(network, window, prefix, cache := make()))
+            held += measure_memory(cache).total_bytes / windows.numel()
+        return torch.cat(found).double().log_softmax(dim=-1), held
+
+    dense, _ = dense_rows(lambda: DynamicCache(config=network.config))
+    for name in caches:
+        ways: dict[str, tuple[torch.Tensor, float]] = {"plain": dense_rows(partial(create_cache, name, network))}
+        for num_recent in exact:
+            with compressed_batching(network, name, text=text, num_recent_tokens=num_recent) as batching:
+                steps = BatchedSteps(network, count, length, size, most_tokens=count * prefix)
+                steps.read(windows[:, :prefix].tolist(), 0)
+                rows = [steps.read(windows[:, i : i + 1].tolist(), i) for i in range(prefix, length)]
+                if batching.stats()["dense_reads"]:
+                    raise RuntimeError(f"{name} was read dense")
+            ways[str(num_recent)] = (
+                torch.stack(rows, dim=1).double().log_softmax(-1),
+                steps.num_bytes / windows.numel(),
+            )
+        for way, (logits, held) in ways.items():
+            kl = (dense.exp() * (dense - logits)).sum(dim=-1).mean(dim=1)
+            yield {"cache": name, "recent": way, "kl": float(kl.mean()), "kl_spread": float(kl.std()), "bytes": held}
+
+
+@benchmark("batching_kl", "KL of {scored} tokens decoded by a batch's steps behind {prefix}, {model}")
+def benchmark_batching_kl(
+    cache: CachesOption,
+    text_file: Annotated[Path, typer.Option(help="The text that requests are cut from.")],
+    model: ModelOption = "smollm2",
+    requests: Annotated[int, typer.Option(help="Windows of the text, spread evenly.", min=2)] = 4,
+    prefix: Annotated[int, typer.Option(help="Tokens of a prompt.", min=64)] = 512,
+    scored: Annotated[int, typer.Option(help="Tokens decoded one by one behind it.", min=1)] = 64,
+    recent: Annotated[list[int], typer.Option(help="Exact newest tokens of a request; repeatable.", min=0)] = [8],
+    page_size: Annotated[int, typer.Option(help="Tokens of a page.", min=64)] = 64,
+    prompt_tables: Annotated[
+        bool, typer.Option("--prompt-tables", help="Make a batch's tables of the first prompt, without a calibration.")
+    ] = False,
+) -> Iterator[Found]:
+    """Measure KL through the steps of continuous batching. Beside it that of plain decoding from the same cache.
+
+    Bytes are all that a request has at the end, a token of it.
+
+    \b
+    Examples:
+        kvcache-plugins bench batching-kl --text-file wiki.test.raw --cache gear-c16 --recent 8 --recent 12
+    """
+    read_text(text_file, "text_file")
+    network, tokenizer = load_for_evaluation(model, None)
+    yield from loaded_settings(network)
+    windows = torch.stack(cut_windows(tokenizer, text_file, requests, prefix, scored))[:, :-1]
+    text = windows[:1, :prefix] if prompt_tables else None
+    yield from measure_kl(network, windows, prefix, cache, recent, page_size, text)
 
 
 @benchmark("step", "Decode steps of many requests, {dtype}")

@@ -81,6 +81,7 @@ bench = make_app(
     {
         "step": "kvcache_plugins.eval.benchmarks.step:benchmark_steps",
         "batching": "kvcache_plugins.eval.benchmarks.batching:benchmark_batching",
+        "batching-kl": "kvcache_plugins.eval.benchmarks.batching:benchmark_batching_kl",
         "kernels": "kvcache_plugins.eval.benchmarks.kernels:benchmark_kernels",
         "memory": "kvcache_plugins.eval.benchmarks.memory:benchmark_memory",
         "prompts": "kvcache_plugins.eval.benchmarks.prompts:benchmark_prompts",
