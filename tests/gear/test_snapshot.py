@@ -40,6 +40,25 @@ def test_goes_on_exactly_where_it_was(tiny_model, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["gear-2bit", "gear-t22"])
+@pytest.mark.parametrize("length", [20, 152])
+def test_loaded_in_inference_mode_it_goes_on_in_any(tiny_llama, tmp_path, name, length):
+    path, ids = tmp_path / "cache.safetensors", torch.randint(3, 128, (1, length + 90))
+    cache = create_cache(name, tiny_llama)
+    with torch.no_grad():
+        for part in (ids[:, : length - 2], ids[:, length - 2 : length]):
+            tiny_llama(part, past_key_values=cache)
+        cache.save(path, tiny_llama)
+    with torch.inference_mode():
+        loaded = GEARCache.load(path, tiny_llama)
+    for number in range(length, length + 90):
+        token = ids[:, number : number + 1]
+        with (torch.inference_mode, torch.no_grad)[number % 2]():
+            logits = tiny_llama(token, past_key_values=loaded).logits
+        with torch.no_grad():
+            assert torch.equal(logits, tiny_llama(token, past_key_values=cache).logits)
+
+
+@pytest.mark.parametrize("name", ["gear-2bit", "gear-t22"])
 def test_file_is_as_small_as_the_cache(tiny_llama, tmp_path, name):
     cache, *_ = filled(tiny_llama, name)
     cache.save(tmp_path / "cache.safetensors", tiny_llama)

@@ -137,7 +137,8 @@ def write_tensors(path: PathLike, document: dict[str, Any], tensors: Tensors, mo
 
 def read_record(path: PathLike, form: Format, kind: type[RecordT]) -> RecordT:
     """Reads what `write_record` wrote, within `refusals`, onto the host; all that it cannot be is a `ValueError`."""
-    with open(path, "rb") as file:
+    # Tensors of `torch.inference_mode()` could not be written to outside of it
+    with open(path, "rb") as file, torch.inference_mode(False):
         size = os.fstat(file.fileno()).st_size
         header, text = _read_header(file, size)
         document, checksum = _metadata(header)

@@ -766,6 +766,7 @@ class CompressedLayer(LazyLayer):
             pending=None if pending is None else pending.to(torch.uint8),
         )
 
+    @in_own_context
     def restore(self, state: LayerState, device: torch.device, path: str = "state") -> None:
         """Takes over a state that may come from anywhere, or raises a `ValueError` that names `path`."""
         if state.counters.keys() != set(self.counter_names):
