@@ -44,7 +44,7 @@ KINDS = {
     "h2o-exact": Kind(name="h2o", options={"heavy_ratio": 0.5, "recent_ratio": 0.5}, exactness=EXACT),
 }
 # Unlike others in options alone, of which those have more
-LONG = ("gear-2bit", "gear-l-2bit", "per-token-2bit", "infinigen-gear")
+LONG = ("gear-2bit", "gear-l-2bit", "per-token-2bit")
 NUM_STEPS = 12
 
 

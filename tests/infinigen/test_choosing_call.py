@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from decoding import assert_same, decode_logits, make_model, tokens
 
 from kvcache_plugins import InfiniGenCache
+from kvcache_plugins.contract.comparison import reachable_bytes
 from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
@@ -70,6 +71,10 @@ def test_prepared_steps_are_those_of_single_kernels(count, options, shape, mode,
     assert prepared.stats() == single.stats()
     # Not of one that never prepares a call, however often it is told
     assert prepared._call is not None and single._call is None
+    # What a call is made of is held already, but for the newest token, which is the model's
+    prepared._call._accepted = None
+    held = {(each.data_ptr(), each.nbytes) for _, each in prepared.named_tensors()}
+    assert reachable_bytes(prepared) == sum(size for _, size in held)
     for side in ("keys", "values"):
         assert torch.equal(prepared.materialize(side), single.materialize(side))
 

@@ -164,6 +164,7 @@ class ChoosingCall(TokenWriter):
         rows (`tuple[str, str, Structure]`): the same of the kernel that attends to some of them.
         window (two `torch.Tensor`): the storage of the newest tokens.
         dtype (`torch.dtype`): of exact tokens.
+        alive (`object`, *optional*): what keeps memory that the structures point to, if they do not.
     """
 
     def __init__(
@@ -175,7 +176,9 @@ class ChoosingCall(TokenWriter):
         rows: tuple[str, str, Structure],
         window: tuple[torch.Tensor, torch.Tensor],
         dtype: torch.dtype,
+        alive: object = None,
     ):
+        self._kept = alive
         sizes, value_dim = _sizes_of(query), window[1].shape[3]
         units = sizes["batch"] * sizes["heads"]
         own = (*query.shape[:2], query.shape[3], dtype, True), (*query.shape[:2], value_dim, dtype, True)
@@ -360,8 +363,11 @@ def choose_by_rows(
     scores = make("RowScores", sizes, {"runs": runs, "length": length, "scale": scale, "rows": stored.given["rows"]})
     scores.tasks.count = _num_units(query) * runs
     rows = make("Chosen", {**sizes, "scale": scale, "most_threads": num_threads()}, base=stored)
+    # Of `stored`, which lives as long as the tokens do; tables of angles in it are of no cache
+    for call in (scores, rows):
+        call.given, call.alive = {}, None
     calls = ("score_rows", "RowScores", scores), ("attend_chosen", "Chosen", rows)
-    return ChoosingCall(query, scale, length, *calls, window, tokens.sinks.keys.dtype)
+    return ChoosingCall(query, scale, length, *calls, window, tokens.sinks.keys.dtype, alive=tokens)
 
 
 @torch.compiler.disable
