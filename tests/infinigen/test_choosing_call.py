@@ -71,8 +71,7 @@ def test_prepared_steps_are_those_of_single_kernels(count, options, shape, mode,
     assert prepared.stats() == single.stats()
     # Not of one that never prepares a call, however often it is told
     assert prepared._call is not None and single._call is None
-    # What a call is made of is held already, but for the newest token, which is the model's
-    prepared._call._accepted = None
+    # What a call is made of is held already
     held = {(each.data_ptr(), each.nbytes) for _, each in prepared.named_tensors()}
     assert reachable_bytes(prepared) == sum(size for _, size in held)
     for side in ("keys", "values"):

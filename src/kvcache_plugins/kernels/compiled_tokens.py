@@ -288,6 +288,8 @@ class ChoosingCall(TokenWriter):
                 kernel(structure)
             else:
                 find_threads()(kernel, structure, threads)
+        # Once it is written the newest token is nobody's
+        self._accepted = None
         self.num_chosen = self._choice[_AT_CHOICE.chosen]
         return result if query.dtype is torch.float32 else result.to(query.dtype)
 
