@@ -176,6 +176,10 @@ class CodedRows(ScoringStates):
             self._tokens = tokens = RowTokens(self.rows["keys"], self.length, pool.pages, self.codec, positions, sinks)
         return tokens
 
+    def forget_description(self) -> None:
+        """Lets go of what kernels are told of the tokens, which is of the padding as it was known."""
+        self._tokens = None
+
     def truncate(self, length: int) -> None:
         super().truncate(length)
         self._tokens = None

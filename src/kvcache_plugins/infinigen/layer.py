@@ -241,6 +241,8 @@ class InfiniGenLayer(LazyLayer):
     def on_exact_attention(self, call: AttentionCall) -> None:
         self._forget_call()
         self._learn_padding(call.mask)
+        if isinstance(self.scoring, CodedRows):
+            self.scoring.forget_description()
         # Queries of what is projected are of other heads
         if call.project is None:
             if self.check_queries is not None:
