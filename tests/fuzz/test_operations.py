@@ -36,7 +36,8 @@ KINDS = {
     "infinigen-pool": Kind(name="infinigen", options={**WHOLE, "pool_tokens": 40}, **{**CHOOSES, "as_alone": 1.5}),
     "infinigen-paper": Kind(name="infinigen-paper", options=WHOLE, **CHOOSES),
     "infinigen-exact": Kind(name="infinigen", options=EVERYTHING, exactness=EXACT),
-    "infinigen-gear": Kind(name="infinigen-gear", options=WHOLE, **CHOOSES),
+    # A row of fewer tokens is exact alone, and coded beside longer ones
+    "infinigen-gear": Kind(name="infinigen-gear", options=WHOLE, **{**CHOOSES, "least_real": 68}),
     "infinigen-gear-8bit": Kind(
         name="infinigen-gear", options={**EVERYTHING, "key_nbits": 8, "value_nbits": 8}, exactness=EIGHT_BITS
     ),
