@@ -25,10 +25,10 @@ from kvcache_plugins.batching import compressed_batching
 from kvcache_plugins.console.inputs import CachesOption, ModelOption, NumThreadsOption, load_for_evaluation, read_text
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings, say
 from kvcache_plugins.eval.harness import cut_windows, read_tokens, spread, take_turns, time_processor
+from kvcache_plugins.eval.measures.fidelity import continuation_logits, fill_cache, score_logits
 from kvcache_plugins.eval.rows import Found
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.lazy_states import stored_states
-from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.option_checks import check_choice
 from kvcache_plugins.reports.memory import measure_memory
 
@@ -159,15 +159,6 @@ class BatchedSteps:
         return sum(each.bytes_per_block * sum(map(len, each.block_table.values())) for each in allocators)
 
 
-@torch.no_grad()
-def decoded_logits(network: PreTrainedModel, windows: torch.Tensor, prefix: int, cache: Cache) -> torch.Tensor:
-    """Decodes windows `[B, tokens]` one by one behind their prefix; returns logits `[B, decoded, vocabulary]`."""
-    fed: dict[str, Any] = {**as_argument(cache), "use_cache": True, "logits_to_keep": 1}
-    network(windows[:, :prefix], **fed)
-    parts = windows[:, prefix:].split(1, dim=1)
-    return torch.cat([network(part, **fed).logits for part in parts], dim=1)
-
-
 def measure_kl(
     network: PreTrainedModel,
     windows: torch.Tensor,
@@ -177,33 +168,38 @@ def measure_kl(
     size: int,
     text: torch.Tensor | None,
 ) -> Iterator[dict[str, Any]]:
-    """Yields KL to the dense cache of tokens decoded by a batch's steps and plainly, and bytes a token."""
-    count, length = windows.shape
+    """
+    Yields KL to the dense cache of tokens decoded by a batch's steps and plainly, and bytes a token, over windows as
+    `measure_fidelity` takes them, stacked.
+    """
+    fed, targets = windows[:, :-1], windows[:, prefix + 1 :]
+    count, length = fed.shape
 
-    def dense_rows(make: Callable[[], Cache]) -> tuple[torch.Tensor, float]:
+    def decode_plainly(make: Callable[[], Cache]) -> tuple[torch.Tensor, float]:
         found, held = [], 0.0
-        for window in windows.split(1):
-            found.append(decoded_logits(network, window, prefix, cache := make()))
-            held += measure_memory(cache).total_bytes / windows.numel()
-        return torch.cat(found).double().log_softmax(dim=-1), held
+        for window in fed:
+            cache = make()
+            fill_cache(network, window[:prefix], cache)
+            found.append(continuation_logits(network, window[prefix:], cache, 1))
+            held += measure_memory(cache).total_bytes / fed.numel()
+        return torch.stack(found), held
 
-    dense, _ = dense_rows(lambda: DynamicCache(config=network.config))
+    dense, _ = decode_plainly(lambda: DynamicCache(config=network.config))
     for name in caches:
-        ways: dict[str, tuple[torch.Tensor, float]] = {"plain": dense_rows(partial(create_cache, name, network))}
+        ways: dict[str, tuple[torch.Tensor, float]] = {"plain": decode_plainly(partial(create_cache, name, network))}
         for num_recent in exact:
             with compressed_batching(network, name, text=text, num_recent_tokens=num_recent) as batching:
                 steps = BatchedSteps(network, count, length, size, most_tokens=count * prefix)
-                steps.read(windows[:, :prefix].tolist(), 0)
-                rows = [steps.read(windows[:, i : i + 1].tolist(), i) for i in range(prefix, length)]
+                steps.read(fed[:, :prefix].tolist(), 0)
+                rows = [steps.read(fed[:, i : i + 1].tolist(), i) for i in range(prefix, length)]
                 if batching.stats()["dense_reads"]:
                     raise RuntimeError(f"{name} was read dense")
-            ways[str(num_recent)] = (
-                torch.stack(rows, dim=1).double().log_softmax(-1),
-                steps.num_bytes / windows.numel(),
-            )
+            ways[str(num_recent)] = torch.stack(rows, dim=1), steps.num_bytes / fed.numel()
         for way, (logits, held) in ways.items():
-            kl = (dense.exp() * (dense - logits)).sum(dim=-1).mean(dim=1)
-            yield {"cache": name, "recent": way, "kl": float(kl.mean()), "kl_spread": float(kl.std()), "bytes": held}
+            scores = [score_logits(*each) for each in zip(dense, logits, targets, strict=True)]
+            kl = [each.kl / each.num_scored for each in scores]
+            spread = statistics.stdev(kl)
+            yield {"cache": name, "recent": way, "kl": statistics.fmean(kl), "kl_spread": spread, "bytes": held}
 
 
 @benchmark("batching_kl", "KL of {scored} tokens decoded by a batch's steps behind {prefix}, {model}")
@@ -231,7 +227,7 @@ def benchmark_batching_kl(
     read_text(text_file, "text_file")
     network, tokenizer = load_for_evaluation(model, None)
     yield from loaded_settings(network)
-    windows = torch.stack(cut_windows(tokenizer, text_file, requests, prefix, scored))[:, :-1]
+    windows = torch.stack(cut_windows(tokenizer, text_file, requests, prefix, scored))
     text = windows[:1, :prefix] if prompt_tables else None
     yield from measure_kl(network, windows, prefix, cache, recent, page_size, text)
 
