@@ -50,6 +50,12 @@ def test_nvidia_gpus_take_triton_and_amd_gpus_say_why_not(monkeypatch, hip):
     assert kernel == "torch" and reason is not None and "AMD" in reason
 
 
+def test_an_older_triton_is_not_asked_to_compile(monkeypatch):
+    monkeypatch.setattr("triton.__version__", "3.4.0")
+    with pytest.warns(UserWarning, match="need Triton 3.5 or newer, and 3.4.0 is installed"):
+        assert engine._kernel_on("cuda", "auto") == ("torch", True)
+
+
 @pytest.mark.parametrize("kernel", ["auto", "compiled", "torch"])
 def test_cpus_copy_in_plain_pytorch(kernel, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)

@@ -171,7 +171,7 @@ def attend_kernel(
         query_in_basis, basis_power = to_basis(
             queries, key_b_ptr, batch * key_b_stride_b + head * key_b_stride_h + chunk_64 * key_b_stride_m,
             key_rank, KEY, QUERIES, PARTS, BLOCK_R)
-        output_in_basis = tl.zeros([VALUE.block_rank, BLOCK_R], tl.float32)
+        output_in_basis = tl.zeros([tl.constexpr(VALUE.block_rank), BLOCK_R], tl.float32)
         for tile in range(tl.maximum(first_tile - first_tile_of_chunk, 0),
                           tl.minimum(last_tile - first_tile_of_chunk, tiles_per_chunk)):
             first_token, limit = tile_bounds(tile, chunk_length, TOKENS_PER_STRETCH, BLOCK_T)

@@ -39,7 +39,7 @@ def load_queries(query_rows_ptr, row_in_use, SIDE: tl.constexpr, BLOCK_R: tl.con
 def sum_groups(queries, SIDE: tl.constexpr, BLOCK_R: tl.constexpr):
     """The sums of each group's channels `[rows]`: what a token's zero is multiplied by."""
     sums = ()
-    for group in tl.static_range(SIDE.num_groups):
+    for group in tl.static_range(tl.constexpr(SIDE.num_groups)):
         total = tl.zeros([BLOCK_R], tl.float32)
         for p in tl.static_range(len(SIDE.pieces)):
             for f in tl.static_range(len(SIDE.pieces[p].fields)):
@@ -77,7 +77,7 @@ def score_codes(
     scores = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
     if SIDE.by_channel:
         # All pieces of the first plane are equally wide
-        products = tl.zeros([SIDE.pieces[0].block, BLOCK_R], tl.float32)
+        products = tl.zeros([tl.constexpr(SIDE.pieces[0].block), BLOCK_R], tl.float32)
         for p in tl.static_range(len(SIDE.pieces)):
             words = load_words(codes_ptr, token_in_use, SIDE, p, 0)
             for f in tl.static_range(len(SIDE.pieces[p].fields)):
@@ -97,7 +97,7 @@ def score_codes(
         for p in tl.static_range(len(SIDE.pieces)):
             words = words + (load_words(codes_ptr, token_in_use, SIDE, p, 0),)
         tokens = tl.arange(0, BLOCK_T) * SIDE.scale_stride_s
-        for group in tl.static_range(SIDE.num_groups):
+        for group in tl.static_range(tl.constexpr(SIDE.num_groups)):
             scale = tl.load(scale_ptr + tokens + group, mask=token_in_use, other=0.0).to(tl.float32)
             zero = tl.load(zero_ptr + tokens + group, mask=token_in_use, other=0.0).to(tl.float32)
             product = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)

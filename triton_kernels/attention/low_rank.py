@@ -37,7 +37,7 @@ def to_basis(
     BLOCK_R: tl.constexpr,
 ):
     """`B^T q` `[ranks, rows]` of the factor `B` that begins at `b_start`, and its powers of two; zeros without one."""
-    product = tl.zeros([SIDE.block_rank, BLOCK_R], tl.float32)
+    product = tl.zeros([tl.constexpr(SIDE.block_rank), BLOCK_R], tl.float32)
     # Addresses that differ by constants share registers, so there is code for each rank
     if len(SIDE.ranks) == 1:
         product = _to_basis(queries, b_ptr + b_start, product, SIDE.ranks[0], SIDE, QUERIES, PARTS)

@@ -17,16 +17,14 @@ _BOOST = tl.constexpr(2.0**14)
 
 
 @triton.constexpr_function
-def field_unit(side, piece, field):
-    """Returns the size of a 1 in a field's output, times the reference that scales per token are relative to."""
-    return 1.0 if side.by_channel else _code_unit(side, piece, field)
-
-
-@triton.constexpr_function
-def _code_unit(side, piece, field):
-    """Returns the factor of boosted weights times a field's codes, as float16."""
+def field_unit(side, piece, field, of_codes=False):
+    """
+    Returns the size of a 1 in a field's output, times the reference that scales per token are relative to. `of_codes`
+    it is the factor of boosted weights times a field's codes, as float16, also where the output is in units of 1.
+    """
+    # Not by a second function: up to Triton 3.6 one that calls another hands it tuples without names
     own = side.pieces[piece].fields[field]
-    return 2.0 ** (24 - 14 + own.shift - own.bit)
+    return 1.0 if side.by_channel and not of_codes else 2.0 ** (24 - 14 + own.shift - own.bit)
 
 
 @triton.jit
@@ -35,9 +33,9 @@ def empty_outputs(SIDE: tl.constexpr, BLOCK_R: tl.constexpr):
     outputs = ()
     for p in tl.static_range(len(SIDE.pieces)):
         for _ in tl.static_range(len(SIDE.pieces[p].fields)):
-            outputs = outputs + (tl.zeros([SIDE.pieces[p].block, BLOCK_R], tl.float32),)
+            outputs = outputs + (tl.zeros([tl.constexpr(SIDE.pieces[p].block), BLOCK_R], tl.float32),)
     sums = ()
-    for _ in tl.static_range(SIDE.num_groups):
+    for _ in tl.static_range(tl.constexpr(SIDE.num_groups)):
         sums = sums + (tl.zeros([BLOCK_R], tl.float32),)
     return outputs, sums
 
@@ -74,7 +72,7 @@ def weigh_codes(
         tokens = tl.arange(0, BLOCK_T) * SIDE.scale_stride_s
         scales = ()
         largest = tl.zeros([BLOCK_T], tl.float32)
-        for group in tl.static_range(SIDE.num_groups):
+        for group in tl.static_range(tl.constexpr(SIDE.num_groups)):
             scale = tl.load(scale_ptr + tokens + group, mask=token_in_use, other=0.0).to(tl.float32)
             zero = tl.load(zero_ptr + tokens + group, mask=token_in_use, other=0.0).to(tl.float32)
             scales = scales + (scale,)
@@ -84,7 +82,7 @@ def weigh_codes(
         inverse = inverse_power(new_reference)
         decay = decay * (reference * inverse)
         reference = new_reference
-        for group in tl.static_range(SIDE.num_groups):
+        for group in tl.static_range(tl.constexpr(SIDE.num_groups)):
             weighted = weighted + (probabilities * (scales[group] * (inverse * _BOOST))[:, None],)
     if PARTS == 1:
         halves = ()
@@ -100,7 +98,7 @@ def weigh_codes(
             if SIDE.by_channel:
                 product = dot_parts(codes, weighted[0], tl.zeros(output.shape, tl.float32), PARTS)
                 scale = load_by_field(scale_ptr, SIDE, p, f).to(tl.float32)
-                output += product * (scale * _code_unit(SIDE, p, f))[:, None]
+                output += product * (scale * field_unit(SIDE, p, f, True))[:, None]
                 if SIDE.pieces[p].plane == 0:
                     zero = load_by_field(zero_ptr, SIDE, p, f).to(tl.float32)
                     output += zero[:, None] * total[None, :]

@@ -162,7 +162,7 @@ def store_rotated(output_ptr, places, slots, row_in_use, output, DIM: tl.constex
     power = power_below(tl.max(tl.abs(output), axis=0))
     output *= inverse_power(power)[None, :]
     power *= SIZE**-0.5
-    BLOCK: tl.constexpr = min(_BLOCK_CHANNELS, output.shape[0])
+    BLOCK: tl.constexpr = output.shape[0] if output.shape[0] < _BLOCK_CHANNELS else _BLOCK_CHANNELS
     for first in tl.static_range(0, output.shape[0], BLOCK):
         channels = first + tl.arange(0, BLOCK)
         signs = _signs(channels[:, None], slots[None, :], SIZE)

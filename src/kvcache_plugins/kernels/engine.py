@@ -10,6 +10,7 @@ from functools import cache
 from importlib.util import find_spec
 
 import torch
+from packaging.version import Version
 
 from kvcache_plugins.user_warnings import warn_user
 
@@ -22,6 +23,8 @@ _VARIABLE = "KVCACHE_PLUGINS_KERNELS"
 MAX_NUM_QUERIES = 16
 # The same of compiled attention over what costs more to dequantize than over rows
 MAX_NUM_COMPILED_QUERIES = 32
+# What compiles all kernels: 3.4 has no functions of constants, and smaller operands of `tl.dot`
+_OLDEST_TRITON = Version("3.5")
 
 
 def requested_kernel() -> str:
@@ -151,6 +154,10 @@ def _why_not(kernel: str, device_type: str) -> str | None:
     if kernel == "triton":
         if find_spec("triton") is None:
             return "Triton is not installed"
+        import triton
+
+        if Version(triton.__version__) < _OLDEST_TRITON:
+            return f"the kernels need Triton {_OLDEST_TRITON} or newer, and {triton.__version__} is installed"
         if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             return f"it runs on GPUs, and the cache is on a {device_type} device"
         if device_type == "cuda" and torch.version.hip is not None:
