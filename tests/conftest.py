@@ -297,7 +297,10 @@ def run_compiling(request: pytest.FixtureRequest) -> Callable[..., str]:
     """
 
     def run(*arguments: str, program: Sequence[str] = (str(request.path),)) -> str:
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        unwanted = ("TRITON_INTERPRET", "PYTHONSAFEPATH")
+        environment = {name: value for name, value in os.environ.items() if name not in unwanted}
+        # Drivers are stood in for on machines with a GPU too
+        environment["CUDA_VISIBLE_DEVICES"] = ""
         command = [sys.executable, *program, *arguments]
         finished = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert finished.returncode == 0, finished.stderr[-5000:]

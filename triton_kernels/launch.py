@@ -61,7 +61,7 @@ class KeptLaunch:
         self._arguments = {name: launch.arguments[name] for name in launch.kernel.arg_names}
         compiled = launch.kernel[launch.grid](**launch.arguments, **launch.options)
         # In Triton's interpreter nothing is compiled
-        self._run = None if compiled is None else compiled[launch.grid]
+        self._run = None if compiled is None else compiled[(*launch.grid, 1, 1)[:3]]
 
     def __call__(self, *values: Any) -> None:
         """Launches on the current stream with other tensors, which are aligned."""

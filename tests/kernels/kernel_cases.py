@@ -231,7 +231,7 @@ def exact_attention(query: torch.Tensor, parts: Sequence[Part], num_heads: int) 
             for tile in part.tiles():
                 keys.append(tile[0].double())
                 values.append(tile[1].double())
-            mask = torch.zeros(*query.shape[:3], part.length, dtype=torch.double)
+            mask = torch.zeros(*query.shape[:3], part.length, dtype=torch.double, device=query.device)
             columns = slice_mask(part.mask, 0, part.length)
             if columns is not None:
                 is_boolean = columns.dtype == torch.bool

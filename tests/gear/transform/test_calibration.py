@@ -88,6 +88,15 @@ def test_any_dtype_will_do(model, calibration):
         assert calibration.mismatch(copy.deepcopy(model).to(dtype)) is None
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_taken_where_there_are_none(model, random_windows, mode):
+    expected = calibrate_transform(model, random_windows(1, 200), num_draws=1)
+    with mode():
+        found = calibrate_transform(model, random_windows(1, 200), num_draws=1)
+    for layer, other in zip(found.layers.values(), expected.layers.values(), strict=True):
+        assert torch.equal(layer.keys.basis, other.keys.basis) and torch.equal(layer.values.basis, other.values.basis)
+
+
 def test_states_of_another_model_are_refused(model, calibration):
     cache = make_cache(model.config, calibration)
     with pytest.raises(ValueError, match="layer 0: `calibration` is of 2 heads of 20, but got 2 of 24"):

@@ -52,14 +52,27 @@ def check_same_rows(model, make, kernels):
     cache = fill(model, make())
     assert cache.stats()["kernel_fallbacks"] == 0
     for layer, other in zip(cache.layers, expected.layers, strict=True):
-        least = sum(CALLS[:2]) - 4 - layer.packing.num_kept
-        assert layer.stats()["tokens_compressed"] == other.stats()["tokens_compressed"] >= least
-        for block, known in zip(layer.blocks, other.blocks, strict=True):
-            for own, rows in ((block.keys, known.keys), (block.values, known.values)):
-                own, rows = own[:, :, : block.length].clone(), rows[:, :, : block.length].clone()
-                # What padding is coded as is nobody's
-                own[0, :, : 5 - block.start], rows[0, :, : 5 - block.start] = 0, 0
-                assert float((own != rows).any(dim=-1).float().mean()) < MOST_DIFFERENT
+        numbers = [each.stats()["tokens_compressed"] for each in (layer, other)]
+        # On a GPU the layer stands still: as many of the newest tokens are exact after every call
+        assert DEVICE.type == "cuda" or numbers[0] == numbers[1]
+        assert min(numbers) >= sum(CALLS[:2]) - 4 - layer.packing.residual_length
+        first = layer.blocks[0].start
+        for own, rows in zip(stored_rows(layer), stored_rows(other), strict=True):
+            own, rows = own[:, :, : min(numbers)], rows[:, :, : min(numbers)]
+            # What padding is coded as is nobody's
+            own[0, :, : 5 - first], rows[0, :, : 5 - first] = 0, 0
+            assert float((own != rows).any(dim=-1).float().mean()) < MOST_DIFFERENT
+
+
+def stored_rows(layer):
+    """Rows of keys and of values."""
+    sides = ([(b.keys, b.values)[side][:, :, : b.length] for b in layer.blocks] for side in range(2))
+    return [torch.cat(blocks, dim=2) for blocks in sides]
+
+
+def make_cache(name, model):
+    # Layers that stand still have no recent rows, of more bytes
+    return create_cache(name, model, recent_length=0)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +80,7 @@ def check_same_rows(model, make, kernels):
 )
 def test_rows_are_those_of_pytorch(name, tiny_model, kernels):
     model = tiny_model("llama", num_hidden_layers=1).to(DEVICE)
-    check_same_rows(model, lambda: create_cache(name, model), kernels)
+    check_same_rows(model, lambda: make_cache(name, model), kernels)
 
 
 def test_a_trellis_is_left_to_pytorch(tiny_model, kernels):

@@ -270,7 +270,9 @@ def calibrate_transform(
     for number, window in enumerate(windows, start=1):
         if on_progress is not None:
             on_progress(f"window {number}")
-        observe_window(model, window, window.numel() // 2, _NUM_SINKS, num_draws, sums, generator)
+        # Gradients are taken, wherever this is called
+        with torch.inference_mode(False), torch.enable_grad():
+            observe_window(model, window, window.numel() // 2, _NUM_SINKS, num_draws, sums, generator)
     layers = [_calibrate_layer(index, own) for index, own in sorted(sums.items())]
     return TransformCalibration(CalibrationContent(config_fingerprint(model.config), weight_samples(model), layers))
 

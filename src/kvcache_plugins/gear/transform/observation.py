@@ -103,7 +103,8 @@ def observe_window(
         return ListeningLayer()
 
     cache = Cache(layers=replace_full_attention(config, lambda _: ListeningLayer(), listen_to_window))
-    window = window.to(model.device)[None]
+    # A copy, as one from inference mode cannot be used where gradients are taken
+    window = window.to(model.device, copy=True)[None]
     with torch.no_grad():
         model(window[:, :prefix_length], **as_argument(cache), use_cache=True)
     observed = {index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, ListeningLayer)}
