@@ -134,7 +134,8 @@ _FIRST = (
     *("gear-k4v3", "gear-4bit", "gear-t16", "gear-l-2bit", "kcvt-4bit", "per-token-2bit"),
 )
 _REGISTERED = (entry.name for entry in describe_caches() if str(entry.factory).endswith(":GEARCache"))
-PRESETS = tuple(dict.fromkeys((*_FIRST, *_REGISTERED)))
+# Tiles of KVarN, a peer, are for plain PyTorch
+PRESETS = tuple(name for name in dict.fromkeys((*_FIRST, *_REGISTERED)) if not name.startswith("kvarn"))
 # The acceptance's shape first: what time is left goes to the others
 SHAPES = {
     "large": Shape(batch_size=16, context=32768),

@@ -26,6 +26,7 @@ from kvcache_plugins.gear.kernel_check import require_close
 from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.engine import choose_kernel
+from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.reference_model import parse_dtype
 from kvcache_plugins.registry import check_caches, create_cache, describe_caches
 
@@ -152,14 +153,21 @@ class Contest:
 
 def _compressed_part(name: str, keys: torch.Tensor, values: torch.Tensor) -> CompressedPart | CodedPart:
     """All tokens as one prompt of a GEAR layer; those beyond a whole number of groups would stay exact."""
+    num_tokens = keys.shape[2]
     if not str(describe_caches(name.partition(":")[0])[0].factory).endswith(":GEARCache"):
         raise ValueError(f"`cache` has to name presets of GEAR, but got `{name}`")
-    # Sink tokens would stay exact, too
-    cache: Any = create_cache(name, num_sink_tokens=0)
-    cache.update(keys, values, 0)
-    layer = cache.layers[0]
-    layer.settle_prompt()
-    if sum(block.length for block in layer.blocks) != keys.shape[2]:
+    # Layers that stand still, on GPUs, keep some of the newest tokens exact: those are more, then
+    for _ in range(2):
+        # Sink tokens would stay exact, too
+        cache: Any = create_cache(name, num_sink_tokens=0)
+        cache.update(keys, values, 0)
+        layer = cache.layers[0]
+        layer.settle_prompt()
+        num_exact = num_tokens - sum(block.length for block in layer.blocks)
+        if num_exact == 0 or not isinstance(layer, StaticLayer):
+            break
+        keys, values = (torch.cat([each, each[:, :, :num_exact]], dim=2) for each in (keys, values))
+    if num_exact:
         shortest = cache.gear_config.shortest_prompt
         is_coded = isinstance(cache.gear_config, TransformConfig)
         accepted = f"at least {shortest}" if is_coded else f"a multiple of {shortest}"
