@@ -10,14 +10,14 @@ import torch
 from kernel_cases import DEVICE, Rows, exact_attention, make_query, needs_triton, row_states
 from transformers import Cache
 
-from kvcache_plugins.codecs.parts import CodedPart, DensePart
+from kvcache_plugins.codecs.parts import CodedPart, DensePart, RowTokens, SinkStates
 from kvcache_plugins.codecs.quantizers import thresholds
 from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.gear.kernel_check import plain_pytorch, require_close_layers
 from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.triton import codebook_of
+from kvcache_plugins.kernels.triton import codebook_of, score_rows
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
@@ -81,6 +81,24 @@ def check_attention(case, parts, dtype=torch.float32, query=None):
 @pytest.mark.parametrize("form", FORMS)
 def test_attention_is_that_of_pytorch(form, case):
     check_attention(case, [make_part(case, form)])
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize(
+    ("case", "length", "padding"),
+    [("smollm2", 65, None), ("one-token", 1, None), ("unlike-dims", 43, None), ("widest", 70, [0, 40])],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_scores_alone(form, case, length, padding):
+    part, sizes = make_part(case, form, padding=padding), ALL[case]
+    query = torch.randn(sizes.batch_size, sizes.num_heads, sizes.groups, sizes.key_dim, device=DEVICE)
+    none = [query[:, :, :0], query[:, :, :0, : sizes.value_dim]]
+    tokens = RowTokens(part.keys, length, [], part.codec, part.positions, SinkStates(part.positions.padding, *none))
+    scores = score_rows(query, tokens)
+    keys = part.codec.decode_keys(part.keys, part.positions)[:, :, :length].double()
+    expected = query.double() @ keys.mT
+    assert scores.shape == expected.shape and scores.dtype == torch.float32
+    assert (scores.double() - expected).norm() < TOLERANCE[torch.float16] * expected.norm()
 
 
 @pytest.mark.each_value

@@ -18,6 +18,7 @@ from kvcache_plugins import GEARCache
 from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.gear.kernel_check import plain_pytorch
 from kvcache_plugins.gear.transform.calibration import calibrate_transform
+from kvcache_plugins.kernels import triton
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.models.cache_argument import as_argument
@@ -93,6 +94,26 @@ def test_they_compute_what_pytorch_does(case, monkeypatch):
         coded = layer.codec.encode(*oldest, Positions(block.start + block.length, layer.padding))
     for own, other in zip(rows, coded, strict=True):
         assert (own != other).any(dim=-1).sum() <= 1
+
+
+@needs_kernels
+def test_a_step_makes_nothing_that_stays(monkeypatch):
+    """The first may be recorded as a CUDA graph, whose memory it would be of."""
+    model = make_model(16, 1).to(DEVICE)
+    cache = make_cache(model, False, residual_length=4, recent_length=0)
+    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
+    held = (triton._coefficients, triton._angles_of, triton.codebook_of, triton.signs_of)
+    for each in held:
+        each.cache_clear()
+    with torch.no_grad():
+        model(torch.randint(32, (1, NUM_PROMPT), device=DEVICE), **as_argument(cache))
+    (layer,) = cache.layers
+    layer.settle_prompt()
+    assert layer.form is not None and layer.form._coding is not None
+    made = [each.cache_info().misses for each in held]
+    layer.form.push(*torch.randn(2, 1, 2, 1, 16, device=DEVICE))
+    attend(torch.randn(1, 4, 1, 16, device=DEVICE), layer.form.parts(None), 2, None, "triton")
+    assert [each.cache_info().misses for each in held] == made
 
 
 def describe(value):

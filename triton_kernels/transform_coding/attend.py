@@ -50,10 +50,14 @@ def prepare_rows(
     scale: float,
     packed: bool,
     num_sms: int | None = None,
+    only_scores: bool = False,
 ) -> Launch:
     """
     Prepares the launch that attends to rows: partial results, to be merged by `combine`. Values are components where
     they have a basis.
+
+    If `only_scores` are wanted, its result is those instead, `[B, H, rows, T]`, float32, with numbers to the base of 2
+    as the softmax has them; values are not read, and products are of halves whatever the query's dtype.
 
     Args:
         query (`torch.Tensor` of shape `[B, H, rows, D]`): queries. A row is `query head within the group * query
@@ -74,7 +78,8 @@ def prepare_rows(
     """
     batch_size, num_heads, num_rows, _ = query.shape
     query = query if query.stride(-1) == 1 else query.contiguous()
-    key_layout, basis, is_float32 = keys.layout, keys.layout.basis, query.dtype == torch.float32
+    key_layout, basis = keys.layout, keys.layout.basis
+    is_float32 = query.dtype == torch.float32 and not only_scores
     # Channels of a tile; components that tensor cores add up are at least as many
     num_channels, num_keys, num_values = (
         block_channels(count) for count in (key_layout.head_dim, key_layout.num_coded, values.layout.num_coded)
@@ -91,11 +96,16 @@ def prepare_rows(
         num_tiles, num_programs, num_slots, triton.cdiv(_MIN_TOKENS_PER_SPLIT, block_tokens)
     )
     num_splits = triton.cdiv(num_tiles, tiles_per_split)
-    partials = empty_partials(query, num_splits, values.layout.num_coded)
+    if only_scores:
+        result = query.new_empty(batch_size, num_heads, num_rows, length, dtype=torch.float32)
+        results = {"output_ptr": result, "maximum_ptr": None, "total_ptr": None}
+    else:
+        result = empty_partials(query, num_splits, values.layout.num_coded)
+        results = {f"{name}_ptr": tensor for name, tensor in result._asdict().items()}
     arguments = {
         **tensor_arguments("query", query, "bhr"),
         **mask_arguments(mask, num_heads, num_rows),
-        **{f"{name}_ptr": result for name, result in partials._asdict().items()},
+        **results,
         **_side_arguments("key", keys),
         "key_order_ptr": contiguous(key_layout.order),
         "key_mean_ptr": contiguous(key_layout.mean),
@@ -116,6 +126,7 @@ def prepare_rows(
         "BASIS": basis is not None,
         "TRELLIS": keys.is_trellis,
         "PADDED": padding is not None,
+        "SCORES": only_scores,
         "LEAST_DEVIATION": _LEAST_DEVIATION[is_float32],
         "DTYPE": tl.float32 if is_float32 else tl.float16,
         "PAIRS": packed and not is_float32,
@@ -127,7 +138,7 @@ def prepare_rows(
         "VALUE_ROTATION": values.layout.head_dim & -values.layout.head_dim,
     }
     options = {"num_warps": num_warps, "num_stages": 1}
-    return Launch(attend_kernel, (batch_size * num_heads, num_splits, num_row_blocks), arguments, options, partials)
+    return Launch(attend_kernel, (batch_size * num_heads, num_splits, num_row_blocks), arguments, options, result)
 
 
 def _side_arguments(name: str, side: CodedRows) -> dict[str, object]:

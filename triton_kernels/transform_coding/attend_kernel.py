@@ -83,6 +83,7 @@ def attend_kernel(
     TRELLIS: tl.constexpr,
     PADDED: tl.constexpr,
     MASK: tl.constexpr,
+    SCORES: tl.constexpr,
     LEAST_DEVIATION: tl.constexpr,
     DTYPE: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -93,7 +94,7 @@ def attend_kernel(
     BLOCK_V: tl.constexpr,
     VALUE_ROTATION: tl.constexpr,
 ):
-    """Attends with up to `BLOCK_R` rows to one key/value head over one split."""
+    """Attends with up to `BLOCK_R` rows to one key/value head over one split, or stores their `SCORES`."""
     matrix = tl.program_id(0).to(tl.int64)
     batch, head = matrix // num_heads, matrix % num_heads
     rows = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -155,6 +156,7 @@ def attend_kernel(
         BLOCK_V // 8, DTYPE)
     mask_rows = mask_row_offsets(
         rows, num_rows, num_queries, batch, head, mask_stride_b, mask_stride_h, mask_stride_q)
+    score_ptrs = output_ptr + (matrix * num_rows + rows) * length
     maximum = tl.full([BLOCK_R], float("-inf"), tl.float32)
     # Summed over tokens in the end
     totals = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
@@ -166,17 +168,19 @@ def attend_kernel(
         own, partners, maximum, totals, output = attend_tile(
             first_token + tile * BLOCK_T, length, key_rows_ptr, key_words_ptr, key_remainder, key_codebook, basis,
             means, value_rows_ptr, value_words_ptr, value_remainder, value_codebook, own, partners, size, cosines,
-            sines, offset_cosines, offset_sines, mask_ptr, mask_rows, mask_stride_t, row_in_use, maximum, totals,
-            output, KEY_ROW_SIZE, VALUE_ROW_SIZE, BASIS, ROTARY, TRELLIS, MASK, DTYPE, PAIRS, BLOCK_T, BLOCK_K,
-            BLOCK_V, True)
+            sines, offset_cosines, offset_sines, mask_ptr, mask_rows, mask_stride_t, row_in_use, score_ptrs, maximum,
+            totals, output, KEY_ROW_SIZE, VALUE_ROW_SIZE, BASIS, ROTARY, TRELLIS, MASK, SCORES, DTYPE, PAIRS, BLOCK_T,
+            BLOCK_K, BLOCK_V, True)
     for start in range(first_token + num_whole * BLOCK_T, last_token, BLOCK_T):
         own, partners, maximum, totals, output = attend_tile(
             start, length, key_rows_ptr, key_words_ptr, key_remainder, key_codebook, basis,
             means, value_rows_ptr, value_words_ptr, value_remainder, value_codebook, own, partners, size, cosines,
-            sines, offset_cosines, offset_sines, mask_ptr, mask_rows, mask_stride_t, row_in_use, maximum, totals,
-            output, KEY_ROW_SIZE, VALUE_ROW_SIZE, BASIS, ROTARY, TRELLIS, MASK, DTYPE, PAIRS, BLOCK_T, BLOCK_K,
-            BLOCK_V, False)
+            sines, offset_cosines, offset_sines, mask_ptr, mask_rows, mask_stride_t, row_in_use, score_ptrs, maximum,
+            totals, output, KEY_ROW_SIZE, VALUE_ROW_SIZE, BASIS, ROTARY, TRELLIS, MASK, SCORES, DTYPE, PAIRS, BLOCK_T,
+            BLOCK_K, BLOCK_V, False)
     # fmt: on
+    if SCORES:
+        return
 
     places = (matrix * tl.num_programs(1) + tl.program_id(1)) * num_rows + rows
     store_sums(maximum_ptr, total_ptr, places, row_in_use, maximum, totals)

@@ -60,6 +60,7 @@ def attend_tile(
     mask_rows,
     mask_stride_t,
     row_in_use,
+    score_ptrs,
     maximum,
     totals,
     output,
@@ -69,6 +70,7 @@ def attend_tile(
     ROTARY: tl.constexpr,
     TRELLIS: tl.constexpr,
     MASK: tl.constexpr,
+    SCORES: tl.constexpr,
     DTYPE: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -77,8 +79,9 @@ def attend_tile(
     IS_WHOLE: tl.constexpr,
 ):
     """
-    Carries the queries, as turned back to a tile's start, and the online softmax on through a tile. Rows of a `basis`
-    `[BLOCK_K, BLOCK_D]` become channels by a product, others `[BLOCK_K // 8, 8]` are channels.
+    Carries the queries, as turned back to a tile's start, and the online softmax on through a tile; or `SCORES` are
+    stored, of a query at each of `score_ptrs` and behind it, and there is no softmax. Rows of a `basis` `[BLOCK_K,
+    BLOCK_D]` become channels by a product, others `[BLOCK_K // 8, 8]` are channels.
     """
     # fmt: off
     scales = load_scales(key_rows_ptr, start, length, KEY_ROW_SIZE, BLOCK_T, IS_WHOLE).to(DTYPE)
@@ -98,27 +101,31 @@ def attend_tile(
     else:
         scores = tl.dot(keys, own.to(DTYPE), input_precision="ieee")
     scores *= size[None, :]
-    if MASK != 0 or not IS_WHOLE:
-        tokens = start + tl.arange(0, BLOCK_T)
-        in_use = (tokens < length)[:, None] & row_in_use[None, :]
-        mask_ptrs = mask_ptr
-        if MASK:
-            mask_ptrs = mask_ptr + mask_rows[None, :] + tl.cast(tokens, tl.int64)[:, None] * mask_stride_t
-        scores = mask_scores(scores, mask_ptrs, in_use, MASK)
-    new_maximum = tl.maximum(maximum, tl.max(scores, axis=0))
-    # A row that may attend to nothing so far has no maximum to subtract
-    reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-    weights = tl.exp2(scores - reference[None, :])
-    decay = tl.exp2(maximum - reference)[None, :]
-    totals = totals * decay + weights
-    scales = load_scales(value_rows_ptr, start, length, VALUE_ROW_SIZE, BLOCK_T, IS_WHOLE) * WEIGHT_FACTOR
-    values = load_points(
-        value_words_ptr, value_remainder, start, length, value_codebook, VALUE_ROW_SIZE, BLOCK_T, BLOCK_V // 8,
-        TRELLIS, DTYPE, PAIRS, IS_WHOLE)
-    values = tl.trans(tl.reshape(values, [BLOCK_T, BLOCK_V]))
-    output = tl.dot(values, (weights * scales[:, None]).to(DTYPE), output * decay, input_precision="ieee")
+    tokens = start + tl.arange(0, BLOCK_T)
+    in_use = (tokens < length)[:, None] & row_in_use[None, :]
+    if SCORES:
+        tl.store(score_ptrs[None, :] + tokens[:, None], scores, mask=in_use)
+    else:
+        if MASK != 0 or not IS_WHOLE:
+            mask_ptrs = mask_ptr
+            if MASK:
+                mask_ptrs = mask_ptr + mask_rows[None, :] + tl.cast(tokens, tl.int64)[:, None] * mask_stride_t
+            scores = mask_scores(scores, mask_ptrs, in_use, MASK)
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=0))
+        # A row that may attend to nothing so far has no maximum to subtract
+        reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights = tl.exp2(scores - reference[None, :])
+        decay = tl.exp2(maximum - reference)[None, :]
+        totals = totals * decay + weights
+        scales = load_scales(value_rows_ptr, start, length, VALUE_ROW_SIZE, BLOCK_T, IS_WHOLE) * WEIGHT_FACTOR
+        values = load_points(
+            value_words_ptr, value_remainder, start, length, value_codebook, VALUE_ROW_SIZE, BLOCK_T, BLOCK_V // 8,
+            TRELLIS, DTYPE, PAIRS, IS_WHOLE)
+        values = tl.trans(tl.reshape(values, [BLOCK_T, BLOCK_V]))
+        output = tl.dot(values, (weights * scales[:, None]).to(DTYPE), output * decay, input_precision="ieee")
+        maximum = new_maximum
     # fmt: on
-    return own, partners, new_maximum, totals, output
+    return own, partners, maximum, totals, output
 
 
 @triton.jit

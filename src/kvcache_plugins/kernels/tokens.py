@@ -68,12 +68,18 @@ def _code_scores(query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, 
 def score_rows(query: torch.Tensor, tokens: RowTokens) -> torch.Tensor:
     """
     Multiplies queries `[B, H, G, D]`, float32, with keys that are rows of tables, where they stand; values and exact
-    states are not read. Returns the products that attention over such rows computes, `[B, H, G, N]`, float32.
+    states are not read. Returns the products that attention over such rows computes, `[B, H, G, N]`, float32; on a GPU
+    of halves, which is more than choosing tells apart.
     """
-    if choose_token_kernel(query)[0] == "compiled" and query.shape[3] <= MOST_CHANNELS:
+    kernel, _ = choose_token_kernel(query)
+    if kernel == "compiled" and query.shape[3] <= MOST_CHANNELS:
         from .compiled_tokens import score_rows as compiled_scores
 
         return compiled_scores(query, tokens)
+    if kernel == "triton" and tokens.length:
+        from .triton import score_rows as triton_scores
+
+        return triton_scores(query, tokens)
     scores = [
         query @ tokens.codec.decode_keys(tile, tokens.positions.after(first * TILE_TOKENS)).transpose(2, 3)
         for first, tile in enumerate(tokens.keys[:, :, : tokens.length].split(TILE_TOKENS, dim=2))

@@ -9,6 +9,7 @@ and float64.
 Legend: B batch, H key/value heads, T tokens, D head dim, R bytes of a row.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from kvcache_plugins.codecs.codec import Positions
-from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, PagedPart, Part
+from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, PagedPart, Part, RowTokens
 from kvcache_plugins.codecs.quantizers import QUANTIZERS, thresholds
 from kvcache_plugins.codecs.rope import RotaryLayout, channels_of
 from kvcache_plugins.codecs.rotation import hadamard_matrix, rotate, rotation_size
@@ -83,10 +84,21 @@ class PartStep(NamedTuple):
         return partials if self.finish is None else partials._replace(output=self.finish(*partials[::2]))
 
 
-def prepare_part(rows: torch.Tensor, part: StoredPart, scale: float, packed: bool | None = None) -> PartStep:
+def score_rows(query: torch.Tensor, tokens: RowTokens) -> torch.Tensor:
+    """Multiplies queries with key rows; see `tokens.score_rows`."""
+    # Values are not read: keys in their place
+    part = CodedPart(tokens.keys, tokens.keys, tokens.codec, tokens.positions, tokens.length, None)
+    with torch.cuda.device_of(query):
+        scores: torch.Tensor = prepare_part(query, part, math.log(2), only_scores=True).launch()
+    return scores
+
+
+def prepare_part(
+    rows: torch.Tensor, part: StoredPart, scale: float, packed: bool | None = None, *, only_scores: bool = False
+) -> PartStep:
     """
     Prepares attention of rows `[B, H, rows, D]` over a stored part, without doing it; by pairs of halves if `packed`,
-    as by default where rows are on a GPU of NVIDIA's.
+    as by default where rows are on a GPU of NVIDIA's. If `only_scores` of rows are wanted, those are what it leaves.
     """
     where: dict[str, Any] = {
         "length": part.length,
@@ -105,11 +117,11 @@ def prepare_part(rows: torch.Tensor, part: StoredPart, scale: float, packed: boo
     angles = rotary_angles(part.codec.rope, first + part.length, rows.device)
     coded_keys, coded_values = (
         CodedRows(own, table, _coefficients(table.quantizer, table.is_weighted, rows.device), table.is_trellis)
-        for own, table in ((part.keys, keys), (part.values, values))
+        for own, table in ((part.keys, keys), (part.values, keys if only_scores else values))
     )
     finish = None if values.basis is None and values.mean is None else values.combine
     where["num_tokens"] = part.num_tokens
-    return PartStep(prepare_rows(rows, coded_keys, coded_values, angles, **where), finish)
+    return PartStep(prepare_rows(rows, coded_keys, coded_values, angles, **where, only_scores=only_scores), finish)
 
 
 def _rotate_back(output: torch.Tensor, total: torch.Tensor) -> torch.Tensor:

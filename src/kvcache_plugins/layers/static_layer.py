@@ -85,9 +85,9 @@ class StaticForm:
         starts: list[Any] = [each.start for each in layer.blocks if each.length or each is block]
         in_front = [] if prefix is None or not prefix.num_slots else [prefix.positions]
         self._parts = list(zip(parts, [*in_front, *starts], strict=True))
-        self._coding: tuple[Callable[[], torch.Tensor], ...] | None = None
         self._steps: dict[tuple[object, ...], Callable[[torch.Tensor], torch.Tensor] | None] = {}
         self.set_numbers(layer)
+        self._coding = self._keep_coding()
 
     def __deepcopy__(self, memo: object) -> None:
         """A copy of the layer makes its own."""
@@ -105,16 +105,24 @@ class StaticForm:
         self._padding.copy_(self._offsets + (self._last - total + self._num_exact))
 
     @in_own_context
+    def _keep_coding(self) -> tuple[Callable[[], torch.Tensor], ...] | None:
+        """Prepares what a step keeps: what it would make first while a CUDA graph is recorded were the graph's own."""
+        device = self.storage[0].device
+        if choose_token_kernel(self.storage[0])[0] != "triton":
+            return None
+        from kvcache_plugins.kernels.triton import keep_encoding
+
+        positions = Positions(self._last, self._padding)
+        return tuple(
+            keep_encoding(states[:, :, :1], table, positions)
+            for states, table in zip(self.storage, self._codec.tables(device), strict=True)
+        )
+
+    @in_own_context
     def push(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Takes in a token `[B, H, 1, D]`, for which the oldest one of the buffer is coded."""
         if self._coding is None and choose_token_kernel(keys)[0] == "triton":
-            from kvcache_plugins.kernels.triton import keep_encoding
-
-            positions = Positions(self._last, self._padding)
-            self._coding = tuple(
-                keep_encoding(states[:, :, :1], table, positions)
-                for states, table in zip(self.storage, self._codec.tables(keys.device), strict=True)
-            )
+            self._coding = self._keep_coding()
         if self._coding is None:
             oldest = [states[:, :, :1] for states in self.storage]
             rows = self._codec.encode(*oldest, Positions(self._last, self._padding))
