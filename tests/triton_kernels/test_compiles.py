@@ -60,6 +60,7 @@ ROWS = {
 }
 # With lengths that are read on the device
 ROWS |= {f"{name}-device": ROWS[name] for name in ("t16-d64", "t16-d128", "c16-d64")}
+ROWS |= {f"{name}-scores": ROWS[name] for name in ("t16-d128", "c16-d64")}
 # Head dim, bytes of codes, dtype of the states
 CODING = {
     "code-keys-d64": (64, 32, BRAIN),
@@ -233,6 +234,7 @@ def of_rows(name):
         scale=0.1,
         packed=True,
         num_sms=132,
+        only_scores=name.endswith("scores"),
     )
     yield "attend", made.kernel, made.arguments, made.options
 

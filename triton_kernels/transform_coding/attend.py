@@ -24,7 +24,7 @@ from .launches import CodedRows, RotaryAngles
 
 
 # What a program loads before its first tile is worth as much work as one of its tiles
-_MIN_TOKENS_PER_SPLIT = 512
+_MIN_TOKENS_PER_SPLIT = 128
 _PROGRAMS_PER_SM = 2
 _MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS = 8, 16
 # Channels up to which a tile of 64 tokens and the angles of its offsets fit into registers

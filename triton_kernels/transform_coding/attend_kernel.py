@@ -179,13 +179,11 @@ def attend_kernel(
             totals, output, KEY_ROW_SIZE, VALUE_ROW_SIZE, BASIS, ROTARY, TRELLIS, MASK, SCORES, DTYPE, PAIRS, BLOCK_T,
             BLOCK_K, BLOCK_V, False)
     # fmt: on
-    if SCORES:
-        return
-
-    places = (matrix * tl.num_programs(1) + tl.program_id(1)) * num_rows + rows
-    store_sums(maximum_ptr, total_ptr, places, row_in_use, maximum, totals)
-    if BASIS:
-        store_outputs(output_ptr, places, row_slots(BLOCK_V), row_in_use, output / WEIGHT_FACTOR, VALUE_CODED)
-    else:
-        output *= tl.load(value_deviation_ptr + matrix).to(tl.float32) / WEIGHT_FACTOR
-        store_rotated(output_ptr, places, row_slots(BLOCK_V), row_in_use, output, VALUE_CODED, VALUE_ROTATION)
+    if not SCORES:
+        places = (matrix * tl.num_programs(1) + tl.program_id(1)) * num_rows + rows
+        store_sums(maximum_ptr, total_ptr, places, row_in_use, maximum, totals)
+        if BASIS:
+            store_outputs(output_ptr, places, row_slots(BLOCK_V), row_in_use, output / WEIGHT_FACTOR, VALUE_CODED)
+        else:
+            output *= tl.load(value_deviation_ptr + matrix).to(tl.float32) / WEIGHT_FACTOR
+            store_rotated(output_ptr, places, row_slots(BLOCK_V), row_in_use, output, VALUE_CODED, VALUE_ROTATION)
