@@ -615,7 +615,7 @@ def run_on_gpu(
     if device.type == "cpu" and not tiny:
         raise ValueError("torch finds no CUDA device; `--tiny` tries the script without one")
     if part is not None:
-        # cuDNN plans anew for every length, for 10 ms a call: with it `dynamic` is slow for a reason that is not its own
+        # cuDNN plans anew for every length, which takes 10 ms a call: `dynamic` would be slow for that alone
         torch.backends.cuda.enable_cudnn_sdp(part == "attention")
         PARTS[part][0](Run(out, device, TimeBox(limit)), **(TINY[part] if tiny else {}))
         return
