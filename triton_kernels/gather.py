@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import tensor_arguments
+from .launch import OPTIONS, tensor_arguments
 
 
 # What one thread can move at once
@@ -189,4 +189,5 @@ def _move_rows(
         WRITES=writes,
         BLOCK_T=block_tokens,
         BLOCK_W=block_words,
+        **OPTIONS,
     )

@@ -13,6 +13,8 @@ import torch
 
 # Bytes that Triton looks for in pointers, and units in which it looks at integers
 ALIGNMENT = 16
+# Of whether products are fused with sums Triton's own choice changes with 3.10, which it warns of
+OPTIONS = {"enable_fp_fusion": True}
 
 
 class Launch(NamedTuple):

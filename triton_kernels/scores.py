@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .arithmetic import block_size, dot_exact
-from .launch import tensor_arguments
+from .launch import OPTIONS, tensor_arguments
 
 
 # Bytes of codes, and numbers of scores, that a program holds at once: what fits into its registers
@@ -121,5 +121,6 @@ def score_codes(codes: torch.Tensor, scale: torch.Tensor, query: torch.Tensor, n
         BLOCK_R=block_rows,
         BLOCK_T=block_tokens,
         BLOCK_P=block_bytes,
+        **OPTIONS,
     )
     return scores

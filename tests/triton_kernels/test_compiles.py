@@ -262,6 +262,7 @@ def of_call(name):
     from triton.runtime.jit import JITFunction
 
     from kvcache_plugins.triton_kernels.gather import gather_rows, write_rows
+    from kvcache_plugins.triton_kernels.launch import OPTIONS
     from kvcache_plugins.triton_kernels.scores import score_codes
 
     launches, run = [], JITFunction.run
@@ -281,7 +282,7 @@ def of_call(name):
     finally:
         JITFunction.run = run
     ((kernel, arguments),) = launches
-    yield "call", kernel, arguments, {}
+    yield "call", kernel, arguments, {name: arguments.pop(name) for name in OPTIONS}
 
 
 def launches_of(name, is_packed):

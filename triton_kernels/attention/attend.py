@@ -27,7 +27,7 @@ import math
 import torch
 import triton
 
-from ..launch import Launch, tensor_arguments
+from ..launch import OPTIONS, Launch, tensor_arguments
 from ..stored_format import StoredGroups
 from .attend_kernel import attend_kernel
 from .layout import PLANES, has_outliers, join_chunks, side_arguments, tokens_per_group
@@ -45,7 +45,6 @@ _MAX_BLOCK_OUTPUT = 2048
 _BLOCK_ENTRIES = 64
 # Registers of a warp let so many programs share a multiprocessor
 PROGRAMS_PER_SM = 8
-_OPTIONS = {"num_warps": 1, "enable_fp_fusion": True}
 
 
 def prepare_groups(
@@ -128,7 +127,7 @@ def prepare_groups(
         "BLOCK_T": block_tokens,
         "BLOCK_E": _BLOCK_ENTRIES,
     }
-    options = {**_OPTIONS, "num_stages": _num_stages(keys, values, block_tokens)}
+    options = {**OPTIONS, "num_warps": 1, "num_stages": _num_stages(keys, values, block_tokens)}
     return Launch(attend_kernel, (batch_size * num_heads, num_splits, row_blocks), arguments, options, partials)
 
 

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ..attention.masks import mask_arguments
 from ..attention.partials import device_num_sms, empty_partials, num_split_tiles
-from ..launch import Launch, tensor_arguments
+from ..launch import OPTIONS, Launch, tensor_arguments
 from .attend_kernel import attend_kernel
 from .launches import CodedRows, RotaryAngles
 
@@ -137,7 +137,7 @@ def prepare_rows(
         "BLOCK_V": num_values,
         "VALUE_ROTATION": values.layout.head_dim & -values.layout.head_dim,
     }
-    options = {"num_warps": num_warps, "num_stages": 1}
+    options = {**OPTIONS, "num_warps": num_warps, "num_stages": 1}
     return Launch(attend_kernel, (batch_size * num_heads, num_splits, num_row_blocks), arguments, options, result)
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..arithmetic import dot_exact
-from ..launch import ALIGNMENT, Launch, tensor_arguments
+from ..launch import ALIGNMENT, OPTIONS, Launch, tensor_arguments
 from ..stored_format import RowLayout
 from .attend import angle_arguments, block_channels, contiguous
 from .coding_tiles import head_states, load_states, row_places, store_rows, tile_tokens
@@ -313,7 +313,7 @@ def prepare_coding(
         "BLOCK_K": num_channels,
     }
     grid = (triton.cdiv(length, block_tokens) * batch_size * num_heads,)
-    return Launch(code_rows_kernel, grid, arguments, {"num_warps": num_warps, "num_stages": 1}, rows)
+    return Launch(code_rows_kernel, grid, arguments, {**OPTIONS, "num_warps": num_warps, "num_stages": 1}, rows)
 
 
 def _tile_shape(num_channels: int, *, is_rotated: bool, has_basis: bool) -> tuple[int, int]:
