@@ -2,10 +2,9 @@
 
     kvcache-plugins bench gpu --out FOLDER
 
-Seven parts, each in a process of its own, so that one that crashes or hangs takes nothing with it:
+Six parts, each in a process of its own, so that one that crashes or hangs takes nothing with it:
 
-- `checks`: the kernels' tests, on the GPU;
-- `presets`: attention of every GEAR preset over what it has stored of a prompt and of decoded tokens;
+- `checks`: on the GPU the kernels' tests, and attention of every GEAR preset over what it has stored;
 - `attention`: decode attention alone, from compressed storage and by PyTorch's own kernels;
 - `step`: whole decode steps of a model with the shapes of an 8B Llama and random weights, caches taking turns;
 - `captured`: the same steps of GEAR caches as CUDA graphs, beside those without;
@@ -24,7 +23,6 @@ decoded tokens has to be compressed on the way. The model reads one sequence, an
 cache the batch's, as for many continuations of one prompt; every sequence has its own bytes.
 """
 
-import functools
 import gc
 import os
 import subprocess
@@ -45,12 +43,11 @@ import typer
 from transformers import AutoModelForCausalLM, Cache, LlamaConfig, PreTrainedModel, StaticCache
 
 from kvcache_plugins import InfiniGenCache
-from kvcache_plugins.gear.kernel_check import MismatchError, require_close_layers
-from kvcache_plugins.gear.transform.calibration import calibrate_transform
+from kvcache_plugins.gear.kernel_check import require_close_layers
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.option_checks import check_choice
-from kvcache_plugins.registry import create_cache, describe_caches
+from kvcache_plugins.registry import create_cache
 from kvcache_plugins.reports.memory import measure_memory
 
 from .benchmark import Result, TimeIsUpError, say
@@ -119,8 +116,6 @@ def llama(*sizes: int) -> Fields:
 
 
 LLAMA_8B = llama(128256, 4096, 14336, 32, 32, 8, 131072)
-# With its heads, so that what is compiled is needed again
-TWO_LAYERS = llama(1000, 1024, 1024, 2, 8, 2, 4096)
 TESTS = (
     "tests/triton_kernels/test_attention.py",
     "tests/triton_kernels/test_rows.py",
@@ -128,18 +123,11 @@ TESTS = (
     "tests/gear/transform/test_coding_kernels.py",
     "tests/triton_kernels/test_gather.py",
     "tests/infinigen/test_on_gpu.py",
+    "tests/gear/test_presets_on_gpu.py",
     # Those stand in for a GPU
     "-k",
     "not every_step",
 )
-# One of each kind of kernel goes before its relatives, all that are registered
-_FIRST = (
-    *("gear", "gear-2bit", "gear-c16", "kivi-2bit", "gear-t16:quantizer=trellis", "gear-c16:quantizer=trellis"),
-    *("gear-k4v3", "gear-4bit", "gear-t16", "gear-l-2bit", "kcvt-4bit", "per-token-2bit"),
-)
-_REGISTERED = (entry.name for entry in describe_caches() if str(entry.factory).endswith(":GEARCache"))
-# Tiles of KVarN, a peer, are for plain PyTorch
-PRESETS = tuple(name for name in dict.fromkeys((*_FIRST, *_REGISTERED)) if not name.startswith("kvarn"))
 # The acceptance's shape first: what time is left goes to the others
 SHAPES = {
     "large": Shape(batch_size=16, context=32768),
@@ -206,33 +194,6 @@ def count_outcomes(results: Path, report: Result) -> dict[str, int]:
             report.fail(f"{case.get('classname')}::{case.get('name')}", (failure.get("message") or "")[:300])
         outcomes["failed" if failure is not None else "skipped" if "skipped" in children else "passed"] += 1
     return outcomes
-
-
-def run_presets(
-    run: Run, presets: Sequence[str] = PRESETS, model: Fields = TWO_LAYERS, tokens: Sequence[int] = (600, 64, 1)
-) -> None:
-    """
-    Checks every preset's attention over what it stores, a row for each that is right.
-
-    A preset reads a prompt, decoded tokens at once that the update after them compresses, and one more. What attention
-    makes of that is held against plain PyTorch from the same storage.
-    """
-    report, network = run.open("presets", "presets", model), build_llama(model, run.device)
-    # Presets in calibrated bases share a calibration, half of whose tokens have to span the channels of a head
-    calibrate = functools.cache(lambda: calibrate_transform(network, [random_tokens(network, 512)[0]], num_draws=1))
-    for name in presets:
-        with report.attempt(name), run.box.step():
-            options: dict[str, Any] = {"calibration": calibrate()} if name.startswith("gear-c") else {}
-            start, cache = time.monotonic(), create_cache(name, network, **options)
-            with torch.inference_mode():
-                for count in tokens:
-                    network(random_tokens(network, count), **as_argument(cache), logits_to_keep=1)
-                error = require_close_layers(name, cache, network.config.num_attention_heads)
-            stats = cache_stats(cache)
-            if error is None or stats["kernel_fallbacks"] or not stats["fused_calls"]:
-                raise MismatchError(f"{name} was not computed by the kernels: {stats}")
-            row = {"cache": name, "relative_error": error, "seconds": time.monotonic() - start}
-            report.add(row, f"{name}: relative error {error:.1e}")
 
 
 @torch.inference_mode()
@@ -557,8 +518,7 @@ def search_largest_batches(
 
 # In order, with shares of the time limit
 PARTS: dict[str, tuple[Callable[..., None], float]] = {
-    "checks": (run_tests, 0.16),
-    "presets": (run_presets, 0.14),
+    "checks": (run_tests, 0.30),
     "attention": (time_attention, 0.20),
     "step": (time_whole_steps, 0.14),
     "captured": (partial(time_whole_steps, name="captured", caches=CAPTURED_CACHES), 0.11),
@@ -570,11 +530,6 @@ _FEW: dict[str, Any] = {"model": llama(128, 128, 128, 1, 2, 1, 1024), "context":
 # Sizes that prove the script on any machine; a batch is to be of a dense sequence and a half
 TINY: dict[str, dict[str, Any]] = {
     "checks": {"tests": ("tests/triton_kernels/test_attention.py", "-k", "no_tokens")},
-    "presets": {
-        "presets": ("gear", "gear-t16:quantizer=trellis", "gear-c16", "gear-2bit"),
-        "model": _SMALL,
-        "tokens": (70, 64, 1),
-    },
     "attention": {
         "shapes": {"large": Shape(batch_size=1, context=128, num_heads=1, groups=2, head_dim=64)},
         "caches": ("gear-2bit", "gear-l-2bit", "gear-t25"),
@@ -598,7 +553,7 @@ def run_on_gpu(
     out: Annotated[Path, typer.Option(help="Folder for the JSON files.")] = Path("eval/results"),
     limit: Annotated[float, typer.Option(help="Seconds that all of it may take.", min=1)] = 570.0,
     tiny: Annotated[bool, typer.Option("--tiny", help="Small sizes, to try the script; no GPU needed.")] = False,
-    part: Annotated[str | None, typer.Option(help="One part only, in this process: checks, presets, ...")] = None,
+    part: Annotated[str | None, typer.Option(help="One part only, in this process: checks, attention, ...")] = None,
 ) -> None:
     """Check and time all that wants a GPU. For the root of the repository, whose tests it runs.
 

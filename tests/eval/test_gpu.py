@@ -12,9 +12,8 @@ from kvcache_plugins import create_cache
 from kvcache_plugins.console import results
 from kvcache_plugins.eval import gpu
 from kvcache_plugins.eval.benchmark import Result, TimeIsUpError
-from kvcache_plugins.eval.gpu import TINY, Budget, Run, TimeBox, measure_largest_batch, run_batch
+from kvcache_plugins.eval.gpu import Budget, Run, TimeBox, measure_largest_batch, run_batch
 from kvcache_plugins.gear.kernel_check import MismatchError
-from kvcache_plugins.registry import describe_caches
 
 
 def read(folder: Path, name: str) -> dict:
@@ -63,16 +62,6 @@ def test_attention_alone(tmp_path, triton_kernels, monkeypatch):
     rows = {row["name"]: row for row in content["rows"]}
     assert {"dense bfloat16", "gear-2bit", "gear-t25", "copy"} <= set(rows) and "gear-l-2bit" not in rows
     assert 0 < rows["gear-2bit"]["relative_error"] < 5e-3
-
-
-def test_every_preset_is_checked(tmp_path, triton_kernels):
-    run_tiny("presets", tmp_path)
-    content = read(tmp_path, "gpu_presets")
-    assert content["failures"] == []
-    assert [row["cache"] for row in content["rows"]] == list(TINY["presets"]["presets"])
-    assert all(0 < row["relative_error"] < 5e-3 for row in content["rows"])
-    ours = [entry.name for entry in describe_caches() if str(entry.factory).endswith(":GEARCache")]
-    assert len(ours) > 9 and {*ours} <= {*gpu.PRESETS}
 
 
 def test_shares_of_the_time_are_all_of_it():
@@ -145,7 +134,7 @@ def test_parts_that_fail_or_hang_do_not_end_the_run(tmp_path, replace_children):
     content = read(tmp_path, "gpu_run")
     assert [row["part"] for row in content["rows"]] == list(gpu.PARTS)
     # What a part leaves goes to the next one
-    assert [round(row["limit"]) for row in content["rows"]] == [80, 150, 250, 320, 375, 440, 500]
+    assert [round(row["limit"]) for row in content["rows"]] == [150, 250, 320, 375, 440, 500]
     reasons = {failure["what"]: failure["reason"] for failure in content["failures"]}
     assert set(reasons) == {"attention", "step"}
     assert reasons["attention"].startswith("skipped: time")
@@ -174,7 +163,7 @@ def test_tests_without_time_are_skipped(tmp_path, replace_children):
 
 def test_the_tests_that_are_run_are_there():
     root = Path(__file__).resolve().parents[2]
-    assert all((root / path).is_file() for path in gpu.TESTS)
+    assert all((root / path).is_file() for path in gpu.TESTS[:-2]) and gpu.TESTS[-2] == "-k"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the error of a machine without CUDA")
