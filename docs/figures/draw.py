@@ -220,7 +220,7 @@ def draw_runahead_slices() -> Figure:
 def draw_runahead_times() -> Figure:
     """Seconds to the first token of each way, from the measured table."""
     rows = [row for row in runahead_rows() if not row["method"].startswith("shares")]
-    colours = {"one rank": GREY, "TSP": PINK, "even": GREEN, "planned": BLUE}
+    colours = {"one rank": GREY, "TSP": PINK, "zig-zag": ORANGE, "even": GREEN, "planned": BLUE}
     figure = Figure(figsize=(6.4, 2.5), layout="constrained")
     axes = figure.subplots()
     for row in rows:
