@@ -12,12 +12,14 @@ are summed as components of theirs, which `combine` takes back to channels once.
 Legend: B batch, H key/value heads, T tokens, D head dim.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from ..attention.masks import mask_arguments
-from ..attention.partials import device_num_sms, empty_partials, num_split_tiles
+from ..attention.partials import Partials, device_num_sms, empty_partials, num_split_tiles
 from ..launch import OPTIONS, Launch, tensor_arguments
 from .attend_kernel import attend_kernel
 from .launches import CodedRows, RotaryAngles
@@ -96,16 +98,18 @@ def prepare_rows(
         num_tiles, num_programs, num_slots, triton.cdiv(_MIN_TOKENS_PER_SPLIT, block_tokens)
     )
     num_splits = triton.cdiv(num_tiles, tiles_per_split)
+    result: Any
     if only_scores:
         result = query.new_empty(batch_size, num_heads, num_rows, length, dtype=torch.float32)
-        results = {"output_ptr": result, "maximum_ptr": None, "total_ptr": None}
     else:
         result = empty_partials(query, num_splits, values.layout.num_coded)
-        results = {f"{name}_ptr": tensor for name, tensor in result._asdict().items()}
     arguments = {
         **tensor_arguments("query", query, "bhr"),
         **mask_arguments(mask, num_heads, num_rows),
-        **results,
+        **{
+            f"{name}_ptr": tensor
+            for name, tensor in zip(Partials._fields, (result, None, None) if only_scores else result, strict=True)
+        },
         **_side_arguments("key", keys),
         "key_order_ptr": contiguous(key_layout.order),
         "key_mean_ptr": contiguous(key_layout.mean),
