@@ -23,7 +23,7 @@ _VARIABLE = "KVCACHE_PLUGINS_KERNELS"
 MAX_NUM_QUERIES = 16
 # The same of compiled attention over what costs more to dequantize than over rows
 MAX_NUM_COMPILED_QUERIES = 32
-# What compiles all kernels: 3.4 has no functions of constants, and smaller operands of `tl.dot`
+# The oldest that compiles all kernels: 3.4 lacks functions of constants, and small operands of `tl.dot`
 _OLDEST_TRITON = Version("3.5")
 
 
