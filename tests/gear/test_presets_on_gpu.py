@@ -19,7 +19,8 @@ ON_GPU = DEVICE.type == "cuda"
 INTERPRETED = ("gear", "gear-t16:quantizer=trellis", "gear-c16", "gear-2bit")
 # Tiles of KVarN, a peer, are for plain PyTorch
 OURS = [entry.name for entry in describe_caches() if str(entry.factory).endswith(":GEARCache")]
-PRESETS = [name for name in OURS if not name.startswith("kvarn")] + ["gear-t16:quantizer=trellis"]
+PRESETS = [name for name in OURS if not name.startswith("kvarn")]
+PRESETS += ["gear-t16:quantizer=trellis", "gear-c16:quantizer=trellis"]
 # A prompt, decoded tokens at once that the update after them compresses, and one more
 SIZES, TOKENS = (
     ((1000, 1024, 1024, 2, 8, 2, 4096), (600, 64, 1)) if ON_GPU else ((128, 64, 64, 1, 4, 2, 1024), (70, 64, 1))
@@ -35,6 +36,10 @@ def make_model():
 @functools.cache
 def make_calibration():
     return calibrate_transform(make_model(), [random_tokens(make_model(), 512)[0]], num_draws=1)
+
+
+def test_all_presets_are_known():
+    assert len(PRESETS) > 9 and {*INTERPRETED} <= {*PRESETS}
 
 
 @pytest.mark.parametrize("name", PRESETS if ON_GPU else INTERPRETED)

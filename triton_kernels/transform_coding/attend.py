@@ -12,8 +12,6 @@ are summed as components of theirs, which `combine` takes back to channels once.
 Legend: B batch, H key/value heads, T tokens, D head dim.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -25,7 +23,8 @@ from .attend_kernel import attend_kernel
 from .launches import CodedRows, RotaryAngles
 
 
-# What a program loads before its first tile is worth as much work as one of its tiles
+# What a program loads before its first tile is worth as much work as one of its tiles. With 512 tokens half of an
+# H100's multiprocessors had nothing to do of 4096 tokens and eight heads: counted, not timed
 _MIN_TOKENS_PER_SPLIT = 128
 _PROGRAMS_PER_SM = 2
 _MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS = 8, 16
@@ -98,18 +97,15 @@ def prepare_rows(
         num_tiles, num_programs, num_slots, triton.cdiv(_MIN_TOKENS_PER_SPLIT, block_tokens)
     )
     num_splits = triton.cdiv(num_tiles, tiles_per_split)
-    result: Any
     if only_scores:
-        result = query.new_empty(batch_size, num_heads, num_rows, length, dtype=torch.float32)
+        scores = query.new_empty(batch_size, num_heads, num_rows, length, dtype=torch.float32)
+        partials = Partials(scores, None, None)  # type: ignore[arg-type]
     else:
-        result = empty_partials(query, num_splits, values.layout.num_coded)
+        partials = empty_partials(query, num_splits, values.layout.num_coded)
     arguments = {
         **tensor_arguments("query", query, "bhr"),
         **mask_arguments(mask, num_heads, num_rows),
-        **{
-            f"{name}_ptr": tensor
-            for name, tensor in zip(Partials._fields, (result, None, None) if only_scores else result, strict=True)
-        },
+        **{f"{name}_ptr": tensor for name, tensor in partials._asdict().items()},
         **_side_arguments("key", keys),
         "key_order_ptr": contiguous(key_layout.order),
         "key_mean_ptr": contiguous(key_layout.mean),
@@ -142,6 +138,7 @@ def prepare_rows(
         "VALUE_ROTATION": values.layout.head_dim & -values.layout.head_dim,
     }
     options = {**OPTIONS, "num_warps": num_warps, "num_stages": 1}
+    result = partials.output if only_scores else partials
     return Launch(attend_kernel, (batch_size * num_heads, num_splits, num_row_blocks), arguments, options, result)
 
 

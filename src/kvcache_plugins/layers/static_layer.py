@@ -121,7 +121,7 @@ class StaticForm:
     @in_own_context
     def push(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Takes in a token `[B, H, 1, D]`, for which the oldest one of the buffer is coded."""
-        if self._coding is None and choose_token_kernel(keys)[0] == "triton":
+        if self._coding is None:
             self._coding = self._keep_coding()
         if self._coding is None:
             oldest = [states[:, :, :1] for states in self.storage]
