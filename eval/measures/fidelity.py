@@ -60,12 +60,12 @@ class WindowScore:
 
 @torch.no_grad()
 def fill_cache(model: PreTrainedModel, token_ids: torch.Tensor, cache: Cache) -> None:
-    """Feeds `[num_tokens]` to the model in one forward through an empty cache, which must then hold all of them."""
+    """Feeds `[(batch,) num_tokens]` to the model in one forward through an empty cache, which must then hold them."""
     harness.check_is_empty(cache)
     # Only the last logits are computed where the model can do so: the others are a vocabulary each and nobody's.
     keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    model(input_ids=token_ids[None].to(model.device), **as_argument(cache), use_cache=True, **keep)
-    harness.check_length(cache, token_ids.numel())
+    model(input_ids=torch.atleast_2d(token_ids).to(model.device), **as_argument(cache), use_cache=True, **keep)
+    harness.check_length(cache, token_ids.shape[-1])
 
 
 @torch.no_grad()
@@ -77,8 +77,9 @@ def continuation_logits(
     after_forward: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     """
-    Feeds `[num_tokens]` to the model through a filled cache and returns all their logits, `[num_tokens, vocabulary]`;
-    `chunk` tokens a forward, 1 is decode; by default all in one, or one by one if the cache would be exact for many.
+    Feeds `[(batch,) num_tokens]` to the model through a filled cache and returns all logits, `[(batch,) num_tokens,
+    vocabulary]`; `chunk` tokens a forward, 1 is decode; by default all in one, or one by one if the cache would be
+    exact for many.
     """
     if chunk is None and getattr(cache, "is_exact_for_many", False):
         chunk = 1
@@ -88,11 +89,12 @@ def continuation_logits(
     if length_before == 0:
         raise ValueError("The cache is empty: scores over it would say nothing about it. Fill it first.")
     logits = []
-    for part in token_ids.to(model.device).split(chunk or token_ids.numel()):
-        logits.append(model(input_ids=part[None], **as_argument(cache), use_cache=True).logits[0])
+    num_tokens = token_ids.shape[-1]
+    for part in torch.atleast_2d(token_ids).to(model.device).split(chunk or num_tokens, dim=1):
+        logits.append(model(input_ids=part, **as_argument(cache), use_cache=True).logits)
         after_forward()
-    harness.check_length(cache, length_before + token_ids.numel())
-    return torch.cat(logits)
+    harness.check_length(cache, length_before + num_tokens)
+    return torch.cat(logits, dim=1).reshape(*token_ids.shape, -1)
 
 
 def score_logits(dense_logits: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> WindowScore:
@@ -128,7 +130,8 @@ class Fidelity:
             99.9 % below `kl_p999`.
         top1_agreement (`float`): share of positions at which both caches find the same token most likely.
         windows (`tuple[WindowScore, ...]`): the windows' sums, in text order.
-        memory_after_prefix, memory_at_end (`MemoryReport`), stats (`dict`): of the last window's cache.
+        memory_after_prefix, memory_at_end (`MemoryReport`), stats (`dict`): of the last cache, which may have held
+            several windows.
         mean_kv_percent (`float`, *optional*): what the cache held while tokens were scored, in percent of 16 bits, the
             mean over forwards and windows, with buffers as full as they are on average. Of chunks alone.
     """
@@ -186,25 +189,28 @@ def measure_fidelity(
     *,
     prefix_length: int,
     chunk: int | None = None,
+    batch: int = 1,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Fidelity]:
     """
     Scores caches, by the names of their `factories`, on windows of text, each against the dense cache: behind a prefix
     `[prefix_length + num_scored + 1]` token ids (see `spread_windows`), `chunk` scored tokens a forward (see
-    `continuation_logits`).
+    `continuation_logits`), `batch` windows in one cache.
     """
     scores: dict[str, list[WindowScore]] = {name: [] for name in factories}
     percents: dict[str, list[float]] = {name: [] for name in factories}
     last: dict[str, dict[str, Any]] = {}
-    for number, window in enumerate(windows, start=1):
-        prefix, fed, targets = window[:prefix_length], window[prefix_length:-1], window[prefix_length + 1 :]
-        if not 0 < prefix_length < window.numel() - 1:
-            raise ValueError(f"`prefix_length` {prefix_length} leaves nothing to score in {window.numel()} tokens")
+    for start in range(0, len(windows), batch):
+        together = torch.stack(list(windows[start : start + batch]))
+        prefix, fed = together[:, :prefix_length], together[:, prefix_length:-1]
+        targets = together[:, prefix_length + 1 :]
+        if not 0 < prefix_length < together.shape[1] - 1:
+            raise ValueError(f"`prefix_length` {prefix_length} leaves nothing to score in {together.shape[1]} tokens")
         dense = DynamicCache(config=model.config)
         fill_cache(model, prefix, dense)
         dense_logits = continuation_logits(model, fed, dense, chunk)
         for name, factory in factories.items():
-            on_progress(f"window {number} of {len(windows)}")
+            on_progress(f"window {start + len(together)} of {len(windows)}")
             cache = factory()
             fill_cache(model, prefix, cache)
             after_prefix = measure_memory(cache)
@@ -214,7 +220,7 @@ def measure_fidelity(
                     percents[name].append(measure_memory(cache).kv_percent)
 
             logits = continuation_logits(model, fed, cache, chunk, note)
-            scores[name].append(score_logits(dense_logits, logits, targets))
+            scores[name] += map(score_logits, dense_logits, logits, targets)
             at_end = {"memory_at_end": measure_memory(cache), "stats": harness.cache_stats(cache)}
             last[name] = {"memory_after_prefix": after_prefix, **at_end}
     return {name: _summarize(scores[name], percents[name], last[name]) for name in factories}
@@ -261,6 +267,7 @@ def evaluate_fidelity(
         int | None,
         typer.Option("--decoded", "--chunk", help="Scored tokens a forward; 1 decodes. All by default.", min=1),
     ] = None,
+    batch: Annotated[int, typer.Option(help="Windows decoded side by side: the same figures, sooner.", min=1)] = 1,
     stretch: Annotated[
         int | None, typer.Option(help="Report KL also by stretches of so many scored tokens, and its trend.", min=1)
     ] = None,
@@ -278,7 +285,7 @@ def evaluate_fidelity(
     \b
     Examples:
         kvcache-plugins eval fidelity --text-file wiki.test.raw --cache gear --cache kivi-4bit
-        kvcache-plugins eval fidelity --text-file book.txt --windows 2 --decoded 1 \\
+        kvcache-plugins eval fidelity --text-file book.txt --windows 2 --batch 2 --decoded 1 \\
             --cache gear-2bit --cache gear-2bit:sparsity=0,rank=8 --out eval/results/rank.json
         kvcache-plugins eval fidelity --text-file book.txt --windows 1 --scored 2048 --decoded 16 --stretch 256 \\
             --cache gear --cache kivi-4bit
@@ -292,8 +299,10 @@ def evaluate_fidelity(
     cut = harness.cut_windows(tokenizer, text_file, windows, prefix, scored)
     factories = harness.cache_factories(cache, loaded)
     set_seed(seed)
-    with track_progress(windows * len(factories)) as announce:
-        found = measure_fidelity(loaded, cut, factories, prefix_length=prefix, chunk=chunk, on_progress=announce)
+    with track_progress(math.ceil(windows / batch) * len(factories)) as announce:
+        found = measure_fidelity(
+            loaded, cut, factories, prefix_length=prefix, chunk=chunk, batch=batch, on_progress=announce
+        )
     rows = [fidelity_fields(spec, result, stretch) for spec, result in found.items()]
     yield from sorted(rows, key=lambda row: row["memory_after_prefix"]["total_bytes"])
 

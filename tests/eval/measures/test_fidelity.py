@@ -148,6 +148,22 @@ def test_chunks_change_only_what_goes_through_the_cache(
         measure_fidelity(tiny_llama, windows, factories, prefix_length=PREFIX, chunk=0)
 
 
+@pytest.mark.parametrize("chunk", [None, 1])
+def test_windows_side_by_side_score_as_each_alone(
+    tiny_llama: PreTrainedModel, windows: list[torch.Tensor], chunk: int | None
+) -> None:
+    factories = {"coded": lambda: create_cache("gear-2bit", tiny_llama)}
+    windows.append(windows[0])
+    alone, together = (
+        measure_fidelity(tiny_llama, windows, factories, prefix_length=PREFIX, chunk=chunk, batch=batch)["coded"]
+        for batch in (1, 2)
+    )
+    assert alone.kl > 1e-6
+    assert [each.kl for each in together.windows] == pytest.approx([each.kl for each in alone.windows], rel=1e-3)
+    assert [each.nll for each in together.windows] == pytest.approx([each.nll for each in alone.windows], rel=1e-4)
+    assert together.mean_kv_percent == pytest.approx(alone.mean_kv_percent)
+
+
 def test_dense_logits_are_computed_once_a_window(tiny_llama: PreTrainedModel, windows: list[torch.Tensor]) -> None:
     forwards = []
     handle = tiny_llama.register_forward_hook(lambda *_: forwards.append(1))
