@@ -267,6 +267,10 @@ def evaluate_fidelity(
         int | None,
         typer.Option("--decoded", "--chunk", help="Scored tokens a forward; 1 decodes. All by default.", min=1),
     ] = None,
+    own: Annotated[
+        bool,
+        typer.Option("--own", help="Score what the dense model samples behind each prefix, not the text."),
+    ] = False,
     batch: Annotated[int, typer.Option(help="Windows decoded side by side: the same figures, sooner.", min=1)] = 1,
     stretch: Annotated[
         int | None, typer.Option(help="Report KL also by stretches of so many scored tokens, and its trend.", min=1)
@@ -287,8 +291,8 @@ def evaluate_fidelity(
         kvcache-plugins eval fidelity --text-file wiki.test.raw --cache gear --cache kivi-4bit
         kvcache-plugins eval fidelity --text-file book.txt --windows 2 --batch 2 --decoded 1 \\
             --cache gear-2bit --cache gear-2bit:sparsity=0,rank=8 --out eval/results/rank.json
-        kvcache-plugins eval fidelity --text-file book.txt --windows 1 --scored 2048 --decoded 16 --stretch 256 \\
-            --cache gear --cache kivi-4bit
+        kvcache-plugins eval fidelity --text-file book.txt --windows 1 --prefix 64 --scored 4096 --own \\
+            --decoded 16 --stretch 256 --cache gear --cache kivi-4bit
     """
     if stretch is not None and scored < 4:
         raise ValueError(f"`stretch` compares quarters of at least 4 tokens in `scored`, but got {scored}")
@@ -299,6 +303,10 @@ def evaluate_fidelity(
     cut = harness.cut_windows(tokenizer, text_file, windows, prefix, scored)
     factories = harness.cache_factories(cache, loaded)
     set_seed(seed)
+    if own:
+        read = torch.stack(cut)[:, :prefix].to(loaded.device)
+        length = {"max_new_tokens": scored + 1, "min_new_tokens": scored + 1}
+        cut = list(loaded.generate(read, attention_mask=torch.ones_like(read), do_sample=True, **length))
     with track_progress(math.ceil(windows / batch) * len(factories)) as announce:
         found = measure_fidelity(
             loaded, cut, factories, prefix_length=prefix, chunk=chunk, batch=batch, on_progress=announce

@@ -224,6 +224,14 @@ def test_command_writes_rows_with_their_provenance(
     assert rows["dynamic"]["kl_last_to_first_quarter"] is None
     assert rows["gear-2bit"]["stats"]["tokens_compressed"] > 0
 
+    # What the model itself has written is likelier to it than what people wrote
+    own = CliRunner().invoke(evaluate.app, ["fidelity", *arguments[:10], "--own", "--batch", "2", "--cache", "gear"])
+    assert own.exit_code == 0, own.output
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["num_scored"], len(row["windows"])) == (64, 2)
+    assert row["kl"] > 0
+    assert row["dense_ppl"] < 0.7 * rows["gear-2bit"]["dense_ppl"]
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
