@@ -32,6 +32,8 @@ def in_child(function: Callable[[], object], kill_after: float | None = None) ->
     """Runs a function in a process of its own, which is killed if it takes longer; its exit status."""
     child = os.fork()
     if child == 0:
+        # Threads that OpenMP made are not forked with the process, which would wait for them
+        torch.set_num_threads(1)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -134,6 +136,7 @@ def test_another_process_keeps_what_it_uses(tiny_llama, tmp_path):
     input_ids, (reading, writing) = prompt(520), os.pipe()
 
     def use() -> None:
+        torch.set_num_threads(1)
         cache = PromptStore(tmp_path).read(tiny_llama, input_ids)
         os.write(writing, b"!")
         time.sleep(60)
@@ -141,8 +144,11 @@ def test_another_process_keeps_what_it_uses(tiny_llama, tmp_path):
 
     child = os.fork()
     if child == 0:
-        use()
-        os._exit(0)
+        try:
+            use()
+        finally:
+            os._exit(1)
+    os.close(writing)
     assert os.read(reading, 1) == b"!"
     assert clear(tmp_path)[0] == 0
     os.kill(child, signal.SIGKILL)
