@@ -36,13 +36,14 @@ TOLERANCE = 1e-5
 CASES = {
     "alone": ({"residual_length": 4, "recent_length": 0}, [0], 16, False),
     "padded": ({"residual_length": 4, "recent_length": 0, "nbits": 2}, [3, 0], 16, False),
-    "wide-values": ({"residual_length": 2, "recent_length": 0}, [0], 48, False),
+    # More exact tokens than are moved on at once
+    "wide": ({"residual_length": 37, "recent_length": 0}, [0], 48, False),
     "calibrated": ({"residual_length": 4, "recent_length": 0, "nbits": 2.25}, [0], 16, True),
 }
 NUM_PROMPT, NUM_DECODED, ROOM = 75, 3, 700
 WRITING, READING = {"index_copy_", "add_", "copy_"}, {"_local_scalar_dense", "item", "nonzero", "equal", "_to_cpu"}
 # What a step allocates
-OWN = ("query", "result")
+OWN = ("query", "result", "new_")
 
 
 def make_cache(model, is_calibrated, **options):
@@ -82,18 +83,28 @@ def test_they_compute_what_pytorch_does(case, monkeypatch):
     _, layer, seen, query = filled(case, monkeypatch)
     step = layer.form.kept_step(query, 2, None)
     outputs = [step(query), step(query)]
-    rows = [encode().clone() for encode in layer.form._coding]
     hidden = torch.rand(len(query), 1, 1, layer.form.num_columns, device=DEVICE) < 0.3
     hidden[..., : seen.shape[1]] |= ~seen[:, None, None]
     masked = attend(query, layer.form.parts(~hidden), 2, None, "triton")
-    block, oldest = layer.blocks[-1], [states[:, :, :1] for states in layer.buffer.tensors()]
+    block, exact = layer.blocks[-1], [states.clone() for states in layer.buffer.tensors()]
     with plain_pytorch():
         for output in outputs:
             require_close(output, layer.attend(AttentionCall(query, seen[:, None, None])))
         require_close(masked, layer.attend(AttentionCall(query, ~hidden[..., : seen.shape[1]])))
+        oldest = (states[:, :, :1] for states in exact)
         coded = layer.codec.encode(*oldest, Positions(block.start + block.length, layer.padding))
-    for own, other in zip(rows, coded, strict=True):
-        assert (own != other).any(dim=-1).sum() <= 1
+    new = torch.randn(2, len(query), 2, 1, exact[0].shape[3], device=DEVICE)
+    before = [rows.clone() for rows in (block.keys, block.values)]
+    layer.form.push(*new)
+    assert layer.form._pushing is not None
+    assert {*map(tuple, layer.form._numbers.flatten(0, 2).tolist())} == {(block.length + 1, layer._length + 1)}
+    for rows, kept, own in zip((block.keys, block.values), before, coded, strict=True):
+        # A row may differ where a number lies at a bound
+        assert (rows[:, :, block.length] != own[:, :, 0]).any(dim=-1).sum() <= 1
+        rows[:, :, block.length] = kept[:, :, block.length]
+        assert torch.equal(rows, kept)
+    for moved, were, one in zip(layer.buffer.tensors(), exact, new, strict=True):
+        assert torch.equal(moved, torch.cat((were[:, :, 1:], one), dim=2))
 
 
 @needs_kernels
@@ -109,7 +120,7 @@ def test_a_step_makes_nothing_that_stays(monkeypatch):
         model(torch.randint(32, (1, NUM_PROMPT), device=DEVICE), **as_argument(cache))
     (layer,) = cache.layers
     layer.settle_prompt()
-    assert layer.form is not None and layer.form._coding is not None
+    assert layer.form is not None and layer.form._pushing is not None
     made = [each.cache_info().misses for each in held]
     layer.form.push(*torch.randn(2, 1, 2, 1, 16, device=DEVICE))
     attend(torch.randn(1, 4, 1, 16, device=DEVICE), layer.form.parts(None), 2, None, "triton")
@@ -143,9 +154,9 @@ def check(name, num_steps):
 
     from kvcache_plugins.triton_kernels.attention.combine import combine_kernel
     from kvcache_plugins.triton_kernels.transform_coding.attend_kernel import attend_kernel
-    from kvcache_plugins.triton_kernels.transform_coding.code_rows import code_rows_kernel
+    from kvcache_plugins.triton_kernels.transform_coding.code_rows import push_kernel
 
-    kernels = {kernel.fn.__name__: kernel for kernel in (attend_kernel, combine_kernel, code_rows_kernel)}
+    kernels = {kernel.fn.__name__: kernel for kernel in (attend_kernel, combine_kernel, push_kernel)}
     options, padding, _, is_calibrated = CASES[name]
     model, launches, steps, compiled = make_model(64, 2, torch.bfloat16), [], [], []
     cache = make_cache(model, is_calibrated, **options)
@@ -178,11 +189,7 @@ def check(name, num_steps):
             steps.append((list(launches), mode.operations))
             compiled.append(len(driver.compilations))
     first_launches, first_operations = steps[2]
-    assert [kernel for kernel, _ in first_launches] == 2 * [
-        *2 * ["code_rows_kernel"],
-        "attend_kernel",
-        "combine_kernel",
-    ]
+    assert [kernel for kernel, _ in first_launches] == 2 * ["push_kernel", "attend_kernel", "combine_kernel"]
     assert len({*compiled}) == 1, compiled
     waiting = 0
     for own_launches, operations in steps[2:]:

@@ -11,7 +11,7 @@ Legend: B batch, H key/value heads, T tokens, D head dim, R bytes of a row.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +28,9 @@ from kvcache_plugins.triton_kernels.attention.attend import prepare_groups
 from kvcache_plugins.triton_kernels.attention.combine import prepare_combination
 from kvcache_plugins.triton_kernels.attention.dense_part import DensePart as KernelDensePart
 from kvcache_plugins.triton_kernels.attention.partials import Partials
-from kvcache_plugins.triton_kernels.launch import KeptLaunch, Launch
+from kvcache_plugins.triton_kernels.launch import ALIGNMENT, KeptLaunch, Launch
 from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels, prepare_rows
-from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding
+from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding, prepare_push
 from kvcache_plugins.triton_kernels.transform_coding.coding_tiles import GRID_END, GRID_STEPS, NUM_CELLS
 from kvcache_plugins.triton_kernels.transform_coding.launches import Codebook, CodedRows, RotaryAngles
 
@@ -148,42 +148,66 @@ def keep_attention(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     with torch.cuda.device_of(query):
         steps = [prepare_part(rows, part, scale) for part in coded]
-        attending = [KeptLaunch(step.launch) for step in steps]
+        attending = [KeptLaunch(step.launch, ["query_ptr"]) for step in steps]
         end = _prepare_end([step.finished(step.launch.result) for step in steps], dense, rows, scale)
         # What is turned back between the launches is another tensor every time
         turned = [number for number, step in enumerate(steps) if step.finish is not None]
-        combining = KeptLaunch(end, ["result_ptr", *(f"output_{number}_ptr" for number in turned)])
+        combining = KeptLaunch(end, ["query_ptr", "result_ptr", *(f"output_{number}_ptr" for number in turned)])
+    result_shape = *query.shape[:3], end.result.shape[3]
 
     def attend_to_kept(query: torch.Tensor) -> torch.Tensor:
-        rows.copy_(query.reshape(rows.shape))
-        result = torch.empty_like(end.result)
+        if query.data_ptr() % ALIGNMENT or not query.is_contiguous():
+            query = query.clone(memory_format=torch.contiguous_format)
+        result = query.new_empty(result_shape)
         with torch.cuda.device_of(query):
             for launch in attending:
-                launch()
-            combining(result, *(steps[number].finished(attending[number].result).output for number in turned))
-        return result.view(*query.shape[:3], -1)
+                launch(query)
+            combining(query, result, *(steps[number].finished(attending[number].result).output for number in turned))
+        return result
 
     return attend_to_kept
 
 
-def keep_encoding(states: torch.Tensor, table: RowTable, positions: Positions) -> Callable[[], torch.Tensor]:
-    """Keeps the coding of states that stay where they are, and the positions' padding; see `RowTable.encode`."""
-    if not table.has_triton(states):
-        return partial(table.encode, states, positions)
-    mean = table.mean.float()[:, :, None] if table.is_rotated and table.mean is not None else None
-    numbers = states if mean is None else states.float() - mean
+def keep_push(
+    exact: Sequence[torch.Tensor],
+    rows: Sequence[torch.Tensor],
+    numbers: torch.Tensor,
+    tables: Sequence[RowTable],
+    positions: Positions,
+) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
+    """
+    Keeps what takes in a new token's keys and values `[B, H, 1, D]` and codes the oldest exact one, all in one launch;
+    see `code_rows.prepare_push`. Positions are those of the rows, which are as many as their capacity. `None` if
+    tensors are not as kernels need them.
+    """
+    states, dtype, device = exact[0], exact[0].dtype, exact[0].device
+    keys, values = tables
+    is_alike = states.shape[:2] == exact[1].shape[:2] and (keys.basis is None) == (values.basis is None)
+    if not is_alike or keys.is_rotated or values.rope is not None or not all(t.has_triton(states) for t in tables):
+        return None
+    if not all(each.is_contiguous() for each in (*exact, *rows)):
+        return None
+    assert keys.rope is not None, "keys have a layout, be it one that rotates nothing"
+    padding = None if positions.padding is None else positions.padding.to(device)
     with torch.cuda.device_of(states):
-        launch = KeptLaunch(prepare_encoding(numbers, table, positions, has_products_of_bfloat16=states.is_cuda))
+        launch = prepare_push(
+            exact,
+            rows,
+            numbers,
+            tables,
+            [codebook_of(table.is_weighted, device) for table in tables],
+            _signs_for(values, dtype, device, states.is_cuda),
+            rotary_angles(keys.rope, positions.first + rows[0].shape[2], device),
+            start=positions.first,
+            padding=padding,
+        )
+        pushing = KeptLaunch(launch, ["new_keys_ptr", "new_values_ptr"])
 
-    def encode_kept() -> torch.Tensor:
-        if mean is not None:
-            torch.sub(states, mean, out=numbers)
-        with torch.cuda.device_of(states):
-            launch()
-        rows: torch.Tensor = launch.result
-        return rows
+    def push(keys: torch.Tensor, values: torch.Tensor) -> None:
+        with torch.cuda.device_of(keys):
+            pushing(keys.to(dtype).contiguous(), values.to(dtype).contiguous())
 
-    return encode_kept
+    return push
 
 
 def encode(states: torch.Tensor, table: RowTable, positions: Positions) -> torch.Tensor:
@@ -203,10 +227,16 @@ def prepare_encoding(
     if table.rope is not None:
         where["angles"] = rotary_angles(table.rope, positions.first + states.shape[2], states.device)
         where["start"], where["padding"] = positions.first, None if padding is None else padding.to(states.device)
-    if table.is_rotated:
-        is_own = states.dtype == torch.float16 or states.dtype == torch.bfloat16 and has_products_of_bfloat16
-        where["signs"] = signs_of(table.head_dim, states.dtype if is_own else torch.float16, states.device)
+    where["signs"] = _signs_for(table, states.dtype, states.device, has_products_of_bfloat16)
     return prepare_coding(states, table, codebook_of(table.is_weighted, states.device), **where)
+
+
+def _signs_for(
+    table: RowTable, dtype: torch.dtype, device: torch.device, has_products_of_bfloat16: bool
+) -> torch.Tensor | None:
+    """Returns the matrix that states of a dtype are rotated by, or `None` where a table does not rotate them."""
+    is_own = dtype == torch.float16 or dtype == torch.bfloat16 and has_products_of_bfloat16
+    return signs_of(table.head_dim, dtype if is_own else torch.float16, device) if table.is_rotated else None
 
 
 @cache
