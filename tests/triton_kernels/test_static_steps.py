@@ -154,9 +154,10 @@ def check(name, num_steps):
 
     from kvcache_plugins.triton_kernels.attention.combine import combine_kernel
     from kvcache_plugins.triton_kernels.transform_coding.attend_kernel import attend_kernel
-    from kvcache_plugins.triton_kernels.transform_coding.code_rows import push_kernel
+    from kvcache_plugins.triton_kernels.transform_coding.code_rows import code_rows_kernel, push_kernel
 
-    kernels = {kernel.fn.__name__: kernel for kernel in (attend_kernel, combine_kernel, push_kernel)}
+    used = attend_kernel, combine_kernel, code_rows_kernel, push_kernel
+    kernels = {kernel.fn.__name__: kernel for kernel in used}
     options, padding, _, is_calibrated = CASES[name]
     model, launches, steps, compiled = make_model(64, 2, torch.bfloat16), [], [], []
     cache = make_cache(model, is_calibrated, **options)

@@ -276,21 +276,9 @@ def _load_components(
 
 @triton.jit
 def _load_scaled(
-    states_ptr,
-    stride_t,
-    tokens,
-    first,
-    positions,
-    factor_ptr,
-    mean_ptr,
-    partner_ptr,
-    near_ptr,
-    far_ptr,
-    HEAD_DIM: tl.constexpr,
-    NUM_NEAR: tl.constexpr,
-    ROTARY: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    states_ptr, stride_t, tokens, first, positions, factor_ptr, mean_ptr, partner_ptr, near_ptr, far_ptr,
+    HEAD_DIM: tl.constexpr, NUM_NEAR: tl.constexpr, ROTARY: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """Some channels of tokens, less their means and times their factors, `[BLOCK_T, BLOCK_C]`."""
     channels = first + tl.arange(0, BLOCK_C)
     in_use = channels < HEAD_DIM
@@ -369,7 +357,6 @@ def prepare_push(
     codebooks: Sequence[Codebook],
     signs: torch.Tensor | None,
     angles: RotaryAngles | None,
-    *,
     start: int,
     padding: torch.Tensor | None,
 ) -> Launch:

@@ -43,6 +43,7 @@ _MAX_PARTS = 2
 _NUM_NEAR = 256
 _LEAST_FAR = 64
 StoredPart = CompressedPart | CodedPart
+_Pair = Sequence[torch.Tensor]
 
 
 def attend(query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: float) -> torch.Tensor:
@@ -109,7 +110,7 @@ def prepare_part(
     if isinstance(part, CompressedPart):
         where["num_chunks"] = -(-part.length // part.keys.chunk_length)
         launch = prepare_groups(rows, part.keys, part.values, **where)
-        return PartStep(launch, _rotate_back if part.values.is_rotated else None)
+        return PartStep(launch, (lambda output, _: rotate(output)) if part.values.is_rotated else None)
     assert isinstance(part.codec, RowCodec), "only rows of tables have kernels"
     keys, values = part.codec.tables(rows.device)
     padding, first = part.positions.padding, part.positions.first
@@ -122,10 +123,6 @@ def prepare_part(
     finish = None if values.basis is None and values.mean is None else values.combine
     where["num_tokens"] = part.num_tokens
     return PartStep(prepare_rows(rows, coded_keys, coded_values, angles, **where, only_scores=only_scores), finish)
-
-
-def _rotate_back(output: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    return rotate(output)
 
 
 def _prepare_end(partials: Sequence[Partials], dense: Sequence[DensePart], rows: torch.Tensor, scale: float) -> Launch:
@@ -169,74 +166,49 @@ def keep_attention(
 
 
 def keep_push(
-    exact: Sequence[torch.Tensor],
-    rows: Sequence[torch.Tensor],
-    numbers: torch.Tensor,
-    tables: Sequence[RowTable],
-    positions: Positions,
+    exact: _Pair, rows: _Pair, numbers: torch.Tensor, tables: Sequence[RowTable], positions: Positions
 ) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
     """
-    Keeps what takes in a new token's keys and values `[B, H, 1, D]` and codes the oldest exact one, all in one launch;
-    see `code_rows.prepare_push`. Positions are those of the rows, which are as many as their capacity. `None` if
-    tensors are not as kernels need them.
+    Keeps what takes in a new token's keys and values `[B, H, 1, D]` and codes the oldest exact one, all in one launch:
+    see `code_rows.prepare_push`. Positions are those of the rows. `None` if no kernel codes such states.
     """
-    states, dtype, device = exact[0], exact[0].dtype, exact[0].device
-    keys, values = tables
-    is_alike = states.shape[:2] == exact[1].shape[:2] and (keys.basis is None) == (values.basis is None)
-    if not is_alike or keys.is_rotated or values.rope is not None or not all(t.has_triton(states) for t in tables):
-        return None
-    if not all(each.is_contiguous() for each in (*exact, *rows)):
+    (states, _), (keys, values), first = exact, tables, positions.first
+    if not all(table.has_triton(states) for table in tables) or not all(t.is_contiguous() for t in (*exact, *rows)):
         return None
     assert keys.rope is not None, "keys have a layout, be it one that rotates nothing"
-    padding = None if positions.padding is None else positions.padding.to(device)
+    books = [codebook_of(table.is_weighted, states.device) for table in tables]
+    angles, signs = rotary_angles(keys.rope, first + rows[0].shape[2], states.device), _signs_for(values, states)
     with torch.cuda.device_of(states):
-        launch = prepare_push(
-            exact,
-            rows,
-            numbers,
-            tables,
-            [codebook_of(table.is_weighted, device) for table in tables],
-            _signs_for(values, dtype, device, states.is_cuda),
-            rotary_angles(keys.rope, positions.first + rows[0].shape[2], device),
-            start=positions.first,
-            padding=padding,
-        )
+        launch = prepare_push(exact, rows, numbers, tables, books, signs, angles, first, positions.padding)
         pushing = KeptLaunch(launch, ["new_keys_ptr", "new_values_ptr"])
 
     def push(keys: torch.Tensor, values: torch.Tensor) -> None:
         with torch.cuda.device_of(keys):
-            pushing(keys.to(dtype).contiguous(), values.to(dtype).contiguous())
+            pushing(keys.to(states.dtype).contiguous(), values.to(states.dtype).contiguous())
 
     return push
 
 
 def encode(states: torch.Tensor, table: RowTable, positions: Positions) -> torch.Tensor:
     """Codes states `[B, H, T, D]` as rows `[B, H, T, R]`; if they are rotated, the mean has been taken off."""
-    launch = prepare_encoding(states, table, positions, has_products_of_bfloat16=states.is_cuda)
-    # Launches go to the current device, which need not be the one that this layer is on
-    with torch.cuda.device_of(states):
-        rows: torch.Tensor = launch()
-    return rows
-
-
-def prepare_encoding(
-    states: torch.Tensor, table: RowTable, positions: Positions, *, has_products_of_bfloat16: bool
-) -> Launch:
-    """The launch of `encode`; products of bfloat16 are what GPUs have and Triton's interpreter has not."""
     states, where, padding = states.detach(), dict[str, Any](), positions.padding
     if table.rope is not None:
         where["angles"] = rotary_angles(table.rope, positions.first + states.shape[2], states.device)
         where["start"], where["padding"] = positions.first, None if padding is None else padding.to(states.device)
-    where["signs"] = _signs_for(table, states.dtype, states.device, has_products_of_bfloat16)
-    return prepare_coding(states, table, codebook_of(table.is_weighted, states.device), **where)
+    book = codebook_of(table.is_weighted, states.device)
+    # Launches go to the current device, which need not be the one that this layer is on
+    with torch.cuda.device_of(states):
+        rows: torch.Tensor = prepare_coding(states, table, book, _signs_for(table, states), **where)()
+    return rows
 
 
-def _signs_for(
-    table: RowTable, dtype: torch.dtype, device: torch.device, has_products_of_bfloat16: bool
-) -> torch.Tensor | None:
-    """Returns the matrix that states of a dtype are rotated by, or `None` where a table does not rotate them."""
-    is_own = dtype == torch.float16 or dtype == torch.bfloat16 and has_products_of_bfloat16
-    return signs_of(table.head_dim, dtype if is_own else torch.float16, device) if table.is_rotated else None
+def _signs_for(table: RowTable, states: torch.Tensor) -> torch.Tensor | None:
+    """Returns the matrix that states are rotated by, or `None` where they are not."""
+    if not table.is_rotated:
+        return None
+    # Products of bfloat16 are what GPUs have and Triton's interpreter has not
+    is_own = states.dtype == torch.float16 or states.dtype == torch.bfloat16 and states.is_cuda
+    return signs_of(table.head_dim, states.dtype if is_own else torch.float16, states.device)
 
 
 @cache
