@@ -193,10 +193,11 @@ def push_kernel(
         _move_on(keys_ptr, new_keys_ptr + matrix * KEY_HEAD_DIM, num_exact, KEY_HEAD_DIM, KEY_BLOCK_D, BLOCK_M)
     else:
         values_ptr += matrix * num_exact * VALUE_HEAD_DIM
-        tokens, token_in_use = tile_tokens(0, 1, VALUE_BLOCK_T)
+        # Of another size, so by another name
+        ones, one_in_use = tile_tokens(0, 1, VALUE_BLOCK_T)
         # fmt: off
         _code_tile(
-            values_ptr, VALUE_HEAD_DIM, tokens, token_in_use, tokens, matrix, head, value_sign_ptr, value_order_ptr,
+            values_ptr, VALUE_HEAD_DIM, ones, one_in_use, ones, matrix, head, value_sign_ptr, value_order_ptr,
             value_mean_ptr, value_deviation_ptr, value_basis_ptr, value_inverse_ptr, value_step_ptr, value_factor_ptr,
             value_width_ptr, None, None, None, value_coefficient_ptr, value_cell_code_ptr, value_cell_bound_ptr,
             value_rows_ptr + (matrix * capacity + stored) * VALUE_ROW_SIZE, VALUE_HEAD_DIM, VALUE_NUM_CODED,
