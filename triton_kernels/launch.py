@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import triton
 
 
 # Bytes that Triton looks for in pointers, and units in which it looks at integers
@@ -51,24 +52,36 @@ def tensor_arguments(name: str, tensor: torch.Tensor | None, dimensions: str) ->
 
 class KeptLaunch:
     """
-    A launch that is made when it is kept, and at every call.
+    A launch that is made at every call, with its kernel compiled when it is kept.
 
     Args:
-        launch (`Launch`): the launch.
-        changing (`Sequence[str]`): arguments that a call gives anew, all of them pointers.
+        launch (`Launch`): the launch, of tensors that stay where they are.
+        changing (`Sequence[str]`): arguments that a call gives anew, all of them tensors.
     """
 
     def __init__(self, launch: Launch, changing: Sequence[str] = ()) -> None:
         self._launch, self._changing, self.result = launch, changing, launch.result
-        self._arguments = {name: launch.arguments[name] for name in launch.kernel.arg_names}
-        compiled = launch.kernel[launch.grid](**launch.arguments, **launch.options)
+        names = launch.kernel.arg_names
+        self._places = [names.index(name) for name in changing]
+        # Addresses: of a tensor the launcher asks for its own, and the driver whether it is one of the GPU's
+        self._values = [_address(launch.arguments[name]) for name in names]
+        self._run = None
         # In Triton's interpreter nothing is compiled
-        self._run = None if compiled is None else compiled[(*launch.grid, 1, 1)[:3]]
+        if isinstance(launch.kernel, triton.JITFunction):
+            compiled = launch.kernel.warmup(**launch.arguments, **launch.options, grid=launch.grid)
+            self._run = compiled[(*launch.grid, 1, 1)[:3]]
 
-    def __call__(self, *values: Any) -> None:
-        """Launches on the current stream with other tensors, which are aligned."""
-        self._arguments.update(zip(self._changing, values, strict=True))
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        """Launches on the current stream with other tensors, which are aligned where the kernel counts on it."""
         if self._run is None:
-            self._launch._replace(arguments=self._arguments)()
-        else:
-            self._run(*self._arguments.values())
+            changed = dict(zip(self._changing, tensors, strict=True))
+            self._launch._replace(arguments={**self._launch.arguments, **changed})()
+            return
+        values = self._values
+        for place, tensor in zip(self._places, tensors, strict=True):
+            values[place] = tensor.data_ptr()
+        self._run(*values)
+
+
+def _address(argument: Any) -> Any:
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument

@@ -75,6 +75,9 @@ CODING = {
     "code-calibrated-keys-d128": (128, 36, BRAIN),
     "code-calibrated-values-d128-float32": (128, 36, SINGLE),
     "code-calibrated-keys-d256": (256, 72, BRAIN),
+    "push-d128": (128, 64, BRAIN),
+    "push-d256": (256, 128, BRAIN),
+    "push-calibrated-d128": (128, 36, BRAIN),
 }
 # Numbers of a row, their dtype, whether rows are counted, and whether they lie so that 16 bytes are moved at once
 MOVES = {
@@ -100,11 +103,11 @@ VARIANTS = {**GROUPS, **COMBINATIONS, **ROWS, **CODING, **MOVES, **SCORES}
 DAILY = {
     "90": [
         *("kivi-2bit-d128", "gear-l-2bit-d128", "t16-d128", "c16-trellis-d64", "code-keys-d128", "code-values-d256"),
-        *("gather-256", "gather-129", "write-256", "score-d128-g4", "score-8bit"),
+        *("push-d128", "gather-256", "gather-129", "write-256", "score-d128-g4", "score-8bit"),
     ],
     "gfx942": ["kivi-2bit-d128"],
 }
-_CODING = ["code-keys-d128", "code-values-d128", "code-values-d256", "code-calibrated-keys-d128"]
+_CODING = ["code-keys-d128", "code-values-d128", "code-values-d256", "code-calibrated-keys-d128", "push-d128"]
 _RANKS = ["rank-1", "rank-2", "rank-3", "rank-8"]
 LONG = {
     "80": [
@@ -221,39 +224,35 @@ def of_rows(name):
         make_rows(head_dim, num_bytes, is_keys, name.startswith("c"), "trellis" in name)
         for num_bytes, is_keys in ((key_bytes, True), (value_bytes, False))
     )
-    made = prepare_rows(
-        torch.empty(2, 8, num_queries, head_dim, dtype=dtype),
-        keys,
-        values,
-        make_angles(head_dim),
-        start=4,
-        length=1000,
-        num_tokens=torch.empty(1, dtype=torch.int64) if name.endswith("device") else None,
-        padding=torch.zeros(2, dtype=torch.int64) if is_padded else None,
-        mask=None if mask_dtype is None else torch.empty(2, 1, 1, 1000, dtype=mask_dtype),
-        scale=0.1,
-        packed=True,
-        num_sms=132,
-        only_scores=name.endswith("scores"),
-    )
+    query = torch.empty(2, 8, num_queries, head_dim, dtype=dtype)
+    num_tokens = torch.empty(1, dtype=torch.int64) if name.endswith("device") else None
+    padding = torch.zeros(2, dtype=torch.int64) if is_padded else None
+    mask = None if mask_dtype is None else torch.empty(2, 1, 1, 1000, dtype=mask_dtype)
+    where = {"start": 4, "length": 1000, "num_tokens": num_tokens, "padding": padding, "mask": mask, "scale": 0.1}
+    options = {"packed": True, "num_sms": 132, "only_scores": name.endswith("scores")}
+    made = prepare_rows(query, keys, values, make_angles(head_dim), **where, **options)
     yield "attend", made.kernel, made.arguments, made.options
 
 
 def of_coding(name):
     from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels
-    from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding
+    from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding, prepare_push
     from kvcache_plugins.triton_kernels.transform_coding.launches import Codebook
 
     head_dim, num_bytes, dtype = CODING[name]
     is_keys, is_calibrated = "keys" in name, "calibrated" in name
     states = torch.empty(2, 1000, 8, head_dim, dtype=dtype).transpose(1, 2)
     book = Codebook(torch.empty(9, 6), torch.empty(9, 577, dtype=torch.uint8), torch.empty(9, 577))
-    layout = make_rows(head_dim, num_bytes, is_keys, is_calibrated).layout
-    has_signs = not (is_keys or is_calibrated)
-    signs = torch.empty(head_dim, block_channels(head_dim), dtype=HALF if dtype == SINGLE else dtype)
-    where = {"start": 4, "padding": torch.zeros(2, dtype=torch.int64)} if is_keys else {}
-    angles = make_angles(head_dim) if is_keys else None
-    made = prepare_coding(states, layout, book, signs if has_signs else None, angles, **where)
+    sides = [make_rows(head_dim, num_bytes, is_keys, is_calibrated) for is_keys in (True, False)]
+    padding, size = torch.zeros(2, dtype=torch.int64), (head_dim, block_channels(head_dim))
+    signs = None if is_keys or is_calibrated else torch.empty(size, dtype=HALF if dtype == SINGLE else dtype)
+    if name.startswith("push"):
+        rows, layouts = [side.rows for side in sides], [side.layout for side in sides]
+        numbers, angles = torch.zeros(2, 2, 8, 2, dtype=torch.int64), make_angles(head_dim)
+        made = prepare_push([states] * 2, rows, numbers, layouts, [book] * 2, signs, angles, 4, padding)
+    else:
+        where = {"angles": make_angles(head_dim), "start": 4, "padding": padding} if is_keys else {}
+        made = prepare_coding(states, sides[not is_keys].layout, book, signs, **where)
     yield "code", made.kernel, made.arguments, made.options
 
 

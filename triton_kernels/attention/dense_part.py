@@ -49,39 +49,12 @@ def part_arguments(
 
 @triton.jit
 def attend_part(
-    output,
-    maximum,
-    total,
-    query,
-    rows,
-    first_channel,
-    num_rows,
-    keys_ptr,
-    keys_stride_b,
-    keys_stride_h,
-    keys_stride_t,
-    values_ptr,
-    values_stride_b,
-    values_stride_h,
-    values_stride_t,
-    mask_ptr,
-    mask_stride_b,
-    mask_stride_h,
-    mask_stride_q,
-    mask_stride_t,
-    num_queries,
-    num_tokens,
-    batch,
-    head,
-    scale_base_2,
-    MASK: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    output, maximum, total, query, rows, first_channel, num_rows, keys_ptr, keys_stride_b, keys_stride_h,
+    keys_stride_t, values_ptr, values_stride_b, values_stride_h, values_stride_t, mask_ptr, mask_stride_b,
+    mask_stride_h, mask_stride_q, mask_stride_t, num_queries, num_tokens, batch, head, scale_base_2,
+    MASK: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PRECISION: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     """Carries output, maximum and total of the online softmax on through one exact part."""
     row_in_use = rows < num_rows
     key_channels = tl.arange(0, BLOCK_K)

@@ -58,20 +58,9 @@ def block_arguments(index: int, blocks: Sequence[Partials]) -> dict[str, object]
 
 @triton.jit
 def merge_splits(
-    output,
-    maximum,
-    total,
-    output_ptr,
-    maximum_ptr,
-    total_ptr,
-    num_splits,
-    rows,
-    num_rows,
-    first_channel,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
+    output, maximum, total, output_ptr, maximum_ptr, total_ptr, num_splits, rows, num_rows, first_channel,
+    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
     """Carries output, maximum and total of the online softmax on through the splits of one compressed block."""
     value_channels = first_channel + tl.arange(0, BLOCK_V)
     first_split = tl.program_id(0).to(tl.int64) * num_splits

@@ -55,27 +55,10 @@ def inverse_sizes(own, partners):
 
 @triton.jit
 def load_turned_queries(
-    query_ptr,
-    rows,
-    row_stride,
-    row_in_use,
-    channels,
-    channel_in_use,
-    sizes,
-    scale,
-    partner_ptr,
-    near_ptr,
-    far_ptr,
-    padding_ptr,
-    batch,
-    position,
-    KEY_DIM: tl.constexpr,
-    NUM_NEAR: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    ROTARY: tl.constexpr,
-    PADDED: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+    query_ptr, rows, row_stride, row_in_use, channels, channel_in_use, sizes, scale, partner_ptr, near_ptr, far_ptr,
+    padding_ptr, batch, position, KEY_DIM: tl.constexpr, NUM_NEAR: tl.constexpr, BLOCK_T: tl.constexpr,
+    ROTARY: tl.constexpr, PADDED: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
     """
     Queries for keys that are multiples of `sizes`, turned back to a split's first token, and partners' channels of
     them; what their scores are to be multiplied by; cosines and sines from one tile to the next, and of a tile's

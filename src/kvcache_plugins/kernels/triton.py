@@ -11,7 +11,7 @@ Legend: B batch, H key/value heads, T tokens, D head dim, R bytes of a row.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +28,9 @@ from kvcache_plugins.triton_kernels.attention.attend import prepare_groups
 from kvcache_plugins.triton_kernels.attention.combine import prepare_combination
 from kvcache_plugins.triton_kernels.attention.dense_part import DensePart as KernelDensePart
 from kvcache_plugins.triton_kernels.attention.partials import Partials
-from kvcache_plugins.triton_kernels.launch import KeptLaunch, Launch
+from kvcache_plugins.triton_kernels.launch import ALIGNMENT, KeptLaunch, Launch
 from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels, prepare_rows
-from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding
+from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding, prepare_push
 from kvcache_plugins.triton_kernels.transform_coding.coding_tiles import GRID_END, GRID_STEPS, NUM_CELLS
 from kvcache_plugins.triton_kernels.transform_coding.launches import Codebook, CodedRows, RotaryAngles
 
@@ -43,6 +43,7 @@ _MAX_PARTS = 2
 _NUM_NEAR = 256
 _LEAST_FAR = 64
 StoredPart = CompressedPart | CodedPart
+_Pair = Sequence[torch.Tensor]
 
 
 def attend(query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: float) -> torch.Tensor:
@@ -109,7 +110,7 @@ def prepare_part(
     if isinstance(part, CompressedPart):
         where["num_chunks"] = -(-part.length // part.keys.chunk_length)
         launch = prepare_groups(rows, part.keys, part.values, **where)
-        return PartStep(launch, _rotate_back if part.values.is_rotated else None)
+        return PartStep(launch, (lambda output, _: rotate(output)) if part.values.is_rotated else None)
     assert isinstance(part.codec, RowCodec), "only rows of tables have kernels"
     keys, values = part.codec.tables(rows.device)
     padding, first = part.positions.padding, part.positions.first
@@ -122,10 +123,6 @@ def prepare_part(
     finish = None if values.basis is None and values.mean is None else values.combine
     where["num_tokens"] = part.num_tokens
     return PartStep(prepare_rows(rows, coded_keys, coded_values, angles, **where, only_scores=only_scores), finish)
-
-
-def _rotate_back(output: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    return rotate(output)
 
 
 def _prepare_end(partials: Sequence[Partials], dense: Sequence[DensePart], rows: torch.Tensor, scale: float) -> Launch:
@@ -148,65 +145,70 @@ def keep_attention(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     with torch.cuda.device_of(query):
         steps = [prepare_part(rows, part, scale) for part in coded]
-        attending = [KeptLaunch(step.launch) for step in steps]
+        attending = [KeptLaunch(step.launch, ["query_ptr"]) for step in steps]
         end = _prepare_end([step.finished(step.launch.result) for step in steps], dense, rows, scale)
         # What is turned back between the launches is another tensor every time
         turned = [number for number, step in enumerate(steps) if step.finish is not None]
-        combining = KeptLaunch(end, ["result_ptr", *(f"output_{number}_ptr" for number in turned)])
+        combining = KeptLaunch(end, ["query_ptr", "result_ptr", *(f"output_{number}_ptr" for number in turned)])
+    result_shape = *query.shape[:3], end.result.shape[3]
 
     def attend_to_kept(query: torch.Tensor) -> torch.Tensor:
-        rows.copy_(query.reshape(rows.shape))
-        result = torch.empty_like(end.result)
+        if query.data_ptr() % ALIGNMENT or not query.is_contiguous():
+            query = query.clone(memory_format=torch.contiguous_format)
+        result = query.new_empty(result_shape)
         with torch.cuda.device_of(query):
             for launch in attending:
-                launch()
-            combining(result, *(steps[number].finished(attending[number].result).output for number in turned))
-        return result.view(*query.shape[:3], -1)
+                launch(query)
+            combining(query, result, *(steps[number].finished(attending[number].result).output for number in turned))
+        return result
 
     return attend_to_kept
 
 
-def keep_encoding(states: torch.Tensor, table: RowTable, positions: Positions) -> Callable[[], torch.Tensor]:
-    """Keeps the coding of states that stay where they are, and the positions' padding; see `RowTable.encode`."""
-    if not table.has_triton(states):
-        return partial(table.encode, states, positions)
-    mean = table.mean.float()[:, :, None] if table.is_rotated and table.mean is not None else None
-    numbers = states if mean is None else states.float() - mean
+def keep_push(
+    exact: _Pair, rows: _Pair, numbers: torch.Tensor, tables: Sequence[RowTable], positions: Positions
+) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
+    """
+    Keeps what takes in a new token's keys and values `[B, H, 1, D]` and codes the oldest exact one, all in one launch:
+    see `code_rows.prepare_push`. Positions are those of the rows. `None` if no kernel codes such states.
+    """
+    (states, _), (keys, values), first = exact, tables, positions.first
+    if not all(table.has_triton(states) for table in tables) or not all(t.is_contiguous() for t in (*exact, *rows)):
+        return None
+    assert keys.rope is not None, "keys have a layout, be it one that rotates nothing"
+    books = [codebook_of(table.is_weighted, states.device) for table in tables]
+    angles, signs = rotary_angles(keys.rope, first + rows[0].shape[2], states.device), _signs_for(values, states)
     with torch.cuda.device_of(states):
-        launch = KeptLaunch(prepare_encoding(numbers, table, positions, has_products_of_bfloat16=states.is_cuda))
+        launch = prepare_push(exact, rows, numbers, tables, books, signs, angles, first, positions.padding)
+        pushing = KeptLaunch(launch, ["new_keys_ptr", "new_values_ptr"])
 
-    def encode_kept() -> torch.Tensor:
-        if mean is not None:
-            torch.sub(states, mean, out=numbers)
-        with torch.cuda.device_of(states):
-            launch()
-        rows: torch.Tensor = launch.result
-        return rows
+    def push(keys: torch.Tensor, values: torch.Tensor) -> None:
+        with torch.cuda.device_of(keys):
+            pushing(keys.to(states.dtype).contiguous(), values.to(states.dtype).contiguous())
 
-    return encode_kept
+    return push
 
 
 def encode(states: torch.Tensor, table: RowTable, positions: Positions) -> torch.Tensor:
     """Codes states `[B, H, T, D]` as rows `[B, H, T, R]`; if they are rotated, the mean has been taken off."""
-    launch = prepare_encoding(states, table, positions, has_products_of_bfloat16=states.is_cuda)
-    # Launches go to the current device, which need not be the one that this layer is on
-    with torch.cuda.device_of(states):
-        rows: torch.Tensor = launch()
-    return rows
-
-
-def prepare_encoding(
-    states: torch.Tensor, table: RowTable, positions: Positions, *, has_products_of_bfloat16: bool
-) -> Launch:
-    """The launch of `encode`; products of bfloat16 are what GPUs have and Triton's interpreter has not."""
     states, where, padding = states.detach(), dict[str, Any](), positions.padding
     if table.rope is not None:
         where["angles"] = rotary_angles(table.rope, positions.first + states.shape[2], states.device)
         where["start"], where["padding"] = positions.first, None if padding is None else padding.to(states.device)
-    if table.is_rotated:
-        is_own = states.dtype == torch.float16 or states.dtype == torch.bfloat16 and has_products_of_bfloat16
-        where["signs"] = signs_of(table.head_dim, states.dtype if is_own else torch.float16, states.device)
-    return prepare_coding(states, table, codebook_of(table.is_weighted, states.device), **where)
+    book = codebook_of(table.is_weighted, states.device)
+    # Launches go to the current device, which need not be the one that this layer is on
+    with torch.cuda.device_of(states):
+        rows: torch.Tensor = prepare_coding(states, table, book, _signs_for(table, states), **where)()
+    return rows
+
+
+def _signs_for(table: RowTable, states: torch.Tensor) -> torch.Tensor | None:
+    """Returns the matrix that states are rotated by, or `None` where they are not."""
+    if not table.is_rotated:
+        return None
+    # Products of bfloat16 are what GPUs have and Triton's interpreter has not
+    is_own = states.dtype == torch.float16 or states.dtype == torch.bfloat16 and states.is_cuda
+    return signs_of(table.head_dim, states.dtype if is_own else torch.float16, states.device)
 
 
 @cache

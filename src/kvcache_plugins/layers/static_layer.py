@@ -66,14 +66,13 @@ class StaticForm:
         _FORMS[self.number] = self
         self._block, self.storage, self._places = layer.blocks[-1], layer._buffer_storage(), layer._places()
         self._num_exact = self.storage[0].shape[2]
-        # A position that is behind those of all rows, of which padding leaves the one that is meant
         self._last = self._block.start + self._block.capacity
         self.num_columns = self._last + self._num_exact
         offsets = torch.zeros(layer.batch_size, dtype=torch.int64, device=layer.device)
-        self._offsets = offsets if layer.padding is None else offsets + layer.padding
-        self._numbers = torch.cat((offsets.new_zeros(2), offsets))
-        self._growth = torch.cat((offsets.new_ones(2), offsets - 1))
-        self._stored, self.total, self._padding = self._numbers[:1], self._numbers[1], self._numbers[2:]
+        self._offsets = None if layer.padding is None else offsets + layer.padding
+        # For every program that counts them on: rows stored and tokens of the sequence
+        self._numbers = offsets.new_zeros(2, *self.storage[0].shape[:2], 2)
+        self._stored, self.total = self._numbers[0, 0, 0, :1], self._numbers[0, 0, 0, 1]
         self.order = offsets.new_zeros(1)
         torch._dynamo.mark_static_address(self.order)
         self._newest = torch.arange(-self._num_exact, 0, device=layer.device)
@@ -87,7 +86,7 @@ class StaticForm:
         self._parts = list(zip(parts, [*in_front, *starts], strict=True))
         self._steps: dict[tuple[object, ...], Callable[[torch.Tensor], torch.Tensor] | None] = {}
         self.set_numbers(layer)
-        self._coding = self._keep_coding()
+        self._pushing = self._keep_push()
 
     def __deepcopy__(self, memo: object) -> None:
         """A copy of the layer makes its own."""
@@ -101,38 +100,38 @@ class StaticForm:
 
     def set_numbers(self, layer: "StaticLayer") -> None:
         stored, total = self._block.length, layer.exact_start + self._num_exact
-        self._numbers[:2] = torch.tensor([stored, total])
-        self._padding.copy_(self._offsets + (self._last - total + self._num_exact))
+        self._numbers.copy_(torch.tensor([stored, total]))
 
     @in_own_context
-    def _keep_coding(self) -> tuple[Callable[[], torch.Tensor], ...] | None:
+    def _keep_push(self) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
         """Prepares what a step keeps: what it would make first while a CUDA graph is recorded were the graph's own."""
-        device = self.storage[0].device
         if choose_token_kernel(self.storage[0])[0] != "triton":
             return None
-        from kvcache_plugins.kernels.triton import keep_encoding
+        from kvcache_plugins.kernels.triton import keep_push
 
-        positions = Positions(self._last, self._padding)
-        return tuple(
-            keep_encoding(states[:, :, :1], table, positions)
-            for states, table in zip(self.storage, self._codec.tables(device), strict=True)
-        )
+        tables, positions = self._codec.tables(self.storage[0].device), Positions(self._block.start, self._offsets)
+        return keep_push(self.storage, (self._block.keys, self._block.values), self._numbers, tables, positions)
 
-    @in_own_context
     def push(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Takes in a token `[B, H, 1, D]`, for which the oldest one of the buffer is coded."""
-        if self._coding is None:
-            self._coding = self._keep_coding()
-        if self._coding is None:
-            oldest = [states[:, :, :1] for states in self.storage]
-            rows = self._codec.encode(*oldest, Positions(self._last, self._padding))
+        if self._pushing is None:
+            self._pushing = self._keep_push()
+        if self._pushing is None:
+            self._push_by_pytorch(keys, values)
         else:
-            rows = tuple(encode() for encode in self._coding)
+            self._pushing(keys, values)
+
+    @in_own_context
+    def _push_by_pytorch(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        # A position behind those of all rows, of which padding leaves the one that is meant
+        padding = self._last - self._block.start - self._stored.expand(len(keys))
+        positions = Positions(self._last, padding if self._offsets is None else padding + self._offsets)
+        rows = self._codec.encode(*(states[:, :, :1] for states in self.storage), positions)
         for stored, row in zip((self._block.keys, self._block.values), rows, strict=True):
             stored.index_copy_(2, self._stored, row)
         for states, new in zip(self.storage, (keys, values), strict=True):
             states.copy_(torch.cat((states[:, :, 1:], new.to(states.dtype)), dim=2))
-        self._numbers.add_(self._growth)
+        self._numbers.add_(1)
 
     def parts(self, mask: torch.Tensor | None) -> list[Part]:
         """Lists everything held, with its columns of a mask over all positions; nothing is read from the device."""
