@@ -50,7 +50,7 @@ from transformers import (
 SEED = 42
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 # What several files of tests share that is no fixture is found by its name, in programs of tests too
-HELPERS = ("contract", "fuzz", "infinigen", "kernels", "kv_runahead", "triton_kernels")
+HELPERS = ("contract", "fuzz", "gear", "infinigen", "kernels", "kv_runahead", "triton_kernels")
 sys.path[:0] = [str(PROJECT_ROOT / "tests" / folder) for folder in HELPERS]
 
 # A standard deviation of 0.1 (Transformers' own is 0.02) makes attention peaked and logits far apart, so that a wrong

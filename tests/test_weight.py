@@ -45,7 +45,7 @@ ROOMS = {
     "all of src": Room(("src",), 20_000, 29_540),
     "triton_kernels": Room(("triton_kernels",), 3_500, 3_865),
     "eval": Room(("eval",), 5_500, 7_010),
-    "tests": Room(("tests",), 15_000, 24_510),
+    "tests": Room(("tests",), 15_000, 24_305),
 }
 
 

@@ -14,12 +14,15 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from transformers import Cache, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from kvcache_plugins import create_cache, measure_memory
 from kvcache_plugins.contract import tiny_models
@@ -158,7 +161,7 @@ class CacheOperations(RuleBasedStateMachine):
             return
         twin = copy.deepcopy(self.cache)
         logits = self._update(tokens)
-        with attention("eager", self.subject.model), _CONTEXTS[self.context]():
+        with attention("densified", self.subject.model), _CONTEXTS[self.context]():
             dense = self.subject.feed(twin, tokens, self.mask)
         require_close(logits, dense, 2 * self.rounding, "attention over densified states")
 
@@ -238,7 +241,15 @@ class CacheOperations(RuleBasedStateMachine):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "cache.safetensors"
             self.cache.save(path, self.subject.model)
-            return type(self.cache).load(path, self.subject.model)
+            loaded = type(self.cache).load(path, self.subject.model)
+        if self.cache.get_seq_length():
+            own, read = (
+                [layer.materialize(side) for layer in each.layers for side in ("keys", "values")]
+                for each in (self.cache, loaded)
+            )
+            require_same(read, own, "by saving and loading")
+            assert loaded.stats() == {**self.cache.stats(), "dense_reads": 0}
+        return loaded
 
     @rule(what=st.sampled_from(_REFUSED))
     def refused(self, what: str) -> None:
@@ -285,6 +296,17 @@ class CacheOperations(RuleBasedStateMachine):
         share = max(0.5, self.kind.as_alone) if is_half else self.kind.as_alone
         limit = max(self.rounding, share * distance(alone, dense), self.kind.exactness or 0)
         require_close(logits, alone, limit, f"row {index}, and the same alone")
+
+
+def attend_densified(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """Attends to dense copies of lazy states, as layers attend to these themselves under `eager` too."""
+    return sdpa_attention_forward(module, query, key + 0, value + 0, *args, **options)
+
+
+AttentionInterface.register("densified", attend_densified)
+AttentionMaskInterface.register("densified", sdpa_mask)
 
 
 @cache

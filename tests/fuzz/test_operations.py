@@ -1,4 +1,4 @@
-"""Random sequences of operations on every cache that runs on a CPU: ten each, in `make test-long` three hundred."""
+"""Random sequences of operations on every cache that runs on a CPU: four each, in `make test-long` three hundred."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -26,12 +26,19 @@ KINDS = {
     "kivi-2bit": Kind(name="kivi-2bit", options=SMALL),
     "per-token-2bit": Kind(name="per-token-2bit", options=SMALL),
     "kcvt-4bit": Kind(name="kcvt-4bit", options=SMALL),
+    # Exact tokens in front beyond the first groups, and a low rank of the newest tokens alone
+    "gear-sinks": Kind(
+        name="gear-2bit",
+        options={"num_sink_tokens": 70, "rotate_values": True, "low_rank_recent_ratio": 0.3, **SMALL},
+    ),
     "gear-8bit": Kind(name="gear-4bit", options={"nbits": 8, **SMALL}, exactness=EIGHT_BITS),
     "gear-exact": Kind(name="gear-2bit", options={"residual_length": 4096, "num_sink_tokens": 4096}, exactness=EXACT),
     "gear-t22": Kind(name="gear-t22", options={}, least_real=68),
     # Rows with too few tokens for a table: when they have enough depends on the buffer, which all rows share
     "gear-t22-waiting": Kind(name="gear-t22", options={}, as_alone=1.5),
     "gear-t-8bit": Kind(name="gear-t22", options={"key_nbits": 8, "value_nbits": 8}, exactness=EIGHT_BITS),
+    "turboquant-3bit": Kind(name="turboquant-3bit", options={}),
+    "llamacpp-q4_0": Kind(name="llamacpp-q4_0", options={}),
     "infinigen": Kind(name="infinigen", options={**WHOLE, "speculate": True}, **CHOOSES),
     "infinigen-pool": Kind(name="infinigen", options={**WHOLE, "pool_tokens": 40}, **{**CHOOSES, "as_alone": 1.5}),
     "infinigen-paper": Kind(name="infinigen-paper", options=WHOLE, **CHOOSES),

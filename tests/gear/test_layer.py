@@ -3,12 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from feeding import HEAD_DIM, NUM_HEADS, feed, states
 
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
-NUM_HEADS, HEAD_DIM, GROUP = 2, 32, 64
+GROUP = 64
 METHODS = {
     "gear-4bit": {"nbits": 4},
     "gear-2bit": {"nbits": 2},
@@ -27,38 +28,16 @@ def make_layer(**options) -> CompressedLayer:
     return GEARCache(**options)._next_layer()
 
 
-def states(batch_size, length, heads=NUM_HEADS, dtype=torch.float32, head_dim=HEAD_DIM):
-    return tuple(torch.randn(batch_size, heads, length, head_dim).to(dtype) for _ in range(2))
-
-
-def prefill(layer, keys, values, padding=None, groups=2):
-    """One attention over a prompt as Transformers calls it; returns its output."""
-    length = keys.shape[2]
-    mask = None
-    if padding is not None:
-        columns = torch.arange(length)
-        mask = (columns >= torch.tensor(padding)[:, None])[:, None, None, :] & torch.ones(
-            length, length, dtype=torch.bool
-        ).tril()
-    lazy_keys, lazy_values = layer.update(keys, values)
-    query = torch.randn(keys.shape[0], keys.shape[1] * groups, length, keys.shape[3]).to(keys.dtype)
-    return F.scaled_dot_product_attention(
-        query, lazy_keys, lazy_values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-    )
-
-
-def decode(layer, count, mask=None):
+def decode(layer, count):
     for _ in range(count):
-        keys, values = layer.update(*states(layer.batch_size, 1, dtype=layer.dtype))
-        query = torch.randn(layer.batch_size, NUM_HEADS * 2, 1, HEAD_DIM).to(layer.dtype)
-        F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+        feed(layer, *states(layer.batch_size, 1, layer.dtype))
 
 
 @pytest.mark.parametrize("length", [1, GROUP - 1, GROUP, GROUP + 1, 200, 1024, 1100])
 @pytest.mark.parametrize("method", METHODS)
 def test_prompt_is_compressed_right_after_its_attention(method, length):
     layer = make_layer(**METHODS[method])
-    prefill(layer, *states(2, length))
+    feed(layer, *states(2, length))
     parts = {part: tensor for part, tensor in layer.named_tensors() if tensor.numel()}
     if length < GROUP:
         assert "codes" not in parts
@@ -76,7 +55,7 @@ def test_prompt_is_compressed_right_after_its_attention(method, length):
 @pytest.mark.parametrize("method", METHODS)
 def test_attention_equals_attention_over_the_dense_states(method, dtype):
     layer = make_layer(**METHODS[method], residual_length=32)
-    prefill(layer, *states(2, 150, dtype=dtype), padding=[0, 60])
+    feed(layer, *states(2, 150, dtype=dtype), padding=[0, 60])
     decode(layer, 75)
     for num_queries in (1, 3):
         keys, values = layer.update(*states(2, num_queries, dtype=dtype))
@@ -109,7 +88,7 @@ def test_sink_tokens_are_exact_and_widen_no_range(backbone, padding):
     errors = {}
     for num_sink_tokens in (0, 4):
         layer = make_layer(**options, num_sink_tokens=num_sink_tokens)
-        prefill(layer, keys, values, padding=padding)
+        feed(layer, keys, values, padding=padding)
         for side, exact in (("keys", keys), ("values", values)):
             dense = layer.materialize(side)
             for item, start in enumerate(starts):
@@ -131,31 +110,16 @@ def test_rotation_spreads_a_channel_that_stands_out():
         layer = make_layer(
             nbits=2, backbone="kivi", rank=0, sparsity=0, rotate_values=rotate_values, q_group_size=HEAD_DIM
         )
-        prefill(layer, keys, values)
+        feed(layer, keys, values)
         errors.append((layer.materialize("values") - values).square().mean())
     assert errors[1] < 0.7 * errors[0]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_padded_rows_equal_the_same_rows_alone(method):
-    lengths = [300, 130, 40]
-    keys, values = states(3, 300)
-    layer = make_layer(**METHODS[method])
-    padding = [300 - length for length in lengths]
-    prefill(layer, keys, values, padding=padding)
-    for side in ("keys", "values"):
-        for item, length in enumerate(lengths):
-            alone = make_layer(**METHODS[method])
-            prefill(alone, keys[item : item + 1, :, -length:], values[item : item + 1, :, -length:])
-            expected = alone.materialize(side)
-            assert torch.allclose(layer.materialize(side)[item : item + 1, :, -length:], expected, atol=2e-3)
 
 
 @pytest.mark.parametrize("residual_length", [20, 64])
 @pytest.mark.parametrize("backbone", ["kcvt", "kivi", "per-token"])
 def test_each_token_is_compressed_once_and_history_never_changes(residual_length, backbone):
     layer = make_layer(nbits=2, backbone=backbone, residual_length=residual_length)
-    prefill(layer, *states(1, 128))
+    feed(layer, *states(1, 128))
     before = layer.materialize("keys")[:, :, :100].clone()
     decode(layer, 5 * residual_length + 1)
     # Tokens of the prompt that do not fill a group stay exact
@@ -167,7 +131,7 @@ def test_each_token_is_compressed_once_and_history_never_changes(residual_length
 
 def test_growth_copies_rarely():
     layer = make_layer(nbits=2, residual_length=16)
-    prefill(layer, *states(1, 64))
+    feed(layer, *states(1, 64))
     addresses = set()
     for _ in range(64 * 16):
         decode(layer, 1)
@@ -181,14 +145,9 @@ def test_growth_copies_rarely():
 
 def test_long_later_update_is_a_prompt_of_its_own():
     layer = make_layer(nbits=2)
-    prefill(layer, *states(1, 128))
+    feed(layer, *states(1, 128))
     decode(layer, 10)
-    prefill_keys, prefill_values = states(1, 300)
-    keys, values = layer.update(prefill_keys, prefill_values)
-    mask = torch.ones(300, 438, dtype=torch.bool).tril(diagonal=138)[None, None]
-    query = torch.randn(1, 4, 300, HEAD_DIM)
-    output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
-    assert output.isfinite().all()
+    assert feed(layer, *states(1, 300)).isfinite().all()
     assert [block.length for block in layer.blocks] == [128, 256]
     assert layer.buffer.length == 310 - 256
     decode(layer, 100)
@@ -203,36 +162,8 @@ def test_padding_that_spans_several_updates_enters_no_range():
 
     def in_two_updates(keys, values):
         layer = make_layer(nbits=2)
-        mask = (torch.arange(512) >= torch.tensor([[0], [400]]))[:, None, None, :] & torch.ones(512, 512).bool().tril()
-        for start in (0, 256):
-            new = slice(start, start + 256)
-            lazy = layer.update(keys[:, :, new], values[:, :, new])
-            query = torch.randn(2, 4, 256, HEAD_DIM)
-            F.scaled_dot_product_attention(query, *lazy, attn_mask=mask[:, :, new, : start + 256], enable_gqa=True)
+        for new in (slice(0, 256), slice(256, 512)):
+            feed(layer, keys[:, :, new], values[:, :, new], [0, 400])
         return layer.materialize("keys")
 
     assert torch.equal(in_two_updates(keys, values)[1, :, 400:], in_two_updates(*spoiled)[1, :, 400:])
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("count", [1, 10, 40, 100, 190, 270, 290, 300])
-def test_crop_is_as_if_the_tokens_had_not_been(method, count):
-    layer = make_layer(**METHODS[method], residual_length=32)
-    prefill(layer, *states(2, 200), padding=[0, 60])
-    decode(layer, 100)
-    dense = {side: layer.materialize(side) for side in ("keys", "values")}
-    stored = sum(tensor.nbytes for _, tensor in layer.named_tensors())
-    layer.crop(-count)
-    assert layer.get_seq_length() == 300 - count
-    for side, before in dense.items():
-        assert torch.equal(layer.materialize(side), before[:, :, : 300 - count])
-    assert sum(tensor.nbytes for _, tensor in layer.named_tensors()) <= stored
-    if count < 300:
-        after = [tensor.clone() for tensor in states(2, 1)]
-        keys, values = layer.update(*after)
-        assert torch.equal(keys.densify()[:, :, -1:], after[0])
-        decode(layer, 70)
-        # Of the 300 tokens the last 4 were still exact, and are compressed only now
-        kept = min(300 - count, 296)
-        assert torch.equal(layer.materialize("keys")[:, :, :kept], dense["keys"][:, :, :kept])

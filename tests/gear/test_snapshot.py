@@ -76,21 +76,6 @@ def test_made_without_config_and_empty(tiny_llama, tmp_path, backbone):
     assert GEARCache.load(path, tiny_llama).get_seq_length() == 0
 
 
-@pytest.mark.parametrize("name", ["gear-2bit", "kivi-2bit", "gear-t22"])
-def test_loaded_with_nothing_it_is_like_a_new_one(tiny_llama, tmp_path, name):
-    """Saves a cache cropped to nothing: tables fitted to its tokens are gone too."""
-    path, prompt = tmp_path / "cache.safetensors", torch.randint(3, 128, (1, 15))
-    cache, new = (create_cache(name, tiny_llama, residual_length=16) for _ in range(2))
-    tiny_llama(torch.randint(3, 128, (1, 120)), past_key_values=cache)
-    cache.crop(-120)
-    cache.save(path, tiny_llama)
-    loaded = GEARCache.load(path, tiny_llama)
-    for token_ids in (prompt, *torch.randint(3, 128, (20, 1, 1))):
-        logits = [tiny_llama(token_ids, past_key_values=each).logits for each in (loaded, new)]
-        assert torch.equal(*logits)
-    assert loaded.stats()["tokens_exact"] == new.stats()["tokens_exact"]
-
-
 def test_another_model_is_refused(tiny_model, tmp_path):
     model, path = tiny_model("llama"), tmp_path / "cache.safetensors"
     filled(model)[0].save(path, model)

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(library.why_missing() is not None, reason=librar
 HEAD_DIMS = (1, 20, 33, 64, 128, 300)
 FREQUENCIES = tuple((10000.0 ** -(torch.arange(16) / 16)).tolist())
 LAYOUT = candidate_layouts(FREQUENCIES, 48)[0]
+AT_START = Positions()
 
 
 @pytest.fixture
@@ -83,6 +84,15 @@ def check_rows(rows: torch.Tensor, expected: torch.Tensor) -> None:
     assert float((rows != expected).float().mean()) < 1e-3
 
 
+def check_coding(in_torch, levels, table, states, positions=AT_START, atol=2e-6, rtol=2e-6) -> None:
+    """Compares rows, and what they are decoded to, at all levels with those of plain PyTorch."""
+    rows = in_torch(lambda: table.encode(states, positions))
+    dense = in_torch(lambda: table.decode(rows, positions))
+    for _ in levels():
+        check_rows(table.encode(states, positions), rows)
+        torch.testing.assert_close(table.decode(rows, positions), dense, atol=atol, rtol=rtol)
+
+
 @pytest.mark.parametrize("side", ["keys", "values"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(("quantizer", "bits"), [("lloyd-max", (1.5, 4, 8)), ("trellis", (1.5, 3))], ids=str)
@@ -94,12 +104,8 @@ def test_bytes_are_those_of_pytorch(in_torch, levels, side, head_dim, quantizer,
     states[:, :, 6] *= 1000
     for nbits in bits:
         table = fitted_tables(states, max(int(nbits * -(-head_dim // 8)), 3), quantizer)[side]
-        expected = in_torch(lambda table=table: table.encode(states))
-        for _ in levels():
-            rows = table.encode(states)
-            check_rows(rows, expected)
-            tolerance = 0.06 * float(states.abs().max())
-            torch.testing.assert_close(*map(table.decode, (rows, expected)), rtol=0, atol=tolerance)
+        atol = 1e-6 * float(states.abs().max())
+        check_coding(in_torch, levels, table, states, atol=atol)
 
 
 @pytest.mark.parametrize("changes", [{"num_refits": 5}, {"by_energy": True, "is_weighted": False}], ids=str)
@@ -107,29 +113,18 @@ def test_bytes_are_those_of_pytorch(in_torch, levels, side, head_dim, quantizer,
 def test_scales_are_fitted_as_in_pytorch(in_torch, levels, changes, quantizer):
     table = dataclasses.replace(make_table(quantizer, 64, is_key=True), **changes)
     states = torch.randn(1, 2, 70, 64) * torch.randn(1, 2, 70, 1).exp()
-    expected = in_torch(lambda: table.encode(states))
-    for _ in levels():
-        check_rows(table.encode(states), expected)
+    check_coding(in_torch, levels, table, states, atol=1e-6 * float(states.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("is_key", [True, False], ids=["keys", "values"])
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
-def test_rotations_are_part_of_the_pass(in_torch, levels, quantizer, dtype):
-    positions = Positions(40, torch.tensor([0, 70]))
-    keys = make_table(quantizer, 48, is_key=True, batch_size=2, rope=LAYOUT)
-    values = make_table(quantizer, 48, is_key=False)
-    values = values.map(lambda tensor: tensor.repeat(2, *[1] * (tensor.dim() - 1)))
+def test_rotations_are_part_of_the_pass(in_torch, levels, quantizer, is_key, dtype):
+    table = make_table(quantizer, 48, is_key=is_key, batch_size=2, rope=LAYOUT if is_key else None)
     # Not contiguous
     states = torch.randn(2, 130, 2, 48).to(dtype).transpose(1, 2)
-    key_rows = in_torch(lambda: keys.encode(states, positions))
-    value_rows = in_torch(lambda: values.encode(states))
-    decoded_keys = in_torch(lambda: keys.decode(key_rows, positions))
-    decoded_values = in_torch(lambda: values.decode(value_rows))
-    for _ in levels():
-        check_rows(keys.encode(states, positions), key_rows)
-        check_rows(values.encode(states), value_rows)
-        torch.testing.assert_close(keys.decode(key_rows, positions), decoded_keys, atol=4e-6, rtol=2e-6)
-        torch.testing.assert_close(values.decode(value_rows), decoded_values, atol=2e-6, rtol=2e-6)
+    positions = Positions(40, torch.tensor([0, 70]))
+    check_coding(in_torch, levels, table, states, positions, atol=4e-6 if is_key else 2e-6)
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
@@ -267,11 +262,7 @@ def test_rows_of_64_are_within_five_percent_of_endless_trellises(width, known):
 def test_bases_are_part_of_the_pass(in_torch, levels, head_dim, total, is_key):
     table = basis_table(3, head_dim, total, "lloyd-max", make_layout(head_dim, "half-split") if is_key else None)
     states, positions = torch.randn(2, 3, 150, head_dim) + 1, Positions(40, torch.tensor([0, 70]))
-    rows = in_torch(lambda: table.encode(states, positions))
-    dense = in_torch(lambda: table.decode(rows, positions))
-    for _ in levels():
-        check_rows(table.encode(states, positions), rows)
-        torch.testing.assert_close(table.decode(rows, positions), dense, atol=1e-5, rtol=1e-5)
+    check_coding(in_torch, levels, table, states, positions, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [*QUANTIZERS, "basis"])

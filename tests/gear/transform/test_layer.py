@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from feeding import HEAD_DIM, NUM_HEADS, feed, states
 
 from kvcache_plugins import measure_memory
 from kvcache_plugins.codecs.codec import Positions
@@ -14,7 +15,7 @@ from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
-NUM_HEADS, HEAD_DIM, SINKS, BUFFER = 2, 32, 4, 8
+SINKS, BUFFER = 4, 8
 FREQUENCIES = tuple((100.0 ** -(torch.arange(16) / 16)).tolist())
 CONFIG = TransformConfig(key_nbits=4, value_nbits=3, residual_length=BUFFER, num_sink_tokens=SINKS)
 
@@ -27,22 +28,6 @@ def kernel(monkeypatch, request):
 
 def make_layer(config: TransformConfig = CONFIG) -> CompressedLayer:
     return CompressedLayer(config.packing(FREQUENCIES), 0)
-
-
-def states(batch_size, length, dtype=torch.float32, head_dim=HEAD_DIM):
-    return tuple(torch.randn(batch_size, NUM_HEADS, length, head_dim).to(dtype) for _ in range(2))
-
-
-def feed(layer, keys, values, padding=None, query=None):
-    """One attention over new tokens as Transformers calls it; returns its output."""
-    lazy_keys, lazy_values = layer.update(keys, values)
-    count, length = keys.shape[2], lazy_keys.shape[2]
-    mask = torch.ones(count, length, dtype=torch.bool).tril(length - count)[None, None]
-    if padding is not None:
-        mask = mask & (torch.arange(length) >= torch.tensor(padding)[:, None])[:, None, None]
-    if query is None:
-        query = torch.randn(keys.shape[0], NUM_HEADS * 2, count, keys.shape[3]).to(keys.dtype)
-    return F.scaled_dot_product_attention(query, lazy_keys, lazy_values, attn_mask=mask, enable_gqa=True)
 
 
 def num_coded(layer):

@@ -2,16 +2,16 @@
 
 import pytest
 import torch
+from feeding import HEAD_DIM, feed
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.files.schema import pack, unpack
 from kvcache_plugins.gear.transform.config import TransformConfig
-from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.layer_state import LayerState
 
 
-HEAD_DIM, PROMPT = 32, 150
+PROMPT = 150
 # A scale comes in steps of 4 %
 SCALE_PRECISION = 0.02
 
@@ -24,17 +24,6 @@ def kernel(monkeypatch, request):
 
 def make_layer(nbits=2.25, quantizer="lloyd-max"):
     return CompressedLayer(TransformConfig(key_nbits=nbits, value_nbits=nbits, quantizer=quantizer).packing(None), 0)
-
-
-def feed(layer, keys, values, query=None, padding=None):
-    """One attention over new tokens; of a prompt what it is coded after."""
-    layer.update(keys, values)
-    count, length = keys.shape[2], layer.get_seq_length()
-    mask = torch.ones(count, length, dtype=torch.bool).tril(length - count)[None, None]
-    if padding is not None:
-        mask = mask & (torch.arange(length) >= torch.tensor(padding)[:, None])[:, None, None]
-    query = torch.randn(keys.shape[0], 4, count, HEAD_DIM).to(keys.dtype) if query is None else query
-    return layer.attend(AttentionCall(query, mask))
 
 
 def randn(length, batch_size=1):
@@ -62,8 +51,8 @@ def test_a_steady_item_changes_nothing_of_others():
     outputs = []
     for rows in (slice(0, 2), slice(0, 1)):
         layer = make_layer()
-        feed(layer, keys[rows], values[rows], queries[rows])
-        outputs.append(feed(layer, *(each[rows] for each in step), queries[rows, :, :1]))
+        feed(layer, keys[rows], values[rows], query=queries[rows])
+        outputs.append(feed(layer, *(each[rows] for each in step), query=queries[rows, :, :1]))
         assert (layer.codec.tables()[1].mean is None) == (rows.stop == 1)
     torch.testing.assert_close(outputs[0][:1], outputs[1], atol=1e-5, rtol=0)
 
@@ -101,7 +90,7 @@ def test_a_steady_layer_goes_on_from_a_file():
     state = unpack(LayerState, content, {name: each.clone() for name, each in tensors.items()})
     twin.restore(state, torch.device("cpu"))
     step, query = (randn(1), randn(1)), torch.randn(1, 4, 1, HEAD_DIM)
-    assert torch.equal(feed(layer, *step, query), feed(twin, *step, query))
+    assert torch.equal(feed(layer, *step, query=query), feed(twin, *step, query=query))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -187,7 +176,7 @@ def test_what_waits_and_pads_has_no_say_in_scales_and_errors():
     values[1, :, :100] = 1e5
     padded, alone = make_layer(), make_layer()
     queries = torch.randn(2, 4, PROMPT, HEAD_DIM)
-    feed(padded, keys, values, queries, padding=[0, 100])
-    feed(alone, keys[:1], values[:1], queries[:1])
+    feed(padded, keys, values, [0, 100], queries)
+    feed(alone, keys[:1], values[:1], query=queries[:1])
     assert padded._pending_sequences is not None and padded.codec.tables()[1].mean is None
     torch.testing.assert_close(padded.materialize("values")[:1], alone.materialize("values"), atol=1e-5, rtol=0)
