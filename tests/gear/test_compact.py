@@ -1,0 +1,68 @@
+"""Caches saved with `compact=True`: fewer bytes, and the same cache when they are loaded."""
+
+import pytest
+import torch
+
+from kvcache_plugins import GEARCache, calibrate_transform, create_cache
+from kvcache_plugins.files.records import read_content, write_record
+from kvcache_plugins.files.schema import pack
+from kvcache_plugins.gear import snapshot
+from kvcache_plugins.gear.snapshot import FORMAT, Snapshot, state_of
+
+
+def words(*shape):
+    """Text of few words, as texts are."""
+    return torch.randint(3, 128, shape).clamp(max=40)
+
+
+def filled(model, name, **options):
+    """Caches two sequences, one padded on its left, and decodes tokens behind them."""
+    cache, ids = create_cache(name, model, **options), words(2, 300)
+    mask = torch.ones_like(ids)
+    mask[1, :40] = 0
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+        for _ in range(80):
+            mask = torch.cat([mask, mask[:, -1:]], dim=1)
+            model(words(2, 1), attention_mask=mask, past_key_values=cache)
+    return cache, mask
+
+
+def require_same(model, cache, loaded, mask):
+    for one, other in zip(cache.layers, loaded.layers, strict=True):
+        (document, tensors), (found, same) = pack(state_of(one, 0)), pack(state_of(other, 0))
+        assert document == found and tensors.keys() == same.keys()
+        assert all(torch.equal(tensors[name], same[name]) for name in tensors)
+    ids = words(2, 3)
+    mask = torch.cat([mask, mask[:, -1:].expand(-1, 3)], dim=1)
+    with torch.no_grad():
+        logits = [model(ids, attention_mask=mask, past_key_values=each).logits for each in (cache, loaded)]
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("name", ["gear", "gear-t22", "gear-c16", "gear-k4v3", "gear-t25:quantizer=trellis"])
+def test_loaded_is_the_cache_that_was_saved(tiny_llama, tmp_path, name):
+    options, path = {}, tmp_path / "cache.safetensors"
+    if name == "gear-c16":
+        options["calibration"] = calibrate_transform(tiny_llama, [words(1, 400)])
+    cache, mask = filled(tiny_llama, name, **options)
+    cache.save(path, tiny_llama)
+    size = path.stat().st_size
+    cache.save(path, tiny_llama, compact=True)
+    # Groups and trellises are written as ever
+    assert (path.stat().st_size < size) == (name in ("gear", "gear-t22", "gear-c16"))
+    loaded = GEARCache.load(path, tiny_llama, **options)
+    require_same(tiny_llama, cache, loaded, mask)
+    for each in (cache, loaded):
+        each.crop(-150)
+    require_same(tiny_llama, cache, loaded, mask[:, :233])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3-hybrid", "qwen3"])
+def test_layers_of_every_kind_and_none(tiny_model, tmp_path, architecture):
+    model, path = tiny_model(architecture), tmp_path / "cache.safetensors"
+    cache, mask = filled(model, "gear")
+    cache.save(path, model, compact=True)
+    require_same(model, cache, GEARCache.load(path, model), mask)
+    GEARCache(model.config).save(path, model, compact=True)
+    assert GEARCache.load(path, model).get_seq_length() == 0
