@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from kvcache_plugins import GEARCache, calibrate_transform, create_cache
-from kvcache_plugins.files.records import read_content, write_record
+from kvcache_plugins.files.records import read_record, write_record
 from kvcache_plugins.files.schema import pack
-from kvcache_plugins.gear import snapshot
 from kvcache_plugins.gear.snapshot import FORMAT, Snapshot, state_of
 
 
@@ -66,3 +65,53 @@ def test_layers_of_every_kind_and_none(tiny_model, tmp_path, architecture):
     require_same(model, cache, GEARCache.load(path, model), mask)
     GEARCache(model.config).save(path, model, compact=True)
     assert GEARCache.load(path, model).get_seq_length() == 0
+
+
+def forged(path, change):
+    """Writes a file anew, with its checksum, with something else in a layer's block."""
+    record = read_record(path, FORMAT, Snapshot)
+    change(record.layers[1].blocks[0])
+    write_record(path, FORMAT, record)
+
+
+def cut(block):
+    block.keys["stream0"] = block.keys["stream0"][:-5]
+
+
+def swap(block):
+    block.keys["stream0"], block.values["stream0"] = block.values["stream0"], block.keys["stream0"]
+
+
+def lose(block):
+    del block.values["stream1"]
+
+
+def add(block):
+    block.values["stream2"] = block.values["stream1"]
+
+
+def retype(block):
+    block.keys["stream1"] = block.keys["stream1"].float()
+
+
+def lengthen(block):
+    object.__setattr__(block, "length", 2**35)
+
+
+@pytest.mark.parametrize("change", [cut, swap, lose, add, retype, lengthen])
+def test_forged_streams_are_refused(tiny_llama, tmp_path, change):
+    path = tmp_path / "cache.safetensors"
+    filled(tiny_llama, "gear")[0].save(path, tiny_llama, compact=True)
+    forged(path, change)
+    with pytest.raises(ValueError, match="`path`: .* is damaged: .*layers.1.blocks.0"):
+        GEARCache.load(path, tiny_llama)
+
+
+def test_cut_files_are_refused(tiny_llama, tmp_path):
+    path = tmp_path / "cache.safetensors"
+    filled(tiny_llama, "gear")[0].save(path, tiny_llama, compact=True)
+    content = path.read_bytes()
+    for size in (0, 100, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:size])
+        with pytest.raises(ValueError, match="damaged"):
+            GEARCache.load(path, tiny_llama)

@@ -33,6 +33,8 @@ MOST_RATIO = 64
 # Steps of a point and of a number of a matrix in what is 1; both have eight bits
 _POINT_STEPS, _MATRIX_STEPS, _MOST = 24, 32, 127
 _MOST_CHANNELS = 2**24 // _MOST**2
+# For every channel below: what a matrix saves of fewer tokens, it takes itself
+_LEAST_TOKENS = 3
 # Of a matrix's fit, in variances of a channel
 _RIDGE = 0.05
 # Differences of stored scales, and bits of a power of two
@@ -71,7 +73,8 @@ class RowStreams:
         scales = np.ascontiguousarray(bytes_of_rows[:, :, 0].T)
         words = self._unpack(bytes_of_rows)
         stream = _PLAIN + _deflate([scales, *self._sections(words)])
-        if below is not None and below.numbers.shape[1] <= _MOST_CHANNELS:
+        num_below = _MOST_CHANNELS + 1 if below is None else below.numbers.shape[1]
+        if below is not None and num_below <= min(_MOST_CHANNELS, rows.shape[1] / _LEAST_TOKENS):
             matrix = self._fit(words, scales, below)
             left = self._shift(words, self._expect(matrix, scales, below), is_back=True)
             stream = min(stream, _PREDICTED + _deflate([matrix, scales, *self._sections(left)]), key=len)
@@ -81,13 +84,10 @@ class RowStreams:
 
     def read(self, stream: bytes, num_tokens: int, below: Points | None) -> tuple[torch.Tensor, Points]:
         """Reads rows `[H, T, R]` and their points; a `ValueError` for a stream, from anywhere, that has none such."""
-        kind, num_channels, num_below = stream[:1], self.widths.size * BLOCK, 0
-        if kind == _PREDICTED:
-            if below is None or not below.numbers.shape[1] <= _MOST_CHANNELS:
-                raise ValueError("it is expected by a layer below that has no such rows")
-            num_below = below.numbers.shape[1]
-        elif kind != _PLAIN:
-            raise ValueError("it is of an unknown kind")
+        is_predicted, num_channels = stream[:1] == _PREDICTED, self.widths.size * BLOCK
+        num_below = below.numbers.shape[1] if below is not None and is_predicted else 0
+        if stream[:1] != _PLAIN and not 0 < num_below <= _MOST_CHANNELS:
+            raise ValueError("it is of an unknown kind, or predicted by a layer below that has no such rows")
         size = self._num_bytes(num_tokens)
         if size > MOST_RATIO * len(stream):
             raise ValueError(f"its {len(stream)} bytes cannot hold {num_tokens} tokens")
@@ -114,14 +114,11 @@ class RowStreams:
         return {int(width): np.flatnonzero(widths == width) for width in np.unique(widths) if width}
 
     @cached_property
-    def _places(self) -> list[tuple[int, int, int, int]]:
-        """Number, head, first byte and width of every block."""
-        ends = 1 + self.widths.astype(int).cumsum(axis=1)
-        count = self.widths.shape[1]
-        return [
-            (head * count + block, head, int(ends[head, block] - width), int(width))
-            for (head, block), width in np.ndenumerate(self.widths)
-        ]
+    def _places(self) -> list[tuple[int, int, slice]]:
+        """Number, head and bytes of a row of every block."""
+        ends = 1 + self.widths.cumsum(axis=1, dtype=int)
+        starts = np.ndenumerate(ends - self.widths)
+        return [(number, at[0], slice(start, ends[at])) for number, (at, start) in enumerate(starts)]
 
     def _num_bytes(self, num_tokens: int) -> int:
         """Bytes that a stream without a matrix is inflated to."""
@@ -131,8 +128,8 @@ class RowStreams:
     def _unpack(self, rows: Array) -> Array:
         """Codes of rows `[H, T, R]` as words `[T, H N]`, a code in every byte."""
         lanes = np.zeros((rows.shape[1], self.widths.size, BLOCK), np.uint8)
-        for number, head, start, width in self._places:
-            lanes[:, number, :width] = rows[head, :, start : start + width]
+        for number, head, place in self._places:
+            lanes[:, number, : place.stop - place.start] = rows[head, :, place]
         words = _words(lanes)
         for width, blocks in self._blocks.items():
             words[:, blocks] = _spread(words[:, blocks], width, BLOCK)
@@ -146,17 +143,14 @@ class RowStreams:
         for width, blocks in self._blocks.items():
             packed[:, blocks] = _gather(words[:, blocks], width, BLOCK)
         lanes = _lanes(packed)
-        for number, head, start, width in self._places:
-            rows[head, :, start : start + width] = lanes[:, number, :width]
+        for number, head, place in self._places:
+            rows[head, :, place] = lanes[:, number, : place.stop - place.start]
         return rows
 
     def _sections(self, words: Array) -> list[Array]:
         """Codes of each width, as many in a byte as fit."""
-        found = []
-        for width, blocks in self._blocks.items():
-            together = _TOGETHER.get(width, 1)
-            found.append(_lanes(_gather(words[:, blocks], width, together))[:, :, ::together])
-        return found
+        parts = ((words[:, blocks], width, _TOGETHER.get(width, 1)) for width, blocks in self._blocks.items())
+        return [_lanes(_gather(*each))[:, :, :: each[2]] for each in parts]
 
     def _own_points(self, words: Array) -> Array:
         """Points `[T, H, 8 N]`, float32, over the scales of their own rows."""
