@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from kvcache_plugins import GEARCache, calibrate_transform, create_cache
+from kvcache_plugins import GEARCache, create_cache
 from kvcache_plugins.files.records import read_record, write_record
 from kvcache_plugins.files.schema import pack
+from kvcache_plugins.gear import calibrate_transform
 from kvcache_plugins.gear.snapshot import FORMAT, Snapshot, state_of
 
 
@@ -43,7 +44,7 @@ def require_same(model, cache, loaded, mask):
 def test_loaded_is_the_cache_that_was_saved(tiny_llama, tmp_path, name):
     options, path = {}, tmp_path / "cache.safetensors"
     if name == "gear-c16":
-        options["calibration"] = calibrate_transform(tiny_llama, [words(1, 400)])
+        options["calibration"] = calibrate_transform(tiny_llama, [words(400)])
     cache, mask = filled(tiny_llama, name, **options)
     cache.save(path, tiny_llama)
     size = path.stat().st_size
