@@ -97,11 +97,10 @@ class RowStreams:
         words = np.zeros((num_tokens, self.widths.size), np.uint64)
         for width, blocks in self._blocks.items():
             together = _TOGETHER.get(width, 1)
-            size = num_tokens * len(blocks) * BLOCK // together
-            lanes = np.zeros((num_tokens, len(blocks), BLOCK), np.uint8)
-            lanes[:, :, ::together] = data[:size].reshape(num_tokens, len(blocks), -1)
-            words[:, blocks] = _spread(_words(lanes), width, together)
-            data = data[size:]
+            count = BLOCK // together
+            part, data = np.split(data, [num_tokens * len(blocks) * count])
+            packed = part.view(f"<u{count}").astype(np.uint64).reshape(num_tokens, -1)
+            words[:, blocks] = _spread(_spread(packed, 8, count, lane=8 * together), width, together)
         if below is not None and num_below:
             expected = self._expect(matrix.view(np.int8).reshape(num_channels, num_below), scales, below)
             words = self._shift(words, expected)
@@ -154,15 +153,16 @@ class RowStreams:
 
     def _own_points(self, words: Array) -> Array:
         """Points `[T, H, 8 N]`, float32, over the scales of their own rows."""
-        points = np.zeros((*words.shape, BLOCK), np.int8)
+        points = np.zeros_like(words)
         for width, blocks in self._blocks.items():
-            points[:, blocks] = np.take(_tables(width)[0], _lanes(words[:, blocks]))
-        return points.reshape(len(words), len(self.widths), -1).astype(np.float32)
+            points[:, blocks] = _look_up(_tables(width)[0], words[:, blocks])
+        return _lanes(points).view(np.int8).reshape(len(words), len(self.widths), -1).astype(np.float32)
 
     def _points(self, words: Array, scales: Array) -> Points:
         largest = scales.max(axis=1, keepdims=True)
-        numbers = np.rint(self._own_points(words) * _powers(scales, largest)[:, :, None])
-        return Points(numbers.reshape(len(words), -1), largest)
+        numbers = self._own_points(words)
+        numbers *= _powers(scales, largest)[:, :, None]
+        return Points(np.rint(numbers, out=numbers).reshape(len(words), -1), largest)
 
     def _fit(self, words: Array, scales: Array, below: Points) -> Array:
         """Fits a matrix `[C, F]`, int8, which says what codes to expect."""
@@ -183,7 +183,7 @@ class RowStreams:
         """Adds the codes that are expected, from the middle one on, to codes, or takes them off."""
         shifted, by_block = np.zeros_like(words), _words(expected.view(np.uint8).reshape(len(words), -1, BLOCK))
         for width, blocks in self._blocks.items():
-            offsets = np.take(_tables(width)[1], _lanes(by_block[:, blocks]))
+            offsets = _lanes(_look_up(_tables(width)[1], by_block[:, blocks]))
             codes = _lanes(words[:, blocks])
             codes = codes - offsets if is_back else codes + offsets
             shifted[:, blocks] = _words(codes & np.uint8(2**width - 1))
@@ -218,6 +218,10 @@ def _lanes(words: Array) -> Array:
     return np.ascontiguousarray(words, "<u8")[..., None].view(np.uint8)
 
 
+def _look_up(table: bytes, words: Array) -> Array:
+    return np.frombuffer(_lanes(words).tobytes().translate(table), "<u8").reshape(words.shape)
+
+
 def _gather(words: Array, width: int, together: int) -> Array:
     """Moves codes in the bytes of words together, `together` of them side by side."""
     step = 1
@@ -228,12 +232,12 @@ def _gather(words: Array, width: int, together: int) -> Array:
     return words
 
 
-def _spread(words: Array, width: int, together: int) -> Array:
-    """Undoes `_gather`."""
+def _spread(words: Array, width: int, together: int, lane: int = 8) -> Array:
+    """Undoes `_gather`: moves what is `together` of `width` bits to lanes of their own."""
     step = together // 2
-    while step:
-        low = _mask(step * width, 16 * step)
-        words = words & low | (words & low << np.uint64(step * width)) << np.uint64(step * (8 - width))
+    while step and lane > width:
+        low = _mask(step * width, 2 * step * lane)
+        words = words & low | (words & low << np.uint64(step * width)) << np.uint64(step * (lane - width))
         step //= 2
     return words
 
@@ -256,11 +260,11 @@ def _all_powers() -> Array:
 
 
 @cache
-def _tables(width: int) -> tuple[Array, Array]:
-    """Points of all codes `[256]`, int8, and of every byte, a point, the code nearest to it over the middle one."""
+def _tables(width: int) -> tuple[bytes, bytes]:
+    """Points of all codes, and of all points the codes nearest to them, over the middle one."""
     levels = QUANTIZERS["lloyd-max"].levels(width).double().numpy() * _POINT_STEPS
     points = np.zeros(256, np.int8)
     points[: len(levels)] = np.rint(levels)
     bounds = (levels[1:] + levels[:-1]) / 2
     codes = np.searchsorted(bounds, np.arange(256, dtype=np.uint8).view(np.int8)) - len(levels) // 2
-    return points, codes.astype(np.uint8)
+    return points.tobytes(), codes.astype(np.uint8).tobytes()
