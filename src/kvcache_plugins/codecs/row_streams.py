@@ -18,6 +18,7 @@ Legend: H heads, T tokens, N blocks of eight channels, C = 8 H N channels, F cha
 import zlib
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ _MOST_STEPS, _POWER_BITS = 255, 22
 _TOGETHER = {1: 8, 2: 4, 3: 2, 4: 2}
 _PLAIN, _PREDICTED = b"\0", b"\1"
 
-Array = NDArray[np.generic]
+Array = NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)

@@ -47,7 +47,8 @@ def expand_states(
 def _write(
     tensors: Tensors, coders: list[RowStreams], length: int, below: _Points, path: str
 ) -> tuple[Tensors | None, _Points]:
-    streams, points = {}, []
+    streams: Tensors = {}
+    points: _Points = []
     for number, coder in enumerate(coders):
         stream, own = coder.write(tensors[ROWS][number], below[number] if below else None)
         if stream is None:
@@ -63,7 +64,8 @@ def _read(
     # One name that is missing is enough, however many a file asks for
     names = [f"{_STREAM}{number}" for number in range(min(len(coders), len(tensors) + 1))]
     check_layout(path, tensors, {name: Stored((None,), torch.uint8) for name in names})
-    rows, points = [], []
+    rows: list[torch.Tensor] = []
+    points: _Points = []
     for number, name in enumerate(names):
         try:
             own = coders[number].read(tensors[name].numpy().tobytes(), length, below[number] if below else None)
@@ -85,7 +87,8 @@ def _convert(
     found: list[State] = []
     below: dict[Any, _Points] = {}
     for index, (layer, state) in enumerate(zip(layers, states, strict=True)):
-        path, points = f"layers.{index}", {}
+        path = f"layers.{index}"
+        points: dict[Any, _Points] = {}
         if isinstance(layer, CompressedLayer) and isinstance(state, LayerState) and state.blocks:
             block, sides = state.blocks[0], {}
             coders = (
