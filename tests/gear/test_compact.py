@@ -68,6 +68,16 @@ def test_layers_of_every_kind_and_none(tiny_model, tmp_path, architecture):
     assert GEARCache.load(path, model).get_seq_length() == 0
 
 
+def test_loaded_in_inference_mode_it_goes_on_outside(tiny_llama, tmp_path):
+    path = tmp_path / "cache.safetensors"
+    cache, mask = filled(tiny_llama, "gear")
+    cache.save(path, tiny_llama, compact=True)
+    with torch.inference_mode():
+        loaded = GEARCache.load(path, tiny_llama)
+    assert not loaded.layers[0].blocks[0].keys.is_inference()
+    require_same(tiny_llama, cache, loaded, mask)
+
+
 def forged(path, change):
     """Writes a file anew, with its checksum, with something else in a layer's block."""
     record = read_record(path, FORMAT, Snapshot)

@@ -73,7 +73,9 @@ def _read(
             raise ValueError(f"`{path}.{name}`: {error}") from error
         rows.append(own[0])
         points.append(own[1])
-    return {ROWS: torch.stack(rows)}, points
+    # Tensors of `torch.inference_mode()` could not be written to outside of it
+    with torch.inference_mode(False):
+        return {ROWS: torch.stack(rows)}, points
 
 
 def _convert(
@@ -90,10 +92,9 @@ def _convert(
         path = f"layers.{index}"
         points: dict[Any, _Points] = {}
         if isinstance(layer, CompressedLayer) and isinstance(state, LayerState) and state.blocks:
-            block, sides = state.blocks[0], {}
-            coders = (
-                _coders(layer, state, tables[index] if tables else state.tables, path) if name in block.keys else {}
-            )
+            block, of_layer = state.blocks[0], tables[index] if tables else state.tables
+            sides: dict[str, Any] = {}
+            coders = _coders(layer, state, of_layer, path) if name in block.keys else {}
             for side, own in coders.items():
                 # Layers predict each other where they hold the same tokens
                 place = side, state.batch_size, block.start, block.length
