@@ -426,6 +426,16 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         number("process peak, MB", "rss_peak", ".1f", 1e-6),
         note=lambda rows: f"\nKeys and values of one layer, dense: {rows[0]['dense_layer_bytes'] / 1e6:.1f} MB.\n",
     ),
+    "files": Table(
+        code(),
+        number("tokens", "context", ""),
+        number("% of 16 bits", "plain_bytes", scale=100, of="bytes_of_16_bits"),
+        number("compact, %", "compact_bytes", scale=100, of="bytes_of_16_bits"),
+        number("saved in, s", "compact_save_s", ".2f"),
+        number("loaded, MB/s", "plain_bytes_per_s", ".0f", 1e-6),
+        number("compact, MB/s", "compact_bytes_per_s", ".0f", 1e-6),
+        Column("the same logits", lambda row: "yes" if row["is_same"] else "no"),
+    ),
     "prompts": Table(
         number("tokens", "new_tokens", ""),
         Column("read", lambda row: _READ[row["what"]].format_map(row)),

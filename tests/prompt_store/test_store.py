@@ -50,6 +50,25 @@ def test_prompts_share_what_they_have_in_common(tiny_llama, tmp_path, assert_sam
     assert_same(cache, read_in_blocks(tiny_llama, second, create_cache("gear", tiny_llama)))
 
 
+@pytest.mark.parametrize("name", ["gear", "gear-k4v3"])
+def test_compact_blocks_are_the_same_and_read_beside_others(tiny_llama, tmp_path, assert_same, name):
+    input_ids = prompt(1100)
+    plain = PromptStore(tmp_path / "plain")
+    expected = plain.read(tiny_llama, input_ids, name)
+    store = PromptStore(tmp_path / "compact", compact=True)
+    store.read(tiny_llama, input_ids, name)
+    is_smaller = store.stats()["bytes_kept"] < plain.stats()["bytes_kept"]
+    assert is_smaller == (name == "gear")
+    again = PromptStore(tmp_path / "compact")
+    assert_same(again.read(tiny_llama, input_ids, name), expected)
+    assert again.stats()["tokens_saved"] == 1024
+    # Of another prompt's: what follows a compact block is written as this store does
+    other = torch.cat([input_ids[:, :800], prompt(300)], dim=1)
+    mixed = again.read(tiny_llama, other, name)
+    assert again.stats()["blocks_kept"] == 1
+    assert_same(PromptStore(tmp_path / "compact").read(tiny_llama, other, name), mixed)
+
+
 def test_kept_after_generation_in_chunks(tiny_llama, tmp_path):
     input_ids, store = prompt(600), PromptStore(tmp_path)
     cache = store.cache_for(tiny_llama, input_ids, "gear-t22")

@@ -96,6 +96,20 @@ def test_what_was_made_to_be_wrong_is_not_loaded(tiny_llama, tmp_path, assert_sa
     assert FORMAT[:2] == ("kvcache_plugins.prompt_block", 3)
 
 
+def test_streams_that_were_made_to_be_wrong_are_not_loaded(tiny_llama, tmp_path, assert_same):
+    input_ids, store = prompt(600), PromptStore(tmp_path, compact=True)
+    expected = store.read(tiny_llama, input_ids)
+    path = blocks_in(tmp_path)[1]
+    block = read_block(path)
+    sides = block.layers[1].blocks[0].keys
+    assert set(sides) == {"stream0"}
+    sides["stream0"] = sides["stream0"][:-20]
+    write_record(path, FORMAT, block)
+    with pytest.warns(UserWarning, match="layers.1.blocks.0.keys.stream0"):
+        assert_same(store.read(tiny_llama, input_ids), expected)
+    assert store.stats()["tokens_saved"] == 256 and find_damaged(tmp_path) == {}
+
+
 def test_files_are_their_owners_alone(tiny_llama, tmp_path):
     folder = tmp_path / "store"
     PromptStore(folder).read(tiny_llama, prompt(600))

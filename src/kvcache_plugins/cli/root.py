@@ -84,6 +84,7 @@ bench = make_app(
         "batching-kl": "kvcache_plugins.eval.benchmarks.batching:benchmark_batching_kl",
         "kernels": "kvcache_plugins.eval.benchmarks.kernels:benchmark_kernels",
         "memory": "kvcache_plugins.eval.benchmarks.memory:benchmark_memory",
+        "files": "kvcache_plugins.eval.benchmarks.files:benchmark_files",
         "prompts": "kvcache_plugins.eval.benchmarks.prompts:benchmark_prompts",
         "machine-code": "kvcache_plugins.eval.benchmarks.machine_code:benchmark_machine_code",
         "gpu": "kvcache_plugins.eval.gpu:run_on_gpu",

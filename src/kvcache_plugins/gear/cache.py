@@ -14,6 +14,7 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from kvcache_plugins.files.atomic import refusals
 from kvcache_plugins.files.records import write_record
 from kvcache_plugins.kernels.engine import has_gpu_kernels
+from kvcache_plugins.layers.compact_states import compact_states
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.layer_types import replace_full_attention
 from kvcache_plugins.layers.model_match import ModelMatchMixin
@@ -302,13 +303,19 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         # What `deepcopy` finds under its identity it takes for copied
         return [copy.deepcopy(self, {id(tensor): tensor for tensor in shared}) for _ in range(count)]
 
-    def save(self, path: str | Path, model: PreTrainedModel) -> None:
+    def save(self, path: str | Path, model: PreTrainedModel, *, compact: bool = False) -> None:
         """
         Writes the cache to a safetensors file, compressed as it is, with fingerprints of the model that made it and a
         checksum. The file takes its place when it is complete. A calibration is not in it, but by which one knows it.
         Raises an `OSError` naming `path` if it cannot be written.
+
+        Args:
+            compact (`bool`, *optional*, defaults to `False`): whether rows, of the `transform` backbone with the
+                `"lloyd-max"` quantizer, become streams of fewer bytes, which takes longer; other caches are written
+                as ever. What is loaded is the same, bit by bit.
         """
         model = unwrap_model(model)
+        layers = [state_of(layer, index) for index, layer in enumerate(self.layers)]
         snapshot = Snapshot(
             model=fingerprint(model),
             model_config=config_fingerprint(model.config),
@@ -317,7 +324,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             config=self.gear_config,
             calibration=None if self.calibration is None else self.calibration.digest,
             choice=self.choice,
-            layers=[state_of(layer, index) for index, layer in enumerate(self.layers)],
+            layers=compact_states(self.layers, layers) if compact else layers,
         )
         write_record(path, FORMAT, snapshot)
 

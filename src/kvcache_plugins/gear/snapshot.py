@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvcache_plugins.files.atomic import RefusedFile
 from kvcache_plugins.files.records import Format, read_record
+from kvcache_plugins.layers.compact_states import expand_states
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.layer_state import DenseState, LayerState
 from kvcache_plugins.layers.static_layer import StaticLayer
@@ -83,6 +84,7 @@ def restore_layers(
     be like that, or layers hold different tokens.
     """
     check_number(states, len(layers), is_exact=True)
+    states = expand_states(layers, states)
     held = set()
     for index, (layer, state) in enumerate(zip(layers, states, strict=True)):
         path = f"layers.{index}"

@@ -31,8 +31,9 @@ from kvcache_plugins.files.records import Format, read_record
 from kvcache_plugins.files.schema import pack
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.gear.config import GEARConfig
-from kvcache_plugins.gear.snapshot import restore_layers, state_of
+from kvcache_plugins.gear.snapshot import check_number, restore_layers, state_of
 from kvcache_plugins.gear.transform.config import TransformConfig
+from kvcache_plugins.layers.compact_states import compact_states, expand_states
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.layer_state import BlockState, DenseState, LayerState
 from kvcache_plugins.layers.packing import ROWS
@@ -177,15 +178,20 @@ class PromptCache(GEARCache):
             self.record.before_update(self.layers, self.get_seq_length(), key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def cut(self, keys: Sequence[str], numbers: Sequence[int], token_ids: Sequence[int]) -> dict[int, PromptBlock]:
+    def cut(
+        self, keys: Sequence[str], numbers: Sequence[int], token_ids: Sequence[int], *, compact: bool = False
+    ) -> dict[int, PromptBlock]:
         """
-        Cuts some blocks of a prompt out by number, as views where they can be; a `ValueError` if it was not fed them.
+        Cuts some blocks of a prompt out by number, as views where they can be, or `compact`, in fewer bytes; a
+        `ValueError` if it was not fed them.
         """
         states = [state_of(layer, index) for index, layer in enumerate(self.layers)]
+        tables = [state.tables if isinstance(state, LayerState) else None for state in states]
         length, options, blocks = self.record.length, self.gear_config.to_options(), {}
         for number in numbers:
             tokens, windows = slice(number * length, (number + 1) * length), self.record.windows.get(number, {})
             layers = [windows.get(index) or _cut(state, index, tokens) for index, state in enumerate(states)]
+            layers = compact_states(self.layers, layers, tables) if compact else layers
             blocks[number] = PromptBlock(
                 previous=keys[number],
                 start=tokens.start,
@@ -201,8 +207,13 @@ class PromptCache(GEARCache):
         Takes over consecutive blocks from the first on, while empty; a `ValueError` if no such cache can be like that.
         """
         num_tokens, states = len(blocks) * self.record.length, []
+        for block in blocks:
+            check_number(block.layers, len(self.layers), is_exact=True)
+        # Tables, which are in the first block alone, say how to read streams of all
+        tables = [state.tables if isinstance(state, LayerState) else None for state in blocks[0].layers]
+        expanded = [expand_states(self.layers, block.layers, tables) for block in blocks]
         for index, layer in enumerate(self.layers):
-            own = [block.layers[index] for block in blocks if index < len(block.layers)]
+            own = [layers[index] for layers in expanded]
             compressed = [state for state in own if isinstance(state, LayerState)]
             dense = [state for state in own if isinstance(state, DenseState)]
             joined: LayerState | DenseState | None = None

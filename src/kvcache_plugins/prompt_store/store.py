@@ -67,6 +67,8 @@ class PromptStore:
             ones make room for others, but never those of a cache that is there. `None` is without a limit.
         block_tokens (`int`, *optional*, defaults to 256): tokens of a block; more if a cache needs more to compress a
             block as a prompt of its own (four times its `residual_length`, whole groups).
+        compact (`bool`, *optional*, defaults to `False`): whether blocks are written as by
+            [`GEARCache.save`] with `compact=True`, which saves the more the longer they are; any store reads both.
 
     Raises:
         ValueError: if an option is out of range, or the folder cannot be made.
@@ -90,9 +92,10 @@ class PromptStore:
         *,
         max_bytes: int | str | None = DEFAULT_MAX_BYTES,
         block_tokens: int = DEFAULT_BLOCK_TOKENS,
+        compact: bool = False,
     ):
         check_integer("block_tokens", block_tokens, 1)
-        self.block_tokens = block_tokens
+        self.block_tokens, self.compact = block_tokens, compact
         self.max_bytes = None if max_bytes is None else parse_bytes("max_bytes", max_bytes)
         self.folder = default_folder() if folder is None else Path(folder).expanduser()
         self._files = StoreFolder(self.folder)
@@ -180,7 +183,7 @@ class PromptStore:
         if any(cache.is_sliding):
             # Windows that nobody noted have forgotten what they held
             missing = [number for number in missing if number in record.windows]
-        blocks = cache.cut(keys, missing, token_ids)
+        blocks = cache.cut(keys, missing, token_ids, compact=self.compact)
         record.windows.clear()
         return self._write(keys[1:], blocks, record.lease) if blocks else 0
 
