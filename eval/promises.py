@@ -125,29 +125,29 @@ _LOST = {
 }
 
 
+def _as_named_now(frozen: dict[str, Any], part: str) -> dict[str, dict[str, Any]]:
+    """Lists the frozen rows of a part under the names that caches have now."""
+    now = frozen["renamed"]
+    return {
+        now.get(outer, outer): {now.get(inner, inner): value for inner, value in row.items()}
+        for outer, row in frozen[part].items()
+    }
+
+
 def losses(frozen: dict[str, Any], measured: dict[str, Any]) -> Iterator[str]:
-    """A line for every frozen number that what is measured does not hold."""
-    names = frozen["renamed"]
-    for part in measured:
-        for outer, row in frozen[part].items():
+    """Yields a line for every frozen number that what is measured does not hold."""
+    for part, found in measured.items():
+        for outer, row in _as_named_now(frozen, part).items():
             for inner, before in row.items():
-                after = measured[part].get(names.get(outer, outer), {}).get(names.get(inner, inner))
+                after = found.get(outer, {}).get(inner)
                 if not _HOLDS[part](before, after):
                     yield _LOST[part].format(outer=outer, inner=inner, before=before, after=after)
-
-
-def _as_named_now(rows: dict[str, dict[str, Any]], renamed: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Rows under the names that caches have now."""
-    return {
-        renamed.get(outer, outer): {renamed.get(inner, inner): value for inner, value in row.items()}
-        for outer, row in rows.items()
-    }
 
 
 def main(parts: list[str]) -> int:
     """Measures the parts named, or all, and prints what is lost; 1 if anything is."""
     frozen = json.loads((FOLDER / "frozen.json").read_text(encoding="utf-8"))
-    measured = {part: MEASURES[part](_as_named_now(frozen[part], frozen["renamed"])) for part in parts or MEASURES}
+    measured = {part: MEASURES[part](_as_named_now(frozen, part)) for part in parts or MEASURES}
     lost = list(losses(frozen, measured))
     typer.echo("\n".join(lost) or f"all promises of {', '.join(measured)} hold")
     return int(bool(lost))

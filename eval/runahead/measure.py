@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
@@ -353,40 +353,24 @@ def load_table(worker: Worker, path: str) -> planner.PartitionTable:
     return planner.PartitionTable.load(path, worker.model, worker.size)
 
 
-def measure_ways(
-    ranks: Ranks, token_ids: Sequence[int], ways: Mapping[str, Way], rounds: int, announce: Callable[[str], None]
-) -> Iterator[dict[str, Any]]:
-    """
-    Prefills one prompt in all ways, `ONE_RANK` the first, in rounds that go through them forwards and backwards in
-    turn.
-
-    Yields a row for each way: its seconds, slices, difference from one rank's logits, and what the ranks sent and how
-    long they waited in the last round.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    last: dict[str, list[Any]] = {}
-    for turn in range(rounds):
-        for name in list(ways)[:: 1 if turn % 2 == 0 else -1]:
-            announce(f"{len(token_ids)} tokens, round {turn + 1}: {name}")
-            last[name] = ranks.call(prefill, token_ids, ways[name])
-            seconds[name].append(last[name][-1].seconds)
-    alone = spread(seconds[ONE_RANK])["median_s"]
-    for name, way in ways.items():
-        timing, answers = spread(seconds[name]), last[name]
-        lengths = planner.even(len(token_ids), 1 if way == ONE_RANK else ranks.size) if isinstance(way, str) else way
-        yield {
-            "length": len(token_ids),
-            "method": name,
-            "lengths": lengths,
-            "num_ranks": len(lengths),
-            "seconds": timing["median_s"],
-            **timing,
-            "rounds_s": seconds[name],
-            "logits_difference": answers[-1].difference,
-            "bytes_sent": sum(int(each.stats.get("bytes_sent", 0)) for each in answers),
-            "seconds_waited": [each.stats.get("seconds_waited", 0.0) for each in answers],
-            "speed_against_one_rank": alone / timing["median_s"],
-        }
+def make_row(name: str, way: Way, runs: Sequence[list[Prefill]], token_ids: Sequence[int]) -> dict[str, Any]:
+    """Makes the row of a way: its slices, seconds of its `runs`, and of the last of them what the ranks tell of it."""
+    answers, seconds = runs[-1], [each[-1].seconds for each in runs]
+    num_ranks = 1 if way == ONE_RANK else len(answers)
+    lengths = planner.even(len(token_ids), num_ranks) if isinstance(way, str) else way
+    timing = spread(seconds)
+    return {
+        "length": len(token_ids),
+        "method": name,
+        "lengths": lengths,
+        "num_ranks": len(lengths),
+        "seconds": timing["median_s"],
+        **timing,
+        "rounds_s": seconds,
+        "logits_difference": answers[-1].difference,
+        "bytes_sent": sum(int(each.stats.get("bytes_sent", 0)) for each in answers),
+        "seconds_waited": [each.stats.get("seconds_waited", 0.0) for each in answers],
+    }
 
 
 def simulate(length: int, cost: planner.CostModel, link: planner.Link, facts: ModelFacts) -> Iterator[dict[str, Any]]:
@@ -461,9 +445,18 @@ def benchmark_runahead(
                 own[name] = planner.resolve_partition(share, each, world_size)
         with track_progress(rounds * sum(map(len, ways.values()))) as announce:
             for each, own in ways.items():
-                for row in measure_ways(ranks, token_ids[:each], own, rounds, announce):
+                runs: dict[str, list[list[Prefill]]] = {name: [] for name in own}
+                for turn in range(rounds):
+                    # Forwards and backwards in turn
+                    for name in list(own)[:: 1 if turn % 2 == 0 else -1]:
+                        announce(f"{each} tokens, round {turn + 1}: {name}")
+                        runs[name].append(ranks.call(prefill, token_ids[:each], own[name]))
+                alone = statistics.median(run[-1].seconds for run in runs[ONE_RANK])
+                for name, way in own.items():
+                    row = make_row(name, way, runs[name], token_ids[:each])
+                    row["speed_against_one_rank"] = alone / row["median_s"]
                     if cost is not None and link is not None and row["num_ranks"] > 1:
-                        sizes, name = (cost, link, facts.bytes_per_token, facts.num_layers), row["method"]
+                        sizes = cost, link, facts.bytes_per_token, facts.num_layers
                         if name in (TSP, FOLDED):
                             row["predicted_s"] = predict_tsp_ttft(each, world_size, *sizes, is_folded=name == FOLDED)
                         else:
