@@ -361,7 +361,7 @@ def _transfers(cache: InfiniGenCache, before: Mapping[str, Any]) -> dict[str, An
 class Budget:
     """
     Bytes that may be used: enforced inside `enforce()` by PyTorch's allocator on a GPU, which counts the peak of
-    weights, cache and whatever is computed on the way. On a CPU the cache counts, at the end of each step.
+    weights, cache and whatever is computed on the way. On a CPU the cache alone counts, at the end.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -390,7 +390,7 @@ class Budget:
         torch.cuda.reset_peak_memory_stats(self.device)
         return self.num_bytes - torch.cuda.memory_allocated(self.device)
 
-    def peaks(self, cache: Cache) -> tuple[int, int]:
+    def peaks(self, cache: Cache) -> dict[str, int]:
         """
         Reads the most bytes in use at a time since `start`, and the most that the allocator held; on a CPU those of
         now. More than the budget raises what the allocator would.
@@ -400,7 +400,7 @@ class Budget:
             used, held = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
         if held > self.num_bytes:
             raise torch.OutOfMemoryError("the cache exceeds the budget")
-        return used, held
+        return {"peak_bytes": used, "peak_reserved_bytes": held}
 
 
 def run_batch(
@@ -413,11 +413,9 @@ def run_batch(
     try:
         model(random_tokens(model, context), **as_argument(cache), logits_to_keep=1)
         cache.batch_repeat_interleave(batch_size)
+        step = partial(model, random_tokens(model, 1, batch_size), **as_argument(cache))
+        seconds = [time_call(step, model.device) for _ in range(steps)]
         peaks = budget.peaks(cache)
-        token, seconds = random_tokens(model, 1, batch_size), []
-        for _ in range(steps):
-            seconds.append(time_call(partial(model, token, **as_argument(cache)), model.device))
-            peaks = max(peaks, budget.peaks(cache))
     except torch.OutOfMemoryError:
         return None
     held = measure_memory(cache).total_bytes
@@ -427,7 +425,7 @@ def run_batch(
         "tokens_per_s": batch_size * steps / sum(seconds),
         "cache_bytes": held,
         "bytes_per_sequence": held / batch_size,
-        **dict(zip(("peak_bytes", "peak_reserved_bytes"), peaks, strict=True)),
+        **peaks,
     }
 
 

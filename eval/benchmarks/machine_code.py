@@ -35,18 +35,6 @@ from .kernels import Shape, random_states
 from .step import random_model
 
 
-_TYPES = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.uint8: "*u8",
-    torch.int8: "*i8",
-    torch.int16: "*i16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
-
-
 def compile_for(kernel: Any, arguments: Mapping[str, Any], capability: int | str, **options: int) -> Any:
     """
     Compiles what Triton would for a launch of a `JITFunction`, in whose arguments tensors stand for aligned ones; for
@@ -86,7 +74,10 @@ def disassemble(compiled: Any) -> str:
 
 def _type_name(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return _TYPES[value.dtype]
+        kind = "i" if value.dtype.is_signed else "u"
+        if value.dtype.is_floating_point:
+            kind = "bf" if value.dtype == torch.bfloat16 else "fp"
+        return f"*{kind}{8 * value.dtype.itemsize}"
     if isinstance(value, float):
         return "fp32"
     return "i32" if -(2**31) <= value < 2**31 else "i64"
@@ -244,7 +235,7 @@ def compress(cache: str, head_dim: int) -> CompressedPart | CodedPart:
 
 
 def count_attention(part: CompressedPart | CodedPart, head_dim: int, num_rows: int, capability: int) -> dict[str, Any]:
-    """Counts the instructions of decode attention a cached number: a row but for its cache."""
+    """Counts warp instructions of decode attention a cached number, and what they allow at best."""
     # Imported late, as Triton need not be there
     from kvcache_plugins.kernels.triton import prepare_part
 
@@ -264,8 +255,19 @@ def count_attention(part: CompressedPart | CodedPart, head_dim: int, num_rows: i
     numbers = launch.arguments["BLOCK_T"] * 2 * head_dim / launch.grid[2]
     kinds = Counter({kind: number * launch.options["num_warps"] for kind, number in kinds.items()})
     bits = 8 * num_bytes / (2 * _NUM_HEADS * head_dim * part.length)
-    names = {"kernel": "attention", "head_dim": head_dim, "query_heads": num_rows}
-    return {**names, **_bounds(compiled, kinds, numbers, bits)}
+    instructions = sum(kinds.values()) / numbers
+    moved, issue = _CLOCKS_A_DENSE_NUMBER * bits / _DENSE_BITS, instructions / _SLOTS
+    return {
+        "kernel": "attention",
+        "head_dim": head_dim,
+        "query_heads": num_rows,
+        **resources(compiled),
+        "instructions_a_number": instructions,
+        "kinds": {kind: number / numbers for kind, number in kinds.most_common()},
+        "bits_a_number": bits,
+        "share_of_copy_bandwidth": min(1.0, moved / issue),
+        "times_dense": _CLOCKS_A_DENSE_NUMBER / max(moved, issue),
+    }
 
 
 def _count_tile(listing: Listing, part: CompressedPart, block_entries: int) -> Counter[str]:
@@ -279,20 +281,6 @@ def _count_tile(listing: Listing, part: CompressedPart, block_entries: int) -> C
         for kind, number in listing.count(loop).items():
             kinds[kind] += number * turns  # type: ignore[assignment]
     return kinds
-
-
-def _bounds(compiled: Any, kinds: Counter[str], num_numbers: float, bits: float) -> dict[str, Any]:
-    """Computes what warp instructions by kind, issued for so many numbers of so many bits, allow at best."""
-    instructions = sum(kinds.values()) / num_numbers
-    moved, issue = _CLOCKS_A_DENSE_NUMBER * bits / _DENSE_BITS, instructions / _SLOTS
-    return {
-        **resources(compiled),
-        "instructions_a_number": instructions,
-        "kinds": {kind: number / num_numbers for kind, number in kinds.most_common()},
-        "bits_a_number": bits,
-        "share_of_copy_bandwidth": min(1.0, moved / issue),
-        "times_dense": _CLOCKS_A_DENSE_NUMBER / max(moved, issue),
-    }
 
 
 @benchmark("machine-code", "Counted in machine code, not measured; bounds for an H200")
