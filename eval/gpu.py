@@ -40,7 +40,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import Cache, LlamaConfig, PreTrainedModel, StaticCache
+from transformers import Cache, PreTrainedModel, StaticCache
 
 from kvcache_plugins import InfiniGenCache
 from kvcache_plugins.gear.kernel_check import require_close_layers
@@ -52,7 +52,7 @@ from kvcache_plugins.reports.memory import measure_memory
 
 from .benchmark import Result, TimeIsUpError, say
 from .benchmarks.kernels import BACKENDS, CACHES, Contest, Shape
-from .benchmarks.step import random_model, step_rows, time_steps
+from .benchmarks.step import llama, random_model, step_rows, time_steps
 from .harness import cache_stats, spread, time_call
 
 
@@ -105,12 +105,6 @@ class Run:
         return result
 
 
-def llama(*sizes: int) -> Fields:
-    """Makes the fields of a `LlamaConfig`."""
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    return dict(zip((*names, "num_key_value_heads", "max_position_embeddings"), sizes, strict=True))
-
-
 LLAMA_8B = llama(128256, 4096, 14336, 32, 32, 8, 131072)
 TESTS = (
     "tests/triton_kernels/test_attention.py",
@@ -141,12 +135,6 @@ STEPS = 72
 _TEST_PROCESSES = "8"
 # Tokens of a captured cache; and steps until a graph of it is recorded, kernels are compiled, tokens are in a pool
 _CAPACITY, _NUM_WARM = 8192, 3
-
-
-def build_llama(fields: Fields, device: torch.device) -> PreTrainedModel:
-    """Builds a Llama of any size with random weights on the device."""
-    config = LlamaConfig(**fields, bos_token_id=None, eos_token_id=None)  # type: ignore[arg-type]
-    return random_model(config, DTYPE, device)
 
 
 def random_tokens(model: PreTrainedModel, count: int, batch_size: int = 1) -> torch.Tensor:
@@ -228,7 +216,7 @@ def time_whole_steps(
     Times whole decode steps of a model at batch 1, caches taking turns; those that are `CAPTURED` as CUDA graphs, for
     which it is a check that their tokens are the same.
     """
-    report, network = run.open(name, "step", model, steps=steps), build_llama(model, run.device)
+    report, network = run.open(name, "step", model, steps=steps), random_model(model, DTYPE, run.device)
     options = {"mode": "reduce-overhead"} if run.device.type == "cuda" else {"backend": "eager"}
     compiled: Any = torch.compile(network.__call__, fullgraph=True, **options)  # type: ignore[call-overload]
     read, token, fed = random_tokens(network, context + 1 + steps).split((context, 1, steps), dim=1)
@@ -296,7 +284,7 @@ def measure_offloading(
 ) -> None:
     """Times InfiniGen beside what it stands in for; that it is exact where all is fetched is one of the checks."""
     report = run.open("infinigen", "offloading", model, steps=steps)
-    network = build_llama(model, run.device)
+    network = random_model(model, DTYPE, run.device)
     read, fed = random_tokens(network, context + steps).split((context, steps), dim=1)
     # One cache after the other: two long contexts may not fit beside each other
     for index, spec in enumerate(caches):
@@ -462,7 +450,7 @@ def search_largest_batches(
     caches: Sequence[str] = ("dynamic", "gear-2bit", "gear"),
 ) -> None:
     """Searches the largest batch in a fixed budget, for each cache whose attention is right."""
-    network, budget = build_llama(model, run.device), Budget(budget_bytes, run.device)
+    network, budget = random_model(model, DTYPE, run.device), Budget(budget_bytes, run.device)
     report = run.open("largest_batch", "batch", model, context=context, steps=steps, budget_bytes=budget_bytes)
     report.settings["model_bytes"] = sum(parameter.nbytes for parameter in network.parameters())
     report.settings["enforced_by"] = "the device's allocator" if budget.is_gpu else "bytes of the cache"

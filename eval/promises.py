@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 import typer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.reference_model import load_model
 from kvcache_plugins.registry import create_cache
 
-from .benchmarks.step import time_steps
+from .benchmarks.step import llama, random_model, time_steps
 from .harness import cache_factories
 from .measures.fidelity import measure_fidelity as compare_distributions
 
@@ -46,11 +46,7 @@ _STEPS, _WARM_UP = 24, 4
 @torch.no_grad()
 def measure_bytes(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Bytes that the frozen table's caches hold by the length of the prompt, or the name of the error instead."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
-    config = LlamaConfig(**sizes, bos_token_id=1, eos_token_id=2, pad_token_id=0)  # type: ignore[arg-type]
-    model = LlamaForCausalLM(config).eval()
+    model = random_model(llama(300, 256, 256, 2, 4, 2, 4096, head_dim=64), torch.float32)
     ids = torch.randint(3, 299, (1, max(_LENGTHS) + _DECODED), generator=torch.Generator().manual_seed(1))
     measured: dict[str, dict[str, Any]] = {}
     for name in frozen:

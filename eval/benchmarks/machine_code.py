@@ -19,7 +19,6 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvcache_plugins.codecs.groups import TENSOR_NAMES
@@ -32,7 +31,7 @@ from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.registry import check_caches, create_cache, describe_caches
 
 from .kernels import Shape, random_states
-from .step import random_model
+from .step import llama, random_model
 
 
 def compile_for(kernel: Any, arguments: Mapping[str, Any], capability: int | str, **options: int) -> Any:
@@ -207,10 +206,9 @@ _SLOTS, _DENSE_BITS = 4, 16
 
 def compress(cache: str, head_dim: int) -> CompressedPart | CodedPart:
     """Compresses the prompt of one layer of random states, of a model with random weights."""
-    sizes: dict[str, int] = {"vocab_size": _CALIBRATION_TOKENS, "intermediate_size": 64, "num_hidden_layers": 1}
-    sizes |= {"hidden_size": _NUM_HEADS * head_dim, "num_attention_heads": _NUM_HEADS}
+    fields = llama(_CALIBRATION_TOKENS, _NUM_HEADS * head_dim, 64, 1, _NUM_HEADS, _NUM_HEADS, 2 * _CONTEXT)
     with torch.random.fork_rng():
-        model: Any = random_model(LlamaConfig(**sizes), torch.float32)  # type: ignore[arg-type]
+        model: Any = random_model(fields, torch.float32)
     options: dict[str, Any] = {}
     if describe_caches(cache.partition(":")[0])[0].options.get("calibration"):
         options["calibration"] = calibrate_transform(model, [torch.randperm(_CALIBRATION_TOKENS)], num_draws=1)

@@ -32,26 +32,23 @@ from kvcache_plugins.reports.memory import measure_memory
 _TOKENS_READ = 512
 
 
-def make_config(num_heads: int, groups: int, head_dim: int = 64, num_layers: int = 6) -> LlamaConfig:
-    """Makes the config of a model with `num_heads` for keys and values, and SmolLM2's other proportions."""
-    hidden_size = num_heads * groups * head_dim if head_dim == 64 else 1024
-    return LlamaConfig(
-        hidden_size=hidden_size,
-        intermediate_size=hidden_size * 8 // 3,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads * groups,
-        num_key_value_heads=num_heads,
-        head_dim=head_dim,
-        vocab_size=9830,
-        max_position_embeddings=32768,
-    )
+def llama(*sizes: int, **more: int) -> dict[str, int]:
+    """Makes the fields of a `LlamaConfig`: words, widths, layers, heads of queries and of keys, length; and `more`."""
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return {**dict(zip((*names, "num_key_value_heads", "max_position_embeddings"), sizes, strict=True)), **more}
+
+
+def make_shape(num_heads: int, groups: int, head_dim: int = 64, num_layers: int = 6) -> dict[str, int]:
+    """Makes the fields of a model with `num_heads` for keys and values, and SmolLM2's other proportions."""
+    width = num_heads * groups * head_dim if head_dim == 64 else 1024
+    return llama(9830, width, width * 8 // 3, num_layers, num_heads * groups, num_heads, 32768, head_dim=head_dim)
 
 
 SHAPES = {
-    "mha": partial(make_config, num_heads=9, groups=1),
-    "gqa-3": partial(make_config, num_heads=3, groups=3),
-    "gqa-4": partial(make_config, num_heads=8, groups=4, head_dim=128, num_layers=2),
-    "mqa": partial(make_config, num_heads=1, groups=9),
+    "mha": partial(make_shape, num_heads=9, groups=1),
+    "gqa-3": partial(make_shape, num_heads=3, groups=3),
+    "gqa-4": partial(make_shape, num_heads=8, groups=4, head_dim=128, num_layers=2),
+    "mqa": partial(make_shape, num_heads=1, groups=9),
 }
 
 
@@ -186,8 +183,9 @@ def benchmark_steps(
                 harness.check_length(used_cache, length + num_fed)
 
 
-def random_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device | None = None) -> PreTrainedModel:
+def random_model(fields: Mapping[str, int], dtype: torch.dtype, device: torch.device | None = None) -> PreTrainedModel:
     """Makes a random Llama, always the same, on the device: nothing is downloaded or copied."""
+    config = LlamaConfig(**fields, bos_token_id=None, eos_token_id=None)  # type: ignore[arg-type]
     torch.manual_seed(0)
     with device or torch.device("cpu"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
