@@ -213,8 +213,8 @@ def time_whole_steps(
     caches: Sequence[str] = STEP_CACHES,
 ) -> None:
     """
-    Times whole decode steps of a model at batch 1, caches taking turns; those that are `CAPTURED` as CUDA graphs, for
-    which it is a check that their tokens are the same.
+    Times whole decode steps of a model at batch 1, caches taking turns, those that are `CAPTURED` as CUDA graphs; how
+    far logits are from the first cache's stands beside them.
     """
     report, network = run.open(name, "step", model, steps=steps), random_model(model, DTYPE, run.device)
     options = {"mode": "reduce-overhead"} if run.device.type == "cuda" else {"backend": "eager"}

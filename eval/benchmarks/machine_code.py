@@ -126,12 +126,7 @@ class Loop(NamedTuple):
 
 
 class Listing:
-    """
-    The instructions of one kernel in order.
-
-    Args:
-        text (`str`): what `nvdisasm -c` prints.
-    """
+    """The instructions of one kernel in order, read from what `nvdisasm -c` prints."""
 
     def __init__(self, text: str) -> None:
         self.operations: list[str] = []
@@ -188,11 +183,11 @@ def _kind(operation: str) -> str:
 
 # Presets
 
-_ROWS = ("gear-t16", "gear-t25", "gear-t16:quantizer=trellis", "gear-c16")
 PRESETS = (
     *("kivi-2bit", "kivi-4bit", "gear-k4v3:value_nbits=4", "gear-k4v3:value_nbits=4,q_group_size=32", "gear-k4v3"),
     *("gear-k4v3:nbits=3,value_nbits=2", "gear-k4v3:nbits=2,value_nbits=2", "kcvt-4bit", "per-token-2bit"),
-    *("per-token-4bit", "gear-l-2bit", "gear-l-4bit", "gear-2bit", "gear-4bit", *_ROWS),
+    *("per-token-4bit", "gear-l-2bit", "gear-l-4bit", "gear-2bit", "gear-4bit"),
+    *("gear-t16", "gear-t25", "gear-t16:quantizer=trellis", "gear-c16"),
 )
 # Channels of a head that the command counts by default, the second of rows alone
 HEAD_DIMS = (128, 64)
