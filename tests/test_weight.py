@@ -44,7 +44,7 @@ ROOMS = {
     "ground": Room((*in_package("registry", "models", "files"), f":(glob){PACKAGE}/*.py"), 1_200, 1_750),
     "all of src": Room(("src",), 20_000, 29_540),
     "triton_kernels": Room(("triton_kernels",), 3_500, 3_925),
-    "eval": Room(("eval",), 5_500, 7_010),
+    "eval": Room(("eval",), 5_500, 6_870),
     "tests": Room(("tests",), 15_000, 24_510),
 }
 
