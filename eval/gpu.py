@@ -40,7 +40,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM, Cache, LlamaConfig, PreTrainedModel, StaticCache
+from transformers import Cache, PreTrainedModel, StaticCache
 
 from kvcache_plugins import InfiniGenCache
 from kvcache_plugins.gear.kernel_check import require_close_layers
@@ -52,8 +52,8 @@ from kvcache_plugins.reports.memory import measure_memory
 
 from .benchmark import Result, TimeIsUpError, say
 from .benchmarks.kernels import BACKENDS, CACHES, Contest, Shape
-from .benchmarks.step import step_rows
-from .harness import cache_stats, spread, take_turns, time_call
+from .benchmarks.step import llama, random_model, step_rows, time_steps
+from .harness import cache_stats, spread, time_call
 
 
 DTYPE = torch.bfloat16
@@ -73,15 +73,11 @@ class TimeBox:
         """Seconds left, negative when time is up."""
         return self._end - time.monotonic()
 
-    def require(self, margin: float = 1.5) -> None:
-        """Raises a `TimeIsUpError` if less is left than `margin` times the longest step so far."""
-        if self.left < margin * self.longest:
-            raise TimeIsUpError
-
     @contextmanager
     def step(self, margin: float = 1.5) -> Iterator[None]:
-        """Enters a step, if there is time for it."""
-        self.require(margin)
+        """Enters a step; a `TimeIsUpError` if less is left than `margin` times the longest step so far."""
+        if self.left < margin * self.longest:
+            raise TimeIsUpError
         start = time.monotonic()
         yield
         self.longest = max(self.longest, time.monotonic() - start)
@@ -107,12 +103,6 @@ class Run:
         result = Result(kind, settings, self.out / f"gpu_{name}.json", {"device": self.device})
         result.save()
         return result
-
-
-def llama(*sizes: int) -> Fields:
-    """Makes the fields of a `LlamaConfig`."""
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    return dict(zip((*names, "num_key_value_heads", "max_position_embeddings"), sizes, strict=True))
 
 
 LLAMA_8B = llama(128256, 4096, 14336, 32, 32, 8, 131072)
@@ -143,15 +133,8 @@ CAPTURED_CACHES = ("dynamic", *(f"{name}{way}" for name in ("gear", "gear-t16") 
 STEPS = 72
 # Processes that share the tests: kernels are compiled for nearly every one, which is work for CPUs
 _TEST_PROCESSES = "8"
-# Tokens of a captured cache, and steps until a graph of it is recorded
+# Tokens of a captured cache; and steps until a graph of it is recorded, kernels are compiled, tokens are in a pool
 _CAPACITY, _NUM_WARM = 8192, 3
-
-
-def build_llama(fields: Fields, device: torch.device, dtype: torch.dtype = DTYPE) -> PreTrainedModel:
-    """Builds a Llama of any size with random weights on the device: nothing is downloaded or copied."""
-    config = LlamaConfig(**fields, bos_token_id=None, eos_token_id=None)  # type: ignore[arg-type]
-    with device:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
 
 
 def random_tokens(model: PreTrainedModel, count: int, batch_size: int = 1) -> torch.Tensor:
@@ -159,11 +142,10 @@ def random_tokens(model: PreTrainedModel, count: int, batch_size: int = 1) -> to
     return torch.randint(model.config.vocab_size, (batch_size, count), device=model.device)
 
 
-def add_timed(report: Result, rows: Sequence[dict[str, Any]]) -> None:
-    """Adds rows of timings, and says their medians and quartiles."""
-    for row in rows:
-        lower, median, upper = (1e3 * row[key] for key in ("lower_quartile_s", "median_s", "upper_quartile_s"))
-        report.add(row, f"{row.get('cache', row.get('name'))}: {median:.3f} ms ({lower:.3f} to {upper:.3f})")
+def add_timed(report: Result, row: dict[str, Any]) -> None:
+    """Adds a row of timings, and says its median and quartiles."""
+    lower, median, upper = (1e3 * row[key] for key in ("lower_quartile_s", "median_s", "upper_quartile_s"))
+    report.add(row, f"{row.get('cache', row.get('name'))}: {median:.3f} ms ({lower:.3f} to {upper:.3f})")
 
 
 def run_tests(run: Run, tests: Sequence[str] = TESTS) -> None:
@@ -208,8 +190,8 @@ def time_attention(
         report = run.open(f"attention_{name}", "kernels")
         # Most of a step goes into compiling the configurations to choose from, the first time
         with report.attempt(title):
-            run.box.require()
-            contest = Contest(shape, DTYPE, run.device)
+            with run.box.step():
+                contest = Contest(shape, DTYPE, run.device)
             report.settings.update(contest.settings(rounds))
             for backend in BACKENDS if run.device.type == "cuda" else ():
                 with report.attempt(backend):
@@ -217,7 +199,8 @@ def time_attention(
             for cache_name in caches:
                 with report.attempt(cache_name), run.box.step():
                     contest.add(cache_name)
-            add_timed(report, contest.run(rounds))
+            for row in contest.run(rounds):
+                add_timed(report, row)
 
 
 @torch.no_grad()
@@ -230,21 +213,17 @@ def time_whole_steps(
     caches: Sequence[str] = STEP_CACHES,
 ) -> None:
     """
-    Times whole decode steps of a model at batch 1, caches taking turns; those that are `CAPTURED` as CUDA graphs, for
-    which it is a check that their tokens are the same.
+    Times whole decode steps of a model at batch 1, caches taking turns, those that are `CAPTURED` as CUDA graphs; how
+    far logits are from the first cache's stands beside them.
     """
-    report, network = run.open(name, "step", model, steps=steps), build_llama(model, run.device)
+    report, network = run.open(name, "step", model, steps=steps), random_model(model, DTYPE, run.device)
     options = {"mode": "reduce-overhead"} if run.device.type == "cuda" else {"backend": "eager"}
     compiled: Any = torch.compile(network.__call__, fullgraph=True, **options)  # type: ignore[call-overload]
     read, token, fed = random_tokens(network, context + 1 + steps).split((context, 1, steps), dim=1)
     filled: dict[str, Cache] = {}
     prefill_seconds: dict[str, float] = {}
 
-    def step(cache: str, number: int) -> None:
-        ids = fed[:, number : number + 1] if number >= 0 else token
-        (compiled if cache.endswith(CAPTURED) else network)(ids, **as_argument(filled[cache]))
-
-    functions: dict[str, Callable[[int], None]] = {}
+    compiled_for = {each: compiled for each in caches if each.endswith(CAPTURED)}
     for each in caches:
         say(f"{name}: {each} reads {context} tokens")
         with report.attempt(each), run.box.step(2):
@@ -255,18 +234,17 @@ def time_whole_steps(
                 prefill_seconds[each] = time_call(prefill, run.device)
             # What is compiled and recorded is so before the first turn
             for _ in range(_NUM_WARM):
-                step(each, -1)
-            if not each.endswith(CAPTURED):
+                compiled_for.get(each, network)(token, **as_argument(filled[each]))
+            if each not in compiled_for:
                 require_close_layers(each, filled[each], network.config.num_attention_heads)
-            functions[each] = partial(step, each)
-        if each not in functions:
-            filled.pop(each, None)
-    clock = partial(time_call, device=run.device)
-    seconds = take_turns(functions, clock, steps, seconds=run.box.left, guard=report.attempt)
-    rows = step_rows(seconds, filled, context)
-    more = [{"tokens_per_s": 1 / row["median_s"], "prefill_s": prefill_seconds[row["cache"]]} for row in rows]
-    add_timed(report, [row | own for row, own in zip(rows, more, strict=True)])
-    for each, times in seconds.items():
+            continue
+        # It has failed
+        filled.pop(each, None)
+    limits: dict[str, Any] = {"seconds": run.box.left, "guard": report.attempt}
+    timed = time_steps(network, filled, fed, compiled_for, **limits)
+    for row in _rows(timed, filled, context):
+        add_timed(report, {**row, "prefill_s": prefill_seconds[row["cache"]]})
+    for each, times in timed[0].items():
         if len(times) < steps:
             report.fail(f"{each}, steps after {len(times)}", "skipped: time, or what stands above")
 
@@ -278,11 +256,17 @@ def _create_for_steps(name: str, model: PreTrainedModel, num_tokens: int) -> Cac
     return create_cache(preset, model, **({} if preset == name else {"max_cache_len": _CAPACITY}))
 
 
+def _rows(timed: Any, caches: Mapping[str, Cache], context: int) -> Iterator[dict[str, Any]]:
+    """Yields a row for each cache of what `time_steps` returns."""
+    seconds, errors = timed
+    for row in step_rows(seconds, caches, context):
+        times, error = seconds[row["cache"]], errors.get(row["cache"])
+        yield {**row, "steps": len(times), "tokens_per_s": 1 / row["median_s"], "relative_error": error}
+
+
 # Memory: InfiniGen beside full offloading, and the largest batch of a budget
 
 RESIDENT = ", all resident"
-# Tokens decoded before those that are timed: kernels are compiled, a run of tokens moves into the pool
-_WARM_STEPS = 3
 # Of the batch that would fill the budget with its caches alone
 SHARES = (1.0, 0.975, 0.95, 0.925, 0.9, 0.85, 0.8, 0.7, 0.6, 0.4, 0.2, 0.0)
 LLAMA_2_7B = llama(32000, 4096, 11008, 32, 32, 32, 65536)
@@ -300,7 +284,7 @@ def measure_offloading(
 ) -> None:
     """Times InfiniGen beside what it stands in for; that it is exact where all is fetched is one of the checks."""
     report = run.open("infinigen", "offloading", model, steps=steps)
-    network = build_llama(model, run.device)
+    network = random_model(model, DTYPE, run.device)
     read, fed = random_tokens(network, context + steps).split((context, steps), dim=1)
     # One cache after the other: two long contexts may not fit beside each other
     for index, spec in enumerate(caches):
@@ -308,16 +292,21 @@ def measure_offloading(
         box = run.box.share(len(caches) - index)
         with report.attempt(spec), box.step():
             cache = create_cache(spec, network, **({"track_times": True} if spec.startswith("infinigen") else {}))
-            prefill = time_call(partial(network, read, **as_argument(cache), logits_to_keep=1), run.device)
-            for token in fed[:, :_WARM_STEPS].split(1, dim=1):
-                network(token, **as_argument(cache))
-            _time_steps(spec, report, network, cache, fed, context, box, prefill_s=prefill)
-            if isinstance(cache, InfiniGenCache):
-                for layer in cache.layers:
+            prefill_s = time_call(partial(network, read, **as_argument(cache), logits_to_keep=1), run.device)
+            for name in (spec, spec + RESIDENT) if isinstance(cache, InfiniGenCache) else (spec,):
+                for layer in cache.layers if name != spec else ():
                     if isinstance(layer, InfiniGenLayer) and layer.pool is not None:
                         layer.pool.map(partial(torch.Tensor.to, device=layer.device))
-                network(fed[:, :1], **as_argument(cache))
-                _time_steps(spec + RESIDENT, report, network, cache, fed, context, box)
+                for token in fed[:, :_NUM_WARM].split(1, dim=1):
+                    network(token, **as_argument(cache))
+                before = cache_stats(cache)
+                timed = time_steps(network, {name: cache}, fed, seconds=box.left)
+                for row in _rows(timed, {name: cache}, context):
+                    # Here the first is itself; rows are set against others in the end
+                    del row["speed_against_first"], row["relative_error"]
+                    row |= {"prefill_s": prefill_s} if name == spec else {}
+                    add_timed(report, row | (_transfers(cache, before) if isinstance(cache, InfiniGenCache) else {}))
+            if isinstance(cache, InfiniGenCache):
                 cache.detach()
         gc.collect()
         if run.device.type == "cuda":
@@ -331,79 +320,58 @@ def measure_offloading(
     report.save()
 
 
-def _time_steps(
-    name: str,
-    report: Result,
-    model: PreTrainedModel,
-    cache: Cache,
-    fed: torch.Tensor,
-    context: int,
-    box: TimeBox,
-    **more: Any,
-) -> None:
-    """Adds a row of the steps of a cache; three at least, however long they take."""
-    before = cache_stats(cache)
-    steps = {name: lambda number: model(fed[:, number : number + 1], **as_argument(cache))}
-    seconds = take_turns(steps, partial(time_call, device=model.device), fed.shape[1], seconds=box.left)[name]
-    (row,) = step_rows({name: seconds}, {name: cache}, context)
-    # Here the first is itself; rows are set against others in the end
-    del row["speed_against_first"]
-    row |= {**more, "steps": len(seconds), "tokens_per_s": 1 / row["median_s"]}
-    if isinstance(cache, InfiniGenCache):
-        transfer, stalled = (row["stats"][key] - before[key] for key in ("transfer_s", "stalled_s"))
-        row["counted"] = count_transfers(cache)
-        row |= {"transfer_s_per_token": transfer / len(seconds), "stalled_s_per_token": stalled / len(seconds)}
-        row["hidden_share"] = max(1 - stalled / transfer, 0.0) if transfer else 0.0
-    report.add(row, f"  {name}: {1e3 * row['median_s']:.2f} ms a token, {row['tokens_per_s']:.1f} tokens/s")
-
-
-def count_transfers(cache: InfiniGenCache) -> dict[str, float]:
+def _transfers(cache: InfiniGenCache, before: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Counts the bytes that a decoded token brings over the bus, from the cache's own counters, and those that full
-    offloading of all real tokens in all layers would; no GPU is needed.
+    Sums up the transfers of the steps since counters were `before`: a step's seconds, and `counted` from the counters
+    alone, for which no GPU is needed, the bytes that a decoded token brings over the bus and those that full
+    offloading of all real tokens in all layers would.
     """
     stats = cache.stats()
     # A layer takes the same step as all others
-    num_steps = stats["selected_calls"] / stats["layers_offloaded"]
+    calls = stats["selected_calls"], stats["selected_calls"] - before["selected_calls"]
+    num_steps, num_timed = (each / stats["layers_offloaded"] for each in calls)
+    transfer, stalled = ((stats[key] - before[key]) / num_timed for key in ("transfer_s", "stalled_s"))
     layer = next(each for each in cache.layers if isinstance(each, InfiniGenLayer))
     # As a dense cache has them: what is fetched may be codes
     row_bytes = sum(layer.states_shape(side)[3] for side in ("keys", "values")) * layer.dtype.itemsize
     in_all_layers = stats["tokens_fetchable"] * stats["num_layers"] / stats["layers_offloaded"]
     return {
-        "bytes_per_token": stats["bytes_fetched"] / num_steps,
-        "full_offloading_bytes_per_token": in_all_layers * row_bytes / num_steps,
+        "counted": {
+            "bytes_per_token": stats["bytes_fetched"] / num_steps,
+            "full_offloading_bytes_per_token": in_all_layers * row_bytes / num_steps,
+        },
+        "transfer_s_per_token": transfer,
+        "stalled_s_per_token": stalled,
+        "hidden_share": max(1 - stalled / transfer, 0.0) if transfer else 0.0,
     }
 
 
 class Budget:
     """
     Bytes that may be used: enforced inside `enforce()` by PyTorch's allocator on a GPU, which counts the peak of
-    weights, cache and whatever is computed on the way. On a CPU the cache counts, at the end of each step.
+    weights, cache and whatever is computed on the way. On a CPU the cache alone counts, at the end.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes, self.device = num_bytes, device
         self.is_gpu = device.type == "cuda"
-        self._peak = 0
 
     @contextmanager
     def enforce(self) -> Iterator[None]:
         """Has the allocator refuse more than the budget."""
-        share = self.num_bytes / torch.cuda.get_device_properties(self.device).total_memory if self.is_gpu else 1.0
+        if not self.is_gpu:
+            yield
+            return
+        share = self.num_bytes / torch.cuda.get_device_properties(self.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.device)
         try:
-            self._limit(min(1.0, share))
             yield
         finally:
-            self._limit(1.0)
-
-    def _limit(self, share: float) -> None:
-        if self.is_gpu:
-            torch.cuda.set_per_process_memory_fraction(share, self.device)
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
     def start(self) -> int:
         """Frees what the last trial left and forgets its peak; returns the bytes that are not in use."""
         gc.collect()
-        self._peak = 0
         if not self.is_gpu:
             return self.num_bytes
         torch.cuda.empty_cache()
@@ -412,11 +380,10 @@ class Budget:
 
     def peaks(self, cache: Cache) -> dict[str, int]:
         """
-        Reads the most bytes in use at a time since `start`, and the most that the allocator held. More than the
-        budget raises what the allocator would.
+        Reads the most bytes in use at a time since `start`, and the most that the allocator held; on a CPU those of
+        now. More than the budget raises what the allocator would.
         """
-        self._peak = max(self._peak, 0 if self.is_gpu else measure_memory(cache).total_bytes)
-        used, held = self._peak, self._peak
+        used = held = 0 if self.is_gpu else measure_memory(cache).total_bytes
         if self.is_gpu:
             used, held = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
         if held > self.num_bytes:
@@ -434,11 +401,9 @@ def run_batch(
     try:
         model(random_tokens(model, context), **as_argument(cache), logits_to_keep=1)
         cache.batch_repeat_interleave(batch_size)
+        step = partial(model, random_tokens(model, 1, batch_size), **as_argument(cache))
+        seconds = [time_call(step, model.device) for _ in range(steps)]
         peaks = budget.peaks(cache)
-        token, seconds = random_tokens(model, 1, batch_size), []
-        for _ in range(steps):
-            seconds.append(time_call(partial(model, token, **as_argument(cache)), model.device))
-            peaks = budget.peaks(cache)
     except torch.OutOfMemoryError:
         return None
     held = measure_memory(cache).total_bytes
@@ -485,7 +450,7 @@ def search_largest_batches(
     caches: Sequence[str] = ("dynamic", "gear-2bit", "gear"),
 ) -> None:
     """Searches the largest batch in a fixed budget, for each cache whose attention is right."""
-    network, budget = build_llama(model, run.device), Budget(budget_bytes, run.device)
+    network, budget = random_model(model, DTYPE, run.device), Budget(budget_bytes, run.device)
     report = run.open("largest_batch", "batch", model, context=context, steps=steps, budget_bytes=budget_bytes)
     report.settings["model_bytes"] = sum(parameter.nbytes for parameter in network.parameters())
     report.settings["enforced_by"] = "the device's allocator" if budget.is_gpu else "bytes of the cache"

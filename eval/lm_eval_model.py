@@ -113,9 +113,9 @@ class KVCacheLM(HFLM):
             pretrained = resolve_model(pretrained)
         super().__init__(pretrained, **kwargs)
         self._rank, self._world_size = find_rank(self)
-        # What cannot serve this model says so now, not after an hour of building requests
         # Of all calls and processes, after the last call
         self._record = CacheRecord()
+        # What cannot serve this model says so now, not after an hour of building requests
         self._decodes_alone = getattr(self._create_cache(), "is_exact_for_many", False)
         self._scorer = ContinuationScorer(
             self._inner_model, self._create_cache, autocast=self._autocast, softmax_dtype=self.softmax_dtype

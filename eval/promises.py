@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 import typer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.reference_model import load_model
 from kvcache_plugins.registry import create_cache
 
-from .benchmarks.step import time_steps
+from .benchmarks.step import llama, random_model, time_steps
 from .harness import cache_factories
 from .measures.fidelity import measure_fidelity as compare_distributions
 
@@ -46,11 +46,7 @@ _STEPS, _WARM_UP = 24, 4
 @torch.no_grad()
 def measure_bytes(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Bytes that the frozen table's caches hold by the length of the prompt, or the name of the error instead."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
-    config = LlamaConfig(**sizes, bos_token_id=1, eos_token_id=2, pad_token_id=0)  # type: ignore[arg-type]
-    model = LlamaForCausalLM(config).eval()
+    model = random_model(llama(300, 256, 256, 2, 4, 2, 4096, head_dim=64), torch.float32)
     ids = torch.randint(3, 299, (1, max(_LENGTHS) + _DECODED), generator=torch.Generator().manual_seed(1))
     measured: dict[str, dict[str, Any]] = {}
     for name in frozen:
@@ -125,29 +121,29 @@ _LOST = {
 }
 
 
+def _as_named_now(frozen: dict[str, Any], part: str) -> dict[str, dict[str, Any]]:
+    """Lists the frozen rows of a part under the names that caches have now."""
+    now = frozen["renamed"]
+    return {
+        now.get(outer, outer): {now.get(inner, inner): value for inner, value in row.items()}
+        for outer, row in frozen[part].items()
+    }
+
+
 def losses(frozen: dict[str, Any], measured: dict[str, Any]) -> Iterator[str]:
-    """A line for every frozen number that what is measured does not hold."""
-    names = frozen["renamed"]
-    for part in measured:
-        for outer, row in frozen[part].items():
+    """Yields a line for every frozen number that what is measured does not hold."""
+    for part, found in measured.items():
+        for outer, row in _as_named_now(frozen, part).items():
             for inner, before in row.items():
-                after = measured[part].get(names.get(outer, outer), {}).get(names.get(inner, inner))
+                after = found.get(outer, {}).get(inner)
                 if not _HOLDS[part](before, after):
                     yield _LOST[part].format(outer=outer, inner=inner, before=before, after=after)
-
-
-def _as_named_now(rows: dict[str, dict[str, Any]], renamed: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Rows under the names that caches have now."""
-    return {
-        renamed.get(outer, outer): {renamed.get(inner, inner): value for inner, value in row.items()}
-        for outer, row in rows.items()
-    }
 
 
 def main(parts: list[str]) -> int:
     """Measures the parts named, or all, and prints what is lost; 1 if anything is."""
     frozen = json.loads((FOLDER / "frozen.json").read_text(encoding="utf-8"))
-    measured = {part: MEASURES[part](_as_named_now(frozen[part], frozen["renamed"])) for part in parts or MEASURES}
+    measured = {part: MEASURES[part](_as_named_now(frozen, part)) for part in parts or MEASURES}
     lost = list(losses(frozen, measured))
     typer.echo("\n".join(lost) or f"all promises of {', '.join(measured)} hold")
     return int(bool(lost))

@@ -19,10 +19,9 @@ import typer
 from kvcache_plugins.advice.memory_prediction import predict_memory
 from kvcache_plugins.console.results import provenance, write_json
 
-from .tables import read_sweep, render_result
+from .tables import RESULTS, read_sweep, render_result
 
 
-RESULTS = Path("eval/results")
 FIGURE = Path("docs/figures/fidelity_1024_smollm2.png")
 # Of the same windows of the same text; the first that has a cache is taken, and what was not measured yet left out
 PROMPT = (

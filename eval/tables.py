@@ -35,7 +35,7 @@ Rows = Sequence[Row]
 RESULTS = Path("eval/results")
 _MARKED = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 # What a cell of a number begins with, if there is one
-_NUMBER = re.compile(r"$|-$|~?[ +-]*\d")
+_NUMBER = re.compile(r"$|(-|exact)$|~?[ +-]*\d")
 _QUARTILES = re.compile(r" \(.* to .*\)")
 
 

@@ -159,47 +159,17 @@ class BatchedSteps:
         return sum(each.bytes_per_block * sum(map(len, each.block_table.values())) for each in allocators)
 
 
-def measure_kl(
-    network: PreTrainedModel,
-    windows: torch.Tensor,
-    prefix: int,
-    caches: Sequence[str],
-    exact: Sequence[int],
-    size: int,
-    text: torch.Tensor | None,
-) -> Iterator[dict[str, Any]]:
-    """
-    Yields KL to the dense cache of tokens decoded by a batch's steps and plainly, and bytes a token, over windows as
-    `measure_fidelity` takes them, stacked.
-    """
-    fed, targets = windows[:, :-1], windows[:, prefix + 1 :]
-    count, length = fed.shape
-
-    def decode_plainly(make: Callable[[], Cache]) -> tuple[torch.Tensor, float]:
-        found, held = [], 0.0
-        for window in fed:
-            cache = make()
-            fill_cache(network, window[:prefix], cache)
-            found.append(continuation_logits(network, window[prefix:], cache, 1))
-            held += measure_memory(cache).total_bytes / fed.numel()
-        return torch.stack(found), held
-
-    dense, _ = decode_plainly(lambda: DynamicCache(config=network.config))
-    for name in caches:
-        ways: dict[str, tuple[torch.Tensor, float]] = {"plain": decode_plainly(partial(create_cache, name, network))}
-        for num_recent in exact:
-            with compressed_batching(network, name, text=text, num_recent_tokens=num_recent) as batching:
-                steps = BatchedSteps(network, count, length, size, most_tokens=count * prefix)
-                steps.read(fed[:, :prefix].tolist(), 0)
-                rows = [steps.read(fed[:, i : i + 1].tolist(), i) for i in range(prefix, length)]
-                if batching.stats()["dense_reads"]:
-                    raise RuntimeError(f"{name} was read dense")
-            ways[str(num_recent)] = torch.stack(rows, dim=1), steps.num_bytes / fed.numel()
-        for way, (logits, held) in ways.items():
-            scores = [score_logits(*each) for each in zip(dense, logits, targets, strict=True)]
-            kl = [each.kl / each.num_scored for each in scores]
-            spread = statistics.stdev(kl)
-            yield {"cache": name, "recent": way, "kl": statistics.fmean(kl), "kl_spread": spread, "bytes": held}
+def _decode_plainly(
+    network: PreTrainedModel, windows: torch.Tensor, prefix: int, make: Callable[[], Cache]
+) -> tuple[torch.Tensor, float]:
+    """Decodes windows one by one behind their prefixes; returns all logits, and bytes a token."""
+    found, held = [], 0.0
+    for window in windows:
+        cache = make()
+        fill_cache(network, window[:prefix], cache)
+        found.append(continuation_logits(network, window[prefix:], cache, 1))
+        held += measure_memory(cache).total_bytes / windows.numel()
+    return torch.stack(found), held
 
 
 @benchmark("batching_kl", "KL of {scored} tokens decoded by a batch's steps behind {prefix}, {model}")
@@ -229,7 +199,24 @@ def benchmark_batching_kl(
     yield from loaded_settings(network)
     windows = torch.stack(cut_windows(tokenizer, text_file, requests, prefix, scored))
     text = windows[:1, :prefix] if prompt_tables else None
-    yield from measure_kl(network, windows, prefix, cache, recent, page_size, text)
+    fed, targets = windows[:, :-1], windows[:, prefix + 1 :]
+    decode_plainly = partial(_decode_plainly, network, fed, prefix)
+    dense, _ = decode_plainly(partial(DynamicCache, config=network.config))
+    for name in cache:
+        ways: dict[str, tuple[torch.Tensor, float]] = {"plain": decode_plainly(partial(create_cache, name, network))}
+        for num_recent in recent:
+            with compressed_batching(network, name, text=text, num_recent_tokens=num_recent) as batching:
+                steps = BatchedSteps(network, *fed.shape, page_size, most_tokens=requests * prefix)
+                steps.read(fed[:, :prefix].tolist(), 0)
+                rows = [steps.read(each.tolist(), at) for at, each in enumerate(fed[:, prefix:].split(1, 1), prefix)]
+                if batching.stats()["dense_reads"]:
+                    raise RuntimeError(f"{name} was read dense")
+            ways[str(num_recent)] = torch.stack(rows, dim=1), steps.num_bytes / fed.numel()
+        for way, (logits, held) in ways.items():
+            scores = [score_logits(*each) for each in zip(dense, logits, targets, strict=True)]
+            kl = [each.kl / each.num_scored for each in scores]
+            errors = {"kl": statistics.fmean(kl), "kl_spread": statistics.stdev(kl)}
+            yield {"cache": name, "recent": way, **errors, "bytes": held}
 
 
 @benchmark("step", "Decode steps of many requests, {dtype}")

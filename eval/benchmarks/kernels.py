@@ -90,7 +90,7 @@ class Contest:
         refuses the dtype, the shape or the device, or is wrong, raises a `RuntimeError`.
         """
         dense = self.functions[self.dense_name]
-        name, function = f"{self.dense_name}, {backend}", partial(_attend_by, BACKENDS[backend], dense)
+        name, function = f"{self.dense_name}, {backend}", sdpa_kernel(BACKENDS[backend])(dense)
         self.errors[name] = require_close(name, function(), dense())
         self.functions[name], self.num_bytes[name] = function, self.num_bytes[self.dense_name]
 
@@ -175,11 +175,6 @@ def _compressed_part(name: str, keys: torch.Tensor, values: torch.Tensor) -> Com
     (block,) = layer.blocks
     part: CompressedPart | CodedPart = block.part(layer.codec, None, None)
     return part
-
-
-def _attend_by(backend: SDPBackend, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-    with sdpa_kernel(backend):
-        return function()
 
 
 @benchmark("kernels", "Attention over {batch_size} x {context} tokens, {dtype}, `{kernel}` kernels, {timed}")

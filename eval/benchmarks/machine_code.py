@@ -19,7 +19,6 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvcache_plugins.codecs.groups import TENSOR_NAMES
@@ -32,19 +31,7 @@ from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.registry import check_caches, create_cache, describe_caches
 
 from .kernels import Shape, random_states
-from .step import random_model
-
-
-_TYPES = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.uint8: "*u8",
-    torch.int8: "*i8",
-    torch.int16: "*i16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
+from .step import llama, random_model
 
 
 def compile_for(kernel: Any, arguments: Mapping[str, Any], capability: int | str, **options: int) -> Any:
@@ -86,7 +73,10 @@ def disassemble(compiled: Any) -> str:
 
 def _type_name(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return _TYPES[value.dtype]
+        kind = "i" if value.dtype.is_signed else "u"
+        if value.dtype.is_floating_point:
+            kind = "bf" if value.dtype == torch.bfloat16 else "fp"
+        return f"*{kind}{8 * value.dtype.itemsize}"
     if isinstance(value, float):
         return "fp32"
     return "i32" if -(2**31) <= value < 2**31 else "i64"
@@ -136,12 +126,7 @@ class Loop(NamedTuple):
 
 
 class Listing:
-    """
-    The instructions of one kernel in order.
-
-    Args:
-        text (`str`): what `nvdisasm -c` prints.
-    """
+    """The instructions of one kernel in order, read from what `nvdisasm -c` prints."""
 
     def __init__(self, text: str) -> None:
         self.operations: list[str] = []
@@ -198,11 +183,11 @@ def _kind(operation: str) -> str:
 
 # Presets
 
-_ROWS = ("gear-t16", "gear-t25", "gear-t16:quantizer=trellis", "gear-c16")
 PRESETS = (
     *("kivi-2bit", "kivi-4bit", "gear-k4v3:value_nbits=4", "gear-k4v3:value_nbits=4,q_group_size=32", "gear-k4v3"),
     *("gear-k4v3:nbits=3,value_nbits=2", "gear-k4v3:nbits=2,value_nbits=2", "kcvt-4bit", "per-token-2bit"),
-    *("per-token-4bit", "gear-l-2bit", "gear-l-4bit", "gear-2bit", "gear-4bit", *_ROWS),
+    *("per-token-4bit", "gear-l-2bit", "gear-l-4bit", "gear-2bit", "gear-4bit"),
+    *("gear-t16", "gear-t25", "gear-t16:quantizer=trellis", "gear-c16"),
 )
 # Channels of a head that the command counts by default, the second of rows alone
 HEAD_DIMS = (128, 64)
@@ -216,10 +201,9 @@ _SLOTS, _DENSE_BITS = 4, 16
 
 def compress(cache: str, head_dim: int) -> CompressedPart | CodedPart:
     """Compresses the prompt of one layer of random states, of a model with random weights."""
-    sizes: dict[str, int] = {"vocab_size": _CALIBRATION_TOKENS, "intermediate_size": 64, "num_hidden_layers": 1}
-    sizes |= {"hidden_size": _NUM_HEADS * head_dim, "num_attention_heads": _NUM_HEADS}
+    fields = llama(_CALIBRATION_TOKENS, _NUM_HEADS * head_dim, 64, 1, _NUM_HEADS, _NUM_HEADS, 2 * _CONTEXT)
     with torch.random.fork_rng():
-        model: Any = random_model(LlamaConfig(**sizes), torch.float32)  # type: ignore[arg-type]
+        model: Any = random_model(fields, torch.float32)
     options: dict[str, Any] = {}
     if describe_caches(cache.partition(":")[0])[0].options.get("calibration"):
         options["calibration"] = calibrate_transform(model, [torch.randperm(_CALIBRATION_TOKENS)], num_draws=1)
@@ -244,7 +228,7 @@ def compress(cache: str, head_dim: int) -> CompressedPart | CodedPart:
 
 
 def count_attention(part: CompressedPart | CodedPart, head_dim: int, num_rows: int, capability: int) -> dict[str, Any]:
-    """Counts the instructions of decode attention a cached number: a row but for its cache."""
+    """Counts warp instructions of decode attention a cached number, and what they allow at best."""
     # Imported late, as Triton need not be there
     from kvcache_plugins.kernels.triton import prepare_part
 
@@ -264,8 +248,19 @@ def count_attention(part: CompressedPart | CodedPart, head_dim: int, num_rows: i
     numbers = launch.arguments["BLOCK_T"] * 2 * head_dim / launch.grid[2]
     kinds = Counter({kind: number * launch.options["num_warps"] for kind, number in kinds.items()})
     bits = 8 * num_bytes / (2 * _NUM_HEADS * head_dim * part.length)
-    names = {"kernel": "attention", "head_dim": head_dim, "query_heads": num_rows}
-    return {**names, **_bounds(compiled, kinds, numbers, bits)}
+    instructions = sum(kinds.values()) / numbers
+    moved, issue = _CLOCKS_A_DENSE_NUMBER * bits / _DENSE_BITS, instructions / _SLOTS
+    return {
+        "kernel": "attention",
+        "head_dim": head_dim,
+        "query_heads": num_rows,
+        **resources(compiled),
+        "instructions_a_number": instructions,
+        "kinds": {kind: number / numbers for kind, number in kinds.most_common()},
+        "bits_a_number": bits,
+        "share_of_copy_bandwidth": min(1.0, moved / issue),
+        "times_dense": _CLOCKS_A_DENSE_NUMBER / max(moved, issue),
+    }
 
 
 def _count_tile(listing: Listing, part: CompressedPart, block_entries: int) -> Counter[str]:
@@ -279,20 +274,6 @@ def _count_tile(listing: Listing, part: CompressedPart, block_entries: int) -> C
         for kind, number in listing.count(loop).items():
             kinds[kind] += number * turns  # type: ignore[assignment]
     return kinds
-
-
-def _bounds(compiled: Any, kinds: Counter[str], num_numbers: float, bits: float) -> dict[str, Any]:
-    """Computes what warp instructions by kind, issued for so many numbers of so many bits, allow at best."""
-    instructions = sum(kinds.values()) / num_numbers
-    moved, issue = _CLOCKS_A_DENSE_NUMBER * bits / _DENSE_BITS, instructions / _SLOTS
-    return {
-        **resources(compiled),
-        "instructions_a_number": instructions,
-        "kinds": {kind: number / num_numbers for kind, number in kinds.most_common()},
-        "bits_a_number": bits,
-        "share_of_copy_bandwidth": min(1.0, moved / issue),
-        "times_dense": _CLOCKS_A_DENSE_NUMBER / max(moved, issue),
-    }
 
 
 @benchmark("machine-code", "Counted in machine code, not measured; bounds for an H200")

@@ -25,6 +25,9 @@ from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.models.cache_argument import as_argument
 
 
+_NEW_TOKENS = [17, 128, 512, 2048]
+
+
 @contextmanager
 def coding_seconds(cache: Cache) -> Iterator[list[float]]:
     """Times every call by which a layer stores a prompt, while this lasts."""
@@ -103,12 +106,7 @@ def benchmark_prompts(
     text_file: Annotated[Path, typer.Option(help="A text of at least --context + --new-tokens tokens.")],
     model: inputs.ModelOption = "smollm2",
     context: Annotated[int, typer.Option(help="Tokens of the prompt.", min=1)] = 4096,
-    new_tokens: Annotated[list[int], typer.Option(help="Tokens that follow it; repeatable.", min=1)] = [
-        17,
-        128,
-        512,
-        2048,
-    ],
+    new_tokens: Annotated[list[int], typer.Option(help="Tokens that follow it; repeatable.", min=1)] = _NEW_TOKENS,
     chunk: Annotated[list[int], typer.Option(help="Chunks that it is read in; repeatable.", min=1)] = [512],
     rounds: Annotated[int, typer.Option(help="Rounds that a median is over.", min=1)] = 3,
     dtype: inputs.DtypeOption = None,

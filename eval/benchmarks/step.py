@@ -7,7 +7,7 @@ Llama 3 8B's heads.
 """
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, LlamaConfig, PreTrainedModel
 
 from kvcache_plugins.console.inputs import CachesOption, ModelOption, load_for_evaluation, read_text
 from kvcache_plugins.eval import harness
@@ -32,46 +32,50 @@ from kvcache_plugins.reports.memory import measure_memory
 _TOKENS_READ = 512
 
 
-def make_config(num_heads: int, groups: int, head_dim: int = 64, num_layers: int = 6) -> LlamaConfig:
-    """Makes the config of a model with `num_heads` for keys and values, and SmolLM2's other proportions."""
-    hidden_size = num_heads * groups * head_dim if head_dim == 64 else 1024
-    return LlamaConfig(
-        hidden_size=hidden_size,
-        intermediate_size=hidden_size * 8 // 3,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads * groups,
-        num_key_value_heads=num_heads,
-        head_dim=head_dim,
-        vocab_size=9830,
-        max_position_embeddings=32768,
-    )
+def llama(*sizes: int, **more: int) -> dict[str, int]:
+    """Makes the fields of a `LlamaConfig`: words, widths, layers, heads of queries and of keys, length; and `more`."""
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return {**dict(zip((*names, "num_key_value_heads", "max_position_embeddings"), sizes, strict=True)), **more}
+
+
+def make_shape(num_heads: int, groups: int, head_dim: int = 64, num_layers: int = 6) -> dict[str, int]:
+    """Makes the fields of a model with `num_heads` for keys and values, and SmolLM2's other proportions."""
+    width = num_heads * groups * head_dim if head_dim == 64 else 1024
+    return llama(9830, width, width * 8 // 3, num_layers, num_heads * groups, num_heads, 32768, head_dim=head_dim)
 
 
 SHAPES = {
-    "mha": partial(make_config, num_heads=9, groups=1),
-    "gqa-3": partial(make_config, num_heads=3, groups=3),
-    "gqa-4": partial(make_config, num_heads=8, groups=4, head_dim=128, num_layers=2),
-    "mqa": partial(make_config, num_heads=1, groups=9),
+    "mha": partial(make_shape, num_heads=9, groups=1),
+    "gqa-3": partial(make_shape, num_heads=3, groups=3),
+    "gqa-4": partial(make_shape, num_heads=8, groups=4, head_dim=128, num_layers=2),
+    "mqa": partial(make_shape, num_heads=1, groups=9),
 }
 
 
 def time_steps(
-    network: PreTrainedModel, caches: Mapping[str, Cache], token_ids: torch.Tensor
+    network: Callable[..., Any],
+    caches: Mapping[str, Cache],
+    token_ids: torch.Tensor,
+    instead: Mapping[str, Callable[..., Any]] | None = None,
+    **limits: Any,
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """
     Times every decode step of each cache that holds the context already, fed `[batch_size, steps]`; they take turns.
+    By the names of caches, what is called `instead` of the model; `limits` are those of `take_turns`.
 
     Returns seconds of each cache's steps, and the relative error of its first step's logits beside the first cache's.
     """
     logits: dict[str, torch.Tensor] = {}
 
     def step(name: str, number: int) -> None:
-        output = network(token_ids[:, number : number + 1], **as_argument(caches[name]))
+        call = (instead or {}).get(name, network)
+        output = call(token_ids[:, number : number + 1], **as_argument(caches[name]))
         if number == 0:
             logits[name] = output.logits[:, -1].float()
 
     functions = {name: partial(step, name) for name in caches}
-    measured = harness.take_turns(functions, partial(harness.time_call, device=network.device), token_ids.shape[1])
+    clock = partial(harness.time_call, device=token_ids.device)
+    measured = harness.take_turns(functions, clock, token_ids.shape[1], **limits)
     first = next(iter(logits.values()), torch.empty(0))
     return measured, {name: float((each - first).norm() / first.norm()) for name, each in logits.items()}
 
@@ -179,9 +183,9 @@ def benchmark_steps(
                 harness.check_length(used_cache, length + num_fed)
 
 
-def random_model(config: LlamaConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Makes a random Llama, always the same."""
+def random_model(fields: Mapping[str, int], dtype: torch.dtype, device: torch.device | None = None) -> PreTrainedModel:
+    """Makes a random Llama, always the same, on the device: nothing is downloaded or copied."""
+    config = LlamaConfig(**fields, bos_token_id=None, eos_token_id=None)  # type: ignore[arg-type]
     torch.manual_seed(0)
-    # The decorator that Transformers puts on `to` loses its `self` in the eyes of mypy
-    network: Any = LlamaForCausalLM(config)
-    return network.to(dtype).eval()  # type: ignore[no-any-return]
+    with device or torch.device("cpu"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

@@ -19,10 +19,10 @@ import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList, set_seed
 from transformers.generation.streamers import BaseStreamer
 
-from kvcache_plugins.console.display import make_table, open_console, track_progress
+from kvcache_plugins.console.display import open_console, track_progress
 from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.eval import harness
-from kvcache_plugins.eval.tables import Column, number
+from kvcache_plugins.eval.tables import Column, Table, code, number, print_markdown
 from kvcache_plugins.gear.config import PresetChoice
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
@@ -219,28 +219,22 @@ def choice_line(choice: PresetChoice) -> str:
     return f"{choice.preset} was chosen: KL {choice.kl:.4f}, at most {choice.max_kl:g}{others}"
 
 
+def _short_text(row: Row) -> str:
+    text = f"failed: {row['error']}" if row["error"] else row["text"]
+    # What parts cells cannot stand in one
+    return shorten(text, SHORT_TEXT, placeholder="...").replace("|", "/")
+
+
 def print_rows(title: str, rows: Sequence[Row]) -> None:
     """Prints the rows of a comparison: numbers, bytes by part, and every text as a whole."""
     console = open_console()
-    columns = {"cache": "name", **{column.head: "number" for column in _COLUMNS}}
-    cells = []
-    for row in rows:
-        text = f"failed: {row['error']}" if row["error"] else row["text"]
-        cells.append(
-            [row["cache"], *(each.show(row) for each in _COLUMNS), shorten(text, SHORT_TEXT, placeholder="...")]
-        )
     # A narrow terminal keeps the numbers: the texts stand below in any case
-    if console.width >= TEXT_FROM_WIDTH:
-        columns["text"] = "text"
-    console.print(make_table(title, columns, [each[: len(columns)] for each in cells]))
-    reports = {row["cache"]: row["memory"]["parts"] for row in rows if not row["error"]}
-    parts = list(dict.fromkeys(part for report in reports.values() for part, size in report.items() if size))
-    sizes = [number(part, part, ",.1f", 1e-3, missing="-") for part in parts]
-    cells = [
-        [cache, *(each.show({part: size for part, size in report.items() if size}) for each in sizes)]
-        for cache, report in reports.items()
-    ]
-    console.print(make_table("kB held, by part", {"cache": "name", **dict.fromkeys(parts, "number")}, cells))
+    text = Column("text", _short_text, lambda rows: console.width >= TEXT_FROM_WIDTH)
+    print_markdown(Table(code(), *_COLUMNS, text)(rows), title)
+    held = {row["cache"]: {k: v for k, v in row["memory"]["parts"].items() if v} for row in rows if not row["error"]}
+    parts = dict.fromkeys(part for sizes in held.values() for part in sizes)
+    table = Table(code(), *(number(part, f"sizes.{part}", ",.1f", 1e-3) for part in parts))
+    print_markdown(table([{"cache": name, "sizes": sizes} for name, sizes in held.items()]), "kB held, by part")
     for row in rows:
         console.print(f"{row['cache']}:", style="bold", markup=False)
         console.print(f"failed with {row['error']}" if row["error"] else row["text"], markup=False, soft_wrap=True)

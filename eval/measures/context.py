@@ -5,6 +5,7 @@ step. Negative log-likelihoods are of the right answer, KL is to the dense cache
 likeliest: an answer, or a line of one, of which all are is what greedy decoding says behind what came before.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -66,7 +67,7 @@ def measure_tasks(
         by_task: dict[str, dict[str, Any]] = {}
         fetched, share, steps = 0.0, 0.0, 0
         for task in tasks:
-            own: list[dict[str, float]] = []
+            total: Any = Counter()
             for index in range(samples):
                 place = (index + 0.5) / samples if start is None else start
                 sample = make_sample(task, count_tokens, length, scored, place, index, rows)
@@ -81,16 +82,13 @@ def measure_tasks(
                 score, right = score_logits(known[ids], logits, targets), logits.argmax(-1) == targets
                 ends = [at for at, token in enumerate(ids[1], 1) if "\n" in tokenizer.decode([token])]
                 lines = [bool(right[slice(*each)].all()) for each in pairwise([0, *ends])]
-                own.append({"nll": score.nll, "kl": score.kl, "right": int(right.sum()), "exact": int(right.all())})
-                own[-1] |= {"num_scored": len(ids[1]), "prompt": len(prompt)}
-                own[-1] |= {"lines": sum(lines), "num_lines": len(lines)}
+                total.update(nll=score.nll, kl=score.kl, right=int(right.sum()), exact=int(right.all()))
+                total.update(num_scored=len(ids[1]), prompt=len(prompt), lines=sum(lines), num_lines=len(lines))
                 memory, stats = measure_memory(filled), cache_stats(filled)
                 steps += len(ids[1])
-                moved = stats.get("bytes_fetched", 0)
-                assert isinstance(moved, int | float)
+                moved: Any = stats.get("bytes_fetched", 0)
                 fetched += moved
                 share += moved * memory.kv_percent / (100 * memory.total_bytes)
-            total = {name: sum(each[name] for each in own) for name in own[0]}
             by_task[task] = {
                 **{name: total[name] / total["num_scored"] for name in ("nll", "kl", "right")},
                 "lines": total["lines"] / max(total["num_lines"], 1),

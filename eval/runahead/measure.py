@@ -1,48 +1,48 @@
-"""Measurements by ranks for KV-Runahead: whole prefills, slices behind a prefix, messages; and the plan made of them.
+"""KV-Runahead measured: prefills, slices and messages by ranks; the plan made of them; and the benchmark of it all.
 
 Functions that take a `Worker` run in the ranks, all at once; the others give them work, see `ranks`. What takes long
 is the slices: a few of them, first and last ones of each length, fix a cost model of four numbers, and partitions
 follow from that.
+
+The benchmark times KV-Runahead beside TSP, a zig-zag and one rank alone, in the same processes, taking turns: from a
+barrier of all ranks to the logits on the last one, which then also has the whole cache. Beside it stands the time that
+the cost model and the link say, both measured apart from whole prefills.
 """
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+import typer
 from transformers import DynamicCache
 
 from kvcache_plugins.console.display import open_console, print_line, track_progress
+from kvcache_plugins.console.inputs import ModelOption, read_text
 from kvcache_plugins.console.results import provenance
+from kvcache_plugins.eval.benchmark import benchmark, say
+from kvcache_plugins.eval.harness import spread
+from kvcache_plugins.eval.rows import Content, Found, Settings
 from kvcache_plugins.eval.tables import Column, Table, number, print_markdown
+from kvcache_plugins.kv_runahead import planner
 from kvcache_plugins.kv_runahead.chain import Chain, PrefixExchange, PromptSlice
 from kvcache_plugins.kv_runahead.messages import MessageLayout, message_layouts
-from kvcache_plugins.kv_runahead.planner import (
-    CostModel,
-    Link,
-    PartitionTable,
-    TableEntry,
-    Timing,
-    bytes_of_token,
-    planned,
-    predict_ttft,
-    searched,
-)
 from kvcache_plugins.kv_runahead.prefill import runahead_prefill
 from kvcache_plugins.kv_runahead.transport import Neighbours
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.fingerprint import fingerprint
 
 from .ranks import Ranks, Worker
-from .tsp import tsp_prefill
+from .tsp import predict_tsp_ttft, tsp_prefill
 
 
 # How a prompt is prefilled: by the last rank alone, by TSP, by that of a zig-zag, or by KV-Runahead in these slices
@@ -54,6 +54,9 @@ _NUM_MESSAGES = 9
 _LEAST_BYTES = 1 << 23
 # The first step of a search, in shares of an even slice: what is planned is near already
 _FIRST_STEP = 16
+_WARM_UP_TOKENS = 256
+# Runs of every slice that is timed for the plan
+_PLAN_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class ModelFacts:
     num_layers: int
     bytes_per_token: int
     vocab_size: int
-    by_shapes: CostModel
+    by_shapes: planner.CostModel
 
     def random_tokens(self, length: int) -> list[int]:
         """Draws a prompt for measuring: what it says does not matter."""
@@ -117,9 +120,9 @@ def describe_model(worker: Worker) -> ModelFacts:
         fingerprint=fingerprint(model),
         dtype=str(model.dtype).removeprefix("torch."),
         num_layers=len(message_layouts(model)),
-        bytes_per_token=bytes_of_token(model, model.dtype),
+        bytes_per_token=planner.bytes_of_token(model, model.dtype),
         vocab_size=model.config.get_text_config(decoder=True).vocab_size,
-        by_shapes=CostModel.of_shapes(model),
+        by_shapes=planner.CostModel.of_shapes(model),
     )
 
 
@@ -194,7 +197,7 @@ def time_messages(worker: Worker, source: int, num_bytes: int) -> list[float]:
 # Work for them
 
 
-def measure_link(ranks: Ranks, facts: ModelFacts, longest: int) -> Link | None:
+def measure_link(ranks: Ranks, facts: ModelFacts, longest: int) -> planner.Link | None:
     """
     Measures the slowest link of the chain: latency by messages of one token, bandwidth by those of the longest prefix,
     of prompts of `longest` tokens. Of one rank alone there is none.
@@ -205,22 +208,23 @@ def measure_link(ranks: Ranks, facts: ModelFacts, longest: int) -> Link | None:
         short, long = (statistics.median(ranks.call(time_messages, source, size)[source]) for size in sizes)
         # Where both take equally long, all is latency, and bytes cost next to nothing
         bytes_per_second = (sizes[1] - sizes[0]) / max(long - short, 1e-9)
-        links.append(Link(latency=max(short - sizes[0] / bytes_per_second, 0.0), bytes_per_second=bytes_per_second))
+        latency = max(short - sizes[0] / bytes_per_second, 0.0)
+        links.append(planner.Link(latency=latency, bytes_per_second=bytes_per_second))
     return max(links, key=lambda link: float(link.seconds(float(sizes[1]))), default=None)
 
 
-def slices_to_time(lengths: Sequence[int], num_ranks: int, by_shapes: CostModel) -> list[tuple[int, int]]:
+def slices_to_time(lengths: Sequence[int], num_ranks: int, by_shapes: planner.CostModel) -> list[tuple[int, int]]:
     """Lists slices, length and prefix, that tell a cost model: first and last by the model's shapes, and quarters."""
     slices = set()
     for length in lengths:
-        partition = planned(length, num_ranks, by_shapes)
+        partition = planner.planned(length, num_ranks, by_shapes)
         slices |= {(partition[0], 0), (partition[-1], length - partition[-1])}
         quarter = max(length // 4, 1)
         slices |= {(quarter, 0), (quarter, length - quarter)}
     return sorted(slices)
 
 
-def time_slices(ranks: Ranks, facts: ModelFacts, lengths: Sequence[int], rounds: int) -> list[Timing]:
+def time_slices(ranks: Ranks, facts: ModelFacts, lengths: Sequence[int], rounds: int) -> list[planner.Timing]:
     """
     Times slices of prompts of `lengths` on all ranks at once, so that what ranks of one machine share is shared.
 
@@ -229,33 +233,35 @@ def time_slices(ranks: Ranks, facts: ModelFacts, lengths: Sequence[int], rounds:
     slices = slices_to_time(lengths, ranks.size, facts.by_shapes)
     seconds: dict[tuple[int, int], list[float]] = {each: [] for each in slices}
     with track_progress(rounds * len(slices)) as announce:
-        for _, (length, prefix) in itertools.product(range(rounds), slices):
+        for _, (length, prefix) in product(range(rounds), slices):
             announce(f"slices of {length} tokens behind {prefix}")
             seconds[length, prefix] += ranks.call(time_slice, facts.random_tokens(length), prefix)
     return [
-        Timing(length=length, prefix=prefix, seconds=statistics.median(values))
+        planner.Timing(length=length, prefix=prefix, seconds=statistics.median(values))
         for (length, prefix), values in seconds.items()
     ]
 
 
-def fit_cost(timings: Sequence[Timing], facts: ModelFacts) -> tuple[CostModel, float]:
+def fit_cost(timings: Sequence[planner.Timing], facts: ModelFacts) -> tuple[planner.CostModel, float]:
     """Fits a cost model to timings of slices; returns also its largest relative error in them."""
-    cost = CostModel.fit(timings, projection_share=facts.by_shapes.projection_share)
+    cost = planner.CostModel.fit(timings, projection_share=facts.by_shapes.projection_share)
     return cost, max(abs(cost.seconds(each.length, each.prefix) / each.seconds - 1) for each in timings)
 
 
-def plan_slices(length: int, num_ranks: int, cost: CostModel, link: Link | None, facts: ModelFacts) -> tuple[int, ...]:
+def plan_slices(
+    length: int, num_ranks: int, cost: planner.CostModel, link: planner.Link | None, facts: ModelFacts
+) -> tuple[int, ...]:
     """Plans the partition that is fastest by what was measured, of no more ranks than pay."""
     sizes: dict[str, Any] = {"bytes_per_token": facts.bytes_per_token, "num_layers": facts.num_layers}
-    return planned(length, num_ranks, cost, link=link, **sizes)
+    return planner.planned(length, num_ranks, cost, link=link, **sizes)
 
 
 # `kvcache-plugins plan`
 
 
 def plan_table(
-    ranks: Ranks, facts: ModelFacts, lengths: list[int], timings: list[Timing], *, rounds: int, search: bool
-) -> PartitionTable:
+    ranks: Ranks, facts: ModelFacts, lengths: list[int], timings: list[planner.Timing], *, rounds: int, search: bool
+) -> planner.PartitionTable:
     """
     Fits a cost model to `timings` of slices, measures the link between ranks, and plans contexts of `lengths` tokens.
 
@@ -272,11 +278,11 @@ def plan_table(
         elif link is None:
             seconds = cost.seconds(float(length), 0.0)
         else:
-            seconds = float(predict_ttft(slices, cost, link, facts.bytes_per_token, facts.num_layers))
+            seconds = float(planner.predict_ttft(slices, cost, link, facts.bytes_per_token, facts.num_layers))
         ratios = tuple(each / length for each in slices)
-        entries.append(TableEntry(length=length, ratios=ratios, seconds=seconds, measured=is_searched))
+        entries.append(planner.TableEntry(length=length, ratios=ratios, seconds=seconds, measured=is_searched))
     origin: Any = provenance(torch.device("cpu"))
-    return PartitionTable(
+    return planner.PartitionTable(
         model=facts.fingerprint,
         world_size=ranks.size,
         entries=tuple(entries),
@@ -300,10 +306,10 @@ def _search(ranks: Ranks, facts: ModelFacts, start: tuple[int, ...], rounds: int
             console.print(f"searching: {' + '.join(map(str, slices))} tokens take {seconds:.3f} s", markup=False)
             yield seconds
 
-    return searched(start, measure, first_step=max(length // (_FIRST_STEP * len(start)), 1))
+    return planner.searched(start, measure, first_step=max(length // (_FIRST_STEP * len(start)), 1))
 
 
-def show_plan(table: PartitionTable, error: float, facts: ModelFacts) -> None:
+def show_plan(table: planner.PartitionTable, error: float, facts: ModelFacts) -> None:
     """Prints a table of partitions, and what it is founded on: a cost model that is off by an `error` at most."""
     cost, link = table.cost, table.link
     assert cost is not None
@@ -326,3 +332,133 @@ def show_plan(table: PartitionTable, error: float, facts: ModelFacts) -> None:
             f"link: {link.bytes_per_second / 1e9:.3f} GB/s, {1e6 * link.latency:.0f} us a message; "
             f"{facts.bytes_per_token} bytes a token and layer"
         )
+
+
+# `kvcache-plugins bench runahead`
+
+
+def parse_shares(text: str, world_size: int) -> tuple[float, ...]:
+    """Parses shares of a prompt such as `0.6,0.4`; a `ValueError` if they are none, or more than there are ranks."""
+    try:
+        shares = tuple(float(each) for each in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"`partition` has to hold shares with commas between them but is {text!r}") from error
+    # The rest of what can be wrong with them does not depend on the length
+    planner.resolve_partition(shares, 1000, world_size)
+    return shares
+
+
+def load_table(worker: Worker, path: str) -> planner.PartitionTable:
+    """Loads a table of `kvcache-plugins plan`, checked against the model and number of ranks."""
+    return planner.PartitionTable.load(path, worker.model, worker.size)
+
+
+def make_row(name: str, way: Way, runs: Sequence[list[Prefill]], token_ids: Sequence[int]) -> dict[str, Any]:
+    """Makes the row of a way: its slices, seconds of its `runs`, and of the last of them what the ranks tell of it."""
+    answers, seconds = runs[-1], [each[-1].seconds for each in runs]
+    num_ranks = 1 if way == ONE_RANK else len(answers)
+    lengths = planner.even(len(token_ids), num_ranks) if isinstance(way, str) else way
+    timing = spread(seconds)
+    return {
+        "length": len(token_ids),
+        "method": name,
+        "lengths": lengths,
+        "num_ranks": len(lengths),
+        "seconds": timing["median_s"],
+        **timing,
+        "rounds_s": seconds,
+        "logits_difference": answers[-1].difference,
+        "bytes_sent": sum(int(each.stats.get("bytes_sent", 0)) for each in answers),
+        "seconds_waited": [each.stats.get("seconds_waited", 0.0) for each in answers],
+    }
+
+
+def simulate(length: int, cost: planner.CostModel, link: planner.Link, facts: ModelFacts) -> Iterator[dict[str, Any]]:
+    """Yields seconds, and one rank's over those of all together (efficiency), of every way over equal links."""
+    sizes = cost, link, facts.bytes_per_token, facts.num_layers
+    for num_ranks in (2, 4, 8):
+        plan = plan_slices(length, num_ranks, cost, link, facts)
+        found = {"planned": float(planner.predict_ttft(plan, *sizes))}
+        for is_folded, is_ring in product((False, True), repeat=2):
+            name = ("zig-zag" if is_folded else "even") + (", ring attention" if is_ring else ", all-gather")
+            found[name] = predict_tsp_ttft(length, num_ranks, *sizes, is_folded=is_folded, is_ring=is_ring)
+        for way, seconds in found.items():
+            efficiency = float(cost.seconds(length, 0)) / (num_ranks * seconds)
+            yield {"length": length, "num_ranks": num_ranks, "way": way, "seconds": seconds, "efficiency": efficiency}
+
+
+@benchmark("runahead", "Seconds to the first token of {model}, medians of {rounds}")
+def benchmark_runahead(
+    text_file: Annotated[Path, typer.Option(help="A text of at least as many tokens as the longest --length.")],
+    length: Annotated[list[int], typer.Option(help="Tokens of the prompt; repeatable.", min=1)] = [4096, 8192],
+    model: ModelOption = "smollm2",
+    world_size: Annotated[int, typer.Option(help="Ranks, all started on this machine's CPUs.", min=1)] = 2,
+    rounds: Annotated[int, typer.Option(help="Runs of everything, taking turns.", min=3)] = 5,
+    num_threads: Annotated[int, typer.Option(help="Of every rank.", min=1)] = 1,
+    dtype: Annotated[str | None, typer.Option(help="float32 (default), bfloat16 or float16.")] = None,
+    table: Annotated[Path | None, typer.Option(help="Of `kvcache-plugins plan`; else slices are measured.")] = None,
+    partition: Annotated[list[str] | None, typer.Option(help="Shares such as 0.6,0.4; repeatable.")] = None,
+) -> Iterator[Found]:
+    """Time to first token of KV-Runahead, TSP, a zig-zag and one rank. All run on this machine and take turns.
+
+    \b
+    Examples:
+        kvcache-plugins bench runahead --text-file book.txt
+        kvcache-plugins bench runahead --text-file book.txt --length 8192 --partition 0.5,0.5 --partition 0.65,0.35
+    """
+    shares = [parse_shares(each, world_size) for each in partition or []]
+    text, lengths = read_text(text_file, "text_file"), sorted(set(length))
+    if lengths[0] < 16 * world_size:
+        raise ValueError(f"`length` has to be at least {16 * world_size} for {world_size} ranks but got {lengths[0]}")
+    say(f"starting {world_size} ranks")
+    with Ranks(model, world_size, dtype=dtype, num_threads=num_threads) as ranks:
+        token_ids = ranks.call(encode, text)[0]
+        if len(token_ids) < lengths[-1]:
+            raise ValueError(f"the text has {len(token_ids)} tokens, but {lengths[-1]} are needed")
+        facts = ranks.call(describe_model)[0]
+        yield Settings(machine=ranks.describe_machine(facts.dtype))
+        short = token_ids[:_WARM_UP_TOKENS]
+        for way in dict.fromkeys((ONE_RANK, TSP, FOLDED, planner.even(len(short), world_size))):
+            ranks.call(prefill, short, way)
+        known = None if table is None else ranks.call(load_table, str(table))[0]
+        if known is not None:
+            cost = known.cost
+        else:
+            timings = time_slices(ranks, facts, lengths, _PLAN_ROUNDS)
+            cost, worst = fit_cost(timings, facts)
+            yield Content(timings=[asdict(each) for each in timings], worst_error_of_fit=worst)
+        link = measure_link(ranks, facts, lengths[-1])
+        if link is not None:
+            say(f"link: {link.bytes_per_second / 1e9:.4f} GB/s, {1e6 * link.latency:.0f} us a message")
+        yield Content(cost=None if cost is None else asdict(cost), link=None if link is None else asdict(link))
+        if cost is not None and link is not None:
+            yield Content(simulated=[row for each in lengths for row in simulate(each, cost, link, facts)])
+        ways: dict[int, dict[str, Way]] = {each: {ONE_RANK: ONE_RANK} for each in lengths}
+        for each, own in ways.items():
+            if world_size > 1:
+                own |= {TSP: TSP, FOLDED: FOLDED, "even": planner.even(each, world_size)}
+                own["planned"] = plan_slices(each, world_size, cost, link, facts)
+            if world_size > 1 and known is not None:
+                own["planned"] = planner.predicted(each, known)
+            for share in shares:
+                name = "shares " + ",".join(f"{one:.3g}" for one in share)
+                own[name] = planner.resolve_partition(share, each, world_size)
+        with track_progress(rounds * sum(map(len, ways.values()))) as announce:
+            for each, own in ways.items():
+                runs: dict[str, list[list[Prefill]]] = {name: [] for name in own}
+                for turn in range(rounds):
+                    # Forwards and backwards in turn
+                    for name in list(own)[:: 1 if turn % 2 == 0 else -1]:
+                        announce(f"{each} tokens, round {turn + 1}: {name}")
+                        runs[name].append(ranks.call(prefill, token_ids[:each], own[name]))
+                alone = statistics.median(run[-1].seconds for run in runs[ONE_RANK])
+                for name, way in own.items():
+                    row = make_row(name, way, runs[name], token_ids[:each])
+                    row["speed_against_one_rank"] = alone / row["median_s"]
+                    if cost is not None and link is not None and row["num_ranks"] > 1:
+                        sizes = cost, link, facts.bytes_per_token, facts.num_layers
+                        if name in (TSP, FOLDED):
+                            row["predicted_s"] = predict_tsp_ttft(each, world_size, *sizes, is_folded=name == FOLDED)
+                        else:
+                            row["predicted_s"] = float(planner.predict_ttft(row["lengths"], *sizes))
+                    yield row

@@ -158,25 +158,27 @@ def _serve(setup: tuple[int, int, str, str | None, int], folder: str, pipe: Any)
     threading.Thread(target=_end_with_parent, args=(parent.sentinel,), daemon=True).start()
     rank, size, name, dtype, num_threads = setup
 
-    def join() -> Worker:
+    workers: list[Worker] = []
+
+    def join() -> None:
         torch.set_num_threads(num_threads)
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=_TIMEOUT
         )
-        return Worker(rank, size, *load_for_evaluation(name, dtype, "cpu"))
+        workers.append(Worker(rank, size, *load_for_evaluation(name, dtype, "cpu")))
 
-    worker = _answer(pipe, join, (), hide=True)
-    while worker is not None:
+    _answer(pipe, join, ())
+    while workers:
         try:
             operation, args = pipe.recv()
         except (EOFError, ConnectionResetError):
             break
-        _answer(pipe, operation, (worker, *args))
+        _answer(pipe, operation, (*workers, *args))
     dist.destroy_process_group()
 
 
-def _answer(pipe: Any, operation: Callable[..., Any], args: tuple[Any, ...], *, hide: bool = False) -> Any:
-    """Answers with the result of an operation, or with its error; `hide` answers that it was done."""
+def _answer(pipe: Any, operation: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Answers with the result of an operation, or with its error."""
     try:
         result = operation(*args)
     except (ValueError, ImportError, OSError) as error:
@@ -186,9 +188,7 @@ def _answer(pipe: Any, operation: Callable[..., Any], args: tuple[Any, ...], *, 
         traceback.print_exc()
         pipe.send((ChildProcessError, f"{type(error).__name__}: {error}"))
     else:
-        pipe.send((None, None if hide else result))
-        return result
-    return None
+        pipe.send((None, result))
 
 
 def _end_with_parent(sentinel: int) -> None:

@@ -31,35 +31,44 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 
 
 class GatheringExchange(PrefixExchange):
-    """The exchange of TSP: all ranks give states, not the one before. None without a token, by a `ValueError`."""
+    """
+    The exchange of TSP over N ranks: all ranks give states, not the one before. A rank has one slice of the prompt;
+    folded, of 2 N chunks, those of numbers N - 1 - r and N + r, so that the last rank has the last token. None without
+    a token, and no window of a folded prompt, by a `ValueError`.
+    """
 
-    def __init__(self, group: dist.ProcessGroup | None, layouts: list[MessageLayout], *, length: int, batch_size: int):
-        rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        layouts: list[MessageLayout],
+        *,
+        length: int,
+        batch_size: int,
+        is_folded: bool,
+    ):
+        rank, self._size, self._length = dist.get_rank(group), dist.get_world_size(group), length
+        numbers = (self._size - 1 - rank, self._size + rank) if is_folded else (rank,)
+        num_chunks = len(numbers) * self._size
         # Rounded up: what ranks contribute has to be of one length, and the last may have less
-        self._share = -(-length // self._size)
-        if length <= self._share * (self._size - 1):
-            raise ValueError(f"`input_ids` has {length} tokens, too few for an even slice for {self._size} ranks")
-        self._length = length
-        start, stop = rank * self._share, min((rank + 1) * self._share, length)
-        self.chunks: tuple[slice, ...] = (slice(start, stop),)
+        self._chunk = -(-length // num_chunks)
+        if length <= self._chunk * (num_chunks - 1):
+            raise ValueError(f"`input_ids` has {length} tokens, too few for {num_chunks} even slices")
+        if is_folded and any(layout.window is not None for layout in layouts):
+            raise ValueError("`model`: prompts are not folded for layers that have windows")
+        self.chunks = [slice(each * self._chunk, min((each + 1) * self._chunk, length)) for each in numbers]
+        stop, num_tokens = self.chunks[-1].stop, sum(each.stop - each.start for each in self.chunks)
         # The first that takes part: it waits for none before it
         neighbours = Neighbours(group, first=rank, run=-1)
-        super().__init__(neighbours, layouts, PromptSlice(start=start, stop=stop, batch_size=batch_size))
+        super().__init__(neighbours, layouts, PromptSlice(start=stop - num_tokens, stop=stop, batch_size=batch_size))
+        self._share = len(numbers) * self._chunk
         self.partition = (*[self._share] * (self._size - 1), length - self._share * (self._size - 1))
 
     def exchange(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gathers a layer's states; returns those up to the end of the slice, or of them what a window needs."""
-        part, layout = self.prompt_slice, self.layouts[layer_idx]
-        kept = layout.num_kept(part.start)
-        rows = self._gathered(layout, keys, values, self._share)
-        return (keys, values) if kept == 0 else layout.read(rows[part.start - kept : part.stop])
-
-    def _gathered(self, layout: MessageLayout, keys: torch.Tensor, values: torch.Tensor, share: int) -> torch.Tensor:
-        """Gathers rows of all ranks, `share` of each, of which states are this rank's."""
-        num_new, batch_size = keys.shape[2], self.prompt_slice.batch_size
-        own = layout.make_rows(share, batch_size)
+        part, layout, num_new = self.prompt_slice, self.layouts[layer_idx], keys.shape[2]
+        own = layout.make_rows(self._share, part.batch_size)
         layout.write(own[:num_new], keys, values)
-        rows = layout.make_rows(share * self._size, batch_size)
+        rows = layout.make_rows(self._share * self._size, part.batch_size)
         start = time.perf_counter()
         _gather(rows, own, group=self.neighbours.group)
         self.neighbours.seconds_waited += time.perf_counter() - start
@@ -68,42 +77,21 @@ class GatheringExchange(PrefixExchange):
         self.neighbours.bytes_received += own.nbytes * (self._size - 1)
         self.entries_sent += 2 * num_new * (self._size - 1)
         self.dot_products += num_new * self._length
-        return rows
-
-
-class FoldedExchange(GatheringExchange):
-    """
-    The exchange of a zig-zag over N ranks: of 2 N chunks of a prompt, rank r has those of numbers N - 1 - r and N + r,
-    so that the last rank has the last token. Layers attend to all tokens.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, layouts: list[MessageLayout], *, length: int, batch_size: int):
-        super().__init__(group, layouts, length=length, batch_size=batch_size)
-        rank, size = dist.get_rank(group), self._size
-        chunk = self._share = -(-length // (2 * size))
-        if length <= chunk * (2 * size - 1) or any(layout.window is not None for layout in layouts):
-            raise ValueError(
-                f"`input_ids` of {length} tokens cannot be folded for {size} ranks, or layers have windows"
-            )
-        first, second, stop = (size - 1 - rank) * chunk, (size + rank) * chunk, min((size + rank + 1) * chunk, length)
-        self.chunks = slice(first, first + chunk), slice(second, stop)
-        num_tokens = chunk + stop - second
-        self.prompt_slice = PromptSlice(start=stop - num_tokens, stop=stop, batch_size=batch_size)
-        self.partition = (*[2 * chunk] * (size - 1), length - 2 * chunk * (size - 1))
-
-    def exchange(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gathers a layer's states; returns those up to the end of the second chunk, in the order of the prompt."""
-        layout, chunk = self.layouts[layer_idx], self._share
-        rows = self._gathered(layout, keys, values, 2 * chunk).unflatten(0, (self._size, 2, chunk))
-        in_order = torch.cat((rows[:, 0].flip(0).flatten(0, 1), rows[:, 1].flatten(0, 1)))
-        return layout.read(in_order[: self.prompt_slice.stop])
+        kept = layout.num_kept(part.start)
+        if kept == 0:
+            return keys, values
+        if len(self.chunks) > 1:
+            # In the order of the prompt, whose first half the ranks have from its end on
+            first, second = rows.unflatten(0, (self._size, 2, self._chunk)).unbind(1)
+            rows = torch.cat((first.flip(0).flatten(0, 1), second.flatten(0, 1)))
+        return layout.read(rows[part.start - kept : part.stop])
 
 
 class FoldedLayer(RunaheadLayer):
     """A layer whose rank has two chunks of the prompt, each behind all tokens before it."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        assert self.states is not None and isinstance(exchange := self._chain.exchange, FoldedExchange)
+        assert self.states is not None and isinstance(exchange := self._chain.exchange, GatheringExchange)
         query, outputs, first = call.query, [], 0
         rows = query.reshape(query.shape[0], -1, self._slice.num_tokens, query.shape[3])
         for chunk in exchange.chunks:
@@ -137,9 +125,10 @@ def tsp_prefill(
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config) if rank == size - 1 else None
     batch_size, length = input_ids.shape
-    kinds = (FoldedExchange, FoldedChain) if is_folded else (GatheringExchange, Chain)
-    exchange = kinds[0](group, message_layouts(model), length=length, batch_size=batch_size)
-    chain = kinds[1](exchange, is_lazy=config._attn_implementation == "sdpa" or is_folded, cache=cache)
+    sizes = {"length": length, "batch_size": batch_size}
+    exchange = GatheringExchange(group, message_layouts(model), **sizes, is_folded=is_folded)
+    is_lazy = config._attn_implementation == "sdpa" or is_folded
+    chain = (FoldedChain if is_folded else Chain)(exchange, is_lazy=is_lazy, cache=cache)
     positions = torch.cat([torch.arange(each.start, each.stop) for each in exchange.chunks])
     ids, position_ids = input_ids[:, positions], positions[None].to(input_ids.device)
     logits = None

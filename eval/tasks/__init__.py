@@ -38,12 +38,7 @@ def find_task(task: str | Path, metadata: Mapping[str, Any] | None = None) -> tu
 
 
 def run_lm_eval(arguments: Sequence[str]) -> None:
-    """
-    Runs lm-eval's command line with the model `kvcache` registered and this project's tasks known by name.
-
-    Args:
-        arguments (`Sequence[str]`): As after `lm_eval`.
-    """
+    """Runs lm-eval with `arguments` as after `lm_eval`, the model `kvcache` registered and tasks known by name."""
     if find_spec("lm_eval") is None:
         raise ImportError("`eval` needs lm-eval: `pip install 'kvcache-plugins[eval]'`")
     from lm_eval.__main__ import cli_evaluate

@@ -140,13 +140,5 @@ def text(text_file: str | None = None, **_: object) -> datasets.DatasetDict:
     return _as_splits({"test": [{"page": Path(text_file).expanduser().read_text(encoding="utf-8")}]})
 
 
-def detokenize(row: Row) -> str:
-    """A page of WikiText as lm-eval's own task has it."""
-    page: str = preprocess_wikitext.wikitext_detokenizer(row)
-    return page
-
-
-def perplexities(row: Row, results: tuple[float]) -> Row:
-    """Divides a page's log-likelihood as lm-eval does: per word and byte of the page as it was."""
-    scores: Row = preprocess_wikitext.process_results(row, results)
-    return scores
+# A page of WikiText as lm-eval's own task has it, and its log-likelihood divided by the words and bytes of that page
+detokenize, perplexities = preprocess_wikitext.wikitext_detokenizer, preprocess_wikitext.process_results

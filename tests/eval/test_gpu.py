@@ -235,7 +235,8 @@ def test_an_error_is_noted_and_what_follows_goes_on(report):
 def test_a_step_wants_time_for_one_and_a_half_of_the_longest():
     box = TimeBox(10.0)
     box.longest = 7.0
-    box.require(1.0)
+    with box.step(1.0):
+        pass
     with pytest.raises(TimeIsUpError), box.step():
         pytest.fail("begun")
     with pytest.raises(TimeIsUpError), TimeBox(-1.0).step():

@@ -7,7 +7,8 @@ import torch
 from kernel_cases import DEVICE, needs_triton
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.eval.gpu import build_llama, llama, random_tokens
+from kvcache_plugins.eval.benchmarks.step import llama, random_model
+from kvcache_plugins.eval.gpu import DTYPE, random_tokens
 from kvcache_plugins.gear.kernel_check import require_close_layers
 from kvcache_plugins.gear.transform.calibration import calibrate_transform
 from kvcache_plugins.models.cache_argument import as_argument
@@ -29,8 +30,7 @@ SIZES, TOKENS = (
 
 @functools.cache
 def make_model():
-    torch.manual_seed(0)
-    return build_llama(llama(*SIZES), DEVICE)
+    return random_model(llama(*SIZES), DTYPE, DEVICE)
 
 
 @functools.cache

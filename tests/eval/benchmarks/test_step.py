@@ -20,7 +20,7 @@ def test_every_cache_holds_the_context(rows_of, read, context):
 
 
 def test_a_grid_has_a_row_for_every_place(monkeypatch, tmp_path):
-    small = partial(step.make_config, num_heads=1, groups=3, num_layers=1)
+    small = partial(step.make_shape, num_heads=1, groups=3, num_layers=1)
     monkeypatch.setitem(step.SHAPES, "gqa-3", small)
     options = "--shape gqa-3 --cache gear-k4v3 --batch-size 1 --batch-size 2 --context 1 --context 64 --steps 3"
     options += " --num-threads 1 --num-threads 2 --dtype float32 --dtype bfloat16"
