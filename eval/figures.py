@@ -14,6 +14,7 @@ import matplotlib.ticker
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 from .harness import REFERENCE, stretch_stops
 from .tables import standard_error_of_kl
@@ -162,11 +163,12 @@ def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
             sides = _BITS_OF_SIDES.search(cache) or _PERCENT_OF_BITS.search(cache.partition(":")[0])
             sides = sides or (bits if is_crowded else None)
             if sides:
-                # They share all but the number of bits. Lines fall to the right: beside them there is room above on
-                # the right, and below on the left
-                is_below = is_crowded and number % 2 == 1
-                place: dict[str, Any] = {"xytext": (-5, -9) if is_below else (5, 4), "fontsize": 7, "color": colour}
-                place |= {"ha": "right" if is_below else "left", "textcoords": "offset points"}
+                # They share all but the number of bits. Lines fall to the right: there is room below on the left, and
+                # above on the right. A rim of white keeps apart what is close together all the same
+                is_below = is_crowded and number % 2 == 0
+                place: dict[str, Any] = {"xytext": (-6, -10) if is_below else (6, 4), "fontsize": 7, "color": colour}
+                place |= {"ha": "right" if is_below else "left", "textcoords": "offset points", "zorder": 5}
+                place["path_effects"] = [withStroke(linewidth=1.5, foreground="white")]
                 axes.annotate(sides.group().strip("-"), (percent, value), **place)
     lowest, highest = axes.get_xlim()
     if highest > 2 * lowest > 0:

@@ -308,7 +308,7 @@ class KVCacheLM(HFLM):
             return
         problem = (
             f"The cache `{self.cache_name}` was not exercised: its contexts (the longest has {record.largest_length} "
-            "tokens) are shorter than its exact buffer, so the scores say nothing about it"
+            "tokens, with what was scored behind it) are shorter than its exact buffer: scores say nothing about it"
         )
         if self.cache_check:
             raise ValueError(

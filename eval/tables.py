@@ -274,7 +274,7 @@ def render_shapes(rows: Rows) -> str:
     every = [speed for own in speeds.values() for found in own.values() for speed in found]
     below = ", ".join(f"{sum(each < limit for each in every)} are below {limit}" for limit in (0.95, 0.98))
     head = ["cache", "batch", "dtype", *(f"{context} token{'s' * (context > 1)}" for context in contexts)]
-    return f"{make_markdown_table(head, lines)}\nOf {len(every)} {below}.\n"
+    return f"{make_markdown_table(head, lines)}\nOf {len(every)} measurements {below}.\n"
 
 
 def render_context(rows: Rows) -> str:

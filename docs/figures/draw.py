@@ -153,11 +153,11 @@ def draw_infinigen_timeline() -> Figure:
         box(axes, start, 1.15, 2.0, f"attention\nlayer {layer}", BLUE)
         box(axes, start + 2.0, 1.15, 1.9, f"MLP\nlayer {layer}", GREY)
         following = f"i + {number + 1}"
-        box(axes, start, 0.15, 0.9, "choose", GREEN)
-        box(axes, start + 0.9, 0.15, 2.4, f"fetch tokens\nof layer {following}", ORANGE)
+        box(axes, start, 0.15, 1.15, "choose", GREEN)
+        box(axes, start + 1.15, 0.15, 2.4, f"fetch tokens\nof layer {following}", ORANGE)
         if number:
             arrow = {"arrowstyle": "->", "color": ORANGE, "linewidth": 1.6}
-            axes.annotate("", xy=(start + 0.1, 1.12), xytext=(start - 0.75, 0.78), arrowprops=arrow)
+            axes.annotate("", xy=(start + 0.1, 1.12), xytext=(start - 0.5, 0.78), arrowprops=arrow)
     axes.set(xlim=(-0.1, 12), ylim=(0, 2), xlabel="time")
     axes.set_yticks([0.5, 1.5], ["link to\nhost memory", "accelerator"])
     axes.set_xticks([])
@@ -231,7 +231,7 @@ def draw_runahead_times() -> Figure:
         label = f"{median:.1f} s, {row['speed_against_one_rank']:.2f} times"
         axes.text(row["upper_quartile_s"] + 0.4, row["method"], label, va="center", fontsize=10)
     axes.invert_yaxis()
-    axes.set(xlabel=f"seconds to the first token of {RUNAHEAD_LENGTH}, 2 ranks", xlim=(0, 36))
+    axes.set(xlabel=f"seconds to the first token of {RUNAHEAD_LENGTH} tokens, 2 ranks", xlim=(0, 26))
     return figure
 
 
