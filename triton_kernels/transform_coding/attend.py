@@ -30,8 +30,6 @@ _PROGRAMS_PER_SM = 2
 _MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS = 8, 16
 # Channels up to which a tile of 64 tokens and the angles of its offsets fit into registers
 _MOST_CHANNELS = 128
-# Channels up to which four warps have registers enough for a basis too
-_FEW_CHANNELS = 64
 _BLOCK_CHANNELS = 16
 # Of a key's channel, over its mean, where numbers are halves and where they are float32
 _LEAST_DEVIATION = (2.0**-11, 1e-6)
@@ -132,7 +130,7 @@ def prepare_rows(
         "PAIRS": packed and not is_float32,
         "BLOCK_R": block_rows,
         "BLOCK_T": block_tokens,
-        "BLOCK_D": num_channels,
+        "BLOCK_D": block_channels((key_layout.head_dim + 1) // 2),
         "BLOCK_K": num_keys,
         "BLOCK_V": num_values,
         "VALUE_ROTATION": values.layout.head_dim & -values.layout.head_dim,
@@ -183,12 +181,9 @@ def block_channels(head_dim: int) -> int:
 def _tile_shape(num_channels: int, num_rows: int, *, has_basis: bool, is_float32: bool) -> tuple[int, int, int]:
     """Rows and tokens of a tile, and warps that share it."""
     if has_basis:
-        # Of more channels some registers are spilled even by eight warps
-        return (
-            _MIN_BLOCK_ROWS,
-            (16 if is_float32 else 64),
-            (4 if num_channels <= _FEW_CHANNELS and not is_float32 else 8),
-        )
+        # A product with few columns is the same work for every four warps
+        is_small = num_channels <= _MOST_CHANNELS and not is_float32
+        return _MIN_BLOCK_ROWS, (16 if is_float32 else 64), (4 if is_small else 8)
     most_rows = _MAX_BLOCK_ROWS if num_channels <= _MOST_CHANNELS else _MIN_BLOCK_ROWS
     block_rows = min(max(triton.next_power_of_2(num_rows), _MIN_BLOCK_ROWS), most_rows)
     is_small = num_channels <= _MOST_CHANNELS and block_rows == _MIN_BLOCK_ROWS

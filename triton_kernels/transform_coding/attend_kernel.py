@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..attention.masks import mask_row_offsets
 from .points import TOKENS_BEHIND, aligned_rows, load_codebook, row_slots
-from .tiles import WEIGHT_FACTOR, attend_tile, load_basis, store_nothing, store_outputs, store_rotated, store_sums
+from .tiles import WEIGHT_FACTOR, attend_tile, load_bases, load_pairs, store_nothing, store_outputs, store_rotated, store_sums
 from .turned_queries import load_turned_queries
 
 
@@ -108,26 +108,28 @@ def attend_kernel(
                 VALUE_CODED)
             # fmt: on
             return
+    NUM_ANGLES: tl.constexpr = (KEY_DIM + 1) // 2 if BASIS else KEY_DIM
     # Keys are multiples of `sizes`, so that they are halves
     if BASIS:
         table = head
-        channels = tl.arange(0, BLOCK_D)
-        channel_in_use = channels < KEY_DIM
-        # Of a channel that is none anything will do that is there
-        channels = tl.where(channel_in_use, channels, 0)
-        in_table = head * KEY_DIM + channels
+        angle_columns = tl.arange(0, BLOCK_D)
+        channels, channel_in_use, partners, partner_in_use = load_pairs(partner_ptr, angle_columns, KEY_DIM)
+        if BLOCK_D > NUM_ANGLES:
+            # Of pairs that are none anything will do that is there
+            angle_columns = tl.where(channel_in_use, angle_columns, 0)
         # fmt: off
-        basis, unit = load_basis(
-            basis_ptr, step_ptr, head, channels, channel_in_use, KEY_DIM, KEY_CODED, BLOCK_K, DTYPE)
+        basis, means, sizes = load_bases(
+            basis_ptr, step_ptr, factor_ptr, key_mean_ptr, head, channels, channel_in_use, partners, partner_in_use,
+            KEY_DIM, KEY_CODED, BLOCK_K, DTYPE)
         # fmt: on
-        factors = tl.load(factor_ptr + in_table, mask=channel_in_use, other=1.0)
-        means = tl.load(key_mean_ptr + in_table, mask=channel_in_use, other=0.0).to(tl.float32) * factors / unit
-        sizes = unit / factors
     else:
         table = matrix
         slots = row_slots(BLOCK_K)
         channel_in_use = slots < KEY_DIM
         channels = tl.load(key_order_ptr + matrix * KEY_DIM + slots, mask=channel_in_use, other=0).to(tl.int32)
+        partners, partner_in_use, angle_columns = channels, channel_in_use, channels
+        if ROTARY:
+            partners = tl.load(partner_ptr + channels)
         in_table = matrix * KEY_DIM + channels
         mean = tl.load(key_mean_ptr + in_table, mask=channel_in_use, other=0.0).to(tl.float32)
         deviation = tl.load(key_deviation_ptr + in_table, mask=channel_in_use, other=0.0).to(tl.float32)
@@ -140,8 +142,9 @@ def attend_kernel(
     last_token = tl.minimum(first_token + tokens_per_split, length)
     # fmt: off
     own, partners, size, cosines, sines, offset_cosines, offset_sines = load_turned_queries(
-        query_ptr, rows, query_stride_r, row_in_use, channels, channel_in_use, sizes, scale, partner_ptr, near_ptr,
-        far_ptr, padding_ptr, batch, position + first_token, KEY_DIM, NUM_NEAR, BLOCK_T, ROTARY, PADDED, DTYPE)
+        query_ptr, rows, query_stride_r, row_in_use, channels, channel_in_use, partners, partner_in_use, angle_columns,
+        sizes, scale, near_ptr, far_ptr, padding_ptr, batch, position + first_token, NUM_ANGLES, NUM_NEAR, BLOCK_T,
+        ROTARY, PADDED, DTYPE)
     # fmt: on
 
     key_rows_ptr += batch * key_rows_stride_b + head * key_rows_stride_h

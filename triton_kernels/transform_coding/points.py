@@ -44,14 +44,13 @@ def load_codebook(width_ptr, coefficient_ptr, NUM_BLOCKS: tl.constexpr, BLOCK_N:
     blocks = tl.arange(0, BLOCK_N)
     widths = tl.load(width_ptr + blocks, mask=blocks < NUM_BLOCKS, other=0).to(tl.int32)
     first_bytes = 1 + tl.cumsum(widths, axis=0) - widths
-    own_ptr = coefficient_ptr + widths * 6
-    factor = tl.load(own_ptr).to(DTYPE)
-    term = tl.load(own_ptr + 1).to(DTYPE)
-    first = tl.load(own_ptr + 2).to(DTYPE)
-    second = tl.load(own_ptr + 3).to(DTYPE)
-    third = tl.load(own_ptr + 4).to(DTYPE)
-    multipliers = tl.load(own_ptr + 5).to(tl.int32).to(tl.uint32)
-    return widths, first_bytes, factor, term, first, second, third, multipliers
+    own_ptr = coefficient_ptr + widths * 5
+    term = ((tl.load(own_ptr) - 1.0) / 4).to(DTYPE)
+    first = (tl.load(own_ptr + 1) * 4).to(DTYPE)
+    second = (tl.load(own_ptr + 2) * 64).to(DTYPE)
+    third = (tl.load(own_ptr + 3) * 1024).to(DTYPE)
+    multipliers = tl.load(own_ptr + 4).to(tl.int32).to(tl.uint32)
+    return widths, first_bytes, term, first, second, third, multipliers
 
 
 @triton.jit
@@ -71,24 +70,29 @@ def load_points(
     Points `[BLOCK_T, BLOCK_N, 8]` of the tile that begins at a token, in the order of `row_slots`; of tokens behind
     the `length` in use finite, but otherwise anything. A whole tile has `TOKENS_BEHIND` tokens in use behind it.
     """
-    widths, first_bytes, factor, term, first, second, third, multipliers = codebook
+    widths, first_bytes, term, first, second, third, multipliers = codebook
+    TURN: tl.constexpr = min(max(128 // BLOCK_N, 4), BLOCK_T)
     start = tl.cast(first_token, tl.int64) * ROW_SIZE + remainder
     first_word = start >> 2
     # Four rows are whole words: a thread's tokens lie alike, and their words at a distance that is known
-    tokens = tl.arange(0, BLOCK_T)[:, None]
-    bits = ((start & 3) << 3).to(tl.int32) + ((tokens & 3) * (8 * ROW_SIZE) + 8 * first_bytes[None, :])
-    words = bits >> 5
-    words_ptr = word_ptr + first_word + words + (tokens >> 2).to(tl.int64) * ROW_SIZE
+    turns = tl.arange(0, BLOCK_T // TURN)[:, None, None]
+    tokens = tl.arange(0, TURN)[None, :, None]
+    first_bits = 8 * first_bytes if TRELLIS else 8 * first_bytes - 8 + widths
+    bits = ((start & 3) << 3).to(tl.int32) + ((tokens & 3) * (8 * ROW_SIZE) + first_bits[None, None, :])
+    words = (bits >> 5) + ((tokens >> 2) + turns * (TURN // 4)) * ROW_SIZE
+    words_ptr = word_ptr + first_word + ((bits >> 5) + (tokens >> 2) * ROW_SIZE) + turns * (TURN // 4 * ROW_SIZE)
     if IS_WHOLE:
         word_0, word_1, word_2 = tl.load(words_ptr), tl.load(words_ptr + 1), tl.load(words_ptr + 2)
     else:
         # Of the words that hold rows in use the last: behind it may be no memory
         last_word = (((tl.cast(length, tl.int64) * ROW_SIZE + remainder - 1) >> 2) - first_word).to(tl.int32)
-        words += (tokens >> 2) * ROW_SIZE
         word_0 = tl.load(words_ptr, mask=words <= last_word, other=0)
         word_1 = tl.load(words_ptr + 1, mask=words + 1 <= last_word, other=0)
         word_2 = tl.load(words_ptr + 2, mask=words + 2 <= last_word, other=0)
-    shifts = bits & 31
+    word_0 = tl.reshape(word_0, [BLOCK_T, BLOCK_N])
+    word_1 = tl.reshape(word_1, [BLOCK_T, BLOCK_N])
+    word_2 = tl.reshape(word_2, [BLOCK_T, BLOCK_N])
+    shifts = tl.reshape(tl.broadcast_to(bits & 31, [BLOCK_T // TURN, TURN, BLOCK_N]), [BLOCK_T, BLOCK_N])
     block = _join_words(_shift_words(word_0, word_1, shifts), _shift_words(word_1, word_2, shifts))
     if TRELLIS:
         # What a state lacks at a row's end are zeros
@@ -97,26 +101,22 @@ def load_points(
     quarter = 2 * widths[None, :]
     even = join_halves(block.to(tl.uint32), _shift(block, 2 * quarter), PAIRS)
     odd = join_halves(_shift(block, quarter), _shift(block, 3 * quarter), PAIRS)
-    # The bits of a half from 1024 on count in ones: the lowest stays empty, so that `term` is no odd half
+    later = widths.to(tl.uint32)[None, :]
     if TRELLIS:
-        later = widths.to(tl.uint32)[None, :]
         pairs_0, pairs_1 = (
             _order_states(even, multipliers[None, :]),
             _order_states(even >> later, multipliers[None, :]),
         )
         pairs_2, pairs_3 = _order_states(odd, multipliers[None, :]), _order_states(odd >> later, multipliers[None, :])
     else:
-        fields = (((1 << widths) - 1) * 0x00020002).to(tl.uint32)[None, :]
-        next_code = tl.maximum(widths - 1, 0).to(tl.uint32)[None, :]
-        pairs_0 = ((even << 1) & fields) | 0x64006400
-        pairs_1 = ((even >> next_code) & fields) | 0x64006400
-        pairs_2 = ((odd << 1) & fields) | 0x64006400
-        pairs_3 = ((odd >> next_code) & fields) | 0x64006400
+        fields = ((256 - (256 >> widths)) * 0x00010001).to(tl.uint32)[None, :]
+        pairs_0, pairs_1 = even & fields, (even >> later) & fields
+        pairs_2, pairs_3 = odd & fields, (odd >> later) & fields
     pairs = tl.join(tl.join(pairs_0, pairs_2), tl.join(pairs_1, pairs_3))
     # Halves of a word next to each other, so that arithmetic is on both at a time
     numbers = tl.join(pairs.to(tl.uint16), (pairs >> 16).to(tl.uint16)).to(tl.float16, bitcast=True)
     numbers = tl.reshape(numbers, [BLOCK_T, BLOCK_N, 8]).to(DTYPE)
-    centred = multiply_add(numbers, factor[None, :, None], term[None, :, None], PAIRS)
+    centred = multiply_add(numbers, tl.full([1, 1, 1], 32768.0, DTYPE), term[None, :, None], PAIRS)
     square = multiply(centred, centred, PAIRS)
     inner = multiply_add(square, third[None, :, None], second[None, :, None], PAIRS)
     return multiply(centred, multiply_add(square, inner, first[None, :, None], PAIRS), PAIRS)
@@ -124,9 +124,9 @@ def load_points(
 
 @triton.jit
 def _order_states(pairs, multipliers):
-    """Which points the states in the low bytes of two halves mean, as halves from 1024 on."""
+    """Which points the states in the low bytes of two halves mean."""
     # A product of two bytes does not reach beyond its half
-    return ((((pairs & 0x00FF00FF) * multipliers) & 0x00FF00FF) << 1) | 0x64006400
+    return ((pairs & 0x00FF00FF) * multipliers) & 0x00FF00FF
 
 
 @triton.jit
@@ -150,9 +150,10 @@ def load_scales(
     rows_ptr, first_token, length, ROW_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, IS_WHOLE: tl.constexpr
 ):  # fmt: skip
     """The scales of a tile's tokens `[BLOCK_T]`, float32; anything finite behind those in use."""
-    tokens = tl.arange(0, BLOCK_T)
-    rows_ptr += tl.cast(first_token, tl.int64) * ROW_SIZE + tokens * ROW_SIZE
-    stored = tl.load(rows_ptr) if IS_WHOLE else tl.load(rows_ptr, mask=first_token + tokens < length, other=0)
+    turns, tokens = tl.arange(0, BLOCK_T // 8)[:, None] * 8, tl.arange(0, 8)[None, :]
+    rows_ptr += tl.cast(first_token, tl.int64) * ROW_SIZE + tokens * ROW_SIZE + turns * ROW_SIZE
+    stored = tl.load(rows_ptr) if IS_WHOLE else tl.load(rows_ptr, mask=first_token + turns + tokens < length, other=0)
+    stored = tl.reshape(stored, [BLOCK_T])
     return scale_of(stored.to(tl.float32))
 
 

@@ -8,7 +8,7 @@ is `[BLOCK_T tokens, BLOCK channels]` of one head.
 import triton
 import triton.language as tl
 
-from ..arithmetic import dot_parts, inverse_power, multiply, multiply_add, power_below
+from ..arithmetic import dot_parts, inverse_power, multiply, multiply_add, power_below, rotate_pairs
 from ..attention.masks import mask_scores
 from .points import load_points, load_scales, row_slots
 from .turned_queries import turn_back
@@ -19,20 +19,58 @@ WEIGHT_FACTOR = tl.constexpr(128.0)
 
 
 @triton.jit
-def load_basis(
-    basis_ptr, step_ptr, head, channels, channel_in_use, KEY_DIM: tl.constexpr, KEY_COMPONENTS: tl.constexpr,
-    BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
+def load_pairs(partner_ptr, pairs, KEY_DIM: tl.constexpr):
+    """First and second channels of pairs, and which of them there are; others are channel 0."""
+    NUM_PAIRS: tl.constexpr = (KEY_DIM + 1) // 2
+    in_use = pairs < NUM_PAIRS
+    firsts, seconds = pairs, pairs + NUM_PAIRS
+    if partner_ptr is not None:
+        firsts = tl.load(partner_ptr + pairs, mask=in_use, other=0)
+        seconds = tl.load(partner_ptr + NUM_PAIRS + pairs, mask=in_use, other=KEY_DIM)
+    has_second = in_use & (seconds < KEY_DIM)
+    return tl.where(in_use, firsts, 0), in_use, tl.where(has_second, seconds, 0), has_second
+
+
+@triton.jit
+def load_bases(
+    basis_ptr, step_ptr, factor_ptr, mean_ptr, head, firsts, first_in_use, seconds, second_in_use,
+    KEY_DIM: tl.constexpr, KEY_COMPONENTS: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """A head's basis `[BLOCK_K, BLOCK_D]` of largest number 1, and what that stands for."""
+    """
+    A head's bases `[BLOCK_K, BLOCK_D]` of first and second channels of pairs, of numbers up to 1, and their means; and
+    what a pair's ones stand for.
+    """
     components = row_slots(BLOCK_K)
     component_in_use = components < KEY_COMPONENTS
     steps = tl.load(step_ptr + head * KEY_DIM + components, mask=component_in_use, other=0.0)
     # Every row has a code of 127
     unit = tl.maximum(tl.max(steps, axis=0) * 127.0, 1e-30)
-    basis_ptr += head * (KEY_DIM * KEY_DIM)
+    steps /= unit
+    first_factors = tl.load(factor_ptr + head * KEY_DIM + firsts, mask=first_in_use, other=float("inf"))
+    second_factors = tl.load(factor_ptr + head * KEY_DIM + seconds, mask=second_in_use, other=float("inf"))
+    least = tl.minimum(first_factors, second_factors)
+    sizes = tl.where(first_in_use, unit / least, 0.0)
+    basis_ptr += head * (KEY_DIM * KEY_DIM) + components[:, None] * KEY_DIM
+    mean_ptr += head * KEY_DIM
+    # fmt: off
+    first, first_means = _load_half(
+        basis_ptr, mean_ptr, firsts, first_in_use, component_in_use, steps, least / first_factors, sizes, DTYPE)
+    second, second_means = _load_half(
+        basis_ptr, mean_ptr, seconds, second_in_use, component_in_use, steps, least / second_factors, sizes, DTYPE)
+    # fmt: on
+    return (first, second), (first_means, second_means), sizes
+
+
+@triton.jit
+def _load_half(
+    row_ptrs, mean_ptr, channels, channel_in_use, component_in_use, steps, shares, sizes, DTYPE: tl.constexpr
+):  # fmt: skip
     in_use = component_in_use[:, None] & channel_in_use[None, :]
-    codes = tl.load(basis_ptr + (components[:, None] * KEY_DIM + channels[None, :]), mask=in_use, other=0)
-    return (codes.to(tl.float32) * (steps / unit)[:, None]).to(DTYPE), unit
+    codes = tl.load(row_ptrs + channels[None, :], mask=in_use, other=0).to(tl.float32)
+    shares = tl.where(channel_in_use, shares, 0.0)
+    means = tl.load(mean_ptr + channels, mask=channel_in_use, other=0.0).to(tl.float32)
+    means = tl.where(channel_in_use, means / tl.where(channel_in_use, sizes, 1.0), 0.0)
+    return (codes * steps[:, None] * shares[None, :]).to(DTYPE), means.to(DTYPE)
 
 
 @triton.jit
@@ -89,17 +127,25 @@ def attend_tile(
         key_words_ptr, key_remainder, start, length, key_codebook, KEY_ROW_SIZE, BLOCK_T, BLOCK_K // 8, TRELLIS, DTYPE,
         PAIRS, IS_WHOLE)
     if BASIS:
-        keys = multiply(keys, tl.broadcast_to(scales[:, None, None], keys.shape), PAIRS)
-        keys = tl.dot(tl.reshape(keys, [BLOCK_T, BLOCK_K]), basis, input_precision="ieee")
-        keys = (keys + means[None, :]).to(DTYPE)
+        keys = tl.reshape(keys, [BLOCK_T, BLOCK_K])
+        # Scales come after the product: a thread then has those of two tokens
+        firsts = tl.dot(keys, basis[0], input_precision="ieee").to(DTYPE)
+        firsts = multiply_add(firsts, scales[:, None], means[0][None, :], PAIRS)
+        seconds = tl.dot(keys, basis[1], input_precision="ieee").to(DTYPE)
+        seconds = multiply_add(seconds, scales[:, None], means[1][None, :], PAIRS)
+        if ROTARY:
+            firsts, seconds = rotate_pairs(firsts, seconds, offset_cosines, offset_sines, PAIRS)
+        scores = tl.dot(firsts, own.to(DTYPE), input_precision="ieee")
+        scores = tl.dot(seconds, partners.to(DTYPE), scores, input_precision="ieee")
     else:
         keys = tl.reshape(multiply_add(keys, scales[:, None, None], means[None, :, :], PAIRS), [BLOCK_T, BLOCK_K])
+        if ROTARY:
+            scores = tl.dot(multiply(keys, offset_cosines, PAIRS), own.to(DTYPE), input_precision="ieee")
+            scores = tl.dot(multiply(keys, offset_sines, PAIRS), (-partners).to(DTYPE), scores, input_precision="ieee")
+        else:
+            scores = tl.dot(keys, own.to(DTYPE), input_precision="ieee")
     if ROTARY:
-        scores = tl.dot(multiply(keys, offset_cosines, PAIRS), own.to(DTYPE), input_precision="ieee")
-        scores = tl.dot(multiply(keys, offset_sines, PAIRS), (-partners).to(DTYPE), scores, input_precision="ieee")
         own, partners = turn_back(own, partners, cosines, sines)
-    else:
-        scores = tl.dot(keys, own.to(DTYPE), input_precision="ieee")
     scores *= size[None, :]
     tokens = start + tl.arange(0, BLOCK_T)
     in_use = (tokens < length)[:, None] & row_in_use[None, :]
