@@ -81,6 +81,7 @@ def load_points(
     bits = ((start & 3) << 3).to(tl.int32) + ((tokens & 3) * (8 * ROW_SIZE) + first_bits[None, None, :])
     words = (bits >> 5) + ((tokens >> 2) + turns * (TURN // 4)) * ROW_SIZE
     words_ptr = word_ptr + first_word + ((bits >> 5) + (tokens >> 2) * ROW_SIZE) + turns * (TURN // 4 * ROW_SIZE)
+    words_ptr = tl.max_contiguous(words_ptr, [1, 1, BLOCK_N])
     if IS_WHOLE:
         word_0, word_1, word_2 = tl.load(words_ptr), tl.load(words_ptr + 1), tl.load(words_ptr + 2)
     else:

@@ -8,7 +8,7 @@ is `[BLOCK_T tokens, BLOCK channels]` of one head.
 import triton
 import triton.language as tl
 
-from ..arithmetic import dot_parts, inverse_power, multiply, multiply_add, power_below, rotate_pairs
+from ..arithmetic import dot_parts, inverse_power, multiply, multiply_add, power_below, rotate_pairs, same_halves
 from ..attention.masks import mask_scores
 from .points import load_points, load_scales, row_slots
 from .turned_queries import turn_back
@@ -127,7 +127,7 @@ def attend_tile(
         key_words_ptr, key_remainder, start, length, key_codebook, KEY_ROW_SIZE, BLOCK_T, BLOCK_K // 8, TRELLIS, DTYPE,
         PAIRS, IS_WHOLE)
     if BASIS:
-        keys = tl.reshape(keys, [BLOCK_T, BLOCK_K])
+        keys = keep_halves(tl.reshape(keys, [BLOCK_T, BLOCK_K]), PAIRS)
         # Scales come after the product: a thread then has those of two tokens
         firsts = tl.dot(keys, basis[0], input_precision="ieee").to(DTYPE)
         firsts = multiply_add(firsts, scales[:, None], means[0][None, :], PAIRS)
@@ -135,15 +135,18 @@ def attend_tile(
         seconds = multiply_add(seconds, scales[:, None], means[1][None, :], PAIRS)
         if ROTARY:
             firsts, seconds = rotate_pairs(firsts, seconds, offset_cosines, offset_sines, PAIRS)
+        firsts, seconds = keep_halves(firsts, PAIRS), keep_halves(seconds, PAIRS)
         scores = tl.dot(firsts, own.to(DTYPE), input_precision="ieee")
         scores = tl.dot(seconds, partners.to(DTYPE), scores, input_precision="ieee")
     else:
         keys = tl.reshape(multiply_add(keys, scales[:, None, None], means[None, :, :], PAIRS), [BLOCK_T, BLOCK_K])
         if ROTARY:
-            scores = tl.dot(multiply(keys, offset_cosines, PAIRS), own.to(DTYPE), input_precision="ieee")
-            scores = tl.dot(multiply(keys, offset_sines, PAIRS), (-partners).to(DTYPE), scores, input_precision="ieee")
+            turned = keep_halves(multiply(keys, offset_cosines, PAIRS), PAIRS)
+            scores = tl.dot(turned, own.to(DTYPE), input_precision="ieee")
+            turned = keep_halves(multiply(keys, offset_sines, PAIRS), PAIRS)
+            scores = tl.dot(turned, (-partners).to(DTYPE), scores, input_precision="ieee")
         else:
-            scores = tl.dot(keys, own.to(DTYPE), input_precision="ieee")
+            scores = tl.dot(keep_halves(keys, PAIRS), own.to(DTYPE), input_precision="ieee")
     if ROTARY:
         own, partners = turn_back(own, partners, cosines, sines)
     scores *= size[None, :]
@@ -167,11 +170,20 @@ def attend_tile(
         values = load_points(
             value_words_ptr, value_remainder, start, length, value_codebook, VALUE_ROW_SIZE, BLOCK_T, BLOCK_V // 8,
             TRELLIS, DTYPE, PAIRS, IS_WHOLE)
-        values = tl.trans(tl.reshape(values, [BLOCK_T, BLOCK_V]))
+        values = tl.trans(keep_halves(tl.reshape(values, [BLOCK_T, BLOCK_V]), PAIRS))
         output = tl.dot(values, (weights * scales[:, None]).to(DTYPE), output * decay, input_precision="ieee")
         maximum = new_maximum
     # fmt: on
     return own, partners, maximum, totals, output
+
+
+@triton.jit
+def keep_halves(numbers, PAIRS: tl.constexpr):
+    """
+    Returns an operand of a product as it is, without a trace of the bytes it is made of: by their size some compilers
+    would choose a layout for the product.
+    """
+    return same_halves(numbers) if PAIRS else numbers
 
 
 @triton.jit
