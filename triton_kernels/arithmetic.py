@@ -155,6 +155,14 @@ def rotate_pairs(first, second, cosines, sines, PAIRS: tl.constexpr):
 
 
 @triton.jit
+def permute_bytes(low, high, places):
+    """Words of bytes of two others, at places that are nibbles of the lower half of a third."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, places], dtype=tl.uint32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def join_halves(low, high, PAIRS: tl.constexpr):
     """Words whose halves are the lower ones of two others."""
     if PAIRS:

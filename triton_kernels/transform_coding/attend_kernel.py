@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..attention.masks import mask_row_offsets
-from .points import TOKENS_BEHIND, aligned_rows, load_codebook, row_slots
+from .points import TOKENS_BEHIND, aligned_rows, load_codebook, load_levels, row_slots
 from .tiles import WEIGHT_FACTOR, attend_tile, load_bases, load_pairs, store_nothing, store_outputs, store_rotated, store_sums
 from .turned_queries import load_turned_queries
 
@@ -81,6 +81,7 @@ def attend_kernel(
     BASIS: tl.constexpr,
     ROTARY: tl.constexpr,
     TRELLIS: tl.constexpr,
+    TWO_BITS: tl.constexpr,
     PADDED: tl.constexpr,
     MASK: tl.constexpr,
     SCORES: tl.constexpr,
@@ -154,9 +155,12 @@ def attend_kernel(
     # fmt: off
     key_codebook = load_codebook(
         key_width_ptr + table * ((KEY_CODED + 7) // 8), key_coefficient_ptr, (KEY_CODED + 7) // 8, BLOCK_K // 8, DTYPE)
-    value_codebook = load_codebook(
-        value_width_ptr + table * ((VALUE_CODED + 7) // 8), value_coefficient_ptr, (VALUE_CODED + 7) // 8,
-        BLOCK_V // 8, DTYPE)
+    if TWO_BITS:
+        value_codebook = load_levels(value_coefficient_ptr)
+    else:
+        value_codebook = load_codebook(
+            value_width_ptr + table * ((VALUE_CODED + 7) // 8), value_coefficient_ptr, (VALUE_CODED + 7) // 8,
+            BLOCK_V // 8, DTYPE)
     mask_rows = mask_row_offsets(
         rows, num_rows, num_queries, batch, head, mask_stride_b, mask_stride_h, mask_stride_q)
     score_ptrs = output_ptr + (matrix * num_rows + rows) * length
@@ -172,14 +176,14 @@ def attend_kernel(
             first_token + tile * BLOCK_T, length, key_rows_ptr, key_words_ptr, key_remainder, key_codebook, basis,
             means, value_rows_ptr, value_words_ptr, value_remainder, value_codebook, own, partners, size, cosines,
             sines, offset_cosines, offset_sines, mask_ptr, mask_rows, mask_stride_t, row_in_use, score_ptrs, maximum,
-            totals, output, KEY_ROW_SIZE, VALUE_ROW_SIZE, BASIS, ROTARY, TRELLIS, MASK, SCORES, DTYPE, PAIRS, BLOCK_T,
+            totals, output, KEY_ROW_SIZE, VALUE_ROW_SIZE, BASIS, ROTARY, TRELLIS, TWO_BITS, MASK, SCORES, DTYPE, PAIRS, BLOCK_T,
             BLOCK_K, BLOCK_V, True)
     for start in range(first_token + num_whole * BLOCK_T, last_token, BLOCK_T):
         own, partners, maximum, totals, output = attend_tile(
             start, length, key_rows_ptr, key_words_ptr, key_remainder, key_codebook, basis,
             means, value_rows_ptr, value_words_ptr, value_remainder, value_codebook, own, partners, size, cosines,
             sines, offset_cosines, offset_sines, mask_ptr, mask_rows, mask_stride_t, row_in_use, score_ptrs, maximum,
-            totals, output, KEY_ROW_SIZE, VALUE_ROW_SIZE, BASIS, ROTARY, TRELLIS, MASK, SCORES, DTYPE, PAIRS, BLOCK_T,
+            totals, output, KEY_ROW_SIZE, VALUE_ROW_SIZE, BASIS, ROTARY, TRELLIS, TWO_BITS, MASK, SCORES, DTYPE, PAIRS, BLOCK_T,
             BLOCK_K, BLOCK_V, False)
     # fmt: on
     if not SCORES:

@@ -16,7 +16,7 @@ Legend: BLOCK_T tokens of a tile, BLOCK_N blocks.
 import triton
 import triton.language as tl
 
-from ..arithmetic import join_halves, multiply, multiply_add
+from ..arithmetic import join_halves, multiply, multiply_add, permute_bytes
 from ..stored_format import SCALE_OFFSET, SCALE_STEPS
 
 
@@ -81,7 +81,9 @@ def load_points(
     bits = ((start & 3) << 3).to(tl.int32) + ((tokens & 3) * (8 * ROW_SIZE) + first_bits[None, None, :])
     words = (bits >> 5) + ((tokens >> 2) + turns * (TURN // 4)) * ROW_SIZE
     words_ptr = word_ptr + first_word + ((bits >> 5) + (tokens >> 2) * ROW_SIZE) + turns * (TURN // 4 * ROW_SIZE)
-    words_ptr = tl.max_contiguous(words_ptr, [1, 1, BLOCK_N])
+    # Said so that Triton up to 3.6 lays lanes along blocks, not tokens. As nothing is known of the address' alignment,
+    # no word is loaded together with another
+    words_ptr = tl.max_contiguous(words_ptr, [1, 1, 2])
     if IS_WHOLE:
         word_0, word_1, word_2 = tl.load(words_ptr), tl.load(words_ptr + 1), tl.load(words_ptr + 2)
     else:
@@ -121,6 +123,64 @@ def load_points(
     square = multiply(centred, centred, PAIRS)
     inner = multiply_add(square, third[None, :, None], second[None, :, None], PAIRS)
     return multiply(centred, multiply_add(square, inner, first[None, :, None], PAIRS), PAIRS)
+
+
+@triton.jit
+def load_levels(coefficient_ptr):
+    """The four points of codes of two bits, as bytes of two words."""
+    own_ptr = coefficient_ptr + 2 * 5
+    first, second, third = tl.load(own_ptr + 1), tl.load(own_ptr + 2), tl.load(own_ptr + 3)
+    near = _bits(0.25 * (first + 0.0625 * (second + 0.0625 * third)))
+    far = _bits(0.75 * (first + 0.5625 * (second + 0.5625 * third)))
+    return far | (near << 16) | 0x80008000, near | (far << 16)
+
+
+@triton.jit
+def _bits(number):
+    return number.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+
+
+@triton.jit
+def look_up_points(
+    word_ptr, remainder, first_token, length, levels, ROW_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """
+    Points as of `load_points`, of rows whose codes have two bits throughout: a byte permutation takes two of them from
+    all `levels`.
+    """
+    TURN: tl.constexpr = min(max(256 // BLOCK_N, 4), BLOCK_T)
+    start = tl.cast(first_token, tl.int64) * ROW_SIZE + remainder
+    first_word = start >> 2
+    turns = tl.arange(0, BLOCK_T // TURN)[:, None, None]
+    tokens = tl.arange(0, TURN)[None, :, None]
+    bits = (((start & 3) + 1) << 3).to(tl.int32) + (tokens & 3) * (8 * ROW_SIZE)
+    words = (bits >> 5) + (tokens >> 2) * ROW_SIZE + tl.arange(0, BLOCK_N // 2)[None, None, :]
+    words_ptr = tl.max_contiguous(
+        word_ptr + first_word + words + turns * (TURN // 4 * ROW_SIZE), [1, 1, BLOCK_N // 2]
+    )
+    if IS_WHOLE:
+        word_0, word_1 = tl.load(words_ptr), tl.load(words_ptr + 1)
+    else:
+        last_word = (((tl.cast(length, tl.int64) * ROW_SIZE + remainder - 1) >> 2) - first_word).to(tl.int32)
+        words += turns * (TURN // 4 * ROW_SIZE)
+        word_0 = tl.load(words_ptr, mask=words <= last_word, other=0)
+        word_1 = tl.load(words_ptr + 1, mask=words + 1 <= last_word, other=0)
+    # Two blocks, whose codes with numbers four apart are at the same place of bytes
+    codes = _shift_words(word_0, word_1, bits & 31)
+    pairs_0, pairs_1 = _look_up(codes, levels), _look_up(codes >> 2, levels)
+    pairs_2, pairs_3 = _look_up(codes >> 4, levels), _look_up(codes >> 6, levels)
+    pairs = tl.join(tl.join(pairs_0, pairs_2), tl.join(pairs_1, pairs_3))
+    numbers = tl.join(pairs.to(tl.uint16), (pairs >> 16).to(tl.uint16)).to(tl.float16, bitcast=True)
+    return tl.reshape(numbers, [BLOCK_T, BLOCK_N, 8])
+
+
+@triton.jit
+def _look_up(codes, levels):
+    """Points of the codes in the lowest two bits of each byte: words of two, of the lower half and of the upper one."""
+    # A nibble for each of the bytes `2 code` and `2 code + 1`
+    places = (codes & 0x03030303) * 0x22 + 0x10101010
+    return tl.join(permute_bytes(levels[0], levels[1], places), permute_bytes(levels[0], levels[1], places >> 16))
 
 
 @triton.jit

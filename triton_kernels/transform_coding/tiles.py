@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..arithmetic import dot_parts, inverse_power, multiply, multiply_add, power_below, rotate_pairs, same_halves
 from ..attention.masks import mask_scores
-from .points import load_points, load_scales, row_slots
+from .points import load_points, load_scales, look_up_points, row_slots
 from .turned_queries import turn_back
 
 
@@ -107,6 +107,7 @@ def attend_tile(
     BASIS: tl.constexpr,
     ROTARY: tl.constexpr,
     TRELLIS: tl.constexpr,
+    TWO_BITS: tl.constexpr,
     MASK: tl.constexpr,
     SCORES: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -167,9 +168,14 @@ def attend_tile(
         decay = tl.exp2(maximum - reference)[None, :]
         totals = totals * decay + weights
         scales = load_scales(value_rows_ptr, start, length, VALUE_ROW_SIZE, BLOCK_T, IS_WHOLE) * WEIGHT_FACTOR
-        values = load_points(
-            value_words_ptr, value_remainder, start, length, value_codebook, VALUE_ROW_SIZE, BLOCK_T, BLOCK_V // 8,
-            TRELLIS, DTYPE, PAIRS, IS_WHOLE)
+        if TWO_BITS:
+            values = look_up_points(
+                value_words_ptr, value_remainder, start, length, value_codebook, VALUE_ROW_SIZE, BLOCK_T,
+                BLOCK_V // 8, IS_WHOLE)
+        else:
+            values = load_points(
+                value_words_ptr, value_remainder, start, length, value_codebook, VALUE_ROW_SIZE, BLOCK_T,
+                BLOCK_V // 8, TRELLIS, DTYPE, PAIRS, IS_WHOLE)
         values = tl.trans(keep_halves(tl.reshape(values, [BLOCK_T, BLOCK_V]), PAIRS))
         output = tl.dot(values, (weights * scales[:, None]).to(DTYPE), output * decay, input_precision="ieee")
         maximum = new_maximum
