@@ -87,7 +87,10 @@ def prepare_rows(
     block_rows, block_tokens, num_warps = _tile_shape(
         widest, num_rows, has_basis=basis is not None, is_float32=is_float32
     )
-    num_row_blocks = triton.cdiv(num_rows, block_rows)
+    # Where keys are multiplied with two channels of queries, few queries are one operand with both
+    has_two = angles is not None or basis is not None
+    block_queries = block_rows // 2 if has_two and num_rows <= block_rows // 2 else block_rows
+    num_row_blocks = triton.cdiv(num_rows, block_queries)
     num_programs = batch_size * num_heads * num_row_blocks
     num_tiles = triton.cdiv(length, block_tokens)
     num_slots = _PROGRAMS_PER_SM * (num_sms or device_num_sms(query.device))
@@ -132,6 +135,7 @@ def prepare_rows(
         "LEAST_DEVIATION": _LEAST_DEVIATION[is_float32],
         "DTYPE": tl.float32 if is_float32 else tl.float16,
         "PAIRS": packed and not is_float32,
+        "BLOCK_Q": block_queries,
         "BLOCK_R": block_rows,
         "BLOCK_T": block_tokens,
         "BLOCK_D": block_channels((key_layout.head_dim + 1) // 2),

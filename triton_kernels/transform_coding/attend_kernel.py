@@ -88,6 +88,7 @@ def attend_kernel(
     LEAST_DEVIATION: tl.constexpr,
     DTYPE: tl.constexpr,
     PAIRS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -98,8 +99,10 @@ def attend_kernel(
     """Attends with up to `BLOCK_R` rows to one key/value head over one split, or stores their `SCORES`."""
     matrix = tl.program_id(0).to(tl.int64)
     batch, head = matrix // num_heads, matrix % num_heads
-    rows = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
-    row_in_use = rows < num_rows
+    query_rows = tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    # Scores of few rows are there twice: they are stored from one of the places
+    rows = tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_R) // (BLOCK_R // BLOCK_Q)
+    row_in_use = (rows < num_rows) & (tl.arange(0, BLOCK_R) % (BLOCK_R // BLOCK_Q) == 0)
     if length_ptr is not None:
         length = tl.load(length_ptr).to(tl.int32)
         if tl.program_id(1) * tokens_per_split >= length:
@@ -143,7 +146,7 @@ def attend_kernel(
     last_token = tl.minimum(first_token + tokens_per_split, length)
     # fmt: off
     own, partners, size, cosines, sines, offset_cosines, offset_sines = load_turned_queries(
-        query_ptr, rows, query_stride_r, row_in_use, channels, channel_in_use, partners, partner_in_use, angle_columns,
+        query_ptr, query_rows, query_stride_r, query_rows < num_rows, channels, channel_in_use, partners, partner_in_use, angle_columns,
         sizes, scale, near_ptr, far_ptr, padding_ptr, batch, position + first_token, NUM_ANGLES, NUM_NEAR, BLOCK_T,
         ROTARY, PADDED, DTYPE)
     # fmt: on
@@ -176,14 +179,14 @@ def attend_kernel(
             first_token + tile * BLOCK_T, length, key_rows_ptr, key_words_ptr, key_remainder, key_codebook, basis,
             means, value_rows_ptr, value_words_ptr, value_remainder, value_codebook, own, partners, size, cosines,
             sines, offset_cosines, offset_sines, mask_ptr, mask_rows, mask_stride_t, row_in_use, score_ptrs, maximum,
-            totals, output, KEY_ROW_SIZE, VALUE_ROW_SIZE, BASIS, ROTARY, TRELLIS, TWO_BITS, MASK, SCORES, DTYPE, PAIRS, BLOCK_T,
+            totals, output, KEY_ROW_SIZE, VALUE_ROW_SIZE, BASIS, ROTARY, TRELLIS, TWO_BITS, MASK, SCORES, DTYPE, PAIRS, BLOCK_R, BLOCK_T,
             BLOCK_K, BLOCK_V, True)
     for start in range(first_token + num_whole * BLOCK_T, last_token, BLOCK_T):
         own, partners, maximum, totals, output = attend_tile(
             start, length, key_rows_ptr, key_words_ptr, key_remainder, key_codebook, basis,
             means, value_rows_ptr, value_words_ptr, value_remainder, value_codebook, own, partners, size, cosines,
             sines, offset_cosines, offset_sines, mask_ptr, mask_rows, mask_stride_t, row_in_use, score_ptrs, maximum,
-            totals, output, KEY_ROW_SIZE, VALUE_ROW_SIZE, BASIS, ROTARY, TRELLIS, TWO_BITS, MASK, SCORES, DTYPE, PAIRS, BLOCK_T,
+            totals, output, KEY_ROW_SIZE, VALUE_ROW_SIZE, BASIS, ROTARY, TRELLIS, TWO_BITS, MASK, SCORES, DTYPE, PAIRS, BLOCK_R, BLOCK_T,
             BLOCK_K, BLOCK_V, False)
     # fmt: on
     if not SCORES:

@@ -112,6 +112,7 @@ def attend_tile(
     SCORES: tl.constexpr,
     DTYPE: tl.constexpr,
     PAIRS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -137,20 +138,17 @@ def attend_tile(
         if ROTARY:
             firsts, seconds = rotate_pairs(firsts, seconds, offset_cosines, offset_sines, PAIRS)
         firsts, seconds = keep_halves(firsts, PAIRS), keep_halves(seconds, PAIRS)
-        scores = tl.dot(firsts, own.to(DTYPE), input_precision="ieee")
-        scores = tl.dot(seconds, partners.to(DTYPE), scores, input_precision="ieee")
+        scores = _multiply_queries(firsts, seconds, own, partners, size, DTYPE, PAIRS, BLOCK_R)
     else:
         keys = tl.reshape(multiply_add(keys, scales[:, None, None], means[None, :, :], PAIRS), [BLOCK_T, BLOCK_K])
         if ROTARY:
-            turned = keep_halves(multiply(keys, offset_cosines, PAIRS), PAIRS)
-            scores = tl.dot(turned, own.to(DTYPE), input_precision="ieee")
-            turned = keep_halves(multiply(keys, offset_sines, PAIRS), PAIRS)
-            scores = tl.dot(turned, (-partners).to(DTYPE), scores, input_precision="ieee")
+            by_cosines = keep_halves(multiply(keys, offset_cosines, PAIRS), PAIRS)
+            by_sines = keep_halves(multiply(keys, offset_sines, PAIRS), PAIRS)
+            scores = _multiply_queries(by_cosines, by_sines, own, -partners, size, DTYPE, PAIRS, BLOCK_R)
         else:
-            scores = tl.dot(keep_halves(keys, PAIRS), own.to(DTYPE), input_precision="ieee")
+            scores = tl.dot(keep_halves(keys, PAIRS), own.to(DTYPE), input_precision="ieee") * size[None, :]
     if ROTARY:
         own, partners = turn_back(own, partners, cosines, sines)
-    scores *= size[None, :]
     tokens = start + tl.arange(0, BLOCK_T)
     in_use = (tokens < length)[:, None] & row_in_use[None, :]
     if SCORES:
@@ -177,10 +175,33 @@ def attend_tile(
                 value_words_ptr, value_remainder, start, length, value_codebook, VALUE_ROW_SIZE, BLOCK_T,
                 BLOCK_V // 8, TRELLIS, DTYPE, PAIRS, IS_WHOLE)
         values = tl.trans(keep_halves(tl.reshape(values, [BLOCK_T, BLOCK_V]), PAIRS))
-        output = tl.dot(values, (weights * scales[:, None]).to(DTYPE), output * decay, input_precision="ieee")
+        weights = keep_halves((weights * scales[:, None]).to(DTYPE), PAIRS)
+        output = tl.dot(values, weights, output * decay, input_precision="ieee")
         maximum = new_maximum
     # fmt: on
     return own, partners, maximum, totals, output
+
+
+@triton.jit
+def _multiply_queries(
+    keys, other_keys, own, partners, size, DTYPE: tl.constexpr, PAIRS: tl.constexpr, BLOCK_R: tl.constexpr
+):  # fmt: skip
+    """
+    Scores `[BLOCK_T, BLOCK_R]` of keys and own channels of queries, and other keys and partners' channels. Half as
+    many queries, side by side with their partners' channels, are one operand, and their scores are there twice.
+    """
+    if own.shape[1] == BLOCK_R:
+        own, partners = keep_halves(own.to(DTYPE), PAIRS), keep_halves(partners.to(DTYPE), PAIRS)
+        scores = tl.dot(keys, own, input_precision="ieee")
+        scores = tl.dot(other_keys, partners, scores, input_precision="ieee") * size[None, :]
+    else:
+        SHAPE: tl.constexpr = [keys.shape[0], BLOCK_R // 2, 2]
+        both = keep_halves(tl.reshape(tl.join(own, partners).to(DTYPE), [own.shape[0], BLOCK_R]), PAIRS)
+        scores, _ = tl.split(tl.reshape(tl.dot(keys, both, input_precision="ieee"), SHAPE))
+        _, other_scores = tl.split(tl.reshape(tl.dot(other_keys, both, input_precision="ieee"), SHAPE))
+        scores = (scores + other_scores) * size[None, :]
+        scores = tl.reshape(tl.join(scores, scores), [keys.shape[0], BLOCK_R])
+    return scores
 
 
 @triton.jit
