@@ -47,50 +47,15 @@ _NOT_SPECIALIZED = [
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=["states_ptr"])
 def code_rows_kernel(
-    states_ptr,
-    states_stride_b,
-    states_stride_h,
-    states_stride_t,
-    sign_ptr,
-    order_ptr,
-    mean_ptr,
-    deviation_ptr,
-    basis_ptr,
-    inverse_ptr,
-    step_ptr,
-    factor_ptr,
-    width_ptr,
-    partner_ptr,
-    near_ptr,
-    far_ptr,
-    padding_ptr,
-    coefficient_ptr,
-    cell_code_ptr,
-    cell_bound_ptr,
-    rows_ptr,
-    num_heads,
-    num_matrices,
-    position,
-    length,
-    HEAD_DIM: tl.constexpr,
-    NUM_CODED: tl.constexpr,
-    NUM_DEVIATIONS: tl.constexpr,
-    ROW_SIZE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    NUM_NEAR: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    BASIS: tl.constexpr,
-    ROTARY: tl.constexpr,
-    PADDED: tl.constexpr,
-    ROTATED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    BY_ENERGY: tl.constexpr,
-    NUM_REFITS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    states_ptr, states_stride_b, states_stride_h, states_stride_t, sign_ptr, order_ptr, mean_ptr, deviation_ptr,
+    basis_ptr, inverse_ptr, step_ptr, factor_ptr, width_ptr, partner_ptr, near_ptr, far_ptr, padding_ptr,
+    coefficient_ptr, cell_code_ptr, cell_bound_ptr, rows_ptr, num_heads, num_matrices, position, length,
+    HEAD_DIM: tl.constexpr, NUM_CODED: tl.constexpr, NUM_DEVIATIONS: tl.constexpr, ROW_SIZE: tl.constexpr,
+    FACTOR: tl.constexpr, NUM_NEAR: tl.constexpr, NUM_PARTS: tl.constexpr, BASIS: tl.constexpr, ROTARY: tl.constexpr,
+    PADDED: tl.constexpr, ROTATED: tl.constexpr, ALIGNED: tl.constexpr, WEIGHTED: tl.constexpr,
+    BY_ENERGY: tl.constexpr, NUM_REFITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):
+):  # fmt: skip
     """Rows of up to `BLOCK_T` tokens of one head."""
     matrix = (tl.program_id(0) % num_matrices).to(tl.int64)
     batch, head = matrix // num_heads, matrix % num_heads
@@ -205,21 +170,9 @@ def _load_components(
 
 @triton.jit
 def _load_scaled(
-    states_ptr,
-    stride_t,
-    tokens,
-    first,
-    positions,
-    factor_ptr,
-    mean_ptr,
-    partner_ptr,
-    near_ptr,
-    far_ptr,
-    HEAD_DIM: tl.constexpr,
-    NUM_NEAR: tl.constexpr,
-    ROTARY: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    states_ptr, stride_t, tokens, first, positions, factor_ptr, mean_ptr, partner_ptr, near_ptr, far_ptr,
+    HEAD_DIM: tl.constexpr, NUM_NEAR: tl.constexpr, ROTARY: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """Some channels of tokens, less their means and times their factors, `[BLOCK_T, BLOCK_C]`."""
     channels = first + tl.arange(0, BLOCK_C)
     in_use = channels < HEAD_DIM

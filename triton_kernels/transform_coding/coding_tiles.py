@@ -56,19 +56,9 @@ def tile_tokens(tile, length, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def load_states(
-    states_ptr,
-    stride_t,
-    tokens,
-    channels,
-    channel_in_use,
-    positions,
-    partner_ptr,
-    near_ptr,
-    far_ptr,
-    HEAD_DIM: tl.constexpr,
-    NUM_NEAR: tl.constexpr,
-    ROTARY: tl.constexpr,
-):
+    states_ptr, stride_t, tokens, channels, channel_in_use, positions, partner_ptr, near_ptr, far_ptr,
+    HEAD_DIM: tl.constexpr, NUM_NEAR: tl.constexpr, ROTARY: tl.constexpr,
+):  # fmt: skip
     """Some channels of tokens, `[BLOCK_T, channels]`, float32; with `ROTARY` turned back from their positions."""
     token_ptrs = states_ptr + tokens.to(tl.int64)[:, None] * stride_t
     in_use = channel_in_use[None, :]
@@ -83,20 +73,10 @@ def load_states(
 
 @triton.jit
 def store_rows(
-    normal,
-    tokens,
-    token_in_use,
-    width_ptr,
-    coefficient_ptr,
-    cell_code_ptr,
-    cell_bound_ptr,
-    rows_ptr,
-    ROW_SIZE: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    BY_ENERGY: tl.constexpr,
+    normal, tokens, token_in_use, width_ptr, coefficient_ptr, cell_code_ptr, cell_bound_ptr, rows_ptr,
+    ROW_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, WEIGHTED: tl.constexpr, BY_ENERGY: tl.constexpr,
     NUM_REFITS: tl.constexpr,
-):
+):  # fmt: skip
     """
     Codes tokens `[BLOCK_T, BLOCK_K]`, whose numbers are about normal and stand as `row_places` says, and stores their
     rows of a head.

@@ -18,9 +18,9 @@ class CodedRows(NamedTuple):
         rows (`torch.Tensor` of shape `[B, H, at least T, R]`, uint8): `[scale | block | block | ...]`; a head's rows
             follow each other without gaps.
         layout (`RowLayout`): what they mean.
-        coefficients (`torch.Tensor` of shape `[9, 5]`, float32): what a code of every width stands for: of `c = (2 code
-            + 1) factor - 1` it is `c (first + c^2 (second + c^2 third))`. Of a trellis the code is the state times the
-            last one, modulo 256.
+        coefficients (`torch.Tensor` of shape `[9, 5]`, float32): what a code of every width stands for: of the number
+            `c = (2 code + 1) factor - 1` it is `c (first + c^2 (second + c^2 third))`. Of a trellis the code is the
+            state times the last one, modulo 256.
         is_trellis (`bool`): whether codes are those of a trellis.
     """
 

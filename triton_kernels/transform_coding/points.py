@@ -1,10 +1,11 @@
 """Codes of a tile of rows, and the points that they stand for.
 
 A block of width w is w bytes at any byte of a row: three aligned words hold it, wherever it begins. Two shifts bring
-it to the beginning of 64 bits, and three more its second, third and fourth quarter, each two codes of at most 16 bits.
-Two quarters share a word, so two codes at a time are masked and become halves (`1024 + 2 code`, by bits alone) that go
-through the polynomial together: on a GPU one instruction for both. Of a trellis (`codecs.quantizers.Trellis`) every
-number has eight bits, its state, of which two are multiplied together as well. Nothing depends on the widths but
+it to the beginning of 64 bits, the first code with its top at bit 8, and three more its second, third and fourth
+quarter, each two codes of at most 16 bits. Two quarters share a word, so two codes at a time are masked and, as they
+stand, are halves below the smallest normal one, which go through the polynomial together: on a GPU one instruction for
+both. Of a trellis (`codecs.quantizers.Trellis`) every number has eight bits, its state, of which two are multiplied
+together as well. Where all codes have two bits no polynomial is needed. Nothing else depends on the widths but
 numbers that a thread, which has the same block of every token, keeps in registers. Loops over blocks of one width
 would need other loops for every head, and a table of points a load for every number.
 
@@ -63,14 +64,16 @@ def aligned_rows(rows_ptr):
 
 @triton.jit
 def load_points(
-    word_ptr, remainder, first_token, length, codebook, ROW_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr, TRELLIS: tl.constexpr, DTYPE: tl.constexpr, PAIRS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    rows, first_token, length, ROW_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    TRELLIS: tl.constexpr, DTYPE: tl.constexpr, PAIRS: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """
-    Points `[BLOCK_T, BLOCK_N, 8]` of the tile that begins at a token, in the order of `row_slots`; of tokens behind
-    the `length` in use finite, but otherwise anything. A whole tile has `TOKENS_BEHIND` tokens in use behind it.
+    Points `[BLOCK_T, BLOCK_N, 8]` of rows, a pointer and their codebook, from a token on, in the order of `row_slots`;
+    of tokens behind the `length` in use finite, but otherwise anything. A whole tile has `TOKENS_BEHIND` tokens in use
+    behind it.
     """
-    widths, first_bytes, term, first, second, third, multipliers = codebook
+    word_ptr, remainder = aligned_rows(rows[0])
+    widths, first_bytes, term, first, second, third, multipliers = rows[1]
     TURN: tl.constexpr = min(max(128 // BLOCK_N, 4), BLOCK_T)
     start = tl.cast(first_token, tl.int64) * ROW_SIZE + remainder
     first_word = start >> 2
@@ -79,8 +82,8 @@ def load_points(
     tokens = tl.arange(0, TURN)[None, :, None]
     first_bits = 8 * first_bytes if TRELLIS else 8 * first_bytes - 8 + widths
     bits = ((start & 3) << 3).to(tl.int32) + ((tokens & 3) * (8 * ROW_SIZE) + first_bits[None, None, :])
-    words = (bits >> 5) + ((tokens >> 2) + turns * (TURN // 4)) * ROW_SIZE
-    words_ptr = word_ptr + first_word + ((bits >> 5) + (tokens >> 2) * ROW_SIZE) + turns * (TURN // 4 * ROW_SIZE)
+    words = (bits >> 5) + (tokens >> 2) * ROW_SIZE
+    words_ptr = word_ptr + first_word + words + turns * (TURN // 4 * ROW_SIZE)
     # Said so that Triton up to 3.6 lays lanes along blocks, not tokens. As nothing is known of the address' alignment,
     # no word is loaded together with another
     words_ptr = tl.max_contiguous(words_ptr, [1, 1, 2])
@@ -89,30 +92,26 @@ def load_points(
     else:
         # Of the words that hold rows in use the last: behind it may be no memory
         last_word = (((tl.cast(length, tl.int64) * ROW_SIZE + remainder - 1) >> 2) - first_word).to(tl.int32)
+        words += turns * (TURN // 4 * ROW_SIZE)
         word_0 = tl.load(words_ptr, mask=words <= last_word, other=0)
         word_1 = tl.load(words_ptr + 1, mask=words + 1 <= last_word, other=0)
         word_2 = tl.load(words_ptr + 2, mask=words + 2 <= last_word, other=0)
-    word_0 = tl.reshape(word_0, [BLOCK_T, BLOCK_N])
-    word_1 = tl.reshape(word_1, [BLOCK_T, BLOCK_N])
-    word_2 = tl.reshape(word_2, [BLOCK_T, BLOCK_N])
-    shifts = tl.reshape(tl.broadcast_to(bits & 31, [BLOCK_T // TURN, TURN, BLOCK_N]), [BLOCK_T, BLOCK_N])
+    shifts = bits & 31
     block = _join_words(_shift_words(word_0, word_1, shifts), _shift_words(word_1, word_2, shifts))
     if TRELLIS:
         # What a state lacks at a row's end are zeros
         behind = tl.minimum(tl.maximum(8 * (ROW_SIZE - first_bytes), 1), 64)
-        block &= (0xFFFFFFFFFFFFFFFF >> (64 - behind).to(tl.uint64))[None, :]
-    quarter = 2 * widths[None, :]
+        block &= (0xFFFFFFFFFFFFFFFF >> (64 - behind).to(tl.uint64))[None, None, :]
+    quarter = 2 * widths[None, None, :]
     even = join_halves(block.to(tl.uint32), _shift(block, 2 * quarter), PAIRS)
     odd = join_halves(_shift(block, quarter), _shift(block, 3 * quarter), PAIRS)
-    later = widths.to(tl.uint32)[None, :]
+    later = widths.to(tl.uint32)[None, None, :]
     if TRELLIS:
-        pairs_0, pairs_1 = (
-            _order_states(even, multipliers[None, :]),
-            _order_states(even >> later, multipliers[None, :]),
-        )
-        pairs_2, pairs_3 = _order_states(odd, multipliers[None, :]), _order_states(odd >> later, multipliers[None, :])
+        factors = multipliers[None, None, :]
+        pairs_0, pairs_1 = _order_states(even, factors), _order_states(even >> later, factors)
+        pairs_2, pairs_3 = _order_states(odd, factors), _order_states(odd >> later, factors)
     else:
-        fields = ((256 - (256 >> widths)) * 0x00010001).to(tl.uint32)[None, :]
+        fields = ((256 - (256 >> widths)) * 0x00010001).to(tl.uint32)[None, None, :]
         pairs_0, pairs_1 = even & fields, (even >> later) & fields
         pairs_2, pairs_3 = odd & fields, (odd >> later) & fields
     pairs = tl.join(tl.join(pairs_0, pairs_2), tl.join(pairs_1, pairs_3))
@@ -142,13 +141,15 @@ def _bits(number):
 
 @triton.jit
 def look_up_points(
-    word_ptr, remainder, first_token, length, levels, ROW_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr, IS_WHOLE: tl.constexpr,
+    rows, first_token, length, ROW_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """
     Points as of `load_points`, of rows whose codes have two bits throughout: a byte permutation takes two of them from
-    all `levels`.
+    all levels.
     """
+    word_ptr, remainder = aligned_rows(rows[0])
+    levels = rows[1]
     TURN: tl.constexpr = min(max(256 // BLOCK_N, 4), BLOCK_T)
     start = tl.cast(first_token, tl.int64) * ROW_SIZE + remainder
     first_word = start >> 2
@@ -156,9 +157,8 @@ def look_up_points(
     tokens = tl.arange(0, TURN)[None, :, None]
     bits = (((start & 3) + 1) << 3).to(tl.int32) + (tokens & 3) * (8 * ROW_SIZE)
     words = (bits >> 5) + (tokens >> 2) * ROW_SIZE + tl.arange(0, BLOCK_N // 2)[None, None, :]
-    words_ptr = tl.max_contiguous(
-        word_ptr + first_word + words + turns * (TURN // 4 * ROW_SIZE), [1, 1, BLOCK_N // 2]
-    )
+    words_ptr = word_ptr + first_word + words + turns * (TURN // 4 * ROW_SIZE)
+    words_ptr = tl.max_contiguous(words_ptr, [1, 1, 2])
     if IS_WHOLE:
         word_0, word_1 = tl.load(words_ptr), tl.load(words_ptr + 1)
     else:
@@ -177,7 +177,7 @@ def look_up_points(
 
 @triton.jit
 def _look_up(codes, levels):
-    """Points of the codes in the lowest two bits of each byte: words of two, of the lower half and of the upper one."""
+    """Points of the codes in the lowest two bits of each byte: words of two, of both halves."""
     # A nibble for each of the bytes `2 code` and `2 code + 1`
     places = (codes & 0x03030303) * 0x22 + 0x10101010
     return tl.join(permute_bytes(levels[0], levels[1], places), permute_bytes(levels[0], levels[1], places >> 16))

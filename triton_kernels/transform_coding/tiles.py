@@ -46,10 +46,10 @@ def load_bases(
     # Every row has a code of 127
     unit = tl.maximum(tl.max(steps, axis=0) * 127.0, 1e-30)
     steps /= unit
-    first_factors = tl.load(factor_ptr + head * KEY_DIM + firsts, mask=first_in_use, other=float("inf"))
-    second_factors = tl.load(factor_ptr + head * KEY_DIM + seconds, mask=second_in_use, other=float("inf"))
-    least = tl.minimum(first_factors, second_factors)
-    sizes = tl.where(first_in_use, unit / least, 0.0)
+    first_factors = tl.load(factor_ptr + head * KEY_DIM + firsts)
+    second_factors = tl.load(factor_ptr + head * KEY_DIM + seconds)
+    least = tl.where(second_in_use, tl.minimum(first_factors, second_factors), first_factors)
+    sizes = unit / least
     basis_ptr += head * (KEY_DIM * KEY_DIM) + components[:, None] * KEY_DIM
     mean_ptr += head * KEY_DIM
     # fmt: off
@@ -67,67 +67,29 @@ def _load_half(
 ):  # fmt: skip
     in_use = component_in_use[:, None] & channel_in_use[None, :]
     codes = tl.load(row_ptrs + channels[None, :], mask=in_use, other=0).to(tl.float32)
-    shares = tl.where(channel_in_use, shares, 0.0)
-    means = tl.load(mean_ptr + channels, mask=channel_in_use, other=0.0).to(tl.float32)
-    means = tl.where(channel_in_use, means / tl.where(channel_in_use, sizes, 1.0), 0.0)
+    means = tl.load(mean_ptr + channels, mask=channel_in_use, other=0.0).to(tl.float32) / sizes
     return (codes * steps[:, None] * shares[None, :]).to(DTYPE), means.to(DTYPE)
 
 
 @triton.jit
 def attend_tile(
-    start,
-    length,
-    key_rows_ptr,
-    key_words_ptr,
-    key_remainder,
-    key_codebook,
-    basis,
-    means,
-    value_rows_ptr,
-    value_words_ptr,
-    value_remainder,
-    value_codebook,
-    own,
-    partners,
-    size,
-    cosines,
-    sines,
-    offset_cosines,
-    offset_sines,
-    mask_ptr,
-    mask_rows,
-    mask_stride_t,
-    row_in_use,
-    score_ptrs,
-    maximum,
-    totals,
-    output,
-    KEY_ROW_SIZE: tl.constexpr,
-    VALUE_ROW_SIZE: tl.constexpr,
-    BASIS: tl.constexpr,
-    ROTARY: tl.constexpr,
-    TRELLIS: tl.constexpr,
-    TWO_BITS: tl.constexpr,
-    MASK: tl.constexpr,
-    SCORES: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    start, length, key_rows, basis, means, value_rows, own, partners, size, angles, mask_ptr, mask_rows, mask_stride_t,
+    row_in_use, score_ptrs, maximum, totals, output,
+    KEY_ROW_SIZE: tl.constexpr, VALUE_ROW_SIZE: tl.constexpr, BASIS: tl.constexpr, ROTARY: tl.constexpr,
+    TRELLIS: tl.constexpr, TWO_BITS: tl.constexpr, MASK: tl.constexpr, SCORES: tl.constexpr, DTYPE: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     IS_WHOLE: tl.constexpr,
-):
+):  # fmt: skip
     """
     Carries the queries, as turned back to a tile's start, and the online softmax on through a tile; or `SCORES` are
-    stored, of a query at each of `score_ptrs` and behind it, and there is no softmax. Rows of a `basis` `[BLOCK_K,
-    BLOCK_D]` become channels by a product, others `[BLOCK_K // 8, 8]` are channels.
+    stored, of a query at each of `score_ptrs` and behind it, and there is no softmax. Rows of a `basis`, two of
+    `[BLOCK_K, BLOCK_D]`, become channels by products, others `[BLOCK_K // 8, 8]` are channels.
     """
+    cosines, sines, offset_cosines, offset_sines = angles
     # fmt: off
-    scales = load_scales(key_rows_ptr, start, length, KEY_ROW_SIZE, BLOCK_T, IS_WHOLE).to(DTYPE)
+    scales = load_scales(key_rows[0], start, length, KEY_ROW_SIZE, BLOCK_T, IS_WHOLE).to(DTYPE)
     keys = load_points(
-        key_words_ptr, key_remainder, start, length, key_codebook, KEY_ROW_SIZE, BLOCK_T, BLOCK_K // 8, TRELLIS, DTYPE,
-        PAIRS, IS_WHOLE)
+        key_rows, start, length, KEY_ROW_SIZE, BLOCK_T, BLOCK_K // 8, TRELLIS, DTYPE, PAIRS, IS_WHOLE)
     if BASIS:
         keys = keep_halves(tl.reshape(keys, [BLOCK_T, BLOCK_K]), PAIRS)
         # Scales come after the product: a thread then has those of two tokens
@@ -165,15 +127,12 @@ def attend_tile(
         weights = tl.exp2(scores - reference[None, :])
         decay = tl.exp2(maximum - reference)[None, :]
         totals = totals * decay + weights
-        scales = load_scales(value_rows_ptr, start, length, VALUE_ROW_SIZE, BLOCK_T, IS_WHOLE) * WEIGHT_FACTOR
+        scales = load_scales(value_rows[0], start, length, VALUE_ROW_SIZE, BLOCK_T, IS_WHOLE) * WEIGHT_FACTOR
         if TWO_BITS:
-            values = look_up_points(
-                value_words_ptr, value_remainder, start, length, value_codebook, VALUE_ROW_SIZE, BLOCK_T,
-                BLOCK_V // 8, IS_WHOLE)
+            values = look_up_points(value_rows, start, length, VALUE_ROW_SIZE, BLOCK_T, BLOCK_V // 8, IS_WHOLE)
         else:
             values = load_points(
-                value_words_ptr, value_remainder, start, length, value_codebook, VALUE_ROW_SIZE, BLOCK_T,
-                BLOCK_V // 8, TRELLIS, DTYPE, PAIRS, IS_WHOLE)
+                value_rows, start, length, VALUE_ROW_SIZE, BLOCK_T, BLOCK_V // 8, TRELLIS, DTYPE, PAIRS, IS_WHOLE)
         values = tl.trans(keep_halves(tl.reshape(values, [BLOCK_T, BLOCK_V]), PAIRS))
         weights = keep_halves((weights * scales[:, None]).to(DTYPE), PAIRS)
         output = tl.dot(values, weights, output * decay, input_precision="ieee")

@@ -55,29 +55,10 @@ def inverse_sizes(own, partners):
 
 @triton.jit
 def load_turned_queries(
-    query_ptr,
-    rows,
-    row_stride,
-    row_in_use,
-    channels,
-    channel_in_use,
-    partner_channels,
-    partner_in_use,
-    angle_columns,
-    sizes,
-    scale,
-    near_ptr,
-    far_ptr,
-    padding_ptr,
-    batch,
-    position,
-    NUM_ANGLES: tl.constexpr,
-    NUM_NEAR: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    ROTARY: tl.constexpr,
-    PADDED: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+    query_ptr, rows, row_stride, row_in_use, channels, channel_in_use, partner_channels, partner_in_use, angle_columns,
+    sizes, scale, near_ptr, far_ptr, padding_ptr, batch, position, NUM_ANGLES: tl.constexpr, NUM_NEAR: tl.constexpr,
+    BLOCK_T: tl.constexpr, ROTARY: tl.constexpr, PADDED: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
     """
     Queries for keys that are multiples of `sizes`, turned back to a split's first token, and partners' channels of
     them; what their scores are to be multiplied by; cosines and sines from one tile to the next, and of a tile's
@@ -97,4 +78,4 @@ def load_turned_queries(
         own, partners = turn_back(own, partners, cosines, sines)
         cosines, sines = load_angles(near_ptr, far_ptr, BLOCK_T, angle_columns, NUM_ANGLES, NUM_NEAR)
         offset_cosines, offset_sines = load_offsets(near_ptr, angle_columns, NUM_ANGLES, BLOCK_T, DTYPE)
-    return own, partners, size, cosines, sines, offset_cosines, offset_sines
+    return own, partners, size, (cosines, sines, offset_cosines, offset_sines)
