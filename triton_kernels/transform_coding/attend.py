@@ -4,10 +4,11 @@ A program takes one key/value head, up to 16 of its queries (8 where heads are w
 (a split), and goes through it in tiles of up to 64 tokens. A tile's codes become points in registers (`points`), keys
 over their deviations by a multiply-add with the token's scale and the channels' means; deviations are in the queries,
 values' scales in the weights. The rotary embedding is done by the queries (`turned_queries`). Values are summed as
-they are coded, rotated by a Hadamard matrix, and what a split comes to is turned back in the end (`hadamard`).
+they are coded, rotated by a Hadamard matrix, and what a split comes to is turned back in the end (`tiles`).
 
-In calibrated bases a tile's points of keys become channels by a product with the head's basis, on tensor cores. Values
-are summed as components of theirs, which `combine` takes back to channels once.
+In calibrated bases a tile's points of keys become channels by two products with the head's basis, of the first and of
+the second channels of rotated pairs, which are turned to the tile's start together. Values are summed as components of
+theirs, which `combine` takes back to channels once.
 
 Legend: B batch, H key/value heads, T tokens, D head dim.
 """
