@@ -131,6 +131,38 @@ def multiply_add(left, right, term, PAIRS: tl.constexpr):
 
 
 @triton.jit
+def rotate_pairs(first, second, cosines, sines, PAIRS: tl.constexpr):
+    """`first * cosines + second * sines` and `second * cosines - first * sines`."""
+    if PAIRS:
+        first, second = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 part;
+            mul.rn.f16x2 part, $2, $4;
+            fma.rn.f16x2 $0, $3, $5, part;
+            mul.rn.f16x2 part, $2, $5;
+            neg.f16x2 part, part;
+            fma.rn.f16x2 $1, $3, $4, part;
+            }""",
+            "=&r,=&r,r,r,r,r",
+            [first, second, cosines, sines],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        first, second = first * cosines + second * sines, second * cosines - first * sines
+    return first, second
+
+
+@triton.jit
+def permute_bytes(low, high, places):
+    """Words of bytes of two others, at places that are nibbles of the lower half of a third."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, places], dtype=tl.uint32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def join_halves(low, high, PAIRS: tl.constexpr):
     """Words whose halves are the lower ones of two others."""
     if PAIRS:

@@ -27,28 +27,10 @@ _NOT_SPECIALIZED = ["num_heads", "num_rows", "length"]
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _scores_kernel(
-    codes_ptr,
-    scale_ptr,
-    query_ptr,
-    scores_ptr,
-    num_heads,
-    num_rows,
-    length,
-    codes_stride_b,
-    codes_stride_h,
-    codes_stride_t,
-    scale_stride_b,
-    scale_stride_h,
-    scale_stride_t,
-    query_stride_b,
-    query_stride_h,
-    query_stride_g,
-    HEAD_DIM: tl.constexpr,
-    NBITS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
+    codes_ptr, scale_ptr, query_ptr, scores_ptr, num_heads, num_rows, length, codes_stride_b, codes_stride_h,
+    codes_stride_t, scale_stride_b, scale_stride_h, scale_stride_t, query_stride_b, query_stride_h, query_stride_g,
+    HEAD_DIM: tl.constexpr, NBITS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
     """One tile of tokens of one head; the scores `[B, H, G, T]` are contiguous."""
     FIELDS: tl.constexpr = 8 // NBITS
     WIDTH: tl.constexpr = (HEAD_DIM + FIELDS - 1) // FIELDS

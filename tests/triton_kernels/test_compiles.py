@@ -207,7 +207,7 @@ def make_rows(head_dim, num_bytes, is_keys, is_calibrated, is_trellis=False):
         basis = RowBasis(factors, vectors, factors, vectors)
     described = (order, mean, deviation, widths, 1 + num_bytes, head_dim, is_keys, basis)
     num_refits = 5 if is_keys and is_calibrated else 0
-    return CodedRows(rows, RowLayout(*described, num_refits), torch.empty(9, 6), is_trellis)
+    return CodedRows(rows, RowLayout(*described, num_refits), torch.empty(9, 5), is_trellis)
 
 
 def make_angles(head_dim):
@@ -242,7 +242,7 @@ def of_coding(name):
     head_dim, num_bytes, dtype = CODING[name]
     is_keys, is_calibrated = "keys" in name, "calibrated" in name
     states = torch.empty(2, 1000, 8, head_dim, dtype=dtype).transpose(1, 2)
-    book = Codebook(torch.empty(9, 6), torch.empty(9, 577, dtype=torch.uint8), torch.empty(9, 577))
+    book = Codebook(torch.empty(9, 5), torch.empty(9, 577, dtype=torch.uint8), torch.empty(9, 577))
     sides = [make_rows(head_dim, num_bytes, is_keys, is_calibrated) for is_keys in (True, False)]
     padding, size = torch.zeros(2, dtype=torch.int64), (head_dim, block_channels(head_dim))
     signs = None if is_keys or is_calibrated else torch.empty(size, dtype=HALF if dtype == SINGLE else dtype)

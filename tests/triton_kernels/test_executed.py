@@ -19,7 +19,9 @@ pytestmark = pytest.mark.skipif(not EMULATOR.is_dir(), reason=f"the emulator of 
 # Compute capability, files of tests, and which of them; a process takes longer to start than one of its tests
 ATTENDED = "test_attention_is_that_of_pytorch and (basis-unlike-dims or tables-smollm2)"
 CODED = "test_rows_are_those_of_pytorch and (smollm2-tables or odd-dims-basis)"
-DAILY = [(90, "test_attention.py test_rows.py", f"kivi-64 or {ATTENDED} or {CODED}")]
+# Values of two bits are looked up where numbers are halves
+LOOKED_UP = "test_attention_in_half_precision and tables-smollm2 and not bfloat16"
+DAILY = [(90, "test_attention.py test_rows.py", f"kivi-64 or {ATTENDED} or {LOOKED_UP} or {CODED}")]
 LONG = [
     (80, "test_attention.py", "test_matches_dense_attention and kivi-64"),
     *((capability, "test_rows.py", "test_attention_is_that_of_pytorch") for capability in (80, 90)),

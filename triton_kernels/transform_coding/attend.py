@@ -4,10 +4,11 @@ A program takes one key/value head, up to 16 of its queries (8 where heads are w
 (a split), and goes through it in tiles of up to 64 tokens. A tile's codes become points in registers (`points`), keys
 over their deviations by a multiply-add with the token's scale and the channels' means; deviations are in the queries,
 values' scales in the weights. The rotary embedding is done by the queries (`turned_queries`). Values are summed as
-they are coded, rotated by a Hadamard matrix, and what a split comes to is turned back in the end (`hadamard`).
+they are coded, rotated by a Hadamard matrix, and what a split comes to is turned back in the end (`tiles`).
 
-In calibrated bases a tile's points of keys become channels by a product with the head's basis, on tensor cores. Values
-are summed as components of theirs, which `combine` takes back to channels once.
+In calibrated bases a tile's points of keys become channels by two products with the head's basis, of the first and of
+the second channels of rotated pairs, which are turned to the tile's start together. Values are summed as components of
+theirs, which `combine` takes back to channels once.
 
 Legend: B batch, H key/value heads, T tokens, D head dim.
 """
@@ -30,8 +31,6 @@ _PROGRAMS_PER_SM = 2
 _MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS = 8, 16
 # Channels up to which a tile of 64 tokens and the angles of its offsets fit into registers
 _MOST_CHANNELS = 128
-# Channels up to which four warps have registers enough for a basis too
-_FEW_CHANNELS = 64
 _BLOCK_CHANNELS = 16
 # Of a key's channel, over its mean, where numbers are halves and where they are float32
 _LEAST_DEVIATION = (2.0**-11, 1e-6)
@@ -89,7 +88,10 @@ def prepare_rows(
     block_rows, block_tokens, num_warps = _tile_shape(
         widest, num_rows, has_basis=basis is not None, is_float32=is_float32
     )
-    num_row_blocks = triton.cdiv(num_rows, block_rows)
+    # Where keys are multiplied with two channels of queries, few queries are one operand with both
+    has_two = angles is not None or basis is not None
+    block_queries = block_rows // 2 if has_two and num_rows <= block_rows // 2 else block_rows
+    num_row_blocks = triton.cdiv(num_rows, block_queries)
     num_programs = batch_size * num_heads * num_row_blocks
     num_tiles = triton.cdiv(length, block_tokens)
     num_slots = _PROGRAMS_PER_SM * (num_sms or device_num_sms(query.device))
@@ -125,14 +127,19 @@ def prepare_rows(
         "KEY_DIM": key_layout.head_dim,
         "BASIS": basis is not None,
         "TRELLIS": keys.is_trellis,
+        # Widths of values without a basis are the same but for one bit, which all blocks have or none here
+        "TWO_BITS": packed
+        and not (is_float32 or values.is_trellis or values.layout.basis is not None)
+        and values.layout.row_size == 1 + num_values // 4,
         "PADDED": padding is not None,
         "SCORES": only_scores,
         "LEAST_DEVIATION": _LEAST_DEVIATION[is_float32],
         "DTYPE": tl.float32 if is_float32 else tl.float16,
         "PAIRS": packed and not is_float32,
+        "BLOCK_Q": block_queries,
         "BLOCK_R": block_rows,
         "BLOCK_T": block_tokens,
-        "BLOCK_D": num_channels,
+        "BLOCK_D": block_channels((key_layout.head_dim + 1) // 2),
         "BLOCK_K": num_keys,
         "BLOCK_V": num_values,
         "VALUE_ROTATION": values.layout.head_dim & -values.layout.head_dim,
@@ -183,12 +190,9 @@ def block_channels(head_dim: int) -> int:
 def _tile_shape(num_channels: int, num_rows: int, *, has_basis: bool, is_float32: bool) -> tuple[int, int, int]:
     """Rows and tokens of a tile, and warps that share it."""
     if has_basis:
-        # Of more channels some registers are spilled even by eight warps
-        return (
-            _MIN_BLOCK_ROWS,
-            (16 if is_float32 else 64),
-            (4 if num_channels <= _FEW_CHANNELS and not is_float32 else 8),
-        )
+        # A product with few columns is the same work for every four warps
+        is_small = num_channels <= _MOST_CHANNELS and not is_float32
+        return _MIN_BLOCK_ROWS, (16 if is_float32 else 64), (4 if is_small else 8)
     most_rows = _MAX_BLOCK_ROWS if num_channels <= _MOST_CHANNELS else _MIN_BLOCK_ROWS
     block_rows = min(max(triton.next_power_of_2(num_rows), _MIN_BLOCK_ROWS), most_rows)
     is_small = num_channels <= _MOST_CHANNELS and block_rows == _MIN_BLOCK_ROWS

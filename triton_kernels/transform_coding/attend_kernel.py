@@ -12,8 +12,17 @@ import triton
 import triton.language as tl
 
 from ..attention.masks import mask_row_offsets
-from .points import TOKENS_BEHIND, aligned_rows, load_codebook, row_slots
-from .tiles import WEIGHT_FACTOR, attend_tile, load_basis, store_nothing, store_outputs, store_rotated, store_sums
+from .points import TOKENS_BEHIND, load_codebook, load_levels, row_slots
+from .tiles import (
+    WEIGHT_FACTOR,
+    attend_tile,
+    load_bases,
+    load_pairs,
+    store_nothing,
+    store_outputs,
+    store_rotated,
+    store_sums,
+)
 from .turned_queries import load_turned_queries
 
 
@@ -38,16 +47,18 @@ def attend_kernel(
     value_deviation_ptr, partner_ptr, near_ptr, far_ptr, padding_ptr, num_heads, num_rows, num_queries, position,
     length, length_ptr, tokens_per_split, scale, KEY_DIM: tl.constexpr, KEY_CODED: tl.constexpr,
     VALUE_CODED: tl.constexpr, KEY_ROW_SIZE: tl.constexpr, VALUE_ROW_SIZE: tl.constexpr, NUM_NEAR: tl.constexpr,
-    BASIS: tl.constexpr, ROTARY: tl.constexpr, TRELLIS: tl.constexpr, PADDED: tl.constexpr, MASK: tl.constexpr,
-    SCORES: tl.constexpr, LEAST_DEVIATION: tl.constexpr, DTYPE: tl.constexpr, PAIRS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    VALUE_ROTATION: tl.constexpr,
+    BASIS: tl.constexpr, ROTARY: tl.constexpr, TRELLIS: tl.constexpr, TWO_BITS: tl.constexpr, PADDED: tl.constexpr,
+    MASK: tl.constexpr, SCORES: tl.constexpr, LEAST_DEVIATION: tl.constexpr, DTYPE: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, VALUE_ROTATION: tl.constexpr,
 ):  # fmt: skip
     """Attends with up to `BLOCK_R` rows to one key/value head over one split, or stores their `SCORES`."""
     matrix = tl.program_id(0).to(tl.int64)
     batch, head = matrix // num_heads, matrix % num_heads
-    rows = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
-    row_in_use = rows < num_rows
+    query_rows = tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    # Scores of few rows are there twice: they are stored from one of the places
+    rows = tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_R) // (BLOCK_R // BLOCK_Q)
+    row_in_use = (rows < num_rows) & (tl.arange(0, BLOCK_R) % (BLOCK_R // BLOCK_Q) == 0)
     if length_ptr is not None:
         length = tl.load(length_ptr).to(tl.int32)
         if tl.program_id(1) * tokens_per_split >= length:
@@ -57,26 +68,28 @@ def attend_kernel(
                 VALUE_CODED)
             # fmt: on
             return
+    NUM_ANGLES: tl.constexpr = (KEY_DIM + 1) // 2 if BASIS else KEY_DIM
     # Keys are multiples of `sizes`, so that they are halves
     if BASIS:
         table = head
-        channels = tl.arange(0, BLOCK_D)
-        channel_in_use = channels < KEY_DIM
-        # Of a channel that is none anything will do that is there
-        channels = tl.where(channel_in_use, channels, 0)
-        in_table = head * KEY_DIM + channels
+        angle_columns = tl.arange(0, BLOCK_D)
+        channels, channel_in_use, partners, partner_in_use = load_pairs(partner_ptr, angle_columns, KEY_DIM)
+        if BLOCK_D > NUM_ANGLES:
+            # Of pairs that are none anything will do that is there
+            angle_columns = tl.where(channel_in_use, angle_columns, 0)
         # fmt: off
-        basis, unit = load_basis(
-            basis_ptr, step_ptr, head, channels, channel_in_use, KEY_DIM, KEY_CODED, BLOCK_K, DTYPE)
+        basis, means, sizes = load_bases(
+            basis_ptr, step_ptr, factor_ptr, key_mean_ptr, head, channels, channel_in_use, partners, partner_in_use,
+            KEY_DIM, KEY_CODED, BLOCK_K, DTYPE)
         # fmt: on
-        factors = tl.load(factor_ptr + in_table, mask=channel_in_use, other=1.0)
-        means = tl.load(key_mean_ptr + in_table, mask=channel_in_use, other=0.0).to(tl.float32) * factors / unit
-        sizes = unit / factors
     else:
         table = matrix
         slots = row_slots(BLOCK_K)
         channel_in_use = slots < KEY_DIM
         channels = tl.load(key_order_ptr + matrix * KEY_DIM + slots, mask=channel_in_use, other=0).to(tl.int32)
+        partners, partner_in_use, angle_columns = channels, channel_in_use, channels
+        if ROTARY:
+            partners = tl.load(partner_ptr + channels)
         in_table = matrix * KEY_DIM + channels
         mean = tl.load(key_mean_ptr + in_table, mask=channel_in_use, other=0.0).to(tl.float32)
         deviation = tl.load(key_deviation_ptr + in_table, mask=channel_in_use, other=0.0).to(tl.float32)
@@ -88,21 +101,23 @@ def attend_kernel(
     first_token = tl.program_id(1) * tokens_per_split
     last_token = tl.minimum(first_token + tokens_per_split, length)
     # fmt: off
-    own, partners, size, cosines, sines, offset_cosines, offset_sines = load_turned_queries(
-        query_ptr, rows, query_stride_r, row_in_use, channels, channel_in_use, sizes, scale, partner_ptr, near_ptr,
-        far_ptr, padding_ptr, batch, position + first_token, KEY_DIM, NUM_NEAR, BLOCK_T, ROTARY, PADDED, DTYPE)
+    own, partners, size, angles = load_turned_queries(
+        query_ptr, query_rows, query_stride_r, query_rows < num_rows, channels, channel_in_use, partners,
+        partner_in_use, angle_columns, sizes, scale, near_ptr, far_ptr, padding_ptr, batch, position + first_token,
+        NUM_ANGLES, NUM_NEAR, BLOCK_T, ROTARY, PADDED, DTYPE)
     # fmt: on
 
     key_rows_ptr += batch * key_rows_stride_b + head * key_rows_stride_h
     value_rows_ptr += batch * value_rows_stride_b + head * value_rows_stride_h
-    key_words_ptr, key_remainder = aligned_rows(key_rows_ptr)
-    value_words_ptr, value_remainder = aligned_rows(value_rows_ptr)
     # fmt: off
     key_codebook = load_codebook(
         key_width_ptr + table * ((KEY_CODED + 7) // 8), key_coefficient_ptr, (KEY_CODED + 7) // 8, BLOCK_K // 8, DTYPE)
-    value_codebook = load_codebook(
-        value_width_ptr + table * ((VALUE_CODED + 7) // 8), value_coefficient_ptr, (VALUE_CODED + 7) // 8,
-        BLOCK_V // 8, DTYPE)
+    if TWO_BITS:
+        value_codebook = load_levels(value_coefficient_ptr)
+    else:
+        value_codebook = load_codebook(
+            value_width_ptr + table * ((VALUE_CODED + 7) // 8), value_coefficient_ptr, (VALUE_CODED + 7) // 8,
+            BLOCK_V // 8, DTYPE)
     mask_rows = mask_row_offsets(
         rows, num_rows, num_queries, batch, head, mask_stride_b, mask_stride_h, mask_stride_q)
     score_ptrs = output_ptr + (matrix * num_rows + rows) * length
@@ -113,20 +128,19 @@ def attend_kernel(
     # Tiles that lie among rows in use with all that is loaded, and at most one that may not
     behind_whole = tl.minimum(last_token, length - TOKENS_BEHIND - BLOCK_T + 1)
     num_whole = tl.cdiv(tl.maximum(behind_whole - first_token, 0), BLOCK_T)
+    key_rows = (key_rows_ptr, key_codebook)
+    value_rows = (value_rows_ptr, value_codebook)
     for tile in range(0, num_whole):
         own, partners, maximum, totals, output = attend_tile(
-            first_token + tile * BLOCK_T, length, key_rows_ptr, key_words_ptr, key_remainder, key_codebook, basis,
-            means, value_rows_ptr, value_words_ptr, value_remainder, value_codebook, own, partners, size, cosines,
-            sines, offset_cosines, offset_sines, mask_ptr, mask_rows, mask_stride_t, row_in_use, score_ptrs, maximum,
-            totals, output, KEY_ROW_SIZE, VALUE_ROW_SIZE, BASIS, ROTARY, TRELLIS, MASK, SCORES, DTYPE, PAIRS, BLOCK_T,
-            BLOCK_K, BLOCK_V, True)
+            first_token + tile * BLOCK_T, length, key_rows, basis, means, value_rows, own, partners, size, angles,
+            mask_ptr, mask_rows, mask_stride_t, row_in_use, score_ptrs, maximum, totals, output, KEY_ROW_SIZE,
+            VALUE_ROW_SIZE, BASIS, ROTARY, TRELLIS, TWO_BITS, MASK, SCORES, DTYPE, PAIRS, BLOCK_R, BLOCK_T, BLOCK_K,
+            BLOCK_V, True)
     for start in range(first_token + num_whole * BLOCK_T, last_token, BLOCK_T):
         own, partners, maximum, totals, output = attend_tile(
-            start, length, key_rows_ptr, key_words_ptr, key_remainder, key_codebook, basis,
-            means, value_rows_ptr, value_words_ptr, value_remainder, value_codebook, own, partners, size, cosines,
-            sines, offset_cosines, offset_sines, mask_ptr, mask_rows, mask_stride_t, row_in_use, score_ptrs, maximum,
-            totals, output, KEY_ROW_SIZE, VALUE_ROW_SIZE, BASIS, ROTARY, TRELLIS, MASK, SCORES, DTYPE, PAIRS, BLOCK_T,
-            BLOCK_K, BLOCK_V, False)
+            start, length, key_rows, basis, means, value_rows, own, partners, size, angles, mask_ptr, mask_rows,
+            mask_stride_t, row_in_use, score_ptrs, maximum, totals, output, KEY_ROW_SIZE, VALUE_ROW_SIZE, BASIS,
+            ROTARY, TRELLIS, TWO_BITS, MASK, SCORES, DTYPE, PAIRS, BLOCK_R, BLOCK_T, BLOCK_K, BLOCK_V, False)
     # fmt: on
     if not SCORES:
         places = (matrix * tl.num_programs(1) + tl.program_id(1)) * num_rows + rows

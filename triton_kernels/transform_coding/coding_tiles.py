@@ -119,9 +119,9 @@ def store_rows(
 @triton.jit
 def _load_codebook(widths, coefficient_ptr, cell_code_ptr, cell_bound_ptr):
     """Of every number's width: coefficients of its points, `[1, BLOCK_K]` each, and where its cells begin."""
-    own_ptr = (coefficient_ptr + widths * 6)[None, :]
-    factor, first = tl.load(own_ptr), tl.load(own_ptr + 2)
-    second, third = tl.load(own_ptr + 3), tl.load(own_ptr + 4)
+    own_ptr = (coefficient_ptr + widths * 5)[None, :]
+    factor, first = tl.load(own_ptr), tl.load(own_ptr + 1)
+    second, third = tl.load(own_ptr + 2), tl.load(own_ptr + 3)
     cells = (widths * NUM_CELLS)[None, :]
     return factor, first, second, third, cell_code_ptr + cells, cell_bound_ptr + cells
 

@@ -1,10 +1,11 @@
 """Codes of a tile of rows, and the points that they stand for.
 
 A block of width w is w bytes at any byte of a row: three aligned words hold it, wherever it begins. Two shifts bring
-it to the beginning of 64 bits, and three more its second, third and fourth quarter, each two codes of at most 16 bits.
-Two quarters share a word, so two codes at a time are masked and become halves (`1024 + 2 code`, by bits alone) that go
-through the polynomial together: on a GPU one instruction for both. Of a trellis (`codecs.quantizers.Trellis`) every
-number has eight bits, its state, of which two are multiplied together as well. Nothing depends on the widths but
+it to the beginning of 64 bits, the first code with its top at bit 8, and three more its second, third and fourth
+quarter, each two codes of at most 16 bits. Two quarters share a word, so two codes at a time are masked and, as they
+stand, are halves below the smallest normal one, which go through the polynomial together: on a GPU one instruction for
+both. Of a trellis (`codecs.quantizers.Trellis`) every number has eight bits, its state, of which two are multiplied
+together as well. Where all codes have two bits no polynomial is needed. Nothing else depends on the widths but
 numbers that a thread, which has the same block of every token, keeps in registers. Loops over blocks of one width
 would need other loops for every head, and a table of points a load for every number.
 
@@ -16,7 +17,7 @@ Legend: BLOCK_T tokens of a tile, BLOCK_N blocks.
 import triton
 import triton.language as tl
 
-from ..arithmetic import join_halves, multiply, multiply_add
+from ..arithmetic import join_halves, multiply, multiply_add, permute_bytes
 from ..stored_format import SCALE_OFFSET, SCALE_STEPS
 
 
@@ -44,14 +45,13 @@ def load_codebook(width_ptr, coefficient_ptr, NUM_BLOCKS: tl.constexpr, BLOCK_N:
     blocks = tl.arange(0, BLOCK_N)
     widths = tl.load(width_ptr + blocks, mask=blocks < NUM_BLOCKS, other=0).to(tl.int32)
     first_bytes = 1 + tl.cumsum(widths, axis=0) - widths
-    own_ptr = coefficient_ptr + widths * 6
-    factor = tl.load(own_ptr).to(DTYPE)
-    term = tl.load(own_ptr + 1).to(DTYPE)
-    first = tl.load(own_ptr + 2).to(DTYPE)
-    second = tl.load(own_ptr + 3).to(DTYPE)
-    third = tl.load(own_ptr + 4).to(DTYPE)
-    multipliers = tl.load(own_ptr + 5).to(tl.int32).to(tl.uint32)
-    return widths, first_bytes, factor, term, first, second, third, multipliers
+    own_ptr = coefficient_ptr + widths * 5
+    term = ((tl.load(own_ptr) - 1.0) / 4).to(DTYPE)
+    first = (tl.load(own_ptr + 1) * 4).to(DTYPE)
+    second = (tl.load(own_ptr + 2) * 64).to(DTYPE)
+    third = (tl.load(own_ptr + 3) * 1024).to(DTYPE)
+    multipliers = tl.load(own_ptr + 4).to(tl.int32).to(tl.uint32)
+    return widths, first_bytes, term, first, second, third, multipliers
 
 
 @triton.jit
@@ -64,27 +64,35 @@ def aligned_rows(rows_ptr):
 
 @triton.jit
 def load_points(
-    word_ptr, remainder, first_token, length, codebook, ROW_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr, TRELLIS: tl.constexpr, DTYPE: tl.constexpr, PAIRS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    rows, first_token, length, ROW_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    TRELLIS: tl.constexpr, DTYPE: tl.constexpr, PAIRS: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """
-    Points `[BLOCK_T, BLOCK_N, 8]` of the tile that begins at a token, in the order of `row_slots`; of tokens behind
-    the `length` in use finite, but otherwise anything. A whole tile has `TOKENS_BEHIND` tokens in use behind it.
+    Points `[BLOCK_T, BLOCK_N, 8]` of rows, a pointer and their codebook, from a token on, in the order of `row_slots`;
+    of tokens behind the `length` in use finite, but otherwise anything. A whole tile has `TOKENS_BEHIND` tokens in use
+    behind it.
     """
-    widths, first_bytes, factor, term, first, second, third, multipliers = codebook
+    word_ptr, remainder = aligned_rows(rows[0])
+    widths, first_bytes, term, first, second, third, multipliers = rows[1]
+    TURN: tl.constexpr = min(max(128 // BLOCK_N, 4), BLOCK_T)
     start = tl.cast(first_token, tl.int64) * ROW_SIZE + remainder
     first_word = start >> 2
     # Four rows are whole words: a thread's tokens lie alike, and their words at a distance that is known
-    tokens = tl.arange(0, BLOCK_T)[:, None]
-    bits = ((start & 3) << 3).to(tl.int32) + ((tokens & 3) * (8 * ROW_SIZE) + 8 * first_bytes[None, :])
-    words = bits >> 5
-    words_ptr = word_ptr + first_word + words + (tokens >> 2).to(tl.int64) * ROW_SIZE
+    turns = tl.arange(0, BLOCK_T // TURN)[:, None, None]
+    tokens = tl.arange(0, TURN)[None, :, None]
+    first_bits = 8 * first_bytes if TRELLIS else 8 * first_bytes - 8 + widths
+    bits = ((start & 3) << 3).to(tl.int32) + ((tokens & 3) * (8 * ROW_SIZE) + first_bits[None, None, :])
+    words = (bits >> 5) + (tokens >> 2) * ROW_SIZE
+    words_ptr = word_ptr + first_word + words + turns * (TURN // 4 * ROW_SIZE)
+    # Said so that Triton up to 3.6 lays lanes along blocks, not tokens. As nothing is known of the address' alignment,
+    # no word is loaded together with another
+    words_ptr = tl.max_contiguous(words_ptr, [1, 1, 2])
     if IS_WHOLE:
         word_0, word_1, word_2 = tl.load(words_ptr), tl.load(words_ptr + 1), tl.load(words_ptr + 2)
     else:
         # Of the words that hold rows in use the last: behind it may be no memory
         last_word = (((tl.cast(length, tl.int64) * ROW_SIZE + remainder - 1) >> 2) - first_word).to(tl.int32)
-        words += (tokens >> 2) * ROW_SIZE
+        words += turns * (TURN // 4 * ROW_SIZE)
         word_0 = tl.load(words_ptr, mask=words <= last_word, other=0)
         word_1 = tl.load(words_ptr + 1, mask=words + 1 <= last_word, other=0)
         word_2 = tl.load(words_ptr + 2, mask=words + 2 <= last_word, other=0)
@@ -93,40 +101,93 @@ def load_points(
     if TRELLIS:
         # What a state lacks at a row's end are zeros
         behind = tl.minimum(tl.maximum(8 * (ROW_SIZE - first_bytes), 1), 64)
-        block &= (0xFFFFFFFFFFFFFFFF >> (64 - behind).to(tl.uint64))[None, :]
-    quarter = 2 * widths[None, :]
+        block &= (0xFFFFFFFFFFFFFFFF >> (64 - behind).to(tl.uint64))[None, None, :]
+    quarter = 2 * widths[None, None, :]
     even = join_halves(block.to(tl.uint32), _shift(block, 2 * quarter), PAIRS)
     odd = join_halves(_shift(block, quarter), _shift(block, 3 * quarter), PAIRS)
-    # The bits of a half from 1024 on count in ones: the lowest stays empty, so that `term` is no odd half
+    later = widths.to(tl.uint32)[None, None, :]
     if TRELLIS:
-        later = widths.to(tl.uint32)[None, :]
-        pairs_0, pairs_1 = (
-            _order_states(even, multipliers[None, :]),
-            _order_states(even >> later, multipliers[None, :]),
-        )
-        pairs_2, pairs_3 = _order_states(odd, multipliers[None, :]), _order_states(odd >> later, multipliers[None, :])
+        factors = multipliers[None, None, :]
+        pairs_0, pairs_1 = _order_states(even, factors), _order_states(even >> later, factors)
+        pairs_2, pairs_3 = _order_states(odd, factors), _order_states(odd >> later, factors)
     else:
-        fields = (((1 << widths) - 1) * 0x00020002).to(tl.uint32)[None, :]
-        next_code = tl.maximum(widths - 1, 0).to(tl.uint32)[None, :]
-        pairs_0 = ((even << 1) & fields) | 0x64006400
-        pairs_1 = ((even >> next_code) & fields) | 0x64006400
-        pairs_2 = ((odd << 1) & fields) | 0x64006400
-        pairs_3 = ((odd >> next_code) & fields) | 0x64006400
+        fields = ((256 - (256 >> widths)) * 0x00010001).to(tl.uint32)[None, None, :]
+        pairs_0, pairs_1 = even & fields, (even >> later) & fields
+        pairs_2, pairs_3 = odd & fields, (odd >> later) & fields
     pairs = tl.join(tl.join(pairs_0, pairs_2), tl.join(pairs_1, pairs_3))
     # Halves of a word next to each other, so that arithmetic is on both at a time
     numbers = tl.join(pairs.to(tl.uint16), (pairs >> 16).to(tl.uint16)).to(tl.float16, bitcast=True)
     numbers = tl.reshape(numbers, [BLOCK_T, BLOCK_N, 8]).to(DTYPE)
-    centred = multiply_add(numbers, factor[None, :, None], term[None, :, None], PAIRS)
+    centred = multiply_add(numbers, tl.full([1, 1, 1], 32768.0, DTYPE), term[None, :, None], PAIRS)
     square = multiply(centred, centred, PAIRS)
     inner = multiply_add(square, third[None, :, None], second[None, :, None], PAIRS)
     return multiply(centred, multiply_add(square, inner, first[None, :, None], PAIRS), PAIRS)
 
 
 @triton.jit
+def load_levels(coefficient_ptr):
+    """The four points of codes of two bits, as bytes of two words."""
+    own_ptr = coefficient_ptr + 2 * 5
+    first, second, third = tl.load(own_ptr + 1), tl.load(own_ptr + 2), tl.load(own_ptr + 3)
+    near = _bits(0.25 * (first + 0.0625 * (second + 0.0625 * third)))
+    far = _bits(0.75 * (first + 0.5625 * (second + 0.5625 * third)))
+    return far | (near << 16) | 0x80008000, near | (far << 16)
+
+
+@triton.jit
+def _bits(number):
+    return number.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+
+
+@triton.jit
+def look_up_points(
+    rows, first_token, length, ROW_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """
+    Points as of `load_points`, of rows whose codes have two bits throughout: a byte permutation takes two of them from
+    all levels.
+    """
+    word_ptr, remainder = aligned_rows(rows[0])
+    levels = rows[1]
+    TURN: tl.constexpr = min(max(256 // BLOCK_N, 4), BLOCK_T)
+    start = tl.cast(first_token, tl.int64) * ROW_SIZE + remainder
+    first_word = start >> 2
+    turns = tl.arange(0, BLOCK_T // TURN)[:, None, None]
+    tokens = tl.arange(0, TURN)[None, :, None]
+    bits = (((start & 3) + 1) << 3).to(tl.int32) + (tokens & 3) * (8 * ROW_SIZE)
+    words = (bits >> 5) + (tokens >> 2) * ROW_SIZE + tl.arange(0, BLOCK_N // 2)[None, None, :]
+    words_ptr = word_ptr + first_word + words + turns * (TURN // 4 * ROW_SIZE)
+    words_ptr = tl.max_contiguous(words_ptr, [1, 1, 2])
+    if IS_WHOLE:
+        word_0, word_1 = tl.load(words_ptr), tl.load(words_ptr + 1)
+    else:
+        last_word = (((tl.cast(length, tl.int64) * ROW_SIZE + remainder - 1) >> 2) - first_word).to(tl.int32)
+        words += turns * (TURN // 4 * ROW_SIZE)
+        word_0 = tl.load(words_ptr, mask=words <= last_word, other=0)
+        word_1 = tl.load(words_ptr + 1, mask=words + 1 <= last_word, other=0)
+    # Two blocks, whose codes with numbers four apart are at the same place of bytes
+    codes = _shift_words(word_0, word_1, bits & 31)
+    pairs_0, pairs_1 = _look_up(codes, levels), _look_up(codes >> 2, levels)
+    pairs_2, pairs_3 = _look_up(codes >> 4, levels), _look_up(codes >> 6, levels)
+    pairs = tl.join(tl.join(pairs_0, pairs_2), tl.join(pairs_1, pairs_3))
+    numbers = tl.join(pairs.to(tl.uint16), (pairs >> 16).to(tl.uint16)).to(tl.float16, bitcast=True)
+    return tl.reshape(numbers, [BLOCK_T, BLOCK_N, 8])
+
+
+@triton.jit
+def _look_up(codes, levels):
+    """Points of the codes in the lowest two bits of each byte: words of two, of both halves."""
+    # A nibble for each of the bytes `2 code` and `2 code + 1`
+    places = (codes & 0x03030303) * 0x22 + 0x10101010
+    return tl.join(permute_bytes(levels[0], levels[1], places), permute_bytes(levels[0], levels[1], places >> 16))
+
+
+@triton.jit
 def _order_states(pairs, multipliers):
-    """Which points the states in the low bytes of two halves mean, as halves from 1024 on."""
+    """Which points the states in the low bytes of two halves mean."""
     # A product of two bytes does not reach beyond its half
-    return ((((pairs & 0x00FF00FF) * multipliers) & 0x00FF00FF) << 1) | 0x64006400
+    return ((pairs & 0x00FF00FF) * multipliers) & 0x00FF00FF
 
 
 @triton.jit
@@ -150,9 +211,10 @@ def load_scales(
     rows_ptr, first_token, length, ROW_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, IS_WHOLE: tl.constexpr
 ):  # fmt: skip
     """The scales of a tile's tokens `[BLOCK_T]`, float32; anything finite behind those in use."""
-    tokens = tl.arange(0, BLOCK_T)
-    rows_ptr += tl.cast(first_token, tl.int64) * ROW_SIZE + tokens * ROW_SIZE
-    stored = tl.load(rows_ptr) if IS_WHOLE else tl.load(rows_ptr, mask=first_token + tokens < length, other=0)
+    turns, tokens = tl.arange(0, BLOCK_T // 8)[:, None] * 8, tl.arange(0, 8)[None, :]
+    rows_ptr += tl.cast(first_token, tl.int64) * ROW_SIZE + tokens * ROW_SIZE + turns * ROW_SIZE
+    stored = tl.load(rows_ptr) if IS_WHOLE else tl.load(rows_ptr, mask=first_token + turns + tokens < length, other=0)
+    stored = tl.reshape(stored, [BLOCK_T])
     return scale_of(stored.to(tl.float32))
 
 

@@ -55,9 +55,9 @@ def inverse_sizes(own, partners):
 
 @triton.jit
 def load_turned_queries(
-    query_ptr, rows, row_stride, row_in_use, channels, channel_in_use, sizes, scale, partner_ptr, near_ptr, far_ptr,
-    padding_ptr, batch, position, KEY_DIM: tl.constexpr, NUM_NEAR: tl.constexpr, BLOCK_T: tl.constexpr,
-    ROTARY: tl.constexpr, PADDED: tl.constexpr, DTYPE: tl.constexpr,
+    query_ptr, rows, row_stride, row_in_use, channels, channel_in_use, partner_channels, partner_in_use, angle_columns,
+    sizes, scale, near_ptr, far_ptr, padding_ptr, batch, position, NUM_ANGLES: tl.constexpr, NUM_NEAR: tl.constexpr,
+    BLOCK_T: tl.constexpr, ROTARY: tl.constexpr, PADDED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """
     Queries for keys that are multiples of `sizes`, turned back to a split's first token, and partners' channels of
@@ -65,10 +65,7 @@ def load_turned_queries(
     offsets.
     """
     own = load_query(query_ptr, rows, row_stride, row_in_use, channels, channel_in_use)
-    partners = own
-    if ROTARY:
-        partner_channels = tl.load(partner_ptr + channels)
-        partners = load_query(query_ptr, rows, row_stride, row_in_use, partner_channels, channel_in_use)
+    partners = load_query(query_ptr, rows, row_stride, row_in_use, partner_channels, partner_in_use)
     own, partners = own * sizes[:, None], partners * sizes[:, None]
     to_one, size = inverse_sizes(own, partners)
     own, partners, size = own * to_one[None, :], partners * to_one[None, :], size * (scale * 1.4426950408889634)
@@ -77,8 +74,8 @@ def load_turned_queries(
     if ROTARY:
         if PADDED:
             position -= tl.load(padding_ptr + batch).to(tl.int32)
-        cosines, sines = load_angles(near_ptr, far_ptr, position, channels, KEY_DIM, NUM_NEAR)
+        cosines, sines = load_angles(near_ptr, far_ptr, position, angle_columns, NUM_ANGLES, NUM_NEAR)
         own, partners = turn_back(own, partners, cosines, sines)
-        cosines, sines = load_angles(near_ptr, far_ptr, BLOCK_T, channels, KEY_DIM, NUM_NEAR)
-        offset_cosines, offset_sines = load_offsets(near_ptr, channels, KEY_DIM, BLOCK_T, DTYPE)
-    return own, partners, size, cosines, sines, offset_cosines, offset_sines
+        cosines, sines = load_angles(near_ptr, far_ptr, BLOCK_T, angle_columns, NUM_ANGLES, NUM_NEAR)
+        offset_cosines, offset_sines = load_offsets(near_ptr, angle_columns, NUM_ANGLES, BLOCK_T, DTYPE)
+    return own, partners, size, (cosines, sines, offset_cosines, offset_sines)

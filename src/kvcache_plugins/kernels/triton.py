@@ -115,7 +115,8 @@ def prepare_part(
     keys, values = part.codec.tables(rows.device)
     padding, first = part.positions.padding, part.positions.first
     where |= {"start": first, "padding": None if padding is None else padding.to(rows.device)}
-    angles = rotary_angles(part.codec.rope, first + part.length, rows.device)
+    by_pairs = keys.basis is not None
+    angles = rotary_angles(part.codec.rope, first + part.length, rows.device, by_pairs=by_pairs)
     coded_keys, coded_values = (
         CodedRows(own, table, _coefficients(table.quantizer, table.is_weighted, rows.device), table.is_trellis)
         for own, table in ((part.keys, keys), (part.values, keys if only_scores else values))
@@ -221,26 +222,40 @@ def _coefficients(quantizer: str, is_weighted: bool, device: torch.device) -> to
             points = points * own.gains()[:, None]
         factor = 0.5 ** torch.tensor(own.number_bits).double()
         multipliers = torch.tensor(own.multipliers).double()
-        columns = [factor, -1023 * factor - 1, *points.unbind(dim=1), multipliers]
+        columns = [factor, *points.unbind(dim=1), multipliers]
         return torch.stack(columns, dim=1).float().to(device)
 
 
-def rotary_angles(layout: RotaryLayout, num_positions: int, device: torch.device) -> RotaryAngles | None:
-    """Returns the angles of a layout up to a number of positions, or `None` where it rotates nothing."""
+def rotary_angles(
+    layout: RotaryLayout, num_positions: int, device: torch.device, *, by_pairs: bool = False
+) -> RotaryAngles | None:
+    """
+    Returns the angles of a layout up to a number of positions, of channels or `by_pairs` of them; or `None` where it
+    rotates nothing.
+    """
     if not layout.frequencies:
         return None
     num_far = max(_LEAST_FAR, 1 << (-(-num_positions // _NUM_NEAR)).bit_length())
-    return _angles_of(layout, num_far, device)
+    return _angles_of(layout, num_far, device, by_pairs)
 
 
 @cache
-def _angles_of(layout: RotaryLayout, num_far: int, device: torch.device) -> RotaryAngles:
+def _angles_of(layout: RotaryLayout, num_far: int, device: torch.device, by_pairs: bool) -> RotaryAngles:
     with torch.inference_mode(False):
         near, far = (
-            torch.stack(layout.angles(torch.arange(count) * step), dim=1).to(device)
+            torch.stack(layout.angles(torch.arange(count) * step), dim=1)
             for count, step in ((_NUM_NEAR, 1), (num_far, _NUM_NEAR))
         )
-        return RotaryAngles(channels_of(layout, device)[0].int(), near, far)
+        partners = channels_of(layout, torch.device("cpu"))[0]
+        if by_pairs:
+            channels = torch.arange(layout.head_dim)
+            alone = channels[partners == channels]
+            half = (len(alone) + 1) // 2
+            firsts, seconds = channels[partners > channels], torch.full((half,), layout.head_dim)
+            seconds[: len(alone) - half] = alone[half:]
+            partners = torch.stack([torch.cat([firsts, alone[:half]]), torch.cat([partners[firsts], seconds])])
+            near, far = near[..., partners[0]].contiguous(), far[..., partners[0]].contiguous()
+        return RotaryAngles(partners.int().to(device), near.to(device), far.to(device))
 
 
 @cache

@@ -159,6 +159,13 @@ def move_bits(document, tensors):
     widths[0, 1, 0] -= 1
 
 
+def move_value_bits(document, tensors):
+    """As many in every head as before."""
+    widths = tensors["tables.values.widths"]
+    widths[0, 0, 0] += 1
+    widths[0, 0, -1] -= 1
+
+
 FIRST = (0, 0, 0)
 FORGED = {
     "a channel twice": (change("tables.keys.order", FIRST, 1), "keys.order` has to name every channel once"),
@@ -166,6 +173,7 @@ FORGED = {
     "nine bits": (change("tables.keys.widths", FIRST, 9), "keys.widths` has to be at most 8"),
     "bits of another head": (move_bits, "keys.widths` have to be 9 together in every head"),
     "values of a bit more": (change("tables.values.widths", FIRST, 7), "values.widths` have to be 8 together"),
+    "values of unlike widths": (move_value_bits, "values.widths` have to be the same but for one bit"),
     "no number": (change("tables.keys.mean", FIRST, torch.nan), "keys.mean` has to be finite"),
     "an endless deviation": (
         change("tables.values.deviation", FIRST, torch.inf),
