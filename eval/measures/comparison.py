@@ -243,5 +243,5 @@ def print_rows(title: str, rows: Sequence[Row]) -> None:
     console.print(make_table("kB held, by part", {"cache": "name", **dict.fromkeys(parts, "number")}, cells))
     for row in rows:
         console.print(f"{row['cache']}:", style="bold", markup=False)
-        console.print(f"failed with {row['error']}" if row["error"] else row["text"], markup=False, soft_wrap=True)
+        console.print(f"failed with {row['error']}" if row["error"] else row["text"], markup=False)
         console.print()
