@@ -58,24 +58,13 @@ def test_what_json_does_not_know_is_null(value: object, printed: object, capsys:
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {"value": printed}
 
 
-def test_lines_are_folded_between_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    command, path = "`pip install 'this and that' --no-deps --and-more`", "/a/path/that/is/longer/than/a/line/of/forty"
-    line = f"    words, {command} and then more of them, in {path}, to the end"
+def test_lines_are_folded_between_words(capsys: pytest.CaptureFixture[str]) -> None:
+    command, path = f"`pip install '{'this and ' * 9}that'`", "/a" + "/long/path" * 8
+    line = f"    words, {command} and then more of them than stand in a line of eighty columns, in {path} to the end"
     print_line(line)
-    shown = capsys.readouterr().out
-    lines = shown.splitlines()
-    assert " ".join(shown.split()) == line.strip() and all(each.startswith("    ") for each in lines)
-    # What is wider is copied whole: it stands alone
-    assert [each.strip() for each in lines if len(each) > 40] == [command, f"{path},"]
-    print_line("x" * 40)
-    assert capsys.readouterr().out == "x" * 40 + "\n"
-
-
-def test_doctor_fits_a_terminal(run) -> None:
-    lines = run("doctor", code=None).stdout.splitlines()
-    assert any(line.startswith(("Works: ", "Does not work: ")) for line in lines)
-    assert max(map(len, lines)) <= 80
+    shown = capsys.readouterr().out.splitlines()
+    assert " ".join(" ".join(shown).split()) == line.strip() and all(each.startswith("    ") for each in shown)
+    assert [each.strip() for each in shown if len(each) > 80] == [command, path] and len(shown) > 4
 
 
 def test_list(run, read, forgets: None) -> None:
@@ -109,11 +98,9 @@ def test_generate_streams_the_text_and_reports_on_stderr(tiny_folder: str, run, 
     assert together.startswith("dynamic: ") and together.endswith(" ms")
     for said in ("200.0 % of a cache at 16 bits", "prompt of 159 tokens in", "s of processor time"):
         assert said in together
-    assert max(map(len, dynamic.stderr.splitlines())) <= 80
-    gear = run(*arguments, "gear:nbits=8,residual_length=32")
+    gear = " ".join(run(*arguments, "gear:nbits=8,residual_length=32").stderr.split())
     # The share that is still exact, and the word for it
-    assert gear.stderr.startswith("gear: ") and "residual" in gear.stderr
-    assert "are exact" in " ".join(gear.stderr.split())
+    assert gear.startswith("gear: ") and "residual" in gear and "are exact" in gear
     assert read(*arguments, "gear:nbits=8")["settings"]["options"] == {"nbits": 8}
     content = read(*arguments, "dynamic")
     assert content["text"] == dynamic.stdout.removesuffix("\n") and len(content["token_ids"]) == 12

@@ -229,7 +229,7 @@ def _print_recommendation(found: Recommendation, is_decimal: bool) -> None:
     columns |= {"KV %": "number", "max context": "number", "max batch": "number"}
     rows = [_fit_cells(fit, found.recommended, is_decimal, has_host) for fit in found.caches]
     open_console().print(make_table(title, columns, rows))
-    print_line("Nearest to the dense cache first: KL of SmolLM2 behind 1024 tokens; -: not measured. KV %: of 16 bits.")
+    print_line("Nearest to the dense cache first: KL of SmolLM2 behind 1024 tokens; -: not known. KV %: of 16 bits.")
     print_line(found.reason)
     if found.max_context is not None and found.context > found.max_context:
         print_line(f"The model was made for {found.max_context:,} tokens: fewer than were asked for.")

@@ -44,19 +44,12 @@ class _Console(Console):
 
 
 def print_line(text: str, *, stderr: bool = False, style: str | None = None) -> None:
-    """
-    Prints a line, folded between words where it is wider than the console; a path, or what stands in backticks, stays
-    whole, so that it can be copied.
-    """
+    """Prints a line, folded between words to the console's width; what stands in backticks, to copy, stays whole."""
     console = open_console(stderr)
-    if len(text) > console.width:
-        indent = text[: len(text) - len(text.lstrip())]
-        whole = _QUOTED.sub(lambda found: found[0].replace(" ", _NO_BREAK), text)
-        folded = textwrap.fill(
-            whole, console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-        )
-        text = folded.replace(_NO_BREAK, " ")
-    console.print(text, style=style, markup=False, soft_wrap=True)
+    indent = text[: len(text) - len(text.lstrip())]
+    whole = _QUOTED.sub(lambda found: found[0].replace(" ", _NO_BREAK), text)
+    folder = textwrap.TextWrapper(console.width, "", indent, break_long_words=False, break_on_hyphens=False)
+    console.print(folder.fill(whole).replace(_NO_BREAK, " "), style=style, markup=False, soft_wrap=True)
 
 
 def make_table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Table:
