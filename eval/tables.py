@@ -25,7 +25,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcache_plugins.console.display import MIN_NAME_WIDTH, make_table, open_console
+from kvcache_plugins.console.display import MIN_NAME_WIDTH, make_table, open_console, print_line
 
 from .harness import REFERENCE, stretch_stops
 
@@ -147,7 +147,7 @@ def print_markdown(text: str, title: str = "") -> None:
             console.print()
         if not is_table:
             for line in filter(None, lines):
-                console.print(line.replace("`", ""), markup=False, soft_wrap=True)
+                print_line(line.replace("`", ""))
             continue
         heads, _, *rows = ([cell.strip(" `*").replace("`", "") for cell in line[2:-2].split(" | ")] for line in lines)
         sides = list(zip(*rows, strict=True))

@@ -237,5 +237,5 @@ def print_rows(title: str, rows: Sequence[Row]) -> None:
     print_markdown(table([{"cache": name, "sizes": sizes} for name, sizes in held.items()]), "kB held, by part")
     for row in rows:
         console.print(f"{row['cache']}:", style="bold", markup=False)
-        console.print(f"failed with {row['error']}" if row["error"] else row["text"], markup=False, soft_wrap=True)
+        console.print(f"failed with {row['error']}" if row["error"] else row["text"], markup=False)
         console.print()

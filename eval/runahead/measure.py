@@ -399,7 +399,7 @@ def benchmark_runahead(
     table: Annotated[Path | None, typer.Option(help="Of `kvcache-plugins plan`; else slices are measured.")] = None,
     partition: Annotated[list[str] | None, typer.Option(help="Shares such as 0.6,0.4; repeatable.")] = None,
 ) -> Iterator[Found]:
-    """Time to first token of KV-Runahead, TSP, a zig-zag and one rank. All run on this machine and take turns.
+    """Time the first token of KV-Runahead, TSP, a zig-zag, one rank. All run on this machine and take turns.
 
     \b
     Examples:

@@ -12,6 +12,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins import list_caches, predict_memory, register_cache
+from kvcache_plugins.console.display import print_line
 from kvcache_plugins.console.results import print_json
 
 
@@ -57,6 +58,15 @@ def test_what_json_does_not_know_is_null(value: object, printed: object, capsys:
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {"value": printed}
 
 
+def test_lines_are_folded_between_words(capsys: pytest.CaptureFixture[str]) -> None:
+    command, path = f"`pip install '{'this and ' * 9}that'`", "/a" + "/long/path" * 8
+    line = f"    words, {command} and then more of them than stand in a line of eighty columns, in {path} to the end"
+    print_line(line)
+    shown = capsys.readouterr().out.splitlines()
+    assert " ".join(" ".join(shown).split()) == line.strip() and all(each.startswith("    ") for each in shown)
+    assert [each.strip() for each in shown if len(each) > 80] == [command, path] and len(shown) > 4
+
+
 def test_list(run, read, forgets: None) -> None:
     assert run("--version").stdout.startswith("kvcache-plugins 0.")
     register_cache("absent", lambda model: Cache(layers=[]), summary="absent", requires="no-such-package")
@@ -84,12 +94,13 @@ def test_generate_streams_the_text_and_reports_on_stderr(tiny_folder: str, run, 
     arguments = ["generate", "--model", tiny_folder, "--prompt", PROMPT, "--max-new-tokens", "12", "--cache"]
     dynamic = run(*arguments, "dynamic")
     assert len(dynamic.stdout.removesuffix("\n")) == 12
-    assert dynamic.stderr.startswith("dynamic: ") and dynamic.stderr.rstrip().endswith(" ms")
+    together = " ".join(dynamic.stderr.split())
+    assert together.startswith("dynamic: ") and together.endswith(" ms")
     for said in ("200.0 % of a cache at 16 bits", "prompt of 159 tokens in", "s of processor time"):
-        assert said in dynamic.stderr
-    gear = run(*arguments, "gear:nbits=8,residual_length=32")
+        assert said in together
+    gear = " ".join(run(*arguments, "gear:nbits=8,residual_length=32").stderr.split())
     # The share that is still exact, and the word for it
-    assert gear.stderr.startswith("gear: ") and "residual" in gear.stderr and "are exact" in gear.stderr
+    assert gear.startswith("gear: ") and "residual" in gear and "are exact" in gear
     assert read(*arguments, "gear:nbits=8")["settings"]["options"] == {"nbits": 8}
     content = read(*arguments, "dynamic")
     assert content["text"] == dynamic.stdout.removesuffix("\n") and len(content["token_ids"]) == 12
@@ -103,7 +114,7 @@ def test_the_prompt_follows_the_text_of_the_file(tiny_folder: str, tmp_path: Pat
     (tmp_path / "text.txt").write_text("Call me Ishmael.\n")
     options = ["generate", "--model", tiny_folder, "--cache", "dynamic", "--max-new-tokens", "8", "--prompt"]
     together = run(*options, "Call me Ishmael.\n\nIn short:")
-    assert "prompt of 27 tokens" in together.stderr
+    assert "prompt of 27 tokens" in " ".join(together.stderr.split())
     parted = run(*options, "In short:", "--prompt-file", str(tmp_path / "text.txt"))
     piped = run(*options, "In short:", "--prompt-file", "-", input="Call me Ishmael.\n")
     assert parted.stdout == piped.stdout == together.stdout
@@ -118,7 +129,7 @@ def test_sampling_repeats_with_the_seed(tiny_folder: str, run) -> None:
 def test_a_text_that_is_too_short_is_said_to_be(tiny_folder: str, run) -> None:
     options = ["--model", tiny_folder, "--prompt", "12 tokens", "--max-new-tokens", "3", "--cache"]
     for cache in ("gear-2bit", "h2o"):
-        said = run("generate", *options, cache).stderr
+        said = " ".join(run("generate", *options, cache).stderr.split())
         assert said.startswith(f"{cache}: 12 tokens: too short to compress, held exact in ") and "%" not in said
     lines = run("compare", *options, "gear-2bit").stdout.splitlines()
     assert " exact " in next(line for line in lines if line.split()[:1] == ["gear-2bit"])
@@ -191,6 +202,7 @@ def test_recommend_marks_what_to_take(folder: str, run, read) -> None:
     assert all(len(lines[name]) <= 80 for name in ("cache", "infinigen"))
     # The title is folded where the folder's name is long
     assert "in 400.00 kB" in " ".join(result.stdout.split())
+    assert max(map(len, result.stdout.splitlines())) <= 80
     assert "`infinigen` is nearest to the dense cache in measured KL of what fits" in result.stdout
     assert "made for" not in result.stdout and "infinigen" in result.stderr
     assert "No cache fits: the smallest, `" in run(*options, "1kB", code=1).stdout

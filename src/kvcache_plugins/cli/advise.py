@@ -12,7 +12,7 @@ import typer
 
 from kvcache_plugins.advice.byte_sizes import in_thousands, show_bytes
 from kvcache_plugins.console.commands import FAILED
-from kvcache_plugins.console.display import make_table, open_console, track_progress
+from kvcache_plugins.console.display import make_table, open_console, print_line, track_progress
 from kvcache_plugins.console.inputs import JsonOption, ModelOption, default_device
 from kvcache_plugins.console.results import print_json
 from kvcache_plugins.registry import check_caches, describe_caches, list_caches
@@ -98,9 +98,9 @@ def _print_health(report: Mapping[str, Any]) -> None:
     console.print(make_table(f"kvcache-plugins {report['version']}", columns, cells))
     console.print(make_table("This machine", {"what": "word", "found": "name"}, _machine(report)))
     for finding in report["findings"]:
-        console.print(f"{finding['severity']}: {finding['what']}", markup=False, soft_wrap=True)
-        console.print(f"    {finding['advice']}", markup=False, soft_wrap=True)
-    console.print(_verdict(report), style="bold", markup=False, soft_wrap=True)
+        print_line(f"{finding['severity']}: {finding['what']}")
+        print_line(f"    {finding['advice']}")
+    print_line(_verdict(report), style="bold")
 
 
 def _machine(report: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -228,19 +228,14 @@ def _print_recommendation(found: Recommendation, is_decimal: bool) -> None:
     columns |= {"in host": "number"} if has_host else {}
     columns |= {"KV %": "number", "max context": "number", "max batch": "number"}
     rows = [_fit_cells(fit, found.recommended, is_decimal, has_host) for fit in found.caches]
-    console = open_console()
-    console.print(make_table(title, columns, rows))
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, soft_wrap=True)
-
-    say("Nearest to the dense cache first: KL of SmolLM2 behind 1024 tokens; -: not measured. KV %: of 16 bits.")
-    say(found.reason)
+    open_console().print(make_table(title, columns, rows))
+    print_line("Nearest to the dense cache first: KL of SmolLM2 behind 1024 tokens; -: not known. KV %: of 16 bits.")
+    print_line(found.reason)
     if found.max_context is not None and found.context > found.max_context:
-        say(f"The model was made for {found.max_context:,} tokens: fewer than were asked for.")
+        print_line(f"The model was made for {found.max_context:,} tokens: fewer than were asked for.")
     for reason in dict.fromkeys(found.not_sized.values()):
         names = ", ".join(name for name, why in found.not_sized.items() if why == reason)
-        say(f"Left out: {names}: {reason}")
+        print_line(f"Left out: {names}: {reason}")
 
 
 def _fit_cells(fit: CacheFit, recommended: str | None, is_decimal: bool, has_host: bool) -> list[str]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +23,9 @@ from rich.text import Text
 # A pipe has the width that COLUMNS says, or that of most terminals
 PIPE_WIDTH = 80
 MIN_NAME_WIDTH = 9
+_QUOTED = re.compile("`[^`]*`")
+# Stands for a space where no line may end
+_NO_BREAK = "\0"
 Announce = Callable[[str], None]
 
 
@@ -38,9 +43,13 @@ class _Console(Console):
         raise
 
 
-def print_line(text: str, *, stderr: bool = False) -> None:
-    """Prints a line as it is, however long."""
-    open_console(stderr).print(text, markup=False, soft_wrap=True)
+def print_line(text: str, *, stderr: bool = False, style: str | None = None) -> None:
+    """Prints a line, folded between words to the console's width; what stands in backticks, to copy, stays whole."""
+    console = open_console(stderr)
+    indent = text[: len(text) - len(text.lstrip())]
+    whole = _QUOTED.sub(lambda found: found[0].replace(" ", _NO_BREAK), text)
+    folder = textwrap.TextWrapper(console.width, "", indent, break_long_words=False, break_on_hyphens=False)
+    console.print(folder.fill(whole).replace(_NO_BREAK, " "), style=style, markup=False, soft_wrap=True)
 
 
 def make_table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Table:
