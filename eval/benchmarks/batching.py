@@ -162,14 +162,11 @@ class BatchedSteps:
 def _decode_plainly(
     network: PreTrainedModel, windows: torch.Tensor, prefix: int, make: Callable[[], Cache]
 ) -> tuple[torch.Tensor, float]:
-    """Decodes windows one by one behind their prefixes; returns all logits, and bytes a token."""
-    found, held = [], 0.0
-    for window in windows:
-        cache = make()
-        fill_cache(network, window[:prefix], cache)
-        found.append(continuation_logits(network, window[prefix:], cache, 1))
-        held += measure_memory(cache).total_bytes / windows.numel()
-    return torch.stack(found), held
+    """Decodes windows side by side behind their prefixes; returns all logits, and bytes a token."""
+    cache = make()
+    fill_cache(network, windows[:, :prefix], cache)
+    logits = continuation_logits(network, windows[:, prefix:], cache, 1)
+    return logits, measure_memory(cache).total_bytes / windows.numel()
 
 
 @benchmark("batching_kl", "KL of {scored} tokens decoded by a batch's steps behind {prefix}, {model}")
@@ -206,7 +203,7 @@ def benchmark_batching_kl(
         ways: dict[str, tuple[torch.Tensor, float]] = {"plain": decode_plainly(partial(create_cache, name, network))}
         for num_recent in recent:
             with compressed_batching(network, name, text=text, num_recent_tokens=num_recent) as batching:
-                steps = BatchedSteps(network, *fed.shape, page_size, most_tokens=requests * prefix)
+                steps = BatchedSteps(network, requests, fed.shape[1], page_size, most_tokens=requests * prefix)
                 steps.read(fed[:, :prefix].tolist(), 0)
                 rows = [steps.read(each.tolist(), at) for at, each in enumerate(fed[:, prefix:].split(1, 1), prefix)]
                 if batching.stats()["dense_reads"]:

@@ -304,9 +304,10 @@ def evaluate_fidelity(
     factories = harness.cache_factories(cache, loaded)
     set_seed(seed)
     if own:
+        writer: Any = loaded
         read = torch.stack(cut)[:, :prefix].to(loaded.device)
         length = {"max_new_tokens": scored + 1, "min_new_tokens": scored + 1}
-        cut = list(loaded.generate(read, attention_mask=torch.ones_like(read), do_sample=True, **length))
+        cut = list(writer.generate(read, attention_mask=torch.ones_like(read), do_sample=True, **length))
     with track_progress(math.ceil(windows / batch) * len(factories)) as announce:
         found = measure_fidelity(
             loaded, cut, factories, prefix_length=prefix, chunk=chunk, batch=batch, on_progress=announce

@@ -194,7 +194,7 @@ class RowStreams:
 def _deflate(sections: list[Array]) -> bytes:
     # Every section has Huffman codes of its own; matches of few bytes would cost more than they save
     deflate = zlib.compressobj(4, zlib.DEFLATED, -zlib.MAX_WBITS, 9, zlib.Z_FILTERED)
-    parts = [deflate.compress(np.ascontiguousarray(each)) + deflate.flush(zlib.Z_SYNC_FLUSH) for each in sections]
+    parts = [deflate.compress(each.tobytes()) + deflate.flush(zlib.Z_SYNC_FLUSH) for each in sections]
     return b"".join([*parts, deflate.flush()])
 
 
