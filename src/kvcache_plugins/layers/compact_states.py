@@ -29,7 +29,7 @@ _STREAM = "stream"
 
 def compact_states(
     layers: Sequence[CacheLayerMixin], states: Sequence[State], tables: Sequence[CodecState | None] = ()
-) -> list[State]:
+) -> list[Any]:
     """Puts streams for rows in `states` of layers where they can; `tables` are given if states are without theirs."""
     return _convert(_write, ROWS, layers, states, tables)
 

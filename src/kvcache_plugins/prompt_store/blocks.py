@@ -190,10 +190,9 @@ class PromptCache(GEARCache):
         length, options, blocks = self.record.length, self.gear_config.to_options(), {}
         for number in numbers:
             tokens, windows = slice(number * length, (number + 1) * length), self.record.windows.get(number, {})
-            layers: list[Any] = [
-                windows.get(index) or _cut(state, index, tokens) for index, state in enumerate(states)
-            ]
-            layers = compact_states(self.layers, layers, tables) if compact else layers
+            layers = [windows.get(index) or _cut(state, index, tokens) for index, state in enumerate(states)]
+            if compact:
+                layers = compact_states(self.layers, layers, tables)
             blocks[number] = PromptBlock(
                 previous=keys[number],
                 start=tokens.start,
