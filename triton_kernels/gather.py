@@ -45,30 +45,11 @@ _NOT_SPECIALIZED = [
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _move_rows_kernel(
-    page_addresses_ptr,
-    slots_ptr,
-    count_ptr,
-    rows_ptr,
-    num_matrices,
-    num_heads,
-    num_slots,
-    slots_stride_b,
-    slots_stride_h,
-    slots_stride_k,
-    count_stride_b,
-    count_stride_h,
-    rows_stride_b,
-    rows_stride_h,
-    rows_stride_k,
-    PAGE_TOKENS: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
-    WORD_BYTES: tl.constexpr,
-    PAGE_ALIGNMENT: tl.constexpr,
-    ROW_ALIGNMENT: tl.constexpr,
-    WRITES: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-):
+    page_addresses_ptr, slots_ptr, count_ptr, rows_ptr, num_matrices, num_heads, num_slots, slots_stride_b,
+    slots_stride_h, slots_stride_k, count_stride_b, count_stride_h, rows_stride_b, rows_stride_h, rows_stride_k,
+    PAGE_TOKENS: tl.constexpr, NUM_WORDS: tl.constexpr, WORD_BYTES: tl.constexpr, PAGE_ALIGNMENT: tl.constexpr,
+    ROW_ALIGNMENT: tl.constexpr, WRITES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
     """Some tiles of the rows of some heads; the programs of a head take turns. Alignments are in bytes, else words."""
     word: tl.constexpr = rows_ptr.dtype.element_ty
     for matrix in range(tl.program_id(0), num_matrices, tl.num_programs(0)):

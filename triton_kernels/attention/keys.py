@@ -56,18 +56,9 @@ _SUBNORMAL = tl.constexpr(2.0**24)
 
 @triton.jit
 def score_codes(
-    queries,
-    query_sums,
-    codes_ptr,
-    scale_ptr,
-    zero_ptr,
-    token_in_use,
-    SIDE: tl.constexpr,
-    PARTS: tl.constexpr,
-    PACKED: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
+    queries, query_sums, codes_ptr, scale_ptr, zero_ptr, token_in_use, SIDE: tl.constexpr, PARTS: tl.constexpr,
+    PACKED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
     """
     `keys query^T` `[tokens, rows]`, with keys `zero + scale * code`.
 

@@ -70,25 +70,10 @@ def one_hot(number_ptr, rows, columns, PACKED: tl.constexpr):
 
 @triton.jit
 def score_outliers(
-    scores,
-    query_rows_ptr,
-    row_in_use,
-    inverse_query_power,
-    number_ptr,
-    index_ptr,
-    value_ptr,
-    offset_ptr,
-    head,
-    num_heads,
-    first_token,
-    limit,
-    STORED_TILES: tl.constexpr,
-    SIDE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    PARTS: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+    scores, query_rows_ptr, row_in_use, inverse_query_power, number_ptr, index_ptr, value_ptr, offset_ptr, head,
+    num_heads, first_token, limit, STORED_TILES: tl.constexpr, SIDE: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
     """`scores` `[tokens, rows]` with what the entries add to `keys query^T`."""
     for number in tl.static_range(STORED_TILES):
         first, last, start = load_bounds(offset_ptr, head, num_heads, first_token, limit, number)
@@ -103,25 +88,10 @@ def score_outliers(
 
 @triton.jit
 def weigh_outliers(
-    outputs,
-    probabilities,
-    reference,
-    number_ptr,
-    index_ptr,
-    value_ptr,
-    offset_ptr,
-    head,
-    num_heads,
-    first_token,
-    limit,
-    SIDE: tl.constexpr,
-    STORED_TILES: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    PARTS: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+    outputs, probabilities, reference, number_ptr, index_ptr, value_ptr, offset_ptr, head, num_heads, first_token,
+    limit, SIDE: tl.constexpr, STORED_TILES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
     """Outputs with what the entries add to `values^T probabilities`."""
     inverse = inverse_power(reference)
     for number in tl.static_range(STORED_TILES):

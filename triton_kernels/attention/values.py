@@ -42,20 +42,9 @@ def empty_outputs(SIDE: tl.constexpr, BLOCK_R: tl.constexpr):
 
 @triton.jit
 def weigh_codes(
-    outputs,
-    zero_sums,
-    reference,
-    probabilities,
-    decay,
-    codes_ptr,
-    scale_ptr,
-    zero_ptr,
-    token_in_use,
-    SIDE: tl.constexpr,
-    PARTS: tl.constexpr,
-    PACKED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
+    outputs, zero_sums, reference, probabilities, decay, codes_ptr, scale_ptr, zero_ptr, token_in_use,
+    SIDE: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
     """
     Outputs decayed plus `values^T probabilities`, with values `zero + scale * code`.
 
@@ -110,19 +99,9 @@ def weigh_codes(
 
 @triton.jit
 def store_partials(
-    output_ptr,
-    maximum_ptr,
-    total_ptr,
-    outputs,
-    zero_sums,
-    reference,
-    maximum,
-    total,
-    rows,
-    num_rows,
-    SIDE: tl.constexpr,
-    PLANES: tl.constexpr,
-):
+    output_ptr, maximum_ptr, total_ptr, outputs, zero_sums, reference, maximum, total, rows, num_rows,
+    SIDE: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
     """Stores what program (head, split, rows) of the grid has summed: planes of codes as if they were splits."""
     row_in_use = rows < num_rows
     split = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
