@@ -32,7 +32,12 @@ def benchmark_files(
     rounds: Annotated[int, typer.Option(help="Times that a file is loaded.", min=1)] = 5,
     num_threads: Annotated[int, typer.Option(min=1)] = 1,
 ) -> Iterator[Found]:
-    """Measure files of caches: bytes and seconds, and whether a loaded cache goes on as the one that was saved."""
+    """Measure files of saved caches. Bytes, speed, and whether a loaded cache goes on as the saved one.
+
+    \b
+    Examples:
+        kvcache-plugins bench files --cache gear --cache gear-c16 --context 4096 --text-file book.txt
+    """
     network, tokenizer = load_for_evaluation(model)
     token_ids = read_tokens(tokenizer, read_text(text_file, "text_file"), max(context) + _NUM_NEXT, network.device)
     for length in context:

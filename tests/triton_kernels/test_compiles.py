@@ -125,18 +125,18 @@ LONG = {
     "gfx90a": ["kivi-2bit-d128"],
 }
 # Warp instructions a cached number of the loop over whole tiles, on an H100, and how much more is taken for the same
-COUNTS = {"t16-d64": 0.303, "t16-d128": 0.281, "t16-trellis-d64": 0.348, "c16-d64": 0.340, "c16-d128": 0.436}
+COUNTS = {"t16-d64": 0.223, "t16-d128": 0.198, "t16-trellis-d64": 0.310, "c16-d64": 0.268, "c16-d128": 0.246}
 MARGIN = 0.05
 # Bytes that a thread of attention over groups may spill. Where 168 or 128 registers let one more program run at once,
 # the assembler itself puts a few into local memory rather than use another register
 MAX_SPILLED = 32
 # What spills more must not get worse: kernels with low rank and outliers both, mostly what is used once a chunk, and
-# those of two parts (ranks and padding are data, so that one kernel serves all prompts, which costs registers); bases
-# of 128 channels, which do not fit into registers; and values that are turned back in the kernel in float32
+# those of two parts (ranks and padding are data, so that one kernel serves all prompts, which costs registers); and bases
+# of 128 channels, which do not fit into registers
 SPILLED = {
     **{("attend", "gear-2bit-d64"): 72, ("attend", "gear-2bit-d128"): 176, ("attend", "gear-3bit-d128"): 168},
     **{("attend", "gear-l-2bit-d128"): 64, ("attend", "kcvt-4bit-d128-float32"): 64},
-    **{("80", "c16-d64"): 24, ("86", "c16-d64-device"): 56, ("90", "c16-d128"): 80, ("90", "t16-d128-float32"): 16},
+    ("90", "c16-d128"): 24,
 }
 # Shared memory of a program, in bytes: the least of any GPU since sm_80 (RTX 30 and 40), AMD's, and that of an H200
 MAX_SHARED, MAX_SHARED_AMD, MAX_SHARED_H200 = 99 * 1024, 65536, 232448

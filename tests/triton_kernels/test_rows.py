@@ -98,7 +98,9 @@ def test_scores_alone(form, case, length, padding):
     keys = part.codec.decode_keys(part.keys, part.positions)[:, :, :length].double()
     expected = query.double() @ keys.mT
     assert scores.shape == expected.shape and scores.dtype == torch.float32
-    assert (scores.double() - expected).norm() < TOLERANCE[torch.float16] * expected.norm()
+    # Over the lengths of query and key: products of which a single score is the sum may cancel
+    lengths = query.double().norm(dim=3, keepdim=True) * keys.norm(dim=3)[:, :, None]
+    assert (scores.double() - expected).norm() < 5e-4 * lengths.norm()
 
 
 @pytest.mark.each_value

@@ -260,14 +260,11 @@ def make_value_table(values: torch.Tensor, valid: torch.Tensor, total: int, quan
     deviation = energy.sqrt()
     if stored_mean is not None:
         deviation = deviation.maximum(_LEAST_OF_STEADY * stored_mean.float().square().mean(dim=2).sqrt())
-    widths = _value_widths(total, head_dim, values.device).repeat(batch_size, num_heads, 1)
+    # Of the same energy, blocks have two neighbouring widths, the wider first: kernels count on it
+    width, rest = divmod(total, -(-head_dim // BLOCK))
+    widths = torch.full((batch_size, num_heads, -(-head_dim // BLOCK)), width, device=values.device)
+    widths[..., :rest] += 1
     return _make_table(head_dim, quantizer, total, stored_mean, deviation[:, :, None], widths)
-
-
-def _value_widths(total: int, head_dim: int, device: torch.device) -> torch.Tensor:
-    """Lists two neighbouring widths of blocks, the wider first, which are of the same energy. Kernels count on it."""
-    count = num_blocks(head_dim)
-    return (torch.arange(count, device=device) < total % count).long() + total // count
 
 
 def _make_table(
@@ -339,7 +336,8 @@ def _table(
         raise ValueError(f"`{path}.order` has to name every channel once")
     if bool((widths.sum(dim=-1) != size).any()):
         raise ValueError(f"`{path}.widths` have to be {size} together in every head")
-    if not is_of_keys and bool((widths != _value_widths(size, head_dim, widths.device)).any()):
+    is_wider, is_much_wider = widths[..., 1:] > widths[..., :-1], widths[..., 0] > widths[..., -1] + 1
+    if not is_of_keys and bool(is_wider.any() | is_much_wider.any()):
         raise ValueError(f"`{path}.widths` have to be the same but for one bit, the wider first")
     return _make_table(head_dim, quantizer, size, tensors.get("mean"), tensors["deviation"], widths, order, rope)
 
