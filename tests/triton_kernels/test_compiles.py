@@ -131,8 +131,8 @@ MARGIN = 0.05
 # the assembler itself puts a few into local memory rather than use another register
 MAX_SPILLED = 32
 # What spills more must not get worse: kernels with low rank and outliers both, mostly what is used once a chunk, and
-# those of two parts (ranks and padding are data, so that one kernel serves all prompts, which costs registers); and bases
-# of 128 channels, which do not fit into registers
+# those of two parts (ranks and padding are data, so that one kernel serves all prompts, which costs registers); and
+# bases of 128 channels, which do not fit into registers
 SPILLED = {
     **{("attend", "gear-2bit-d64"): 72, ("attend", "gear-2bit-d128"): 176, ("attend", "gear-3bit-d128"): 168},
     **{("attend", "gear-l-2bit-d128"): 64, ("attend", "kcvt-4bit-d128-float32"): 64},
