@@ -1,15 +1,45 @@
-"""Caches that code every token by itself: errors that bits and rotations lower, and refusals without harm."""
+"""Caches that code every token by itself: equal to attention over what they decode to, and refusals without harm."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.baselines import LlamaCppCache
+from kvcache_plugins.baselines import LlamaCppCache, TurboQuantCache
 from kvcache_plugins.baselines.coded_cache import CodedTokensCache
+from kvcache_plugins.codecs import parts
 from kvcache_plugins.registry import list_caches
 
 
 NAMES = [*list_caches("turboquant-*"), *list_caches("llamacpp-*")]
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def caches() -> list[CodedTokensCache]:
+    return [create_cache(name) for name in NAMES] + [TurboQuantCache(nbits=3, residual=True)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_attention_is_that_over_what_rows_stand_for(
+    head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "TILE_TOKENS", 16)
+    for cache in caches():
+        for count in (37, 1, 5):
+            keys, values = (torch.randn(2, 2, count, head_dim).to(dtype) for _ in range(2))
+            query = torch.randn(2, 6, count, head_dim).to(dtype)
+            lazy = cache.update(keys, values, 0)
+            mask = torch.ones(count, cache.get_seq_length(), dtype=torch.bool).tril(cache.get_seq_length() - count)
+            output = F.scaled_dot_product_attention(query, *lazy, attn_mask=mask, enable_gqa=True)
+        layer = cache.layers[0]
+        dense = [layer.materialize(side).float() for side in ("keys", "values")]
+        expected = F.scaled_dot_product_attention(query.float(), *dense, attn_mask=mask, enable_gqa=True)
+        assert output.dtype == dtype
+        torch.testing.assert_close(output.float(), expected, atol=2e-5 if dtype == torch.float32 else 2e-2, rtol=0)
+        stats = cache.stats()
+        assert (stats["attend_calls"], stats["tokens_compressed"], stats["tokens_exact"]) == (2, 43, 0)
 
 
 def coded(cache: CodedTokensCache, states: torch.Tensor, side: str) -> torch.Tensor:

@@ -6,6 +6,8 @@ import torch
 from kvcache_plugins.codecs.quantization import (
     SUPPORTED_NBITS,
     Grouping,
+    are_in_range,
+    check_range,
     dequantize,
     expand_groups,
     pack,
@@ -47,6 +49,20 @@ def test_error_is_at_most_half_a_step(nbits, name):
     assert (error <= 0.5 * step + 2e-3 * states.abs().amax()).all()
     assert codes.max() == 2**nbits - 1
     assert codes.min() == 0
+
+
+@pytest.mark.parametrize("bad", [1e6, -1e6, float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", GROUPINGS)
+def test_states_beyond_float16_are_told(name, masked, bad):
+    states = torch.randn(1, 2, 1, 8, 4)
+    keep = (torch.arange(8) > 1)[:, None].expand(1, 2, 1, 8, 4) if masked else None
+    _, *fitting = quantize(states, keep, 4, GROUPINGS[name])
+    check_range(are_in_range(*fitting))
+    states[0, 1, 0, 5, 2] = bad
+    _, *exceeding = quantize(states, keep, 4, GROUPINGS[name])
+    with pytest.raises(ValueError, match="range of float16"):
+        check_range(are_in_range(*fitting), are_in_range(*exceeding))
 
 
 @pytest.mark.parametrize("nbits", SUPPORTED_NBITS)

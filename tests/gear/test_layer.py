@@ -167,3 +167,27 @@ def test_padding_that_spans_several_updates_enters_no_range():
         return layer.materialize("keys")
 
     assert torch.equal(in_two_updates(keys, values)[1, :, 400:], in_two_updates(*spoiled)[1, :, 400:])
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("count", [1, 10, 40, 100, 190, 270, 290, 300])
+def test_crop_is_as_if_the_tokens_had_not_been(method, count):
+    layer = make_layer(**METHODS[method], residual_length=32)
+    feed(layer, *states(2, 200), padding=[0, 60])
+    decode(layer, 100)
+    dense = {side: layer.materialize(side) for side in ("keys", "values")}
+    stored = sum(tensor.nbytes for _, tensor in layer.named_tensors())
+    layer.crop(-count)
+    assert layer.get_seq_length() == 300 - count
+    for side, before in dense.items():
+        assert torch.equal(layer.materialize(side), before[:, :, : 300 - count])
+    assert sum(tensor.nbytes for _, tensor in layer.named_tensors()) <= stored
+    if count < 300:
+        after = [tensor.clone() for tensor in states(2, 1)]
+        keys, values = layer.update(*after)
+        assert torch.equal(keys.densify()[:, :, -1:], after[0])
+        decode(layer, 70)
+        # Of the 300 tokens the last 4 were still exact, and are compressed only now
+        kept = min(300 - count, 296)
+        assert torch.equal(layer.materialize("keys")[:, :, :kept], dense["keys"][:, :, :kept])

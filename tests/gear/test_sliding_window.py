@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvcache_plugins.contract.comparison import reachable_bytes
+from kvcache_plugins.contract.subject import RECORDS_PAST
 from kvcache_plugins.gear import GEARCache
 
 
@@ -82,6 +83,24 @@ def test_memory_is_bounded_and_counted():
         assert held <= window - 1 + 64 + CHUNK
     assert max(sizes[100:]) <= max(sizes[:100]) and spare <= max(sizes) // 5
     assert layer.prefix is None and layer.num_values() == 2 * 2 * NUM_HEADS * (window - 1) * HEAD_DIM
+
+
+@pytest.mark.skipif(not RECORDS_PAST, reason="the dense layer of this release cannot be rolled back")
+def test_rollback():
+    torch.manual_seed(2)
+    window, padding = 70, (0, 9)
+    layers = DynamicSlidingWindowLayer(sliding_window=window), make_layer(window)
+    feed(layers, window, 120, padding, "prompt")
+    for layer in layers:
+        layer.activate_past_recording()
+    for step, (drafted, rejected) in enumerate([(6, 4), (6, 0), (9, 9), (5, 1), (30, 29)] * 6):
+        for num_new in (1, drafted - 1):
+            feed(layers, window, num_new, padding, f"round {step}")
+        for layer in layers:
+            layer.crop(-rejected)
+        assert layers[0].get_seq_length() == layers[1].get_seq_length()
+    feed(layers, window, 1, padding, "at last")
+    assert layers[1]._held_start > 0
 
 
 def test_newest_update_can_be_taken_back_and_more_is_refused():

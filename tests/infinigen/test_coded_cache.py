@@ -48,3 +48,14 @@ def test_bytes_are_a_fraction_of_infinigens(tiny_model) -> None:
     # 13 bytes of codes and a scale, instead of 64 numbers in float32
     assert coded["bytes_fetched"] / plain["bytes_fetched"] == 14 / 256
     assert caches[1].memory().total_bytes < caches[0].memory().total_bytes / 5
+
+
+@pytest.mark.parametrize("length, padding", [(75, 8), (64, 1), (130, 66), (150, 81)])
+def test_a_padded_row_is_as_alone(length, padding, tiny_model) -> None:
+    """The host makes room for as many tokens as the batch is long, and fewer of them are real."""
+    model, prompt, steps = tiny_model("llama"), tokens(length), tokens(4, seed=1)
+    mask = (torch.arange(length) >= padding).long()[None]
+    with InfiniGenGEARCache(model, **EVERYTHING) as cache:
+        logits = decode_logits(model, cache, prompt, steps, mask)
+    with InfiniGenGEARCache(model, **EVERYTHING) as cache:
+        assert_same(logits, decode_logits(model, cache, prompt[:, padding:], steps), 1e-3)
