@@ -13,9 +13,9 @@ import typer
 from kvcache_plugins.console.inputs import CachesOption, ModelOption, load_for_evaluation, read_text
 from kvcache_plugins.eval.benchmark import benchmark
 from kvcache_plugins.eval.harness import read_tokens
+from kvcache_plugins.eval.measures.fidelity import continuation_logits, fill_cache
 from kvcache_plugins.eval.rows import Found
 from kvcache_plugins.gear import GEARCache
-from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import create_cache
 from kvcache_plugins.reports.memory import measure_memory
 
@@ -43,8 +43,8 @@ def benchmark_files(
     for length in context:
         for spec in cache:
             saved: Any = create_cache(spec, network)
-            with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-                network(token_ids[:, :length], **as_argument(saved), logits_to_keep=1)
+            with tempfile.TemporaryDirectory() as folder:
+                fill_cache(network, token_ids[:, :length], saved)
                 bytes_of_16_bits = 2 * measure_memory(saved).num_values
                 row: dict[str, Any] = {"cache": spec, "context": length, "bytes_of_16_bits": bytes_of_16_bits}
                 for form in ("plain", "compact"):
@@ -58,5 +58,5 @@ def benchmark_files(
                         seconds.append(time.process_time() - start)
                     row[f"{form}_bytes_per_s"] = bytes_of_16_bits / statistics.median(seconds)
                 following = token_ids[:, length : length + _NUM_NEXT]
-                both = [network(following, **as_argument(each)).logits for each in (saved, loaded)]
+                both = [continuation_logits(network, following, each) for each in (saved, loaded)]
                 yield row | {"is_same": torch.equal(*both)}

@@ -70,9 +70,11 @@ class RowStreams:
         Writes rows `[H, T, R]`, expected by the points `below` where that saves bytes, and returns their points too;
         `None` for what no stream can hold: rows that do not end with zeros, or that are too much alike.
         """
-        bytes_of_rows = rows.cpu().numpy()
+        rows = rows.cpu()
+        bytes_of_rows = rows.numpy()
         scales = np.ascontiguousarray(bytes_of_rows[:, :, 0].T)
-        words = self._unpack(bytes_of_rows)
+        codes = QUANTIZERS["lloyd-max"].unpack(rows[None], torch.from_numpy(self.widths)[None])[0]
+        words = _words(codes.to(torch.uint8).transpose(0, 1).flatten(1, 2).numpy())
         stream = _PLAIN + _deflate([scales, *self._sections(words)])
         num_below = _MOST_CHANNELS + 1 if below is None else below.numbers.shape[1]
         if below is not None and num_below <= min(_MOST_CHANNELS, rows.shape[1] / _LEAST_TOKENS):
@@ -125,18 +127,8 @@ class RowStreams:
         sizes = (len(blocks) * BLOCK // _TOGETHER.get(width, 1) for width, blocks in self._blocks.items())
         return num_tokens * (len(self.widths) + sum(sizes))
 
-    def _unpack(self, rows: Array) -> Array:
-        """Codes of rows `[H, T, R]` as words `[T, H N]`, a code in every byte."""
-        lanes = np.zeros((rows.shape[1], self.widths.size, BLOCK), np.uint8)
-        for number, head, place in self._places:
-            lanes[:, number, : place.stop - place.start] = rows[head, :, place]
-        words = _words(lanes)
-        for width, blocks in self._blocks.items():
-            words[:, blocks] = _spread(words[:, blocks], width, BLOCK)
-        return words
-
     def _pack(self, words: Array, scales: Array) -> Array:
-        """Makes rows `[H, T, R]` of codes and of scales `[T, H]`."""
+        """Makes rows `[H, T, R]` of codes and of scales `[T, H]`: as `Quantizer.pack`, in half of its time."""
         rows = np.zeros((len(self.widths), len(words), self.row_size), np.uint8)
         rows[:, :, 0] = scales.T
         packed = np.empty_like(words)
