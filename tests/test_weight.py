@@ -45,7 +45,7 @@ ROOMS = {
     "all of src": Room(("src",), 20_000, 29_990),
     "triton_kernels": Room(("triton_kernels",), 3_500, 3_885),
     "eval": Room(("eval",), 5_500, 6_955),
-    "tests": Room(("tests",), 15_000, 24_720),
+    "tests": Room(("tests",), 15_000, 24_760),
 }
 
 

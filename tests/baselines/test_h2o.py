@@ -132,6 +132,18 @@ def test_tiles_change_nothing(tiny_llama, monkeypatch):
         assert torch.allclose(logits, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
 
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("ratios", [(0.5, 0.5), (0.9, 0.1), (1.0, 1.0)], ids=str)
+def test_shares_of_a_whole_equal_a_dense_cache(tiny_model, ratios, attn_implementation):
+    model = tiny_model("llama", attn_implementation=attn_implementation)
+    for grow in (True, False):
+        cache = H2OCache(model.config, heavy_ratio=ratios[0], recent_ratio=ratios[1], grow=grow)
+        expected = run(model, DynamicCache(), PADDING)
+        assert torch.allclose(run(model, cache, PADDING), expected, rtol=0, atol=TOLERANCE * expected.abs().max())
+        assert cache.stats()["tokens_dropped"] == 0
+
+
 def test_keeps_what_the_budget_says(tiny_llama):
     cache = H2OCache(heavy_ratio=0.1, recent_ratio=0.1)
     feed(tiny_llama, cache, torch.randint(3, 128, (2, 400)))
@@ -188,6 +200,27 @@ def test_chunk_gives_its_room_back(tiny_llama):
     assert cache.layers[0].kept.num_slots == 550
     feed(tiny_llama, cache, torch.randint(3, 128, (1, 1)))
     assert cache.layers[0].kept.num_slots == 101
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 1), (6, 4), (50, 30), (50, 50)])
+def test_crop_of_the_newest_update_leaves_no_trace(tiny_llama, size, count):
+    prompt, drafted = torch.randint(3, 128, (2, 100)), torch.randint(3, 128, (2, size))
+    steps = torch.randint(3, 128, (2, 8)).split(1, dim=1)
+    cropped, straight = H2OCache(**SMALL), H2OCache(**SMALL)
+    for cache in (cropped, straight):
+        feed(tiny_llama, cache, prompt)
+        feed(tiny_llama, cache, steps[0])
+    feed(tiny_llama, cropped, drafted)
+    cropped.crop(-count)
+    if count < size:
+        feed(tiny_llama, straight, drafted[:, :-count])
+    if size > 32 and count > 32:
+        # Beyond what can be taken back, the weights of removed queries stay
+        assert cropped.get_seq_length() == straight.get_seq_length()
+        return
+    for step in steps[1:]:
+        logits, expected = (feed(tiny_llama, cache, step) for cache in (cropped, straight))
+        assert torch.allclose(logits, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
 
 
 def test_crop_into_dropped_history_tells_the_truth(tiny_llama):

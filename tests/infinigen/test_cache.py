@@ -75,6 +75,17 @@ def test_rules_fetch_few_tokens_and_stay_near(llama: PreTrainedModel, rule: dict
     assert errors[False] < 0.4
 
 
+def test_several_new_tokens_attend_to_everything(llama: PreTrainedModel) -> None:
+    """A second turn is exact attention over the pool, whatever the rule."""
+    prompt, turn = tokens(200), tokens(30, seed=1)
+    with InfiniGenCache(llama, share=0.01, full_layers=()) as cache, torch.no_grad():
+        llama(prompt, past_key_values=cache)
+        logits = llama(turn, past_key_values=cache).logits
+    expected = llama(torch.cat([prompt, turn], dim=1)).logits[:, 200:]
+    assert_same(logits, expected)
+    assert cache.stats()["exact_calls"] == 3
+
+
 def test_memory_is_what_is_stored(llama: PreTrainedModel) -> None:
     with InfiniGenCache(llama) as cache:
         decode_logits(llama, cache, tokens(300), tokens(2, seed=1))
