@@ -7,7 +7,7 @@ Six parts, each in a process of its own, so that one that crashes or hangs takes
 - `checks`: on the GPU the kernels' tests, and attention of every GEAR preset over what it has stored;
 - `attention`: decode attention alone, from compressed storage and by PyTorch's own kernels;
 - `step`: whole decode steps of a model with the shapes of an 8B Llama and random weights, caches taking turns;
-- `captured`: the same steps of GEAR caches as CUDA graphs, beside those without;
+- `captured`: steps of a quarter of its layers as CUDA graphs, with GEAR caches and `StaticCache`, also of batches;
 - `infinigen`: decode steps over 32768 tokens in host memory, against offloading all of them and having all at hand;
 - `batch`: the largest batch that fits into 40 GiB, its throughput and its peak.
 
@@ -106,6 +106,8 @@ class Run:
 
 
 LLAMA_8B = llama(128256, 4096, 14336, 32, 32, 8, 131072)
+# Compiling all layers takes minutes, and each layer does the same
+LLAMA_8B_QUARTER = {**LLAMA_8B, "num_hidden_layers": 8}
 TESTS = (
     "tests/triton_kernels/test_attention.py",
     "tests/triton_kernels/test_rows.py",
@@ -126,15 +128,18 @@ STEP_CACHES = (
     *("dynamic", "gear", "gear-2bit", "gear-4bit", "kivi-2bit", "static"),
     *("quanto-4bit", "quanto-2bit", "hqq-4bit", "hqq-2bit"),
 )
-# As CUDA graphs, beside the same without
+# As CUDA graphs. Shapes are batch sizes and contexts
 CAPTURED = ", captured"
-CAPTURED_CACHES = ("dynamic", *(f"{name}{way}" for name in ("gear", "gear-t16") for way in ("", CAPTURED)))
+CAPTURED_CACHES = ("dynamic", "gear", *(f"{name}{CAPTURED}" for name in ("static", "gear", "gear-t16")))
+CAPTURED_SHAPES = ((1, 4096), (16, 8192), (1, 32768))
+# Tokens that a model reads at a time, in all sequences
+_READ_AT_ONCE = 65536
 # More than a chunk, so that every cache compresses one on the way
 STEPS = 72
 # Processes that share the tests: kernels are compiled for nearly every one, which is work for CPUs
 _TEST_PROCESSES = "8"
-# Tokens of a captured cache; and steps until a graph of it is recorded, kernels are compiled, tokens are in a pool
-_CAPACITY, _NUM_WARM = 8192, 3
+# Steps until a graph is recorded, kernels are compiled, tokens are in a pool
+_NUM_WARM = 3
 
 
 def random_tokens(model: PreTrainedModel, count: int, batch_size: int = 1) -> torch.Tensor:
@@ -211,27 +216,31 @@ def time_whole_steps(
     context: int = 4096,
     steps: int = STEPS,
     caches: Sequence[str] = STEP_CACHES,
+    batch_size: int = 1,
 ) -> None:
     """
-    Times whole decode steps of a model at batch 1, caches taking turns, those that are `CAPTURED` as CUDA graphs; how
-    far logits are from the first cache's stands beside them.
+    Times whole decode steps of a model, caches taking turns, those that are `CAPTURED` as CUDA graphs; how far logits
+    are from the first cache's stands beside them.
     """
-    report, network = run.open(name, "step", model, steps=steps), random_model(model, DTYPE, run.device)
+    report = run.open(name, "step", model, steps=steps, batch_size=batch_size)
+    network = random_model(model, DTYPE, run.device)
     options = {"mode": "reduce-overhead"} if run.device.type == "cuda" else {"backend": "eager"}
     compiled: Any = torch.compile(network.__call__, fullgraph=True, **options)  # type: ignore[call-overload]
-    read, token, fed = random_tokens(network, context + 1 + steps).split((context, 1, steps), dim=1)
+    read, token, fed = random_tokens(network, context + 1 + steps, batch_size).split((context, 1, steps), dim=1)
+    parts = read.split(max(_READ_AT_ONCE // batch_size, 1), dim=1)
     filled: dict[str, Cache] = {}
     prefill_seconds: dict[str, float] = {}
 
     compiled_for = {each: compiled for each in caches if each.endswith(CAPTURED)}
     for each in caches:
-        say(f"{name}: {each} reads {context} tokens")
+        say(f"{name}: {each} reads {batch_size} x {context} tokens")
         with report.attempt(each), run.box.step(2):
             # The first time is for what is compiled
             for _ in range(2):
+                filled.pop(each, None)
                 filled[each] = _create_for_steps(each, network, context + _NUM_WARM + steps)
-                prefill = partial(network, read, **as_argument(filled[each]), logits_to_keep=1)
-                prefill_seconds[each] = time_call(prefill, run.device)
+                read_part = partial(network, **as_argument(filled[each]), logits_to_keep=1)
+                prefill_seconds[each] = sum(time_call(partial(read_part, part), run.device) for part in parts)
             # What is compiled and recorded is so before the first turn
             for _ in range(_NUM_WARM):
                 compiled_for.get(each, network)(token, **as_argument(filled[each]))
@@ -249,11 +258,22 @@ def time_whole_steps(
             report.fail(f"{each}, steps after {len(times)}", "skipped: time, or what stands above")
 
 
+def time_captured(run: Run, shapes: Sequence[tuple[int, int]] = CAPTURED_SHAPES, **arguments: Any) -> None:
+    """Times steps as CUDA graphs, a file a shape; see `time_whole_steps`."""
+    for index, (batch_size, context) in enumerate(shapes):
+        share = Run(run.out, run.device, run.box.share(len(shapes) - index))
+        name = f"captured_{batch_size}x{context}"
+        time_whole_steps(share, name, **{**arguments, "batch_size": batch_size, "context": context})
+        # Each model is compiled anew, and there is a limit to how often
+        torch.compiler.reset()
+        gc.collect()
+
+
 def _create_for_steps(name: str, model: PreTrainedModel, num_tokens: int) -> Cache:
-    if name == "static":
-        return StaticCache(config=model.config, max_cache_len=num_tokens)
     preset = name.removesuffix(CAPTURED)
-    return create_cache(preset, model, **({} if preset == name else {"max_cache_len": _CAPACITY}))
+    if preset == "static":
+        return StaticCache(config=model.config, max_cache_len=num_tokens)
+    return create_cache(preset, model, **({} if preset == name else {"max_cache_len": num_tokens}))
 
 
 def _rows(timed: Any, caches: Mapping[str, Cache], context: int) -> Iterator[dict[str, Any]]:
@@ -482,9 +502,9 @@ def search_largest_batches(
 # In order, with shares of the time limit
 PARTS: dict[str, tuple[Callable[..., None], float]] = {
     "checks": (run_tests, 0.30),
-    "attention": (time_attention, 0.20),
-    "step": (time_whole_steps, 0.14),
-    "captured": (partial(time_whole_steps, name="captured", caches=CAPTURED_CACHES), 0.11),
+    "attention": (time_attention, 0.15),
+    "step": (time_whole_steps, 0.12),
+    "captured": (partial(time_captured, model=LLAMA_8B_QUARTER, caches=CAPTURED_CACHES, steps=40), 0.18),
     "infinigen": (measure_offloading, 0.13),
     "batch": (search_largest_batches, 0.12),
 }
@@ -499,7 +519,11 @@ TINY: dict[str, dict[str, Any]] = {
         "rounds": 3,
     },
     "step": {**_FEW, "caches": ("dynamic", "gear", "gear-2bit", "static", "no-such-cache")},
-    "captured": {**_FEW, "caches": CAPTURED_CACHES[:3]},
+    "captured": {
+        **{key: _FEW[key] for key in ("model", "steps")},
+        "shapes": ((1, 128), (2, 100)),
+        "caches": CAPTURED_CACHES[:4],
+    },
     "infinigen": {
         "model": llama(128, 64, 64, 4, 2, 2, 1024),
         "context": 100,
