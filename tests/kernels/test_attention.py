@@ -291,6 +291,18 @@ class TestOnlineAttention:
         assert output.dtype == dtype
         torch.testing.assert_close(output.float(), expected, atol=1e-5 if dtype == torch.float32 else 1e-2, rtol=1e-2)
 
+    @pytest.mark.parametrize("heads_of_mask", [None, 1, 6])
+    @pytest.mark.parametrize("rows_of_mask", [1, 19])
+    def test_queries_whose_scores_are_too_many_take_turns(self, monkeypatch, heads_of_mask, rows_of_mask):
+        query, keys, values = torch.randn(2, 6, 19, 24), torch.randn(2, 2, 50, 24), torch.randn(2, 2, 50, 24)
+        mask = None if heads_of_mask is None else torch.rand(2, heads_of_mask, rows_of_mask, 50) > 0.3
+        monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "torch")
+        expected = F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
+        for most in (1, 12 * 50 * 7 + 1):
+            monkeypatch.setattr("kvcache_plugins.kernels.attention._MOST_SCORES", most)
+            output = attend(query, [DensePart(keys, values, 50, mask)], 2)
+            torch.testing.assert_close(output, expected)
+
     @pytest.mark.parametrize("num_queries", [2, 17])
     def test_who_may_attend_to_nothing_gets_zeros(self, num_queries):
         query, keys, values = torch.randn(1, 2, num_queries, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)

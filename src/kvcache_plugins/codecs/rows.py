@@ -33,8 +33,8 @@ from .quantizers import BLOCK, QUANTIZERS, Quantizer
 from .rope import RotaryLayout, apply_rope
 
 
-# Numbers that are coded or decoded at a time
-_NUMBERS_AT_A_TIME = 2**18
+# Numbers that are coded or decoded at a time: of a CPU its caches hold, of a GPU take longer than to launch kernels
+_NUMBERS_AT_A_TIME = {"cpu": 2**18, "gpu": 2**23}
 # Of Triton's kernels: more channels would not fit into registers
 _MOST_TRITON_CHANNELS = 256
 _TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -214,7 +214,8 @@ class RowTable(RowLayout):
 
     def _split(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch_size, num_heads = tokens.shape[:2]
-        return tokens.split(max(_NUMBERS_AT_A_TIME // (batch_size * num_heads * self.num_coded), 1), dim=2)
+        most = _NUMBERS_AT_A_TIME["cpu" if tokens.device.type == "cpu" else "gpu"]
+        return tokens.split(max(most // (batch_size * num_heads * self.num_coded), 1), dim=2)
 
     def _encode(self, numbers: torch.Tensor) -> torch.Tensor:
         widths = self.widths.expand(len(numbers), -1, -1)

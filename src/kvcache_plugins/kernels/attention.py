@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from .compiled import PreparedCall
     from .compiled_coding import PreparedCoding
 
+# Scores that are made at a time, float32
+_MOST_SCORES = 2**26
+
 
 def attend(
     query: torch.Tensor,
@@ -136,7 +139,13 @@ class OnlineAttention:
         if self._softcap is None and choose_flash(self._query.flatten(1, 2), values.shape[3]):
             output, log_sum = self._by_flash(keys, values, mask)
         else:
-            output, log_sum = self._by_products(keys, values, mask)
+            # A prompt's scores of all heads may be more than a GPU holds
+            most = max(_MOST_SCORES // max(self._query[..., :1, 0].numel() * keys.shape[2], 1), 1)
+            found = []
+            for first, query in enumerate(self._query.split(most, dim=3)):
+                own = mask[:, :, first * most :][:, :, :most] if mask is not None and mask.shape[2] > 1 else mask
+                found.append(self._by_products(query, keys, values, own))
+            output, log_sum = (torch.cat(sides, dim=3) for sides in zip(*found, strict=True))
         if self._output is None:
             self._output, self._log_sum = output, log_sum
             return
@@ -161,11 +170,11 @@ class OnlineAttention:
         return output.to(self.dtype)
 
     def _by_products(
-        self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Heads of a group are further queries of one head."""
-        scores = (self._query * self.scale).flatten(2, 3) @ keys.transpose(2, 3)
-        scores = scores.view(*self._query.shape[:4], -1)
+        scores = (query * self.scale).flatten(2, 3) @ keys.transpose(2, 3)
+        scores = scores.view(*query.shape[:4], -1)
         if self._softcap is not None:
             scores = (scores / self._softcap).tanh() * self._softcap
         if mask is not None:
@@ -176,7 +185,7 @@ class OnlineAttention:
         maximum = maximum.masked_fill(maximum.isinf(), 0)
         weights = (scores - maximum).exp_()
         total = weights.sum(dim=4, keepdim=True)
-        sums = (weights.flatten(2, 3) @ values).view(*self._query.shape[:4], -1)
+        sums = (weights.flatten(2, 3) @ values).view(*query.shape[:4], -1)
         return sums / torch.where(total > 0, total, 1), maximum + total.log()
 
     def _by_flash(
