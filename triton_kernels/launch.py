@@ -2,7 +2,7 @@
 
 Triton looks at every argument of every launch to know which of its kernels is meant: 80 arguments take longer than the
 kernel runs. Of a launch that is kept the kernel is known, and whoever changes an argument sees to it that it stays the
-right one: pointers are of 16 bytes, and no number changes.
+right one: pointers are of 16 bytes, and numbers that change are those that kernels are not specialized to.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class KeptLaunch:
 
     Args:
         launch (`Launch`): the launch, of tensors that stay where they are.
-        changing (`Sequence[str]`): arguments that a call gives anew, all of them tensors.
+        changing (`Sequence[str]`): arguments that a call gives anew, tensors and numbers.
     """
 
     def __init__(self, launch: Launch, changing: Sequence[str] = ()) -> None:
@@ -71,15 +71,15 @@ class KeptLaunch:
             compiled = launch.kernel.warmup(**launch.arguments, **launch.options, grid=launch.grid)
             self._run = compiled[(*launch.grid, 1, 1)[:3]]
 
-    def __call__(self, *tensors: torch.Tensor) -> None:
-        """Launches on the current stream with other tensors, which are aligned where the kernel counts on it."""
+    def __call__(self, *changed_arguments: torch.Tensor | int) -> None:
+        """Launches on the current stream with other arguments, which are aligned where the kernel counts on it."""
         if self._run is None:
-            changed = dict(zip(self._changing, tensors, strict=True))
+            changed = dict(zip(self._changing, changed_arguments, strict=True))
             self._launch._replace(arguments={**self._launch.arguments, **changed})()
             return
         values = self._values
-        for place, tensor in zip(self._places, tensors, strict=True):
-            values[place] = tensor.data_ptr()
+        for place, argument in zip(self._places, changed_arguments, strict=True):
+            values[place] = _address(argument)
         self._run(*values)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcache_plugins.codecs.codec import Codec
-from kvcache_plugins.codecs.parts import DensePart, PagedPart, Part
+from kvcache_plugins.codecs.parts import CompressedPart, DensePart, PagedPart, Part
 from kvcache_plugins.codecs.rows import RowCodec
 
 from .engine import choose_coding_kernel, choose_flash
@@ -23,6 +23,7 @@ from .structs import KINDS, MOST_CHANNELS
 if TYPE_CHECKING:
     from .compiled import PreparedCall
     from .compiled_coding import PreparedCoding
+    from .triton import KeptAttention
 
 # Scores that are made at a time, float32
 _MOST_SCORES = 2**26
@@ -74,12 +75,18 @@ def attend(
 
 
 def prepare_tokens(
-    query: torch.Tensor, parts: Sequence[Part], num_key_value_heads: int, scale: float | None
-) -> "PreparedCall | None":
+    query: torch.Tensor, parts: Sequence[Part], num_key_value_heads: int, scale: float | None, kernel: str
+) -> "PreparedCall | KeptAttention | None":
     """
-    Prepares compiled attention of tokens to come, whose queries are like `query`, over parts of which the last is
-    exact and grows, and all others stay; `None` if what is stored cannot be read where it is. See `attend`.
+    Prepares attention of tokens to come by a kernel, `"compiled"` or `"triton"`, whose queries are like `query`, over
+    parts of which the last is exact and grows, and all others stay; `None` if what is stored cannot be read where it
+    is. See `attend`. Rows are for Triton those of static layers, which prepare their own.
     """
+    if kernel == "triton":
+        from .triton import keep_attention
+
+        is_of_groups = any(isinstance(part, CompressedPart) for part in parts)
+        return keep_attention(query, parts, num_key_value_heads, scale) if is_of_groups else None
     from .compiled import call_of
 
     if max(parts[0].head_dims) > MOST_CHANNELS:

@@ -131,39 +131,91 @@ def _prepare_end(partials: Sequence[Partials], dense: Sequence[DensePart], rows:
     return prepare_combination(partials, exact, rows, scale)
 
 
+class KeptAttention:
+    """
+    Attention of single tokens over parts that stay where they are, by launches that are kept; see `keep_attention`.
+
+    Args:
+        query (`torch.Tensor` of shape `[B, H * G, 1, D]`): queries like those to come.
+        coded, dense: parts, at most `_MAX_PARTS` of a kind. The last exact one may be another at every call.
+        num_heads, scale: as in `attention.attend`.
+    """
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        coded: Sequence[StoredPart],
+        dense: Sequence[DensePart],
+        num_heads: int,
+        scale: float,
+    ):
+        rows = query.reshape(len(query), num_heads, -1, query.shape[3])
+        self._rows = rows = rows.clone(memory_format=torch.contiguous_format)
+        self._scale, self._like, self._dense = scale, (query.shape, query.dtype), dense
+        with torch.cuda.device_of(query):
+            self._steps = [prepare_part(rows, part, scale) for part in coded]
+            self._attending = [KeptLaunch(step.launch, ["query_ptr"]) for step in self._steps]
+        # What is turned back between the launches is another tensor every time
+        self._turned = [number for number, step in enumerate(self._steps) if step.finish is not None]
+        self._keep_end()
+
+    def _keep_end(self) -> None:
+        outputs = (f"output_{number}_ptr" for number in self._turned)
+        with torch.cuda.device_of(self._rows):
+            partials = [step.finished(step.launch.result) for step in self._steps]
+            end = _prepare_end(partials, self._dense, self._rows, self._scale)
+            self._combining = KeptLaunch(
+                end, ["query_ptr", "result_ptr", f"num_tokens_{len(self._dense) - 1}", *outputs]
+            )
+        self._result_shape = *self._like[0][:3], end.result.shape[3]
+
+    def __call__(self, query: torch.Tensor, length: int | None = None) -> torch.Tensor:
+        """Attends, to so many tokens of the last exact part, or to all of them."""
+        if query.data_ptr() % ALIGNMENT or not query.is_contiguous():
+            query = query.clone(memory_format=torch.contiguous_format)
+        result, steps = query.new_empty(self._result_shape), self._steps
+        length = self._dense[-1].length if length is None else length
+        with torch.cuda.device_of(query):
+            for launch in self._attending:
+                launch(query)
+            outputs = (steps[number].finished(self._attending[number].result).output for number in self._turned)
+            self._combining(query, result, length, *outputs)
+        return result
+
+    def accept(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """See `compiled.PreparedCall`: the newest token is written by others, into where the exact tokens are."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        scale: float | None,
+        storage: tuple[torch.Tensor, torch.Tensor],
+        length: int,
+        newest: object = None,
+    ) -> torch.Tensor | None:
+        """See `compiled.PreparedCall`."""
+        scale = query.shape[3] ** -0.5 if scale is None else scale
+        if (query.shape, query.dtype) != self._like or scale != self._scale:
+            return None
+        last = self._dense[-1]
+        if storage[0] is not last.keys or storage[1] is not last.values:
+            self._dense = [*self._dense[:-1], DensePart(*storage, storage[0].shape[2], None)]
+            self._keep_end()
+        return self(query, length)
+
+
 def keep_attention(
     query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: float | None
-) -> Callable[[torch.Tensor], torch.Tensor] | None:
+) -> KeptAttention | None:
     """
     Keeps attention of single tokens `[B, H * G, 1, D]` over parts that stay where they are, with as many tokens or
     with lengths on the device; see `attend`. `None` if they are more than are attended to where they stand.
     """
     dense = [part for part in parts if isinstance(part, DensePart)]
-    coded = [part for part in parts if isinstance(part, CodedPart)]
-    if len(dense) > _MAX_PARTS or len(coded) > _MAX_PARTS or len(dense) + len(coded) < len(parts):
+    coded = [part for part in parts if isinstance(part, CodedPart | CompressedPart)]
+    if max(len(dense), len(coded)) > _MAX_PARTS or not dense or not coded or len(dense) + len(coded) < len(parts):
         return None
-    rows = query.reshape(len(query), num_heads, -1, query.shape[3]).clone(memory_format=torch.contiguous_format)
-    scale = query.shape[3] ** -0.5 if scale is None else scale
-    with torch.cuda.device_of(query):
-        steps = [prepare_part(rows, part, scale) for part in coded]
-        attending = [KeptLaunch(step.launch, ["query_ptr"]) for step in steps]
-        end = _prepare_end([step.finished(step.launch.result) for step in steps], dense, rows, scale)
-        # What is turned back between the launches is another tensor every time
-        turned = [number for number, step in enumerate(steps) if step.finish is not None]
-        combining = KeptLaunch(end, ["query_ptr", "result_ptr", *(f"output_{number}_ptr" for number in turned)])
-    result_shape = *query.shape[:3], end.result.shape[3]
-
-    def attend_to_kept(query: torch.Tensor) -> torch.Tensor:
-        if query.data_ptr() % ALIGNMENT or not query.is_contiguous():
-            query = query.clone(memory_format=torch.contiguous_format)
-        result = query.new_empty(result_shape)
-        with torch.cuda.device_of(query):
-            for launch in attending:
-                launch(query)
-            combining(query, result, *(steps[number].finished(attending[number].result).output for number in turned))
-        return result
-
-    return attend_to_kept
+    return KeptAttention(query, coded, dense, num_heads, query.shape[3] ** -0.5 if scale is None else scale)
 
 
 def keep_push(

@@ -473,7 +473,7 @@ class CompressedLayer(LazyLayer):
         kernel, is_fallback = "torch", False
         if call.is_plain and self._unfitted.has_kernels:
             kernel, is_fallback = choose_kernel(query, self.packing.most_compiled)
-        output = self._attend_prepared(query, call.scale) if mask is None and kernel == "compiled" else None
+        output = self._attend_prepared(query, call.scale, kernel) if mask is None and kernel != "torch" else None
         if output is None:
             output = attend(query, self._parts(mask), heads, call.scale, kernel, call.softcap, call.sinks)
             self._counters["attend_calls"] += 1
@@ -496,7 +496,7 @@ class CompressedLayer(LazyLayer):
             self._counters["fused_calls"] += 1
         return output
 
-    def _attend_prepared(self, query: torch.Tensor, scale: float | None) -> torch.Tensor | None:
+    def _attend_prepared(self, query: torch.Tensor, scale: float | None, kernel: str) -> torch.Tensor | None:
         """Prepares a call for these and the tokens to come, if all that they change is the buffer, and makes it."""
         parts, prepared, buffer = list(self._parts(None)), self._prepared, self.buffer
         if prepared is None or prepared.is_tried or prepared.limit == 0 or buffer is None or self._needs_queries:
@@ -504,7 +504,7 @@ class CompressedLayer(LazyLayer):
         prepared.is_tried = True
         if not buffer.length or torch.compiler.is_dynamo_compiling():
             return None
-        prepared.call = prepare_tokens(query, parts, self._shapes["keys"][1], scale)
+        prepared.call = prepare_tokens(query, parts, self._shapes["keys"][1], scale, kernel)
         return self.attend_again(query, self._length, scale)
 
     def on_exact_attention(self, call: AttentionCall) -> None:

@@ -29,6 +29,7 @@ from kvcache_plugins.kernels.engine import MAX_NUM_COMPILED_QUERIES, MAX_NUM_QUE
 if TYPE_CHECKING:
     from kvcache_plugins.kernels.compiled import PreparedCall
     from kvcache_plugins.kernels.compiled_coding import PreparedCoding
+    from kvcache_plugins.kernels.triton import KeptAttention
 
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 # Keys and values
@@ -504,7 +505,7 @@ class PreparedParts:
     Attributes:
         parts (`list`): those.
         limit (`int`): tokens that the buffer may hold before anything changes.
-        call (`PreparedCall`, *optional*): attention over them and the buffer.
+        call (`PreparedCall` or `KeptAttention`, *optional*): attention over them and the buffer.
         coding (`PreparedCoding`, *optional*): how tokens of the buffer become rows of the newest block.
         is_tried (`bool`): whether there is a call, if there can be one.
     """
@@ -513,7 +514,7 @@ class PreparedParts:
 
     def __init__(self, parts: list[Any], limit: int):
         self.parts, self.limit = parts, limit
-        self.call: PreparedCall | None = None
+        self.call: PreparedCall | KeptAttention | None = None
         self.coding: PreparedCoding | None = None
         self.is_tried = False
 
