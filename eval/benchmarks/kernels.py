@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 import typer
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart
 from kvcache_plugins.console.inputs import NumThreadsOption, parse_device
@@ -49,12 +51,23 @@ class Shape:
 
 
 def random_states(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys, whose channels differ in size as a model's do, and values, `[B, H, T, D]`; always the same ones."""
+    """
+    Keys, turned by their rotary embedding, whose channels differ in size as a model's do, and values, `[B, H, T, D]`;
+    always the same ones.
+    """
     size = (shape.batch_size, shape.num_heads, shape.context, shape.head_dim)
     generator = torch.Generator(device).manual_seed(0)
     channel_scale = torch.rand(1, shape.num_heads, 1, shape.head_dim, device=device, generator=generator) * 3
     keys = torch.randn(size, device=device, generator=generator).mul_(channel_scale)
+    turns = LlamaRotaryEmbedding(_config(keys)).to(device)(keys, torch.arange(shape.context, device=device)[None])
+    keys, _ = apply_rotary_pos_emb(keys, keys[:, :1], *turns)
     return keys.to(dtype), torch.randn(size, device=device, generator=generator).to(dtype)
+
+
+def _config(keys: torch.Tensor) -> LlamaConfig:
+    """Makes the configuration of a layer with such keys `[B, H, T, D]`."""
+    sizes: dict[str, Any] = {"num_attention_heads": keys.shape[1], "num_key_value_heads": keys.shape[1]}
+    return LlamaConfig(num_hidden_layers=1, head_dim=keys.shape[3], **sizes)
 
 
 class Contest:
@@ -153,13 +166,13 @@ class Contest:
 
 def _compressed_part(name: str, keys: torch.Tensor, values: torch.Tensor) -> CompressedPart | CodedPart:
     """All tokens as one prompt of a GEAR layer; those beyond a whole number of groups would stay exact."""
-    num_tokens = keys.shape[2]
+    num_tokens, config = keys.shape[2], _config(keys)
     if not str(describe_caches(name.partition(":")[0])[0].factory).endswith(":GEARCache"):
         raise ValueError(f"`cache` has to name presets of GEAR, but got `{name}`")
     # Layers that stand still, on GPUs, keep some of the newest tokens exact: those are more, then
     for _ in range(2):
         # Sink tokens would stay exact, too
-        cache: Any = create_cache(name, num_sink_tokens=0)
+        cache: Any = create_cache(name, config, num_sink_tokens=0)
         cache.update(keys, values, 0)
         layer = cache.layers[0]
         layer.settle_prompt()

@@ -19,7 +19,6 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvcache_plugins.codecs.groups import TENSOR_NAMES
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart
@@ -215,8 +214,6 @@ def compress(cache: str, head_dim: int) -> CompressedPart | CodedPart:
         else:
             shape = Shape(context=_CONTEXT, num_heads=_NUM_HEADS, head_dim=head_dim)
             keys, values = random_states(shape, torch.bfloat16, torch.device("cpu"))
-            # Transform coding looks at whether keys were turned
-            keys, _ = apply_rotary_pos_emb(keys, keys, *model.model.rotary_emb(keys, torch.arange(_CONTEXT)[None]))
         layers.update(keys.bfloat16(), values.bfloat16(), 0)
         layer = layers.layers[0]
         if isinstance(layer, CompressedLayer):

@@ -54,7 +54,7 @@ def combine_kernel(
     mask_1_num_queries, num_tokens_1, num_heads, num_rows, scale, MASK_0: tl.constexpr, MASK_1: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, NUM_PARTS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, MANY_ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, MANY_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Rows and channels of one head's result, from `NUM_PARTS` exact parts and the splits of `NUM_BLOCKS` blocks."""
     batch = (tl.program_id(0) // num_heads).to(tl.int64)
@@ -94,6 +94,15 @@ def combine_kernel(
             mask_1_ptr, mask_1_stride_b, mask_1_stride_h, mask_1_stride_q, mask_1_stride_t, mask_1_num_queries,
             num_tokens_1, batch, head, scale_base_2, MASK_1, KEY_DIM, VALUE_DIM, PRECISION,
             BLOCK_T, BLOCK_K, BLOCK_V)
+    if BLOCK_M < BLOCK_R:
+        # Products have more rows than there are queries, which merging would be a multiple of the work with
+        FOLDED: tl.constexpr = [BLOCK_R // BLOCK_M, BLOCK_M]
+        is_first = rows < BLOCK_M
+        maximum = tl.max(tl.reshape(tl.where(is_first, maximum, float("-inf")), FOLDED), axis=0)
+        total = tl.sum(tl.reshape(tl.where(is_first, total, 0.0), FOLDED), axis=0)
+        output = tl.where(is_first[:, None], output, 0.0)
+        output = tl.sum(tl.reshape(output, [BLOCK_R // BLOCK_M, BLOCK_M, BLOCK_V]), axis=0)
+        rows = tl.arange(0, BLOCK_M)
     if NUM_BLOCKS > 0:
         output, maximum, total = merge_splits(
             output, maximum, total, output_0_ptr, maximum_0_ptr, total_0_ptr, num_splits_0, rows, num_rows,
@@ -104,6 +113,7 @@ def combine_kernel(
             first_channel, VALUE_DIM, BLOCK_V, BLOCK_S)
     # fmt: on
     output = output / tl.where(total > 0, total, 1.0)[:, None]
+    row_in_use = rows < num_rows
     value_channels = first_channel + tl.arange(0, BLOCK_V)
     result = tl.program_id(0).to(tl.int64) * num_rows + rows
     tl.store(
@@ -143,6 +153,7 @@ def prepare_combination(
     result = query.new_empty(batch_size, num_heads, num_rows, value_dim)
     is_float32 = query.dtype == torch.float32
     block_rows = min(block_size(num_rows), _MAX_BLOCK_ROWS_FLOAT32 if is_float32 else _MAX_BLOCK_ROWS)
+    block_merged = min(block_rows, triton.next_power_of_2(num_rows))
     bytes_ahead = _BLOCK_TOKENS * block_size(key_dim) * query.element_size()
     block_channels = min(_MAX_BLOCK_CHANNELS, block_size(value_dim))
     grid = (batch_size * num_heads, triton.cdiv(value_dim, block_channels), triton.cdiv(num_rows, block_rows))
@@ -165,7 +176,8 @@ def prepare_combination(
         "BLOCK_T": _BLOCK_TOKENS,
         "BLOCK_K": block_size(key_dim),
         "BLOCK_V": block_channels,
-        "BLOCK_S": max(1, _ROWS_AT_ONCE // block_rows),
+        "BLOCK_M": block_merged,
+        "BLOCK_S": max(1, _ROWS_AT_ONCE // block_merged),
         # Known to the compiler because a decode step, which has few, needs fewer registers so
         "MANY_ROWS": num_rows > block_rows,
     }

@@ -35,8 +35,11 @@ def empty_partials(query: torch.Tensor, num_splits: int, num_channels: int) -> P
 
 
 def num_split_tiles(num_tiles: int, num_programs: int, num_slots: int, least: int) -> int:
-    """Counts tiles of a split, at least so many, so that programs, one a split of each of a number, fill all slots."""
-    return max(least, triton.cdiv(num_tiles * num_programs, num_slots))
+    """
+    Counts tiles of a split, at least so many, so that programs, one a split of each of a number, fill the slots and
+    have the same to do.
+    """
+    return max(least, triton.cdiv(num_tiles, max(num_slots // max(num_programs, 1), 1)))
 
 
 @functools.cache

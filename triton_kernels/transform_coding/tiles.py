@@ -214,18 +214,24 @@ def store_rotated(output_ptr, places, slots, row_in_use, output, DIM: tl.constex
     output *= inverse_power(power)[None, :]
     power *= SIZE**-0.5
     BLOCK: tl.constexpr = output.shape[0] if output.shape[0] < _BLOCK_CHANNELS else _BLOCK_CHANNELS
-    for first in tl.static_range(0, output.shape[0], BLOCK):
-        channels = first + tl.arange(0, BLOCK)
-        signs = _signs(channels[:, None], slots[None, :], SIZE)
-        turned = dot_parts(signs, output, tl.zeros([BLOCK, output.shape[1]], tl.float32), 2) * power[None, :]
-        store_outputs(output_ptr, places, channels, row_in_use, turned, DIM)
+    COUNT: tl.constexpr = output.shape[0] // BLOCK
+    channels = tl.arange(0, BLOCK)
+    signs = _signs(channels[:, None], row_slots(BLOCK)[None, :], SIZE)
+    blocks = slots // BLOCK
+    for number in tl.static_range(COUNT):
+        # The matrix of more channels is that of a block, with signs that are its blocks' own
+        own = output * _signs(blocks * BLOCK, number * BLOCK, SIZE).to(tl.float32)[:, None]
+        own = tl.sum(tl.reshape(own, [COUNT, BLOCK, own.shape[1]]), axis=0)
+        turned = dot_parts(signs, own, tl.zeros_like(own), 2) * power[None, :]
+        store_outputs(output_ptr, places, channels + number * BLOCK, row_in_use, turned, DIM)
 
 
 @triton.jit
 def _signs(rows, columns, SIZE: tl.constexpr):
     """1 and -1 of the matrix, 0 between channels that were not rotated together, in float16."""
     common = rows & columns & (SIZE - 1)
-    for shift in tl.static_range(4):
-        common ^= common >> (8 >> shift)
-    signs = 1.0 - 2.0 * (common & 1).to(tl.float16)
+    common ^= common >> 5
+    # A bit says whether five are odd
+    odd = (0x96696996 >> (common & 31).to(tl.uint32)) & 1
+    signs = 1.0 - 2.0 * odd.to(tl.float16)
     return tl.where(rows // SIZE == columns // SIZE, signs, 0.0).to(tl.float16)

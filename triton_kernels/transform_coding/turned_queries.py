@@ -33,9 +33,16 @@ def load_angles(near_ptr, far_ptr, position, channels, KEY_DIM: tl.constexpr, NU
 
 @triton.jit
 def load_offsets(near_ptr, channels, KEY_DIM: tl.constexpr, BLOCK_T: tl.constexpr, DTYPE: tl.constexpr):
-    """Cosines and signed sines of the offsets in a tile, `[BLOCK_T, BLOCK_K]`."""
-    near_ptr += tl.arange(0, BLOCK_T)[:, None] * (2 * KEY_DIM) + channels[None, :]
-    return tl.load(near_ptr).to(DTYPE), tl.load(near_ptr + KEY_DIM).to(DTYPE)
+    """Cosines and signed sines of the offsets in a tile, `[BLOCK_T, BLOCK_K]`, which are sums of two of a few."""
+    # Loaded one by one they took a third of the time that a program of two tiles has
+    few_ptr = near_ptr + tl.arange(0, 8)[:, None] * (2 * KEY_DIM) + channels[None, :]
+    many_ptr = near_ptr + tl.arange(0, BLOCK_T // 8)[:, None] * (16 * KEY_DIM) + channels[None, :]
+    few_cosines, few_sines = tl.load(few_ptr)[None, :, :], tl.load(few_ptr + KEY_DIM)[None, :, :]
+    cosines, sines = tl.load(many_ptr)[:, None, :], tl.load(many_ptr + KEY_DIM)[:, None, :]
+    SHAPE: tl.constexpr = [BLOCK_T, channels.shape[0]]
+    offset_cosines = tl.reshape(cosines * few_cosines - sines * few_sines, SHAPE).to(DTYPE)
+    offset_sines = tl.reshape(sines * few_cosines + cosines * few_sines, SHAPE).to(DTYPE)
+    return offset_cosines, offset_sines
 
 
 @triton.jit
