@@ -24,8 +24,8 @@ from .attend_kernel import attend_kernel
 from .launches import CodedRows, RotaryAngles
 
 
-# What a program loads before its first tile is worth as much work as one of its tiles. With 512 tokens half of an
-# H100's multiprocessors had nothing to do of 4096 tokens and eight heads: counted, not timed
+# What a program does before and behind its tiles is worth as much work as two of them. With 512 tokens half of an
+# H100's multiprocessors have nothing to do of 4096 tokens and eight heads
 _MIN_TOKENS_PER_SPLIT = 128
 _PROGRAMS_PER_SM = 2
 _MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS = 8, 16
