@@ -327,7 +327,7 @@ def compile_all(target, names):
             line: dict[str, Any] = {"target": target, "name": name, "part": part, "shared": compiled.metadata.shared}
             if not is_amd:
                 line |= {**resources(compiled), "has_vectors": bool(VECTORS.search(compiled.asm["ptx"]))}
-            if arguments.get("BASIS"):
+            if name in ROWS and arguments["BASIS"]:
                 sizes = (arguments[size] for size in ("KEY_DIM", "KEY_CODED", "VALUE_CODED"))
                 line["bound"] = shared_bytes(*sizes, is_float32=arguments["DTYPE"] == tl.float32)
             if name in COUNTS and not is_amd:
