@@ -39,6 +39,9 @@ def install():
     for module in modules:
         if hasattr(module, "has_pairs"):
             module.has_pairs = lambda device_type: True
+    # A GPU of the target has no more, whatever the emulator has
+    most = 1024 * emulator.MAX_SHARED[emulator.CAPABILITY]
+    importlib.import_module("kvcache_plugins.kernels.triton").shared_memory = lambda device: most
     knobs.runtime.interpret = False
     # To the package tensors on the CPU are for Triton then
     os.environ["TRITON_INTERPRET"] = "1"

@@ -187,6 +187,17 @@ def block_channels(head_dim: int) -> int:
     return max(_BLOCK_CHANNELS, triton.next_power_of_2(head_dim))
 
 
+def shared_bytes(head_dim: int, num_keys: int, num_values: int, *, is_float32: bool) -> int:
+    """Bounds the shared memory of a program, in bytes, by numbers of a key and of a value in their bases."""
+    num_keys, num_values, num_pairs = map(block_channels, (num_keys, num_values, (head_dim + 1) // 2))
+    num_rows, num_tokens, _ = _tile_shape(2 * num_pairs, 1, has_basis=True, is_float32=is_float32)
+    # Of halves first channels of pairs make room for second ones, and queries are operands in registers
+    num_kept, num_queried = (2 * num_pairs, num_rows * num_pairs) if is_float32 else (num_pairs, 0)
+    numbers = 2 * num_pairs * num_keys + num_tokens * max(num_kept, num_keys, num_values) + num_queried
+    # And what reductions take, of which 1024 have been seen
+    return (4 if is_float32 else 2) * numbers + 2048
+
+
 def _tile_shape(num_channels: int, num_rows: int, *, has_basis: bool, is_float32: bool) -> tuple[int, int, int]:
     """Rows and tokens of a tile, and warps that share it."""
     if has_basis:

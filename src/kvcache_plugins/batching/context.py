@@ -192,9 +192,10 @@ class PagedStates:
         # A single query may come with its heads in the place of tokens
         query = call.query.reshape(1, -1, self._new[0].shape[2], call.query.shape[3])
         output, counters = query.new_empty(*query.shape[:3], head_dim), self._batching.counters
+        codec = self._allocator.recipe.codecs[self._layer_idx]
         for number, requests in enumerate(self._requests):
             own = own_states(requests, query)[0]
-            kernel, is_fallback = choose_kernel(own) if call.is_plain else ("torch", False)
+            kernel, is_fallback = choose_kernel(own, codec=codec) if call.is_plain else ("torch", False)
             result = attend(own, self._parts(number), heads, call.scale, kernel, call.softcap, call.sinks)
             output[0].transpose(0, 1)[requests.tokens] = result.transpose(1, 2)
             counters["attend_calls"] += len(own)

@@ -40,16 +40,20 @@ def requested_kernel() -> str:
     return requested
 
 
-def choose_kernel(query: torch.Tensor, most_compiled: int = MAX_NUM_QUERIES) -> tuple[str, bool]:
+def choose_kernel(query: torch.Tensor, most_compiled: int = MAX_NUM_QUERIES, codec: object = None) -> tuple[str, bool]:
     """
-    The kernel for attention of `query` `[B, heads, new tokens, D]` over compressed states, which `"compiled"` is for
-    up to `most_compiled` new tokens.
+    The kernel for attention of `query` `[B, heads, new tokens, D]` over states that `codec` has compressed, which
+    `"compiled"` is for up to `most_compiled` new tokens.
 
     Returns:
         `"triton"`, `"compiled"` or `"torch"`, and whether that is less than was wanted because something is missing.
     """
     kernel, is_fallback = choose_token_kernel(query)
     most = most_compiled if kernel == "compiled" else MAX_NUM_QUERIES
+    if kernel == "triton" and query.shape[2] <= most:
+        from .triton import has_room
+
+        return (kernel, False) if has_room(codec, query.device, query.dtype) else ("torch", True)
     return ("torch", False) if query.shape[2] > most else (kernel, is_fallback)
 
 

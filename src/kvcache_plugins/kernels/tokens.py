@@ -77,9 +77,12 @@ def score_rows(query: torch.Tensor, tokens: RowTokens) -> torch.Tensor:
 
         return compiled_scores(query, tokens)
     if kernel == "triton" and tokens.length:
+        from .triton import has_room
         from .triton import score_rows as triton_scores
 
-        return triton_scores(query, tokens)
+        # Products are of halves
+        if has_room(tokens.codec, query.device, torch.float16):
+            return triton_scores(query, tokens)
     scores = [
         query @ tokens.codec.decode_keys(tile, tokens.positions.after(first * TILE_TOKENS)).transpose(2, 3)
         for first, tile in enumerate(tokens.keys[:, :, : tokens.length].split(TILE_TOKENS, dim=2))

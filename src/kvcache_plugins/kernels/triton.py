@@ -10,12 +10,14 @@ Legend: B batch, H key/value heads, T tokens, D head dim, R bytes of a row.
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from triton.runtime import driver
 
 from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, PagedPart, Part, RowTokens
@@ -29,10 +31,11 @@ from kvcache_plugins.triton_kernels.attention.combine import prepare_combination
 from kvcache_plugins.triton_kernels.attention.dense_part import DensePart as KernelDensePart
 from kvcache_plugins.triton_kernels.attention.partials import Partials
 from kvcache_plugins.triton_kernels.launch import ALIGNMENT, KeptLaunch, Launch
-from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels, prepare_rows
+from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels, prepare_rows, shared_bytes
 from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding, prepare_push
 from kvcache_plugins.triton_kernels.transform_coding.coding_tiles import GRID_END, GRID_STEPS, NUM_CELLS
 from kvcache_plugins.triton_kernels.transform_coding.launches import Codebook, CodedRows, RotaryAngles
+from kvcache_plugins.user_warnings import warn_user
 
 from .masks import slice_mask
 
@@ -44,6 +47,29 @@ _NUM_NEAR = 256
 _LEAST_FAR = 64
 StoredPart = CompressedPart | CodedPart
 _Pair = Sequence[torch.Tensor]
+# Why there may be no attention over rows in bases
+TOO_LARGE = "bases of heads of this size do not fit into the GPU's shared memory"
+_warn_once = cache(warn_user)
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Tells the bytes of shared memory that a program may have on a device: any, where it is interpreted."""
+    is_gpu = device.type == "cuda"
+    return driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"] if is_gpu else sys.maxsize
+
+
+def has_room(codec: object, device: torch.device, dtype: torch.dtype) -> bool:
+    """Tells whether attention over a codec's rows, with queries of a dtype, fits into a device's shared memory."""
+    if not isinstance(codec, RowCodec) or not codec.is_shared:
+        # Bases are a model's
+        return True
+    keys, values = codec.tables()
+    sizes, is_float32 = (keys.head_dim, keys.num_coded, values.num_coded), dtype == torch.float32
+    if keys.basis is None or shared_bytes(*sizes, is_float32=is_float32) <= shared_memory(device):
+        return True
+    _warn_once(f"attention over states in calibrated bases runs in plain PyTorch instead of `triton`: {TOO_LARGE}")
+    return False
 
 
 def attend(query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: float) -> torch.Tensor:

@@ -472,7 +472,7 @@ class CompressedLayer(LazyLayer):
         query, mask, heads = call.query, call.full_mask(self.lazy_length()), self._shapes["keys"][1]
         kernel, is_fallback = "torch", False
         if call.is_plain and self._unfitted.has_kernels:
-            kernel, is_fallback = choose_kernel(query, self.packing.most_compiled)
+            kernel, is_fallback = choose_kernel(query, self.packing.most_compiled, self._unfitted)
         output = self._attend_prepared(query, call.scale, kernel) if mask is None and kernel != "torch" else None
         if output is None:
             output = attend(query, self._parts(mask), heads, call.scale, kernel, call.softcap, call.sinks)

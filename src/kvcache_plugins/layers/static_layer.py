@@ -201,9 +201,16 @@ class StaticLayer(CompressedLayer):
         self._look_for_kernels()
 
     def _look_for_kernels(self) -> None:
-        has_kernels = compiles_kernels(torch.empty(0, device=self.device))
-        if self.max_length is not None and self.device.type == "cuda" and not has_kernels:
-            raise ValueError(f"`max_cache_len` needs Triton's kernels: {explain_kernel('cuda')[1] or 'not chosen'}")
+        has_kernels, reason = compiles_kernels(torch.empty(0, device=self.device)), None
+        if has_kernels:
+            from kvcache_plugins.kernels.triton import TOO_LARGE, has_room
+
+            if not has_room(self._unfitted, self.device, self.dtype):
+                has_kernels, reason = False, TOO_LARGE
+        elif self.device.type == "cuda":
+            reason = explain_kernel("cuda")[1] or "not chosen"
+        if self.max_length is not None and reason is not None:
+            raise ValueError(f"`max_cache_len` needs Triton's kernels: {reason}")
         self._stands_still = has_kernels or self.max_length is not None
         if self._stands_still and isinstance(self.packing, RowPacking) and self.packing.recent_length:
             # In the place of rows of more bits, which are coded twice
