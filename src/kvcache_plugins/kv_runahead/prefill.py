@@ -8,7 +8,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from kvcache_plugins.option_checks import check_left_padding
 from kvcache_plugins.user_warnings import warn_user
 
 from .chain import Chain, PrefixExchange, PromptSlice
-from .messages import HOP_NBITS, MessageLayout, message_layouts
+from .messages import MessageLayout, message_layouts
 from .planner import PartitionTable, resolve_partition
 from .transport import Description, FailureReports, Neighbours, agree, digest
 
@@ -47,8 +47,7 @@ class RunaheadOutput:
         rank (`int`): this rank, in the group.
         stats (`dict[str, int | float]`): `seconds` of this rank's part; `seconds_waited` of them for the rank before;
             `bytes_sent` and `bytes_received`; `dot_products` (pairs of queries and keys, for one head) and
-            `entries_sent` (keys and values, counted apart, of one head), both summed over layers; `hop_error`, the
-            mean relative error of this rank's states as others see them, if they are quantized on the way.
+            `entries_sent` (keys and values, counted apart, of one head), both summed over layers.
     """
 
     past_key_values: Cache | None = None
@@ -71,8 +70,6 @@ def runahead_prefill(
     past_key_values: Cache | None = None,
     partition: Partition = None,
     group: dist.ProcessGroup | None = None,
-    *,
-    hop_nbits: int | None = None,
 ) -> RunaheadOutput:
     """
     Prefills a prompt with all ranks of a group; called by each of them with the same prompt.
@@ -91,8 +88,6 @@ def runahead_prefill(
             slices, shares of the prompt, `"even"`, or a table that `kvcache-plugins plan` has measured. By default
             slices that take equally long by the model's shapes.
         group (`dist.ProcessGroup`, *optional*): the ranks; all by default.
-        hop_nbits (`int`, *optional*): bits a number, 4 or 8, of what goes from rank to rank, for slow links. Not
-            quantized by default.
 
     Returns:
         `RunaheadOutput`: with the cache and the logits of the last token on the last rank.
@@ -111,7 +106,7 @@ def runahead_prefill(
     ```
     """
     start = time.perf_counter()
-    part = take_part(model, input_ids, attention_mask, past_key_values, partition, group, hop_nbits)
+    part = take_part(model, input_ids, attention_mask, past_key_values, partition, group)
     return part.output(start, part.run())
 
 
@@ -123,8 +118,6 @@ def runahead_generate(
     past_key_values: Cache | None = None,
     partition: Partition = None,
     group: dist.ProcessGroup | None = None,
-    *,
-    hop_nbits: int | None = None,
     **generate_options: Any,
 ) -> tuple[Any, RunaheadOutput]:
     """
@@ -135,7 +128,7 @@ def runahead_generate(
         On the last rank what `generate` returns, on the others `None`; and the `RunaheadOutput`, without logits.
     """
     start = time.perf_counter()
-    part = take_part(model, input_ids, attention_mask, past_key_values, partition, group, hop_nbits)
+    part = take_part(model, input_ids, attention_mask, past_key_values, partition, group)
     if part.cache is None:
         part.run()
         return None, part.output(start, None)
@@ -195,7 +188,6 @@ def take_part(
     cache: Cache | None,
     partition: Partition,
     group: dist.ProcessGroup | None,
-    hop_nbits: int | None,
 ) -> Part:
     """Checks a call, comes to terms with the other ranks, and makes the rank's part; errors as `runahead_prefill`."""
     if not dist.is_available() or not dist.is_initialized():
@@ -205,15 +197,13 @@ def take_part(
     layouts: list[MessageLayout] = []
     try:
         _check_prompt(model, input_ids, attention_mask)
-        if hop_nbits is not None and hop_nbits not in HOP_NBITS:
-            raise ValueError(f"`hop_nbits` has to be one of {HOP_NBITS} or `None` but is {hop_nbits}")
         most = size if partition is not None else max(min(size, input_ids.shape[1] // _MIN_SLICE), 1)
         slices = resolve_partition(partition, input_ids.shape[1], most, model=model)
-        layouts = [replace(layout, nbits=hop_nbits) for layout in message_layouts(model)]
+        layouts = message_layouts(model)
         if is_last:
             cache = _checked_cache(cache, model, len(slices))
         prompt = digest(input_ids, attention_mask)
-        description = Description(fingerprint(model), str(model.dtype), prompt, slices, hop_nbits)
+        description = Description(fingerprint(model), str(model.dtype), prompt, slices)
     except ValueError as error:
         slices, description = (), Description(error=str(error))
     agree(description, group, FailureReports(rank, run))

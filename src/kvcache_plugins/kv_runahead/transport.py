@@ -78,7 +78,6 @@ class Description:
     dtype: str = ""
     prompt: str = ""
     partition: tuple[int, ...] = ()
-    hop_nbits: int | None = None
     error: str | None = None
 
 
