@@ -320,7 +320,6 @@ def subject_of(kind: Kind, dtype: torch.dtype) -> Subject:
     model = model_in(dtype)
     return Subject(
         model=model,
-        tokenizer=None,
         make_cache=partial(create_cache, kind.name, model, **kind.options),
     )
 

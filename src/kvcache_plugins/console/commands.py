@@ -87,14 +87,6 @@ class LazyGroup(TyperGroup):
         with formatter.section("Commands"):
             formatter.write_dl([(name, command.get_short_help_str(_WIDTH)) for name, command in commands.items()])
 
-    def make_context(self, *args: Any, **options: Any) -> Any:
-        with _reader_may_go():
-            return super().make_context(*args, **options)
-
-    def invoke(self, ctx: Any) -> Any:
-        with _reader_may_go():
-            return super().invoke(ctx)
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # Newer releases of click take that for an error, with exit code 2
         if not args and not ctx.resilient_parsing:
@@ -104,12 +96,10 @@ class LazyGroup(TyperGroup):
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Runs a command line and raises `SystemExit`; without `standalone_mode` as Typer does."""
-        is_alone = options.pop("standalone_mode", True)
-        options["standalone_mode"] = False
-        if not is_alone:
-            return super().main(*args, **options)
+        if not options.pop("standalone_mode", True):
+            return super().main(*args, standalone_mode=False, **options)
         try:
-            code = super().main(*args, **options)
+            code = super().main(*args, standalone_mode=False, **options)
             # What is still in the buffer would otherwise fail when nobody can catch it any more
             sys.stdout.flush()
         except _ClickException as error:
@@ -118,25 +108,19 @@ class LazyGroup(TyperGroup):
             hint = "" if context is None else f" (see `{context.command_path} --help`)"
             typer.echo(f"Error: {message.removesuffix('.')}{hint}", err=True)
             code = USER_ERROR
-        except BrokenPipeError:
+        except (BrokenPipeError, SystemExit) as error:
+            # Typer ends the process by itself, with exit code 1, when whoever read has gone
+            if not isinstance(error.__context__ if isinstance(error, SystemExit) else error, BrokenPipeError):
+                raise
             code = READER_GONE
         except (KeyboardInterrupt, typer.Abort):
             code = INTERRUPTED
         if code == INTERRUPTED:
             typer.echo("Interrupted", err=True)
-        if code == READER_GONE:
+        elif code == READER_GONE:
             # The interpreter flushes once more when it ends, and would complain
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(code or DONE)
-
-
-@contextmanager
-def _reader_may_go() -> Iterator[None]:
-    # Typer would end the process by itself, with exit code 1
-    try:
-        yield
-    except BrokenPipeError as error:
-        raise typer.Exit(READER_GONE) from error
 
 
 def make_app(commands: Mapping[str, str], help_text: str, base: type[LazyGroup] = LazyGroup) -> typer.Typer:
