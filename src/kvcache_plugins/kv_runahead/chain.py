@@ -120,10 +120,6 @@ class RunaheadLayer(LazyLayer):
         self.states: tuple[torch.Tensor, torch.Tensor] | None = None
         self._length = self._slice.start
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
-
     @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -201,9 +197,6 @@ class RunaheadLayer(LazyLayer):
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for states in self.states or ():
             yield "prefix", states
-
-    def num_values(self) -> int:
-        return sum(states.numel() for states in self.states or ())
 
     def stats(self) -> dict[str, int]:
         return {"tokens_cached": self._length}

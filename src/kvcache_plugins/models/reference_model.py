@@ -88,11 +88,10 @@ def load_config(model: ModelSource) -> PreTrainedConfig:
         return model
     if not isinstance(model, (str, Path)) or not str(model):
         raise ValueError(f"`model` has to be a name, a folder, a config or a model but got {model!r}")
-    is_path = isinstance(model, Path) or model.startswith(("/", "./", "../", "~"))
-    check_model_name(str(Path(model).absolute()) if isinstance(model, Path) else model)
-    source = str(Path(model).expanduser()) if is_path else resolve_model(str(model))
+    name = str(model.absolute()) if isinstance(model, Path) else model
+    check_model_name(name)
     try:
-        return AutoConfig.from_pretrained(source)
+        return AutoConfig.from_pretrained(os.path.expanduser(resolve_model(name)))
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"`model` is `{model}`, but its config cannot be had: {error}") from error
 

@@ -188,14 +188,7 @@ class PromptStore:
         return self._write(keys[1:], blocks, record.lease) if blocks else 0
 
     def generate(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        spec: str | GEARCache = "gear",
-        **model_kwargs: Any,
+        self, model: PreTrainedModel, input_ids: torch.Tensor, spec: str | GEARCache = "gear", **arguments: Any
     ) -> Any:
         """
         For `model.generate(**inputs, custom_generate=store.generate, spec="gear-2bit")`: generates as always, by
@@ -207,17 +200,10 @@ class PromptStore:
             spec (`str` or `GEARCache`, *optional*, defaults to `"gear"`): the cache, as for `cache_for`; `cache` is
                 Transformers' own argument since 5.24. All else is what Transformers gives.
         """
-        _check_inputs(model_kwargs)
+        _check_inputs(arguments)
         made = self.cache_for(model, input_ids, spec)
         self.prefill(model, made, input_ids)
-        model_kwargs |= as_argument(made)
-        return model._sample(  # type: ignore[operator]
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            **model_kwargs,
-        )
+        return model._sample(input_ids, **{**arguments, **as_argument(made)})  # type: ignore[operator]
 
     def _load(
         self,
