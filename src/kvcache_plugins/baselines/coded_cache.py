@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from transformers import Cache, PreTrainedConfig
 
 from kvcache_plugins.codecs.codec import Codec
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
-from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.layers.model_match import ModelMatchMixin
 from kvcache_plugins.layers.packing import RowPacking
 from kvcache_plugins.registry import get_config
-from kvcache_plugins.reports.memory import ReportingMixin
+from kvcache_plugins.reports.memory import ReportingMixin, add_stats
 
 
 class CodedTokensCache(ModelMatchMixin, ReportingMixin, Cache):
@@ -38,17 +36,4 @@ class CodedTokensCache(ModelMatchMixin, ReportingMixin, Cache):
             and `dense_reads` (times a side of a layer was made dense for something other than attention).
         """
         compressing = sum(bool(getattr(layer, "blocks", ())) for layer in self.layers)
-        return {**add_stats(self.layers, self._layer(0)), "layers_compressing": compressing}
-
-
-def add_stats(layers: Sequence[object], empty: LazyLayer) -> dict[str, int]:
-    """
-    Adds up counters of the layers of an empty one's class, or its own if there is none; `tokens_cached` is the
-    longest.
-    """
-    own = [layer for layer in layers if isinstance(layer, type(empty))]
-    total: Counter[str] = Counter()
-    for layer in own or [empty]:
-        total.update(layer.stats())
-    longest = max((layer.get_seq_length() for layer in own), default=0)
-    return {"num_layers": len(layers), **total, "tokens_cached": longest}
+        return {**add_stats(self.layers, self._layer), "layers_compressing": compressing}

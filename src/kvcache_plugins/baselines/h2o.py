@@ -7,9 +7,8 @@ from transformers import Cache, PreTrainedConfig
 
 from kvcache_plugins.layers.model_match import ModelMatchMixin
 from kvcache_plugins.registry import get_config
-from kvcache_plugins.reports.memory import ReportingMixin
+from kvcache_plugins.reports.memory import ReportingMixin, add_stats
 
-from .coded_cache import add_stats
 from .h2o_layer import H2OConfig, H2OLayer
 
 
@@ -90,4 +89,4 @@ class H2OCache(ModelMatchMixin, ReportingMixin, Cache):
             was made dense for something other than `sdpa`).
         """
         dropping = sum(layer.num_dropped() > 0 for layer in self.layers if isinstance(layer, H2OLayer))
-        return {**add_stats(self.layers, self._layer(0)), "layers_dropping": dropping}
+        return {**add_stats(self.layers, self._layer), "layers_dropping": dropping}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
@@ -34,14 +33,14 @@ def list_kept(store: StoreOption = None, as_json: JsonOption = False) -> None:
     """
     prompts = list_prompts(store or default_folder())
     if as_json:
-        print_json({"prompts": [asdict(prompt) for prompt in prompts]})
+        print_json({"prompts": prompts})
         return
     columns = {"key": "text", "model": "name", "tokens": "number", "MB": "number", "used": "text"}
     rows = []
     for each in prompts:
-        used = datetime.fromtimestamp(each.used_at, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-        sizes = str(each.num_tokens), f"{each.num_bytes / 1e6:.1f}"
-        rows.append((each.key[:_SHOWN], each.model_name, *sizes, used))
+        used = datetime.fromtimestamp(each["used_at"], timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        sizes = str(each["num_tokens"]), f"{each['num_bytes'] / 1e6:.1f}"
+        rows.append((each["key"][:_SHOWN], each["model_name"], *sizes, used))
     open_console().print(make_table("", columns, rows))
 
 

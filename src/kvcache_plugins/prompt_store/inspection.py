@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +12,19 @@ from .blocks import FORMAT, BlockHeader, read_block
 from .folder import StoredFile, StoreFolder
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeptPrompt:
+def list_prompts(path: Path) -> list[dict[str, Any]]:
     """
-    Lists a prompt by its last block: `num_missing` of its blocks are gone, so what follows cannot be loaded; some of
-    its bytes other prompts may share; `used_at` is in seconds since 1970.
+    Lists the prompts in a folder by their last blocks, those that were used last first; files that cannot be read are
+    left out. Of a prompt `num_missing` blocks are gone, so what follows cannot be loaded; some of its bytes other
+    prompts may share; `used_at` is in seconds since 1970.
     """
-
-    key: str
-    model_name: str
-    options: dict[str, Any]
-    num_tokens: int
-    num_blocks: int
-    num_missing: int
-    num_bytes: int
-    used_at: float
-
-
-def list_prompts(path: Path) -> list[KeptPrompt]:
-    """The prompts in a folder, those that were used last first; files that cannot be read are left out."""
     folder = _existing(path)
     with folder.locked():
         files = {file.path.stem: file for file in folder.files()}
         headers = {key: header for key, file in files.items() if (header := _read_header(file)) is not None}
     followed = {header.previous for header in headers.values()}
     prompts = [_prompt_of(key, headers, files) for key in headers.keys() - followed]
-    return sorted(prompts, key=lambda prompt: prompt.used_at, reverse=True)
+    return sorted(prompts, key=lambda prompt: prompt["used_at"], reverse=True)
 
 
 def find_damaged(path: Path, *, remove: bool = False) -> dict[Path, str]:
@@ -83,19 +69,19 @@ def _read_header(file: StoredFile) -> BlockHeader | None:
         return None
 
 
-def _prompt_of(key: str, headers: dict[str, BlockHeader], files: dict[str, StoredFile]) -> KeptPrompt:
+def _prompt_of(key: str, headers: dict[str, BlockHeader], files: dict[str, StoredFile]) -> dict[str, Any]:
     last, chain = headers[key], [key]
     while (previous := headers[chain[-1]].previous) in headers and headers[previous].start < headers[chain[-1]].start:
         chain.append(previous)
     num_blocks = last.start // max(len(last.token_ids), 1) + 1
-    return KeptPrompt(
-        key=key,
-        model_name=last.model_name,
-        options=last.options,
-        num_tokens=last.start + len(last.token_ids),
-        num_blocks=num_blocks,
-        num_missing=max(num_blocks - len(chain), 0),
-        num_bytes=sum(files[each].num_bytes for each in chain),
+    return {
+        "key": key,
+        "model_name": last.model_name,
+        "options": last.options,
+        "num_tokens": last.start + len(last.token_ids),
+        "num_blocks": num_blocks,
+        "num_missing": max(num_blocks - len(chain), 0),
+        "num_bytes": sum(files[each].num_bytes for each in chain),
         # Others may use the blocks before it
-        used_at=files[key].used_at / 1e9,
-    )
+        "used_at": files[key].used_at / 1e9,
+    }
