@@ -11,12 +11,11 @@ from kvcache_plugins.console import inputs
 from kvcache_plugins.console.display import print_line
 from kvcache_plugins.console.results import free_stdout, print_json, provenance
 from kvcache_plugins.models.packaged_models import check_model_name
-from kvcache_plugins.registry import OptionValue, check_cache, create_cache, parse_cache_spec
+from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec
 
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import Cache, PreTrainedModel
+    from transformers import Cache
 
 
 def main(
@@ -75,8 +74,19 @@ def main(
 
     loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
     token_ids = inputs.encode_prompt(tokenizer, text, chat)
+    made: Cache
     if store is not None:
-        made = _read_from_store(store, loaded, token_ids, name, options)
+        from kvcache_plugins.prompt_store import PromptStore
+
+        kept = PromptStore(store)
+        made = from_store = kept.cache_for(loaded, token_ids[None], name, **options)
+        kept.prefill(loaded, from_store, token_ids[None])
+        stats = kept.stats()
+        print_line(
+            f"{stats['tokens_saved']} of {token_ids.numel()} tokens were known, {stats['load_seconds']:.2f} s; "
+            f"{stats['blocks_kept']} blocks kept, {stats['bytes_kept'] / 1e6:.1f} MB",
+            stderr=True,
+        )
     elif max_kl is None:
         made = create_cache(name, loaded, **options)
     else:
@@ -104,21 +114,3 @@ def main(
         written = str(tokenizer.decode(list(generation.token_ids), skip_special_tokens=True))
         found = {"text": written, **generation_fields(generation)}
         print_json({**provenance(loaded.device), "settings": settings, **found})
-
-
-def _read_from_store(
-    folder: Path, model: PreTrainedModel, token_ids: torch.Tensor, name: str, options: dict[str, OptionValue]
-) -> Cache:
-    """Reads a prompt into a cache, whose whole blocks are kept."""
-    from kvcache_plugins.prompt_store import PromptStore
-
-    store = PromptStore(folder)
-    cache = store.cache_for(model, token_ids[None], name, **options)
-    store.prefill(model, cache, token_ids[None])
-    stats = store.stats()
-    print_line(
-        f"{stats['tokens_saved']} of {token_ids.numel()} tokens were known, {stats['load_seconds']:.2f} s; "
-        f"{stats['blocks_kept']} blocks kept, {stats['bytes_kept'] / 1e6:.1f} MB",
-        stderr=True,
-    )
-    return cache

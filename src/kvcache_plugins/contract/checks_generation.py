@@ -123,7 +123,7 @@ def _require_dense_if_exact(
 ) -> None:
     """Requires the tokens that `DynamicCache` gives with the same options, where logits are its own to rounding."""
     if _is_exact(subject, prompts, tokens, logits, context, num_recent):
-        expected = subject.generate(subject.make_reference(), prompts[:1], tokens.shape[1], **options)
+        expected = subject.generate(subject.dense.make_cache(), prompts[:1], tokens.shape[1], **options)
         require_same_tokens(tokens, expected, f"exact in {context}, but not the tokens of `DynamicCache`")
 
 
@@ -140,13 +140,13 @@ def _is_exact(
     to be too. A lossy cache has to be nearer to it than to a `DynamicCache` that has seen another history, but for the
     `num_recent` newest tokens, by default a sixth: as near to both is a cache that has lost its history.
     """
-    expected = subject.follow(subject.make_reference(), (prompts,), tokens)
+    expected = subject.follow(subject.dense.make_cache(), (prompts,), tokens)
     error = distance(logits, expected)
     if error <= subject.rounding:
         return True
     num_other = prompts.shape[1] - (num_recent or prompts.shape[1] // 6)
     other_prompts = torch.cat([subject.rows(num_other, len(prompts), seed=100), prompts[:, num_other:]], dim=1)
-    limit = _NEARER_THAN * distance(logits, subject.follow(subject.make_reference(), (other_prompts,), tokens))
+    limit = _NEARER_THAN * distance(logits, subject.follow(subject.dense.make_cache(), (other_prompts,), tokens))
     what = f"the logits in {context} are {error:.2g} away from those of `DynamicCache`"
     require(error <= limit, f"{what}, at most {limit:.2g} is right")
     return False
@@ -193,7 +193,7 @@ def _check_drafting(subject: Subject, **options: object) -> None:
             for chunk, rest in ((prompt, tokens), (prompt_and_drafts, tokens[:, -2:]))
         ]
         if all(_is_exact(subject, *each, context) for each in followed):
-            expected = subject.generate(subject.make_reference(), prompt, NUM_NEW)
+            expected = subject.generate(subject.dense.make_cache(), prompt, NUM_NEW)
             require_same_tokens(tokens, expected, f"exact in {context}, but not the tokens of `DynamicCache`")
         else:
             _require_likeliest(subject, followed, context)
@@ -206,7 +206,7 @@ def _require_likeliest(
     """Tokens that a lossy cache picked beside drafts have to be the likeliest without them, up to its own error."""
     error = 0.0
     for chunk, tokens, logits in followed:
-        difference = logits - subject.follow(subject.make_reference(), (chunk,), tokens)
+        difference = logits - subject.follow(subject.dense.make_cache(), (chunk,), tokens)
         error = max(error, (difference - difference.mean(dim=-1, keepdim=True)).abs().max().item())
     _, tokens, logits = followed[0]
     gap = (logits.amax(dim=-1) - logits.gather(-1, tokens[..., None]).squeeze(-1)).max().item()

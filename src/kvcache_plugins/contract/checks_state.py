@@ -351,7 +351,7 @@ def _check_padded(subject: Subject, lengths: tuple[int, ...]) -> None:
     require_same_tokens(tokens, expected, "`generate` and a loop of single steps over a padded batch")
     for row, prompt in enumerate(prompts):
         alone, alone_logits = subject.decode(subject.make_cache(), (prompt,), NUM_NEW_PADDED)
-        dense = subject.follow(subject.make_reference(), (prompt,), alone)
+        dense = subject.follow(subject.dense.make_cache(), (prompt,), alone)
         # Kernels round otherwise for another shape, and a rounding error can turn a code over, which then shows by far
         # less than the error of the cache. Padding that enters a range shows by as much as that.
         limit = max(subject.rounding, distance(alone_logits, dense) / 20)

@@ -47,21 +47,15 @@ def pick_sampled(logits: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """
-    Drives a decoder through fresh caches of the kind that is checked, and of one that is right by definition.
-    """
+    """Drives a decoder through fresh caches of the kind that is checked, and of one that is right by definition."""
 
     model: PreTrainedModel
     make_cache: CacheMaker
 
-    def make_reference(self) -> Cache:
-        """Makes a `DynamicCache`."""
-        return DynamicCache(config=self.model.config)
-
     @property
     def dense(self) -> "Subject":
-        """Subject whose cache is the reference."""
-        return replace(self, make_cache=self.make_reference)
+        """Subject whose cache is the reference, a `DynamicCache`."""
+        return replace(self, make_cache=partial(DynamicCache, config=self.model.config))
 
     @property
     def rounding(self) -> float:
