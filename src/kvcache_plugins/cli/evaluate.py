@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcache_plugins.console.commands import FAILED, LazyGroup, fold_examples, make_app, user_errors
+from kvcache_plugins.console.commands import FAILED, fold_examples, make_app, user_errors
 from kvcache_plugins.console.inputs import JsonOption
 from kvcache_plugins.console.results import free_stdout, print_json
 
@@ -36,15 +36,6 @@ Examples:
 """
 
 
-class EvaluateGroup(LazyGroup):
-    """Commands of `kvcache-plugins eval`; options without a command are those of `run`, as in lm-eval."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0].startswith("-") and args[0] not in ("--help", "-h"):
-            args = ["run", *args]
-        return super().parse_args(ctx, args)
-
-
 app = make_app(
     {
         "run": "kvcache_plugins.cli.evaluate:run",
@@ -57,7 +48,6 @@ app = make_app(
         "report": "kvcache_plugins.eval.report:write_report",
     },
     _HELP,
-    EvaluateGroup,
 )
 # Of lm-eval: what a command does, and examples
 LM_EVAL_COMMANDS = {

@@ -123,9 +123,9 @@ class LazyGroup(TyperGroup):
         raise SystemExit(code or DONE)
 
 
-def make_app(commands: Mapping[str, str], help_text: str, base: type[LazyGroup] = LazyGroup) -> typer.Typer:
+def make_app(commands: Mapping[str, str], help_text: str) -> typer.Typer:
     """Makes a `typer.Typer` of the `lazy_commands` with the settings that all groups share."""
-    group = cast("type[LazyGroup]", type(base.__name__, (base,), {"lazy_commands": commands}))
+    group = cast("type[LazyGroup]", type("LazyGroup", (LazyGroup,), {"lazy_commands": commands}))
     settings = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
     app = typer.Typer(cls=group, help=fold_examples(help_text), **settings)  # type: ignore[arg-type]
     # Without one Typer takes an app that has no commands of its own for an error
