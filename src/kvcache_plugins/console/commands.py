@@ -170,7 +170,7 @@ def read_function(target: str) -> Callable[..., Any] | None:
         raise ImportError(f"there is no module {module}")
     statements: dict[str, ast.stmt] = {}
     for statement in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
-        statements |= dict.fromkeys(_defined_names(statement), statement)
+        statements |= _definitions(statement)
     found = statements.get(name)
     if not isinstance(found, ast.FunctionDef):
         return None
@@ -181,7 +181,7 @@ def read_function(target: str) -> Callable[..., Any] | None:
         for node in ast.walk(statement):
             read = node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) else ""
             if read in statements and read not in namespace:
-                run(_only(statements[read], read))
+                run(statements[read])
         code = ast.Module(body=[ast.fix_missing_locations(statement)], type_ignores=[])
         exec(compile(code, spec.origin or module, "exec", dont_inherit=True), namespace)
 
@@ -194,17 +194,12 @@ def read_function(target: str) -> Callable[..., Any] | None:
     return function
 
 
-def _defined_names(statement: ast.stmt) -> list[str]:
+def _definitions(statement: ast.stmt) -> dict[str, ast.stmt]:
+    """Lists what a statement defines by name, each import by itself."""
     if isinstance(statement, ast.Import | ast.ImportFrom):
-        return [alias.asname or alias.name.partition(".")[0] for alias in statement.names]
+        names = {alias.asname or alias.name.partition(".")[0]: alias for alias in statement.names}
+        return {name: type(statement)(**{**vars(statement), "names": [alias]}) for name, alias in names.items()}
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-        return [statement.name]
-    stored = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
-    return [node.id for node in stored if isinstance(node.ctx, ast.Store)] if isinstance(statement, ast.Assign) else []
-
-
-def _only(statement: ast.stmt, name: str) -> ast.stmt:
-    if isinstance(statement, ast.Import | ast.ImportFrom):
-        names = [alias for alias in statement.names if (alias.asname or alias.name.partition(".")[0]) == name]
-        return type(statement)(**{**vars(statement), "names": names})
-    return statement
+        return {statement.name: statement}
+    nodes = (node for node in ast.walk(statement) if isinstance(statement, ast.Assign) and isinstance(node, ast.Name))
+    return {node.id: statement for node in nodes if isinstance(node.ctx, ast.Store)}
