@@ -1,4 +1,4 @@
-"""Inspection of a store's folder: prompts by their last blocks, damaged files, and their removal."""
+"""Inspection of a store's folder: prompts by their last blocks, and their removal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from kvcache_plugins.files.records import read_content
 from kvcache_plugins.files.schema import unpack
 
-from .blocks import FORMAT, BlockHeader, read_block
+from .blocks import FORMAT, BlockHeader
 from .folder import StoredFile, StoreFolder
 
 
@@ -25,22 +25,6 @@ def list_prompts(path: Path) -> list[dict[str, Any]]:
     followed = {header.previous for header in headers.values()}
     prompts = [_prompt_of(key, headers, files) for key in headers.keys() - followed]
     return sorted(prompts, key=lambda prompt: prompt["used_at"], reverse=True)
-
-
-def find_damaged(path: Path, *, remove: bool = False) -> dict[Path, str]:
-    """Finds, and may remove, the files of a folder that no cache is made of, each with what is wrong with it."""
-    folder, damaged = _existing(path), {}
-    with folder.locked(writing=remove):
-        for file in folder.files():
-            try:
-                read_block(file.path)
-            except ValueError as error:
-                damaged[file.path] = str(error)
-        if remove:
-            for each in damaged:
-                each.unlink(missing_ok=True)
-            folder.sweep()
-    return damaged
 
 
 def clear(path: Path) -> tuple[int, int]:
