@@ -17,7 +17,7 @@ import torch
 from kvcache_plugins import PromptStore, create_cache
 from kvcache_plugins.files.records import write_record
 from kvcache_plugins.prompt_store.blocks import FORMAT, read_block
-from kvcache_plugins.prompt_store.inspection import clear, list_prompts
+from kvcache_plugins.prompt_store.store import clear, list_prompts
 
 
 def prompt(num_tokens: int) -> torch.Tensor:

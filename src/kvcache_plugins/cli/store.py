@@ -11,8 +11,7 @@ import typer
 from kvcache_plugins.console.display import make_table, open_console, print_line
 from kvcache_plugins.console.inputs import JsonOption
 from kvcache_plugins.console.results import print_json
-from kvcache_plugins.prompt_store.inspection import clear, list_prompts
-from kvcache_plugins.prompt_store.store import default_folder
+from kvcache_plugins.prompt_store.store import clear, default_folder, list_prompts
 
 
 _SHOWN = 12

@@ -17,7 +17,8 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from kvcache_plugins.advice.byte_sizes import parse_bytes
-from kvcache_plugins.files.records import write_record
+from kvcache_plugins.files.records import read_content, write_record
+from kvcache_plugins.files.schema import unpack
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.models.cache_argument import CACHE_NAMES, as_argument, find_cache, reading_options
 from kvcache_plugins.models.reference_model import models_folder
@@ -25,8 +26,8 @@ from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec, unwrap_model
 from kvcache_plugins.user_warnings import warn_user
 
-from .blocks import FORMAT, PromptBlock, PromptCache, block_length, prompt_keys, read_block, root_key
-from .folder import FOLDER_OWNER_ALONE, OWNER_ALONE, Lease, StoreFolder
+from .blocks import FORMAT, BlockHeader, PromptBlock, PromptCache, block_length, prompt_keys, read_block, root_key
+from .folder import FOLDER_OWNER_ALONE, OWNER_ALONE, Lease, StoredFile, StoreFolder
 
 
 DEFAULT_BLOCK_TOKENS = 256
@@ -371,3 +372,57 @@ def _forward(model: torch.nn.Module, cache: PromptCache, input_ids: torch.Tensor
     input_ids = input_ids.to(inner.device)
     mask = torch.ones_like(input_ids)
     model(**reading_options(inner.forward, cache, input_ids, mask, input_ids.shape[1], needs_logits=False))
+
+
+def list_prompts(path: Path) -> list[dict[str, Any]]:
+    """
+    Lists the prompts in a folder by their last blocks, those that were used last first; files that cannot be read are
+    left out. Of a prompt `num_missing` blocks are gone, so what follows cannot be loaded; some of its bytes other
+    prompts may share; `used_at` is in seconds since 1970.
+    """
+    folder, headers = _existing(path), dict[str, BlockHeader]()
+    with folder.locked():
+        files = {file.path.stem: file for file in folder.files()}
+        for key, file in files.items():
+            with suppress(ValueError, OSError):
+                content = read_content(file.path, FORMAT)
+                content.pop("layers", None)
+                headers[key] = unpack(BlockHeader, content)
+    followed = {header.previous for header in headers.values()}
+    prompts = [_prompt_of(key, headers, files) for key in headers.keys() - followed]
+    return sorted(prompts, key=lambda prompt: prompt["used_at"], reverse=True)
+
+
+def clear(path: Path) -> tuple[int, int]:
+    """Removes all blocks but those that are in use; returns how many and their bytes."""
+    folder = _existing(path)
+    with folder.locked(writing=True):
+        folder.sweep()
+        removed = {*folder.files()}
+        folder.make_room(0, 0, ())
+        removed -= {*folder.files()}
+    return len(removed), sum(file.num_bytes for file in removed)
+
+
+def _existing(path: Path) -> StoreFolder:
+    if not (path / "blocks").is_dir():
+        raise ValueError(f"`store`: {path} is no folder of a prompt store")
+    return StoreFolder(path)
+
+
+def _prompt_of(key: str, headers: dict[str, BlockHeader], files: dict[str, StoredFile]) -> dict[str, Any]:
+    last, chain = headers[key], [key]
+    while (previous := headers[chain[-1]].previous) in headers and headers[previous].start < headers[chain[-1]].start:
+        chain.append(previous)
+    num_blocks = last.start // max(len(last.token_ids), 1) + 1
+    return {
+        "key": key,
+        "model_name": last.model_name,
+        "options": last.options,
+        "num_tokens": last.start + len(last.token_ids),
+        "num_blocks": num_blocks,
+        "num_missing": max(num_blocks - len(chain), 0),
+        "num_bytes": sum(files[each].num_bytes for each in chain),
+        # Others may use the blocks before it
+        "used_at": files[key].used_at / 1e9,
+    }

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from kvcache_plugins import PromptStore, cli
-from kvcache_plugins.prompt_store.inspection import list_prompts
+from kvcache_plugins.prompt_store.store import list_prompts
 
 
 def run(*arguments: str) -> Result:
