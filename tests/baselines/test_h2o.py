@@ -11,7 +11,7 @@ from transformers.models.llama import modeling_llama
 
 from kvcache_plugins import H2OCache, create_cache
 from kvcache_plugins.baselines import attention_weights
-from kvcache_plugins.baselines.h2o_layer import H2OLayer
+from kvcache_plugins.baselines.h2o import H2OLayer
 from kvcache_plugins.contract import CONTRACT, run_check
 from kvcache_plugins.eval.families import build_family
 from kvcache_plugins.reports.memory import reachable_tensors

@@ -1,15 +1,279 @@
-"""`H2OCache`: a list of H2O layers, beside Transformers' own layers for what is not full attention."""
+"""`H2OCache` and its layers: which weights are counted when, and when tokens are dropped.
+
+The life of a token: attention over the prompt is exact, its weights are summed up beside it, and right after it,
+layer by layer, all but the budget's tokens are dropped. A later token is kept at first; at the *beginning* of the next
+update the weights of the last one's queries are added, and what is beyond the budget is dropped. A rollback (`crop`)
+of the newest update, as in assisted decoding, thus finds its tokens, and takes the weights of their queries back.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from transformers import Cache, PreTrainedConfig
 
+from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.layers.model_match import ModelMatchMixin
+from kvcache_plugins.option_checks import check_bool, check_integer, check_number
 from kvcache_plugins.registry import get_config
 from kvcache_plugins.reports.memory import ReportingMixin, add_stats
 
-from .h2o_layer import H2OConfig, H2OLayer
+from .attention_weights import attend_and_weigh, sum_weights
+from .kept_tokens import FREE, KeptTokens
+
+
+# Newest queries of an update whose weights can be taken back: more than any draft has
+_NUM_REVOCABLE = 32
+# So that 0.29 of 100 tokens is 29 of them, whatever floating point makes of it
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class H2OConfig:
+    """How many tokens are kept. See `H2OCache` for the meaning of each field."""
+
+    heavy_ratio: float
+    recent_ratio: float
+    min_tokens: int
+    grow: bool
+
+    def __post_init__(self) -> None:
+        for name in ("heavy_ratio", "recent_ratio"):
+            check_number(name, getattr(self, name), above=0.0, most=1.0)
+        # A heavy and a recent token
+        check_integer("min_tokens", self.min_tokens, 2)
+        check_bool("grow", self.grow)
+
+    def budget(self, num_tokens: int, prompt_length: int) -> tuple[int, int]:
+        """Returns how many real tokens a head keeps of `num_tokens`, and of those the newest."""
+        share = self.heavy_ratio + self.recent_ratio
+        total = num_tokens
+        if share < 1 - _ROUNDING:
+            base = num_tokens if self.grow else min(prompt_length, num_tokens)
+            total = min(num_tokens, max(math.floor(share * base + _ROUNDING), self.min_tokens))
+        recent = math.floor(total * self.recent_ratio / share + _ROUNDING)
+        # At least one is kept for its weight and one for being the newest
+        return total, min(max(recent, 1), max(total - 1, 1))
+
+
+class H2OLayer(LazyLayer):
+    """The heavy hitters and the newest tokens of one layer, as many as `config` says; errors name `layer_idx`."""
+
+    counter_names = ("attend_calls", "prompts_without_mask", "updates_without_weights")
+
+    needs_prompt_attention = True
+    stores_attention = True
+
+    def __init__(self, config: H2OConfig, layer_idx: int):
+        self.config = config
+        super().__init__(layer_idx)
+
+    def _clear(self) -> None:
+        super()._clear()
+        self.kept: KeptTokens | None = None
+        self._prompt_length = 0
+        # Of the prompt while it waits, `[B, H, L]`
+        self._prompt_weights: torch.Tensor | None = None
+        # Of the newest queries of the last update, one by one: `[B, H, queries, S]`
+        self._revocable: torch.Tensor | None = None
+        # Tokens of the last update that are still there, and whether attention was seen since
+        self._num_latest = 0
+        self._attended = False
+        # Whether every query's weights could be counted
+        self._all_weighed = True
+
+    def on_exact_attention(self, call: AttentionCall) -> None:
+        # Where layers share their states, the first one's attention counts
+        if self._pending is None:
+            return
+        if self._length > 1:
+            self._learn_padding(call.mask)
+        self._mask_seen = True
+        keys, values = self._pending
+        if call.project is not None:
+            # All query heads are of the one head, however many its states are projected to
+            keys = call.project({"keys": keys, "values": values})[0]
+        if call.project is None or self._has_one_head:
+            num_queries = call.query.shape[2]
+            real = self._valid_tokens(self._length - num_queries, num_queries)
+            with torch.no_grad():
+                weights = sum_weights(call, keys, self._length, real)
+            self._prompt_weights = weights if call.project is None else weights.sum(1, True)
+        self.settle_prompt()
+
+    @property
+    def _has_one_head(self) -> bool:
+        return self._shapes["keys"][1] == self._shapes["values"][1] == 1
+
+    def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
+        weights, self._prompt_weights = self._prompt_weights, None
+        positions = torch.arange(self._length, device=keys.device).expand(keys.shape[:3])
+        real = self._valid_tokens(0, self._length)
+        if real is not None:
+            positions = positions.masked_fill(~real[:, None], FREE)
+        self._prompt_length = self._length
+        if weights is None:
+            self._miss_weights()
+            weights = torch.zeros_like(positions)
+        self.kept = KeptTokens(keys, values, positions, weights)
+        # What cannot be chosen stays whole; the next update says why it cannot be
+        if self._all_weighed:
+            self._evict()
+        if self.kept.num_slots == self._length:
+            # Views of more than is needed, perhaps
+            self.kept.map(torch.clone)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.settle_prompt()
+        assert self.kept is not None, "nothing was stored"
+        return self._attend(call, self.kept.keys, self.kept.values)
+
+    def attend_projected(self, call: AttentionCall) -> torch.Tensor:
+        self.settle_prompt()
+        assert self.kept is not None and call.project is not None, "nothing was stored"
+        # Of several heads each has tokens of its own, which a projection may mix
+        if not self._has_one_head:
+            return super().attend_projected(call)
+        return self._attend(call, *call.project({"keys": self.kept.keys, "values": self.kept.values}))
+
+    def _attend(self, call: AttentionCall, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Attention over the states in all slots, of the heads that are stored or of what the only one projects to."""
+        kept, num_new = self.kept, self._num_latest
+        assert kept is not None
+        if num_new > 1:
+            self._learn_padding(call.mask)
+        # Transformers hands one token's query heads over as rows of their key/value head
+        counts = not self._attended and (num_new == 1 or num_new == call.query.shape[2])
+        positions = kept.positions.expand(-1, keys.shape[1], -1)
+        outputs = []
+        for rows, output, weights in attend_and_weigh(call, keys, values, self._length, positions):
+            outputs.append(output)
+            if counts:
+                self._count_weights(rows, weights.detach().sum(1, True) if call.project else weights.detach())
+        self._attended = self._attended or counts
+        self._counters["attend_calls"] += 1
+        return torch.cat(outputs, dim=2)
+
+    def _count_weights(self, rows: slice, weights: torch.Tensor) -> None:
+        """Notes weights `[B, H, queries, S]` of the last update, those that may be taken back by themselves."""
+        assert self.kept is not None
+        if self._num_latest == 1:
+            weights = weights.sum(dim=2, keepdim=True)
+            self._revocable = weights if self._revocable is None else self._revocable + weights
+            return
+        first = self._length - self._num_latest + rows.start
+        real = self._valid_tokens(first, weights.shape[2])
+        if real is not None:
+            weights = weights * real[:, None, :, None]
+        num_final = min(max(self._num_latest - _NUM_REVOCABLE - rows.start, 0), weights.shape[2])
+        self.kept.weights.add_(weights[:, :, :num_final].sum(dim=2))
+        newest = weights[:, :, num_final:]
+        self._revocable = newest if self._revocable is None else torch.cat([self._revocable, newest], dim=2)
+
+    def _before_update(self) -> None:
+        """Adds the weights of the last update and drops what is beyond the budget."""
+        if self.kept is None:
+            return
+        if self._num_latest and not self._attended:
+            self._miss_weights()
+        self._num_latest = 0
+        if self._revocable is not None:
+            self.kept.weights.add_(self._revocable.sum(dim=2))
+            self._revocable = None
+        self._evict()
+
+    def _miss_weights(self) -> None:
+        self._all_weighed = False
+        self._counters["updates_without_weights"] += 1
+
+    def _evict(self) -> None:
+        assert self.kept is not None
+        # An item is as long as the sequence without its padding
+        padding = [0] if self.padding is None else self.padding.tolist()
+        lengths = [self._length - pad for pad in padding]
+        budgets = [
+            self.config.budget(length, max(self._prompt_length - self._length + length, 0)) for length in lengths
+        ]
+        totals, recents = zip(*budgets, strict=True)
+        if list(totals) == lengths:
+            return
+        if not self._all_weighed:
+            raise ValueError(
+                f"layer {self.layer_idx} holds {self._length} tokens and has to drop some, but which ones only "
+                "attention weights tell, and the model's attention does not show them to the cache: set "
+                "`attn_implementation` to `sdpa` or `eager`, where that is not so already; for a model that writes "
+                "attention out in its own code let `heavy_ratio` and `recent_ratio` add up to 1"
+            )
+        if self.kept.is_within(min(totals)):
+            return
+        self.kept.keep(
+            self._per_item(totals),
+            self._per_item([self._length - recent for recent in recents]),
+            self._per_item(padding),
+            max_budget=max(totals),
+        )
+
+    def _per_item(self, numbers: list[int] | tuple[int, ...]) -> int | torch.Tensor:
+        if len(set(numbers)) == 1:
+            return numbers[0]
+        return torch.tensor(numbers, device=self.device)[:, None, None]
+
+    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        assert self.kept is not None, "a first update is a prompt"
+        self.kept.append(keys, values, self._length)
+        self._num_latest, self._attended = keys.shape[2], False
+
+    def materialize(self, side: str) -> torch.Tensor:
+        self.settle_prompt()
+        if self.kept is None:
+            return torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
+        if self.num_dropped():
+            raise NotImplementedError(
+                f"layer {self.layer_idx} has dropped tokens, so there are no dense {side}, and attention that reads "
+                "them is not supported: set `attn_implementation` to `sdpa` or `eager`"
+            )
+        return self.kept.dense(side, self._length)
+
+    def num_dropped(self) -> int:
+        """Counts the tokens that are missing, at most, of any item and head."""
+        if self.kept is None:
+            return 0
+        real = self._length if self.padding is None else self._length - self.padding.to(self.device)[:, None]
+        return max(int((real - self.kept.count()).amax()), 0)
+
+    def _drop_newest(self, count: int) -> None:
+        assert self.kept is not None, "a prompt is stored before it is cropped"
+        self.kept.drop_from(self._length - count)
+        self._num_latest = max(self._num_latest - count, 0)
+        if self._revocable is not None:
+            num_left = self._revocable.shape[2] - count
+            self._revocable = self._revocable[:, :, :num_left].clone() if num_left > 0 else None
+
+    def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self.kept is not None:
+            self.kept.map(function)
+        if self._revocable is not None:
+            self._revocable = function(self._revocable)
+
+    def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.kept is not None:
+            yield from self.kept.named_tensors()
+        if self._revocable is not None:
+            yield "index", self._revocable
+
+    def stats(self) -> dict[str, int]:
+        kept = self._length if self.kept is None else int(self.kept.count().amax())
+        return {
+            "tokens_cached": self._length,
+            "tokens_kept": kept,
+            "tokens_dropped": self.num_dropped(),
+            **self._counters,
+            "dense_reads": self.dense_reads,
+        }
 
 
 class H2OCache(ModelMatchMixin, ReportingMixin, Cache):
