@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.contract import CONTRACT, CheckResult, ContractCheck, render_grid, run_check
-from kvcache_plugins.contract.subject import RECORDS_PAST, SHORT_CONTEXT, Subject, distance
+from kvcache_plugins.contract.comparison import distance
+from kvcache_plugins.contract.subject import RECORDS_PAST, SHORT_CONTEXT, Subject
 from kvcache_plugins.models.cache_argument import IS_RENAMED
 from kvcache_plugins.registry import CacheEntry, describe_caches
 

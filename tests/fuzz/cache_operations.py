@@ -26,7 +26,8 @@ from transformers.masking_utils import sdpa_mask
 
 from kvcache_plugins import create_cache, measure_memory
 from kvcache_plugins.contract import tiny_models
-from kvcache_plugins.contract.subject import Subject, distance, reachable_bytes, require_close, require_length
+from kvcache_plugins.contract.comparison import distance, reachable_bytes, require_close, require_length
+from kvcache_plugins.contract.subject import Subject
 
 
 MOST_TOKENS = 400

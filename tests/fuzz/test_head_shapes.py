@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.contract.subject import distance
+from kvcache_plugins.contract.comparison import distance
 
 
 SHAPES = ((8, 1), (40, 3), (256, 8))

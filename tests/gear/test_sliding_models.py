@@ -8,7 +8,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvcache_plugins import GEARCache, create_cache, predict_memory
 from kvcache_plugins.contract import CONTRACT, run_check
-from kvcache_plugins.contract.subject import RECORDS_PAST, reachable_bytes
+from kvcache_plugins.contract.comparison import reachable_bytes
+from kvcache_plugins.contract.subject import RECORDS_PAST
 
 
 VOCAB_SIZE, WINDOW, CONTEXT = 211, 2048, 3000

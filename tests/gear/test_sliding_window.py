@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvcache_plugins.contract.subject import RECORDS_PAST, reachable_bytes
+from kvcache_plugins.contract.comparison import reachable_bytes
+from kvcache_plugins.contract.subject import RECORDS_PAST
 from kvcache_plugins.gear import GEARCache
 
 

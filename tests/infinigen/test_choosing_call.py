@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from decoding import assert_same, decode_logits, make_model, tokens
 
 from kvcache_plugins import InfiniGenCache
-from kvcache_plugins.contract.subject import reachable_bytes
+from kvcache_plugins.contract.comparison import reachable_bytes
 from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.layer import InfiniGenLayer

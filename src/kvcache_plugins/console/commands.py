@@ -96,10 +96,11 @@ class LazyGroup(TyperGroup):
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Runs a command line and raises `SystemExit`; without `standalone_mode` as Typer does."""
-        if not options.pop("standalone_mode", True):
-            return super().main(*args, standalone_mode=False, **options)
+        is_alone, options["standalone_mode"] = options.get("standalone_mode", True), False
+        if not is_alone:
+            return super().main(*args, **options)
         try:
-            code = super().main(*args, standalone_mode=False, **options)
+            code = super().main(*args, **options)
             # What is still in the buffer would otherwise fail when nobody can catch it any more
             sys.stdout.flush()
         except _ClickException as error:

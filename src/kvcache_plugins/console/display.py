@@ -32,9 +32,9 @@ Announce = Callable[[str], None]
 def open_console(stderr: bool = False) -> Console:
     """Opens a console, plain where there is no terminal."""
     console = _Console(stderr=stderr, highlight=False)
-    if console.is_terminal or "COLUMNS" in os.environ:
-        return console
-    return _Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPE_WIDTH
+    return console
 
 
 class _Console(Console):

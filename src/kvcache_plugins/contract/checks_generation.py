@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from .comparison import distance, require, require_length, require_same_tokens
 from .subject import (
     LONG_APPEND,
     LONG_CONTEXT,
@@ -13,12 +14,8 @@ from .subject import (
     SHORT_CONTEXT,
     Subject,
     contract_check,
-    distance,
     pick_sampled,
     record_calls,
-    require,
-    require_length,
-    require_same_tokens,
 )
 
 

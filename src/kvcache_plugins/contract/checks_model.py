@@ -12,17 +12,8 @@ from transformers import PreTrainedModel
 
 from .checks_generation import check_greedy, check_prompt_lookup
 from .checks_state import check_crop_recent, check_left_padding, check_lengths, check_reorder, check_reset
-from .subject import (
-    LONG_APPEND,
-    LONG_CONTEXT,
-    RECORDS_PAST,
-    SHORT_CONTEXT,
-    Subject,
-    contract_check,
-    distance,
-    require_close,
-    require_same_tokens,
-)
+from .comparison import distance, require_close, require_same_tokens
+from .subject import LONG_APPEND, LONG_CONTEXT, RECORDS_PAST, SHORT_CONTEXT, Subject, contract_check
 
 
 NUM_STEPS = 4

@@ -12,20 +12,8 @@ import torch
 from torch.nn.functional import pad
 from transformers import Cache
 
-from .subject import (
-    LONG_APPEND,
-    LONG_CONTEXT,
-    SHORT_CONTEXT,
-    Subject,
-    contract_check,
-    distance,
-    reachable_bytes,
-    record_calls,
-    require,
-    require_close,
-    require_length,
-    require_same_tokens,
-)
+from .comparison import distance, reachable_bytes, require, require_close, require_length, require_same_tokens
+from .subject import LONG_APPEND, LONG_CONTEXT, SHORT_CONTEXT, Subject, contract_check, record_calls
 
 
 NUM_STEPS = 4

@@ -1,4 +1,4 @@
-"""How the checks drive a model through a cache, by public doors only, as storage is not assumed, and how they compare.
+"""How the checks drive a model through a cache: through public doors only, so that nothing is assumed about storage.
 
 Three rules make the checks fair to caches that lose precision and still able to fail:
 
@@ -19,7 +19,8 @@ import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
 from kvcache_plugins.models.cache_argument import as_argument
-from kvcache_plugins.reports.memory import reachable_tensors
+
+from .comparison import require, require_close
 
 
 CacheMaker = Callable[[], Cache]
@@ -37,50 +38,6 @@ RECORDS_PAST = "activate_past_recording" in vars(Cache)
 Whether this release of Transformers records the past of sliding windows for a rollback. Older ones cannot roll those
 back, and leave the last drafts of assisted generation in the tokens and in the cache.
 """
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises an `AssertionError` unless `condition`."""
-    if not condition:
-        raise AssertionError(message)
-
-
-def distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """
-    Tells how far logits are apart, by the worst row, relative to centred expected ones: 0 if equal, 1.4 if unrelated.
-    """
-    require(logits.shape == expected.shape, f"got logits of shape {tuple(logits.shape)}, not {tuple(expected.shape)}")
-    logits, expected = (each - each.mean(dim=-1, keepdim=True) for each in (logits, expected))
-    errors = (logits - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
-    return errors.max().item()
-
-
-def require_close(logits: torch.Tensor, expected: torch.Tensor, limit: float, what: str) -> None:
-    """Requires a distance of at most `limit`."""
-    measured = distance(logits, expected)
-    require(measured <= limit, f"{what}: the logits are {measured:.2g} apart, at most {limit:.2g} is right")
-
-
-def require_same_tokens(tokens: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Requires equal tokens `[rows, steps]`; the message has the first that differs."""
-    shapes = f"got tokens of shape {tuple(tokens.shape)}, not {tuple(expected.shape)}"
-    require(tokens.shape == expected.shape, f"{what}: {shapes}")
-    differing = (tokens != expected).nonzero().tolist()
-    row, step = differing[0] if differing else (0, 0)
-    count = f"{len(differing)} of {tokens.numel()} tokens differ"
-    require(not differing, f"{what}: {count}, first in row {row} at step {step}")
-
-
-def require_length(cache: Cache, expected: int, what: str) -> None:
-    """Requires that a cache says that it holds `expected` tokens."""
-    length = cache.get_seq_length()
-    require(length == expected, f"{what}: `get_seq_length` says {length}, it should be {expected}")
-
-
-def reachable_bytes(value: object) -> int:
-    """Sums the bytes of all tensors reachable from `value`; a region that several view is counted once."""
-    regions = {(each.device, each.data_ptr(), each.nbytes) for each in reachable_tensors(value)}
-    return sum(size for _, _, size in regions)
 
 
 def pick_sampled(logits: torch.Tensor) -> torch.Tensor:
