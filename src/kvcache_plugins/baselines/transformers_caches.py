@@ -6,7 +6,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, QuantizedCache
 from transformers.cache_utils import HQQQuantizedLayer, QuantizedLayer, QuantoQuantizedLayer
 
-from kvcache_plugins.option_checks import check_bool, check_choice, check_integer
+from kvcache_plugins.option_checks import check_choice, check_integer
 from kvcache_plugins.registry import ModelOrConfig, get_config
 from kvcache_plugins.reports.memory import ReportingMixin
 
@@ -61,16 +61,14 @@ def create_dynamic(model: ModelOrConfig) -> Cache:
     return ReportingDynamicCache(config=get_config(model))
 
 
-def create_offloaded(model: ModelOrConfig, *, offload_only_non_sliding: bool = False) -> Cache:
+def create_offloaded(model: ModelOrConfig) -> Cache:
     """Transformers' DynamicCache with all but one layer kept in CPU memory"""
-    check_bool("offload_only_non_sliding", offload_only_non_sliding)
     # Transformers would only find out in its first `update`, as "Torch not compiled with CUDA enabled"
     if not torch.cuda.is_available():
         raise ValueError("The `offloaded` cache needs a CUDA device, and torch finds none: use `dynamic` instead.")
     if isinstance(model, PreTrainedModel) and model.device.type != "cuda":
         raise ValueError(f"The `offloaded` cache needs the model on a CUDA device, but it is on `{model.device}`.")
-    config = get_config(model)
-    return ReportingDynamicCache(config=config, offloading=True, offload_only_non_sliding=offload_only_non_sliding)
+    return ReportingDynamicCache(config=get_config(model), offloading=True)
 
 
 def create_fp8(model: ModelOrConfig) -> Cache:

@@ -1,14 +1,6 @@
 """Commands as plain functions, alike in help, errors and exit codes; help and completion import none of them.
 
-| exit code | meaning |
-|---|---|
-| 0 | done |
-| 1 | done, but something failed: a cache of `compare`, a run of `eval sweep`, a check of `doctor` |
-| 2 | the user's error: one line on standard error says which |
-| 130 | interrupted by Ctrl-C |
-| 141 | whoever read the output has gone, as after `| head` |
-
-An error that nobody foresaw keeps its traceback: it is a bug.
+The help of `kvcache-plugins` says what exit codes mean. An error that nobody foresaw keeps its traceback: it is a bug.
 
 Torch and Transformers take seconds to import. A command is a function, anywhere: its signature declares options, its
 docstring is the help, and its module imports at the top what it needs. For help a group reads the function's source.

@@ -1,8 +1,4 @@
-"""`runahead_prefill`: ranks of `torch.distributed` fill one cache, each with its slice of the prompt.
-
-Implements [KV-Runahead: Scalable Causal LLM Inference by Parallel Key-Value Cache
-Generation](https://huggingface.co/papers/2405.05329).
-"""
+"""`runahead_prefill`: ranks of `torch.distributed` fill one cache, each with its slice of the prompt."""
 
 import itertools
 import time
