@@ -142,7 +142,7 @@ class KeptTokens:
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor):
         self.keys, self.values, self.positions, self.weights = keys, values, positions.to(torch.int32), weights.float()
         # Slots with a token, at most, of any item and head
-        self._num_used = keys.shape[2]
+        self.num_used = keys.shape[2]
 
     @property
     def num_slots(self) -> int:
@@ -153,15 +153,11 @@ class KeptTokens:
         """Counts the tokens of every item and head, `[B, H]`."""
         return (self.positions != FREE).sum(dim=2)
 
-    def is_within(self, budget: int) -> bool:
-        """Tells whether no item and head has more tokens than `budget`."""
-        return self._num_used <= budget
-
     def append(self, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
         """Adds the tokens `[B, H, new tokens, D]` from position `start` on, without weights so far."""
         num_new = keys.shape[2]
-        self._num_used += num_new
-        if (missing := self._num_used - self.num_slots) > 0:
+        self.num_used += num_new
+        if (missing := self.num_used - self.num_slots) > 0:
             self.map(lambda tensor: F.pad(tensor, (*[0, 0] * (tensor.dim() - 3), 0, missing), value=FREE))
         # Free slots are the ones of the lowest position; the minimum is found faster than the least of one
         if num_new == 1:
@@ -199,12 +195,12 @@ class KeptTokens:
             self.positions.masked_fill_(~kept, FREE)
         else:
             self.positions.masked_fill_(~torch.zeros_like(wanted).scatter_(2, slots, kept), FREE)
-        self._num_used = min(self._num_used, max_budget)
+        self.num_used = min(self.num_used, max_budget)
 
     def drop_from(self, position: int) -> None:
         """Drops the tokens from `position` on."""
         self.positions.masked_fill_(self.positions >= position, FREE)
-        self._num_used = int(self.count().amax())
+        self.num_used = int(self.count().amax())
 
     def dense(self, side: str, length: int) -> torch.Tensor:
         """Returns `"keys"` or `"values"` `[B, H, length, D]` at their positions, zeros where there is none."""
@@ -218,11 +214,6 @@ class KeptTokens:
         """Replaces every tensor by `function` of it."""
         self.keys, self.values = function(self.keys), function(self.values)
         self.positions, self.weights = function(self.positions), function(self.weights)
-
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields part and tensor of everything stored, beginning with the keys."""
-        yield from (("kept", states) for states in (self.keys, self.values))
-        yield from (("index", numbers) for numbers in (self.positions, self.weights))
 
 
 def _as_index(slots: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -405,7 +396,7 @@ class H2OLayer(LazyLayer):
                 "`attn_implementation` to `sdpa` or `eager`, where that is not so already; for a model that writes "
                 "attention out in its own code let `heavy_ratio` and `recent_ratio` add up to 1"
             )
-        if self.kept.is_within(min(totals)):
+        if self.kept.num_used <= min(totals):
             return
         self.kept.keep(
             self._per_item(totals),
@@ -458,7 +449,8 @@ class H2OLayer(LazyLayer):
 
     def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self.kept is not None:
-            yield from self.kept.named_tensors()
+            yield from (("kept", states) for states in (self.kept.keys, self.kept.values))
+            yield from (("index", numbers) for numbers in (self.kept.positions, self.kept.weights))
         if self._revocable is not None:
             yield "index", self._revocable
 
