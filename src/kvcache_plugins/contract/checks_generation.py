@@ -14,7 +14,6 @@ from .subject import (
     SHORT_CONTEXT,
     Subject,
     contract_check,
-    pick_sampled,
     record_calls,
 )
 
@@ -99,13 +98,13 @@ def _check_steps(
     """Compares what `generate` makes of a prompt with a loop over its chunks, if any, and single steps."""
     length = _CONTEXTS[context]
     prompts, cache = subject.prompt(length, seed).expand(num_sequences, -1), subject.make_cache()
-    chunks, pick = prompts.split(chunk_size or length, dim=1), pick_sampled if options else None
+    chunks = prompts.split(chunk_size or length, dim=1)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         tokens = subject.generate(cache, prompts[:1], NUM_NEW, prefill_chunk_size=chunk_size, **options)
         require_length(cache, length + NUM_NEW - 1, f"after `generate` in {context}")
         torch.manual_seed(0)
-        expected, logits = subject.decode(subject.make_cache(), chunks, NUM_NEW, pick)
+        expected, logits = subject.decode(subject.make_cache(), chunks, NUM_NEW, is_sampled=bool(options))
         require_same_tokens(tokens, expected, f"`generate` and a loop of single steps in {context}")
         torch.manual_seed(0)
         _require_dense_if_exact(subject, prompts, tokens, logits, context, num_recent=chunk_size or 0, **options)

@@ -24,7 +24,6 @@ from .comparison import require, require_close
 
 
 CacheMaker = Callable[[], Cache]
-Picker = Callable[[torch.Tensor], torch.Tensor]
 Check = Callable[["Subject"], None]
 
 SHORT_CONTEXT = 12
@@ -38,11 +37,6 @@ RECORDS_PAST = "activate_past_recording" in vars(Cache)
 Whether this release of Transformers records the past of sliding windows for a rollback. Older ones cannot roll those
 back, and leave the last drafts of assisted generation in the tokens and in the cache.
 """
-
-
-def pick_sampled(logits: torch.Tensor) -> torch.Tensor:
-    """A token of every row, drawn as `generate` draws it: reproducible with `torch.manual_seed`."""
-    return torch.multinomial(logits.softmax(dim=-1), num_samples=1).squeeze(1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,21 +113,25 @@ class Subject:
         cache: Cache,
         chunks: tuple[torch.Tensor, ...],
         num_new_tokens: int,
-        pick: Picker | None = None,
+        *,
+        is_sampled: bool = False,
         mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Decodes as `generate` should, greedily or by `pick`: the prompt in `chunks`, then a forward a token. Returns
-        tokens `[batch, steps]` and the logits `[batch, steps, vocabulary]` that they were picked from.
+        Decodes as `generate` should, greedily or drawing as it does: the prompt in `chunks`, then a forward a token.
+        Returns tokens `[batch, steps]` and the logits `[batch, steps, vocabulary]` that they were picked from.
         """
-        pick = pick or partial(torch.argmax, dim=-1)
+
+        def pick(logits: torch.Tensor) -> torch.Tensor:
+            return torch.multinomial(logits.softmax(dim=-1), 1) if is_sampled else logits.argmax(-1, keepdim=True)
+
         for chunk in chunks:
             logits = self.feed(cache, chunk, mask)[:, -1:]
-        tokens, seen = [pick(logits[:, -1])[:, None]], [logits]
+        tokens, seen = [pick(logits[:, -1])], [logits]
         while len(tokens) < num_new_tokens:
             mask = _longer(mask)
             seen.append(self.feed(cache, tokens[-1], mask))
-            tokens.append(pick(seen[-1][:, -1])[:, None])
+            tokens.append(pick(seen[-1][:, -1]))
         return torch.cat(tokens, dim=1), torch.cat(seen, dim=1)
 
     def follow(self, cache: Cache, chunks: tuple[torch.Tensor, ...], tokens: torch.Tensor) -> torch.Tensor:

@@ -141,7 +141,8 @@ class RunaheadLayer(LazyLayer):
                 f"{self._length}. `prefill_chunk_size`, and drafts, cannot be combined with it"
             )
         self.lazy_initialization(key_states, value_states)
-        self._chain.begin_layer(self.layer_idx)
+        self._chain.finish_layer()
+        self._chain.unfinished = self.layer_idx
         keys, values = self.states = self._chain.exchange.exchange(self.layer_idx, key_states, value_states)
         self._length = part.stop
         if not self._is_lazy:
@@ -231,7 +232,7 @@ class Chain:
         # The user's own layers while others stand in their place
         self.own: list[Any] = []
         # The layer whose attention may still be under way
-        self._unfinished: int | None = None
+        self.unfinished: int | None = None
 
     @contextmanager
     def running(self) -> Iterator[Cache]:
@@ -258,16 +259,11 @@ class Chain:
             if self._given is not None:
                 self._given.layers[:] = self.own
 
-    def begin_layer(self, layer_idx: int) -> None:
-        """Notes that attention of a layer is about to begin."""
-        self.finish_layer()
-        self._unfinished = layer_idx
-
     def finish_layer(self) -> None:
         """Drops the states of the layer that began last: into the user's cache on the last rank."""
-        if self._unfinished is None:
+        if self.unfinished is None:
             return
-        layer_idx, self._unfinished = self._unfinished, None
+        layer_idx, self.unfinished = self.unfinished, None
         states, self._layers[layer_idx].states = self._layers[layer_idx].states, None
         if self._given is None or states is None:
             return

@@ -39,8 +39,10 @@ class FailureReports:
         try:
             result = operation()
         except (RuntimeError, ValueError) as error:
-            cause = self.first()
-            reason = f" The first failure reported: {cause}." if cause else ""
+            reason = ""
+            with suppress(Exception):
+                if _store().check([self._key]):
+                    reason = f" The first failure reported: {_store().get(self._key).decode()}."
             failure = RunaheadError(
                 f"rank {self._rank}: {other} did not answer {when}; it has ended or hangs.{reason}"
             )
@@ -55,13 +57,6 @@ class FailureReports:
         with suppress(Exception):
             message = f"rank {self._rank} (process {os.getpid()}): {type(error).__name__}: {error}"
             _store().compare_set(self._key, "", message)
-
-    def first(self) -> str | None:
-        """Reads the report of the rank that failed first, if it could leave one."""
-        with suppress(Exception):
-            if _store().check([self._key]):
-                return str(_store().get(self._key).decode())
-        return None
 
 
 def _store() -> Any:

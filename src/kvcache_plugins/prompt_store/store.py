@@ -249,7 +249,7 @@ class PromptStore:
                 known = list(itertools.takewhile(lambda key: self._files.path_of(key).exists(), keys))
                 # Without room for a lease: blocks may go, once they are loaded
                 with suppress(OSError):
-                    lease = self._files.lease(known)
+                    lease = Lease(self.folder, known)
                 self._files.touch(known)
                 for key in known:
                     path = self._files.path_of(key)

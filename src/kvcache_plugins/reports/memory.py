@@ -85,22 +85,22 @@ def measure_memory(cache: Cache | Sequence[Cache]) -> MemoryReport:
     devices: Counter[str] = Counter()
     dense_bytes = num_values = 0
     shared: Counter[str] = Counter()
-    seen: set[tuple[int, int]] = set()
-    seen_shared: set[tuple[torch.device, int, int]] = set()
+    seen: set[tuple[torch.device, int, int]] = set()
+
+    def is_new(tensor: torch.Tensor) -> bool:
+        before = len(seen)
+        seen.add((tensor.device, tensor.data_ptr(), tensor.nbytes))
+        return len(seen) > before
+
     for layer in (layer for each in caches for layer in each.layers):
         named = list(layer.named_tensors() if isinstance(layer, LazyLayer) else _tensors_of_other_layer(layer))
         for part, tensor in named:
-            if len(caches) > 1 and not tensor.is_meta:
-                place = tensor.data_ptr(), tensor.nbytes
-                if place in seen:
-                    continue
-                seen.add(place)
+            if len(caches) > 1 and not tensor.is_meta and not is_new(tensor):
+                continue
             parts[part] += tensor.nbytes
             devices[str(tensor.device)] += tensor.nbytes
         for part, tensor in layer.shared_tensors() if isinstance(layer, LazyLayer) else ():
-            region = tensor.device, tensor.data_ptr(), tensor.nbytes
-            if region not in seen_shared:
-                seen_shared.add(region)
+            if is_new(tensor):
                 shared[part] += tensor.nbytes
         layer_values, itemsize = _dense_equivalent(layer, named)
         num_values += layer_values
