@@ -1,6 +1,7 @@
-"""Caches in one line: numbers are those of `memory()`."""
+"""Caches and memory reports in one line and in notebooks: numbers are those of `memory()`, any names are safe."""
 
 import re
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -8,6 +9,87 @@ from transformers import PreTrainedModel
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.registry import describe_caches
+from kvcache_plugins.reports.memory import MemoryReport, render_memory
+
+
+OWN = ["gear-2bit", "gear-4bit", "h2o", "infinigen"]
+# One of each kind
+DAILY = ("dynamic", "gear", "gear-4bit", "kivi-2bit", "infinigen", "h2o", "turboquant-4bit", "fp8")
+
+
+def table(root: ElementTree.Element) -> dict[str, tuple[str, str]]:
+    """Text of the cells, by part."""
+    rows = [["".join(cell.itertext()).strip() for cell in row] for row in root.iter("tr")]
+    return {part: (num_bytes, share) for part, num_bytes, share in rows}
+
+
+def text_of(root: ElementTree.Element) -> str:
+    return "".join(root.itertext())
+
+
+def filled(name: str, model: PreTrainedModel, num_tokens: int = 200) -> object:
+    """A cache by name after a prompt and two steps."""
+    cache = create_cache(name, model)
+    tokens = torch.arange(1, num_tokens + 1).remainder(120)[None]
+    with torch.no_grad():
+        for chunk in (tokens, tokens[:, :1], tokens[:, :1]):
+            model(chunk, past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(entry.name, marks=() if entry.name in DAILY else pytest.mark.long)
+        for entry in describe_caches()
+        if entry.is_available
+    ],
+)
+def test_every_cache_shows_what_memory_says(tiny_llama: PreTrainedModel, name: str) -> None:
+    cache = filled(name, tiny_llama)
+    root = ElementTree.fromstring(cache._repr_html_())
+    report, shown = cache.memory(), text_of(root)
+    held = {part: num_bytes for part, num_bytes in report.parts.items() if num_bytes}
+    assert {part: cells[0] for part, cells in table(root).items()} == {
+        part: f"{num_bytes:,} bytes" for part, num_bytes in held.items()
+    }
+    for part, (_, share) in table(root).items():
+        assert share == f"{100 * held[part] / report.total_bytes:.1f} %"
+    assert f"{report.kv_percent:.1f} % of a cache at 16 bits" in shown
+    assert f"{report.compression_ratio:.2f} times" in shown
+    assert shown.strip().startswith(f"{type(cache).__name__}: {report.total_bytes / 1e6:.2f} MB")
+    for counter, value in cache.stats().items():
+        assert f"{counter}\N{NO-BREAK SPACE}{value:,}" in shown or isinstance(value, float)
+
+
+def test_nothing_comes_from_elsewhere_and_all_looks_as_its_page(tiny_llama: PreTrainedModel) -> None:
+    markup = filled("gear-2bit", tiny_llama)._repr_html_()
+    assert not re.search(r"<script|<style|style=|<img|href|src=|url\(|http", markup)
+
+
+def test_names_are_escaped() -> None:
+    bad = '<script>alert("1")</script>&\'x'
+    report = MemoryReport(parts={bad: 30, "codes": 70}, devices={bad: 100}, dense_bytes=400, num_values=200)
+    markup = render_memory(bad, report, {bad: 3})
+    assert "<script" not in markup
+    root = ElementTree.fromstring(markup)
+    assert text_of(root).count(bad) == 4
+    assert table(root) == {"codes": ("70 bytes", "70.0 %"), bad: ("30 bytes", "30.0 %")}
+
+
+def test_an_empty_cache_says_so(tiny_llama: PreTrainedModel) -> None:
+    for name in OWN:
+        root = ElementTree.fromstring(create_cache(name, tiny_llama)._repr_html_())
+        assert "holds nothing yet" in text_of(root)
+
+
+def test_a_report_shows_itself() -> None:
+    report = MemoryReport(parts={"codes": 3, "spare": 0, "mine": 1}, devices={"cpu": 4}, dense_bytes=16, num_values=4)
+    root = ElementTree.fromstring(report._repr_html_())
+    assert table(root) == {"codes": ("3 bytes", "75.0 %"), "mine": ("1 bytes", "25.0 %")}
+    assert "50.0 % of a cache at 16 bits" in text_of(root)
+    assert "4.00 times" in text_of(root)
+    assert "counters" not in text_of(root)
 
 
 @pytest.mark.parametrize("name", ["dynamic", "gear-2bit", "h2o", "infinigen", "infinigen-gear", "fp8"])

@@ -1,8 +1,11 @@
-"""The one definition of what a cache holds: bytes, summed from its tensors, and the ratios made of them."""
+"""The one definition of what a cache holds: bytes, summed from its tensors, and the ratios made of them; and its HTML:
+plain elements without styles, scripts or files besides, which any viewer of notebooks shows as its page is.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
 import torch
@@ -73,6 +76,9 @@ class MemoryReport:
         largest_first = sorted(shares.items(), key=lambda item: -item[1])
         return f"{whole}: {', '.join(f'{part} {share:.1f} %' for part, share in largest_first)}"
 
+    def _repr_html_(self) -> str:
+        return render_memory("MemoryReport", self)
+
 
 def measure_memory(cache: Cache | Sequence[Cache]) -> MemoryReport:
     """
@@ -137,6 +143,9 @@ class ReportingMixin:
         if memory.shared:
             held += f", and {sum(memory.shared.values())} that all caches of the model share"
         return f"{type(self).__name__}({held if memory.total_bytes else 'empty'})"
+
+    def _repr_html_(self) -> str:
+        return render_memory(type(self).__name__, self.memory(), self.stats())
 
 
 def add_stats(layers: Sequence[object], make_layer: Callable[[int], LazyLayer]) -> dict[str, int]:
@@ -207,3 +216,37 @@ def _quantized_numel_per_token(states: torch.Tensor | tuple[Any, ...]) -> int:
     if isinstance(states, tuple) and isinstance(states[1], dict):
         shape = states[1]["shape"]
     return shape[0] * shape[1] * shape[3]
+
+
+def render_memory(title: str, report: MemoryReport, counters: Mapping[str, StatValue] | None = None) -> str:
+    """Renders HTML, well-formed as XML too, of what a cache holds and of its `stats()`; all names are escaped."""
+    held, total = {part: size for part, size in report.parts.items() if size}, report.total_bytes
+    lines = [f"<b>{escape(title)}</b>: holds nothing yet"]
+    if held:
+        cells = (
+            (escape(part), f"{size:,} bytes", f"{100 * size / total:.1f} %")
+            for part, size in sorted(held.items(), key=lambda item: -item[1])
+        )
+        rows = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in cells)
+        lines = [
+            f"<b>{escape(title)}</b>: {total / 1e6:.2f} MB, {report.kv_percent:.1f} % of a cache at 16 bits a value; "
+            f"dense {report.dense_bytes / 1e6:.2f} MB, {report.compression_ratio:.2f} times as much",
+            f"<table>{rows}</table>",
+        ]
+    by_device = report.devices if held else {}
+    sizes = (("devices", by_device), ("shared by all caches", report.shared))
+    named = [(name, {key: f"{size / 1e6:.2f} MB" for key, size in own.items()}) for name, own in sizes]
+    named.append(("counters", {name: _shown(value) for name, value in (counters or {}).items()}))
+    for name, values in named:
+        if values:
+            shown = ", ".join(f"{escape(key)}&#160;{escape(value)}" for key, value in values.items())
+            lines.append(f"<small>{name}: {shown}</small>")
+    return "<div>\n" + "\n".join(f"<div>{line}</div>" for line in lines) + "\n</div>"
+
+
+def _shown(value: StatValue) -> str:
+    if isinstance(value, Mapping):
+        return f"({', '.join(f'{key} {_shown(each)}' for key, each in value.items())})"
+    if isinstance(value, str):
+        return value
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
