@@ -41,6 +41,16 @@ def test_prompts_are_listed_by_their_ends(folder):
     assert [each["num_tokens"] for each in content["prompts"]] == [512, 768, 512]
 
 
+def test_damage_is_named_and_removed(folder):
+    path = next(folder.glob("blocks/*/*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1])
+    found = run("store", "verify", "--store", str(folder), "--json")
+    assert found.exit_code == 1 and list(json.loads(found.stdout)["damaged"]) == [str(path)]
+    found = run("store", "verify", "--store", str(folder), "--remove")
+    assert found.exit_code == 1 and path.name in found.stdout and "1 damaged files removed" in found.stdout
+    assert not path.exists() and run("store", "verify", "--store", str(folder)).exit_code == 0
+
+
 def test_a_folder_is_cleared(folder, tmp_path):
     assert "6 blocks removed" in run("store", "clear", "--store", str(folder)).stdout
     assert list_prompts(folder) == []

@@ -47,7 +47,7 @@ Examples:
     kvcache-plugins bench step --cache dynamic --cache gear --text-file book.txt --json | jq .rows
 """
 
-_STORE_HELP = """Show and clear the prompts that are kept.
+_STORE_HELP = """Show, check and clear the prompts that are kept.
 
 `generate --store DIR`, `serve --store DIR` and `PromptStore` in Python keep them: in DIR, or in the user's cache
 folder.
@@ -56,7 +56,7 @@ folder.
 Examples:
     kvcache-plugins store list
     kvcache-plugins store list --store prompts --json | jq '.prompts[].num_tokens'
-    kvcache-plugins store clear --store prompts
+    kvcache-plugins store verify --remove
 """
 
 
@@ -96,6 +96,7 @@ store = make_app(
     {
         "list": "kvcache_plugins.cli.store:list_kept",
         "clear": "kvcache_plugins.cli.store:clear_kept",
+        "verify": "kvcache_plugins.cli.store:verify",
     },
     _STORE_HELP,
 )

@@ -1,4 +1,4 @@
-"""`kvcache-plugins store`: the prompts that are kept in a folder, shown and cleared."""
+"""`kvcache-plugins store`: the prompts that are kept in a folder, shown, checked and cleared."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
+from kvcache_plugins.console.commands import FAILED
 from kvcache_plugins.console.display import make_table, open_console, print_line
 from kvcache_plugins.console.inputs import JsonOption
 from kvcache_plugins.console.results import print_json
-from kvcache_plugins.prompt_store.store import clear, default_folder, list_prompts
+from kvcache_plugins.prompt_store.store import clear, default_folder, find_damaged, list_prompts
 
 
 _SHOWN = 12
@@ -51,3 +52,30 @@ def clear_kept(store: StoreOption = None) -> None:
     """
     count, num_bytes = clear(store or default_folder())
     print_line(f"{count} blocks removed, {num_bytes / 1e6:.1f} MB")
+
+
+def verify(
+    store: StoreOption = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the files that are damaged.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Read every file and name those that are damaged.
+
+    Exit code 1 if there are any. They do no harm: a prompt that needs one finds it out, and is read again from there.
+
+    JSON: damaged (why, by file) and removed.
+
+    \b
+    Examples:
+        kvcache-plugins store verify
+        kvcache-plugins store verify --store prompts --remove
+    """
+    damaged = find_damaged(store or default_folder(), remove=remove)
+    if as_json:
+        print_json({"damaged": {str(path): reason for path, reason in damaged.items()}, "removed": remove})
+    else:
+        for reason in damaged.values():
+            print_line(reason)
+        print_line(f"{len(damaged)} damaged files{' removed' if remove and damaged else ''}")
+    if damaged:
+        raise typer.Exit(FAILED)

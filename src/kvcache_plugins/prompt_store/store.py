@@ -393,6 +393,22 @@ def list_prompts(path: Path) -> list[dict[str, Any]]:
     return sorted(prompts, key=lambda prompt: prompt["used_at"], reverse=True)
 
 
+def find_damaged(path: Path, *, remove: bool = False) -> dict[Path, str]:
+    """Finds, and may remove, the files of a folder that no cache is made of, each with what is wrong with it."""
+    folder, damaged = _existing(path), {}
+    with folder.locked(writing=remove):
+        for file in folder.files():
+            try:
+                read_block(file.path)
+            except ValueError as error:
+                damaged[file.path] = str(error)
+        if remove:
+            for each in damaged:
+                each.unlink(missing_ok=True)
+            folder.sweep()
+    return damaged
+
+
 def clear(path: Path) -> tuple[int, int]:
     """Removes all blocks but those that are in use; returns how many and their bytes."""
     folder = _existing(path)
