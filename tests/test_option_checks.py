@@ -33,7 +33,6 @@ WRONG: dict[str, dict[str, list[object]]] = {
         "residual_length": [None, "128"],
     },
     "hqq-4bit": {"nbits": ["4"], "axis_value": [None]},
-    "offloaded": {"offload_only_non_sliding": [1, "yes"]},
 }
 
 

@@ -6,9 +6,9 @@ arguments. What stands in those arguments here makes a new cache for each call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcache_plugins.models.cache_argument import as_argument, find_cache
@@ -29,31 +29,29 @@ _METHODS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class CacheGeneration:
-    """Result of `generate_with`: see there."""
-
-    name: str
-    options: Mapping[str, object] = field(default_factory=dict)
-
-    def __call__(
-        self, model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, **arguments: Any
-    ) -> Any:
-        """Decodes in place of `model.generate`, which calls this."""
-        mode = generation_config.get_generation_mode().value
-        if mode not in _METHODS:
-            raise ValueError(
-                f"`custom_generate` serves greedy search, sampling and beams, but got {mode}: pass "
-                f"`past_key_values=create_cache({self.name!r}, model)` instead"
-            )
-        _refuse_other_cache(arguments)
-        cache = create_cache(self.name, model, **self.options)
-        decode = getattr(model, _METHODS[mode])
-        with listening(cache):
-            return decode(input_ids, generation_config=generation_config, **{**arguments, **as_argument(cache)})
+def _decode(
+    name: str,
+    options: dict[str, object],
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    **arguments: Any,
+) -> Any:
+    """Decodes in place of `model.generate`, which calls this."""
+    mode = generation_config.get_generation_mode().value
+    if mode not in _METHODS:
+        raise ValueError(
+            f"`custom_generate` serves greedy search, sampling and beams, but got {mode}: pass "
+            f"`past_key_values=create_cache({name!r}, model)` instead"
+        )
+    _refuse_other_cache(arguments)
+    cache = create_cache(name, model, **options)
+    decode = getattr(model, _METHODS[mode])
+    with listening(cache):
+        return decode(input_ids, generation_config=generation_config, **{**arguments, **as_argument(cache)})
 
 
-def generate_with(name: str, **options: object) -> CacheGeneration:
+def generate_with(name: str, **options: object) -> Callable[..., Any]:
     """
     A `custom_generate` for `model.generate` that gives every call a fresh cache of the registry.
 
@@ -83,7 +81,7 @@ def generate_with(name: str, **options: object) -> CacheGeneration:
     ```
     """
     check_cache(name, **options)
-    return CacheGeneration(name, options)
+    return partial(_decode, name, options)
 
 
 def _refuse_other_cache(arguments: Mapping[str, Any]) -> None:

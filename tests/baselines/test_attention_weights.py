@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvcache_plugins.baselines import attention_weights
-from kvcache_plugins.baselines.attention_weights import attend_and_weigh, sum_weights
+from kvcache_plugins.baselines import h2o
+from kvcache_plugins.baselines.h2o import attend_and_weigh, sum_weights
 from kvcache_plugins.kernels.attention_call import AttentionCall
 
 
@@ -41,7 +41,7 @@ def plain(query, keys, mask, is_causal, allowed):
 @pytest.mark.parametrize("tile_numbers", [1, B * H * G * L * 3, 1 << 24], ids=["row", "three", "whole"])
 @pytest.mark.parametrize("kind", MASKS)
 def test_sums_over_all_positions(monkeypatch, kind, tile_numbers):
-    monkeypatch.setitem(attention_weights._TILE_NUMBERS, "cpu", tile_numbers)
+    monkeypatch.setitem(h2o._TILE_NUMBERS, "cpu", tile_numbers)
     query, keys, mask = torch.randn(B, H * G, Q, D), torch.randn(B, H, L, D), make_mask(kind)
     weights = plain(query, keys, mask, kind == "causal", torch.ones(B, H, L, dtype=torch.bool))
     real = torch.arange(Q) >= torch.tensor([0, 3])[:, None]
@@ -55,7 +55,7 @@ def test_sums_over_all_positions(monkeypatch, kind, tile_numbers):
 @pytest.mark.parametrize("tile_numbers", [1, 1 << 24], ids=["row", "whole"])
 @pytest.mark.parametrize("kind", MASKS)
 def test_attention_over_slots(monkeypatch, kind, tile_numbers):
-    monkeypatch.setitem(attention_weights._TILE_NUMBERS, "cpu", tile_numbers)
+    monkeypatch.setitem(h2o._TILE_NUMBERS, "cpu", tile_numbers)
     query, mask = torch.randn(B, H * G, Q, D), make_mask(kind)
     keys, values = torch.randn(B, H, L, D), torch.randn(B, H, L, D + 2)
     # Every head has its slots in an order of its own, some of them free; what is in those must not matter

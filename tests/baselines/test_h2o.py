@@ -10,8 +10,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
 from kvcache_plugins import H2OCache, create_cache
-from kvcache_plugins.baselines import attention_weights
-from kvcache_plugins.baselines.h2o_layer import H2OLayer
+from kvcache_plugins.baselines import h2o
+from kvcache_plugins.baselines.h2o import H2OLayer
 from kvcache_plugins.contract import CONTRACT, run_check
 from kvcache_plugins.eval.families import build_family
 from kvcache_plugins.reports.memory import reachable_tensors
@@ -127,7 +127,7 @@ def test_tiles_change_nothing(tiny_llama, monkeypatch):
     """Checks that no weights, of a prompt or a chunk, depend on how many queries fit a tile."""
     expected = run(tiny_llama, H2OCache(**SMALL), PADDING)
     for numbers in (1, 5000):
-        monkeypatch.setitem(attention_weights._TILE_NUMBERS, "cpu", numbers)
+        monkeypatch.setitem(h2o._TILE_NUMBERS, "cpu", numbers)
         logits = run(tiny_llama, H2OCache(**SMALL), PADDING)
         assert torch.allclose(logits, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
 

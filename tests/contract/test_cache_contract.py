@@ -140,7 +140,6 @@ def test_short_contexts(cache: str, contract_models: dict[str, PreTrainedModel])
     model = contract_models["llama"]
     subject = Subject(
         model=model,
-        tokenizer=None,
         make_cache=partial(create_cache, cache, model, **OPTIONS.get(cache, {})),
     )
     prompt, steps = subject.prompt(SHORT_CONTEXT, seed=1), subject.prompt(4, seed=2)

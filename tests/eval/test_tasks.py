@@ -223,7 +223,7 @@ def test_command_line(
     model: str, request: pytest.FixtureRequest, tmp_path: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = request.getfixturevalue("tiny_folder") if model == "tiny_folder" else model
-    arguments = ["--model", "kvcache", "--model_args", f"pretrained={name},cache=gear-2bit", "--limit", "2"]
+    arguments = ["run", "--model", "kvcache", "--model_args", f"pretrained={name},cache=gear-2bit", "--limit", "2"]
     # The rows are short: it takes many examples to leave the exact buffer
     arguments += ["--tasks", "kv_copa,kv_openbookqa", "--num_fewshot", "20", "--output_path", str(tmp_path / "out")]
     monkeypatch.setenv("KVCACHE_PLUGINS_DATA", str(data_folder))

@@ -134,7 +134,7 @@ class CacheOperations(RuleBasedStateMachine):
     def _prompt(self, length: int, seed: int, paddings: list[int]) -> None:
         starts = torch.tensor(paddings)
         # A `DynamicCache` without tokens would keep its batch size
-        self.reference = None if self.kind.exactness is None else self.subject.make_reference()
+        self.reference = None if self.kind.exactness is None else self.subject.dense.make_cache()
         self.mask = (torch.arange(length) >= starts[:, None]).long()
         tokens = self.subject.rows(length, len(paddings), seed)
         self.rows = []
@@ -320,7 +320,6 @@ def subject_of(kind: Kind, dtype: torch.dtype) -> Subject:
     model = model_in(dtype)
     return Subject(
         model=model,
-        tokenizer=None,
         make_cache=partial(create_cache, kind.name, model, **kind.options),
     )
 

@@ -274,14 +274,13 @@ def _fail_at(moment: str, model: Any) -> None:
 
         dist.distributed_c10d.all_gather = gather_once
     elif when == "while layer 1 is computed":
-        take_part = prefill.take_part
+        agree = prefill.agree
 
-        def take_part_and_listen(model: Any, *args: Any) -> Any:
-            answer = take_part(model, *args)
+        def agree_and_listen(*args: Any) -> None:
+            agree(*args)
             model.model.layers[1].mlp.register_forward_hook(fail)
-            return answer
 
-        prefill.take_part = take_part_and_listen
+        prefill.agree = agree_and_listen
     else:
         layer = {"before it sends layer 0": 0, "while it sends layer 3": 3}.get(when, len(model.model.layers) - 1)
         send = Neighbours.send

@@ -210,14 +210,12 @@ _Finding = tuple[str, str, str]
 
 
 def _merge(findings: list[_Finding]) -> list[dict[str, str]]:
-    merged: dict[str, list[_Finding]] = {}
-    for finding in findings:
-        merged.setdefault(finding[2], []).append(finding)
-    rows = []
-    for advice, found in merged.items():
-        what = "; ".join(what for _, what, _ in found)
-        rows.append({"severity": min(severity for severity, _, _ in found), "what": what, "advice": advice})
-    return sorted(rows, key=lambda row: row["severity"])
+    merged: dict[str, dict[str, str]] = {}
+    for severity, what, advice in findings:
+        if before := merged.get(advice):
+            severity, what = min(before["severity"], severity), f"{before['what']}; {what}"
+        merged[advice] = {"severity": severity, "what": what, "advice": advice}
+    return sorted(merged.values(), key=lambda row: row["severity"])
 
 
 def _package_findings(packages: list[dict[str, Any]]) -> Iterator[_Finding]:

@@ -7,16 +7,15 @@ from kvcache_plugins.registry import CUDA, register_cache
 
 
 if TYPE_CHECKING:
+    from .coded_cache import LlamaCppCache, TurboQuantCache
     from .h2o import H2OCache
-    from .llamacpp import LlamaCppCache
-    from .turboquant import TurboQuantCache
 
 
 __all__ = ["H2OCache", "LlamaCppCache", "TurboQuantCache"]
 
 _H2O = "kvcache_plugins.baselines.h2o:H2OCache"
-_LLAMACPP = "kvcache_plugins.baselines.llamacpp:LlamaCppCache"
-_TURBOQUANT = "kvcache_plugins.baselines.turboquant:TurboQuantCache"
+_LLAMACPP = "kvcache_plugins.baselines.coded_cache:LlamaCppCache"
+_TURBOQUANT = "kvcache_plugins.baselines.coded_cache:TurboQuantCache"
 __getattr__, __dir__ = lazy_attributes(
     __name__, {"H2OCache": _H2O, "LlamaCppCache": _LLAMACPP, "TurboQuantCache": _TURBOQUANT}
 )

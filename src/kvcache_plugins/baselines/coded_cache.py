@@ -1,20 +1,27 @@
-"""`CodedTokensCache`: layers that code every token by itself, beside Transformers' own for bounded ones."""
+"""Caches that code every token by itself, beside Transformers' own layers for bounded ones: TurboQuant, llama.cpp."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from transformers import Cache, PreTrainedConfig
 
-from kvcache_plugins.codecs.codec import Codec
+from kvcache_plugins.codecs.codec import Codec, TokenCodec
+from kvcache_plugins.codecs.llamacpp import BLOCK_TYPES, BlockCoder, rotation_of
+from kvcache_plugins.codecs.turboquant import TurboQuantCoder
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
-from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.layers.model_match import ModelMatchMixin
 from kvcache_plugins.layers.packing import RowPacking
+from kvcache_plugins.option_checks import check_bool, check_choice
 from kvcache_plugins.registry import get_config
-from kvcache_plugins.reports.memory import ReportingMixin
+from kvcache_plugins.reports.memory import ReportingMixin, add_stats
+
+
+_WIDTHS = (1, 2, 3, 4, 5, 6, 8)
+# One bit is the residual's, and codes have at least one
+_WIDTHS_WITH_RESIDUAL = (2, 3, 4, 5, 6)
 
 
 class CodedTokensCache(ModelMatchMixin, ReportingMixin, Cache):
@@ -38,17 +45,106 @@ class CodedTokensCache(ModelMatchMixin, ReportingMixin, Cache):
             and `dense_reads` (times a side of a layer was made dense for something other than attention).
         """
         compressing = sum(bool(getattr(layer, "blocks", ())) for layer in self.layers)
-        return {**add_stats(self.layers, self._layer(0)), "layers_compressing": compressing}
+        return {**add_stats(self.layers, self._layer), "layers_compressing": compressing}
 
 
-def add_stats(layers: Sequence[object], empty: LazyLayer) -> dict[str, int]:
+class TurboQuantCache(CodedTokensCache):
     """
-    Adds up counters of the layers of an empty one's class, or its own if there is none; `tokens_cached` is the
-    longest.
+    A cache that stores of every key and value its norm, and its direction after a random rotation, every coordinate
+    rounded to the nearest point of a Lloyd-Max codebook.
+
+    Implements [TurboQuant: Online Vector Quantization with Near-optimal Distortion
+    Rate](https://huggingface.co/papers/2504.19874), a baseline. It needs no calibration: a coordinate of a rotated
+    unit vector has a known distribution. Every token is coded as soon as it comes; only attention over a first prompt
+    is exact. The paper's split of channels into some with more bits than others (2.5 and 3.5 bits) is not here.
+
+    The rotation is a constant that all layers, heads and caches share, as are the codebooks: `memory()` does not count
+    them.
+
+    See `Cache` for details on common methods that are implemented by all cache classes.
+
+    Args:
+        config (`PreTrainedConfig` or `PreTrainedModel`, *optional*): the model, or its config. With it, sliding-window
+            and other bounded layers stay Transformers' own and full-attention layers only are coded; without it, every
+            layer.
+        nbits (`int`, *optional*, defaults to 4): bits a coordinate, 1 to 6 or 8. A float16 norm for every head's token
+            comes on top.
+        key_nbits, value_nbits (`int`, *optional*): the same for keys or values alone.
+        residual (`bool`, *optional*, defaults to `False`): whether one bit of the keys' goes to signs of a random
+            projection of what the codes leave over (the paper's form for inner products): scores are then unbiased,
+            and vary more.
+
+    Raises:
+        ValueError: if an option is out of range, or `config` has layers that hold full-length states of a kind that
+            cannot be coded.
     """
-    own = [layer for layer in layers if isinstance(layer, type(empty))]
-    total: Counter[str] = Counter()
-    for layer in own or [empty]:
-        total.update(layer.stats())
-    longest = max((layer.get_seq_length() for layer in own), default=0)
-    return {"num_layers": len(layers), **total, "tokens_cached": longest}
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | torch.nn.Module | None = None,
+        *,
+        nbits: int = 4,
+        key_nbits: int | None = None,
+        value_nbits: int | None = None,
+        residual: bool = False,
+    ):
+        key_nbits, value_nbits = (nbits if own is None else own for own in (key_nbits, value_nbits))
+        check_bool("residual", residual)
+        check_choice("key_nbits/nbits", key_nbits, _WIDTHS_WITH_RESIDUAL if residual else _WIDTHS)
+        check_choice("value_nbits/nbits", value_nbits, _WIDTHS)
+        super().__init__(partial(_turboquant_codec, key_nbits, value_nbits, residual), config)
+
+
+def _turboquant_codec(key_nbits: int, value_nbits: int, residual: bool, key_dim: int, value_dim: int) -> TokenCodec:
+    return TokenCodec(TurboQuantCoder(key_dim, key_nbits, residual), TurboQuantCoder(value_dim, value_nbits))
+
+
+class LlamaCppCache(CodedTokensCache):
+    """
+    A cache that stores keys and values as [llama.cpp](https://github.com/ggml-org/llama.cpp) does with
+    `--cache-type-k` and `--cache-type-v`: blocks of 32 channels of a token that share a float16 scale and, in the
+    types that end in 1, a minimum.
+
+    A baseline: the bytes are those that llama.cpp stores, the arithmetic of attention is PyTorch's. Every token is
+    coded as soon as it comes; only attention over a first prompt is exact here, where llama.cpp reads its prompt
+    as stored too.
+
+    See `Cache` for details on common methods that are implemented by all cache classes.
+
+    Args:
+        config (`PreTrainedConfig` or `PreTrainedModel`, *optional*): the model, or its config. With it, sliding-window
+            and other bounded layers stay Transformers' own and full-attention layers only are coded; without it, every
+            layer.
+        type (`str`, *optional*, defaults to `"q8_0"`): `"q8_0"`, `"q5_1"`, `"q5_0"`, `"q4_1"` or `"q4_0"`.
+        key_type, value_type (`str`, *optional*): the same for keys or values alone.
+        rotate (`bool`, *optional*, defaults to `True`): whether keys and values are rotated by a Hadamard matrix
+            first, as llama.cpp does since April 2026 where heads have a multiple of 64 channels
+            (`LLAMA_ATTN_ROT_DISABLE=1` turns it off there).
+
+    Raises:
+        ValueError: if an option is out of range, or `config` has layers that hold full-length states of a kind that
+            cannot be coded.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | torch.nn.Module | None = None,
+        *,
+        type: str = "q8_0",
+        key_type: str | None = None,
+        value_type: str | None = None,
+        rotate: bool = True,
+    ):
+        key_type, value_type = (type if own is None else own for own in (key_type, value_type))
+        check_choice("key_type/type", key_type, tuple(BLOCK_TYPES))
+        check_choice("value_type/type", value_type, tuple(BLOCK_TYPES))
+        check_bool("rotate", rotate)
+        super().__init__(partial(_llamacpp_codec, key_type, value_type, rotate), config)
+
+
+def _llamacpp_codec(key_type: str, value_type: str, rotate: bool, key_dim: int, value_dim: int) -> TokenCodec:
+    keys, values = (
+        BlockCoder(BLOCK_TYPES[name], dim, rotation_of(side, dim) if rotate else 0)
+        for side, name, dim in (("keys", key_type, key_dim), ("values", value_type, value_dim))
+    )
+    return TokenCodec(keys, values)

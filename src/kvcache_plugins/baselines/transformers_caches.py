@@ -1,10 +1,12 @@
 """Transformers' own caches by name, so that they stand in the same tables as ours, with bytes and counters."""
 
+from functools import partial
+
 import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, QuantizedCache
 from transformers.cache_utils import HQQQuantizedLayer, QuantizedLayer, QuantoQuantizedLayer
 
-from kvcache_plugins.option_checks import check_bool, check_choice, check_integer
+from kvcache_plugins.option_checks import check_choice, check_integer
 from kvcache_plugins.registry import ModelOrConfig, get_config
 from kvcache_plugins.reports.memory import ReportingMixin
 
@@ -59,58 +61,48 @@ def create_dynamic(model: ModelOrConfig) -> Cache:
     return ReportingDynamicCache(config=get_config(model))
 
 
-def create_offloaded(model: ModelOrConfig, *, offload_only_non_sliding: bool = False) -> Cache:
+def create_offloaded(model: ModelOrConfig) -> Cache:
     """Transformers' DynamicCache with all but one layer kept in CPU memory"""
-    check_bool("offload_only_non_sliding", offload_only_non_sliding)
     # Transformers would only find out in its first `update`, as "Torch not compiled with CUDA enabled"
     if not torch.cuda.is_available():
         raise ValueError("The `offloaded` cache needs a CUDA device, and torch finds none: use `dynamic` instead.")
     if isinstance(model, PreTrainedModel) and model.device.type != "cuda":
         raise ValueError(f"The `offloaded` cache needs the model on a CUDA device, but it is on `{model.device}`.")
-    config = get_config(model)
-    return ReportingDynamicCache(config=config, offloading=True, offload_only_non_sliding=offload_only_non_sliding)
+    return ReportingDynamicCache(config=get_config(model), offloading=True)
 
 
 def create_fp8(model: ModelOrConfig) -> Cache:
     """Transformers' QuantizedCache, 8-bit floats with one scale a tensor"""
-    return _create_quantized("fp8", model)
+    return ReportingQuantizedCache("fp8", _config_for("fp8", model))
 
 
-def create_quanto(
+def _create_grouped(
+    backend: str,
     model: ModelOrConfig,
     *,
     nbits: int,
-    axis_key: int = -1,
-    axis_value: int = 0,
+    axis_key: int,
+    axis_value: int,
     q_group_size: int = 64,
     residual_length: int = 128,
 ) -> Cache:
-    """Transformers' QuantizedCache on optimum-quanto, keys per channel"""
-    options = {"nbits": nbits, "axis_key": axis_key, "axis_value": axis_value}
-    return _create_quantized("quanto", model, q_group_size=q_group_size, residual_length=residual_length, **options)
+    config, options = _config_for(backend, model), {"nbits": nbits, "axis_key": axis_key, "axis_value": axis_value}
+    check_integer("q_group_size", q_group_size, 1)
+    check_integer("residual_length", residual_length, 0)
+    # Transformers finds some of these out in the first update, and says nothing of their type
+    for name, accepted in _ACCEPTED[backend].items():
+        check_choice(name, options[name], accepted)
+    options |= {"q_group_size": q_group_size, "residual_length": residual_length}
+    return ReportingQuantizedCache(backend, config, **options)
 
 
-def create_hqq(
-    model: ModelOrConfig,
-    *,
-    nbits: int,
-    axis_key: int = 1,
-    axis_value: int = 1,
-    q_group_size: int = 64,
-    residual_length: int = 128,
-) -> Cache:
-    """Transformers' QuantizedCache on hqq"""
-    options = {"nbits": nbits, "axis_key": axis_key, "axis_value": axis_value}
-    return _create_quantized("hqq", model, q_group_size=q_group_size, residual_length=residual_length, **options)
+# Transformers' QuantizedCache on optimum-quanto, keys per channel, and on hqq
+create_quanto = partial(_create_grouped, "quanto", axis_key=-1, axis_value=0)
+create_hqq = partial(_create_grouped, "hqq", axis_key=1, axis_value=1)
 
 
-def _create_quantized(backend: str, model: ModelOrConfig, **layer_options: int) -> Cache:
+def _config_for(backend: str, model: ModelOrConfig) -> PreTrainedConfig:
     config = get_config(model)
     if config is None:
         raise ValueError(f"Caches on `{backend}` need to know the model: pass it, or its config, as `model`.")
-    for name, minimum in (("q_group_size", 1), ("residual_length", 0)):
-        check_integer(name, layer_options.get(name, minimum), minimum)
-    # Transformers finds some of these out in the first update, and says nothing of their type
-    for name, accepted in _ACCEPTED.get(backend, {}).items():
-        check_choice(name, layer_options[name], accepted)
-    return ReportingQuantizedCache(backend, config, **layer_options)
+    return config

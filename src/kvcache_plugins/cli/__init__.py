@@ -1,4 +1,4 @@
-"""Commands of `kvcache-plugins`. What exit codes mean stands in `console.commands`.
+"""Commands of `kvcache-plugins`.
 
 A command is a function whose signature declares its options and whose docstring is its help: in a module here, or
 where it measures, in `kvcache_plugins.eval`. Help imports neither Torch nor Transformers: see `console.commands`.

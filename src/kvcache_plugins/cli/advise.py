@@ -19,7 +19,7 @@ from kvcache_plugins.registry import check_caches, describe_caches, list_caches
 
 
 if TYPE_CHECKING:
-    from kvcache_plugins.advice.recommendation import CacheFit, Recommendation
+    from kvcache_plugins.advice.recommendation import Recommendation
 
 _ENGINES = {"compiled": "compiled kernels", "triton": "Triton kernels", "torch": "plain PyTorch, which is slower"}
 # Columns from which a table has room for the options behind a name
@@ -217,17 +217,29 @@ def recommend_caches(
 
 
 def _print_recommendation(found: Recommendation, is_decimal: bool) -> None:
+    from kvcache_plugins.advice.recommendation import MAX_BATCH_SIZE, MAX_CONTEXT, MEASURED_KL
+
     new = f", {found.new_tokens:,} of them decoded" if found.new_tokens else ""
     budget = show_bytes(found.available_bytes, is_decimal)
     if found.available_bytes != found.memory_bytes:
         budget += f" beside weights of {show_bytes(found.weights_bytes or 0, is_decimal)}"
     tokens = f"{found.batch_size:,} x {found.context:,} tokens{new}"
     title = f"{found.model}, {found.dtype} on {found.device}: {tokens}, in {budget}"
-    columns = {"cache": "word", "KL": "number", "fits": "word", f"on {found.device}": "number"}
-    has_host = any(fit.host_bytes for fit in found.caches)
-    columns |= {"in host": "number"} if has_host else {}
+    columns = {"cache": "word", "KL": "number", "fits": "word", f"on {found.device}": "number", "in host": "number"}
     columns |= {"KV %": "number", "max context": "number", "max batch": "number"}
-    rows = [_fit_cells(fit, found.recommended, is_decimal, has_host) for fit in found.caches]
+    if not any(fit.host_bytes for fit in found.caches):
+        del columns["in host"]
+    rows = []
+    for fit in found.caches:
+        kl, on_device = MEASURED_KL.get(fit.cache), show_bytes(fit.device_bytes, is_decimal)
+        fits = "take it" if fit.cache == found.recommended else "yes" if fit.fits else "no"
+        row = [fit.cache, "-" if kl is None else f"{kl:.4f}", fits, on_device]
+        if "in host" in columns:
+            row.append(show_bytes(fit.host_bytes, is_decimal) if fit.host_bytes else "-")
+        row.append(f"{fit.memory.kv_percent:.1f}")
+        for number, limit in ((fit.largest_context, MAX_CONTEXT), (fit.largest_batch_size, MAX_BATCH_SIZE)):
+            row.append(f">{limit:,}" if number is None else f"{number:,}")
+        rows.append(row)
     open_console().print(make_table(title, columns, rows))
     print_line("Nearest to the dense cache first: KL of SmolLM2 behind 1024 tokens; -: not known. KV %: of 16 bits.")
     print_line(found.reason)
@@ -236,20 +248,3 @@ def _print_recommendation(found: Recommendation, is_decimal: bool) -> None:
     for reason in dict.fromkeys(found.not_sized.values()):
         names = ", ".join(name for name, why in found.not_sized.items() if why == reason)
         print_line(f"Left out: {names}: {reason}")
-
-
-def _fit_cells(fit: CacheFit, recommended: str | None, is_decimal: bool, has_host: bool) -> list[str]:
-    from kvcache_plugins.advice.recommendation import MAX_BATCH_SIZE, MAX_CONTEXT, MEASURED_KL
-
-    kl = MEASURED_KL.get(fit.cache)
-    host = [show_bytes(fit.host_bytes, is_decimal) if fit.host_bytes else "-"] if has_host else []
-    largest = ((fit.largest_context, MAX_CONTEXT), (fit.largest_batch_size, MAX_BATCH_SIZE))
-    return [
-        fit.cache,
-        "-" if kl is None else f"{kl:.4f}",
-        "take it" if fit.cache == recommended else "yes" if fit.fits else "no",
-        show_bytes(fit.device_bytes, is_decimal),
-        *host,
-        f"{fit.memory.kv_percent:.1f}",
-        *(f">{limit:,}" if number is None else f"{number:,}" for number, limit in largest),
-    ]

@@ -17,10 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 
-_CACHES = ("infinigen", "gear")
 # Windows of every text, and tokens of a window
-_WINDOWS = {"infinigen": 8, "gear": 6}
-_LENGTHS = {"infinigen": 1024, "gear": 512}
+_DEFAULTS = {"infinigen": (8, 1024), "gear": (6, 512)}
 
 
 def main(
@@ -70,13 +68,12 @@ def main(
     """
     from kvcache_plugins.option_checks import check_choice
 
-    check_choice("cache", cache, _CACHES)
+    check_choice("cache", cache, tuple(_DEFAULTS))
     if out is None and cache == "infinigen":
         raise ValueError("`out` has to be given with `cache` infinigen: a safetensors file to write")
     if not text_file and cache == "infinigen":
         raise ValueError("`text_file` has to be given with `cache` infinigen: text like what the model will read")
-    windows = windows or _WINDOWS[cache]
-    length = length or _LENGTHS[cache]
+    windows, length = windows or _DEFAULTS[cache][0], length or _DEFAULTS[cache][1]
     texts = [inputs.read_text(path, "text_file") for path in text_file or ()]
     if out is not None:
         prepare_file(out)
@@ -96,14 +93,12 @@ def main(
     settings: dict[str, object] = {"model": model, "text_file": names}
     settings |= {"windows": windows, "length": length, "dtype": str(loaded.dtype).removeprefix("torch.")}
     layers: list[dict[str, object]] = []
+    path = calibration_path(loaded) if out is None else out
+    path.parent.mkdir(parents=True, exist_ok=True)
     with track_progress(len(cut)) as announce:
         if cache == "gear":
-            path = calibration_path(loaded) if out is None else out
-            path.parent.mkdir(parents=True, exist_ok=True)
             calibrate_transform(loaded, cut, on_progress=announce).save(path)
         else:
-            assert out is not None
-            path = out
             calibration = calibrate(loaded, cut, rank=rank, min_recall=min_recall, on_progress=announce)
             calibration.save(path)
             settings |= {"rank": rank, "min_recall": min_recall}

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcache_plugins.console.commands import FAILED, LazyGroup, fold_examples, make_app, user_errors
+from kvcache_plugins.console.commands import FAILED, fold_examples, make_app, user_errors
 from kvcache_plugins.console.inputs import JsonOption
 from kvcache_plugins.console.results import free_stdout, print_json
 
 
 if TYPE_CHECKING:
-    from kvcache_plugins.eval.sweep import Run, Sweep
+    from kvcache_plugins.eval.sweep import Run
 
 
 _HELP = """Evaluation with the cache in the loop.
@@ -36,15 +36,6 @@ Examples:
 """
 
 
-class EvaluateGroup(LazyGroup):
-    """Commands of `kvcache-plugins eval`; options without a command are those of `run`, as in lm-eval."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0].startswith("-") and args[0] not in ("--help", "-h"):
-            args = ["run", *args]
-        return super().parse_args(ctx, args)
-
-
 app = make_app(
     {
         "run": "kvcache_plugins.cli.evaluate:run",
@@ -57,7 +48,6 @@ app = make_app(
         "report": "kvcache_plugins.eval.report:write_report",
     },
     _HELP,
-    EvaluateGroup,
 )
 # Of lm-eval: what a command does, and examples
 LM_EVAL_COMMANDS = {
@@ -117,27 +107,19 @@ def sweep(
     plan = Sweep.read(config)
     runs = plan.pending(only, again)
     print_line(f"{len(runs)} of {len(plan.runs)} runs to do, results in {plan.out}", stderr=True)
-    if dry_run:
-        if as_json:
-            print_json(_listing(plan, [(run, None) for run in runs]))
-            return
-        for run in runs:
-            typer.echo(run.label)
-        return
-    done: list[tuple[Run, str | None]] = []
+    done: list[tuple[Run, str | None]] = [(run, None) for run in runs] if dry_run else []
     with free_stdout(as_json):
-        for run, error in run_sweep(plan, runs, partial(print_line, stderr=True)):
+        for run, error in () if dry_run else run_sweep(plan, runs, partial(print_line, stderr=True)):
             done.append((run, error))
             if error is not None:
                 print_line(f"{run.label} failed: {error}", stderr=True)
     if as_json:
-        print_json(_listing(plan, done))
+        rows = [{"run": run.label, "file": str(plan.out / run.file_name()), "error": error} for run, error in done]
+        print_json({"num_runs": len(plan.runs), "runs": rows})
+    elif dry_run:
+        for run in runs:
+            typer.echo(run.label)
     num_failed = sum(error is not None for _, error in done)
     if num_failed:
         print_line(f"{num_failed} runs failed; run the same again to retry them", stderr=True)
         raise typer.Exit(FAILED)
-
-
-def _listing(plan: Sweep, runs: list[tuple[Run, str | None]]) -> dict[str, object]:
-    rows = [{"run": run.label, "file": str(plan.out / run.file_name()), "error": error} for run, error in runs]
-    return {"num_runs": len(plan.runs), "runs": rows}

@@ -1,4 +1,4 @@
-"""`kvcache-plugins generate`: one prompt through one cache."""
+"""`kvcache-plugins generate` and `compare`: one prompt through one cache, or through several."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcache_plugins.console import inputs
+from kvcache_plugins.console.commands import FAILED
 from kvcache_plugins.console.display import print_line
 from kvcache_plugins.console.results import free_stdout, print_json, provenance
 from kvcache_plugins.models.packaged_models import check_model_name
-from kvcache_plugins.registry import OptionValue, check_cache, create_cache, parse_cache_spec
+from kvcache_plugins.registry import check_cache, check_caches, create_cache, parse_cache_spec
 
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import Cache, PreTrainedModel
+    from transformers import Cache
 
 
-def main(
+DEMO_CACHES = ("dynamic", "gear", "gear-4bit", "gear-2bit", "kivi-2bit")
+
+
+def generate(
     model: inputs.ModelOption = "smollm2",
     cache: Annotated[
         str | None,
@@ -75,8 +78,19 @@ def main(
 
     loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
     token_ids = inputs.encode_prompt(tokenizer, text, chat)
+    made: Cache
     if store is not None:
-        made = _read_from_store(store, loaded, token_ids, name, options)
+        from kvcache_plugins.prompt_store import PromptStore
+
+        kept = PromptStore(store)
+        made = from_store = kept.cache_for(loaded, token_ids[None], name, **options)
+        kept.prefill(loaded, from_store, token_ids[None])
+        stats = kept.stats()
+        print_line(
+            f"{stats['tokens_saved']} of {token_ids.numel()} tokens were known, {stats['load_seconds']:.2f} s; "
+            f"{stats['blocks_kept']} blocks kept, {stats['bytes_kept'] / 1e6:.1f} MB",
+            stderr=True,
+        )
     elif max_kl is None:
         made = create_cache(name, loaded, **options)
     else:
@@ -106,19 +120,50 @@ def main(
         print_json({**provenance(loaded.device), "settings": settings, **found})
 
 
-def _read_from_store(
-    folder: Path, model: PreTrainedModel, token_ids: torch.Tensor, name: str, options: dict[str, OptionValue]
-) -> Cache:
-    """Reads a prompt into a cache, whose whole blocks are kept."""
-    from kvcache_plugins.prompt_store import PromptStore
+def compare(
+    cache: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME or NAME:key=value,key=value; repeatable. `dynamic` always comes first."),
+    ] = None,
+    model: inputs.ModelOption = "smollm2",
+    prompt: inputs.PromptOption = None,
+    prompt_file: inputs.PromptFileOption = None,
+    max_new_tokens: inputs.MaxNewTokensOption = 64,
+    chat: inputs.ChatOption = False,
+    dtype: inputs.DtypeOption = None,
+    device: inputs.DeviceOption = None,
+    seed: inputs.SeedOption = 42,
+    as_json: inputs.JsonOption = False,
+) -> None:
+    """Run several caches on one prompt, side by side.
 
-    store = PromptStore(folder)
-    cache = store.cache_for(model, token_ids[None], name, **options)
-    store.prefill(model, cache, token_ids[None])
-    stats = store.stats()
-    print_line(
-        f"{stats['tokens_saved']} of {token_ids.numel()} tokens were known, {stats['load_seconds']:.2f} s; "
-        f"{stats['blocks_kept']} blocks kept, {stats['bytes_kept'] / 1e6:.1f} MB",
-        stderr=True,
-    )
-    return cache
+    Columns are the text, the KL to the dense cache, bytes held and speed. KL is the mean over the dense cache's
+    own continuation, fed through each cache after the prompt, and "top-1" the share of it at which both find the same
+    token most likely. "differs at" is the first generated token that is not the dense cache's. KV % is of a cache at
+    16 bits, the ratio is to the model's dtype. Seconds and milliseconds are processor time on a CPU, all threads
+    together. Exit code 1 if a cache failed on the way: its row says how.
+
+    \b
+    Examples:
+        kvcache-plugins compare --prompt-file LICENSE --prompt "In short, this licence"
+        kvcache-plugins compare --cache gear --cache gear-2bit:rank=8 --cache quanto-4bit --prompt-file book.txt
+        kvcache-plugins compare --prompt-file book.txt --json > comparison.json
+    """
+    check_model_name(model)
+    caches = check_caches(cache or DEMO_CACHES)
+    text = inputs.read_prompt(prompt, prompt_file)
+    from kvcache_plugins.eval.measures.comparison import compare_caches, print_rows
+
+    loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
+    token_ids = inputs.encode_prompt(tokenizer, text, chat)
+    rows = compare_caches(loaded, tokenizer, token_ids, caches, max_new_tokens=max_new_tokens, seed=seed)
+    loaded_dtype = str(loaded.dtype).removeprefix("torch.")
+    if as_json:
+        settings = {"model": model, "dtype": loaded_dtype, "chat": chat, "seed": seed}
+        settings.update(num_prompt_tokens=token_ids.numel(), max_new_tokens=max_new_tokens)
+        print_json({**provenance(loaded.device), "settings": settings, "rows": rows})
+    else:
+        title = f"{model}, {loaded_dtype}, prompt of {token_ids.numel()} tokens, {max_new_tokens} new ones at most"
+        print_rows(title, rows)
+    if any(row["error"] for row in rows):
+        raise typer.Exit(FAILED)

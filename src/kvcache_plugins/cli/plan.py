@@ -39,7 +39,14 @@ def main(
     """
     if out is None and not as_json:
         raise ValueError("Give `--out`, `--json` or both, or the table would be lost")
-    parsed = parse_lengths(lengths, world_size)
+    try:
+        parsed = sorted({int(each) for each in lengths.split(",")})
+    except ValueError as error:
+        raise ValueError(f"`lengths` have to be numbers with commas between them but are {lengths!r}") from error
+    # Below this slices are so short that timings would not tell one from another
+    least = 16 * world_size
+    if parsed[0] < least:
+        raise ValueError(f"`lengths` have to be at least {least} for {world_size} ranks but one is {parsed[0]}")
     if out is not None:
         prepare_file(out)
     from kvcache_plugins.eval.runahead import measure
@@ -56,16 +63,3 @@ def main(
         print_json(table.document())
         return
     measure.show_plan(table, measure.fit_cost(table.timings, facts)[1], facts)
-
-
-def parse_lengths(text: str, world_size: int) -> list[int]:
-    """Parses an option such as `4096,8192`; no whole numbers, or a context too short to be cut, is a `ValueError`."""
-    try:
-        lengths = sorted({int(each) for each in text.split(",")})
-    except ValueError as error:
-        raise ValueError(f"`lengths` have to be numbers with commas between them but are {text!r}") from error
-    # Below this slices are so short that timings would not tell one from another
-    least = 16 * world_size
-    if lengths[0] < least:
-        raise ValueError(f"`lengths` have to be at least {least} for {world_size} ranks but one is {lengths[0]}")
-    return lengths

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
@@ -13,8 +12,7 @@ from kvcache_plugins.console.commands import FAILED
 from kvcache_plugins.console.display import make_table, open_console, print_line
 from kvcache_plugins.console.inputs import JsonOption
 from kvcache_plugins.console.results import print_json
-from kvcache_plugins.prompt_store.inspection import clear, find_damaged, list_prompts
-from kvcache_plugins.prompt_store.store import default_folder
+from kvcache_plugins.prompt_store.store import clear, default_folder, find_damaged, list_prompts
 
 
 _SHOWN = 12
@@ -34,14 +32,14 @@ def list_kept(store: StoreOption = None, as_json: JsonOption = False) -> None:
     """
     prompts = list_prompts(store or default_folder())
     if as_json:
-        print_json({"prompts": [asdict(prompt) for prompt in prompts]})
+        print_json({"prompts": prompts})
         return
     columns = {"key": "text", "model": "name", "tokens": "number", "MB": "number", "used": "text"}
     rows = []
     for each in prompts:
-        used = datetime.fromtimestamp(each.used_at, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-        sizes = str(each.num_tokens), f"{each.num_bytes / 1e6:.1f}"
-        rows.append((each.key[:_SHOWN], each.model_name, *sizes, used))
+        used = datetime.fromtimestamp(each["used_at"], timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        sizes = str(each["num_tokens"]), f"{each['num_bytes'] / 1e6:.1f}"
+        rows.append((each["key"][:_SHOWN], each["model_name"], *sizes, used))
     open_console().print(make_table("", columns, rows))
 
 

@@ -1,14 +1,6 @@
 """Commands as plain functions, alike in help, errors and exit codes; help and completion import none of them.
 
-| exit code | meaning |
-|---|---|
-| 0 | done |
-| 1 | done, but something failed: a cache of `compare`, a run of `eval sweep`, a check of `doctor` |
-| 2 | the user's error: one line on standard error says which |
-| 130 | interrupted by Ctrl-C |
-| 141 | whoever read the output has gone, as after `| head` |
-
-An error that nobody foresaw keeps its traceback: it is a bug.
+The help of `kvcache-plugins` says what exit codes mean. An error that nobody foresaw keeps its traceback: it is a bug.
 
 Torch and Transformers take seconds to import. A command is a function, anywhere: its signature declares options, its
 docstring is the help, and its module imports at the top what it needs. For help a group reads the function's source.
@@ -87,14 +79,6 @@ class LazyGroup(TyperGroup):
         with formatter.section("Commands"):
             formatter.write_dl([(name, command.get_short_help_str(_WIDTH)) for name, command in commands.items()])
 
-    def make_context(self, *args: Any, **options: Any) -> Any:
-        with _reader_may_go():
-            return super().make_context(*args, **options)
-
-    def invoke(self, ctx: Any) -> Any:
-        with _reader_may_go():
-            return super().invoke(ctx)
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # Newer releases of click take that for an error, with exit code 2
         if not args and not ctx.resilient_parsing:
@@ -104,8 +88,7 @@ class LazyGroup(TyperGroup):
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Runs a command line and raises `SystemExit`; without `standalone_mode` as Typer does."""
-        is_alone = options.pop("standalone_mode", True)
-        options["standalone_mode"] = False
+        is_alone, options["standalone_mode"] = options.get("standalone_mode", True), False
         if not is_alone:
             return super().main(*args, **options)
         try:
@@ -118,30 +101,24 @@ class LazyGroup(TyperGroup):
             hint = "" if context is None else f" (see `{context.command_path} --help`)"
             typer.echo(f"Error: {message.removesuffix('.')}{hint}", err=True)
             code = USER_ERROR
-        except BrokenPipeError:
+        except (BrokenPipeError, SystemExit) as error:
+            # Typer ends the process by itself, with exit code 1, when whoever read has gone
+            if not isinstance(error.__context__ if isinstance(error, SystemExit) else error, BrokenPipeError):
+                raise
             code = READER_GONE
         except (KeyboardInterrupt, typer.Abort):
             code = INTERRUPTED
         if code == INTERRUPTED:
             typer.echo("Interrupted", err=True)
-        if code == READER_GONE:
+        elif code == READER_GONE:
             # The interpreter flushes once more when it ends, and would complain
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(code or DONE)
 
 
-@contextmanager
-def _reader_may_go() -> Iterator[None]:
-    # Typer would end the process by itself, with exit code 1
-    try:
-        yield
-    except BrokenPipeError as error:
-        raise typer.Exit(READER_GONE) from error
-
-
-def make_app(commands: Mapping[str, str], help_text: str, base: type[LazyGroup] = LazyGroup) -> typer.Typer:
+def make_app(commands: Mapping[str, str], help_text: str) -> typer.Typer:
     """Makes a `typer.Typer` of the `lazy_commands` with the settings that all groups share."""
-    group = cast("type[LazyGroup]", type(base.__name__, (base,), {"lazy_commands": commands}))
+    group = cast("type[LazyGroup]", type("LazyGroup", (LazyGroup,), {"lazy_commands": commands}))
     settings = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
     app = typer.Typer(cls=group, help=fold_examples(help_text), **settings)  # type: ignore[arg-type]
     # Without one Typer takes an app that has no commands of its own for an error
@@ -186,7 +163,7 @@ def read_function(target: str) -> Callable[..., Any] | None:
         raise ImportError(f"there is no module {module}")
     statements: dict[str, ast.stmt] = {}
     for statement in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
-        statements |= dict.fromkeys(_defined_names(statement), statement)
+        statements |= _definitions(statement)
     found = statements.get(name)
     if not isinstance(found, ast.FunctionDef):
         return None
@@ -197,7 +174,7 @@ def read_function(target: str) -> Callable[..., Any] | None:
         for node in ast.walk(statement):
             read = node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) else ""
             if read in statements and read not in namespace:
-                run(_only(statements[read], read))
+                run(statements[read])
         code = ast.Module(body=[ast.fix_missing_locations(statement)], type_ignores=[])
         exec(compile(code, spec.origin or module, "exec", dont_inherit=True), namespace)
 
@@ -210,17 +187,12 @@ def read_function(target: str) -> Callable[..., Any] | None:
     return function
 
 
-def _defined_names(statement: ast.stmt) -> list[str]:
+def _definitions(statement: ast.stmt) -> dict[str, ast.stmt]:
+    """Lists what a statement defines by name, each import by itself."""
     if isinstance(statement, ast.Import | ast.ImportFrom):
-        return [alias.asname or alias.name.partition(".")[0] for alias in statement.names]
+        names = {alias.asname or alias.name.partition(".")[0]: alias for alias in statement.names}
+        return {name: type(statement)(**{**vars(statement), "names": [alias]}) for name, alias in names.items()}
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-        return [statement.name]
-    stored = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
-    return [node.id for node in stored if isinstance(node.ctx, ast.Store)] if isinstance(statement, ast.Assign) else []
-
-
-def _only(statement: ast.stmt, name: str) -> ast.stmt:
-    if isinstance(statement, ast.Import | ast.ImportFrom):
-        names = [alias for alias in statement.names if (alias.asname or alias.name.partition(".")[0]) == name]
-        return type(statement)(**{**vars(statement), "names": names})
-    return statement
+        return {statement.name: statement}
+    nodes = (node for node in ast.walk(statement) if isinstance(statement, ast.Assign) and isinstance(node, ast.Name))
+    return {node.id: statement for node in nodes if isinstance(node.ctx, ast.Store)}

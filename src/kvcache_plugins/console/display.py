@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -32,9 +32,9 @@ Announce = Callable[[str], None]
 def open_console(stderr: bool = False) -> Console:
     """Opens a console, plain where there is no terminal."""
     console = _Console(stderr=stderr, highlight=False)
-    if console.is_terminal or "COLUMNS" in os.environ:
-        return console
-    return _Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPE_WIDTH
+    return console
 
 
 class _Console(Console):
@@ -92,8 +92,6 @@ def track_progress(total: int) -> Iterator[Announce]:
         yield announce
         return
     steps = itertools.count()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    shown = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True)
-    with shown as progress:
+    with Progress(console=console, transient=True) as progress:
         task = progress.add_task("", total=total)
         yield lambda description: progress.update(task, description=description, completed=next(steps))

@@ -23,7 +23,7 @@ def main(
     entries = {entry.name: entry for pattern in cache or ["*"] for entry in describe_caches(pattern)}
     if not entries:
         raise typer.BadParameter(f"no registered cache matches {cache}", param_hint="--cache")
-    loaded, tokenizer = (tiny_models()["llama"], None) if model == TINY else load_model(model)
+    loaded = tiny_models()["llama"] if model == TINY else load_model(model)[0]
     results = {}
     available = [name for name, entry in entries.items() if entry.is_available]
     with track_progress(len(available) * len(CONTRACT)) as announce:
@@ -32,7 +32,6 @@ def main(
                 loaded,
                 partial(create_cache, name, loaded),
                 make_cache_for=partial(create_cache, name),
-                tokenizer=tokenizer,
                 on_result=lambda result, name=name: announce(name),  # type: ignore[misc]
             )
     typer.echo(render_grid(results))

@@ -1,6 +1,7 @@
 """Checks of `generate` in all its modes: against a plain loop through the same kind of cache, and `DynamicCache`."""
 
 import copy
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -12,9 +13,7 @@ from .subject import (
     RECORDS_PAST,
     SHORT_CONTEXT,
     Subject,
-    Trace,
     contract_check,
-    pick_sampled,
     record_calls,
 )
 
@@ -24,34 +23,25 @@ NUM_BEAMS = 3
 NUM_BEAM_STEPS = 4
 NUM_DRAFTED = 4
 _CONTEXTS = {"a short context": SHORT_CONTEXT, "a long context": LONG_CONTEXT}
-_CHUNK_SIZES = {"a short context": 5, "a long context": 48}
 # Error of a lossy cache against `DynamicCache`, at most, as a share of its distance from another history
 _NEARER_THAN = 0.6
 
 
 @contract_check("what single steps give, near to `DynamicCache`")
 def check_greedy(subject: Subject) -> None:
-    for context, length in _CONTEXTS.items():
-        prompt = subject.prompt(length, seed=1)
-        cache = subject.make_cache()
-        tokens = subject.generate(cache, prompt, NUM_NEW)
-        require_length(cache, length + NUM_NEW - 1, f"after `generate` in {context}")
-        trace = subject.decode(subject.make_cache(), (prompt,), NUM_NEW)
-        require_same_tokens(tokens, trace.tokens, f"`generate` and a loop of single steps in {context}")
-        if _is_exact(subject, prompt, trace, context):
-            expected = subject.generate(subject.make_reference(), prompt, NUM_NEW)
-            require_same_tokens(tokens, expected, f"exact in {context}, but not the tokens of `DynamicCache`")
+    for context in _CONTEXTS:
+        _check_steps(subject, context, seed=1)
 
 
 @contract_check("the same seed gives the same tokens")
 def check_sampling(subject: Subject) -> None:
     for context in _CONTEXTS:
-        _check_sampling(subject, context, num_sequences=1)
+        _check_steps(subject, context, seed=2, do_sample=True, top_k=0)
 
 
 @contract_check("several samples of one prompt")
 def check_num_return_sequences(subject: Subject) -> None:
-    _check_sampling(subject, "a long context", num_sequences=3)
+    _check_steps(subject, "a long context", seed=2, num_sequences=3, do_sample=True, top_k=0, num_return_sequences=3)
 
 
 @contract_check("beams as if recomputed at every step")
@@ -63,10 +53,8 @@ def check_beam_search(subject: Subject) -> None:
         expected = _beams_without_reordering(subject, prompt)
         require_same_tokens(tokens, expected, f"beam search and beams recomputed at every step in {context}")
         prompts = prompt.expand(NUM_BEAMS, -1)
-        trace = Trace(tokens, subject.follow(subject.make_cache(), (prompts,), tokens))
-        if _is_exact(subject, prompts, trace, context):
-            expected = subject.generate(subject.make_reference(), prompt, NUM_BEAM_STEPS, **options)
-            require_same_tokens(tokens, expected, f"exact in {context}, but not the beams of `DynamicCache`")
+        logits = subject.follow(subject.make_cache(), (prompts,), tokens)
+        _require_dense_if_exact(subject, prompts, tokens, logits, context, **options)
 
 
 @contract_check("rejected drafts leave no trace")
@@ -93,60 +81,74 @@ def check_multi_turn(subject: Subject) -> None:
         looped = subject.make_cache()
         subject.decode(looped, (first,), NUM_NEW)
         # The last token of an answer is not in the cache yet
-        trace = subject.decode(looped, (torch.cat([answer[:, -1:], second], dim=1),), NUM_NEW)
-        require_same_tokens(tokens, trace.tokens, f"the second turn and a loop of single steps in {context}")
-        if _is_exact(subject, conversation, trace, context, num_recent=second.shape[1]):
-            expected = subject.generate(subject.make_reference(), conversation, NUM_NEW)
-            require_same_tokens(tokens, expected, f"exact in {context}, but not the second turn of `DynamicCache`")
+        expected, logits = subject.decode(looped, (torch.cat([answer[:, -1:], second], dim=1),), NUM_NEW)
+        require_same_tokens(tokens, expected, f"the second turn and a loop of single steps in {context}")
+        _require_dense_if_exact(subject, conversation, tokens, logits, context, num_recent=second.shape[1])
 
 
 @contract_check("`prefill_chunk_size` gives what chunks by hand give")
 def check_chunked_prefill(subject: Subject) -> None:
-    for context, length in _CONTEXTS.items():
-        prompt, chunk_size = subject.prompt(length, seed=7), _CHUNK_SIZES[context]
-        cache = subject.make_cache()
-        tokens = subject.generate(cache, prompt, NUM_NEW, prefill_chunk_size=chunk_size)
-        require_length(cache, length + NUM_NEW - 1, f"after a prefill in chunks in {context}")
-        trace = subject.decode(subject.make_cache(), prompt.split(chunk_size, dim=1), NUM_NEW)
-        require_same_tokens(tokens, trace.tokens, f"`generate` and a loop over chunks and steps in {context}")
-        if _is_exact(subject, prompt, trace, context, num_recent=chunk_size):
-            expected = subject.generate(subject.make_reference(), prompt, NUM_NEW)
-            require_same_tokens(tokens, expected, f"exact in {context}, but not the tokens of `DynamicCache`")
+    for context, chunk_size in (("a short context", 5), ("a long context", 48)):
+        _check_steps(subject, context, seed=7, chunk_size=chunk_size)
 
 
-def _is_exact(subject: Subject, prompts: torch.Tensor, trace: Trace, context: str, num_recent: int = 0) -> bool:
+def _check_steps(
+    subject: Subject, context: str, seed: int, *, num_sequences: int = 1, chunk_size: int | None = None, **options: Any
+) -> None:
+    """Compares what `generate` makes of a prompt with a loop over its chunks, if any, and single steps."""
+    length = _CONTEXTS[context]
+    prompts, cache = subject.prompt(length, seed).expand(num_sequences, -1), subject.make_cache()
+    chunks = prompts.split(chunk_size or length, dim=1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        tokens = subject.generate(cache, prompts[:1], NUM_NEW, prefill_chunk_size=chunk_size, **options)
+        require_length(cache, length + NUM_NEW - 1, f"after `generate` in {context}")
+        torch.manual_seed(0)
+        expected, logits = subject.decode(subject.make_cache(), chunks, NUM_NEW, is_sampled=bool(options))
+        require_same_tokens(tokens, expected, f"`generate` and a loop of single steps in {context}")
+        torch.manual_seed(0)
+        _require_dense_if_exact(subject, prompts, tokens, logits, context, num_recent=chunk_size or 0, **options)
+
+
+def _require_dense_if_exact(
+    subject: Subject,
+    prompts: torch.Tensor,
+    tokens: torch.Tensor,
+    logits: torch.Tensor,
+    context: str,
+    *,
+    num_recent: int = 0,
+    **options: Any,
+) -> None:
+    """Requires the tokens that `DynamicCache` gives with the same options, where logits are its own to rounding."""
+    if _is_exact(subject, prompts, tokens, logits, context, num_recent):
+        expected = subject.generate(subject.dense.make_cache(), prompts[:1], tokens.shape[1], **options)
+        require_same_tokens(tokens, expected, f"exact in {context}, but not the tokens of `DynamicCache`")
+
+
+def _is_exact(
+    subject: Subject,
+    prompts: torch.Tensor,
+    tokens: torch.Tensor,
+    logits: torch.Tensor,
+    context: str,
+    num_recent: int = 0,
+) -> bool:
     """
-    Tells whether a trace after `prompts` is that of `DynamicCache` to rounding, so that the tokens have to be too. A
-    lossy cache has to be nearer to it than to a `DynamicCache` that has seen another history, but for the `num_recent`
-    newest tokens, by default a sixth: as near to both is a cache that has lost its history.
+    Tells whether logits of `tokens` after `prompts` are those of `DynamicCache` to rounding, so that the tokens have
+    to be too. A lossy cache has to be nearer to it than to a `DynamicCache` that has seen another history, but for the
+    `num_recent` newest tokens, by default a sixth: as near to both is a cache that has lost its history.
     """
-    expected = subject.follow(subject.make_reference(), (prompts,), trace.tokens)
-    error = distance(trace.logits, expected)
+    expected = subject.follow(subject.dense.make_cache(), (prompts,), tokens)
+    error = distance(logits, expected)
     if error <= subject.rounding:
         return True
     num_other = prompts.shape[1] - (num_recent or prompts.shape[1] // 6)
     other_prompts = torch.cat([subject.rows(num_other, len(prompts), seed=100), prompts[:, num_other:]], dim=1)
-    other = subject.follow(subject.make_reference(), (other_prompts,), trace.tokens)
-    limit = _NEARER_THAN * distance(trace.logits, other)
+    limit = _NEARER_THAN * distance(logits, subject.follow(subject.dense.make_cache(), (other_prompts,), tokens))
     what = f"the logits in {context} are {error:.2g} away from those of `DynamicCache`"
     require(error <= limit, f"{what}, at most {limit:.2g} is right")
     return False
-
-
-def _check_sampling(subject: Subject, context: str, num_sequences: int) -> None:
-    options = {"do_sample": True, "top_k": 0, "num_return_sequences": num_sequences}
-    prompt = subject.prompt(_CONTEXTS[context], seed=2)
-    prompts = prompt.expand(num_sequences, -1)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        tokens = subject.generate(subject.make_cache(), prompt, NUM_NEW, **options)
-        torch.manual_seed(0)
-        trace = subject.decode(subject.make_cache(), (prompts,), NUM_NEW, pick_sampled)
-        require_same_tokens(tokens, trace.tokens, f"sampling and a loop of single steps in {context}, same seed")
-        if _is_exact(subject, prompts, trace, context):
-            torch.manual_seed(0)
-            expected = subject.generate(subject.make_reference(), prompt, NUM_NEW, **options)
-            require_same_tokens(tokens, expected, f"exact in {context}, but not the samples of `DynamicCache`")
 
 
 @torch.no_grad()
@@ -185,28 +187,28 @@ def _check_drafting(subject: Subject, **options: object) -> None:
         num_removed += sum(-n if n <= 0 else length - n for (n,), length, _ in crops)
         # The first forward takes in drafts with the prompt, and both may be compressed together
         prompt_and_drafts = torch.cat([prompt, tokens[:, :-2]], dim=1)
-        traces = [
-            (chunk, Trace(rest, subject.follow(subject.make_cache(), (chunk,), rest)))
+        followed = [
+            (chunk, rest, subject.follow(subject.make_cache(), (chunk,), rest))
             for chunk, rest in ((prompt, tokens), (prompt_and_drafts, tokens[:, -2:]))
         ]
-        if all(_is_exact(subject, chunk, trace, context) for chunk, trace in traces):
-            expected = subject.generate(subject.make_reference(), prompt, NUM_NEW)
+        if all(_is_exact(subject, *each, context) for each in followed):
+            expected = subject.generate(subject.dense.make_cache(), prompt, NUM_NEW)
             require_same_tokens(tokens, expected, f"exact in {context}, but not the tokens of `DynamicCache`")
         else:
-            _require_likeliest(subject, traces, context)
+            _require_likeliest(subject, followed, context)
     require(num_removed > 0, "inconclusive: no draft was rejected, so nothing was rolled back")
 
 
-def _require_likeliest(subject: Subject, traces: list[tuple[torch.Tensor, Trace]], context: str) -> None:
+def _require_likeliest(
+    subject: Subject, followed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], context: str
+) -> None:
     """Tokens that a lossy cache picked beside drafts have to be the likeliest without them, up to its own error."""
     error = 0.0
-    for chunk, trace in traces:
-        dense = subject.follow(subject.make_reference(), (chunk,), trace.tokens)
-        difference = trace.logits - dense
+    for chunk, tokens, logits in followed:
+        difference = logits - subject.follow(subject.dense.make_cache(), (chunk,), tokens)
         error = max(error, (difference - difference.mean(dim=-1, keepdim=True)).abs().max().item())
-    _, trace = traces[0]
-    chosen = trace.logits.gather(-1, trace.tokens[..., None]).squeeze(-1)
-    gap = (trace.logits.amax(dim=-1) - chosen).max().item()
+    _, tokens, logits = followed[0]
+    gap = (logits.amax(dim=-1) - logits.gather(-1, tokens[..., None]).squeeze(-1)).max().item()
     what = f"a token of assisted generation in {context} is {gap:.2g} below the best logit"
     require(gap <= 2 * error, f"{what}, but the cache errs by {error:.2g}")
 

@@ -347,15 +347,15 @@ def _check_padded(subject: Subject, lengths: tuple[int, ...]) -> None:
     padded = torch.cat([pad(prompt, (width - prompt.shape[1], 0)) for prompt in prompts])
     mask = torch.cat([pad(torch.ones_like(prompt), (width - prompt.shape[1], 0)) for prompt in prompts])
     tokens = subject.generate(subject.make_cache(), padded, NUM_NEW_PADDED, attention_mask=mask)
-    trace = subject.decode(subject.make_cache(), (padded,), NUM_NEW_PADDED, mask=mask)
-    require_same_tokens(tokens, trace.tokens, "`generate` and a loop of single steps over a padded batch")
+    expected, logits = subject.decode(subject.make_cache(), (padded,), NUM_NEW_PADDED, mask=mask)
+    require_same_tokens(tokens, expected, "`generate` and a loop of single steps over a padded batch")
     for row, prompt in enumerate(prompts):
-        alone = subject.decode(subject.make_cache(), (prompt,), NUM_NEW_PADDED)
-        dense = subject.follow(subject.make_reference(), (prompt,), alone.tokens)
+        alone, alone_logits = subject.decode(subject.make_cache(), (prompt,), NUM_NEW_PADDED)
+        dense = subject.follow(subject.dense.make_cache(), (prompt,), alone)
         # Kernels round otherwise for another shape, and a rounding error can turn a code over, which then shows by far
         # less than the error of the cache. Padding that enters a range shows by as much as that.
-        limit = max(subject.rounding, distance(alone.logits, dense) / 20)
+        limit = max(subject.rounding, distance(alone_logits, dense) / 20)
         what = f"row {row} ({prompt.shape[1]} tokens) of a left-padded batch, and alone"
-        require_close(trace.logits[row : row + 1, :1], alone.logits[:, :1], limit, what)
-        require_same_tokens(tokens[row : row + 1], alone.tokens, what)
-        require_close(trace.logits[row : row + 1], alone.logits, limit, what)
+        require_close(logits[row : row + 1, :1], alone_logits[:, :1], limit, what)
+        require_same_tokens(tokens[row : row + 1], alone, what)
+        require_close(logits[row : row + 1], alone_logits, limit, what)

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 # It imports those of generation and of state, which come first in the contract
 from . import checks_model  # noqa: F401
-from .subject import CHECKS, ContractCheck, Subject, Tokenizer
+from .subject import CHECKS, ContractCheck, Subject
 
 
 Status = Literal["pass", "fail", "unsupported"]
@@ -52,7 +52,6 @@ def run_contract(
     make_cache: Callable[[], Cache],
     *,
     make_cache_for: Callable[[PreTrainedModel], Cache] | None = None,
-    tokenizer: Tokenizer = None,
     checks: Iterable[ContractCheck] = CONTRACT,
     on_result: Callable[[CheckResult], None] | None = None,
 ) -> list[CheckResult]:
@@ -65,14 +64,13 @@ def run_contract(
             smaller buffer here, or nothing of its compression will be tested.
         make_cache_for (`Callable`, *optional*): makes a fresh cache for another model: what the item about models with
             sliding windows needs, left out without.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): prompts are text with it, random tokens without.
         checks (`Iterable[ContractCheck]`, *optional*): those to run, by default all.
         on_result (`Callable`, *optional*): called with each result as it comes.
     """
     results = []
     for check in checks:
         if not check.on_hybrid:
-            result = run_check(check, model, make_cache, tokenizer=tokenizer)
+            result = run_check(check, model, make_cache)
         elif make_cache_for is not None:
             hybrid = tiny_models()["hybrid"]
             result = run_check(check, hybrid, partial(make_cache_for, hybrid))
@@ -84,15 +82,9 @@ def run_contract(
     return results
 
 
-def run_check(
-    check: ContractCheck,
-    model: PreTrainedModel,
-    make_cache: Callable[[], Cache],
-    *,
-    tokenizer: Tokenizer = None,
-) -> CheckResult:
+def run_check(check: ContractCheck, model: PreTrainedModel, make_cache: Callable[[], Cache]) -> CheckResult:
     """Runs one check on `model` itself, whatever the check is about. See `run_contract`."""
-    subject = Subject(model=model, tokenizer=tokenizer, make_cache=make_cache)
+    subject = Subject(model=model, make_cache=make_cache)
     verbosity = logging.get_verbosity()
     # Transformers gives advice on every unusual call of `generate`
     logging.set_verbosity_error()

@@ -16,7 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
 from kvcache_plugins.models.cache_argument import as_argument
 
@@ -24,8 +24,6 @@ from .comparison import require, require_close
 
 
 CacheMaker = Callable[[], Cache]
-Tokenizer = PreTrainedTokenizerBase | None
-Picker = Callable[[torch.Tensor], torch.Tensor]
 Check = Callable[["Subject"], None]
 
 SHORT_CONTEXT = 12
@@ -40,46 +38,18 @@ Whether this release of Transformers records the past of sliding windows for a r
 back, and leave the last drafts of assisted generation in the tokens and in the cache.
 """
 
-_TEXT = (
-    "The ship left the harbour before dawn with a cargo of salt, rope and letters. Nobody on the quay could say how "
-    "long she would be gone, but every family had counted the barrels of water, and 41 barrels meant four months at "
-    "sea. In the second week the wind turned north. The captain, who kept two watches and trusted neither, wrote both "
-    "times into the log: 6:12 and 6:19. What he did not write was that the compass drifted, always towards the coast. "
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """Tokens `[batch, steps]` that were picked and logits `[batch, steps, vocabulary]` they were picked from."""
-
-    tokens: torch.Tensor
-    logits: torch.Tensor
-
-
-def pick_sampled(logits: torch.Tensor) -> torch.Tensor:
-    """A token of every row, drawn as `generate` draws it: reproducible with `torch.manual_seed`."""
-    return torch.multinomial(logits.softmax(dim=-1), num_samples=1).squeeze(1)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """
-    Drives a decoder through fresh caches of the kind that is checked, and of one that is right by definition; prompts
-    are random tokens without a tokenizer.
-    """
+    """Drives a decoder through fresh caches of the kind that is checked, and of one that is right by definition."""
 
     model: PreTrainedModel
-    tokenizer: Tokenizer
     make_cache: CacheMaker
-
-    def make_reference(self) -> Cache:
-        """Makes a `DynamicCache`."""
-        return DynamicCache(config=self.model.config)
 
     @property
     def dense(self) -> "Subject":
-        """Subject whose cache is the reference."""
-        return replace(self, make_cache=self.make_reference)
+        """Subject whose cache is the reference, a `DynamicCache`."""
+        return replace(self, make_cache=partial(DynamicCache, config=self.model.config))
 
     @property
     def rounding(self) -> float:
@@ -94,16 +64,9 @@ class Subject:
         return max(self.rounding, min(2 * noise, control / 2))
 
     def prompt(self, length: int, seed: int) -> torch.Tensor:
-        """A prompt `[1, length]`: text from some place on where there is a tokenizer, random tokens otherwise."""
-        if self.tokenizer is None:
-            generator = torch.Generator().manual_seed(seed)
-            tokens = torch.randint(1, self._vocab_size, (1, length), generator=generator)
-        else:
-            words = (_TEXT * 2).split()
-            start = (37 * seed) % (len(words) // 2)
-            tokens = self.tokenizer(" ".join(words[start:]), return_tensors="pt").input_ids
-            tokens = tokens.repeat(1, 1 + length // tokens.shape[1])[:, :length]
-        return tokens.to(self.model.device)
+        """A prompt `[1, length]` of random tokens."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(1, self._vocab_size, (1, length), generator=generator).to(self.model.device)
 
     def rows(self, length: int, num_rows: int, seed: int) -> torch.Tensor:
         """A batch `[num_rows, length]` of different prompts."""
@@ -150,19 +113,26 @@ class Subject:
         cache: Cache,
         chunks: tuple[torch.Tensor, ...],
         num_new_tokens: int,
-        pick: Picker | None = None,
+        *,
+        is_sampled: bool = False,
         mask: torch.Tensor | None = None,
-    ) -> Trace:
-        """Decodes as `generate` should, greedily or by `pick`: the prompt in `chunks`, then a forward a token."""
-        pick = pick or partial(torch.argmax, dim=-1)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Decodes as `generate` should, greedily or drawing as it does: the prompt in `chunks`, then a forward a token.
+        Returns tokens `[batch, steps]` and the logits `[batch, steps, vocabulary]` that they were picked from.
+        """
+
+        def pick(logits: torch.Tensor) -> torch.Tensor:
+            return torch.multinomial(logits.softmax(dim=-1), 1) if is_sampled else logits.argmax(-1, keepdim=True)
+
         for chunk in chunks:
             logits = self.feed(cache, chunk, mask)[:, -1:]
-        tokens, seen = [pick(logits[:, -1])[:, None]], [logits]
+        tokens, seen = [pick(logits[:, -1])], [logits]
         while len(tokens) < num_new_tokens:
             mask = _longer(mask)
             seen.append(self.feed(cache, tokens[-1], mask))
-            tokens.append(pick(seen[-1][:, -1])[:, None])
-        return Trace(torch.cat(tokens, dim=1), torch.cat(seen, dim=1))
+            tokens.append(pick(seen[-1][:, -1]))
+        return torch.cat(tokens, dim=1), torch.cat(seen, dim=1)
 
     def follow(self, cache: Cache, chunks: tuple[torch.Tensor, ...], tokens: torch.Tensor) -> torch.Tensor:
         """The logits that `decode` would have picked from, had its picks been `tokens`, two at least."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from kvcache_plugins.models.layer_config import head_dims
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 from kvcache_plugins.option_checks import check_integer, check_mask
 from kvcache_plugins.registry import get_config, unwrap_model
-from kvcache_plugins.reports.memory import ReportingMixin, StatValue
+from kvcache_plugins.reports.memory import ReportingMixin, StatValue, add_stats
 
 from .config import GEARConfig, PresetChoice
 from .snapshot import FORMAT, Snapshot, read_snapshot, restore_layers, state_of
@@ -258,20 +257,15 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             Only with a calibration `calibration_bytes`, which `memory()` has apart as `shared`.
         """
         layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
-        total: Counter[str] = Counter(self._make_layer(0, None).stats() if not layers else {})
-        for layer in layers:
-            total.update(layer.stats())
-        total["tokens_cached"] = max((layer.get_seq_length() for layer in layers), default=0)
         choice: dict[str, StatValue] = {} if self.choice is None else self.choice.stats()
         if self.calibration is not None:
             choice["calibration_bytes"] = sum(self.memory().shared.values())
         kinds = {
-            "num_layers": len(self.layers),
             "layers_compressing": sum(1 for layer in layers if layer.blocks),
             "layers_windowed": sum(layer.is_sliding for layer in layers),
             "layers_left": len(self.layers) - len(layers),
         }
-        return {**kinds, **total, **choice}
+        return {**kinds, **add_stats(self.layers, self._layer), **choice}
 
     def warm_up(self, model: PreTrainedModel, *, padded: bool = False) -> None:
         """

@@ -57,7 +57,6 @@ class PrefixExchange:
         # Buffers of receives posted and not yet waited for
         self._posted: dict[int, torch.Tensor] = {}
         self.dot_products, self.entries_sent = 0, 0
-        self.hop_errors: list[float] = []
 
     def exchange(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
@@ -67,18 +66,14 @@ class PrefixExchange:
         kept, is_last = layout.num_kept(part.start), self.neighbours.behind is None
         rows = self._receive(layer_idx)
         self.dot_products += keys.shape[2] * (kept + keys.shape[2])
-        # The rank's own states are exact for itself; and beams repeat what has come for the prompt
-        is_whole = kept > 0 and layout.nbits is None and keys.shape[0] == part.batch_size
+        # Beams repeat what has come for the prompt
+        is_whole = kept > 0 and keys.shape[0] == part.batch_size
         if is_whole or not is_last:
             layout.write(rows[kept:], keys, values)
         if not is_last:
             sent = rows[rows.shape[0] - layout.num_kept(part.stop) :]
             self.neighbours.send(layer_idx, sent)
             self.entries_sent += 2 * sent.shape[0]
-            if layout.nbits is not None:
-                for rounded, exact in zip(layout.read(rows[kept:]), (keys, values), strict=True):
-                    error = (rounded.float() - exact.float()).norm() / exact.float().norm().clamp(min=1e-30)
-                    self.hop_errors.append(float(error))
         if kept == 0 or is_whole:
             return layout.read(rows) if is_whole else (keys, values)
         repeats = keys.shape[0] // part.batch_size
@@ -89,10 +84,7 @@ class PrefixExchange:
         """Returns counters, as of `RunaheadOutput`, and those of the neighbours."""
         names = ("seconds_waited", "bytes_sent", "bytes_received")
         found: dict[str, int | float] = {name: getattr(self.neighbours, name) for name in names}
-        found |= {"dot_products": self.dot_products, "entries_sent": self.entries_sent}
-        if self.hop_errors:
-            found["hop_error"] = sum(self.hop_errors) / len(self.hop_errors)
-        return found
+        return found | {"dot_products": self.dot_products, "entries_sent": self.entries_sent}
 
     def post_receives(self, layer_idx: int = 0) -> None:
         """Posts the receives of a few layers from `layer_idx` on."""
@@ -128,10 +120,6 @@ class RunaheadLayer(LazyLayer):
         self.states: tuple[torch.Tensor, torch.Tensor] | None = None
         self._length = self._slice.start
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
-
     @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -153,7 +141,8 @@ class RunaheadLayer(LazyLayer):
                 f"{self._length}. `prefill_chunk_size`, and drafts, cannot be combined with it"
             )
         self.lazy_initialization(key_states, value_states)
-        self._chain.begin_layer(self.layer_idx)
+        self._chain.finish_layer()
+        self._chain.unfinished = self.layer_idx
         keys, values = self.states = self._chain.exchange.exchange(self.layer_idx, key_states, value_states)
         self._length = part.stop
         if not self._is_lazy:
@@ -210,9 +199,6 @@ class RunaheadLayer(LazyLayer):
         for states in self.states or ():
             yield "prefix", states
 
-    def num_values(self) -> int:
-        return sum(states.numel() for states in self.states or ())
-
     def stats(self) -> dict[str, int]:
         return {"tokens_cached": self._length}
 
@@ -246,7 +232,7 @@ class Chain:
         # The user's own layers while others stand in their place
         self.own: list[Any] = []
         # The layer whose attention may still be under way
-        self._unfinished: int | None = None
+        self.unfinished: int | None = None
 
     @contextmanager
     def running(self) -> Iterator[Cache]:
@@ -273,16 +259,11 @@ class Chain:
             if self._given is not None:
                 self._given.layers[:] = self.own
 
-    def begin_layer(self, layer_idx: int) -> None:
-        """Notes that attention of a layer is about to begin."""
-        self.finish_layer()
-        self._unfinished = layer_idx
-
     def finish_layer(self) -> None:
         """Drops the states of the layer that began last: into the user's cache on the last rank."""
-        if self._unfinished is None:
+        if self.unfinished is None:
             return
-        layer_idx, self._unfinished = self._unfinished, None
+        layer_idx, self.unfinished = self.unfinished, None
         states, self._layers[layer_idx].states = self._layers[layer_idx].states, None
         if self._given is None or states is None:
             return

@@ -1,13 +1,8 @@
-"""`runahead_prefill`: ranks of `torch.distributed` fill one cache, each with its slice of the prompt.
-
-Implements [KV-Runahead: Scalable Causal LLM Inference by Parallel Key-Value Cache
-Generation](https://huggingface.co/papers/2405.05329).
-"""
+"""`runahead_prefill`: ranks of `torch.distributed` fill one cache, each with its slice of the prompt."""
 
 import itertools
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,9 +16,9 @@ from kvcache_plugins.option_checks import check_left_padding
 from kvcache_plugins.user_warnings import warn_user
 
 from .chain import Chain, PrefixExchange, PromptSlice
-from .messages import HOP_NBITS, MessageLayout, message_layouts
+from .messages import MessageLayout, message_layouts
 from .planner import PartitionTable, resolve_partition
-from .transport import Description, FailureReports, Neighbours, agree, digest
+from .transport import FailureReports, Neighbours, agree, digest
 
 
 Partition = str | Sequence[int] | Sequence[float] | PartitionTable | None
@@ -47,8 +42,7 @@ class RunaheadOutput:
         rank (`int`): this rank, in the group.
         stats (`dict[str, int | float]`): `seconds` of this rank's part; `seconds_waited` of them for the rank before;
             `bytes_sent` and `bytes_received`; `dot_products` (pairs of queries and keys, for one head) and
-            `entries_sent` (keys and values, counted apart, of one head), both summed over layers; `hop_error`, the
-            mean relative error of this rank's states as others see them, if they are quantized on the way.
+            `entries_sent` (keys and values, counted apart, of one head), both summed over layers.
     """
 
     past_key_values: Cache | None = None
@@ -71,8 +65,6 @@ def runahead_prefill(
     past_key_values: Cache | None = None,
     partition: Partition = None,
     group: dist.ProcessGroup | None = None,
-    *,
-    hop_nbits: int | None = None,
 ) -> RunaheadOutput:
     """
     Prefills a prompt with all ranks of a group; called by each of them with the same prompt.
@@ -91,8 +83,6 @@ def runahead_prefill(
             slices, shares of the prompt, `"even"`, or a table that `kvcache-plugins plan` has measured. By default
             slices that take equally long by the model's shapes.
         group (`dist.ProcessGroup`, *optional*): the ranks; all by default.
-        hop_nbits (`int`, *optional*): bits a number, 4 or 8, of what goes from rank to rank, for slow links. Not
-            quantized by default.
 
     Returns:
         `RunaheadOutput`: with the cache and the logits of the last token on the last rank.
@@ -110,9 +100,12 @@ def runahead_prefill(
     ...     next_token = output.logits.argmax(dim=-1)
     ```
     """
-    start = time.perf_counter()
-    part = take_part(model, input_ids, attention_mask, past_key_values, partition, group, hop_nbits)
-    return part.output(start, part.run())
+
+    def read(cache: Cache) -> torch.Tensor:
+        return _read(model, cache, input_ids, attention_mask, input_ids.shape[1]).logits
+
+    logits, output = _take_part(model, input_ids, attention_mask, past_key_values, partition, group, read)
+    return replace(output, logits=logits)
 
 
 @torch.no_grad()
@@ -123,8 +116,6 @@ def runahead_generate(
     past_key_values: Cache | None = None,
     partition: Partition = None,
     group: dist.ProcessGroup | None = None,
-    *,
-    hop_nbits: int | None = None,
     **generate_options: Any,
 ) -> tuple[Any, RunaheadOutput]:
     """
@@ -134,102 +125,79 @@ def runahead_generate(
     Returns:
         On the last rank what `generate` returns, on the others `None`; and the `RunaheadOutput`, without logits.
     """
-    start = time.perf_counter()
-    part = take_part(model, input_ids, attention_mask, past_key_values, partition, group, hop_nbits)
-    if part.cache is None:
-        part.run()
-        return None, part.output(start, None)
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    inputs = {"attention_mask": mask, **as_argument(part.cache), **generate_options}
-    # The decorators that Transformers puts on it lose its `self` in the eyes of mypy
-    generate: Any = model.generate
-    with part.chain.running() if part.chain else nullcontext():
-        generated = generate(input_ids, **inputs)
-    return generated, part.output(start, None)
+
+    def decode(cache: Cache) -> Any:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        # The decorators that Transformers puts on it lose its `self` in the eyes of mypy
+        generate: Any = model.generate
+        return generate(input_ids, **{"attention_mask": mask, **as_argument(cache), **generate_options})
+
+    return _take_part(model, input_ids, attention_mask, past_key_values, partition, group, decode)
 
 
-@dataclass(slots=True)
-class Part:
-    """Runs one rank's part: the user's cache on the last rank, no `chain` where one rank prefills alone."""
-
-    model: PreTrainedModel
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor | None
-    partition: tuple[int, ...]
-    rank: int
-    cache: Cache | None
-    is_idle: bool
-    chain: Chain | None = None
-
-    def run(self) -> torch.Tensor | None:
-        """Runs the model on the rank's slice and returns the last token's logits, on the last rank."""
-        if self.is_idle:
-            return None
-        if self.chain is None:
-            assert self.cache is not None
-            return self._forward(self.input_ids.shape[1], self.cache)
-        with self.chain.running() as cache:
-            return self._forward(self.chain.prompt_slice.stop, cache)
-
-    def _forward(self, stop: int, cache: Cache) -> torch.Tensor | None:
-        # Ranks before the last have no use for the language-model head
-        model = self.model.base_model if self.cache is None else self.model
-        options = reading_options(model.forward, cache, self.input_ids, self.attention_mask, stop, needs_logits=False)
-        output = model(**options)
-        return None if self.cache is None else output.logits
-
-    def output(self, start: float, logits: torch.Tensor | None) -> RunaheadOutput:
-        """Makes what the rank returns, `start` being the time when it was called."""
-        stats: dict[str, int | float] = {} if self.is_idle else {"seconds": time.perf_counter() - start}
-        if self.chain is not None:
-            stats |= self.chain.exchange.stats()
-        return RunaheadOutput(
-            past_key_values=self.cache, logits=logits, partition=self.partition, rank=self.rank, stats=stats
-        )
+def _read(
+    model: torch.nn.Module, cache: Cache, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, stop: int
+) -> Any:
+    return model(**reading_options(model.forward, cache, input_ids, attention_mask, stop, needs_logits=False))
 
 
-def take_part(
+def _take_part(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None,
     cache: Cache | None,
     partition: Partition,
     group: dist.ProcessGroup | None,
-    hop_nbits: int | None,
-) -> Part:
-    """Checks a call, comes to terms with the other ranks, and makes the rank's part; errors as `runahead_prefill`."""
+    finish: Callable[[Cache], Any],
+) -> tuple[Any, RunaheadOutput]:
+    """
+    Checks a call, comes to terms with the other ranks, and does this one's part: `finish` on the last rank, whose
+    result is returned too. Errors are those of `runahead_prefill`.
+    """
+    begun = time.perf_counter()
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("`group`: there are no ranks; call `torch.distributed.init_process_group` first")
     rank, size, run = dist.get_rank(group), dist.get_world_size(group), next(_RUNS)
     is_last = rank == size - 1
+    slices: tuple[int, ...] = ()
     layouts: list[MessageLayout] = []
     try:
         _check_prompt(model, input_ids, attention_mask)
-        if hop_nbits is not None and hop_nbits not in HOP_NBITS:
-            raise ValueError(f"`hop_nbits` has to be one of {HOP_NBITS} or `None` but is {hop_nbits}")
         most = size if partition is not None else max(min(size, input_ids.shape[1] // _MIN_SLICE), 1)
-        slices = resolve_partition(partition, input_ids.shape[1], most, model=model)
-        layouts = [replace(layout, nbits=hop_nbits) for layout in message_layouts(model)]
-        if is_last:
-            cache = _checked_cache(cache, model, len(slices))
-        prompt = digest(input_ids, attention_mask)
-        description = Description(fingerprint(model), str(model.dtype), prompt, slices, hop_nbits)
+        found = resolve_partition(partition, input_ids.shape[1], most, model=model)
+        layouts = message_layouts(model)
+        cache = _checked_cache(cache, model, len(found)) if is_last else None
+        call: dict[str, object] = {"model": fingerprint(model), "dtype": str(model.dtype)}
+        call |= {"prompt": digest(input_ids, attention_mask), "partition": found}
+        slices = found
     except ValueError as error:
-        slices, description = (), Description(error=str(error))
-    agree(description, group, FailureReports(rank, run))
-    first = size - len(slices)
-    if len(slices) == 1 and size > 1 and is_last:
-        warn_user(f"one rank prefills the {input_ids.shape[1]} tokens alone: more would not be faster")
-    part = Part(model, input_ids, attention_mask, slices, rank, cache if is_last else None, is_idle=rank < first)
-    if not part.is_idle and len(slices) > 1:
+        call = {"error": str(error)}
+    agree(call, group, FailureReports(rank, run))
+    first, result = size - len(slices), None
+    if rank < first:
+        return None, RunaheadOutput(partition=slices, rank=rank)
+    stats: dict[str, int | float] = {}
+    if len(slices) > 1:
         start = sum(slices[: rank - first])
+        stop = start + slices[rank - first]
         padding = None if attention_mask is None else (attention_mask == 0).sum(dim=1).tolist()
-        sizes = {"stop": start + slices[rank - first], "batch_size": input_ids.shape[0]}
-        prompt_slice = PromptSlice(start=start, padding=padding, **sizes)
+        prompt_slice = PromptSlice(start=start, stop=stop, batch_size=input_ids.shape[0], padding=padding)
         is_lazy = model.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
         exchange = PrefixExchange(Neighbours(group, first, run), layouts, prompt_slice)
-        part.chain = Chain(exchange, is_lazy=is_lazy, cache=part.cache)
-    return part
+        with Chain(exchange, is_lazy=is_lazy, cache=cache).running() as filled:
+            if is_last:
+                result = finish(filled)
+            else:
+                # Without the language-model head, for which they have no use
+                _read(model.base_model, filled, input_ids, attention_mask, stop)
+        stats = exchange.stats()
+    else:
+        assert cache is not None
+        if size > 1:
+            warn_user(f"one rank prefills the {input_ids.shape[1]} tokens alone: more would not be faster")
+        result = finish(cache)
+    stats = {"seconds": time.perf_counter() - begun, **stats}
+    return result, RunaheadOutput(past_key_values=cache, partition=slices, rank=rank, stats=stats)
 
 
 def _check_prompt(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:

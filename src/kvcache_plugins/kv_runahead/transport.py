@@ -11,9 +11,8 @@ import hashlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -40,8 +39,10 @@ class FailureReports:
         try:
             result = operation()
         except (RuntimeError, ValueError) as error:
-            cause = self.first()
-            reason = f" The first failure reported: {cause}." if cause else ""
+            reason = ""
+            with suppress(Exception):
+                if _store().check([self._key]):
+                    reason = f" The first failure reported: {_store().get(self._key).decode()}."
             failure = RunaheadError(
                 f"rank {self._rank}: {other} did not answer {when}; it has ended or hangs.{reason}"
             )
@@ -57,29 +58,10 @@ class FailureReports:
             message = f"rank {self._rank} (process {os.getpid()}): {type(error).__name__}: {error}"
             _store().compare_set(self._key, "", message)
 
-    def first(self) -> str | None:
-        """Reads the report of the rank that failed first, if it could leave one."""
-        with suppress(Exception):
-            if _store().check([self._key]):
-                return str(_store().get(self._key).decode())
-        return None
-
 
 def _store() -> Any:
     # PyTorch has no public name for the store that every process group is made with
     return dist.distributed_c10d._get_default_store()
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """Says what ranks have to agree on: digests of model and prompt, slices; and what is wrong on one alone."""
-
-    model: str = ""
-    dtype: str = ""
-    prompt: str = ""
-    partition: tuple[int, ...] = ()
-    hop_nbits: int | None = None
-    error: str | None = None
 
 
 def digest(*tensors: torch.Tensor | None) -> str:
@@ -91,22 +73,22 @@ def digest(*tensors: torch.Tensor | None) -> str:
     return f"{shapes}: {sha.hexdigest()[:16]}"
 
 
-def agree(description: Description, group: dist.ProcessGroup | None, failures: FailureReports) -> None:
-    """Compares how all ranks were called; a rank that differs or cannot take part is a `ValueError` on every rank."""
-    described: list[Any] = [None] * dist.get_world_size(group)
-    failures.guarded(
-        lambda: dist.all_gather_object(described, description, group=group), "another rank", "before layer 0"
-    )
-    for rank, each in enumerate(described):
-        if each.error is not None:
-            raise ValueError(f"rank {rank}: {each.error}")
-    for rank, each in enumerate(described):
-        for name, value in asdict(each).items():
-            expected = getattr(described[0], name)
-            if value != expected:
+def agree(call: Mapping[str, object], group: dist.ProcessGroup | None, failures: FailureReports) -> None:
+    """
+    Compares what all ranks were called with, by name; a rank that differs, or has an `"error"`, is a `ValueError` on
+    every rank.
+    """
+    calls: list[Any] = [None] * dist.get_world_size(group)
+    failures.guarded(lambda: dist.all_gather_object(calls, call, group=group), "another rank", "before layer 0")
+    for rank, each in enumerate(calls):
+        if "error" in each:
+            raise ValueError(f"rank {rank}: {each['error']}")
+    for rank, each in enumerate(calls):
+        for name, expected in calls[0].items():
+            if each[name] != expected:
                 raise ValueError(
-                    f"rank {rank}: `{name}` has to be the same on all ranks, but is {value} there and {expected} on "
-                    "rank 0"
+                    f"rank {rank}: `{name}` has to be the same on all ranks, but is {each[name]} there and {expected} "
+                    "on rank 0"
                 )
 
 

@@ -57,19 +57,16 @@ PACKAGED_MODELS = {
 
 def check_model_name(name_or_path: str) -> None:
     """Raises a `ValueError` for a folder that is not there or holds no model, or nearly one of the short names."""
-    # Transformers would take it for a hub name and complain about its letters
-    is_path = name_or_path.startswith(("/", "./", "../", "~"))
-    folder = Path(name_or_path).expanduser()
-    if is_path and not folder.is_dir():
-        raise ValueError(f"`model` is `{name_or_path}`, but there is no such folder")
     if name_or_path in PACKAGED_MODELS:
         return
+    folder = Path(name_or_path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(f"`model` is the folder `{name_or_path}`, but there is no `config.json` in it")
-        return
-    close = difflib.get_close_matches(name_or_path.lower(), PACKAGED_MODELS, n=1)
-    if close and "/" not in name_or_path:
+    elif name_or_path.startswith(("/", "./", "../", "~")):
+        # Transformers would take it for a hub name and complain about its letters
+        raise ValueError(f"`model` is `{name_or_path}`, but there is no such folder")
+    elif "/" not in name_or_path and (close := difflib.get_close_matches(name_or_path.lower(), PACKAGED_MODELS, n=1)):
         raise ValueError(
             f"`model` is `{name_or_path}`, which is neither a short name nor a folder: did you mean `{close[0]}`?"
         )

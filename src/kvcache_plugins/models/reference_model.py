@@ -28,7 +28,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging
 
 from .packaged_models import PACKAGED_MODELS, PackagedModel, check_model_name
 
@@ -88,11 +87,10 @@ def load_config(model: ModelSource) -> PreTrainedConfig:
         return model
     if not isinstance(model, (str, Path)) or not str(model):
         raise ValueError(f"`model` has to be a name, a folder, a config or a model but got {model!r}")
-    is_path = isinstance(model, Path) or model.startswith(("/", "./", "../", "~"))
-    check_model_name(str(Path(model).absolute()) if isinstance(model, Path) else model)
-    source = str(Path(model).expanduser()) if is_path else resolve_model(str(model))
+    name = str(model.absolute()) if isinstance(model, Path) else model
+    check_model_name(name)
     try:
-        return AutoConfig.from_pretrained(source)
+        return AutoConfig.from_pretrained(os.path.expanduser(resolve_model(name)))
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"`model` is `{model}`, but its config cannot be had: {error}") from error
 
@@ -157,15 +155,13 @@ def _convert_once(packaged: PackagedModel, name: str, folder: Path) -> None:
             return
         # What is left of a process that was killed: the lock is ours, so nobody is writing it.
         shutil.rmtree(partial, ignore_errors=True)
-        had_progress_bar = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()
         try:
-            _convert(packaged, partial)
+            # Transformers draws bars, not all of which a switch turns off. What goes wrong is raised, not printed.
+            with redirect_stderr(io.StringIO()):
+                _convert(packaged, partial)
             partial.rename(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-            if had_progress_bar:
-                logging.enable_progress_bar()
     _say(f"Converted {name} to {folder}: later loads take seconds.")
 
 
@@ -182,9 +178,7 @@ def _convert(packaged: PackagedModel, folder: Path) -> None:
     # Releases before 5.17 know no other way than ordinary weights
     if hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    # Transformers draws a bar of its own here that no switch turns off. What goes wrong is raised, not printed.
-    with redirect_stderr(io.StringIO()):
-        model = AutoModelForCausalLM.from_pretrained(file.parent, **options)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, **options)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     shutil.rmtree(scratch)

@@ -1,7 +1,7 @@
 """Prompts that were read once, compressed, on disk: no process reads their beginnings again.
 
-`store` has the class, `blocks` names a block of a prompt, cuts it out of a cache and makes a cache of blocks, `folder`
-says who may do what when and which blocks go when the folder is full, `inspection` lists what is there.
+`store` has the class and lists what is there, `blocks` names a block of a prompt, cuts it out of a cache and makes a
+cache of blocks, `folder` says who may do what when and which blocks go when the folder is full.
 """
 
 from typing import TYPE_CHECKING

@@ -96,10 +96,6 @@ class StoreFolder:
             path.unlink(missing_ok=True)
         self._leased()
 
-    def lease(self, keys: Iterable[str]) -> "Lease":
-        """Has blocks stay where they are until the lease is over, or this process; where it is locked."""
-        return Lease(self.path / "leases" / secrets.token_hex(8), keys)
-
     def _leased(self) -> set[str]:
         names: set[str] = set()
         for path in (self.path / "leases").iterdir():
@@ -115,11 +111,14 @@ class StoreFolder:
 
 
 class Lease:
-    """Blocks that are in use, in a file that is locked for as long."""
+    """
+    Blocks of a store's folder that stay where they are until it is over, or this process: names in a file that is
+    locked for as long. To be made where the folder is locked.
+    """
 
-    def __init__(self, path: Path, keys: Iterable[str]):
-        self._path, self._process = path, os.getpid()
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, OWNER_ALONE)
+    def __init__(self, folder: Path, keys: Iterable[str]):
+        self._path, self._process = folder / "leases" / secrets.token_hex(8), os.getpid()
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, OWNER_ALONE)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             self.add(keys)

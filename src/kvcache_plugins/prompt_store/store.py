@@ -17,7 +17,8 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from kvcache_plugins.advice.byte_sizes import parse_bytes
-from kvcache_plugins.files.records import write_record
+from kvcache_plugins.files.records import read_content, write_record
+from kvcache_plugins.files.schema import unpack
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.models.cache_argument import CACHE_NAMES, as_argument, find_cache, reading_options
 from kvcache_plugins.models.reference_model import models_folder
@@ -25,8 +26,8 @@ from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec, unwrap_model
 from kvcache_plugins.user_warnings import warn_user
 
-from .blocks import FORMAT, PromptBlock, PromptCache, block_length, prompt_keys, read_block, root_key
-from .folder import FOLDER_OWNER_ALONE, OWNER_ALONE, Lease, StoreFolder
+from .blocks import FORMAT, BlockHeader, PromptBlock, PromptCache, block_length, prompt_keys, read_block, root_key
+from .folder import FOLDER_OWNER_ALONE, OWNER_ALONE, Lease, StoredFile, StoreFolder
 
 
 DEFAULT_BLOCK_TOKENS = 256
@@ -188,14 +189,7 @@ class PromptStore:
         return self._write(keys[1:], blocks, record.lease) if blocks else 0
 
     def generate(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        spec: str | GEARCache = "gear",
-        **model_kwargs: Any,
+        self, model: PreTrainedModel, input_ids: torch.Tensor, spec: str | GEARCache = "gear", **arguments: Any
     ) -> Any:
         """
         For `model.generate(**inputs, custom_generate=store.generate, spec="gear-2bit")`: generates as always, by
@@ -207,17 +201,10 @@ class PromptStore:
             spec (`str` or `GEARCache`, *optional*, defaults to `"gear"`): the cache, as for `cache_for`; `cache` is
                 Transformers' own argument since 5.24. All else is what Transformers gives.
         """
-        _check_inputs(model_kwargs)
+        _check_inputs(arguments)
         made = self.cache_for(model, input_ids, spec)
         self.prefill(model, made, input_ids)
-        model_kwargs |= as_argument(made)
-        return model._sample(  # type: ignore[operator]
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            **model_kwargs,
-        )
+        return model._sample(input_ids, **{**arguments, **as_argument(made)})  # type: ignore[operator]
 
     def _load(
         self,
@@ -262,7 +249,7 @@ class PromptStore:
                 known = list(itertools.takewhile(lambda key: self._files.path_of(key).exists(), keys))
                 # Without room for a lease: blocks may go, once they are loaded
                 with suppress(OSError):
-                    lease = self._files.lease(known)
+                    lease = Lease(self.folder, known)
                 self._files.touch(known)
                 for key in known:
                     path = self._files.path_of(key)
@@ -385,3 +372,73 @@ def _forward(model: torch.nn.Module, cache: PromptCache, input_ids: torch.Tensor
     input_ids = input_ids.to(inner.device)
     mask = torch.ones_like(input_ids)
     model(**reading_options(inner.forward, cache, input_ids, mask, input_ids.shape[1], needs_logits=False))
+
+
+def list_prompts(path: Path) -> list[dict[str, Any]]:
+    """
+    Lists the prompts in a folder by their last blocks, those that were used last first; files that cannot be read are
+    left out. Of a prompt `num_missing` blocks are gone, so what follows cannot be loaded; some of its bytes other
+    prompts may share; `used_at` is in seconds since 1970.
+    """
+    folder, headers = _existing(path), dict[str, BlockHeader]()
+    with folder.locked():
+        files = {file.path.stem: file for file in folder.files()}
+        for key, file in files.items():
+            with suppress(ValueError, OSError):
+                content = read_content(file.path, FORMAT)
+                content.pop("layers", None)
+                headers[key] = unpack(BlockHeader, content)
+    followed = {header.previous for header in headers.values()}
+    prompts = [_prompt_of(key, headers, files) for key in headers.keys() - followed]
+    return sorted(prompts, key=lambda prompt: prompt["used_at"], reverse=True)
+
+
+def find_damaged(path: Path, *, remove: bool = False) -> dict[Path, str]:
+    """Finds, and may remove, the files of a folder that no cache is made of, each with what is wrong with it."""
+    folder, damaged = _existing(path), {}
+    with folder.locked(writing=remove):
+        for file in folder.files():
+            try:
+                read_block(file.path)
+            except ValueError as error:
+                damaged[file.path] = str(error)
+        if remove:
+            for each in damaged:
+                each.unlink(missing_ok=True)
+            folder.sweep()
+    return damaged
+
+
+def clear(path: Path) -> tuple[int, int]:
+    """Removes all blocks but those that are in use; returns how many and their bytes."""
+    folder = _existing(path)
+    with folder.locked(writing=True):
+        folder.sweep()
+        removed = {*folder.files()}
+        folder.make_room(0, 0, ())
+        removed -= {*folder.files()}
+    return len(removed), sum(file.num_bytes for file in removed)
+
+
+def _existing(path: Path) -> StoreFolder:
+    if not (path / "blocks").is_dir():
+        raise ValueError(f"`store`: {path} is no folder of a prompt store")
+    return StoreFolder(path)
+
+
+def _prompt_of(key: str, headers: dict[str, BlockHeader], files: dict[str, StoredFile]) -> dict[str, Any]:
+    last, chain = headers[key], [key]
+    while (previous := headers[chain[-1]].previous) in headers and headers[previous].start < headers[chain[-1]].start:
+        chain.append(previous)
+    num_blocks = last.start // max(len(last.token_ids), 1) + 1
+    return {
+        "key": key,
+        "model_name": last.model_name,
+        "options": last.options,
+        "num_tokens": last.start + len(last.token_ids),
+        "num_blocks": num_blocks,
+        "num_missing": max(num_blocks - len(chain), 0),
+        "num_bytes": sum(files[each].num_bytes for each in chain),
+        # Others may use the blocks before it
+        "used_at": files[key].used_at / 1e9,
+    }

@@ -3,7 +3,7 @@ plain elements without styles, scripts or files besides, which any viewer of not
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
@@ -91,22 +91,22 @@ def measure_memory(cache: Cache | Sequence[Cache]) -> MemoryReport:
     devices: Counter[str] = Counter()
     dense_bytes = num_values = 0
     shared: Counter[str] = Counter()
-    seen: set[tuple[int, int]] = set()
-    seen_shared: set[tuple[torch.device, int, int]] = set()
+    seen: set[tuple[torch.device, int, int]] = set()
+
+    def is_new(tensor: torch.Tensor) -> bool:
+        before = len(seen)
+        seen.add((tensor.device, tensor.data_ptr(), tensor.nbytes))
+        return len(seen) > before
+
     for layer in (layer for each in caches for layer in each.layers):
         named = list(layer.named_tensors() if isinstance(layer, LazyLayer) else _tensors_of_other_layer(layer))
         for part, tensor in named:
-            if len(caches) > 1 and not tensor.is_meta:
-                place = tensor.data_ptr(), tensor.nbytes
-                if place in seen:
-                    continue
-                seen.add(place)
+            if len(caches) > 1 and not tensor.is_meta and not is_new(tensor):
+                continue
             parts[part] += tensor.nbytes
             devices[str(tensor.device)] += tensor.nbytes
         for part, tensor in layer.shared_tensors() if isinstance(layer, LazyLayer) else ():
-            region = tensor.device, tensor.data_ptr(), tensor.nbytes
-            if region not in seen_shared:
-                seen_shared.add(region)
+            if is_new(tensor):
                 shared[part] += tensor.nbytes
         layer_values, itemsize = _dense_equivalent(layer, named)
         num_values += layer_values
@@ -126,26 +126,36 @@ class ReportingMixin:
     def stats(self) -> Mapping[str, StatValue]:
         """Counters that show the cache was used."""
         layers: list[CacheLayerMixin] = self.layers  # type: ignore[attr-defined]
-        lengths = [layer.get_seq_length() for layer in layers if isinstance(layer, CacheLayerMixin)]
-        quantized = [layer.get_seq_length() for layer in layers if getattr(layer, "_quantized_keys", None) is not None]
+        num_quantized = sum(getattr(layer, "_quantized_keys", None) is not None for layer in layers)
         return {
             "num_layers": len(layers),
-            "tokens_cached": max(lengths, default=0),
-            "layers_quantized": len(quantized),
+            "tokens_cached": self._num_tokens(),
+            "layers_quantized": num_quantized,
         }
 
+    def _num_tokens(self) -> int:
+        layers: list[Any] = self.layers  # type: ignore[attr-defined]
+        return max((layer.get_seq_length() for layer in layers if isinstance(layer, CacheLayerMixin)), default=0)
+
     def __repr__(self) -> str:
-        memory, layers = self.memory(), self.layers  # type: ignore[attr-defined]
-        lengths = [layer.get_seq_length() for layer in layers if isinstance(layer, CacheLayerMixin)]
-        held = (
-            f"{memory.bits_per_value:.2f} bits a value, {max(lengths, default=0)} tokens, {memory.total_bytes} bytes"
-        )
+        memory = self.memory()
+        held = f"{memory.bits_per_value:.2f} bits a value, {self._num_tokens()} tokens, {memory.total_bytes} bytes"
         if memory.shared:
             held += f", and {sum(memory.shared.values())} that all caches of the model share"
         return f"{type(self).__name__}({held if memory.total_bytes else 'empty'})"
 
     def _repr_html_(self) -> str:
         return render_memory(type(self).__name__, self.memory(), self.stats())
+
+
+def add_stats(layers: Sequence[object], make_layer: Callable[[int], LazyLayer]) -> dict[str, int]:
+    """Adds up counters of the lazy layers, or of a new one if there is none; `tokens_cached` is the longest."""
+    own = [layer for layer in layers if isinstance(layer, LazyLayer)]
+    total: Counter[str] = Counter()
+    for layer in own or [make_layer(0)]:
+        total.update(layer.stats())
+    longest = max((layer.get_seq_length() for layer in own), default=0)
+    return {"num_layers": len(layers), **total, "tokens_cached": longest}
 
 
 # What may be referred to without being held: the model, and what is no data

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from kvcache_plugins import PromptStore, cli
-from kvcache_plugins.prompt_store.inspection import list_prompts
+from kvcache_plugins.prompt_store.store import list_prompts
 
 
 def run(*arguments: str) -> Result:
@@ -29,14 +29,14 @@ def folder(tiny_llama, tmp_path) -> Path:
 
 def test_prompts_are_listed_by_their_ends(folder):
     prompts = list_prompts(folder)
-    assert [(each.num_tokens, each.num_blocks, each.num_missing) for each in prompts] == [
+    assert [(each["num_tokens"], each["num_blocks"], each["num_missing"]) for each in prompts] == [
         (512, 2, 0),
         (768, 3, 0),
         (512, 2, 0),
     ]
-    assert prompts[0].options["backbone"] == "transform" and len({each.key for each in prompts}) == 3
+    assert prompts[0]["options"]["backbone"] == "transform" and len({each["key"] for each in prompts}) == 3
     listed = run("store", "list", "--store", str(folder))
-    assert listed.exit_code == 0 and all(each.key[:12] in listed.stdout for each in prompts)
+    assert listed.exit_code == 0 and all(each["key"][:12] in listed.stdout for each in prompts)
     content = json.loads(run("store", "list", "--store", str(folder), "--json").stdout)
     assert [each["num_tokens"] for each in content["prompts"]] == [512, 768, 512]
 
