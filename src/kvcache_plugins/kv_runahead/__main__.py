@@ -49,6 +49,9 @@ def main(
         str,
         typer.Option(help="even, planned, lengths or shares such as 0.6,0.4, or a file of `kvcache-plugins plan`."),
     ] = "planned",
+    hop_nbits: Annotated[
+        int | None, typer.Option(help="Bits a number between ranks, 4 or 8; exact if not given.")
+    ] = None,
     dtype: inputs.DtypeOption = None,
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda; by default a GPU for each rank, if there are.")
@@ -89,7 +92,9 @@ def main(
             timer = TokenTimer()
             generation: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "streamer": streamer}
             generation["stopping_criteria"] = StoppingCriteriaList([timer])
-            _, output = runahead_generate(loaded, input_ids, past_key_values=filled, partition=slices, **generation)
+            _, output = runahead_generate(
+                loaded, input_ids, past_key_values=filled, partition=slices, hop_nbits=hop_nbits, **generation
+            )
             sent: list[int] = [0] * size
             own = int(output.stats.get("bytes_sent", 0))
             failures.guarded(lambda: dist.all_gather_object(sent, own), "another rank", "behind the last layer")

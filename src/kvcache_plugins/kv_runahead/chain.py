@@ -57,6 +57,7 @@ class PrefixExchange:
         # Buffers of receives posted and not yet waited for
         self._posted: dict[int, torch.Tensor] = {}
         self.dot_products, self.entries_sent = 0, 0
+        self.hop_errors: list[float] = []
 
     def exchange(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
@@ -66,14 +67,18 @@ class PrefixExchange:
         kept, is_last = layout.num_kept(part.start), self.neighbours.behind is None
         rows = self._receive(layer_idx)
         self.dot_products += keys.shape[2] * (kept + keys.shape[2])
-        # Beams repeat what has come for the prompt
-        is_whole = kept > 0 and keys.shape[0] == part.batch_size
+        # The rank's own states are exact for itself; and beams repeat what has come for the prompt
+        is_whole = kept > 0 and layout.nbits is None and keys.shape[0] == part.batch_size
         if is_whole or not is_last:
             layout.write(rows[kept:], keys, values)
         if not is_last:
             sent = rows[rows.shape[0] - layout.num_kept(part.stop) :]
             self.neighbours.send(layer_idx, sent)
             self.entries_sent += 2 * sent.shape[0]
+            if layout.nbits is not None:
+                for rounded, exact in zip(layout.read(rows[kept:]), (keys, values), strict=True):
+                    error = (rounded.float() - exact.float()).norm() / exact.float().norm().clamp(min=1e-30)
+                    self.hop_errors.append(float(error))
         if kept == 0 or is_whole:
             return layout.read(rows) if is_whole else (keys, values)
         repeats = keys.shape[0] // part.batch_size
@@ -84,7 +89,10 @@ class PrefixExchange:
         """Returns counters, as of `RunaheadOutput`, and those of the neighbours."""
         names = ("seconds_waited", "bytes_sent", "bytes_received")
         found: dict[str, int | float] = {name: getattr(self.neighbours, name) for name in names}
-        return found | {"dot_products": self.dot_products, "entries_sent": self.entries_sent}
+        found |= {"dot_products": self.dot_products, "entries_sent": self.entries_sent}
+        if self.hop_errors:
+            found["hop_error"] = sum(self.hop_errors) / len(self.hop_errors)
+        return found
 
     def post_receives(self, layer_idx: int = 0) -> None:
         """Posts the receives of a few layers from `layer_idx` on."""

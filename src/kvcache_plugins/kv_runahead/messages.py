@@ -1,7 +1,8 @@
 """How keys and values of a layer look on their way from rank to rank.
 
 A row is a token: its keys and values of all heads side by side. Tokens come first, so that a rank receives the prefix
-into the beginning of its buffer, writes its own tokens behind it, and sends the whole buffer on without a copy.
+into the beginning of its buffer, writes its own tokens behind it, and sends the whole buffer on without a copy. Over a
+slow link rows can be quantized: a token is rounded once, however many ranks it goes through.
 
 Legend: B batch, H heads of keys and values, D and E their head dimensions.
 """
@@ -14,18 +15,34 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from kvcache_plugins.codecs.quantization import (
+    Grouping,
+    are_in_range,
+    check_range,
+    dequantize,
+    pack,
+    packed_size,
+    quantize,
+    unpack,
+)
 from kvcache_plugins.models.cache_argument import as_argument
+
+
+HOP_NBITS = (4, 8)
+_MAX_GROUP = 64
+_METADATA_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class MessageLayout:
-    """Rows of a layer's tokens on their way; `window` is the layer's sliding one."""
+    """Rows of a layer's tokens on their way, 4 or 8 bits a number or exact; `window` is the layer's sliding one."""
 
     num_heads: int
     key_dim: int
     value_dim: int
     dtype: torch.dtype
     device: torch.device
+    nbits: int | None = None
     window: int | None = None
 
     def num_kept(self, position: int) -> int:
@@ -33,19 +50,57 @@ class MessageLayout:
         return position if self.window is None else min(position, self.window - 1)
 
     def make_rows(self, num_tokens: int, batch_size: int) -> torch.Tensor:
-        """Makes uninitialized rows `[num_tokens, batch_size, num_heads, numbers]`."""
-        shape = num_tokens, batch_size, self.num_heads, self.key_dim + self.value_dim
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        """Makes uninitialized rows `[num_tokens, batch_size, num_heads, numbers or bytes]`."""
+        size = self._side_size(self.key_dim) + self._side_size(self.value_dim)
+        dtype = self.dtype if self.nbits is None else torch.uint8
+        return torch.empty((num_tokens, batch_size, self.num_heads, size), dtype=dtype, device=self.device)
 
     def write(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes states `[B, H, tokens, D or E]` into rows."""
-        rows[..., : self.key_dim] = keys.permute(2, 0, 1, 3)
-        rows[..., self.key_dim :] = values.permute(2, 0, 1, 3)
+        """
+        Writes states `[B, H, tokens, D or E]` into rows; those to be quantized that do not fit float16 are a
+        `ValueError`.
+        """
+        if self.nbits is None:
+            rows[..., : self.key_dim] = keys.permute(2, 0, 1, 3)
+            rows[..., self.key_dim :] = values.permute(2, 0, 1, 3)
+            return
+        sides = [part for states in (keys, values) for part in self._encode(states)]
+        rows.copy_(torch.cat(sides, dim=-1).permute(2, 0, 1, 3))
 
     def read(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads keys `[B, H, tokens, D]` and values `[B, H, tokens, E]`, as views."""
-        rows = rows.permute(1, 2, 0, 3)
-        return rows[..., : self.key_dim], rows[..., self.key_dim :]
+        """Reads keys `[B, H, tokens, D]` and values `[B, H, tokens, E]`: views if rows are not quantized."""
+        rows, size = rows.permute(1, 2, 0, 3), self._side_size(self.key_dim)
+        keys, values = rows[..., :size], rows[..., size:]
+        if self.nbits is None:
+            return keys, values
+        return self._decode(keys, self.key_dim), self._decode(values, self.value_dim)
+
+    def _side_size(self, head_dim: int) -> int:
+        """Counts a token's numbers in one head; their bytes if they are quantized."""
+        if self.nbits is None:
+            return head_dim
+        return packed_size(head_dim, self.nbits) + 2 * _METADATA_BYTES * (head_dim // _group_size(head_dim))
+
+    def _encode(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Encodes states as codes, scales and zeros, all as bytes `[B, H, tokens, ...]`."""
+        assert self.nbits is not None
+        grouping = Grouping("token", _group_size(states.shape[3]))
+        found = quantize(states.float()[:, :, None], None, self.nbits, grouping)
+        codes, scale, zero = (each[:, :, 0] for each in found)
+        check_range(are_in_range(scale, zero))
+        return pack(codes, self.nbits), scale.view(torch.uint8), zero.view(torch.uint8)
+
+    def _decode(self, packed: torch.Tensor, head_dim: int) -> torch.Tensor:
+        assert self.nbits is not None
+        size = packed_size(head_dim, self.nbits)
+        metadata = packed[..., size:].chunk(2, dim=-1)
+        scale, zero = (each.contiguous().view(torch.float16)[:, :, None] for each in metadata)
+        codes = unpack(packed[..., :size], self.nbits, head_dim)[:, :, None]
+        return dequantize(codes, scale, zero, Grouping("token", _group_size(head_dim)))[:, :, 0].to(self.dtype)
+
+
+def _group_size(head_dim: int) -> int:
+    return _MAX_GROUP if head_dim % _MAX_GROUP == 0 else head_dim
 
 
 # By model, so that only its first prefill pays for it

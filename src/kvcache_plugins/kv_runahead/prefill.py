@@ -16,7 +16,7 @@ from kvcache_plugins.option_checks import check_left_padding
 from kvcache_plugins.user_warnings import warn_user
 
 from .chain import Chain, PrefixExchange, PromptSlice
-from .messages import MessageLayout, message_layouts
+from .messages import HOP_NBITS, MessageLayout, message_layouts
 from .planner import PartitionTable, resolve_partition
 from .transport import FailureReports, Neighbours, agree, digest
 
@@ -42,7 +42,8 @@ class RunaheadOutput:
         rank (`int`): this rank, in the group.
         stats (`dict[str, int | float]`): `seconds` of this rank's part; `seconds_waited` of them for the rank before;
             `bytes_sent` and `bytes_received`; `dot_products` (pairs of queries and keys, for one head) and
-            `entries_sent` (keys and values, counted apart, of one head), both summed over layers.
+            `entries_sent` (keys and values, counted apart, of one head), both summed over layers; `hop_error`, the
+            mean relative error of this rank's states as others see them, if they are quantized on the way.
     """
 
     past_key_values: Cache | None = None
@@ -65,6 +66,8 @@ def runahead_prefill(
     past_key_values: Cache | None = None,
     partition: Partition = None,
     group: dist.ProcessGroup | None = None,
+    *,
+    hop_nbits: int | None = None,
 ) -> RunaheadOutput:
     """
     Prefills a prompt with all ranks of a group; called by each of them with the same prompt.
@@ -83,6 +86,8 @@ def runahead_prefill(
             slices, shares of the prompt, `"even"`, or a table that `kvcache-plugins plan` has measured. By default
             slices that take equally long by the model's shapes.
         group (`dist.ProcessGroup`, *optional*): the ranks; all by default.
+        hop_nbits (`int`, *optional*): bits a number, 4 or 8, of what goes from rank to rank, for slow links. Not
+            quantized by default.
 
     Returns:
         `RunaheadOutput`: with the cache and the logits of the last token on the last rank.
@@ -104,7 +109,7 @@ def runahead_prefill(
     def read(cache: Cache) -> torch.Tensor:
         return _read(model, cache, input_ids, attention_mask, input_ids.shape[1]).logits
 
-    logits, output = _take_part(model, input_ids, attention_mask, past_key_values, partition, group, read)
+    logits, output = _take_part(model, input_ids, attention_mask, past_key_values, partition, group, hop_nbits, read)
     return replace(output, logits=logits)
 
 
@@ -116,6 +121,8 @@ def runahead_generate(
     past_key_values: Cache | None = None,
     partition: Partition = None,
     group: dist.ProcessGroup | None = None,
+    *,
+    hop_nbits: int | None = None,
     **generate_options: Any,
 ) -> tuple[Any, RunaheadOutput]:
     """
@@ -132,7 +139,7 @@ def runahead_generate(
         generate: Any = model.generate
         return generate(input_ids, **{"attention_mask": mask, **as_argument(cache), **generate_options})
 
-    return _take_part(model, input_ids, attention_mask, past_key_values, partition, group, decode)
+    return _take_part(model, input_ids, attention_mask, past_key_values, partition, group, hop_nbits, decode)
 
 
 def _read(
@@ -148,6 +155,7 @@ def _take_part(
     cache: Cache | None,
     partition: Partition,
     group: dist.ProcessGroup | None,
+    hop_nbits: int | None,
     finish: Callable[[Cache], Any],
 ) -> tuple[Any, RunaheadOutput]:
     """
@@ -163,12 +171,14 @@ def _take_part(
     layouts: list[MessageLayout] = []
     try:
         _check_prompt(model, input_ids, attention_mask)
+        if hop_nbits is not None and hop_nbits not in HOP_NBITS:
+            raise ValueError(f"`hop_nbits` has to be one of {HOP_NBITS} or `None` but is {hop_nbits}")
         most = size if partition is not None else max(min(size, input_ids.shape[1] // _MIN_SLICE), 1)
         found = resolve_partition(partition, input_ids.shape[1], most, model=model)
-        layouts = message_layouts(model)
+        layouts = [replace(layout, nbits=hop_nbits) for layout in message_layouts(model)]
         cache = _checked_cache(cache, model, len(found)) if is_last else None
         call: dict[str, object] = {"model": fingerprint(model), "dtype": str(model.dtype)}
-        call |= {"prompt": digest(input_ids, attention_mask), "partition": found}
+        call |= {"prompt": digest(input_ids, attention_mask), "partition": found, "hop_nbits": hop_nbits}
         slices = found
     except ValueError as error:
         call = {"error": str(error)}
