@@ -255,28 +255,6 @@ def render_perplexity(rows: Rows) -> str:
     return Table(code(), *HELD, number("PPL", "ppl", ".3f"), *columns)(rows)
 
 
-def render_shapes(rows: Rows) -> str:
-    """Renders how many times as fast steps are by context, a line for each batch size and dtype, over all else."""
-    speeds: dict[tuple[str, int, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        if row["cache"] != REFERENCE:
-            own = speeds[row["cache"], row["batch_size"], row["dtype"]]
-            own[row["context"]].append(row["speed_against_first"])
-    contexts = sorted({row["context"] for row in rows})
-
-    def cell(found: list[float]) -> str:
-        return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})" if found else "-"
-
-    lines = [
-        [f"`{cache}`", str(batch), dtype, *(cell(own[each]) for each in contexts)]
-        for (cache, batch, dtype), own in sorted(speeds.items())
-    ]
-    every = [speed for own in speeds.values() for found in own.values() for speed in found]
-    below = ", ".join(f"{sum(each < limit for each in every)} are below {limit}" for limit in (0.95, 0.98))
-    head = ["cache", "batch", "dtype", *(f"{context} token{'s' * (context > 1)}" for context in contexts)]
-    return f"{make_markdown_table(head, lines)}\nOf {len(every)} measurements {below}.\n"
-
-
 def render_context(rows: Rows) -> str:
     """Renders tasks that need much of their context: a table for each measure, a column for each task."""
     fetched = (
@@ -410,7 +388,6 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         quartiles("ms a token (quartiles)"),
         number("times `{cache}`", "speed_against_first", ".2f"),
     ),
-    "shapes": render_shapes,
     "kernels": Table(
         name("attention over", "name"),
         number("MB read", "bytes", ".1f", 1e-6),
