@@ -19,7 +19,7 @@ from transformers import (
     StoppingCriteria,
 )
 
-from kvcache_plugins.console.inputs import read_text
+from kvcache_plugins.console.inputs import load_for_evaluation, read_text
 from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.models.cache_argument import as_argument
@@ -101,6 +101,15 @@ def read_tokens(tokenizer: PreTrainedTokenizerBase, text: str, num_tokens: int, 
     if token_ids.shape[1] < num_tokens:
         raise ValueError(f"the text has {token_ids.shape[1]} tokens, but {num_tokens} are needed")
     return token_ids[:, :num_tokens].to(device)
+
+
+def load_with_tokens(
+    model: str, text_file: Path, num_tokens: int, dtype: str | None = None
+) -> tuple[PreTrainedModel, torch.Tensor]:
+    """Loads a model, and encodes the first tokens of a file for it, `[1, num_tokens]`."""
+    text = read_text(text_file, "text_file")
+    network, tokenizer = load_for_evaluation(model, dtype)
+    return network, read_tokens(tokenizer, text, num_tokens, network.device)
 
 
 def read_rows(path: Path, option: str) -> list[dict[str, Any]]:
