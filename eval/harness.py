@@ -3,13 +3,14 @@
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import (
     Cache,
     DynamicCache,
@@ -22,7 +23,7 @@ from transformers import (
 from kvcache_plugins.console.inputs import load_for_evaluation, read_text
 from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
-from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.models.cache_argument import as_argument, reading_options
 from kvcache_plugins.registry import create_cache
 from kvcache_plugins.reports.memory import ReportingMixin, StatValue
 
@@ -82,6 +83,32 @@ def check_length(cache: Cache, expected: int) -> None:
             f"{type(cache).__name__} reports {cache.get_seq_length()} tokens after {expected}: the model did not go "
             "through it, so nothing can be said about it."
         )
+
+
+@torch.no_grad()
+def feed(
+    model: PreTrainedModel,
+    token_ids: torch.Tensor,
+    cache: Cache,
+    chunk: int | None = None,
+    *,
+    mask: torch.Tensor | None = None,
+    needs_logits: bool = True,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Iterator[torch.Tensor]:
+    """
+    Feeds `[B, tokens]` to a model behind what a cache holds, all in one forward or `chunk` tokens in each, and yields
+    the logits of each; a `mask` is 0 for padding, of all tokens. See `reading_options` and `check_length`.
+    """
+    held, num_new = cache.get_seq_length(), token_ids.shape[1]
+    every = F.pad(token_ids.to(model.device), (held, 0))
+    for start in range(0, num_new, chunk or num_new):
+        stop = held + min(start + (chunk or num_new), num_new)
+        options = reading_options(model.forward, cache, every, mask, stop, needs_logits=needs_logits)
+        with autocast():
+            logits = model(**options).logits
+        yield logits
+    check_length(cache, held + num_new)
 
 
 # Windows of text: disjoint, of one length, spread evenly from its beginning to its end

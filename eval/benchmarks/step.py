@@ -226,10 +226,8 @@ def coding_seconds(cache: Cache) -> Iterator[list[float]]:
 
 def read_prompt(network: PreTrainedModel, cache: Cache, token_ids: torch.Tensor, chunk: int) -> torch.Tensor:
     """Reads tokens `[1, tokens]` into a cache, `chunk` at a time; returns the last one's logits."""
-    logits = torch.empty(0)
-    for part in token_ids.split(chunk, dim=1):
-        logits = network(part, **as_argument(cache), logits_to_keep=1).logits[0, -1].float()
-    return logits
+    *_, logits = harness.feed(network, token_ids, cache, chunk, needs_logits=False)
+    return logits[0, -1].float()
 
 
 def time_reading(

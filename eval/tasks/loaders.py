@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 import kvcache_plugins.eval.lm_eval_model  # noqa: F401 - registers the model
 from kvcache_plugins.eval.context_tasks import make_sample
 from kvcache_plugins.eval.harness import read_rows
-from kvcache_plugins.eval.measures.retrieval import read_questions
+from kvcache_plugins.eval.measures.answers import read_questions
 from kvcache_plugins.models.reference_model import resolve_model
 
 

@@ -8,7 +8,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.eval.measures.retrieval import Question, answer_questions, read_questions
+from kvcache_plugins.eval.context_tasks import Question
+from kvcache_plugins.eval.measures.answers import answer_questions, read_questions
 
 
 LINE = {
