@@ -225,23 +225,18 @@ def fill_cache(cache: Cache, states: States, context: int, batch_size: int = 1) 
 # Clocks
 
 
-def time_processor(function: Callable[[], Any]) -> float:
-    """Times a function in seconds of this process, all threads together."""
-    start = time.process_time()
-    function()
-    return time.process_time() - start
-
-
-def time_call(function: Callable[[], Any], device: torch.device) -> float:
-    """Times a function in seconds, work that it leaves to a GPU included."""
-    is_gpu = device.type == "cuda"
+def time_call(
+    function: Callable[[], Any], device: torch.device | None = None, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Times a function in seconds of a clock, work that it leaves to a GPU included."""
+    is_gpu = device is not None and device.type == "cuda"
     if is_gpu:
         torch.cuda.synchronize(device)
-    start = time.perf_counter()
+    start = clock()
     function()
     if is_gpu:
         torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def time_on_gpu(function: Callable[[], Any], ahead: Callable[[], Any]) -> float:

@@ -7,6 +7,7 @@ time, every key read once for all query heads of its group. Pages hold random by
 
 import copy
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -24,7 +25,7 @@ from kvcache_plugins import create_cache
 from kvcache_plugins.batching import compressed_batching
 from kvcache_plugins.console.inputs import CachesOption, ModelOption, NumThreadsOption, load_for_evaluation, read_text
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings, say
-from kvcache_plugins.eval.harness import cut_windows, read_tokens, spread, take_turns, time_processor
+from kvcache_plugins.eval.harness import cut_windows, read_tokens, spread, take_turns, time_call
 from kvcache_plugins.eval.measures.fidelity import continuation_logits, fill_cache, score_logits
 from kvcache_plugins.eval.rows import Found
 from kvcache_plugins.kernels.attention_call import AttentionCall
@@ -264,7 +265,7 @@ def benchmark_batching(
                 ways[name], counters[name] = BatchedSteps(network, count, length, page_size), batching
             say(f"{count} requests of {length} tokens")
             functions: dict[str, Callable[[int], Any]] = {name: way.step for name, way in ways.items()}
-            measured = take_turns(functions, time_processor, steps, warm_up=1)
+            measured = take_turns(functions, partial(time_call, clock=time.process_time), steps, warm_up=1)
         first = statistics.median(measured[BY_INDEX])
         for name, times in measured.items():
             stats = counters[name].stats() if name in counters else {}
