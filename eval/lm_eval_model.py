@@ -1,14 +1,6 @@
-"""lm-eval's model `kvcache`: any registered cache on any task, with the cache provably in the loop.
+"""lm-eval's model `kvcache`: any registered cache on any task, with the cache in the loop: see `docs/evaluation.md`.
 
-lm-eval's own `hf` scores continuations in one forward, in which no cache is ever read, so every cache scores alike.
-Here a context goes through a cache first, and its continuations are scored by what the model then reads from it. For
-generation every batch gets a fresh cache.
-
-    lm_eval run --model kvcache --model_args pretrained=smollm2,cache=gear-2bit,cache_rank=8 --tasks task.yaml
-
-Importing this module registers the model. lm-eval's releases with entry points for models find it themselves; with
-any release, `kvcache-plugins eval` and `python -m kvcache_plugins.eval` take lm-eval's command line. Under `accelerate
-launch` every process answers its share of the requests.
+Importing this module registers the model. lm-eval's releases with entry points for models find it themselves.
 """
 
 import json
@@ -129,8 +121,7 @@ class KVCacheLM(HFLM):
             return model
         if getattr(model, "active_peft_config", None) is not None and model.active_peft_config.is_prompt_learning:
             raise ValueError("`peft`: adapters that put tokens before the prompt are not served")
-        inner: PreTrainedModel = model.get_base_model()
-        return inner
+        return model.get_base_model()
 
     def _create_cache(self) -> Cache:
         return create_cache(self.cache_name, self._inner_model, **self.cache_options)
@@ -183,8 +174,7 @@ class KVCacheLM(HFLM):
     ) -> torch.Tensor:
         """One forward through a fresh cache: what `batch_size=auto` tries batches with."""
         with torch.no_grad(), self._autocast():
-            logits: torch.Tensor = self.model(inps, **as_argument(self._create_cache()), use_cache=True).logits
-        return logits
+            return self.model(inps, **as_argument(self._create_cache()), use_cache=True).logits
 
     def _model_generate(
         self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any

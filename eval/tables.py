@@ -125,13 +125,8 @@ class Table:
         rows = rows if self.order is None else sorted(rows, key=self.order)
         shown = [column for column in self.columns if column.when(rows)]
         heads = [column.head.format_map(rows[0]) for column in shown]
-        return make_markdown_table(heads, [[column.show(row) for column in shown] for row in rows]) + self.note(rows)
-
-
-def make_markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Makes a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        lines = [heads, ["---"] * len(heads), *([column.show(row) for column in shown] for row in rows)]
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines) + self.note(rows)
 
 
 def print_markdown(text: str, title: str = "") -> None:

@@ -137,8 +137,7 @@ class BatchedSteps:
             state.query_length = len(own)
         sizes = sum(map(len, tokens)), len(tokens) * start
         self._inputs.prepare_batch_tensors(self._states, self._runner.logit_processor, False, *sizes, False)
-        found: dict[str, Any] = self._inputs.get_model_kwargs()
-        return found
+        return self._inputs.get_model_kwargs()
 
     @torch.inference_mode()
     def step(self, number: int) -> None:

@@ -173,8 +173,7 @@ def _compressed_part(name: str, keys: torch.Tensor, values: torch.Tensor) -> Com
         accepted = f"at least {shortest}" if is_coded else f"a multiple of {shortest}"
         raise ValueError(f"`context` has to be {accepted} for `{name}`")
     (block,) = layer.blocks
-    part: CompressedPart | CodedPart = block.part(layer.codec, None, None)
-    return part
+    return block.part(layer.codec, None, None)
 
 
 @benchmark("kernels", "Attention over {batch_size} x {context} tokens, {dtype}, `{kernel}` kernels, {timed}")

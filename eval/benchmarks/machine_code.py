@@ -223,8 +223,7 @@ def compress(cache: str, head_dim: int) -> CompressedPart | CodedPart:
             layer.settle_prompt()
     if not isinstance(layer, CompressedLayer) or not layer.blocks:
         raise ValueError(f"`cache` has to name presets whose prompts these kernels read, but got `{cache}`")
-    part: CompressedPart | CodedPart = layer.blocks[0].part(layer.codec, None, None)
-    return part
+    return layer.blocks[0].part(layer.codec, None, None)
 
 
 def count_attention(part: CompressedPart | CodedPart, head_dim: int, num_rows: int, capability: int) -> dict[str, Any]:

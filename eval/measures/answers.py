@@ -166,11 +166,10 @@ def measure_tasks(
     length: int = 2048,
     samples: int = 1,
     scored: int = 96,
-    start: float | None = None,
 ) -> Iterator[dict[str, Any]]:
     """
     Scores caches by their specs on `samples` of each task, of `length` tokens, with `scored` tokens of answer at most,
-    from the place `start` of it on, 0 to 1, by default samples at places spread over it.
+    at places spread over the answer.
 
     Yields a row for each cache: by task mean `nll` and `kl` of a token, shares of tokens `right`, of whole `lines` and
     of samples that are `exact`, and sizes; the tasks' mean `kl`; over all decode steps `fetched_bytes` a step and, as
@@ -187,8 +186,7 @@ def measure_tasks(
         totals: dict[str, Any] = {task: Counter() for task in tasks}
         for task, total in totals.items():
             for index in range(samples):
-                place = (index + 0.5) / samples if start is None else start
-                sample = make_sample(task, count_tokens, length, scored, place, index)
+                sample = make_sample(task, count_tokens, length, scored, (index + 0.5) / samples, index)
                 prompt = tokenizer(sample.context).input_ids
                 ids = tuple(prompt), tuple(tokenizer(sample.answer, add_special_tokens=False).input_ids)
                 filled = factory()

@@ -2,11 +2,8 @@
 
 Functions that take a `Worker` run in the ranks, all at once; the others give them work, see `ranks`. What takes long
 is the slices: a few of them, first and last ones of each length, fix a cost model of four numbers, and partitions
-follow from that.
-
-The benchmark times KV-Runahead beside TSP, a zig-zag and one rank alone, in the same processes, taking turns: from a
-barrier of all ranks to the logits on the last one, which then also has the whole cache. Beside it stands the time that
-the cost model and the link say, both measured apart from whole prefills.
+follow from that. The benchmark puts what cost model and link say beside whole prefills, timed from a barrier of all
+ranks to the logits on the last one, which then also has the whole cache.
 """
 
 from __future__ import annotations
@@ -73,8 +70,7 @@ class ModelFacts:
     def random_tokens(self, length: int) -> list[int]:
         """Draws a prompt for measuring: what it says does not matter."""
         generator = torch.Generator().manual_seed(0)
-        tokens: list[int] = torch.randint(self.vocab_size, (length,), generator=generator).tolist()
-        return tokens
+        return torch.randint(self.vocab_size, (length,), generator=generator).tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +124,7 @@ def describe_model(worker: Worker) -> ModelFacts:
 
 def encode(worker: Worker, text: str) -> list[int]:
     """Encodes a text."""
-    token_ids: list[int] = worker.tokenizer(text, verbose=False).input_ids
-    return token_ids
+    return worker.tokenizer(text, verbose=False).input_ids
 
 
 @torch.no_grad()

@@ -75,8 +75,7 @@ def _as_splits(splits: Mapping[str, Iterable[Row]]) -> datasets.DatasetDict:
 def gsm8k_examples() -> list[Row]:
     """The eight worked examples that lm-eval's own task has."""
     path = Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k-cot.yaml"
-    examples: list[Row] = load_yaml(path, resolve_func=False)["fewshot_config"]["samples"]
-    return examples
+    return load_yaml(path, resolve_func=False)["fewshot_config"]["samples"]
 
 
 def load_questions(
