@@ -100,7 +100,7 @@ def feed(
     Feeds `[B, tokens]` to a model behind what a cache holds, all in one forward or `chunk` tokens in each, and yields
     the logits of each; a `mask` is 0 for padding, of all tokens. See `reading_options` and `check_length`.
     """
-    held, num_new = cache.get_seq_length(), token_ids.shape[1]
+    held, num_new = int(cache.get_seq_length()), token_ids.shape[1]
     every = F.pad(token_ids.to(model.device), (held, 0))
     for start in range(0, num_new, chunk or num_new):
         stop = held + min(start + (chunk or num_new), num_new)

@@ -159,16 +159,6 @@ class BatchedSteps:
         return sum(each.bytes_per_block * sum(map(len, each.block_table.values())) for each in allocators)
 
 
-def _decode_plainly(
-    network: PreTrainedModel, windows: torch.Tensor, prefix: int, make: Callable[[], Cache]
-) -> tuple[torch.Tensor, float]:
-    """Decodes windows side by side behind their prefixes; returns all logits, and bytes a token."""
-    cache = make()
-    fill_cache(network, windows[:, :prefix], cache)
-    logits = continuation_logits(network, windows[:, prefix:], cache, 1)
-    return logits, measure_memory(cache).total_bytes / windows.numel()
-
-
 @benchmark("batching_kl", "KL of {scored} tokens decoded by a batch's steps behind {prefix}, {model}")
 def benchmark_batching_kl(
     cache: CachesOption,
@@ -197,10 +187,15 @@ def benchmark_batching_kl(
     windows = torch.stack(cut_windows(tokenizer, text_file, requests, prefix, scored))
     text = windows[:1, :prefix] if prompt_tables else None
     fed, targets = windows[:, :-1], windows[:, prefix + 1 :]
-    decode_plainly = partial(_decode_plainly, network, fed, prefix)
-    dense, _ = decode_plainly(partial(DynamicCache, config=network.config))
+
+    def decode_plainly(plain: Cache) -> tuple[torch.Tensor, float]:
+        fill_cache(network, fed[:, :prefix], plain)
+        logits = continuation_logits(network, fed[:, prefix:], plain, 1)
+        return logits, measure_memory(plain).total_bytes / fed.numel()
+
+    dense, _ = decode_plainly(DynamicCache(config=network.config))
     for name in cache:
-        ways: dict[str, tuple[torch.Tensor, float]] = {"plain": decode_plainly(partial(create_cache, name, network))}
+        ways: dict[str, tuple[torch.Tensor, float]] = {"plain": decode_plainly(create_cache(name, network))}
         for num_recent in recent:
             with compressed_batching(network, name, text=text, num_recent_tokens=num_recent) as batching:
                 steps = BatchedSteps(network, requests, fed.shape[1], page_size, most_tokens=requests * prefix)

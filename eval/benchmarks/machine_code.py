@@ -173,12 +173,9 @@ class Listing:
         counts: Counter[str] = Counter()
         for place in range(loop.first, loop.last + 1):
             if not any(each.first <= place <= each.last for each in without):
-                counts[_kind(self.operations[place])] += 1
+                is_of = self.operations[place].startswith
+                counts[next((kind for kind, names in _KINDS.items() if is_of(names)), "other")] += 1
         return counts
-
-
-def _kind(operation: str) -> str:
-    return next((kind for kind, names in _KINDS.items() if operation.startswith(names)), "other")
 
 
 # Presets

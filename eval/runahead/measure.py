@@ -208,27 +208,18 @@ def measure_link(ranks: Ranks, facts: ModelFacts, longest: int) -> planner.Link 
     return max(links, key=lambda link: float(link.seconds(float(sizes[1]))), default=None)
 
 
-def slices_to_time(lengths: Sequence[int], num_ranks: int, by_shapes: planner.CostModel) -> list[tuple[int, int]]:
-    """Lists slices, length and prefix, that tell a cost model: first and last by the model's shapes, and quarters."""
-    slices = set()
-    for length in lengths:
-        partition = planner.planned(length, num_ranks, by_shapes)
-        slices |= {(partition[0], 0), (partition[-1], length - partition[-1])}
-        quarter = max(length // 4, 1)
-        slices |= {(quarter, 0), (quarter, length - quarter)}
-    return sorted(slices)
-
-
 def time_slices(ranks: Ranks, facts: ModelFacts, lengths: Sequence[int], rounds: int) -> list[planner.Timing]:
     """
-    Times slices of prompts of `lengths` on all ranks at once, so that what ranks of one machine share is shared.
-
-    Rounds take turns; the median over rounds and ranks is taken.
+    Times slices of prompts of `lengths` on all ranks at once, so that what ranks of one machine share is shared: first
+    and last ones by the model's shapes, and quarters. Rounds take turns; the median over rounds and ranks is taken.
     """
-    slices = slices_to_time(lengths, ranks.size, facts.by_shapes)
-    seconds: dict[tuple[int, int], list[float]] = {each: [] for each in slices}
+    slices: set[tuple[int, int]] = set()
+    for whole in lengths:
+        partition, quarter = planner.planned(whole, ranks.size, facts.by_shapes), max(whole // 4, 1)
+        slices |= {(partition[0], 0), (partition[-1], whole - partition[-1]), (quarter, 0), (quarter, whole - quarter)}
+    seconds: dict[tuple[int, int], list[float]] = {each: [] for each in sorted(slices)}
     with track_progress(rounds * len(slices)) as announce:
-        for _, (length, prefix) in product(range(rounds), slices):
+        for _, (length, prefix) in product(range(rounds), seconds):
             announce(f"slices of {length} tokens behind {prefix}")
             seconds[length, prefix] += ranks.call(time_slice, facts.random_tokens(length), prefix)
     return [
