@@ -347,37 +347,32 @@ def survey_families(
 
 HIDDEN_SIZE, NUM_HEADS, HEAD_DIM = 64, 4, 16
 VOCAB_SIZE = 97
-MAX_LENGTH = 512
-WINDOW = 24
 
 _LAYERS = (
     "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers num_block_layers "
     "num_encoder_layers"
 )
-_WIDTHS = (
-    "hidden_size n_embd d_model dim emb_dim embedding_size word_embed_proj_dim dim_model embed_dim lru_width "
-    "attention_hidden_size embedding_dim hidden_dim"
-)
-_INNER = (
-    "intermediate_size n_inner d_ff ffn_dim ffn_hidden_size decoder_ffn_dim encoder_ffn_dim moe_intermediate_size "
-    "dim_ff shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size intermediate_size_mlp "
-    "moe_shared_expert_intermediate_size dff block_ff_dim dense_intermediate_size"
-)
 _HEADS = (
     "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads "
     "num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads linear_num_value_heads"
 )
-_EXPERTS = (
-    "num_experts num_local_experts n_routed_experts moe_num_experts num_experts_per_tok moe_k moe_topk "
-    "num_experts_per_token top_k top_k_experts"
-)
 # A size of one name has the same meaning wherever it is
 _NAMES_BY_SIZE = {
     2: f"{_LAYERS} index_n_heads linear_num_key_heads n_mamba_heads num_key_value_groups num_kv_shared_layers",
-    HIDDEN_SIZE: f"{_WIDTHS} index_topk",
-    96: _INNER,
+    HIDDEN_SIZE: (
+        "hidden_size n_embd d_model dim emb_dim embedding_size word_embed_proj_dim dim_model embed_dim lru_width "
+        "attention_hidden_size embedding_dim hidden_dim index_topk"
+    ),
+    96: (
+        "intermediate_size n_inner d_ff ffn_dim ffn_hidden_size decoder_ffn_dim encoder_ffn_dim moe_intermediate_size "
+        "dim_ff shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size dff block_ff_dim "
+        "intermediate_size_mlp moe_shared_expert_intermediate_size dense_intermediate_size"
+    ),
     # All experts of a token: which ones are chosen would hang on rounding
-    NUM_HEADS: f"{_HEADS} {_EXPERTS}",
+    NUM_HEADS: (
+        f"{_HEADS} num_experts num_local_experts n_routed_experts moe_num_experts num_experts_per_tok moe_k moe_topk "
+        "num_experts_per_token top_k top_k_experts"
+    ),
     VOCAB_SIZE: "vocab_size n_words vocab_size_per_layer_input",
     HEAD_DIM: (
         "hidden_size_per_layer_input mamba_d_state mamba_chunk_size chunk_size ssm_state_size state_size "
@@ -385,10 +380,8 @@ _NAMES_BY_SIZE = {
         "linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim"
     ),
     2 * HEAD_DIM: "global_head_dim router_hidden_size kv_lora_rank",
-    MAX_LENGTH: (
-        "n_ctx n_positions max_position_embeddings max_seq_len max_target_positions original_max_position_embeddings"
-    ),
-    WINDOW: ("sliding_window window_size attention_window_size attention_chunk_size sliding_window_size q_lora_rank"),
+    512: "n_ctx n_positions max_position_embeddings max_seq_len max_target_positions original_max_position_embeddings",
+    24: "sliding_window window_size attention_window_size attention_chunk_size sliding_window_size q_lora_rank",
     1: "n_group topk_group n_shared_experts first_k_dense_replace mamba_n_groups mamba_ngroups n_groups",
     0: "num_nextn_predict_layers",
     8: "adapter_rank laurel_rank qk_rope_head_dim mamba_n_heads mamba_num_heads mamba_dt_rank",
@@ -437,13 +430,7 @@ SPECIAL_FIELDS: dict[str, dict[str, Any]] = {
     "zamba": {"attention_hidden_size": 2 * HIDDEN_SIZE, "attention_head_dim": 2 * HEAD_DIM},
     "zaya": {"num_experts_per_tok": 1},
 }
-_KEY_VALUE_HEADS = (
-    "num_key_value_heads",
-    "n_head_kv",
-    "num_kv_heads",
-    "swa_num_key_value_heads",
-    "num_global_key_value_heads",
-)
+_KEY_VALUE_HEADS = "num_key_value_heads n_head_kv num_kv_heads swa_num_key_value_heads num_global_key_value_heads"
 _KINDS = ("layer_types", "layers_block_type")
 
 
@@ -481,7 +468,7 @@ def _key_value_heads(fields: dict[str, Any]) -> dict[str, int]:
     """Grouped where they are grouped, one where there is one, as many as query heads otherwise."""
     num_heads = next((fields[name] for name in _HEADS.split() if isinstance(fields.get(name), int)), None)
     small = {}
-    for name in _KEY_VALUE_HEADS:
+    for name in _KEY_VALUE_HEADS.split():
         count = fields.get(name)
         if isinstance(count, int):
             small[name] = 1 if count == 1 else NUM_HEADS if count == num_heads else NUM_HEADS // 2
