@@ -24,6 +24,7 @@ from kvcache_plugins.console.inputs import load_for_evaluation, read_text
 from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.models.cache_argument import as_argument, reading_options
+from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.registry import create_cache
 from kvcache_plugins.reports.memory import ReportingMixin, StatValue
 
@@ -157,13 +158,9 @@ def spread_windows(
     Cuts disjoint windows, spread evenly over a text `[num_tokens]` without special tokens: `prefix_length` tokens,
     `start_ids` among them, `num_scored`, and one more to predict. Too short a text is a `ValueError`.
     """
-    for name, value, minimum in (
-        ("num_windows", num_windows, 1),
-        ("prefix_length", prefix_length, len(start_ids) + 1),
-        ("num_scored", num_scored, 1),
-    ):
-        if value < minimum:
-            raise ValueError(f"`{name}` must be at least {minimum}, but got {value}")
+    check_integer("num_windows", num_windows, 1)
+    check_integer("prefix_length", prefix_length, len(start_ids) + 1)
+    check_integer("num_scored", num_scored, 1)
     length = prefix_length + num_scored + 1 - len(start_ids)
     if token_ids.numel() < num_windows * length:
         raise ValueError(

@@ -23,6 +23,7 @@ from transformers import Cache, PreTrainedModel
 from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.models.cache_argument import CACHE_NAMES, as_argument
 from kvcache_plugins.models.reference_model import resolve_model
+from kvcache_plugins.option_checks import check_bool, check_choice, check_integer
 from kvcache_plugins.registry import OptionValue, check_cache, create_cache, parse_cache_spec, parse_option
 
 from .continuations import DECODE, CacheRecord, ContinuationScorer, Feeding, Score
@@ -89,12 +90,9 @@ class KVCacheLM(HFLM):
         **kwargs: Any,
     ) -> None:
         self.cache_name, self.cache_options = take_cache(cache, kwargs)
-        if cache_mode not in MODES:
-            raise ValueError(f"`cache_mode` has to be one of {', '.join(MODES)} but is {cache_mode!r}")
-        if not isinstance(cache_chunk, int) or isinstance(cache_chunk, bool) or cache_chunk < 1:
-            raise ValueError(f"`cache_chunk` has to be a number of tokens of at least 1 but is {cache_chunk!r}")
-        if not isinstance(cache_check, bool):
-            raise ValueError(f"`cache_check` has to be true or false but is {cache_check!r}")
+        check_choice("cache_mode", cache_mode, MODES)
+        check_integer("cache_chunk", cache_chunk, 1)
+        check_bool("cache_check", cache_check)
         if kwargs.get("backend", "default") == "seq2seq":
             raise ValueError("`backend` has to be `causal`: caches of encoder-decoder models are not served")
         self.cache_mode, self.cache_chunk, self.cache_check = cache_mode, cache_chunk, cache_check

@@ -30,6 +30,7 @@ from kvcache_plugins.eval.benchmark import benchmark, loaded_settings
 from kvcache_plugins.eval.context_tasks import TASKS, Question, make_sample
 from kvcache_plugins.eval.continuations import DECODE, ContinuationScorer, Score
 from kvcache_plugins.eval.rows import Found, Settings
+from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.reports.memory import measure_memory
 
 from .fidelity import continuation_logits, fill_cache, score_logits
@@ -42,8 +43,7 @@ def read_questions(path: Path, num_records: int | None = None) -> list[Question]
     With `num_records` only so many lines, or pairs, of each context are left: neighbours of the one that is asked for,
     which keeps its place among them. For models to which the whole sets are too hard, however they are read.
     """
-    if num_records is not None and num_records < 1:
-        raise ValueError(f"`records` has to be at least 1 but is {num_records}")
+    check_integer("records", num_records, 1, is_optional=True)
     return [_question(row, path, num_records) for row in harness.read_rows(path, "data_file")]
 
 
@@ -90,8 +90,7 @@ def answer_questions(
     answers with its `standard_error`, `token_accuracy` of the answers' tokens, `correct` by question, and of the
     longest cache at its end `memory_at_end` and counters.
     """
-    if batch_size < 1:
-        raise ValueError(f"`batch_size` has to be at least 1 but is {batch_size}")
+    check_integer("batch_size", batch_size, 1)
     contexts = [tokenizer(each.context).input_ids for each in questions]
     answers = [[tokenizer(each.answer, add_special_tokens=False).input_ids] for each in questions]
     scorers = {name: ContinuationScorer(model, factory) for name, factory in factories.items()}

@@ -24,6 +24,7 @@ from kvcache_plugins.eval import harness
 from kvcache_plugins.eval.tables import Column, Table, code, number, print_markdown
 from kvcache_plugins.gear.config import PresetChoice
 from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.option_checks import check_integer, check_number
 from kvcache_plugins.reports.memory import MemoryReport, measure_memory
 
 from .fidelity import continuation_logits, fill_cache, score_logits
@@ -52,10 +53,8 @@ def generate_with(
     Returns for JSON: new `token_ids`, seconds to the first of them and of a decoded one, see `TokenTimer`, `memory`
     and counters at the end, and whether the cache `was_exercised`.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"`max_new_tokens` must be at least 1, but got {max_new_tokens}")
-    if temperature is not None and temperature <= 0:
-        raise ValueError(f"`temperature` must be above 0, or left out for greedy decoding, but got {temperature}")
+    check_integer("max_new_tokens", max_new_tokens, 1)
+    check_number("temperature", temperature, above=0, is_optional=True)
     set_seed(seed)
     clock = time.process_time if model.device.type == "cpu" else time.perf_counter
     input_ids = token_ids[None].to(model.device)
@@ -99,8 +98,7 @@ def compare_caches(
     `top1_agreement` (the share of it at which both find the same token most likely), and the fields of
     `generate_with`. A wrong spec of a cache is a `ValueError`.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"`max_new_tokens` must be at least 1, but got {max_new_tokens}")
+    check_integer("max_new_tokens", max_new_tokens, 1)
     factories = harness.cache_factories(harness.with_reference(caches), model)
     for factory in factories.values():
         # Whatever is loaded or compiled when a cache is first used is not counted as its speed

@@ -34,6 +34,7 @@ from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.eval import harness
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings
 from kvcache_plugins.eval.rows import Found, Settings
+from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
 
 
@@ -76,8 +77,7 @@ def continuation_logits(
     """
     if chunk is None and getattr(cache, "is_exact_for_many", False):
         chunk = 1
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"`chunk` must be at least 1 or `None`, but got {chunk}")
+    check_integer("chunk", chunk, 1, is_optional=True)
     if cache.get_seq_length() == 0:
         raise ValueError("The cache is empty: scores over it would say nothing about it. Fill it first.")
     logits = []
@@ -335,9 +335,8 @@ def measure_perplexity(
     Yields a row for each cache: perplexity over all tokens and over each stretch of all windows, negative
     log-likelihoods `nll` of each window's stretches, bytes and counters of the last cache at its end.
     """
-    for option, value in (("chunk", chunk), ("stretch", stretch)):
-        if value < 1:
-            raise ValueError(f"`{option}` has to be at least 1 but is {value}")
+    check_integer("chunk", chunk, 1)
+    check_integer("stretch", stretch, 1)
     for name, factory in factories.items():
         scores = []
         for number, window in enumerate(windows, start=1):
