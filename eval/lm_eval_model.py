@@ -217,8 +217,7 @@ class KVCacheLM(HFLM):
             "memory_of_longest": None if record.largest is None else memory_fields(record.largest),
             "stats_of_longest": dict(record.stats),
         }
-        info: dict[str, Any] = super().get_model_info()
-        return {**info, "cache": cache}
+        return {**super().get_model_info(), "cache": cache}
 
     def _describe_setting(self) -> dict[str, Any]:
         """All that a score depends on beside the request."""
@@ -251,15 +250,10 @@ class KVCacheLM(HFLM):
         if size is None:
             longest = (None, list(groups[0][0]), [0])
             size = self._detect_batch_size([longest]) if self.batch_size == "auto" else int(self.batch_size)
-        batches: list[list[Group]] = []
-        for group in groups:
-            # A context of one token fills nothing: it goes its own way through the cache
-            is_alike = bool(batches) and (len(batches[-1][0][0]) == 1) == (len(group[0]) == 1)
-            if is_alike and len(batches[-1]) < size:
-                batches[-1].append(group)
-            else:
-                batches.append([group])
-        return batches
+        # A context of one token fills nothing: it goes its own way through the cache. These come last
+        first = next((at for at, (context, _) in enumerate(groups) if len(context) == 1), len(groups))
+        parts = groups[:first], groups[first:]
+        return [part[start : start + size] for part in parts for start in range(0, len(part), size)]
 
     def _feeding(self, contexts: Sequence[Sequence[int]]) -> Feeding:
         mode = self.cache_mode

@@ -67,7 +67,7 @@ class RequestStates:
 
 
 class RequestPages:
-    """Stands for `PagedAttentionCache.update` with tensors of its own for every request."""
+    """Stands for `PagedAttentionCache.update` with dense tensors of its own, instead of pages, for every request."""
 
     def __init__(self, context: int) -> None:
         self._context = context
@@ -90,19 +90,10 @@ class RequestPages:
 
 
 class BatchedSteps:
-    """
-    Decode steps of `num_requests` of `context` tokens each, by Transformers' own classes; with `by_request` every
-    request has dense tensors of its own in the place of pages.
-    """
+    """Decode steps of `num_requests` of `context` tokens each, by Transformers' own classes."""
 
     def __init__(
-        self,
-        network: PreTrainedModel,
-        num_requests: int,
-        context: int,
-        page_size: int,
-        by_request: bool = False,
-        most_tokens: int = 64,
+        self, network: PreTrainedModel, num_requests: int, context: int, page_size: int, most_tokens: int = 64
     ) -> None:
         # What a fresh cache of Transformers' is filled with has no public name
         from transformers.generation.continuous_batching.requests import RequestStatus, create_warmup_future_states
@@ -127,8 +118,6 @@ class BatchedSteps:
         if len(states) < num_requests:
             raise RuntimeError(f"the cache has room for {len(states)} of {num_requests} requests")
         self._states = states
-        if by_request:
-            self.cache.update = RequestPages(context).update
 
     def _prepared(self, tokens: Sequence[Sequence[int]], start: int) -> dict[str, Any]:
         """Prepares a pass over as many tokens of every request, from position `start` on."""
@@ -249,10 +238,8 @@ def benchmark_batching(
     dense = copy.deepcopy(network, {id(each): each for each in (*network.parameters(), *network.buffers())})
     for count, length in product(requests, context):
         with ExitStack() as stack:
-            ways = {
-                BY_INDEX: BatchedSteps(dense, count, length, page_size),
-                BY_REQUEST: BatchedSteps(dense, count, length, page_size, by_request=True),
-            }
+            ways = {name: BatchedSteps(dense, count, length, page_size) for name in (BY_INDEX, BY_REQUEST)}
+            ways[BY_REQUEST].cache.update = RequestPages(length).update
             counters = {}
             for name in cache:
                 batching = stack.enter_context(compressed_batching(network, name, text=table_text))
