@@ -26,7 +26,7 @@ from kvcache_plugins.models.reference_model import resolve_model
 from kvcache_plugins.option_checks import check_bool, check_choice, check_integer
 from kvcache_plugins.registry import OptionValue, check_cache, create_cache, parse_cache_spec, parse_option
 
-from .continuations import DECODE, CacheRecord, ContinuationScorer, Feeding, Score
+from .continuations import DECODE, CacheRecord, ContinuationScorer, Feeding
 from .harness import was_exercised
 
 
@@ -145,7 +145,7 @@ class KVCacheLM(HFLM):
         """Log-likelihood of every continuation, and whether it is greedy: see `HFLM`, whose order and cuts it has."""
         cut = [self._cut(context, continuation) for _, context, continuation in requests]
         groups = group_by_context(cut)
-        answers: list[Score | None] = [None] * len(requests)
+        answers: dict[int, tuple[float, bool]] = {}
         with tqdm(
             total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests"
         ) as progress:
@@ -159,13 +159,12 @@ class KVCacheLM(HFLM):
                     self._require_exercise(self._scorer.record)
                 for (_, numbers), of_context in zip(batch, scores, strict=True):
                     for number, score in zip(numbers, of_context, strict=True):
-                        answers[number] = score
+                        answers[number] = score.log_likelihood, score.is_greedy
                         strings = requests[number][0]
                         if strings is not None:
-                            answer = (score.log_likelihood, score.is_greedy)
-                            self.cache_hook.add_partial("loglikelihood", strings, answer)
+                            self.cache_hook.add_partial("loglikelihood", strings, answers[number])
                     progress.update(len(numbers))
-        return [(score.log_likelihood, score.is_greedy) for score in answers if score is not None]
+        return [answers[number] for number in range(len(requests))]
 
     def _model_call(
         self, inps: torch.Tensor, attn_mask: torch.Tensor | None = None, labels: torch.Tensor | None = None

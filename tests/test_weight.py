@@ -44,7 +44,7 @@ ROOMS = {
     "ground": Room((*in_package("registry", "models", "files"), f":(glob){PACKAGE}/*.py"), 1_200, 1_750),
     "all of src": Room(("src",), 20_000, 29_990),
     "triton_kernels": Room(("triton_kernels",), 3_500, 3_885),
-    "eval": Room(("eval",), 5_500, 6_955),
+    "eval": Room(("eval",), 5_500, 6_740),
     "tests": Room(("tests",), 15_000, 24_760),
 }
 
