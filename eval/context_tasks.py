@@ -1,8 +1,8 @@
-"""Tasks whose answers need much of their context, made from a seed.
+"""Tasks whose answers need much of their context, or are long, made from a seed.
 
 "KV Cache Offloading for Context-Intensive Tasks" (arXiv 2604.08426) has records and tables written anew and many
 needles at once: on those choosing tokens is doubted. Variables to track and common words are RULER's (arXiv
-2404.06654).
+2404.06654). Long answers show errors that pile up: each line goes on from the one before.
 
 An answer has lines. Which of them are scored is told by a place in it, and those before are a part of the context: so
 answers of a thousand tokens need not be decoded from their first on.
@@ -12,7 +12,7 @@ import json
 import random
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -122,6 +122,26 @@ def make_words(draw: random.Random, size: int) -> _Made:
     return f"{' '.join(said)}\n\nThe three most common words, the most common first, are:", [f" {common}\n"]
 
 
+def make_states(draw: random.Random, size: int) -> _Made:
+    """Makes swaps of what five cups hold, to be followed step by step: each line is the one before, but for a swap."""
+    held, lines, swaps = ["ball", "coin", "key", "ring", "shell"], [], []
+    draw.shuffle(held)
+    start = " ".join(held)
+    for step in range(1, size + 1):
+        one, other = draw.sample(range(len(held)), 2)
+        held[one], held[other] = held[other], held[one]
+        swaps.append(f"{step}. swap {one + 1} and {other + 1}\n")
+        lines.append(f"{step}. {' '.join(held)}\n")
+    return f"Five cups in a row hold: {start}\n\n{''.join(swaps)}\nThe cups after each swap:\n\n0. {start}\n", lines
+
+
+def make_chain_of_thought(rows: Sequence[Mapping[str, str]], draw: random.Random, size: int) -> _Made:
+    """Makes worked examples out of rows with `question` and `answer`, GSM8K's, and asks for the last one's answer."""
+    *examples, last = draw.sample(rows, min(size, len(rows)))
+    shown = "".join(f"Question: {row['question']}\nAnswer: {row['answer']}\n\n" for row in examples)
+    return f"{shown}Question: {last['question']}\nAnswer: ", f"{last['answer']}\n".splitlines(keepends=True)
+
+
 TASKS: dict[str, Callable[[random.Random, int], _Made]] = {
     "records": make_records,
     "needles": make_needles,
@@ -130,6 +150,7 @@ TASKS: dict[str, Callable[[random.Random, int], _Made]] = {
     "variables": make_variables,
     "words": make_words,
 }
+LONG_ANSWERS: dict[str, Callable[[random.Random, int], _Made]] = {"states": make_states}
 
 
 def make_sample(
@@ -139,17 +160,21 @@ def make_sample(
     scored: int,
     place: float = 0.5,
     seed: int = 42,
+    rows: Sequence[Mapping[str, str]] = (),
 ) -> Question:
     """
-    Makes a question of a task: as large a context as `length` tokens hold, and the answer from the line at `place`, 0
+    Makes a sample of a task: as large a context as `length` tokens hold, and the answer from the line at `place`, 0
     to 1, on: as many whole lines as `scored` tokens hold, one at least. Tasks of which nothing is so short, or that
-    are none of `TASKS`, are a `ValueError`.
+    are none of `TASKS`, `LONG_ANSWERS` and `chain_of_thought`, which needs `rows`, are a `ValueError`.
     """
-    if task not in TASKS:
-        raise ValueError(f"`{task}` is no task; there are {', '.join(TASKS)}")
+    known: dict[str, Callable[[random.Random, int], _Made]] = TASKS | LONG_ANSWERS
+    if rows:
+        known["chain_of_thought"] = partial(make_chain_of_thought, rows)
+    if task not in known:
+        raise ValueError(f"`{task}` is no task; there are {', '.join(known)}, with `data_file` `chain_of_thought`")
 
     def make(size: int) -> tuple[str, list[str]]:
-        prompt, lines = TASKS[task](random.Random(f"{task} {seed}"), size)
+        prompt, lines = known[task](random.Random(f"{task} {seed}"), size)
         start = int(place * len(lines))
         return prompt + "".join(lines[:start]), lines[start:]
 

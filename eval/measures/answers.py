@@ -165,10 +165,13 @@ def measure_tasks(
     length: int = 2048,
     samples: int = 1,
     scored: int = 96,
+    start: float | None = None,
+    data_file: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
     """
     Scores caches by their specs on `samples` of each task, of `length` tokens, with `scored` tokens of answer at most,
-    at places spread over the answer.
+    from the place `start` of it on, 0 to 1, by default samples at places spread over it. `data_file` has rows of
+    `chain_of_thought` as JSON lines with `question` and `answer`.
 
     Yields a row for each cache: by task mean `nll` and `kl` of a token, shares of tokens `right`, of whole `lines` and
     of samples that are `exact`, and sizes; the tasks' mean `kl`; over all decode steps `fetched_bytes` a step and, as
@@ -177,6 +180,7 @@ def measure_tasks(
     """
     network, tokenizer = inputs.load_for_evaluation(model)
     known = _dense.setdefault(network, {})
+    rows = harness.read_rows(data_file, "data_file") if data_file else []
 
     def count_tokens(text: str) -> int:
         return len(tokenizer(text).input_ids)
@@ -185,7 +189,8 @@ def measure_tasks(
         totals: dict[str, Any] = {task: Counter() for task in tasks}
         for task, total in totals.items():
             for index in range(samples):
-                sample = make_sample(task, count_tokens, length, scored, (index + 0.5) / samples, index)
+                place = (index + 0.5) / samples if start is None else start
+                sample = make_sample(task, count_tokens, length, scored, place, index, rows)
                 prompt = tokenizer(sample.context).input_ids
                 ids = tuple(prompt), tuple(tokenizer(sample.answer, add_special_tokens=False).input_ids)
                 filled = factory()

@@ -58,6 +58,22 @@ def test_what_cannot_be_made_is_refused(task: str, length: int, complaint: str) 
         make_sample(task, len, length, 20)
 
 
+def test_states_follow_from_swaps_and_examples_are_not_asked_for() -> None:
+    sample = make_sample("states", len, 2000, 900, 0.0)
+    cups = {0: sample.context.splitlines()[0].removeprefix("Five cups in a row hold: ").split()}
+    for step, one, other in re.findall(r"(\d+)\. swap (\d) and (\d)", sample.context):
+        now = cups[int(step)] = list(cups[int(step) - 1])
+        now[int(one) - 1], now[int(other) - 1] = now[int(other) - 1], now[int(one) - 1]
+    told = [line.split() for line in sample.answer.splitlines()]
+    assert len(told) > 20 and all(cups[int(float(step))] == held for step, *held in told)
+
+    rows = [{"question": f"{n} + 1?", "answer": f"{n} and 1\nis {n + 1}"} for n in range(9)]
+    sample = make_sample("chain_of_thought", len, 120, 60, 0.0, rows=rows)
+    *_, asked = re.findall(r"Question: (\d) \+ 1\?", sample.context)
+    assert sample.context.count("Question: ") > 2 and sample.context.count(f"{asked} and 1") == 0
+    assert sample.answer == f"{asked} and 1\nis {int(asked) + 1}\n"
+
+
 def test_decode_steps_are_scored(tiny_model: Callable[..., PreTrainedModel], characters) -> None:
     # InfiniGen offloads the third layer
     model = tiny_model("llama", num_hidden_layers=3)
