@@ -59,7 +59,8 @@ def benchmark(
             threads = given.get("num_threads")
             if isinstance(threads, int) and "world_size" not in given:
                 torch.set_num_threads(threads)
-            result = Result(kind, {key: _plain(value) for key, value in given.items() if key != "cache"})
+            plain = {key: value.name if isinstance(value, Path) else value for key, value in given.items()}
+            result = Result(kind, {key: value for key, value in plain.items() if key != "cache"})
             for found in function(*bound.args, **bound.kwargs):
                 result.take(found)
             result.show(title)
@@ -68,10 +69,6 @@ def benchmark(
         return run
 
     return decorate
-
-
-def _plain(value: object) -> object:
-    return value.name if isinstance(value, Path) else value
 
 
 class TimeIsUpError(Exception):
@@ -153,14 +150,8 @@ class Result:
             known = device if isinstance(device, torch.device) else torch.device("cpu")
             self._origin = {**provenance(known), **({} if device is known else {"device": device})}
         failures = {"failures": self.failures} if self.failures else {}
-        return {
-            "benchmark": self.kind,
-            **self._origin,
-            "settings": self.settings,
-            **more,
-            "rows": self.rows,
-            **failures,
-        }
+        origin = {"benchmark": self.kind, **self._origin}
+        return {**origin, "settings": self.settings, **more, "rows": self.rows, **failures}
 
 
 def loaded_settings(network: Any) -> Iterator[Found]:

@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 
-class Sample(NamedTuple):
+class Question(NamedTuple):
     """A context that ends where the answer begins, and the answer."""
 
     context: str
@@ -161,7 +161,7 @@ def make_sample(
     place: float = 0.5,
     seed: int = 42,
     rows: Sequence[Mapping[str, str]] = (),
-) -> Sample:
+) -> Question:
     """
     Makes a sample of a task: as large a context as `length` tokens hold, and the answer from the line at `place`, 0
     to 1, on: as many whole lines as `scored` tokens hold, one at least. Tasks of which nothing is so short, or that
@@ -183,4 +183,4 @@ def make_sample(
         raise ValueError(f"`length`: nothing of `{task}` has as few as {length} tokens")
     context, lines = make(size)
     held = bisect_right(range(1, len(lines) + 1), scored, key=lambda each: count_tokens("".join(lines[:each])))
-    return Sample(context, "".join(lines[: max(held, 1)]))
+    return Question(context, "".join(lines[: max(held, 1)]))

@@ -10,20 +10,19 @@ The last token of the context is fed with the continuation, as its logits are th
 """
 
 import copy
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 from transformers import Cache, PreTrainedModel
 
-from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
 
-from .harness import cache_stats, check_length, was_exercised
+from .harness import cache_stats, feed, was_exercised
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,6 @@ class ContinuationScorer:
     ) -> None:
         self.model, self.record = model, CacheRecord()
         self._create_cache, self._autocast, self._softmax_dtype = create_cache, autocast, softmax_dtype
-        self._accepted = inspect.signature(model.forward).parameters
 
     @torch.no_grad()
     def score(
@@ -106,8 +104,7 @@ class ContinuationScorer:
             cache = self._create_cache()
             if width:
                 rows = [[0] * (width - len(each)) + each for each in filled]
-                for _ in self._feed(rows, cache, padding, feeding.context_chunk, logits_wanted=False):
-                    pass
+                list(self._feed(rows, cache, padding, feeding.context_chunk, needs_logits=False))
                 self.record.counters.update(tokens_filled=sum(map(len, filled)))
             return cache
 
@@ -127,7 +124,8 @@ class ContinuationScorer:
                 except RuntimeError:
                     # Tensors of some peers cannot be copied (quanto's)
                     fork = fill_cache()
-            for offset, logits in self._feed(rows, fork, padding, feeding.continuation_chunk, logits_wanted=True):
+            offset = 0
+            for logits in self._feed(rows, fork, padding, feeding.continuation_chunk):
                 log_probs = F.log_softmax(logits, dim=-1, dtype=self._softmax_dtype)
                 for row, (_, scored) in enumerate(fed):
                     for each in scored:
@@ -137,6 +135,7 @@ class ContinuationScorer:
                             targets = targets.to(own.device)
                             sums[row][each][0] += float(own.gather(1, targets[:, None]).sum())
                             sums[row][each][1] += int((own.argmax(dim=-1) == targets).sum())
+                offset += log_probs.shape[1]
             exercised = exercised or was_exercised(fork)
         self.record.counters.update(
             continuations=sum(map(len, continuations)),
@@ -149,29 +148,14 @@ class ContinuationScorer:
         ]
 
     def _feed(
-        self, rows: list[list[int]], cache: Cache, padding: torch.Tensor, chunk: int | None, logits_wanted: bool
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Feeds a batch in chunks; yields each one's first column and its logits, `[batch, tokens, vocabulary]`."""
+        self, rows: list[list[int]], cache: Cache, padding: torch.Tensor, chunk: int | None, needs_logits: bool = True
+    ) -> Iterator[torch.Tensor]:
+        """Feeds a batch, whose contexts have `padding` on their left `[B]`, see `feed`."""
         token_ids = torch.tensor(rows, device=self.model.device)
-        filled, offset = cache.get_seq_length(), 0
-        # Only the last logits are computed where nobody wants them and the model can do so
-        keep = {} if logits_wanted or "logits_to_keep" not in self._accepted else {"logits_to_keep": 1}
-        for part in token_ids.split(chunk or token_ids.shape[1], dim=1):
-            where = _say_padding(padding, filled + offset, part.shape[1], "position_ids" in self._accepted)
-            with self._autocast():
-                logits = self.model(input_ids=part, **as_argument(cache), use_cache=True, **where, **keep).logits
-            yield offset, logits
-            offset += part.shape[1]
-        check_length(cache, filled + offset)
-
-
-def _say_padding(counts: torch.Tensor, start: int, num_new: int, with_positions: bool) -> dict[str, torch.Tensor]:
-    """Tells of padding on the left `[batch]` the mask of all tokens, `start` before the new ones, and positions."""
-    if not bool(counts.any()):
-        return {}
-    places = torch.arange(start + num_new, device=counts.device)
-    said = {"attention_mask": (places >= counts[:, None]).long()}
-    return said | ({"position_ids": (places[start:] - counts[:, None]).clamp(min=0)} if with_positions else {})
+        places = torch.arange(cache.get_seq_length() + token_ids.shape[1], device=self.model.device)
+        mask = (places >= padding[:, None]).long() if bool(padding.any()) else None
+        options: dict[str, Any] = {"mask": mask, "needs_logits": needs_logits, "autocast": self._autocast}
+        return feed(self.model, token_ids, cache, chunk, **options)
 
 
 def _group_by_fed(

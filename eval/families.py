@@ -8,12 +8,16 @@ another prompt: 0 is the dense cache's own, 1 is as far off as knowing nothing o
 Each family is tried in a process of its own: a model that hangs, or takes its process along, costs its own row and
 nothing else. Processes are forked where that is possible: PyTorch and Transformers are loaded once, and a cache may be
 made by any function, of which nothing has to be sent.
+
+A tiny model has its family's own defaults, with every size that makes a model large replaced. Transformers' configs
+name the same things alike, so one table of names serves nearly all families; what a family needs beyond it stands in
+`SPECIAL_FIELDS`. Of layers there are two of each kind that the family has, in its order.
 """
 
+import dataclasses
 import multiprocessing
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from logging import CRITICAL
@@ -23,7 +27,16 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 import typer
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoModelForCausalLM, Cache, DynamicCache, GenerationConfig, LogitsProcessor, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -33,7 +46,6 @@ from kvcache_plugins.registry import create_cache
 
 from .benchmark import benchmark
 from .rows import Found, Settings
-from .small_configs import small_config
 
 
 Status = Literal["works", "reads dense", "refuses", "fails"]
@@ -65,7 +77,7 @@ class Case(NamedTuple):
     limit: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """An answer of a model, why it refuses or fails, and its largest distance from the dense cache's logits."""
 
@@ -74,13 +86,13 @@ class Outcome:
     distance: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FamilyResult:
     """A family by its `model_type`, why `DynamicCache` does not run it if so, and outcomes by cache if it does."""
 
     family: str
     dense: str = ""
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    outcomes: dict[str, Outcome] = dataclasses.field(default_factory=dict)
 
 
 class Run(NamedTuple):
@@ -115,7 +127,7 @@ def dense_reads(cache: Cache) -> int:
 
 def prompt(model: PreTrainedModel, length: int, seed: int) -> torch.Tensor:
     """Draws random tokens `[1, length]`, none of them special."""
-    vocab_size = min(model.config.get_text_config(decoder=True).vocab_size, 97)
+    vocab_size = min(model.config.get_text_config(decoder=True).vocab_size, VOCAB_SIZE)
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(5, vocab_size - 1, (1, length), generator=generator)
 
@@ -219,7 +231,7 @@ def build_family(family: str, seed: int = 0) -> PreTrainedModel:
     """Builds a tiny random model of a family. PyTorch's global generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(small_config(family)).eval()
+        return AutoModelForCausalLM.from_config(_shrink(CONFIG_MAPPING[family]())).eval()
 
 
 def try_family(family: str, cases: Mapping[str, Case]) -> FamilyResult:
@@ -328,4 +340,153 @@ def survey_families(
     cases = cases_of(cache) if cache else own_cases()
     yield Settings(families=pattern, caches=" ".join(cases))
     with track_progress(len(families)) as announce:
-        yield from map(asdict, try_families(families, cases, announce, seconds))
+        yield from map(dataclasses.asdict, try_families(families, cases, announce, seconds))
+
+
+# Small configs
+
+HIDDEN_SIZE, NUM_HEADS, HEAD_DIM = 64, 4, 16
+VOCAB_SIZE = 97
+
+_LAYERS = (
+    "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers num_block_layers "
+    "num_encoder_layers"
+)
+_HEADS = (
+    "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads "
+    "num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads linear_num_value_heads"
+)
+# A size of one name has the same meaning wherever it is
+_NAMES_BY_SIZE = {
+    2: f"{_LAYERS} index_n_heads linear_num_key_heads n_mamba_heads num_key_value_groups num_kv_shared_layers",
+    HIDDEN_SIZE: (
+        "hidden_size n_embd d_model dim emb_dim embedding_size word_embed_proj_dim dim_model embed_dim lru_width "
+        "attention_hidden_size embedding_dim hidden_dim index_topk"
+    ),
+    96: (
+        "intermediate_size n_inner d_ff ffn_dim ffn_hidden_size decoder_ffn_dim encoder_ffn_dim moe_intermediate_size "
+        "dim_ff shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size dff block_ff_dim "
+        "intermediate_size_mlp moe_shared_expert_intermediate_size dense_intermediate_size"
+    ),
+    # All experts of a token: which ones are chosen would hang on rounding
+    NUM_HEADS: (
+        f"{_HEADS} num_experts num_local_experts n_routed_experts moe_num_experts num_experts_per_tok moe_k moe_topk "
+        "num_experts_per_token top_k top_k_experts"
+    ),
+    VOCAB_SIZE: "vocab_size n_words vocab_size_per_layer_input",
+    HEAD_DIM: (
+        "hidden_size_per_layer_input mamba_d_state mamba_chunk_size chunk_size ssm_state_size state_size "
+        "head_dim swa_head_dim d_kv kv_channels attention_head_dim qk_nope_head_dim v_head_dim index_head_dim "
+        "linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim"
+    ),
+    2 * HEAD_DIM: "global_head_dim router_hidden_size kv_lora_rank",
+    512: "n_ctx n_positions max_position_embeddings max_seq_len max_target_positions original_max_position_embeddings",
+    24: "sliding_window window_size attention_window_size attention_chunk_size sliding_window_size q_lora_rank",
+    1: "n_group topk_group n_shared_experts first_k_dense_replace mamba_n_groups mamba_ngroups n_groups",
+    0: "num_nextn_predict_layers",
+    8: "adapter_rank laurel_rank qk_rope_head_dim mamba_n_heads mamba_num_heads mamba_dt_rank",
+    8 * HEAD_DIM: "mamba_d_ssm",
+    28: "image_size",
+    14: "patch_size",
+}
+_SIZES = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names.split()}
+# Sharp enough that a wrong key changes the logits
+_INITIALIZER_RANGE = 0.1
+_RANGES = ("initializer_range", "init_std", "initializer_factor")
+# What does not follow from the table, by `model_type`; wins over it
+_ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
+_ALTERNATING = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+SPECIAL_FIELDS: dict[str, dict[str, Any]] = {
+    "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
+    "codegen": {"rotary_dim": 8},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROTARY, "sliding_attention": _ROTARY}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": HIDDEN_SIZE, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 4},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 4, "n_group": 1, "topk_group": 1},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 4},
+    "gemma4_text": {"global_head_dim": 2 * HEAD_DIM, "num_kv_shared_layers": 2},
+    "gemma4_unified_text": {"global_head_dim": 2 * HEAD_DIM, "num_kv_shared_layers": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "gptj": {"rotary_dim": 8},
+    "granitemoehybrid": _ALTERNATING,
+    "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
+    "hunyuan_v1_moe": {"head_dim": HEAD_DIM, "num_experts": 4, "moe_topk": 4},
+    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "longcat_flash": {"head_dim": 8, "zero_expert_num": 2},
+    "ministral": {"head_dim": HEAD_DIM},
+    "nemotron": {"num_key_value_heads": 2},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": HEAD_DIM,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 6},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"attention_hidden_size": 2 * HIDDEN_SIZE, "attention_head_dim": 2 * HEAD_DIM},
+    "zaya": {"num_experts_per_tok": 1},
+}
+_KEY_VALUE_HEADS = "num_key_value_heads n_head_kv num_kv_heads swa_num_key_value_heads num_global_key_value_heads"
+_KINDS = ("layer_types", "layers_block_type")
+
+
+def _shrink(default: PreTrainedConfig) -> PreTrainedConfig:
+    """Makes a config of the same class as a default one, with all sizes small."""
+    fields = {field.name: _value(default, field) for field in dataclasses.fields(default) if field.init}
+    small: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, PreTrainedConfig):
+            small[name] = _shrink(value)
+        elif name == "is_decoder":
+            # Models that can be encoders too
+            small[name] = True
+        elif name in _RANGES and isinstance(value, float):
+            small[name] = _INITIALIZER_RANGE if name != "initializer_factor" else value
+        elif name in _SIZES and isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            small[name] = _SIZES[name]
+        elif name.endswith("_token_id") and isinstance(value, int):
+            small[name] = min(value, VOCAB_SIZE - 1)
+    small |= _key_value_heads(fields)
+    small |= _layers(default, fields)
+    small |= SPECIAL_FIELDS.get(default.model_type, {})
+    return type(default)(**small)
+
+
+def _value(default: PreTrainedConfig, field: dataclasses.Field[Any]) -> Any:
+    """A field's value; where layers have different ones, what the class has written down."""
+    try:
+        return getattr(default, field.name)
+    except (AttributeError, RuntimeError):
+        return None if field.default is dataclasses.MISSING else field.default
+
+
+def _key_value_heads(fields: dict[str, Any]) -> dict[str, int]:
+    """Grouped where they are grouped, one where there is one, as many as query heads otherwise."""
+    num_heads = next((fields[name] for name in _HEADS.split() if isinstance(fields.get(name), int)), None)
+    small = {}
+    for name in _KEY_VALUE_HEADS.split():
+        count = fields.get(name)
+        if isinstance(count, int):
+            small[name] = 1 if count == 1 else NUM_HEADS if count == num_heads else NUM_HEADS // 2
+    return small
+
+
+def _layers(default: PreTrainedConfig, fields: dict[str, Any]) -> dict[str, Any]:
+    """Two layers of each kind, where a config lists the kinds, and what else it lists of these layers."""
+    kinds = next((fields[name] for name in _KINDS if isinstance(fields.get(name), list)), None)
+    if kinds is None:
+        return {}
+    places = [[index for index, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)]
+    # Each kind once, then again: layers that share states of others come last
+    kept = [each[turn] for turn in (0, 1) for each in places if turn < len(each)]
+    counts = {name: len(kept) for name in _LAYERS.split()[:1] if name in fields}
+    lists = {
+        name: [value[index] for index in kept]
+        for name, value in fields.items()
+        if isinstance(value, list) and len(value) == len(kinds)
+    }
+    return counts | lists

@@ -3,13 +3,14 @@
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import (
     Cache,
     DynamicCache,
@@ -19,10 +20,11 @@ from transformers import (
     StoppingCriteria,
 )
 
-from kvcache_plugins.console.inputs import read_text
+from kvcache_plugins.console.inputs import load_for_evaluation, read_text
 from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
-from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.models.cache_argument import as_argument, reading_options
+from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.registry import create_cache
 from kvcache_plugins.reports.memory import ReportingMixin, StatValue
 
@@ -84,6 +86,32 @@ def check_length(cache: Cache, expected: int) -> None:
         )
 
 
+@torch.no_grad()
+def feed(
+    model: PreTrainedModel,
+    token_ids: torch.Tensor,
+    cache: Cache,
+    chunk: int | None = None,
+    *,
+    mask: torch.Tensor | None = None,
+    needs_logits: bool = True,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Iterator[torch.Tensor]:
+    """
+    Feeds `[B, tokens]` to a model behind what a cache holds, all in one forward or `chunk` tokens in each, and yields
+    the logits of each; a `mask` is 0 for padding, of all tokens. See `reading_options` and `check_length`.
+    """
+    held, num_new = int(cache.get_seq_length()), token_ids.shape[1]
+    every = F.pad(token_ids.to(model.device), (held, 0))
+    for start in range(0, num_new, chunk or num_new):
+        stop = held + min(start + (chunk or num_new), num_new)
+        options = reading_options(model.forward, cache, every, mask, stop, needs_logits=needs_logits)
+        with autocast():
+            logits = model(**options).logits
+        yield logits
+    check_length(cache, held + num_new)
+
+
 # Windows of text: disjoint, of one length, spread evenly from its beginning to its end
 
 
@@ -101,6 +129,15 @@ def read_tokens(tokenizer: PreTrainedTokenizerBase, text: str, num_tokens: int, 
     if token_ids.shape[1] < num_tokens:
         raise ValueError(f"the text has {token_ids.shape[1]} tokens, but {num_tokens} are needed")
     return token_ids[:, :num_tokens].to(device)
+
+
+def load_with_tokens(
+    model: str, text_file: Path, num_tokens: int, dtype: str | None = None
+) -> tuple[PreTrainedModel, torch.Tensor]:
+    """Loads a model, and encodes the first tokens of a file for it, `[1, num_tokens]`."""
+    text = read_text(text_file, "text_file")
+    network, tokenizer = load_for_evaluation(model, dtype)
+    return network, read_tokens(tokenizer, text, num_tokens, network.device)
 
 
 def read_rows(path: Path, option: str) -> list[dict[str, Any]]:
@@ -121,13 +158,9 @@ def spread_windows(
     Cuts disjoint windows, spread evenly over a text `[num_tokens]` without special tokens: `prefix_length` tokens,
     `start_ids` among them, `num_scored`, and one more to predict. Too short a text is a `ValueError`.
     """
-    for name, value, minimum in (
-        ("num_windows", num_windows, 1),
-        ("prefix_length", prefix_length, len(start_ids) + 1),
-        ("num_scored", num_scored, 1),
-    ):
-        if value < minimum:
-            raise ValueError(f"`{name}` must be at least {minimum}, but got {value}")
+    check_integer("num_windows", num_windows, 1)
+    check_integer("prefix_length", prefix_length, len(start_ids) + 1)
+    check_integer("num_scored", num_scored, 1)
     length = prefix_length + num_scored + 1 - len(start_ids)
     if token_ids.numel() < num_windows * length:
         raise ValueError(
@@ -189,23 +222,18 @@ def fill_cache(cache: Cache, states: States, context: int, batch_size: int = 1) 
 # Clocks
 
 
-def time_processor(function: Callable[[], Any]) -> float:
-    """Times a function in seconds of this process, all threads together."""
-    start = time.process_time()
-    function()
-    return time.process_time() - start
-
-
-def time_call(function: Callable[[], Any], device: torch.device) -> float:
-    """Times a function in seconds, work that it leaves to a GPU included."""
-    is_gpu = device.type == "cuda"
+def time_call(
+    function: Callable[[], Any], device: torch.device | None = None, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Times a function in seconds of a clock, work that it leaves to a GPU included."""
+    is_gpu = device is not None and device.type == "cuda"
     if is_gpu:
         torch.cuda.synchronize(device)
-    start = time.perf_counter()
+    start = clock()
     function()
     if is_gpu:
         torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def time_on_gpu(function: Callable[[], Any], ahead: Callable[[], Any]) -> float:

@@ -1,14 +1,6 @@
-"""lm-eval's model `kvcache`: any registered cache on any task, with the cache provably in the loop.
+"""lm-eval's model `kvcache`: any registered cache on any task, with the cache in the loop: see `docs/evaluation.md`.
 
-lm-eval's own `hf` scores continuations in one forward, in which no cache is ever read, so every cache scores alike.
-Here a context goes through a cache first, and its continuations are scored by what the model then reads from it. For
-generation every batch gets a fresh cache.
-
-    lm_eval run --model kvcache --model_args pretrained=smollm2,cache=gear-2bit,cache_rank=8 --tasks task.yaml
-
-Importing this module registers the model. lm-eval's releases with entry points for models find it themselves; with
-any release, `kvcache-plugins eval` and `python -m kvcache_plugins.eval` take lm-eval's command line. Under `accelerate
-launch` every process answers its share of the requests.
+Importing this module registers the model. lm-eval's releases with entry points for models find it themselves.
 """
 
 import json
@@ -31,9 +23,10 @@ from transformers import Cache, PreTrainedModel
 from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.models.cache_argument import CACHE_NAMES, as_argument
 from kvcache_plugins.models.reference_model import resolve_model
+from kvcache_plugins.option_checks import check_bool, check_choice, check_integer
 from kvcache_plugins.registry import OptionValue, check_cache, create_cache, parse_cache_spec, parse_option
 
-from .continuations import DECODE, CacheRecord, ContinuationScorer, Feeding, Score
+from .continuations import DECODE, CacheRecord, ContinuationScorer, Feeding
 from .harness import was_exercised
 
 
@@ -97,12 +90,9 @@ class KVCacheLM(HFLM):
         **kwargs: Any,
     ) -> None:
         self.cache_name, self.cache_options = take_cache(cache, kwargs)
-        if cache_mode not in MODES:
-            raise ValueError(f"`cache_mode` has to be one of {', '.join(MODES)} but is {cache_mode!r}")
-        if not isinstance(cache_chunk, int) or isinstance(cache_chunk, bool) or cache_chunk < 1:
-            raise ValueError(f"`cache_chunk` has to be a number of tokens of at least 1 but is {cache_chunk!r}")
-        if not isinstance(cache_check, bool):
-            raise ValueError(f"`cache_check` has to be true or false but is {cache_check!r}")
+        check_choice("cache_mode", cache_mode, MODES)
+        check_integer("cache_chunk", cache_chunk, 1)
+        check_bool("cache_check", cache_check)
         if kwargs.get("backend", "default") == "seq2seq":
             raise ValueError("`backend` has to be `causal`: caches of encoder-decoder models are not served")
         self.cache_mode, self.cache_chunk, self.cache_check = cache_mode, cache_chunk, cache_check
@@ -129,8 +119,7 @@ class KVCacheLM(HFLM):
             return model
         if getattr(model, "active_peft_config", None) is not None and model.active_peft_config.is_prompt_learning:
             raise ValueError("`peft`: adapters that put tokens before the prompt are not served")
-        inner: PreTrainedModel = model.get_base_model()
-        return inner
+        return model.get_base_model()
 
     def _create_cache(self) -> Cache:
         return create_cache(self.cache_name, self._inner_model, **self.cache_options)
@@ -156,7 +145,7 @@ class KVCacheLM(HFLM):
         """Log-likelihood of every continuation, and whether it is greedy: see `HFLM`, whose order and cuts it has."""
         cut = [self._cut(context, continuation) for _, context, continuation in requests]
         groups = group_by_context(cut)
-        answers: list[Score | None] = [None] * len(requests)
+        answers: dict[int, tuple[float, bool]] = {}
         with tqdm(
             total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests"
         ) as progress:
@@ -170,21 +159,19 @@ class KVCacheLM(HFLM):
                     self._require_exercise(self._scorer.record)
                 for (_, numbers), of_context in zip(batch, scores, strict=True):
                     for number, score in zip(numbers, of_context, strict=True):
-                        answers[number] = score
+                        answers[number] = score.log_likelihood, score.is_greedy
                         strings = requests[number][0]
                         if strings is not None:
-                            answer = (score.log_likelihood, score.is_greedy)
-                            self.cache_hook.add_partial("loglikelihood", strings, answer)
+                            self.cache_hook.add_partial("loglikelihood", strings, answers[number])
                     progress.update(len(numbers))
-        return [(score.log_likelihood, score.is_greedy) for score in answers if score is not None]
+        return [answers[number] for number in range(len(requests))]
 
     def _model_call(
         self, inps: torch.Tensor, attn_mask: torch.Tensor | None = None, labels: torch.Tensor | None = None
     ) -> torch.Tensor:
         """One forward through a fresh cache: what `batch_size=auto` tries batches with."""
         with torch.no_grad(), self._autocast():
-            logits: torch.Tensor = self.model(inps, **as_argument(self._create_cache()), use_cache=True).logits
-        return logits
+            return self.model(inps, **as_argument(self._create_cache()), use_cache=True).logits
 
     def _model_generate(
         self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
@@ -229,8 +216,7 @@ class KVCacheLM(HFLM):
             "memory_of_longest": None if record.largest is None else memory_fields(record.largest),
             "stats_of_longest": dict(record.stats),
         }
-        info: dict[str, Any] = super().get_model_info()
-        return {**info, "cache": cache}
+        return {**super().get_model_info(), "cache": cache}
 
     def _describe_setting(self) -> dict[str, Any]:
         """All that a score depends on beside the request."""
@@ -263,15 +249,10 @@ class KVCacheLM(HFLM):
         if size is None:
             longest = (None, list(groups[0][0]), [0])
             size = self._detect_batch_size([longest]) if self.batch_size == "auto" else int(self.batch_size)
-        batches: list[list[Group]] = []
-        for group in groups:
-            # A context of one token fills nothing: it goes its own way through the cache
-            is_alike = bool(batches) and (len(batches[-1][0][0]) == 1) == (len(group[0]) == 1)
-            if is_alike and len(batches[-1]) < size:
-                batches[-1].append(group)
-            else:
-                batches.append([group])
-        return batches
+        # A context of one token fills nothing: it goes its own way through the cache. These come last
+        first = next((at for at, (context, _) in enumerate(groups) if len(context) == 1), len(groups))
+        parts = groups[:first], groups[first:]
+        return [part[start : start + size] for part in parts for start in range(0, len(part), size)]
 
     def _feeding(self, contexts: Sequence[Sequence[int]]) -> Feeding:
         mode = self.cache_mode

@@ -24,19 +24,12 @@ from .tables import RESULTS, read_sweep, render_result
 
 FIGURE = Path("docs/figures/fidelity_1024_smollm2.png")
 # Of the same windows of the same text; the first that has a cache is taken, and what was not measured yet left out
+_AT_1024 = "fidelity_{}_1024_smollm2.json".format
 PROMPT = (
-    "fidelity_presets_1024_smollm2.json",
-    "fidelity_transform_1024_smollm2.json",
-    "fidelity_transform_calibrated_1024_smollm2.json",
-    "fidelity_peers_1024_smollm2.json",
+    *map(_AT_1024, ("presets", "transform", "transform_calibrated", "peers")),
     "fidelity_wikitext2_smollm2.json",
 )
-DECODED = (
-    "fidelity_transform_decoded_1024_smollm2.json",
-    "fidelity_trellis_decoded_1024_smollm2.json",
-    "fidelity_presets_decoded_1024_smollm2.json",
-    "fidelity_peers_decoded_1024_smollm2.json",
-)
+DECODED = tuple(map(_AT_1024, ("transform_decoded", "trellis_decoded", "presets_decoded", "peers_decoded")))
 STEPS = "step_transform_4096_smollm2.json"
 MODEL, CONTEXT = "smollm2", 4096
 CACHES = {

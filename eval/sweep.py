@@ -34,7 +34,7 @@ from kvcache_plugins.registry import check_caches
 
 from .benchmark import Result
 from .harness import CACHE_FAILURES
-from .measures import context, fidelity, retrieval
+from .measures import answers, fidelity
 from .tasks import find_task
 
 
@@ -101,8 +101,8 @@ MEASURES: dict[str, Callable[..., Any]] = {
     "task": measure_task,
     "fidelity": fidelity.evaluate_fidelity,
     "perplexity": fidelity.evaluate_perplexity,
-    "retrieval": retrieval.evaluate_retrieval,
-    "context": context.measure_tasks,
+    "retrieval": answers.evaluate_retrieval,
+    "context": answers.measure_tasks,
 }
 
 

@@ -125,13 +125,8 @@ class Table:
         rows = rows if self.order is None else sorted(rows, key=self.order)
         shown = [column for column in self.columns if column.when(rows)]
         heads = [column.head.format_map(rows[0]) for column in shown]
-        return make_markdown_table(heads, [[column.show(row) for column in shown] for row in rows]) + self.note(rows)
-
-
-def make_markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Makes a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        lines = [heads, ["---"] * len(heads), *([column.show(row) for column in shown] for row in rows)]
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines) + self.note(rows)
 
 
 def print_markdown(text: str, title: str = "") -> None:
@@ -253,28 +248,6 @@ def render_perplexity(rows: Rows) -> str:
     stops = enumerate(stretch_stops(rows[0]["stretch"], rows[0]["num_scored"]))
     columns = [number(f"to {stop}", f"ppl_by_stretch.{index}", ".2f") for index, stop in stops]
     return Table(code(), *HELD, number("PPL", "ppl", ".3f"), *columns)(rows)
-
-
-def render_shapes(rows: Rows) -> str:
-    """Renders how many times as fast steps are by context, a line for each batch size and dtype, over all else."""
-    speeds: dict[tuple[str, int, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        if row["cache"] != REFERENCE:
-            own = speeds[row["cache"], row["batch_size"], row["dtype"]]
-            own[row["context"]].append(row["speed_against_first"])
-    contexts = sorted({row["context"] for row in rows})
-
-    def cell(found: list[float]) -> str:
-        return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})" if found else "-"
-
-    lines = [
-        [f"`{cache}`", str(batch), dtype, *(cell(own[each]) for each in contexts)]
-        for (cache, batch, dtype), own in sorted(speeds.items())
-    ]
-    every = [speed for own in speeds.values() for found in own.values() for speed in found]
-    below = ", ".join(f"{sum(each < limit for each in every)} are below {limit}" for limit in (0.95, 0.98))
-    head = ["cache", "batch", "dtype", *(f"{context} token{'s' * (context > 1)}" for context in contexts)]
-    return f"{make_markdown_table(head, lines)}\nOf {len(every)} measurements {below}.\n"
 
 
 def render_context(rows: Rows) -> str:
@@ -410,7 +383,6 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         quartiles("ms a token (quartiles)"),
         number("times `{cache}`", "speed_against_first", ".2f"),
     ),
-    "shapes": render_shapes,
     "kernels": Table(
         name("attention over", "name"),
         number("MB read", "bytes", ".1f", 1e-6),

@@ -7,6 +7,7 @@ time, every key read once for all query heads of its group. Pages hold random by
 
 import copy
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -24,7 +25,7 @@ from kvcache_plugins import create_cache
 from kvcache_plugins.batching import compressed_batching
 from kvcache_plugins.console.inputs import CachesOption, ModelOption, NumThreadsOption, load_for_evaluation, read_text
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings, say
-from kvcache_plugins.eval.harness import cut_windows, read_tokens, spread, take_turns, time_processor
+from kvcache_plugins.eval.harness import cut_windows, read_tokens, spread, take_turns, time_call
 from kvcache_plugins.eval.measures.fidelity import continuation_logits, fill_cache, score_logits
 from kvcache_plugins.eval.rows import Found
 from kvcache_plugins.kernels.attention_call import AttentionCall
@@ -66,7 +67,7 @@ class RequestStates:
 
 
 class RequestPages:
-    """Stands for `PagedAttentionCache.update` with tensors of its own for every request."""
+    """Stands for `PagedAttentionCache.update` with dense tensors of its own, instead of pages, for every request."""
 
     def __init__(self, context: int) -> None:
         self._context = context
@@ -89,19 +90,10 @@ class RequestPages:
 
 
 class BatchedSteps:
-    """
-    Decode steps of `num_requests` of `context` tokens each, by Transformers' own classes; with `by_request` every
-    request has dense tensors of its own in the place of pages.
-    """
+    """Decode steps of `num_requests` of `context` tokens each, by Transformers' own classes."""
 
     def __init__(
-        self,
-        network: PreTrainedModel,
-        num_requests: int,
-        context: int,
-        page_size: int,
-        by_request: bool = False,
-        most_tokens: int = 64,
+        self, network: PreTrainedModel, num_requests: int, context: int, page_size: int, most_tokens: int = 64
     ) -> None:
         # What a fresh cache of Transformers' is filled with has no public name
         from transformers.generation.continuous_batching.requests import RequestStatus, create_warmup_future_states
@@ -126,8 +118,6 @@ class BatchedSteps:
         if len(states) < num_requests:
             raise RuntimeError(f"the cache has room for {len(states)} of {num_requests} requests")
         self._states = states
-        if by_request:
-            self.cache.update = RequestPages(context).update
 
     def _prepared(self, tokens: Sequence[Sequence[int]], start: int) -> dict[str, Any]:
         """Prepares a pass over as many tokens of every request, from position `start` on."""
@@ -136,8 +126,7 @@ class BatchedSteps:
             state.query_length = len(own)
         sizes = sum(map(len, tokens)), len(tokens) * start
         self._inputs.prepare_batch_tensors(self._states, self._runner.logit_processor, False, *sizes, False)
-        found: dict[str, Any] = self._inputs.get_model_kwargs()
-        return found
+        return self._inputs.get_model_kwargs()
 
     @torch.inference_mode()
     def step(self, number: int) -> None:
@@ -157,16 +146,6 @@ class BatchedSteps:
         """Bytes of the blocks that all requests have."""
         allocators = self.cache.cache_allocators.values()
         return sum(each.bytes_per_block * sum(map(len, each.block_table.values())) for each in allocators)
-
-
-def _decode_plainly(
-    network: PreTrainedModel, windows: torch.Tensor, prefix: int, make: Callable[[], Cache]
-) -> tuple[torch.Tensor, float]:
-    """Decodes windows side by side behind their prefixes; returns all logits, and bytes a token."""
-    cache = make()
-    fill_cache(network, windows[:, :prefix], cache)
-    logits = continuation_logits(network, windows[:, prefix:], cache, 1)
-    return logits, measure_memory(cache).total_bytes / windows.numel()
 
 
 @benchmark("batching_kl", "KL of {scored} tokens decoded by a batch's steps behind {prefix}, {model}")
@@ -197,10 +176,15 @@ def benchmark_batching_kl(
     windows = torch.stack(cut_windows(tokenizer, text_file, requests, prefix, scored))
     text = windows[:1, :prefix] if prompt_tables else None
     fed, targets = windows[:, :-1], windows[:, prefix + 1 :]
-    decode_plainly = partial(_decode_plainly, network, fed, prefix)
-    dense, _ = decode_plainly(partial(DynamicCache, config=network.config))
+
+    def decode_plainly(plain: Cache) -> tuple[torch.Tensor, float]:
+        fill_cache(network, fed[:, :prefix], plain)
+        logits = continuation_logits(network, fed[:, prefix:], plain, 1)
+        return logits, measure_memory(plain).total_bytes / fed.numel()
+
+    dense, _ = decode_plainly(DynamicCache(config=network.config))
     for name in cache:
-        ways: dict[str, tuple[torch.Tensor, float]] = {"plain": decode_plainly(partial(create_cache, name, network))}
+        ways: dict[str, tuple[torch.Tensor, float]] = {"plain": decode_plainly(create_cache(name, network))}
         for num_recent in recent:
             with compressed_batching(network, name, text=text, num_recent_tokens=num_recent) as batching:
                 steps = BatchedSteps(network, requests, fed.shape[1], page_size, most_tokens=requests * prefix)
@@ -254,17 +238,15 @@ def benchmark_batching(
     dense = copy.deepcopy(network, {id(each): each for each in (*network.parameters(), *network.buffers())})
     for count, length in product(requests, context):
         with ExitStack() as stack:
-            ways = {
-                BY_INDEX: BatchedSteps(dense, count, length, page_size),
-                BY_REQUEST: BatchedSteps(dense, count, length, page_size, by_request=True),
-            }
+            ways = {name: BatchedSteps(dense, count, length, page_size) for name in (BY_INDEX, BY_REQUEST)}
+            ways[BY_REQUEST].cache.update = RequestPages(length).update
             counters = {}
             for name in cache:
                 batching = stack.enter_context(compressed_batching(network, name, text=table_text))
                 ways[name], counters[name] = BatchedSteps(network, count, length, page_size), batching
             say(f"{count} requests of {length} tokens")
             functions: dict[str, Callable[[int], Any]] = {name: way.step for name, way in ways.items()}
-            measured = take_turns(functions, time_processor, steps, warm_up=1)
+            measured = take_turns(functions, partial(time_call, clock=time.process_time), steps, warm_up=1)
         first = statistics.median(measured[BY_INDEX])
         for name, times in measured.items():
             stats = counters[name].stats() if name in counters else {}

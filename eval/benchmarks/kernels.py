@@ -4,13 +4,25 @@ Every attention is checked against plain PyTorch when it joins; nothing is timed
 that what disturbs the machine disturbs them alike: medians and quartiles of the time, bytes each has to read, and the
 share of the bandwidth that a copy reaches on the same machine. On a GPU the time is the device's own; that of a whole
 call, with its launches, stands beside it.
+
+What a GPU that is not there would have to issue is counted, preset by preset. A warp instruction takes one of four
+slots that a multiprocessor has a clock. A cached number of 16 bits takes so many clocks to read; what of the copy
+bandwidth the slots allow, and how many times as fast as reading a dense cache that is at best, follows. Both are
+bounds: waiting for memory, for each other or for one unit of the multiprocessor is not in them. A loop over outliers
+within a tile counts as often as the preset's own lists make it run. Kernels are compiled with the assembler that
+Triton brings, which must not interpret.
 """
 
+import re
 import statistics
+import subprocess
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,18 +31,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from kvcache_plugins.codecs.groups import TENSOR_NAMES
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart
 from kvcache_plugins.console.inputs import NumThreadsOption, parse_device
 from kvcache_plugins.eval.benchmark import benchmark, say
-from kvcache_plugins.eval.harness import spread, take_turns, time_call, time_on_gpu
+from kvcache_plugins.eval.harness import read_states, spread, take_turns, time_call, time_on_gpu
 from kvcache_plugins.eval.rows import Content, Failure, Found, Settings
 from kvcache_plugins.gear.kernel_check import require_close
+from kvcache_plugins.gear.transform.calibration import calibrate_transform
 from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.engine import choose_kernel
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.reference_model import parse_dtype
 from kvcache_plugins.registry import check_caches, create_cache, describe_caches
+
+from .step import llama, random_model
 
 
 CACHES = ("gear-2bit", "gear-l-2bit", "kivi-2bit", "gear-4bit", "kcvt-4bit", "gear-t25")
@@ -186,8 +203,7 @@ def _compressed_part(name: str, keys: torch.Tensor, values: torch.Tensor) -> Com
         accepted = f"at least {shortest}" if is_coded else f"a multiple of {shortest}"
         raise ValueError(f"`context` has to be {accepted} for `{name}`")
     (block,) = layer.blocks
-    part: CompressedPart | CodedPart = block.part(layer.codec, None, None)
-    return part
+    return block.part(layer.codec, None, None)
 
 
 @benchmark("kernels", "Attention over {batch_size} x {context} tokens, {dtype}, `{kernel}` kernels, {timed}")
@@ -229,3 +245,268 @@ def benchmark_kernels(
     yield Settings(contest.settings(rounds))
     yield Content(device=place)
     yield from contest.run(rounds)
+
+
+# Machine code
+
+
+def compile_for(kernel: Any, arguments: Mapping[str, Any], capability: int | str, **options: int) -> Any:
+    """
+    Compiles what Triton would for a launch of a `JITFunction`, in whose arguments tensors stand for aligned ones; for
+    a compute capability, such as 90, or an architecture of AMD's, such as `"gfx942"`. Options: `num_warps`, ...
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        is_one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or is_one:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+            continue
+        signature[parameter.name] = _type_name(value)
+        is_multiple = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+        if is_multiple and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    target = GPUTarget("hip", capability, 64) if isinstance(capability, str) else GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options=options)
+
+
+def resources(compiled: Any) -> dict[str, int]:
+    """Counts registers and bytes of local memory a thread, and bytes of shared memory a program."""
+    text = run_tool("cuobjdump", "-res-usage", compiled)
+    used = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return {"registers": used["REG"], "spilled": used["STACK"] + used["LOCAL"], "shared": compiled.metadata.shared}
+
+
+def _type_name(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        kind = "i" if value.dtype.is_signed else "u"
+        if value.dtype.is_floating_point:
+            kind = "bf" if value.dtype == torch.bfloat16 else "fp"
+        return f"*{kind}{8 * value.dtype.itemsize}"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def run_tool(tool: str, option: str, compiled: Any) -> str:
+    """Runs one of the assembler's tools on the machine code of a kernel, and returns what it prints."""
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        return subprocess.run([path, option, file.name], check=True, capture_output=True, text=True).stdout
+
+
+_INTEGER = "IMAD IADD LOP SHF SHL SHR LEA ISETP IMNMX VI SEL SGXT PLOP IABS"
+# The first that an operation's name begins with
+_KINDS = {
+    "tensor core": ("HMMA", "IMMA", "HGMMA", "QGMMA"),
+    "global memory": ("LDG", "STG", "ATOM", "RED", "UTMA", "CCTL"),
+    "shared memory": ("LDS", "STS", "STAS", "DEPBAR", "SYNCS"),
+    "local memory": ("LDL", "STL"),
+    "shuffle": ("SHFL", "MOVM", "VOTE", "REDUX"),
+    "special function": ("MUFU",),
+    "conversion": ("I2F", "F2F", "F2I", "I2I", "FRND"),
+    "half": ("HFMA2", "HADD2", "HMUL2", "HMNMX2", "HSET"),
+    "float": ("FFMA", "FADD", "FMUL", "FMNMX", "FSET", "FSEL", "FCHK"),
+    "byte permutation": ("PRMT",),
+    "integer": tuple(_INTEGER.split()),
+    "barrier": ("BAR", "WARPSYNC"),
+    "control": ("BRA", "BSSY", "BSYNC", "EXIT", "NOP", "CALL", "RET", "BREAK", "WARPSYNC", "BMOV"),
+}
+_LABEL = re.compile(r"^\s*(\.L_\w+):")
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<text>(?P<operation>[\w.]+)[^;]*);")
+_TARGET = re.compile(r"\(?(\.L_\w+)")
+
+
+class Loop(NamedTuple):
+    """A loop by its first and last instruction."""
+
+    first: int
+    last: int
+
+    def holds(self, other: "Loop") -> bool:
+        """Tells whether the other lies within this one."""
+        return self != other and self.first <= other.first and other.last <= self.last
+
+
+class Listing:
+    """The instructions of one kernel in order, read from what `nvdisasm -c` prints."""
+
+    def __init__(self, text: str) -> None:
+        self.operations: list[str] = []
+        labels: dict[str, int] = {}
+        branches: list[tuple[int, str]] = []
+        for line in text.splitlines():
+            if label := _LABEL.match(line):
+                labels[label[1]] = len(self.operations)
+            elif instruction := _INSTRUCTION.match(line):
+                if instruction["operation"].startswith("BRA") and (target := _TARGET.search(instruction["text"])):
+                    branches.append((len(self.operations), target[1]))
+                self.operations.append(instruction["operation"])
+        # Branches to one place may leave its loop from several: the last of them ends it
+        ends: dict[int, int] = {}
+        for place, target_label in branches:
+            if labels.get(target_label, place + 1) <= place:
+                ends[labels[target_label]] = max(place, ends.get(labels[target_label], 0))
+        # A kernel ends in a branch to itself, which fills its last line
+        self.loops = [Loop(first, last) for first, last in sorted(ends.items()) if last > first]
+
+    def _with_products(self) -> list[Loop]:
+        loops = [loop for loop in self.loops if self.count(loop)["tensor core"]]
+        if not loops:
+            raise ValueError("the kernel has no loop with products of tensor cores")
+        return loops
+
+    def tile_loop(self) -> Loop:
+        """Finds the loop over tiles: the largest with products that is within no other but the one over chunks."""
+        loops = self._with_products()
+        inner = [loop for loop in loops if any(each.holds(loop) for each in loops)]
+        return max(inner or loops, key=lambda loop: loop.last - loop.first)
+
+    def shortest_loop(self) -> Loop:
+        """Finds the shortest loop with products: over whole tiles where a kernel has another one for the rest."""
+        return min(self._with_products(), key=lambda loop: loop.last - loop.first)
+
+    def loops_within(self, loop: Loop) -> list[Loop]:
+        """Lists the loops right inside of one, in order."""
+        inside = [each for each in self.loops if loop.holds(each)]
+        return [each for each in inside if not any(other.holds(each) for other in inside)]
+
+    def count(self, loop: Loop, without: Sequence[Loop] = ()) -> Counter[str]:
+        """Counts instructions of a loop by kind, but for those of other loops."""
+        counts: Counter[str] = Counter()
+        for place in range(loop.first, loop.last + 1):
+            if not any(each.first <= place <= each.last for each in without):
+                is_of = self.operations[place].startswith
+                counts[next((kind for kind, names in _KINDS.items() if is_of(names)), "other")] += 1
+        return counts
+
+
+# Presets
+
+PRESETS = (
+    *("kivi-2bit", "kivi-4bit", "gear-k4v3:value_nbits=4", "gear-k4v3:value_nbits=4,q_group_size=32", "gear-k4v3"),
+    *("gear-k4v3:nbits=3,value_nbits=2", "gear-k4v3:nbits=2,value_nbits=2", "kcvt-4bit", "per-token-2bit"),
+    *("per-token-4bit", "gear-l-2bit", "gear-l-4bit", "gear-2bit", "gear-4bit"),
+    *("gear-t16", "gear-t25", "gear-t16:quantizer=trellis", "gear-c16"),
+)
+# Channels of a head that the command counts by default, the second of rows alone
+HEAD_DIMS = (128, 64)
+_CONTEXT, _NUM_HEADS = 1024, 8
+# Words of a model, and tokens of its calibration: enough for all directions of a head, or others are too large for it
+_CALIBRATION_TOKENS = 512
+# Of an H200: 132 multiprocessors at 1.8 GHz copy 4.3 TB/s, and issue four warp instructions a clock each
+_CLOCKS_A_DENSE_NUMBER = 2 * 132 * 1.8e9 / 4.3e12
+_SLOTS, _DENSE_BITS = 4, 16
+
+
+def compress(cache: str, head_dim: int) -> CompressedPart | CodedPart:
+    """Compresses the prompt of one layer of random states, of a model with random weights."""
+    fields = llama(_CALIBRATION_TOKENS, _NUM_HEADS * head_dim, 64, 1, _NUM_HEADS, _NUM_HEADS, 2 * _CONTEXT)
+    with torch.random.fork_rng():
+        model: Any = random_model(fields, torch.float32)
+    options: dict[str, Any] = {}
+    if describe_caches(cache.partition(":")[0])[0].options.get("calibration"):
+        options["calibration"] = calibrate_transform(model, [torch.randperm(_CALIBRATION_TOKENS)], num_draws=1)
+    layers = create_cache(cache, model, **options)
+    with torch.inference_mode():
+        if options:
+            # A calibration is of the model's own states, and those below would be far larger
+            ((keys, values),) = read_states(model, torch.randint(_CALIBRATION_TOKENS, (1, _CONTEXT)))
+        else:
+            shape = Shape(context=_CONTEXT, num_heads=_NUM_HEADS, head_dim=head_dim)
+            keys, values = random_states(shape, torch.bfloat16, torch.device("cpu"))
+        layers.update(keys.bfloat16(), values.bfloat16(), 0)
+        layer = layers.layers[0]
+        if isinstance(layer, CompressedLayer):
+            layer.settle_prompt()
+    if not isinstance(layer, CompressedLayer) or not layer.blocks:
+        raise ValueError(f"`cache` has to name presets whose prompts these kernels read, but got `{cache}`")
+    return layer.blocks[0].part(layer.codec, None, None)
+
+
+def count_attention(part: CompressedPart | CodedPart, head_dim: int, num_rows: int, capability: int) -> dict[str, Any]:
+    """Counts warp instructions of decode attention a cached number, and what they allow at best."""
+    # Imported late, as Triton need not be there
+    from kvcache_plugins.kernels.triton import prepare_part
+
+    query = torch.empty(1, _NUM_HEADS, num_rows, head_dim, dtype=torch.bfloat16)
+    launch: Any = prepare_part(query, part, 1.0, packed=True).launch
+    compiled = compile_for(launch.kernel, launch.arguments, capability, **launch.options)
+    listing = Listing(run_tool("nvdisasm", "-c", compiled))
+    if isinstance(part, CodedPart):
+        # There is another loop, for what is left of a tile
+        kinds = listing.count(listing.shortest_loop())
+        # Tables of rows, which do not grow, and spare room are left out
+        num_bytes = sum(side[:, :, : part.length].nbytes for side in (part.keys, part.values))
+    else:
+        kinds = _count_tile(listing, part, launch.arguments["BLOCK_E"])
+        tensors = (getattr(side, name) for side in (part.keys, part.values) for name in TENSOR_NAMES)
+        num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    numbers = launch.arguments["BLOCK_T"] * 2 * head_dim / launch.grid[2]
+    kinds = Counter({kind: number * launch.options["num_warps"] for kind, number in kinds.items()})
+    bits = 8 * num_bytes / (2 * _NUM_HEADS * head_dim * part.length)
+    instructions = sum(kinds.values()) / numbers
+    moved, issue = _CLOCKS_A_DENSE_NUMBER * bits / _DENSE_BITS, instructions / _SLOTS
+    return {
+        "kernel": "attention",
+        "head_dim": head_dim,
+        "query_heads": num_rows,
+        **resources(compiled),
+        "instructions_a_number": instructions,
+        "kinds": {kind: number / numbers for kind, number in kinds.most_common()},
+        "bits_a_number": bits,
+        "share_of_copy_bandwidth": min(1.0, moved / issue),
+        "times_dense": _CLOCKS_A_DENSE_NUMBER / max(moved, issue),
+    }
+
+
+def _count_tile(listing: Listing, part: CompressedPart, block_entries: int) -> Counter[str]:
+    """Counts instructions of a tile, those of its outliers as often as the lists of the part make them run."""
+    tile_loop = listing.tile_loop()
+    inner = listing.loops_within(tile_loop)
+    kinds = listing.count(tile_loop, without=inner)
+    offsets = [side.outlier_offsets for side in (part.keys, part.values) if side.outlier_offsets is not None]
+    for each, loop in zip(offsets, inner, strict=True):
+        turns = (each.diff(dim=-1) / block_entries).ceil().mean().item()
+        for kind, number in listing.count(loop).items():
+            kinds[kind] += number * turns  # type: ignore[assignment]
+    return kinds
+
+
+@benchmark("machine-code", "Counted in machine code, not measured; bounds for an H200")
+def benchmark_machine_code(
+    cache: Annotated[list[str] | None, typer.Option(help="A GEAR preset; repeatable; by default all.")] = None,
+    head_dim: Annotated[
+        list[int] | None, typer.Option(help="Channels of a head; repeatable; by default 128, of rows 64 too.", min=1)
+    ] = None,
+    query_heads: Annotated[list[int], typer.Option(help="Query heads of a key/value head; repeatable.", min=1)] = [4],
+    capability: Annotated[int, typer.Option(help="Compute capability: 80, 86, 90.", min=80)] = 90,
+) -> Iterator[Found]:
+    """Count the machine code of attention.
+
+    It is compiled for a GPU that need not be there: nothing is timed.
+
+    \b
+    Examples:
+        kvcache-plugins bench machine-code
+        kvcache-plugins bench machine-code --cache gear-k4v3 --head-dim 64 --head-dim 128 --capability 80
+    """
+    yield Settings(dtype="bfloat16", context=_CONTEXT, num_heads=_NUM_HEADS)
+    yield Content(device="compiled, not run")
+    for size in head_dim or HEAD_DIMS:
+        for name in check_caches(cache or PRESETS):
+            part = compress(name, size)
+            if head_dim is None and size != HEAD_DIMS[0] and not isinstance(part, CodedPart):
+                continue
+            say(f"{name}, {size} channels")
+            for num_rows in query_heads:
+                yield {"cache": name, **count_attention(part, size, num_rows, capability)}

@@ -1,15 +1,22 @@
-"""Whole decode steps of a model, through several caches that take turns in one process.
+"""Whole decode steps of a model, and prompts, through several caches that take turns in one process.
 
-The context is the text's, read by the model through each cache; or, with `read`, the states of its first tokens,
-repeated, where a prefill would take far longer than the steps. With `shape` models are random ones that stand for
-SmolLM2, a fifth as deep and with a fifth of its words, so that the parts of a step keep their proportions; `gqa-4` has
-Llama 3 8B's heads.
+The context of steps is the text's, read by the model through each cache; or, with `read`, the states of its first
+tokens, repeated, where a prefill would take far longer than the steps. With `shape` models are random ones that stand
+for SmolLM2, a fifth as deep and with a fifth of its words, so that the parts of a step keep their proportions; `gqa-4`
+has Llama 3 8B's heads.
+
+Prompts are read at once and in chunks, and several new tokens behind them, for which a cache is copied, untimed, so
+that all rounds begin with the same; what coding them takes is timed too.
 """
 
+import copy
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
+from operator import truediv
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,10 +24,11 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, Cache, LlamaConfig, PreTrainedModel
 
-from kvcache_plugins.console.inputs import CachesOption, ModelOption, load_for_evaluation, read_text
+from kvcache_plugins.console import inputs
 from kvcache_plugins.eval import harness
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings, say
 from kvcache_plugins.eval.rows import Found, Settings
+from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.reference_model import parse_dtype
 from kvcache_plugins.option_checks import check_choice
@@ -30,6 +38,7 @@ from kvcache_plugins.reports.memory import measure_memory
 
 # Of random models: longer contexts are these again
 _TOKENS_READ = 512
+_NEW_TOKENS = [17, 128, 512, 2048]
 
 
 def llama(*sizes: int, **more: int) -> dict[str, int]:
@@ -75,9 +84,13 @@ def time_steps(
 
     functions = {name: partial(step, name) for name in caches}
     clock = partial(harness.time_call, device=token_ids.device)
-    measured = harness.take_turns(functions, clock, token_ids.shape[1], **limits)
+    return harness.take_turns(functions, clock, token_ids.shape[1], **limits), _relative_errors(logits)
+
+
+def _relative_errors(logits: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Computes how far logits are from the first ones."""
     first = next(iter(logits.values()), torch.empty(0))
-    return measured, {name: float((each - first).norm() / first.norm()) for name, each in logits.items()}
+    return {name: float((each - first).norm() / first.norm()) for name, each in logits.items()}
 
 
 def step_rows(
@@ -105,11 +118,11 @@ def step_rows(
 @benchmark("step", "Decode steps of {model}, {dtype}")
 @torch.inference_mode()
 def benchmark_steps(
-    cache: CachesOption,
+    cache: inputs.CachesOption,
     text_file: Annotated[
         Path | None, typer.Option(help="A text of at least --context, or --read, + --steps tokens.")
     ] = None,
-    model: ModelOption = "smollm2",
+    model: inputs.ModelOption = "smollm2",
     shape: Annotated[
         list[str] | None,
         typer.Option(help="Instead of a model and a text: random ones, mha, gqa-3, gqa-4 or mqa; repeatable."),
@@ -140,7 +153,7 @@ def benchmark_steps(
         parse_dtype(each)
     if text_file is None and not shape:
         raise ValueError("`text_file` has to be given, or `shape` for random models, which read none")
-    text = "" if text_file is None or shape else read_text(text_file, "text_file")
+    text = "" if text_file is None or shape else inputs.read_text(text_file, "text_file")
     specs, threads = harness.with_reference(cache) if shape else list(cache), num_threads or [torch.get_num_threads()]
     read = _TOKENS_READ if shape else read
     num_fed = steps * len(threads)
@@ -150,7 +163,7 @@ def benchmark_steps(
     for kind, precision in product(kinds, precisions):
         num_read = max(context) if read is None else read
         if kind is None:
-            network, tokenizer = load_for_evaluation(model, precision)
+            network, tokenizer = inputs.load_for_evaluation(model, precision)
             token_ids = harness.read_tokens(tokenizer, text, num_read + num_fed, network.device)
         else:
             network = random_model(SHAPES[kind](), parse_dtype(precision or "float32"))
@@ -163,7 +176,7 @@ def benchmark_steps(
             for name in specs:
                 caches[name] = create_cache(name, network)
                 if states is None:
-                    network(token_ids[:, :length], **as_argument(caches[name]), logits_to_keep=1)
+                    read_prompt(network, caches[name], token_ids[:, :length], length)
                     if size > 1:
                         caches[name].batch_repeat_interleave(size)
                 else:
@@ -189,3 +202,116 @@ def random_model(fields: Mapping[str, int], dtype: torch.dtype, device: torch.de
     torch.manual_seed(0)
     with device or torch.device("cpu"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+@contextmanager
+def coding_seconds(cache: Cache) -> Iterator[list[float]]:
+    """Times every call by which a layer stores a prompt, while this lasts."""
+    seconds: list[float] = []
+    layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, LazyLayer)]
+
+    def timed(settle: Callable[[], None]) -> None:
+        start = time.perf_counter()
+        settle()
+        seconds.append(time.perf_counter() - start)
+
+    for layer in layers:
+        layer.settle_prompt = partial(timed, layer.settle_prompt)
+    try:
+        yield seconds
+    finally:
+        for layer in layers:
+            del layer.settle_prompt
+
+
+def read_prompt(network: PreTrainedModel, cache: Cache, token_ids: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Reads tokens `[1, tokens]` into a cache, `chunk` at a time; returns the last one's logits."""
+    *_, logits = harness.feed(network, token_ids, cache, chunk, needs_logits=False)
+    return logits[0, -1].float()
+
+
+def time_reading(
+    network: PreTrainedModel,
+    makers: Mapping[str, Callable[[], Cache]],
+    token_ids: torch.Tensor,
+    chunk: int,
+    rounds: int,
+) -> tuple[list[dict[str, Any]], dict[str, Cache]]:
+    """
+    Times what caches take for the same tokens `[1, tokens]`, `chunk` of them at a time, by turns; a maker makes each
+    turn's.
+
+    Returns a row for each cache, times and logits against the first, and the last caches, with the tokens in them.
+    """
+    coding: dict[str, list[float]] = {name: [] for name in makers}
+    logits: dict[str, torch.Tensor] = {}
+    caches: dict[str, Cache] = {}
+
+    @contextmanager
+    def turn(name: str) -> Iterator[None]:
+        caches[name] = makers[name]()
+        with coding_seconds(caches[name]) as coded:
+            yield
+        coding[name].append(sum(coded))
+
+    def read(name: str, number: int) -> None:
+        logits[name] = read_prompt(network, caches[name], token_ids, chunk)
+
+    clock = partial(harness.time_call, device=network.device)
+    seconds = harness.take_turns({name: partial(read, name) for name in makers}, clock, rounds, guard=turn)
+    errors, first = _relative_errors(logits), next(iter(seconds.values()))
+    rows = [
+        {
+            "new_tokens": token_ids.shape[1],
+            "chunk": min(chunk, token_ids.shape[1]),
+            "cache": name,
+            **harness.spread(times),
+            "time_against_first": statistics.median(times) / statistics.median(first),
+            "coding_share": statistics.median(map(truediv, coding[name], times)),
+            "relative_error": errors[name],
+        }
+        for name, times in seconds.items()
+    ]
+    return rows, caches
+
+
+@benchmark("prompts", "Prompts of {model}, {dtype}")
+@torch.inference_mode()
+def benchmark_prompts(
+    cache: inputs.CachesOption,
+    text_file: Annotated[Path, typer.Option(help="A text of at least --context + --new-tokens tokens.")],
+    model: inputs.ModelOption = "smollm2",
+    context: Annotated[int, typer.Option(help="Tokens of the prompt.", min=1)] = 4096,
+    new_tokens: Annotated[list[int], typer.Option(help="Tokens that follow it; repeatable.", min=1)] = _NEW_TOKENS,
+    chunk: Annotated[list[int], typer.Option(help="Chunks that it is read in; repeatable.", min=1)] = [512],
+    rounds: Annotated[int, typer.Option(help="Rounds that a median is over.", min=1)] = 3,
+    dtype: inputs.DtypeOption = None,
+    num_threads: inputs.NumThreadsOption = None,
+) -> Iterator[Found]:
+    """Time prompts, chunks of them, and tokens behind them. Times are against those of the first cache.
+
+    What coding them takes is timed too.
+
+    \b
+    Examples:
+        kvcache-plugins bench prompts --cache dynamic --cache gear --text-file book.txt
+        kvcache-plugins bench prompts --cache dynamic --cache gear --context 8192 --chunk 512 --text-file book.txt
+    """
+    network, token_ids = harness.load_with_tokens(model, text_file, context + max(new_tokens, default=0), dtype)
+    makers = harness.cache_factories(cache, network)
+    yield from loaded_settings(network)
+    for make in makers.values():
+        # What compiles on first use
+        read_prompt(network, make(), token_ids[:, : min(context, 256)], 256)
+    held: dict[str, Cache] = {}
+    for size in (context, *chunk):
+        say(f"{context} tokens, {size} at a time")
+        rows, caches = time_reading(network, makers, token_ids[:, :context], size, rounds)
+        held = held or caches
+        for row in rows:
+            yield {"what": "prompt" if size == context else "chunks", "context": 0, **row}
+    for count in new_tokens:
+        say(f"{count} tokens behind {context}")
+        copies = {spec: partial(copy.deepcopy, filled) for spec, filled in held.items()}
+        for row in time_reading(network, copies, token_ids[:, context : context + count], count, rounds)[0]:
+            yield {"what": "behind", "context": context, **row}

@@ -11,7 +11,6 @@ different the caches are; distributions over one text do.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from textwrap import shorten
 from typing import Any
 
@@ -25,7 +24,8 @@ from kvcache_plugins.eval import harness
 from kvcache_plugins.eval.tables import Column, Table, code, number, print_markdown
 from kvcache_plugins.gear.config import PresetChoice
 from kvcache_plugins.models.cache_argument import as_argument
-from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
+from kvcache_plugins.option_checks import check_integer, check_number
+from kvcache_plugins.reports.memory import MemoryReport, measure_memory
 
 from .fidelity import continuation_logits, fill_cache, score_logits
 
@@ -34,22 +34,6 @@ from .fidelity import continuation_logits, fill_cache, score_logits
 _WARM_UP = 96
 
 Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Generation:
-    """
-    What one `generate` gave: new tokens; seconds from the prompt to the first of them (on a CPU of the process, all
-    threads together) and the median of a decoded one, `None` for fewer than three; what the cache held at the end, its
-    counters, and whether it did anything but hold exact states.
-    """
-
-    token_ids: tuple[int, ...]
-    prefill_seconds: float
-    seconds_per_token: float | None
-    memory: MemoryReport
-    stats: dict[str, StatValue]
-    was_exercised: bool = True
 
 
 def generate_with(
@@ -62,12 +46,15 @@ def generate_with(
     seed: int = 42,
     streamer: BaseStreamer | None = None,
     on_token: Callable[[], None] = lambda: None,
-) -> Generation:
-    """Continues a prompt `[num_tokens]` through a fresh cache and times it: greedily, or at a `temperature`."""
-    if max_new_tokens < 1:
-        raise ValueError(f"`max_new_tokens` must be at least 1, but got {max_new_tokens}")
-    if temperature is not None and temperature <= 0:
-        raise ValueError(f"`temperature` must be above 0, or left out for greedy decoding, but got {temperature}")
+) -> dict[str, Any]:
+    """
+    Continues a prompt `[num_tokens]` through a fresh cache, greedily or at a `temperature`, and times it.
+
+    Returns for JSON: new `token_ids`, seconds to the first of them and of a decoded one, see `TokenTimer`, `memory`
+    and counters at the end, and whether the cache `was_exercised`.
+    """
+    check_integer("max_new_tokens", max_new_tokens, 1)
+    check_number("temperature", temperature, above=0, is_optional=True)
     set_seed(seed)
     clock = time.process_time if model.device.type == "cpu" else time.perf_counter
     input_ids = token_ids[None].to(model.device)
@@ -82,26 +69,15 @@ def generate_with(
         stopping_criteria=StoppingCriteriaList([timer]),
         **sampling,
     )
-    return Generation(
-        token_ids=tuple(output[0, token_ids.numel() :].tolist()),
-        prefill_seconds=timer.prefill_seconds,
-        seconds_per_token=timer.seconds_per_token,
-        memory=measure_memory(cache),
-        stats=harness.cache_stats(cache),
-        was_exercised=harness.was_exercised(cache),
-    )
-
-
-def generation_fields(generation: Generation) -> dict[str, object]:
-    """Lists the fields of a generation for JSON, all but its text."""
-    seconds = generation.seconds_per_token
+    seconds = timer.seconds_per_token
     return {
-        "token_ids": list(generation.token_ids),
-        "memory": memory_fields(generation.memory),
-        "stats": generation.stats,
-        "prefill_seconds": generation.prefill_seconds,
+        "token_ids": output[0, token_ids.numel() :].tolist(),
+        "memory": memory_fields(measure_memory(cache)),
+        "stats": harness.cache_stats(cache),
+        "prefill_seconds": timer.prefill_seconds,
         "seconds_per_token": seconds,
         "tokens_per_second": 1 / seconds if seconds else None,
+        "was_exercised": harness.was_exercised(cache),
     }
 
 
@@ -119,11 +95,10 @@ def compare_caches(
 
     Rows have `cache` and `error`; unless a cache failed on the way also `text`, `first_difference` (the first token
     that is not the reference's), `kl` (mean KL(dense || cache) along the reference's continuation, in nats),
-    `top1_agreement` (the share of it at which both find the same token most likely), the fields of
-    `generation_fields`, and `was_exercised`. A wrong spec of a cache is a `ValueError`.
+    `top1_agreement` (the share of it at which both find the same token most likely), and the fields of
+    `generate_with`. A wrong spec of a cache is a `ValueError`.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"`max_new_tokens` must be at least 1, but got {max_new_tokens}")
+    check_integer("max_new_tokens", max_new_tokens, 1)
     factories = harness.cache_factories(harness.with_reference(caches), model)
     for factory in factories.values():
         # Whatever is loaded or compiled when a cache is first used is not counted as its speed
@@ -143,7 +118,7 @@ def compare_caches(
                 seed=seed,
                 on_token=lambda: announce(name),
             )
-            written = torch.tensor(generation.token_ids)
+            written = torch.tensor(generation["token_ids"])
             # What follows the last token is nobody's text; a single token has nothing else
             fed = dense.setdefault("fed", written[: max(1, written.numel() - 1)])
             cache = factories[name]()
@@ -151,14 +126,13 @@ def compare_caches(
             logits = continuation_logits(model, fed, cache)
             targets = dense.setdefault("targets", written[-fed.numel() :])
             score = score_logits(dense.setdefault("logits", logits), logits, targets)
-            reference = dense.setdefault("token_ids", generation.token_ids)
+            reference = dense.setdefault("token_ids", generation["token_ids"])
             return {
-                "text": str(tokenizer.decode(list(generation.token_ids), skip_special_tokens=True)),
-                "first_difference": first_difference(reference, generation.token_ids),
+                "text": str(tokenizer.decode(generation["token_ids"], skip_special_tokens=True)),
+                "first_difference": first_difference(reference, generation["token_ids"]),
                 "kl": score.kl / score.num_scored,
                 "top1_agreement": score.num_agreeing / score.num_scored,
-                **generation_fields(generation),
-                "was_exercised": generation.was_exercised,
+                **generation,
             }
 
         for name in factories:
@@ -197,19 +171,18 @@ _COLUMNS = (
 )
 
 
-def summary_line(cache: str, num_prompt_tokens: int, generation: Generation) -> str:
+def summary_line(cache: str, num_prompt_tokens: int, generation: Row, memory: MemoryReport) -> str:
     """Sums up the bytes held and the speed of one generation."""
-    memory = generation.memory
+    num_new = len(generation["token_ids"])
     held = f"{memory}; the parts `residual` and `dense` are exact"
     if memory.shared:
         held += f", and {sum(memory.shared.values()):,} that all caches of the model share"
-    if not generation.was_exercised:
-        num_tokens = num_prompt_tokens + len(generation.token_ids)
+    if not generation["was_exercised"]:
+        num_tokens = num_prompt_tokens + num_new
         held = f"{num_tokens} tokens: too short to compress, held exact in {memory.total_bytes:,} bytes"
     clock = "processor" if "cpu" in memory.devices else "clock"
-    prompt = f"prompt of {num_prompt_tokens} tokens in {generation.prefill_seconds:.2f} s of {clock} time"
-    speed = f"{len(generation.token_ids)} new ones at {_COLUMNS[-1].show(generation_fields(generation))} ms"
-    return f"{cache}: {held}; {prompt}, {speed}"
+    prompt = f"prompt of {num_prompt_tokens} tokens in {generation['prefill_seconds']:.2f} s of {clock} time"
+    return f"{cache}: {held}; {prompt}, {num_new} new ones at {_COLUMNS[-1].show(generation)} ms"
 
 
 def choice_line(choice: PresetChoice) -> str:

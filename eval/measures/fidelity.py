@@ -16,7 +16,6 @@ token is scored by what the cache holds of those before it, as in decoding. The 
 256 tokens, as the papers plot them: errors that pile up show as a gap that widens.
 """
 
-import inspect
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +34,7 @@ from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.eval import harness
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings
 from kvcache_plugins.eval.rows import Found, Settings
-from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
 
 
@@ -58,17 +57,12 @@ class WindowScore:
     position_kl: tuple[float, ...] = ()
 
 
-@torch.no_grad()
 def fill_cache(model: PreTrainedModel, token_ids: torch.Tensor, cache: Cache) -> None:
     """Feeds `[(batch,) num_tokens]` to the model in one forward through an empty cache, which must then hold them."""
     harness.check_is_empty(cache)
-    # Only the last logits are computed where the model can do so: the others are a vocabulary each and nobody's.
-    keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    model(input_ids=torch.atleast_2d(token_ids).to(model.device), **as_argument(cache), use_cache=True, **keep)
-    harness.check_length(cache, token_ids.shape[-1])
+    list(harness.feed(model, torch.atleast_2d(token_ids), cache, needs_logits=False))
 
 
-@torch.no_grad()
 def continuation_logits(
     model: PreTrainedModel,
     token_ids: torch.Tensor,
@@ -83,17 +77,13 @@ def continuation_logits(
     """
     if chunk is None and getattr(cache, "is_exact_for_many", False):
         chunk = 1
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"`chunk` must be at least 1 or `None`, but got {chunk}")
-    length_before = cache.get_seq_length()
-    if length_before == 0:
+    check_integer("chunk", chunk, 1, is_optional=True)
+    if cache.get_seq_length() == 0:
         raise ValueError("The cache is empty: scores over it would say nothing about it. Fill it first.")
     logits = []
-    num_tokens = token_ids.shape[-1]
-    for part in torch.atleast_2d(token_ids).to(model.device).split(chunk or num_tokens, dim=1):
-        logits.append(model(input_ids=part, **as_argument(cache), use_cache=True).logits)
+    for part in harness.feed(model, torch.atleast_2d(token_ids), cache, chunk):
+        logits.append(part)
         after_forward()
-    harness.check_length(cache, length_before + num_tokens)
     return torch.cat(logits, dim=1).reshape(*token_ids.shape, -1)
 
 
@@ -319,20 +309,15 @@ def evaluate_fidelity(
 # Perplexity against position
 
 
-@torch.no_grad()
 def score_text(model: PreTrainedModel, token_ids: torch.Tensor, cache: Cache, chunk: int) -> torch.Tensor:
     """
     Feeds `[num_tokens]` but its last, `chunk` tokens a forward, to the model through an empty cache; returns negative
     log-likelihoods in nats of all but the first, in float64.
     """
     harness.check_is_empty(cache)
-    fed, targets = token_ids[:-1].to(model.device), token_ids[1:].to(model.device)
-    parts = []
-    for part, wanted in zip(fed.split(chunk), targets.split(chunk), strict=True):
-        logits = model(input_ids=part[None], **as_argument(cache), use_cache=True).logits[0]
-        parts.append(F.cross_entropy(logits.double(), wanted, reduction="none").cpu())
-    harness.check_length(cache, fed.numel())
-    return torch.cat(parts)
+    fed, targets = token_ids[None, :-1], token_ids[1:].to(model.device).split(chunk)
+    pairs = zip(harness.feed(model, fed, cache, chunk), targets, strict=True)
+    return torch.cat([F.cross_entropy(one[0].double(), wanted, reduction="none").cpu() for one, wanted in pairs])
 
 
 def measure_perplexity(
@@ -350,9 +335,8 @@ def measure_perplexity(
     Yields a row for each cache: perplexity over all tokens and over each stretch of all windows, negative
     log-likelihoods `nll` of each window's stretches, bytes and counters of the last cache at its end.
     """
-    for option, value in (("chunk", chunk), ("stretch", stretch)):
-        if value < 1:
-            raise ValueError(f"`{option}` has to be at least 1 but is {value}")
+    check_integer("chunk", chunk, 1)
+    check_integer("stretch", stretch, 1)
     for name, factory in factories.items():
         scores = []
         for number, window in enumerate(windows, start=1):

@@ -2,11 +2,8 @@
 
 Functions that take a `Worker` run in the ranks, all at once; the others give them work, see `ranks`. What takes long
 is the slices: a few of them, first and last ones of each length, fix a cost model of four numbers, and partitions
-follow from that.
-
-The benchmark times KV-Runahead beside TSP, a zig-zag and one rank alone, in the same processes, taking turns: from a
-barrier of all ranks to the logits on the last one, which then also has the whole cache. Beside it stands the time that
-the cost model and the link say, both measured apart from whole prefills.
+follow from that. The benchmark puts what cost model and link say beside whole prefills, timed from a barrier of all
+ranks to the logits on the last one, which then also has the whole cache.
 """
 
 from __future__ import annotations
@@ -73,8 +70,7 @@ class ModelFacts:
     def random_tokens(self, length: int) -> list[int]:
         """Draws a prompt for measuring: what it says does not matter."""
         generator = torch.Generator().manual_seed(0)
-        tokens: list[int] = torch.randint(self.vocab_size, (length,), generator=generator).tolist()
-        return tokens
+        return torch.randint(self.vocab_size, (length,), generator=generator).tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +124,7 @@ def describe_model(worker: Worker) -> ModelFacts:
 
 def encode(worker: Worker, text: str) -> list[int]:
     """Encodes a text."""
-    token_ids: list[int] = worker.tokenizer(text, verbose=False).input_ids
-    return token_ids
+    return worker.tokenizer(text, verbose=False).input_ids
 
 
 @torch.no_grad()
@@ -213,27 +208,18 @@ def measure_link(ranks: Ranks, facts: ModelFacts, longest: int) -> planner.Link 
     return max(links, key=lambda link: float(link.seconds(float(sizes[1]))), default=None)
 
 
-def slices_to_time(lengths: Sequence[int], num_ranks: int, by_shapes: planner.CostModel) -> list[tuple[int, int]]:
-    """Lists slices, length and prefix, that tell a cost model: first and last by the model's shapes, and quarters."""
-    slices = set()
-    for length in lengths:
-        partition = planner.planned(length, num_ranks, by_shapes)
-        slices |= {(partition[0], 0), (partition[-1], length - partition[-1])}
-        quarter = max(length // 4, 1)
-        slices |= {(quarter, 0), (quarter, length - quarter)}
-    return sorted(slices)
-
-
 def time_slices(ranks: Ranks, facts: ModelFacts, lengths: Sequence[int], rounds: int) -> list[planner.Timing]:
     """
-    Times slices of prompts of `lengths` on all ranks at once, so that what ranks of one machine share is shared.
-
-    Rounds take turns; the median over rounds and ranks is taken.
+    Times slices of prompts of `lengths` on all ranks at once, so that what ranks of one machine share is shared: first
+    and last ones by the model's shapes, and quarters. Rounds take turns; the median over rounds and ranks is taken.
     """
-    slices = slices_to_time(lengths, ranks.size, facts.by_shapes)
-    seconds: dict[tuple[int, int], list[float]] = {each: [] for each in slices}
+    slices: set[tuple[int, int]] = set()
+    for whole in lengths:
+        partition, quarter = planner.planned(whole, ranks.size, facts.by_shapes), max(whole // 4, 1)
+        slices |= {(partition[0], 0), (partition[-1], whole - partition[-1]), (quarter, 0), (quarter, whole - quarter)}
+    seconds: dict[tuple[int, int], list[float]] = {each: [] for each in sorted(slices)}
     with track_progress(rounds * len(slices)) as announce:
-        for _, (length, prefix) in product(range(rounds), slices):
+        for _, (length, prefix) in product(range(rounds), seconds):
             announce(f"slices of {length} tokens behind {prefix}")
             seconds[length, prefix] += ranks.call(time_slice, facts.random_tokens(length), prefix)
     return [

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_plugins.console.inputs import load_for_evaluation
 from kvcache_plugins.console.interrupts import interrupts_are_ours
+from kvcache_plugins.option_checks import check_integer
 
 
 # Of a prefill's slowest message, and of a rank that waits while another one loads
@@ -56,8 +57,7 @@ class Ranks:
     """
 
     def __init__(self, model: str, size: int, *, dtype: str | None = None, num_threads: int = 1):
-        if size < 1:
-            raise ValueError(f"`world_size` has to be at least 1 but got {size}")
+        check_integer("world_size", size, 1)
         self.size, self.num_threads = size, num_threads
         self._model, self._dtype = model, dtype
         self._processes: list[Any] = []

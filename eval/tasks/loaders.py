@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 import kvcache_plugins.eval.lm_eval_model  # noqa: F401 - registers the model
 from kvcache_plugins.eval.context_tasks import make_sample
 from kvcache_plugins.eval.harness import read_rows
-from kvcache_plugins.eval.measures.retrieval import read_questions
+from kvcache_plugins.eval.measures.answers import read_questions
 from kvcache_plugins.models.reference_model import resolve_model
 
 
@@ -75,8 +75,7 @@ def _as_splits(splits: Mapping[str, Iterable[Row]]) -> datasets.DatasetDict:
 def gsm8k_examples() -> list[Row]:
     """The eight worked examples that lm-eval's own task has."""
     path = Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k-cot.yaml"
-    examples: list[Row] = load_yaml(path, resolve_func=False)["fewshot_config"]["samples"]
-    return examples
+    return load_yaml(path, resolve_func=False)["fewshot_config"]["samples"]
 
 
 def load_questions(

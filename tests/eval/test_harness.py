@@ -67,7 +67,7 @@ def test_windows_are_disjoint_and_spread() -> None:
     with pytest.raises(ValueError, match="need a text of 124 tokens, but it has 123"):
         spread_windows(torch.arange(123), 4, 20, 10)
     for arguments, name in (((0, 20, 10), "num_windows"), ((1, 0, 10), "prefix_length"), ((1, 20, 0), "num_scored")):
-        with pytest.raises(ValueError, match=f"`{name}` must be at least 1"):
+        with pytest.raises(ValueError, match=f"`{name}` has to be an integer of at least 1"):
             spread_windows(torch.arange(1000), *arguments)
 
 

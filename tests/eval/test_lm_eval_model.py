@@ -142,10 +142,10 @@ def test_infinigen_is_decoded(tiny_loaded: Loaded) -> None:
     [
         ({"cache": "gaer"}, "Unknown cache `gaer`.*gear"),
         ({"cache": "gear", "cache_rnak": 2}, "Unknown option `rnak`.*Did you mean `rank`"),
-        ({"cache_mode": "fast"}, "`cache_mode` has to be one of auto, prefix, chunk, decode"),
+        ({"cache_mode": "fast"}, "`cache_mode` has to be one of .'auto', 'prefix', 'chunk', 'decode'. but got 'fast'"),
         ({"cache_chunk": 0}, "`cache_chunk`.*at least 1"),
         ({"cache_chunk": "many"}, "`cache_chunk`.*at least 1"),
-        ({"cache_check": 1}, "`cache_check` has to be true or false"),
+        ({"cache_check": 1}, "`cache_check` has to be True or False but got 1"),
         ({"backend": "seq2seq"}, "`backend` has to be `causal`"),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache_plugins.eval.benchmarks.machine_code import Listing, compile_for, disassemble, resources
+from kvcache_plugins.eval.benchmarks.kernels import Listing, compile_for, resources, run_tool
 
 
 BRAIN, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32
@@ -331,7 +331,7 @@ def compile_all(target, names):
                 sizes = (arguments[size] for size in ("KEY_DIM", "KEY_CODED", "VALUE_CODED"))
                 line["bound"] = shared_bytes(*sizes, is_float32=arguments["DTYPE"] == tl.float32)
             if name in COUNTS and not is_amd:
-                listing = Listing(disassemble(compiled))
+                listing = Listing(run_tool("nvdisasm", "-c", compiled))
                 count = sum(listing.count(listing.shortest_loop()).values())
                 numbers = arguments["BLOCK_T"] * 2 * ROWS[name][0]
                 line["instructions"] = round(count * options["num_warps"] / numbers, 3)

@@ -43,7 +43,7 @@ app = make_app(
         "validate": "kvcache_plugins.cli.evaluate:validate",
         "fidelity": "kvcache_plugins.eval.measures.fidelity:evaluate_fidelity",
         "perplexity": "kvcache_plugins.eval.measures.fidelity:evaluate_perplexity",
-        "retrieval": "kvcache_plugins.eval.measures.retrieval:evaluate_retrieval",
+        "retrieval": "kvcache_plugins.eval.measures.answers:evaluate_retrieval",
         "sweep": "kvcache_plugins.cli.evaluate:sweep",
         "report": "kvcache_plugins.eval.report:write_report",
     },

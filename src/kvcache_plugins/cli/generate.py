@@ -74,7 +74,8 @@ def generate(
     text = inputs.read_prompt(prompt, prompt_file)
     from transformers import TextStreamer
 
-    from kvcache_plugins.eval.measures.comparison import choice_line, generate_with, generation_fields, summary_line
+    from kvcache_plugins.eval.measures.comparison import choice_line, generate_with, summary_line
+    from kvcache_plugins.reports.memory import measure_memory
 
     loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
     token_ids = inputs.encode_prompt(tokenizer, text, chat)
@@ -110,14 +111,14 @@ def generate(
             seed=seed,
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         )
-    print_line(summary_line(name, token_ids.numel(), generation), stderr=True)
+    print_line(summary_line(name, token_ids.numel(), generation, measure_memory(made)), stderr=True)
     if as_json:
         settings = {"model": model, "cache": name, "options": options, "max_kl": max_kl, "chat": chat, "seed": seed}
         settings |= {"dtype": str(loaded.dtype).removeprefix("torch."), "temperature": temperature}
         settings.update(num_prompt_tokens=token_ids.numel(), max_new_tokens=max_new_tokens)
-        written = str(tokenizer.decode(list(generation.token_ids), skip_special_tokens=True))
-        found = {"text": written, **generation_fields(generation)}
-        print_json({**provenance(loaded.device), "settings": settings, **found})
+        written = str(tokenizer.decode(generation["token_ids"], skip_special_tokens=True))
+        del generation["was_exercised"]
+        print_json({**provenance(loaded.device), "settings": settings, "text": written, **generation})
 
 
 def compare(

@@ -125,7 +125,7 @@ def explain_kernel(device_type: str) -> tuple[str, str | None]:
 
 
 def _device_type(tensor: torch.Tensor) -> str:
-    # A stand-in for a GPU has another answer: see `eval/benchmarks/machine_code.py`
+    # A stand-in for a GPU has another answer: see `eval/benchmarks/kernels.py`
     return tensor.device.type
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache_plugins.eval.benchmarks.machine_code import Listing
+from kvcache_plugins.eval.benchmarks.kernels import Listing
 
 
 COMMITTED = Path(__file__).resolve().parents[3] / "eval" / "results" / "machine_code_sm90.json"

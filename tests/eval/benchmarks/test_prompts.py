@@ -3,7 +3,7 @@
 import torch
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.eval.benchmarks.prompts import coding_seconds, read
+from kvcache_plugins.eval.benchmarks.step import coding_seconds, read_prompt
 
 
 def test_rows_of_every_case(rows_of):
@@ -21,7 +21,7 @@ def test_rows_of_every_case(rows_of):
 def test_layers_are_as_before(tiny_llama):
     cache = create_cache("gear-2bit", tiny_llama)
     with coding_seconds(cache) as seconds:
-        read(tiny_llama, cache, torch.zeros(1, 70, dtype=torch.long), 70)
+        read_prompt(tiny_llama, cache, torch.zeros(1, 70, dtype=torch.long), 70)
     assert len(seconds) >= 2
     assert not any("settle_prompt" in vars(layer) for layer in cache.layers)
 

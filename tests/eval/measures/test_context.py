@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcache_plugins.eval.context_tasks import TASKS, make_sample
-from kvcache_plugins.eval.measures.context import measure_tasks
+from kvcache_plugins.eval.measures.answers import measure_tasks
 from kvcache_plugins.eval.tables import render_context
 
 

@@ -144,7 +144,7 @@ def test_chunks_change_only_what_goes_through_the_cache(
     # What was held is looked at after each token
     assert whole["dense"].mean_kv_percent is None
     assert decoded["dense"].mean_kv_percent == pytest.approx(200.0)
-    with pytest.raises(ValueError, match="`chunk` must be at least 1"):
+    with pytest.raises(ValueError, match="`chunk` has to be an integer of at least 1 or None but got"):
         measure_fidelity(tiny_llama, windows, factories, prefix_length=PREFIX, chunk=0)
 
 
@@ -287,7 +287,7 @@ def test_perplexity_of_a_lossy_cache_drifts(tiny_llama: PreTrainedModel) -> None
 
 
 def test_what_has_no_perplexity_is_an_error(tiny_llama: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match="`chunk` has to be at least 1 but is 0"):
+    with pytest.raises(ValueError, match="`chunk` has to be an integer of at least 1 but got 0"):
         list(measure_perplexity(tiny_llama, [draw(9)], {}, chunk=0))
     cache = DynamicCache(config=tiny_llama.config)
     score_text(tiny_llama, draw(9), cache, 1)

@@ -8,7 +8,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.eval.measures.retrieval import Question, answer_questions, read_questions
+from kvcache_plugins.eval.context_tasks import Question
+from kvcache_plugins.eval.measures.answers import answer_questions, read_questions
 
 
 LINE = {
@@ -51,7 +52,10 @@ def test_fewer_records(tmp_path, asked: int, num_records: int) -> None:
 
 @pytest.mark.parametrize(
     ("row", "records", "message"),
-    [(PAIRS, 0, "`records` has to be at least 1"), ({"question": "?"}, None, "`data_file`.*neither set")],
+    [
+        (PAIRS, 0, "`records` has to be an integer of at least 1"),
+        ({"question": "?"}, None, "`data_file`.*neither set"),
+    ],
 )
 def test_what_cannot_be_asked_is_refused(tmp_path, row, records, message) -> None:
     with pytest.raises(ValueError, match=message):

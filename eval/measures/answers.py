@@ -1,35 +1,39 @@
-"""Retrieval from long contexts: is one line, or one value, of thousands of tokens still found through a cache?
+"""Answers behind long contexts: retrieval of one line or value, and tasks that need much of their context.
 
-Two sets, told apart by their fields: LongChat's lines (`prompt`, `expected_number`) and lost-in-the-middle's key-value
-pairs (`ordered_kv_records`, `key`, `value`). The context with its question fills the cache; the answer is then fed
-token by token, and a row is right if every token of it is the most likely one: just what greedy decoding would say.
+The context with its question fills the cache in one forward but for its last token; the right answer is then fed token
+by token, so every token of it is told by a decode step. A token is right if it is the likeliest, and an answer, or a
+line of one, if all its tokens are: just what greedy decoding would say. Of tasks negative log-likelihoods, and KL to
+the dense cache, are measured too.
+
+Retrieval has two sets, told apart by their fields: LongChat's lines (`prompt`, `expected_number`) and
+lost-in-the-middle's key-value pairs (`ordered_kv_records`, `key`, `value`). Tasks are made, see `context_tasks`.
 """
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
+from weakref import WeakKeyDictionary
 
+import torch
 import typer
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_plugins.console import inputs
 from kvcache_plugins.console.display import track_progress
 from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.eval import harness
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings
+from kvcache_plugins.eval.context_tasks import TASKS, Question, make_sample
 from kvcache_plugins.eval.continuations import DECODE, ContinuationScorer, Score
 from kvcache_plugins.eval.rows import Found, Settings
+from kvcache_plugins.option_checks import check_integer
+from kvcache_plugins.reports.memory import measure_memory
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """A context that ends where the answer begins, and the answer."""
-
-    context: str
-    answer: str
+from .fidelity import continuation_logits, fill_cache, score_logits
 
 
 def read_questions(path: Path, num_records: int | None = None) -> list[Question]:
@@ -39,8 +43,7 @@ def read_questions(path: Path, num_records: int | None = None) -> list[Question]
     With `num_records` only so many lines, or pairs, of each context are left: neighbours of the one that is asked for,
     which keeps its place among them. For models to which the whole sets are too hard, however they are read.
     """
-    if num_records is not None and num_records < 1:
-        raise ValueError(f"`records` has to be at least 1 but is {num_records}")
+    check_integer("records", num_records, 1, is_optional=True)
     return [_question(row, path, num_records) for row in harness.read_rows(path, "data_file")]
 
 
@@ -87,8 +90,7 @@ def answer_questions(
     answers with its `standard_error`, `token_accuracy` of the answers' tokens, `correct` by question, and of the
     longest cache at its end `memory_at_end` and counters.
     """
-    if batch_size < 1:
-        raise ValueError(f"`batch_size` has to be at least 1 but is {batch_size}")
+    check_integer("batch_size", batch_size, 1)
     contexts = [tokenizer(each.context).input_ids for each in questions]
     answers = [[tokenizer(each.answer, add_special_tokens=False).input_ids] for each in questions]
     scorers = {name: ContinuationScorer(model, factory) for name, factory in factories.items()}
@@ -140,3 +142,89 @@ def evaluate_retrieval(
     yield Settings(num_questions=len(asked))
     with track_progress(-(-len(asked) // batch_size) * len(factories)) as announce:
         yield from answer_questions(loaded, tokenizer, asked, factories, announce, batch_size)
+
+
+# Tasks that need much of their context
+
+_Ids = tuple[tuple[int, ...], tuple[int, ...]]
+# Logits of the dense cache by prompt and answer: all caches of a sweep are held against them
+_dense: WeakKeyDictionary[PreTrainedModel, dict[_Ids, torch.Tensor]] = WeakKeyDictionary()
+
+
+def decode_answer(model: PreTrainedModel, ids: _Ids, cache: Cache) -> torch.Tensor:
+    """Feeds an answer to the model behind its prompt, and returns the logits of each token, `[tokens, vocabulary]`."""
+    prompt, answer = map(torch.tensor, ids)
+    fill_cache(model, prompt[:-1], cache)
+    return continuation_logits(model, torch.cat([prompt[-1:], answer[:-1]]), cache, chunk=1)
+
+
+def measure_tasks(
+    cache: Sequence[str],
+    model: str | inputs.LoadedModel,
+    tasks: Sequence[str] = tuple(TASKS),
+    length: int = 2048,
+    samples: int = 1,
+    scored: int = 96,
+    start: float | None = None,
+    data_file: Path | None = None,
+) -> Iterator[dict[str, Any]]:
+    """
+    Scores caches by their specs on `samples` of each task, of `length` tokens, with `scored` tokens of answer at most,
+    from the place `start` of it on, 0 to 1, by default samples at places spread over it. `data_file` has rows of
+    `chain_of_thought` as JSON lines with `question` and `answer`.
+
+    Yields a row for each cache: by task mean `nll` and `kl` of a token, shares of tokens `right`, of whole `lines` and
+    of samples that are `exact`, and sizes; the tasks' mean `kl`; over all decode steps `fetched_bytes` a step and, as
+    a share of a 16-bit cache's bytes, `fetched_share`, `None` of caches that fetch nothing; memory and counters of the
+    last.
+    """
+    network, tokenizer = inputs.load_for_evaluation(model)
+    known = _dense.setdefault(network, {})
+    rows = harness.read_rows(data_file, "data_file") if data_file else []
+
+    def count_tokens(text: str) -> int:
+        return len(tokenizer(text).input_ids)
+
+    for spec, factory in harness.cache_factories(cache, network).items():
+        totals: dict[str, Any] = {task: Counter() for task in tasks}
+        for task, total in totals.items():
+            for index in range(samples):
+                place = (index + 0.5) / samples if start is None else start
+                sample = make_sample(task, count_tokens, length, scored, place, index, rows)
+                prompt = tokenizer(sample.context).input_ids
+                ids = tuple(prompt), tuple(tokenizer(sample.answer, add_special_tokens=False).input_ids)
+                filled = factory()
+                logits = decode_answer(network, ids, filled)
+                if ids not in known:
+                    exact = DynamicCache(config=network.config)
+                    known[ids] = logits if spec == harness.REFERENCE else decode_answer(network, ids, exact)
+                targets = torch.tensor(ids[1], device=logits.device)
+                score, right = score_logits(known[ids], logits, targets), logits.argmax(-1) == targets
+                ends = [at for at, token in enumerate(ids[1], 1) if "\n" in tokenizer.decode([token])]
+                lines = [bool(right[slice(*each)].all()) for each in pairwise([0, *ends])]
+                total.update(nll=score.nll, kl=score.kl, right=int(right.sum()), exact=int(right.all()))
+                total.update(num_scored=len(ids[1]), prompt=len(prompt), lines=sum(lines), num_lines=len(lines))
+                memory, stats = measure_memory(filled), harness.cache_stats(filled)
+                moved: Any = stats.get("bytes_fetched", 0)
+                total.update(fetched=moved, share=moved * memory.kv_percent / (100 * memory.total_bytes))
+        by_task = {
+            task: {
+                **{name: total[name] / total["num_scored"] for name in ("nll", "kl", "right")},
+                "lines": total["lines"] / max(total["num_lines"], 1),
+                **{name: total[name] / samples for name in ("exact", "prompt")},
+                "num_scored": total["num_scored"],
+            }
+            for task, total in totals.items()
+        }
+        steps, fetched, share = (
+            sum(total[name] for total in totals.values()) for name in ("num_scored", "fetched", "share")
+        )
+        yield {
+            "cache": spec,
+            "tasks": by_task,
+            "kl": sum(each["kl"] for each in by_task.values()) / len(by_task),
+            "fetched_bytes": fetched / steps or None,
+            "fetched_share": share / steps or None,
+            "memory_at_end": memory_fields(memory),
+            "stats": stats,
+        }
