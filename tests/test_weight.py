@@ -30,22 +30,22 @@ def in_package(*names: str) -> tuple[str, ...]:
 
 
 ROOMS = {
-    "kernels": Room(in_package("kernels"), 2_500, 6_155),
-    "codecs": Room(in_package("codecs"), 2_500, 3_475),
-    "cache": Room(in_package("layers", "reports"), 3_300, 4_505),
-    "gear": Room(in_package("gear"), 1_600, 1_895),
+    "kernels": Room(in_package("kernels"), 2_500, 6_230),
+    "codecs": Room(in_package("codecs"), 2_500, 3_465),
+    "cache": Room(in_package("layers", "reports"), 3_300, 4_520),
+    "gear": Room(in_package("gear"), 1_600, 1_890),
     "infinigen": Room(in_package("infinigen", "infinigen_gear"), 2_700, 3_385),
-    "kv_runahead": Room(in_package("kv_runahead"), 1_500, 1_640),
-    "baselines": Room(in_package("baselines"), 700, 970),
-    "batching": Room(in_package("batching"), 900, 780),
-    "store, advice, contract": Room(in_package("prompt_store", "advice", "contract"), 3_600, 3_350),
-    "serving": Room(in_package("serving"), 400, 420),
-    "cli": Room(in_package("cli", "console"), 1_600, 1_765),
-    "ground": Room((*in_package("registry", "models", "files"), f":(glob){PACKAGE}/*.py"), 1_200, 1_750),
-    "all of src": Room(("src",), 20_000, 30_010),
-    "triton_kernels": Room(("triton_kernels",), 3_500, 3_890),
-    "eval": Room(("eval",), 5_500, 6_955),
-    "tests": Room(("tests",), 15_000, 24_940),
+    "kv_runahead": Room(in_package("kv_runahead"), 1_500, 1_590),
+    "baselines": Room(in_package("baselines"), 700, 885),
+    "batching": Room(in_package("batching"), 900, 785),
+    "store, advice, contract": Room(in_package("prompt_store", "advice", "contract"), 3_600, 3_265),
+    "serving": Room(in_package("serving"), 400, 425),
+    "cli": Room(in_package("cli", "console"), 1_600, 1_680),
+    "ground": Room((*in_package("registry", "models", "files"), f":(glob){PACKAGE}/*.py"), 1_200, 1_745),
+    "all of src": Room(("src",), 20_000, 29_780),
+    "triton_kernels": Room(("triton_kernels",), 3_500, 3_925),
+    "eval": Room(("eval",), 5_500, 6_775),
+    "tests": Room(("tests",), 15_000, 24_990),
 }
 
 

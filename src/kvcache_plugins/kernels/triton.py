@@ -211,6 +211,10 @@ class KeptAttention:
     def accept(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """See `compiled.PreparedCall`: the newest token is written by others, into where the exact tokens are."""
 
+    def extend(self, parts: Sequence[CodedPart]) -> bool:
+        """See `compiled.PreparedCall`: other coded parts are for another call."""
+        return False
+
     def attend(
         self,
         query: torch.Tensor,
