@@ -126,7 +126,7 @@ def test_threads_share_a_sequence(row_case, group_case, num_threads):
 def test_a_prepared_call_attends_to_tokens_to_come(case, level):
     part = any_part(case) if isinstance(case, Groups) else row_part(case, padding=[0, 40])
     heads, (keys, values) = case.num_heads, torch.randn(2, 2, case.num_heads, 9, 64)
-    call = prepare_tokens(make_query(case), [part, DensePart(keys, values, 1, None)], heads, 0.125)
+    call = prepare_tokens(make_query(case), [part, DensePart(keys, values, 1, None)], heads, 0.125, "compiled")
     for length in (2, 3, 9):
         query, newest = make_query(case), torch.randn(2, 2, heads, 1, 64).unbind()
         output = call.attend(query, 0.125, (keys, values), length, call.accept(*newest))
@@ -150,7 +150,7 @@ def test_what_is_copied_is_attended_to_but_not_prepared(case):
     else:
         part = dataclasses.replace(part, keys=part.keys[:, :, :77], length=77)
     check(case, [part], "compiled")
-    assert prepare_tokens(make_query(case), [part, dense_part(case, 1)], 2, None) is None
+    assert prepare_tokens(make_query(case), [part, dense_part(case, 1)], 2, None, "compiled") is None
 
 
 class TestForged:
@@ -246,7 +246,7 @@ def test_sizes_at_the_edge(group_case, level):
     check(group_case, [group_part(group_case, rank=64)], "compiled", factor=4)
     huge = group_case._replace(keys=(648, 4, "channel", 10), values=(648, 4, "token", None))
     check(huge, [group_part(huge)], "compiled")
-    assert prepare_tokens(make_query(huge), [group_part(huge), dense_part(huge, 1)], 1, None) is None
+    assert prepare_tokens(make_query(huge), [group_part(huge), dense_part(huge, 1)], 1, None, "compiled") is None
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
