@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from kernel_cases import needs_triton
 from transformers import LlamaConfig
 
+from kvcache_plugins.kernels.attention import attend as kernel_attend
 from kvcache_plugins.kernels.compiled import PreparedCall
 from kvcache_plugins.registry import create_cache, parse_cache_spec
 
@@ -81,34 +82,37 @@ def test_prepared_calls_equal_those_made_anew(preset, dtype, batch_size, calls):
 
 
 @needs_triton
-@pytest.mark.parametrize("preset", ["gear-2bit:residual_length=9", "gear-k4v3:num_sink_tokens=3,residual_length=9"])
+@pytest.mark.parametrize(
+    ("preset", "most"), [("gear-2bit:residual_length=4", 4), ("gear-k4v3:num_sink_tokens=3,residual_length=9", 9)]
+)
 @torch.no_grad()
-def test_launches_that_are_kept_equal_those_made_anew(preset, monkeypatch):
+def test_launches_that_are_kept_equal_those_made_anew(preset, most, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
     from kvcache_plugins.kernels.triton import KeptAttention
 
     lengths, kept = [], KeptAttention.attend
-    monkeypatch.setattr(
-        KeptAttention, "attend", lambda self, *given: (lengths.append(given[3]), kept(self, *given))[1]
-    )
-    spec = preset + (":" if ":" not in preset else ",") + "residual_length=16"
-    first, second = make_layer(spec), make_layer(spec)
-    prompt = tokens(PROMPT, torch.float16, 2)
+
+    def noting(self, query, scale, storage, length, newest):
+        lengths.append(length)
+        return kept(self, query, scale, storage, length, newest)
+
+    monkeypatch.setattr(KeptAttention, "attend", noting)
+    first, second = make_layer(preset), make_layer(preset)
+    prompt = tokens(19, torch.float16)
     attend(first, *prompt)
     attend(second, *prompt)
-    for step in range(14):
-        token = tokens(1, torch.float16)
-        if step == 4:
+    for step in range(most + 2):
+        query, keys, values = tokens(1, torch.float16)
+        if step == 2:
             first, original = copy.deepcopy(first), first
             attend(original, *tokens(1, torch.float16))
-        assert torch.equal(attend(first, *token), attend_anew(second, *token))
+        states, _ = first.update(keys, values), second.update(keys, values)
+        for scale in (None, 0.5) if step == most else (None,):
+            expected = kernel_attend(query, second._parts(None), HEADS, scale, "triton")
+            found = F.scaled_dot_product_attention(query, *states, scale=scale, enable_gqa=True)
+            assert torch.equal(found, expected)
     # Beyond the room that the buffer had, and after it was packed
-    assert {1, 9} <= set(lengths) and lengths.count(1) == 2
-    query, keys, values = token
-    found = F.scaled_dot_product_attention(query, *first.update(keys, values), scale=0.5, enable_gqa=True)
-    states = second.update(keys, values)
-    second._prepared = None
-    assert torch.equal(found, F.scaled_dot_product_attention(query, *states, scale=0.5, enable_gqa=True))
+    assert {1, most} <= set(lengths) and lengths.count(1) == 2
 
 
 @pytest.mark.parametrize("preset", ["gear-k4v3", "gear"])
