@@ -112,7 +112,7 @@ def test_launches_that_are_kept_equal_those_made_anew(preset, most, monkeypatch)
             found = F.scaled_dot_product_attention(query, *states, scale=scale, enable_gqa=True)
             assert torch.equal(found, expected)
     # Beyond the room that the buffer had, and after it was packed
-    assert {1, most} <= set(lengths) and lengths.count(1) == 2
+    assert {1, most} <= set(lengths) and lengths.count(1) >= 2
 
 
 @pytest.mark.parametrize("preset", ["gear-k4v3", "gear"])
