@@ -56,15 +56,19 @@ def benchmark(
             if given.get("cache"):
                 check_caches(given["cache"])
                 given["cache"] = list(dict.fromkeys([*[REFERENCE] * with_dense, *given["cache"]]))
-            threads = given.get("num_threads")
+            threads, before = given.get("num_threads"), torch.get_num_threads()
             if isinstance(threads, int) and "world_size" not in given:
                 torch.set_num_threads(threads)
             plain = {key: value.name if isinstance(value, Path) else value for key, value in given.items()}
             result = Result(kind, {key: value for key, value in plain.items() if key != "cache"})
-            for found in function(*bound.args, **bound.kwargs):
-                result.take(found)
-            result.show(title)
-            return result.content()
+            try:
+                for found in function(*bound.args, **bound.kwargs):
+                    result.take(found)
+                result.show(title)
+                return result.content()
+            finally:
+                # Whoever calls it may go on in this process, as notebooks do
+                torch.set_num_threads(before)
 
         return run
 

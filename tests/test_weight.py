@@ -45,7 +45,7 @@ ROOMS = {
     "all of src": Room(("src",), 20_000, 29_780),
     "triton_kernels": Room(("triton_kernels",), 3_500, 3_925),
     "eval": Room(("eval",), 5_500, 6_775),
-    "tests": Room(("tests",), 15_000, 24_990),
+    "tests": Room(("tests",), 15_000, 24_995),
 }
 
 

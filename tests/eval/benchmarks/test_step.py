@@ -4,6 +4,7 @@ import json
 from functools import partial
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from kvcache_plugins import cli
@@ -24,6 +25,7 @@ def test_a_grid_has_a_row_for_every_place(monkeypatch, tmp_path):
     monkeypatch.setitem(step.SHAPES, "gqa-3", small)
     options = "--shape gqa-3 --cache gear-k4v3 --batch-size 1 --batch-size 2 --context 1 --context 64 --steps 3"
     options += " --num-threads 1 --num-threads 2 --dtype float32 --dtype bfloat16"
+    before = torch.get_num_threads()
     result = CliRunner().invoke(cli.app, ["bench", "step", *options.split(), "--json"])
     assert result.exit_code == 0, result.output
     content = json.loads(result.stdout)
@@ -31,6 +33,7 @@ def test_a_grid_has_a_row_for_every_place(monkeypatch, tmp_path):
     keys = ("dtype", "batch_size", "context", "num_threads", "cache")
     places = [tuple(row[key] for key in keys) for row in content["rows"]]
     assert len(places) == len(set(places)) == 2**5
+    assert torch.get_num_threads() == before
     assert {row["cache"] for row in content["rows"]} == {"dynamic", "gear-k4v3"}
     for row in content["rows"]:
         assert row["lower_quartile_s"] <= row["median_s"] <= row["upper_quartile_s"]
