@@ -33,8 +33,8 @@ from .quantizers import BLOCK, QUANTIZERS, Quantizer
 from .rope import RotaryLayout, apply_rope
 
 
-# Numbers that are coded or decoded at a time: of a CPU its caches hold, of a GPU take longer than to launch kernels
-_NUMBERS_AT_A_TIME = {"cpu": 2**18, "gpu": 2**23}
+# Numbers that are coded or decoded at a time: as a CPU's caches hold, and as take a GPU longer than its host to launch
+_NUMBERS_ON_CPU, _NUMBERS_ON_GPU = 2**18, 2**23
 # Of Triton's kernels: more channels would not fit into registers
 _MOST_TRITON_CHANNELS = 256
 _TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -214,7 +214,7 @@ class RowTable(RowLayout):
 
     def _split(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch_size, num_heads = tokens.shape[:2]
-        most = _NUMBERS_AT_A_TIME["cpu" if tokens.device.type == "cpu" else "gpu"]
+        most = _NUMBERS_ON_CPU if tokens.is_cpu else _NUMBERS_ON_GPU
         return tokens.split(max(most // (batch_size * num_heads * self.num_coded), 1), dim=2)
 
     def _encode(self, numbers: torch.Tensor) -> torch.Tensor:

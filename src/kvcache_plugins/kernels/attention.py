@@ -152,7 +152,9 @@ class OnlineAttention:
             for first, query in enumerate(self._query.split(most, dim=3)):
                 own = mask[:, :, first * most :][:, :, :most] if mask is not None and mask.shape[2] > 1 else mask
                 found.append(self._by_products(query, keys, values, own))
-            output, log_sum = (torch.cat(sides, dim=3) for sides in zip(*found, strict=True))
+            output, log_sum = found[0]
+            if len(found) > 1:
+                output, log_sum = (torch.cat(each, dim=3) for each in zip(*found, strict=True))
         if self._output is None:
             self._output, self._log_sum = output, log_sum
             return

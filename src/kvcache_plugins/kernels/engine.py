@@ -49,12 +49,13 @@ def choose_kernel(query: torch.Tensor, most_compiled: int = MAX_NUM_QUERIES, cod
         `"triton"`, `"compiled"` or `"torch"`, and whether that is less than was wanted because something is missing.
     """
     kernel, is_fallback = choose_token_kernel(query)
-    most = most_compiled if kernel == "compiled" else MAX_NUM_QUERIES
-    if kernel == "triton" and query.shape[2] <= most:
+    if query.shape[2] > (most_compiled if kernel == "compiled" else MAX_NUM_QUERIES):
+        return "torch", False
+    if kernel == "triton":
         from .triton import has_room
 
-        return (kernel, False) if has_room(codec, query.device, query.dtype) else ("torch", True)
-    return ("torch", False) if query.shape[2] > most else (kernel, is_fallback)
+        return (kernel, is_fallback) if has_room(codec, query.device, query.dtype) else ("torch", True)
+    return kernel, is_fallback
 
 
 def choose_token_kernel(query: torch.Tensor) -> tuple[str, bool]:
