@@ -26,6 +26,7 @@ from kvcache_plugins.kernels.attention import attend, prepare_coding, prepare_to
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_kernel
 from kvcache_plugins.kernels.masks import combine_masks, hide_first, mask_columns, slice_mask
+from kvcache_plugins.kernels.structs import TILE
 
 from .contexts import in_own_context
 from .layer_state import BlockState, ExactStates, LayerState, restore_blocks
@@ -43,6 +44,7 @@ from .packing import (
     RowPacking,
     Split,
     check_finite,
+    num_too_old,
 )
 from .residual_buffer import ResidualBuffer
 
@@ -220,6 +222,9 @@ class CompressedLayer(LazyLayer):
         if found is None or start < self._prefix_stop or self._valid_tokens(start, count) is not None:
             return False
         block, older, num_aged = found
+        if max(count, num_aged) > TILE:
+            # More than the call takes
+            return False
         codec, coding, states = self._codec_of(block), prepared.coding, buffer.tensors()
         if coding is None or coding.codec is not codec or coding.padding is not self.padding:
             coding = prepare_coding(codec, self.codec, states[0], self.padding, packing.largest)
@@ -417,9 +422,7 @@ class CompressedLayer(LazyLayer):
         num_aged, num_blocks = 0, len(self.blocks)
         if recent is not None:
             joined = self.packed.add_recent(block, packing.recent_length)
-            # Where there are too many, the older half is coded as all others
-            if self.blocks[-1].length > packing.recent_length:
-                num_aged = self.blocks[-1].length - packing.recent_length // 2
+            num_aged = num_too_old(self.blocks[-1].length, packing.recent_length)
         else:
             if self.packed.has_recent:
                 self._age(self.packed.newest.length)

@@ -43,8 +43,8 @@ _SLOTS = "batch_size", "num_heads", "num_slots"
 # Shares of the rows held: of what is appended at most, that room for as much again is made, and that such room is at
 # least; little, as spare room is held too, and moving is cheap
 _MOST_REPEATED, _LEAST_ROOM = 64, 256
-# Recent rows that there is room for at a time
-_RECENT_STEP = 4
+# Recent rows that there is room for at a time, and that are coded again at a time unless there are few
+_RECENT_STEP, _MOST_AGED = 4, 32
 # What a report of memory has a tensor of a block as
 _PART_NAMES = {
     ROWS: "codes",
@@ -270,6 +270,11 @@ class GroupBlock(Block):
         return CompressedPart(self.keys, self.values, self.length, mask)
 
 
+def num_too_old(length: int, most: int) -> int:
+    """Tells how many of `length` recent tokens are coded as all others once there are more than `most`."""
+    return length - max(most // 2, most - _MOST_AGED) if length > most else 0
+
+
 class PackedTokens:
     """
     Packed tokens of a layer, in blocks that follow each other.
@@ -318,9 +323,10 @@ class PackedTokens:
             return None
         if not newest.is_recent:
             return None if most_recent else (newest, None, 0)
-        if newest.length + count <= most_recent:
+        num_aged = num_too_old(newest.length + count, most_recent)
+        if not num_aged:
             return newest, None, 0
-        num_aged, has_older = newest.length + count - most_recent // 2, self.is_older_open and len(self.blocks) > 1
+        has_older = self.is_older_open and len(self.blocks) > 1
         return (newest, self.blocks[-2], num_aged) if has_older and num_aged <= newest.length else None
 
     def add_recent(self, block: Block, most: int) -> Block | None:
