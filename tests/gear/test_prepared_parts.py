@@ -17,9 +17,9 @@ HEADS, GROUPS, DIM, PROMPT = 2, 3, 32, 70
 PRESETS = {
     "gear-k4v3": 100,
     "gear-2bit": 100,
-    "gear": 100,
+    "gear": 200,
+    "gear:recent_length=64": 100,
     "gear:recent_length=0": 50,
-    "gear:recent_length=130": 200,
     # More tokens are coded at a time than one call takes
     "gear:recent_length=200,residual_length=100": 250,
     "kcvt-4bit": 100,

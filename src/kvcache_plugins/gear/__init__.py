@@ -27,14 +27,16 @@ _CACHE = "kvcache_plugins.gear.cache:GEARCache"
 # Made without a model it has checked its options
 _CHECK = "kvcache_plugins.gear.cache:check_gear"
 _PLAIN: dict[str, Any] = {"rank": 0, "sparsity": 0.0}
+# Where 128 would take more bytes while decoding than eight or twenty exact tokens in the place of recent rows do
+_FEWER_RECENT = {"recent_length": 80}
 # Transform-coded: at most so many percent of 16 bits, after 1024 tokens in bfloat16 with head dimension 64, all that
 # is held included; of calibrated presets bases and means of the model aside, which all caches share. What that leaves
 # is for exact tokens, worth the more the less the others err. `quantizer="trellis"` is an option of all of them.
 _OF_PROMPTS: dict[int, dict[str, Any]] = {
-    16: {"key_nbits": 2.375, "value_nbits": 2.0},
+    16: {"key_nbits": 2.375, "value_nbits": 2.0, **_FEWER_RECENT},
     22: {"key_nbits": 3.25, "value_nbits": 3.0},
     25: {},
-    30: {"key_nbits": 4.625, "value_nbits": 4.125},
+    30: {"key_nbits": 4.625, "value_nbits": 4.125, **_FEWER_RECENT},
 }
 _CALIBRATED = {12: 1.59, 16: 2.23, 20: 2.87, 28: 4.15}
 # Every preset: what it stands for, and in a line what that is
@@ -47,7 +49,7 @@ _PRESETS: dict[str, tuple[dict[str, Any], str]] = {
     },
     **{
         f"gear-c{percent}": (
-            {"backbone": "transform", "nbits": nbits, "calibration": "auto"},
+            {"backbone": "transform", "nbits": nbits, "calibration": "auto", **_FEWER_RECENT},
             f"Transform-coded in calibrated bases: {percent} % of 16 bits",
         )
         for percent, nbits in _CALIBRATED.items()

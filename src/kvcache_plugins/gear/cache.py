@@ -95,7 +95,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             `transform` backbone alone, where tokens that no later query sees are dropped, some at a time;
             `"dense"`, which leaves them Transformers' own; or `"auto"`, which compresses windows of at least 2048
             tokens with the `transform` backbone, which is worth little in shorter ones.
-        recent_length (`int`, *optional*, defaults to 64):
+        recent_length (`int`, *optional*, defaults to 128):
             With the `transform` backbone, newest of the coded tokens that were decoded, at most, whose rows have more
             bits, as they are read most; when they are no longer among these, they are coded as all others. 0 for none.
         recent_nbits (`int`, *optional*, defaults to 2):

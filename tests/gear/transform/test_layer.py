@@ -17,7 +17,7 @@ from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 SINKS, BUFFER = 4, 8
 FREQUENCIES = tuple((100.0 ** -(torch.arange(16) / 16)).tolist())
-CONFIG = TransformConfig(key_nbits=4, value_nbits=3, residual_length=BUFFER, num_sink_tokens=SINKS)
+CONFIG = TransformConfig(key_nbits=4, value_nbits=3, residual_length=BUFFER, num_sink_tokens=SINKS, recent_length=64)
 
 
 @pytest.fixture(autouse=True, params=["torch", "compiled"])

@@ -52,7 +52,7 @@ class TransformConfig:
     num_sink_tokens: int = 4
     quantizer: str = "lloyd-max"
     sliding: str = "auto"
-    recent_length: int = 64
+    recent_length: int = 128
     recent_nbits: int = 2
 
     def __post_init__(self) -> None:
