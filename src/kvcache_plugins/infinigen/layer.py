@@ -282,9 +282,8 @@ class InfiniGenLayer(LazyLayer):
         assert pool is not None and scoring is not None and window is not None
         query = query.reshape(self.batch_size, pool.num_heads, -1, query.shape[3]).float() * scale
         # Which tokens may be attended to, `[B, length]`; the newest of them may not be held yet
-        if attn_mask is not None:
-            columns: torch.Tensor | None = attended_columns(attn_mask, length, self.batch_size)
-        else:
+        columns = None if attn_mask is None else attended_columns(attn_mask, length, self.batch_size)
+        if attn_mask is None:
             columns = self._valid_tokens(0, length)
         if columns is None and pool.usage is not None:
             # Slots that are not in the order of tokens are told apart by positions, all of which may be attended to
@@ -479,7 +478,8 @@ class InfiniGenLayer(LazyLayer):
             yield "index", tensor
 
     def host_tensors(self) -> Iterator[torch.Tensor]:
-        return iter(()) if self.pool is None else self.pool.host_tensors()
+        tensors = () if self.pool is None else self.pool.named_tensors()
+        return (tensor for _, tensor in tensors if not tensor.is_cuda)
 
     def offload(self) -> None:
         """Does nothing: what can stand in host memory does so already."""

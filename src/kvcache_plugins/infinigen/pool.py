@@ -284,12 +284,6 @@ class TokenPool:
         if self._addresses is not None:
             yield "index", self._addresses[1]
 
-    def host_tensors(self) -> Iterator[torch.Tensor]:
-        """Lists what of it stands in host memory."""
-        yield from self.pages
-        if self.usage is not None:
-            yield from self.usage.tensors()
-
     def __getstate__(self) -> dict[str, object]:
         # Who copies the pages reads them
         self.wait()

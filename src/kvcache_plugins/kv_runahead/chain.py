@@ -216,8 +216,7 @@ class RunaheadLayer(LazyLayer):
     def offload(self) -> None:
         """Keeps the states: they are about to be used."""
 
-    def prefetch(self) -> None:
-        """Keeps the states."""
+    prefetch = offload
 
     def reset(self) -> None:
         self.states, self._length, self.is_initialized = None, self._slice.start, False
