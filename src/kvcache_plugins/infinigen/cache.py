@@ -22,7 +22,7 @@ from kvcache_plugins.layers.packing import RowPacking
 from kvcache_plugins.models.layer_config import decoder_config
 from kvcache_plugins.option_checks import check_mask
 from kvcache_plugins.registry import unwrap_model
-from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin
+from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin, add_stats
 from kvcache_plugins.user_warnings import warn_user
 
 from .calibration import Calibration, choose_full_layers, resolve_calibration
@@ -369,11 +369,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         if attachment is not None and self._speculates:
             known = attachment.projections.keys()
             speculating = sum(source in attachment.heard and each in known for source, each in self._targets.items())
-        total: dict[str, float] = {}
-        for layer in layers:
-            for name, value in layer.stats().items():
-                total[name] = total.get(name, 0) + value
-        total["tokens_cached"] = max((layer.get_seq_length() for layer in layers), default=0)
+        total: dict[str, float] = {**add_stats(self.layers, lambda index: layers[index])}
         if self.infinigen_config.track_times:
             transfer = total["transfer_s"]
             total["hidden_share"] = max(1 - total["stalled_s"] / transfer, 0.0) if transfer else 0.0
