@@ -149,7 +149,8 @@ class InfiniGenLayer(LazyLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `LazyLayer.update`: a token like the last one is stored here, or left for the kernel that attends."""
-        call, window, exact, is_lazy = self._call, self.window, None, True
+        call, window, is_lazy = self._call, self.window, True
+        exact: tuple[torch.Tensor, torch.Tensor] | None = None
         if window is None or self._num_new != 1 or torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled():
             return super().update(key_states, value_states)
         has_room = window.left is None and window.length < min(window.capacity, window.limit)
@@ -162,7 +163,8 @@ class InfiniGenLayer(LazyLayer):
         else:
             exact, is_lazy = window.append_exactly(key_states, value_states), self._needs_queries
         self._length += 1
-        return self._lazy(*(exact or (None, None))) if exact is None or is_lazy else exact
+        keys, values = exact or (None, None)
+        return self._lazy(keys, values) if exact is None or is_lazy else exact
 
     def _before_update(self) -> None:
         """Moves on what has waited in the window for long enough."""
