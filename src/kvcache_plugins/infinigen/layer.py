@@ -406,8 +406,9 @@ class InfiniGenLayer(LazyLayer):
                 return output
         keys, values = scoring.dense(pool.gather(slots) if staged is None else staged.wait(), slots, pool)
         positions = None if mask is None else pool.positions_of(slots)
-        own = positions, start, call.softcap, call.sinks
-        return attend_staged(query, keys, values, selection.count, *newest, call.scale, mask, *own)
+        return attend_staged(
+            query, keys, values, selection.count, *newest, call.scale, mask, positions, start, call.softcap, call.sinks
+        )
 
     def _note(self, selection: Selection, query: torch.Tensor, scale: float) -> None:
         """Counts what was fetched, and how much of it was right."""
