@@ -146,7 +146,7 @@ def test_a_call_refuses_what_it_was_not_made_for() -> None:
         {"newest": (new[1].double(), new[2])},
         {"newest": new[1:], "length": 0},
     ]
-    made = query, 0.25, *(layer.scoring.rows[name] for name in ("codes", "scale")), layer.scoring.spread
+    made = query, 0.25, *(layer.scoring.rows[name] for name in ("codes", "scale")), layer.scoring.fitted["spread"]
     for other in (tuple(each.half() for each in window.storage), tuple(each[:, :2] for each in window.storage)):
         with pytest.raises(ValueError, match="window"):
             choose_by_codes(*made, layer.scoring.length, 4, layer.pool.pages, other)

@@ -150,8 +150,8 @@ def test_padding_does_not_enter_the_statistics() -> None:
     keys = torch.randn(1, 2, 80, 16, generator=torch.Generator().manual_seed(0))
     padded = torch.cat([torch.full((1, 2, 20, 16), 1e3), keys], dim=2)
     alone, beside = ScoringCodes(4, keys, None, 80), ScoringCodes(4, padded, (torch.arange(100) >= 20)[None], 80)
-    torch.testing.assert_close(beside.mean, alone.mean)
-    torch.testing.assert_close(beside.spread, alone.spread)
+    torch.testing.assert_close(beside.fitted, alone.fitted)
+    assert beside.fitted.keys() == {"mean", "spread"}
 
 
 def test_items_that_are_all_padding_at_first_are_scored_later() -> None:

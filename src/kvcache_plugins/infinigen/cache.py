@@ -22,7 +22,7 @@ from kvcache_plugins.layers.packing import RowPacking
 from kvcache_plugins.models.layer_config import decoder_config
 from kvcache_plugins.option_checks import check_mask
 from kvcache_plugins.registry import unwrap_model
-from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin
+from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin, add_stats
 from kvcache_plugins.user_warnings import warn_user
 
 from .calibration import Calibration, choose_full_layers, resolve_calibration
@@ -169,8 +169,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         # A layer's attention input comes from the layer before it
         self._targets = {index - 1: index for index, layer in enumerate(layers) if isinstance(layer, InfiniGenLayer)}
         self._model = ModelReference(model)
-        # Where a smaller one begins a forward; and the module of the model that called last
-        self._last_updated: int | None = None
+        # The module of the model that called last
         self._known_caller: Callable[[], torch.nn.Module | None] = self._model
         self._wants_speculation = self.infinigen_config.speculates_on(model.device)
         self._is_attached, self._has_warned = True, False
@@ -250,9 +249,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Cache.update`; a `ValueError` if the states come from another model than the cache was made for."""
-        self._update_order.note(layer_idx)
-        last, self._last_updated = self._last_updated, layer_idx
-        if last is None or layer_idx <= last:
+        if self._update_order.note(layer_idx):
             self._check_caller(layer_idx)
             self._warn_if_detached()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
@@ -262,7 +259,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         model, (module, given) = self._model(), caller()
         is_known = model is not None and module in (None, self._known_caller())
         if model is None or not is_known and all(module is not own for own in model.modules()):
-            self._last_updated = None
+            self._update_order.restart()
             raise ValueError(
                 "`model`: the cache was made for another model than the one that it is used with; make one with "
                 "`InfiniGenCache(model)` for each model"
@@ -297,7 +294,6 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
     def reset(self) -> None:
         super().reset()
         self._update_order.restart()
-        self._last_updated = None
         # Older releases of Transformers fill these with zeros and keep their length
         self.layers = [
             DynamicLayer() if type(layer) is DynamicLayer and layer.is_initialized else layer for layer in self.layers
@@ -373,11 +369,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         if attachment is not None and self._speculates:
             known = attachment.projections.keys()
             speculating = sum(source in attachment.heard and each in known for source, each in self._targets.items())
-        total: dict[str, float] = {}
-        for layer in layers:
-            for name, value in layer.stats().items():
-                total[name] = total.get(name, 0) + value
-        total["tokens_cached"] = max((layer.get_seq_length() for layer in layers), default=0)
+        total: dict[str, float] = {**add_stats(self.layers, lambda index: layers[index])}
         if self.infinigen_config.track_times:
             transfer = total["transfer_s"]
             total["hidden_share"] = max(1 - total["stalled_s"] / transfer, 0.0) if transfer else 0.0

@@ -58,16 +58,11 @@ class LayerReport:
     """
 
     layer_idx: int
-    oracle: Mass
+    oracle: Annotated[float, Range(1e-9, 1.01)]
     by_input: Mass
     by_stream: Mass
     corrected: Mass
     choice: Choice
-
-    def check(self) -> None:
-        """Raises a `ValueError` if it is nothing that a file can hold."""
-        if self.oracle == 0:
-            raise ValueError("`oracle` has to be above 0")
 
     @property
     def recall(self) -> float:

@@ -168,21 +168,14 @@ class CodedRows(ScoringStates):
         return choose_by_rows(query, scale, self._stored(pool), window) if pool.is_in_order else None
 
     def _stored(self, pool: TokenPool) -> RowTokens:
-        """Returns all tokens, in the same object until they are others, or somewhere else."""
+        """Returns all tokens, in the same object until they are others, somewhere else, or behind other padding."""
         assert self.sinks is not None
         padding, tokens = self.padding.counts, self._tokens
-        if tokens is None or tokens.sinks.first is not padding or tokens.pages is not pool.pages:
+        is_as_told = tokens is not None and tokens.length == self.length and tokens.pages is pool.pages
+        if tokens is None or not is_as_told or tokens.sinks.first is not padding:
             sinks, positions = SinkStates(padding, *self.sinks), Positions(0, padding)
             self._tokens = tokens = RowTokens(self.rows["keys"], self.length, pool.pages, self.codec, positions, sinks)
         return tokens
-
-    def forget_description(self) -> None:
-        """Lets go of what kernels are told of the tokens, which is of the padding as it was known."""
-        self._tokens = None
-
-    def truncate(self, length: int) -> None:
-        super().truncate(length)
-        self._tokens = None
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().map(function)

@@ -20,8 +20,8 @@ from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.compiled_tokens import ChoosingCall
 from kvcache_plugins.kernels.masks import mask_columns, slice_mask
 from kvcache_plugins.kernels.tokens import attend_staged, choose_rows_kernel
-from kvcache_plugins.layers.contexts import in_own_context
-from kvcache_plugins.layers.lazy_layer import LazyLayer
+from kvcache_plugins.layers.contexts import in_own_context, is_foreign_context
+from kvcache_plugins.layers.lazy_layer import LazyLayer, kind_of
 from kvcache_plugins.layers.packing import RowPacking
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 from kvcache_plugins.user_warnings import warn_user
@@ -148,38 +148,23 @@ class InfiniGenLayer(LazyLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `LazyLayer.update`: a token like the last one is left for the kernel that attends to write."""
-        call, window = self._call, self.window
-        if (
-            call is None
-            or window is None
-            or window.left is not None
-            or window.length >= min(window.capacity, window.limit)
-            or self._num_new != 1
-            or torch.compiler.is_dynamo_compiling()
-            or torch.is_grad_enabled()
-            or call.accept(key_states, value_states) is None
-        ):
+        """See `LazyLayer.update`: a token like the last one is stored here, or left for the kernel that attends."""
+        call, window, is_lazy = self._call, self.window, True
+        exact: tuple[torch.Tensor, torch.Tensor] | None = None
+        if window is None or self._num_new != 1 or torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled():
             return super().update(key_states, value_states)
-        window.left, window.length = (key_states, value_states), window.length + 1
-        self._length += 1
-        return self._lazy(None, None)
-
-    def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if self.window is None or self._is_window_full:
-            return None
-        exact = None
-        if self.pool is not None:
-            self.window.append(keys, values)
+        has_room = window.left is None and window.length < min(window.capacity, window.limit)
+        if call is not None and has_room and call.accept(key_states, value_states) is not None:
+            window.left, window.length = (key_states, value_states), window.length + 1
+        elif self._is_window_full or is_foreign_context() or self._token_kind != kind_of(key_states, value_states):
+            return super().update(key_states, value_states)
+        elif self.pool is not None:
+            window.append(key_states, value_states)
         else:
-            exact = self.window.append_exactly(keys, values)
-            if not self._needs_queries:
-                return exact
-        # `update` counts the token when it has the states
+            exact, is_lazy = window.append_exactly(key_states, value_states), self._needs_queries
         self._length += 1
-        states = self._lazy(None, None) if exact is None else self._lazy(*exact)
-        self._length -= 1
-        return states
+        keys, values = exact or (None, None)
+        return self._lazy(keys, values) if exact is None or is_lazy else exact
 
     def _before_update(self) -> None:
         """Moves on what has waited in the window for long enough."""
@@ -241,8 +226,6 @@ class InfiniGenLayer(LazyLayer):
     def on_exact_attention(self, call: AttentionCall) -> None:
         self._forget_call()
         self._learn_padding(call.mask)
-        if isinstance(self.scoring, CodedRows):
-            self.scoring.forget_description()
         # Queries of what is projected are of other heads
         if call.project is None:
             if self.check_queries is not None:
@@ -301,9 +284,8 @@ class InfiniGenLayer(LazyLayer):
         assert pool is not None and scoring is not None and window is not None
         query = query.reshape(self.batch_size, pool.num_heads, -1, query.shape[3]).float() * scale
         # Which tokens may be attended to, `[B, length]`; the newest of them may not be held yet
-        if attn_mask is not None:
-            columns: torch.Tensor | None = attended_columns(attn_mask, length, self.batch_size)
-        else:
+        columns = None if attn_mask is None else attended_columns(attn_mask, length, self.batch_size)
+        if attn_mask is None:
             columns = self._valid_tokens(0, length)
         if columns is None and pool.usage is not None:
             # Slots that are not in the order of tokens are told apart by positions, all of which may be attended to
@@ -372,13 +354,8 @@ class InfiniGenLayer(LazyLayer):
         staged = staged or start_fetch(pool, selection, self._times)
         sinks = None if call.sinks is None else call.sinks.reshape(-1, *rows.shape[1:3], 1)
         own = AttentionCall(rows, mask, scale=scale, softcap=call.softcap, sinks=sinks)
-        output, kernel, is_fallback = self.attend_selection(own, selection, staged)
-        if not pool.pin_memory:
-            self._counters["fused_calls"] += kernel != "torch"
-            self._counters["kernel_fallbacks"] += is_fallback
+        output = self.attend_selection(own, selection, staged)
         self._note(selection, rows, scale)
-        if kernel == "compiled" and call.mask is None and call.is_plain:
-            self._prepare_call(rows, scale)
         return output.reshape(*query.shape[:3], -1)
 
     def _prepare_call(self, query: torch.Tensor, scale: float) -> None:
@@ -409,29 +386,29 @@ class InfiniGenLayer(LazyLayer):
             counters["choices"] += num_rows
         return output
 
-    def attend_selection(
-        self, call: AttentionCall, selection: Selection, staged: StagedRows | None
-    ) -> tuple[torch.Tensor, str, bool]:
+    def attend_selection(self, call: AttentionCall, selection: Selection, staged: StagedRows | None) -> torch.Tensor:
         """
-        Attends with one new token to the tokens that were chosen for it and the window; a call's queries are
-        `[B, H, G, D]`, its mask `[B, H or 1, G or 1, tokens]`, its sinks `[B or 1, H, G, 1]`, and it has a scale.
-
-        Returns the output `[B, H, G, E]`, the kernel that made it, and whether another one was wanted.
+        Attends with one new token to the tokens that were chosen for it and the window, `[B, H, G, E]`; a call's
+        queries are `[B, H, G, D]`, its mask `[B, H or 1, G or 1, tokens]`, its sinks `[B or 1, H, G, 1]`, and it has a
+        scale.
         """
         pool, window, scoring, start = self.pool, self.window, self.scoring, self.num_pooled
         assert pool is not None and window is not None and scoring is not None and call.scale is not None
         query, mask, newest, slots = call.query, call.mask, (window.keys, window.values), selection.slots
         kernel, is_fallback = choose_rows_kernel(query, newest[1].shape[3], newest[0].dtype)
+        self._counters["kernel_fallbacks"] += is_fallback and not pool.pin_memory
         if staged is None and kernel == "compiled" and call.is_plain and (mask is None or mask.shape[1:3] == (1, 1)):
             output = scoring.attend(call, selection, pool, newest, start)
             if output is not None:
-                return output, kernel, is_fallback
+                self._counters["fused_calls"] += not pool.pin_memory
+                if mask is None:
+                    self._prepare_call(query, call.scale)
+                return output
         keys, values = scoring.dense(pool.gather(slots) if staged is None else staged.wait(), slots, pool)
         positions = None if mask is None else pool.positions_of(slots)
-        output = attend_staged(
+        return attend_staged(
             query, keys, values, selection.count, *newest, call.scale, mask, positions, start, call.softcap, call.sinks
         )
-        return output, "torch", is_fallback
 
     def _note(self, selection: Selection, query: torch.Tensor, scale: float) -> None:
         """Counts what was fetched, and how much of it was right."""
@@ -504,7 +481,8 @@ class InfiniGenLayer(LazyLayer):
             yield "index", tensor
 
     def host_tensors(self) -> Iterator[torch.Tensor]:
-        return iter(()) if self.pool is None else self.pool.host_tensors()
+        tensors = () if self.pool is None else self.pool.named_tensors()
+        return (tensor for _, tensor in tensors if not tensor.is_cuda)
 
     def offload(self) -> None:
         """Does nothing: what can stand in host memory does so already."""

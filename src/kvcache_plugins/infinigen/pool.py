@@ -279,16 +279,10 @@ class TokenPool:
             yield "pool", page[:, :, :used]
             yield "spare", page[:, :, used:]
         if self.usage is not None:
-            for tensor in self.usage.tensors():
-                yield "index", tensor
+            yield "index", self.usage.positions
+            yield "index", self.usage.usage
         if self._addresses is not None:
             yield "index", self._addresses[1]
-
-    def host_tensors(self) -> Iterator[torch.Tensor]:
-        """Lists what of it stands in host memory."""
-        yield from self.pages
-        if self.usage is not None:
-            yield from self.usage.tensors()
 
     def __getstate__(self) -> dict[str, object]:
         # Who copies the pages reads them
@@ -319,9 +313,9 @@ class UsageRecord:
     def __init__(self, policy: str, num_protected: int, batch_size: int, num_heads: int, num_slots: int):
         self.policy, self.num_protected = policy, num_protected
         self.positions = torch.full((batch_size, num_heads, num_slots), -1, dtype=torch.int32)
-        # Fetches, or the step of the last one
-        dtype = torch.uint8 if policy == "counter" else torch.int32
-        self.usage = None if policy == "fifo" else torch.zeros(batch_size, num_heads, num_slots, dtype=dtype)
+        # Fetches, or the step of the last one; of `"fifo"` nothing is noted
+        dtype = torch.int32 if policy == "lru" else torch.uint8
+        self.usage = torch.zeros(batch_size, num_heads, num_slots, dtype=dtype)
         self.num_steps = 0
         self.num_evicted = 0
         # Whether slots still stand in the order of positions
@@ -331,8 +325,7 @@ class UsageRecord:
         """Notes tokens from `position` on that went into free slots at the end."""
         slots = slice(first_slot, first_slot + count)
         self.positions[:, :, slots] = torch.arange(position, position + count, dtype=torch.int32)
-        if self.usage is not None:
-            self.usage[:, :, slots] = self._usage_of_new_tokens(first_slot)
+        self.usage[:, :, slots] = self._usage_of_new_tokens(first_slot)
 
     def replace(self, count: int, position: int, padding: torch.Tensor | None) -> torch.Tensor:
         """
@@ -341,24 +334,21 @@ class UsageRecord:
         """
         num_slots = self.positions.shape[2]
         first = 0 if padding is None else padding.to("cpu")[:, None, None]
-        rank = torch.zeros_like(self.positions, dtype=torch.int64) if self.usage is None else self.usage.long()
         # Padding goes first, sinks go last
-        rank = rank.masked_fill(self.positions < first, _PADDING_RANK).masked_fill(self.positions < 0, _FREE_RANK)
+        rank = self.usage.long().masked_fill(self.positions < first, _PADDING_RANK)
+        rank = rank.masked_fill(self.positions < 0, _FREE_RANK)
         is_sink = (self.positions >= first) & (self.positions < first + self.num_protected)
         rank = rank.masked_fill(is_sink, torch.iinfo(torch.int32).max)
         victims = (rank * 2**31 + self.positions).topk(count, dim=2, largest=False).indices
         self.num_evicted += int((rank.gather(2, victims) > _PADDING_RANK).sum())
         self.in_order = False
         new = torch.arange(position, position + count, dtype=torch.int32)
-        if self.usage is not None:
-            usage = self._usage_of_new_tokens(num_slots)
-            self.usage.scatter_(2, victims, usage.expand(*victims.shape))
+        self.usage.scatter_(2, victims, self._usage_of_new_tokens(num_slots).expand(*victims.shape))
         self.positions.scatter_(2, victims, new.expand(*victims.shape))
         return victims
 
     def _usage_of_new_tokens(self, num_slots: int) -> torch.Tensor:
         """Tells a new token's usage, `[B, H, 1]`: the average, or now; with none it would be the next victim."""
-        assert self.usage is not None
         if self.policy == "lru":
             return torch.full((*self.usage.shape[:2], 1), self.num_steps, dtype=torch.int32)
         if num_slots == 0:
@@ -368,7 +358,7 @@ class UsageRecord:
     def touch(self, slots: torch.Tensor, valid: torch.Tensor) -> None:
         """Notes that tokens in those slots `[B, H, tokens]` that are valid were fetched; valid slots are distinct."""
         self.num_steps += 1
-        if self.usage is None:
+        if self.policy == "fifo":
             return
         if self.policy == "lru":
             before = self.usage.gather(2, slots)
@@ -384,9 +374,4 @@ class UsageRecord:
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every tensor by `function` of it."""
-        self.positions = function(self.positions)
-        if self.usage is not None:
-            self.usage = function(self.usage)
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [self.positions] if self.usage is None else [self.positions, self.usage]
+        self.positions, self.usage = function(self.positions), function(self.usage)

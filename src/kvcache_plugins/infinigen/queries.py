@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -149,8 +148,6 @@ class QueryProjection:
             return fused[..., :num_features].flatten(-2)
         weight, bias = self._projection.weight, self._projection.bias
         weight = weight.T if isinstance(self._projection, Conv1D) else weight
-        if self._num_groups == 1:
-            return F.linear(hidden_states, weight[:num_features], None if bias is None else bias[:num_features])
         # By groups, because the query rows of all of them can only be one matrix as a copy
         weight = weight.unflatten(0, (self._num_groups, -1))[:, :num_features]
         tokens = hidden_states.flatten(0, 1).expand(self._num_groups, -1, -1)

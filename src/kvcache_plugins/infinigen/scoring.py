@@ -39,12 +39,12 @@ class ScoringStates:
 
     # By which factor, and how many rows beside, capacity grows that is used up
     growth: ClassVar[tuple[float, int]] = (1.25, 64)
-    # Names of what was told from the first tokens, `[B, H, ...]` each
-    fitted_names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
         self.length = 0
         self.rows: dict[str, torch.Tensor] = {}
+        # What was told from the first tokens, `[B, H, ...]` each
+        self.fitted: dict[str, torch.Tensor] = {}
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor, count: int, start: int) -> Encoded:
         """Makes what is stored of the first `count` exact tokens `[B, H, T, D or E]` from position `start` on."""
@@ -114,16 +114,14 @@ class ScoringStates:
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every tensor by `function` of it."""
         self.rows = {name: function(rows) for name, rows in self.rows.items()}
-        for name in self.fitted_names:
-            setattr(self, name, function(getattr(self, name)))
+        self.fitted = {name: function(tensor) for name, tensor in self.fitted.items()}
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Lists part and tensor of everything stored."""
         for rows in self.rows.values():
             yield "scoring", rows[:, :, : self.length]
             yield "spare", rows[:, :, self.length :]
-        for name in self.fitted_names:
-            yield "scoring", getattr(self, name)
+        yield from (("scoring", tensor) for tensor in self.fitted.values())
 
 
 class ScoringCodes(ScoringStates):
@@ -134,10 +132,6 @@ class ScoringCodes(ScoringStates):
     same to every score of a query and drops out of the softmax; the spread goes into the query. So a key needs no zero
     point, and its row can be written anew when another token takes its slot.
     """
-
-    fitted_names = ("mean", "spread")
-    mean: torch.Tensor
-    spread: torch.Tensor
 
     def __init__(self, nbits: int, keys: torch.Tensor, valid: torch.Tensor | None, num_real: int):
         super().__init__()
@@ -163,13 +157,13 @@ class ScoringCodes(ScoringStates):
         # Of a channel that does not move nothing is known: its size stands in
         spread = torch.maximum(spread, mean.abs() * 0.01 + _TINY)
         # Nor of a sequence that is all padding so far: divided by next to nothing its keys would overflow
-        self.mean, self.spread = mean, torch.where(is_known, spread, 1.0)
+        self.fitted = {"mean": mean, "spread": torch.where(is_known, spread, 1.0)}
         if self.length:
             for name, new in self.encode_keys(keys).items():
                 self.rows[name][:, :, : self.length] = new
 
     def encode_keys(self, keys: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        normal = (keys.float() - self.mean) / self.spread
+        normal = (keys.float() - self.fitted["mean"]) / self.fitted["spread"]
         top = 2 ** (self.nbits - 1) - 0.5
         if self.nbits == 2:
             scale = normal.square().mean(dim=3, keepdim=True).sqrt() * _TWO_BIT_STEP
@@ -180,11 +174,12 @@ class ScoringCodes(ScoringStates):
         return {"codes": pack(codes.to(torch.uint8), self.nbits), "scale": scale[..., 0]}
 
     def prepare(self, query: torch.Tensor, scale: float, pool: TokenPool, window: States) -> ChoosingCall:
-        codes = self.rows["codes"], self.rows["scale"], self.spread
+        codes = self.rows["codes"], self.rows["scale"], self.fitted["spread"]
         return choose_by_codes(query, scale, *codes, self.length, self.nbits, pool.pages, window)
 
     def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
-        return code_scores(query * self.spread, self.rows["codes"], self.rows["scale"], self.length, self.nbits)
+        query, rows = query * self.fitted["spread"], self.rows
+        return code_scores(query, rows["codes"], rows["scale"], self.length, self.nbits)
 
 
 class ScoringColumns(ScoringStates):
@@ -195,8 +190,6 @@ class ScoringColumns(ScoringStates):
     large, where `valid`: with the skewing `"query-svd"` after both were turned to the right singular vectors of a
     group's queries, if known; with `"key-svd"` after keys were turned to their own: of low rank, as in ShadowKV, LRQK.
     """
-
-    fitted_names = ("turn",)
 
     def __init__(
         self,
@@ -226,11 +219,12 @@ class ScoringColumns(ScoringStates):
         sums = query_sums + (keys_used @ turn).abs().sum(dim=2)
         columns = sums.topk(max(1, round(partial_ratio * head_dim)), dim=2).indices
         # `[B, H, D, columns]`: what turns keys and picks columns at once
-        self.turn = turn.gather(3, columns[:, :, None].expand(-1, -1, head_dim, -1)).to(keys.dtype)
+        turn = turn.gather(3, columns[:, :, None].expand(-1, -1, head_dim, -1))
+        self.fitted = {"turn": turn.to(keys.dtype)}
 
     def encode_keys(self, keys: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return {"columns": keys @ self.turn}
+        return {"columns": keys @ self.fitted["turn"]}
 
     def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
         columns = self.rows["columns"][:, :, : self.length]
-        return (query @ self.turn.to(query.dtype)) @ columns.to(query.dtype).transpose(2, 3)
+        return (query @ self.fitted["turn"].to(query.dtype)) @ columns.to(query.dtype).transpose(2, 3)

@@ -42,11 +42,11 @@ class PromptSlice:
     def num_tokens(self) -> int:
         return self.stop - self.start
 
-    def padding_for(self, batch_size: int) -> list[int] | None:
-        """Lists the padding of every sequence of a forward, which may repeat the prompt's for beams."""
+    def padding_for(self, batch_size: int, first: int = 0) -> list[int] | None:
+        """Lists the padding from `first` on of a forward's sequences, which may repeat the prompt's for beams."""
         if self.padding is None:
             return None
-        return [count for count in self.padding for _ in range(batch_size // self.batch_size)]
+        return [max(count - first, 0) for count in self.padding for _ in range(batch_size // self.batch_size)]
 
 
 class PrefixExchange:
@@ -122,8 +122,7 @@ class RunaheadLayer(LazyLayer):
     def __init__(self, chain: Chain, layer_idx: int, window: int | None, *, is_lazy: bool):
         super().__init__(layer_idx)
         self._chain, self._slice = chain, chain.prompt_slice
-        self.window, self._is_lazy = window, is_lazy
-        self.is_sliding = window is not None
+        self.sliding_window, self.is_sliding, self._is_lazy = window, window is not None, is_lazy
         # Keys and values of the prefix, or what a window needs of it, and of the slice
         self.states: tuple[torch.Tensor, torch.Tensor] | None = None
         self._length = self._slice.start
@@ -171,10 +170,9 @@ class RunaheadLayer(LazyLayer):
         # A single new token comes with the query heads of a group as rows
         rows = query.reshape(query.shape[0], -1, part.num_tokens, query.shape[3])
         # The window's first key may stand behind some padding
-        first = part.stop - keys.shape[2]
-        padding = part.padding_for(query.shape[0])
-        padding = None if padding is None else [max(count - first, 0) for count in padding]
-        output = attend_behind_prefix(rows, keys, values, scale=call.scale, padding=padding, window=self.window)
+        padding = part.padding_for(query.shape[0], part.stop - keys.shape[2])
+        window = self.sliding_window
+        output = attend_behind_prefix(rows, keys, values, scale=call.scale, padding=padding, window=window)
         self._chain.finish_layer()
         return output.reshape(*query.shape[:3], -1)
 
@@ -182,10 +180,7 @@ class RunaheadLayer(LazyLayer):
         return self._slice.num_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self._is_lazy:
-            return query_length, self._length
-        start = max(self._length - self.window + 1, 0) if self.window is not None else 0
-        return self._length - start + query_length, start
+        return (query_length, self._length) if self._is_lazy else super().get_mask_sizes(query_length)
 
     def materialize(self, side: str) -> torch.Tensor:
         # Whoever wants dense states got a mask that was made for the slice alone
@@ -216,8 +211,7 @@ class RunaheadLayer(LazyLayer):
     def offload(self) -> None:
         """Keeps the states: they are about to be used."""
 
-    def prefetch(self) -> None:
-        """Keeps the states."""
+    prefetch = offload
 
     def reset(self) -> None:
         self.states, self._length, self.is_initialized = None, self._slice.start, False

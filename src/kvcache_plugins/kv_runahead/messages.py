@@ -51,44 +51,40 @@ class MessageLayout:
 
     def make_rows(self, num_tokens: int, batch_size: int) -> torch.Tensor:
         """Makes uninitialized rows `[num_tokens, batch_size, num_heads, numbers or bytes]`."""
-        size = self._side_size(self.key_dim) + self._side_size(self.value_dim)
         dtype = self.dtype if self.nbits is None else torch.uint8
-        return torch.empty((num_tokens, batch_size, self.num_heads, size), dtype=dtype, device=self.device)
+        shape = num_tokens, batch_size, self.num_heads, sum(self._sizes())
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def write(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """
         Writes states `[B, H, tokens, D or E]` into rows; those to be quantized that do not fit float16 are a
         `ValueError`.
         """
-        if self.nbits is None:
-            rows[..., : self.key_dim] = keys.permute(2, 0, 1, 3)
-            rows[..., self.key_dim :] = values.permute(2, 0, 1, 3)
-            return
-        sides = [part for states in (keys, values) for part in self._encode(states)]
-        rows.copy_(torch.cat(sides, dim=-1).permute(2, 0, 1, 3))
+        for own, states in zip(rows.split(self._sizes(), dim=3), (keys, values), strict=True):
+            own.copy_((states if self.nbits is None else self._encode(states)).permute(2, 0, 1, 3))
 
     def read(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads keys `[B, H, tokens, D]` and values `[B, H, tokens, E]`: views if rows are not quantized."""
-        rows, size = rows.permute(1, 2, 0, 3), self._side_size(self.key_dim)
-        keys, values = rows[..., :size], rows[..., size:]
+        keys, values = rows.permute(1, 2, 0, 3).split(self._sizes(), dim=3)
         if self.nbits is None:
             return keys, values
         return self._decode(keys, self.key_dim), self._decode(values, self.value_dim)
 
-    def _side_size(self, head_dim: int) -> int:
-        """Counts a token's numbers in one head; their bytes if they are quantized."""
-        if self.nbits is None:
-            return head_dim
-        return packed_size(head_dim, self.nbits) + 2 * _METADATA_BYTES * (head_dim // _group_size(head_dim))
+    def _sizes(self) -> list[int]:
+        """Counts numbers of a token's key and value in one head; their bytes if they are quantized."""
+        dims, nbits = [self.key_dim, self.value_dim], self.nbits
+        if nbits is None:
+            return dims
+        return [packed_size(dim, nbits) + 2 * _METADATA_BYTES * (dim // _group_size(dim)) for dim in dims]
 
-    def _encode(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Encodes states as codes, scales and zeros, all as bytes `[B, H, tokens, ...]`."""
+    def _encode(self, states: torch.Tensor) -> torch.Tensor:
+        """Encodes states as bytes of codes, scales and zeros, `[B, H, tokens, bytes]`."""
         assert self.nbits is not None
         grouping = Grouping("token", _group_size(states.shape[3]))
         found = quantize(states.float()[:, :, None], None, self.nbits, grouping)
         codes, scale, zero = (each[:, :, 0] for each in found)
         check_range(are_in_range(scale, zero))
-        return pack(codes, self.nbits), scale.view(torch.uint8), zero.view(torch.uint8)
+        return torch.cat([pack(codes, self.nbits), scale.view(torch.uint8), zero.view(torch.uint8)], dim=3)
 
     def _decode(self, packed: torch.Tensor, head_dim: int) -> torch.Tensor:
         assert self.nbits is not None

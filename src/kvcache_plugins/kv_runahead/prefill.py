@@ -16,7 +16,7 @@ from kvcache_plugins.option_checks import check_left_padding
 from kvcache_plugins.user_warnings import warn_user
 
 from .chain import Chain, PrefixExchange, PromptSlice
-from .messages import HOP_NBITS, MessageLayout, message_layouts
+from .messages import HOP_NBITS, message_layouts
 from .planner import PartitionTable, resolve_partition
 from .transport import FailureReports, Neighbours, agree, digest
 
@@ -167,21 +167,19 @@ def _take_part(
         raise ValueError("`group`: there are no ranks; call `torch.distributed.init_process_group` first")
     rank, size, run = dist.get_rank(group), dist.get_world_size(group), next(_RUNS)
     is_last = rank == size - 1
-    slices: tuple[int, ...] = ()
-    layouts: list[MessageLayout] = []
     try:
         _check_prompt(model, input_ids, attention_mask)
         if hop_nbits is not None and hop_nbits not in HOP_NBITS:
             raise ValueError(f"`hop_nbits` has to be one of {HOP_NBITS} or `None` but is {hop_nbits}")
         most = size if partition is not None else max(min(size, input_ids.shape[1] // _MIN_SLICE), 1)
-        found = resolve_partition(partition, input_ids.shape[1], most, model=model)
+        slices = resolve_partition(partition, input_ids.shape[1], most, model=model)
         layouts = [replace(layout, nbits=hop_nbits) for layout in message_layouts(model)]
-        cache = _checked_cache(cache, model, len(found)) if is_last else None
+        cache = _checked_cache(cache, model, len(slices)) if is_last else None
         call: dict[str, object] = {"model": fingerprint(model), "dtype": str(model.dtype)}
-        call |= {"prompt": digest(input_ids, attention_mask), "partition": found, "hop_nbits": hop_nbits}
-        slices = found
+        call |= {"prompt": digest(input_ids, attention_mask), "partition": slices, "hop_nbits": hop_nbits}
     except ValueError as error:
         call = {"error": str(error)}
+    # Of an error of any rank all hear here
     agree(call, group, FailureReports(rank, run))
     first, result = size - len(slices), None
     if rank < first:

@@ -98,7 +98,7 @@ class Neighbours:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, first: int, run: int):
-        self.group, self.rank, self.first = group, dist.get_rank(group), first
+        self.group, self.rank = group, dist.get_rank(group)
         self.before = self.rank - 1 if self.rank > first else None
         self.behind = self.rank + 1 if self.rank < dist.get_world_size(group) - 1 else None
         self.failures = FailureReports(self.rank, run)

@@ -33,8 +33,8 @@ class UpdateOrder:
         self.is_watched = config is not None and config.is_encoder_decoder and num_layers > 1
         self._last: int | None = None
 
-    def note(self, layer_idx: int) -> None:
-        """Called before each update; a `ValueError` if it is the second one of a layer in a row."""
+    def note(self, layer_idx: int) -> bool:
+        """Tells before an update whether it begins a forward; a `ValueError` if it is the second one of a layer."""
         last, self._last = self._last, layer_idx
         if last == layer_idx and self.is_watched:
             self._last = None
@@ -42,6 +42,7 @@ class UpdateOrder:
                 "`past_key_values` is a cache for the decoder's own tokens, and the encoder's would be stored among "
                 "them: pass `EncoderDecoderCache(cache, DynamicCache())`"
             )
+        return last is None or layer_idx <= last
 
     def restart(self) -> None:
         """The next update may be of any layer."""
