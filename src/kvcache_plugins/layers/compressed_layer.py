@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments
-from kvcache_plugins.codecs.parts import DensePart
+from kvcache_plugins.codecs.parts import SIDES, DensePart
 from kvcache_plugins.kernels.attention import attend, prepare_coding, prepare_tokens
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_kernel
@@ -392,7 +392,7 @@ class CompressedLayer(LazyLayer):
                 block: Any = packing.encode(codec, (keys, values), start, valid, is_prompt=is_prompt)
             else:
                 rows = codec.encode(keys, values, positions)
-                block = RowBlock(rows[0], rows[1], start, keys.shape[2])
+                block = RowBlock(rows[0], rows[1], start, keys.shape[2], is_recent=recent is not None)
         except ValueError as error:
             # The codec notices, and here it is said, what is not finite
             check_finite(keys, values, valid, self.layer_idx)
@@ -412,27 +412,25 @@ class CompressedLayer(LazyLayer):
         prepared, self._prepared = self._prepared, None
         if first_end is not None:
             self.packed.blocks.append(block)
-            self.packed.is_open = not (is_prompt and is_grouped)
             return
         num_aged, num_blocks = 0, len(self.blocks)
-        if recent is not None:
-            joined = self.packed.add_recent(block, packing.recent_length)
-            # Where there are too many, the older half is coded as all others
-            if self.blocks[-1].length > packing.recent_length:
-                num_aged = self.blocks[-1].length - packing.recent_length // 2
-        else:
-            if self.packed.has_recent:
-                self._age(self.packed.newest.length)
-            joined = self.packed.add(block, self._most_rows, is_joining=not (is_prompt and is_grouped))
-        if num_aged:
+        if recent is None:
+            self._age()
+        joined = self.packed.add(block, self._most_rows if recent is None else packing.recent_length)
+        # Where there are too many recent ones, the older half is coded as all others
+        if recent is not None and self.blocks[-1].length > packing.recent_length:
+            num_aged = self.blocks[-1].length - packing.recent_length // 2
             self._age(num_aged)
         is_same = joined is not None and joined is self.blocks[-1] and len(self.blocks) == num_blocks
         if is_same and prepared is not None and prepared.extend(self.blocks[-2:] if num_aged else self.blocks[-1:]):
             self._prepared = prepared
 
-    def _age(self, count: int) -> None:
-        """Codes the first `count` recent tokens anew, as all older ones are."""
+    def _age(self, count: int | None = None) -> None:
+        """Codes the first `count` recent tokens, all by default, anew, as all older ones are."""
         recent = self.packed.newest
+        if recent is None or not recent.is_recent:
+            return
+        count = recent.length if count is None else count
         rows = recent.keys[:, :, :count], recent.values[:, :, :count]
         keys, values = self.codec.recode(rows, self._codec_of(recent))
         self.packed.age(RowBlock(keys, values, recent.start, count), self._most_rows)
@@ -580,39 +578,33 @@ class CompressedLayer(LazyLayer):
     def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         first = position = self._first_visible
         prefix, stop = self.prefix, 0 if self.prefix is None else self.prefix.stop()
-        for start, end, stored in self._stored_tiles(sides):
-            tiles = [(end, stored)]
-            if position < start:
-                # Tokens that are in no block: the prefix, and padding
-                shapes = {
-                    side: (*self.states_shape(side)[:2], start - position, self._shapes[side][3]) for side in sides
-                }
-                empty = {
-                    side: torch.zeros(shape, dtype=self.dtype, device=self.device) for side, shape in shapes.items()
-                }
-                tiles.insert(0, (start, empty))
-            for tile_end, tile in tiles:
-                if tile_end <= position:
-                    continue
-                states = {side: tile[side][:, :, position - tile_end :].to(self.dtype) for side in sides}
-                if prefix is not None and position < stop:
-                    for side, own in states.items():
-                        prefix.write_dense(side, own, position)
-                yield slice(position - first, tile_end - first), states
-                position = tile_end
+        for keys, values, end in self._stored_tiles(sides):
+            if end <= position:
+                continue
+            tile = {"keys": keys, "values": values}
+            states = {side: tile[side][:, :, position - end :].to(self.dtype) for side in sides}
+            if position < stop:
+                assert prefix is not None
+                for side, own in states.items():
+                    prefix.write_dense(side, own, position)
+            yield slice(position - first, end - first), states
+            position = end
 
-    def _stored_tiles(self, sides: Collection[str]) -> Iterator[tuple[int, int, dict[str, torch.Tensor]]]:
-        """Blocks and the exact tail in order, with the positions that they begin and end at; the last may be empty."""
+    def _stored_tiles(self, sides: Collection[str]) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+        """Keys and values of all tokens in order, without those of the prefix, and the positions that they end at."""
+        # Tokens that are in no block: the prefix, and padding
+        end = self.blocks[0].start if self.blocks else self.exact_start
+        shapes = ((*self.states_shape(side)[:2], end, self._shapes[side][3]) for side in SIDES)
+        keys, values = (torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes)
+        yield keys, values, end
         for block in self.blocks:
             part = block.part(self._codec_of(block), self.padding, None)
-            for keys, values, first, stop in part.tiles(sides):
-                yield block.start + first, block.start + stop, {"keys": keys, "values": values}
+            for keys, values, _, stop in part.tiles(sides):
+                yield keys, values, block.start + stop
         end = self.exact_start
         for keys, values, length in self._exact_tail():
-            start, end = end, end + length
-            exact = {"keys": keys[:, :, :length], "values": values[:, :, :length]}
-            yield start, end, exact
-        yield end, end, {}
+            end += length
+            yield keys[:, :, :length], values[:, :, :length], end
 
     def activate_past_recording(self) -> None:
         """Lets go of nothing from now on until a `crop`, which can then take back all updates since the last one."""
@@ -755,7 +747,7 @@ class CompressedLayer(LazyLayer):
             value_head_dim=self._shapes["values"][3],
             length=self._length,
             held_start=self._held_start,
-            is_open=self.packed.is_open and self.blocks[-1].length > 0,
+            is_open=bool(self.blocks) and self.blocks[-1].is_open and self.blocks[-1].length > 0,
             counters=dict(self._counters),
             padding=self.padding,
             prefix=self.prefix,
@@ -772,7 +764,7 @@ class CompressedLayer(LazyLayer):
         if state.counters.keys() != set(self.counter_names):
             raise ValueError(f"`{path}.counters` has to be of {sorted(self.counter_names)}")
         self.codec, blocks = restore_blocks(state, self.packing, self.sliding_window, path)
-        self.packed = PackedTokens(blocks, is_open=state.is_open)
+        self.packed = PackedTokens(blocks)
         self._prepared = None
         self._length, self._counters = state.length, dict(state.counters)
         heads = state.batch_size, state.num_heads, state.length

@@ -166,14 +166,15 @@ def _restore_groups(
         chunks = keys.num_chunks, keys.chunk_length
         if (values.num_chunks, values.chunk_length) != chunks or -(-block.length // chunks[1]) != chunks[0]:
             raise ValueError(f"`{where}`: {block.length} tokens do not fit {chunks[0]} chunks of {chunks[1]}")
-        blocks.append(GroupBlock(keys, values, block.start, block.length))
+        blocks.append(GroupBlock(keys, values, block.start, block.length, is_open=False))
     if state.is_open:
         # Chunks of decoded tokens are written into the last block, which has to be of such
         last = blocks[-1] if blocks else None
-        if last is None or not last.can_grow or last.chunk_length != decoded_length:
+        if last is None or last.length % last.chunk_length or last.chunk_length != decoded_length:
             raise ValueError(f"`{path}.is_open` asks for a last block of whole chunks")
         if not codec.keys.is_of_decoded(last.keys) or not codec.values.is_of_decoded(last.values):
             raise ValueError(f"`{path}.is_open` asks for a last block of decoded tokens")
+        last.is_open = True
     return codec, [*blocks]
 
 
@@ -213,5 +214,6 @@ def _restore_rows(
         for side, tensors, size in zip(("keys", "values"), (block.keys, block.values), own.row_sizes, strict=True):
             layout = {ROWS: Stored((*heads, block.length, size), torch.uint8)}
             check_layout(f"{path}.blocks.{number}.{side}", tensors, layout)
-        blocks.append(RowBlock(block.keys[ROWS], block.values[ROWS], block.start, block.length, block.is_recent))
+        rows = block.keys[ROWS], block.values[ROWS]
+        blocks.append(RowBlock(*rows, block.start, block.length, block.is_recent, state.is_open))
     return codec, blocks

@@ -109,6 +109,7 @@ class Block(ABC):
         start (`int`): position of the first token in the sequence, padding included.
         length (`int`): tokens in use.
         is_recent (`bool`): whether these are the newest packed tokens, in rows of more bits.
+        is_open (`bool`): whether decoded tokens may join.
         chunk_length (`int`): tokens that are packed together.
     """
 
@@ -117,6 +118,7 @@ class Block(ABC):
     start: int
     length: int
     is_recent: bool = False
+    is_open: bool = True
 
     chunk_length = 1
 
@@ -126,9 +128,14 @@ class Block(ABC):
         return -(-self.length // self.chunk_length)
 
     @property
-    def can_grow(self) -> bool:
-        """Whether further chunks may follow, as no crop has cut into the last one."""
-        return self.length % self.chunk_length == 0
+    def stop(self) -> int:
+        """Position behind the last token."""
+        return self.start + self.length
+
+    @property
+    def capacity(self) -> int:
+        """Chunks in all that fit into the storage."""
+        return next(iter(self.sides()[0].values())).shape[2]
 
     @abstractmethod
     def sides(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -139,8 +146,8 @@ class Block(ABC):
         """Replaces every stored tensor by `function` of it."""
 
     @abstractmethod
-    def make_room(self, count: int, most: int | None) -> None:
-        """Grows the capacity, if it is too little for `count` more tokens; see `append`."""
+    def capacity_for(self, count: int, most: int | None) -> int:
+        """Capacity that `count` more tokens need, or are worth; see `append`."""
 
     @abstractmethod
     def part(self, codec: Any, padding: torch.Tensor | None, mask: torch.Tensor | None) -> Any:
@@ -148,8 +155,9 @@ class Block(ABC):
 
     def append(self, block: Block, most: int | None) -> None:
         """Adds a block that follows; capacity does not grow beyond `most` tokens before it is needed."""
-        used = self.num_chunks
-        self.make_room(block.length, most)
+        used, capacity = self.num_chunks, self.capacity_for(block.length, most)
+        if capacity > self.capacity:
+            self.resize(capacity)
         for mine, theirs in zip(self.sides(), block.sides(), strict=True):
             for name, tensor in theirs.items():
                 mine[name][:, :, used : used + block.num_chunks] = tensor
@@ -167,8 +175,8 @@ class Block(ABC):
         self.map(resized)
 
     def truncate(self, length: int) -> None:
-        """Keeps the first `length` tokens, and gives the room of the others back."""
-        self.length = length
+        """Keeps the first `length` tokens, and gives the room of the others back; nothing follows a chunk cut into."""
+        self.length, self.is_open = length, self.is_open and length % self.chunk_length == 0
         self.resize(self.num_chunks)
 
     def stored(self) -> list[dict[str, torch.Tensor]]:
@@ -189,21 +197,14 @@ class RowBlock(Block):
     keys: torch.Tensor
     values: torch.Tensor
 
-    @property
-    def capacity(self) -> int:
-        """Tokens in all that fit into the storage."""
-        return self.keys.shape[2]
-
     def sides(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         return {ROWS: self.keys}, {ROWS: self.values}
 
     def map(self, function: TensorFunction) -> None:
         self.keys, self.values = function(self.keys), function(self.values)
 
-    def make_room(self, count: int, most: int | None) -> None:
-        capacity = self.kept_for(count, most).capacity
-        if capacity > self.capacity:
-            self.resize(capacity)
+    def capacity_for(self, count: int, most: int | None) -> int:
+        return self.kept_for(count, most).capacity
 
     def kept_for(self, count: int, most: int | None, num_dropped: int = 0) -> KeptRows:
         """Tells which rows stay when some in front go and `count` more come, and for how many there is to be room."""
@@ -253,10 +254,9 @@ class GroupBlock(Block):
     def map(self, function: TensorFunction) -> None:
         self.keys, self.values = self.keys.map(function), self.values.map(function)
 
-    def make_room(self, count: int, most: int | None) -> None:
+    def capacity_for(self, count: int, most: int | None) -> int:
         total = self.num_chunks + count // self.chunk_length
-        if total > self.keys.num_chunks:
-            self.resize(max(2 * self.keys.num_chunks, total))
+        return total if total <= self.capacity else max(2 * self.capacity, total)
 
     def truncate(self, length: int) -> None:
         """See `Block.truncate`: keeps whole chunks, or whole groups of a single chunk."""
@@ -271,41 +271,35 @@ class GroupBlock(Block):
 
 
 class PackedTokens:
-    """
-    Packed tokens of a layer, in blocks that follow each other.
+    """Packed tokens of a layer, in `blocks` that follow each other, the oldest first; the last may be recent ones."""
 
-    Attributes:
-        blocks (`list`): the oldest first; the last may be of recent tokens.
-        is_open (`bool`): whether decoded tokens may join the last block.
-        is_older_open (`bool`): whether tokens may join the block before a recent one.
-    """
-
-    def __init__(self, blocks: Sequence[Block] = (), *, is_open: bool = False):
+    def __init__(self, blocks: Sequence[Block] = ()):
         self.blocks: list[Any] = [*blocks]
-        self.is_open = self.is_older_open = is_open
 
     @property
     def newest(self) -> Any:
         """The last block, if there is one."""
         return self.blocks[-1] if self.blocks else None
 
-    @property
-    def has_recent(self) -> bool:
-        """Whether the last block is of recent tokens."""
-        return bool(self.blocks) and self.blocks[-1].is_recent
-
-    def add(self, block: Block, most: int | None, *, is_joining: bool) -> Block | None:
+    def add(self, block: Block, most: int | None) -> Block | None:
         """
         Adds a block that follows, perhaps later, where a window has passed all that there was; to the last one if both
-        are of decoded tokens (`is_joining`), and then returns that. See `Block.append` for `most`.
+        are open and of one kind, and then returns that. See `Block.append` for `most`.
         """
-        if self.blocks and block.start > self.newest.start + self.newest.length:
-            self.blocks, self.is_open = [], False
-        is_open, self.is_open = self.is_open, is_joining
-        if not (is_open and is_joining):
+        newest = self.newest
+        if newest is not None and block.start > newest.stop:
+            self.blocks, newest = [], None
+        if newest is None or newest.is_recent != block.is_recent:
             self.blocks.append(block)
             return None
-        self.newest.append(block, most)
+        if newest.is_recent and not newest.is_open:
+            # There is one block of them, which a copy may share
+            newest.resize(newest.length + block.length)
+            newest.is_open = True
+        if not (newest.is_open and block.is_open):
+            self.blocks.append(block)
+            return None
+        newest.append(block, most)
         return self.blocks[-1]
 
     def joined(self, start: int, count: int, most_recent: int) -> tuple[RowBlock, RowBlock | None, int] | None:
@@ -314,70 +308,42 @@ class PackedTokens:
         before it, and how many recent tokens have to join that one then.
         """
         newest = self.newest
-        if not self.is_open or not isinstance(newest, RowBlock) or newest.start + newest.length != start:
+        if not isinstance(newest, RowBlock) or not newest.is_open or newest.stop != start:
             return None
         if not newest.is_recent:
             return None if most_recent else (newest, None, 0)
         if newest.length + count <= most_recent:
             return newest, None, 0
-        num_aged, has_older = newest.length + count - most_recent // 2, self.is_older_open and len(self.blocks) > 1
-        return (newest, self.blocks[-2], num_aged) if has_older and num_aged <= newest.length else None
-
-    def add_recent(self, block: Block, most: int) -> Block | None:
-        """Adds newest tokens in finer rows, at most `most` with others; returns the block that they joined."""
-        block.is_recent = True
-        if not self.has_recent:
-            is_older_open = self.is_open
-            self.add(block, most, is_joining=False)
-            self.is_older_open, self.is_open = is_older_open and len(self.blocks) > 1, True
-            return None
-        if not self.is_open:
-            # A copy may share them
-            self.newest.resize(self.newest.length + block.length)
-            self.is_open = True
-        return self.add(block, most, is_joining=True)
+        older, num_aged = self.blocks[-2:-1], newest.length + count - most_recent // 2
+        return (newest, older[0], num_aged) if older and older[0].is_open and num_aged <= newest.length else None
 
     def age(self, block: RowBlock, most: int | None) -> None:
         """Replaces the first recent tokens by a block of the same, coded as all older ones are."""
-        recent = self.blocks[-1]
-        if self.is_older_open and len(self.blocks) > 1:
-            self.blocks[-2].append(block, most)
-        else:
-            self.blocks.insert(-1, block)
-            self.is_older_open = True
+        recent = self.blocks.pop()
+        self.add(block, most)
         if block.length < recent.length:
             recent.drop_first(block.length)
-        else:
-            self.blocks.pop()
-            self.is_open = self.is_older_open
+            self.blocks.append(recent)
 
     def drop_before(self, position: int) -> bool:
         """Drops tokens before a position, some rows at a time, and tells whether it has."""
-        newest, count = self.newest, len(self.blocks)
-        self.blocks = [block for block in self.blocks if block.start + block.length > position]
+        count = len(self.blocks)
+        self.blocks = [block for block in self.blocks if block.stop > position]
         num_dropped = max(position - self.blocks[0].start, 0) // DROP_STEP * DROP_STEP if self.blocks else 0
         if num_dropped:
             self.blocks[0].drop_first(num_dropped)
-        if not num_dropped and len(self.blocks) == count:
-            return False
-        self._close_if_cut(newest)
-        return True
+        return num_dropped > 0 or len(self.blocks) < count
 
     def truncate(self, length: int) -> None:
         """Drops tokens at position `length` and beyond."""
-        newest = self.newest
         self.blocks = [block for block in self.blocks if block.start < length]
-        if self.blocks and self.newest.start + self.newest.length > length:
+        if self.blocks and self.newest.stop > length:
             self.newest.truncate(length - self.newest.start)
-        self._close_if_cut(newest)
-
-    def _close_if_cut(self, newest: Block | None) -> None:
-        self.is_open = self.is_open and newest is not None and self.newest is newest and newest.can_grow
 
     def share(self) -> Iterator[torch.Tensor]:
         """Yields all tensors, to which nothing is added from now on: that would be into room that copies share."""
-        self.is_open = self.is_older_open = False
         for block in self.blocks:
+            block.is_open = False
             yield from (tensor for side in block.sides() for tensor in side.values())
 
 
@@ -671,4 +637,4 @@ class GroupPacking(Packing):
         length = states[0].shape[2]
         num_chunks = 1 if is_prompt else length // self.residual_length
         sides = codec.encode(*states, valid, num_chunks=num_chunks, is_prompt=is_prompt)
-        return GroupBlock(*sides, start, length)
+        return GroupBlock(*sides, start, length, is_open=not is_prompt)

@@ -214,8 +214,7 @@ class StaticLayer(CompressedLayer):
         self._stands_still = has_kernels or self.max_length is not None
         if self._stands_still and isinstance(self.packing, RowPacking) and self.packing.recent_length:
             # In the place of rows of more bits, which are coded twice
-            if self.packed.has_recent:
-                self._age(self.packed.newest.length)
+            self._age()
             num_exact = max(self.packing.residual_length, _NUM_EXACT)
             self.packing = replace(self.packing, recent_length=0, residual_length=num_exact)
 
@@ -285,13 +284,12 @@ class StaticLayer(CompressedLayer):
         # Padding is of the first prompt, and hidden by masks of its own part
         if first is None or (self.padding is not None and int(self.padding.max()) > first.start + first.length):
             return
-        if not self.packed.is_open:
+        if not self.blocks[-1].is_open:
             keys, values = (
                 torch.zeros(self.batch_size, self._shapes["keys"][1], 0, size, dtype=torch.uint8, device=self.device)
                 for size in self.codec.row_sizes
             )
             self.blocks.append(RowBlock(keys, values, self.exact_start, 0))
-            self.packed.is_open = True
         newest = self.blocks[-1]
         wanted = 0 if self.max_length is None else self.max_length - newest.start - limit
         if newest.capacity < max(wanted, newest.length + 1):
