@@ -15,13 +15,13 @@ the window; with `activate_past_recording` nothing is let go of before a `crop`.
 Legend: B batch, H key/value heads, G query heads a key/value head, Q queries, T tokens, D head dim.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments
-from kvcache_plugins.codecs.parts import SIDES, DensePart
+from kvcache_plugins.codecs.parts import DensePart
 from kvcache_plugins.kernels.attention import attend, prepare_coding, prepare_tokens
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_kernel
@@ -29,7 +29,7 @@ from kvcache_plugins.kernels.masks import combine_masks, hide_first, mask_column
 
 from .contexts import in_own_context
 from .layer_state import BlockState, ExactStates, LayerState, restore_blocks
-from .lazy_layer import LazyLayer
+from .lazy_layer import LazyLayer, MaskedTiles
 from .lazy_states import stored_states
 from .packing import (
     DROP_STEP,
@@ -147,7 +147,7 @@ class CompressedLayer(LazyLayer):
     @in_own_context
     def _end_plain(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         first = 0 if self.prefix is None else self.prefix.num_slots
-        self.buffer = ResidualBuffer.of(keys[:, :, first:], values[:, :, first:], self._buffer_limit)
+        self.buffer = ResidualBuffer(keys[:, :, first:], values[:, :, first:], self._buffer_limit)
 
     @property
     def _buffer_limit(self) -> int:
@@ -250,7 +250,8 @@ class CompressedLayer(LazyLayer):
         if self.packing.residual_length or self.codec is None:
             if self.buffer is None:
                 self.buffer = ResidualBuffer(keys, values, self.packing.residual_length)
-            self.buffer.append(keys, values)
+            else:
+                self.buffer.append(keys, values)
             return
         # Packed as they come; they are not counted yet
         self._length += keys.shape[2]
@@ -378,7 +379,6 @@ class CompressedLayer(LazyLayer):
         Where none are packed yet, exact tokens in front end at `first_end` `[B]`, on the CPU.
         """
         packing, counts = self.packing, self._left_padding.counts
-        is_grouped = isinstance(packing, GroupPacking)
         valid = None if counts is None else self._valid_tokens(start, keys.shape[2])
         if start < self._prefix_stop:
             assert self.prefix is not None
@@ -392,12 +392,12 @@ class CompressedLayer(LazyLayer):
                 block: Any = packing.encode(codec, (keys, values), start, valid, is_prompt=is_prompt)
             else:
                 rows = codec.encode(keys, values, positions)
-                block = RowBlock(rows[0], rows[1], start, keys.shape[2], is_recent=recent is not None)
+                block = RowBlock(*rows, start, keys.shape[2], is_recent=recent is not None)
         except ValueError as error:
             # The codec notices, and here it is said, what is not finite
             check_finite(keys, values, valid, self.layer_idx)
             raise ValueError(f"layer {self.layer_idx}: {error}") from error
-        if not is_grouped:
+        if isinstance(block, RowBlock):
             too_large = codec.too_large(block.keys, block.values)
             if too_large is not None:
                 # What stands for padding, or is exact as well, may be anything
@@ -408,7 +408,7 @@ class CompressedLayer(LazyLayer):
             if first_end is not None:
                 self.codec = self.codec.without_shared_errors(rows, keys, values, valid, positions)
         self._counters["tokens_compressed"] += block.length
-        self._counters["chunks_compressed"] += block.num_chunks if is_grouped else 1
+        self._counters["chunks_compressed"] += 1 if isinstance(block, RowBlock) else block.num_chunks
         prepared, self._prepared = self._prepared, None
         if first_end is not None:
             self.packed.blocks.append(block)
@@ -445,7 +445,7 @@ class CompressedLayer(LazyLayer):
         buffer, first = self._buffer, keys.shape[2] - count
         if buffer is None or buffer.length != keys.shape[2]:
             limit = self.packing.residual_length
-            self._buffer = ResidualBuffer.of(keys[:, :, first:], values[:, :, first:], limit)
+            self._buffer = ResidualBuffer(keys[:, :, first:], values[:, :, first:], limit)
         elif first:
             buffer.drop_first(first)
 
@@ -571,40 +571,26 @@ class CompressedLayer(LazyLayer):
         return hide_first(slice_mask(attn_mask, 0, stop - first), first - start, stop - start, self.device)
 
     def materialize(self, side: str) -> torch.Tensor:
-        if not self._length:
-            return torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
-        return torch.cat([tile[side] for _, tile in self.dense_tiles({side})], dim=2)
-
-    def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
-        first = position = self._first_visible
-        prefix, stop = self.prefix, 0 if self.prefix is None else self.prefix.stop()
-        for keys, values, end in self._stored_tiles(sides):
-            if end <= position:
-                continue
-            tile = {"keys": keys, "values": values}
-            states = {side: tile[side][:, :, position - end :].to(self.dtype) for side in sides}
-            if position < stop:
-                assert prefix is not None
-                for side, own in states.items():
-                    prefix.write_dense(side, own, position)
-            yield slice(position - first, end - first), states
-            position = end
-
-    def _stored_tiles(self, sides: Collection[str]) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-        """Keys and values of all tokens in order, without those of the prefix, and the positions that they end at."""
-        # Tokens that are in no block: the prefix, and padding
-        end = self.blocks[0].start if self.blocks else self.exact_start
-        shapes = ((*self.states_shape(side)[:2], end, self._shapes[side][3]) for side in SIDES)
-        keys, values = (torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes)
-        yield keys, values, end
-        for block in self.blocks:
-            part = block.part(self._codec_of(block), self.padding, None)
-            for keys, values, _, stop in part.tiles(sides):
-                yield keys, values, block.start + stop
-        end = self.exact_start
+        first, position = self._first_visible, self.exact_start
+        dense = torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
+        held = [(block.start, block.part(self._codec_of(block), self.padding, None)) for block in self.blocks]
         for keys, values, length in self._exact_tail():
-            end += length
-            yield keys[:, :, :length], values[:, :, :length], end
+            held.append((position, DensePart(keys, values, length, None)))
+            position += length
+        for position, part in held:
+            for keys, values, start, stop in part.tiles({side}):
+                states = (keys if side == "keys" else values)[:, :, max(first - position - start, 0) :]
+                end = max(position + stop - first, 0)
+                dense[:, :, end - states.shape[2] : end] = states
+        # Where it spans tokens of blocks too, theirs mean nothing
+        if self.prefix is not None:
+            self.prefix.write_dense(side, dense, first)
+        return dense
+
+    def dense_tiles(self, mask: torch.Tensor | None) -> MaskedTiles:
+        for part in self._parts(mask):
+            for keys, values, start, stop in part.tiles():
+                yield keys.to(self.dtype), values.to(self.dtype), slice_mask(part.mask, start, stop)
 
     def activate_past_recording(self) -> None:
         """Lets go of nothing from now on until a `crop`, which can then take back all updates since the last one."""
@@ -613,9 +599,7 @@ class CompressedLayer(LazyLayer):
     def _let_go(self) -> None:
         """Drops what no query to come sees, some rows at a time."""
         first = self._first_seen(self._length)
-        if first <= self._held_start:
-            return
-        if self.packed.drop_before(first):
+        if first > self._held_start and self.packed.drop_before(first):
             self._forget_before(self.blocks[0].start if self.blocks else self.exact_start)
 
     def _forget_before(self, position: int) -> None:
@@ -721,15 +705,13 @@ class CompressedLayer(LazyLayer):
 
     def _num_exact(self) -> int:
         """Tokens that are exact and have not been let go of, of the sequence that has most of them packed."""
-        if self.sliding_window is not None:
-            in_front = 0 if self.prefix is None else min(self.prefix.num_slots, self._length)
-            return self._length - self.exact_start + in_front
-        exact = self._length - sum(block.length for block in self.blocks)
-        if self.prefix is None or not self.blocks:
-            return exact
-        has_rows = isinstance(self.packing, RowPacking)
-        in_front = min(self.packing.num_sink_tokens if has_rows else self.prefix.num_slots, self._length)
-        return exact + max(in_front - self.blocks[0].start, 0)
+        start, in_front, all_held = self.exact_start, 0, self.sliding_window is None
+        if self.prefix is not None:
+            has_sinks = isinstance(self.packing, RowPacking) and all_held
+            in_front = min(self.packing.num_sink_tokens if has_sinks else self.prefix.num_slots, self._length)
+        if all_held:
+            in_front = max(in_front, self.blocks[0].start if self.blocks else start)
+        return self._length - start + in_front
 
     def state(self) -> LayerState:
         """Everything that it holds, as it is: nothing is copied."""
@@ -737,8 +719,7 @@ class CompressedLayer(LazyLayer):
         self._add_newest_queries()
         batch_size, num_heads, _, key_head_dim = self.states_shape("keys")
         pending, buffer = self._pending_sequences, self.buffer
-        stored = [(each, *each.stored()) for each in self.blocks if each.length]
-        held = [BlockState(each.start, each.length, keys, values, each.is_recent) for each, keys, values in stored]
+        blocks = [each for each in self.blocks if each.length]
         return LayerState(
             dtype=self.dtype,
             batch_size=batch_size,
@@ -751,7 +732,7 @@ class CompressedLayer(LazyLayer):
             counters=dict(self._counters),
             padding=self.padding,
             prefix=self.prefix,
-            blocks=held,
+            blocks=[BlockState(each.start, each.length, *each.stored(), each.is_recent) for each in blocks],
             buffer=None if buffer is None else ExactStates(buffer.keys, buffer.values),
             tables=self.codec.state() if isinstance(self.codec, Codec) else None,
             moments=self._moments,
@@ -772,7 +753,7 @@ class CompressedLayer(LazyLayer):
         self.dtype, self.batch_size = state.dtype, state.batch_size
         self.prefix, self.padding = state.prefix, state.padding
         exact, limit = state.buffer, self.packing.residual_length
-        self.buffer = None if exact is None else ResidualBuffer.of(exact.keys, exact.values, limit)
+        self.buffer = None if exact is None else ResidualBuffer(exact.keys, exact.values, limit)
         self._prefix_stop = 0 if state.prefix is None else int(state.prefix.end.max())
         self._held_start, self._moments = state.held_start, state.moments
         self._unfitted = self.packing.codec(state.key_head_dim, state.value_head_dim)

@@ -11,6 +11,7 @@ import torch
 
 from kvcache_plugins.codecs.codec import Codec, CodecState, QueryMoments
 from kvcache_plugins.codecs.groups import GroupCodec
+from kvcache_plugins.codecs.parts import SIDES
 from kvcache_plugins.files.schema import FLOATS, MAX_INTEGER, Range, Stored, check_layout
 
 from .packing import ROWS, Block, ExactPrefix, GroupBlock, GroupPacking, Packing, RowBlock
@@ -141,50 +142,14 @@ def restore_blocks(
     Makes the codec and the blocks of a layer, of a state that may come from anywhere; a `ValueError`, with the `path`
     that a file has it at, if no layer that packs like that can be in this state.
     """
-    restore: Any = _restore_groups if isinstance(packing, GroupPacking) else _restore_rows
-    return restore(state, packing, sliding_window, path)
-
-
-def _restore_groups(
-    state: LayerState, packing: GroupPacking, sliding_window: int | None, path: str
-) -> tuple[GroupCodec | None, list[Block]]:
-    if any(each is not None for each in (state.tables, state.moments, state.pending)):
-        raise ValueError(f"`{path}` has tables, which groups do not have")
-    if any(block.is_recent for block in state.blocks):
-        raise ValueError(f"`{path}.blocks` has rows of recent tokens, which groups do not have")
-    if state.prefix is None:
-        if state.is_open or state.blocks or state.exact_start:
-            raise ValueError(f"`{path}` has no exact tokens in front, but not all tokens are in the buffer")
-        return None, []
-    _check_order(state, sliding_window, path)
-    codec, decoded_length = packing.codec(state.key_head_dim, state.value_head_dim), packing.residual_length
-    heads, blocks = (state.batch_size, state.num_heads), []
-    for number, block in enumerate(state.blocks):
-        where = f"{path}.blocks.{number}"
-        keys = codec.keys.read(f"{where}.keys", block.keys, *heads, decoded_length)
-        values = codec.values.read(f"{where}.values", block.values, *heads, decoded_length)
-        chunks = keys.num_chunks, keys.chunk_length
-        if (values.num_chunks, values.chunk_length) != chunks or -(-block.length // chunks[1]) != chunks[0]:
-            raise ValueError(f"`{where}`: {block.length} tokens do not fit {chunks[0]} chunks of {chunks[1]}")
-        blocks.append(GroupBlock(keys, values, block.start, block.length, is_open=False))
-    if state.is_open:
-        # Chunks of decoded tokens are written into the last block, which has to be of such
-        last = blocks[-1] if blocks else None
-        if last is None or last.length % last.chunk_length or last.chunk_length != decoded_length:
-            raise ValueError(f"`{path}.is_open` asks for a last block of whole chunks")
-        if not codec.keys.is_of_decoded(last.keys) or not codec.values.is_of_decoded(last.values):
-            raise ValueError(f"`{path}.is_open` asks for a last block of decoded tokens")
-        last.is_open = True
-    return codec, [*blocks]
-
-
-def _restore_rows(
-    state: LayerState, packing: Packing, sliding_window: int | None, path: str
-) -> tuple[Codec | None, list[Block]]:
     heads, head_dims = (state.batch_size, state.num_heads), (state.key_head_dim, state.value_head_dim)
     unfitted, fixed = packing.codec(*head_dims), packing.fixed
-    codec: Codec | None = None
-    if fixed is not None:
+    codec: Any = None
+    if isinstance(packing, GroupPacking):
+        if any(each is not None for each in (state.tables, state.moments, state.pending)):
+            raise ValueError(f"`{path}` has tables, which groups do not have")
+        codec = unfitted if state.prefix is not None else None
+    elif fixed is not None:
         if state.tables is not None:
             raise ValueError(f"`{path}` has tables of its own, but the cache a calibration")
         keys, values = (torch.empty(*heads, 0, dim, device="meta") for dim in head_dims)
@@ -195,25 +160,43 @@ def _restore_rows(
         codec = unfitted.restore(state.tables, heads, f"{path}.tables")
     if state.moments is not None and state.moments.products.shape[2] != len(unfitted.layouts):
         raise ValueError(f"`{path}.moments.products` has to be of {len(unfitted.layouts)} rotary embeddings")
+    what = "exact tokens in front" if isinstance(packing, GroupPacking) else "tables"
     if codec is None:
         if state.prefix is not None or state.pending is not None or state.is_open or state.blocks or state.exact_start:
-            raise ValueError(f"`{path}` has no tables, but not all tokens are exact ones in the buffer")
+            raise ValueError(f"`{path}` has no {what}, but not all tokens are exact ones in the buffer")
         return None, []
     has_begin = state.prefix is not None or (state.held_start > 0 and state.pending is None)
     has_moments = state.moments is not None and state.pending is None
     if not has_begin or has_moments or (state.is_open and not state.blocks):
-        raise ValueError(f"`{path}` has tables, but not what goes with them")
+        raise ValueError(f"`{path}` has {what}, but not what goes with them")
     _check_order(state, sliding_window, path)
     blocks: list[Block] = []
     for number, block in enumerate(state.blocks):
-        own = packing.recent_codec(codec) if block.is_recent else codec
+        own, where = packing.recent_codec(codec) if block.is_recent else codec, f"{path}.blocks.{number}"
         if own is None or (block.is_recent and number + 1 < len(state.blocks)):
-            raise ValueError(
-                f"`{path}.blocks.{number}.is_recent` asks for a last block, of a cache that has recent rows"
-            )
-        for side, tensors, size in zip(("keys", "values"), (block.keys, block.values), own.row_sizes, strict=True):
+            raise ValueError(f"`{where}.is_recent` asks for a last block, of a cache that has recent rows")
+        if isinstance(packing, GroupPacking):
+            is_open = state.is_open and number + 1 == len(state.blocks)
+            blocks.append(_read_groups(block, own, packing.residual_length, heads, where, is_open=is_open))
+            continue
+        for side, tensors, size in zip(SIDES, (block.keys, block.values), own.row_sizes, strict=True):
             layout = {ROWS: Stored((*heads, block.length, size), torch.uint8)}
-            check_layout(f"{path}.blocks.{number}.{side}", tensors, layout)
+            check_layout(f"{where}.{side}", tensors, layout)
         rows = block.keys[ROWS], block.values[ROWS]
         blocks.append(RowBlock(*rows, block.start, block.length, block.is_recent, state.is_open))
     return codec, blocks
+
+
+def _read_groups(
+    block: BlockState, codec: GroupCodec, decoded_length: int, heads: tuple[int, int], path: str, *, is_open: bool
+) -> GroupBlock:
+    keys = codec.keys.read(f"{path}.keys", block.keys, *heads, decoded_length)
+    values = codec.values.read(f"{path}.values", block.values, *heads, decoded_length)
+    chunks = keys.num_chunks, keys.chunk_length
+    if (values.num_chunks, values.chunk_length) != chunks or -(-block.length // chunks[1]) != chunks[0]:
+        raise ValueError(f"`{path}`: {block.length} tokens do not fit {chunks[0]} chunks of {chunks[1]}")
+    # Chunks of decoded tokens are written into an open block, which has to be of such
+    is_whole = chunks[1] == decoded_length and block.length % decoded_length == 0
+    if is_open and not (is_whole and codec.keys.is_of_decoded(keys) and codec.values.is_of_decoded(values)):
+        raise ValueError(f"`{path}` is open, and has to be of whole chunks of decoded tokens")
+    return GroupBlock(keys, values, block.start, block.length, is_open=is_open)

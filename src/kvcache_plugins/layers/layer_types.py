@@ -26,16 +26,8 @@ from .lazy_layer import LazyLayer
 
 # Layer types whose state is bounded or empty: Transformers' own layers keep them
 _BOUNDED_LAYER_TYPES = {
-    "sliding_attention",
-    "chunked_attention",
-    "reference_sliding_attention",
-    "hybrid_sliding",
-    "linear_attention",
-    "conv",
-    "mamba",
-    "moe",
-    "mlp",
-    "dummy",
+    *("sliding_attention", "chunked_attention", "reference_sliding_attention", "hybrid_sliding"),
+    *("linear_attention", "conv", "mamba", "moe", "mlp", "dummy"),
 }
 # Full attention, alone or with what stays exact beside it: the keys of an indexer, states of a recurrence
 _FULL_LAYER_TYPES = {"full_attention", "indexed_attention", "minimax_m3_sparse", "hybrid"}

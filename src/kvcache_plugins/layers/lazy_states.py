@@ -14,7 +14,7 @@ tensor: right, and slower.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import getitem
+from operator import attrgetter, getitem
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from .recorded_operations import (
 
 
 _REPEAT_INDEX = (slice(None), slice(None), None, slice(None), slice(None))
+_OPERATION, _EXACT = attrgetter("operation"), attrgetter("exact")
 _DENSE_GETTERS = {"T", "H", "mT", "mH", "real", "imag", "data", "grad"}
 
 
@@ -64,28 +65,6 @@ class LazyStates(torch.Tensor):
     num_repeats: int = 1
     _size: torch.Size
     _sample: torch.Tensor | None = None
-
-    @staticmethod
-    def __new__(
-        cls,
-        layer: Any,
-        operation: str | Operation,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        exact: torch.Tensor | None = None,
-        num_repeats: int = 1,
-        token_dim: int = 2,
-    ) -> "LazyStates":
-        size = torch.Size(shape)
-        states: LazyStates = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)  # type: ignore[assignment, attr-defined]
-        states.layer, states._size, states.token_dim = layer, size, token_dim
-        states.operation = STORED[operation] if isinstance(operation, str) else operation
-        states.exact, states.num_repeats = exact, num_repeats
-        return states
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Everything is set in `__new__`: a tensor's shape is fixed when it is made."""
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -151,7 +130,7 @@ def stored_states(
     exact: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[LazyStates, LazyStates]:
     """Make all keys and all values of a layer, lazily, of `num_tokens` tokens and else of the shapes given."""
-    # For every layer and token, so not by way of `LazyStates(...)`, which costs several times as much
+    # For every layer and token, so nothing of it is in a function of its own
     make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
     batch_size, num_heads, _, head_dim = key_shape
     key_size = value_size = torch.Size((batch_size, num_heads, num_tokens, head_dim))
@@ -216,6 +195,7 @@ def _scaled_dot_product_attention(
 ) -> torch.Tensor:
     """Attend by the layer where keys and values are both its lazy states, otherwise by PyTorch over dense states."""
     lazy_elsewhere = isinstance(query, LazyStates) or isinstance(attn_mask, LazyStates)
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     # Dropout belongs to training, where nothing is compressed
     if isinstance(key, LazyStates) and isinstance(value, LazyStates) and not lazy_elsewhere and dropout_p == 0.0:
         output = None
@@ -223,13 +203,11 @@ def _scaled_dot_product_attention(
         if is_stored and attn_mask is None and not is_causal and key.exact is None:
             output = key.layer.attend_again(query, key._size[key.token_dim], scale)
         if output is None:
-            options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             attend_exactly = partial(F.scaled_dot_product_attention, query, attn_mask=attn_mask, **options)
             output = attend_lazily(AttentionCall(query, attn_mask, is_causal, scale), key, value, attend_exactly)
         if output is not None:
             return output
     query, key, value, attn_mask = _densify((query, key, value, attn_mask))
-    options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **options)
 
 
@@ -256,18 +234,21 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 _answer_outside_of_graphs = torch.compiler.disable(_answer)
 
 
+def _map_lazy(function: Callable[[LazyStates], Any], value: Any) -> Any:
+    """Apply a function to all lazy states in `value`."""
+    return map_nested(lambda each: function(each) if isinstance(each, LazyStates) else each, value)
+
+
 def _densify(value: Any) -> Any:
     """`value` with every lazy tensor in it made dense, and the layers told so."""
 
-    def make_dense(each: Any) -> Any:
-        if not isinstance(each, LazyStates):
-            return each
-        dense = each.densify()
-        for side in sorted(each.operation.sides()):
-            each.layer.on_dense_read(side)
+    def make_dense(states: LazyStates) -> torch.Tensor:
+        dense = states.densify()
+        for side in sorted(states.operation.sides()):
+            states.layer.on_dense_read(side)
         return dense
 
-    return map_nested(make_dense, value)
+    return _map_lazy(make_dense, value)
 
 
 def _refuse_access(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -301,9 +282,27 @@ def _repeat_heads(func: Callable[..., Any], args: tuple[Any, ...]) -> LazyStates
 def _repeated(
     func: Callable[..., Any], states: LazyStates, shape: Sequence[int], num_repeats: int, *args: Any
 ) -> LazyStates:
-    layer, operation = states.layer, Operation(func, (states.operation, *args))
     exact = None if states.exact is None else func(states.exact, *args)
-    return LazyStates(layer, operation, shape, states.dtype, layer.device, exact, num_repeats, len(shape) - 2)
+    operation = Operation(func, (states.operation, *args))
+    made = _derive(states, operation, shape, states.dtype, exact, len(shape) - 2)
+    made.num_repeats = num_repeats
+    return made
+
+
+def _derive(
+    states: LazyStates,
+    operation: Operation,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    exact: torch.Tensor | None,
+    token_dim: int,
+) -> LazyStates:
+    """Make what an operation makes of `states`, lazily, which no layer attends to as it is."""
+    size = torch.Size(shape)
+    made: LazyStates = torch.Tensor._make_wrapper_subclass(LazyStates, size, dtype=dtype, device=states.layer.device)  # type: ignore[assignment, attr-defined]
+    made.layer, made.operation, made._size, made.token_dim = states.layer, operation, size, token_dim
+    made.exact, made.num_repeats = exact, 0
+    return made
 
 
 def _record(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any | None:
@@ -311,7 +310,7 @@ def _record(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     if func not in RECORDABLE:
         return None
     sources: list[LazyStates] = []
-    map_nested(lambda each: sources.append(each) if isinstance(each, LazyStates) else None, (args, kwargs))
+    _map_lazy(sources.append, (args, kwargs))
     first, num_exact = sources[0], sum(each.exact is not None for each in sources)
     if any(each.layer is not first.layer or each.num_tokens != first.num_tokens for each in sources):
         return None
@@ -319,27 +318,20 @@ def _record(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
         return None
     marked = mark_tokens(func, first, args)
 
-    def operation_of(value: Any) -> Any:
-        return value.operation if isinstance(value, LazyStates) else value
+    operation = Operation(func, _map_lazy(_OPERATION, marked), _map_lazy(_OPERATION, kwargs))
 
     def sample_of(value: Any) -> Any:
-        if isinstance(value, LazyStates):
-            return value.sample()
         if isinstance(value, torch.Tensor):
-            return value.to("meta")
+            return value.sample() if isinstance(value, LazyStates) else value.to("meta")
         return count_for(first.num_tokens) if value is TOKENS else value
 
-    def exact_of(value: Any) -> Any:
-        return value.exact if isinstance(value, LazyStates) else value
-
-    operation = Operation(func, map_nested(operation_of, marked), map_nested(operation_of, kwargs))
     try:
         samples = func(*map_nested(sample_of, marked), **map_nested(sample_of, kwargs))
     except (IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return None
     if func is torch.Tensor.copy_ and not (isinstance(args[0], LazyStates) and write(args[0].operation, operation)):
         return None
-    exact = func(*map_nested(exact_of, args), **map_nested(exact_of, kwargs)) if num_exact else None
+    exact = func(*_map_lazy(_EXACT, args), **_map_lazy(_EXACT, kwargs)) if num_exact else None
     # Some return what they are given, if nothing is to be done
     known = next((each for each in sources if each.sample() is samples), None)
     if known is not None:
@@ -360,7 +352,7 @@ def _recorded(
     if token_dim is None:
         return None
     shape = *sample.shape[:token_dim], states.num_tokens, *sample.shape[token_dim + 1 :]
-    made = LazyStates(states.layer, operation, shape, sample.dtype, states.layer.device, exact, 0, token_dim)
+    made = _derive(states, operation, shape, sample.dtype, exact, token_dim)
     made._sample = sample
     return made
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
@@ -463,7 +463,19 @@ class ExactPrefix:
         return ExactPrefix(keys, values, start=self.start, count=count, is_uniform=False)
 
 
-class PreparedParts:
+class NotCopied:
+    """Base of what holds addresses of a layer's tensors: a copy of the layer makes its own."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+class PreparedParts(NotCopied):
     """
     The parts before the buffer, where no mask is given: they stay until the buffer is packed, and beyond that if there
     was room for it.
@@ -489,23 +501,13 @@ class PreparedParts:
         if self.call is None or not all(isinstance(block, RowBlock) for block in blocks):
             return False
         first = len(self.parts) - len(blocks)
-        for number, block in enumerate(blocks):
-            part = self.parts[first + number]
-            positions = part.positions
-            if block.start != positions.first:
-                if part.mask is not None:
-                    # Its columns would be others
-                    return False
-                positions = replace(positions, first=block.start)
-            own = CodedPart(block.keys, block.values, part.codec, positions, block.length, part.mask)
-            self.parts[first + number] = own
+        for place, block in enumerate(blocks, start=first):
+            part = self.parts[place]
+            if part.mask is not None and block.start != part.positions.first:
+                # Its columns would be others
+                return False
+            self.parts[place] = block.part(part.codec, part.positions.padding, part.mask)
         return self.call.extend(self.parts[first:])
-
-    def __deepcopy__(self, memo: object) -> None:
-        """A copy of the layer finds its own: addresses in a call are of what was copied."""
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
 
 
 class Split(NamedTuple):

@@ -29,20 +29,14 @@ class ResidualBuffer:
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, limit: int):
-        capacity = min(max(keys.shape[2], _STEP), max(limit, keys.shape[2]))
-        self.limit = limit
-        self._store(_with_room(keys[:, :, :0], capacity), _with_room(values[:, :, :0], capacity))
-        self.length = 0
+        self.limit, self.length = limit, keys.shape[2]
+        self._store(keys, values, min(max(self.length, _STEP), max(limit, self.length)))
         self.left: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    @classmethod
-    def of(cls, keys: torch.Tensor, values: torch.Tensor, limit: int) -> "ResidualBuffer":
-        buffer = cls(keys, values, limit)
-        buffer.append(keys, values)
-        return buffer
-
-    def _store(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Takes keys and values with all their capacity."""
+    def _store(self, keys: torch.Tensor, values: torch.Tensor, capacity: int | None = None) -> None:
+        """Takes keys and values with all their capacity, or copies of them with room for `capacity` tokens."""
+        if capacity is not None:
+            keys, values = _with_room(keys, capacity), _with_room(values, capacity)
         self.storage, self.capacity = (keys, values), keys.shape[2]
 
     @property
@@ -64,8 +58,7 @@ class ResidualBuffer:
         self._write_left()
         total = self.length + keys.shape[2]
         if total > self.capacity:
-            capacity = max(total, min(-(-total // _STEP) * _STEP, self.limit))
-            self._store(_with_room(self.keys, capacity), _with_room(self.values, capacity))
+            self._store(self.keys, self.values, max(total, min(-(-total // _STEP) * _STEP, self.limit)))
         for stored, states in zip(self.storage, (keys, values), strict=True):
             stored.narrow(2, self.length, keys.shape[2]).copy_(states)
         self.length = total
@@ -85,7 +78,7 @@ class ResidualBuffer:
         """Forgets the oldest `count` tokens, and gives their capacity back."""
         keys, values, capacity = self.keys[:, :, count:], self.values[:, :, count:], self.capacity_without(count)
         self.length -= count
-        self._store(_with_room(keys, capacity), _with_room(values, capacity))
+        self._store(keys, values, capacity)
 
     def drop_last(self, count: int) -> None:
         self._write_left()

@@ -34,7 +34,7 @@ from .contexts import in_own_context
 from .layer_state import LayerState
 from .lazy_layer import kind_of
 from .lazy_states import stored_states
-from .packing import PackedTokens, Packing, RowBlock, RowPacking, check_finite
+from .packing import NotCopied, PackedTokens, Packing, RowBlock, RowPacking, check_finite
 
 
 # Capacity that is added when there is none left: a share of the rows held, and at least so many
@@ -48,7 +48,7 @@ _FORMS: "WeakValueDictionary[int, StaticForm]" = WeakValueDictionary()
 _NUMBERS = itertools.count(1)
 
 
-class StaticForm:
+class StaticForm(NotCopied):
     """
     Where a layer that stands still, whose buffer is full and whose last block is open, has its tokens, and what
     changes from step to step, on the device.
@@ -87,12 +87,6 @@ class StaticForm:
         self._steps: dict[tuple[object, ...], Callable[[torch.Tensor], torch.Tensor] | None] = {}
         self.set_numbers(layer)
         self._pushing = self._keep_push()
-
-    def __deepcopy__(self, memo: object) -> None:
-        """A copy of the layer makes its own."""
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
 
     def holds(self, layer: "StaticLayer") -> bool:
         before, now = self._places, layer._places()
