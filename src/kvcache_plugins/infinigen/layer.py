@@ -21,7 +21,7 @@ from kvcache_plugins.kernels.compiled_tokens import ChoosingCall
 from kvcache_plugins.kernels.masks import mask_columns, slice_mask
 from kvcache_plugins.kernels.tokens import attend_staged, choose_rows_kernel
 from kvcache_plugins.layers.contexts import in_own_context
-from kvcache_plugins.layers.lazy_layer import LazyLayer, MaskedTiles
+from kvcache_plugins.layers.lazy_layer import LazyLayer, MaskedTiles, kind_of
 from kvcache_plugins.layers.packing import RowPacking
 from kvcache_plugins.layers.residual_buffer import ResidualBuffer
 from kvcache_plugins.user_warnings import warn_user
@@ -166,21 +166,18 @@ class InfiniGenLayer(LazyLayer):
         self._length += 1
         return self._lazy(None, None)
 
-    def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if self.window is None or self._is_window_full:
-            return None
-        exact = None
-        if self.pool is not None:
-            self.window.append(keys, values)
-        else:
-            exact = self.window.append_exactly(keys, values)
-            if not self._needs_queries:
-                return exact
-        # `update` counts the token when it has the states
+    def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `LazyLayer`: a token like the last one goes into the window, if nothing more is to be done."""
+        window, is_alike = self.window, self._token_kind == kind_of(key_states, value_states)
+        if not is_alike or torch.is_grad_enabled() or window is None or self._is_window_full:
+            return super()._update(key_states, value_states)
+        needs_queries = self._needs_queries
         self._length += 1
-        states = self._lazy(None, None) if exact is None else self._lazy(*exact)
-        self._length -= 1
-        return states
+        if self.pool is not None:
+            window.append(key_states, value_states)
+            return self._lazy(None, None)
+        exact = window.append_exactly(key_states, value_states)
+        return self._lazy(*exact) if needs_queries else exact
 
     def _before_update(self) -> None:
         """Moves on what has waited in the window for long enough."""

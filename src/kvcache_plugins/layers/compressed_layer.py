@@ -36,7 +36,6 @@ from .packing import (
     Block,
     ExactPrefix,
     GroupPacking,
-    PackedTokens,
     Packing,
     PreparedParts,
     RowBlock,
@@ -82,6 +81,8 @@ class CompressedLayer(LazyLayer):
         "kernel_fallbacks",
         "prompts_without_mask",
     )
+    # Whether as many of the newest tokens are exact at any time: see `static_layer`
+    _stands_still = False
     on_first_prompt: Callable[["CompressedLayer", torch.Tensor], None] | None = None
     # Of plain tokens: with how many there is something to be packed, and after how many queries are shown
     _plain_limit = _first_heard = 0
@@ -108,7 +109,8 @@ class CompressedLayer(LazyLayer):
         self.prefix: ExactPrefix | None = None
         # Position before which blocks may be of tokens that the prefix holds
         self._prefix_stop = 0
-        self.packed = PackedTokens()
+        # Of packed tokens, following each other, the oldest first; the last may be recent ones
+        self.blocks: list[Any] = []
         self.buffer = None
         self._prepared: PreparedParts | None = None
         self.codec: Any = None
@@ -126,11 +128,6 @@ class CompressedLayer(LazyLayer):
             raise ValueError(f"layer {self.layer_idx}: {error}") from None
         self._unfitted = codec
         super().lazy_initialization(key_states, value_states)
-
-    @property
-    def blocks(self) -> list[Any]:
-        """Blocks of packed tokens, the oldest first."""
-        return self.packed.blocks
 
     @property
     def buffer(self) -> ResidualBuffer | None:
@@ -216,7 +213,7 @@ class CompressedLayer(LazyLayer):
         if prepared is None or prepared.call is None or self._stands_still or buffer is None:
             return False
         start, count = self._length - buffer.length, buffer.length - packing.num_kept
-        found = self.packed.joined(start, count, packing.recent_length)
+        found = self._joined(start, count)
         if found is None or start < self._prefix_stop or self._valid_tokens(start, count) is not None:
             return False
         block, older, num_aged = found
@@ -245,6 +242,21 @@ class CompressedLayer(LazyLayer):
             return True
         self._prepared = None
         return False
+
+    def _joined(self, start: int, count: int) -> tuple[RowBlock, RowBlock | None, int] | None:
+        """
+        Returns the block that `count` decoded tokens from a position on only have to join, if that is all; and the one
+        before it, and how many recent tokens have to join that one then.
+        """
+        newest, most_recent = self.blocks[-1] if self.blocks else None, self.packing.recent_length
+        if not isinstance(newest, RowBlock) or not newest.is_open or newest.stop != start:
+            return None
+        if not newest.is_recent:
+            return None if most_recent else (newest, None, 0)
+        if newest.length + count <= most_recent:
+            return newest, None, 0
+        older, num_aged = self.blocks[-2:-1], newest.length + count - most_recent // 2
+        return (newest, older[0], num_aged) if older and older[0].is_open and num_aged <= newest.length else None
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if self.packing.residual_length or self.codec is None:
@@ -411,12 +423,12 @@ class CompressedLayer(LazyLayer):
         self._counters["chunks_compressed"] += 1 if isinstance(block, RowBlock) else block.num_chunks
         prepared, self._prepared = self._prepared, None
         if first_end is not None:
-            self.packed.blocks.append(block)
+            self.blocks.append(block)
             return
         num_aged, num_blocks = 0, len(self.blocks)
         if recent is None:
             self._age()
-        joined = self.packed.add(block, self._most_rows if recent is None else packing.recent_length)
+        joined = self._add(block)
         # Where there are too many recent ones, the older half is coded as all others
         if recent is not None and self.blocks[-1].length > packing.recent_length:
             num_aged = self.blocks[-1].length - packing.recent_length // 2
@@ -425,16 +437,37 @@ class CompressedLayer(LazyLayer):
         if is_same and prepared is not None and prepared.extend(self.blocks[-2:] if num_aged else self.blocks[-1:]):
             self._prepared = prepared
 
+    def _add(self, block: Block) -> Block | None:
+        """
+        Adds a block that follows, perhaps later, where a window has passed all that there was; to the last one if both
+        are open and of one kind, and then returns that.
+        """
+        newest = self.blocks[-1] if self.blocks else None
+        if newest is not None and block.start > newest.stop:
+            self.blocks, newest = [], None
+        if newest is not None and newest.is_recent == block.is_recent:
+            if newest.is_recent and not newest.is_open:
+                # There is one block of them, which a copy may share
+                newest.resize(newest.length + block.length)
+                newest.is_open = True
+            if newest.is_open and block.is_open:
+                newest.append(block, self.packing.recent_length if block.is_recent else self._most_rows)
+                return self.blocks[-1]
+        self.blocks.append(block)
+        return None
+
     def _age(self, count: int | None = None) -> None:
         """Codes the first `count` recent tokens, all by default, anew, as all older ones are."""
-        recent = self.packed.newest
-        if recent is None or not recent.is_recent:
+        if not self.blocks or not self.blocks[-1].is_recent:
             return
-        count = recent.length if count is None else count
+        recent = self.blocks.pop()
+        count, self._prepared = recent.length if count is None else count, None
         rows = recent.keys[:, :, :count], recent.values[:, :, :count]
         keys, values = self.codec.recode(rows, self._codec_of(recent))
-        self.packed.age(RowBlock(keys, values, recent.start, count), self._most_rows)
-        self._prepared = None
+        self._add(RowBlock(keys, values, recent.start, count))
+        if count < recent.length:
+            recent.drop_first(count)
+            self.blocks.append(recent)
 
     def _codec_of(self, block: Block) -> Any:
         return self.packing.recent_codec(self.codec) if block.is_recent else self.codec
@@ -598,8 +631,14 @@ class CompressedLayer(LazyLayer):
 
     def _let_go(self) -> None:
         """Drops what no query to come sees, some rows at a time."""
-        first = self._first_seen(self._length)
-        if first > self._held_start and self.packed.drop_before(first):
+        first, count = self._first_seen(self._length), len(self.blocks)
+        if first <= self._held_start:
+            return
+        self.blocks = [block for block in self.blocks if block.stop > first]
+        num_dropped = max(first - self.blocks[0].start, 0) // DROP_STEP * DROP_STEP if self.blocks else 0
+        if num_dropped:
+            self.blocks[0].drop_first(num_dropped)
+        if num_dropped or len(self.blocks) < count:
             self._forget_before(self.blocks[0].start if self.blocks else self.exact_start)
 
     def _forget_before(self, position: int) -> None:
@@ -650,7 +689,9 @@ class CompressedLayer(LazyLayer):
             self.buffer.drop_last(min(count, self.buffer.length))
         if length >= exact_start:
             return
-        self.packed.truncate(length)
+        self.blocks = [block for block in self.blocks if block.start < length]
+        if self.blocks and self.blocks[-1].stop > length:
+            self.blocks[-1].truncate(length - self.blocks[-1].start)
         if self.prefix is not None:
             self.prefix.truncate(length)
 
@@ -693,7 +734,10 @@ class CompressedLayer(LazyLayer):
         """Yields what a copy of this layer may have in common with it, as neither writes to it from now on."""
         self.settle_prompt()
         self._forget_places()
-        yield from self.packed.share()
+        for block in self.blocks:
+            # Nothing is added to it from now on: that would be into room that copies share
+            block.is_open = False
+            yield from (tensor for side in block.sides() for tensor in side.values())
         if self.codec is not None and self._pending_sequences is None:
             yield from self.codec.tensors()
         if self.prefix is not None:
@@ -744,8 +788,7 @@ class CompressedLayer(LazyLayer):
         """Takes over a state that may come from anywhere, or raises a `ValueError` that names `path`."""
         if state.counters.keys() != set(self.counter_names):
             raise ValueError(f"`{path}.counters` has to be of {sorted(self.counter_names)}")
-        self.codec, blocks = restore_blocks(state, self.packing, self.sliding_window, path)
-        self.packed = PackedTokens(blocks)
+        self.codec, self.blocks = restore_blocks(state, self.packing, self.sliding_window, path)
         self._prepared = None
         self._length, self._counters = state.length, dict(state.counters)
         heads = state.batch_size, state.num_heads, state.length

@@ -80,8 +80,6 @@ class LazyLayer(CacheLayerMixin):
     stores_attention = False
     # Whether storing a prompt needs its attention, so that one computed elsewhere cannot be taken in
     needs_prompt_attention = False
-    # Whether as many of the newest tokens are exact at any time: see `static_layer`
-    _stands_still = False
     # Set from the first states, in `lazy_initialization`
     dtype: torch.dtype
     device: torch.device
@@ -162,11 +160,6 @@ class LazyLayer(CacheLayerMixin):
             return self._update_outside_of_graphs(key_states, value_states)
         if is_foreign_context() or key_states.dtype is not value_states.dtype:
             return self._update_as_stored(key_states, value_states)
-        if self._token_kind == kind_of(key_states, value_states) and not torch.is_grad_enabled():
-            states = self._append_token(key_states, value_states)
-            if states is not None:
-                self._length += 1
-                return states
         return self._update(key_states, value_states)
 
     def _as_stored(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -307,10 +300,6 @@ class LazyLayer(CacheLayerMixin):
 
     def _exact_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """All keys and values, where they are exact and at hand: plain attention over them costs least."""
-        return None
-
-    def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Stores a token like the last one and returns all states; `None` if there is more to be done."""
         return None
 
     def _before_update(self) -> None:

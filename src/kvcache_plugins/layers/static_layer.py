@@ -34,7 +34,7 @@ from .contexts import in_own_context
 from .layer_state import LayerState
 from .lazy_layer import kind_of
 from .lazy_states import stored_states
-from .packing import NotCopied, PackedTokens, Packing, RowBlock, RowPacking, check_finite
+from .packing import NotCopied, Packing, RowBlock, RowPacking, check_finite
 
 
 # Capacity that is added when there is none left: a share of the rows held, and at least so many
@@ -224,13 +224,13 @@ class StaticLayer(CompressedLayer):
         self._num_tokens, self._is_ahead = length, False
 
     @property
-    def packed(self) -> PackedTokens:  # type: ignore[override]
+    def blocks(self) -> list[Any]:  # type: ignore[override]
         self._catch_up()
-        return self._packed
+        return self._blocks
 
-    @packed.setter
-    def packed(self, packed: PackedTokens) -> None:
-        self._packed = packed
+    @blocks.setter
+    def blocks(self, blocks: list[Any]) -> None:
+        self._blocks = blocks
 
     def _catch_up(self) -> None:
         """Counts the tokens that graphs have stored and attended to. The host waits for the device."""
@@ -246,7 +246,7 @@ class StaticLayer(CompressedLayer):
 
     def _note_pushed(self, count: int) -> None:
         """Counts coded tokens, and looks at them now and then: a `ValueError` if one was too large."""
-        block, before = self._packed.newest, self._packed.newest.length
+        block, before = self._blocks[-1], self._blocks[-1].length
         block.length, self._prepared, self._num_new = before + count, None, 1
         for name in ("tokens_compressed", "chunks_compressed"):
             self._counters[name] += count
