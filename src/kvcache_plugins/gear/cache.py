@@ -15,8 +15,7 @@ from kvcache_plugins.files.records import write_record
 from kvcache_plugins.kernels.engine import has_gpu_kernels
 from kvcache_plugins.layers.compact_states import compact_states
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
-from kvcache_plugins.layers.layer_types import replace_full_attention
-from kvcache_plugins.layers.model_match import ModelMatchMixin
+from kvcache_plugins.layers.model_match import ModelMatchMixin, replace_full_attention
 from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 from kvcache_plugins.models.layer_config import head_dims
@@ -25,11 +24,10 @@ from kvcache_plugins.option_checks import check_integer, check_mask
 from kvcache_plugins.registry import get_config, unwrap_model
 from kvcache_plugins.reports.memory import ReportingMixin, StatValue, add_stats
 
-from .config import GEARConfig, PresetChoice
+from .config import BACKBONE, OWN_OPTIONS, GEARConfig, PresetChoice, TransformConfig, transform_config
 from .snapshot import FORMAT, Snapshot, read_snapshot, restore_layers, state_of
 from .transform.calibration import TransformCalibration
 from .transform.calibrations import AUTO, calibration_of_file, check_calibrated, resolve_calibration
-from .transform.config import BACKBONE, OWN_OPTIONS, TransformConfig, transform_config
 from .warm_up import sizes_of, warm_up, warm_up_for_prompt
 
 

@@ -23,8 +23,7 @@ from kvcache_plugins.layers.layer_state import DenseState, LayerState
 from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 
-from .config import GEARConfig, PresetChoice
-from .transform.config import TransformConfig
+from .config import GEARConfig, PresetChoice, TransformConfig
 
 
 FORMAT = Format("kvcache_plugins.gear", 7, "prefill and `save` anew")

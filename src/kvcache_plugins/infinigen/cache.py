@@ -15,9 +15,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from kvcache_plugins.layers.layer_types import HybridLayersMixin, replace_full_attention
 from kvcache_plugins.layers.lazy_layer import ANOTHER_PROMPT
-from kvcache_plugins.layers.model_match import UpdateOrder
+from kvcache_plugins.layers.model_match import HybridLayersMixin, UpdateOrder, replace_full_attention
 from kvcache_plugins.layers.packing import RowPacking
 from kvcache_plugins.models.layer_config import decoder_config
 from kvcache_plugins.option_checks import check_mask

@@ -30,9 +30,9 @@ from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
 from kvcache_plugins.files.atomic import RefusedFile, refusals
 from kvcache_plugins.files.records import Format, read_record, write_record
 from kvcache_plugins.files.schema import Range, Stored
+from kvcache_plugins.gear.config import LEAST_BYTES, TransformConfig
 from kvcache_plugins.models.fingerprint import config_fingerprint, weight_samples
 
-from .config import LEAST_BYTES, TransformConfig
 from .observation import LayerSums, observe_window
 
 

@@ -8,14 +8,13 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcache_plugins.files.atomic import RefusedFile
-from kvcache_plugins.gear.config import GEARConfig
+from kvcache_plugins.gear.config import GEARConfig, TransformConfig
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 from kvcache_plugins.models.reference_model import models_folder
 from kvcache_plugins.registry import unwrap_model
 from kvcache_plugins.user_warnings import warn_user
 
 from .calibration import TransformCalibration
-from .config import TransformConfig
 
 
 # Takes the model's own, if it was calibrated, and none otherwise
