@@ -13,8 +13,8 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from kvcache_plugins.files.atomic import refusals
 from kvcache_plugins.files.records import write_record
 from kvcache_plugins.kernels.engine import has_gpu_kernels
-from kvcache_plugins.layers.compact_states import compact_states
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
+from kvcache_plugins.layers.layer_state import compact_states
 from kvcache_plugins.layers.model_match import ModelMatchMixin, replace_full_attention
 from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint

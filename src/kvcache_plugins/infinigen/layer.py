@@ -22,8 +22,7 @@ from kvcache_plugins.kernels.masks import mask_columns, slice_mask
 from kvcache_plugins.kernels.tokens import attend_staged, choose_rows_kernel
 from kvcache_plugins.layers.contexts import in_own_context
 from kvcache_plugins.layers.lazy_layer import LazyLayer, MaskedTiles, kind_of
-from kvcache_plugins.layers.packing import RowPacking
-from kvcache_plugins.layers.residual_buffer import ResidualBuffer
+from kvcache_plugins.layers.packing import ResidualBuffer, RowPacking
 from kvcache_plugins.user_warnings import warn_user
 
 from .coded_rows import CodedRows

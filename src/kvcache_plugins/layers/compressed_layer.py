@@ -38,12 +38,12 @@ from .packing import (
     GroupPacking,
     Packing,
     PreparedParts,
+    ResidualBuffer,
     RowBlock,
     RowPacking,
     Split,
     check_finite,
 )
-from .residual_buffer import ResidualBuffer
 
 
 # An update of this many times `residual_length` tokens is a prompt of its own
@@ -74,11 +74,7 @@ class CompressedLayer(LazyLayer):
     """
 
     counter_names = (
-        "tokens_compressed",
-        "chunks_compressed",
-        "attend_calls",
-        "fused_calls",
-        "kernel_fallbacks",
+        *("tokens_compressed", "chunks_compressed", "attend_calls", "fused_calls", "kernel_fallbacks"),
         "prompts_without_mask",
     )
     # Whether as many of the newest tokens are exact at any time: see `static_layer`

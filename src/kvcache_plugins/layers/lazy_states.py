@@ -32,6 +32,7 @@ from .recorded_operations import (
     Operation,
     count_for,
     find_tokens,
+    functions_named,
     map_nested,
     mark_tokens,
     write,
@@ -40,6 +41,9 @@ from .recorded_operations import (
 
 _REPEAT_INDEX = (slice(None), slice(None), None, slice(None), slice(None))
 _OPERATION, _EXACT = attrgetter("operation"), attrgetter("exact")
+_METADATA_FUNCTIONS = functions_named(
+    "size", "dim", "numel", "__len__", "element_size", "is_floating_point", "__hash__"
+)
 _DENSE_GETTERS = {"T", "H", "mT", "mH", "real", "imag", "data", "grad"}
 
 
@@ -355,15 +359,3 @@ def _recorded(
     made = _derive(states, operation, shape, sample.dtype, exact, token_dim)
     made._sample = sample
     return made
-
-
-_METADATA_FUNCTIONS = {
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.__len__,
-    torch.Tensor.element_size,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.__hash__,
-    torch.is_floating_point,
-}

@@ -18,12 +18,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import Cache, DynamicCache, PreTrainedConfig, cache_utils
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from kvcache_plugins.models.layer_config import decoder_config, has_own_layers
 from kvcache_plugins.user_warnings import warn_user

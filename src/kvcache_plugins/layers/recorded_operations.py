@@ -128,17 +128,18 @@ def write(base: Operation, operation: Operation) -> bool:
     return True
 
 
-def _functions(*names: str) -> set[Callable[..., Any]]:
+def functions_named(*names: str) -> set[Callable[..., Any]]:
+    """List functions of PyTorch, those of tensors among them."""
     return {getattr(place, name) for name in names for place in (torch.Tensor, torch, F) if hasattr(place, name)}
 
 
-_RESHAPING = _functions("view", "reshape", "flatten", "unflatten")
-_EMPTY = _functions("new_empty")
-_SIZED = _functions("view", "reshape", "expand", "new_empty")
+_RESHAPING = functions_named("view", "reshape", "flatten", "unflatten")
+_EMPTY = functions_named("new_empty")
+_SIZED = functions_named("view", "reshape", "expand", "new_empty")
 RECORDABLE = (
     _RESHAPING
     | _SIZED
-    | _functions("transpose", "permute", "unsqueeze", "squeeze", "repeat", "repeat_interleave", "__getitem__")
-    | _functions("split", "chunk", "cat", "contiguous", "detach", "to", "float", "copy_")
-    | _functions("linear", "mul", "__mul__", "__rmul__", "div", "__truediv__")
+    | functions_named("transpose", "permute", "unsqueeze", "squeeze", "repeat", "repeat_interleave", "__getitem__")
+    | functions_named("split", "chunk", "cat", "contiguous", "detach", "to", "float", "copy_")
+    | functions_named("linear", "mul", "__mul__", "__rmul__", "div", "__truediv__")
 )

@@ -110,10 +110,7 @@ class StaticForm(NotCopied):
         """Takes in a token `[B, H, 1, D]`, for which the oldest one of the buffer is coded."""
         if self._pushing is None:
             self._pushing = self._keep_push()
-        if self._pushing is None:
-            self._push_by_pytorch(keys, values)
-        else:
-            self._pushing(keys, values)
+        (self._pushing or self._push_by_pytorch)(keys, values)
 
     @in_own_context
     def _push_by_pytorch(self, keys: torch.Tensor, values: torch.Tensor) -> None:
