@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvcache_plugins.layers.lazy_layer import ANOTHER_PROMPT
-from kvcache_plugins.layers.model_match import HybridLayersMixin, UpdateOrder, replace_full_attention
+from kvcache_plugins.layers.model_match import ENCODER_STATES, HybridLayersMixin, replace_full_attention, watches_order
 from kvcache_plugins.layers.packing import RowPacking
 from kvcache_plugins.models.layer_config import decoder_config
 from kvcache_plugins.option_checks import check_mask
@@ -174,7 +174,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         self._wants_speculation = self.infinigen_config.speculates_on(model.device)
         self._is_attached, self._has_warned = True, False
         super().__init__(layers=layers)
-        self._update_order = UpdateOrder(config, len(layers))
+        self._is_watched = watches_order(config, len(layers))
         if self._wants_speculation:
             reason = attach(model, self).why_unknown()
             if reason is not None:
@@ -249,8 +249,10 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Cache.update`; a `ValueError` if the states come from another model than the cache was made for."""
-        self._update_order.note(layer_idx)
         last, self._last_updated = self._last_updated, layer_idx
+        if last == layer_idx and self._is_watched:
+            self._last_updated = None
+            raise ValueError(ENCODER_STATES)
         if last is None or layer_idx <= last:
             self._check_caller(layer_idx)
             self._warn_if_detached()
@@ -295,7 +297,6 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
 
     def reset(self) -> None:
         super().reset()
-        self._update_order.restart()
         self._last_updated = None
         # Older releases of Transformers fill these with zeros and keep their length
         self.layers = [

@@ -29,6 +29,11 @@ from .static_layer import StaticLayer, traced_states
 
 # No layer, and no tokens
 _NONE = -1, -1
+# The error of a cache that an encoder's states are added to
+ENCODER_STATES = (
+    "`past_key_values` is a cache for the decoder's own tokens, and the encoder's would be stored among them: pass "
+    "`EncoderDecoderCache(cache, DynamicCache())`"
+)
 # Layer types whose state is bounded or empty: Transformers' own layers keep them
 _BOUNDED_LAYER_TYPES = {
     *("sliding_attention", "chunked_attention", "reference_sliding_attention", "hybrid_sliding"),
@@ -148,29 +153,12 @@ def _hybrid_class(base: type[LazyLayer]) -> type[LazyLayer]:
     return Hybrid
 
 
-class UpdateOrder:
+def watches_order(config: PreTrainedConfig | None, num_layers: int) -> bool:
     """
-    Tells by the order of updates whether a cache gets an encoder's states too: each layer of the model updates it
-    twice then. Of a model with one layer nothing can be told, and no decoder alone is watched (`is_watched`).
+    Tells whether a cache of so many layers gets an encoder's states too where a layer is updated twice in a row. Of a
+    model with one layer nothing can be told, and no decoder alone is watched.
     """
-
-    def __init__(self, config: PreTrainedConfig | None, num_layers: int):
-        self.is_watched = config is not None and config.is_encoder_decoder and num_layers > 1
-        self._last: int | None = None
-
-    def note(self, layer_idx: int) -> None:
-        """Called before each update; a `ValueError` if it is the second one of a layer in a row."""
-        last, self._last = self._last, layer_idx
-        if last == layer_idx and self.is_watched:
-            self._last = None
-            raise ValueError(
-                "`past_key_values` is a cache for the decoder's own tokens, and the encoder's would be stored among "
-                "them: pass `EncoderDecoderCache(cache, DynamicCache())`"
-            )
-
-    def restart(self) -> None:
-        """The next update may be of any layer."""
-        self._last = None
+    return config is not None and config.is_encoder_decoder and num_layers > 1
 
 
 class ModelMatchMixin(HybridLayersMixin):
@@ -178,7 +166,7 @@ class ModelMatchMixin(HybridLayersMixin):
 
     # Numbers of key/value heads that the config names, if any
     expected_heads: frozenset[int] = frozenset()
-    _update_order: UpdateOrder
+    _is_watched = False
     # Of the forward under way: what each layer held before it, and got
     _given: dict[int, tuple[int, int]] | None = None
     # The newest of them: which layer, and what it held
@@ -194,7 +182,7 @@ class ModelMatchMixin(HybridLayersMixin):
             config = decoder_config(config)
             self.expected_heads = key_value_heads(config)
             super().__init__(layers=self._layers_for(config))
-        self._update_order = UpdateOrder(config, len(self.layers))
+        self._is_watched = watches_order(config, len(self.layers))
 
     def _layers_for(self, config: PreTrainedConfig) -> list[Any]:
         return replace_full_attention(config, self._layer)
@@ -215,12 +203,9 @@ class ModelMatchMixin(HybridLayersMixin):
             if isinstance(layer, StaticLayer) and layer.form is not None and key_states.shape[2] == 1:
                 return traced_states(layer, key_states, value_states)
             return self._update_outside_of_graphs(key_states, value_states, layer_idx, *args, **kwargs)
-        if self._update_order.is_watched:
-            try:
-                self._update_order.note(layer_idx)
-            except ValueError:
-                self._take_back()
-                raise
+        if self._is_watched and layer_idx == self._newest[0]:
+            self._take_back()
+            raise ValueError(ENCODER_STATES)
         given = self._given
         # In order of the layers, as long as it is one forward
         if given is None or layer_idx <= self._newest[0]:
@@ -289,8 +274,7 @@ class ModelMatchMixin(HybridLayersMixin):
 
     def reset(self) -> None:
         super().reset()
-        self._given, self._is_direct = None, False
-        self._update_order.restart()
+        self._given, self._newest, self._is_direct = None, _NONE, False
 
     def _check_last_forward(self) -> None:
         # A model that they are too many for leaves the last ones empty
@@ -337,7 +321,7 @@ class ModelMatchMixin(HybridLayersMixin):
             layer = self.layers[index]
             if isinstance(layer, LazyLayer) and layer.is_croppable and layer.can_crop(count):
                 layer.crop_tokens(count)
-        self._given = None
+        self._given, self._newest = None, _NONE
 
 
 def key_value_heads(config: PreTrainedConfig) -> frozenset[int]:

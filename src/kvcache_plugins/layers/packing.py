@@ -465,7 +465,8 @@ class ResidualBuffer:
 
     def map(self, function: TensorFunction) -> None:
         self._write_left()
-        self._store(*map(function, self.storage))
+        keys, values = map(function, self.storage)
+        self._store(keys, values)
 
     def tensors(self) -> States:
         """Keys and values with all their capacity."""
