@@ -26,8 +26,13 @@ from kvcache_plugins.reports.memory import ReportingMixin, StatValue, add_stats
 
 from .config import BACKBONE, OWN_OPTIONS, GEARConfig, PresetChoice, TransformConfig, transform_config
 from .snapshot import FORMAT, Snapshot, read_snapshot, restore_layers, state_of
-from .transform.calibration import TransformCalibration
-from .transform.calibrations import AUTO, calibration_of_file, check_calibrated, resolve_calibration
+from .transform.calibration import (
+    AUTO,
+    TransformCalibration,
+    calibration_of_file,
+    check_calibrated,
+    resolve_calibration,
+)
 from .warm_up import sizes_of, warm_up, warm_up_for_prompt
 
 
