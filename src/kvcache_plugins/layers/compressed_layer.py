@@ -400,7 +400,7 @@ class CompressedLayer(LazyLayer):
                 block: Any = packing.encode(codec, (keys, values), start, valid, is_prompt=is_prompt)
             else:
                 rows = codec.encode(keys, values, positions)
-                block = RowBlock(*rows, start, keys.shape[2], is_recent=recent is not None)
+                block = RowBlock(rows[0], rows[1], start, keys.shape[2], is_recent=recent is not None)
         except ValueError as error:
             # The codec notices, and here it is said, what is not finite
             check_finite(keys, values, valid, self.layer_idx)

@@ -273,7 +273,8 @@ def _convert(
     found: list[State] = []
     below: dict[Any, list[Points]] = {}
     for index, (layer, state) in enumerate(zip(layers, states, strict=True)):
-        path, points, sides = f"layers.{index}", {}, {}
+        path, points = f"layers.{index}", {}
+        sides: dict[str, Any] = {}
         packing: Packing | None = getattr(layer, "packing", None)
         if packing and isinstance(state, LayerState) and state.blocks and name in state.blocks[0].keys:
             block = state.blocks[0]

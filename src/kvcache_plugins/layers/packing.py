@@ -181,9 +181,11 @@ class Block(ABC):
         self.length, self.is_open = length, self.is_open and length % self.chunk_length == 0
         self.resize(self.num_chunks)
 
-    def stored(self) -> list[dict[str, torch.Tensor]]:
+    def stored(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Lists what is stored of keys and of values by name, without spare capacity."""
-        return [{name: tensor[:, :, : self.num_chunks] for name, tensor in side.items()} for side in self.sides()]
+        used = slice(self.num_chunks)
+        keys, values = ({name: tensor[:, :, used] for name, tensor in side.items()} for side in self.sides())
+        return keys, values
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields part and tensor of everything stored, what is spare apart."""
