@@ -163,7 +163,7 @@ class InfiniGenLayer(LazyLayer):
             return super().update(key_states, value_states)
         window.left, window.length = (key_states, value_states), window.length + 1
         self._length += 1
-        return self._lazy(None, None)
+        return self._lazy()
 
     def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `LazyLayer`: a token like the last one goes into the window, if nothing more is to be done."""
@@ -174,9 +174,9 @@ class InfiniGenLayer(LazyLayer):
         self._length += 1
         if self.pool is not None:
             window.append(key_states, value_states)
-            return self._lazy(None, None)
+            return self._lazy()
         exact = window.append_exactly(key_states, value_states)
-        return self._lazy(*exact) if needs_queries else exact
+        return self._lazy(exact) if needs_queries else exact
 
     def _before_update(self) -> None:
         """Moves on what has waited in the window for long enough."""

@@ -178,7 +178,7 @@ class CompressedLayer(LazyLayer):
             # As a dense layer does
             states = torch.cat((plain[0], key_states), dim=-2), torch.cat((plain[1], value_states), dim=-2)
             self._plain, self._length = states, self._length + 1
-            return states if self._length <= self._first_heard else self._lazy(*states)
+            return states if self._length <= self._first_heard else self._lazy(states)
         if prepared is None or buffer is None or (buffer.length >= prepared.limit and not self._code_again()):
             return super().update(key_states, value_states)
         newest = None
@@ -209,17 +209,27 @@ class CompressedLayer(LazyLayer):
         if prepared is None or prepared.call is None or self._stands_still or buffer is None:
             return False
         start, count = self._length - buffer.length, buffer.length - packing.num_kept
-        found = self._joined(start, count)
-        if found is None or start < self._prefix_stop or self._valid_tokens(start, count) is not None:
+        block, most_recent = self.blocks[-1] if self.blocks else None, packing.recent_length
+        if not isinstance(block, RowBlock) or not block.is_open or block.stop != start:
             return False
-        block, older, num_aged = found
+        if block.is_recent != (most_recent > 0) or start < self._prefix_stop:
+            return False
+        older, num_aged = None, 0
+        if block.is_recent and block.length + count > most_recent:
+            # The older half joins the block before
+            num_aged = block.length + count - most_recent // 2
+            older = self.blocks[-2] if len(self.blocks) > 1 and self.blocks[-2].is_open else None
+            if older is None or num_aged > block.length:
+                return False
+        if self._valid_tokens(start, count) is not None:
+            return False
         codec, coding, states = self._codec_of(block), prepared.coding, buffer.tensors()
         if coding is None or coding.codec is not codec or coding.padding is not self.padding:
             coding = prepare_coding(codec, self.codec, states[0], self.padding, packing.largest)
             prepared.coding = coding
         if coding is None:
             return False
-        kept = block.kept_for(count, packing.recent_length or self._most_rows, num_aged)
+        kept = block.kept_for(count, most_recent or self._most_rows, num_aged)
         joined = None if older is None else older.kept_for(num_aged, self._most_rows)
         is_moved = buffer.capacity_without(count) == buffer.capacity
         rows = coding.append(states, count, start, kept, is_moved * packing.num_kept, joined)
@@ -238,21 +248,6 @@ class CompressedLayer(LazyLayer):
             return True
         self._prepared = None
         return False
-
-    def _joined(self, start: int, count: int) -> tuple[RowBlock, RowBlock | None, int] | None:
-        """
-        Returns the block that `count` decoded tokens from a position on only have to join, if that is all; and the one
-        before it, and how many recent tokens have to join that one then.
-        """
-        newest, most_recent = self.blocks[-1] if self.blocks else None, self.packing.recent_length
-        if not isinstance(newest, RowBlock) or not newest.is_open or newest.stop != start:
-            return None
-        if not newest.is_recent:
-            return None if most_recent else (newest, None, 0)
-        if newest.length + count <= most_recent:
-            return newest, None, 0
-        older, num_aged = self.blocks[-2:-1], newest.length + count - most_recent // 2
-        return (newest, older[0], num_aged) if older and older[0].is_open and num_aged <= newest.length else None
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if self.packing.residual_length or self.codec is None:

@@ -127,11 +127,11 @@ class LazyLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> LazyStates | None:  # type: ignore[override]
-        return self._lazy(None, None)[0] if self.is_initialized else None
+        return self._lazy()[0] if self.is_initialized else None
 
     @property
     def values(self) -> LazyStates | None:  # type: ignore[override]
-        return self._lazy(None, None)[1] if self.is_initialized else None
+        return self._lazy()[1] if self.is_initialized else None
 
     @property
     def padding(self) -> torch.Tensor | None:
@@ -193,7 +193,7 @@ class LazyLayer(CacheLayerMixin):
         self._num_new = count
         if is_first:
             self.batch_size = key_states.shape[0]
-        exact = (key_states, value_states) if is_first else (None, None)
+        exact = (key_states, value_states) if is_first else None
         # What is stored would otherwise keep the graph of every update alive
         self.has_gradients = key_states.requires_grad or value_states.requires_grad
         if self.has_gradients:
@@ -209,14 +209,13 @@ class LazyLayer(CacheLayerMixin):
                 self._token_kind = kind_of(key_states, value_states)
             if states is not None:
                 # As attention is given them: as they are, unless the layer has to hear of the queries
-                return self._lazy(*states) if self._needs_queries else states
-        return self._lazy(*exact)
+                return self._lazy(states) if self._needs_queries else states
+        return self._lazy(exact)
 
     # Nothing that `torch.compile` could trace
     _update_outside_of_graphs = torch.compiler.disable(_update)
 
-    def _lazy(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> tuple[LazyStates, LazyStates]:
-        exact = None if keys is None or values is None else (keys, values)
+    def _lazy(self, exact: tuple[torch.Tensor, torch.Tensor] | None = None) -> tuple[LazyStates, LazyStates]:
         shapes = self.states_shape("keys"), self.states_shape("values")
         return stored_states(self, *shapes, self.lazy_length(), self.dtype, self.device, exact)
 
