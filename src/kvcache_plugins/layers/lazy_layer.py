@@ -159,9 +159,10 @@ class LazyLayer(CacheLayerMixin):
         if torch.compiler.is_dynamo_compiling():
             return self._update_outside_of_graphs(key_states, value_states)
         if is_foreign_context() or key_states.dtype is not value_states.dtype:
-            return self._update_as_stored(key_states, value_states)
+            return in_own_context(self._update)(*self._as_stored(key_states, value_states))
         return self._update(key_states, value_states)
 
+    @in_own_context
     def _as_stored(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # `torch.autocast` leaves keys float32 by the rotary embedding and makes values of half precision
         dtype = self.dtype if self.is_initialized else torch.promote_types(key_states.dtype, value_states.dtype)
@@ -169,12 +170,6 @@ class LazyLayer(CacheLayerMixin):
         if states[0].is_inference() or states[1].is_inference():
             return states[0].clone(), states[1].clone()
         return states
-
-    @in_own_context
-    def _update_as_stored(
-        self, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._update(*self._as_stored(key_states, value_states))
 
     def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.is_initialized and key_states.dtype is not self.dtype:
@@ -204,9 +199,7 @@ class LazyLayer(CacheLayerMixin):
             self._append(key_states, value_states)
         self._length += count
         if count == 1 and not is_first and not torch.is_grad_enabled():
-            states = self._exact_states()
-            if key_states.dtype == self.dtype:
-                self._token_kind = kind_of(key_states, value_states)
+            states, self._token_kind = self._exact_states(), kind_of(key_states, value_states)
             if states is not None:
                 # As attention is given them: as they are, unless the layer has to hear of the queries
                 return self._lazy(states) if self._needs_queries else states
