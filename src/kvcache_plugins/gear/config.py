@@ -68,6 +68,12 @@ class SideConfig:
         check_integer(f"{self.side}_rank/rank", self.rank, 0)
         check_integer(f"{self.side}_decode_rank/decode_rank", self.decode_rank, 0)
 
+    def check_ranks(self, most: int, most_decoded: int, what: str) -> None:
+        """Raises a `ValueError` if the rank of prompts or of decoded tokens is larger than `what` allows."""
+        for name, value, limit in (("rank", self.rank, most), ("decode_rank", self.decode_rank, most_decoded)):
+            if value > limit:
+                raise ValueError(f"`{self.side}_{name}`/`{name}` has to be at most {limit}, {what}, but got {value}")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GEARConfig:
@@ -114,13 +120,7 @@ class GEARConfig:
                 f"{self.residual_length}"
             )
         for side in (self.key, self.value):
-            limits = (("rank", side.rank, self.token_group), ("decode_rank", side.decode_rank, self.residual_length))
-            for name, value, limit in limits:
-                if value > limit:
-                    raise ValueError(
-                        f"`{side.side}_{name}`/`{name}` has to be at most {limit}, the fewest tokens compressed "
-                        f"at once, but got {value}"
-                    )
+            side.check_ranks(self.token_group, self.residual_length, "the fewest tokens compressed at once")
 
     @classmethod
     def from_options(cls, **options: Any) -> "GEARConfig":
@@ -181,11 +181,7 @@ class GEARConfig:
         return GroupCodec(keys=keys, values=values)
 
     def _side_codec(self, side: SideConfig, head_dim: int) -> SideCodec:
-        for name, value in (("rank", side.rank), ("decode_rank", side.decode_rank)):
-            if value > head_dim:
-                raise ValueError(
-                    f"`{side.side}_{name}`/`{name}` has to be at most the head dimension, {head_dim}, but got {value}"
-                )
+        side.check_ranks(head_dim, head_dim, "the head dimension")
         is_key, is_kvarn = side.side == "key", side.backbone == "kvarn"
         # Channels that share a scale where groups lie along channels; a whole token's do in `kvarn` and `kcvt`
         group_size = self.q_group_size or largest_divisor(head_dim, _DEFAULT_GROUP_SIZE)
