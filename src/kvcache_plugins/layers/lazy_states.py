@@ -144,7 +144,7 @@ def write(base: Operation, operation: Operation) -> bool:
 
 
 def _functions(*names: str) -> set[Callable[..., Any]]:
-    """List functions of PyTorch, those of tensors among them."""
+    """List PyTorch's functions of some names, methods of tensors among them."""
     return {getattr(place, name) for name in names for place in (torch.Tensor, torch, F) if hasattr(place, name)}
 
 

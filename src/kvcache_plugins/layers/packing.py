@@ -149,7 +149,7 @@ class Block(ABC):
 
     @abstractmethod
     def capacity_for(self, count: int, most: int | None) -> int:
-        """Capacity that `count` more tokens need, or are worth; see `append`."""
+        """Tells the capacity that `count` more tokens need, or are worth; see `append`."""
 
     @abstractmethod
     def part(self, codec: Any, padding: torch.Tensor | None, mask: torch.Tensor | None) -> Any:
