@@ -157,8 +157,10 @@ class GEARConfig:
         """Tokens that share a scale in `kivi` keys, or a tile of `kvarn`."""
         return self.q_group_size or largest_divisor(self.residual_length, _DEFAULT_GROUP_SIZE)
 
-    # Of a shorter prompt nothing is compressed
-    shortest_prompt = token_group
+    @property
+    def shortest_prompt(self) -> int:
+        """Tokens of the shortest prompt of which anything is compressed."""
+        return self.token_group
 
     def packing(self) -> GroupPacking:
         """Makes the packing of a layer."""

@@ -214,7 +214,8 @@ class CompressedLayer(LazyLayer):
             return False
         if block.is_recent != (most_recent > 0) or start < self._prefix_stop:
             return False
-        older, num_aged = None, 0
+        older: RowBlock | None = None
+        num_aged = 0
         if block.is_recent and block.length + count > most_recent:
             # The older half joins the block before
             num_aged = block.length + count - most_recent // 2
