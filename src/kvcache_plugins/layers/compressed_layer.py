@@ -755,7 +755,7 @@ class CompressedLayer(LazyLayer):
         self._add_newest_queries()
         batch_size, num_heads, _, key_head_dim = self.states_shape("keys")
         pending, buffer = self._pending_sequences, self.buffer
-        blocks = [each for each in self.blocks if each.length]
+        blocks: list[Block] = [each for each in self.blocks if each.length]
         return LayerState(
             dtype=self.dtype,
             batch_size=batch_size,
