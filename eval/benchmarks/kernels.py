@@ -37,9 +37,9 @@ from kvcache_plugins.console.inputs import NumThreadsOption, parse_device
 from kvcache_plugins.eval.benchmark import benchmark, say
 from kvcache_plugins.eval.harness import read_states, spread, take_turns, time_call, time_on_gpu
 from kvcache_plugins.eval.rows import Content, Failure, Found, Settings
+from kvcache_plugins.gear.config import TransformConfig
 from kvcache_plugins.gear.kernel_check import require_close
 from kvcache_plugins.gear.transform.calibration import calibrate_transform
-from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.engine import choose_kernel
 from kvcache_plugins.layers.compressed_layer import CompressedLayer

@@ -49,7 +49,7 @@ class ToyCache(GEARCache):
     def __init__(self, config: Any = None, **options: Any):
         super().__init__(config, **{"backbone": "transform", "calibration": None, **options})
 
-    def _make_layer(self, index: int, config: Any, window: int | None = None) -> CompressedLayer:
+    def _layer(self, index: int, config: Any = None, window: int | None = None) -> CompressedLayer:
         return CompressedLayer(self.gear_config.packing(None, AbsmaxCodec(HEAD_DIM)), index, self._given_mask, window)
 
 

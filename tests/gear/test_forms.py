@@ -6,9 +6,8 @@ import pytest
 
 from kvcache_plugins import GEARCache, create_cache
 from kvcache_plugins.gear import calibrate_transform
-from kvcache_plugins.gear.config import GEARConfig
-from kvcache_plugins.gear.transform.calibrations import calibration_path
-from kvcache_plugins.gear.transform.config import TransformConfig
+from kvcache_plugins.gear.config import GEARConfig, TransformConfig
+from kvcache_plugins.gear.transform.calibration import calibration_path
 from kvcache_plugins.registry import check_caches
 
 

@@ -14,7 +14,7 @@ NUM_HEADS, HEAD_DIM, CHUNK = 2, 32, 8
 
 
 def make_layer(window):
-    return GEARCache(nbits=8, backbone="transform", sliding="compressed")._make_layer(0, None, window)
+    return GEARCache(nbits=8, backbone="transform", sliding="compressed")._layer(0, None, window)
 
 
 def states(batch_size, length):

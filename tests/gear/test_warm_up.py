@@ -10,9 +10,9 @@ from kvcache_plugins.gear.transform.calibration import calibrate_transform
 
 @pytest.fixture(autouse=True)
 def nothing_warm():
-    warm_up._known_kinds.cache_clear()
+    warm_up._KNOWN_KINDS.clear()
     yield
-    warm_up._known_kinds.cache_clear()
+    warm_up._KNOWN_KINDS.clear()
 
 
 @pytest.fixture

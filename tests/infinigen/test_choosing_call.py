@@ -9,7 +9,7 @@ from decoding import assert_same, decode_logits, make_model, tokens
 
 from kvcache_plugins import InfiniGenCache
 from kvcache_plugins.contract.comparison import reachable_bytes
-from kvcache_plugins.gear.transform.config import TransformConfig
+from kvcache_plugins.gear.config import TransformConfig
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.kernels.compiled_tokens import ChoiceBounds, ChoosingCall, choose_by_codes

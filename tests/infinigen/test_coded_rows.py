@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvcache_plugins.gear.transform.config import TransformConfig
+from kvcache_plugins.gear.config import TransformConfig
 from kvcache_plugins.infinigen import disk_pages
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.layer import InfiniGenLayer

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from kvcache_plugins.layers.residual_buffer import ResidualBuffer
+from kvcache_plugins.layers.packing import ResidualBuffer
 
 
 HEADS, DIM, HELD, LIMIT = 2, 5, 3, 20

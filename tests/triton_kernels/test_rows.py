@@ -13,8 +13,8 @@ from transformers import Cache
 from kvcache_plugins.codecs.parts import CodedPart, DensePart, RowTokens, SinkStates
 from kvcache_plugins.codecs.quantizers import thresholds
 from kvcache_plugins.codecs.rows import RowCodec
+from kvcache_plugins.gear.config import TransformConfig
 from kvcache_plugins.gear.kernel_check import plain_pytorch, require_close_layers
-from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.triton import TOO_LARGE, codebook_of, has_room, score_rows

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.gear.config import PresetChoice
-from kvcache_plugins.gear.transform.calibrations import find_calibration
+from kvcache_plugins.gear.transform.calibration import find_calibration
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.listening_layer import ListeningLayer, listen

@@ -78,9 +78,8 @@ def main(
     if out is not None:
         prepare_file(out)
     from kvcache_plugins.eval.harness import encode_text, spread_windows
-    from kvcache_plugins.gear.transform.calibration import calibrate_transform
+    from kvcache_plugins.gear.transform.calibration import calibrate_transform, calibration_path
     from kvcache_plugins.gear.transform.calibration_texts import calibration_texts
-    from kvcache_plugins.gear.transform.calibrations import calibration_path
     from kvcache_plugins.infinigen.calibration import calibrate
 
     loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)

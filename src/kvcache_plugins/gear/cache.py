@@ -13,10 +13,9 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from kvcache_plugins.files.atomic import refusals
 from kvcache_plugins.files.records import write_record
 from kvcache_plugins.kernels.engine import has_gpu_kernels
-from kvcache_plugins.layers.compact_states import compact_states
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
-from kvcache_plugins.layers.layer_types import replace_full_attention
-from kvcache_plugins.layers.model_match import ModelMatchMixin
+from kvcache_plugins.layers.layer_state import compact_states
+from kvcache_plugins.layers.model_match import ModelMatchMixin, replace_full_attention
 from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 from kvcache_plugins.models.layer_config import head_dims
@@ -25,11 +24,15 @@ from kvcache_plugins.option_checks import check_integer, check_mask
 from kvcache_plugins.registry import get_config, unwrap_model
 from kvcache_plugins.reports.memory import ReportingMixin, StatValue, add_stats
 
-from .config import GEARConfig, PresetChoice
+from .config import BACKBONE, OWN_OPTIONS, GEARConfig, PresetChoice, TransformConfig, transform_config
 from .snapshot import FORMAT, Snapshot, read_snapshot, restore_layers, state_of
-from .transform.calibration import TransformCalibration
-from .transform.calibrations import AUTO, calibration_of_file, check_calibrated, resolve_calibration
-from .transform.config import BACKBONE, OWN_OPTIONS, TransformConfig, transform_config
+from .transform.calibration import (
+    AUTO,
+    TransformCalibration,
+    calibration_of_file,
+    check_calibrated,
+    resolve_calibration,
+)
 from .warm_up import sizes_of, warm_up, warm_up_for_prompt
 
 
@@ -201,23 +204,22 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         if max_cache_len is not None and not self.is_compileable:
             raise ValueError("`max_cache_len` is for models whose layers all are of full attention")
 
-    def _layer(self, layer_idx: int) -> CompressedLayer:
-        return self._make_layer(layer_idx, None)
-
-    def _make_layer(self, index: int, config: PreTrainedConfig | None, window: int | None = None) -> CompressedLayer:
+    def _layer(
+        self, layer_idx: int, config: PreTrainedConfig | None = None, window: int | None = None
+    ) -> CompressedLayer:
         options, codec = self.gear_config, None
         if isinstance(options, GEARConfig):
-            layer = CompressedLayer(options.packing(), index, self._given_mask)
+            layer = CompressedLayer(options.packing(), layer_idx, self._given_mask)
             layer.on_first_prompt = warm_up_for_prompt
             return layer
-        frequencies = None if config is None else rotary_frequencies(config, index)
+        frequencies = None if config is None else rotary_frequencies(config, layer_idx)
         # Not all calibrations have looked at layers of a window, which then go by their prompt
-        if self.calibration is not None and (window is None or index in self.calibration.layers):
-            codec = self.calibration.codec(index, options.key_nbits, options.quantizer, frequencies)
+        if self.calibration is not None and (window is None or layer_idx in self.calibration.layers):
+            codec = self.calibration.codec(layer_idx, options.key_nbits, options.quantizer, frequencies)
         packing = options.packing(frequencies, codec)
         if window is None and options.quantizer == "lloyd-max" and (self._max_cache_len or has_gpu_kernels()):
-            return StaticLayer(packing, index, self._given_mask, self._max_cache_len)
-        return CompressedLayer(packing, index, self._given_mask, window)
+            return StaticLayer(packing, layer_idx, self._given_mask, self._max_cache_len)
+        return CompressedLayer(packing, layer_idx, self._given_mask, window)
 
     def _layers_for(self, config: PreTrainedConfig) -> list[Any]:
         options = self.gear_config
@@ -227,9 +229,9 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             if isinstance(options, GEARConfig) or options.sliding == "dense":
                 return None
             is_compressed = options.sliding == "compressed" or window >= options.least_window
-            return self._make_layer(index, config, window) if is_compressed else None
+            return self._layer(index, config, window) if is_compressed else None
 
-        layers = replace_full_attention(config, lambda index: self._make_layer(index, config), make_windowed)
+        layers = replace_full_attention(config, lambda index: self._layer(index, config), make_windowed)
         if isinstance(options, GEARConfig):
             for head_dim in sorted(head_dims(config)):
                 options.codec(head_dim, head_dim)
@@ -275,7 +277,7 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
         """
         config = unwrap_model(model).config
         for sizes in sizes_of(config, model.dtype, model.device, is_padded=padded):
-            warm_up(self.layers or [self._make_layer(0, config)], sizes)
+            warm_up(self.layers or [self._layer(0, config)], sizes)
 
     def fork(self, count: int) -> list[GEARCache]:
         """

@@ -17,14 +17,12 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvcache_plugins.files.atomic import RefusedFile
 from kvcache_plugins.files.records import Format, read_record
-from kvcache_plugins.layers.compact_states import expand_states
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
-from kvcache_plugins.layers.layer_state import DenseState, LayerState
+from kvcache_plugins.layers.layer_state import DenseState, LayerState, State, expand_states
 from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 
-from .config import GEARConfig, PresetChoice
-from .transform.config import TransformConfig
+from .config import GEARConfig, PresetChoice, TransformConfig
 
 
 FORMAT = Format("kvcache_plugins.gear", 7, "prefill and `save` anew")
@@ -50,7 +48,7 @@ class Snapshot:
     config: GEARConfig | TransformConfig
     calibration: str | None
     choice: PresetChoice | None
-    layers: list[LayerState | DenseState | None]
+    layers: list[State]
 
 
 def read_snapshot(path: str | Path, model: PreTrainedModel | PreTrainedConfig) -> Snapshot:
@@ -76,9 +74,7 @@ def check_number(states: Sequence[object], num_layers: int, *, is_exact: bool = 
         raise RefusedFile(f"holds {len(states)} layers, but the model has {num_layers}")
 
 
-def restore_layers(
-    layers: Sequence[CacheLayerMixin], states: Sequence[LayerState | DenseState | None], device: torch.device
-) -> None:
+def restore_layers(layers: Sequence[CacheLayerMixin], states: Sequence[State], device: torch.device) -> None:
     """
     Has every layer of a new cache take over its state, which may come from anywhere; a `ValueError` if a layer cannot
     be like that, or layers hold different tokens.
@@ -108,7 +104,7 @@ def restore_layers(
         raise ValueError(f"its layers hold different numbers of sequences and tokens, {sorted(held)}")
 
 
-def state_of(layer: CacheLayerMixin, index: int) -> LayerState | DenseState | None:
+def state_of(layer: CacheLayerMixin, index: int) -> State:
     """Returns the state of a layer, `None` if it holds nothing; a `ValueError` if more than keys and values."""
     keeps_more = isinstance(layer, CompressedLayer) and (
         type(layer) not in (CompressedLayer, StaticLayer) or layer.has_index

@@ -4,7 +4,6 @@ Triton compiles a kernel when it is first run. A prompt runs some, the first ful
 others, and a pause of seconds amid decoding is what nobody expects. Running them is the one way that cannot miss one.
 """
 
-import functools
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
@@ -17,6 +16,10 @@ from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.model_match import key_value_heads
 from kvcache_plugins.layers.packing import GroupPacking
 from kvcache_plugins.models.layer_config import decoder_config, head_dims
+
+
+# Kinds of layers that kernels have been compiled for
+_KNOWN_KINDS: set[Hashable] = set()
 
 
 class Sizes(NamedTuple):
@@ -62,9 +65,9 @@ def warm_up(layers: Iterable[object], sizes: Sizes) -> None:
         # Layers themselves are not kept, as they may have a calibration
         kind = packing if packing.fixed is None else packing.fixed.kernel_kind
         key = type(layer), kind, packing.residual_length, packing.num_sink_tokens, sizes
-        if key in _known_kinds() or getattr(packing.fixed, "head_shapes", shapes) != shapes:
+        if key in _KNOWN_KINDS or getattr(packing.fixed, "head_shapes", shapes) != shapes:
             continue
-        _known_kinds().add(key)
+        _KNOWN_KINDS.add(key)
         # A token of what may be padded is padding
         lengths = {packing.least_tokens + packing.residual_length + 1}
         if isinstance(packing, GroupPacking):
@@ -73,12 +76,6 @@ def warm_up(layers: Iterable[object], sizes: Sizes) -> None:
             lengths = {2 * group, 2 * group + packing.num_sink_tokens % group}
         for length in sorted(lengths):
             exercise(type(layer)(packing, 0), sizes, length)
-
-
-@functools.cache
-def _known_kinds() -> set[Hashable]:
-    """Holds the kinds of layers that kernels have been compiled for."""
-    return set()
 
 
 def exercise(layer: CompressedLayer, sizes: Sizes, prompt_length: int) -> None:

@@ -15,9 +15,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from kvcache_plugins.layers.layer_types import HybridLayersMixin, replace_full_attention
 from kvcache_plugins.layers.lazy_layer import ANOTHER_PROMPT
-from kvcache_plugins.layers.model_match import UpdateOrder
+from kvcache_plugins.layers.model_match import ENCODER_STATES, HybridLayersMixin, replace_full_attention, watches_order
 from kvcache_plugins.layers.packing import RowPacking
 from kvcache_plugins.models.layer_config import decoder_config
 from kvcache_plugins.option_checks import check_mask
@@ -169,12 +168,13 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         # A layer's attention input comes from the layer before it
         self._targets = {index - 1: index for index, layer in enumerate(layers) if isinstance(layer, InfiniGenLayer)}
         self._model = ModelReference(model)
-        # The module of the model that called last
+        # Where a smaller one begins a forward; and the module of the model that called last
+        self._last_updated: int | None = None
         self._known_caller: Callable[[], torch.nn.Module | None] = self._model
         self._wants_speculation = self.infinigen_config.speculates_on(model.device)
         self._is_attached, self._has_warned = True, False
         super().__init__(layers=layers)
-        self._update_order = UpdateOrder(config, len(layers))
+        self._is_watched = watches_order(config, len(layers))
         if self._wants_speculation:
             reason = attach(model, self).why_unknown()
             if reason is not None:
@@ -249,7 +249,11 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Cache.update`; a `ValueError` if the states come from another model than the cache was made for."""
-        if self._update_order.note(layer_idx):
+        last, self._last_updated = self._last_updated, layer_idx
+        if last == layer_idx and self._is_watched:
+            self._last_updated = None
+            raise ValueError(ENCODER_STATES)
+        if last is None or layer_idx <= last:
             self._check_caller(layer_idx)
             self._warn_if_detached()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
@@ -259,7 +263,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         model, (module, given) = self._model(), caller()
         is_known = model is not None and module in (None, self._known_caller())
         if model is None or not is_known and all(module is not own for own in model.modules()):
-            self._update_order.restart()
+            self._last_updated = None
             raise ValueError(
                 "`model`: the cache was made for another model than the one that it is used with; make one with "
                 "`InfiniGenCache(model)` for each model"
@@ -293,7 +297,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
 
     def reset(self) -> None:
         super().reset()
-        self._update_order.restart()
+        self._last_updated = None
         # Older releases of Transformers fill these with zeros and keep their length
         self.layers = [
             DynamicLayer() if type(layer) is DynamicLayer and layer.is_initialized else layer for layer in self.layers

@@ -10,7 +10,7 @@ Legend: B batch, H key/value heads, G query heads a key/value head, D and E head
 chosen.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -21,9 +21,8 @@ from kvcache_plugins.kernels.compiled_tokens import ChoosingCall
 from kvcache_plugins.kernels.masks import mask_columns, slice_mask
 from kvcache_plugins.kernels.tokens import attend_staged, choose_rows_kernel
 from kvcache_plugins.layers.contexts import in_own_context, is_foreign_context
-from kvcache_plugins.layers.lazy_layer import LazyLayer, kind_of
-from kvcache_plugins.layers.packing import RowPacking
-from kvcache_plugins.layers.residual_buffer import ResidualBuffer
+from kvcache_plugins.layers.lazy_layer import LazyLayer, MaskedTiles, kind_of
+from kvcache_plugins.layers.packing import ResidualBuffer, RowPacking
 from kvcache_plugins.user_warnings import warn_user
 
 from .coded_rows import CodedRows
@@ -123,7 +122,8 @@ class InfiniGenLayer(LazyLayer):
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if self.window is None:
             self.window = ResidualBuffer(keys, values, self._window_limit)
-        self.window.append(keys, values)
+        else:
+            self.window.append(keys, values)
 
     @property
     def _least_tokens(self) -> int:
@@ -163,8 +163,7 @@ class InfiniGenLayer(LazyLayer):
         else:
             exact, is_lazy = window.append_exactly(key_states, value_states), self._needs_queries
         self._length += 1
-        keys, values = exact or (None, None)
-        return self._lazy(keys, values) if exact is None or is_lazy else exact
+        return self._lazy(exact) if exact is None or is_lazy else exact
 
     def _before_update(self) -> None:
         """Moves on what has waited in the window for long enough."""
@@ -239,13 +238,13 @@ class InfiniGenLayer(LazyLayer):
                 self.scoring.hear(query, self._shapes["keys"][1], valid)
         self.settle_prompt()
 
-    def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, Mapping[str, torch.Tensor]]]:
+    def dense_tiles(self, mask: torch.Tensor | None) -> MaskedTiles:
         self._refuse_evicted()
         if self.pool is not None and self._num_new == 1:
             _warn_of_all()
         self._counters["exact_calls"] += 1
         for keys, values, start, stop in self._iter_dense():
-            yield slice(start, stop), {"keys": keys, "values": values}
+            yield keys, values, slice_mask(mask, start, stop)
 
     def _iter_dense(self) -> Iterator[Tile]:
         """Lists keys and values `[B, H, tokens, D or E]` in order, with the positions or slots that they span."""

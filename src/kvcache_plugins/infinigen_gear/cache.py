@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvcache_plugins.gear.transform.config import TransformConfig
+from kvcache_plugins.gear.config import TransformConfig
 from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.infinigen.config import check_options as check_infinigen
 from kvcache_plugins.layers.packing import RowPacking

@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.lazy_layer import LazyLayer
-from kvcache_plugins.layers.lazy_states import LazyStates
+from kvcache_plugins.layers.lazy_states import stored_states
 
 from .attention import attend_behind_prefix
 from .messages import MessageLayout
@@ -154,10 +154,8 @@ class RunaheadLayer(LazyLayer):
         self._length = part.stop
         if not self._is_lazy:
             return keys, values
-        kind = self.dtype, self.device
-        sides = ("keys", tuple(key_states.shape)), ("values", tuple(value_states.shape))
-        lazy_keys, lazy_values = (LazyStates(self, side, shape, *kind) for side, shape in sides)
-        return lazy_keys, lazy_values
+        shapes = key_states.shape, value_states.shape
+        return stored_states(self, *shapes, part.num_tokens, self.dtype, self.device)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         assert self.states is not None

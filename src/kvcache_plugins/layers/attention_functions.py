@@ -124,19 +124,20 @@ def _attend_stored(
     # A new token that nothing is hidden from needs no mask, which kernels are faster without
     if mask is not None and query.shape[2] == 1 and mask.device.type == "cpu" and not bool(mask.any()):
         mask = None
-    call = AttentionCall(
-        query, mask, scale=options.get("scaling"), softcap=options.get("softcap"), sinks=_sinks_of(module, options)
-    )
+    call = _make_call(module, query, mask, {**options, "is_causal": False})
     output = attend_lazily(call, key, value, lambda *dense: attend(module, query, *dense, mask, **options))
     return (output.transpose(1, 2).contiguous(), None) if isinstance(output, torch.Tensor) else output
 
 
-def _sinks_of(module: torch.nn.Module, options: dict[str, Any]) -> torch.Tensor | None:
-    """Find scores of sinks, one a head or one a query, as `AttentionCall` has them."""
-    for sinks in (options.get("sinks"), options.get("s_aux"), getattr(module, "sinks", None)):
-        if isinstance(sinks, torch.Tensor):
-            return sinks.detach() if sinks.dim() == 4 else sinks.detach().reshape(1, -1, 1, 1)
-    return None
+def _make_call(
+    module: torch.nn.Module, query: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]
+) -> AttentionCall:
+    """Say what options of an attention function ask for, with scores of sinks, one a head or one a query."""
+    named = options.get("sinks"), options.get("s_aux"), getattr(module, "sinks", None)
+    sinks = next((each.detach() for each in named if isinstance(each, torch.Tensor)), None)
+    if sinks is not None and sinks.dim() != 4:
+        sinks = sinks.reshape(1, -1, 1, 1)
+    return AttentionCall(query, mask, options["is_causal"], options.get("scaling"), options.get("softcap"), sinks)
 
 
 def _wrap(attend: Attention, read_mask: _MaskReader) -> Attention:
@@ -151,9 +152,8 @@ def _wrap(attend: Attention, read_mask: _MaskReader) -> Attention:
         *args: Any,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if isinstance(key, LazyStates) or isinstance(value, LazyStates):
-            return attend_to_lazy(module, query, key, value, *args, **options)
-        return attend(module, query, key, value, *args, **options)
+        is_lazy = isinstance(key, LazyStates) or isinstance(value, LazyStates)
+        return (attend_to_lazy if is_lazy else attend)(module, query, key, value, *args, **options)
 
     @torch.compiler.disable
     def attend_to_lazy(
@@ -164,13 +164,10 @@ def _wrap(attend: Attention, read_mask: _MaskReader) -> Attention:
             # Not hidden by a mask, but by what only this implementation understands
             return attend(module, query, key + 0, value + 0, attention_mask, **options)
         mask, options["is_causal"] = found
-        softcap, sinks = options.get("softcap"), options.get("s_aux")
-        if softcap is None and sinks is None:
+        if options.get("softcap") is None and options.get("s_aux") is None:
             return sdpa_attention_forward(module, query, key, value, mask, **options)
         # Which `scaled_dot_product_attention` does not have
-        call = AttentionCall(
-            query, mask, options["is_causal"], options.get("scaling"), softcap, _sinks_of(module, options)
-        )
+        call = _make_call(module, query, mask, options)
         output = None
         if isinstance(key, LazyStates) and isinstance(value, LazyStates):
             output = attend_lazily(call, key, value, partial(_attend_densely, call))

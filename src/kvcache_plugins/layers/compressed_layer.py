@@ -15,7 +15,7 @@ the window; with `activate_past_recording` nothing is let go of before a `crop`.
 Legend: B batch, H key/value heads, G query heads a key/value head, Q queries, T tokens, D head dim.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,23 +30,22 @@ from kvcache_plugins.kernels.structs import TILE
 
 from .contexts import in_own_context
 from .layer_state import BlockState, ExactStates, LayerState, restore_blocks
-from .lazy_layer import LazyLayer
+from .lazy_layer import LazyLayer, MaskedTiles
 from .lazy_states import stored_states
 from .packing import (
     DROP_STEP,
     Block,
     ExactPrefix,
     GroupPacking,
-    PackedTokens,
     Packing,
     PreparedParts,
+    ResidualBuffer,
     RowBlock,
     RowPacking,
     Split,
     check_finite,
     num_too_old,
 )
-from .residual_buffer import ResidualBuffer
 
 
 # An update of this many times `residual_length` tokens is a prompt of its own
@@ -77,13 +76,11 @@ class CompressedLayer(LazyLayer):
     """
 
     counter_names = (
-        "tokens_compressed",
-        "chunks_compressed",
-        "attend_calls",
-        "fused_calls",
-        "kernel_fallbacks",
+        *("tokens_compressed", "chunks_compressed", "attend_calls", "fused_calls", "kernel_fallbacks"),
         "prompts_without_mask",
     )
+    # Whether as many of the newest tokens are exact at any time: see `static_layer`
+    _stands_still = False
     on_first_prompt: Callable[["CompressedLayer", torch.Tensor], None] | None = None
     # Of plain tokens: with how many there is something to be packed, and after how many queries are shown
     _plain_limit = _first_heard = 0
@@ -110,7 +107,8 @@ class CompressedLayer(LazyLayer):
         self.prefix: ExactPrefix | None = None
         # Position before which blocks may be of tokens that the prefix holds
         self._prefix_stop = 0
-        self.packed = PackedTokens()
+        # Of packed tokens, following each other, the oldest first; the last may be recent ones
+        self.blocks: list[Any] = []
         self.buffer = None
         self._prepared: PreparedParts | None = None
         self.codec: Any = None
@@ -130,11 +128,6 @@ class CompressedLayer(LazyLayer):
         super().lazy_initialization(key_states, value_states)
 
     @property
-    def blocks(self) -> list[Any]:
-        """Blocks of packed tokens, the oldest first."""
-        return self.packed.blocks
-
-    @property
     def buffer(self) -> ResidualBuffer | None:
         """The newest tokens, exact."""
         if self._plain is not None:
@@ -149,7 +142,7 @@ class CompressedLayer(LazyLayer):
     @in_own_context
     def _end_plain(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         first = 0 if self.prefix is None else self.prefix.num_slots
-        self.buffer = ResidualBuffer.of(keys[:, :, first:], values[:, :, first:], self._buffer_limit)
+        self.buffer = ResidualBuffer(keys[:, :, first:], values[:, :, first:], self._buffer_limit)
 
     @property
     def _buffer_limit(self) -> int:
@@ -187,7 +180,7 @@ class CompressedLayer(LazyLayer):
             # As a dense layer does
             states = torch.cat((plain[0], key_states), dim=-2), torch.cat((plain[1], value_states), dim=-2)
             self._plain, self._length = states, self._length + 1
-            return states if self._length <= self._first_heard else self._lazy(*states)
+            return states if self._length <= self._first_heard else self._lazy(states)
         if prepared is None or buffer is None or (buffer.length >= prepared.limit and not self._code_again()):
             return super().update(key_states, value_states)
         newest = None
@@ -218,10 +211,20 @@ class CompressedLayer(LazyLayer):
         if prepared is None or prepared.call is None or self._stands_still or buffer is None:
             return False
         start, count = self._length - buffer.length, buffer.length - packing.num_kept
-        found = self.packed.joined(start, count, packing.recent_length)
-        if found is None or start < self._prefix_stop or self._valid_tokens(start, count) is not None:
+        block, most_recent = self.blocks[-1] if self.blocks else None, packing.recent_length
+        if not isinstance(block, RowBlock) or not block.is_open or block.stop != start:
             return False
-        block, older, num_aged = found
+        if block.is_recent != (most_recent > 0) or start < self._prefix_stop:
+            return False
+        older: RowBlock | None = None
+        num_aged = num_too_old(block.length + count, most_recent) if block.is_recent else 0
+        if num_aged:
+            # They join the block before
+            older = self.blocks[-2] if len(self.blocks) > 1 and self.blocks[-2].is_open else None
+            if older is None or num_aged > block.length:
+                return False
+        if self._valid_tokens(start, count) is not None:
+            return False
         if max(count, num_aged) > TILE:
             # More than the call takes
             return False
@@ -231,7 +234,7 @@ class CompressedLayer(LazyLayer):
             prepared.coding = coding
         if coding is None:
             return False
-        kept = block.kept_for(count, packing.recent_length or self._most_rows, num_aged)
+        kept = block.kept_for(count, most_recent or self._most_rows, num_aged)
         joined = None if older is None else older.kept_for(num_aged, self._most_rows)
         is_moved = buffer.capacity_without(count) == buffer.capacity
         rows = coding.append(states, count, start, kept, is_moved * packing.num_kept, joined)
@@ -255,7 +258,8 @@ class CompressedLayer(LazyLayer):
         if self.packing.residual_length or self.codec is None:
             if self.buffer is None:
                 self.buffer = ResidualBuffer(keys, values, self.packing.residual_length)
-            self.buffer.append(keys, values)
+            else:
+                self.buffer.append(keys, values)
             return
         # Packed as they come; they are not counted yet
         self._length += keys.shape[2]
@@ -383,7 +387,6 @@ class CompressedLayer(LazyLayer):
         Where none are packed yet, exact tokens in front end at `first_end` `[B]`, on the CPU.
         """
         packing, counts = self.packing, self._left_padding.counts
-        is_grouped = isinstance(packing, GroupPacking)
         valid = None if counts is None else self._valid_tokens(start, keys.shape[2])
         if start < self._prefix_stop:
             assert self.prefix is not None
@@ -397,12 +400,12 @@ class CompressedLayer(LazyLayer):
                 block: Any = packing.encode(codec, (keys, values), start, valid, is_prompt=is_prompt)
             else:
                 rows = codec.encode(keys, values, positions)
-                block = RowBlock(rows[0], rows[1], start, keys.shape[2])
+                block = RowBlock(rows[0], rows[1], start, keys.shape[2], is_recent=recent is not None)
         except ValueError as error:
             # The codec notices, and here it is said, what is not finite
             check_finite(keys, values, valid, self.layer_idx)
             raise ValueError(f"layer {self.layer_idx}: {error}") from error
-        if not is_grouped:
+        if isinstance(block, RowBlock):
             too_large = codec.too_large(block.keys, block.values)
             if too_large is not None:
                 # What stands for padding, or is exact as well, may be anything
@@ -413,33 +416,54 @@ class CompressedLayer(LazyLayer):
             if first_end is not None:
                 self.codec = self.codec.without_shared_errors(rows, keys, values, valid, positions)
         self._counters["tokens_compressed"] += block.length
-        self._counters["chunks_compressed"] += block.num_chunks if is_grouped else 1
+        self._counters["chunks_compressed"] += 1 if isinstance(block, RowBlock) else block.num_chunks
         prepared, self._prepared = self._prepared, None
         if first_end is not None:
-            self.packed.blocks.append(block)
-            self.packed.is_open = not (is_prompt and is_grouped)
+            self.blocks.append(block)
             return
         num_aged, num_blocks = 0, len(self.blocks)
+        if recent is None:
+            self._age()
+        joined = self._add(block)
         if recent is not None:
-            joined = self.packed.add_recent(block, packing.recent_length)
             num_aged = num_too_old(self.blocks[-1].length, packing.recent_length)
-        else:
-            if self.packed.has_recent:
-                self._age(self.packed.newest.length)
-            joined = self.packed.add(block, self._most_rows, is_joining=not (is_prompt and is_grouped))
         if num_aged:
             self._age(num_aged)
         is_same = joined is not None and joined is self.blocks[-1] and len(self.blocks) == num_blocks
         if is_same and prepared is not None and prepared.extend(self.blocks[-2:] if num_aged else self.blocks[-1:]):
             self._prepared = prepared
 
-    def _age(self, count: int) -> None:
-        """Codes the first `count` recent tokens anew, as all older ones are."""
-        recent = self.packed.newest
+    def _add(self, block: Block) -> Block | None:
+        """
+        Adds a block that follows, perhaps later, where a window has passed all that there was; to the last one if both
+        are open and of one kind, and then returns that.
+        """
+        newest = self.blocks[-1] if self.blocks else None
+        if newest is not None and block.start > newest.stop:
+            self.blocks, newest = [], None
+        if newest is not None and newest.is_recent == block.is_recent:
+            if newest.is_recent and not newest.is_open:
+                # There is one block of them, which a copy may share
+                newest.resize(newest.length + block.length)
+                newest.is_open = True
+            if newest.is_open and block.is_open:
+                newest.append(block, self.packing.recent_length if block.is_recent else self._most_rows)
+                return self.blocks[-1]
+        self.blocks.append(block)
+        return None
+
+    def _age(self, count: int | None = None) -> None:
+        """Codes the first `count` recent tokens, all by default, anew, as all older ones are."""
+        if not self.blocks or not self.blocks[-1].is_recent:
+            return
+        recent = self.blocks.pop()
+        count, self._prepared = recent.length if count is None else count, None
         rows = recent.keys[:, :, :count], recent.values[:, :, :count]
         keys, values = self.codec.recode(rows, self._codec_of(recent))
-        self.packed.age(RowBlock(keys, values, recent.start, count), self._most_rows)
-        self._prepared = None
+        self._add(RowBlock(keys, values, recent.start, count))
+        if count < recent.length:
+            recent.drop_first(count)
+            self.blocks.append(recent)
 
     def _codec_of(self, block: Block) -> Any:
         return self.packing.recent_codec(self.codec) if block.is_recent else self.codec
@@ -450,7 +474,7 @@ class CompressedLayer(LazyLayer):
         buffer, first = self._buffer, keys.shape[2] - count
         if buffer is None or buffer.length != keys.shape[2]:
             limit = self.packing.residual_length
-            self._buffer = ResidualBuffer.of(keys[:, :, first:], values[:, :, first:], limit)
+            self._buffer = ResidualBuffer(keys[:, :, first:], values[:, :, first:], limit)
         elif first:
             buffer.drop_first(first)
 
@@ -576,46 +600,26 @@ class CompressedLayer(LazyLayer):
         return hide_first(slice_mask(attn_mask, 0, stop - first), first - start, stop - start, self.device)
 
     def materialize(self, side: str) -> torch.Tensor:
-        if not self._length:
-            return torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
-        return torch.cat([tile[side] for _, tile in self.dense_tiles({side})], dim=2)
-
-    def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
-        first = position = self._first_visible
-        prefix, stop = self.prefix, 0 if self.prefix is None else self.prefix.stop()
-        for start, end, stored in self._stored_tiles(sides):
-            tiles = [(end, stored)]
-            if position < start:
-                # Tokens that are in no block: the prefix, and padding
-                shapes = {
-                    side: (*self.states_shape(side)[:2], start - position, self._shapes[side][3]) for side in sides
-                }
-                empty = {
-                    side: torch.zeros(shape, dtype=self.dtype, device=self.device) for side, shape in shapes.items()
-                }
-                tiles.insert(0, (start, empty))
-            for tile_end, tile in tiles:
-                if tile_end <= position:
-                    continue
-                states = {side: tile[side][:, :, position - tile_end :].to(self.dtype) for side in sides}
-                if prefix is not None and position < stop:
-                    for side, own in states.items():
-                        prefix.write_dense(side, own, position)
-                yield slice(position - first, tile_end - first), states
-                position = tile_end
-
-    def _stored_tiles(self, sides: Collection[str]) -> Iterator[tuple[int, int, dict[str, torch.Tensor]]]:
-        """Blocks and the exact tail in order, with the positions that they begin and end at; the last may be empty."""
-        for block in self.blocks:
-            part = block.part(self._codec_of(block), self.padding, None)
-            for keys, values, first, stop in part.tiles(sides):
-                yield block.start + first, block.start + stop, {"keys": keys, "values": values}
-        end = self.exact_start
+        first, position = self._first_visible, self.exact_start
+        dense = torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
+        held = [(block.start, block.part(self._codec_of(block), self.padding, None)) for block in self.blocks]
         for keys, values, length in self._exact_tail():
-            start, end = end, end + length
-            exact = {"keys": keys[:, :, :length], "values": values[:, :, :length]}
-            yield start, end, exact
-        yield end, end, {}
+            held.append((position, DensePart(keys, values, length, None)))
+            position += length
+        for position, part in held:
+            for keys, values, start, stop in part.tiles({side}):
+                states = (keys if side == "keys" else values)[:, :, max(first - position - start, 0) :]
+                end = max(position + stop - first, 0)
+                dense[:, :, end - states.shape[2] : end] = states
+        # Where it spans tokens of blocks too, theirs mean nothing
+        if self.prefix is not None:
+            self.prefix.write_dense(side, dense, first)
+        return dense
+
+    def dense_tiles(self, mask: torch.Tensor | None) -> MaskedTiles:
+        for part in self._parts(mask):
+            for keys, values, start, stop in part.tiles():
+                yield keys.to(self.dtype), values.to(self.dtype), slice_mask(part.mask, start, stop)
 
     def activate_past_recording(self) -> None:
         """Lets go of nothing from now on until a `crop`, which can then take back all updates since the last one."""
@@ -623,10 +627,14 @@ class CompressedLayer(LazyLayer):
 
     def _let_go(self) -> None:
         """Drops what no query to come sees, some rows at a time."""
-        first = self._first_seen(self._length)
+        first, count = self._first_seen(self._length), len(self.blocks)
         if first <= self._held_start:
             return
-        if self.packed.drop_before(first):
+        self.blocks = [block for block in self.blocks if block.stop > first]
+        num_dropped = max(first - self.blocks[0].start, 0) // DROP_STEP * DROP_STEP if self.blocks else 0
+        if num_dropped:
+            self.blocks[0].drop_first(num_dropped)
+        if num_dropped or len(self.blocks) < count:
             self._forget_before(self.blocks[0].start if self.blocks else self.exact_start)
 
     def _forget_before(self, position: int) -> None:
@@ -677,7 +685,9 @@ class CompressedLayer(LazyLayer):
             self.buffer.drop_last(min(count, self.buffer.length))
         if length >= exact_start:
             return
-        self.packed.truncate(length)
+        self.blocks = [block for block in self.blocks if block.start < length]
+        if self.blocks and self.blocks[-1].stop > length:
+            self.blocks[-1].truncate(length - self.blocks[-1].start)
         if self.prefix is not None:
             self.prefix.truncate(length)
 
@@ -720,7 +730,10 @@ class CompressedLayer(LazyLayer):
         """Yields what a copy of this layer may have in common with it, as neither writes to it from now on."""
         self.settle_prompt()
         self._forget_places()
-        yield from self.packed.share()
+        for block in self.blocks:
+            # Nothing is added to it from now on: that would be into room that copies share
+            block.is_open = False
+            yield from (tensor for side in block.sides() for tensor in side.values())
         if self.codec is not None and self._pending_sequences is None:
             yield from self.codec.tensors()
         if self.prefix is not None:
@@ -732,15 +745,13 @@ class CompressedLayer(LazyLayer):
 
     def _num_exact(self) -> int:
         """Tokens that are exact and have not been let go of, of the sequence that has most of them packed."""
-        if self.sliding_window is not None:
-            in_front = 0 if self.prefix is None else min(self.prefix.num_slots, self._length)
-            return self._length - self.exact_start + in_front
-        exact = self._length - sum(block.length for block in self.blocks)
-        if self.prefix is None or not self.blocks:
-            return exact
-        has_rows = isinstance(self.packing, RowPacking)
-        in_front = min(self.packing.num_sink_tokens if has_rows else self.prefix.num_slots, self._length)
-        return exact + max(in_front - self.blocks[0].start, 0)
+        start, in_front, all_held = self.exact_start, 0, self.sliding_window is None
+        if self.prefix is not None:
+            has_sinks = isinstance(self.packing, RowPacking) and all_held
+            in_front = min(self.packing.num_sink_tokens if has_sinks else self.prefix.num_slots, self._length)
+        if all_held:
+            in_front = max(in_front, self.blocks[0].start if self.blocks else start)
+        return self._length - start + in_front
 
     def state(self) -> LayerState:
         """Everything that it holds, as it is: nothing is copied."""
@@ -748,8 +759,7 @@ class CompressedLayer(LazyLayer):
         self._add_newest_queries()
         batch_size, num_heads, _, key_head_dim = self.states_shape("keys")
         pending, buffer = self._pending_sequences, self.buffer
-        stored = [(each, *each.stored()) for each in self.blocks if each.length]
-        held = [BlockState(each.start, each.length, keys, values, each.is_recent) for each, keys, values in stored]
+        blocks: list[Block] = [each for each in self.blocks if each.length]
         return LayerState(
             dtype=self.dtype,
             batch_size=batch_size,
@@ -758,11 +768,11 @@ class CompressedLayer(LazyLayer):
             value_head_dim=self._shapes["values"][3],
             length=self._length,
             held_start=self._held_start,
-            is_open=self.packed.is_open and self.blocks[-1].length > 0,
+            is_open=bool(self.blocks) and self.blocks[-1].is_open and self.blocks[-1].length > 0,
             counters=dict(self._counters),
             padding=self.padding,
             prefix=self.prefix,
-            blocks=held,
+            blocks=[BlockState(each.start, each.length, *each.stored(), each.is_recent) for each in blocks],
             buffer=None if buffer is None else ExactStates(buffer.keys, buffer.values),
             tables=self.codec.state() if isinstance(self.codec, Codec) else None,
             moments=self._moments,
@@ -774,8 +784,7 @@ class CompressedLayer(LazyLayer):
         """Takes over a state that may come from anywhere, or raises a `ValueError` that names `path`."""
         if state.counters.keys() != set(self.counter_names):
             raise ValueError(f"`{path}.counters` has to be of {sorted(self.counter_names)}")
-        self.codec, blocks = restore_blocks(state, self.packing, self.sliding_window, path)
-        self.packed = PackedTokens(blocks, is_open=state.is_open)
+        self.codec, self.blocks = restore_blocks(state, self.packing, self.sliding_window, path)
         self._prepared = None
         self._length, self._counters = state.length, dict(state.counters)
         heads = state.batch_size, state.num_heads, state.length
@@ -783,7 +792,7 @@ class CompressedLayer(LazyLayer):
         self.dtype, self.batch_size = state.dtype, state.batch_size
         self.prefix, self.padding = state.prefix, state.padding
         exact, limit = state.buffer, self.packing.residual_length
-        self.buffer = None if exact is None else ResidualBuffer.of(exact.keys, exact.values, limit)
+        self.buffer = None if exact is None else ResidualBuffer(exact.keys, exact.values, limit)
         self._prefix_stop = 0 if state.prefix is None else int(state.prefix.end.max())
         self._held_start, self._moments = state.held_start, state.moments
         self._unfitted = self.packing.codec(state.key_head_dim, state.value_head_dim)

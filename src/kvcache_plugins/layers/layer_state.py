@@ -2,16 +2,25 @@
 
 A state may come from anywhere. `files.schema` sees to it that every field is what its annotation says;
 `restore_blocks` to what holds between fields, under the options of a cache.
+
+In files rows may be streams (`codecs.row_streams`): in the first block of a layer `stream0`, `stream1` and so on stand
+for the rows of sequence 0, 1 and so on, on both sides. All else is as in any state: exact tokens, tables, newest rows,
+groups, and rows of another quantizer.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
+from transformers.cache_utils import CacheLayerMixin
 
 from kvcache_plugins.codecs.codec import Codec, CodecState, QueryMoments
 from kvcache_plugins.codecs.groups import GroupCodec
-from kvcache_plugins.files.schema import FLOATS, MAX_INTEGER, Range, Stored, check_layout
+from kvcache_plugins.codecs.parts import SIDES
+from kvcache_plugins.codecs.row_streams import Points, RowStreams
+from kvcache_plugins.codecs.rows import RowCodec
+from kvcache_plugins.files.schema import FLOATS, MAX_INTEGER, Range, Stored, Tensors, check_layout
 
 from .packing import ROWS, Block, ExactPrefix, GroupBlock, GroupPacking, Packing, RowBlock
 
@@ -19,6 +28,9 @@ from .packing import ROWS, Block, ExactPrefix, GroupBlock, GroupPacking, Packing
 Size = Annotated[int, Range(1, 2**20)]
 _FLOATS = tuple(FLOATS.values())
 _TOKENS = "batch_size", "num_heads", "num_tokens"
+_STREAM = "stream"
+# What is made of a side, `None` if it cannot be, and points of every sequence
+_Converted = tuple[Tensors | None, list[Points]]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -101,6 +113,10 @@ class DenseState:
     check = ExactStates.check
 
 
+# Of a layer; `None` of one without tokens
+State = LayerState | DenseState | None
+
+
 def _check_order(state: LayerState, sliding_window: int | None, path: str) -> None:
     """Raises a `ValueError` unless prefix, blocks and buffer follow each other and end where the sequence does."""
     first_seen = 0 if sliding_window is None else max(state.length - sliding_window + 1, 0)
@@ -141,49 +157,14 @@ def restore_blocks(
     Makes the codec and the blocks of a layer, of a state that may come from anywhere; a `ValueError`, with the `path`
     that a file has it at, if no layer that packs like that can be in this state.
     """
-    restore: Any = _restore_groups if isinstance(packing, GroupPacking) else _restore_rows
-    return restore(state, packing, sliding_window, path)
-
-
-def _restore_groups(
-    state: LayerState, packing: GroupPacking, sliding_window: int | None, path: str
-) -> tuple[GroupCodec | None, list[Block]]:
-    if any(each is not None for each in (state.tables, state.moments, state.pending)):
-        raise ValueError(f"`{path}` has tables, which groups do not have")
-    if any(block.is_recent for block in state.blocks):
-        raise ValueError(f"`{path}.blocks` has rows of recent tokens, which groups do not have")
-    if state.prefix is None:
-        if state.is_open or state.blocks or state.exact_start:
-            raise ValueError(f"`{path}` has no exact tokens in front, but not all tokens are in the buffer")
-        return None, []
-    _check_order(state, sliding_window, path)
-    codec, decoded_length = packing.codec(state.key_head_dim, state.value_head_dim), packing.residual_length
-    heads, blocks = (state.batch_size, state.num_heads), []
-    for number, block in enumerate(state.blocks):
-        where = f"{path}.blocks.{number}"
-        keys = codec.keys.read(f"{where}.keys", block.keys, *heads, decoded_length)
-        values = codec.values.read(f"{where}.values", block.values, *heads, decoded_length)
-        chunks = keys.num_chunks, keys.chunk_length
-        if (values.num_chunks, values.chunk_length) != chunks or -(-block.length // chunks[1]) != chunks[0]:
-            raise ValueError(f"`{where}`: {block.length} tokens do not fit {chunks[0]} chunks of {chunks[1]}")
-        blocks.append(GroupBlock(keys, values, block.start, block.length))
-    if state.is_open:
-        # Chunks of decoded tokens are written into the last block, which has to be of such
-        last = blocks[-1] if blocks else None
-        if last is None or not last.can_grow or last.chunk_length != decoded_length:
-            raise ValueError(f"`{path}.is_open` asks for a last block of whole chunks")
-        if not codec.keys.is_of_decoded(last.keys) or not codec.values.is_of_decoded(last.values):
-            raise ValueError(f"`{path}.is_open` asks for a last block of decoded tokens")
-    return codec, [*blocks]
-
-
-def _restore_rows(
-    state: LayerState, packing: Packing, sliding_window: int | None, path: str
-) -> tuple[Codec | None, list[Block]]:
     heads, head_dims = (state.batch_size, state.num_heads), (state.key_head_dim, state.value_head_dim)
     unfitted, fixed = packing.codec(*head_dims), packing.fixed
-    codec: Codec | None = None
-    if fixed is not None:
+    codec: Any = None
+    if isinstance(packing, GroupPacking):
+        if any(each is not None for each in (state.tables, state.moments, state.pending)):
+            raise ValueError(f"`{path}` has tables, which groups do not have")
+        codec = unfitted if state.prefix is not None else None
+    elif fixed is not None:
         if state.tables is not None:
             raise ValueError(f"`{path}` has tables of its own, but the cache a calibration")
         keys, values = (torch.empty(*heads, 0, dim, device="meta") for dim in head_dims)
@@ -194,24 +175,134 @@ def _restore_rows(
         codec = unfitted.restore(state.tables, heads, f"{path}.tables")
     if state.moments is not None and state.moments.products.shape[2] != len(unfitted.layouts):
         raise ValueError(f"`{path}.moments.products` has to be of {len(unfitted.layouts)} rotary embeddings")
+    what = "exact tokens in front" if isinstance(packing, GroupPacking) else "tables"
     if codec is None:
         if state.prefix is not None or state.pending is not None or state.is_open or state.blocks or state.exact_start:
-            raise ValueError(f"`{path}` has no tables, but not all tokens are exact ones in the buffer")
+            raise ValueError(f"`{path}` has no {what}, but not all tokens are exact ones in the buffer")
         return None, []
     has_begin = state.prefix is not None or (state.held_start > 0 and state.pending is None)
     has_moments = state.moments is not None and state.pending is None
     if not has_begin or has_moments or (state.is_open and not state.blocks):
-        raise ValueError(f"`{path}` has tables, but not what goes with them")
+        raise ValueError(f"`{path}` has {what}, but not what goes with them")
     _check_order(state, sliding_window, path)
     blocks: list[Block] = []
     for number, block in enumerate(state.blocks):
-        own = packing.recent_codec(codec) if block.is_recent else codec
+        own, where = packing.recent_codec(codec) if block.is_recent else codec, f"{path}.blocks.{number}"
         if own is None or (block.is_recent and number + 1 < len(state.blocks)):
-            raise ValueError(
-                f"`{path}.blocks.{number}.is_recent` asks for a last block, of a cache that has recent rows"
-            )
-        for side, tensors, size in zip(("keys", "values"), (block.keys, block.values), own.row_sizes, strict=True):
+            raise ValueError(f"`{where}.is_recent` asks for a last block, of a cache that has recent rows")
+        if isinstance(packing, GroupPacking):
+            is_open = state.is_open and number + 1 == len(state.blocks)
+            blocks.append(_read_groups(block, own, packing.residual_length, heads, where, is_open=is_open))
+            continue
+        for side, tensors, size in zip(SIDES, (block.keys, block.values), own.row_sizes, strict=True):
             layout = {ROWS: Stored((*heads, block.length, size), torch.uint8)}
-            check_layout(f"{path}.blocks.{number}.{side}", tensors, layout)
-        blocks.append(RowBlock(block.keys[ROWS], block.values[ROWS], block.start, block.length, block.is_recent))
+            check_layout(f"{where}.{side}", tensors, layout)
+        rows = block.keys[ROWS], block.values[ROWS]
+        blocks.append(RowBlock(*rows, block.start, block.length, block.is_recent, state.is_open))
     return codec, blocks
+
+
+def _read_groups(
+    block: BlockState, codec: GroupCodec, decoded_length: int, heads: tuple[int, int], path: str, *, is_open: bool
+) -> GroupBlock:
+    keys = codec.keys.read(f"{path}.keys", block.keys, *heads, decoded_length)
+    values = codec.values.read(f"{path}.values", block.values, *heads, decoded_length)
+    chunks = keys.num_chunks, keys.chunk_length
+    if (values.num_chunks, values.chunk_length) != chunks or -(-block.length // chunks[1]) != chunks[0]:
+        raise ValueError(f"`{path}`: {block.length} tokens do not fit {chunks[0]} chunks of {chunks[1]}")
+    # Chunks of decoded tokens are written into an open block, which has to be of such
+    is_whole = chunks[1] == decoded_length and block.length % decoded_length == 0
+    if is_open and not (is_whole and codec.keys.is_of_decoded(keys) and codec.values.is_of_decoded(values)):
+        raise ValueError(f"`{path}` is open, and has to be of whole chunks of decoded tokens")
+    return GroupBlock(keys, values, block.start, block.length, is_open=is_open)
+
+
+def compact_states(
+    layers: Sequence[CacheLayerMixin], states: Sequence[State], tables: Sequence[CodecState | None] = ()
+) -> list[Any]:
+    """Puts streams for rows in `states` of layers where they can; `tables` are given if states are without theirs."""
+    return _convert(_write, ROWS, layers, states, tables)
+
+
+def expand_states(
+    layers: Sequence[CacheLayerMixin], states: Sequence[State], tables: Sequence[CodecState | None] = ()
+) -> list[State]:
+    """
+    Puts rows for streams in `states` that may come from anywhere; a `ValueError` if a stream does not hold the rows
+    of its layer. States without streams stay as they are.
+    """
+    return _convert(_read, f"{_STREAM}0", layers, states, tables)
+
+
+def _write(tensors: Tensors, coders: list[RowStreams], length: int, below: list[Points], path: str) -> _Converted:
+    streams: Tensors = {}
+    points = []
+    for number, coder in enumerate(coders):
+        stream, own = coder.write(tensors[ROWS][number], below[number] if below else None)
+        if stream is None:
+            return None, []
+        points.append(own)
+        streams[f"{_STREAM}{number}"] = torch.frombuffer(bytearray(stream), dtype=torch.uint8)
+    return streams, points
+
+
+def _read(tensors: Tensors, coders: list[RowStreams], length: int, below: list[Points], path: str) -> _Converted:
+    # One name that is missing is enough, however many a file asks for
+    names = [f"{_STREAM}{number}" for number in range(min(len(coders), len(tensors) + 1))]
+    check_layout(path, tensors, {name: Stored((None,), torch.uint8) for name in names})
+    found = []
+    for number, name in enumerate(names):
+        try:
+            stream = tensors[name].numpy().tobytes()
+            found.append(coders[number].read(stream, length, below[number] if below else None))
+        except ValueError as error:
+            raise ValueError(f"`{path}.{name}`: {error}") from error
+    # Tensors of `torch.inference_mode()` could not be written to outside of it
+    with torch.inference_mode(False):
+        return {ROWS: torch.stack([rows for rows, _ in found])}, [points for _, points in found]
+
+
+def _convert(
+    convert: Callable[..., _Converted],
+    name: str,
+    layers: Sequence[CacheLayerMixin],
+    states: Sequence[State],
+    tables: Sequence[CodecState | None],
+) -> list[State]:
+    """Converts both sides of the first block of every layer that has a tensor of a `name`, from the first layer on."""
+    found: list[State] = []
+    below: dict[Any, list[Points]] = {}
+    for index, (layer, state) in enumerate(zip(layers, states, strict=True)):
+        path, points = f"layers.{index}", {}
+        sides: dict[str, Any] = {}
+        packing: Packing | None = getattr(layer, "packing", None)
+        if packing and isinstance(state, LayerState) and state.blocks and name in state.blocks[0].keys:
+            block = state.blocks[0]
+            for side, own in _coders(packing, state, tables[index] if tables else state.tables, path).items():
+                # Layers predict each other where they hold the same tokens
+                place = side, state.batch_size, block.start, block.length
+                tensors = getattr(block, side), own, block.length, below.get(place, []), f"{path}.blocks.0.{side}"
+                sides[side], points[place] = convert(*tensors)
+            if sides and None not in sides.values():
+                state = replace(state, blocks=[replace(block, **sides), *state.blocks[1:]])
+            else:
+                points = {}
+        below = points
+        found.append(state)
+    return found
+
+
+def _coders(packing: Packing, state: LayerState, tables: CodecState | None, path: str) -> dict[str, list[RowStreams]]:
+    """Finds how both sides of every sequence are coded; nothing if that is not by rows of single numbers."""
+    codec = packing.codec(state.key_head_dim, state.value_head_dim)
+    if not isinstance(codec, RowCodec) or (packing.fixed is None and tables is None):
+        return {}
+    if packing.fixed is None and tables is not None:
+        codec = codec.restore(tables, (state.batch_size, state.num_heads), f"{path}.tables")
+    found = {}
+    for side, table in zip(SIDES, codec.tables(torch.device("cpu")), strict=True):
+        if table.quantizer != "lloyd-max":
+            return {}
+        own = [RowStreams(widths.cpu().numpy(), table.row_size) for widths in table.widths]
+        found[side] = own * (state.batch_size // len(own))
+    return found

@@ -7,7 +7,7 @@ computed as in a dense cache, and only then is it stored, the padding of every i
 import copy
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvcache_plugins.kernels.attention import OnlineAttention
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.masks import hides_new_tokens, leading_padding, slice_mask
+from kvcache_plugins.kernels.masks import hides_new_tokens, leading_padding
 
 from .contexts import in_own_context, is_foreign_context
 from .lazy_states import LazyStates, stored_states
@@ -23,6 +23,8 @@ from .lazy_states import LazyStates, stored_states
 
 # Before 5.15 `crop(n)` with a positive `n` means "down to n tokens"; since then only "remove -n tokens" exists
 _CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
+# Keys and values `[B, H, tokens, D]`, and their columns of a mask
+MaskedTiles = Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
 # The end of an error of a prompt that does not go on from what is held
 ANOTHER_PROMPT = "a new cache for each prompt, or call `reset()`"
 
@@ -78,8 +80,6 @@ class LazyLayer(CacheLayerMixin):
     stores_attention = False
     # Whether storing a prompt needs its attention, so that one computed elsewhere cannot be taken in
     needs_prompt_attention = False
-    # Whether as many of the newest tokens are exact at any time: see `static_layer`
-    _stands_still = False
     # Set from the first states, in `lazy_initialization`
     dtype: torch.dtype
     device: torch.device
@@ -127,16 +127,11 @@ class LazyLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> LazyStates | None:  # type: ignore[override]
-        return self._stored_states("keys")
+        return self._lazy()[0] if self.is_initialized else None
 
     @property
     def values(self) -> LazyStates | None:  # type: ignore[override]
-        return self._stored_states("values")
-
-    def _stored_states(self, side: str) -> LazyStates | None:
-        if not self.is_initialized:
-            return None
-        return LazyStates(self, side, self.states_shape(side), self.dtype, self.device)
+        return self._lazy()[1] if self.is_initialized else None
 
     @property
     def padding(self) -> torch.Tensor | None:
@@ -164,9 +159,10 @@ class LazyLayer(CacheLayerMixin):
         if torch.compiler.is_dynamo_compiling():
             return self._update_outside_of_graphs(key_states, value_states)
         if is_foreign_context() or key_states.dtype is not value_states.dtype:
-            return self._update_as_stored(key_states, value_states)
+            return in_own_context(self._update)(*self._as_stored(key_states, value_states))
         return self._update(key_states, value_states)
 
+    @in_own_context
     def _as_stored(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # `torch.autocast` leaves keys float32 by the rotary embedding and makes values of half precision
         dtype = self.dtype if self.is_initialized else torch.promote_types(key_states.dtype, value_states.dtype)
@@ -174,12 +170,6 @@ class LazyLayer(CacheLayerMixin):
         if states[0].is_inference() or states[1].is_inference():
             return states[0].clone(), states[1].clone()
         return states
-
-    @in_own_context
-    def _update_as_stored(
-        self, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._update(*self._as_stored(key_states, value_states))
 
     def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.is_initialized and key_states.dtype is not self.dtype:
@@ -198,7 +188,7 @@ class LazyLayer(CacheLayerMixin):
         self._num_new = count
         if is_first:
             self.batch_size = key_states.shape[0]
-        exact = (key_states, value_states) if is_first else (None, None)
+        exact = (key_states, value_states) if is_first else None
         # What is stored would otherwise keep the graph of every update alive
         self.has_gradients = key_states.requires_grad or value_states.requires_grad
         if self.has_gradients:
@@ -209,19 +199,16 @@ class LazyLayer(CacheLayerMixin):
             self._append(key_states, value_states)
         self._length += count
         if count == 1 and not is_first and not torch.is_grad_enabled():
-            states = self._exact_states()
-            if key_states.dtype == self.dtype:
-                self._token_kind = kind_of(key_states, value_states)
+            states, self._token_kind = self._exact_states(), kind_of(key_states, value_states)
             if states is not None:
                 # As attention is given them: as they are, unless the layer has to hear of the queries
-                return self._lazy(*states) if self._needs_queries else states
-        return self._lazy(*exact)
+                return self._lazy(states) if self._needs_queries else states
+        return self._lazy(exact)
 
     # Nothing that `torch.compile` could trace
     _update_outside_of_graphs = torch.compiler.disable(_update)
 
-    def _lazy(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        exact = None if keys is None or values is None else (keys, values)
+    def _lazy(self, exact: tuple[torch.Tensor, torch.Tensor] | None = None) -> tuple[LazyStates, LazyStates]:
         shapes = self.states_shape("keys"), self.states_shape("values")
         return stored_states(self, *shapes, self.lazy_length(), self.dtype, self.device, exact)
 
@@ -345,12 +332,11 @@ class LazyLayer(CacheLayerMixin):
         """Answer a call with `project` likewise, over what it makes of a tile of tokens at a time."""
         assert call.project is not None
         attention: OnlineAttention | None = None
-        mask = call.full_mask(self.lazy_length())
-        for tokens, tile in self.dense_tiles(("keys", "values")):
-            keys, values = call.project(tile)
+        for own_keys, own_values, mask in self.dense_tiles(call.full_mask(self.lazy_length())):
+            keys, values = call.project({"keys": own_keys, "values": own_values})
             if attention is None:
                 attention = OnlineAttention(call.query, keys.shape[1], call.scale, call.softcap, call.sinks)
-            attention.add_tile(keys, values, slice_mask(mask, tokens.start, tokens.stop))
+            attention.add_tile(keys, values, mask)
         assert attention is not None, "nothing is stored"
         self._learn_padding(call.mask)
         self.settle_prompt()
@@ -367,15 +353,15 @@ class LazyLayer(CacheLayerMixin):
     def materialize(self, side: str) -> torch.Tensor:
         """Make all `"keys"` or `"values"` dense, `[batch_size, num_heads, seq_len, head_dim]` in the layer's dtype."""
 
-    def dense_tiles(self, sides: Collection[str]) -> Iterator[tuple[slice, Mapping[str, torch.Tensor]]]:
+    def dense_tiles(self, mask: torch.Tensor | None) -> MaskedTiles:
         """
-        Yield which tokens, and by side their states as `materialize` has them: all in order, some at a time, for
+        Yield keys and values in the layer's dtype, and their columns of a mask: all tokens, some at a time, for
         attention over what is projected. A layer that need not make them whole overrides this; that is counted here.
         """
-        whole = {side: self.materialize(side) for side in sides}
-        for side in whole:
+        keys, values = self.materialize("keys"), self.materialize("values")
+        for side in ("keys", "values"):
             self.on_dense_read(side)
-        yield slice(0, self.get_seq_length()), whole
+        yield keys, values, mask
 
     def on_exact_attention(self, call: AttentionCall) -> None:
         """Take note of attention over exact states that `update` handed out: they may now be stored."""

@@ -5,16 +5,18 @@ dense tensors, or patch models. `LazyStates` is the third way: a tensor that rep
 but only refers to its layer. Given to `torch.nn.functional.scaled_dot_product_attention`, or to a function of
 `attention_functions`, it has the layer attend: nothing is made dense.
 
-What models do to states before that is recorded where it leaves every token by itself (`recorded_operations`): heads
-that are repeated are still attended to as they are stored, and of what is projected, as in latent attention, a tile of
-tokens is made at a time. Anything else, such as attention that a model writes out in its own code, gets the dense
-tensor: right, and slower.
+What models do to states before that is recorded where it leaves every token by itself. Shapes tell: done to states
+without data, of a number of tokens that is no other size, it gives a tensor with as many in one dimension. Heads that
+are repeated are still attended to as they are stored, and of what is projected, as in latent attention, a tile of
+tokens is made at a time, so that nothing has to be whole. Anything else, such as attention that a model writes out in
+its own code, gets the dense tensor: right, and slower.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import getitem
+from operator import attrgetter, getitem
 from typing import Any
 
 import torch
@@ -23,23 +25,140 @@ import torch.nn.functional as F
 from kvcache_plugins.kernels.attention_call import AttentionCall
 
 from .contexts import in_own_context, is_foreign_context, without_gradients
-from .recorded_operations import (
-    RECORDABLE,
-    STORED,
-    STORED_KEYS,
-    STORED_VALUES,
-    TOKENS,
-    Operation,
-    count_for,
-    find_tokens,
-    map_nested,
-    mark_tokens,
-    write,
-)
 
 
+# In the place of a number of tokens among recorded arguments
+TOKENS = object()
+# Tokens of states without data: primes, of which neither is another size of a model
+_COUNTS = 10_007, 10_009
 _REPEAT_INDEX = (slice(None), slice(None), None, slice(None), slice(None))
+_OPERATION, _EXACT = attrgetter("operation"), attrgetter("exact")
 _DENSE_GETTERS = {"T", "H", "mT", "mH", "real", "imag", "data", "grad"}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Operation:
+    """
+    A function and its arguments, of which some are results of others, and `effects`: operations that write into its
+    result afterwards. The two without a function are what is stored.
+    """
+
+    function: Callable[..., Any] | None
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    effects: list["Operation"] = field(default_factory=list)
+
+    def compute(self, done: dict["Operation", Any], num_tokens: int) -> Any:
+        """
+        Do the operation, and all that it is made of, to a tile of so many tokens, and keep results in `done`, which
+        has what `STORED_KEYS` and `STORED_VALUES` are, `[B, H, tokens, D]`.
+        """
+        if self not in done:
+
+            def fill(value: Any) -> Any:
+                if isinstance(value, Operation):
+                    return value.compute(done, num_tokens)
+                return num_tokens if value is TOKENS else value
+
+            assert self.function is not None
+            args, kwargs = map_nested(fill, self.args), map_nested(fill, self.kwargs)
+            done[self] = self.function(*args, **kwargs)
+            for effect in self.effects:
+                effect.compute(done, num_tokens)
+        return done[self]
+
+    def sides(self) -> set[str]:
+        """Name what it is made of: `"keys"`, `"values"` or both."""
+        found, waiting = set[Operation](), [self]
+        while waiting:
+            each = waiting.pop()
+            if each not in found:
+                found.add(each)
+                map_nested(lambda value: waiting.append(value) if isinstance(value, Operation) else None, each.args)
+                waiting.extend(each.effects)
+        return {side for side, stored in STORED.items() if stored in found}
+
+
+STORED_KEYS, STORED_VALUES = Operation(None), Operation(None)
+STORED = {"keys": STORED_KEYS, "values": STORED_VALUES}
+
+
+def count_for(num_tokens: int) -> int:
+    """Tell how many tokens samples have in the place of so many."""
+    return _COUNTS[num_tokens == _COUNTS[0]]
+
+
+def find_tokens(function: Callable[..., Any], states: Any, made: torch.Tensor) -> int | None:
+    """
+    Find the dimension of a result, computed without data, that tokens are in, in order; `None` if there is none, or
+    more than one. `states` are the first lazy ones among the arguments.
+    """
+    count = count_for(states.num_tokens)
+    dims = [dim for dim, size in enumerate(made.shape) if size and size % count == 0]
+    if len(dims) != 1 or made.shape[dims[0]] != count:
+        return None
+    if function in _RESHAPING and math.prod(made.shape[: dims[0]]) != math.prod(states.shape[: states.token_dim]):
+        return None
+    return dims[0]
+
+
+def map_nested(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to what tuples, lists and dictionaries hold."""
+    if isinstance(value, tuple | list):
+        made = [map_nested(function, each) for each in value]
+        return made if isinstance(value, list) else tuple(made)
+    if isinstance(value, dict):
+        return {name: map_nested(function, each) for name, each in value.items()}
+    return function(value)
+
+
+def mark_tokens(function: Callable[..., Any], states: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """Put `TOKENS` in the place of the tokens' number among sizes, where it stands for those of lazy `states`."""
+    if function not in _SIZED or args[0] is not states:
+        return args
+    sizes = list(args[1]) if len(args) == 2 and isinstance(args[1], tuple | list) else list(args[1:])
+    before = math.prod(states.shape[: states.token_dim])
+    if function in _RESHAPING and -1 in sizes:
+        sizes[sizes.index(-1)] = math.prod(states.shape) // max(-math.prod(sizes), 1)
+    for place, size in enumerate(sizes):
+        if size != states.num_tokens:
+            continue
+        if function in _RESHAPING:
+            is_tokens = math.prod(sizes[:place]) == before
+        else:
+            is_tokens = place == states.token_dim + (len(sizes) - len(states.shape)) * (function not in _EMPTY)
+        if is_tokens:
+            sizes[place] = TOKENS
+            break
+    return args[0], tuple(sizes)
+
+
+def write(base: Operation, operation: Operation) -> bool:
+    """Record a copy into a part of an empty tensor; tell whether it is one, as what is stored cannot be written to."""
+    while base.function is not None and base.function not in _EMPTY:
+        base = base.args[0]
+    if base.function is None:
+        return False
+    base.effects.append(operation)
+    return True
+
+
+def _functions(*names: str) -> set[Callable[..., Any]]:
+    """List PyTorch's functions of some names, methods of tensors among them."""
+    return {getattr(place, name) for name in names for place in (torch.Tensor, torch, F) if hasattr(place, name)}
+
+
+_RESHAPING = _functions("view", "reshape", "flatten", "unflatten")
+_EMPTY = _functions("new_empty")
+_SIZED = _functions("view", "reshape", "expand", "new_empty")
+RECORDABLE = (
+    _RESHAPING
+    | _SIZED
+    | _functions("transpose", "permute", "unsqueeze", "squeeze", "repeat", "repeat_interleave", "__getitem__")
+    | _functions("split", "chunk", "cat", "contiguous", "detach", "to", "float", "copy_")
+    | _functions("linear", "mul", "__mul__", "__rmul__", "div", "__truediv__")
+)
+_METADATA_FUNCTIONS = _functions("size", "dim", "numel", "__len__", "element_size", "is_floating_point", "__hash__")
 
 
 class LazyStates(torch.Tensor):
@@ -64,28 +183,6 @@ class LazyStates(torch.Tensor):
     num_repeats: int = 1
     _size: torch.Size
     _sample: torch.Tensor | None = None
-
-    @staticmethod
-    def __new__(
-        cls,
-        layer: Any,
-        operation: str | Operation,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        exact: torch.Tensor | None = None,
-        num_repeats: int = 1,
-        token_dim: int = 2,
-    ) -> "LazyStates":
-        size = torch.Size(shape)
-        states: LazyStates = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)  # type: ignore[assignment, attr-defined]
-        states.layer, states._size, states.token_dim = layer, size, token_dim
-        states.operation = STORED[operation] if isinstance(operation, str) else operation
-        states.exact, states.num_repeats = exact, num_repeats
-        return states
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Everything is set in `__new__`: a tensor's shape is fixed when it is made."""
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -151,7 +248,7 @@ def stored_states(
     exact: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[LazyStates, LazyStates]:
     """Make all keys and all values of a layer, lazily, of `num_tokens` tokens and else of the shapes given."""
-    # For every layer and token, so not by way of `LazyStates(...)`, which costs several times as much
+    # For every layer and token, so nothing of it is in a function of its own
     make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
     batch_size, num_heads, _, head_dim = key_shape
     key_size = value_size = torch.Size((batch_size, num_heads, num_tokens, head_dim))
@@ -216,6 +313,7 @@ def _scaled_dot_product_attention(
 ) -> torch.Tensor:
     """Attend by the layer where keys and values are both its lazy states, otherwise by PyTorch over dense states."""
     lazy_elsewhere = isinstance(query, LazyStates) or isinstance(attn_mask, LazyStates)
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     # Dropout belongs to training, where nothing is compressed
     if isinstance(key, LazyStates) and isinstance(value, LazyStates) and not lazy_elsewhere and dropout_p == 0.0:
         output = None
@@ -223,13 +321,11 @@ def _scaled_dot_product_attention(
         if is_stored and attn_mask is None and not is_causal and key.exact is None:
             output = key.layer.attend_again(query, key._size[key.token_dim], scale)
         if output is None:
-            options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             attend_exactly = partial(F.scaled_dot_product_attention, query, attn_mask=attn_mask, **options)
             output = attend_lazily(AttentionCall(query, attn_mask, is_causal, scale), key, value, attend_exactly)
         if output is not None:
             return output
     query, key, value, attn_mask = _densify((query, key, value, attn_mask))
-    options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **options)
 
 
@@ -256,18 +352,21 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 _answer_outside_of_graphs = torch.compiler.disable(_answer)
 
 
+def _map_lazy(function: Callable[[LazyStates], Any], value: Any) -> Any:
+    """Apply a function to all lazy states in `value`."""
+    return map_nested(lambda each: function(each) if isinstance(each, LazyStates) else each, value)
+
+
 def _densify(value: Any) -> Any:
     """`value` with every lazy tensor in it made dense, and the layers told so."""
 
-    def make_dense(each: Any) -> Any:
-        if not isinstance(each, LazyStates):
-            return each
-        dense = each.densify()
-        for side in sorted(each.operation.sides()):
-            each.layer.on_dense_read(side)
+    def make_dense(states: LazyStates) -> torch.Tensor:
+        dense = states.densify()
+        for side in sorted(states.operation.sides()):
+            states.layer.on_dense_read(side)
         return dense
 
-    return map_nested(make_dense, value)
+    return _map_lazy(make_dense, value)
 
 
 def _refuse_access(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -301,9 +400,27 @@ def _repeat_heads(func: Callable[..., Any], args: tuple[Any, ...]) -> LazyStates
 def _repeated(
     func: Callable[..., Any], states: LazyStates, shape: Sequence[int], num_repeats: int, *args: Any
 ) -> LazyStates:
-    layer, operation = states.layer, Operation(func, (states.operation, *args))
     exact = None if states.exact is None else func(states.exact, *args)
-    return LazyStates(layer, operation, shape, states.dtype, layer.device, exact, num_repeats, len(shape) - 2)
+    operation = Operation(func, (states.operation, *args))
+    made = _derive(states, operation, shape, states.dtype, exact, len(shape) - 2)
+    made.num_repeats = num_repeats
+    return made
+
+
+def _derive(
+    states: LazyStates,
+    operation: Operation,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    exact: torch.Tensor | None,
+    token_dim: int,
+) -> LazyStates:
+    """Make what an operation makes of `states`, lazily, which no layer attends to as it is."""
+    size = torch.Size(shape)
+    made: LazyStates = torch.Tensor._make_wrapper_subclass(LazyStates, size, dtype=dtype, device=states.layer.device)  # type: ignore[assignment, attr-defined]
+    made.layer, made.operation, made._size, made.token_dim = states.layer, operation, size, token_dim
+    made.exact, made.num_repeats = exact, 0
+    return made
 
 
 def _record(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any | None:
@@ -311,7 +428,7 @@ def _record(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     if func not in RECORDABLE:
         return None
     sources: list[LazyStates] = []
-    map_nested(lambda each: sources.append(each) if isinstance(each, LazyStates) else None, (args, kwargs))
+    _map_lazy(sources.append, (args, kwargs))
     first, num_exact = sources[0], sum(each.exact is not None for each in sources)
     if any(each.layer is not first.layer or each.num_tokens != first.num_tokens for each in sources):
         return None
@@ -319,27 +436,20 @@ def _record(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
         return None
     marked = mark_tokens(func, first, args)
 
-    def operation_of(value: Any) -> Any:
-        return value.operation if isinstance(value, LazyStates) else value
+    operation = Operation(func, _map_lazy(_OPERATION, marked), _map_lazy(_OPERATION, kwargs))
 
     def sample_of(value: Any) -> Any:
-        if isinstance(value, LazyStates):
-            return value.sample()
         if isinstance(value, torch.Tensor):
-            return value.to("meta")
+            return value.sample() if isinstance(value, LazyStates) else value.to("meta")
         return count_for(first.num_tokens) if value is TOKENS else value
 
-    def exact_of(value: Any) -> Any:
-        return value.exact if isinstance(value, LazyStates) else value
-
-    operation = Operation(func, map_nested(operation_of, marked), map_nested(operation_of, kwargs))
     try:
         samples = func(*map_nested(sample_of, marked), **map_nested(sample_of, kwargs))
     except (IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return None
     if func is torch.Tensor.copy_ and not (isinstance(args[0], LazyStates) and write(args[0].operation, operation)):
         return None
-    exact = func(*map_nested(exact_of, args), **map_nested(exact_of, kwargs)) if num_exact else None
+    exact = func(*_map_lazy(_EXACT, args), **_map_lazy(_EXACT, kwargs)) if num_exact else None
     # Some return what they are given, if nothing is to be done
     known = next((each for each in sources if each.sample() is samples), None)
     if known is not None:
@@ -360,18 +470,6 @@ def _recorded(
     if token_dim is None:
         return None
     shape = *sample.shape[:token_dim], states.num_tokens, *sample.shape[token_dim + 1 :]
-    made = LazyStates(states.layer, operation, shape, sample.dtype, states.layer.device, exact, 0, token_dim)
+    made = _derive(states, operation, shape, sample.dtype, exact, token_dim)
     made._sample = sample
     return made
-
-
-_METADATA_FUNCTIONS = {
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.__len__,
-    torch.Tensor.element_size,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.__hash__,
-    torch.is_floating_point,
-}

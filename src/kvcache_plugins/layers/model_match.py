@@ -1,52 +1,164 @@
-"""Whether the states that a cache gets come from the model that it was made for, and go on from what it holds.
+"""Layers of a model's config, in a cache that is told of no model when it is used.
 
-A cache is told of no model when it is used: only states arrive, layer by layer. What they tell is checked before they
-are stored: how many layers there are, their key/value heads, and that all layers hold as many tokens. Where that shows
-in a later layer only, those before it give up the tokens of this forward again.
+A method may replace layers of full attention, and of those with a window what it can take; other bounded ones stay
+Transformers' own. Of layers whose attention runs beside a convolution or a recurrence, as in Falcon-H1, the states of
+these are small, do not grow, and stay exact, as Transformers' own code keeps them; keys and values are a method's.
+
+Only states arrive, layer by layer. What they tell is checked before they are stored: how many layers there are, their
+key/value heads, and that all layers hold as many tokens. Where that shows in a later layer only, those before it give
+up the tokens of this forward again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+import transformers
+from transformers import Cache, DynamicCache, PreTrainedConfig, cache_utils
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from kvcache_plugins.models.layer_config import decoder_config, has_own_layers
+from kvcache_plugins.user_warnings import warn_user
 
-from .layer_types import HybridLayersMixin, replace_full_attention
 from .lazy_layer import ANOTHER_PROMPT, LazyLayer
 from .static_layer import StaticLayer, traced_states
 
 
 # No layer, and no tokens
 _NONE = -1, -1
+# The error of a cache that an encoder's states are added to
+ENCODER_STATES = (
+    "`past_key_values` is a cache for the decoder's own tokens, and the encoder's would be stored among them: pass "
+    "`EncoderDecoderCache(cache, DynamicCache())`"
+)
+# Layer types whose state is bounded or empty: Transformers' own layers keep them
+_BOUNDED_LAYER_TYPES = {
+    *("sliding_attention", "chunked_attention", "reference_sliding_attention", "hybrid_sliding"),
+    *("linear_attention", "conv", "mamba", "moe", "mlp", "dummy"),
+}
+# Full attention, alone or with what stays exact beside it: the keys of an indexer, states of a recurrence
+_FULL_LAYER_TYPES = {"full_attention", "indexed_attention", "minimax_m3_sparse", "hybrid"}
+# Not in all releases of Transformers
+_HYBRID_LAYERS: set[type | None] = {
+    getattr(cache_utils, f"LinearAttentionAnd{kind}AttentionLayer", None) for kind in ("Full", "SlidingWindow")
+}
 
 
-class UpdateOrder:
+def replace_full_attention(
+    config: PreTrainedConfig,
+    make_layer: Callable[[int], CacheLayerMixin],
+    make_windowed: Callable[[int, int], CacheLayerMixin | None] = lambda index, window: None,
+) -> list[Any]:
     """
-    Tells by the order of updates whether a cache gets an encoder's states too: each layer of the model updates it
-    twice then. Of a model with one layer nothing can be told, and no decoder alone is watched (`is_watched`).
+    Makes Transformers' own cache layers for the config of a decoder, with those of full attention replaced by index; a
+    `ValueError` if it has layers that hold full-length states of another kind, or none that hold any.
+
+    Args:
+        make_windowed (`Callable`, *optional*): Makes the layer of an index whose attention has a window, of so many
+            tokens; `None`, as by default, leaves Transformers' own in its place.
     """
-
-    def __init__(self, config: PreTrainedConfig | None, num_layers: int):
-        self.is_watched = config is not None and config.is_encoder_decoder and num_layers > 1
-        self._last: int | None = None
-
-    def note(self, layer_idx: int) -> bool:
-        """Tells before an update whether it begins a forward; a `ValueError` if it is the second one of a layer."""
-        last, self._last = self._last, layer_idx
-        if last == layer_idx and self.is_watched:
-            self._last = None
+    own: list[Any] = list(DynamicCache(config=config).layers)
+    layer_types = getattr(config, "layer_types", None) or []
+    foreign = sorted(set(layer_types) - _BOUNDED_LAYER_TYPES - _FULL_LAYER_TYPES)
+    if foreign:
+        raise ValueError(
+            f"`config`: layers of type {', '.join(f'`{each}`' for each in foreign)} keep states in a form of their "
+            "own, which only Transformers' own cache has: use `DynamicCache(config=config)`"
+        )
+    if any(type(layer) in _HYBRID_LAYERS and not hasattr(layer, "number_of_states") for layer in own):
+        raise ValueError(
+            "`config`: layers with attention beside a recurrence are supported with later releases of Transformers: "
+            f"{transformers.__version__} keeps the recurrence's states in another form"
+        )
+    made: dict[int, CacheLayerMixin] = {}
+    for index, layer in enumerate(own):
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            windowed = make_windowed(index, layer.sliding_window)
+            made |= {} if windowed is None else {index: windowed}
+        elif isinstance(layer, DynamicLayer):
+            made[index] = make_layer(index)
+    if not made:
+        windows = sorted({layer.sliding_window for layer in own if isinstance(layer, DynamicSlidingWindowLayer)})
+        if not windows:
             raise ValueError(
-                "`past_key_values` is a cache for the decoder's own tokens, and the encoder's would be stored among "
-                "them: pass `EncoderDecoderCache(cache, DynamicCache())`"
+                "`config`: none of the model's layers has attention that keeps keys and values: there is nothing that "
+                "the method could be applied to"
             )
-        return last is None or layer_idx <= last
+        warn_user(
+            f"`config`: all layers of the model attend to a window of {', '.join(map(str, windows))} tokens, and stay "
+            "Transformers' own: nothing is compressed or dropped"
+        )
+    for index, layer in made.items():
+        if type(own[index]) in _HYBRID_LAYERS and isinstance(layer, LazyLayer):
+            # Not used yet, it keeps states of convolutions and recurrences too
+            layer.__class__ = _hybrid_class(type(layer))
+            LinearAttentionLayer.__init__(layer, number_of_states=own[index].number_of_states)  # type: ignore[arg-type]
+        # What a cache leaves as it is keeps what belongs to it
+        own[index] = own[index] if type(layer) is DynamicLayer else layer
+    return own
 
-    def restart(self) -> None:
-        """The next update may be of any layer."""
-        self._last = None
+
+class HybridLayersMixin(Cache):
+    """Mixed into a cache of such layers, before `Cache`."""
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """As `Cache.is_linear`: layers that have attention beside a recurrence are none of those without."""
+        # Not by `super()`: `torch.compile` knows no properties of bases
+        return [
+            isinstance(layer, LinearAttentionLayer) and not isinstance(layer, CacheLayerMixin) for layer in self.layers
+        ]
+
+
+@cache
+def _hybrid_class(base: type[LazyLayer]) -> type[LazyLayer]:
+    """Makes a class of layers whose operations on a batch take states of convolutions and recurrences along."""
+
+    class Hybrid(LinearAttentionLayer, base):  # type: ignore[misc, valid-type]
+        is_compileable = False
+        # What moves or reorders goes by `map_tensors`
+        offload, prefetch, reorder_cache = base.offload, base.prefetch, base.reorder_cache
+
+        def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+            if len(args) == 2:
+                base.lazy_initialization(self, *args)
+            else:
+                super().lazy_initialization(**kwargs)
+
+        def _recurrent_tensors(self) -> Iterator[tuple[dict[int, Any], int, torch.Tensor]]:
+            for states in (self.conv_states, self.recurrent_states):
+                yield from ((states, index, tensor) for index, tensor in states.items() if tensor is not None)
+
+        def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+            base.map_tensors(self, function)
+            for states, index, tensor in list(self._recurrent_tensors()):
+                states[index] = function(tensor)
+
+        def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from base.named_tensors(self)
+            yield from (("recurrent", tensor) for _, _, tensor in self._recurrent_tensors())
+
+        def reset(self) -> None:
+            super().reset()
+            base.reset(self)
+
+        def crop(self, tokens_to_remove: int) -> None:
+            super().crop(tokens_to_remove)
+            base.crop(self, tokens_to_remove)
+
+    Hybrid.__name__ = Hybrid.__qualname__ = f"Hybrid{base.__name__}"
+    return Hybrid
+
+
+def watches_order(config: PreTrainedConfig | None, num_layers: int) -> bool:
+    """
+    Tells whether a cache of so many layers gets an encoder's states too where a layer is updated twice in a row. Of a
+    model with one layer nothing can be told, and no decoder alone is watched.
+    """
+    return config is not None and config.is_encoder_decoder and num_layers > 1
 
 
 class ModelMatchMixin(HybridLayersMixin):
@@ -54,7 +166,7 @@ class ModelMatchMixin(HybridLayersMixin):
 
     # Numbers of key/value heads that the config names, if any
     expected_heads: frozenset[int] = frozenset()
-    _update_order: UpdateOrder
+    _is_watched = False
     # Of the forward under way: what each layer held before it, and got
     _given: dict[int, tuple[int, int]] | None = None
     # The newest of them: which layer, and what it held
@@ -70,7 +182,7 @@ class ModelMatchMixin(HybridLayersMixin):
             config = decoder_config(config)
             self.expected_heads = key_value_heads(config)
             super().__init__(layers=self._layers_for(config))
-        self._update_order = UpdateOrder(config, len(self.layers))
+        self._is_watched = watches_order(config, len(self.layers))
 
     def _layers_for(self, config: PreTrainedConfig) -> list[Any]:
         return replace_full_attention(config, self._layer)
@@ -91,12 +203,9 @@ class ModelMatchMixin(HybridLayersMixin):
             if isinstance(layer, StaticLayer) and layer.form is not None and key_states.shape[2] == 1:
                 return traced_states(layer, key_states, value_states)
             return self._update_outside_of_graphs(key_states, value_states, layer_idx, *args, **kwargs)
-        if self._update_order.is_watched:
-            try:
-                self._update_order.note(layer_idx)
-            except ValueError:
-                self._take_back()
-                raise
+        if self._is_watched and layer_idx == self._newest[0]:
+            self._take_back()
+            raise ValueError(ENCODER_STATES)
         given = self._given
         # In order of the layers, as long as it is one forward
         if given is None or layer_idx <= self._newest[0]:
@@ -165,8 +274,7 @@ class ModelMatchMixin(HybridLayersMixin):
 
     def reset(self) -> None:
         super().reset()
-        self._given, self._is_direct = None, False
-        self._update_order.restart()
+        self._given, self._newest, self._is_direct = None, _NONE, False
 
     def _check_last_forward(self) -> None:
         # A model that they are too many for leaves the last ones empty
@@ -213,7 +321,7 @@ class ModelMatchMixin(HybridLayersMixin):
             layer = self.layers[index]
             if isinstance(layer, LazyLayer) and layer.is_croppable and layer.can_crop(count):
                 layer.crop_tokens(count)
-        self._given = None
+        self._given, self._newest = None, _NONE
 
 
 def key_value_heads(config: PreTrainedConfig) -> frozenset[int]:

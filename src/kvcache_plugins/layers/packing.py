@@ -1,4 +1,4 @@
-"""How a layer packs tokens, and what it holds beside its buffer: exact first tokens, and blocks of packed ones.
+"""How a layer packs tokens, and what it holds: exact first tokens, blocks of packed ones, and a buffer of the newest.
 
 A block is of rows, one for every token, or of groups, whose tokens share scales; nothing that is packed is ever made
 dense to be packed again. A `CompressedLayer` knows no format, and a codec no layer: what differs between rows and
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
@@ -45,6 +45,8 @@ _SLOTS = "batch_size", "num_heads", "num_slots"
 _MOST_REPEATED, _LEAST_ROOM = 64, 256
 # Recent rows that there is room for at a time, and that are coded again at a time unless there are few
 _RECENT_STEP, _MOST_AGED = 4, 32
+# Exact tokens that there is room for beyond those held, at most, and that room grows by
+_STEP = 8
 # What a report of memory has a tensor of a block as
 _PART_NAMES = {
     ROWS: "codes",
@@ -109,6 +111,7 @@ class Block(ABC):
         start (`int`): position of the first token in the sequence, padding included.
         length (`int`): tokens in use.
         is_recent (`bool`): whether these are the newest packed tokens, in rows of more bits.
+        is_open (`bool`): whether decoded tokens may join.
         chunk_length (`int`): tokens that are packed together.
     """
 
@@ -117,6 +120,7 @@ class Block(ABC):
     start: int
     length: int
     is_recent: bool = False
+    is_open: bool = True
 
     chunk_length = 1
 
@@ -126,9 +130,14 @@ class Block(ABC):
         return -(-self.length // self.chunk_length)
 
     @property
-    def can_grow(self) -> bool:
-        """Whether further chunks may follow, as no crop has cut into the last one."""
-        return self.length % self.chunk_length == 0
+    def stop(self) -> int:
+        """Position behind the last token."""
+        return self.start + self.length
+
+    @property
+    def capacity(self) -> int:
+        """Chunks in all that fit into the storage."""
+        return next(iter(self.sides()[0].values())).shape[2]
 
     @abstractmethod
     def sides(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -139,8 +148,8 @@ class Block(ABC):
         """Replaces every stored tensor by `function` of it."""
 
     @abstractmethod
-    def make_room(self, count: int, most: int | None) -> None:
-        """Grows the capacity, if it is too little for `count` more tokens; see `append`."""
+    def capacity_for(self, count: int, most: int | None) -> int:
+        """Tells the capacity that `count` more tokens need, or are worth; see `append`."""
 
     @abstractmethod
     def part(self, codec: Any, padding: torch.Tensor | None, mask: torch.Tensor | None) -> Any:
@@ -148,8 +157,9 @@ class Block(ABC):
 
     def append(self, block: Block, most: int | None) -> None:
         """Adds a block that follows; capacity does not grow beyond `most` tokens before it is needed."""
-        used = self.num_chunks
-        self.make_room(block.length, most)
+        used, capacity = self.num_chunks, self.capacity_for(block.length, most)
+        if capacity > self.capacity:
+            self.resize(capacity)
         for mine, theirs in zip(self.sides(), block.sides(), strict=True):
             for name, tensor in theirs.items():
                 mine[name][:, :, used : used + block.num_chunks] = tensor
@@ -167,13 +177,15 @@ class Block(ABC):
         self.map(resized)
 
     def truncate(self, length: int) -> None:
-        """Keeps the first `length` tokens, and gives the room of the others back."""
-        self.length = length
+        """Keeps the first `length` tokens, and gives the room of the others back; nothing follows a chunk cut into."""
+        self.length, self.is_open = length, self.is_open and length % self.chunk_length == 0
         self.resize(self.num_chunks)
 
-    def stored(self) -> list[dict[str, torch.Tensor]]:
+    def stored(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Lists what is stored of keys and of values by name, without spare capacity."""
-        return [{name: tensor[:, :, : self.num_chunks] for name, tensor in side.items()} for side in self.sides()]
+        used = slice(self.num_chunks)
+        keys, values = ({name: tensor[:, :, used] for name, tensor in side.items()} for side in self.sides())
+        return keys, values
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields part and tensor of everything stored, what is spare apart."""
@@ -189,21 +201,14 @@ class RowBlock(Block):
     keys: torch.Tensor
     values: torch.Tensor
 
-    @property
-    def capacity(self) -> int:
-        """Tokens in all that fit into the storage."""
-        return self.keys.shape[2]
-
     def sides(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         return {ROWS: self.keys}, {ROWS: self.values}
 
     def map(self, function: TensorFunction) -> None:
         self.keys, self.values = function(self.keys), function(self.values)
 
-    def make_room(self, count: int, most: int | None) -> None:
-        capacity = self.kept_for(count, most).capacity
-        if capacity > self.capacity:
-            self.resize(capacity)
+    def capacity_for(self, count: int, most: int | None) -> int:
+        return self.kept_for(count, most).capacity
 
     def kept_for(self, count: int, most: int | None, num_dropped: int = 0) -> KeptRows:
         """Tells which rows stay when some in front go and `count` more come, and for how many there is to be room."""
@@ -253,10 +258,9 @@ class GroupBlock(Block):
     def map(self, function: TensorFunction) -> None:
         self.keys, self.values = self.keys.map(function), self.values.map(function)
 
-    def make_room(self, count: int, most: int | None) -> None:
+    def capacity_for(self, count: int, most: int | None) -> int:
         total = self.num_chunks + count // self.chunk_length
-        if total > self.keys.num_chunks:
-            self.resize(max(2 * self.keys.num_chunks, total))
+        return total if total <= self.capacity else max(2 * self.capacity, total)
 
     def truncate(self, length: int) -> None:
         """See `Block.truncate`: keeps whole chunks, or whole groups of a single chunk."""
@@ -273,118 +277,6 @@ class GroupBlock(Block):
 def num_too_old(length: int, most: int) -> int:
     """Tells how many of `length` recent tokens are coded as all others once there are more than `most`."""
     return length - max(most // 2, most - _MOST_AGED) if length > most else 0
-
-
-class PackedTokens:
-    """
-    Packed tokens of a layer, in blocks that follow each other.
-
-    Attributes:
-        blocks (`list`): the oldest first; the last may be of recent tokens.
-        is_open (`bool`): whether decoded tokens may join the last block.
-        is_older_open (`bool`): whether tokens may join the block before a recent one.
-    """
-
-    def __init__(self, blocks: Sequence[Block] = (), *, is_open: bool = False):
-        self.blocks: list[Any] = [*blocks]
-        self.is_open = self.is_older_open = is_open
-
-    @property
-    def newest(self) -> Any:
-        """The last block, if there is one."""
-        return self.blocks[-1] if self.blocks else None
-
-    @property
-    def has_recent(self) -> bool:
-        """Whether the last block is of recent tokens."""
-        return bool(self.blocks) and self.blocks[-1].is_recent
-
-    def add(self, block: Block, most: int | None, *, is_joining: bool) -> Block | None:
-        """
-        Adds a block that follows, perhaps later, where a window has passed all that there was; to the last one if both
-        are of decoded tokens (`is_joining`), and then returns that. See `Block.append` for `most`.
-        """
-        if self.blocks and block.start > self.newest.start + self.newest.length:
-            self.blocks, self.is_open = [], False
-        is_open, self.is_open = self.is_open, is_joining
-        if not (is_open and is_joining):
-            self.blocks.append(block)
-            return None
-        self.newest.append(block, most)
-        return self.blocks[-1]
-
-    def joined(self, start: int, count: int, most_recent: int) -> tuple[RowBlock, RowBlock | None, int] | None:
-        """
-        Returns the block that `count` decoded tokens from a position on only have to join, if that is all; and the one
-        before it, and how many recent tokens have to join that one then.
-        """
-        newest = self.newest
-        if not self.is_open or not isinstance(newest, RowBlock) or newest.start + newest.length != start:
-            return None
-        if not newest.is_recent:
-            return None if most_recent else (newest, None, 0)
-        num_aged = num_too_old(newest.length + count, most_recent)
-        if not num_aged:
-            return newest, None, 0
-        has_older = self.is_older_open and len(self.blocks) > 1
-        return (newest, self.blocks[-2], num_aged) if has_older and num_aged <= newest.length else None
-
-    def add_recent(self, block: Block, most: int) -> Block | None:
-        """Adds newest tokens in finer rows, at most `most` with others; returns the block that they joined."""
-        block.is_recent = True
-        if not self.has_recent:
-            is_older_open = self.is_open
-            self.add(block, most, is_joining=False)
-            self.is_older_open, self.is_open = is_older_open and len(self.blocks) > 1, True
-            return None
-        if not self.is_open:
-            # A copy may share them
-            self.newest.resize(self.newest.length + block.length)
-            self.is_open = True
-        return self.add(block, most, is_joining=True)
-
-    def age(self, block: RowBlock, most: int | None) -> None:
-        """Replaces the first recent tokens by a block of the same, coded as all older ones are."""
-        recent = self.blocks[-1]
-        if self.is_older_open and len(self.blocks) > 1:
-            self.blocks[-2].append(block, most)
-        else:
-            self.blocks.insert(-1, block)
-            self.is_older_open = True
-        if block.length < recent.length:
-            recent.drop_first(block.length)
-        else:
-            self.blocks.pop()
-            self.is_open = self.is_older_open
-
-    def drop_before(self, position: int) -> bool:
-        """Drops tokens before a position, some rows at a time, and tells whether it has."""
-        newest, count = self.newest, len(self.blocks)
-        self.blocks = [block for block in self.blocks if block.start + block.length > position]
-        num_dropped = max(position - self.blocks[0].start, 0) // DROP_STEP * DROP_STEP if self.blocks else 0
-        if num_dropped:
-            self.blocks[0].drop_first(num_dropped)
-        if not num_dropped and len(self.blocks) == count:
-            return False
-        self._close_if_cut(newest)
-        return True
-
-    def truncate(self, length: int) -> None:
-        """Drops tokens at position `length` and beyond."""
-        newest = self.newest
-        self.blocks = [block for block in self.blocks if block.start < length]
-        if self.blocks and self.newest.start + self.newest.length > length:
-            self.newest.truncate(length - self.newest.start)
-        self._close_if_cut(newest)
-
-    def _close_if_cut(self, newest: Block | None) -> None:
-        self.is_open = self.is_open and newest is not None and self.newest is newest and newest.can_grow
-
-    def share(self) -> Iterator[torch.Tensor]:
-        """Yields all tensors, to which nothing is added from now on: that would be into room that copies share."""
-        self.is_open = self.is_older_open = False
-        for block in self.blocks:
-            yield from (tensor for side in block.sides() for tensor in side.values())
 
 
 @dataclass(eq=False)
@@ -503,7 +395,118 @@ class ExactPrefix:
         return ExactPrefix(keys, values, start=self.start, count=count, is_uniform=False)
 
 
-class PreparedParts:
+class ResidualBuffer:
+    """
+    The newest tokens, exact: keys and values `[B, H, capacity, D]`, of which the first `length` are in use.
+
+    Capacity grows in small steps, as what is reserved is held too: moving a few tokens costs less than the room would.
+    It ends at `limit`, the most that waits in ordinary decoding; a longer update goes beyond only as far as it needs.
+
+    A token may be left where the model made it, for attention to put it in its place: four small operations of PyTorch
+    take longer than all else that an update does.
+
+    Attributes:
+        storage (two `torch.Tensor` of shape `[B, H, capacity, D]`): keys and values, in which the token that is `left`
+            is still to be written.
+        capacity (`int`): tokens that there is room for.
+        length (`int`): tokens in use, with the one that is `left`.
+        left (two `torch.Tensor` of shape `[B, H, 1, D]`, *optional*): key and value of the newest token, if attention
+            is to write them; it then says so by `left = None`. Whoever else asks for tokens has them written.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, limit: int):
+        self.limit, self.length = limit, keys.shape[2]
+        self._store(keys, values, min(max(self.length, _STEP), max(limit, self.length)))
+        self.left: States | None = None
+
+    def _store(self, keys: torch.Tensor, values: torch.Tensor, capacity: int | None = None) -> None:
+        """Takes keys and values with all their capacity, or copies of them with room for `capacity` tokens."""
+        if capacity is not None:
+            keys, values = _with_room(keys, capacity), _with_room(values, capacity)
+        self.storage, self.capacity = (keys, values), keys.shape[2]
+
+    @property
+    def keys(self) -> torch.Tensor:
+        return self.tensors()[0][:, :, : self.length]
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.tensors()[1][:, :, : self.length]
+
+    def append_exactly(self, keys: torch.Tensor, values: torch.Tensor) -> States:
+        """Adds tokens, with no capacity beyond them, and returns all."""
+        self._store(torch.cat((self.keys, keys), dim=2), torch.cat((self.values, values), dim=2))
+        self.length += keys.shape[2]
+        return self.storage
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Adds tokens."""
+        self._write_left()
+        total = self.length + keys.shape[2]
+        if total > self.capacity:
+            self._store(self.keys, self.values, max(total, min(-(-total // _STEP) * _STEP, self.limit)))
+        for stored, states in zip(self.storage, (keys, values), strict=True):
+            stored.narrow(2, self.length, keys.shape[2]).copy_(states)
+        self.length = total
+
+    def _write_left(self) -> None:
+        if self.left is not None:
+            left, self.left = self.left, None
+            for stored, states in zip(self.storage, left, strict=True):
+                stored[:, :, self.length - 1 : self.length] = states
+
+    def capacity_without(self, count: int) -> int:
+        """Tokens that there is room for when the oldest `count` are forgotten."""
+        length = self.length - count
+        return min(-(-max(length, 1) // _STEP) * _STEP, max(self.limit, length))
+
+    def drop_first(self, count: int) -> None:
+        """Forgets the oldest `count` tokens, and gives their capacity back."""
+        keys, values, capacity = self.keys[:, :, count:], self.values[:, :, count:], self.capacity_without(count)
+        self.length -= count
+        self._store(keys, values, capacity)
+
+    def drop_last(self, count: int) -> None:
+        self._write_left()
+        self.length -= count
+
+    def map(self, function: TensorFunction) -> None:
+        self._write_left()
+        keys, values = map(function, self.storage)
+        self._store(keys, values)
+
+    def tensors(self) -> States:
+        """Keys and values with all their capacity."""
+        self._write_left()
+        return self.storage
+
+    def put_into(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Has the tokens in use stand in other storage, which may be where they stand."""
+        for stored, states in zip((keys, values), (self.keys, self.values), strict=True):
+            stored[:, :, : self.length].copy_(states)
+        self._store(keys, values)
+
+
+def _with_room(states: torch.Tensor, capacity: int) -> torch.Tensor:
+    """A copy of `[B, H, tokens, D]` with room for `capacity` tokens."""
+    resized = states.new_zeros(*states.shape[:2], capacity, states.shape[3])
+    resized[:, :, : states.shape[2]] = states
+    return resized
+
+
+class NotCopied:
+    """Base of what holds addresses of a layer's tensors: a copy of the layer makes its own."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+class PreparedParts(NotCopied):
     """
     The parts before the buffer, where no mask is given: they stay until the buffer is packed, and beyond that if there
     was room for it.
@@ -529,23 +532,13 @@ class PreparedParts:
         if self.call is None or not all(isinstance(block, RowBlock) for block in blocks):
             return False
         first = len(self.parts) - len(blocks)
-        for number, block in enumerate(blocks):
-            part = self.parts[first + number]
-            positions = part.positions
-            if block.start != positions.first:
-                if part.mask is not None:
-                    # Its columns would be others
-                    return False
-                positions = replace(positions, first=block.start)
-            own = CodedPart(block.keys, block.values, part.codec, positions, block.length, part.mask)
-            self.parts[first + number] = own
+        for place, block in enumerate(blocks, start=first):
+            part = self.parts[place]
+            if part.mask is not None and block.start != part.positions.first:
+                # Its columns would be others
+                return False
+            self.parts[place] = block.part(part.codec, part.positions.padding, part.mask)
         return self.call.extend(self.parts[first:])
-
-    def __deepcopy__(self, memo: object) -> None:
-        """A copy of the layer finds its own: addresses in a call are of what was copied."""
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
 
 
 class Split(NamedTuple):
@@ -677,4 +670,4 @@ class GroupPacking(Packing):
         length = states[0].shape[2]
         num_chunks = 1 if is_prompt else length // self.residual_length
         sides = codec.encode(*states, valid, num_chunks=num_chunks, is_prompt=is_prompt)
-        return GroupBlock(*sides, start, length)
+        return GroupBlock(*sides, start, length, is_open=not is_prompt)

@@ -34,7 +34,7 @@ from .contexts import in_own_context
 from .layer_state import LayerState
 from .lazy_layer import kind_of
 from .lazy_states import stored_states
-from .packing import PackedTokens, Packing, RowBlock, RowPacking, check_finite
+from .packing import NotCopied, Packing, RowBlock, RowPacking, check_finite
 
 
 # Capacity that is added when there is none left: a share of the rows held, and at least so many
@@ -48,7 +48,7 @@ _FORMS: "WeakValueDictionary[int, StaticForm]" = WeakValueDictionary()
 _NUMBERS = itertools.count(1)
 
 
-class StaticForm:
+class StaticForm(NotCopied):
     """
     Where a layer that stands still, whose buffer is full and whose last block is open, has its tokens, and what
     changes from step to step, on the device.
@@ -88,12 +88,6 @@ class StaticForm:
         self.set_numbers(layer)
         self._pushing = self._keep_push()
 
-    def __deepcopy__(self, memo: object) -> None:
-        """A copy of the layer makes its own."""
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
     def holds(self, layer: "StaticLayer") -> bool:
         before, now = self._places, layer._places()
         return len(before) == len(now) and all(mine is theirs for mine, theirs in zip(before, now, strict=True))
@@ -116,10 +110,7 @@ class StaticForm:
         """Takes in a token `[B, H, 1, D]`, for which the oldest one of the buffer is coded."""
         if self._pushing is None:
             self._pushing = self._keep_push()
-        if self._pushing is None:
-            self._push_by_pytorch(keys, values)
-        else:
-            self._pushing(keys, values)
+        (self._pushing or self._push_by_pytorch)(keys, values)
 
     @in_own_context
     def _push_by_pytorch(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -214,8 +205,7 @@ class StaticLayer(CompressedLayer):
         self._stands_still = has_kernels or self.max_length is not None
         if self._stands_still and isinstance(self.packing, RowPacking) and self.packing.recent_length:
             # In the place of rows of more bits, which are coded twice
-            if self.packed.has_recent:
-                self._age(self.packed.newest.length)
+            self._age()
             num_exact = max(self.packing.residual_length, _NUM_EXACT)
             self.packing = replace(self.packing, recent_length=0, residual_length=num_exact)
 
@@ -231,13 +221,13 @@ class StaticLayer(CompressedLayer):
         self._num_tokens, self._is_ahead = length, False
 
     @property
-    def packed(self) -> PackedTokens:  # type: ignore[override]
+    def blocks(self) -> list[Any]:  # type: ignore[override]
         self._catch_up()
-        return self._packed
+        return self._blocks
 
-    @packed.setter
-    def packed(self, packed: PackedTokens) -> None:
-        self._packed = packed
+    @blocks.setter
+    def blocks(self, blocks: list[Any]) -> None:
+        self._blocks = blocks
 
     def _catch_up(self) -> None:
         """Counts the tokens that graphs have stored and attended to. The host waits for the device."""
@@ -253,7 +243,7 @@ class StaticLayer(CompressedLayer):
 
     def _note_pushed(self, count: int) -> None:
         """Counts coded tokens, and looks at them now and then: a `ValueError` if one was too large."""
-        block, before = self._packed.newest, self._packed.newest.length
+        block, before = self._blocks[-1], self._blocks[-1].length
         block.length, self._prepared, self._num_new = before + count, None, 1
         for name in ("tokens_compressed", "chunks_compressed"):
             self._counters[name] += count
@@ -285,13 +275,12 @@ class StaticLayer(CompressedLayer):
         # Padding is of the first prompt, and hidden by masks of its own part
         if first is None or (self.padding is not None and int(self.padding.max()) > first.start + first.length):
             return
-        if not self.packed.is_open:
+        if not self.blocks[-1].is_open:
             keys, values = (
                 torch.zeros(self.batch_size, self._shapes["keys"][1], 0, size, dtype=torch.uint8, device=self.device)
                 for size in self.codec.row_sizes
             )
             self.blocks.append(RowBlock(keys, values, self.exact_start, 0))
-            self.packed.is_open = True
         newest = self.blocks[-1]
         wanted = 0 if self.max_length is None else self.max_length - newest.start - limit
         if newest.capacity < max(wanted, newest.length + 1):

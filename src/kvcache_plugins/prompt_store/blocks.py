@@ -30,12 +30,10 @@ from kvcache_plugins.files.atomic import RefusedFile, refusals
 from kvcache_plugins.files.records import Format, read_record
 from kvcache_plugins.files.schema import pack
 from kvcache_plugins.gear import GEARCache
-from kvcache_plugins.gear.config import GEARConfig
+from kvcache_plugins.gear.config import GEARConfig, TransformConfig
 from kvcache_plugins.gear.snapshot import check_number, restore_layers, state_of
-from kvcache_plugins.gear.transform.config import TransformConfig
-from kvcache_plugins.layers.compact_states import compact_states, expand_states
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
-from kvcache_plugins.layers.layer_state import BlockState, DenseState, LayerState
+from kvcache_plugins.layers.layer_state import BlockState, DenseState, LayerState, compact_states, expand_states
 from kvcache_plugins.layers.packing import ROWS
 from kvcache_plugins.models.fingerprint import fingerprint
 

@@ -127,11 +127,7 @@ class ReportingMixin:
         """Counters that show the cache was used."""
         layers: list[CacheLayerMixin] = self.layers  # type: ignore[attr-defined]
         num_quantized = sum(getattr(layer, "_quantized_keys", None) is not None for layer in layers)
-        return {
-            "num_layers": len(layers),
-            "tokens_cached": self._num_tokens(),
-            "layers_quantized": num_quantized,
-        }
+        return {"num_layers": len(layers), "tokens_cached": self._num_tokens(), "layers_quantized": num_quantized}
 
     def _num_tokens(self) -> int:
         layers: list[Any] = self.layers  # type: ignore[attr-defined]

@@ -11,8 +11,8 @@ from kvcache_plugins import GEARCache, choose_cache, create_cache, measure_memor
 from kvcache_plugins.advice.choose_by_kl import default_candidates
 from kvcache_plugins.contract import CONTRACT, run_contract
 from kvcache_plugins.gear import TransformCalibration, calibrate_transform
-from kvcache_plugins.gear.transform import calibrations
-from kvcache_plugins.gear.transform.calibrations import calibration_path
+from kvcache_plugins.gear.transform import calibration as module
+from kvcache_plugins.gear.transform.calibration import calibration_path
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 
 
@@ -312,7 +312,7 @@ def test_the_package_has_a_calibration_of_gemma3(gemma3, tmp_path, monkeypatch):
 
 
 def packaged_cache(name, model, most=1.0e6):
-    (file,) = Path(calibrations.__file__).parent.glob(f"reference_calibrations/{name}.safetensors")
+    (file,) = Path(module.__file__).parent.glob(f"reference_calibrations/{name}.safetensors")
     assert file.stat().st_size < most
     cache = create_cache("gear-c12", model)
     assert cache.calibration.digest == TransformCalibration.read(file).digest

@@ -38,11 +38,12 @@ def test_every_kind_is_what_it_is_called(texts):
 
 @pytest.mark.parametrize("names", ["_CODE", "_REFERENCE"])
 def test_what_a_python_has_not_is_left_out(names, monkeypatch, texts):
-    monkeypatch.setattr(module, names, ("no such module.py", *getattr(module, names)[:2]))
+    two = getattr(module, names).split()[:2]
+    monkeypatch.setattr(module, names, " ".join(["no/such/module", *two]))
     fewer = calibration_texts()
     kind = names.removeprefix("_").lower()
     assert texts[kind].startswith(fewer[kind]) and 0 < len(fewer[kind]) < len(texts[kind])
-    monkeypatch.setattr(module, names, ("no such module.py",))
+    monkeypatch.setattr(module, names, "no/such/module")
     assert set(calibration_texts()) == set(texts) - {kind}
 
 

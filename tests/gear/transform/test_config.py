@@ -4,7 +4,7 @@ import pytest
 from transformers import LlamaConfig
 
 from kvcache_plugins import GEARCache, create_cache
-from kvcache_plugins.gear.transform.config import TransformConfig
+from kvcache_plugins.gear.config import TransformConfig
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 

@@ -10,7 +10,7 @@ from feeding import HEAD_DIM, NUM_HEADS, feed, states
 from kvcache_plugins import measure_memory
 from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.gear import GEARCache
-from kvcache_plugins.gear.transform.config import MIN_TOKENS, TransformConfig
+from kvcache_plugins.gear.config import MIN_TOKENS, TransformConfig
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 

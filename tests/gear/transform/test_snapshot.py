@@ -7,7 +7,7 @@ import torch
 
 from kvcache_plugins import GEARCache
 from kvcache_plugins.files.schema import pack, unpack
-from kvcache_plugins.gear.transform.config import TransformConfig
+from kvcache_plugins.gear.config import TransformConfig
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.layer_state import LayerState

@@ -6,7 +6,7 @@ from feeding import HEAD_DIM, feed
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.files.schema import pack, unpack
-from kvcache_plugins.gear.transform.config import TransformConfig
+from kvcache_plugins.gear.config import TransformConfig
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.layer_state import LayerState
 

@@ -14,33 +14,11 @@ from pathlib import Path
 _PROSE = Path(__file__).with_name("calibration_prose.txt")
 # All of them in every Python since 3.10, each of them by another hand. `argparse` is what results are measured on
 _CODE = (
-    "calendar.py",
-    "configparser.py",
-    "csv.py",
-    "fractions.py",
-    "ftplib.py",
-    "heapq.py",
-    "http/cookies.py",
-    "queue.py",
-    "shutil.py",
-    "statistics.py",
-    "tempfile.py",
-    "tokenize.py",
-    "xml/etree/ElementTree.py",
+    "calendar configparser csv fractions ftplib heapq http/cookies queue shutil statistics tempfile tokenize "
+    "xml/etree/ElementTree"
 )
 _REFERENCE = (
-    "_pydecimal.py",
-    "bdb.py",
-    "codecs.py",
-    "difflib.py",
-    "doctest.py",
-    "email/message.py",
-    "mailbox.py",
-    "optparse.py",
-    "random.py",
-    "subprocess.py",
-    "turtle.py",
-    "unittest/case.py",
+    "_pydecimal bdb codecs difflib doctest email/message mailbox optparse random subprocess turtle unittest/case"
 )
 # Of a file, so that no long one makes up most of a text
 _MAX_CHARACTERS = 12_000
@@ -58,11 +36,11 @@ def calibration_texts() -> dict[str, str]:
     return {kind: text for kind, text in texts.items() if text}
 
 
-def _sources(names: tuple[str, ...]) -> Iterator[str]:
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    for name in names:
-        if (folder / name).is_file():
-            yield (folder / name).read_text(encoding="utf-8")
+def _sources(names: str) -> Iterator[str]:
+    for name in names.split():
+        path = Path(sysconfig.get_paths()["stdlib"], f"{name}.py")
+        if path.is_file():
+            yield path.read_text(encoding="utf-8")
 
 
 def _help_of(node: ast.Module | _DEFINITIONS, name: str = "") -> Iterator[str]:
