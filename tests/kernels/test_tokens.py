@@ -145,7 +145,7 @@ def random_step(case, dtype=torch.float32, counts=None):
 def attend(query, pages, slots, count, keys, values, scale, engine, mask=None, positions=None, window_start=0):
     """Attention over rows where they stand, or brought together."""
     if engine == "compiled":
-        return compiled.attend_rows(query, pages, slots, count, keys, values, scale, mask, positions, window_start)
+        return compiled.attend_chosen(query, pages, slots, count, keys, values, scale, mask, window_start, positions)
     rows = gather_rows(pages, slots).split([query.shape[3], values.shape[3]], dim=3)
     mask = None if mask is None else mask[:, None, None]
     positions = slots if positions is None else positions
@@ -248,7 +248,7 @@ class TestExactRows:
         query, mask, out = torch.randn(1, 1, 2, 8), torch.ones(1, 9, dtype=torch.bool), torch.zeros(1, 1, 5, 16)
         for count in (5, forged):
             of_heads = torch.full((1, 1), count)
-            output = compiled.attend_rows(query, pages, slots, of_heads, window, window, 0.3, mask, slots, 6)
+            output = compiled.attend_chosen(query, pages, slots, of_heads, window, window, 0.3, mask, 6, slots)
             assert torch.allclose(output, torch.ones(1, 1, 2, 8))
         compiled.copy_rows(pages, slots, out, are_mapped=False)
         assert (out == 1).all()
@@ -256,7 +256,7 @@ class TestExactRows:
     def test_masks_without_the_columns_of_the_window_are_refused(self):
         arguments = random_step(Chosen())
         with pytest.raises(ValueError, match="`mask` has to have at least 97 columns"):
-            compiled.attend_rows(*arguments, torch.ones(2, 96), None, 90)
+            compiled.attend_chosen(*arguments, torch.ones(2, 96), 90)
 
     @pytest.mark.parametrize("are_mapped", [False, True])
     @pytest.mark.parametrize(

@@ -431,10 +431,10 @@ def as_numbers(structure: ctypes.Structure) -> "memoryview[int]":
 
 
 def places(name: str) -> SimpleNamespace:
-    """Finds the words of a structure that its fields are, `next` of its tasks and `window_length` among them."""
+    """Finds the words of a structure that its fields are, those of its tasks and `window_length` among them."""
     kind = STRUCTURES[name]
     places = {field: getattr(kind, field).offset // 8 for field, *_ in kind._fields_}
-    places["next"] = places["tasks"]
+    places["next"], places["count"] = places["tasks"], places["tasks"] + 1
     if "window" in places:
         places["window_length"] = places["window"]
     return SimpleNamespace(**places)

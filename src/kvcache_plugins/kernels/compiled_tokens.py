@@ -37,44 +37,39 @@ def code_scores(
     query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, length: int, nbits: int
 ) -> torch.Tensor:
     """Computes `tokens.code_scores` of up to `MOST_CHANNELS` channels."""
-    batch_size, num_heads, groups, head_dim = query.shape
-    capacity, width, runs = codes.shape[2], codes.shape[3], -(-length // _TOKENS_PER_TASK)
-    _check_codes(nbits, head_dim, width)
-    if not 0 <= length <= capacity:
-        raise ValueError(f"`length` has to be from 0 to {capacity}, but got {length}")
-    scores = torch.empty((batch_size, num_heads, groups, length))
-    call = make(
-        "CodeScores",
-        {"batch": batch_size, "heads": num_heads, "groups": groups, "dim": head_dim, "fields": 8 // nbits},
-        {"width": width, "capacity": capacity, "length": length, "runs": runs, "run_tokens": _TOKENS_PER_TASK},
-        {"query": query.float().contiguous(), "codes": codes.contiguous(), "scale": scale.contiguous()},
-        scores=scores,
-    )
-    run("code_scores", call, batch_size * num_heads * runs)
+    scores = torch.empty((*query.shape[:3], length))
+    fields = _code_fields(query, codes, scale, length, nbits)
+    call = make("Choice", fields, query=query.float().contiguous(), scores=scores, scale=1.0)
+    run("code_scores", call, _num_scoring(call))
     return scores
 
 
-def _check_codes(nbits: int, head_dim: int, width: int) -> None:
-    """Checks that codes of D channels in P bytes are what integer products take."""
+def _code_fields(
+    query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, length: int, nbits: int, least: int = 0
+) -> dict[str, Any]:
+    """Checks that codes of D channels in P bytes are what integer products take, `least` tokens or more."""
+    capacity, width, head_dim = codes.shape[2], codes.shape[3], query.shape[3]
     if nbits not in (2, 4, 8) or head_dim > MOST_CHANNELS or width != packed_size(head_dim, nbits):
         raise ValueError(
             f"{width} bytes of codes of {head_dim} channels in `nbits` {nbits}, which has to be 2, 4 or 8"
         )
+    if not least <= length <= capacity:
+        raise ValueError(f"`length` has to be from {least} to {capacity}, but got {length}")
+    fields = {**_scoring_fields(query, length), "fields": 8 // nbits, "width": width, "capacity": capacity}
+    return {**fields, "codes": codes.contiguous(), "code_scales": scale.contiguous()}
+
+
+def _scoring_fields(query: torch.Tensor, length: int) -> dict[str, Any]:
+    return {**_sizes_of(query), "length": length, "runs": -(-length // _TOKENS_PER_TASK)}
 
 
 @torch.compiler.disable
 def score_rows(query: torch.Tensor, tokens: RowTokens) -> torch.Tensor:
     """Computes `tokens.score_rows` of up to `MOST_CHANNELS` channels."""
-    stored, length = _stored(query, tokens), tokens.length
-    scores, runs = torch.empty((*query.shape[:3], length)), -(-length // _TOKENS_PER_TASK)
-    call = make(
-        "RowScores",
-        _sizes_of(query),
-        {"runs": runs, "length": length, "scale": 1.0, "scores": scores},
-        query=query.float().contiguous(),
-        rows=stored.given["rows"],
-    )
-    run("score_rows", call, _num_units(query) * runs)
+    stored, scores = _stored(query, tokens), torch.empty((*query.shape[:3], tokens.length))
+    own = {"query": query.float().contiguous(), "scores": scores, "scale": 1.0}
+    call = make("Choice", _scoring_fields(query, tokens.length), own, base=stored)
+    run("score_rows", call, _num_scoring(call))
     return scores
 
 
@@ -136,15 +131,8 @@ def choose_heaviest(
         "Choice",
         {"batch": batch_size, "heads": num_heads, "groups": groups, "length": length, "most_threads": threads},
         {"num_resident": resident_scores.shape[3], "first": max(bounds.first, 0), "newest": max(bounds.newest, 0)},
-        {
-            "cap": bounds.cap,
-            "limit": limit,
-            "least": bounds.least,
-            "slots": slots,
-            "counts": count,
-            "scratch_size": scratch_size,
-        },
-        {"scores": scores.contiguous(), "resident": resident_scores.contiguous()},
+        {"cap": bounds.cap, "limit": limit, "least": bounds.least, "slots": slots, "counts": count},
+        {"scores": scores.contiguous(), "resident": resident_scores.contiguous(), "scratch_size": scratch_size},
         scratch=torch.empty((threads, scratch_size), dtype=torch.uint8),
     )
     run("choose_heaviest", call, batch_size * num_heads, threads)
@@ -158,55 +146,39 @@ class ChoosingCall(TokenWriter):
     checked here, and only addresses of queries, results and the window are written for each step.
 
     Args:
-        query (`torch.Tensor` of shape `[B, H, G, D]`), scale (`float`, *optional*): of queries like those to come.
-        length (`int`): N, tokens to choose from.
-        scores (`tuple[str, str, Structure]`): the kernel that scores them, its structure's name, and that.
-        rows (`tuple[str, str, Structure]`): the same of the kernel that attends to some of them.
+        query (`torch.Tensor` of shape `[B, H, G, D]`): queries like those to come.
+        call (`Structure`): what kernels are told of the tokens, and of the scale.
+        kernel (`str`): the one that scores them.
         window (two `torch.Tensor`): the storage of the newest tokens.
         dtype (`torch.dtype`): of exact tokens.
-        alive (`object`, *optional*): what keeps memory that the structures point to, if they do not.
+        alive (`object`, *optional*): what keeps memory that the structure points to, if it does not.
     """
 
     def __init__(
         self,
         query: torch.Tensor,
-        scale: float,
-        length: int,
-        scores: tuple[str, str, Structure],
-        rows: tuple[str, str, Structure],
+        call: Structure,
+        kernel: str,
         window: tuple[torch.Tensor, torch.Tensor],
         dtype: torch.dtype,
         alive: object = None,
     ):
-        self._kept = alive
-        sizes, value_dim = _sizes_of(query), window[1].shape[3]
-        units = sizes["batch"] * sizes["heads"]
-        own = (*query.shape[:2], query.shape[3], dtype, True), (*query.shape[:2], value_dim, dtype, True)
+        self._call, self._kept, one = call, alive, (*query.shape[:2], 1)
+        own = (*query.shape[:2], query.shape[3], dtype, True), (*query.shape[:2], call.value_dim, dtype, True)
         if tuple(map(kind_of_tokens, window)) != own:
             raise ValueError(f"tokens of {dtype} and a window of {[kind_of_tokens(each) for each in window]}")
-        self._shape, self._value_dim, self._length, self._units = query.shape, value_dim, length, units
-        self._exact_dtype, self._kind = dtype, own
-        one = *query.shape[:2], 1
-        self._newest_shapes = torch.Size((*one, query.shape[3])), torch.Size((*one, value_dim))
+        self._shape, self._value_dim, self._length = query.shape, call.value_dim, call.length
+        self._exact_dtype, self._kind, self._scale, self._threads = dtype, own, call.scale, num_threads()
+        self._newest_shapes = torch.Size((*one, query.shape[3])), torch.Size((*one, call.value_dim))
         self._storage: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._capacity, self._scale, self._origin = 0, scale, _threads_now()
-        self._threads = num_threads()
-        choice = make(
-            "Choice",
-            {**sizes, "value_dim": value_dim, "length": length, "most_threads": self._threads, "scale": scale},
-        )
-        choice.tasks.count, rows[2].tasks.count = units, _num_units(query)
-        calls = scores, ("choose_heaviest", "Choice", choice), rows
-        self._calls = [
-            (function(kernel), call.address, min(self._threads, call.tasks.count)) for kernel, _, call in calls
-        ]
-        self._alive = [call for *_, call in calls]
-        self._scores, self._choice, self._rows = map(as_numbers, self._alive)
-        self._at_scores, self._at_rows = places(scores[1]), places(rows[1])
-        self._choice_floats = memoryview(choice).cast("B").cast("d")
+        self._capacity, self._origin, call.most_threads = 0, _threads_now(), self._threads
+        units = self._units = call.batch * call.heads
+        counts = {kernel: _num_scoring(call), "choose_heaviest": units, "attend_chosen": _num_units(query)}
+        self._kernels = [(function(name), count, min(self._threads, count)) for name, count in counts.items()]
+        self._numbers, self._floats = as_numbers(call), memoryview(call).cast("B").cast("d")
         # Bytes for slots that are sorted, of all threads, for each that can be chosen and for all
-        is_sorted = rows[1] == "Chosen"
-        self._sorted_size = (16 * self._threads, 8 * self._threads * rows[2].num_tiles) if is_sorted else (0, 0)
+        tiles = -(-call.length // TILE)
+        self._sorted_size = (16 * self._threads, 8 * self._threads * tiles) if call.rows else (0, 0)
         # Of a step before
         self.num_chosen = 0
 
@@ -262,46 +234,34 @@ class ChoosingCall(TokenWriter):
         sizes = 8 * units * limit, 8 * units, self._threads * scratch_size, coded_size, self._sorted_size[1]
         memory = torch.empty(sum(sizes) + 4 * units * groups * self._length, dtype=torch.uint8)
         slots, counts, scratch, coded, ends, scores = accumulate(sizes, initial=memory.data_ptr())
-        address, at = own.data_ptr(), self._at_scores
-        numbers = self._scores
-        numbers[at.next], numbers[at.query], numbers[at.scores] = 0, address, scores
-        numbers = self._choice
-        numbers[_AT_CHOICE.next] = numbers[_AT_CHOICE.threads] = numbers[_AT_CHOICE.chosen] = 0
-        numbers[_AT_CHOICE.first], numbers[_AT_CHOICE.newest] = max(bounds.first, 0), max(bounds.newest, 0)
-        numbers[_AT_CHOICE.cap], numbers[_AT_CHOICE.limit] = bounds.cap, limit
-        self._choice_floats[_AT_CHOICE.least] = bounds.least
-        numbers[_AT_CHOICE.scores], numbers[_AT_CHOICE.query], numbers[_AT_CHOICE.slots] = scores, address, slots
-        numbers[_AT_CHOICE.counts], numbers[_AT_CHOICE.scratch] = counts, scratch
-        numbers[_AT_CHOICE.scratch_size], numbers[_AT_CHOICE.num_resident] = scratch_size, length
         key, value = (0, 0) if newest is None else (newest[0].data_ptr(), newest[1].data_ptr())
-        numbers[_AT_CHOICE.newest_key], numbers[_AT_CHOICE.newest_value] = key, value
-        numbers[_AT_CHOICE.window_length] = length
-        numbers, at = self._rows, self._at_rows
-        numbers[at.next], numbers[at.window_length], numbers[at.query] = 0, length, address
-        numbers[at.result], numbers[at.slots], numbers[at.counts] = result.data_ptr(), slots, counts
-        if coded_size:
-            numbers[at.threads], numbers[at.num_chosen], numbers[at.coded], numbers[at.ends] = 0, limit, coded, ends
-        else:
-            numbers[at.num_slots], numbers[at.columns] = limit, slots
-        for kernel, structure, threads in self._calls:
+        numbers, at, self._floats[_AT.least] = self._numbers, _AT, bounds.least
+        numbers[at.query], numbers[at.result], numbers[at.scores] = own.data_ptr(), result.data_ptr(), scores
+        numbers[at.slots], numbers[at.counts], numbers[at.scratch] = slots, counts, scratch
+        numbers[at.coded], numbers[at.ends], numbers[at.scratch_size] = coded, ends, scratch_size
+        numbers[at.first], numbers[at.newest] = max(bounds.first, 0), max(bounds.newest, 0)
+        numbers[at.cap], numbers[at.limit], numbers[at.chosen] = bounds.cap, limit, 0
+        numbers[at.newest_key], numbers[at.newest_value] = key, value
+        numbers[at.window_length] = numbers[at.num_resident] = length
+        for kernel, count, threads in self._kernels:
+            numbers[at.next] = numbers[at.threads] = 0
+            numbers[at.count] = count
             if threads == 1:
-                kernel(structure)
+                kernel(self._call.address)
             else:
-                find_threads()(kernel, structure, threads)
+                find_threads()(kernel, self._call.address, threads)
         # Once it is written the newest token is nobody's
-        self._accepted = None
-        self.num_chosen = self._choice[_AT_CHOICE.chosen]
+        self._accepted, self.num_chosen = None, numbers[at.chosen]
         return result if query.dtype is torch.float32 else result.to(query.dtype)
 
     def _take_window(self, window: tuple[torch.Tensor, torch.Tensor]) -> None:
         (keys, values), found = window, tuple(map(kind_of_tokens, window))
         if found != self._kind or keys.shape[2] != values.shape[2] or not (keys.is_cpu and values.is_cpu):
             raise ValueError(f"the window has to be {self._kind} on the CPU, as when the call was made, not {found}")
-        for structure in self._alive[1:]:
-            own = structure.window
-            own.kind, own.keys, own.values = KINDS[self._exact_dtype], keys.data_ptr(), values.data_ptr()
-            for strides, states in ((own.key_strides, keys), (own.value_strides, values)):
-                strides[0], strides[1] = (stride * states.element_size() for stride in states.stride()[:2])
+        own = self._call.window
+        own.kind, own.keys, own.values = KINDS[self._exact_dtype], keys.data_ptr(), values.data_ptr()
+        for strides, states in ((own.key_strides, keys), (own.value_strides, values)):
+            strides[0], strides[1] = (stride * states.element_size() for stride in states.stride()[:2])
         self._storage, self._capacity = window, keys.shape[2]
 
 
@@ -309,7 +269,7 @@ def _threads_now() -> tuple[int, int]:
     return torch.get_num_threads(), os.getpid()
 
 
-_AT_CHOICE = places("Choice")
+_AT = places("Choice")
 
 
 def choose_by_codes(
@@ -325,30 +285,15 @@ def choose_by_codes(
 ) -> ChoosingCall:
     """
     Prepares steps over tokens that are scored by their codes, see `code_scores`, with queries times `spread`
-    `[B, H, 1, D]`, and attended to in `pages`, see `attend_rows`.
+    `[B, H, 1, D]`, and attended to in `pages`, see `attend_chosen`.
 
     Raises:
         ValueError: if sizes or dtypes do not fit each other.
     """
-    sizes, runs, dtype = _sizes_of(query), -(-length // _TOKENS_PER_TASK), pages[0].dtype
-    key_dim = sizes.pop("key_dim")
-    _check_codes(nbits, key_dim, codes.shape[3])
-    if not 0 < length <= codes.shape[2]:
-        raise ValueError(f"`length` has to be from 1 to {codes.shape[2]}, but got {length}")
-    scores = make(
-        "CodeScores",
-        {**sizes, "dim": key_dim, "fields": 8 // nbits, "width": codes.shape[3], "capacity": codes.shape[2]},
-        {"length": length, "runs": runs, "run_tokens": _TOKENS_PER_TASK, "codes": codes.contiguous(), "by": scale},
-        {"scale": code_scales.contiguous(), "spread": spread[:, :, 0].contiguous()},
-    )
-    scores.tasks.count = sizes["batch"] * sizes["heads"] * runs
-    rows = make(
-        "Gathered",
-        {**sizes, "key_dim": key_dim, "value_dim": window[1].shape[3], "kind": KINDS[dtype], "scale": scale},
-        {"num_pages": len(pages), "page_tokens": pages[0].shape[2], "pages": _pages(pages)},
-    )
-    calls = ("code_scores", "CodeScores", scores), ("attend_gathered", "Gathered", rows)
-    return ChoosingCall(query, scale, length, *calls, window, dtype)
+    fields = _code_fields(query, codes, code_scales, length, nbits, 1)
+    of_pages, spread = _page_fields(query, pages, window[1].shape[3]), spread[:, :, 0].contiguous()
+    call = make("Choice", {**of_pages, **fields}, spread=spread, scale=scale)
+    return ChoosingCall(query, call, "code_scores", window, pages[0].dtype)
 
 
 def choose_by_rows(
@@ -360,58 +305,11 @@ def choose_by_rows(
     Raises:
         ValueError: if sizes or dtypes do not fit each other.
     """
-    stored, length, sizes = _stored(query, tokens), tokens.length, _sizes_of(query)
-    runs = -(-length // _TOKENS_PER_TASK)
-    scores = make("RowScores", sizes, {"runs": runs, "length": length, "scale": scale, "rows": stored.given["rows"]})
-    scores.tasks.count = _num_units(query) * runs
-    rows = make("Chosen", {**sizes, "scale": scale, "most_threads": num_threads()}, base=stored)
-    # Of `stored`, which lives as long as the tokens do; tables of angles in it are of no cache
-    for call in (scores, rows):
-        call.given, call.alive = {}, None
-    calls = ("score_rows", "RowScores", scores), ("attend_chosen", "Chosen", rows)
-    return ChoosingCall(query, scale, length, *calls, window, tokens.sinks.keys.dtype, alive=tokens)
-
-
-@torch.compiler.disable
-def attend_rows(
-    query: torch.Tensor,
-    pages: Sequence[torch.Tensor],
-    slots: torch.Tensor,
-    count: torch.Tensor,
-    window_keys: torch.Tensor,
-    window_values: torch.Tensor,
-    scale: float,
-    mask: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    window_start: int,
-) -> torch.Tensor:
-    """
-    Attends over chosen rows where they stand, and the window; arguments that are not listed are those of
-    `tokens.attend_staged`.
-
-    Args:
-        pages (`Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, D + E]`): a key and its value side by
-            side.
-        slots (`torch.Tensor` of shape `[B, H, K]`, int64): which rows of all pages one behind the other; of those
-            beyond all, the last one counts.
-        mask (`torch.Tensor` of shape `[B, tokens]`, *optional*): the token's row of the mask.
-        positions (`torch.Tensor` of shape `[B, H, K or more]`, int64, *optional*): columns of the mask that the slots'
-            tokens have; by default the slots.
-    """
-    sizes, value_dim, num_slots = _sizes_of(query), window_values.shape[3], slots.shape[2]
-    slots, dtype = slots.contiguous(), pages[0].dtype
-    result = torch.empty((*query.shape[:3], value_dim))
-    columns = slots if mask is None or positions is None else positions[:, :, :num_slots].contiguous()
-    call = make(
-        "Gathered",
-        {**sizes, "value_dim": value_dim, "kind": KINDS[dtype], "num_slots": num_slots, "scale": scale},
-        {"num_pages": len(pages), "page_tokens": pages[0].shape[2], "pages": _pages(pages)},
-        {"query": query.float().contiguous(), "result": result, "slots": slots, "columns": columns},
-        {"counts": count.contiguous(), "window": _window(query, window_keys, window_values, dtype, window_start)},
-        mask=_mask(mask, sizes["batch"], window_start + window_keys.shape[2]),
-    )
-    run("attend_gathered", call, _num_units(query))
-    return result if query.dtype is torch.float32 else result.to(query.dtype)
+    fields = {**_scoring_fields(query, tokens.length), "scale": scale}
+    call = make("Choice", fields, base=_stored(query, tokens))
+    # Of what is kept, which lives as long as the tokens do; tables of angles in it are of no cache
+    call.given, call.alive = {}, None
+    return ChoosingCall(query, call, "score_rows", window, tokens.sinks.keys.dtype, alive=tokens)
 
 
 @torch.compiler.disable
@@ -437,6 +335,11 @@ def _sizes_of(query: torch.Tensor) -> dict[str, int]:
     return dict(zip(("batch", "heads", "groups", "key_dim"), query.shape, strict=True))
 
 
+def _num_scoring(call: Structure) -> int:
+    """Counts tasks that score: runs of units where tokens are rows, of heads where they have codes."""
+    return int(call.batch * call.heads * call.runs * (-(-call.groups // ROWS) if call.rows else 1))
+
+
 def _num_units(query: torch.Tensor) -> int:
     """Counts units of queries `[B, H, G, D]`, see `layer.h`."""
     batch_size, num_heads, groups, _ = query.shape
@@ -451,7 +354,7 @@ def _pages(pages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _window(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype, start: int
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, value_dim: int, dtype: torch.dtype, start: int
 ) -> Structure:
     """
     Describes the newest tokens `[B, H, W, D or E]`, which follow each other in every head; heads may be strides apart,
@@ -463,7 +366,7 @@ def _window(
     shape = *query.shape[:2], keys.shape[2]
     strides: dict[str, Any] = {}
     alive = []
-    for name, states, dim in (("key", keys, query.shape[3]), ("value", values, values.shape[3])):
+    for name, states, dim in (("key", keys, query.shape[3]), ("value", values, value_dim)):
         if states.shape != (*shape, dim) or not states.is_cpu:
             wanted = f"`window_{name}s` has to be {(*shape, dim)} on the CPU"
             raise ValueError(f"{wanted}, but got {tuple(states.shape)} on {states.device}")
@@ -491,7 +394,7 @@ def _mask(mask: torch.Tensor | None, batch_size: int, stop: int) -> Structure:
 @torch.compiler.disable
 def attend_chosen(
     query: torch.Tensor,
-    tokens: RowTokens,
+    tokens: RowTokens | Sequence[torch.Tensor],
     slots: torch.Tensor,
     count: torch.Tensor,
     window_keys: torch.Tensor,
@@ -499,34 +402,56 @@ def attend_chosen(
     scale: float,
     mask: torch.Tensor | None,
     window_start: int,
+    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
-    Attends over chosen tokens, of which exact ones are in the window's dtype, and the window, as `attend_rows` does;
-    slots are columns of the mask.
+    Attends over chosen tokens where they stand, and the window; arguments that are not listed are those of
+    `tokens.attend_staged`.
+
+    Args:
+        tokens (`RowTokens` or `Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, D + E]`): rows of
+            tables, of which exact ones are in the window's dtype; or pages of keys and their values side by side.
+        slots (`torch.Tensor` of shape `[B, H, K]`, int64): which tokens, in the order of all pages one behind the
+            other; of those beyond all, the last one counts.
+        mask (`torch.Tensor` of shape `[B, tokens]`, *optional*): the token's row of the mask.
+        positions (`torch.Tensor` of shape `[B, H, K or more]`, int64, *optional*): columns of the mask that the slots'
+            tokens have; by default the slots.
     """
-    stored, sizes, threads, num_chosen = _stored(query, tokens), _sizes_of(query), num_threads(), slots.shape[2]
-    window = _window(query, window_keys, window_values, tokens.sinks.keys.dtype, window_start)
-    result = torch.empty((*query.shape[:3], stored.value_dim))
-    coded = torch.empty((threads, 2, num_chosen), dtype=torch.int64)
-    ends = torch.empty((threads, stored.num_tiles), dtype=torch.int64)
+    limit, threads, slots = slots.shape[2], num_threads(), slots.contiguous()
+    scratch: dict[str, Any] = {}
     # A copy, as another thread may attend to the same tokens
+    if isinstance(tokens, RowTokens):
+        stored, dtype = _stored(query, tokens), tokens.sinks.keys.dtype
+        scratch["coded"] = torch.empty((threads, 2, limit), dtype=torch.int64)
+        scratch["ends"] = torch.empty((threads, -(-tokens.length // TILE)), dtype=torch.int64)
+    else:
+        stored, dtype = make("Choice", _page_fields(query, tokens, window_values.shape[3])), tokens[0].dtype
+    result = torch.empty((*query.shape[:3], stored.value_dim))
     call = make(
-        "Chosen",
-        {**sizes, "num_chosen": num_chosen, "scale": scale, "most_threads": threads, "window": window},
-        {"query": query.float().contiguous(), "slots": slots.contiguous(), "counts": count.contiguous()},
-        {"result": result, "coded": coded, "ends": ends},
-        mask=_mask(mask, sizes["batch"], window_start + window_keys.shape[2]),
+        "Choice",
+        {**_sizes_of(query), "limit": limit, "scale": scale, "most_threads": threads, **scratch},
+        {"query": query.float().contiguous(), "slots": slots, "counts": count.contiguous(), "result": result},
+        {"columns": None if mask is None or positions is None else positions[:, :, :limit].contiguous()},
+        window=_window(query, window_keys, window_values, stored.value_dim, dtype, window_start),
+        mask=_mask(mask, len(query), window_start + window_keys.shape[2]),
         base=stored,
     )
     run("attend_chosen", call, _num_units(query), threads)
     return result if query.dtype is torch.float32 else result.to(query.dtype)
 
 
+def _page_fields(query: torch.Tensor, pages: Sequence[torch.Tensor], value_dim: int) -> dict[str, Any]:
+    """Describes pages `[B, H, tokens of a page, D + E]` of keys and values."""
+    fields = {**_sizes_of(query), "value_dim": value_dim, "row_dim": query.shape[3] + value_dim}
+    fields |= {"num_pages": len(pages), "page_tokens": pages[0].shape[2], "length": len(pages) * pages[0].shape[2]}
+    return {**fields, "pages": _pages(pages)}
+
+
 def _stored(query: torch.Tensor, tokens: RowTokens) -> Structure:
     """Describes tokens, which queries `[B, H, G, D]` have to fit, and keeps that while they live."""
     stored = _TOKENS.get(tokens)
     if stored is None:
-        stored = _TOKENS[tokens] = make("Chosen", _row_fields(tokens), _sink_fields(tokens.sinks))
+        stored = _TOKENS[tokens] = make("Choice", _row_fields(tokens), _sink_fields(tokens.sinks))
     if (query.shape[0], query.shape[1], query.shape[3]) != (stored.batch, stored.heads, stored.key_dim):
         raise ValueError(f"queries {tuple(query.shape)} for tokens of {stored.heads} heads of {stored.key_dim}")
     return stored
@@ -551,7 +476,7 @@ def _row_fields(tokens: RowTokens) -> dict[str, Any]:
     return {
         **{"batch": batch_size, "heads": num_heads, "key_dim": keys.head_dim, "value_dim": values.head_dim},
         **{"rows": rows, "all_pairs": rows.all_pairs, "near": near, "far": far},
-        **{"num_slots": tokens.length, "num_tiles": -(-tokens.length // TILE), "num_far": num_far},
-        **{"first_position": positions.first, "padding": padding, "value_size": values.row_size},
+        **{"length": tokens.length, "num_far": num_far, "row_dim": values.row_size},
+        **{"first_position": positions.first, "padding": padding},
         **{"num_pages": len(tokens.pages), "page_tokens": tokens.pages[0].shape[2], "pages": _pages(tokens.pages)},
     }

@@ -105,17 +105,6 @@ typedef struct {
     const GroupSide *keys, *values;
 } Groups;
 
-/* Scores of a layer's rows, where they stand */
-typedef struct {
-    Tasks tasks;                    /* runs of units */
-    int64_t batch, heads, groups, key_dim, runs;
-    int64_t length;                 /* tokens */
-    double scale;
-    const float *query;             /* [batch, heads, groups, key_dim] */
-    float *scores;                  /* [batch, heads, groups, length] */
-    const Rows *rows;               /* of values nothing is read */
-} RowScores;
-
 /* ---- rows coded and decoded ---- */
 /* A rotary embedding: cosine and signed sine of places in a tile, and of the first positions of tiles from -tiles on */
 typedef struct {
@@ -183,21 +172,6 @@ typedef struct {
 } Mask;
 
 typedef struct {
-    Tasks tasks;                    /* units */
-    int64_t batch, heads, groups, key_dim, value_dim, kind;
-    int64_t num_slots, num_pages, page_tokens;
-    double scale;
-    const float *query;             /* [batch, heads, groups, key_dim] */
-    float *result;                  /* [batch, heads, groups, value_dim] */
-    const char *const *pages;       /* each [batch, heads, page_tokens, key_dim + value_dim] */
-    const int64_t *slots;           /* [batch, heads, num_slots] */
-    const int64_t *counts;          /* [batch, heads] */
-    const int64_t *columns;         /* [batch, heads, num_slots]; of the mask */
-    Window window;
-    Mask mask;
-} Gathered;
-
-typedef struct {
     Tasks tasks;                    /* heads of all items */
     int64_t batch, heads, num_slots, num_pages, page_tokens, row_dim, row_size; /* numbers and bytes of a row */
     const char *const *pages;       /* each [batch, heads, page_tokens, row_dim] */
@@ -207,44 +181,54 @@ typedef struct {
     int64_t let_go, block;          /* what it is told, and the size of a block of memory */
 } Copies;
 
-/* Rows of tables: keys stand together, values in pages */
+/* A step of a new token that attends to some: scores of all tokens, the choice, attention to what was chosen and to a
+   window. Each of these kernels reads what it needs. */
 typedef struct {
-    Tasks tasks;                    /* units */
+    Tasks tasks;                    /* runs of heads' codes or of units' rows; heads; units */
     int64_t threads;                /* that have come */
+    int64_t batch, heads, groups, key_dim, value_dim, most_threads;
+    int64_t length, runs;           /* tokens to choose from, and tasks that score those of a head or unit */
+    double scale;
+    const float *query;             /* [batch, heads, groups, key_dim] */
+    float *scores;                  /* [batch, heads, groups, length] */
+    int64_t limit;                  /* tokens that there is room for in a choice */
+    int64_t *slots;                 /* [batch, heads, limit] */
+    int64_t *counts;                /* [batch, heads] */
+    float *result;                  /* [batch, heads, groups, value_dim] */
+    Window window;
+    Mask mask;
+    const int64_t *columns;         /* [batch, heads, limit]; of the mask, or 0 if slots are these */
+    /* Stored tokens: keys and values side by side, or values alone of tokens whose keys are rows of tables */
+    int64_t num_pages, page_tokens, row_dim;
+    const char *const *pages;       /* each [batch, heads, page_tokens, row_dim] */
+    /* Scores by codes: fields of a byte, bytes of a token; queries are multiplied with the spread, if any */
+    int64_t fields, width, capacity;
+    const uint8_t *codes;           /* [batch, heads, capacity, width] */
+    const uint16_t *code_scales;    /* [batch, heads, capacity] */
+    const float *spread;            /* [batch, heads, key_dim] */
+    /* The choice. Tokens before `first` and from `newest` on are forced; `cap` is the most unless more are, and `least` the
+       weight of others. Beside them are scores of tokens that are attended to anyway: without those, and with queries, the
+       window is scored, whose last token is written into it if it is given here. What is chosen is counted. */
+    int64_t first, newest, cap, chosen;
+    double least;
+    int64_t num_resident;
+    const float *resident;          /* [batch, heads, groups, num_resident] */
+    const char *newest_key, *newest_value;
+    int64_t scratch_size;
+    uint8_t *scratch;               /* [most_threads, scratch_size]; two rows of floats in whole vectors, two of pairs, scores of the window */
+    /* Rows of tables, or 0 */
     const Rows *rows;               /* with the rows of keys */
-    int64_t num_slots, num_tiles, all_pairs, num_far, first_position;
+    int64_t all_pairs, num_far, first_position;
     const float *near;              /* [TILE, 2, all_pairs]; cosines and sines of positions in a tile */
     const float *far;               /* [num_far, 2, all_pairs]; the same of the first ones of tiles */
     const int64_t *padding;         /* [batch]; or 0 */
-    int64_t batch, heads, groups, key_dim, value_dim, value_size; /* bytes of a value's row */
-    int64_t num_pages, page_tokens, num_sinks, num_chosen, most_threads;
-    double scale;
-    const char *const *pages;       /* each [batch, heads, page_tokens, value_size] */
+    int64_t num_sinks;
     const int64_t *first_sinks;     /* [batch]; slot of every item's first */
     const char *sink_keys;          /* [batch, heads, num_sinks, key_dim]; as the window's */
     const char *sink_values;        /* [batch, heads, num_sinks, value_dim] */
-    const float *query;             /* [batch, heads, groups, key_dim] */
-    float *result;                  /* [batch, heads, groups, value_dim] */
-    const int64_t *slots;           /* [batch, heads, num_chosen] */
-    const int64_t *counts;          /* [batch, heads] */
-    int64_t *coded;                 /* [most_threads, 2, num_chosen]; slots of tokens that are not exact */
-    int64_t *ends;                  /* [most_threads, num_tiles] */
-    Window window;
-    Mask mask;
-} Chosen;
-
-/* ---- choosing ---- */
-typedef struct {
-    Tasks tasks;                    /* runs of all heads */
-    int64_t batch, heads, groups, dim, fields, width, capacity, length; /* fields of a byte, bytes of a token */
-    int64_t runs, run_tokens;       /* of a head, and tokens of one: whole tiles */
-    const float *query;             /* [batch, heads, groups, dim] */
-    const uint8_t *codes;           /* [batch, heads, capacity, width] */
-    const uint16_t *scale;          /* [batch, heads, capacity] */
-    const float *spread;            /* [batch, heads, dim]; queries are multiplied with it and `by` before, or 0 */
-    double by;
-    float *scores;                  /* [batch, heads, groups, length] */
-} CodeScores;
+    int64_t *coded;                 /* [most_threads, 2, limit]; slots of tokens that are not exact */
+    int64_t *ends;                  /* [most_threads, (length + TILE - 1) // TILE] */
+} Choice;
 
 typedef struct {
     Tasks tasks;                    /* rows */
@@ -256,24 +240,3 @@ typedef struct {
     int64_t *places;                /* [rows, limit] */
     int64_t *pairs;                 /* [most_threads, 2, length + 1]; see `Pair` */
 } Largest;
-
-typedef struct {
-    Tasks tasks;                    /* heads of all items */
-    int64_t threads;                /* that have come */
-    int64_t batch, heads, groups, length, num_resident, most_threads;
-    int64_t first, newest;          /* tokens before the one and from the other on are forced */
-    int64_t cap, limit;             /* the most that are chosen unless more are forced, and that there is room for */
-    double least;                   /* weight of what is not forced */
-    const float *scores;            /* [batch, heads, groups, length] */
-    const float *resident;          /* [batch, heads, groups, num_resident] */
-    int64_t *slots;                 /* [batch, heads, limit] */
-    int64_t *counts;                /* [batch, heads] */
-    uint8_t *scratch;               /* [most_threads, scratch_size]; two rows of floats in whole vectors, two of pairs, scores of the window */
-    int64_t scratch_size;
-    /* Instead of `resident`: a window and the queries that it is scored with. What is chosen is counted */
-    int64_t key_dim, value_dim, chosen;
-    double scale;
-    const float *query;             /* [batch, heads, groups, key_dim]; or 0 */
-    const char *newest_key, *newest_value; /* of the window's last token, to be written there, or 0 */
-    Window window;
-} Choice;

@@ -383,7 +383,7 @@ void KVC_NAME(attend_rows, KVC_LEVEL)(
     }
     end_unit_values(&work, (int)call->value_dim, state);
 }
-EXPORT(score_rows)(RowScores *call) {
+EXPORT(score_rows)(Choice *call) {
     Call shape = {.heads = call->heads, .groups = call->groups, .queries = 1};
     int dim = (int)call->key_dim;
     int64_t tiles = (call->length + TILE - 1) / TILE;
@@ -406,7 +406,7 @@ EXPORT(score_rows)(RowScores *call) {
 }
 
 /* Angles of the pairs of a strip's tokens, as `offsets` has them, from those of a tile's start and of places in it */
-static void chosen_angles(const Chosen *call, Unit unit, const int64_t *slots, int count, float *to) {
+static void chosen_angles(const Choice *call, Unit unit, const int64_t *slots, int count, float *to) {
     int size = (int)call->all_pairs, pairs = (int)call->rows->num_pairs;
     ALIGNED float own[2][MOST_PAIRS];
     for (int t = 0; t < count; t++) {
@@ -420,14 +420,10 @@ static void chosen_angles(const Chosen *call, Unit unit, const int64_t *slots, i
         for (int p = 0; p < pairs; p++) to[2 * STRIP * p + t] = own[0][p], to[2 * STRIP * p + STRIP + t] = own[1][p];
     }
 }
-INLINE const uint8_t *value_row(const Chosen *call, int64_t matrix, int64_t slot) {
-    int64_t page = slot / call->page_tokens;
-    return (const uint8_t *)call->pages[page] + (matrix * call->page_tokens + slot - page * call->page_tokens) * call->value_size;
-}
 void KVC_NAME(attend_chosen_rows, KVC_LEVEL)(
-    const Chosen *call, Unit unit, const Queries query, const int64_t *slots, int64_t count, State *state) {
+    const Choice *call, Unit unit, const Queries query, const int64_t *slots, int64_t count, State *state) {
     const RowSide *keys = &call->rows->keys;
-    int64_t value_size = call->value_size, rows = unit.matrix * keys->capacity;
+    int64_t value_size = call->row_dim, rows = unit.matrix * keys->capacity;
     ALIGNED float scores[ROWS][TILE], decay[ROWS], angles[MOST_PAIRS * 2 * STRIP];
     uint8_t gathered[STRIP * MOST_ROW];
     Work work;
@@ -446,7 +442,7 @@ void KVC_NAME(attend_chosen_rows, KVC_LEVEL)(
         if (softmax_tile(state, unit.rows, some, scores, state->coded_total, decay)) scale_sums(&work, decay);
         for (int t = 0; t < some; t += STRIP) {
             int n = some - t < STRIP ? some - t : STRIP;
-            for (int i = 0; i < n; i++) memcpy(gathered + i * value_size, value_row(call, unit.matrix, slots[t + i]), (size_t)value_size);
+            for (int i = 0; i < n; i++) memcpy(gathered + i * value_size, row_in_pages(call, unit.matrix, slots[t + i], value_size), (size_t)value_size);
             add_values(&work, gathered, n, (float (*)[TILE])(scores[0] + t));
         }
     }

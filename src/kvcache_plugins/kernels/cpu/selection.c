@@ -5,18 +5,19 @@
 #include "integer_products.h"
 
 
-static void score_run(const CodeScores *call, int64_t head, int64_t start) {
-    int dim = (int)call->dim, groups = (int)call->groups, blocks = (groups + ROWS - 1) / ROWS;
-    int64_t stop = start + call->run_tokens < call->length ? start + call->run_tokens : call->length;
+static void score_run(const Choice *call, int64_t head, int64_t run) {
+    int dim = (int)call->key_dim, groups = (int)call->groups, blocks = (groups + ROWS - 1) / ROWS;
+    int64_t tiles = (call->length + TILE - 1) / TILE, start = tiles * run / call->runs * TILE, stop = tiles * (run + 1) / call->runs * TILE;
     const uint8_t *codes = call->codes + head * call->capacity * call->width;
-    const uint16_t *scale = call->scale + head * call->capacity;
+    const uint16_t *scale = call->code_scales + head * call->capacity;
+    if (stop > call->length) stop = call->length;
     ALIGNED float query[ROWS][MOST_CHANNELS], products[ROWS][TILE];
     Integers by = {.dim = dim, .width = (int)call->width, .row = (int)call->width, .fields = (int)call->fields};
     for (int block = 0; block < blocks; block++) {
         int first = groups * block / blocks, rows = groups * (block + 1) / blocks - first;
-        load_queries(call->query, FLOATS, head * groups + first, rows, 1, dim, query);
+        load_queries(call->query, FLOATS, head * groups + first, rows, call->scale, dim, query);
         for (int r = 0; r < rows && call->spread; r++)
-            for (int d = 0; d < dim; d++) query[r][d] = query[r][d] * (float)call->by * call->spread[head * dim + d];
+            for (int d = 0; d < dim; d++) query[r][d] *= call->spread[head * dim + d];
         round_queries(&by, rows, query);
         for (int64_t t = start; t < stop; t += TILE) {
             int tokens = (int)(stop - t < TILE ? stop - t : TILE);
@@ -31,9 +32,9 @@ static void score_run(const CodeScores *call, int64_t head, int64_t start) {
         }
     }
 }
-EXPORT(code_scores)(CodeScores *call) {
+EXPORT(code_scores)(Choice *call) {
     FOR_TASKS(call, task)
-        score_run(call, task / call->runs, task % call->runs * call->run_tokens);
+        score_run(call, task / call->runs, task % call->runs);
 }
 
 /* A number and where it stands, to be sorted: of a row only those that may count, by their bits, eleven at a time from
