@@ -12,7 +12,7 @@ R bytes of a row, P pairs of channels, rounded up to 16.
 import ctypes
 import os
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -44,10 +44,10 @@ _NEXT, _ENDED = _TASKS.next.offset // 8, _TASKS.ended.offset // 8
 _QUERY, _RESULT = _CALL.query.offset // 8, _CALL.result.offset // 8
 _LENGTH, _CAPACITY = _PART.length.offset // 8, _EXACT.capacity.offset // 8
 _KEYS, _NEWEST = _EXACT.keys.offset // 8, _EXACT.newest_key.offset // 8
-# As in `rows.c`: tokens from one position to the next that angles are given of, channels that are summed up at a time
-_ANCHOR_TOKENS, _GROUP, _WORD_GROUP = 32 * TILE, 4, 8
-# Tokens of a strip at each level of instructions
-_STRIPS = {"avx2": 32, "avx512": 64}
+# Tiles of positions, whose angles all layers share, at least
+_LEAST_TILES = 64
+# As in `rows.c`: channels that are summed up at a time
+_GROUP, _WORD_GROUP = 4, 8
 _NUM_WIDTHS = MAX_WIDTH + 1
 _ROWS_OF_SIDE = STRUCTURES["RowSide"].arrays["rows"]
 # Bases of keys and means as `calls.h` has them, of tables that live, by layout and level
@@ -204,18 +204,12 @@ class AttentionCall:
             self._row_side(key_rows, length, keys, of_keys, "key_dim", paged),
             self._row_side(value_rows, length, values, of_values, "value_dim", paged),
         )
-        pairs, num_pairs = _pairs(layout)
-        strip = _STRIPS.get(level(), 16)
-        offsets, turn = _strip_angles(layout, strip)
-        count = -(-length // _ANCHOR_TOKENS)
+        rotary, padding = rotary_of(layout, positions.first + length), positions.padding
+        sizes["all_pairs"] = rotary.all_pairs
         fields: dict[str, Any] = {"keys": sides[0], "values": sides[1], "scales": scales, "multipliers": multipliers}
-        fields |= {"num_pairs": num_pairs, "num_anchors": count, "all_pairs": len(pairs), "strip": strip}
-        fields |= {
-            "pairs": pairs,
-            "offsets": offsets,
-            "turn": turn,
-            "anchors": self._anchors(layout, positions, count),
-        }
+        fields |= {"rotary": rotary, "first_position": positions.first}
+        if padding is not None:
+            fields["padding"] = padding.cpu().long().contiguous()
         if values.mean is not None:
             fields["value_mean"] = self._contiguous(values.mean)
         if keys.basis is None:
@@ -258,13 +252,6 @@ class AttentionCall:
         fields |= {"rows": rows, "capacity": capacity, "size": size, "widths": widths, "blocks": blocks}
         fields |= {"tables": self.sizes["batch"] if table.basis is None else 1, "coefficients": coefficients}
         return make("RowSide", fields, sizes=self.sizes)
-
-    def _anchors(self, layout: RotaryLayout, positions: Positions, count: int) -> torch.Tensor:
-        start, padding = positions.first, positions.padding
-        if padding is None:
-            return _shared_anchors(layout, start, count).expand(self.sizes["batch"], -1, -1, -1).contiguous()
-        first = start - padding.cpu().long()
-        return _angles_at(layout, first[:, None] + torch.arange(count) * _ANCHOR_TOKENS).contiguous()
 
 
 class TokenWriter:
@@ -321,9 +308,9 @@ class PreparedCall(TokenWriter):
         if runs > 1:
             self._partial = torch.empty(units * runs * ROWS * (sizes["value_dim"] + 2))
             self._call.partial = self._partial.data_ptr()
-        # Rows that may be others later: the words of their parts, what they are of, and angles of their positions
+        # Rows that may be others later: the words of their parts, and what they are of
         self._rows: list[list[Any]] = [
-            [own.given["stored"], as_numbers(part), None, None]
+            [own.given["stored"], as_numbers(part), None]
             for own, part in zip(call.parts[:-1], parts, strict=False)
             if own.kind == CONSTANTS["PART_ROWS"]
         ]
@@ -344,8 +331,9 @@ class PreparedCall(TokenWriter):
         if not 0 < len(parts) <= len(self._rows):
             return False
         for known, part in zip(self._rows[-len(parts) :], parts, strict=True):
-            rows, words, before, _ = known
-            if part.length > rows.num_anchors * _ANCHOR_TOKENS:
+            (rows, words, before), positions = known, part.positions
+            most = rows.given["rotary"].tiles * TILE
+            if positions.first + part.length > most or positions.padding is not rows.given.get("padding"):
                 return False
             if not part.length <= part.keys.shape[2] == part.values.shape[2]:
                 return False
@@ -353,11 +341,7 @@ class PreparedCall(TokenWriter):
                 for side, own in ((rows.keys, part.keys), (rows.values, part.values)):
                     sizes = {**self._sizes, "capacity": own.shape[2], "size": side.size}
                     side.rows, side.capacity = check("rows", own, _ROWS_OF_SIDE, sizes), own.shape[2]
-            if before is None or part.positions.first != before.positions.first:
-                assert isinstance(part.codec, RowCodec)
-                known[3] = self._alive[0]._anchors(part.codec.rope, part.positions, rows.num_anchors)
-                rows.anchors = known[3].data_ptr()
-            known[2], words[_LENGTH] = part, part.length
+            known[2], words[_LENGTH], rows.first_position = part, part.length, positions.first
         return True
 
     def attend(
@@ -487,21 +471,30 @@ def _page_fields(rows: torch.Tensor, part: PagedPart, num_heads: int, row_size: 
     return {**fields, "page_start": start, "page_stride": stride}
 
 
+def rotary_of(layout: RotaryLayout, stop: int) -> Structure:
+    """Describes a rotary embedding of positions before `stop`, and many more; and as many below 0, for padding."""
+    return _rotary(layout, max(2 ** (stop // TILE).bit_length(), _LEAST_TILES))
+
+
 @cache
-def _pairs(layout: RotaryLayout) -> tuple[torch.Tensor, int]:
-    """Pairs of channels that are turned together `[P, 2]`, int32, -1 for none; and how many there are."""
+def _rotary(layout: RotaryLayout, tiles: int) -> Structure:
+    with torch.inference_mode(False):
+        pairs, num_turned, num_pairs = _pairs(layout)
+        near, far = (_angles_at(layout, torch.arange(count) * step) for count, step in ((TILE, 1), (tiles, TILE)))
+        places = F.pad(near.permute(2, 1, 0), (0, CONSTANTS["ANGLES"] - TILE)).contiguous()
+    counts = {"num_turned": num_turned, "num_pairs": num_pairs, "all_pairs": len(pairs), "tiles": tiles}
+    return make("Rotary", counts, pairs=pairs, near=near, far=far, places=places)
+
+
+@cache
+def _pairs(layout: RotaryLayout) -> tuple[torch.Tensor, int, int]:
+    """Pairs of channels `[P, 2]`, int32, -1 for none; and how many are turned, and how many there are."""
     partners = channels_of(layout, torch.device("cpu"))[0].tolist()
     pairs = [[channel, other] for channel, other in enumerate(partners) if other > channel]
+    num_turned, alone = len(pairs), [channel for channel, other in enumerate(partners) if other == channel]
     # Those that are not turned share pairs whose angles are 0
-    alone = [channel for channel, other in enumerate(partners) if other == channel]
     pairs += [[*alone[i : i + 2], -1][:2] for i in range(0, len(alone), 2)]
-    return torch.tensor(pairs + [[-1, -1]] * (-len(pairs) % 16), dtype=torch.int32), len(pairs)
-
-
-@cache
-def angles_by_tile(layout: RotaryLayout, num_tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes angles `[TILE, 2, P]` of places in a tile, and `[tiles, 2, P]` of the first positions of tiles."""
-    return _angles_at(layout, torch.arange(TILE)), _angles_at(layout, torch.arange(num_tiles) * TILE)
+    return torch.tensor(pairs + [[-1, -1]] * (-len(pairs) % 16), dtype=torch.int32), num_turned, len(pairs)
 
 
 def _angles_at(layout: RotaryLayout, positions: torch.Tensor) -> torch.Tensor:
@@ -510,19 +503,6 @@ def _angles_at(layout: RotaryLayout, positions: torch.Tensor) -> torch.Tensor:
     frequencies = channels_of(layout, torch.device("cpu"))[1][channels.clamp(min=0)]
     angles = positions.double()[..., None] * torch.where(channels < 0, 0.0, frequencies)
     return torch.stack([angles.cos(), angles.sin()], dim=-2).float()
-
-
-@cache
-def _strip_angles(layout: RotaryLayout, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Angles of the offsets in a strip of `size` tokens, `[P, 2, size]`, and of its length, `[2, P]`."""
-    angles = _angles_at(layout, torch.arange(size + 1))
-    return angles[:-1].permute(2, 1, 0).contiguous(), angles[-1].contiguous()
-
-
-# Layers of a model ask for the same
-@lru_cache(maxsize=64)
-def _shared_anchors(layout: RotaryLayout, start: int, count: int) -> torch.Tensor:
-    return _angles_at(layout, start + torch.arange(count) * _ANCHOR_TOKENS)[None]
 
 
 @cache

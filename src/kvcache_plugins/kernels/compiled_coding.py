@@ -4,19 +4,19 @@ Legend: B batch, H key/value heads, T tokens, K numbers of a token that are code
 """
 
 import ctypes
+import sys
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 
 from kvcache_plugins.codecs.quantizers import BLOCK, MAX_WIDTH, NUM_STATES, QUANTIZERS, state_points, thresholds
-from kvcache_plugins.codecs.rope import Positions, RotaryLayout, channels_of
+from kvcache_plugins.codecs.rope import Positions, RotaryLayout
 from kvcache_plugins.codecs.rotation import rotation_size
 from kvcache_plugins.codecs.rows import KeptRows, RowCodec, RowTable, scale_of
 
-from .compiled import as_numbers, places
+from .compiled import as_numbers, places, rotary_of
 from .library import num_threads, run
 from .structs import KINDS, MOST_CHANNELS, STRUCTURES, TILE, Structure, check, make
 
@@ -26,8 +26,6 @@ _NUM_WIDTHS = MAX_WIDTH + 1
 _LEVELS, _ALL_LEVELS = (0, 16, 32, 48, 64, 80, 112), 192
 _TASK_TOKENS = 128
 _MOST_LANES = 16
-# Of positions, whose angles all layers share
-_LEAST_TILES = 64
 # Minima of a step of the search for a trellis, at most
 _MOST_MINIMA = NUM_STATES // 2
 _CODING, _AT = STRUCTURES["Coding"], places("Coding")
@@ -82,9 +80,9 @@ def code(
     if positions is not None and layout is not None and layout.frequencies:
         if layout.head_dim != shape[3]:
             raise ValueError(f"keys of {shape[3]} channels, a rotary embedding of {layout.head_dim}")
-        tiles = _num_tiles(positions.first + shape[2])
         padding = None if positions.padding is None else positions.padding.long().contiguous()
-        fields |= {"rotary": _rotary(layout, tiles), "start": positions.first, "padding": padding}
+        rotary = rotary_of(layout, positions.first + shape[2])
+        fields |= {"rotary": rotary, "start": positions.first, "padding": padding}
     if table is None:
         base, fields["rotation"] = None, 1
         fields |= {"batch": shape[0], "heads": shape[1], "channels": shape[3], "dim": shape[3]}
@@ -180,24 +178,6 @@ def _by_levels(bounds: torch.Tensor) -> torch.Tensor:
     return placed
 
 
-def _num_tiles(stop: int) -> int:
-    """Counts tiles of positions up to those before `stop`, and many more; there are as many below 0, for padding."""
-    return max(2 ** (stop // TILE).bit_length(), _LEAST_TILES)
-
-
-@cache
-def _rotary(layout: RotaryLayout, tiles: int) -> Structure:
-    """Describes a rotary embedding for as many tiles of positions from 0 on as below."""
-    with torch.inference_mode(False):
-        partners = channels_of(layout, torch.device("cpu"))[0]
-        offsets = torch.stack(layout.angles(torch.arange(TILE))).permute(2, 0, 1)
-        # Lanes may read over the end of a tile
-        offsets = F.pad(offsets, (0, _MOST_LANES)).contiguous()
-        origins = torch.stack(layout.angles(torch.arange(-tiles, tiles) * TILE), dim=2)
-    fields = {"partners": partners, "offsets": offsets, "origins": origins}
-    return make("Rotary", fields, dim=layout.head_dim, tiles=tiles)
-
-
 class PreparedCoding:
     """
     Codes tokens of a buffer as rows behind others, as often as it is full, and rows of those that are finer as older
@@ -258,8 +238,6 @@ class PreparedCoding:
         for each in states:
             if not each.is_contiguous() or not each.is_cpu or each.dtype not in KINDS:
                 raise ValueError(f"tokens in {each.dtype}, strides {each.stride()}, on {each.device}")
-        # Positions up to here have angles in it
-        self._most = _num_tiles(start + count) * TILE
         where: dict[str, Any] = {"positions": Positions(start, self.padding), "limit": self._limit, "is_run": False}
         calls = [
             code("encode_rows", own[:, :, :count], None, layout=table.rope, table=table, **where)
@@ -269,6 +247,9 @@ class PreparedCoding:
             calls.append(code("encode_rows", None, None, None, None, table, source=(own, finer), is_run=False))
         codings = (_CODING * len(calls))(*calls)
         self._sources = [as_numbers(call.given["source"]) for call in calls[2:]]
+        # Positions up to here have angles
+        rotary = calls[0].given.get("rotary")
+        self._most = sys.maxsize if rotary is None else rotary.tiles * TILE
         self._words, self._known = list(map(as_numbers, codings)), [call.given for call in calls]
         self._call = make("Appended", codings=ctypes.addressof(codings))
         self._call.alive, self._states = (codings, calls), states

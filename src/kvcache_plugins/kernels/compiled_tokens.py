@@ -20,7 +20,7 @@ from kvcache_plugins.codecs.parts import RowTokens, SinkStates
 from kvcache_plugins.codecs.quantization import packed_size
 from kvcache_plugins.files.mapped_files import address_of_advise
 
-from .compiled import AttentionCall, TokenWriter, angles_by_tile, as_numbers, kind_of_tokens, places
+from .compiled import AttentionCall, TokenWriter, as_numbers, kind_of_tokens, places
 from .library import find_threads, function, num_threads, run
 from .structs import KINDS, MOST_CHANNELS, ROWS, TILE, Structure, make
 
@@ -466,17 +466,12 @@ def _sink_fields(sinks: SinkStates) -> dict[str, Any]:
 
 
 def _row_fields(tokens: RowTokens) -> dict[str, Any]:
-    (batch_size, num_heads, *_), positions = tokens.keys.shape, tokens.positions
+    batch_size, num_heads, *_ = tokens.keys.shape
     keys, values = tokens.codec.tables(tokens.keys.device)
     whole = AttentionCall(torch.empty(batch_size, num_heads, 1, keys.head_dim), num_heads, values.head_dim, 1.0)
-    rows = whole.rows_of(tokens.keys, None, tokens.codec, positions, tokens.length)
-    num_far = 2 ** ((positions.first + tokens.length) // TILE).bit_length()
-    near, far = angles_by_tile(tokens.codec.rope, num_far)
-    padding = None if positions.padding is None else positions.padding.cpu().long().contiguous()
+    rows = whole.rows_of(tokens.keys, None, tokens.codec, tokens.positions, tokens.length)
     return {
         **{"batch": batch_size, "heads": num_heads, "key_dim": keys.head_dim, "value_dim": values.head_dim},
-        **{"rows": rows, "all_pairs": rows.all_pairs, "near": near, "far": far},
-        **{"length": tokens.length, "num_far": num_far, "row_dim": values.row_size},
-        **{"first_position": positions.first, "padding": padding},
+        **{"rows": rows, "length": tokens.length, "row_dim": values.row_size},
         **{"num_pages": len(tokens.pages), "page_tokens": tokens.pages[0].shape[2], "pages": _pages(tokens.pages)},
     }

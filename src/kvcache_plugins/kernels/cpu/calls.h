@@ -6,7 +6,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { ROWS = 4, TILE = 64, MOST_CHANNELS = 640 };
+/* ANGLES: of places in a tile, and of some behind it that whole vectors are read with */
+enum { ROWS = 4, TILE = 64, ANGLES = 80, MOST_CHANNELS = 640 };
 /* Kinds of numbers, and of parts of a layer */
 enum { NO_KIND, FLOATS, BFLOATS, HALVES };
 enum { PART_EXACT, PART_ROWS, PART_GROUPS };
@@ -44,6 +45,16 @@ typedef struct {
     const void *newest_key, *newest_value; /* to be written as the last token in use, or 0 */
 } Exact;
 
+/* A rotary embedding: pairs of channels that are turned together, some of them -1, for no channel, and at the end such as
+   are not turned; cosines and signed sines of the first of a pair at places in a tile and at the first positions of tiles */
+typedef struct {
+    int64_t num_turned, num_pairs, all_pairs, tiles;
+    const int32_t *pairs;           /* [all_pairs, 2] */
+    const float *near;              /* [TILE, 2, all_pairs] */
+    const float *far;               /* [tiles, 2, all_pairs] */
+    const float *places;            /* [all_pairs, 2, ANGLES]; as `near` */
+} Rotary;
+
 typedef struct {
     const uint8_t *rows;            /* [batch, heads, capacity, size] */
     int64_t capacity, size;
@@ -61,13 +72,9 @@ typedef struct {
     RowSide keys, values;
     const int64_t *multipliers;     /* [9]; of states, 0 for codes */
     const float *scales;            /* [256]; of all bytes */
-    /* Pairs of channels, some of them -1, for no channel; cosines and signed sines of offsets in a strip, of its length,
-       and of every 32nd tile's position */
-    int64_t num_pairs, num_anchors, all_pairs, strip;
-    const int32_t *pairs;           /* [all_pairs, 2] */
-    const float *offsets;           /* [all_pairs, 2, strip] */
-    const float *turn;              /* [2, all_pairs] */
-    const float *anchors;           /* [batch, num_anchors, 2, all_pairs] */
+    const Rotary *rotary;
+    int64_t first_position;
+    const int64_t *padding;         /* [batch]; or 0 */
     /* Prompt tables: means and deviations are halves, of values one deviation a head */
     const void *order;              /* uint8 or int16 [batch, heads, key_dim] */
     int64_t is_wide;
@@ -106,14 +113,6 @@ typedef struct {
 } Groups;
 
 /* ---- rows coded and decoded ---- */
-/* A rotary embedding: cosine and signed sine of places in a tile, and of the first positions of tiles from -tiles on */
-typedef struct {
-    const int64_t *partners;        /* [dim] */
-    const float *offsets;           /* [dim, 2, TILE + 16] */
-    const float *origins;           /* [2 * tiles, dim, 2] */
-    int64_t dim, tiles;
-} Rotary;
-
 typedef struct {
     Tasks tasks;
     int64_t batch, heads, tokens, channels, row_size;
@@ -218,10 +217,6 @@ typedef struct {
     uint8_t *scratch;               /* [most_threads, scratch_size]; two rows of floats in whole vectors, two of pairs, scores of the window */
     /* Rows of tables, or 0 */
     const Rows *rows;               /* with the rows of keys */
-    int64_t all_pairs, num_far, first_position;
-    const float *near;              /* [TILE, 2, all_pairs]; cosines and sines of positions in a tile */
-    const float *far;               /* [num_far, 2, all_pairs]; the same of the first ones of tiles */
-    const int64_t *padding;         /* [batch]; or 0 */
     int64_t num_sinks;
     const int64_t *first_sinks;     /* [batch]; slot of every item's first */
     const char *sink_keys;          /* [batch, heads, num_sinks, key_dim]; as the window's */

@@ -189,15 +189,16 @@ static void store_tokens(const Coding *c, Group g, const vf *x) {
    alone, to the last bit, wherever a run of tokens begins. */
 static void turn_tokens(const Coding *c, Group g, vf *x) {
     const Rotary *rotary = c->rotary;
-    const float *origins = rotary->origins + g.tile * c->channels * 2;
-    float sign = c->is_back ? -1 : 1;
-    for (int64_t d = 0; d < c->channels; d++) {
-        int64_t p = rotary->partners[d];
-        if (p <= d || p >= c->channels) continue;
-        const float *offsets = rotary->offsets + d * 2 * (TILE + 16) + g.place;
-        vf cosine = load(offsets), sine = load(offsets + TILE + 16), low = x[d], high = x[p];
-        vf both_cosine = cosine * origins[2 * d] - sine * origins[2 * d + 1];
-        vf both_sine = (sine * origins[2 * d] + cosine * origins[2 * d + 1]) * sign;
+    float back = c->is_back ? -1 : 1, sign;
+    const float *far = far_angles(rotary, g.tile, &sign);
+    for (int64_t n = 0; n < rotary->num_turned; n++) {
+        int64_t d = rotary->pairs[2 * n], p = rotary->pairs[2 * n + 1];
+        if (d < 0 || p < 0 || d >= c->channels || p >= c->channels) continue;
+        const float *near = rotary->places + n * 2 * ANGLES + g.place;
+        float far_cosine = far[n], far_sine = far[rotary->all_pairs + n] * sign;
+        vf cosine = load(near), sine = load(near + ANGLES), low = x[d], high = x[p];
+        vf both_cosine = cosine * far_cosine - sine * far_sine;
+        vf both_sine = (sine * far_cosine + cosine * far_sine) * back;
         x[d] = low * both_cosine + high * both_sine, x[p] = high * both_cosine - low * both_sine;
     }
 }
@@ -440,26 +441,23 @@ static void make_grids(const Coding *c, const Head *head, Grids grids, float *fa
     }
 }
 
-/* Tokens of a task, as places from the start of the first tile of their item, whose number among the tiles of the rotary
-   embedding is `tile` */
+/* Tokens of a task, as places from the start of the first tile of their item, whose number is `tile` */
 typedef struct { int64_t matrix, shift, tile, from, to; } Span;
 INLINE Span span_of(const Coding *c, int64_t task) {
     int64_t matrices = c->batch * c->heads;
     Span s = {.matrix = task % matrices};
     if (c->rotary) {
         int64_t first = c->start - (c->padding ? c->padding[s.matrix / c->heads] : 0);
-        s.shift = (first % TILE + TILE) % TILE, s.tile = (first - s.shift) / TILE + c->rotary->tiles;
+        s.shift = (first % TILE + TILE) % TILE, s.tile = (first - s.shift) / TILE;
     }
     s.from = task / matrices * TASK_TOKENS, s.to = s.from + TASK_TOKENS;
     s.from = s.from > s.shift ? s.from : s.shift;
     s.to = s.to < s.shift + c->tokens ? s.to : s.shift + c->tokens;
     return s;
 }
-INLINE Group group_at(const Coding *c, Span s, int64_t place) {
-    int64_t end = place - place % L + L, tile = s.tile + place / TILE, most = c->rotary ? 2 * c->rotary->tiles - 1 : 0;
-    /* More padding than there are tokens has no angles */
-    tile = tile < 0 ? 0 : tile > most ? most : tile;
-    return (Group){s.matrix, place - s.shift, tile, place % TILE, (int)((end < s.to ? end : s.to) - place)};
+INLINE Group group_at(Span s, int64_t place) {
+    int64_t end = place - place % L + L;
+    return (Group){s.matrix, place - s.shift, s.tile + place / TILE, place % TILE, (int)((end < s.to ? end : s.to) - place)};
 }
 /* Rows in front of new ones, where storage is another; what is behind them is zero */
 static void move_rows(const Coding *c, int64_t matrix) {
@@ -479,7 +477,7 @@ static void encode_task(Coding *c, int64_t task, float *scratch) {
     if (c->moved && task < c->batch * c->heads) move_rows(c, s.matrix);
     Group g;
     for (int64_t place = s.from; place < s.to; place += g.count) {
-        g = group_at(c, s, place);
+        g = group_at(s, place);
         encode_group(c, &head, c->source ? &finer : 0, g, grids, factors, scratch);
     }
 }
@@ -515,7 +513,7 @@ EXPORT(decode_rows)(Coding *c) {
         load_head(c, s.matrix, &head);
         Group g;
         for (int64_t place = s.from; place < s.to; place += g.count) {
-            g = group_at(c, s, place);
+            g = group_at(s, place);
             vf *own = c->basis ? channels : x;
             decode_group(c, &head, g, x);
             if (c->rotation > 1) rotate_tokens(c, x);
@@ -536,7 +534,7 @@ EXPORT(turn_states)(Coding *c) {
         Span s = span_of(c, task);
         Group g;
         for (int64_t place = s.from; place < s.to; place += g.count) {
-            g = group_at(c, s, place);
+            g = group_at(s, place);
             load_tokens(c, g, x);
             turn_tokens(c, g, x);
             store_tokens(c, g, x);
@@ -561,7 +559,7 @@ EXPORT(measure_channels)(Coding *c) {
             for (int64_t place = s.from; place < s.to; place += g.count) {
                 vi counts = {0};
                 int newest = -1, is_first = !count;
-                g = group_at(c, s, place);
+                g = group_at(s, place);
                 for (int t = 0; t < g.count; t++)
                     if (!valid || valid[g.first + t]) counts[t] = -1, newest = t, count++;
                 if (newest < 0) continue;

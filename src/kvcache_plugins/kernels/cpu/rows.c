@@ -30,23 +30,37 @@ static void turn_by(int rows, int pairs, const float *cosines, const float *sine
         }
     }
 }
+/* Angles of a position, from those of its tile and of its place in it */
+static void angles_at(const Rotary *rotary, int64_t position, float (*to)[MOST_PAIRS]) {
+    int64_t place = position & (TILE - 1), size = rotary->all_pairs;
+    float sign;
+    const float *far = far_angles(rotary, (position - place) / TILE, &sign), *near = rotary->near + place * 2 * size;
+    for (int64_t p = 0; p < size; p += L) {
+        vf c = load(far + p), s = load(far + size + p) * sign, x = load(near + p), y = load(near + size + p);
+        store(to[0] + p, c * x - s * y), store(to[1] + p, s * x + c * y);
+    }
+}
+INLINE int64_t first_position(const Rows *part, Unit unit) {
+    return part->first_position - (part->padding ? part->padding[unit.batch] : 0);
+}
 /* Queries as they are turned back to the start of the strip that is next, from tile `first` on */
 typedef struct { Turned still, turned; int64_t strips; } Turning;
 
 static void turn_to_next(int rows, const Rows *part, Unit unit, Turning *turning) {
-    int size = (int)(part->num_pairs + 15) / 16 * 16, period = ANCHOR_TILES * TILE / STRIP;
-    int64_t anchor = turning->strips / period;
-    if (turning->strips % period == 0 && anchor < part->num_anchors) {
-        const float *angles = part->anchors + (unit.batch * part->num_anchors + anchor) * 2 * size;
-        turn_by(rows, size, angles, angles + size, turning->still, turning->turned);
-    } else turn_by(rows, size, part->turn, part->turn + size, turning->turned, turning->turned);
-    turning->strips++;
+    const Rotary *rotary = part->rotary;
+    int64_t size = rotary->all_pairs, token = turning->strips++ * STRIP;
+    const float *strip = (int)STRIP < (int)TILE ? rotary->near + STRIP * 2 * size : rotary->far + 2 * size;
+    ALIGNED float angles[2][MOST_PAIRS];
+    if (token % (ANCHOR_TILES * TILE)) turn_by(rows, (int)size, strip, strip + size, turning->turned, turning->turned);
+    else {
+        angles_at(rotary, first_position(part, unit) + token, angles);
+        turn_by(rows, (int)size, angles[0], angles[1], turning->still, turning->turned);
+    }
 }
 static void start_turning(int rows, const Rows *part, const Queries query, int dim, Turning *turning) {
-    int size = (int)(part->num_pairs + 15) / 16 * 16;
     for (int r = 0; r < rows; r++)
-        for (int p = 0; p < size; p++) {
-            int a = part->pairs[2 * p], b = part->pairs[2 * p + 1];
+        for (int p = 0; p < part->rotary->all_pairs; p++) {
+            int a = part->rotary->pairs[2 * p], b = part->rotary->pairs[2 * p + 1];
             turning->still[0][r][p] = a >= 0 && a < dim ? query[r][a] : 0;
             turning->still[1][r][p] = b >= 0 && b < dim ? query[r][b] : 0;
         }
@@ -59,7 +73,7 @@ static void turn_to_tile(int rows, const Rows *part, Unit unit, int64_t first, T
 /* ---- keys ---- */
 /* Turns two vectors of channels and adds their products with the queries */
 INLINE void dot_pair(const int rows, vf a, vf b, const float *angles, const Turned q, int p, vf *sums) {
-    vf c = load(angles), s = load(angles + STRIP), x = a * c + b * s, y = b * c - a * s;
+    vf c = load(angles), s = load(angles + ANGLES), x = a * c + b * s, y = b * c - a * s;
     for (int r = 0; r < rows; r++) sums[r] += x * q[0][r][p], sums[r] += y * q[1][r][p];
 }
 /* Points of a pair's channels meet the queries in registers */
@@ -67,14 +81,14 @@ INLINE void dot_strip(
     const int rows, const Rows *part, const Pair *pairs, const Lane *lanes, const Points *points,
     const uint8_t (*planes)[STRIP], const float *scales, const float *angles, const Turned q, float (*scores)[TILE]) {
     vf sums[ROWS][4] = {{{0}}};
-    for (int p = 0; p < part->num_pairs; p++) {
+    for (int p = 0, end = (int)part->rotary->num_pairs; p < end; p++) {
         vf a[4] = {{0}}, b[4] = {{0}};
         int i = pairs[p].a, j = pairs[p].b;
         if (lanes[i].kind) read_points(&lanes[i], part->multipliers, planes, &points[i], a);
         if (lanes[j].kind) read_points(&lanes[j], part->multipliers, planes, &points[j], b);
         for (int u = 0; u < 4; u++) {
-            const float *angle = angles + 2 * STRIP * p + u * L;
-            vf scale = load(scales + u * L), c = load(angle), s = load(angle + STRIP);
+            const float *angle = angles + 2 * ANGLES * p + u * L;
+            vf scale = load(scales + u * L), c = load(angle), s = load(angle + ANGLES);
             vf x = a[u] * scale + pairs[p].mean_a, y = b[u] * scale + pairs[p].mean_b;
             a[u] = x * c + y * s, b[u] = y * c - x * s;
         }
@@ -89,10 +103,10 @@ INLINE void dot_strip(
 INLINE void dot_words(
     const int rows, const Rows *part, int64_t head, int64_t used, const uint32_t (*words)[STRIP], float step,
     const float *scales, const float *angles, const Turned q, float (*scores)[TILE]) {
-    int64_t size = (part->num_pairs + 15) / 16 * 16, count = (part->num_components + 1) / 2;
+    int64_t groups = (part->rotary->num_pairs + 3) / 4, size = part->rotary->all_pairs, count = (part->num_components + 1) / 2;
     for (int t = 0; t < STRIP; t += 2 * L) {
         vf sums[2][ROWS] = {{{0}}}, scale[2] = {load(scales + t), load(scales + t + L)};
-        for (int64_t n = 0; n < (part->num_pairs + 3) / 4; n++) {
+        for (int64_t n = 0; n < groups; n++) {
             const int32_t *basis = part->key_words + (head * size / 4 + n) * count * 8;
             const float *mean = part->key_mean + (head * size + 4 * n) * 2, *factor = part->key_factors + (head * size + 4 * n) * 2;
             __m512i x[8][2] = {{{0}}};
@@ -107,7 +121,7 @@ INLINE void dot_words(
                 for (int u = 0; u < 2; u++) {
                     vf a = to_float((vu)x[g][u]) * (factor[g] * step), b = to_float((vu)x[g + 1][u]) * (factor[g + 1] * step);
                     int p = (int)(4 * n + g / 2);
-                    dot_pair(rows, a * scale[u] + mean[g], b * scale[u] + mean[g + 1], angles + 2 * STRIP * p + t + u * L, q, p, sums[u]);
+                    dot_pair(rows, a * scale[u] + mean[g], b * scale[u] + mean[g + 1], angles + 2 * ANGLES * p + t + u * L, q, p, sums[u]);
                 }
         }
         for (int r = 0; r < rows; r++) store(scores[r] + t, sums[0][r]), store(scores[r] + t + L, sums[1][r]);
@@ -117,7 +131,7 @@ INLINE void dot_words(
 INLINE void dot_basis_strip(
     const int rows, const Rows *part, int64_t head, int64_t used, const Strips points, const float *scales,
     const float *angles, const Turned q, float (*scores)[TILE]) {
-    int64_t groups = (part->num_pairs + 1) / 2, size = (part->num_pairs + 15) / 16 * 16, count = part->num_components;
+    int64_t groups = (part->rotary->num_pairs + 1) / 2, size = part->rotary->all_pairs, count = part->num_components;
     for (int t = 0; t < STRIP; t += 2 * L) {
         vf sums[2][ROWS] = {{{0}}}, scale[2] = {load(scales + t), load(scales + t + L)};
         for (int64_t n = 0; n < groups; n++) {
@@ -133,7 +147,7 @@ INLINE void dot_basis_strip(
                     int p = (int)(2 * n + g / 2);
                     dot_pair(
                         rows, x[g][u] * scale[u] + mean[g], x[g + 1][u] * scale[u] + mean[g + 1],
-                        angles + 2 * STRIP * p + t + u * L, q, p, sums[u]);
+                        angles + 2 * ANGLES * p + t + u * L, q, p, sums[u]);
                 }
         }
         for (int r = 0; r < rows; r++) store(scores[r] + t, sums[0][r]), store(scores[r] + t + L, sums[1][r]);
@@ -156,8 +170,8 @@ static void load_places(
         lanes[i] = lane_of(blocks[i / 8], i % 8);
         if (blocks[i / 8].kind) points[i] = points_of(blocks[i / 8].kind, base[blocks[i / 8].kind], float_of_half(deviation[d]));
     }
-    for (int p = 0; p < part->num_pairs; p++) {
-        int a = part->pairs[2 * p], b = part->pairs[2 * p + 1];
+    for (int p = 0; p < part->rotary->num_pairs; p++) {
+        int a = part->rotary->pairs[2 * p], b = part->rotary->pairs[2 * p + 1];
         int has_a = a >= 0 && a < dim, has_b = b >= 0 && b < dim;
         pairs[p] = (Pair){has_a ? place[a] : none, has_b ? place[b] : none,
                           has_a ? float_of_half(mean[a]) : 0, has_b ? float_of_half(mean[b]) : 0};
@@ -339,7 +353,7 @@ static void score_tile(Work *work, int64_t start, int tokens, float (*scores)[TI
         /* Later scores are those of no tokens */
         if (t >= tokens) { work->turning.strips++; continue; }
         turn_to_next(work->unit.rows, work->part, work->unit, &work->turning);
-        score_strip(work, at + t * side->size, tokens - t, work->part->offsets, work->turning.turned, (float (*)[TILE])(scores[0] + t));
+        score_strip(work, at + t * side->size, tokens - t, work->part->rotary->places, work->turning.turned, (float (*)[TILE])(scores[0] + t));
     }
 }
 static void scale_sums(Work *work, const float *decay) {
@@ -405,37 +419,30 @@ EXPORT(score_rows)(Choice *call) {
     }
 }
 
-/* Angles of the pairs of a strip's tokens, as `offsets` has them, from those of a tile's start and of places in it */
-static void chosen_angles(const Choice *call, Unit unit, const int64_t *slots, int count, float *to) {
-    int size = (int)call->all_pairs, pairs = (int)call->rows->num_pairs;
+/* Angles of the pairs of a strip's tokens, as `places` has them */
+static void chosen_angles(const Rows *part, Unit unit, const int64_t *slots, int count, float *to) {
     ALIGNED float own[2][MOST_PAIRS];
     for (int t = 0; t < count; t++) {
-        int64_t position = slots[t] + call->first_position - (call->padding ? call->padding[unit.batch] : 0);
-        position = clamped(position, call->num_far * TILE);
-        const float *far = call->far + position / TILE * 2 * size, *near = call->near + position % TILE * 2 * size;
-        for (int p = 0; p < size; p += L) {
-            vf c = load(far + p), s = load(far + size + p), x = load(near + p), y = load(near + size + p);
-            store(own[0] + p, c * x - s * y), store(own[1] + p, s * x + c * y);
-        }
-        for (int p = 0; p < pairs; p++) to[2 * STRIP * p + t] = own[0][p], to[2 * STRIP * p + STRIP + t] = own[1][p];
+        angles_at(part->rotary, first_position(part, unit) + slots[t], own);
+        for (int p = 0; p < part->rotary->num_pairs; p++) to[2 * ANGLES * p + t] = own[0][p], to[2 * ANGLES * p + ANGLES + t] = own[1][p];
     }
 }
 void KVC_NAME(attend_chosen_rows, KVC_LEVEL)(
     const Choice *call, Unit unit, const Queries query, const int64_t *slots, int64_t count, State *state) {
     const RowSide *keys = &call->rows->keys;
     int64_t value_size = call->row_dim, rows = unit.matrix * keys->capacity;
-    ALIGNED float scores[ROWS][TILE], decay[ROWS], angles[MOST_PAIRS * 2 * STRIP];
+    ALIGNED float scores[ROWS][TILE], decay[ROWS], angles[MOST_PAIRS * 2 * ANGLES];
     uint8_t gathered[STRIP * MOST_ROW];
     Work work;
     start_keys(&work, call->rows, unit, query, (int)call->key_dim);
     start_values(&work);
-    memset(angles, 0, sizeof(float) * 2 * STRIP * (size_t)call->rows->num_pairs);
+    memset(angles, 0, sizeof(float) * 2 * ANGLES * (size_t)call->rows->rotary->num_pairs);
     for (int64_t start = 0; start < count; start += TILE, slots += TILE) {
         int some = (int)(count - start < TILE ? count - start : TILE);
         for (int t = 0; t < some; t += STRIP) {
             int n = some - t < STRIP ? some - t : STRIP;
             for (int i = 0; i < n; i++) memcpy(gathered + i * keys->size, keys->rows + (rows + slots[t + i]) * keys->size, (size_t)keys->size);
-            chosen_angles(call, unit, slots + t, n, angles);
+            chosen_angles(call->rows, unit, slots + t, n, angles);
             score_strip(&work, gathered, n, angles, work.turning.still, (float (*)[TILE])(scores[0] + t));
         }
         add_columns_of(&call->mask, unit, slots, some, scores);
