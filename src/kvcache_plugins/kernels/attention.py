@@ -58,9 +58,10 @@ def attend(
     given = [] if kernel == "torch" else list(parts)
     # Kernels are imported late, as they need what may not be there
     if kernel == "compiled" and max(given[0].head_dims) <= MOST_CHANNELS:
-        from .compiled import call_of
+        from .compiled import PreparedCall
 
-        return call_of(query, given, num_key_value_heads, scale).run()
+        own = (query if query.dtype in KINDS else query.float()).contiguous()
+        return PreparedCall(own, given, num_key_value_heads, scale).attend_now(own).to(query.dtype)
     # Where nothing is coded PyTorch's own steps are the fast ones
     if kernel == "triton" and any(not isinstance(part, DensePart) for part in given):
         from .triton import attend as attend_with_triton
@@ -87,11 +88,12 @@ def prepare_tokens(
 
         is_of_groups = any(isinstance(part, CompressedPart) for part in parts)
         return keep_attention(query, parts, num_key_value_heads, scale) if is_of_groups else None
-    from .compiled import call_of
+    from .compiled import PreparedCall
 
-    if max(parts[0].head_dims) > MOST_CHANNELS:
+    if max(parts[0].head_dims) > MOST_CHANNELS or query.dtype not in KINDS:
         return None
-    return call_of(query, parts, num_key_value_heads, query.shape[3] ** -0.5 if scale is None else scale).prepare()
+    call = PreparedCall(query, parts, num_key_value_heads, query.shape[3] ** -0.5 if scale is None else scale)
+    return call if call.is_lasting else None
 
 
 def prepare_coding(

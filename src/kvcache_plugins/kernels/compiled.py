@@ -11,7 +11,7 @@ R bytes of a row, P pairs of channels, rounded up to 16.
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ from kvcache_plugins.codecs.groups import CompressedStates
 from kvcache_plugins.codecs.outliers import channel_bits, num_offsets
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, PagedPart, Part
 from kvcache_plugins.codecs.quantization import packed_size
-from kvcache_plugins.codecs.quantizers import MAX_WIDTH, QUANTIZERS
+from kvcache_plugins.codecs.quantizers import BLOCK, MAX_WIDTH, QUANTIZERS, state_points, thresholds
 from kvcache_plugins.codecs.rope import START, Positions, RotaryLayout, channels_of
 from kvcache_plugins.codecs.rotation import rotation_size
 from kvcache_plugins.codecs.rows import RowCodec, RowTable, scale_of
@@ -50,70 +50,60 @@ _LEAST_TILES = 64
 _GROUP, _WORD_GROUP = 4, 8
 _NUM_WIDTHS = MAX_WIDTH + 1
 _ROWS_OF_SIDE = STRUCTURES["RowSide"].arrays["rows"]
+# As in `coding.h`
+_LEVELS, _ALL_LEVELS = (0, 16, 32, 48, 64, 80, 112), 192
+# Of tables that live
+_TABLES: "WeakKeyDictionary[RowTable, Structure]" = WeakKeyDictionary()
 # Bases of keys and means as `calls.h` has them, of tables that live, by layout and level
 _BASES: "WeakKeyDictionary[Basis, dict[tuple[RotaryLayout, str], dict[str, torch.Tensor]]]" = WeakKeyDictionary()
 # Of states that live, where they are contiguous as they are
 _SIDES: "WeakKeyDictionary[CompressedStates, Structure]" = WeakKeyDictionary()
 
 
-def call_of(query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: float) -> "AttentionCall":
+class LayerParts:
     """
-    Describes attention of queries `[B, H * G, Q, D]` over all parts, exact ones behind the others, to be run or
-    prepared for others; a `ValueError` if parts do not fit each other, or are not what their kernels take them for.
+    Parts of a layer as C is told of them, for queries of a shape `[B, H * G, Q, D]`; a `ValueError` if they do not fit
+    each other, or are not what their kernels take them for.
     """
-    call = AttentionCall(query, num_heads, parts[0].head_dims[1], scale)
-    # The exact part that grows is the last
-    for part in parts:
-        if isinstance(part, CodedPart):
-            call.add_rows(part)
-        elif isinstance(part, PagedPart):
-            call.add_pages(part)
-        elif isinstance(part, CompressedPart):
-            call.add_groups(part)
-        else:
-            call.add_exact(part)
-    return call
 
-
-class AttentionCall:
-    """Attention of queries `[B, H * G, Q, D]` over parts that are added one by one."""
-
-    def __init__(self, query: torch.Tensor, num_heads: int, value_dim: int, scale: float):
-        batch_size, num_query_heads, self.num_queries, head_dim = query.shape
+    def __init__(self, shape: torch.Size, num_heads: int, value_dim: int):
+        batch_size, num_query_heads, _, head_dim = self._shape = shape
         if num_query_heads % num_heads or max(head_dim, value_dim) > MOST_CHANNELS:
             raise ValueError(f"{num_query_heads} query heads of {head_dim} channels over {num_heads} key/value heads")
-        self.query, self.scale, self.groups = query, scale, num_query_heads // num_heads
         self.sizes = {"batch": batch_size, "heads": num_heads, "key_dim": head_dim, "value_dim": value_dim}
         self.parts: list[Structure] = []
         # The last exact tokens, as C is told of them: they may grow in a prepared call
         self.exact: tuple[Structure, DensePart] | None = None
         # Whether any part reads a copy, which does not see what is written into the storage later
-        self._has_copies = False
+        self.has_copies = False
 
-    def run(self) -> torch.Tensor:
-        """Attends over all parts, `[B, H * G, Q, E]`, in the queries' dtype."""
-        query = self.query if self.query.dtype in KINDS else self.query.float()
-        return PreparedCall(self, query).attend_now(query.contiguous()).to(self.query.dtype)
+    def add(self, part: Part) -> None:
+        """Adds a part; the exact one that grows is the last."""
+        if isinstance(part, CodedPart):
+            assert isinstance(part.codec, RowCodec), "only rows of tables have kernels"
+            stored = self.rows_of(part.keys, part.values, part.codec, part.positions, part.length)
+            self._add("PART_ROWS", stored, part.length, part.mask)
+        elif isinstance(part, PagedPart):
+            stored = self.rows_of(part.keys, part.values, part.codec, START, part.length, part)
+            hidden = torch.zeros(1, 1, 1, max(part.num_hidden, 2))
+            hidden[..., : part.num_hidden] = -torch.inf
+            self._add("PART_ROWS", stored, part.length, hidden, part.lengths)
+        elif isinstance(part, CompressedPart):
+            self._add("PART_GROUPS", self._groups_of(part), part.length, part.mask)
+        else:
+            self._add("PART_EXACT", self._exact_of(part), part.length, part.mask)
 
-    def prepare(self) -> "PreparedCall | None":
-        """Prepares a call for queries to come, over a last part, exact, that grows; `None` if a part is a copy."""
-        if self._has_copies or self.exact is None or self.query.dtype not in KINDS:
-            return None
-        return PreparedCall(self, self.query)
-
-    def add_exact(self, part: DensePart) -> None:
-        """Adds exact tokens."""
+    def _exact_of(self, part: DensePart) -> Structure:
         keys, values = part.keys, part.values
         if keys.dtype is not values.dtype or keys.dtype not in KINDS:
             keys, values = keys.float(), values.float()
-            self._has_copies = True
+            self.has_copies = True
         keys, values, capacity = self._contiguous(keys), self._contiguous(values), max(keys.shape[2], part.length)
         stored = make("Exact", sizes=self.sizes, kind=KINDS[keys.dtype], capacity=capacity, keys=keys, values=values)
         self.exact = stored, DensePart(keys, values, part.length, None)
-        self._add("PART_EXACT", stored, part.length, part.mask)
+        return stored
 
-    def add_groups(self, part: CompressedPart) -> None:
-        """Adds tokens in groups."""
+    def _groups_of(self, part: CompressedPart) -> Structure:
         if part.values.axis == "channel" or part.keys.is_rotated:
             raise ValueError("the compiled kernel takes values in groups of a token, and keys that are not rotated")
         chunks, chunk_length = part.keys.num_chunks, part.keys.chunk_length
@@ -125,21 +115,7 @@ class AttentionCall:
             own = tuple(getattr(side, name) for name in ("batch", "heads", "chunks", "chunk_length", "dim"))
             if own != wanted:
                 raise ValueError(f"compressed keys and values have to be {wanted}, but got {own}")
-        stored = make("Groups", chunks=chunks, chunk_length=chunk_length, keys=keys, values=values)
-        self._add("PART_GROUPS", stored, part.length, part.mask)
-
-    def add_rows(self, part: CodedPart) -> None:
-        """Adds tokens that are rows."""
-        assert isinstance(part.codec, RowCodec), "only rows of tables have kernels"
-        stored = self.rows_of(part.keys, part.values, part.codec, part.positions, part.length)
-        self._add("PART_ROWS", stored, part.length, part.mask)
-
-    def add_pages(self, part: PagedPart) -> None:
-        """Adds rows in pages."""
-        stored = self.rows_of(part.keys, part.values, part.codec, START, part.length, part)
-        hidden = torch.zeros(1, 1, 1, max(part.num_hidden, 2))
-        hidden[..., : part.num_hidden] = -torch.inf
-        self._add("PART_ROWS", stored, part.length, hidden, part.lengths)
+        return make("Groups", chunks=chunks, chunk_length=chunk_length, keys=keys, values=values)
 
     def _add(
         self,
@@ -157,9 +133,8 @@ class AttentionCall:
             if mask.dtype == torch.bool:
                 mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
             mask = mask.float().contiguous()
-            allowed = (*self.query.shape[:3],)
-            if any(size not in (1, most) for size, most in zip(mask.shape, allowed, strict=False)):
-                raise ValueError(f"a mask of shape {tuple(mask.shape)} for queries {tuple(self.query.shape)}")
+            if any(size not in (1, most) for size, most in zip(mask.shape[:3], self._shape, strict=False)):
+                raise ValueError(f"a mask of shape {tuple(mask.shape)} for queries {tuple(self._shape)}")
         own = make(
             "Part", kind=CONSTANTS[kind], length=length, lengths=lengths, mask=mask, stored=stored, sizes=self.sizes
         )
@@ -169,7 +144,7 @@ class AttentionCall:
 
     def _contiguous(self, tensor: torch.Tensor) -> torch.Tensor:
         own = tensor.contiguous()
-        self._has_copies |= own is not tensor
+        self.has_copies |= own is not tensor
         return own
 
     def _side(self, states: CompressedStates) -> Structure:
@@ -195,71 +170,58 @@ class AttentionCall:
     ) -> Structure:
         """Describes tokens that are rows, or rows in pages; without those of values, which may stand elsewhere."""
         keys, values = codec.tables(torch.device("cpu"))
-        layout, sizes = keys.rope, {**self.sizes, "tables": self.sizes["batch"] if keys.basis is None else 1}
+        layout, padding = keys.rope, positions.padding
         assert layout is not None and keys.mean is not None
         if layout.head_dim != self.sizes["key_dim"]:
             raise ValueError(f"a rotary embedding of {layout.head_dim} channels for keys of {self.sizes['key_dim']}")
-        of_keys, of_values, scales, multipliers = _codebook(keys.quantizer)
-        sides = (
-            self._row_side(key_rows, length, keys, of_keys, "key_dim", paged),
-            self._row_side(value_rows, length, values, of_values, "value_dim", paged),
-        )
-        rotary, padding = rotary_of(layout, positions.first + length), positions.padding
-        sizes["all_pairs"] = rotary.all_pairs
-        fields: dict[str, Any] = {"keys": sides[0], "values": sides[1], "scales": scales, "multipliers": multipliers}
-        fields |= {"rotary": rotary, "first_position": positions.first}
+        rotary = rotary_of(layout, positions.first + length)
+        sizes = {**self.sizes, "all_pairs": rotary.all_pairs, "num_components": keys.num_coded}
+        fields: dict[str, Any] = {"rotary": rotary, "first_position": positions.first}
+        fields["keys"] = self._row_side(key_rows, length, keys, "key_dim", paged)
+        fields["values"] = self._row_side(value_rows, length, values, "value_dim", paged)
         if padding is not None:
             fields["padding"] = padding.cpu().long().contiguous()
-        if values.mean is not None:
-            fields["value_mean"] = self._contiguous(values.mean)
         if keys.basis is None:
-            assert keys.order is not None and keys.deviation is not None and values.deviation is not None
-            fields |= {"order": self._contiguous(keys.order), "is_wide": keys.order.dtype != torch.uint8}
-            fields |= {"mean": self._contiguous(keys.mean), "deviation": self._contiguous(keys.deviation)}
-            fields |= {"value_deviation": self._contiguous(values.deviation)}
-            fields |= {"rotation": rotation_size(values.head_dim)}
+            assert keys.order is not None
         else:
-            assert values.basis is not None
-            fields |= {"num_components": keys.num_coded, **_key_basis(keys.basis, keys.mean, layout)}
-            fields |= {"value_basis": values.basis.vectors, "value_steps": values.basis.steps}
-            fields |= {"value_factors": values.basis.factors}
+            fields |= _key_basis(keys.basis, keys.mean, layout)
         return make("Rows", fields, sizes=sizes)
 
     def _row_side(
-        self,
-        rows: torch.Tensor | None,
-        length: int,
-        table: RowTable,
-        coefficients: torch.Tensor,
-        dim_name: str,
-        paged: PagedPart | None,
+        self, rows: torch.Tensor | None, length: int, table: RowTable, dim_name: str, paged: PagedPart | None
     ) -> Structure:
-        fields: dict[str, Any] = {}
+        fields: dict[str, Any] = {"table": table_of(table, self.sizes["batch"]), "size": table.row_size}
+        described, dim = fields["table"], self.sizes[dim_name]
+        self.has_copies |= _TABLES.get(table) is not described
         if paged is not None and rows is not None:
-            fields, rows = _page_fields(rows, paged, self.sizes["heads"], table.row_size), None
-        widths, dim = self._contiguous(table.widths), self.sizes[dim_name]
-        rows, blocks = None if rows is None else self._contiguous(rows), widths.shape[2]
-        capacity, size = (length, table.row_size) if rows is None else rows.shape[2:]
+            fields, rows = {**fields, **_page_fields(rows, paged, self.sizes["heads"], table.row_size)}, None
+        rows = None if rows is None else self._contiguous(rows)
+        capacity = length if rows is None else rows.shape[2]
         if (
             capacity < length
-            or not 0 < size <= MOST_CHANNELS + 1
-            or table.head_dim != dim
-            or 8 * (blocks - 1) >= dim
+            or not 0 < table.row_size <= MOST_CHANNELS + 1
+            or (described.heads, described.channels) != (self.sizes["heads"], dim)
             # Only components may be fewer than channels
-            or (table.basis is None and 8 * blocks < dim)
+            or not 0 < described.dim <= dim
+            or (table.basis is None and described.dim < dim)
         ):
-            raise ValueError(f"{length} rows of {size} bytes in blocks {tuple(widths.shape)} of {dim} channels")
-        fields |= {"rows": rows, "capacity": capacity, "size": size, "widths": widths, "blocks": blocks}
-        fields |= {"tables": self.sizes["batch"] if table.basis is None else 1, "coefficients": coefficients}
-        return make("RowSide", fields, sizes=self.sizes)
+            own = described.heads, described.channels, described.dim
+            raise ValueError(f"{length} rows of {table.row_size} bytes and a table of {own} for {dim} channels")
+        return make("RowSide", fields, sizes=self.sizes, rows=rows, capacity=capacity)
 
 
 class TokenWriter:
     """Calls that write the newest token behind the others, if it is of the shapes and dtype that they are made for."""
 
-    _newest_shapes: tuple[torch.Size, torch.Size]
-    _exact_dtype: torch.dtype
     _accepted: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __init__(self, sizes: Mapping[str, int], dtype: torch.dtype | None, scale: float):
+        # What exact keys and values are, `[B, H, any, D or E]`, of the dtype, and where they are as C knows it
+        one, dims, self._exact_dtype = (sizes["batch"], sizes["heads"]), (sizes["key_dim"], sizes["value_dim"]), dtype
+        self._kind = tuple((*one, dim, dtype, True) for dim in dims)
+        self._newest_shapes = tuple(torch.Size((*one, 1, dim)) for dim in dims)
+        self._storage: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._capacity, self._scale, self._threads, self._origin = 0, scale, num_threads(), threads_now()
 
     def accept(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Checks key and value `[B, H, 1, D or E]` of a token that `attend` is to write; `None` if it cannot."""
@@ -277,33 +239,35 @@ class TokenWriter:
 
 
 class PreparedCall(TokenWriter):
-    """A call for queries of the shape and dtype of `query`, over parts of which only the last, exact one may grow."""
+    """
+    Attention of queries `[B, H * G, Q, D]` over all parts, exact ones behind the others: of these, or of others
+    of their shape and dtype, if only the last part, exact, may grow and none is a copy (`is_lasting`).
+    """
 
-    def __init__(self, call: AttentionCall, query: torch.Tensor):
-        parts = (_PART * len(call.parts))(*call.parts)
-        self._alive, self._parts = (call, parts), parts
-        self._shape, self._dtype, self._scale = query.shape, query.dtype, call.scale
-        self._threads = num_threads()
-        # What that was of
-        self._origin = torch.get_num_threads(), os.getpid()
-        sizes = self._sizes = call.sizes
-        rows = call.groups * call.num_queries
-        units = sizes["batch"] * sizes["heads"] * -(-rows // ROWS)
-        tiles = sum(-(-part.length // TILE) for part in parts)
+    def __init__(self, query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: float):
+        told = LayerParts(query.shape, num_heads, parts[0].head_dims[1])
+        for part in parts:
+            told.add(part)
+        super().__init__(told.sizes, None if told.exact is None else told.exact[1].keys.dtype, scale)
+        self.is_lasting = told.exact is not None and not told.has_copies
+        sizes, self._parts = told.sizes, (_PART * len(told.parts))(*told.parts)
+        self._alive, self._shape, self._dtype, self._sizes = told, query.shape, query.dtype, sizes
+        groups, num_queries = query.shape[1] // num_heads, query.shape[2]
+        units = query.shape[0] * num_heads * -(-groups * num_queries // ROWS)
+        tiles = sum(-(-part.length // TILE) for part in self._parts)
         wanted = -(-self._threads * _TASKS_PER_THREAD // units) if self._threads > 1 else 1
         runs = max(min(wanted, tiles // _MIN_TILES_PER_TASK), 1)
         self._call = make(
             "Call",
-            {name: sizes[name] for name in ("batch", "heads", "key_dim", "value_dim")},
-            {"groups": call.groups, "queries": call.num_queries, "runs": runs, "states_kind": KINDS[query.dtype]},
-            {"scale": call.scale, "num_parts": len(parts), "parts": ctypes.addressof(parts)},
+            {**sizes, "groups": groups, "queries": num_queries, "runs": runs, "states_kind": KINDS[query.dtype]},
+            {"scale": scale, "num_parts": len(self._parts), "parts": ctypes.addressof(self._parts)},
         )
         self._call.tasks.count = units * runs
         self._kernel, self._address = function("attend"), self._call.address
         # Written as numbers, in a third of the time that fields of structures take
-        self._numbers, self._last = as_numbers(self._call), as_numbers(parts[-1])
+        self._numbers, self._last = as_numbers(self._call), as_numbers(self._parts[-1])
         self._running = min(self._threads, units * runs)
-        self._result_shape = query.shape[0], query.shape[1], call.num_queries, sizes["value_dim"]
+        self._result_shape = *query.shape[:3], sizes["value_dim"]
         self._is_like_query = self._result_shape == query.shape
         if runs > 1:
             self._partial = torch.empty(units * runs * ROWS * (sizes["value_dim"] + 2))
@@ -311,17 +275,11 @@ class PreparedCall(TokenWriter):
         # Rows that may be others later: the words of their parts, and what they are of
         self._rows: list[list[Any]] = [
             [own.given["stored"], as_numbers(part), None]
-            for own, part in zip(call.parts[:-1], parts, strict=False)
+            for own, part in zip(told.parts[:-1], self._parts, strict=False)
             if own.kind == CONSTANTS["PART_ROWS"]
         ]
-        if call.exact is not None:
-            stored, exact = call.exact
-            self._exact = as_numbers(stored)
-            self._kind = kind_of_tokens(exact.keys), kind_of_tokens(exact.values)
-            self._storage: tuple[torch.Tensor, torch.Tensor] | None = None
-            self._capacity, self._exact_dtype = 0, exact.keys.dtype
-            one = sizes["batch"], sizes["heads"], 1
-            self._newest_shapes = torch.Size((*one, sizes["key_dim"])), torch.Size((*one, sizes["value_dim"]))
+        if told.exact is not None:
+            self._exact = as_numbers(told.exact[0])
 
     def extend(self, parts: Sequence[CodedPart]) -> bool:
         """
@@ -374,7 +332,7 @@ class PreparedCall(TokenWriter):
             or query.shape != self._shape
             or not query.is_cpu
             or (query.shape[3] ** -0.5 if scale is None else scale) != self._scale
-            or (torch.get_num_threads(), os.getpid()) != self._origin
+            or threads_now() != self._origin
         ):
             return None
         stored = self._exact
@@ -407,6 +365,11 @@ class PreparedCall(TokenWriter):
         else:
             find_threads()(self._kernel, self._address, self._running)
         return result
+
+
+def threads_now() -> tuple[int, int]:
+    """Tells what a call's number of threads depends on."""
+    return torch.get_num_threads(), os.getpid()
 
 
 def as_numbers(structure: ctypes.Structure) -> "memoryview[int]":
@@ -505,17 +468,75 @@ def _angles_at(layout: RotaryLayout, positions: torch.Tensor) -> torch.Tensor:
     return torch.stack([angles.cos(), angles.sin()], dim=-2).float()
 
 
+def table_of(table: RowTable, batch_size: int) -> Structure:
+    """Describes a table for tokens of so many sequences, and keeps that while the table lives."""
+    found = _TABLES.get(table)
+    if found is not None and found.batch == batch_size:
+        return found
+    num_heads, num_coded, basis = table.widths.shape[1], table.num_coded, table.basis
+    fields: dict[str, Any] = {"batch": batch_size, "heads": num_heads, "dim": num_coded, "row_size": table.row_size}
+    fields |= {"is_trellis": table.is_trellis, "is_weighted": table.is_weighted}
+    fields |= {"by_energy": table.by_energy, "refits": table.num_refits, "blocks": -(-num_coded // BLOCK)}
+    fields |= {"rotation": rotation_size(table.head_dim) if table.is_rotated else 1, "channels": table.head_dim}
+    if table.order is not None:
+        fields |= {"order": table.order.contiguous(), "order_size": table.order.element_size()}
+    widths, mean = table.widths, table.mean
+    if basis is not None:
+        # Of a model's tables there is one for all sequences
+        widths, mean = widths.expand(batch_size, -1, -1), None if mean is None else mean.expand(batch_size, -1, -1)
+        fields |= {"basis": basis.vectors, "inverse": basis.inverse, "steps": basis.steps, "factors": basis.factors}
+    if mean is not None:
+        fields["mean"] = mean.contiguous()
+    deviation = table.deviation
+    if deviation is None:
+        deviation = torch.ones(batch_size, num_heads, 1, dtype=torch.float16)
+    fields |= {"deviation": deviation.contiguous(), "deviations": num_coded if deviation.shape[2] > 1 else 1}
+    fields |= {"widths": widths.contiguous(), "codebook": _codebook(table.quantizer, table.is_weighted)}
+    found = make("Table", fields)
+    # A copy would not see what is written into a table for another sequence
+    for own in () if basis is not None else (table.order, table.mean, table.deviation, table.widths):
+        if own is not None and not own.is_contiguous():
+            return found
+    _TABLES[table] = found
+    return found
+
+
 @cache
-def _codebook(quantizer: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Coefficients of the points of keys and of values, the scales of all bytes, and multipliers of states."""
-    coefficients, multipliers = torch.zeros(_NUM_WIDTHS, 3), torch.zeros(_NUM_WIDTHS, dtype=torch.int64)
-    own, count = QUANTIZERS[quantizer], len(QUANTIZERS[quantizer].distortions)
-    coefficients[:count] = torch.tensor(own.coefficients)
-    if quantizer == "trellis":
-        multipliers[:count] = torch.tensor(own.multipliers)
-    of_values = coefficients.clone()
-    of_values[:count] *= own.gains()[:, None]
-    return coefficients, of_values, scale_of(torch.arange(256)).contiguous(), multipliers
+def _codebook(quantizer: str, is_weighted: bool) -> torch.Tensor:
+    """Makes `Codebook` of `coding.h`."""
+    with torch.inference_mode(False):
+        own, count = QUANTIZERS[quantizer], len(QUANTIZERS[quantizer].distortions)
+        coefficients, multipliers = torch.zeros(_NUM_WIDTHS, 4), torch.zeros(_NUM_WIDTHS, dtype=torch.int32)
+        coefficients[:count, :3] = torch.tensor(own.coefficients)
+        coefficients[:count, 3] = 1 if is_weighted else own.gains()
+        if quantizer == "trellis":
+            multipliers[:count] = torch.tensor(own.multipliers)
+        bounds = torch.zeros(_NUM_WIDTHS, _ALL_LEVELS)
+        for width in range(1, _NUM_WIDTHS):
+            half = 2 ** (width - 1)
+            bounds[width] = _by_levels(thresholds(bounds.device)[width, half : 2 * half - 1])
+        halfway = torch.exp2((torch.arange(16, dtype=torch.float64) + 0.5) / 16).float()
+        scale_bounds = _by_levels(halfway[:15])
+        scale_bounds[15] = halfway[15]
+        points = state_points(bounds.device)
+        parts = (
+            bounds,
+            scale_bounds,
+            scale_of(torch.arange(256)),
+            coefficients,
+            points,
+            multipliers.view(torch.float32),
+        )
+        return torch.cat([part.flatten() for part in parts])
+
+
+def _by_levels(bounds: torch.Tensor) -> torch.Tensor:
+    """Orders bounds, one less than a power of two in number, as a search by halves meets them."""
+    levels, placed = len(bounds).bit_length(), torch.zeros(_ALL_LEVELS)
+    for depth in range(levels):
+        first = 2 ** (levels - 1 - depth)
+        placed[_LEVELS[depth] : _LEVELS[depth] + 2**depth] = bounds[first - 1 :: 2 * first]
+    return placed
 
 
 def _key_basis(basis: Basis, mean: torch.Tensor, layout: RotaryLayout) -> dict[str, torch.Tensor]:

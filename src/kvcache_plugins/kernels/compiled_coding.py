@@ -5,32 +5,25 @@ Legend: B batch, H key/value heads, T tokens, K numbers of a token that are code
 
 import ctypes
 import sys
-from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
-from kvcache_plugins.codecs.quantizers import BLOCK, MAX_WIDTH, NUM_STATES, QUANTIZERS, state_points, thresholds
+from kvcache_plugins.codecs.quantizers import BLOCK, NUM_STATES
 from kvcache_plugins.codecs.rope import Positions, RotaryLayout
-from kvcache_plugins.codecs.rotation import rotation_size
-from kvcache_plugins.codecs.rows import KeptRows, RowCodec, RowTable, scale_of
+from kvcache_plugins.codecs.rows import KeptRows, RowCodec, RowTable
 
-from .compiled import as_numbers, places, rotary_of
+from .compiled import as_numbers, places, rotary_of, table_of
 from .library import num_threads, run
 from .structs import KINDS, MOST_CHANNELS, STRUCTURES, TILE, Structure, check, make
 
 
-# As in `coding.h` and `coding.c`
-_NUM_WIDTHS = MAX_WIDTH + 1
-_LEVELS, _ALL_LEVELS = (0, 16, 32, 48, 64, 80, 112), 192
+# As in `coding.c`
 _TASK_TOKENS = 128
 _MOST_LANES = 16
 # Minima of a step of the search for a trellis, at most
 _MOST_MINIMA = NUM_STATES // 2
 _CODING, _AT = STRUCTURES["Coding"], places("Coding")
-# Of tables that live
-_CODINGS: "WeakKeyDictionary[RowTable, Structure]" = WeakKeyDictionary()
 
 
 @torch.compiler.disable
@@ -64,8 +57,8 @@ def code(
     if source is not None:
         own, finer = source[0].contiguous(), source[1]
         shape = torch.Size((*own.shape[:3], finer.head_dim))
-        described = _description(finer, shape[0])
-        fields["source"] = make("Coding", {"rows": own, "capacity": shape[2]}, base=described)
+        of_source = {**_sizes_of(shape), "rows": own, "capacity": shape[2], "table": table_of(finer, shape[0])}
+        fields["source"] = make("Coding", of_source, sizes={"row_size": finer.row_size})
     else:
         assert states is not None
         shape = states.shape
@@ -83,20 +76,20 @@ def code(
         padding = None if positions.padding is None else positions.padding.long().contiguous()
         rotary = rotary_of(layout, positions.first + shape[2])
         fields |= {"rotary": rotary, "start": positions.first, "padding": padding}
-    if table is None:
-        base, fields["rotation"] = None, 1
-        fields |= {"batch": shape[0], "heads": shape[1], "channels": shape[3], "dim": shape[3]}
-    else:
-        base = _description(table, shape[0])
-        if (base.heads, base.channels) != (shape[1], shape[3]):
-            raise ValueError(f"`states` of {shape[1]} heads of {shape[3]}, a table of {base.heads} of {base.channels}")
-    if base is not None and base.is_trellis and name == "encode_rows":
-        threads = num_threads()
-        size = (base.blocks * BLOCK * _MOST_MINIMA + 1) * _MOST_LANES
-        fields |= {"scratch": torch.empty(threads, size), "threads": threads, "scratch_size": size}
+    sizes = {}
+    if table is not None:
+        sizes["row_size"], described = table.row_size, table_of(table, shape[0])
+        if (described.heads, described.channels) != (shape[1], shape[3]):
+            own = described.heads, described.channels
+            raise ValueError(f"`states` of {shape[1]} heads of {shape[3]}, a table of {own[0]} of {own[1]}")
+        fields["table"] = described
+        if table.is_trellis and name == "encode_rows":
+            threads = num_threads()
+            size = (described.blocks * BLOCK * _MOST_MINIMA + 1) * _MOST_LANES
+            fields |= {"scratch": torch.empty(threads, size), "threads": threads, "scratch_size": size}
     if shape[3] > MOST_CHANNELS:
         raise ValueError(f"at most {MOST_CHANNELS} channels are coded, but got {shape[3]}")
-    call = make("Coding", fields, base=base, tokens=shape[2])
+    call = make("Coding", {**fields, **_sizes_of(shape)}, sizes=sizes)
     # A copy of them may be this call's alone
     call.alive = call.alive, states
     # Of so many tokens, which are counted from the start of a tile; channels are measured of all
@@ -108,74 +101,8 @@ def code(
     return call
 
 
-def _description(table: RowTable, batch_size: int) -> Structure:
-    """Describes a table for tokens of so many sequences, and keeps that while the table lives."""
-    found = _CODINGS.get(table)
-    if found is not None and found.batch == batch_size:
-        return found
-    num_heads, num_coded, basis = table.widths.shape[1], table.num_coded, table.basis
-    fields: dict[str, Any] = {"batch": batch_size, "heads": num_heads, "dim": num_coded, "row_size": table.row_size}
-    fields |= {"is_trellis": table.is_trellis, "is_weighted": table.is_weighted}
-    fields |= {"by_energy": table.by_energy, "refits": table.num_refits, "blocks": -(-num_coded // BLOCK)}
-    fields |= {"rotation": rotation_size(table.head_dim) if table.is_rotated else 1, "channels": table.head_dim}
-    if table.order is not None:
-        fields |= {"order": table.order.contiguous(), "order_size": table.order.element_size()}
-    widths, mean = table.widths, table.mean
-    if basis is not None:
-        # Of a model's tables there is one for all sequences
-        widths, mean = widths.expand(batch_size, -1, -1), None if mean is None else mean.expand(batch_size, -1, -1)
-        fields |= {"basis": basis.vectors, "inverse": basis.inverse, "steps": basis.steps, "factors": basis.factors}
-    if mean is not None:
-        fields["mean"] = mean.contiguous()
-    deviation = table.deviation
-    if deviation is None:
-        deviation = torch.ones(batch_size, num_heads, 1, dtype=torch.float16)
-    fields |= {"deviation": deviation.contiguous(), "deviations": num_coded if deviation.shape[2] > 1 else 1}
-    fields |= {"widths": widths.contiguous(), "codebook": _codebook(table.quantizer, table.is_weighted)}
-    found = make("Coding", fields)
-    # A copy would not see what is written into a table for another sequence
-    for own in () if basis is not None else (table.order, table.mean, table.deviation, table.widths):
-        if own is not None and not own.is_contiguous():
-            return found
-    _CODINGS[table] = found
-    return found
-
-
-@cache
-def _codebook(quantizer: str, is_weighted: bool) -> torch.Tensor:
-    """Makes `Codebook` of `coding.h`."""
-    with torch.inference_mode(False):
-        own, count = QUANTIZERS[quantizer], len(QUANTIZERS[quantizer].distortions)
-        coefficients, multipliers = torch.zeros(_NUM_WIDTHS, 4), torch.zeros(_NUM_WIDTHS, dtype=torch.int32)
-        coefficients[:count, :3] = torch.tensor(own.coefficients)
-        coefficients[:count, 3] = 1 if is_weighted else own.gains()
-        multipliers[:count] = torch.tensor(own.multipliers)
-        bounds = torch.zeros(_NUM_WIDTHS, _ALL_LEVELS)
-        for width in range(1, _NUM_WIDTHS):
-            half = 2 ** (width - 1)
-            bounds[width] = _by_levels(thresholds(bounds.device)[width, half : 2 * half - 1])
-        halfway = torch.exp2((torch.arange(16, dtype=torch.float64) + 0.5) / 16).float()
-        scale_bounds = _by_levels(halfway[:15])
-        scale_bounds[15] = halfway[15]
-        points = state_points(bounds.device)
-        parts = (
-            bounds,
-            scale_bounds,
-            scale_of(torch.arange(256)),
-            coefficients,
-            points,
-            multipliers.view(torch.float32),
-        )
-        return torch.cat([part.flatten() for part in parts])
-
-
-def _by_levels(bounds: torch.Tensor) -> torch.Tensor:
-    """Orders bounds, one less than a power of two in number, as a search by halves meets them."""
-    levels, placed = len(bounds).bit_length(), torch.zeros(_ALL_LEVELS)
-    for level in range(levels):
-        first = 2 ** (levels - 1 - level)
-        placed[_LEVELS[level] : _LEVELS[level] + 2**level] = bounds[first - 1 :: 2 * first]
-    return placed
+def _sizes_of(shape: torch.Size) -> dict[str, int]:
+    return dict(zip(("batch", "heads", "tokens", "channels"), shape, strict=True))
 
 
 class PreparedCoding:

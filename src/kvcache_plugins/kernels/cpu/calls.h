@@ -55,12 +55,27 @@ typedef struct {
     const float *places;            /* [all_pairs, 2, ANGLES]; as `near` */
 } Rotary;
 
+/* How tokens are coded as rows: described once, while a table lives */
 typedef struct {
+    int64_t batch, heads, channels;
+    int64_t dim;                    /* numbers of a token that are coded: channels, or components in a basis */
+    int64_t row_size, blocks, is_trellis, is_weighted, by_energy, refits;
+    const void *codebook;           /* float32 [any]; see `Codebook` */
+    const uint8_t *widths;          /* [batch, heads, blocks] */
+    const void *order;              /* uint8 or int16 [batch, heads, dim]; or 0 */
+    int64_t order_size;
+    const uint16_t *mean;           /* [batch, heads, channels]; or 0 */
+    const uint16_t *deviation;      /* [batch, heads, deviations] */
+    int64_t deviations, rotation;   /* one of a head, or of every number; channels that are rotated together, or 1 */
+    const int8_t *basis;            /* [heads, channels, channels]; or 0; see `codecs/basis.py` */
+    const int8_t *inverse;          /* [heads, dim, channels] */
+    const float *steps, *factors;   /* [heads, channels] */
+} Table;
+
+typedef struct {
+    const Table *table;
     const uint8_t *rows;            /* [batch, heads, capacity, size] */
     int64_t capacity, size;
-    const uint8_t *widths;          /* [tables, heads, blocks] */
-    int64_t blocks, tables;         /* blocks of a row; sequences that have tables, one if it serves all */
-    const float *coefficients;      /* [9, 3]; of points */
     /* Without `rows`: every sequence's rows stand in pages of one memory, `[heads, page_tokens, size]` at `page_start` and
        a number of strides of `page_stride` bytes */
     const uint8_t *memory;          /* [memory_size] */
@@ -70,29 +85,16 @@ typedef struct {
 
 typedef struct {
     RowSide keys, values;
-    const int64_t *multipliers;     /* [9]; of states, 0 for codes */
-    const float *scales;            /* [256]; of all bytes */
     const Rotary *rotary;
     int64_t first_position;
     const int64_t *padding;         /* [batch]; or 0 */
-    /* Prompt tables: means and deviations are halves, of values one deviation a head */
-    const void *order;              /* uint8 or int16 [batch, heads, key_dim] */
-    int64_t is_wide;
-    const uint16_t *mean;           /* [batch, heads, key_dim] */
-    const uint16_t *deviation;      /* [batch, heads, key_dim] */
-    const uint16_t *value_deviation; /* [batch, heads, 1] */
-    int64_t rotation, num_components;
-    /* Bases, or 0: of keys by four channels of pairs, of values as they are stored */
+    /* Bases of keys by four channels of pairs, times steps of components over factors of channels, or 0; and means */
     const float *key_basis;         /* [heads, all_pairs // 2, num_components, 4] */
     const float *key_mean;          /* [heads, all_pairs, 2] */
-    /* The same bases in words, two components a lane, times steps of components over factors of channels */
+    /* The same bases in words, two components a lane, without these */
     const int32_t *key_words;       /* [heads, all_pairs // 4, (num_components + 1) // 2, 8] */
     const float *key_steps;         /* [heads, num_components] */
     const float *key_factors;       /* [heads, all_pairs, 2]; one over them */
-    const int8_t *value_basis;      /* [heads, value_dim, value_dim] */
-    const float *value_steps;       /* [heads, value_dim] */
-    const float *value_factors;     /* [heads, value_dim] */
-    const uint16_t *value_mean;     /* [tables, heads, value_dim] */
 } Rows;
 
 typedef struct {
@@ -115,8 +117,7 @@ typedef struct {
 /* ---- rows coded and decoded ---- */
 typedef struct {
     Tasks tasks;
-    int64_t batch, heads, tokens, channels, row_size;
-    int64_t dim;                    /* numbers of a token that are coded: channels, or components in a basis */
+    int64_t batch, heads, tokens, channels;
     int64_t kind;                   /* of states that are read; FLOATS are written */
     const void *states;             /* [batch, heads, tokens, channels], read; numbers of a token follow each other */
     int64_t strides[3];             /* of its batch, heads and tokens, in numbers */
@@ -126,24 +127,13 @@ typedef struct {
     int64_t capacity, used;         /* and how many are in front of those that are written */
     const uint8_t *moved;           /* [batch, heads, moved_capacity, row_size]; storage that they come from, or 0 */
     int64_t moved_capacity, moved_first;
-    const void *order;              /* uint8 or int16 [batch, heads, dim]; or 0 */
-    int64_t order_size;
-    const uint16_t *mean;           /* [batch, heads, channels]; or 0 */
-    const int8_t *basis;            /* [heads, channels, channels]; or 0; see `codecs/basis.py` */
-    const int8_t *inverse;          /* [heads, dim, channels] */
-    const float *steps, *factors;   /* [heads, channels] */
-    const uint16_t *deviation;      /* [batch, heads, deviations] */
-    int64_t deviations, blocks;
-    const uint8_t *widths;          /* [batch, heads, blocks] */
-    int64_t is_trellis, is_weighted, by_energy, refits;
-    const void *codebook;           /* float32 [any]; see `Codebook` */
-    int64_t rotation;               /* channels that are rotated together, or 1 */
+    const Table *table;             /* or 0, where nothing is coded */
     const Rotary *rotary;           /* or 0 */
     int64_t start;                  /* index of the first token */
     const int64_t *padding;         /* [batch]; or 0 */
     int64_t is_back;
     const uint8_t *valid;           /* bool [batch, tokens]; tokens that count, or 0 */
-    float *means, *variances;       /* each [batch, heads, dim]; of channels, written */
+    float *means, *variances;       /* each [batch, heads, channels]; written */
     float *scratch;                 /* [threads, scratch_size]; of trellises */
     int64_t threads, scratch_size, entered;
     double limit;                   /* where numbers are too large to be coded, if that is to be told */

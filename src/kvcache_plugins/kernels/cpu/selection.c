@@ -4,7 +4,6 @@
    B items, H key/value heads, G queries a head, D channels, N tokens, R tokens that are attended to anyway. */
 #include "integer_products.h"
 
-
 static void score_run(const Choice *call, int64_t head, int64_t run) {
     int dim = (int)call->key_dim, groups = (int)call->groups, blocks = (groups + ROWS - 1) / ROWS;
     int64_t tiles = (call->length + TILE - 1) / TILE, start = tiles * run / call->runs * TILE, stop = tiles * (run + 1) / call->runs * TILE;
@@ -89,7 +88,6 @@ static const Pair *sort_pairs(Pair *pairs, Pair *spare, int64_t count, uint32_t 
     return pairs;
 }
 
-
 EXPORT(largest)(Largest *call) {
     int64_t length = call->length, limit = call->limit, room = length + 1;
     uint32_t ends[DIGITS][BINS];
@@ -104,7 +102,6 @@ EXPORT(largest)(Largest *call) {
         }
     }
 }
-
 
 /* `count` scores, and -inf behind the last up to a whole vector */
 INLINE vf scores_at(const float *scores, int64_t n, int64_t count) {
