@@ -1,16 +1,18 @@
-"""Attention of a few queries over all parts of a layer by the C kernels: what `cpu/attention.c` is told.
+"""What the C kernels of `cpu/attention.c` and `cpu/coding.c` are told: attention of a few queries over all parts of a
+layer; rows coded and decoded, keys turned, and channels measured.
 
 A call is made of a query and its parts. It runs once, or is prepared for queries to come: in a model's step whatever
 Python touches comes from memory, so of a prepared call only addresses and one length are written for a token. Of
 tables C takes what is stored, and believes nothing of it but sizes. What belongs to a model is made once: pairs of
 channels and their angles, and bases of keys in the order in which C reads them.
 
-Legend: B batch, H key/value heads, G query heads a key/value head, Q new tokens, D and E channels of keys and values,
-R bytes of a row, P pairs of channels, rounded up to 16.
+Legend: B batch, H key/value heads, G query heads a key/value head, Q new tokens, T tokens, K numbers of a token that
+are coded, D and E channels of keys and values, R bytes of a row, P pairs of channels, rounded up to 16.
 """
 
 import ctypes
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from types import SimpleNamespace
@@ -25,12 +27,12 @@ from kvcache_plugins.codecs.groups import CompressedStates
 from kvcache_plugins.codecs.outliers import channel_bits, num_offsets
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, PagedPart, Part
 from kvcache_plugins.codecs.quantization import packed_size
-from kvcache_plugins.codecs.quantizers import BLOCK, MAX_WIDTH, QUANTIZERS, state_points, thresholds
+from kvcache_plugins.codecs.quantizers import BLOCK, MAX_WIDTH, NUM_STATES, QUANTIZERS, state_points, thresholds
 from kvcache_plugins.codecs.rope import START, Positions, RotaryLayout, channels_of
 from kvcache_plugins.codecs.rotation import rotation_size
-from kvcache_plugins.codecs.rows import RowCodec, RowTable, scale_of
+from kvcache_plugins.codecs.rows import KeptRows, RowCodec, RowTable, scale_of
 
-from .library import find_threads, function, level, num_threads
+from .library import find_threads, function, level, num_threads, run
 from .masks import slice_mask
 from .structs import CONSTANTS, KINDS, MOST_CHANNELS, ROWS, STRUCTURES, TILE, Structure, check, make
 
@@ -50,6 +52,8 @@ _LEAST_TILES = 64
 _GROUP, _WORD_GROUP = 4, 8
 _NUM_WIDTHS = MAX_WIDTH + 1
 _ROWS_OF_SIDE = STRUCTURES["RowSide"].arrays["rows"]
+# As in `coding.c`; minima of a step of the search for a trellis are at most so many
+_TASK_TOKENS, _MOST_LANES, _MOST_MINIMA = 128, 16, NUM_STATES // 2
 # As in `coding.h`
 _LEVELS, _ALL_LEVELS = (0, 16, 32, 48, 64, 80, 112), 192
 # Of tables that live
@@ -79,19 +83,32 @@ class LayerParts:
 
     def add(self, part: Part) -> None:
         """Adds a part; the exact one that grows is the last."""
+        mask, lengths, kind = None if isinstance(part, PagedPart) else part.mask, None, "PART_ROWS"
         if isinstance(part, CodedPart):
             assert isinstance(part.codec, RowCodec), "only rows of tables have kernels"
             stored = self.rows_of(part.keys, part.values, part.codec, part.positions, part.length)
-            self._add("PART_ROWS", stored, part.length, part.mask)
         elif isinstance(part, PagedPart):
-            stored = self.rows_of(part.keys, part.values, part.codec, START, part.length, part)
-            hidden = torch.zeros(1, 1, 1, max(part.num_hidden, 2))
-            hidden[..., : part.num_hidden] = -torch.inf
-            self._add("PART_ROWS", stored, part.length, hidden, part.lengths)
+            stored, lengths = self.rows_of(part.keys, part.values, part.codec, START, part.length, part), part.lengths
+            mask = torch.zeros(1, 1, 1, max(part.num_hidden, 2))
+            mask[..., : part.num_hidden] = -torch.inf
         elif isinstance(part, CompressedPart):
-            self._add("PART_GROUPS", self._groups_of(part), part.length, part.mask)
+            stored, kind = self._groups_of(part), "PART_GROUPS"
         else:
-            self._add("PART_EXACT", self._exact_of(part), part.length, part.mask)
+            stored, kind = self._exact_of(part), "PART_EXACT"
+        if mask is not None:
+            # One column, or more than there are tokens, is not the mask of these tokens as it stands
+            if mask.dim() < 4 or mask.shape[3] == 1 or mask.shape[3] > part.length:
+                mask = slice_mask(mask, 0, part.length)
+                assert mask is not None
+            if mask.dtype == torch.bool:
+                mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+            mask = mask.float().contiguous()
+            if any(size not in (1, most) for size, most in zip(mask.shape[:3], self._shape, strict=False)):
+                raise ValueError(f"a mask of shape {tuple(mask.shape)} for queries {tuple(self._shape)}")
+        fields: dict[str, Any] = {"kind": CONSTANTS[kind], "length": part.length, "lengths": lengths, "mask": mask}
+        if mask is not None:
+            fields["mask_shape"] = tuple(mask.shape)
+        self.parts.append(make("Part", fields, sizes=self.sizes, stored=stored))
 
     def _exact_of(self, part: DensePart) -> Structure:
         keys, values = part.keys, part.values
@@ -116,31 +133,6 @@ class LayerParts:
             if own != wanted:
                 raise ValueError(f"compressed keys and values have to be {wanted}, but got {own}")
         return make("Groups", chunks=chunks, chunk_length=chunk_length, keys=keys, values=values)
-
-    def _add(
-        self,
-        kind: str,
-        stored: Structure,
-        length: int,
-        mask: torch.Tensor | None,
-        lengths: torch.Tensor | None = None,
-    ) -> None:
-        if mask is not None:
-            # One column, or more than there are tokens, is not the mask of these tokens as it stands
-            if mask.dim() < 4 or mask.shape[3] == 1 or mask.shape[3] > length:
-                mask = slice_mask(mask, 0, length)
-                assert mask is not None
-            if mask.dtype == torch.bool:
-                mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-            mask = mask.float().contiguous()
-            if any(size not in (1, most) for size, most in zip(mask.shape[:3], self._shape, strict=False)):
-                raise ValueError(f"a mask of shape {tuple(mask.shape)} for queries {tuple(self._shape)}")
-        own = make(
-            "Part", kind=CONSTANTS[kind], length=length, lengths=lengths, mask=mask, stored=stored, sizes=self.sizes
-        )
-        if mask is not None:
-            own.mask_shape = tuple(mask.shape)
-        self.parts.append(own)
 
     def _contiguous(self, tensor: torch.Tensor) -> torch.Tensor:
         own = tensor.contiguous()
@@ -181,9 +173,8 @@ class LayerParts:
         fields["values"] = self._row_side(value_rows, length, values, "value_dim", paged)
         if padding is not None:
             fields["padding"] = padding.cpu().long().contiguous()
-        if keys.basis is None:
-            assert keys.order is not None
-        else:
+        assert (keys.basis is None) == (values.basis is None) and (keys.basis or keys.order) is not None
+        if keys.basis is not None:
             fields |= _key_basis(keys.basis, keys.mean, layout)
         return make("Rows", fields, sizes=sizes)
 
@@ -560,3 +551,184 @@ def _key_basis(basis: Basis, mean: torch.Tensor, layout: RotaryLayout) -> dict[s
             own[key] = {"key_basis": vectors}
         own[key]["key_mean"] = (mean[0].float()[:, channels] * has_channel).unflatten(1, (-1, 2)).contiguous()
     return own[key]
+
+
+_CODING, _AT_CODING = STRUCTURES["Coding"], places("Coding")
+
+
+@torch.compiler.disable
+def code(
+    name: str,
+    states: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    positions: Positions | None,
+    layout: RotaryLayout | None,
+    table: RowTable | None = None,
+    *,
+    source: tuple[torch.Tensor, RowTable] | None = None,
+    is_run: bool = True,
+    **others: Any,
+) -> Structure:
+    """
+    Runs one of the kernels of `coding.c`, `"encode_rows"`, `"decode_rows"`, `"turn_states"` or `"measure_channels"`,
+    or only describes the call if it is not `is_run`; a `ValueError` if tensors do not fit each other or the table.
+
+    Args:
+        states (`torch.Tensor` of shape `[B, H, T, D]`, *optional*): states of any floating dtype, of which
+            `"decode_rows"` writes float32.
+        rows (`torch.Tensor` of shape `[B, H, T, R]`, *optional*): rows, written by `"encode_rows"`.
+        positions (`Positions`, *optional*): of the tokens; without them keys are left as they are before RoPE.
+        source (`torch.Tensor` of shape `[B, H, T, R]` and `RowTable`, *optional*): rows of a finer table, which are
+            coded instead of states.
+        **others: what the kernel writes and reads besides, by field.
+    """
+    threads = None
+    fields: dict[str, Any] = {"is_back": name != "decode_rows", "rows": rows, **others}
+    if source is not None:
+        own, finer = source[0].contiguous(), source[1]
+        shape = torch.Size((*own.shape[:3], finer.head_dim))
+        of_source = {**_sizes_of(shape), "rows": own, "capacity": shape[2], "table": table_of(finer, shape[0])}
+        fields["source"] = make("Coding", of_source, sizes={"row_size": finer.row_size})
+    else:
+        assert states is not None
+        shape = states.shape
+        if name == "decode_rows":
+            assert rows is not None
+            fields |= {"rows": rows.contiguous(), "result": states}
+        else:
+            states = states if states.dtype in KINDS else states.float()
+            states = states if states.stride(3) == 1 and states.is_cpu else states.cpu().contiguous()
+            fields |= {"states": states.data_ptr(), "strides": states.stride()[:3], "kind": KINDS[states.dtype]}
+    fields["capacity"] = 0 if rows is None else rows.shape[2]
+    if positions is not None and layout is not None and layout.frequencies:
+        if layout.head_dim != shape[3]:
+            raise ValueError(f"keys of {shape[3]} channels, a rotary embedding of {layout.head_dim}")
+        padding = None if positions.padding is None else positions.padding.long().contiguous()
+        rotary = rotary_of(layout, positions.first + shape[2])
+        fields |= {"rotary": rotary, "start": positions.first, "padding": padding}
+    sizes = {}
+    if table is not None:
+        sizes["row_size"], described = table.row_size, table_of(table, shape[0])
+        if (described.heads, described.channels) != (shape[1], shape[3]):
+            own = described.heads, described.channels
+            raise ValueError(f"`states` of {shape[1]} heads of {shape[3]}, a table of {own[0]} of {own[1]}")
+        fields["table"] = described
+        if table.is_trellis and name == "encode_rows":
+            threads = num_threads()
+            size = (described.blocks * BLOCK * _MOST_MINIMA + 1) * _MOST_LANES
+            fields |= {"scratch": torch.empty(threads, size), "threads": threads, "scratch_size": size}
+    if shape[3] > MOST_CHANNELS:
+        raise ValueError(f"at most {MOST_CHANNELS} channels are coded, but got {shape[3]}")
+    call = make("Coding", {**fields, **_sizes_of(shape)}, sizes=sizes)
+    # A copy of them may be this call's alone
+    call.alive = call.alive, states
+    # Of so many tokens, which are counted from the start of a tile; channels are measured of all
+    count = shape[0] * shape[1]
+    if name != "measure_channels":
+        count *= -(-(shape[2] + TILE - 1) // _TASK_TOKENS)
+    if is_run:
+        run(name, call, count, threads)
+    return call
+
+
+def _sizes_of(shape: torch.Size) -> dict[str, int]:
+    return dict(zip(("batch", "heads", "tokens", "channels"), shape, strict=True))
+
+
+class PreparedCoding:
+    """
+    Codes tokens of a buffer as rows behind others, as often as it is full, and rows of those that are finer as older
+    ones: what stays the same is checked once.
+
+    Args:
+        codec, older (`RowCodec`): whose rows tokens become, of scalar quantizers, and whose rows these become.
+        limit (`float`): what all numbers have to be below.
+    """
+
+    def __init__(self, codec: RowCodec, older: RowCodec, padding: torch.Tensor | None, limit: float):
+        self.codec, self.padding, self._limit = codec, padding, limit
+        self._tables, self._older = codec.tables(), older.tables()
+        self._states: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._most = 0
+
+    def append(
+        self,
+        states: tuple[torch.Tensor, torch.Tensor],
+        count: int,
+        start: int,
+        kept: KeptRows,
+        num_left: int = 0,
+        older: KeptRows | None = None,
+    ) -> list[torch.Tensor] | None:
+        """
+        Codes `count` tokens, the first of which has the index `start`, behind rows that are `kept`, and all rows in
+        front of these behind `older` ones.
+
+        Args:
+            states (two `torch.Tensor` of shape `[B, H, at least T, D]`, contiguous): keys and values, as storage that
+                they are in time and again; `num_left` of them, behind those that are coded, move to the front.
+
+        Returns:
+            `list[torch.Tensor]`: storage of rows of keys and of values, and of older ones. `None` if tokens cannot be
+            stored, of which `RowTable.encode` and whoever calls it say more: nothing has changed then.
+
+        Raises:
+            ValueError: if anything does not fit the tables, or is not where it should be.
+        """
+        if states is not self._states or start + count >= self._most:
+            self._prepare(states, count, start, kept)
+        if count + num_left > min(each.shape[2] for each in states):
+            raise ValueError(f"{count} tokens and {num_left} behind them of {[tuple(each.shape) for each in states]}")
+        made = [self._place(number, each, kept, count) for number, each in enumerate(kept.rows)]
+        for words in self._words[:2]:
+            words[_AT_CODING.start] = start
+        if older is not None:
+            made += [self._place(2 + number, each, older, kept.first) for number, each in enumerate(older.rows)]
+            for words, rows in zip(self._sources, kept.rows, strict=True):
+                words[_AT_CODING.rows], words[_AT_CODING.capacity] = rows.data_ptr(), rows.shape[2]
+        call = self._call
+        call.left, call.is_unfit, call.tasks.next, call.tasks.ended = num_left, 0, 0, 0
+        run("append_rows", call, len(made) * self._num_matrices)
+        return None if call.is_unfit else made
+
+    def _prepare(self, states: tuple[torch.Tensor, torch.Tensor], count: int, start: int, kept: KeptRows) -> None:
+        for each in states:
+            if not each.is_contiguous() or not each.is_cpu or each.dtype not in KINDS:
+                raise ValueError(f"tokens in {each.dtype}, strides {each.stride()}, on {each.device}")
+        where: dict[str, Any] = {"positions": Positions(start, self.padding), "limit": self._limit, "is_run": False}
+        calls = [
+            code("encode_rows", own[:, :, :count], None, layout=table.rope, table=table, **where)
+            for own, table in zip(states, self._tables, strict=True)
+        ]
+        for own, table, finer in zip(kept.rows, self._older, self._tables, strict=True):
+            calls.append(code("encode_rows", None, None, None, None, table, source=(own, finer), is_run=False))
+        codings = (_CODING * len(calls))(*calls)
+        self._sources = [as_numbers(call.given["source"]) for call in calls[2:]]
+        # Positions up to here have angles
+        rotary = calls[0].given.get("rotary")
+        self._most = sys.maxsize if rotary is None else rotary.tiles * TILE
+        self._words, self._known = list(map(as_numbers, codings)), [call.given for call in calls]
+        self._call = make("Appended", codings=ctypes.addressof(codings))
+        self._call.alive, self._states = (codings, calls), states
+        self._num_matrices = states[0].shape[0] * states[0].shape[1]
+        self._rows: list[torch.Tensor | None] = [None] * len(calls)
+
+    def _place(self, number: int, rows: torch.Tensor, kept: KeptRows, count: int) -> torch.Tensor:
+        """Has rows be written behind those that stay, in other storage if there is to be more or less of it."""
+        words, capacity = self._words[number], kept.capacity
+        if rows is not self._rows[number]:
+            check("rows", rows, _CODING.arrays["rows"], {**self._known[number], "capacity": rows.shape[2]})
+        end = kept.first + kept.length
+        if not (0 <= kept.first <= end <= rows.shape[2] and kept.length + count <= capacity and 0 < count <= TILE):
+            raise ValueError(f"{count} tokens behind rows {kept.first} to {end} of {rows.shape[2]} in {capacity}")
+        storage = rows
+        if kept.first or capacity != rows.shape[2]:
+            # Which can be written to outside of inference mode, too
+            with torch.inference_mode(False):
+                storage = torch.empty((*rows.shape[:2], capacity, rows.shape[3]), dtype=torch.uint8)
+            words[_AT_CODING.moved_capacity], words[_AT_CODING.moved_first] = rows.shape[2], kept.first
+        words[_AT_CODING.moved] = 0 if storage is rows else rows.data_ptr()
+        words[_AT_CODING.rows], words[_AT_CODING.capacity] = storage.data_ptr(), capacity
+        words[_AT_CODING.used], words[_AT_CODING.tokens], words[_AT_CODING.is_unfit] = kept.length, count, 0
+        self._rows[number] = storage
+        return storage
