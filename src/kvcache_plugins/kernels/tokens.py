@@ -58,7 +58,7 @@ def code_scores(
         scores = torch.empty((*query.shape[:3], length))
         fields = _code_fields(query, codes, scale, length, nbits)
         call = make("Choice", fields, query=query.float().contiguous(), scores=scores, scale=1.0)
-        run("code_scores", call, _num_scoring(call))
+        run("code_scores", call, _num_units(query) * call.runs)
         return scores
     codes, scale = codes[:, :, :length], scale[:, :, :length]
     if kernel == "triton":
@@ -99,7 +99,7 @@ def _code_fields(
 
 
 def _scoring_fields(query: torch.Tensor, length: int) -> dict[str, Any]:
-    return {**_sizes_of(query), "length": length, "runs": -(-length // _TOKENS_PER_TASK)}
+    return {**_sizes_of(query), "length": length, "runs": max(-(-length // _TOKENS_PER_TASK), 1)}
 
 
 @torch.compiler.disable
@@ -114,7 +114,7 @@ def score_rows(query: torch.Tensor, tokens: RowTokens) -> torch.Tensor:
         stored, scores = _stored(query, tokens), torch.empty((*query.shape[:3], tokens.length))
         own = {"query": query.float().contiguous(), "scores": scores, "scale": 1.0}
         call = make("Choice", _scoring_fields(query, tokens.length), own, base=stored)
-        run("score_rows", call, _num_scoring(call))
+        run("score_rows", call, _num_units(query) * call.runs)
         return scores
     if kernel == "triton" and tokens.length:
         from .triton import has_room
@@ -238,8 +238,9 @@ class ChoosingCall(TokenWriter):
             raise ValueError(f"tokens of {dtype} and a window of {[kind_of_tokens(each) for each in window]}")
         self._shape, self._value_dim, self._length = query.shape, call.value_dim, call.length
         self._call, self._kept, call.most_threads = call, alive, self._threads
-        units = self._units = call.batch * call.heads
-        counts = {kernel: _num_scoring(call), "choose_heaviest": units, "attend_chosen": _num_units(query)}
+        self._units = call.batch * call.heads
+        units = _num_units(query)
+        counts = {kernel: units * call.runs, "choose_heaviest": self._units, "attend_chosen": units}
         self._kernels = [(function(name), count, min(self._threads, count)) for name, count in counts.items()]
         self._numbers, self._floats = as_numbers(call), memoryview(call).cast("B").cast("d")
         # Bytes for slots that are sorted, of all threads, for each that can be chosen and for all
@@ -373,11 +374,6 @@ def choose_by_rows(
 
 def _sizes_of(query: torch.Tensor) -> dict[str, int]:
     return dict(zip(("batch", "heads", "groups", "key_dim"), query.shape, strict=True))
-
-
-def _num_scoring(call: Structure) -> int:
-    """Counts tasks that score: runs of units where tokens are rows, of heads where they have codes."""
-    return int(call.batch * call.heads * call.runs * (-(-call.groups // ROWS) if call.rows else 1))
 
 
 def _num_units(query: torch.Tensor) -> int:

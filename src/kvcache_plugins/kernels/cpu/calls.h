@@ -173,10 +173,10 @@ typedef struct {
 /* A step of a new token that attends to some: scores of all tokens, the choice, attention to what was chosen and to a
    window. Each of these kernels reads what it needs. */
 typedef struct {
-    Tasks tasks;                    /* runs of heads' codes or of units' rows; heads; units */
+    Tasks tasks;                    /* runs of units; heads; units */
     int64_t threads;                /* that have come */
     int64_t batch, heads, groups, key_dim, value_dim, most_threads;
-    int64_t length, runs;           /* tokens to choose from, and tasks that score those of a head or unit */
+    int64_t length, runs;           /* tokens to choose from, and tasks that score those of a unit */
     double scale;
     const float *query;             /* [batch, heads, groups, key_dim] */
     float *scores;                  /* [batch, heads, groups, length] */
