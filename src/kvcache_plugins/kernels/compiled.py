@@ -610,8 +610,8 @@ def code(
     if table is not None:
         sizes["row_size"], described = table.row_size, table_of(table, shape[0])
         if (described.heads, described.channels) != (shape[1], shape[3]):
-            own = described.heads, described.channels
-            raise ValueError(f"`states` of {shape[1]} heads of {shape[3]}, a table of {own[0]} of {own[1]}")
+            wanted = f"{described.heads} of {described.channels}"
+            raise ValueError(f"`states` of {shape[1]} heads of {shape[3]}, a table of {wanted}")
         fields["table"] = described
         if table.is_trellis and name == "encode_rows":
             threads = num_threads()
