@@ -66,8 +66,9 @@ static void attend_unit(const Choice *call, Unit unit, int64_t *coded, int64_t *
 EXPORT(attend_chosen)(Choice *call) {
     Call shape = {.heads = call->heads, .groups = call->groups, .queries = 1};
     int64_t thread = __atomic_fetch_add(&call->threads, 1, __ATOMIC_RELAXED), tiles = (call->length + TILE - 1) / TILE;
+    int64_t *coded = call->rows ? call->coded + 2 * thread * call->limit : 0, *ends = call->rows ? call->ends + thread * tiles : 0;
     FOR_TASKS(call, task)
-        attend_unit(call, unit_at(&shape, task), call->coded + 2 * thread * call->limit, call->ends + thread * tiles);
+        attend_unit(call, unit_at(&shape, task), coded, ends);
 }
 
 /* Pages that are mapped files are read a share of them at a time, and let go of: a step's rows lie in nearly all */
