@@ -30,7 +30,7 @@ def in_package(*names: str) -> tuple[str, ...]:
 
 
 ROOMS = {
-    "kernels": Room(in_package("kernels"), 2_500, 6_230),
+    "kernels": Room(in_package("kernels"), 2_500, 5_860),
     "codecs": Room(in_package("codecs"), 2_500, 3_465),
     "cache": Room(in_package("layers", "reports"), 3_300, 4_245),
     "gear": Room(in_package("gear"), 1_600, 1_830),

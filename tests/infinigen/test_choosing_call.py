@@ -12,7 +12,7 @@ from kvcache_plugins.contract.comparison import reachable_bytes
 from kvcache_plugins.gear.config import TransformConfig
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
-from kvcache_plugins.kernels.compiled_tokens import ChoiceBounds, ChoosingCall, choose_by_codes
+from kvcache_plugins.kernels.tokens import ChoiceBounds, ChoosingCall, choose_by_codes
 
 
 def filled(

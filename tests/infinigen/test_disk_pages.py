@@ -20,7 +20,7 @@ from kvcache_plugins.infinigen import disk_pages
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.disk_pages import DiskPages
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
-from kvcache_plugins.kernels import compiled_tokens
+from kvcache_plugins.kernels import tokens
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.tokens import gather_rows
 
@@ -119,9 +119,7 @@ def test_little_of_a_layer_is_resident(tmp_path, monkeypatch, num_tokens):
 
     # It is never more than before something is let go of
     monkeypatch.setattr(mapped_files, "advise", note_and_advise)
-    monkeypatch.setattr(
-        compiled_tokens, "address_of_advise", lambda: ctypes.cast(note_compiled, ctypes.c_void_p).value
-    )
+    monkeypatch.setattr(tokens, "address_of_advise", lambda: ctypes.cast(note_compiled, ctypes.c_void_p).value)
     with torch.no_grad():
         expected = decode_states(None, keys, values, queries)
         found = decode_states(tmp_path, keys, values, queries)

@@ -22,7 +22,7 @@ from kvcache_plugins.codecs.parts import CompressedPart, DensePart
 from kvcache_plugins.codecs.quantizers import QUANTIZERS
 from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.kernels.attention import OnlineAttention, attend, prepare_tokens
-from kvcache_plugins.kernels.compiled import call_of
+from kvcache_plugins.kernels.compiled import PreparedCall
 from kvcache_plugins.kernels.engine import choose_flash
 from kvcache_plugins.kernels.masks import combine_masks, leading_padding, mask_columns, slice_mask
 
@@ -229,12 +229,12 @@ class TestRefused:
     def test_groups_of_other_sizes_and_kinds(self, group_case):
         part, query = group_part(group_case, is_rotated=True), make_query(group_case)
         with pytest.raises(ValueError, match="193 tokens of 1 chunks of 192"):
-            call_of(query, [dataclasses.replace(part, length=193)], 2, 0.1)
+            PreparedCall(query, [dataclasses.replace(part, length=193)], 2, 0.1)
         with pytest.raises(ValueError, match="compressed keys and values have to be"):
-            call_of(query[:1], [part], 2, 0.1)
+            PreparedCall(query[:1], [part], 2, 0.1)
         for wrong in (dataclasses.replace(part, values=part.keys), dataclasses.replace(part, keys=part.values)):
             with pytest.raises(ValueError, match="groups of a token, and keys that are not rotated"):
-                call_of(query, [wrong], 2, 0.1)
+                PreparedCall(query, [wrong], 2, 0.1)
 
 
 @pytest.mark.cases("widest")

@@ -203,7 +203,7 @@ def test_no_more_threads_run_than_there_is_scratch_for(monkeypatch, levels, requ
         rows = table.encode(states)
         torch.set_num_threads(4)
         with monkeypatch.context() as patch:
-            patch.setattr("kvcache_plugins.kernels.compiled_coding.num_threads", lambda: 1)
+            patch.setattr("kvcache_plugins.kernels.compiled.num_threads", lambda: 1)
             assert torch.equal(table.encode(states), rows)
 
 

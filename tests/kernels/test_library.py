@@ -16,7 +16,7 @@ import torch
 
 from kvcache_plugins.codecs.parts import DensePart
 from kvcache_plugins.kernels import build, library
-from kvcache_plugins.kernels.compiled import AttentionCall
+from kvcache_plugins.kernels.compiled import PreparedCall
 from kvcache_plugins.kernels.structs import STRUCTURES, Array, check
 
 
@@ -164,9 +164,7 @@ class TestThreads:
         expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
 
         def attend():
-            call = AttentionCall(query, 2, 48, 64**-0.5)
-            call.add_exact(DensePart(keys, values, 3000, None))
-            return call.run()
+            return PreparedCall(query, [DensePart(keys, values, 3000, None)], 2, 64**-0.5).attend_now(query)
 
         for result in called_at_once(attend):
             torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)

@@ -16,13 +16,13 @@ FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1
 # Tokens behind the end of a tensor, as a binding could say that forgot to check
 BAD_CALL = """
 import torch
-from kvcache_plugins.kernels.compiled import AttentionCall, PreparedCall
+from kvcache_plugins.kernels.compiled import PreparedCall
 from kvcache_plugins.codecs.parts import DensePart
 
-call = AttentionCall(torch.zeros(1, 1, 1, 64), 1, 64, 1.0)
-call.add_exact(DensePart(torch.zeros(1, 1, 100, 64), torch.zeros(1, 1, 100, 64), 100, None))
-call.parts[0].length = {}
-PreparedCall(call, call.query).attend_now(call.query)
+query, part = torch.zeros(1, 1, 1, 64), DensePart(torch.zeros(1, 1, 100, 64), torch.zeros(1, 1, 100, 64), 100, None)
+call = PreparedCall(query, [part], 1, 1.0)
+call._parts[0].length = {}
+call.attend_now(query)
 """
 pytestmark = [pytest.mark.long, pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc and its sanitizers")]
 

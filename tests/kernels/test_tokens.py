@@ -9,8 +9,7 @@ import torch
 from kernel_cases import Scored, random_codes, rounding_of, row_part
 
 from kvcache_plugins.codecs.parts import RowTokens, SinkStates
-from kvcache_plugins.kernels import compiled_tokens as compiled
-from kvcache_plugins.kernels.tokens import attend_staged, code_scores, gather_rows, largest, score_rows
+from kvcache_plugins.kernels.tokens import attend_chosen, attend_staged, code_scores, gather_rows, largest, score_rows
 
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -145,7 +144,7 @@ def random_step(case, dtype=torch.float32, counts=None):
 def attend(query, pages, slots, count, keys, values, scale, engine, mask=None, positions=None, window_start=0):
     """Attention over rows where they stand, or brought together."""
     if engine == "compiled":
-        return compiled.attend_rows(query, pages, slots, count, keys, values, scale, mask, positions, window_start)
+        return attend_chosen(query, pages, slots, count, keys, values, scale, mask, window_start, positions)
     rows = gather_rows(pages, slots).split([query.shape[3], values.shape[3]], dim=3)
     mask = None if mask is None else mask[:, None, None]
     positions = slots if positions is None else positions
@@ -245,18 +244,17 @@ class TestExactRows:
     def test_slots_positions_and_counts_out_of_range_read_nothing_else(self, forged, level):
         pages = [torch.ones(1, 1, 32, 16) for _ in range(2)]
         slots, window = torch.full((1, 1, 5), forged), torch.ones(1, 1, 3, 8)
-        query, mask, out = torch.randn(1, 1, 2, 8), torch.ones(1, 9, dtype=torch.bool), torch.zeros(1, 1, 5, 16)
+        query, mask = torch.randn(1, 1, 2, 8), torch.ones(1, 9, dtype=torch.bool)
         for count in (5, forged):
             of_heads = torch.full((1, 1), count)
-            output = compiled.attend_rows(query, pages, slots, of_heads, window, window, 0.3, mask, slots, 6)
+            output = attend_chosen(query, pages, slots, of_heads, window, window, 0.3, mask, 6, slots)
             assert torch.allclose(output, torch.ones(1, 1, 2, 8))
-        compiled.copy_rows(pages, slots, out, are_mapped=False)
-        assert (out == 1).all()
+        assert (gather_rows(pages, slots) == 1).all()
 
     def test_masks_without_the_columns_of_the_window_are_refused(self):
         arguments = random_step(Chosen())
         with pytest.raises(ValueError, match="`mask` has to have at least 97 columns"):
-            compiled.attend_rows(*arguments, torch.ones(2, 96), None, 90)
+            attend_chosen(*arguments, torch.ones(2, 96), 90)
 
     @pytest.mark.parametrize("are_mapped", [False, True])
     @pytest.mark.parametrize(
@@ -323,11 +321,9 @@ class TestChosenRows:
         mask = None if mask_kind == "none" else torch.rand(batch_size, length + 5) > 0.3
         if mask_kind == "added":
             mask = torch.randn(mask.shape).masked_fill(~mask, -torch.inf)
-        output = compiled.attend_chosen(query, tokens, slots, count, *window, 0.3, mask, length)
+        output = attend_chosen(query, tokens, slots, count, *window, 0.3, mask, length)
         order = slots.masked_fill(torch.arange(most) >= count[..., None], 10**6).sort().values
-        torch.testing.assert_close(
-            output, compiled.attend_chosen(query, tokens, order, count, *window, 0.3, mask, length)
-        )
+        torch.testing.assert_close(output, attend_chosen(query, tokens, order, count, *window, 0.3, mask, length))
         for item in range(batch_size):
             for states, own in zip((keys, values), exact, strict=True):
                 states[item, :, first[item] : first[item] + sinks] = own[item].float()
@@ -345,10 +341,10 @@ class TestChosenRows:
             padding = dataclasses.replace(part.positions, padding=torch.tensor([forged, 0]))
             far = dataclasses.replace(tokens, positions=padding)
             for own, of_heads in ((tokens, count), (tokens, torch.full((2, 2), 5)), (far, torch.full((2, 2), 5))):
-                output = compiled.attend_chosen(query, own, slots, of_heads, window, window, 0.3, None, 129)
+                output = attend_chosen(query, own, slots, of_heads, window, window, 0.3, None, 129)
                 assert output.isfinite().all()
         with pytest.raises(ValueError, match="`pages` has to be"):
             bad = dataclasses.replace(tokens, pages=[part.values[..., 1:]])
-            compiled.attend_chosen(query, bad, slots, count, window, window, 0.3, None, 129)
+            attend_chosen(query, bad, slots, count, window, window, 0.3, None, 129)
         with pytest.raises(ValueError):
-            compiled.score_rows(query, dataclasses.replace(tokens, length=130))
+            score_rows(query, dataclasses.replace(tokens, length=130))

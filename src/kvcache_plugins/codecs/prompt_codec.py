@@ -296,7 +296,7 @@ def channel_moments(
     rotary embedding is undone, and of which all tokens count or those `valid` `[B, T]`.
     """
     if choose_coding_kernel(states, states.shape[3]) == "compiled":
-        from kvcache_plugins.kernels.compiled_coding import code
+        from kvcache_plugins.kernels.compiled import code
 
         # Of no tokens that count they are 0
         means, variances = states.new_empty((2, *states.shape[:2], states.shape[3]), dtype=torch.float32).unbind()

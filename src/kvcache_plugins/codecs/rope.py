@@ -134,7 +134,7 @@ def apply_rope(
         return keys.float()
     if choose_coding_kernel(keys, layout.head_dim) == "compiled":
         # Imported late, as it imports modules beside this one
-        from kvcache_plugins.kernels.compiled_coding import code
+        from kvcache_plugins.kernels.compiled import code
 
         turned = torch.empty(keys.shape)
         code("turn_states", keys, None, positions, layout, result=turned, is_back=is_undone)

@@ -143,7 +143,7 @@ class RowTable(RowLayout):
         kernel = choose_coding_kernel(states, self.head_dim)
         # Kernels are imported late: they import this module, and need packages that may not be there
         if kernel == "compiled":
-            from kvcache_plugins.kernels.compiled_coding import code
+            from kvcache_plugins.kernels.compiled import code
 
             rows = torch.empty(*states.shape[:3], self.row_size, dtype=torch.uint8)
             code("encode_rows", states, rows, positions, self.rope, self)
@@ -161,7 +161,7 @@ class RowTable(RowLayout):
         """Codes rows `[B, H, T, R]` of a table that this has made by `finer` as its own, in their basis."""
         own = rows.new_empty(*rows.shape[:3], self.row_size)
         if choose_coding_kernel(rows, self.head_dim) == "compiled":
-            from kvcache_plugins.kernels.compiled_coding import code
+            from kvcache_plugins.kernels.compiled import code
 
             code("encode_rows", None, own, None, None, self, source=(rows, finer))
         elif not rows.is_meta:
@@ -173,7 +173,7 @@ class RowTable(RowLayout):
         if rows.is_meta:
             return rows.new_empty(*rows.shape[:3], self.head_dim, dtype=torch.float32)
         if choose_coding_kernel(rows, self.head_dim) == "compiled":
-            from kvcache_plugins.kernels.compiled_coding import code
+            from kvcache_plugins.kernels.compiled import code
 
             states = torch.empty(*rows.shape[:3], self.head_dim)
             code("decode_rows", states, rows, positions, self.rope, self)

@@ -20,8 +20,7 @@ from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments
 from kvcache_plugins.codecs.parts import TILE_TOKENS, RowTokens, SinkStates
 from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.compiled_tokens import ChoosingCall, attend_chosen, choose_by_rows
-from kvcache_plugins.kernels.tokens import score_rows
+from kvcache_plugins.kernels.tokens import ChoosingCall, attend_chosen, choose_by_rows, score_rows
 from kvcache_plugins.layers.lazy_layer import LeftPadding
 from kvcache_plugins.layers.packing import RowPacking, States, check_finite
 

@@ -17,9 +17,8 @@ import torch
 from kvcache_plugins.codecs.parts import DensePart, Tile
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.compiled_tokens import ChoosingCall
 from kvcache_plugins.kernels.masks import mask_columns, slice_mask
-from kvcache_plugins.kernels.tokens import attend_staged, choose_rows_kernel
+from kvcache_plugins.kernels.tokens import ChoosingCall, attend_staged, choose_rows_kernel
 from kvcache_plugins.layers.contexts import in_own_context, is_foreign_context
 from kvcache_plugins.layers.lazy_layer import LazyLayer, MaskedTiles, kind_of
 from kvcache_plugins.layers.packing import ResidualBuffer, RowPacking

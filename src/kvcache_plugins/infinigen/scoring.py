@@ -13,8 +13,7 @@ import torch
 
 from kvcache_plugins.codecs.quantization import pack
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.compiled_tokens import ChoosingCall, attend_rows, choose_by_codes
-from kvcache_plugins.kernels.tokens import code_scores
+from kvcache_plugins.kernels.tokens import ChoosingCall, attend_chosen, choose_by_codes, code_scores
 from kvcache_plugins.layers.packing import States
 
 from .pool import TokenPool
@@ -78,7 +77,7 @@ class ScoringStates:
             slots = slots[:, :, : max(int(count.max()), 1)]
             pages, slots = [pool.gather(slots)], torch.arange(slots.shape[2]).expand_as(slots)
         assert call.scale is not None
-        return attend_rows(call.query, pages, slots, count, *newest, call.scale, mask, positions, start)
+        return attend_chosen(call.query, pages, slots, count, *newest, call.scale, mask, start, positions)
 
     def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
         """Multiplies queries `[B, H, G, D]` with the pool's keys, but for what all have in common: `[B, H, G, N]`."""

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
-from kvcache_plugins.kernels.compiled_tokens import ChoiceBounds, choose_heaviest
 from kvcache_plugins.kernels.engine import choose_token_kernel
-from kvcache_plugins.kernels.tokens import largest
+from kvcache_plugins.kernels.tokens import ChoiceBounds, choose_heaviest, largest
 
 from .config import InfiniGenConfig
 

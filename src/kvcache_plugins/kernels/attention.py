@@ -15,14 +15,13 @@ from kvcache_plugins.codecs.codec import Codec
 from kvcache_plugins.codecs.parts import CompressedPart, DensePart, PagedPart, Part
 from kvcache_plugins.codecs.rows import RowCodec
 
+from .compiled import PreparedCall, PreparedCoding
 from .engine import choose_coding_kernel, choose_flash
 from .masks import slice_mask
 from .structs import KINDS, MOST_CHANNELS
 
 
 if TYPE_CHECKING:
-    from .compiled import PreparedCall
-    from .compiled_coding import PreparedCoding
     from .triton import KeptAttention
 
 # Scores that are made at a time, float32
@@ -56,12 +55,10 @@ def attend(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     # Of PyTorch's kernel one after another: a part may come from elsewhere, and not all may fit into memory at once
     given = [] if kernel == "torch" else list(parts)
-    # Kernels are imported late, as they need what may not be there
     if kernel == "compiled" and max(given[0].head_dims) <= MOST_CHANNELS:
-        from .compiled import call_of
-
-        return call_of(query, given, num_key_value_heads, scale).run()
-    # Where nothing is coded PyTorch's own steps are the fast ones
+        own = (query if query.dtype in KINDS else query.float()).contiguous()
+        return PreparedCall(own, given, num_key_value_heads, scale).attend_now(own).to(query.dtype)
+    # Where nothing is coded PyTorch's own steps are the fast ones; Triton is imported late, as it may not be there
     if kernel == "triton" and any(not isinstance(part, DensePart) for part in given):
         from .triton import attend as attend_with_triton
 
@@ -87,16 +84,15 @@ def prepare_tokens(
 
         is_of_groups = any(isinstance(part, CompressedPart) for part in parts)
         return keep_attention(query, parts, num_key_value_heads, scale) if is_of_groups else None
-    from .compiled import call_of
-
-    if max(parts[0].head_dims) > MOST_CHANNELS:
+    if max(parts[0].head_dims) > MOST_CHANNELS or query.dtype not in KINDS:
         return None
-    return call_of(query, parts, num_key_value_heads, query.shape[3] ** -0.5 if scale is None else scale).prepare()
+    call = PreparedCall(query, parts, num_key_value_heads, query.shape[3] ** -0.5 if scale is None else scale)
+    return call if call.is_lasting else None
 
 
 def prepare_coding(
     codec: Codec, older: Codec, states: torch.Tensor, padding: torch.Tensor | None, limit: float
-) -> "PreparedCoding | None":
+) -> PreparedCoding | None:
     """
     Prepares the coding of tokens to come, states `[B, H, any, D]`, as rows behind others, and of such rows as those of
     `older`; `None` if that is not for compiled kernels. Numbers have to be below `limit`.
@@ -107,8 +103,6 @@ def prepare_coding(
     heads = max(table.head_dim for table in tables)
     if choose_coding_kernel(states, heads) != "compiled" or any(table.is_trellis for table in tables):
         return None
-    from .compiled_coding import PreparedCoding
-
     return PreparedCoding(codec, older, padding, limit)
 
 

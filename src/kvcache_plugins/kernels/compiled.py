@@ -1,18 +1,20 @@
-"""Attention of a few queries over all parts of a layer by the C kernels: what `cpu/attention.c` is told.
+"""What the C kernels of `cpu/attention.c` and `cpu/coding.c` are told: attention of a few queries over all parts of a
+layer; rows coded and decoded, keys turned, and channels measured.
 
 A call is made of a query and its parts. It runs once, or is prepared for queries to come: in a model's step whatever
 Python touches comes from memory, so of a prepared call only addresses and one length are written for a token. Of
 tables C takes what is stored, and believes nothing of it but sizes. What belongs to a model is made once: pairs of
 channels and their angles, and bases of keys in the order in which C reads them.
 
-Legend: B batch, H key/value heads, G query heads a key/value head, Q new tokens, D and E channels of keys and values,
-R bytes of a row, P pairs of channels, rounded up to 16.
+Legend: B batch, H key/value heads, G query heads a key/value head, Q new tokens, T tokens, K numbers of a token that
+are coded, D and E channels of keys and values, R bytes of a row, P pairs of channels, rounded up to 16.
 """
 
 import ctypes
 import os
-from collections.abc import Sequence
-from functools import cache, lru_cache
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,12 +27,12 @@ from kvcache_plugins.codecs.groups import CompressedStates
 from kvcache_plugins.codecs.outliers import channel_bits, num_offsets
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, PagedPart, Part
 from kvcache_plugins.codecs.quantization import packed_size
-from kvcache_plugins.codecs.quantizers import MAX_WIDTH, QUANTIZERS
+from kvcache_plugins.codecs.quantizers import BLOCK, MAX_WIDTH, NUM_STATES, QUANTIZERS, state_points, thresholds
 from kvcache_plugins.codecs.rope import START, Positions, RotaryLayout, channels_of
 from kvcache_plugins.codecs.rotation import rotation_size
-from kvcache_plugins.codecs.rows import RowCodec, RowTable, scale_of
+from kvcache_plugins.codecs.rows import KeptRows, RowCodec, RowTable, scale_of
 
-from .library import find_threads, function, level, num_threads
+from .library import find_threads, function, level, num_threads, run
 from .masks import slice_mask
 from .structs import CONSTANTS, KINDS, MOST_CHANNELS, ROWS, STRUCTURES, TILE, Structure, check, make
 
@@ -44,76 +46,81 @@ _NEXT, _ENDED = _TASKS.next.offset // 8, _TASKS.ended.offset // 8
 _QUERY, _RESULT = _CALL.query.offset // 8, _CALL.result.offset // 8
 _LENGTH, _CAPACITY = _PART.length.offset // 8, _EXACT.capacity.offset // 8
 _KEYS, _NEWEST = _EXACT.keys.offset // 8, _EXACT.newest_key.offset // 8
-# As in `rows.c`: tokens from one position to the next that angles are given of, channels that are summed up at a time
-_ANCHOR_TOKENS, _GROUP, _WORD_GROUP = 32 * TILE, 4, 8
-# Tokens of a strip at each level of instructions
-_STRIPS = {"avx2": 32, "avx512": 64}
+# Tiles of positions, whose angles all layers share, at least
+_LEAST_TILES = 64
+# As in `rows.c`: channels that are summed up at a time
+_GROUP, _WORD_GROUP = 4, 8
 _NUM_WIDTHS = MAX_WIDTH + 1
 _ROWS_OF_SIDE = STRUCTURES["RowSide"].arrays["rows"]
+# As in `coding.c`; minima of a step of the search for a trellis are at most so many
+_TASK_TOKENS, _MOST_LANES, _MOST_MINIMA = 128, 16, NUM_STATES // 2
+# As in `coding.h`
+_LEVELS, _ALL_LEVELS = (0, 16, 32, 48, 64, 80, 112), 192
+# Of tables that live
+_TABLES: "WeakKeyDictionary[RowTable, Structure]" = WeakKeyDictionary()
 # Bases of keys and means as `calls.h` has them, of tables that live, by layout and level
 _BASES: "WeakKeyDictionary[Basis, dict[tuple[RotaryLayout, str], dict[str, torch.Tensor]]]" = WeakKeyDictionary()
 # Of states that live, where they are contiguous as they are
 _SIDES: "WeakKeyDictionary[CompressedStates, Structure]" = WeakKeyDictionary()
 
 
-def call_of(query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: float) -> "AttentionCall":
+class LayerParts:
     """
-    Describes attention of queries `[B, H * G, Q, D]` over all parts, exact ones behind the others, to be run or
-    prepared for others; a `ValueError` if parts do not fit each other, or are not what their kernels take them for.
+    Parts of a layer as C is told of them, for queries of a shape `[B, H * G, Q, D]`; a `ValueError` if they do not fit
+    each other, or are not what their kernels take them for.
     """
-    call = AttentionCall(query, num_heads, parts[0].head_dims[1], scale)
-    # The exact part that grows is the last
-    for part in parts:
-        if isinstance(part, CodedPart):
-            call.add_rows(part)
-        elif isinstance(part, PagedPart):
-            call.add_pages(part)
-        elif isinstance(part, CompressedPart):
-            call.add_groups(part)
-        else:
-            call.add_exact(part)
-    return call
 
-
-class AttentionCall:
-    """Attention of queries `[B, H * G, Q, D]` over parts that are added one by one."""
-
-    def __init__(self, query: torch.Tensor, num_heads: int, value_dim: int, scale: float):
-        batch_size, num_query_heads, self.num_queries, head_dim = query.shape
+    def __init__(self, shape: torch.Size, num_heads: int, value_dim: int):
+        batch_size, num_query_heads, _, head_dim = self._shape = shape
         if num_query_heads % num_heads or max(head_dim, value_dim) > MOST_CHANNELS:
             raise ValueError(f"{num_query_heads} query heads of {head_dim} channels over {num_heads} key/value heads")
-        self.query, self.scale, self.groups = query, scale, num_query_heads // num_heads
         self.sizes = {"batch": batch_size, "heads": num_heads, "key_dim": head_dim, "value_dim": value_dim}
         self.parts: list[Structure] = []
         # The last exact tokens, as C is told of them: they may grow in a prepared call
         self.exact: tuple[Structure, DensePart] | None = None
         # Whether any part reads a copy, which does not see what is written into the storage later
-        self._has_copies = False
+        self.has_copies = False
 
-    def run(self) -> torch.Tensor:
-        """Attends over all parts, `[B, H * G, Q, E]`, in the queries' dtype."""
-        query = self.query if self.query.dtype in KINDS else self.query.float()
-        return PreparedCall(self, query).attend_now(query.contiguous()).to(self.query.dtype)
+    def add(self, part: Part) -> None:
+        """Adds a part; the exact one that grows is the last."""
+        mask, lengths, kind = None if isinstance(part, PagedPart) else part.mask, None, "PART_ROWS"
+        if isinstance(part, CodedPart):
+            assert isinstance(part.codec, RowCodec), "only rows of tables have kernels"
+            stored = self.rows_of(part.keys, part.values, part.codec, part.positions, part.length)
+        elif isinstance(part, PagedPart):
+            stored, lengths = self.rows_of(part.keys, part.values, part.codec, START, part.length, part), part.lengths
+            mask = torch.zeros(1, 1, 1, max(part.num_hidden, 2))
+            mask[..., : part.num_hidden] = -torch.inf
+        elif isinstance(part, CompressedPart):
+            stored, kind = self._groups_of(part), "PART_GROUPS"
+        else:
+            stored, kind = self._exact_of(part), "PART_EXACT"
+        if mask is not None:
+            # One column, or more than there are tokens, is not the mask of these tokens as it stands
+            if mask.dim() < 4 or mask.shape[3] == 1 or mask.shape[3] > part.length:
+                mask = slice_mask(mask, 0, part.length)
+                assert mask is not None
+            if mask.dtype == torch.bool:
+                mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+            mask = mask.float().contiguous()
+            if any(size not in (1, most) for size, most in zip(mask.shape[:3], self._shape, strict=False)):
+                raise ValueError(f"a mask of shape {tuple(mask.shape)} for queries {tuple(self._shape)}")
+        fields: dict[str, Any] = {"kind": CONSTANTS[kind], "length": part.length, "lengths": lengths, "mask": mask}
+        if mask is not None:
+            fields["mask_shape"] = tuple(mask.shape)
+        self.parts.append(make("Part", fields, sizes=self.sizes, stored=stored))
 
-    def prepare(self) -> "PreparedCall | None":
-        """Prepares a call for queries to come, over a last part, exact, that grows; `None` if a part is a copy."""
-        if self._has_copies or self.exact is None or self.query.dtype not in KINDS:
-            return None
-        return PreparedCall(self, self.query)
-
-    def add_exact(self, part: DensePart) -> None:
-        """Adds exact tokens."""
+    def _exact_of(self, part: DensePart) -> Structure:
         keys, values = part.keys, part.values
         if keys.dtype is not values.dtype or keys.dtype not in KINDS:
             keys, values = keys.float(), values.float()
-            self._has_copies = True
+            self.has_copies = True
         keys, values, capacity = self._contiguous(keys), self._contiguous(values), max(keys.shape[2], part.length)
         stored = make("Exact", sizes=self.sizes, kind=KINDS[keys.dtype], capacity=capacity, keys=keys, values=values)
         self.exact = stored, DensePart(keys, values, part.length, None)
-        self._add("PART_EXACT", stored, part.length, part.mask)
+        return stored
 
-    def add_groups(self, part: CompressedPart) -> None:
-        """Adds tokens in groups."""
+    def _groups_of(self, part: CompressedPart) -> Structure:
         if part.values.axis == "channel" or part.keys.is_rotated:
             raise ValueError("the compiled kernel takes values in groups of a token, and keys that are not rotated")
         chunks, chunk_length = part.keys.num_chunks, part.keys.chunk_length
@@ -125,51 +132,11 @@ class AttentionCall:
             own = tuple(getattr(side, name) for name in ("batch", "heads", "chunks", "chunk_length", "dim"))
             if own != wanted:
                 raise ValueError(f"compressed keys and values have to be {wanted}, but got {own}")
-        stored = make("Groups", chunks=chunks, chunk_length=chunk_length, keys=keys, values=values)
-        self._add("PART_GROUPS", stored, part.length, part.mask)
-
-    def add_rows(self, part: CodedPart) -> None:
-        """Adds tokens that are rows."""
-        assert isinstance(part.codec, RowCodec), "only rows of tables have kernels"
-        stored = self.rows_of(part.keys, part.values, part.codec, part.positions, part.length)
-        self._add("PART_ROWS", stored, part.length, part.mask)
-
-    def add_pages(self, part: PagedPart) -> None:
-        """Adds rows in pages."""
-        stored = self.rows_of(part.keys, part.values, part.codec, START, part.length, part)
-        hidden = torch.zeros(1, 1, 1, max(part.num_hidden, 2))
-        hidden[..., : part.num_hidden] = -torch.inf
-        self._add("PART_ROWS", stored, part.length, hidden, part.lengths)
-
-    def _add(
-        self,
-        kind: str,
-        stored: Structure,
-        length: int,
-        mask: torch.Tensor | None,
-        lengths: torch.Tensor | None = None,
-    ) -> None:
-        if mask is not None:
-            # One column, or more than there are tokens, is not the mask of these tokens as it stands
-            if mask.dim() < 4 or mask.shape[3] == 1 or mask.shape[3] > length:
-                mask = slice_mask(mask, 0, length)
-                assert mask is not None
-            if mask.dtype == torch.bool:
-                mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-            mask = mask.float().contiguous()
-            allowed = (*self.query.shape[:3],)
-            if any(size not in (1, most) for size, most in zip(mask.shape, allowed, strict=False)):
-                raise ValueError(f"a mask of shape {tuple(mask.shape)} for queries {tuple(self.query.shape)}")
-        own = make(
-            "Part", kind=CONSTANTS[kind], length=length, lengths=lengths, mask=mask, stored=stored, sizes=self.sizes
-        )
-        if mask is not None:
-            own.mask_shape = tuple(mask.shape)
-        self.parts.append(own)
+        return make("Groups", chunks=chunks, chunk_length=chunk_length, keys=keys, values=values)
 
     def _contiguous(self, tensor: torch.Tensor) -> torch.Tensor:
         own = tensor.contiguous()
-        self._has_copies |= own is not tensor
+        self.has_copies |= own is not tensor
         return own
 
     def _side(self, states: CompressedStates) -> Structure:
@@ -195,84 +162,57 @@ class AttentionCall:
     ) -> Structure:
         """Describes tokens that are rows, or rows in pages; without those of values, which may stand elsewhere."""
         keys, values = codec.tables(torch.device("cpu"))
-        layout, sizes = keys.rope, {**self.sizes, "tables": self.sizes["batch"] if keys.basis is None else 1}
+        layout, padding = keys.rope, positions.padding
         assert layout is not None and keys.mean is not None
         if layout.head_dim != self.sizes["key_dim"]:
             raise ValueError(f"a rotary embedding of {layout.head_dim} channels for keys of {self.sizes['key_dim']}")
-        of_keys, of_values, scales, multipliers = _codebook(keys.quantizer)
-        sides = (
-            self._row_side(key_rows, length, keys, of_keys, "key_dim", paged),
-            self._row_side(value_rows, length, values, of_values, "value_dim", paged),
-        )
-        pairs, num_pairs = _pairs(layout)
-        strip = _STRIPS.get(level(), 16)
-        offsets, turn = _strip_angles(layout, strip)
-        count = -(-length // _ANCHOR_TOKENS)
-        fields: dict[str, Any] = {"keys": sides[0], "values": sides[1], "scales": scales, "multipliers": multipliers}
-        fields |= {"num_pairs": num_pairs, "num_anchors": count, "all_pairs": len(pairs), "strip": strip}
-        fields |= {
-            "pairs": pairs,
-            "offsets": offsets,
-            "turn": turn,
-            "anchors": self._anchors(layout, positions, count),
-        }
-        if values.mean is not None:
-            fields["value_mean"] = self._contiguous(values.mean)
-        if keys.basis is None:
-            assert keys.order is not None and keys.deviation is not None and values.deviation is not None
-            fields |= {"order": self._contiguous(keys.order), "is_wide": keys.order.dtype != torch.uint8}
-            fields |= {"mean": self._contiguous(keys.mean), "deviation": self._contiguous(keys.deviation)}
-            fields |= {"value_deviation": self._contiguous(values.deviation)}
-            fields |= {"rotation": rotation_size(values.head_dim)}
-        else:
-            assert values.basis is not None
-            fields |= {"num_components": keys.num_coded, **_key_basis(keys.basis, keys.mean, layout)}
-            fields |= {"value_basis": values.basis.vectors, "value_steps": values.basis.steps}
-            fields |= {"value_factors": values.basis.factors}
+        rotary = rotary_of(layout, positions.first + length)
+        sizes = {**self.sizes, "all_pairs": rotary.all_pairs, "num_components": keys.num_coded}
+        fields: dict[str, Any] = {"rotary": rotary, "first_position": positions.first}
+        fields["keys"] = self._row_side(key_rows, length, keys, "key_dim", paged)
+        fields["values"] = self._row_side(value_rows, length, values, "value_dim", paged)
+        if padding is not None:
+            fields["padding"] = padding.cpu().long().contiguous()
+        assert (keys.basis is None) == (values.basis is None) and (keys.basis or keys.order) is not None
+        if keys.basis is not None:
+            fields |= _key_basis(keys.basis, keys.mean, layout)
         return make("Rows", fields, sizes=sizes)
 
     def _row_side(
-        self,
-        rows: torch.Tensor | None,
-        length: int,
-        table: RowTable,
-        coefficients: torch.Tensor,
-        dim_name: str,
-        paged: PagedPart | None,
+        self, rows: torch.Tensor | None, length: int, table: RowTable, dim_name: str, paged: PagedPart | None
     ) -> Structure:
-        fields: dict[str, Any] = {}
+        fields: dict[str, Any] = {"table": table_of(table, self.sizes["batch"]), "size": table.row_size}
+        described, dim = fields["table"], self.sizes[dim_name]
+        self.has_copies |= _TABLES.get(table) is not described
         if paged is not None and rows is not None:
-            fields, rows = _page_fields(rows, paged, self.sizes["heads"], table.row_size), None
-        widths, dim = self._contiguous(table.widths), self.sizes[dim_name]
-        rows, blocks = None if rows is None else self._contiguous(rows), widths.shape[2]
-        capacity, size = (length, table.row_size) if rows is None else rows.shape[2:]
+            fields, rows = {**fields, **_page_fields(rows, paged, self.sizes["heads"], table.row_size)}, None
+        rows = None if rows is None else self._contiguous(rows)
+        capacity = length if rows is None else rows.shape[2]
         if (
             capacity < length
-            or not 0 < size <= MOST_CHANNELS + 1
-            or table.head_dim != dim
-            or 8 * (blocks - 1) >= dim
+            or not 0 < table.row_size <= MOST_CHANNELS + 1
+            or (described.heads, described.channels) != (self.sizes["heads"], dim)
             # Only components may be fewer than channels
-            or (table.basis is None and 8 * blocks < dim)
+            or not 0 < described.dim <= dim
+            or (table.basis is None and described.dim < dim)
         ):
-            raise ValueError(f"{length} rows of {size} bytes in blocks {tuple(widths.shape)} of {dim} channels")
-        fields |= {"rows": rows, "capacity": capacity, "size": size, "widths": widths, "blocks": blocks}
-        fields |= {"tables": self.sizes["batch"] if table.basis is None else 1, "coefficients": coefficients}
-        return make("RowSide", fields, sizes=self.sizes)
-
-    def _anchors(self, layout: RotaryLayout, positions: Positions, count: int) -> torch.Tensor:
-        start, padding = positions.first, positions.padding
-        if padding is None:
-            return _shared_anchors(layout, start, count).expand(self.sizes["batch"], -1, -1, -1).contiguous()
-        first = start - padding.cpu().long()
-        return _angles_at(layout, first[:, None] + torch.arange(count) * _ANCHOR_TOKENS).contiguous()
+            own = described.heads, described.channels, described.dim
+            raise ValueError(f"{length} rows of {table.row_size} bytes and a table of {own} for {dim} channels")
+        return make("RowSide", fields, sizes=self.sizes, rows=rows, capacity=capacity)
 
 
 class TokenWriter:
     """Calls that write the newest token behind the others, if it is of the shapes and dtype that they are made for."""
 
-    _newest_shapes: tuple[torch.Size, torch.Size]
-    _exact_dtype: torch.dtype
     _accepted: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __init__(self, sizes: Mapping[str, int], dtype: torch.dtype | None, scale: float):
+        # What exact keys and values are, `[B, H, any, D or E]`, of the dtype, and where they are as C knows it
+        one, dims, self._exact_dtype = (sizes["batch"], sizes["heads"]), (sizes["key_dim"], sizes["value_dim"]), dtype
+        self._kind = tuple((*one, dim, dtype, True) for dim in dims)
+        self._newest_shapes = tuple(torch.Size((*one, 1, dim)) for dim in dims)
+        self._storage: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._capacity, self._scale, self._threads, self._origin = 0, scale, num_threads(), threads_now()
 
     def accept(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Checks key and value `[B, H, 1, D or E]` of a token that `attend` is to write; `None` if it cannot."""
@@ -290,51 +230,47 @@ class TokenWriter:
 
 
 class PreparedCall(TokenWriter):
-    """A call for queries of the shape and dtype of `query`, over parts of which only the last, exact one may grow."""
+    """
+    Attention of queries `[B, H * G, Q, D]` over all parts, exact ones behind the others: of these, or of others
+    of their shape and dtype, if only the last part, exact, may grow and none is a copy (`is_lasting`).
+    """
 
-    def __init__(self, call: AttentionCall, query: torch.Tensor):
-        parts = (_PART * len(call.parts))(*call.parts)
-        self._alive, self._parts = (call, parts), parts
-        self._shape, self._dtype, self._scale = query.shape, query.dtype, call.scale
-        self._threads = num_threads()
-        # What that was of
-        self._origin = torch.get_num_threads(), os.getpid()
-        sizes = self._sizes = call.sizes
-        rows = call.groups * call.num_queries
-        units = sizes["batch"] * sizes["heads"] * -(-rows // ROWS)
-        tiles = sum(-(-part.length // TILE) for part in parts)
+    def __init__(self, query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: float):
+        told = LayerParts(query.shape, num_heads, parts[0].head_dims[1])
+        for part in parts:
+            told.add(part)
+        super().__init__(told.sizes, None if told.exact is None else told.exact[1].keys.dtype, scale)
+        self.is_lasting = told.exact is not None and not told.has_copies
+        sizes, self._parts = told.sizes, (_PART * len(told.parts))(*told.parts)
+        self._alive, self._shape, self._dtype, self._sizes = told, query.shape, query.dtype, sizes
+        groups, num_queries = query.shape[1] // num_heads, query.shape[2]
+        units = query.shape[0] * num_heads * -(-groups * num_queries // ROWS)
+        tiles = sum(-(-part.length // TILE) for part in self._parts)
         wanted = -(-self._threads * _TASKS_PER_THREAD // units) if self._threads > 1 else 1
         runs = max(min(wanted, tiles // _MIN_TILES_PER_TASK), 1)
         self._call = make(
             "Call",
-            {name: sizes[name] for name in ("batch", "heads", "key_dim", "value_dim")},
-            {"groups": call.groups, "queries": call.num_queries, "runs": runs, "states_kind": KINDS[query.dtype]},
-            {"scale": call.scale, "num_parts": len(parts), "parts": ctypes.addressof(parts)},
+            {**sizes, "groups": groups, "queries": num_queries, "runs": runs, "states_kind": KINDS[query.dtype]},
+            {"scale": scale, "num_parts": len(self._parts), "parts": ctypes.addressof(self._parts)},
         )
         self._call.tasks.count = units * runs
         self._kernel, self._address = function("attend"), self._call.address
         # Written as numbers, in a third of the time that fields of structures take
-        self._numbers, self._last = as_numbers(self._call), as_numbers(parts[-1])
+        self._numbers, self._last = as_numbers(self._call), as_numbers(self._parts[-1])
         self._running = min(self._threads, units * runs)
-        self._result_shape = query.shape[0], query.shape[1], call.num_queries, sizes["value_dim"]
+        self._result_shape = *query.shape[:3], sizes["value_dim"]
         self._is_like_query = self._result_shape == query.shape
         if runs > 1:
             self._partial = torch.empty(units * runs * ROWS * (sizes["value_dim"] + 2))
             self._call.partial = self._partial.data_ptr()
-        # Rows that may be others later: the words of their parts, what they are of, and angles of their positions
+        # Rows that may be others later: the words of their parts, and what they are of
         self._rows: list[list[Any]] = [
-            [own.given["stored"], as_numbers(part), None, None]
-            for own, part in zip(call.parts[:-1], parts, strict=False)
+            [own.given["stored"], as_numbers(part), None]
+            for own, part in zip(told.parts[:-1], self._parts, strict=False)
             if own.kind == CONSTANTS["PART_ROWS"]
         ]
-        if call.exact is not None:
-            stored, exact = call.exact
-            self._exact = as_numbers(stored)
-            self._kind = kind_of_tokens(exact.keys), kind_of_tokens(exact.values)
-            self._storage: tuple[torch.Tensor, torch.Tensor] | None = None
-            self._capacity, self._exact_dtype = 0, exact.keys.dtype
-            one = sizes["batch"], sizes["heads"], 1
-            self._newest_shapes = torch.Size((*one, sizes["key_dim"])), torch.Size((*one, sizes["value_dim"]))
+        if told.exact is not None:
+            self._exact = as_numbers(told.exact[0])
 
     def extend(self, parts: Sequence[CodedPart]) -> bool:
         """
@@ -344,8 +280,9 @@ class PreparedCall(TokenWriter):
         if not 0 < len(parts) <= len(self._rows):
             return False
         for known, part in zip(self._rows[-len(parts) :], parts, strict=True):
-            rows, words, before, _ = known
-            if part.length > rows.num_anchors * _ANCHOR_TOKENS:
+            (rows, words, before), positions = known, part.positions
+            most = rows.given["rotary"].tiles * TILE
+            if positions.first + part.length > most or positions.padding is not rows.given.get("padding"):
                 return False
             if not part.length <= part.keys.shape[2] == part.values.shape[2]:
                 return False
@@ -353,11 +290,7 @@ class PreparedCall(TokenWriter):
                 for side, own in ((rows.keys, part.keys), (rows.values, part.values)):
                     sizes = {**self._sizes, "capacity": own.shape[2], "size": side.size}
                     side.rows, side.capacity = check("rows", own, _ROWS_OF_SIDE, sizes), own.shape[2]
-            if before is None or part.positions.first != before.positions.first:
-                assert isinstance(part.codec, RowCodec)
-                known[3] = self._alive[0]._anchors(part.codec.rope, part.positions, rows.num_anchors)
-                rows.anchors = known[3].data_ptr()
-            known[2], words[_LENGTH] = part, part.length
+            known[2], words[_LENGTH], rows.first_position = part, part.length, positions.first
         return True
 
     def attend(
@@ -390,7 +323,7 @@ class PreparedCall(TokenWriter):
             or query.shape != self._shape
             or not query.is_cpu
             or (query.shape[3] ** -0.5 if scale is None else scale) != self._scale
-            or (torch.get_num_threads(), os.getpid()) != self._origin
+            or threads_now() != self._origin
         ):
             return None
         stored = self._exact
@@ -425,16 +358,21 @@ class PreparedCall(TokenWriter):
         return result
 
 
+def threads_now() -> tuple[int, int]:
+    """Tells what a call's number of threads depends on."""
+    return torch.get_num_threads(), os.getpid()
+
+
 def as_numbers(structure: ctypes.Structure) -> "memoryview[int]":
     """Shows a structure as words of 64 bits, which are written in a third of the time that its fields take."""
     return memoryview(structure).cast("B").cast("q")
 
 
 def places(name: str) -> SimpleNamespace:
-    """Finds the words of a structure that its fields are, `next` of its tasks and `window_length` among them."""
+    """Finds the words of a structure that its fields are, those of its tasks and `window_length` among them."""
     kind = STRUCTURES[name]
     places = {field: getattr(kind, field).offset // 8 for field, *_ in kind._fields_}
-    places["next"] = places["tasks"]
+    places["next"], places["count"] = places["tasks"], places["tasks"] + 1
     if "window" in places:
         places["window_length"] = places["window"]
     return SimpleNamespace(**places)
@@ -487,21 +425,30 @@ def _page_fields(rows: torch.Tensor, part: PagedPart, num_heads: int, row_size: 
     return {**fields, "page_start": start, "page_stride": stride}
 
 
+def rotary_of(layout: RotaryLayout, stop: int) -> Structure:
+    """Describes a rotary embedding of positions before `stop`, and many more; and as many below 0, for padding."""
+    return _rotary(layout, max(2 ** (stop // TILE).bit_length(), _LEAST_TILES))
+
+
 @cache
-def _pairs(layout: RotaryLayout) -> tuple[torch.Tensor, int]:
-    """Pairs of channels that are turned together `[P, 2]`, int32, -1 for none; and how many there are."""
+def _rotary(layout: RotaryLayout, tiles: int) -> Structure:
+    with torch.inference_mode(False):
+        pairs, num_turned, num_pairs = _pairs(layout)
+        near, far = (_angles_at(layout, torch.arange(count) * step) for count, step in ((TILE, 1), (tiles, TILE)))
+        places = F.pad(near.permute(2, 1, 0), (0, CONSTANTS["ANGLES"] - TILE)).contiguous()
+    counts = {"num_turned": num_turned, "num_pairs": num_pairs, "all_pairs": len(pairs), "tiles": tiles}
+    return make("Rotary", counts, pairs=pairs, near=near, far=far, places=places)
+
+
+@cache
+def _pairs(layout: RotaryLayout) -> tuple[torch.Tensor, int, int]:
+    """Pairs of channels `[P, 2]`, int32, -1 for none; and how many are turned, and how many there are."""
     partners = channels_of(layout, torch.device("cpu"))[0].tolist()
     pairs = [[channel, other] for channel, other in enumerate(partners) if other > channel]
+    num_turned, alone = len(pairs), [channel for channel, other in enumerate(partners) if other == channel]
     # Those that are not turned share pairs whose angles are 0
-    alone = [channel for channel, other in enumerate(partners) if other == channel]
     pairs += [[*alone[i : i + 2], -1][:2] for i in range(0, len(alone), 2)]
-    return torch.tensor(pairs + [[-1, -1]] * (-len(pairs) % 16), dtype=torch.int32), len(pairs)
-
-
-@cache
-def angles_by_tile(layout: RotaryLayout, num_tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes angles `[TILE, 2, P]` of places in a tile, and `[tiles, 2, P]` of the first positions of tiles."""
-    return _angles_at(layout, torch.arange(TILE)), _angles_at(layout, torch.arange(num_tiles) * TILE)
+    return torch.tensor(pairs + [[-1, -1]] * (-len(pairs) % 16), dtype=torch.int32), num_turned, len(pairs)
 
 
 def _angles_at(layout: RotaryLayout, positions: torch.Tensor) -> torch.Tensor:
@@ -512,30 +459,75 @@ def _angles_at(layout: RotaryLayout, positions: torch.Tensor) -> torch.Tensor:
     return torch.stack([angles.cos(), angles.sin()], dim=-2).float()
 
 
+def table_of(table: RowTable, batch_size: int) -> Structure:
+    """Describes a table for tokens of so many sequences, and keeps that while the table lives."""
+    found = _TABLES.get(table)
+    if found is not None and found.batch == batch_size:
+        return found
+    num_heads, num_coded, basis = table.widths.shape[1], table.num_coded, table.basis
+    fields: dict[str, Any] = {"batch": batch_size, "heads": num_heads, "dim": num_coded, "row_size": table.row_size}
+    fields |= {"is_trellis": table.is_trellis, "is_weighted": table.is_weighted}
+    fields |= {"by_energy": table.by_energy, "refits": table.num_refits, "blocks": -(-num_coded // BLOCK)}
+    fields |= {"rotation": rotation_size(table.head_dim) if table.is_rotated else 1, "channels": table.head_dim}
+    if table.order is not None:
+        fields |= {"order": table.order.contiguous(), "order_size": table.order.element_size()}
+    widths, mean = table.widths, table.mean
+    if basis is not None:
+        # Of a model's tables there is one for all sequences
+        widths, mean = widths.expand(batch_size, -1, -1), None if mean is None else mean.expand(batch_size, -1, -1)
+        fields |= {"basis": basis.vectors, "inverse": basis.inverse, "steps": basis.steps, "factors": basis.factors}
+    if mean is not None:
+        fields["mean"] = mean.contiguous()
+    deviation = table.deviation
+    if deviation is None:
+        deviation = torch.ones(batch_size, num_heads, 1, dtype=torch.float16)
+    fields |= {"deviation": deviation.contiguous(), "deviations": num_coded if deviation.shape[2] > 1 else 1}
+    fields |= {"widths": widths.contiguous(), "codebook": _codebook(table.quantizer, table.is_weighted)}
+    found = make("Table", fields)
+    # A copy would not see what is written into a table for another sequence
+    for own in () if basis is not None else (table.order, table.mean, table.deviation, table.widths):
+        if own is not None and not own.is_contiguous():
+            return found
+    _TABLES[table] = found
+    return found
+
+
 @cache
-def _strip_angles(layout: RotaryLayout, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Angles of the offsets in a strip of `size` tokens, `[P, 2, size]`, and of its length, `[2, P]`."""
-    angles = _angles_at(layout, torch.arange(size + 1))
-    return angles[:-1].permute(2, 1, 0).contiguous(), angles[-1].contiguous()
+def _codebook(quantizer: str, is_weighted: bool) -> torch.Tensor:
+    """Makes `Codebook` of `coding.h`."""
+    with torch.inference_mode(False):
+        own, count = QUANTIZERS[quantizer], len(QUANTIZERS[quantizer].distortions)
+        coefficients, multipliers = torch.zeros(_NUM_WIDTHS, 4), torch.zeros(_NUM_WIDTHS, dtype=torch.int32)
+        coefficients[:count, :3] = torch.tensor(own.coefficients)
+        coefficients[:count, 3] = 1 if is_weighted else own.gains()
+        if quantizer == "trellis":
+            multipliers[:count] = torch.tensor(own.multipliers)
+        bounds = torch.zeros(_NUM_WIDTHS, _ALL_LEVELS)
+        for width in range(1, _NUM_WIDTHS):
+            half = 2 ** (width - 1)
+            bounds[width] = _by_levels(thresholds(bounds.device)[width, half : 2 * half - 1])
+        halfway = torch.exp2((torch.arange(16, dtype=torch.float64) + 0.5) / 16).float()
+        scale_bounds = _by_levels(halfway[:15])
+        scale_bounds[15] = halfway[15]
+        points = state_points(bounds.device)
+        parts = (
+            bounds,
+            scale_bounds,
+            scale_of(torch.arange(256)),
+            coefficients,
+            points,
+            multipliers.view(torch.float32),
+        )
+        return torch.cat([part.flatten() for part in parts])
 
 
-# Layers of a model ask for the same
-@lru_cache(maxsize=64)
-def _shared_anchors(layout: RotaryLayout, start: int, count: int) -> torch.Tensor:
-    return _angles_at(layout, start + torch.arange(count) * _ANCHOR_TOKENS)[None]
-
-
-@cache
-def _codebook(quantizer: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Coefficients of the points of keys and of values, the scales of all bytes, and multipliers of states."""
-    coefficients, multipliers = torch.zeros(_NUM_WIDTHS, 3), torch.zeros(_NUM_WIDTHS, dtype=torch.int64)
-    own, count = QUANTIZERS[quantizer], len(QUANTIZERS[quantizer].distortions)
-    coefficients[:count] = torch.tensor(own.coefficients)
-    if quantizer == "trellis":
-        multipliers[:count] = torch.tensor(own.multipliers)
-    of_values = coefficients.clone()
-    of_values[:count] *= own.gains()[:, None]
-    return coefficients, of_values, scale_of(torch.arange(256)).contiguous(), multipliers
+def _by_levels(bounds: torch.Tensor) -> torch.Tensor:
+    """Orders bounds, one less than a power of two in number, as a search by halves meets them."""
+    levels, placed = len(bounds).bit_length(), torch.zeros(_ALL_LEVELS)
+    for depth in range(levels):
+        first = 2 ** (levels - 1 - depth)
+        placed[_LEVELS[depth] : _LEVELS[depth] + 2**depth] = bounds[first - 1 :: 2 * first]
+    return placed
 
 
 def _key_basis(basis: Basis, mean: torch.Tensor, layout: RotaryLayout) -> dict[str, torch.Tensor]:
@@ -559,3 +551,184 @@ def _key_basis(basis: Basis, mean: torch.Tensor, layout: RotaryLayout) -> dict[s
             own[key] = {"key_basis": vectors}
         own[key]["key_mean"] = (mean[0].float()[:, channels] * has_channel).unflatten(1, (-1, 2)).contiguous()
     return own[key]
+
+
+_CODING, _AT_CODING = STRUCTURES["Coding"], places("Coding")
+
+
+@torch.compiler.disable
+def code(
+    name: str,
+    states: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    positions: Positions | None,
+    layout: RotaryLayout | None,
+    table: RowTable | None = None,
+    *,
+    source: tuple[torch.Tensor, RowTable] | None = None,
+    is_run: bool = True,
+    **others: Any,
+) -> Structure:
+    """
+    Runs one of the kernels of `coding.c`, `"encode_rows"`, `"decode_rows"`, `"turn_states"` or `"measure_channels"`,
+    or only describes the call if it is not `is_run`; a `ValueError` if tensors do not fit each other or the table.
+
+    Args:
+        states (`torch.Tensor` of shape `[B, H, T, D]`, *optional*): states of any floating dtype, of which
+            `"decode_rows"` writes float32.
+        rows (`torch.Tensor` of shape `[B, H, T, R]`, *optional*): rows, written by `"encode_rows"`.
+        positions (`Positions`, *optional*): of the tokens; without them keys are left as they are before RoPE.
+        source (`torch.Tensor` of shape `[B, H, T, R]` and `RowTable`, *optional*): rows of a finer table, which are
+            coded instead of states.
+        **others: what the kernel writes and reads besides, by field.
+    """
+    threads = None
+    fields: dict[str, Any] = {"is_back": name != "decode_rows", "rows": rows, **others}
+    if source is not None:
+        own, finer = source[0].contiguous(), source[1]
+        shape = torch.Size((*own.shape[:3], finer.head_dim))
+        of_source = {**_sizes_of(shape), "rows": own, "capacity": shape[2], "table": table_of(finer, shape[0])}
+        fields["source"] = make("Coding", of_source, sizes={"row_size": finer.row_size})
+    else:
+        assert states is not None
+        shape = states.shape
+        if name == "decode_rows":
+            assert rows is not None
+            fields |= {"rows": rows.contiguous(), "result": states}
+        else:
+            states = states if states.dtype in KINDS else states.float()
+            states = states if states.stride(3) == 1 and states.is_cpu else states.cpu().contiguous()
+            fields |= {"states": states.data_ptr(), "strides": states.stride()[:3], "kind": KINDS[states.dtype]}
+    fields["capacity"] = 0 if rows is None else rows.shape[2]
+    if positions is not None and layout is not None and layout.frequencies:
+        if layout.head_dim != shape[3]:
+            raise ValueError(f"keys of {shape[3]} channels, a rotary embedding of {layout.head_dim}")
+        padding = None if positions.padding is None else positions.padding.long().contiguous()
+        rotary = rotary_of(layout, positions.first + shape[2])
+        fields |= {"rotary": rotary, "start": positions.first, "padding": padding}
+    sizes = {}
+    if table is not None:
+        sizes["row_size"], described = table.row_size, table_of(table, shape[0])
+        if (described.heads, described.channels) != (shape[1], shape[3]):
+            wanted = f"{described.heads} of {described.channels}"
+            raise ValueError(f"`states` of {shape[1]} heads of {shape[3]}, a table of {wanted}")
+        fields["table"] = described
+        if table.is_trellis and name == "encode_rows":
+            threads = num_threads()
+            size = (described.blocks * BLOCK * _MOST_MINIMA + 1) * _MOST_LANES
+            fields |= {"scratch": torch.empty(threads, size), "threads": threads, "scratch_size": size}
+    if shape[3] > MOST_CHANNELS:
+        raise ValueError(f"at most {MOST_CHANNELS} channels are coded, but got {shape[3]}")
+    call = make("Coding", {**fields, **_sizes_of(shape)}, sizes=sizes)
+    # A copy of them may be this call's alone
+    call.alive = call.alive, states
+    # Of so many tokens, which are counted from the start of a tile; channels are measured of all
+    count = shape[0] * shape[1]
+    if name != "measure_channels":
+        count *= -(-(shape[2] + TILE - 1) // _TASK_TOKENS)
+    if is_run:
+        run(name, call, count, threads)
+    return call
+
+
+def _sizes_of(shape: torch.Size) -> dict[str, int]:
+    return dict(zip(("batch", "heads", "tokens", "channels"), shape, strict=True))
+
+
+class PreparedCoding:
+    """
+    Codes tokens of a buffer as rows behind others, as often as it is full, and rows of those that are finer as older
+    ones: what stays the same is checked once.
+
+    Args:
+        codec, older (`RowCodec`): whose rows tokens become, of scalar quantizers, and whose rows these become.
+        limit (`float`): what all numbers have to be below.
+    """
+
+    def __init__(self, codec: RowCodec, older: RowCodec, padding: torch.Tensor | None, limit: float):
+        self.codec, self.padding, self._limit = codec, padding, limit
+        self._tables, self._older = codec.tables(), older.tables()
+        self._states: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._most = 0
+
+    def append(
+        self,
+        states: tuple[torch.Tensor, torch.Tensor],
+        count: int,
+        start: int,
+        kept: KeptRows,
+        num_left: int = 0,
+        older: KeptRows | None = None,
+    ) -> list[torch.Tensor] | None:
+        """
+        Codes `count` tokens, the first of which has the index `start`, behind rows that are `kept`, and all rows in
+        front of these behind `older` ones.
+
+        Args:
+            states (two `torch.Tensor` of shape `[B, H, at least T, D]`, contiguous): keys and values, as storage that
+                they are in time and again; `num_left` of them, behind those that are coded, move to the front.
+
+        Returns:
+            `list[torch.Tensor]`: storage of rows of keys and of values, and of older ones. `None` if tokens cannot be
+            stored, of which `RowTable.encode` and whoever calls it say more: nothing has changed then.
+
+        Raises:
+            ValueError: if anything does not fit the tables, or is not where it should be.
+        """
+        if states is not self._states or start + count >= self._most:
+            self._prepare(states, count, start, kept)
+        if count + num_left > min(each.shape[2] for each in states):
+            raise ValueError(f"{count} tokens and {num_left} behind them of {[tuple(each.shape) for each in states]}")
+        made = [self._place(number, each, kept, count) for number, each in enumerate(kept.rows)]
+        for words in self._words[:2]:
+            words[_AT_CODING.start] = start
+        if older is not None:
+            made += [self._place(2 + number, each, older, kept.first) for number, each in enumerate(older.rows)]
+            for words, rows in zip(self._sources, kept.rows, strict=True):
+                words[_AT_CODING.rows], words[_AT_CODING.capacity] = rows.data_ptr(), rows.shape[2]
+        call = self._call
+        call.left, call.is_unfit, call.tasks.next, call.tasks.ended = num_left, 0, 0, 0
+        run("append_rows", call, len(made) * self._num_matrices)
+        return None if call.is_unfit else made
+
+    def _prepare(self, states: tuple[torch.Tensor, torch.Tensor], count: int, start: int, kept: KeptRows) -> None:
+        for each in states:
+            if not each.is_contiguous() or not each.is_cpu or each.dtype not in KINDS:
+                raise ValueError(f"tokens in {each.dtype}, strides {each.stride()}, on {each.device}")
+        where: dict[str, Any] = {"positions": Positions(start, self.padding), "limit": self._limit, "is_run": False}
+        calls = [
+            code("encode_rows", own[:, :, :count], None, layout=table.rope, table=table, **where)
+            for own, table in zip(states, self._tables, strict=True)
+        ]
+        for own, table, finer in zip(kept.rows, self._older, self._tables, strict=True):
+            calls.append(code("encode_rows", None, None, None, None, table, source=(own, finer), is_run=False))
+        codings = (_CODING * len(calls))(*calls)
+        self._sources = [as_numbers(call.given["source"]) for call in calls[2:]]
+        # Positions up to here have angles
+        rotary = calls[0].given.get("rotary")
+        self._most = sys.maxsize if rotary is None else rotary.tiles * TILE
+        self._words, self._known = list(map(as_numbers, codings)), [call.given for call in calls]
+        self._call = make("Appended", codings=ctypes.addressof(codings))
+        self._call.alive, self._states = (codings, calls), states
+        self._num_matrices = states[0].shape[0] * states[0].shape[1]
+        self._rows: list[torch.Tensor | None] = [None] * len(calls)
+
+    def _place(self, number: int, rows: torch.Tensor, kept: KeptRows, count: int) -> torch.Tensor:
+        """Has rows be written behind those that stay, in other storage if there is to be more or less of it."""
+        words, capacity = self._words[number], kept.capacity
+        if rows is not self._rows[number]:
+            check("rows", rows, _CODING.arrays["rows"], {**self._known[number], "capacity": rows.shape[2]})
+        end = kept.first + kept.length
+        if not (0 <= kept.first <= end <= rows.shape[2] and kept.length + count <= capacity and 0 < count <= TILE):
+            raise ValueError(f"{count} tokens behind rows {kept.first} to {end} of {rows.shape[2]} in {capacity}")
+        storage = rows
+        if kept.first or capacity != rows.shape[2]:
+            # Which can be written to outside of inference mode, too
+            with torch.inference_mode(False):
+                storage = torch.empty((*rows.shape[:2], capacity, rows.shape[3]), dtype=torch.uint8)
+            words[_AT_CODING.moved_capacity], words[_AT_CODING.moved_first] = rows.shape[2], kept.first
+        words[_AT_CODING.moved] = 0 if storage is rows else rows.data_ptr()
+        words[_AT_CODING.rows], words[_AT_CODING.capacity] = storage.data_ptr(), capacity
+        words[_AT_CODING.used], words[_AT_CODING.tokens], words[_AT_CODING.is_unfit] = kept.length, count, 0
+        self._rows[number] = storage
+        return storage

@@ -157,9 +157,7 @@ def check(name: str, tensor: torch.Tensor, array: Array, known: Mapping[str, Any
     dtypes, shape = array.dtypes, eval(array.shape, _NAMES, known)
     fits = tensor.shape == shape
     if not fits and tensor.dim() == len(shape):
-        fits = True
-        for size, own in zip(shape, tensor.shape, strict=True):
-            fits &= size is None or size == own
+        fits = all(size is None or size == own for size, own in zip(shape, tensor.shape, strict=True))
     if not fits or (dtypes and tensor.dtype not in dtypes) or not tensor.is_cpu or not tensor.is_contiguous():
         wanted = " x ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(

@@ -1,25 +1,41 @@
-"""Kernels of a decode step that attends to some of its tokens: scores of all of them from codes, the best of them,
-attention over their rows, and copies of them.
+"""Kernels of a decode step that attends to some of its tokens: scores of all of them, the best of them, attention over
+their rows, and copies of them.
 
 On a CPU that is C: codes never become floats in memory, what is too small to be chosen is not sorted, and rows are
-read where they stand. Scores have a kernel for GPUs too; rows are in host memory and have to be brought there first,
-which is the cache's own business.
+read where they stand. What is said of stored tokens is checked once and kept beside them: in a model's step all that
+is touched comes from memory. Scores have a kernel for GPUs too; rows are in host memory and have to be brought there
+first, which is the cache's own business.
 
-Legend: B batch, H key/value heads, G query heads a key/value head, D and E head dims of keys and values, N tokens with
-codes, P bytes of a token's codes, K slots, W tokens of the window.
+Legend: B batch, H key/value heads, G query heads a key/value head, D and E head dims of keys and values, T tokens, N
+tokens with codes, P bytes of a token's codes, R bytes of a row, K slots, W tokens of the window.
 """
 
+import mmap
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
-from kvcache_plugins.codecs.parts import TILE_TOKENS, RowTokens
-from kvcache_plugins.files.mapped_files import release
+from kvcache_plugins.codecs.parts import TILE_TOKENS, RowTokens, SinkStates
+from kvcache_plugins.codecs.quantization import packed_size
+from kvcache_plugins.files.mapped_files import address_of_advise, release
 
+from .compiled import LayerParts, TokenWriter, as_numbers, kind_of_tokens, places, threads_now
 from .engine import choose_token_kernel
-from .structs import KINDS, MOST_CHANNELS
+from .library import find_threads, function, num_threads, run
+from .structs import KINDS, MOST_CHANNELS, ROWS, TILE, Structure, make
 
 
+_MOST_LANES = 16
+# Tokens of a task that scores
+_TOKENS_PER_TASK = 2048
+# Of keys and tokens that live
+_TOKENS: "WeakKeyDictionary[RowTokens, Structure]" = WeakKeyDictionary()
+
+
+@torch.compiler.disable
 def code_scores(
     query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, length: int, nbits: int
 ) -> torch.Tensor:
@@ -38,13 +54,15 @@ def code_scores(
         `torch.Tensor` of shape `[B, H, G, N]`, float32.
     """
     kernel, _ = choose_token_kernel(query)
-    # Kernels are imported late, as they need what may not be there
     if kernel == "compiled" and query.shape[3] <= MOST_CHANNELS:
-        from .compiled_tokens import code_scores as compiled_scores
-
-        return compiled_scores(query, codes, scale, length, nbits)
+        scores = torch.empty((*query.shape[:3], length))
+        fields = _code_fields(query, codes, scale, length, nbits)
+        call = make("Choice", fields, query=query.float().contiguous(), scores=scores, scale=1.0)
+        run("code_scores", call, _num_units(query) * call.runs)
+        return scores
     codes, scale = codes[:, :, :length], scale[:, :, :length]
     if kernel == "triton":
+        # Imported late, as it may not be there
         from kvcache_plugins.triton_kernels.scores import score_codes
 
         # Triton launches on the current device, which need not be that of a model's layer
@@ -65,6 +83,26 @@ def _code_scores(query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, 
     return (products - offset) * scale[:, :, None].to(query.dtype)
 
 
+def _code_fields(
+    query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, length: int, nbits: int, least: int = 0
+) -> dict[str, Any]:
+    """Checks that codes of D channels in P bytes are what integer products take, `least` tokens or more."""
+    capacity, width, head_dim = codes.shape[2], codes.shape[3], query.shape[3]
+    if nbits not in (2, 4, 8) or head_dim > MOST_CHANNELS or width != packed_size(head_dim, nbits):
+        raise ValueError(
+            f"{width} bytes of codes of {head_dim} channels in `nbits` {nbits}, which has to be 2, 4 or 8"
+        )
+    if not least <= length <= capacity:
+        raise ValueError(f"`length` has to be from {least} to {capacity}, but got {length}")
+    fields = {**_scoring_fields(query, length), "fields": 8 // nbits, "width": width, "capacity": capacity}
+    return {**fields, "codes": codes.contiguous(), "code_scales": scale.contiguous()}
+
+
+def _scoring_fields(query: torch.Tensor, length: int) -> dict[str, Any]:
+    return {**_sizes_of(query), "length": length, "runs": max(-(-length // _TOKENS_PER_TASK), 1)}
+
+
+@torch.compiler.disable
 def score_rows(query: torch.Tensor, tokens: RowTokens) -> torch.Tensor:
     """
     Multiplies queries `[B, H, G, D]`, float32, with keys that are rows of tables, where they stand; values and exact
@@ -73,9 +111,11 @@ def score_rows(query: torch.Tensor, tokens: RowTokens) -> torch.Tensor:
     """
     kernel, _ = choose_token_kernel(query)
     if kernel == "compiled" and query.shape[3] <= MOST_CHANNELS:
-        from .compiled_tokens import score_rows as compiled_scores
-
-        return compiled_scores(query, tokens)
+        stored, scores = _stored(query, tokens), torch.empty((*query.shape[:3], tokens.length))
+        own = {"query": query.float().contiguous(), "scores": scores, "scale": 1.0}
+        call = make("Choice", _scoring_fields(query, tokens.length), own, base=stored)
+        run("score_rows", call, _num_units(query) * call.runs)
+        return scores
     if kernel == "triton" and tokens.length:
         from .triton import has_room
         from .triton import score_rows as triton_scores
@@ -83,13 +123,14 @@ def score_rows(query: torch.Tensor, tokens: RowTokens) -> torch.Tensor:
         # Products are of halves
         if has_room(tokens.codec, query.device, torch.float16):
             return triton_scores(query, tokens)
-    scores = [
+    tiles = [
         query @ tokens.codec.decode_keys(tile, tokens.positions.after(first * TILE_TOKENS)).transpose(2, 3)
         for first, tile in enumerate(tokens.keys[:, :, : tokens.length].split(TILE_TOKENS, dim=2))
     ]
-    return torch.cat(scores, dim=3)
+    return torch.cat(tiles, dim=3)
 
 
+@torch.compiler.disable
 def largest(numbers: torch.Tensor, limit: int, least: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Finds the `limit` largest numbers of every row `[..., N]`, float32, the largest first. What is below `least`, which
@@ -103,11 +144,373 @@ def largest(numbers: torch.Tensor, limit: int, least: torch.Tensor | None = None
     if kernel != "compiled":
         values, indices = numbers.topk(limit, dim=-1)
         return values, indices
-    from .compiled_tokens import largest as compiled_largest
+    length, threads = numbers.shape[-1], num_threads()
+    least = numbers.new_full((), -torch.inf) if least is None else least[..., 0]
+    shape = torch.Size((*numbers.shape[:-1], limit))
+    values, places = torch.empty(shape), torch.empty(shape, dtype=torch.int64)
+    least, rows = least.expand(shape[:-1]).contiguous().flatten(), (shape[:-1].numel(), limit)
+    call = make(
+        "Largest",
+        {"rows": rows[0], "length": length, "limit": limit, "most_threads": threads, "least": least},
+        {"numbers": numbers.contiguous().view(rows[0], length), "values": values.view(rows)},
+        {"places": places.view(rows), "pairs": torch.empty((threads, 2, length + 1), dtype=torch.int64)},
+    )
+    run("largest", call, rows[0], threads)
+    return values, places
 
-    rows = numbers[..., 0]
-    least = torch.full_like(rows, -torch.inf) if least is None else least[..., 0].expand_as(rows)
-    return compiled_largest(numbers, limit, least)
+
+def _choice_scratch(length: int, num_resident: int = 0, groups: int = 0) -> int:
+    """Counts bytes of two rows of floats in whole vectors, two of pairs, and scores of a window; in whole words."""
+    return 8 * (length + _MOST_LANES) + 16 * (length + 1) + 8 * (-(-num_resident * groups // 2))
+
+
+class ChoiceBounds(NamedTuple):
+    """
+    What is chosen in a step by weight; see `choose_heaviest`.
+
+    Attributes:
+        first, newest (`int`): tokens before the first number, and from the second on, are chosen in any case.
+        least (`float`): the least weight of others.
+        cap, limit (`int`): the most that are chosen unless more are forced, and that there is room for.
+    """
+
+    first: int
+    newest: int
+    least: float
+    cap: int
+    limit: int
+
+
+@torch.compiler.disable
+def choose_heaviest(
+    scores: torch.Tensor, resident_scores: torch.Tensor, bounds: ChoiceBounds
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Chooses tokens whose weight, their probability averaged over the query heads of a key/value head, is large enough,
+    by their scores `[B, H, G, N]`, float32, and those of tokens that are attended to anyway, `[B, H, G, any]`.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: tokens `[B, H, limit]`, int64, forced ones first and then those that weigh
+        most, with zeros behind them; and how many they are, `[B, H]`, int64.
+    """
+    (batch_size, num_heads, groups, length), limit = scores.shape, bounds.limit
+    slots = torch.empty((batch_size, num_heads, limit), dtype=torch.int64)
+    count, threads = torch.empty((batch_size, num_heads), dtype=torch.int64), num_threads()
+    scratch_size = _choice_scratch(length)
+    call = make(
+        "Choice",
+        {"batch": batch_size, "heads": num_heads, "groups": groups, "length": length, "most_threads": threads},
+        {"num_resident": resident_scores.shape[3], "first": max(bounds.first, 0), "newest": max(bounds.newest, 0)},
+        {"cap": bounds.cap, "limit": limit, "least": bounds.least, "slots": slots, "counts": count},
+        {"scores": scores.contiguous(), "resident": resident_scores.contiguous(), "scratch_size": scratch_size},
+        scratch=torch.empty((threads, scratch_size), dtype=torch.uint8),
+    )
+    run("choose_heaviest", call, batch_size * num_heads, threads)
+    return slots, count
+
+
+class ChoosingCall(TokenWriter):
+    """
+    A step over `length` tokens that stay what they are, described once for queries like `query`: scores of all, the
+    choice, and attention over what was chosen and a window `[B, H, any, D or E]` that grows. What does not change is
+    checked here, and only addresses of queries, results and the window are written for each step.
+
+    Args:
+        query (`torch.Tensor` of shape `[B, H, G, D]`): queries like those to come.
+        call (`Structure`): what kernels are told of the tokens, and of the scale.
+        kernel (`str`): the one that scores them.
+        window (two `torch.Tensor`): the storage of the newest tokens.
+        dtype (`torch.dtype`): of exact tokens.
+        alive (`object`, *optional*): what keeps memory that the structure points to, if it does not.
+    """
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        call: Structure,
+        kernel: str,
+        window: tuple[torch.Tensor, torch.Tensor],
+        dtype: torch.dtype,
+        alive: object = None,
+    ):
+        super().__init__({**_sizes_of(query), "value_dim": call.value_dim}, dtype, call.scale)
+        if tuple(map(kind_of_tokens, window)) != self._kind:
+            raise ValueError(f"tokens of {dtype} and a window of {[kind_of_tokens(each) for each in window]}")
+        self._shape, self._value_dim, self._length = query.shape, call.value_dim, call.length
+        self._call, self._kept, call.most_threads = call, alive, self._threads
+        self._units = call.batch * call.heads
+        units = _num_units(query)
+        counts = {kernel: units * call.runs, "choose_heaviest": self._units, "attend_chosen": units}
+        self._kernels = [(function(name), count, min(self._threads, count)) for name, count in counts.items()]
+        self._numbers, self._floats = as_numbers(call), memoryview(call).cast("B").cast("d")
+        # Bytes for slots that are sorted, of all threads, for each that can be chosen and for all
+        tiles = -(-call.length // TILE)
+        self._sorted_size = (16 * self._threads, 8 * self._threads * tiles) if call.rows else (0, 0)
+        # Of a step before
+        self.num_chosen = 0
+
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy of a layer makes its own: addresses in a call are of what was copied."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        scale: float | None,
+        window: tuple[torch.Tensor, torch.Tensor],
+        length: int,
+        newest: tuple[torch.Tensor, torch.Tensor] | None,
+        bounds: ChoiceBounds,
+    ) -> torch.Tensor | None:
+        """
+        Attends with the queries of one new token, `[B, H * G, 1, D]` or another shape of so many numbers.
+
+        Args:
+            window (two `torch.Tensor` of shape `[B, H, at least W, D or E]`): the window's storage now.
+            length (`int`): W, its tokens in use, with the newest.
+            newest (two `torch.Tensor` of shape `[B, H, 1, D or E]`, *optional*): the last of them, if it is to be
+                written there, as `accept` returned it.
+
+        Returns:
+            `torch.Tensor` like the queries, of E channels; `None` if queries, scale or threads are others than those
+            that the call was made for. `num_chosen` is then how many tokens were chosen, of all heads.
+
+        Raises:
+            ValueError: if the window is not of the dtype and sizes that the call was made for.
+        """
+        shape, channels = query.shape, self._shape[3]
+        if (
+            shape[0] != self._shape[0]
+            or shape[3] != channels
+            or shape[1] * shape[2] != self._shape[1] * self._shape[2]
+            or not query.is_cpu
+            or (channels**-0.5 if scale is None else scale) != self._scale
+            or threads_now() != self._origin
+        ):
+            return None
+        if window is not self._storage:
+            self._take_window(window)
+        if not 0 <= length <= self._capacity or (newest is not None and (not length or self.accept(*newest) is None)):
+            raise ValueError(f"{length} tokens in use of {self._capacity}, or a newest one of another kind")
+        own = query if query.dtype is torch.float32 and query.is_contiguous() else query.float().contiguous()
+        result = own.new_empty((*shape[:3], self._value_dim))
+        limit, groups, units = bounds.limit, self._shape[2], self._units
+        scratch_size, coded_size = _choice_scratch(self._length, length, groups), self._sorted_size[0] * limit
+        sizes = 8 * units * limit, 8 * units, self._threads * scratch_size, coded_size, self._sorted_size[1]
+        memory = torch.empty(sum(sizes) + 4 * units * groups * self._length, dtype=torch.uint8)
+        slots, counts, scratch, coded, ends, scores = accumulate(sizes, initial=memory.data_ptr())
+        key, value = (0, 0) if newest is None else (newest[0].data_ptr(), newest[1].data_ptr())
+        numbers, at, self._floats[_AT.least] = self._numbers, _AT, bounds.least
+        numbers[at.query], numbers[at.result], numbers[at.scores] = own.data_ptr(), result.data_ptr(), scores
+        numbers[at.slots], numbers[at.counts], numbers[at.scratch] = slots, counts, scratch
+        numbers[at.coded], numbers[at.ends], numbers[at.scratch_size] = coded, ends, scratch_size
+        numbers[at.first], numbers[at.newest] = max(bounds.first, 0), max(bounds.newest, 0)
+        numbers[at.cap], numbers[at.limit], numbers[at.chosen] = bounds.cap, limit, 0
+        numbers[at.newest_key], numbers[at.newest_value] = key, value
+        numbers[at.window_length] = numbers[at.num_resident] = length
+        for kernel, count, threads in self._kernels:
+            numbers[at.next] = numbers[at.threads] = 0
+            numbers[at.count] = count
+            if threads == 1:
+                kernel(self._call.address)
+            else:
+                find_threads()(kernel, self._call.address, threads)
+        # Once it is written the newest token is nobody's
+        self._accepted, self.num_chosen = None, numbers[at.chosen]
+        return result if query.dtype is torch.float32 else result.to(query.dtype)
+
+    def _take_window(self, window: tuple[torch.Tensor, torch.Tensor]) -> None:
+        (keys, values), found = window, tuple(map(kind_of_tokens, window))
+        if found != self._kind or keys.shape[2] != values.shape[2] or not (keys.is_cpu and values.is_cpu):
+            raise ValueError(f"the window has to be {self._kind} on the CPU, as when the call was made, not {found}")
+        self._call.window = _window(self._shape, keys, values, self._value_dim, keys.dtype, 0)
+        self._storage, self._capacity = window, keys.shape[2]
+
+
+_AT = places("Choice")
+
+
+def choose_by_codes(
+    query: torch.Tensor,
+    scale: float,
+    codes: torch.Tensor,
+    code_scales: torch.Tensor,
+    spread: torch.Tensor,
+    length: int,
+    nbits: int,
+    pages: Sequence[torch.Tensor],
+    window: tuple[torch.Tensor, torch.Tensor],
+) -> ChoosingCall:
+    """
+    Prepares steps over tokens that are scored by their codes, see `code_scores`, with queries times `spread`
+    `[B, H, 1, D]`, and attended to in `pages`, see `attend_chosen`.
+
+    Raises:
+        ValueError: if sizes or dtypes do not fit each other.
+    """
+    fields = _code_fields(query, codes, code_scales, length, nbits, 1)
+    of_pages, spread = _page_fields(query, pages, window[1].shape[3]), spread[:, :, 0].contiguous()
+    call = make("Choice", {**of_pages, **fields}, spread=spread, scale=scale)
+    return ChoosingCall(query, call, "code_scores", window, pages[0].dtype)
+
+
+def choose_by_rows(
+    query: torch.Tensor, scale: float, tokens: RowTokens, window: tuple[torch.Tensor, torch.Tensor]
+) -> ChoosingCall:
+    """
+    Prepares steps over tokens that are scored, see `score_rows`, and attended to, see `attend_chosen`, as rows.
+
+    Raises:
+        ValueError: if sizes or dtypes do not fit each other.
+    """
+    fields = {**_scoring_fields(query, tokens.length), "scale": scale}
+    call = make("Choice", fields, base=_stored(query, tokens))
+    # Of what is kept, which lives as long as the tokens do; tables of angles in it are of no cache
+    call.given, call.alive = {}, None
+    return ChoosingCall(query, call, "score_rows", window, tokens.sinks.keys.dtype, alive=tokens)
+
+
+def _sizes_of(query: torch.Tensor) -> dict[str, int]:
+    return dict(zip(("batch", "heads", "groups", "key_dim"), query.shape, strict=True))
+
+
+def _num_units(query: torch.Tensor) -> int:
+    """Counts units of queries `[B, H, G, D]`, see `layer.h`."""
+    batch_size, num_heads, groups, _ = query.shape
+    return batch_size * num_heads * -(-groups // ROWS)
+
+
+def _pages(pages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Makes pages readable, which have to be of one dtype."""
+    if any(page.dtype != pages[0].dtype for page in pages):
+        raise ValueError(f"`pages` have to be of one dtype, but are of {[page.dtype for page in pages]}")
+    return [page.contiguous() for page in pages]
+
+
+def _window(
+    shape: torch.Size, keys: torch.Tensor, values: torch.Tensor, value_dim: int, dtype: torch.dtype, start: int
+) -> Structure:
+    """
+    Describes the newest tokens `[B, H, W, D or E]`, which follow each other in every head; heads may be strides apart,
+    within the tensor's own memory. `start` is the first one's column of the mask.
+
+    Raises:
+        ValueError: if they are of another shape, or not on the CPU.
+    """
+    strides: dict[str, Any] = {}
+    alive = []
+    for name, states, dim in (("key", keys, shape[3]), ("value", values, value_dim)):
+        own = *shape[:2], keys.shape[2], dim
+        if states.shape != own or not states.is_cpu:
+            wanted = f"`window_{name}s` has to be {own} on the CPU"
+            raise ValueError(f"{wanted}, but got {tuple(states.shape)} on {states.device}")
+        states = states if states.dtype is dtype else states.to(dtype)
+        states = states if states.stride()[2:] == (dim, 1) else states.contiguous()
+        strides[f"{name}_strides"] = tuple(stride * states.element_size() for stride in states.stride()[:2])
+        strides[f"{name}s"] = states.data_ptr()
+        alive.append(states)
+    window = make("Window", strides, length=keys.shape[2], kind=KINDS[dtype], start=start)
+    window.alive = alive
+    return window
+
+
+def _mask(mask: torch.Tensor | None, batch_size: int, stop: int) -> Structure:
+    """Describes a mask `[B, tokens]`, boolean or added to scores, which has to have columns up to `stop`."""
+    if mask is None:
+        return make("Mask")
+    mask = (mask if mask.dtype == torch.bool else mask.float()).contiguous()
+    if mask.shape[1] < max(stop, 1):
+        raise ValueError(f"`mask` has to have at least {max(stop, 1)} columns, but got {mask.shape[1]}")
+    is_boolean = mask.dtype == torch.bool
+    return make("Mask", sizes={"batch": batch_size}, columns=mask.shape[1], is_boolean=is_boolean, numbers=mask)
+
+
+@torch.compiler.disable
+def attend_chosen(
+    query: torch.Tensor,
+    tokens: RowTokens | Sequence[torch.Tensor],
+    slots: torch.Tensor,
+    count: torch.Tensor,
+    window_keys: torch.Tensor,
+    window_values: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    window_start: int,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    Attends over chosen tokens where they stand, and the window; arguments that are not listed are those of
+    `tokens.attend_staged`.
+
+    Args:
+        tokens (`RowTokens` or `Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, D + E]`): rows of
+            tables, of which exact ones are in the window's dtype; or pages of keys and their values side by side.
+        slots (`torch.Tensor` of shape `[B, H, K]`, int64): which tokens, in the order of all pages one behind the
+            other; of those beyond all, the last one counts.
+        mask (`torch.Tensor` of shape `[B, tokens]`, *optional*): the token's row of the mask.
+        positions (`torch.Tensor` of shape `[B, H, K or more]`, int64, *optional*): columns of the mask that the slots'
+            tokens have; by default the slots.
+    """
+    limit, threads, slots = slots.shape[2], num_threads(), slots.contiguous()
+    scratch: dict[str, Any] = {}
+    # A copy, as another thread may attend to the same tokens
+    if isinstance(tokens, RowTokens):
+        stored, dtype = _stored(query, tokens), tokens.sinks.keys.dtype
+        scratch["coded"] = torch.empty((threads, 2, limit), dtype=torch.int64)
+        scratch["ends"] = torch.empty((threads, -(-tokens.length // TILE)), dtype=torch.int64)
+    else:
+        stored, dtype = make("Choice", _page_fields(query, tokens, window_values.shape[3])), tokens[0].dtype
+    result = torch.empty((*query.shape[:3], stored.value_dim))
+    call = make(
+        "Choice",
+        {**_sizes_of(query), "limit": limit, "scale": scale, "most_threads": threads, **scratch},
+        {"query": query.float().contiguous(), "slots": slots, "counts": count.contiguous(), "result": result},
+        {"columns": None if mask is None or positions is None else positions[:, :, :limit].contiguous()},
+        window=_window(query.shape, window_keys, window_values, stored.value_dim, dtype, window_start),
+        mask=_mask(mask, len(query), window_start + window_keys.shape[2]),
+        base=stored,
+    )
+    run("attend_chosen", call, _num_units(query), threads)
+    return result if query.dtype is torch.float32 else result.to(query.dtype)
+
+
+def _page_fields(query: torch.Tensor, pages: Sequence[torch.Tensor], value_dim: int) -> dict[str, Any]:
+    """Describes pages `[B, H, tokens of a page, D + E]` of keys and values."""
+    fields = {**_sizes_of(query), "value_dim": value_dim, "row_dim": query.shape[3] + value_dim}
+    fields |= {"num_pages": len(pages), "page_tokens": pages[0].shape[2], "length": len(pages) * pages[0].shape[2]}
+    return {**fields, "pages": _pages(pages)}
+
+
+def _stored(query: torch.Tensor, tokens: RowTokens) -> Structure:
+    """Describes tokens, which queries `[B, H, G, D]` have to fit, and keeps that while they live."""
+    stored = _TOKENS.get(tokens)
+    if stored is None:
+        stored = _TOKENS[tokens] = make("Choice", _row_fields(tokens), _sink_fields(tokens.sinks))
+    if (query.shape[0], query.shape[1], query.shape[3]) != (stored.batch, stored.heads, stored.key_dim):
+        raise ValueError(f"queries {tuple(query.shape)} for tokens of {stored.heads} heads of {stored.key_dim}")
+    return stored
+
+
+def _sink_fields(sinks: SinkStates) -> dict[str, Any]:
+    if sinks.keys.dtype not in KINDS or sinks.values.dtype is not sinks.keys.dtype:
+        raise ValueError(f"exact keys and values of {sinks.keys.dtype} and {sinks.values.dtype}")
+    first = torch.zeros(len(sinks.keys), dtype=torch.int64) if sinks.first is None else sinks.first.cpu().long()
+    states = {"sink_keys": sinks.keys.contiguous(), "sink_values": sinks.values.contiguous()}
+    return {"num_sinks": sinks.keys.shape[2], "first_sinks": first.contiguous(), **states}
+
+
+def _row_fields(tokens: RowTokens) -> dict[str, Any]:
+    batch_size, num_heads, *_ = tokens.keys.shape
+    keys, values = tokens.codec.tables(tokens.keys.device)
+    whole = LayerParts(torch.Size((batch_size, num_heads, 1, keys.head_dim)), num_heads, values.head_dim)
+    rows = whole.rows_of(tokens.keys, None, tokens.codec, tokens.positions, tokens.length)
+    return {
+        **{"batch": batch_size, "heads": num_heads, "key_dim": keys.head_dim, "value_dim": values.head_dim},
+        **{"rows": rows, "length": tokens.length, "row_dim": values.row_size},
+        **{"num_pages": len(tokens.pages), "page_tokens": tokens.pages[0].shape[2], "pages": _pages(tokens.pages)},
+    }
 
 
 def choose_rows_kernel(query: torch.Tensor, value_dim: int, dtype: torch.dtype) -> tuple[str, bool]:
@@ -185,18 +588,27 @@ def attend_staged(
     return (weights[..., :most] @ values + weights[..., most:] @ window_values.float()).to(query.dtype)
 
 
+@torch.compiler.disable
 def gather_rows(pages: Sequence[torch.Tensor], slots: torch.Tensor, *, are_mapped: bool = False) -> torch.Tensor:
     """
     Copies the rows at `slots` `[B, H, K]`, int64, of pages `[B, H, tokens of a page, row]` of the same device, as
     `[B, H, K, row]`; of pages that `are_mapped` files at most a tenth is mapped at once, and in the end none.
     """
-    rows = pages[0].new_empty(*slots.shape, pages[0].shape[3])
+    batch_size, num_heads, page_tokens, row_dim = pages[0].shape
+    rows = pages[0].new_empty(*slots.shape, row_dim)
     if choose_token_kernel(slots)[0] == "compiled":
-        from .compiled_tokens import copy_rows
-
-        copy_rows(pages, slots, rows, are_mapped=are_mapped)
+        if slots.numel() and not page_tokens * len(pages):
+            raise ValueError(f"pages without rows for {slots.shape[2]} slots")
+        call = make(
+            "Copies",
+            {"batch": batch_size, "heads": num_heads, "num_slots": slots.shape[2], "num_pages": len(pages)},
+            {"page_tokens": page_tokens, "row_dim": row_dim, "row_size": row_dim * rows.element_size()},
+            {"pages": _pages(pages), "slots": slots.contiguous(), "result": rows, "block": mmap.PAGESIZE},
+            advise=address_of_advise() if are_mapped else 0,
+            let_go=int(mmap.MADV_DONTNEED) if are_mapped else 0,
+        )
+        run("copy_rows", call, batch_size * num_heads)
         return rows
-    page_tokens = pages[0].shape[2]
     numbers = slots // page_tokens
     for number, page in enumerate(pages):
         places = (numbers == number).nonzero(as_tuple=True)

@@ -6,7 +6,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { ROWS = 4, TILE = 64, MOST_CHANNELS = 640 };
+/* ANGLES: of places in a tile, and of some behind it that whole vectors are read with */
+enum { ROWS = 4, TILE = 64, ANGLES = 80, MOST_CHANNELS = 640 };
 /* Kinds of numbers, and of parts of a layer */
 enum { NO_KIND, FLOATS, BFLOATS, HALVES };
 enum { PART_EXACT, PART_ROWS, PART_GROUPS };
@@ -44,12 +45,37 @@ typedef struct {
     const void *newest_key, *newest_value; /* to be written as the last token in use, or 0 */
 } Exact;
 
+/* A rotary embedding: pairs of channels that are turned together, some of them -1, for no channel, and at the end such as
+   are not turned; cosines and signed sines of the first of a pair at places in a tile and at the first positions of tiles */
 typedef struct {
+    int64_t num_turned, num_pairs, all_pairs, tiles;
+    const int32_t *pairs;           /* [all_pairs, 2] */
+    const float *near;              /* [TILE, 2, all_pairs] */
+    const float *far;               /* [tiles, 2, all_pairs] */
+    const float *places;            /* [all_pairs, 2, ANGLES]; as `near` */
+} Rotary;
+
+/* How tokens are coded as rows: described once, while a table lives */
+typedef struct {
+    int64_t batch, heads, channels;
+    int64_t dim;                    /* numbers of a token that are coded: channels, or components in a basis */
+    int64_t row_size, blocks, is_trellis, is_weighted, by_energy, refits;
+    const void *codebook;           /* float32 [any]; see `Codebook` */
+    const uint8_t *widths;          /* [batch, heads, blocks] */
+    const void *order;              /* uint8 or int16 [batch, heads, dim]; or 0 */
+    int64_t order_size;
+    const uint16_t *mean;           /* [batch, heads, channels]; or 0 */
+    const uint16_t *deviation;      /* [batch, heads, deviations] */
+    int64_t deviations, rotation;   /* one of a head, or of every number; channels that are rotated together, or 1 */
+    const int8_t *basis;            /* [heads, channels, channels]; or 0; see `codecs/basis.py` */
+    const int8_t *inverse;          /* [heads, dim, channels] */
+    const float *steps, *factors;   /* [heads, channels] */
+} Table;
+
+typedef struct {
+    const Table *table;
     const uint8_t *rows;            /* [batch, heads, capacity, size] */
     int64_t capacity, size;
-    const uint8_t *widths;          /* [tables, heads, blocks] */
-    int64_t blocks, tables;         /* blocks of a row; sequences that have tables, one if it serves all */
-    const float *coefficients;      /* [9, 3]; of points */
     /* Without `rows`: every sequence's rows stand in pages of one memory, `[heads, page_tokens, size]` at `page_start` and
        a number of strides of `page_stride` bytes */
     const uint8_t *memory;          /* [memory_size] */
@@ -59,33 +85,16 @@ typedef struct {
 
 typedef struct {
     RowSide keys, values;
-    const int64_t *multipliers;     /* [9]; of states, 0 for codes */
-    const float *scales;            /* [256]; of all bytes */
-    /* Pairs of channels, some of them -1, for no channel; cosines and signed sines of offsets in a strip, of its length,
-       and of every 32nd tile's position */
-    int64_t num_pairs, num_anchors, all_pairs, strip;
-    const int32_t *pairs;           /* [all_pairs, 2] */
-    const float *offsets;           /* [all_pairs, 2, strip] */
-    const float *turn;              /* [2, all_pairs] */
-    const float *anchors;           /* [batch, num_anchors, 2, all_pairs] */
-    /* Prompt tables: means and deviations are halves, of values one deviation a head */
-    const void *order;              /* uint8 or int16 [batch, heads, key_dim] */
-    int64_t is_wide;
-    const uint16_t *mean;           /* [batch, heads, key_dim] */
-    const uint16_t *deviation;      /* [batch, heads, key_dim] */
-    const uint16_t *value_deviation; /* [batch, heads, 1] */
-    int64_t rotation, num_components;
-    /* Bases, or 0: of keys by four channels of pairs, of values as they are stored */
+    const Rotary *rotary;
+    int64_t first_position;
+    const int64_t *padding;         /* [batch]; or 0 */
+    /* Bases of keys by four channels of pairs, times steps of components over factors of channels, or 0; and means */
     const float *key_basis;         /* [heads, all_pairs // 2, num_components, 4] */
     const float *key_mean;          /* [heads, all_pairs, 2] */
-    /* The same bases in words, two components a lane, times steps of components over factors of channels */
+    /* The same bases in words, two components a lane, without these */
     const int32_t *key_words;       /* [heads, all_pairs // 4, (num_components + 1) // 2, 8] */
     const float *key_steps;         /* [heads, num_components] */
     const float *key_factors;       /* [heads, all_pairs, 2]; one over them */
-    const int8_t *value_basis;      /* [heads, value_dim, value_dim] */
-    const float *value_steps;       /* [heads, value_dim] */
-    const float *value_factors;     /* [heads, value_dim] */
-    const uint16_t *value_mean;     /* [tables, heads, value_dim] */
 } Rows;
 
 typedef struct {
@@ -105,30 +114,10 @@ typedef struct {
     const GroupSide *keys, *values;
 } Groups;
 
-/* Scores of a layer's rows, where they stand */
-typedef struct {
-    Tasks tasks;                    /* runs of units */
-    int64_t batch, heads, groups, key_dim, runs;
-    int64_t length;                 /* tokens */
-    double scale;
-    const float *query;             /* [batch, heads, groups, key_dim] */
-    float *scores;                  /* [batch, heads, groups, length] */
-    const Rows *rows;               /* of values nothing is read */
-} RowScores;
-
 /* ---- rows coded and decoded ---- */
-/* A rotary embedding: cosine and signed sine of places in a tile, and of the first positions of tiles from -tiles on */
-typedef struct {
-    const int64_t *partners;        /* [dim] */
-    const float *offsets;           /* [dim, 2, TILE + 16] */
-    const float *origins;           /* [2 * tiles, dim, 2] */
-    int64_t dim, tiles;
-} Rotary;
-
 typedef struct {
     Tasks tasks;
-    int64_t batch, heads, tokens, channels, row_size;
-    int64_t dim;                    /* numbers of a token that are coded: channels, or components in a basis */
+    int64_t batch, heads, tokens, channels;
     int64_t kind;                   /* of states that are read; FLOATS are written */
     const void *states;             /* [batch, heads, tokens, channels], read; numbers of a token follow each other */
     int64_t strides[3];             /* of its batch, heads and tokens, in numbers */
@@ -138,24 +127,13 @@ typedef struct {
     int64_t capacity, used;         /* and how many are in front of those that are written */
     const uint8_t *moved;           /* [batch, heads, moved_capacity, row_size]; storage that they come from, or 0 */
     int64_t moved_capacity, moved_first;
-    const void *order;              /* uint8 or int16 [batch, heads, dim]; or 0 */
-    int64_t order_size;
-    const uint16_t *mean;           /* [batch, heads, channels]; or 0 */
-    const int8_t *basis;            /* [heads, channels, channels]; or 0; see `codecs/basis.py` */
-    const int8_t *inverse;          /* [heads, dim, channels] */
-    const float *steps, *factors;   /* [heads, channels] */
-    const uint16_t *deviation;      /* [batch, heads, deviations] */
-    int64_t deviations, blocks;
-    const uint8_t *widths;          /* [batch, heads, blocks] */
-    int64_t is_trellis, is_weighted, by_energy, refits;
-    const void *codebook;           /* float32 [any]; see `Codebook` */
-    int64_t rotation;               /* channels that are rotated together, or 1 */
+    const Table *table;             /* or 0, where nothing is coded */
     const Rotary *rotary;           /* or 0 */
     int64_t start;                  /* index of the first token */
     const int64_t *padding;         /* [batch]; or 0 */
     int64_t is_back;
     const uint8_t *valid;           /* bool [batch, tokens]; tokens that count, or 0 */
-    float *means, *variances;       /* each [batch, heads, dim]; of channels, written */
+    float *means, *variances;       /* each [batch, heads, channels]; written */
     float *scratch;                 /* [threads, scratch_size]; of trellises */
     int64_t threads, scratch_size, entered;
     double limit;                   /* where numbers are too large to be coded, if that is to be told */
@@ -183,21 +161,6 @@ typedef struct {
 } Mask;
 
 typedef struct {
-    Tasks tasks;                    /* units */
-    int64_t batch, heads, groups, key_dim, value_dim, kind;
-    int64_t num_slots, num_pages, page_tokens;
-    double scale;
-    const float *query;             /* [batch, heads, groups, key_dim] */
-    float *result;                  /* [batch, heads, groups, value_dim] */
-    const char *const *pages;       /* each [batch, heads, page_tokens, key_dim + value_dim] */
-    const int64_t *slots;           /* [batch, heads, num_slots] */
-    const int64_t *counts;          /* [batch, heads] */
-    const int64_t *columns;         /* [batch, heads, num_slots]; of the mask */
-    Window window;
-    Mask mask;
-} Gathered;
-
-typedef struct {
     Tasks tasks;                    /* heads of all items */
     int64_t batch, heads, num_slots, num_pages, page_tokens, row_dim, row_size; /* numbers and bytes of a row */
     const char *const *pages;       /* each [batch, heads, page_tokens, row_dim] */
@@ -207,44 +170,50 @@ typedef struct {
     int64_t let_go, block;          /* what it is told, and the size of a block of memory */
 } Copies;
 
-/* Rows of tables: keys stand together, values in pages */
+/* A step of a new token that attends to some: scores of all tokens, the choice, attention to what was chosen and to a
+   window. Each of these kernels reads what it needs. */
 typedef struct {
-    Tasks tasks;                    /* units */
+    Tasks tasks;                    /* runs of units; heads; units */
     int64_t threads;                /* that have come */
-    const Rows *rows;               /* with the rows of keys */
-    int64_t num_slots, num_tiles, all_pairs, num_far, first_position;
-    const float *near;              /* [TILE, 2, all_pairs]; cosines and sines of positions in a tile */
-    const float *far;               /* [num_far, 2, all_pairs]; the same of the first ones of tiles */
-    const int64_t *padding;         /* [batch]; or 0 */
-    int64_t batch, heads, groups, key_dim, value_dim, value_size; /* bytes of a value's row */
-    int64_t num_pages, page_tokens, num_sinks, num_chosen, most_threads;
+    int64_t batch, heads, groups, key_dim, value_dim, most_threads;
+    int64_t length, runs;           /* tokens to choose from, and tasks that score those of a unit */
     double scale;
-    const char *const *pages;       /* each [batch, heads, page_tokens, value_size] */
+    const float *query;             /* [batch, heads, groups, key_dim] */
+    float *scores;                  /* [batch, heads, groups, length] */
+    int64_t limit;                  /* tokens that there is room for in a choice */
+    int64_t *slots;                 /* [batch, heads, limit] */
+    int64_t *counts;                /* [batch, heads] */
+    float *result;                  /* [batch, heads, groups, value_dim] */
+    Window window;
+    Mask mask;
+    const int64_t *columns;         /* [batch, heads, limit]; of the mask, or 0 if slots are these */
+    /* Stored tokens: keys and values side by side, or values alone of tokens whose keys are rows of tables */
+    int64_t num_pages, page_tokens, row_dim;
+    const char *const *pages;       /* each [batch, heads, page_tokens, row_dim] */
+    /* Scores by codes: fields of a byte, bytes of a token; queries are multiplied with the spread, if any */
+    int64_t fields, width, capacity;
+    const uint8_t *codes;           /* [batch, heads, capacity, width] */
+    const uint16_t *code_scales;    /* [batch, heads, capacity] */
+    const float *spread;            /* [batch, heads, key_dim] */
+    /* The choice. Tokens before `first` and from `newest` on are forced; `cap` is the most unless more are, and `least` the
+       weight of others. Beside them are scores of tokens that are attended to anyway: without those, and with queries, the
+       window is scored, whose last token is written into it if it is given here. What is chosen is counted. */
+    int64_t first, newest, cap, chosen;
+    double least;
+    int64_t num_resident;
+    const float *resident;          /* [batch, heads, groups, num_resident] */
+    const char *newest_key, *newest_value;
+    int64_t scratch_size;
+    uint8_t *scratch;               /* [most_threads, scratch_size]; two rows of floats in whole vectors, two of pairs, scores of the window */
+    /* Rows of tables, or 0 */
+    const Rows *rows;               /* with the rows of keys */
+    int64_t num_sinks;
     const int64_t *first_sinks;     /* [batch]; slot of every item's first */
     const char *sink_keys;          /* [batch, heads, num_sinks, key_dim]; as the window's */
     const char *sink_values;        /* [batch, heads, num_sinks, value_dim] */
-    const float *query;             /* [batch, heads, groups, key_dim] */
-    float *result;                  /* [batch, heads, groups, value_dim] */
-    const int64_t *slots;           /* [batch, heads, num_chosen] */
-    const int64_t *counts;          /* [batch, heads] */
-    int64_t *coded;                 /* [most_threads, 2, num_chosen]; slots of tokens that are not exact */
-    int64_t *ends;                  /* [most_threads, num_tiles] */
-    Window window;
-    Mask mask;
-} Chosen;
-
-/* ---- choosing ---- */
-typedef struct {
-    Tasks tasks;                    /* runs of all heads */
-    int64_t batch, heads, groups, dim, fields, width, capacity, length; /* fields of a byte, bytes of a token */
-    int64_t runs, run_tokens;       /* of a head, and tokens of one: whole tiles */
-    const float *query;             /* [batch, heads, groups, dim] */
-    const uint8_t *codes;           /* [batch, heads, capacity, width] */
-    const uint16_t *scale;          /* [batch, heads, capacity] */
-    const float *spread;            /* [batch, heads, dim]; queries are multiplied with it and `by` before, or 0 */
-    double by;
-    float *scores;                  /* [batch, heads, groups, length] */
-} CodeScores;
+    int64_t *coded;                 /* [most_threads, 2, limit]; slots of tokens that are not exact */
+    int64_t *ends;                  /* [most_threads, (length + TILE - 1) // TILE] */
+} Choice;
 
 typedef struct {
     Tasks tasks;                    /* rows */
@@ -256,24 +225,3 @@ typedef struct {
     int64_t *places;                /* [rows, limit] */
     int64_t *pairs;                 /* [most_threads, 2, length + 1]; see `Pair` */
 } Largest;
-
-typedef struct {
-    Tasks tasks;                    /* heads of all items */
-    int64_t threads;                /* that have come */
-    int64_t batch, heads, groups, length, num_resident, most_threads;
-    int64_t first, newest;          /* tokens before the one and from the other on are forced */
-    int64_t cap, limit;             /* the most that are chosen unless more are forced, and that there is room for */
-    double least;                   /* weight of what is not forced */
-    const float *scores;            /* [batch, heads, groups, length] */
-    const float *resident;          /* [batch, heads, groups, num_resident] */
-    int64_t *slots;                 /* [batch, heads, limit] */
-    int64_t *counts;                /* [batch, heads] */
-    uint8_t *scratch;               /* [most_threads, scratch_size]; two rows of floats in whole vectors, two of pairs, scores of the window */
-    int64_t scratch_size;
-    /* Instead of `resident`: a window and the queries that it is scored with. What is chosen is counted */
-    int64_t key_dim, value_dim, chosen;
-    double scale;
-    const float *query;             /* [batch, heads, groups, key_dim]; or 0 */
-    const char *newest_key, *newest_value; /* of the window's last token, to be written there, or 0 */
-    Window window;
-} Choice;

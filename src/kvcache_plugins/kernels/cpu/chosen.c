@@ -1,16 +1,25 @@
-/* Attention over chosen tokens that are rows, over exact ones among them, and over the newest. Slots and counts come from
-   memory and are brought into the range of what there is.
+/* Attention over chosen tokens, exact ones and such as are rows of tables, and over the newest; and copies of rows.
+
+   Rows lie scattered, and no machine foresees them: where those of the next tile are is known while a tile is computed, and
+   they are called into the machine's caches. Tasks share nothing, so a result depends on its own tokens only. Slots and
+   counts come from memory and are brought into the range of what there is.
 
    B items, H key/value heads, G queries a head, D and E channels of keys and values, K slots, S exact first tokens. */
 #include "scattered.h"
 
-/* Adds an exact token to a tile, which is attended to when it is full */
-static void add_exact(const Chosen *call, Unit unit, const Queries query, Places *tile, State *state, const char *key, const char *value, int64_t column) {
-    int t = tile->tokens++;
-    tile->keys[t] = key, tile->values[t] = value, tile->columns[t] = column, tile->known = t + 1;
-    if (t + 1 < TILE) return;
-    attend_places(tile, (int)call->window.kind, unit, &call->mask, query, state);
-    tile->tokens = 0;
+/* Attends to the first tile of the tokens that are known */
+static void attend_tile(const Choice *call, Unit unit, const Queries query, Places *places, State *state) {
+    places->tokens = places->known < TILE ? places->known : TILE;
+    attend_places(places, (int)call->window.kind, unit, &call->mask, query, state);
+    memcpy(places->keys, places->keys + TILE, sizeof places->keys / 2);
+    memcpy(places->values, places->values + TILE, sizeof places->values / 2);
+    memcpy(places->columns, places->columns + TILE, sizeof places->columns / 2);
+    places->known -= places->tokens;
+}
+static void add_exact(const Choice *call, Unit unit, const Queries query, Places *places, State *state, const char *key, const char *value, int64_t column) {
+    int t = places->known++;
+    places->keys[t] = key, places->values[t] = value, places->columns[t] = column;
+    if (t + 1 == 2 * TILE) attend_tile(call, unit, query, places, state);
 }
 /* Puts slots [count] in the order of their tiles, of which `ends` [tiles] are counted: rows are read one behind the other */
 static void sort_by_tile(const int64_t *from, int64_t count, int64_t num_tiles, int64_t *ends, int64_t *to) {
@@ -23,40 +32,68 @@ static void sort_by_tile(const int64_t *from, int64_t count, int64_t num_tiles, 
     }
     for (int64_t k = 0; k < count; k++) to[ends[from[k] / TILE]++] = from[k];
 }
-static void attend_unit(const Chosen *call, Unit unit, int64_t *coded, int64_t *ends) {
-    int dim = (int)call->key_dim, value_dim = (int)call->value_dim;
-    int64_t size = (int64_t)size_of_kind((int)call->window.kind), key_size = size * dim, value_size = size * value_dim;
-    int64_t count = call->counts[unit.matrix], room = call->num_pages * call->page_tokens, some = 0;
-    int64_t first_sink = call->first_sinks[unit.batch], origin = unit.matrix * call->num_sinks, row = unit.matrix * call->groups + unit.row;
-    const int64_t *slots = call->slots + unit.matrix * call->num_chosen;
+static void attend_unit(const Choice *call, Unit unit, int64_t *coded, int64_t *ends) {
+    const Window *window = &call->window;
+    int64_t size = (int64_t)size_of_kind((int)window->kind), key_size = size * call->key_dim, value_size = size * call->value_dim;
+    int64_t room = call->num_pages * call->page_tokens, count = clamped(call->counts[unit.matrix], call->limit + 1), some = 0;
+    int64_t origin = unit.matrix * call->limit, row = unit.matrix * call->groups + unit.row;
     ALIGNED Queries query;
     State state;
-    Places tile = {.key_dim = dim, .value_dim = value_dim};
-    if (room > call->num_slots) room = call->num_slots;
-    if (count > call->num_chosen) count = call->num_chosen;
-    if (room <= 0) count = 0;
-    load_queries(call->query, FLOATS, row, unit.rows, call->scale, dim, query);
-    start_state(unit.rows, value_dim, &state);
-    for (int64_t t = 0; t < call->window.length; t++)
-        add_exact(call, unit, query, &tile, &state, window_key(&call->window, unit, key_size, t),
-                  window_value(&call->window, unit, value_size, t), call->window.start + t);
-    for (int64_t k = 0; k < count; k++) {
-        int64_t slot = clamped(slots[k], room), number = slot - first_sink;
-        if (number >= 0 && number < call->num_sinks)
-            add_exact(call, unit, query, &tile, &state, call->sink_keys + (origin + number) * key_size,
-                      call->sink_values + (origin + number) * value_size, slot);
-        else coded[some++] = slot;
+    Places places = {.key_dim = (int)call->key_dim, .value_dim = (int)call->value_dim};
+    load_queries(call->query, FLOATS, row, unit.rows, call->scale, places.key_dim, query);
+    start_state(unit.rows, call->value_dim, &state);
+    if (room > call->length) room = call->length;
+    for (int64_t k = 0; k < count && room > 0; k++) {
+        int64_t slot = clamped(call->slots[origin + k], room), column = call->columns ? call->columns[origin + k] : slot;
+        if (!call->rows) {
+            const char *key = row_in_pages(call, unit.matrix, slot, key_size + value_size);
+            add_exact(call, unit, query, &places, &state, key, key + key_size, column);
+            continue;
+        }
+        int64_t number = slot - call->first_sinks[unit.batch], at = unit.matrix * call->num_sinks + number;
+        if (number < 0 || number >= call->num_sinks) coded[some++] = slot;
+        else add_exact(call, unit, query, &places, &state, call->sink_keys + at * key_size, call->sink_values + at * value_size, column);
     }
-    if (tile.tokens) attend_places(&tile, (int)call->window.kind, unit, &call->mask, query, &state);
-    int64_t *sorted = coded + call->num_chosen;
-    sort_by_tile(coded, some, call->num_tiles, ends, sorted);
-    KVC_NAME(attend_chosen_rows, KVC_LEVEL)(call, unit, query, sorted, some, &state);
-    for (int r = 0; r < unit.rows; r++) write_result(call->result, FLOATS, row + r, value_dim, state.sums[r], state.total[r]);
+    for (int64_t t = 0; t < window->length; t++)
+        add_exact(call, unit, query, &places, &state, window_key(window, unit, key_size, t), window_value(window, unit, value_size, t), window->start + t);
+    while (places.known) attend_tile(call, unit, query, &places, &state);
+    if (call->rows) {
+        sort_by_tile(coded, some, (call->length + TILE - 1) / TILE, ends, coded + call->limit);
+        KVC_NAME(attend_chosen_rows, KVC_LEVEL)(call, unit, query, coded + call->limit, some, &state);
+    }
+    for (int r = 0; r < unit.rows; r++) write_result(call->result, FLOATS, row + r, call->value_dim, state.sums[r], state.total[r]);
 }
-EXPORT(attend_chosen)(Chosen *call) {
+EXPORT(attend_chosen)(Choice *call) {
     Call shape = {.heads = call->heads, .groups = call->groups, .queries = 1};
-    int64_t thread = __atomic_fetch_add(&call->threads, 1, __ATOMIC_RELAXED);
-    int64_t *coded = call->coded + 2 * thread * call->num_chosen, *ends = call->ends + thread * call->num_tiles;
+    int64_t thread = __atomic_fetch_add(&call->threads, 1, __ATOMIC_RELAXED), tiles = (call->length + TILE - 1) / TILE;
+    int64_t *coded = call->rows ? call->coded + 2 * thread * call->limit : 0, *ends = call->rows ? call->ends + thread * tiles : 0;
     FOR_TASKS(call, task)
         attend_unit(call, unit_at(&shape, task), coded, ends);
+}
+
+/* Pages that are mapped files are read a share of them at a time, and let go of: a step's rows lie in nearly all */
+enum { SHARES = 12 };
+
+static void copy_head(const Copies *call, int64_t matrix) {
+    int64_t size = call->row_size, head = call->page_tokens * size, all = call->num_pages * call->page_tokens;
+    int64_t at_once = call->advise ? (call->num_pages + SHARES - 1) / SHARES : call->num_pages;
+    const int64_t *slots = call->slots + matrix * call->num_slots;
+    char *result = call->result + matrix * call->num_slots * size;
+    for (int64_t first = 0; first < call->num_pages; first += at_once) {
+        int64_t stop = first + at_once < call->num_pages ? first + at_once : call->num_pages;
+        for (int64_t k = 0; k < call->num_slots; k++) {
+            int64_t slot = clamped(slots[k], all), page = slot / call->page_tokens;
+            if (page < first || page >= stop) continue;
+            const char *row = call->pages[page] + matrix * head + (slot - page * call->page_tokens) * size;
+            memcpy(result + k * size, row, (size_t)size);
+        }
+        for (int64_t page = first; page < stop && call->advise; page++) {
+            uintptr_t begin = (uintptr_t)(call->pages[page] + matrix * head), beyond = begin % (uintptr_t)call->block;
+            call->advise((void *)(begin - beyond), (size_t)head + beyond, (int)call->let_go);
+        }
+    }
+}
+EXPORT(copy_rows)(Copies *call) {
+    FOR_TASKS(call, task)
+        copy_head(call, task);
 }

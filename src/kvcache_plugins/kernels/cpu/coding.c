@@ -22,7 +22,6 @@ typedef struct {
 typedef struct { int64_t matrix, first, tile, place; int count; } Group;
 typedef uint32_t Bits[MOST_BLOCKS][2][L];
 
-INLINE const Codebook *book_of(const Coding *c) { return c->codebook; }
 INLINE vf larger_of(vf a, float b) { return larger(a, splat(b)); }
 INLINE vf size_of(vf x) { return (vf)((vi)x & 0x7fffffff); }
 INLINE vf gather(const float *table, vu at) {
@@ -63,42 +62,42 @@ static vu stored_scales(const Codebook *book, vf scale) {
 }
 /* The scale that suits points found with `scale`, of sums of squared numbers, of numbers times points, of squared points */
 INLINE vf fitting_scale(const Coding *c, vf energy, vf over, vf under, vf scale) {
-    if (c->is_weighted) return over / larger_of(under, 1e-9f);
+    if (c->table->is_weighted) return over / larger_of(under, 1e-9f);
     return choose(over > energy / scale * LEAST_GAIN, energy / over, scale);
 }
 INLINE float weight_of(const Coding *c, int width) {
-    return c->is_weighted || c->by_energy ? (float)(1 << 2 * width) : 1;
+    return c->table->is_weighted || c->table->by_energy ? (float)(1 << 2 * width) : 1;
 }
 
 static void load_head(const Coding *c, int64_t matrix, Head *head) {
     int64_t item = matrix % c->heads, size = item * c->channels;
-    int is_turned = c->rotation > 1 || c->basis;
-    head->dim = (int)c->dim, head->channels = (int)c->channels;
-    head->blocks = (int)((c->dim + BLOCK - 1) / BLOCK), head->coded = 0, head->basis = 0;
+    int is_turned = c->table->rotation > 1 || c->table->basis;
+    head->dim = (int)c->table->dim, head->channels = (int)c->channels;
+    head->blocks = (int)((c->table->dim + BLOCK - 1) / BLOCK), head->coded = 0, head->basis = 0;
     for (int i = 0; i < head->dim; i++) {
-        int64_t at = matrix * c->dim + i, own = i;
-        if (c->order) own = c->order_size == 1 ? ((const uint8_t *)c->order)[at] : ((const int16_t *)c->order)[at];
+        int64_t at = matrix * c->table->dim + i, own = i;
+        if (c->table->order) own = c->table->order_size == 1 ? ((const uint8_t *)c->table->order)[at] : ((const int16_t *)c->table->order)[at];
         /* An order that is none reads and writes channels that there are */
-        own = own < 0 || own >= c->dim ? 0 : own;
-        float deviation = float_of_half(c->deviation[matrix * c->deviations + (c->deviations > 1 ? own : 0)]);
+        own = own < 0 || own >= c->table->dim ? 0 : own;
+        float deviation = float_of_half(c->table->deviation[matrix * c->table->deviations + (c->table->deviations > 1 ? own : 0)]);
         head->own[i] = (int)own;
-        head->means[i] = c->mean && !is_turned ? float_of_half(c->mean[matrix * c->dim + own]) : 0;
+        head->means[i] = c->table->mean && !is_turned ? float_of_half(c->table->mean[matrix * c->table->dim + own]) : 0;
         head->deviations[i] = deviation, head->inverses[i] = deviation > 0 ? 1 / deviation : 0;
     }
     for (int d = 0; d < head->channels; d++)
-        head->centres[d] = c->mean && is_turned ? float_of_half(c->mean[matrix * c->channels + d]) : 0;
-    if (c->basis) {
-        head->basis = c->basis + size * c->channels, head->inverse = c->inverse + item * c->dim * c->channels;
-        head->steps = c->steps + size, head->factors = c->factors + size;
+        head->centres[d] = c->table->mean && is_turned ? float_of_half(c->table->mean[matrix * c->channels + d]) : 0;
+    if (c->table->basis) {
+        head->basis = c->table->basis + size * c->channels, head->inverse = c->table->inverse + item * c->table->dim * c->channels;
+        head->steps = c->table->steps + size, head->factors = c->table->factors + size;
         for (int i = 0; i < head->dim; i++) {
             int32_t own = 0;
             for (int d = 0; d < head->channels; d++) own += head->basis[i * head->channels + d] * head->inverse[i * head->channels + d];
             head->units[i] = (float)own * head->steps[i];
         }
     }
-    int64_t left = c->row_size - 1;
+    int64_t left = c->table->row_size - 1;
     for (int v = 0; v < head->blocks; v++) {
-        int width = c->widths[matrix * head->blocks + v], most = c->is_trellis ? MOST_TRELLIS_WIDTH : MOST_WIDTH;
+        int width = c->table->widths[matrix * head->blocks + v], most = c->table->is_trellis ? MOST_TRELLIS_WIDTH : MOST_WIDTH;
         /* Wider than there are codes, or beyond the row: of no bits */
         head->widths[v] = (uint8_t)(width > most || width > left ? 0 : width);
         left -= head->widths[v];
@@ -189,21 +188,22 @@ static void store_tokens(const Coding *c, Group g, const vf *x) {
    alone, to the last bit, wherever a run of tokens begins. */
 static void turn_tokens(const Coding *c, Group g, vf *x) {
     const Rotary *rotary = c->rotary;
-    const float *origins = rotary->origins + g.tile * c->channels * 2;
-    float sign = c->is_back ? -1 : 1;
-    for (int64_t d = 0; d < c->channels; d++) {
-        int64_t p = rotary->partners[d];
-        if (p <= d || p >= c->channels) continue;
-        const float *offsets = rotary->offsets + d * 2 * (TILE + 16) + g.place;
-        vf cosine = load(offsets), sine = load(offsets + TILE + 16), low = x[d], high = x[p];
-        vf both_cosine = cosine * origins[2 * d] - sine * origins[2 * d + 1];
-        vf both_sine = (sine * origins[2 * d] + cosine * origins[2 * d + 1]) * sign;
+    float back = c->is_back ? -1 : 1, sign;
+    const float *far = far_angles(rotary, g.tile, &sign);
+    for (int64_t n = 0; n < rotary->num_turned; n++) {
+        int64_t d = rotary->pairs[2 * n], p = rotary->pairs[2 * n + 1];
+        if (d < 0 || p < 0 || d >= c->channels || p >= c->channels) continue;
+        const float *near = rotary->places + n * 2 * ANGLES + g.place;
+        float far_cosine = far[n], far_sine = far[rotary->all_pairs + n] * sign;
+        vf cosine = load(near), sine = load(near + ANGLES), low = x[d], high = x[p];
+        vf both_cosine = cosine * far_cosine - sine * far_sine;
+        vf both_sine = (sine * far_cosine + cosine * far_sine) * back;
         x[d] = low * both_cosine + high * both_sine, x[p] = high * both_cosine - low * both_sine;
     }
 }
 /* Hadamard's transform of every `rotation` channels: two steps at a time, as they wait for memory */
 static void rotate_tokens(const Coding *c, vf *x) {
-    int dim = (int)c->channels, size = (int)c->rotation, half = 1;
+    int dim = (int)c->channels, size = (int)c->table->rotation, half = 1;
     float factor = 1 / sqrtf((float)size);
     for (; half * 2 < size; half *= 4)
         for (int start = 0; start < dim; start += 4 * half)
@@ -269,10 +269,10 @@ static vf normalize(const Coding *c, const Head *head, const vf *x, vf *normal, 
         all += block;
         if (head->widths[v]) coded += block, weighted += block * weight_of(c, head->widths[v]);
     }
-    *energy = c->by_energy ? weighted : all;
+    *energy = c->table->by_energy ? weighted : all;
     coded /= (float)(head->coded ? head->coded : 1);
     for (int i = 0; i < L; i++) root[i] = sqrtf(coded[i]);
-    return gather(book_of(c)->scales, stored_scales(book_of(c), root));
+    return gather(book_of(c->table)->scales, stored_scales(book_of(c->table), root));
 }
 /* Codes of a block, each number going to its nearest point; adds to the sums that scales are fitted by */
 INLINE void code_block(const vf *normal, vf inverse, const Codebook *book, int width, vf *over, vf *under, uint32_t (*bits)[L]) {
@@ -297,13 +297,13 @@ static vf code_numbers(const Coding *c, const Head *head, const vf *normal, vf e
     for (int v = 0; v < head->blocks; v++) {
         int width = head->widths[v];
         vf over = {0}, under = {0};
-#define CASE(w) case w: code_block(normal + v * BLOCK, inverse, book_of(c), w, &over, &under, bits[v]); break;
+#define CASE(w) case w: code_block(normal + v * BLOCK, inverse, book_of(c->table), w, &over, &under, bits[v]); break;
         switch (width) {
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
         default: continue;
         }
 #undef CASE
-        float factor = book_of(c)->coefficients[width][3], weight = weight_of(c, width) * factor;
+        float factor = book_of(c->table)->coefficients[width][3], weight = weight_of(c, width) * factor;
         all_over += over * weight, all_under += under * (weight * factor);
     }
     return fitting_scale(c, energy, all_over, all_under, scale);
@@ -328,14 +328,14 @@ static vf code_paths(
     for (int v = 0; v < head->blocks; v++) {
         int width = head->widths[v];
         if (!width) continue;
-        const float *p = book_of(c)->coefficients[width];
+        const float *p = book_of(c->table)->coefficients[width];
         float weight = weight_of(c, width);
         memset(bits[v], 0, sizeof bits[v]);
         for (int i = 0; i < BLOCK; i++) {
             const uint8_t *state = states[--steps];
             vf point;
             for (int t = 0; t < L; t++) {
-                point[t] = book_of(c)->search_points[width][state[t]] * p[3];
+                point[t] = book_of(c->table)->search_points[width][state[t]] * p[3];
                 bits[v][i / 4][t] |= (state[t] & ((1u << width) - 1)) << i % 4 * width;
             }
             over += normal[v * BLOCK + i] * weight * point, under += point * weight * point;
@@ -345,7 +345,7 @@ static vf code_paths(
 }
 static void write_rows(const Coding *c, const Head *head, Group g, vu stored, Bits bits) {
     for (int t = 0; t < g.count; t++) {
-        uint8_t *row = c->rows + (g.matrix * c->capacity + c->used + g.first + t) * c->row_size, *end = row + c->row_size;
+        uint8_t *row = c->rows + (g.matrix * c->capacity + c->used + g.first + t) * c->table->row_size, *end = row + c->table->row_size;
         *row++ = (uint8_t)stored[t];
         for (int v = 0; v < head->blocks; v++) {
             int width = head->widths[v];
@@ -369,27 +369,27 @@ INLINE uint64_t word_at(const uint8_t *row, int64_t place, int64_t size) {
     return word;
 }
 static void decode_group(const Coding *c, const Head *head, Group g, vf *x) {
-    const uint8_t *rows = c->rows + (g.matrix * c->capacity + g.first) * c->row_size;
+    const uint8_t *rows = c->rows + (g.matrix * c->capacity + g.first) * c->table->row_size;
     ALIGNED Bits bits;
     vu stored;
     for (int t = 0; t < L; t++) {
-        const uint8_t *row = rows + (t < g.count ? t : g.count - 1) * c->row_size;
+        const uint8_t *row = rows + (t < g.count ? t : g.count - 1) * c->table->row_size;
         int64_t place = 1;
         stored[t] = row[0];
         for (int v = 0; v < head->blocks; place += head->widths[v++]) {
-            uint64_t word = head->widths[v] ? word_at(row, place, c->row_size) : 0;
+            uint64_t word = head->widths[v] ? word_at(row, place, c->table->row_size) : 0;
             bits[v][0][t] = (uint32_t)word, bits[v][1][t] = (uint32_t)(word >> 4 * head->widths[v]);
         }
     }
-    vf scale = gather(book_of(c)->scales, stored);
+    vf scale = gather(book_of(c->table)->scales, stored);
     for (int v = 0; v < head->blocks; v++) {
-        int width = head->widths[v], states = c->is_trellis ? 8 : width;
-        const float *own = book_of(c)->coefficients[width], step = 2.0f / (float)(1 << states);
+        int width = head->widths[v], states = c->table->is_trellis ? 8 : width;
+        const float *own = book_of(c->table)->coefficients[width], step = 2.0f / (float)(1 << states);
         const float p[3] = {own[0] * own[3], own[1] * own[3], own[2] * own[3]};
-        uint32_t mask = (1u << states) - 1, multiplier = (uint32_t)book_of(c)->multipliers[width];
+        uint32_t mask = (1u << states) - 1, multiplier = (uint32_t)book_of(c->table)->multipliers[width];
         for (int i = v * BLOCK; i < (v + 1) * BLOCK && i < head->dim; i++) {
             vu number = load_u(bits[v][i % BLOCK / 4]) >> (uint32_t)(i % 4 * width) & mask;
-            if (c->is_trellis) number = number * multiplier & mask;
+            if (c->table->is_trellis) number = number * multiplier & mask;
             vf point = point_at(to_float(number) * step + splat(step / 2 - 1), p) * scale;
             x[head->own[i]] = width ? point * head->deviations[i] + head->means[i] : splat(head->means[i]);
         }
@@ -409,18 +409,18 @@ static void encode_group(
         /* NaN is not below anything */
         for (int d = 0; c->limit > 0 && d < c->channels; d++) fits &= (x[d] < (float)c->limit) & (x[d] > -(float)c->limit);
         if (c->rotary) turn_tokens(c, g, x);
-        for (int d = 0; c->mean && d < c->channels; d++) x[d] -= head->centres[d];
-        if (c->rotation > 1) rotate_tokens(c, x);
-        if (c->basis) find_components(head, x, components);
+        for (int d = 0; c->table->mean && d < c->channels; d++) x[d] -= head->centres[d];
+        if (c->table->rotation > 1) rotate_tokens(c, x);
+        if (c->table->basis) find_components(head, x, components);
     }
-    vf found = normalize(c, head, c->basis && !finer ? components : x, normal, &energy);
-    for (int64_t pass = 0; pass <= c->refits; pass++) {
+    vf found = normalize(c, head, c->table->basis && !finer ? components : x, normal, &energy);
+    for (int64_t pass = 0; pass <= c->table->refits; pass++) {
         vf scale = found, fitting;
         int is_settled = 1;
-        fitting = c->is_trellis ? code_paths(c, head, grids, factors, scratch, normal, energy, scale, bits)
+        fitting = c->table->is_trellis ? code_paths(c, head, grids, factors, scratch, normal, energy, scale, bits)
                                 : code_numbers(c, head, normal, energy, scale, bits);
-        stored = stored_scales(book_of(c), fitting);
-        found = gather(book_of(c)->scales, stored);
+        stored = stored_scales(book_of(c->table), fitting);
+        found = gather(book_of(c->table)->scales, stored);
         /* Coded again with the same scale a token gets the same codes */
         for (int t = 0; t < L; t++) is_settled &= found[t] == scale[t];
         if (is_settled) break;
@@ -434,36 +434,37 @@ static void make_grids(const Coding *c, const Head *head, Grids grids, float *fa
     int finest = 0;
     for (int v = 0; v < head->blocks; v++) finest = head->widths[v] > finest ? head->widths[v] : finest;
     for (int width = 1; width <= MOST_TRELLIS_WIDTH; width++) {
-        factors[width] = (float)(SEARCH_STEPS << (c->is_weighted || c->by_energy ? width : finest));
+        factors[width] = (float)(SEARCH_STEPS << (c->table->is_weighted || c->table->by_energy ? width : finest));
         for (int s = 0; s < NUM_STATES; s++)
-            grids[width][s] = rintf(book_of(c)->search_points[width][s] * factors[width]);
+            grids[width][s] = rintf(book_of(c->table)->search_points[width][s] * factors[width]);
     }
 }
 
-/* Tokens of a task, as places from the start of the first tile of their item, whose number among the tiles of the rotary
-   embedding is `tile` */
+/* Tokens of a task, as places from the start of the first tile of their item, whose number is `tile` */
 typedef struct { int64_t matrix, shift, tile, from, to; } Span;
 INLINE Span span_of(const Coding *c, int64_t task) {
     int64_t matrices = c->batch * c->heads;
     Span s = {.matrix = task % matrices};
     if (c->rotary) {
         int64_t first = c->start - (c->padding ? c->padding[s.matrix / c->heads] : 0);
-        s.shift = (first % TILE + TILE) % TILE, s.tile = (first - s.shift) / TILE + c->rotary->tiles;
+        s.shift = (first % TILE + TILE) % TILE, s.tile = (first - s.shift) / TILE;
     }
     s.from = task / matrices * TASK_TOKENS, s.to = s.from + TASK_TOKENS;
     s.from = s.from > s.shift ? s.from : s.shift;
     s.to = s.to < s.shift + c->tokens ? s.to : s.shift + c->tokens;
     return s;
 }
-INLINE Group group_at(const Coding *c, Span s, int64_t place) {
-    int64_t end = place - place % L + L, tile = s.tile + place / TILE, most = c->rotary ? 2 * c->rotary->tiles - 1 : 0;
-    /* More padding than there are tokens has no angles */
-    tile = tile < 0 ? 0 : tile > most ? most : tile;
-    return (Group){s.matrix, place - s.shift, tile, place % TILE, (int)((end < s.to ? end : s.to) - place)};
+/* The tokens of a span one vector after the other; whether there are any left */
+INLINE int take_group(Span *s, Group *g) {
+    int64_t place = s->from, end = place - place % L + L;
+    if (place >= s->to) return 0;
+    s->from = end < s->to ? end : s->to;
+    *g = (Group){s->matrix, place - s->shift, s->tile + place / TILE, place % TILE, (int)(s->from - place)};
+    return 1;
 }
 /* Rows in front of new ones, where storage is another; what is behind them is zero */
 static void move_rows(const Coding *c, int64_t matrix) {
-    int64_t size = c->row_size, end = c->used + c->tokens;
+    int64_t size = c->table->row_size, end = c->used + c->tokens;
     uint8_t *to = c->rows + matrix * c->capacity * size;
     memcpy(to, c->moved + (matrix * c->moved_capacity + c->moved_first) * size, (size_t)(c->used * size));
     memset(to + end * size, 0, (size_t)((c->capacity - end) * size));
@@ -475,13 +476,9 @@ static void encode_task(Coding *c, int64_t task, float *scratch) {
     float factors[NUM_WIDTHS];
     load_head(c, s.matrix, &head);
     if (c->source) load_head(c->source, s.matrix, &finer);
-    if (c->is_trellis) make_grids(c, &head, grids, factors);
+    if (c->table->is_trellis) make_grids(c, &head, grids, factors);
     if (c->moved && task < c->batch * c->heads) move_rows(c, s.matrix);
-    Group g;
-    for (int64_t place = s.from; place < s.to; place += g.count) {
-        g = group_at(c, s, place);
-        encode_group(c, &head, c->source ? &finer : 0, g, grids, factors, scratch);
-    }
+    for (Group g; take_group(&s, &g);) encode_group(c, &head, c->source ? &finer : 0, g, grids, factors, scratch);
 }
 EXPORT(encode_rows)(Coding *c) {
     int64_t thread = __atomic_fetch_add(&c->entered, 1, __ATOMIC_RELAXED);
@@ -513,18 +510,16 @@ EXPORT(decode_rows)(Coding *c) {
         /* An order that is none leaves channels out */
         ALIGNED vf x[MOST_CHANNELS] = {{0}}, channels[MOST_CHANNELS];
         load_head(c, s.matrix, &head);
-        Group g;
-        for (int64_t place = s.from; place < s.to; place += g.count) {
-            g = group_at(c, s, place);
-            vf *own = c->basis ? channels : x;
+        for (Group g; take_group(&s, &g);) {
+            vf *own = c->table->basis ? channels : x;
             decode_group(c, &head, g, x);
-            if (c->rotation > 1) rotate_tokens(c, x);
-            if (c->basis) {
+            if (c->table->rotation > 1) rotate_tokens(c, x);
+            if (c->table->basis) {
                 memset(channels, 0, sizeof(vf) * (size_t)c->channels);
                 add_components(&head, x, 1, channels);
             }
-            for (int d = 0; c->basis && d < c->channels; d++) own[d] /= head.factors[d];
-            for (int d = 0; c->mean && d < c->channels; d++) own[d] += head.centres[d];
+            for (int d = 0; c->table->basis && d < c->channels; d++) own[d] /= head.factors[d];
+            for (int d = 0; c->table->mean && d < c->channels; d++) own[d] += head.centres[d];
             if (c->rotary) turn_tokens(c, g, own);
             store_tokens(c, g, own);
         }
@@ -534,9 +529,7 @@ EXPORT(turn_states)(Coding *c) {
     ALIGNED vf x[MOST_CHANNELS];
     FOR_TASKS(c, task) {
         Span s = span_of(c, task);
-        Group g;
-        for (int64_t place = s.from; place < s.to; place += g.count) {
-            g = group_at(c, s, place);
+        for (Group g; take_group(&s, &g);) {
             load_tokens(c, g, x);
             turn_tokens(c, g, x);
             store_tokens(c, g, x);
@@ -553,31 +546,29 @@ EXPORT(measure_channels)(Coding *c) {
         Span s = span_of(c, task);
         const uint8_t *valid = c->valid ? c->valid + s.matrix / c->heads * c->tokens : 0;
         int64_t count = 0, end = s.shift + c->tokens;
-        for (int64_t d = 0; d < c->dim; d++) sum[d] = square[d] = one[d] = 0;
-        for (s.from = s.shift; s.from < end; s.from = s.to) {
-            Group g;
+        for (int64_t d = 0; d < c->channels; d++) sum[d] = square[d] = one[d] = 0;
+        for (s.from = s.shift; s.from < end;) {
             s.to = s.from + SUM_TOKENS < end ? s.from + SUM_TOKENS : end;
-            for (int64_t d = 0; d < c->dim; d++) sums[d] = squares[d] = (vf){0};
-            for (int64_t place = s.from; place < s.to; place += g.count) {
+            for (int64_t d = 0; d < c->channels; d++) sums[d] = squares[d] = (vf){0};
+            for (Group g; take_group(&s, &g);) {
                 vi counts = {0};
                 int newest = -1, is_first = !count;
-                g = group_at(c, s, place);
                 for (int t = 0; t < g.count; t++)
                     if (!valid || valid[g.first + t]) counts[t] = -1, newest = t, count++;
                 if (newest < 0) continue;
                 load_tokens(c, g, x);
                 if (c->rotary) turn_tokens(c, g, x);
-                for (int64_t d = 0; d < c->dim; d++) {
+                for (int64_t d = 0; d < c->channels; d++) {
                     if (is_first) one[d] = x[d][newest];
                     vf rest = choose(counts, x[d] - one[d], (vf){0});
                     sums[d] += rest, squares[d] += rest * rest;
                 }
             }
-            for (int64_t d = 0; d < c->dim; d++)
+            for (int64_t d = 0; d < c->channels; d++)
                 for (int t = 0; t < L; t++) sum[d] += sums[d][t], square[d] += squares[d][t];
         }
-        for (int64_t d = 0; d < c->dim; d++) {
-            int64_t at = s.matrix * c->dim + d;
+        for (int64_t d = 0; d < c->channels; d++) {
+            int64_t at = s.matrix * c->channels + d;
             double mean = count ? sum[d] / (double)count : 0, all = one[d] + mean, rest;
             c->means[at] = (float)all, rest = c->means[at] - all;
             c->variances[at] = count ? (float)(square[d] / (double)count - mean * mean + rest * rest) : 0;

@@ -20,8 +20,9 @@ typedef struct {
     float scales[256];                     /* of all bytes */
     float coefficients[NUM_WIDTHS][4];     /* of points, and a factor of sums over them */
     float search_points[MOST_TRELLIS_WIDTH + 1][NUM_STATES];
-    int32_t multipliers[NUM_WIDTHS];       /* of states */
+    int32_t multipliers[NUM_WIDTHS];       /* of states, 0 for codes */
 } Codebook;
+INLINE const Codebook *book_of(const Table *table) { return table->codebook; }
 
 /* The paths of L streams through a trellis; `numbers` [steps] and `grids` are integers below 2^24, `states` [steps][L] */
 typedef float Grids[MOST_TRELLIS_WIDTH + 1][NUM_STATES];

@@ -35,6 +35,11 @@ INLINE Unit unit_at(const Call *call, int64_t number) {
 }
 /* A number of `size`, whatever memory says */
 INLINE int64_t clamped(int64_t x, int64_t size) { return x < 0 ? 0 : x >= size ? size - 1 : x; }
+/* Cosines of the first position of a tile, which may be below 0, with sines behind them that are to be multiplied by `sign` */
+INLINE const float *far_angles(const Rotary *rotary, int64_t tile, float *sign) {
+    *sign = tile < 0 ? -1 : 1;
+    return rotary->far + clamped(tile < 0 ? -tile : tile, rotary->tiles) * 2 * rotary->all_pairs;
+}
 INLINE int64_t length_of(const Part *part, Unit unit) {
     return part->lengths ? clamped(part->lengths[unit.batch], part->length + 1) : part->length;
 }

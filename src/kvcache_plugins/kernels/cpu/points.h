@@ -9,9 +9,9 @@
    There codes of five bits use that points are odd: a look-up of magnitudes, and a sign. Wider ones, and states of a
    trellis, are put into the polynomial that the tables are made of. */
 #pragma once
-#include "layer.h"
+#include "coding.h"
 
-enum { STRIP = 4 * L, MOST_ROW = MOST_CHANNELS + 1, MOST_WIDTH = 8, MOST_STATE_WIDTH = 6, STATES = 16 };
+enum { STRIP = 4 * L, MOST_ROW = MOST_CHANNELS + 1, STATES = 16 };
 
 typedef uint8_t vb __attribute__((vector_size(STRIP)));
 typedef int8_t vsb __attribute__((vector_size(STRIP)));
@@ -123,11 +123,11 @@ INLINE Lane lane_of(Block block, int lane) {
     return (Lane){block.kind, block.kind > STATES ? 8 : block.kind, block.offset + bit / 8, bit % 8};
 }
 /* Blocks of a row; widths that no row has, or that reach beyond the row, are taken for 0 */
-APART void make_blocks(const uint8_t *widths, int count, int64_t size, const int64_t *multipliers, Block *blocks) {
+APART void make_blocks(const uint8_t *widths, int count, int64_t size, const int32_t *multipliers, Block *blocks) {
     int64_t offset = 1;
     for (int v = 0; v < count; v++) {
         int width = widths[v], is_state = width <= MOST_WIDTH && multipliers[width] != 0;
-        if (width > (is_state ? MOST_STATE_WIDTH : MOST_WIDTH) || offset + width > size) width = 0;
+        if (width > (is_state ? MOST_TRELLIS_WIDTH : MOST_WIDTH) || offset + width > size) width = 0;
         blocks[v] = (Block){width && is_state ? STATES + width : width, (int)offset};
         offset += width;
     }
@@ -138,10 +138,11 @@ INLINE float polynomial(const float *c, float code) {
 }
 /* The points of a kind as numbers that are looked up, the larger half of them where there is room for no more, or five
    coefficients */
-APART void base_points(int kind, const float *coefficients, float *base) {
+APART void base_points(int kind, const Codebook *book, float *base) {
     int width = kind % STATES;
     float codes = (float)(1 << (kind > STATES ? 8 : width));
-    float c[5] = {2 / codes, 1 / codes - 1, coefficients[3 * width], coefficients[3 * width + 1], coefficients[3 * width + 2]};
+    const float *own = book->coefficients[width];
+    float c[5] = {2 / codes, 1 / codes - 1, own[0] * own[3], own[1] * own[3], own[2] * own[3]};
     if (kind > 5) memcpy(base, c, sizeof c);
     else for (int i = 0; i < ENTRIES; i++) base[i] = polynomial(c, (float)(kind == 5 ? 32 - ENTRIES + i : i % (1 << width)));
 }
@@ -211,7 +212,7 @@ INLINE void look_up_points(int kind, const Points *points, vb at, vf *to) {
 }
 /* The points of a channel's codes, L tokens four times */
 INLINE void read_points(
-    const Lane *lane, const int64_t *multipliers, const uint8_t (*planes)[STRIP], const Points *points, vf *to) {
+    const Lane *lane, const int32_t *multipliers, const uint8_t (*planes)[STRIP], const Points *points, vf *to) {
     vb at = codes_of(lane, planes);
     if (lane->kind <= 5) {
         if (lane->kind == 5) look_up_points(5, points, at, to);
@@ -243,7 +244,7 @@ INLINE Points words_of(int kind, const float *base, float factor, int is_upper) 
     return points;
 }
 INLINE void read_words(
-    const Lane *lane, const int64_t *multipliers, const uint8_t (*planes)[STRIP], const Points *points, int is_upper, vu *to) {
+    const Lane *lane, const int32_t *multipliers, const uint8_t (*planes)[STRIP], const Points *points, int is_upper, vu *to) {
     vf x[4];
     read_points(lane, multipliers, planes, points, x);
     for (int u = 0; u < 4; u++) {
@@ -253,7 +254,7 @@ INLINE void read_words(
 }
 #else
 /* The points of a block's eight channels, which all have the same */
-APART void widen(Block block, const int64_t *multipliers, const Planes planes, const Points *points, float (*to)[STRIP]) {
+APART void widen(Block block, const int32_t *multipliers, const Planes planes, const Points *points, float (*to)[STRIP]) {
     for (int i = 0; i < 8; i++) {
         Lane lane = lane_of(block, i);
         vf x[4];

@@ -13,7 +13,7 @@
 #include "points.h"
 #include "scattered.h"
 
-enum { MOST_PAIRS = MOST_CHANNELS / 2 + 16, GROUP = 4, ANCHOR_TILES = 32 };
+enum { MOST_PAIRS = MOST_CHANNELS / 2 + 16, ANCHOR_TILES = 32 };
 
 typedef struct { int a, b; float mean_a, mean_b; } Pair; /* where its points are in a strip's, and means */
 typedef float Turned[2][ROWS][MOST_PAIRS];
@@ -30,23 +30,37 @@ static void turn_by(int rows, int pairs, const float *cosines, const float *sine
         }
     }
 }
+/* Angles of a position, from those of its tile and of its place in it */
+static void angles_at(const Rotary *rotary, int64_t position, float (*to)[MOST_PAIRS]) {
+    int64_t place = position & (TILE - 1), size = rotary->all_pairs;
+    float sign;
+    const float *far = far_angles(rotary, (position - place) / TILE, &sign), *near = rotary->near + place * 2 * size;
+    for (int64_t p = 0; p < size; p += L) {
+        vf c = load(far + p), s = load(far + size + p) * sign, x = load(near + p), y = load(near + size + p);
+        store(to[0] + p, c * x - s * y), store(to[1] + p, s * x + c * y);
+    }
+}
+INLINE int64_t first_position(const Rows *part, Unit unit) {
+    return part->first_position - (part->padding ? part->padding[unit.batch] : 0);
+}
 /* Queries as they are turned back to the start of the strip that is next, from tile `first` on */
 typedef struct { Turned still, turned; int64_t strips; } Turning;
 
 static void turn_to_next(int rows, const Rows *part, Unit unit, Turning *turning) {
-    int size = (int)(part->num_pairs + 15) / 16 * 16, period = ANCHOR_TILES * TILE / STRIP;
-    int64_t anchor = turning->strips / period;
-    if (turning->strips % period == 0 && anchor < part->num_anchors) {
-        const float *angles = part->anchors + (unit.batch * part->num_anchors + anchor) * 2 * size;
-        turn_by(rows, size, angles, angles + size, turning->still, turning->turned);
-    } else turn_by(rows, size, part->turn, part->turn + size, turning->turned, turning->turned);
-    turning->strips++;
+    const Rotary *rotary = part->rotary;
+    int64_t size = rotary->all_pairs, token = turning->strips++ * STRIP;
+    const float *strip = (int)STRIP < (int)TILE ? rotary->near + STRIP * 2 * size : rotary->far + 2 * size;
+    ALIGNED float angles[2][MOST_PAIRS];
+    if (token % (ANCHOR_TILES * TILE)) turn_by(rows, (int)size, strip, strip + size, turning->turned, turning->turned);
+    else {
+        angles_at(rotary, first_position(part, unit) + token, angles);
+        turn_by(rows, (int)size, angles[0], angles[1], turning->still, turning->turned);
+    }
 }
 static void start_turning(int rows, const Rows *part, const Queries query, int dim, Turning *turning) {
-    int size = (int)(part->num_pairs + 15) / 16 * 16;
     for (int r = 0; r < rows; r++)
-        for (int p = 0; p < size; p++) {
-            int a = part->pairs[2 * p], b = part->pairs[2 * p + 1];
+        for (int p = 0; p < part->rotary->all_pairs; p++) {
+            int a = part->rotary->pairs[2 * p], b = part->rotary->pairs[2 * p + 1];
             turning->still[0][r][p] = a >= 0 && a < dim ? query[r][a] : 0;
             turning->still[1][r][p] = b >= 0 && b < dim ? query[r][b] : 0;
         }
@@ -59,7 +73,7 @@ static void turn_to_tile(int rows, const Rows *part, Unit unit, int64_t first, T
 /* ---- keys ---- */
 /* Turns two vectors of channels and adds their products with the queries */
 INLINE void dot_pair(const int rows, vf a, vf b, const float *angles, const Turned q, int p, vf *sums) {
-    vf c = load(angles), s = load(angles + STRIP), x = a * c + b * s, y = b * c - a * s;
+    vf c = load(angles), s = load(angles + ANGLES), x = a * c + b * s, y = b * c - a * s;
     for (int r = 0; r < rows; r++) sums[r] += x * q[0][r][p], sums[r] += y * q[1][r][p];
 }
 /* Points of a pair's channels meet the queries in registers */
@@ -67,14 +81,15 @@ INLINE void dot_strip(
     const int rows, const Rows *part, const Pair *pairs, const Lane *lanes, const Points *points,
     const uint8_t (*planes)[STRIP], const float *scales, const float *angles, const Turned q, float (*scores)[TILE]) {
     vf sums[ROWS][4] = {{{0}}};
-    for (int p = 0; p < part->num_pairs; p++) {
+    const int32_t *multipliers = book_of(part->keys.table)->multipliers;
+    for (int p = 0, end = (int)part->rotary->num_pairs; p < end; p++) {
         vf a[4] = {{0}}, b[4] = {{0}};
         int i = pairs[p].a, j = pairs[p].b;
-        if (lanes[i].kind) read_points(&lanes[i], part->multipliers, planes, &points[i], a);
-        if (lanes[j].kind) read_points(&lanes[j], part->multipliers, planes, &points[j], b);
+        if (lanes[i].kind) read_points(&lanes[i], multipliers, planes, &points[i], a);
+        if (lanes[j].kind) read_points(&lanes[j], multipliers, planes, &points[j], b);
         for (int u = 0; u < 4; u++) {
-            const float *angle = angles + 2 * STRIP * p + u * L;
-            vf scale = load(scales + u * L), c = load(angle), s = load(angle + STRIP);
+            const float *angle = angles + 2 * ANGLES * p + u * L;
+            vf scale = load(scales + u * L), c = load(angle), s = load(angle + ANGLES);
             vf x = a[u] * scale + pairs[p].mean_a, y = b[u] * scale + pairs[p].mean_b;
             a[u] = x * c + y * s, b[u] = y * c - x * s;
         }
@@ -84,100 +99,87 @@ INLINE void dot_strip(
     for (int r = 0; r < rows; r++)
         for (int u = 0; u < 4; u++) store(scores[r] + u * L, sums[r][u]);
 }
+/* Components of a strip times a basis, GROUP channels at a time, which meet the queries without being written. With AVX-512
+   two components are a lane, as words, and `step` is what one of them stands for. */
 #if defined(KVC_IS_AVX512)
-/* As below, of words: `step` is what one of them stands for */
-INLINE void dot_words(
-    const int rows, const Rows *part, int64_t head, int64_t used, const uint32_t (*words)[STRIP], float step,
-    const float *scales, const float *angles, const Turned q, float (*scores)[TILE]) {
-    int64_t size = (part->num_pairs + 15) / 16 * 16, count = (part->num_components + 1) / 2;
-    for (int t = 0; t < STRIP; t += 2 * L) {
-        vf sums[2][ROWS] = {{{0}}}, scale[2] = {load(scales + t), load(scales + t + L)};
-        for (int64_t n = 0; n < (part->num_pairs + 3) / 4; n++) {
-            const int32_t *basis = part->key_words + (head * size / 4 + n) * count * 8;
-            const float *mean = part->key_mean + (head * size + 4 * n) * 2, *factor = part->key_factors + (head * size + 4 * n) * 2;
-            __m512i x[8][2] = {{{0}}};
-            for (int64_t i = 0; i < (used + 1) / 2; i++, basis += 8) {
-                __m512i z[2] = {(__m512i)load_u(words[i] + t), (__m512i)load_u(words[i] + t + L)};
-                for (int g = 0; g < 8; g++) {
-                    __m512i own = _mm512_set1_epi32(basis[g]);
-                    x[g][0] = _mm512_dpwssd_epi32(x[g][0], z[0], own), x[g][1] = _mm512_dpwssd_epi32(x[g][1], z[1], own);
-                }
-            }
-            for (int g = 0; g < 8; g += 2)
-                for (int u = 0; u < 2; u++) {
-                    vf a = to_float((vu)x[g][u]) * (factor[g] * step), b = to_float((vu)x[g + 1][u]) * (factor[g + 1] * step);
-                    int p = (int)(4 * n + g / 2);
-                    dot_pair(rows, a * scale[u] + mean[g], b * scale[u] + mean[g + 1], angles + 2 * STRIP * p + t + u * L, q, p, sums[u]);
-                }
-        }
-        for (int r = 0; r < rows; r++) store(scores[r] + t, sums[0][r]), store(scores[r] + t + L, sums[1][r]);
-    }
-}
+enum { GROUP = 8, IN_LANE = 2 };
+#define BASIS key_words
+typedef __m512i Products;
+INLINE Products add_products(Products sum, vf z, int32_t basis) { return _mm512_dpwssd_epi32(sum, (__m512i)z, _mm512_set1_epi32(basis)); }
+INLINE vf channel_of(const Rows *part, int64_t at, Products sum, float step) { return to_float((vu)sum) * (part->key_factors[at] * step); }
 #else
-INLINE void dot_basis_strip(
-    const int rows, const Rows *part, int64_t head, int64_t used, const Strips points, const float *scales,
+enum { GROUP = 4, IN_LANE = 1 };
+#define BASIS key_basis
+typedef vf Products;
+INLINE Products add_products(Products sum, vf z, float basis) { return sum + z * basis; }
+INLINE vf channel_of(const Rows *part, int64_t at, Products sum, float step) { (void)part, (void)at, (void)step; return sum; }
+#endif
+INLINE void dot_components(
+    const int rows, const Rows *part, int64_t head, int64_t used, const Strips points, float step, const float *scales,
     const float *angles, const Turned q, float (*scores)[TILE]) {
-    int64_t groups = (part->num_pairs + 1) / 2, size = (part->num_pairs + 15) / 16 * 16, count = part->num_components;
+    int64_t pairs = GROUP / 2, groups = (part->rotary->num_pairs + pairs - 1) / pairs, size = part->rotary->all_pairs;
+    int64_t count = (part->keys.table->dim + IN_LANE - 1) / IN_LANE;
     for (int t = 0; t < STRIP; t += 2 * L) {
         vf sums[2][ROWS] = {{{0}}}, scale[2] = {load(scales + t), load(scales + t + L)};
         for (int64_t n = 0; n < groups; n++) {
-            const float *basis = part->key_basis + (head * size / 2 + n) * count * GROUP;
-            const float *mean = part->key_mean + (head * size + 2 * n) * 2;
-            vf x[GROUP][2] = {{{0}}};
-            for (int64_t i = 0; i < used; i++, basis += GROUP) {
+            int64_t at = 2 * (head * size + pairs * n);
+            const __typeof__(*part->BASIS) *basis = part->BASIS + at * count;
+            Products x[GROUP][2] = {{{0}}};
+            for (int64_t i = 0; i < (used + IN_LANE - 1) / IN_LANE; i++, basis += GROUP) {
                 vf z[2] = {load(points[i] + t), load(points[i] + t + L)};
-                for (int g = 0; g < GROUP; g++) x[g][0] += z[0] * basis[g], x[g][1] += z[1] * basis[g];
+                for (int g = 0; g < GROUP; g++) x[g][0] = add_products(x[g][0], z[0], basis[g]), x[g][1] = add_products(x[g][1], z[1], basis[g]);
             }
             for (int g = 0; g < GROUP; g += 2)
                 for (int u = 0; u < 2; u++) {
-                    int p = (int)(2 * n + g / 2);
-                    dot_pair(
-                        rows, x[g][u] * scale[u] + mean[g], x[g + 1][u] * scale[u] + mean[g + 1],
-                        angles + 2 * STRIP * p + t + u * L, q, p, sums[u]);
+                    vf a = channel_of(part, at + g, x[g][u], step), b = channel_of(part, at + g + 1, x[g + 1][u], step);
+                    const float *mean = part->key_mean + at + g;
+                    int p = (int)(pairs * n + g / 2);
+                    dot_pair(rows, a * scale[u] + mean[0], b * scale[u] + mean[1], angles + 2 * ANGLES * p + t + u * L, q, p, sums[u]);
                 }
         }
         for (int r = 0; r < rows; r++) store(scores[r] + t, sums[0][r]), store(scores[r] + t + L, sums[1][r]);
     }
 }
-#endif
 /* A channel's place in a row, and its points times its deviation; without one, the row of zeros at `none` */
 static void load_places(
     const Rows *part, Unit unit, int dim, const Block *blocks, float (*base)[ENTRIES], int none, Points *points,
     Lane *lanes, Pair *pairs) {
     int place[MOST_CHANNELS];
-    const uint16_t *mean = part->mean + unit.matrix * dim, *deviation = part->deviation + unit.matrix * dim;
+    const Table *table = part->keys.table;
+    const uint16_t *mean = table->mean + unit.matrix * dim, *deviation = table->deviation + unit.matrix * table->deviations;
     memset(lanes, 0, sizeof *lanes * (size_t)(none + 1));
     for (int d = 0; d < dim; d++) place[d] = none;
     for (int i = 0; i < dim; i++) {
         int64_t at = unit.matrix * dim + i;
-        int d = part->is_wide ? ((const uint16_t *)part->order)[at] : ((const uint8_t *)part->order)[at];
+        int d = table->order_size > 1 ? ((const uint16_t *)table->order)[at] : ((const uint8_t *)table->order)[at];
         if (d >= dim) continue;
         place[d] = i;
         lanes[i] = lane_of(blocks[i / 8], i % 8);
-        if (blocks[i / 8].kind) points[i] = points_of(blocks[i / 8].kind, base[blocks[i / 8].kind], float_of_half(deviation[d]));
+        if (blocks[i / 8].kind) points[i] = points_of(blocks[i / 8].kind, base[blocks[i / 8].kind], float_of_half(deviation[table->deviations > 1 ? d : 0]));
     }
-    for (int p = 0; p < part->num_pairs; p++) {
-        int a = part->pairs[2 * p], b = part->pairs[2 * p + 1];
+    for (int p = 0; p < part->rotary->num_pairs; p++) {
+        int a = part->rotary->pairs[2 * p], b = part->rotary->pairs[2 * p + 1];
         int has_a = a >= 0 && a < dim, has_b = b >= 0 && b < dim;
         pairs[p] = (Pair){has_a ? place[a] : none, has_b ? place[b] : none,
                           has_a ? float_of_half(mean[a]) : 0, has_b ? float_of_half(mean[b]) : 0};
     }
 }
-static void load_base(const Block *blocks, int count, const float *coefficients, float (*base)[ENTRIES]) {
+static void load_base(const Block *blocks, int count, const Codebook *book, float (*base)[ENTRIES]) {
     int known = 0;
     for (int v = 0; v < count; v++)
         if (blocks[v].kind && !(known >> blocks[v].kind & 1))
-            base_points(blocks[v].kind, coefficients, base[blocks[v].kind]), known |= 1 << blocks[v].kind;
+            base_points(blocks[v].kind, book, base[blocks[v].kind]), known |= 1 << blocks[v].kind;
 }
 
 /* Of a strip's tokens; well before they are read, as stores narrower than the load that follows hold it up */
 INLINE void load_scales(const Rows *part, const uint8_t *rows, int64_t size, int tokens, float *scales) {
-    for (int t = 0; t < STRIP; t++) scales[t] = t < tokens ? part->scales[rows[t * size]] : 0;
+    const float *all = book_of(part->keys.table)->scales;
+    for (int t = 0; t < STRIP; t++) scales[t] = t < tokens ? all[rows[t * size]] : 0;
 }
 
 /* ---- values ---- */
 INLINE void add_block(
-    const int rows, Block block, const int64_t *multipliers, const uint8_t (*planes)[STRIP], const Points *points,
+    const int rows, Block block, const int32_t *multipliers, const uint8_t (*planes)[STRIP], const Points *points,
     const float (*restrict weights)[TILE], float (*restrict sums)[ROWS][L]) {
     vf own[ROWS][4];
     for (int r = 0; r < rows; r++)
@@ -195,7 +197,8 @@ INLINE void add_block(
 }
 /* Adds the means `[E]` that were taken off values, if any, as often as their tokens weigh. Weights are summed up in the
    same order without means: whether a head has one may depend on others of the batch, and its result may not. */
-static void add_means(int dim, const uint16_t *mean, Unit unit, State *state) {
+static void add_means(int dim, const Table *table, Unit unit, State *state) {
+    const uint16_t *mean = table->mean ? table->mean + unit.matrix * dim : 0;
     for (int r = 0; r < unit.rows; r++) {
         for (int d = 0; mean && d < dim; d++)
             state->sums[r][d] += state->coded_total[r] * float_of_half(mean[d]);
@@ -204,27 +207,29 @@ static void add_means(int dim, const uint16_t *mean, Unit unit, State *state) {
 }
 static void end_values(int dim, const Rows *part, Unit unit, const Sums sums, State *state) {
     ALIGNED float own[MOST_CHANNELS];
-    float factor = float_of_half(part->value_deviation[unit.matrix]) / sqrtf((float)part->rotation);
+    const Table *table = part->values.table;
+    float factor = float_of_half(table->deviation[unit.matrix * table->deviations]) / sqrtf((float)table->rotation);
     for (int r = 0; r < unit.rows; r++) {
         for (int d = 0; d < dim; d++) own[d] = sum_of(load(sums[d][r])) * factor;
-        hadamard(own, dim, part->rotation);
+        hadamard(own, dim, table->rotation);
         for (int d = 0; d < dim; d++) state->sums[r][d] += own[d];
     }
-    add_means(dim, part->value_mean ? part->value_mean + unit.matrix * dim : 0, unit, state);
+    add_means(dim, table, unit, state);
 }
 static void end_basis_values(int dim, const Rows *part, Unit unit, const Sums sums, State *state) {
-    int count = 8 * (int)part->values.blocks < dim ? 8 * (int)part->values.blocks : dim;
-    const float *factors = part->value_factors + unit.head * dim, *steps = part->value_steps + unit.head * dim;
+    const Table *table = part->values.table;
+    int count = 8 * (int)table->blocks < dim ? 8 * (int)table->blocks : dim;
+    const float *factors = table->factors + unit.head * dim, *steps = table->steps + unit.head * dim;
     for (int r = 0; r < unit.rows; r++) {
         float own[MOST_CHANNELS] = {0};
         for (int i = 0; i < count; i++) {
-            const int8_t *codes = part->value_basis + (unit.head * dim + i) * dim;
+            const int8_t *codes = table->basis + (unit.head * dim + i) * dim;
             float x = sum_of(load(sums[i][r])) * steps[i];
             for (int d = 0; d < dim; d++) own[d] += x * (float)codes[d];
         }
         for (int d = 0; d < dim; d++) state->sums[r][d] += own[d] / factors[d];
     }
-    add_means(dim, part->value_mean + unit.head * dim, unit, state);
+    add_means(dim, table, unit, state);
 }
 
 /* ---- parts ---- */
@@ -254,7 +259,7 @@ static float largest_point(int kind, const float *base) {
 }
 /* Components' points as words, of which the largest has all bits */
 static void load_words(Work *work, float (*base)[ENTRIES]) {
-    const float *steps = work->part->key_steps + work->unit.head * work->part->num_components;
+    const float *steps = work->part->key_steps + work->unit.head * work->part->keys.table->dim;
     float most = 1e-30f;
     for (int pass = 0; pass < 2; pass++)
         for (int i = 0; i < work->used; i++) {
@@ -269,16 +274,16 @@ static void load_words(Work *work, float (*base)[ENTRIES]) {
 }
 #endif
 static void start_keys(Work *work, const Rows *part, Unit unit, const Queries query, int dim) {
-    const int64_t *multipliers = part->multipliers;
-    int blocks = (int)part->keys.blocks, is_basis = part->value_basis != 0;
+    const Table *table = part->keys.table;
+    int blocks = (int)table->blocks, is_basis = table->basis != 0;
     ALIGNED float base[2 * STATES][ENTRIES];
-    work->part = part, work->unit = unit, work->is_basis = is_basis, work->dim = dim, work->key_blocks = blocks, work->used = 0;
-    make_blocks(part->keys.widths + (is_basis ? unit.head : unit.matrix) * blocks, blocks, part->keys.size, multipliers, work->keys);
-    load_base(work->keys, blocks, part->keys.coefficients, base);
+    work->part = part, work->unit = unit, work->is_basis = is_basis, work->dim = dim, work->key_blocks = blocks, work->used = 0, work->step = 0;
+    make_blocks(table->widths + unit.matrix * blocks, blocks, part->keys.size, book_of(table)->multipliers, work->keys);
+    load_base(work->keys, blocks, book_of(table), base);
     if (!is_basis) load_places(part, unit, dim, work->keys, base, 8 * blocks, work->key_points, work->lanes, work->pairs);
     else for (int v = 0; v < blocks; v++) {
         if (!work->keys[v].kind) continue;
-        work->used = 8 * (v + 1) < part->num_components ? 8 * (v + 1) : part->num_components;
+        work->used = 8 * (v + 1) < table->dim ? 8 * (v + 1) : table->dim;
 #if !defined(KVC_IS_AVX512)
         work->key_points[v] = points_of(work->keys[v].kind, base[work->keys[v].kind], 1);
 #endif
@@ -291,13 +296,11 @@ static void start_keys(Work *work, const Rows *part, Unit unit, const Queries qu
     start_turning(unit.rows, part, query, dim, &work->turning);
 }
 static void start_values(Work *work) {
-    const RowSide *side = &work->part->values;
-    int blocks = work->value_blocks = (int)side->blocks;
+    const Table *table = work->part->values.table;
+    int blocks = work->value_blocks = (int)table->blocks;
     ALIGNED float base[2 * STATES][ENTRIES];
-    make_blocks(
-        side->widths + (work->is_basis ? work->unit.head : work->unit.matrix) * blocks, blocks, side->size,
-        work->part->multipliers, work->values);
-    load_base(work->values, blocks, side->coefficients, base);
+    make_blocks(table->widths + work->unit.matrix * blocks, blocks, work->part->values.size, book_of(table)->multipliers, work->values);
+    load_base(work->values, blocks, book_of(table), base);
     for (int v = 0; v < blocks; v++)
         if (work->values[v].kind) work->value_points[work->values[v].kind] = points_of(work->values[v].kind, base[work->values[v].kind], 1);
     memset(work->sums, 0, sizeof work->sums[0] * 8 * (size_t)blocks);
@@ -306,6 +309,7 @@ static void start_values(Work *work) {
    angles leave out */
 static void score_strip(Work *work, const uint8_t *at, int tokens, const float *angles, const Turned turned, float (*to)[TILE]) {
     const Rows *part = work->part;
+    const int32_t *multipliers = book_of(part->keys.table)->multipliers;
     load_scales(part, at, part->keys.size, tokens, work->scales);
     make_planes(at, part->keys.size, tokens, work->planes);
 #if defined(KVC_IS_AVX512)
@@ -313,15 +317,14 @@ static void score_strip(Work *work, const uint8_t *at, int tokens, const float *
     for (int i = 0; i < work->used && work->is_basis; i += 2) {
         vu x[2][4] = {{{0}}};
         for (int k = 0; k < 2 && i + k < work->used; k++)
-            if (work->lanes[i + k].kind) read_words(&work->lanes[i + k], part->multipliers, work->planes, &work->key_points[i + k], k, x[k]);
+            if (work->lanes[i + k].kind) read_words(&work->lanes[i + k], multipliers, work->planes, &work->key_points[i + k], k, x[k]);
         for (int u = 0; u < 4; u++) store_u(words[i / 2] + u * L, x[0][u] | x[1][u]);
     }
-    if (work->is_basis) BY_ROWS(work->unit.rows, dot_words, part, work->unit.head, work->used, (const uint32_t(*)[STRIP])words, work->step, work->scales, angles, turned, to)
 #else
     for (int v = 0; v < work->key_blocks && work->is_basis; v++)
-        if (work->keys[v].kind) widen(work->keys[v], part->multipliers, work->planes, &work->key_points[v], work->points + 8 * v);
-    if (work->is_basis) BY_ROWS(work->unit.rows, dot_basis_strip, part, work->unit.head, work->used, work->points, work->scales, angles, turned, to)
+        if (work->keys[v].kind) widen(work->keys[v], multipliers, work->planes, &work->key_points[v], work->points + 8 * v);
 #endif
+    if (work->is_basis) BY_ROWS(work->unit.rows, dot_components, part, work->unit.head, work->used, work->points, work->step, work->scales, angles, turned, to)
     else BY_ROWS(work->unit.rows, dot_strip, part, work->pairs, work->lanes, work->key_points, work->planes, work->scales, angles, turned, to)
 }
 /* Rows of the tile from `start` on, of which no page has a part */
@@ -339,7 +342,7 @@ static void score_tile(Work *work, int64_t start, int tokens, float (*scores)[TI
         /* Later scores are those of no tokens */
         if (t >= tokens) { work->turning.strips++; continue; }
         turn_to_next(work->unit.rows, work->part, work->unit, &work->turning);
-        score_strip(work, at + t * side->size, tokens - t, work->part->offsets, work->turning.turned, (float (*)[TILE])(scores[0] + t));
+        score_strip(work, at + t * side->size, tokens - t, work->part->rotary->places, work->turning.turned, (float (*)[TILE])(scores[0] + t));
     }
 }
 static void scale_sums(Work *work, const float *decay) {
@@ -356,7 +359,7 @@ static void add_values(Work *work, const uint8_t *at, int tokens, float (*weight
     for (int v = 0; v < work->value_blocks; v++) {
         const Points *points = &work->value_points[work->values[v].kind];
         if (work->values[v].kind)
-            BY_ROWS(work->unit.rows, add_block, work->values[v], part->multipliers, work->planes, points, (const float(*)[TILE])weights, work->sums + 8 * v)
+            BY_ROWS(work->unit.rows, add_block, work->values[v], book_of(part->values.table)->multipliers, work->planes, points, (const float(*)[TILE])weights, work->sums + 8 * v)
     }
 }
 static void end_unit_values(Work *work, int dim, State *state) {
@@ -383,7 +386,7 @@ void KVC_NAME(attend_rows, KVC_LEVEL)(
     }
     end_unit_values(&work, (int)call->value_dim, state);
 }
-EXPORT(score_rows)(RowScores *call) {
+EXPORT(score_rows)(Choice *call) {
     Call shape = {.heads = call->heads, .groups = call->groups, .queries = 1};
     int dim = (int)call->key_dim;
     int64_t tiles = (call->length + TILE - 1) / TILE;
@@ -405,48 +408,37 @@ EXPORT(score_rows)(RowScores *call) {
     }
 }
 
-/* Angles of the pairs of a strip's tokens, as `offsets` has them, from those of a tile's start and of places in it */
-static void chosen_angles(const Chosen *call, Unit unit, const int64_t *slots, int count, float *to) {
-    int size = (int)call->all_pairs, pairs = (int)call->rows->num_pairs;
+/* Angles of the pairs of a strip's tokens, as `places` has them */
+static void chosen_angles(const Rows *part, Unit unit, const int64_t *slots, int count, float *to) {
     ALIGNED float own[2][MOST_PAIRS];
     for (int t = 0; t < count; t++) {
-        int64_t position = slots[t] + call->first_position - (call->padding ? call->padding[unit.batch] : 0);
-        position = clamped(position, call->num_far * TILE);
-        const float *far = call->far + position / TILE * 2 * size, *near = call->near + position % TILE * 2 * size;
-        for (int p = 0; p < size; p += L) {
-            vf c = load(far + p), s = load(far + size + p), x = load(near + p), y = load(near + size + p);
-            store(own[0] + p, c * x - s * y), store(own[1] + p, s * x + c * y);
-        }
-        for (int p = 0; p < pairs; p++) to[2 * STRIP * p + t] = own[0][p], to[2 * STRIP * p + STRIP + t] = own[1][p];
+        angles_at(part->rotary, first_position(part, unit) + slots[t], own);
+        for (int p = 0; p < part->rotary->num_pairs; p++) to[2 * ANGLES * p + t] = own[0][p], to[2 * ANGLES * p + ANGLES + t] = own[1][p];
     }
 }
-INLINE const uint8_t *value_row(const Chosen *call, int64_t matrix, int64_t slot) {
-    int64_t page = slot / call->page_tokens;
-    return (const uint8_t *)call->pages[page] + (matrix * call->page_tokens + slot - page * call->page_tokens) * call->value_size;
-}
 void KVC_NAME(attend_chosen_rows, KVC_LEVEL)(
-    const Chosen *call, Unit unit, const Queries query, const int64_t *slots, int64_t count, State *state) {
+    const Choice *call, Unit unit, const Queries query, const int64_t *slots, int64_t count, State *state) {
     const RowSide *keys = &call->rows->keys;
-    int64_t value_size = call->value_size, rows = unit.matrix * keys->capacity;
-    ALIGNED float scores[ROWS][TILE], decay[ROWS], angles[MOST_PAIRS * 2 * STRIP];
+    int64_t value_size = call->row_dim, rows = unit.matrix * keys->capacity;
+    ALIGNED float scores[ROWS][TILE], decay[ROWS], angles[MOST_PAIRS * 2 * ANGLES];
     uint8_t gathered[STRIP * MOST_ROW];
     Work work;
     start_keys(&work, call->rows, unit, query, (int)call->key_dim);
     start_values(&work);
-    memset(angles, 0, sizeof(float) * 2 * STRIP * (size_t)call->rows->num_pairs);
+    memset(angles, 0, sizeof(float) * 2 * ANGLES * (size_t)call->rows->rotary->num_pairs);
     for (int64_t start = 0; start < count; start += TILE, slots += TILE) {
         int some = (int)(count - start < TILE ? count - start : TILE);
         for (int t = 0; t < some; t += STRIP) {
             int n = some - t < STRIP ? some - t : STRIP;
             for (int i = 0; i < n; i++) memcpy(gathered + i * keys->size, keys->rows + (rows + slots[t + i]) * keys->size, (size_t)keys->size);
-            chosen_angles(call, unit, slots + t, n, angles);
+            chosen_angles(call->rows, unit, slots + t, n, angles);
             score_strip(&work, gathered, n, angles, work.turning.still, (float (*)[TILE])(scores[0] + t));
         }
         add_columns_of(&call->mask, unit, slots, some, scores);
         if (softmax_tile(state, unit.rows, some, scores, state->coded_total, decay)) scale_sums(&work, decay);
         for (int t = 0; t < some; t += STRIP) {
             int n = some - t < STRIP ? some - t : STRIP;
-            for (int i = 0; i < n; i++) memcpy(gathered + i * value_size, value_row(call, unit.matrix, slots[t + i]), (size_t)value_size);
+            for (int i = 0; i < n; i++) memcpy(gathered + i * value_size, row_in_pages(call, unit.matrix, slots[t + i], value_size), (size_t)value_size);
             add_values(&work, gathered, n, (float (*)[TILE])(scores[0] + t));
         }
     }

@@ -14,6 +14,11 @@ INLINE const char *window_key(const Window *w, Unit unit, int64_t size, int64_t 
 INLINE const char *window_value(const Window *w, Unit unit, int64_t size, int64_t t) {
     return w->values + unit.batch * w->value_strides[0] + unit.head * w->value_strides[1] + t * size;
 }
+/* The row of `size` bytes in a slot that is in range */
+INLINE const char *row_in_pages(const Choice *call, int64_t matrix, int64_t slot, int64_t size) {
+    int64_t page = slot / call->page_tokens;
+    return call->pages[page] + (matrix * call->page_tokens + slot - page * call->page_tokens) * size;
+}
 /* Where the tokens of a tile are, and those of the next, as far as they are known */
 typedef struct {
     const char *keys[2 * TILE], *values[2 * TILE];
@@ -157,4 +162,4 @@ static inline void attend_places(const Places *at, int kind, Unit unit, const Ma
 
 /* Rows of chosen tokens, in slots that are in range: see `rows.c` */
 void KVC_NAME(attend_chosen_rows, KVC_LEVEL)(
-    const Chosen *, Unit, const Queries, const int64_t *slots, int64_t count, State *);
+    const Choice *, Unit, const Queries, const int64_t *slots, int64_t count, State *);

@@ -4,36 +4,37 @@
    B items, H key/value heads, G queries a head, D channels, N tokens, R tokens that are attended to anyway. */
 #include "integer_products.h"
 
-
-static void score_run(const CodeScores *call, int64_t head, int64_t start) {
-    int dim = (int)call->dim, groups = (int)call->groups, blocks = (groups + ROWS - 1) / ROWS;
-    int64_t stop = start + call->run_tokens < call->length ? start + call->run_tokens : call->length;
-    const uint8_t *codes = call->codes + head * call->capacity * call->width;
-    const uint16_t *scale = call->scale + head * call->capacity;
+static void score_run(const Choice *call, Unit unit, int64_t run) {
+    int dim = (int)call->key_dim;
+    int64_t tiles = (call->length + TILE - 1) / TILE, start = tiles * run / call->runs * TILE, stop = tiles * (run + 1) / call->runs * TILE;
+    int64_t row = unit.matrix * call->groups + unit.row;
+    const uint8_t *codes = call->codes + unit.matrix * call->capacity * call->width;
+    const uint16_t *scale = call->code_scales + unit.matrix * call->capacity;
     ALIGNED float query[ROWS][MOST_CHANNELS], products[ROWS][TILE];
     Integers by = {.dim = dim, .width = (int)call->width, .row = (int)call->width, .fields = (int)call->fields};
-    for (int block = 0; block < blocks; block++) {
-        int first = groups * block / blocks, rows = groups * (block + 1) / blocks - first;
-        load_queries(call->query, FLOATS, head * groups + first, rows, 1, dim, query);
-        for (int r = 0; r < rows && call->spread; r++)
-            for (int d = 0; d < dim; d++) query[r][d] = query[r][d] * (float)call->by * call->spread[head * dim + d];
-        round_queries(&by, rows, query);
-        for (int64_t t = start; t < stop; t += TILE) {
-            int tokens = (int)(stop - t < TILE ? stop - t : TILE);
-            dot_codes(&by, rows, codes + t * call->width, tokens, products);
-            for (int r = 0; r < rows; r++) {
-                float *to = call->scores + (head * groups + first + r) * call->length + t;
-                int i = 0;
-                for (; i + L <= tokens; i += L)
-                    store(to + i, (load(products[r] + i) * by.factor[r] + by.base[r]) * load_numbers(scale, HALVES, t + i));
-                for (; i < tokens; i++) to[i] = (products[r][i] * by.factor[r] + by.base[r]) * float_of_half(scale[t + i]);
-            }
+    if (stop > call->length) stop = call->length;
+    load_queries(call->query, FLOATS, row, unit.rows, call->scale, dim, query);
+    for (int r = 0; r < unit.rows && call->spread; r++)
+        for (int d = 0; d < dim; d++) query[r][d] *= call->spread[unit.matrix * dim + d];
+    round_queries(&by, unit.rows, query);
+    for (int64_t t = start; t < stop; t += TILE) {
+        int tokens = (int)(stop - t < TILE ? stop - t : TILE);
+        dot_codes(&by, unit.rows, codes + t * call->width, tokens, products);
+        for (int r = 0; r < unit.rows; r++) {
+            float *to = call->scores + (row + r) * call->length + t;
+            int i = 0;
+            for (; i + L <= tokens; i += L)
+                store(to + i, (load(products[r] + i) * by.factor[r] + by.base[r]) * load_numbers(scale, HALVES, t + i));
+            for (; i < tokens; i++) to[i] = (products[r][i] * by.factor[r] + by.base[r]) * float_of_half(scale[t + i]);
         }
     }
 }
-EXPORT(code_scores)(CodeScores *call) {
+/* Units of a head read the same codes, one behind the other */
+EXPORT(code_scores)(Choice *call) {
+    Call shape = {.heads = call->heads, .groups = call->groups, .queries = 1};
+    int64_t units = call->tasks.count / call->runs;
     FOR_TASKS(call, task)
-        score_run(call, task / call->runs, task % call->runs * call->run_tokens);
+        score_run(call, unit_at(&shape, task % units), task / units);
 }
 
 /* A number and where it stands, to be sorted: of a row only those that may count, by their bits, eleven at a time from
@@ -88,7 +89,6 @@ static const Pair *sort_pairs(Pair *pairs, Pair *spare, int64_t count, uint32_t 
     return pairs;
 }
 
-
 EXPORT(largest)(Largest *call) {
     int64_t length = call->length, limit = call->limit, room = length + 1;
     uint32_t ends[DIGITS][BINS];
@@ -103,7 +103,6 @@ EXPORT(largest)(Largest *call) {
         }
     }
 }
-
 
 /* `count` scores, and -inf behind the last up to a whole vector */
 INLINE vf scores_at(const float *scores, int64_t n, int64_t count) {
