@@ -29,9 +29,8 @@ from .outliers import (
     index_dtype,
     num_offsets,
     num_outliers_per_side,
-    select_key_outliers,
-    select_value_outliers,
-    store_outliers,
+    select_outliers,
+    sort_into_tiles,
 )
 from .quantization import (
     STORAGE_DTYPE,
@@ -113,20 +112,26 @@ class CompressedStates(StoredGroups):
         changes: dict[str, Any] = dict(tensors)
         return dataclasses.replace(self, **changes)
 
+    def of_tokens(self, chunks: slice, tokens: slice) -> dict[str, torch.Tensor]:
+        """Cuts the codes and scales of some chunks' tokens, which begin and end where groups do, out by name."""
+        found = {}
+        for name in ("codes", "scale", "zero", "cross_scale"):
+            tensor: torch.Tensor | None = getattr(self, name)
+            if tensor is not None:
+                # As many tokens have the same scale
+                count, length = tensor.shape[3], self.chunk_length
+                found[name] = tensor[:, :, chunks, tokens.start * count // length : -(-tokens.stop * count // length)]
+        return found
+
     def dequantize_tile(self, chunks: slice, tokens: slice) -> torch.Tensor:
         """
         Makes some chunks' tokens dense, `[B, H, chunks * tokens, D]`, float32; `tokens` begin and end where groups do.
         """
-        codes = unpack(self.codes[:, :, chunks, tokens], self.nbits, self.head_dim)
-        groups = tokens
-        if self.axis == "channel":
-            size = self.group_size
-            groups = slice(None) if size is None else slice(tokens.start // size, tokens.stop // size)
-        states = dequantize(codes, self.scale[:, :, chunks, groups], self.zero[:, :, chunks, groups], self.grouping)
+        tile = self.of_tokens(chunks, tokens)
+        codes = unpack(tile["codes"], self.nbits, self.head_dim)
+        states = dequantize(codes, tile["scale"], tile["zero"], self.grouping)
         if self.cross_scale is not None:
-            size = self.chunk_length // self.cross_scale.shape[3]
-            scale = self.cross_scale[:, :, chunks, tokens.start // size : tokens.stop // size]
-            states *= expand_groups(scale, _across(self.grouping), states.shape)
+            states *= expand_groups(tile["cross_scale"], _across(self.grouping), states.shape)
         if self.low_rank_a is not None and self.low_rank_b is not None:
             # A covers the last tokens of a chunk, all or the recent ones
             first = self.chunk_length - self.low_rank_a.shape[3]
@@ -291,10 +296,9 @@ class SideCodec:
         if valid is not None:
             keep = valid[:, None, :, :, None]
             states = torch.where(keep, states, 0)
-        select = select_key_outliers if self.side == "key" else select_value_outliers
-        outliers = select(states, valid, self.sparsity)
-        if outliers is not None:
-            keep = outliers.keep
+        selected = select_outliers(states, valid, self.sparsity, self.side)
+        if selected is not None:
+            keep = selected[1]
         tensors: dict[str, torch.Tensor] = {}
         if self.tile_length is not None:
             tiles, of_tokens = states.unflatten(3, (-1, self.tile_length)), self.grouping.axis == "channel"
@@ -306,15 +310,17 @@ class SideCodec:
         spread_errors = self.spreads_errors and not rank
         codes, scale, zero = quantize(states, keep, self.nbits, self.grouping, spread_errors=spread_errors)
         tensors |= {"codes": pack(codes, self.nbits), "scale": scale, "zero": zero}
-        if rank or outliers is not None:
+        if rank or selected is not None:
             missing = states - dequantize(codes, scale, zero, self.grouping)
             if rank:
                 a, b = self._approximate(missing, keep, valid, rank, self.recent_ratio if is_prompt else 1.0)
                 tensors |= {"low_rank_a": a, "low_rank_b": b}
-                if outliers is not None:
+                if selected is not None:
                     missing[:, :, :, -a.shape[3] :] -= a.float() @ b.float().transpose(-1, -2)
-            if outliers is not None:
-                stored = store_outliers(missing, outliers, STORAGE_DTYPE)
+            if selected is not None:
+                flat = selected[0].places(length, self.head_dim)
+                values = missing.transpose(1, 2).flatten(2).gather(2, flat).to(STORAGE_DTYPE)
+                stored = sort_into_tiles(selected[0], values, num_heads, length, self.head_dim)
                 tensors |= dict(zip(("outlier_indices", "outlier_values", "outlier_offsets"), stored, strict=True))
         # Kernels read them in this order
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -468,19 +474,6 @@ class GroupCodec:
         check_range(keys_fit, values_fit)
         return stored_keys, stored_values
 
-    def blank(
-        self, batch_size: int, num_heads: int, num_chunks: int, length: int, device: torch.device
-    ) -> tuple[CompressedStates, CompressedStates]:
-        """Makes zeros of the layout of chunks of decoded tokens, none of them padding."""
-
-        def blank_side(codec: SideCodec) -> CompressedStates:
-            layout = codec.layout(batch_size, num_heads, num_chunks, length, codec.sizes(num_heads, length))
-            return codec.wrap(
-                {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in layout.items()}
-            )
-
-        return blank_side(self.keys), blank_side(self.values)
-
 
 def _size(tensors: Mapping[str, torch.Tensor], name: str, dim: int) -> int:
     """The size of a dimension of a tensor, 0 if it is missing or has no such dimension."""
@@ -492,15 +485,7 @@ def keep_tokens(states: CompressedStates, length: int) -> CompressedStates:
     """Copies the first `length` tokens of a single chunk; factors and outliers of the others are freed too."""
     if length == states.chunk_length:
         return states
-    tensors = {"codes": states.codes[:, :, :, :length]}
-    if states.axis == "token":
-        tensors |= {name: getattr(states, name)[:, :, :, :length] for name in ("scale", "zero")}
-    elif states.group_size is not None:
-        groups = length // states.group_size
-        tensors |= {name: getattr(states, name)[:, :, :, :groups] for name in ("scale", "zero")}
-    if states.cross_scale is not None:
-        size = states.chunk_length // states.cross_scale.shape[3]
-        tensors["cross_scale"] = states.cross_scale[:, :, :, : length // size]
+    tensors = states.of_tokens(slice(None), slice(0, length))
     if states.low_rank_a is not None:
         first = states.chunk_length - states.low_rank_a.shape[3]
         tensors["low_rank_a"] = states.low_rank_a[:, :, :, : max(length - first, 0)]
