@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvcache_plugins.codecs.basis import round_basis
-from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.codec import Positions, Sample
 from kvcache_plugins.codecs.groups import CompressedStates
 from kvcache_plugins.codecs.outliers import Outliers, sort_into_tiles
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, Part
@@ -131,7 +131,7 @@ def row_states(
         )
         return keys, values, RowCodec(SharedTables(*tables)), positions
     unfitted = PromptCodec((key_dim, value_dim), (totals[0], totals[1]), [rope], quantizer)
-    codec = unfitted.fit(keys, values, torch.ones(batch_size, length, dtype=torch.bool), None, positions)
+    codec = unfitted.fit(Sample(keys, values, torch.ones(batch_size, length, dtype=torch.bool), None, positions))
     return keys, values, codec, positions
 
 

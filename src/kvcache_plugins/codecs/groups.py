@@ -15,13 +15,14 @@ Legend: B batch, H heads, M chunks, L tokens a chunk, D head dim, R rank, N outl
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from kvcache_plugins.files.schema import Stored, check_layout
 from kvcache_plugins.triton_kernels.stored_format import OUTLIER_TILE, StoredGroups
 
+from .codec import PackingCodec
 from .low_rank import power_iteration
 from .outliers import (
     add_outliers,
@@ -421,34 +422,16 @@ class SideCodec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupCodec:
+class GroupCodec(PackingCodec):
     """Codec of keys and values, which are compressed in the same chunks."""
 
     keys: SideCodec
     values: SideCodec
 
-    # Nothing is asked of queries, or kept of tokens, for those that follow
-    layouts: ClassVar[tuple[()]] = ()
-
     @property
-    def has_kernels(self) -> bool:
+    def has_kernels(self) -> bool:  # type: ignore[override]
         """Tells whether there are kernels for attention, as there are none for factors across groups."""
         return not self.keys.tile_length
-
-    def check_shapes(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Accepts states `[B, H, T, D]` of any number of heads."""
-
-    def fit(self, *tokens: Any) -> "GroupCodec":
-        """Returns the codec itself, whatever the tokens are."""
-        return self
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "GroupCodec":
-        """Returns the codec itself, which holds no tensors."""
-        return self
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Lists no tensors."""
-        return iter(())
 
     def encode(
         self,
