@@ -41,7 +41,10 @@ class Basis(RowBasis):
     def for_widths(
         cls, factors: torch.Tensor, vectors: torch.Tensor, steps: torch.Tensor, widths: torch.Tensor
     ) -> "tuple[Basis, torch.Tensor]":
-        """Makes the basis of as many components as widths `[H, all N]` give bits to; and widths of these `[H, N]`."""
+        """
+        Makes the basis, with `factors`, `vectors` and `steps` of a `RowBasis`, of as many components as get bits by
+        widths `[H, all N]`, which add up to the same in every head; and widths of these `[H, N]`.
+        """
         count = max(int((widths > 0).sum(dim=1).max()), 1)
         inverse = _rounded_inverse(vectors)[:, : min(count * BLOCK, vectors.shape[1])]
         own = (each.contiguous() for each in (factors, vectors, steps, inverse))

@@ -32,8 +32,10 @@ from .rotation import turn_by
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["START", "Codec", "CodecState", "Positions", "QueryMoments", "Sample", "SideCoder", "TokenCodec"]
+__all__ = ["START", "Codec", "CodecState", "Positions", "QueryMoments", "Rows", "Sample", "SideCoder", "TokenCodec"]
 
+# Of keys and of values
+Rows = tuple[torch.Tensor, torch.Tensor]
 # Of a layer's state
 _HEADS = "batch_size", "num_heads", "key_head_dim"
 
@@ -149,9 +151,7 @@ class Codec(PackingCodec, ABC):
         """Bytes of a key and of a value, known before the codec is fitted."""
 
     @abstractmethod
-    def encode(
-        self, keys: torch.Tensor, values: torch.Tensor, positions: Positions
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, keys: torch.Tensor, values: torch.Tensor, positions: Positions) -> Rows:
         """
         Codes keys and values `[B, H, T, D]` of any floating dtype as rows `[B, H, T, R]`, uint8; a `ValueError` if
         states are too large for the format, where it is found while they are coded.
@@ -169,7 +169,7 @@ class Codec(PackingCodec, ABC):
         """Returns the codec fitted anew to a sample of one sequence, all that it has, with `moments` of all."""
         return self
 
-    def without_shared_errors(self, rows: tuple[torch.Tensor, torch.Tensor], sample: Sample) -> Self:
+    def without_shared_errors(self, rows: Rows, sample: Sample) -> Self:
         """Returns the codec to read with, given rows of the sample that it was fitted to."""
         return self
 
@@ -223,9 +223,7 @@ class TokenCodec(Codec):
     def row_sizes(self) -> tuple[int, int]:
         return self.keys.row_size, self.values.row_size
 
-    def encode(
-        self, keys: torch.Tensor, values: torch.Tensor, positions: Positions
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, keys: torch.Tensor, values: torch.Tensor, positions: Positions) -> Rows:
         return self.keys.encode(keys.float()), self.values.encode(values.float())
 
     def decode_keys(self, rows: torch.Tensor, positions: Positions) -> torch.Tensor:
@@ -233,7 +231,3 @@ class TokenCodec(Codec):
 
     def decode_values(self, rows: torch.Tensor) -> torch.Tensor:
         return self.values.decode(rows)
-
-    @property
-    def kernel_kind(self) -> Hashable:
-        return self.keys, self.values

@@ -52,17 +52,6 @@ from .variance import cross_scales
 CHUNK_DIM = 2
 # Dense float32 values of one tile stay within the processor's caches
 _TILE_TOKENS = 1024
-TENSOR_NAMES = (
-    "codes",
-    "scale",
-    "zero",
-    "low_rank_a",
-    "low_rank_b",
-    "outlier_indices",
-    "outlier_values",
-    "outlier_offsets",
-    "cross_scale",
-)
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -99,18 +88,13 @@ class CompressedStates(StoredGroups):
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields name and tensor of everything stored."""
-        for name in TENSOR_NAMES:
-            tensor: torch.Tensor | None = getattr(self, name)
-            if tensor is not None:
-                yield name, tensor
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                yield name, value
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "CompressedStates":
         """Returns the same states with `function` applied to every tensor."""
-        return self.replace({name: function(tensor) for name, tensor in self.named_tensors()})
-
-    def replace(self, tensors: dict[str, torch.Tensor]) -> "CompressedStates":
-        """Returns the same states with other tensors under some names."""
-        changes: dict[str, Any] = dict(tensors)
+        changes: dict[str, Any] = {name: function(tensor) for name, tensor in self.named_tensors()}
         return dataclasses.replace(self, **changes)
 
     def of_tokens(self, chunks: slice, tokens: slice) -> dict[str, torch.Tensor]:
@@ -314,7 +298,8 @@ class SideCodec:
         if rank or selected is not None:
             missing = states - dequantize(codes, scale, zero, self.grouping)
             if rank:
-                a, b = self._approximate(missing, keep, valid, rank, self.recent_ratio if is_prompt else 1.0)
+                residual = missing if keep is None else torch.where(keep, missing, 0)
+                a, b = self._approximate(residual, valid, rank, self.recent_ratio if is_prompt else 1.0)
                 tensors |= {"low_rank_a": a, "low_rank_b": b}
                 if selected is not None:
                     missing[:, :, :, -a.shape[3] :] -= a.float() @ b.float().transpose(-1, -2)
@@ -328,20 +313,14 @@ class SideCodec:
         return self.wrap(tensors), are_in_range(*(each for each in tensors.values() if each.is_floating_point()))
 
     def _approximate(
-        self,
-        missing: torch.Tensor,
-        keep: torch.Tensor | None,
-        valid: torch.Tensor | None,
-        rank: int,
-        recent_ratio: float,
+        self, residual: torch.Tensor, valid: torch.Tensor | None, rank: int, recent_ratio: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Approximates what codes miss `[B, H, M, L, D]` by factors as they are stored, of the most recent tokens."""
-        residual = missing if keep is None else torch.where(keep, missing, 0)
-        length = missing.shape[3]
+        length = residual.shape[3]
         if recent_ratio < 1:
-            counts = torch.tensor([[length]], device=missing.device) if valid is None else valid.sum(dim=2)
+            counts = torch.tensor([[length]], device=residual.device) if valid is None else valid.sum(dim=2)
             recent = (counts.double() * recent_ratio).round().long().clamp(min=1)
-            is_recent = torch.arange(length, device=missing.device) >= (length - recent)[:, :, None]
+            is_recent = torch.arange(length, device=residual.device) >= (length - recent)[:, :, None]
             residual = torch.where(is_recent[:, None, :, :, None], residual, 0)
             residual = residual[:, :, :, -int(recent.max()) :]
         a, b = power_iteration(residual, rank, self.num_iterations)
@@ -349,8 +328,9 @@ class SideCodec:
 
     def wrap(self, tensors: Mapping[str, torch.Tensor]) -> CompressedStates:
         """Makes states of the tensors of a `layout`."""
+        missing = dict.fromkeys(("low_rank_a", "low_rank_b", "outlier_indices", "outlier_values", "outlier_offsets"))
         return CompressedStates(
-            **{name: tensors.get(name) for name in TENSOR_NAMES},  # type: ignore[arg-type]
+            **{**missing, **tensors},  # type: ignore[arg-type]
             nbits=self.nbits,
             axis=self.grouping.axis,
             group_size=self.grouping.group_size,
@@ -478,4 +458,5 @@ def keep_tokens(states: CompressedStates, length: int) -> CompressedStates:
         kept = int(offsets[..., -1].max())
         tensors["outlier_offsets"] = offsets
         tensors |= {name: getattr(states, name)[..., :kept] for name in ("outlier_indices", "outlier_values")}
-    return states.replace({name: tensor.clone() for name, tensor in tensors.items()})
+    copies: dict[str, Any] = {name: tensor.clone() for name, tensor in tensors.items()}
+    return dataclasses.replace(states, **copies)

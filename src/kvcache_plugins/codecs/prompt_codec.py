@@ -17,7 +17,7 @@ Legend: B batch, H key/value heads, T tokens, D head dim, C layouts, N blocks of
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from kvcache_plugins.files.schema import Stored, check_layout
 from kvcache_plugins.kernels.engine import choose_coding_kernel
 
-from .codec import CodecState, Positions, QueryMoments, Sample
+from .codec import CodecState, Positions, QueryMoments, Rows, Sample
 from .quantizers import BLOCK, QUANTIZERS, num_blocks
 from .rope import START, RotaryLayout, apply_rope, channels_of
 from .rows import RowCodec, RowTable
@@ -72,10 +72,6 @@ class PromptCodec(RowCodec):
     def row_sizes(self) -> tuple[int, int]:
         return 1 + self.sizes[0], 1 + self.sizes[1]
 
-    @property
-    def kernel_kind(self) -> Hashable:
-        return self.head_dims, self.sizes, tuple(self.layouts), self.quantizer
-
     def check_shapes(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         return None
 
@@ -96,7 +92,7 @@ class PromptCodec(RowCodec):
         tables = of_keys.with_sequence(number, one), of_values.with_sequence(number, other)
         return dataclasses.replace(self, _tables=tables)
 
-    def without_shared_errors(self, rows: tuple[torch.Tensor, torch.Tensor], sample: Sample) -> PromptCodec:
+    def without_shared_errors(self, rows: Rows, sample: Sample) -> PromptCodec:
         """
         Adds to means the errors that all tokens of a prompt have in common, in heads where these are a large share of
         all errors: a prompt of few distinct tokens has few distinct errors, which attention cannot average.
