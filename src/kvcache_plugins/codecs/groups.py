@@ -50,8 +50,6 @@ from .variance import cross_scales
 
 
 CHUNK_DIM = 2
-# Dense float32 values of one tile stay within the processor's caches
-_TILE_TOKENS = 1024
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -134,28 +132,6 @@ class CompressedStates(StoredGroups):
 def _across(grouping: Grouping) -> Grouping:
     """The other axis: all of a token's channels, or a channel of all tokens of a tile."""
     return Grouping("token" if grouping.axis == "channel" else "channel", None)
-
-
-def tile_slices(keys: CompressedStates, length: int) -> Iterator[tuple[slice, slice, int, int]]:
-    """
-    Yields chunks, tokens, start and stop of one tile after another over the first `length` tokens: several short
-    chunks, or whole groups of a long one. A tile is longer than from `start` to `stop` where a chunk is not in use to
-    its end.
-    """
-    chunk_length = keys.chunk_length
-    step = max(_TILE_TOKENS // chunk_length, 1)
-    group = keys.group_size if keys.axis == "channel" and keys.group_size else 1
-    stride = chunk_length if chunk_length <= _TILE_TOKENS else max(_TILE_TOKENS // group, 1) * group
-    num_chunks = -(-length // chunk_length)
-    for chunk in range(0, num_chunks, step):
-        chunks = slice(chunk, min(chunk + step, num_chunks))
-        for first in range(0, chunk_length, stride):
-            start = chunk * chunk_length + first
-            if start >= length:
-                return
-            tokens = slice(first, min(first + stride, chunk_length))
-            size = (chunks.stop - chunks.start) * (tokens.stop - tokens.start)
-            yield chunks, tokens, start, min(start + size, length)
 
 
 class ChunkSizes(NamedTuple):
