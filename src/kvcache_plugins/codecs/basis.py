@@ -16,7 +16,7 @@ Legend: B batch, H heads, T tokens, D head dim, K components that any head has b
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -52,8 +52,7 @@ class Basis(RowBasis):
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Lists everything stored."""
-        for field in fields(self):
-            yield getattr(self, field.name)
+        yield from vars(self).values()
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Basis":
         """Returns the basis with `function` applied to every tensor."""

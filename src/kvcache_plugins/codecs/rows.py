@@ -40,7 +40,6 @@ _MOST_TRITON_CHANNELS = 256
 _TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Times that a key's scale and codes are fitted to each other in the basis of a calibration, at most
 _NUM_REFITS = 5
-_TENSOR_NAMES = ("order", "mean", "deviation", "widths")
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,10 +98,9 @@ class RowTable(RowLayout):
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Lists everything stored but the basis."""
-        for name in _TENSOR_NAMES:
-            tensor: torch.Tensor | None = getattr(self, name)
-            if tensor is not None:
-                yield name, tensor
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                yield name, value
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Lists everything stored."""
