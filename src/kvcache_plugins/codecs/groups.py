@@ -80,10 +80,6 @@ class CompressedStates(StoredGroups):
     def chunk_length(self) -> int:
         return self.codes.shape[3]
 
-    @property
-    def has_outliers(self) -> bool:
-        return self.outlier_indices is not None
-
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields name and tensor of everything stored."""
         for name, value in vars(self).items():
@@ -122,7 +118,7 @@ class CompressedStates(StoredGroups):
             if start < tokens.stop:
                 rows = self.low_rank_a[:, :, chunks, start - first : tokens.stop - first].float()
                 states[:, :, :, start - tokens.start :] += rows @ self.low_rank_b[:, :, chunks].float().mT
-        if self.has_outliers:
+        if self.outlier_indices is not None:
             stored = self.outlier_indices, self.outlier_values, self.outlier_offsets
             indices, values, offsets = (each[:, :, chunks] for each in stored if each is not None)
             add_outliers(states, indices, values, offsets, tokens)
