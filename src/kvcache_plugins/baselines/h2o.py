@@ -315,23 +315,18 @@ class H2OLayer(LazyLayer):
             # Views of more than is needed, perhaps
             self.kept.map(torch.clone)
 
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        self.settle_prompt()
-        assert self.kept is not None, "nothing was stored"
-        return self._attend(call, self.kept.keys, self.kept.values)
-
     def attend_projected(self, call: AttentionCall) -> torch.Tensor:
-        self.settle_prompt()
-        assert self.kept is not None and call.project is not None, "nothing was stored"
         # Of several heads each has tokens of its own, which a projection may mix
-        if not self._has_one_head:
-            return super().attend_projected(call)
-        return self._attend(call, *call.project({"keys": self.kept.keys, "values": self.kept.values}))
+        return self.attend(call) if self._has_one_head else super().attend_projected(call)
 
-    def _attend(self, call: AttentionCall, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Attention over the states in all slots, of the heads that are stored or of what the only one projects to."""
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Attends over the states in all slots, of the heads that are stored or of what the only one projects to."""
+        self.settle_prompt()
         kept, num_new = self.kept, self._num_latest
-        assert kept is not None
+        assert kept is not None, "nothing was stored"
+        keys, values = kept.keys, kept.values
+        if call.project is not None:
+            keys, values = call.project({"keys": keys, "values": values})
         if num_new > 1:
             self._learn_padding(call.mask)
         # Transformers hands one token's query heads over as rows of their key/value head
