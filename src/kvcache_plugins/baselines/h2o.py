@@ -144,11 +144,6 @@ class KeptTokens:
         # Slots with a token, at most, of any item and head
         self.num_used = keys.shape[2]
 
-    @property
-    def num_slots(self) -> int:
-        """Slots of every item and head, the free ones included."""
-        return self.positions.shape[2]
-
     def count(self) -> torch.Tensor:
         """Counts the tokens of every item and head, `[B, H]`."""
         return (self.positions != FREE).sum(dim=2)
@@ -157,7 +152,7 @@ class KeptTokens:
         """Adds the tokens `[B, H, new tokens, D]` from position `start` on, without weights so far."""
         num_new = keys.shape[2]
         self.num_used += num_new
-        if (missing := self.num_used - self.num_slots) > 0:
+        if (missing := self.num_used - self.positions.shape[2]) > 0:
             self.map(lambda tensor: F.pad(tensor, (*[0, 0] * (tensor.dim() - 3), 0, missing), value=FREE))
         # Free slots are the ones of the lowest position; the minimum is found faster than the least of one
         if num_new == 1:
@@ -187,9 +182,9 @@ class KeptTokens:
         scores = self.weights.masked_fill(recent, torch.inf).masked_fill(~wanted, -torch.inf)
         # Stable, so that equal weights are told apart in the same way whatever stands beside an item
         slots = scores.sort(dim=2, descending=True, stable=True).indices
-        kept = (torch.arange(self.num_slots, device=slots.device) < budget) & wanted.gather(2, slots)
+        kept = (torch.arange(self.positions.shape[2], device=slots.device) < budget) & wanted.gather(2, slots)
         # Moving tokens together pays where an eighth of the slots would be free
-        if self.num_slots > max_budget + max_budget // 8 + 8:
+        if self.positions.shape[2] > max_budget + max_budget // 8 + 8:
             slots, kept = slots[:, :, :max_budget], kept[:, :, :max_budget]
             self.map(lambda tensor: tensor.gather(2, _as_index(slots, tensor)))
             self.positions.masked_fill_(~kept, FREE)
@@ -311,7 +306,7 @@ class H2OLayer(LazyLayer):
         # What cannot be chosen stays whole; the next update says why it cannot be
         if self._all_weighed:
             self._evict()
-        if self.kept.num_slots == self._length:
+        if self.kept.positions.shape[2] == self._length:
             # Views of more than is needed, perhaps
             self.kept.map(torch.clone)
 
