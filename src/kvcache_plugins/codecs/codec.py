@@ -114,7 +114,7 @@ class Sample(NamedTuple):
 
 class PackingCodec:
     """
-    Packs tokens, of which it need know nothing before.
+    Packs tokens of a layer, as rows or in groups: what layers ask of both.
 
     Attributes:
         has_kernels (`bool`): whether there are kernels for attention over what it packs, beside plain PyTorch.

@@ -97,7 +97,7 @@ class CompressedStates(StoredGroups):
         for name in ("codes", "scale", "zero", "cross_scale"):
             tensor: torch.Tensor | None = getattr(self, name)
             if tensor is not None:
-                # As many tokens have the same scale
+                # Each entry is of equally many tokens
                 count, length = tensor.shape[3], self.chunk_length
                 found[name] = tensor[:, :, chunks, tokens.start * count // length : -(-tokens.stop * count // length)]
         return found
