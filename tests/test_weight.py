@@ -31,14 +31,14 @@ def in_package(*names: str) -> tuple[str, ...]:
 
 ROOMS = {
     "kernels": Room(in_package("kernels"), 2_500, 6_230),
-    "codecs": Room(in_package("codecs"), 2_500, 3_465),
+    "codecs": Room(in_package("codecs"), 2_500, 3_260),
     "cache": Room(in_package("layers", "reports"), 3_300, 4_520),
     "gear": Room(in_package("gear"), 1_600, 1_890),
     "infinigen": Room(in_package("infinigen", "infinigen_gear"), 2_700, 3_385),
     "kv_runahead": Room(in_package("kv_runahead"), 1_500, 1_590),
-    "baselines": Room(in_package("baselines"), 700, 885),
+    "baselines": Room(in_package("baselines"), 700, 880),
     "batching": Room(in_package("batching"), 900, 785),
-    "store, advice, contract": Room(in_package("prompt_store", "advice", "contract"), 3_600, 3_265),
+    "store, advice, contract": Room(in_package("prompt_store", "advice", "contract"), 3_600, 3_250),
     "serving": Room(in_package("serving"), 400, 425),
     "cli": Room(in_package("cli", "console"), 1_600, 1_680),
     "ground": Room((*in_package("registry", "models", "files"), f":(glob){PACKAGE}/*.py"), 1_200, 1_745),
