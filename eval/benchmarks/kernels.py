@@ -31,7 +31,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from kvcache_plugins.codecs.groups import TENSOR_NAMES
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart
 from kvcache_plugins.console.inputs import NumThreadsOption, parse_device
 from kvcache_plugins.eval.benchmark import benchmark, say
@@ -449,8 +448,7 @@ def count_attention(part: CompressedPart | CodedPart, head_dim: int, num_rows: i
         num_bytes = sum(side[:, :, : part.length].nbytes for side in (part.keys, part.values))
     else:
         kinds = _count_tile(listing, part, launch.arguments["BLOCK_E"])
-        tensors = (getattr(side, name) for side in (part.keys, part.values) for name in TENSOR_NAMES)
-        num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        num_bytes = sum(tensor.nbytes for side in (part.keys, part.values) for _, tensor in side.named_tensors())
     numbers = launch.arguments["BLOCK_T"] * 2 * head_dim / launch.grid[2]
     kinds = Counter({kind: number * launch.options["num_warps"] for kind, number in kinds.items()})
     bits = 8 * num_bytes / (2 * _NUM_HEADS * head_dim * part.length)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcache_plugins.baselines import TurboQuantCache
-from kvcache_plugins.codecs.turboquant import TurboQuantCoder, points_on_sphere, random_rotation
+from kvcache_plugins.codecs.turboquant import TurboQuantCoder, codebook, random_rotation
 
 
 CPU = torch.device("cpu")
@@ -63,12 +63,12 @@ def test_residual_makes_scores_unbiased(nbits: int) -> None:
 
 def test_codebook_is_symmetric_and_each_point_the_mean_of_its_cell() -> None:
     for nbits in (1, 4, 8):
-        points = points_on_sphere(128, nbits, CPU)
+        points, _ = codebook(128, nbits, CPU)
         assert points.shape == (2**nbits,)
         assert bool((points.diff() > 0).all())
         torch.testing.assert_close(points, -points.flip(0), atol=2e-4, rtol=0)
     # One bit: the mean of a half of a normal variable, nearly
-    assert points_on_sphere(128, 1, CPU)[1].item() == pytest.approx(math.sqrt(2 / math.pi / 128), rel=5e-3)
+    assert codebook(128, 1, CPU)[0][1].item() == pytest.approx(math.sqrt(2 / math.pi / 128), rel=5e-3)
 
 
 @pytest.mark.parametrize("dim", [5, 64, 80])

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from kvcache_plugins.codecs.basis import karhunen_loeve, round_basis
+from kvcache_plugins.codecs.basis import Basis, karhunen_loeve, round_basis
 from kvcache_plugins.codecs.prompt_codec import allocate_widths
 from kvcache_plugins.codecs.quantizers import QUANTIZERS
 from kvcache_plugins.codecs.rope import RotaryLayout
@@ -37,7 +37,7 @@ def make_table(total: int, *, is_weighted: bool, quantizer: str = "lloyd-max") -
     widths = allocate_widths(by_block[None], total, QUANTIZERS[quantizer].distortions)[0]
     own = round_basis(basis, factors)
     rope = RotaryLayout((), "none", 0, HEAD_DIM) if is_weighted else None
-    return RowTable.in_basis(mean.half(), factors, *own, widths, rope=rope, quantizer=quantizer)
+    return RowTable.in_basis(mean.half(), *Basis.for_widths(factors, *own, widths), rope, quantizer)
 
 
 def dense_basis(table: RowTable) -> torch.Tensor:

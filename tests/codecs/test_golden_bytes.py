@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments, TokenCodec
+from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments, Sample, TokenCodec
 from kvcache_plugins.codecs.groups import GroupCodec, SideCodec
-from kvcache_plugins.codecs.llamacpp import BLOCK_TYPES, BlockCoder
+from kvcache_plugins.codecs.llamacpp import BlockCoder
 from kvcache_plugins.codecs.prompt_codec import PromptCodec
 from kvcache_plugins.codecs.quantization import Grouping
 from kvcache_plugins.codecs.rope import RotaryLayout
@@ -35,7 +35,7 @@ def rows_of(codec: Codec) -> list[torch.Tensor]:
     keys, values, queries = states()
     valid, positions = torch.ones(1, TOKENS, dtype=torch.bool), Positions(3)
     moments = QueryMoments.of(queries, HEADS, codec.layouts, None) if codec.layouts else None
-    return list(codec.fit(keys, values, valid, moments, positions).encode(keys, values, positions))
+    return list(codec.fit(Sample(keys, values, valid, moments, positions)).encode(keys, values, positions))
 
 
 def groups_of(**options: Any) -> list[torch.Tensor]:
@@ -68,7 +68,7 @@ for kind, expected in {
     **{"q8_0": "8847975ace1bed4e", "q5_1": "77ac2cad1204468c", "q5_0": "2f0951ca3ceb679a"},
     **{"q4_1": "01941fc7f2c013ed", "q4_0": "9acc007c5009d65e"},
 }.items():
-    coder = BlockCoder(BLOCK_TYPES[kind], DIM, DIM)
+    coder = BlockCoder(kind, DIM, DIM)
     CASES[kind] = (lambda coder=coder: rows_of(TokenCodec(coder, coder))), expected
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvcache_plugins.codecs.llamacpp import BLOCK_TYPES, BlockCoder, rotation_of
+from kvcache_plugins.codecs.llamacpp import BlockCoder, rotation_of
 
 
 SIZES = {"q8_0": 34, "q5_1": 24, "q5_0": 22, "q4_1": 20, "q4_0": 18}
@@ -51,13 +51,13 @@ def blocks() -> Iterator[torch.Tensor]:
 @pytest.mark.parametrize("name", SIZES)
 def test_bytes_are_those_of_the_format(name: str) -> None:
     for numbers in blocks():
-        data = BLOCK_TYPES[name].encode(numbers)
+        data = BlockCoder(name, 32, 0).encode(numbers)
         assert data.shape == (len(numbers), SIZES[name])
         expected = [plain_block(row, name) for row in numbers.tolist()]
         differing = sum(bytes(found.tolist()) != each for found, each in zip(data, expected, strict=True))
         # A number halfway between two codes may go either way, as division by a scale rounds otherwise
         assert differing <= len(numbers) // 25
-        decoded = BLOCK_TYPES[name].decode(data)
+        decoded = BlockCoder(name, 32, 0).decode(data)
         most = 127 if name == "q8_0" else 2 ** int(name[1]) - 1
         spread = numbers.amax(1) - numbers.amin(1) if name.endswith("1") else numbers.abs().amax(1)
         step = spread / (most if name.endswith("1") or name == "q8_0" else 2 ** (int(name[1]) - 1))
@@ -68,9 +68,9 @@ def test_bytes_are_those_of_the_format(name: str) -> None:
 @pytest.mark.parametrize(("head_dim", "keys", "values"), [(64, 64, 64), (128, 128, 64), (192, 64, 64), (96, 0, 0)])
 def test_rotation_is_llamacpps(head_dim: int, keys: int, values: int) -> None:
     assert (rotation_of("keys", head_dim), rotation_of("values", head_dim)) == (keys, values)
-    coder = BlockCoder(BLOCK_TYPES["q8_0"], head_dim, keys)
+    coder = BlockCoder("q8_0", head_dim, keys)
     states = torch.randn(2, 3, 4, head_dim)
-    plain = BlockCoder(BLOCK_TYPES["q8_0"], head_dim, 0)
+    plain = BlockCoder("q8_0", head_dim, 0)
     assert torch.equal(coder.encode(states), plain.encode(states)) is (keys == 0)
     assert (coder.decode(coder.encode(states)) - states).norm() < 0.01 * states.norm()
 
@@ -79,7 +79,7 @@ def test_rotation_is_llamacpps(head_dim: int, keys: int, values: int) -> None:
 def test_a_last_block_that_is_not_full(head_dim: int) -> None:
     states = torch.randn(2, 3, 4, head_dim) + 5
     for name, size in SIZES.items():
-        coder = BlockCoder(BLOCK_TYPES[name], head_dim, 0)
+        coder = BlockCoder(name, head_dim, 0)
         rows = coder.encode(states)
         assert rows.shape[-1] == coder.row_size == size * -(-head_dim // 32)
         # What fills it up does not widen its range

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from kvcache_plugins.codecs.basis import round_basis
-from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.basis import Basis, round_basis
+from kvcache_plugins.codecs.codec import Positions, Sample
 from kvcache_plugins.codecs.groups import CompressedStates
 from kvcache_plugins.codecs.outliers import Outliers, sort_into_tiles
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, Part
@@ -92,7 +92,7 @@ def basis_table(
     mean, factors = torch.randn(num_heads, head_dim).half(), torch.rand(num_heads, head_dim) + 0.1
     own, errors = round_basis(basis, factors), QUANTIZERS[quantizer].distortions
     widths = allocate_widths(energies[None], min(total, num_blocks(head_dim) * (len(errors) - 1)), errors)[0]
-    return RowTable.in_basis(mean, factors, *own, widths, rope=rope, quantizer=quantizer)
+    return RowTable.in_basis(mean, *Basis.for_widths(factors, *own, widths), rope, quantizer)
 
 
 def make_layout(head_dim: int, name: str) -> RotaryLayout:
@@ -131,7 +131,7 @@ def row_states(
         )
         return keys, values, RowCodec(SharedTables(*tables)), positions
     unfitted = PromptCodec((key_dim, value_dim), (totals[0], totals[1]), [rope], quantizer)
-    codec = unfitted.fit(keys, values, torch.ones(batch_size, length, dtype=torch.bool), None, positions)
+    codec = unfitted.fit(Sample(keys, values, torch.ones(batch_size, length, dtype=torch.bool), None, positions))
     return keys, values, codec, positions
 
 

@@ -177,7 +177,7 @@ class TestForged:
             places = torch.randint(-(2**31), 2**31, side.outlier_offsets.shape, dtype=torch.int32)
             if offsets is not None:
                 places.view(-1).copy_(torch.tensor(offsets).repeat(places.numel())[: places.numel()])
-            forged[name] = side.replace({"outlier_indices": random, "outlier_offsets": places})
+            forged[name] = dataclasses.replace(side, outlier_indices=random, outlier_offsets=places)
         parts = [CompressedPart(**forged, length=part.length, mask=None)]
         assert attend(make_query(group_case), parts, 2, kernel="compiled").isfinite().all()
 
@@ -221,7 +221,8 @@ class TestRefused:
         part = group_part(group_case, rank=2, sparsity=0.05)
         for side in ("keys", "values"):
             states = getattr(part, side)
-            wrong = dataclasses.replace(part, **{side: states.replace({name: change(getattr(states, name))})})
+            other = dataclasses.replace(states, **{name: change(getattr(states, name))})
+            wrong = dataclasses.replace(part, **{side: other})
             with pytest.raises(ValueError, match="scale" if name == "scale" else "of shape|has to be"):
                 attend(make_query(group_case), [wrong], 2, kernel="compiled")
 

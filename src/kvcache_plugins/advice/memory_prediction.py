@@ -68,33 +68,29 @@ _METHODS = {
 }
 
 
-def _recorded(
-    method: Callable[..., Any], num_tensors: int, token_dim: int | None, calls: list[list[RecordedCall]]
-) -> Callable[..., Any]:
-    signature = inspect.signature(method)
-
-    def record(*args: Any, **kwargs: Any) -> Any:
-        given = dict(signature.bind(*args, **kwargs).arguments)
-        options = {**given.pop("kwargs", {})}
-        given.pop("args", None)
-        layer_idx = given.pop("layer_idx")
-        tensors = tuple(given.pop(name) for name in list(given)[:num_tensors])
-        # Of keys and values a dense cache has no use for more
-        options = {**given, **options} if token_dim is None else {}
-        calls[layer_idx].append(RecordedCall(method.__name__, tensors, token_dim, options))
-        return method(*args, **kwargs)
-
-    return record
-
-
 @torch.no_grad()
 def record_calls(model: PreTrainedModel) -> list[list[RecordedCall]]:
     """Records the calls that every layer of a model makes to its cache for one token."""
     cache, padding = DynamicCache(config=model.config), getattr(model.config, "pad_token_id", None)
     calls: list[list[RecordedCall]] = [[] for _ in range(model.config.get_text_config(decoder=True).num_hidden_layers)]
+
+    def recorded(method: Callable[..., Any], num_tensors: int, token_dim: int | None) -> Callable[..., Any]:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            given = inspect.signature(method).bind(*args, **kwargs).arguments
+            options = given.pop("kwargs", {})
+            given.pop("args", None)
+            layer_idx = given.pop("layer_idx")
+            tensors = tuple(given.pop(name) for name in list(given)[:num_tensors])
+            # Of keys and values a dense cache has no use for more
+            options = {**given, **options} if token_dim is None else {}
+            calls[layer_idx].append(RecordedCall(method.__name__, tensors, token_dim, options))
+            return method(*args, **kwargs)
+
+        return record
+
     for name, kind in _METHODS.items():
         if hasattr(cache, name):
-            setattr(cache, name, _recorded(getattr(cache, name), *kind, calls))
+            setattr(cache, name, recorded(getattr(cache, name), *kind))
     try:
         # Some models look for padding in what they are given
         model.config.pad_token_id = None

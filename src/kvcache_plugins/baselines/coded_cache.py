@@ -136,15 +136,15 @@ class LlamaCppCache(CodedTokensCache):
         rotate: bool = True,
     ):
         key_type, value_type = (type if own is None else own for own in (key_type, value_type))
-        check_choice("key_type/type", key_type, tuple(BLOCK_TYPES))
-        check_choice("value_type/type", value_type, tuple(BLOCK_TYPES))
+        check_choice("key_type/type", key_type, BLOCK_TYPES)
+        check_choice("value_type/type", value_type, BLOCK_TYPES)
         check_bool("rotate", rotate)
         super().__init__(partial(_llamacpp_codec, key_type, value_type, rotate), config)
 
 
 def _llamacpp_codec(key_type: str, value_type: str, rotate: bool, key_dim: int, value_dim: int) -> TokenCodec:
     keys, values = (
-        BlockCoder(BLOCK_TYPES[name], dim, rotation_of(side, dim) if rotate else 0)
+        BlockCoder(name, dim, rotation_of(side, dim) if rotate else 0)
         for side, name, dim in (("keys", key_type, key_dim), ("values", value_type, value_dim))
     )
     return TokenCodec(keys, values)

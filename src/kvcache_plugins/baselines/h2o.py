@@ -144,11 +144,6 @@ class KeptTokens:
         # Slots with a token, at most, of any item and head
         self.num_used = keys.shape[2]
 
-    @property
-    def num_slots(self) -> int:
-        """Slots of every item and head, the free ones included."""
-        return self.positions.shape[2]
-
     def count(self) -> torch.Tensor:
         """Counts the tokens of every item and head, `[B, H]`."""
         return (self.positions != FREE).sum(dim=2)
@@ -157,7 +152,7 @@ class KeptTokens:
         """Adds the tokens `[B, H, new tokens, D]` from position `start` on, without weights so far."""
         num_new = keys.shape[2]
         self.num_used += num_new
-        if (missing := self.num_used - self.num_slots) > 0:
+        if (missing := self.num_used - self.positions.shape[2]) > 0:
             self.map(lambda tensor: F.pad(tensor, (*[0, 0] * (tensor.dim() - 3), 0, missing), value=FREE))
         # Free slots are the ones of the lowest position; the minimum is found faster than the least of one
         if num_new == 1:
@@ -187,9 +182,9 @@ class KeptTokens:
         scores = self.weights.masked_fill(recent, torch.inf).masked_fill(~wanted, -torch.inf)
         # Stable, so that equal weights are told apart in the same way whatever stands beside an item
         slots = scores.sort(dim=2, descending=True, stable=True).indices
-        kept = (torch.arange(self.num_slots, device=slots.device) < budget) & wanted.gather(2, slots)
+        kept = (torch.arange(self.positions.shape[2], device=slots.device) < budget) & wanted.gather(2, slots)
         # Moving tokens together pays where an eighth of the slots would be free
-        if self.num_slots > max_budget + max_budget // 8 + 8:
+        if self.positions.shape[2] > max_budget + max_budget // 8 + 8:
             slots, kept = slots[:, :, :max_budget], kept[:, :, :max_budget]
             self.map(lambda tensor: tensor.gather(2, _as_index(slots, tensor)))
             self.positions.masked_fill_(~kept, FREE)
@@ -311,27 +306,22 @@ class H2OLayer(LazyLayer):
         # What cannot be chosen stays whole; the next update says why it cannot be
         if self._all_weighed:
             self._evict()
-        if self.kept.num_slots == self._length:
+        if self.kept.positions.shape[2] == self._length:
             # Views of more than is needed, perhaps
             self.kept.map(torch.clone)
 
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        self.settle_prompt()
-        assert self.kept is not None, "nothing was stored"
-        return self._attend(call, self.kept.keys, self.kept.values)
-
     def attend_projected(self, call: AttentionCall) -> torch.Tensor:
-        self.settle_prompt()
-        assert self.kept is not None and call.project is not None, "nothing was stored"
         # Of several heads each has tokens of its own, which a projection may mix
-        if not self._has_one_head:
-            return super().attend_projected(call)
-        return self._attend(call, *call.project({"keys": self.kept.keys, "values": self.kept.values}))
+        return self.attend(call) if self._has_one_head else super().attend_projected(call)
 
-    def _attend(self, call: AttentionCall, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Attention over the states in all slots, of the heads that are stored or of what the only one projects to."""
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Attends over the states in all slots, of the heads that are stored or of what the only one projects to."""
+        self.settle_prompt()
         kept, num_new = self.kept, self._num_latest
-        assert kept is not None
+        assert kept is not None, "nothing was stored"
+        keys, values = kept.keys, kept.values
+        if call.project is not None:
+            keys, values = call.project({"keys": keys, "values": values})
         if num_new > 1:
             self._learn_padding(call.mask)
         # Transformers hands one token's query heads over as rows of their key/value head

@@ -5,6 +5,7 @@ import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -124,6 +125,7 @@ def own_states(requests: Requests, *states: torch.Tensor) -> list[torch.Tensor]:
     return [each[0].transpose(0, 1)[requests.tokens].transpose(1, 2) for each in states]
 
 
+@dataclass(eq=False)
 class PagedStates:
     """
     Holds one layer's states in one pass as `LazyStates` ask for them: new ones `[1, H, Q, D]`, and what stands in
@@ -132,26 +134,23 @@ class PagedStates:
 
     has_gradients = False
 
-    def __init__(
-        self,
-        batching: CompressedBatching,
-        allocator: CodedAllocator,
-        layer_idx: int,
-        requests: list[Requests],
-        exact: list[torch.Tensor],
-        new: tuple[torch.Tensor, torch.Tensor],
-    ) -> None:
-        self._batching, self._allocator, self._layer_idx = batching, allocator, layer_idx
-        self._requests, self._exact, self._new = requests, exact, new
-        self.device, self.dtype = new[0].device, new[0].dtype
+    batching: CompressedBatching
+    allocator: CodedAllocator
+    layer_idx: int
+    requests: list[Requests]
+    exact: list[torch.Tensor]
+    new: tuple[torch.Tensor, torch.Tensor]
+
+    def __post_init__(self) -> None:
+        self.device, self.dtype = self.new[0].device, self.new[0].dtype
 
     def lazy_length(self) -> int:
         """Tells the tokens of all requests."""
-        return sum(int(each.past.sum()) + each.tokens.numel() for each in self._requests)
+        return sum(int(each.past.sum()) + each.tokens.numel() for each in self.requests)
 
     def states_shape(self, side: str) -> tuple[int, int, int, int]:
         """Tells the shape that all states of a side have together."""
-        states = self._new[side == "values"]
+        states = self.new[side == "values"]
         return 1, states.shape[1], self.lazy_length(), states.shape[3]
 
     def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> None:
@@ -162,19 +161,19 @@ class PagedStates:
 
     def on_dense_read(self, side: str) -> None:
         """Counts what something other than attention has made dense."""
-        if not self._batching.counters["dense_reads"]:
+        if not self.batching.counters["dense_reads"]:
             warn_user(f"`compressed_batching`: something other than attention makes {side} dense, which is slow")
-        self._batching.counters["dense_reads"] += 1
+        self.batching.counters["dense_reads"] += 1
 
     def _parts(self, number: int) -> Iterator[Part]:
-        requests, exact = self._requests[number], self._exact[number]
-        return self._allocator.parts(self._layer_idx, requests, exact, *own_states(requests, *self._new))
+        requests, exact = self.requests[number], self.exact[number]
+        return self.allocator.parts(self.layer_idx, requests, exact, *own_states(requests, *self.new))
 
     def materialize(self, side: str) -> torch.Tensor:
         """Makes keys or values of all requests dense, `[1, H, T, D]`, one request behind the other."""
-        index, recipe, found = int(side == "values"), self._allocator.recipe, {}
+        index, recipe, found = int(side == "values"), self.allocator.recipe, {}
         num_sinks, num_exact = recipe.num_sink_tokens, recipe.num_sink_tokens + recipe.num_recent_tokens
-        for number, requests in enumerate(self._requests):
+        for number, requests in enumerate(self.requests):
             parts = (part.gathered() if isinstance(part, PagedPart) else part for part in self._parts(number))
             *coded, exact = ([tile[:2][index] for tile in part.tiles()] for part in parts)
             states = exact[0]
@@ -188,12 +187,12 @@ class PagedStates:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Attends request by request, `[1, H * G, Q, D]`: no query sees another request, whatever the mask says."""
-        heads, head_dim = self._new[0].shape[1], self._new[1].shape[3]
+        heads, head_dim = self.new[0].shape[1], self.new[1].shape[3]
         # A single query may come with its heads in the place of tokens
-        query = call.query.reshape(1, -1, self._new[0].shape[2], call.query.shape[3])
-        output, counters = query.new_empty(*query.shape[:3], head_dim), self._batching.counters
-        codec = self._allocator.recipe.codecs[self._layer_idx]
-        for number, requests in enumerate(self._requests):
+        query = call.query.reshape(1, -1, self.new[0].shape[2], call.query.shape[3])
+        output, counters = query.new_empty(*query.shape[:3], head_dim), self.batching.counters
+        codec = self.allocator.recipe.codecs[self.layer_idx]
+        for number, requests in enumerate(self.requests):
             own = own_states(requests, query)[0]
             kernel, is_fallback = choose_kernel(own, codec=codec) if call.is_plain else ("torch", False)
             result = attend(own, self._parts(number), heads, call.scale, kernel, call.softcap, call.sinks)

@@ -16,7 +16,7 @@ Legend: B batch, H heads, T tokens, D head dim, K components that any head has b
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -41,7 +41,10 @@ class Basis(RowBasis):
     def for_widths(
         cls, factors: torch.Tensor, vectors: torch.Tensor, steps: torch.Tensor, widths: torch.Tensor
     ) -> "tuple[Basis, torch.Tensor]":
-        """Makes the basis of as many components as widths `[H, all N]` give bits to; and widths of these `[H, N]`."""
+        """
+        Makes the basis, with `factors`, `vectors` and `steps` of a `RowBasis`, of as many components as get bits by
+        widths `[H, all N]`, which add up to the same in every head; and widths of these `[H, N]`.
+        """
         count = max(int((widths > 0).sum(dim=1).max()), 1)
         inverse = _rounded_inverse(vectors)[:, : min(count * BLOCK, vectors.shape[1])]
         own = (each.contiguous() for each in (factors, vectors, steps, inverse))
@@ -49,8 +52,7 @@ class Basis(RowBasis):
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Lists everything stored."""
-        for field in fields(self):
-            yield getattr(self, field.name)
+        yield from vars(self).values()
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Basis":
         """Returns the basis with `function` applied to every tensor."""

@@ -3,9 +3,9 @@ they mean. No codec knows a cache, and no cache knows a format.
 
 A cache makes a codec for each layer out of the layer's head dims. What a layer asks of it, in this order:
 
-    fit(keys, values, valid, moments, positions)    once, with the first tokens to be coded: returns the codec to use
-    encode(keys, values, positions)                 rows, for every run of tokens; `too_large(...)` looks at them
-    without_shared_errors(rows, keys, values, ...)  once, behind the first `encode`: returns the codec to read with
+    fit(sample)                          once, with the first tokens to be coded: returns the codec to use
+    encode(keys, values, positions)      rows, for every run of tokens; `too_large(...)` looks at them
+    without_shared_errors(rows, sample)  once, behind the first `encode`: returns the codec to read with
     decode_keys(rows, positions), decode_values(rows)
 
 Attention takes rows as a `CodedPart` (`codecs.parts`), and is computed by kernels where `has_kernels`.
@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, NamedTuple, Protocol
 
 import torch
 
@@ -29,8 +29,13 @@ from .rope import START, Positions, RotaryLayout, channels_of
 from .rotation import turn_by
 
 
-__all__ = ["START", "Codec", "CodecState", "Positions", "QueryMoments", "SideCoder", "TokenCodec"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
+__all__ = ["START", "Codec", "CodecState", "Positions", "QueryMoments", "Rows", "Sample", "SideCoder", "TokenCodec"]
+
+# Of keys and of values
+Rows = tuple[torch.Tensor, torch.Tensor]
 # Of a layer's state
 _HEADS = "batch_size", "num_heads", "key_head_dim"
 
@@ -89,12 +94,30 @@ class CodecState:
     values: dict[str, torch.Tensor]
 
 
-class Codec(ABC):
+class Sample(NamedTuple):
     """
-    Codes every token of a head by itself, as a row of as many bytes.
+    Tokens, one behind the other, that a codec is fitted to.
 
     Attributes:
-        has_kernels (`bool`): whether there are kernels for attention over its rows, beside plain PyTorch.
+        keys, values (`torch.Tensor` of shape `[B, H, T, D]`): states of any floating dtype.
+        valid (`torch.Tensor` of shape `[B, T]`, bool, *optional*): tokens that count; all by default.
+        moments (`QueryMoments`, *optional*): of queries; without them all channels count the same.
+        positions (`Positions`): where the tokens stand.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    valid: torch.Tensor | None
+    moments: QueryMoments | None = None
+    positions: Positions = START
+
+
+class PackingCodec:
+    """
+    Packs tokens of a layer, as rows or in groups: what layers ask of both.
+
+    Attributes:
+        has_kernels (`bool`): whether there are kernels for attention over what it packs, beside plain PyTorch.
         layouts (`Sequence[RotaryLayout]`): what `fit` needs of queries: `QueryMoments` of these layouts, of the
             tokens that it is fitted to. Empty if it needs none, and is what it is whatever the tokens are.
     """
@@ -102,15 +125,33 @@ class Codec(ABC):
     has_kernels = False
     layouts: Sequence[RotaryLayout] = ()
 
+    def fit(self, sample: Sample) -> Self:
+        """Returns the codec that suits a sample, of which `valid` is told, and the tokens that will follow it."""
+        return self
+
+    def check_shapes(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Raises a `ValueError` if states `[B, H, T, D]` are not of the model that it is for."""
+        return None
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Lists what a cache holds of it, and counts as its memory."""
+        return iter(())
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Returns the codec with `function` applied to every tensor that has a row for each sequence of the batch."""
+        return self
+
+
+class Codec(PackingCodec, ABC):
+    """Codes every token of a head by itself, as a row of as many bytes."""
+
     @property
     @abstractmethod
     def row_sizes(self) -> tuple[int, int]:
         """Bytes of a key and of a value, known before the codec is fitted."""
 
     @abstractmethod
-    def encode(
-        self, keys: torch.Tensor, values: torch.Tensor, positions: Positions
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, keys: torch.Tensor, values: torch.Tensor, positions: Positions) -> Rows:
         """
         Codes keys and values `[B, H, T, D]` of any floating dtype as rows `[B, H, T, R]`, uint8; a `ValueError` if
         states are too large for the format, where it is found while they are coded.
@@ -124,61 +165,21 @@ class Codec(ABC):
     def decode_values(self, rows: torch.Tensor) -> torch.Tensor:
         """Decodes rows to values `[B, H, T, D]`, float32."""
 
-    def fit(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        valid: torch.Tensor,
-        moments: QueryMoments | None,
-        positions: Positions,
-    ) -> Codec:
-        """
-        Returns the codec that suits tokens `[B, H, T, D]`, of which those `valid` `[B, T]` count, and those that will
-        follow them; without `moments` of queries all channels count the same.
-        """
+    def refit(self, number: int, sample: Sample) -> Self:
+        """Returns the codec fitted anew to a sample of one sequence, all that it has, with `moments` of all."""
         return self
 
-    def refit(
-        self,
-        number: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        valid: torch.Tensor,
-        moments: QueryMoments | None,
-    ) -> Codec:
-        """Returns the codec fitted anew to the tokens `[1, H, T, D]` of one sequence, all that it has; see `fit`."""
-        return self
-
-    def without_shared_errors(
-        self,
-        rows: tuple[torch.Tensor, torch.Tensor],
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        valid: torch.Tensor | None,
-        positions: Positions,
-    ) -> Codec:
-        """Returns the codec to read with, given rows of the tokens that it was fitted to; all count by default."""
+    def without_shared_errors(self, rows: Rows, sample: Sample) -> Self:
+        """Returns the codec to read with, given rows of the sample that it was fitted to."""
         return self
 
     def too_large(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
         """Marks tokens `[B, T]` that rows `[B, H, T, R]` cannot hold, if there may be such."""
         return None
 
-    def check_shapes(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Raises a `ValueError` if states `[B, H, T, D]` are not of the model that it is for."""
-        return None
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Lists what a cache holds of it, and counts as its memory."""
-        return iter(())
-
     def shared_tensors(self) -> Iterator[torch.Tensor]:
         """Lists what all caches of a model share, on every device."""
         return iter(())
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Codec:
-        """Returns the codec with `function` applied to every tensor that has a row for each sequence of the batch."""
-        return self
 
     def state(self) -> CodecState | None:
         """Returns what was fitted, of which nothing is copied; `None` for nothing."""
@@ -222,15 +223,7 @@ class TokenCodec(Codec):
     def row_sizes(self) -> tuple[int, int]:
         return self.keys.row_size, self.values.row_size
 
-    def encode(
-        self, keys: torch.Tensor, values: torch.Tensor, positions: Positions
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if keys.is_meta:
-            own, other = (
-                states.new_empty((*states.shape[:3], size), dtype=torch.uint8)
-                for states, size in zip((keys, values), self.row_sizes, strict=True)
-            )
-            return own, other
+    def encode(self, keys: torch.Tensor, values: torch.Tensor, positions: Positions) -> Rows:
         return self.keys.encode(keys.float()), self.values.encode(values.float())
 
     def decode_keys(self, rows: torch.Tensor, positions: Positions) -> torch.Tensor:
@@ -238,7 +231,3 @@ class TokenCodec(Codec):
 
     def decode_values(self, rows: torch.Tensor) -> torch.Tensor:
         return self.values.decode(rows)
-
-    @property
-    def kernel_kind(self) -> Hashable:
-        return self.keys, self.values

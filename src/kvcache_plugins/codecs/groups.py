@@ -15,13 +15,14 @@ Legend: B batch, H heads, M chunks, L tokens a chunk, D head dim, R rank, N outl
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from kvcache_plugins.files.schema import Stored, check_layout
 from kvcache_plugins.triton_kernels.stored_format import OUTLIER_TILE, StoredGroups
 
+from .codec import PackingCodec
 from .low_rank import power_iteration
 from .outliers import (
     add_outliers,
@@ -29,9 +30,8 @@ from .outliers import (
     index_dtype,
     num_offsets,
     num_outliers_per_side,
-    select_key_outliers,
-    select_value_outliers,
-    store_outliers,
+    select_outliers,
+    sort_into_tiles,
 )
 from .quantization import (
     STORAGE_DTYPE,
@@ -50,19 +50,6 @@ from .variance import cross_scales
 
 
 CHUNK_DIM = 2
-# Dense float32 values of one tile stay within the processor's caches
-_TILE_TOKENS = 1024
-TENSOR_NAMES = (
-    "codes",
-    "scale",
-    "zero",
-    "low_rank_a",
-    "low_rank_b",
-    "outlier_indices",
-    "outlier_values",
-    "outlier_offsets",
-    "cross_scale",
-)
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -93,40 +80,37 @@ class CompressedStates(StoredGroups):
     def chunk_length(self) -> int:
         return self.codes.shape[3]
 
-    @property
-    def has_outliers(self) -> bool:
-        return self.outlier_indices is not None
-
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields name and tensor of everything stored."""
-        for name in TENSOR_NAMES:
-            tensor: torch.Tensor | None = getattr(self, name)
-            if tensor is not None:
-                yield name, tensor
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                yield name, value
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "CompressedStates":
         """Returns the same states with `function` applied to every tensor."""
-        return self.replace({name: function(tensor) for name, tensor in self.named_tensors()})
-
-    def replace(self, tensors: dict[str, torch.Tensor]) -> "CompressedStates":
-        """Returns the same states with other tensors under some names."""
-        changes: dict[str, Any] = dict(tensors)
+        changes: dict[str, Any] = {name: function(tensor) for name, tensor in self.named_tensors()}
         return dataclasses.replace(self, **changes)
+
+    def of_tokens(self, chunks: slice, tokens: slice) -> dict[str, torch.Tensor]:
+        """Cuts the codes and scales of some chunks' tokens, which begin and end where groups do, out by name."""
+        found = {}
+        for name in ("codes", "scale", "zero", "cross_scale"):
+            tensor: torch.Tensor | None = getattr(self, name)
+            if tensor is not None:
+                # Each entry is of equally many tokens
+                count, length = tensor.shape[3], self.chunk_length
+                found[name] = tensor[:, :, chunks, tokens.start * count // length : -(-tokens.stop * count // length)]
+        return found
 
     def dequantize_tile(self, chunks: slice, tokens: slice) -> torch.Tensor:
         """
         Makes some chunks' tokens dense, `[B, H, chunks * tokens, D]`, float32; `tokens` begin and end where groups do.
         """
-        codes = unpack(self.codes[:, :, chunks, tokens], self.nbits, self.head_dim)
-        groups = tokens
-        if self.axis == "channel":
-            size = self.group_size
-            groups = slice(None) if size is None else slice(tokens.start // size, tokens.stop // size)
-        states = dequantize(codes, self.scale[:, :, chunks, groups], self.zero[:, :, chunks, groups], self.grouping)
+        tile = self.of_tokens(chunks, tokens)
+        codes = unpack(tile["codes"], self.nbits, self.head_dim)
+        states = dequantize(codes, tile["scale"], tile["zero"], self.grouping)
         if self.cross_scale is not None:
-            size = self.chunk_length // self.cross_scale.shape[3]
-            scale = self.cross_scale[:, :, chunks, tokens.start // size : tokens.stop // size]
-            states *= expand_groups(scale, _across(self.grouping), states.shape)
+            states *= expand_groups(tile["cross_scale"], _across(self.grouping), states.shape)
         if self.low_rank_a is not None and self.low_rank_b is not None:
             # A covers the last tokens of a chunk, all or the recent ones
             first = self.chunk_length - self.low_rank_a.shape[3]
@@ -134,7 +118,7 @@ class CompressedStates(StoredGroups):
             if start < tokens.stop:
                 rows = self.low_rank_a[:, :, chunks, start - first : tokens.stop - first].float()
                 states[:, :, :, start - tokens.start :] += rows @ self.low_rank_b[:, :, chunks].float().mT
-        if self.has_outliers:
+        if self.outlier_indices is not None:
             stored = self.outlier_indices, self.outlier_values, self.outlier_offsets
             indices, values, offsets = (each[:, :, chunks] for each in stored if each is not None)
             add_outliers(states, indices, values, offsets, tokens)
@@ -144,28 +128,6 @@ class CompressedStates(StoredGroups):
 def _across(grouping: Grouping) -> Grouping:
     """The other axis: all of a token's channels, or a channel of all tokens of a tile."""
     return Grouping("token" if grouping.axis == "channel" else "channel", None)
-
-
-def tile_slices(keys: CompressedStates, length: int) -> Iterator[tuple[slice, slice, int, int]]:
-    """
-    Yields chunks, tokens, start and stop of one tile after another over the first `length` tokens: several short
-    chunks, or whole groups of a long one. A tile is longer than from `start` to `stop` where a chunk is not in use to
-    its end.
-    """
-    chunk_length = keys.chunk_length
-    step = max(_TILE_TOKENS // chunk_length, 1)
-    group = keys.group_size if keys.axis == "channel" and keys.group_size else 1
-    stride = chunk_length if chunk_length <= _TILE_TOKENS else max(_TILE_TOKENS // group, 1) * group
-    num_chunks = -(-length // chunk_length)
-    for chunk in range(0, num_chunks, step):
-        chunks = slice(chunk, min(chunk + step, num_chunks))
-        for first in range(0, chunk_length, stride):
-            start = chunk * chunk_length + first
-            if start >= length:
-                return
-            tokens = slice(first, min(first + stride, chunk_length))
-            size = (chunks.stop - chunks.start) * (tokens.stop - tokens.start)
-            yield chunks, tokens, start, min(start + size, length)
 
 
 class ChunkSizes(NamedTuple):
@@ -291,10 +253,9 @@ class SideCodec:
         if valid is not None:
             keep = valid[:, None, :, :, None]
             states = torch.where(keep, states, 0)
-        select = select_key_outliers if self.side == "key" else select_value_outliers
-        outliers = select(states, valid, self.sparsity)
-        if outliers is not None:
-            keep = outliers.keep
+        selected = select_outliers(states, valid, self.sparsity, self.side)
+        if selected is not None:
+            keep = selected[1]
         tensors: dict[str, torch.Tensor] = {}
         if self.tile_length is not None:
             tiles, of_tokens = states.unflatten(3, (-1, self.tile_length)), self.grouping.axis == "channel"
@@ -306,35 +267,32 @@ class SideCodec:
         spread_errors = self.spreads_errors and not rank
         codes, scale, zero = quantize(states, keep, self.nbits, self.grouping, spread_errors=spread_errors)
         tensors |= {"codes": pack(codes, self.nbits), "scale": scale, "zero": zero}
-        if rank or outliers is not None:
+        if rank or selected is not None:
             missing = states - dequantize(codes, scale, zero, self.grouping)
             if rank:
-                a, b = self._approximate(missing, keep, valid, rank, self.recent_ratio if is_prompt else 1.0)
+                residual = missing if keep is None else torch.where(keep, missing, 0)
+                a, b = self._approximate(residual, valid, rank, self.recent_ratio if is_prompt else 1.0)
                 tensors |= {"low_rank_a": a, "low_rank_b": b}
-                if outliers is not None:
+                if selected is not None:
                     missing[:, :, :, -a.shape[3] :] -= a.float() @ b.float().transpose(-1, -2)
-            if outliers is not None:
-                stored = store_outliers(missing, outliers, STORAGE_DTYPE)
+            if selected is not None:
+                flat = selected[0].places(length, self.head_dim)
+                values = missing.transpose(1, 2).flatten(2).gather(2, flat).to(STORAGE_DTYPE)
+                stored = sort_into_tiles(selected[0], values, num_heads, length, self.head_dim)
                 tensors |= dict(zip(("outlier_indices", "outlier_values", "outlier_offsets"), stored, strict=True))
         # Kernels read them in this order
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         return self.wrap(tensors), are_in_range(*(each for each in tensors.values() if each.is_floating_point()))
 
     def _approximate(
-        self,
-        missing: torch.Tensor,
-        keep: torch.Tensor | None,
-        valid: torch.Tensor | None,
-        rank: int,
-        recent_ratio: float,
+        self, residual: torch.Tensor, valid: torch.Tensor | None, rank: int, recent_ratio: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Approximates what codes miss `[B, H, M, L, D]` by factors as they are stored, of the most recent tokens."""
-        residual = missing if keep is None else torch.where(keep, missing, 0)
-        length = missing.shape[3]
+        length = residual.shape[3]
         if recent_ratio < 1:
-            counts = torch.tensor([[length]], device=missing.device) if valid is None else valid.sum(dim=2)
+            counts = torch.tensor([[length]], device=residual.device) if valid is None else valid.sum(dim=2)
             recent = (counts.double() * recent_ratio).round().long().clamp(min=1)
-            is_recent = torch.arange(length, device=missing.device) >= (length - recent)[:, :, None]
+            is_recent = torch.arange(length, device=residual.device) >= (length - recent)[:, :, None]
             residual = torch.where(is_recent[:, None, :, :, None], residual, 0)
             residual = residual[:, :, :, -int(recent.max()) :]
         a, b = power_iteration(residual, rank, self.num_iterations)
@@ -342,8 +300,9 @@ class SideCodec:
 
     def wrap(self, tensors: Mapping[str, torch.Tensor]) -> CompressedStates:
         """Makes states of the tensors of a `layout`."""
+        missing = dict.fromkeys(("low_rank_a", "low_rank_b", "outlier_indices", "outlier_values", "outlier_offsets"))
         return CompressedStates(
-            **{name: tensors.get(name) for name in TENSOR_NAMES},  # type: ignore[arg-type]
+            **{**missing, **tensors},  # type: ignore[arg-type]
             nbits=self.nbits,
             axis=self.grouping.axis,
             group_size=self.grouping.group_size,
@@ -415,34 +374,16 @@ class SideCodec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupCodec:
+class GroupCodec(PackingCodec):
     """Codec of keys and values, which are compressed in the same chunks."""
 
     keys: SideCodec
     values: SideCodec
 
-    # Nothing is asked of queries, or kept of tokens, for those that follow
-    layouts: ClassVar[tuple[()]] = ()
-
     @property
-    def has_kernels(self) -> bool:
+    def has_kernels(self) -> bool:  # type: ignore[override]
         """Tells whether there are kernels for attention, as there are none for factors across groups."""
         return not self.keys.tile_length
-
-    def check_shapes(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Accepts states `[B, H, T, D]` of any number of heads."""
-
-    def fit(self, *tokens: Any) -> "GroupCodec":
-        """Returns the codec itself, whatever the tokens are."""
-        return self
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "GroupCodec":
-        """Returns the codec itself, which holds no tensors."""
-        return self
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Lists no tensors."""
-        return iter(())
 
     def encode(
         self,
@@ -468,19 +409,6 @@ class GroupCodec:
         check_range(keys_fit, values_fit)
         return stored_keys, stored_values
 
-    def blank(
-        self, batch_size: int, num_heads: int, num_chunks: int, length: int, device: torch.device
-    ) -> tuple[CompressedStates, CompressedStates]:
-        """Makes zeros of the layout of chunks of decoded tokens, none of them padding."""
-
-        def blank_side(codec: SideCodec) -> CompressedStates:
-            layout = codec.layout(batch_size, num_heads, num_chunks, length, codec.sizes(num_heads, length))
-            return codec.wrap(
-                {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in layout.items()}
-            )
-
-        return blank_side(self.keys), blank_side(self.values)
-
 
 def _size(tensors: Mapping[str, torch.Tensor], name: str, dim: int) -> int:
     """The size of a dimension of a tensor, 0 if it is missing or has no such dimension."""
@@ -492,15 +420,7 @@ def keep_tokens(states: CompressedStates, length: int) -> CompressedStates:
     """Copies the first `length` tokens of a single chunk; factors and outliers of the others are freed too."""
     if length == states.chunk_length:
         return states
-    tensors = {"codes": states.codes[:, :, :, :length]}
-    if states.axis == "token":
-        tensors |= {name: getattr(states, name)[:, :, :, :length] for name in ("scale", "zero")}
-    elif states.group_size is not None:
-        groups = length // states.group_size
-        tensors |= {name: getattr(states, name)[:, :, :, :groups] for name in ("scale", "zero")}
-    if states.cross_scale is not None:
-        size = states.chunk_length // states.cross_scale.shape[3]
-        tensors["cross_scale"] = states.cross_scale[:, :, :, : length // size]
+    tensors = states.of_tokens(slice(None), slice(0, length))
     if states.low_rank_a is not None:
         first = states.chunk_length - states.low_rank_a.shape[3]
         tensors["low_rank_a"] = states.low_rank_a[:, :, :, : max(length - first, 0)]
@@ -510,4 +430,5 @@ def keep_tokens(states: CompressedStates, length: int) -> CompressedStates:
         kept = int(offsets[..., -1].max())
         tensors["outlier_offsets"] = offsets
         tensors |= {name: getattr(states, name)[..., :kept] for name in ("outlier_indices", "outlier_values")}
-    return states.replace({name: tensor.clone() for name, tensor in tensors.items()})
+    copies: dict[str, Any] = {name: tensor.clone() for name, tensor in tensors.items()}
+    return dataclasses.replace(states, **copies)

@@ -27,15 +27,16 @@ class Outliers:
     Attributes:
         heads, tokens, channels (`torch.Tensor` of shape `[B, M, N]`, int64): the place of each.
         in_use (`torch.Tensor` of shape `[B, M, N]`, bool, *optional*): which entries mean anything; all by default.
-        keep (`torch.Tensor` of shape `[B, H, M, L, D]`, bool, *optional*): what is left: neither an outlier nor
-            padding.
     """
 
     heads: torch.Tensor
     tokens: torch.Tensor
     channels: torch.Tensor
     in_use: torch.Tensor | None
-    keep: torch.Tensor | None = None
+
+    def places(self, length: int, head_dim: int) -> torch.Tensor:
+        """Numbers the places `[B, M, N]` among all values of a chunk, `[H, L, D]`."""
+        return (self.heads * length + self.tokens) * head_dim + self.channels
 
 
 def num_outliers_per_side(length: int, sparsity: float) -> int:
@@ -58,80 +59,46 @@ def num_offsets(length: int, num_heads: int) -> int:
     return -(-length // OUTLIER_TILE) * num_heads + 1
 
 
-def select_key_outliers(states: torch.Tensor, valid: torch.Tensor | None, sparsity: float) -> Outliers | None:
+def select_outliers(
+    states: torch.Tensor, valid: torch.Tensor | None, sparsity: float, side: str
+) -> tuple[Outliers, torch.Tensor] | None:
     """
-    Selects a share `sparsity` of keys `[B, H, M, L, D]`, half of it on each side of every channel; `None` if that is
-    nothing. A sequence with fewer real tokens `valid` `[B, M, L]` keeps fewer outliers, as it would alone.
+    Selects a share `sparsity` of `[B, H, M, L, D]`, half of it on each side: of every channel of a `side` `"key"`, of
+    every token of `"value"` over the channels of all heads. A sequence with fewer real tokens `valid` `[B, M, L]`
+    keeps fewer of a channel, as it would alone. Returns the outliers, and which values `[B, H, M, L, D]` are left,
+    neither outliers nor padding; `None` if there are none.
     """
-    lengths = [[states.shape[3]]] if valid is None else valid.sum(dim=2).tolist()
-    numbers = [[num_outliers_per_side(length, sparsity) for length in row] for row in lengths]
+    _, num_heads, num_chunks, length, head_dim = states.shape
+    is_key, rows = side == "key", states.transpose(1, 2)
+    # Outliers are those of the last dimension
+    rows = rows.mT.flatten(2, 3) if is_key else rows.transpose(2, 3).flatten(3)
+    lengths = [[rows.shape[3]]] if valid is None or not is_key else valid.sum(dim=2).tolist()
+    numbers = [[num_outliers_per_side(number, sparsity) for number in row] for row in lengths]
     num_per_side = max(map(max, numbers))
     if num_per_side == 0:
         return None
-    valid_rows = None if valid is None else valid[:, None, :, None, :]
-    counts = torch.tensor(numbers, device=states.device)[:, None, :, None, None]
-    indices, in_use = (
-        each.transpose(3, 4) for each in _extremes(states.transpose(3, 4), valid_rows, counts, num_per_side)
-    )
-    # An index that is not in use may stand at the place of one that is: it must not erase it, hence the sum
-    marks = torch.zeros_like(states).scatter_add_(3, indices, in_use.to(states.dtype).expand(indices.shape))
-    heads = torch.arange(states.shape[1], device=states.device)[:, None, None, None]
-    channels = torch.arange(states.shape[4], device=states.device)
-    all_heads, tokens, all_channels, used = (
-        each.expand(indices.shape).transpose(1, 2).flatten(2) for each in (heads, indices, channels, in_use)
-    )
-    return Outliers(all_heads, tokens, all_channels, None if valid is None else used, _and_real(marks == 0, valid))
-
-
-def select_value_outliers(states: torch.Tensor, valid: torch.Tensor | None, sparsity: float) -> Outliers | None:
-    """Selects outliers of every token of values, over the channels of all heads, as `select_key_outliers` does."""
-    rows = states.permute(0, 2, 3, 1, 4)
-    num_per_side = num_outliers_per_side(rows.shape[3] * rows.shape[4], sparsity)
-    if num_per_side == 0:
-        return None
-    counts = torch.tensor(num_per_side, device=rows.device)
-    indices = _extremes(rows.flatten(3), None, counts, num_per_side)[0]
-    left = rows.new_ones(rows.shape, dtype=torch.bool).flatten(3).scatter_(3, indices, False)
-    left = left.view(rows.shape).permute(0, 3, 1, 2, 4)
-    tokens = torch.arange(rows.shape[2], device=rows.device)[:, None].expand(indices.shape).flatten(2)
-    used = None if valid is None else valid[..., None].expand(indices.shape).flatten(2)
-    heads, channels = indices.flatten(2) // states.shape[4], indices.flatten(2) % states.shape[4]
-    return Outliers(heads, tokens, channels, used, _and_real(left, valid))
-
-
-def _extremes(
-    rows: torch.Tensor, valid: torch.Tensor | None, counts: torch.Tensor, num_per_side: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Indices of the `num_per_side` largest and smallest values of the last dimension, and which of them count.
-
-    `counts`, broadcastable to `[..., 1]`, is each row's own number a side. No index that counts appears twice, not
-    even among equal values: corrections are added, and one added twice would be wrong.
-    """
-    in_use = torch.arange(num_per_side, device=rows.device) < counts
-    highest = rows if valid is None else torch.where(valid, rows, -torch.inf)
-    lowest = rows if valid is None else torch.where(valid, rows, torch.inf)
+    used = torch.arange(num_per_side, device=states.device) < torch.tensor(numbers, device=states.device)[..., None]
+    used = used[:, :, None]
+    highest = lowest = rows
+    if is_key and valid is not None:
+        highest, lowest = (torch.where(valid[:, :, None], rows, end) for end in (-torch.inf, torch.inf))
     top = highest.topk(num_per_side, dim=-1).indices
-    lowest = lowest.scatter(-1, top, torch.where(in_use, torch.inf, lowest.gather(-1, top)))
-    bottom = lowest.topk(num_per_side, dim=-1, largest=False).indices
-    return torch.cat([top, bottom], dim=-1), torch.cat([in_use, in_use], dim=-1)
-
-
-def _and_real(keep: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    return keep if valid is None else keep & valid[:, None, :, :, None]
-
-
-def store_outliers(
-    missing: torch.Tensor, outliers: Outliers, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """
-    Stores what is missing at the outliers of `missing` `[B, H, M, L, D]`: indices, values in `dtype` and offsets, as
-    `sort_into_tiles` returns them.
-    """
-    _, num_heads, _, length, head_dim = missing.shape
-    flat = (outliers.heads * length + outliers.tokens) * head_dim + outliers.channels
-    values = missing.transpose(1, 2).flatten(2).gather(2, flat).to(dtype)
-    return sort_into_tiles(outliers, values, num_heads, length, head_dim)
+    # No index that counts appears twice, not even among equal values: corrections are added
+    lowest = lowest.scatter(-1, top, torch.where(used, torch.inf, lowest.gather(-1, top)))
+    found = torch.cat([top, lowest.topk(num_per_side, dim=-1, largest=False).indices], dim=-1)
+    used = torch.cat([used, used], dim=-1).expand(found.shape)
+    others = torch.arange(rows.shape[2], device=rows.device)[:, None].expand(found.shape)
+    if is_key:
+        found, others, used = (each.unflatten(2, (num_heads, head_dim)).mT for each in (found, others, used))
+    elif valid is not None:
+        used = used & valid[..., None]
+    tokens, columns, used = (each.flatten(2) for each in ((found, others) if is_key else (others, found)) + (used,))
+    outliers = Outliers(columns // head_dim, tokens, columns % head_dim, None if valid is None else used)
+    # An index that is not in use may stand at the place of one that is: it must not erase it, hence the sum
+    marks = states.new_zeros(len(states), num_chunks, states[0, :, 0].numel())
+    marks.scatter_add_(2, outliers.places(length, head_dim), used.to(marks.dtype))
+    keep = (marks == 0).unflatten(2, (num_heads, length, head_dim)).transpose(1, 2)
+    return outliers, keep if valid is None else keep & valid[:, None, :, :, None]
 
 
 def sort_into_tiles(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from .codec import START, Codec, Positions
-from .groups import CompressedStates, tile_slices
+from .groups import CompressedStates
 from .rows import RowCodec
 
 
@@ -65,9 +65,19 @@ class CompressedPart:
 
     def tiles(self, sides: Collection[str] = SIDES) -> Iterator[Tile]:
         stored = [each for name, each in zip(SIDES, (self.keys, self.values), strict=True) if name in sides]
-        for chunks, tokens, start, stop in tile_slices(self.keys, self.length):
-            made = [side.dequantize_tile(chunks, tokens)[:, :, : stop - start] for side in stored]
-            yield made[0], made[-1], start, stop
+        size, num_chunks = self.keys.chunk_length, -(-self.length // self.keys.chunk_length)
+        group = self.keys.group_size if self.keys.axis == "channel" and self.keys.group_size else 1
+        # Several short chunks, or whole groups of a long one
+        step, stride = max(TILE_TOKENS // size, 1), min(max(TILE_TOKENS // group, 1) * group, size)
+        for chunk in range(0, num_chunks, step):
+            chunks = slice(chunk, min(chunk + step, num_chunks))
+            for first in range(0, size, stride):
+                start, tokens = chunk * size + first, slice(first, min(first + stride, size))
+                # Chunks may not be in use to their end
+                stop = min(start + (chunks.stop - chunk) * (tokens.stop - first), self.length)
+                if start < stop:
+                    made = [side.dequantize_tile(chunks, tokens)[:, :, : stop - start] for side in stored]
+                    yield made[0], made[-1], start, stop
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ Legend: B batch, H key/value heads, T tokens, D head dim, C layouts, N blocks of
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from kvcache_plugins.files.schema import Stored, check_layout
 from kvcache_plugins.kernels.engine import choose_coding_kernel
 
-from .codec import CodecState, Positions, QueryMoments
+from .codec import CodecState, Positions, QueryMoments, Rows, Sample
 from .quantizers import BLOCK, QUANTIZERS, num_blocks
 from .rope import START, RotaryLayout, apply_rope, channels_of
 from .rows import RowCodec, RowTable
@@ -72,54 +72,32 @@ class PromptCodec(RowCodec):
     def row_sizes(self) -> tuple[int, int]:
         return 1 + self.sizes[0], 1 + self.sizes[1]
 
-    @property
-    def kernel_kind(self) -> Hashable:
-        return self.head_dims, self.sizes, tuple(self.layouts), self.quantizer
-
     def check_shapes(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         return None
 
-    def fit(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        valid: torch.Tensor,
-        moments: QueryMoments | None,
-        positions: Positions,
-    ) -> PromptCodec:
+    def fit(self, sample: Sample) -> PromptCodec:
+        keys, values, valid, moments, positions = sample
+        assert valid is not None, "a cache knows which of its tokens count"
         valid, (size, value_size) = valid.to(keys.device), self.sizes
         table = make_key_table(keys, valid, moments, self.layouts, positions, size, self.quantizer)
         tables = table, make_value_table(values, valid, value_size, self.quantizer)
         return dataclasses.replace(self, _tables=tables)
 
-    def refit(
-        self,
-        number: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        valid: torch.Tensor,
-        moments: QueryMoments | None,
-    ) -> PromptCodec:
-        place, own = self.layouts.index(self.rope), None
-        if moments is not None:
-            own = QueryMoments(moments.squares[number, None], moments.products[number, None, :, place, None])
-        fitted = dataclasses.replace(self, layouts=[self.rope]).fit(keys, values, valid, own, Positions())
+    def refit(self, number: int, sample: Sample) -> PromptCodec:
+        if (moments := sample.moments) is not None:
+            place = self.layouts.index(self.rope)
+            moments = QueryMoments(moments.squares[number, None], moments.products[number, None, :, place, None])
+        fitted = dataclasses.replace(self, layouts=[self.rope]).fit(sample._replace(moments=moments))
         (of_keys, of_values), (one, other) = self.tables(), fitted.tables()
         tables = of_keys.with_sequence(number, one), of_values.with_sequence(number, other)
         return dataclasses.replace(self, _tables=tables)
 
-    def without_shared_errors(
-        self,
-        rows: tuple[torch.Tensor, torch.Tensor],
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        valid: torch.Tensor | None,
-        positions: Positions,
-    ) -> PromptCodec:
+    def without_shared_errors(self, rows: Rows, sample: Sample) -> PromptCodec:
         """
         Adds to means the errors that all tokens of a prompt have in common, in heads where these are a large share of
         all errors: a prompt of few distinct tokens has few distinct errors, which attention cannot average.
         """
+        keys, values, valid, _, positions = sample
         if keys.is_meta or self._tables is None:
             return self
         tail = slice(max(keys.shape[2] - _NUM_NEWEST, 0), None)

@@ -49,14 +49,9 @@ class Grouping:
     group_size: int | None
 
 
-def packed_planes(head_dim: int, nbits: int) -> list[tuple[int, int, int]]:
-    """Bits in the plane, its shift within the code, and bytes it takes, of every plane that codes are packed in."""
-    return [(width, shift, -(-head_dim // (8 // width))) for width, shift in _PLANES[nbits]]
-
-
 def packed_size(head_dim: int, nbits: int) -> int:
     """Bytes that the codes of `head_dim` channels take."""
-    return sum(size for _, _, size in packed_planes(head_dim, nbits))
+    return sum(-(-head_dim // (8 // width)) for width, _ in _PLANES[nbits])
 
 
 def pack(codes: torch.Tensor, nbits: int) -> torch.Tensor:
@@ -77,19 +72,14 @@ def pack(codes: torch.Tensor, nbits: int) -> torch.Tensor:
 
 def unpack(packed: torch.Tensor, nbits: int, head_dim: int) -> torch.Tensor:
     """Unpacks bytes `[..., packed_size(head_dim, nbits)]` into codes `[..., head_dim]` (`uint8`)."""
-    codes: torch.Tensor | None = None
-    start = 0
-    for width, shift, size in packed_planes(head_dim, nbits):
-        per_byte = 8 // width
-        plane_bytes = packed[..., start : start + size]
-        start += size
-        mask = 2**width - 1
-        slabs = [(plane_bytes >> (i * width)) & mask for i in range(per_byte)]
+    planes = []
+    for width, shift in _PLANES[nbits]:
+        per_byte, size = 8 // width, packed_size(head_dim, width)
+        slabs = [(packed[..., :size] >> (i * width)) & (2**width - 1) for i in range(per_byte)]
         plane = slabs[0] if per_byte == 1 else torch.cat(slabs, dim=-1)
-        plane = plane[..., :head_dim]
-        codes = plane if codes is None else codes | (plane << shift)
-    assert codes is not None
-    return codes
+        planes.append(plane[..., :head_dim] << shift if shift else plane[..., :head_dim])
+        packed = packed[..., size:]
+    return planes[0] if len(planes) == 1 else planes[0] | planes[1]
 
 
 def _by_group(states: torch.Tensor, grouping: Grouping) -> tuple[torch.Tensor, tuple[int, ...]]:

@@ -222,7 +222,8 @@ class Trellis(Quantizer):
         patterns, head_patterns = torch.unique(widths.long().flatten(0, 1), dim=0, return_inverse=True)
         for number, pattern in enumerate(patterns):
             heads = (head_patterns == number).nonzero().flatten()
-            factors = search_factors(pattern, is_weighted)
+            finest = pattern if is_weighted else pattern.amax().expand_as(pattern)
+            factors = (SEARCH_STEPS << finest).float()
             numbers = (by_head[heads].clamp(-SEARCH_END, SEARCH_END) * factors[:, None]).round().long()
             found = _search(numbers.flatten(0, 1).flatten(1), pattern.tolist(), factors)
             states[heads] = found.unflatten(1, (-1, BLOCK)).unflatten(0, (len(heads), -1))
@@ -248,12 +249,6 @@ def state_points(device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
         own = QUANTIZERS["trellis"]
         return torch.stack([own.levels(width) for width in range(len(own.distortions))]).to(device)
-
-
-def search_factors(widths: torch.Tensor, is_weighted: bool) -> torch.Tensor:
-    """Looks up the factors `[..., N]` that numbers of `widths` `[..., N]` are multiplied by to be searched for."""
-    finest = widths.long() if is_weighted else widths.long().amax(dim=-1, keepdim=True).expand_as(widths)
-    return (SEARCH_STEPS << finest).float()
 
 
 def _search(numbers: torch.Tensor, pattern: list[int], factors: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from kvcache_plugins.kernels.engine import choose_coding_kernel
 from kvcache_plugins.triton_kernels.stored_format import LAST_SCALE, LEAST_GAIN, SCALE_OFFSET, SCALE_STEPS, RowLayout
 
 from .basis import Basis
-from .codec import START, Codec, Positions
+from .codec import START, Codec, Positions, Rows
 from .quantizers import BLOCK, QUANTIZERS, Quantizer
 from .rope import RotaryLayout, apply_rope
 
@@ -40,7 +40,6 @@ _MOST_TRITON_CHANNELS = 256
 _TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Times that a key's scale and codes are fitted to each other in the basis of a calibration, at most
 _NUM_REFITS = 5
-_TENSOR_NAMES = ("order", "mean", "deviation", "widths")
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,27 +64,18 @@ class RowTable(RowLayout):
 
     @classmethod
     def in_basis(
-        cls,
-        mean: torch.Tensor,
-        factors: torch.Tensor,
-        vectors: torch.Tensor,
-        steps: torch.Tensor,
-        widths: torch.Tensor,
-        *,
-        rope: RotaryLayout | None,
-        quantizer: str = "lloyd-max",
+        cls, mean: torch.Tensor, basis: Basis, widths: torch.Tensor, rope: RotaryLayout | None, quantizer: str
     ) -> "RowTable":
         """
-        Makes a table of a calibration: of a mean `[H, D]`, float16, what a `Basis` has, bits of all blocks of
-        components `[H, all N]`, as many in every head, and the rotary embedding of keys, which values do not have.
+        Makes a table of a calibration: of a mean `[H, D]`, float16, what `Basis.for_widths` returns, and the rotary
+        embedding of keys, which values do not have.
         """
-        basis, own_widths = Basis.for_widths(factors, vectors, steps, widths)
         is_of_keys = rope is not None
         return cls(
             order=None,
             mean=mean[None].contiguous(),
             deviation=None,
-            widths=own_widths[None],
+            widths=widths[None],
             row_size=1 + int(widths[0].sum()),
             head_dim=mean.shape[1],
             is_weighted=is_of_keys,
@@ -108,10 +98,9 @@ class RowTable(RowLayout):
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Lists everything stored but the basis."""
-        for name in _TENSOR_NAMES:
-            tensor: torch.Tensor | None = getattr(self, name)
-            if tensor is not None:
-                yield name, tensor
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                yield name, value
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Lists everything stored."""
@@ -314,7 +303,7 @@ class SharedTables(nn.Module):
 class KeptRows(NamedTuple):
     """Rows that stay, from the `first` of `[B, H, any, R]` on, and the `capacity` that others behind them need."""
 
-    rows: tuple[torch.Tensor, torch.Tensor]
+    rows: Rows
     first: int
     length: int
     capacity: int
@@ -377,14 +366,12 @@ class RowCodec(Codec):
                     f"{states.shape[3]}: it was made for another model"
                 )
 
-    def encode(
-        self, keys: torch.Tensor, values: torch.Tensor, positions: Positions
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, keys: torch.Tensor, values: torch.Tensor, positions: Positions) -> Rows:
         own = self._tables
         of_keys, of_values = own if isinstance(own, tuple) else self.tables(keys.device)
         return of_keys.encode(keys, positions), of_values.encode(values, positions)
 
-    def recode(self, rows: tuple[torch.Tensor, torch.Tensor], finer: "RowCodec") -> tuple[torch.Tensor, torch.Tensor]:
+    def recode(self, rows: Rows, finer: "RowCodec") -> Rows:
         """Codes rows of keys and of values of a codec that this has made by `finer` as its own."""
         tables = zip(self.tables(rows[0].device), rows, finer.tables(rows[0].device), strict=True)
         keys, values = (table.recode(own, other) for table, own, other in tables)

@@ -53,10 +53,11 @@ class TurboQuantCoder:
         rotated = turn_by(states, random_rotation(self.head_dim, states.device))
         norms = rotated.norm(dim=-1, keepdim=True)
         unit = rotated / norms.clamp(min=torch.finfo(torch.float32).tiny)
-        codes = torch.bucketize(unit, bounds_on_sphere(self.head_dim, self.code_nbits, unit.device))
+        points, bounds = codebook(self.head_dim, self.code_nbits, unit.device)
+        codes = torch.bucketize(unit, bounds)
         parts = [bytes_of_halves(norms), pack(codes.to(torch.uint8), self.code_nbits)]
         if self.residual:
-            rest = unit - points_on_sphere(self.head_dim, self.code_nbits, unit.device)[codes]
+            rest = unit - points[codes]
             is_positive = turn_by(rest, random_projection(self.head_dim, unit.device)) >= 0
             parts += [bytes_of_halves(rest.norm(dim=-1, keepdim=True)), pack(is_positive.to(torch.uint8), 1)]
         return torch.cat(parts, dim=-1)
@@ -64,7 +65,7 @@ class TurboQuantCoder:
     def decode(self, rows: torch.Tensor) -> torch.Tensor:
         size = packed_size(self.head_dim, self.code_nbits)
         codes = unpack(rows[..., _HALF_BYTES : _HALF_BYTES + size], self.code_nbits, self.head_dim)
-        unit = points_on_sphere(self.head_dim, self.code_nbits, rows.device)[codes.long()]
+        unit = codebook(self.head_dim, self.code_nbits, rows.device)[0][codes.long()]
         if self.residual:
             rest = rows[..., _HALF_BYTES + size :]
             signs = 2 * unpack(rest[..., _HALF_BYTES:], 1, self.head_dim).float() - 1
@@ -96,18 +97,14 @@ def _gaussian(dim: int, seed: int) -> torch.Tensor:
 
 
 @cache
-def points_on_sphere(dim: int, nbits: int, device: torch.device) -> torch.Tensor:
-    """Finds the Lloyd-Max points of a coordinate of random unit vectors, in increasing order, `[2^nbits]`, float32."""
-    with torch.inference_mode(False):
-        return _lloyd_max(dim, nbits).float().to(device)
-
-
-@cache
-def bounds_on_sphere(dim: int, nbits: int, device: torch.device) -> torch.Tensor:
-    """Finds the bounds between those points, `[2^nbits - 1]`."""
+def codebook(dim: int, nbits: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Finds the Lloyd-Max points of a coordinate of random unit vectors, in increasing order, `[2^nbits]`, float32, and
+    the bounds between them.
+    """
     with torch.inference_mode(False):
         points = _lloyd_max(dim, nbits)
-        return ((points[1:] + points[:-1]) / 2).float().to(device)
+        return points.float().to(device), ((points[1:] + points[:-1]) / 2).float().to(device)
 
 
 @cache

@@ -25,6 +25,8 @@ NUM_DRAFTED = 4
 _CONTEXTS = {"a short context": SHORT_CONTEXT, "a long context": LONG_CONTEXT}
 # Error of a lossy cache against `DynamicCache`, at most, as a share of its distance from another history
 _NEARER_THAN = 0.6
+# Prompts, tokens after them, and their logits
+_Followed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @contract_check("what single steps give, near to `DynamicCache`")
@@ -54,7 +56,7 @@ def check_beam_search(subject: Subject) -> None:
         require_same_tokens(tokens, expected, f"beam search and beams recomputed at every step in {context}")
         prompts = prompt.expand(NUM_BEAMS, -1)
         logits = subject.follow(subject.make_cache(), (prompts,), tokens)
-        _require_dense_if_exact(subject, prompts, tokens, logits, context, **options)
+        _require_dense_if_exact(subject, (prompts, tokens, logits), context, **options)
 
 
 @contract_check("rejected drafts leave no trace")
@@ -83,7 +85,7 @@ def check_multi_turn(subject: Subject) -> None:
         # The last token of an answer is not in the cache yet
         expected, logits = subject.decode(looped, (torch.cat([answer[:, -1:], second], dim=1),), NUM_NEW)
         require_same_tokens(tokens, expected, f"the second turn and a loop of single steps in {context}")
-        _require_dense_if_exact(subject, conversation, tokens, logits, context, num_recent=second.shape[1])
+        _require_dense_if_exact(subject, (conversation, tokens, logits), context, num_recent=second.shape[1])
 
 
 @contract_check("`prefill_chunk_size` gives what chunks by hand give")
@@ -107,38 +109,26 @@ def _check_steps(
         expected, logits = subject.decode(subject.make_cache(), chunks, NUM_NEW, is_sampled=bool(options))
         require_same_tokens(tokens, expected, f"`generate` and a loop of single steps in {context}")
         torch.manual_seed(0)
-        _require_dense_if_exact(subject, prompts, tokens, logits, context, num_recent=chunk_size or 0, **options)
+        _require_dense_if_exact(subject, (prompts, tokens, logits), context, num_recent=chunk_size or 0, **options)
 
 
 def _require_dense_if_exact(
-    subject: Subject,
-    prompts: torch.Tensor,
-    tokens: torch.Tensor,
-    logits: torch.Tensor,
-    context: str,
-    *,
-    num_recent: int = 0,
-    **options: Any,
+    subject: Subject, followed: _Followed, context: str, *, num_recent: int = 0, **options: Any
 ) -> None:
     """Requires the tokens that `DynamicCache` gives with the same options, where logits are its own to rounding."""
-    if _is_exact(subject, prompts, tokens, logits, context, num_recent):
+    if _is_exact(subject, followed, context, num_recent):
+        prompts, tokens, _ = followed
         expected = subject.generate(subject.dense.make_cache(), prompts[:1], tokens.shape[1], **options)
         require_same_tokens(tokens, expected, f"exact in {context}, but not the tokens of `DynamicCache`")
 
 
-def _is_exact(
-    subject: Subject,
-    prompts: torch.Tensor,
-    tokens: torch.Tensor,
-    logits: torch.Tensor,
-    context: str,
-    num_recent: int = 0,
-) -> bool:
+def _is_exact(subject: Subject, followed: _Followed, context: str, num_recent: int = 0) -> bool:
     """
-    Tells whether logits of `tokens` after `prompts` are those of `DynamicCache` to rounding, so that the tokens have
+    Tells whether logits of tokens `followed` are those of `DynamicCache` to rounding, so that the tokens have
     to be too. A lossy cache has to be nearer to it than to a `DynamicCache` that has seen another history, but for the
     `num_recent` newest tokens, by default a sixth: as near to both is a cache that has lost its history.
     """
+    prompts, tokens, logits = followed
     expected = subject.follow(subject.dense.make_cache(), (prompts,), tokens)
     error = distance(logits, expected)
     if error <= subject.rounding:
@@ -191,7 +181,7 @@ def _check_drafting(subject: Subject, **options: object) -> None:
             (chunk, rest, subject.follow(subject.make_cache(), (chunk,), rest))
             for chunk, rest in ((prompt, tokens), (prompt_and_drafts, tokens[:, -2:]))
         ]
-        if all(_is_exact(subject, *each, context) for each in followed):
+        if all(_is_exact(subject, each, context) for each in followed):
             expected = subject.generate(subject.dense.make_cache(), prompt, NUM_NEW)
             require_same_tokens(tokens, expected, f"exact in {context}, but not the tokens of `DynamicCache`")
         else:
@@ -199,9 +189,7 @@ def _check_drafting(subject: Subject, **options: object) -> None:
     require(num_removed > 0, "inconclusive: no draft was rejected, so nothing was rolled back")
 
 
-def _require_likeliest(
-    subject: Subject, followed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], context: str
-) -> None:
+def _require_likeliest(subject: Subject, followed: list[_Followed], context: str) -> None:
     """Tokens that a lossy cache picked beside drafts have to be the likeliest without them, up to its own error."""
     error = 0.0
     for chunk, tokens, logits in followed:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments
+from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments, Sample
 from kvcache_plugins.codecs.parts import TILE_TOKENS, RowTokens, SinkStates
 from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.kernels.attention_call import AttentionCall
@@ -86,7 +86,7 @@ class CodedRows(ScoringStates):
         real = None if valid is None else self._real(number[:, :count])
         check_finite(keys, values, real, self.layer_idx, self.packing.largest, is_beyond)
         if not self.is_fitted:
-            codec = codec.without_shared_errors(rows, keys, values, valid, positions)
+            codec = codec.without_shared_errors(rows, Sample(keys, values, valid, None, positions))
         self._encoded = codec, sinks, moments
         return {"keys": rows[0]}, (rows[1],)
 
@@ -105,7 +105,8 @@ class CodedRows(ScoringStates):
         begins = number[:, count - 1] >= sinks
         if not self.is_fitted:
             valid = (number >= sinks) & begins[:, None]
-            return codec.fit(keys, values, valid, self.moments, Positions(start, self.padding.counts))
+            positions = Positions(start, self.padding.counts)
+            return codec.fit(Sample(keys, values, valid, self.moments, positions))
         for row in (begins & (number[:, 0] <= sinks)).nonzero().flatten().tolist():
             # Where its exact tokens have been there is nothing, which counts for nothing
             skip = int(number[row, 0])
@@ -113,7 +114,7 @@ class CodedRows(ScoringStates):
                 F.pad(states[row, None], (0, 0, max(skip, 0), 0))[:, :, max(-skip, 0) :] for states in (keys, values)
             )
             valid = torch.arange(own.shape[2])[None] >= sinks
-            codec = codec.refit(row, own, other, valid, self.moments)
+            codec = codec.refit(row, Sample(own, other, valid, self.moments))
         return codec
 
     def _exact_first(self, keys: torch.Tensor, values: torch.Tensor, number: torch.Tensor) -> States:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments
+from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments, Sample
 from kvcache_plugins.codecs.parts import DensePart
 from kvcache_plugins.kernels.attention import attend, prepare_coding, prepare_tokens
 from kvcache_plugins.kernels.attention_call import AttentionCall
@@ -328,7 +328,7 @@ class CompressedLayer(LazyLayer):
                 start, end, pending = split.first, padding + split.num_exact, split.pending
                 valid = (torch.arange(start, num_exact) >= end[:, None]) & ~pending[:, None]
                 packed, positions = (keys[:, :, start:], values[:, :, start:]), Positions(start, counts)
-                self.codec = self._unfitted.fit(*packed, valid, self._moments, positions)
+                self.codec = self._unfitted.fit(Sample(*packed, valid, self._moments, positions))
                 if packing.residual_length:
                     self.prefix = ExactPrefix.of(keys, values, padding, split.num_exact)
                     self._prefix_stop = int(end.max())
@@ -373,7 +373,7 @@ class CompressedLayer(LazyLayer):
             tokens = slice(int(held.count[number]))
             own = held.keys[number, None, :, tokens], held.values[number, None, :, tokens]
             valid = (torch.arange(own[0].shape[2]) >= sinks)[None]
-            self.codec = self.codec.refit(number, *own, valid, self._moments)
+            self.codec = self.codec.refit(number, Sample(*own, valid, self._moments))
         kept = self.prefix.count.cpu().clamp(min=sinks)
         self.prefix = held.shortened(torch.where(served, kept, self._length))
         self._prefix_stop = int(self.prefix.end.max())
@@ -414,7 +414,7 @@ class CompressedLayer(LazyLayer):
             new = slice(None) if first_end is None else slice(0)
             check_finite(keys[:, :, new], values[:, :, new], valid, self.layer_idx, packing.largest, too_large)
             if first_end is not None:
-                self.codec = self.codec.without_shared_errors(rows, keys, values, valid, positions)
+                self.codec = self.codec.without_shared_errors(rows, Sample(keys, values, valid, None, positions))
         self._counters["tokens_compressed"] += block.length
         self._counters["chunks_compressed"] += 1 if isinstance(block, RowBlock) else block.num_chunks
         prepared, self._prepared = self._prepared, None

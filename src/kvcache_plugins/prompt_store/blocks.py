@@ -19,6 +19,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,8 @@ def block_length(config: GEARConfig | TransformConfig, least: int) -> int:
 
 def prompt_keys(root: str, token_ids: Sequence[int], length: int) -> list[str]:
     """Names the root of a prompt and behind it all its whole blocks: before a block's name stands its previous one."""
-    keys = [root]
-    for start in range(0, len(token_ids) - length + 1, length):
-        keys.append(next_key(keys[-1], token_ids[start : start + length]))
-    return keys
+    blocks = (token_ids[start : start + length] for start in range(0, len(token_ids) - length + 1, length))
+    return list(accumulate(blocks, next_key, initial=root))
 
 
 def root_key(model: PreTrainedModel, cache: GEARCache, length: int) -> str:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvcache_plugins.codecs.basis import karhunen_loeve, round_basis
+from kvcache_plugins.codecs.basis import Basis, karhunen_loeve, round_basis
 from kvcache_plugins.codecs.prompt_codec import allocate_widths, share_bytes
 from kvcache_plugins.codecs.quantizers import BLOCK, QUANTIZERS, num_blocks
 from kvcache_plugins.codecs.rope import candidate_layouts
@@ -183,8 +183,8 @@ class TransformCalibration(nn.Module):
         for number, side in enumerate((layer.keys, layer.values)):
             errors = QUANTIZERS[quantizer].distortions
             widths = allocate_widths(side.energies.double()[None], sizes[place + number], errors)[0]
-            own = side.mean, side.factors, side.basis, side.steps, widths
-            tables.append(RowTable.in_basis(*own, rope=rope if number == 0 else None, quantizer=quantizer))
+            own = Basis.for_widths(side.factors, side.basis, side.steps, widths)
+            tables.append(RowTable.in_basis(side.mean, *own, None if number else rope, quantizer))
         self._codecs[key] = RowCodec(SharedTables(*tables))
         return self._codecs[key]
 
