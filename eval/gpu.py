@@ -30,8 +30,8 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -52,8 +52,9 @@ from kvcache_plugins.reports.memory import measure_memory
 
 from .benchmark import Result, TimeIsUpError, say
 from .benchmarks.kernels import BACKENDS, CACHES, Contest, Shape
-from .benchmarks.step import llama, random_model, step_rows, time_steps
+from .benchmarks.step import llama, random_model, time_steps
 from .harness import cache_stats, spread, time_call
+from .rows import Failure, Found
 
 
 DTYPE = torch.bfloat16
@@ -147,10 +148,15 @@ def random_tokens(model: PreTrainedModel, count: int, batch_size: int = 1) -> to
     return torch.randint(model.config.vocab_size, (batch_size, count), device=model.device)
 
 
-def add_timed(report: Result, row: dict[str, Any]) -> None:
-    """Adds a row of timings, and says its median and quartiles."""
-    lower, median, upper = (1e3 * row[key] for key in ("lower_quartile_s", "median_s", "upper_quartile_s"))
-    report.add(row, f"{row.get('cache', row.get('name'))}: {median:.3f} ms ({lower:.3f} to {upper:.3f})")
+def add_timed(report: Result, timed: Iterable[Found], more: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    """Takes timings with `more` fields of a cache's row, and says their medians and quartiles; failures too."""
+    for found in timed:
+        if isinstance(found, Failure):
+            report.take(found)
+            continue
+        name = str(found.get("cache", found.get("name")))
+        lower, median, upper = (1e3 * found[key] for key in ("lower_quartile_s", "median_s", "upper_quartile_s"))
+        report.add({**found, **(more or {}).get(name, {})}, f"{name}: {median:.3f} ms ({lower:.3f} to {upper:.3f})")
 
 
 def run_tests(run: Run, tests: Sequence[str] = TESTS) -> None:
@@ -204,8 +210,7 @@ def time_attention(
             for cache_name in caches:
                 with report.attempt(cache_name), run.box.step():
                     contest.add(cache_name)
-            for row in contest.run(rounds):
-                add_timed(report, row)
+            add_timed(report, contest.run(rounds))
 
 
 @torch.no_grad()
@@ -229,7 +234,7 @@ def time_whole_steps(
     read, token, fed = random_tokens(network, context + 1 + steps, batch_size).split((context, 1, steps), dim=1)
     parts = read.split(max(_READ_AT_ONCE // batch_size, 1), dim=1)
     filled: dict[str, Cache] = {}
-    prefill_seconds: dict[str, float] = {}
+    prefills: dict[str, dict[str, float]] = {}
 
     compiled_for = {each: compiled for each in caches if each.endswith(CAPTURED)}
     for each in caches:
@@ -240,7 +245,7 @@ def time_whole_steps(
                 filled.pop(each, None)
                 filled[each] = _create_for_steps(each, network, context + _NUM_WARM + steps)
                 read_part = partial(network, **as_argument(filled[each]), logits_to_keep=1)
-                prefill_seconds[each] = sum(time_call(partial(read_part, part), run.device) for part in parts)
+                prefills[each] = {"prefill_s": sum(time_call(partial(read_part, part), run.device) for part in parts)}
             # What is compiled and recorded is so before the first turn
             for _ in range(_NUM_WARM):
                 compiled_for.get(each, network)(token, **as_argument(filled[each]))
@@ -250,12 +255,7 @@ def time_whole_steps(
         # It has failed
         filled.pop(each, None)
     limits: dict[str, Any] = {"seconds": run.box.left, "guard": report.attempt}
-    timed = time_steps(network, filled, fed, compiled_for, **limits)
-    for row in _rows(timed, filled, context):
-        add_timed(report, {**row, "prefill_s": prefill_seconds[row["cache"]]})
-    for each, times in timed[0].items():
-        if len(times) < steps:
-            report.fail(f"{each}, steps after {len(times)}", "skipped: time, or what stands above")
+    add_timed(report, time_steps(network, filled, fed, context, compiled_for, **limits), prefills)
 
 
 def time_captured(run: Run, shapes: Sequence[tuple[int, int]] = CAPTURED_SHAPES, **arguments: Any) -> None:
@@ -274,14 +274,6 @@ def _create_for_steps(name: str, model: PreTrainedModel, num_tokens: int) -> Cac
     if preset == "static":
         return StaticCache(config=model.config, max_cache_len=num_tokens)
     return create_cache(preset, model, **({} if preset == name else {"max_cache_len": num_tokens}))
-
-
-def _rows(timed: Any, caches: Mapping[str, Cache], context: int) -> Iterator[dict[str, Any]]:
-    """Yields a row for each cache of what `time_steps` returns."""
-    seconds, errors = timed
-    for row in step_rows(seconds, caches, context):
-        times, error = seconds[row["cache"]], errors.get(row["cache"])
-        yield {**row, "steps": len(times), "tokens_per_s": 1 / row["median_s"], "relative_error": error}
 
 
 # Memory: InfiniGen beside full offloading, and the largest batch of a budget
@@ -320,12 +312,9 @@ def measure_offloading(
                 for token in fed[:, :_NUM_WARM].split(1, dim=1):
                     network(token, **as_argument(cache))
                 before = cache_stats(cache)
-                timed = time_steps(network, {name: cache}, fed, seconds=box.left)
-                for row in _rows(timed, {name: cache}, context):
-                    # Here the first is itself; rows are set against others in the end
-                    del row["speed_against_first"], row["relative_error"]
-                    row |= {"prefill_s": prefill_s} if name == spec else {}
-                    add_timed(report, row | (_transfers(cache, before) if isinstance(cache, InfiniGenCache) else {}))
+                timed = list(time_steps(network, {name: cache}, fed, context, seconds=box.left))
+                more = _transfers(cache, before) if isinstance(cache, InfiniGenCache) else {}
+                add_timed(report, timed, {name: {**more, **({"prefill_s": prefill_s} if name == spec else {})}})
             if isinstance(cache, InfiniGenCache):
                 cache.detach()
         gc.collect()
@@ -333,6 +322,8 @@ def measure_offloading(
             torch.cuda.empty_cache()
     medians = {row["cache"]: row["median_s"] for row in report.rows}
     for row in report.rows:
+        # Each was the first, and alone
+        del row["speed_against_first"], row["relative_error"]
         if row["cache"] + RESIDENT in medians:
             row["time_against_resident"] = row["median_s"] / medians[row["cache"] + RESIDENT]
         if "offloaded" in medians:
@@ -398,12 +389,12 @@ class Budget:
         torch.cuda.reset_peak_memory_stats(self.device)
         return self.num_bytes - torch.cuda.memory_allocated(self.device)
 
-    def peaks(self, cache: Cache) -> dict[str, int]:
+    def peaks(self, of_cache: int) -> dict[str, int]:
         """
         Reads the most bytes in use at a time since `start`, and the most that the allocator held; on a CPU those of
-        now. More than the budget raises what the allocator would.
+        the cache. More than the budget raises what the allocator would.
         """
-        used = held = 0 if self.is_gpu else measure_memory(cache).total_bytes
+        used = held = of_cache
         if self.is_gpu:
             used, held = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
         if held > self.num_bytes:
@@ -413,19 +404,15 @@ class Budget:
 
 def run_batch(
     model: PreTrainedModel, cache: Cache, batch_size: int, context: int, steps: int, budget: Budget
-) -> dict[str, Any] | None:
+) -> dict[str, Any]:
     """
     Fills an empty cache with `context` tokens of each sequence and decodes `steps` tokens; returns times, bytes and
-    peaks, or `None` if the budget, which is enforced, does not suffice.
+    peaks. A `torch.OutOfMemoryError` if the budget, which is enforced, does not suffice.
     """
-    try:
-        model(random_tokens(model, context), **as_argument(cache), logits_to_keep=1)
-        cache.batch_repeat_interleave(batch_size)
-        step = partial(model, random_tokens(model, 1, batch_size), **as_argument(cache))
-        seconds = [time_call(step, model.device) for _ in range(steps)]
-        peaks = budget.peaks(cache)
-    except torch.OutOfMemoryError:
-        return None
+    model(random_tokens(model, context), **as_argument(cache), logits_to_keep=1)
+    cache.batch_repeat_interleave(batch_size)
+    step = partial(model, random_tokens(model, 1, batch_size), **as_argument(cache))
+    seconds = [time_call(step, model.device) for _ in range(steps)]
     held = measure_memory(cache).total_bytes
     return {
         "largest_batch": batch_size,
@@ -433,31 +420,27 @@ def run_batch(
         "tokens_per_s": batch_size * steps / sum(seconds),
         "cache_bytes": held,
         "bytes_per_sequence": held / batch_size,
-        **peaks,
+        **budget.peaks(held),
     }
 
 
 def measure_largest_batch(
     model: PreTrainedModel, create: Callable[[], Cache], context: int, steps: int, budget: Budget, box: TimeBox
-) -> dict[str, Any] | None:
+) -> dict[str, Any]:
     """
-    Measures the largest batch for a cache that `create` makes, see `run_batch`; `None` if not even one sequence fits.
-    Of how many would fit by what one sequence holds, `SHARES` are tried until one does, all noted as `trials`.
+    Measures the largest batch for a cache that `create` makes, see `run_batch`, if one sequence fits. Of how many
+    would fit by what one sequence holds, `SHARES` are tried until one does, all noted as `trials`.
     """
     available = budget.start()
-    one = run_batch(model, create(), 1, context, 2, budget)
-    if one is None:
-        return None
+    one = run_batch(model, create(), 1, context, 2, budget)["cache_bytes"]
     trials: list[tuple[int, bool]] = []
-    sizes = (int(share * available / one["cache_bytes"]) for share in SHARES)
-    for size in dict.fromkeys(max(size, 1) for size in sizes):
-        with box.step():
+    for size in dict.fromkeys(max(int(share * available / one), 1) for share in SHARES):
+        with box.step(), suppress(torch.OutOfMemoryError):
             budget.start()
             row = run_batch(model, create(), size, context, steps, budget)
-        trials.append((size, row is not None))
-        if row is not None:
-            return {**row, "trials": trials}
-    return None
+            return {**row, "trials": [*trials, (size, True)]}
+        trials.append((size, False))
+    raise torch.OutOfMemoryError("not even one sequence fits into the budget")
 
 
 @torch.inference_mode()
@@ -486,10 +469,7 @@ def search_largest_batches(
             with budget.enforce():
                 create, share = partial(create_cache, name, network), run.box.share(len(caches) - index)
                 row = measure_largest_batch(network, create, context, steps, budget, share)
-            if row is None:
-                raise torch.OutOfMemoryError("not even one sequence fits into the budget")
-            first = report.rows[0] if report.rows else row
-            ratio = row["tokens_per_s"] / first["tokens_per_s"]
+            ratio = row["tokens_per_s"] / (report.rows or [row])[0]["tokens_per_s"]
             report.add(
                 {"cache": name, **row, "throughput_against_first": ratio},
                 f"  {row['largest_batch']} sequences, {row['tokens_per_s']:.1f} tokens/s, "

@@ -42,7 +42,6 @@ from kvcache_plugins.gear.transform.calibration import calibrate_transform
 from kvcache_plugins.gear.transform.config import TransformConfig
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.engine import choose_kernel
-from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.reference_model import parse_dtype
 from kvcache_plugins.registry import check_caches, create_cache, describe_caches
@@ -126,7 +125,7 @@ class Contest:
 
     def add(self, cache_name: str) -> None:
         """Adds a cache's attention; a `MismatchError` if plain PyTorch computes another from the same storage."""
-        part = _compressed_part(cache_name, self.keys, self.values)
+        part = compress(cache_name, self.keys, self.values)
         function, expected = (
             partial(attend, query, [part], self.shape.num_heads, None, kernel)
             for query, kernel in ((self.query, self.kernel), (self.query.float(), "torch"))
@@ -181,15 +180,20 @@ class Contest:
         return {**asdict(self.shape), "dtype": dtype, "kernel": self.kernel, "rounds": rounds, "timed": timed}
 
 
-def _compressed_part(name: str, keys: torch.Tensor, values: torch.Tensor) -> CompressedPart | CodedPart:
-    """All tokens as one prompt of a GEAR layer; those beyond a whole number of groups would stay exact."""
-    num_tokens, config = keys.shape[2], _config(keys)
+def compress(
+    name: str, keys: torch.Tensor, values: torch.Tensor, model: Any = None, **options: Any
+) -> CompressedPart | CodedPart:
+    """
+    Compresses all tokens as one prompt of a GEAR layer, of a `model` if need be; a `ValueError` where some of them
+    would stay exact, beyond a whole number of groups.
+    """
+    num_tokens, config = keys.shape[2], _config(keys) if model is None else model
     if not str(describe_caches(name.partition(":")[0])[0].factory).endswith(":GEARCache"):
         raise ValueError(f"`cache` has to name presets of GEAR, but got `{name}`")
     # Layers that stand still, on GPUs, keep some of the newest tokens exact: those are more, then
     for _ in range(2):
         # Sink tokens would stay exact, too
-        cache: Any = create_cache(name, config, num_sink_tokens=0)
+        cache: Any = create_cache(name, config, num_sink_tokens=0, **options)
         cache.update(keys, values, 0)
         layer = cache.layers[0]
         layer.settle_prompt()
@@ -408,29 +412,19 @@ _CLOCKS_A_DENSE_NUMBER = 2 * 132 * 1.8e9 / 4.3e12
 _SLOTS, _DENSE_BITS = 4, 16
 
 
-def compress(cache: str, head_dim: int) -> CompressedPart | CodedPart:
+def compress_random(cache: str, head_dim: int) -> CompressedPart | CodedPart:
     """Compresses the prompt of one layer of random states, of a model with random weights."""
+    if not describe_caches(cache.partition(":")[0])[0].options.get("calibration"):
+        shape = Shape(context=_CONTEXT, num_heads=_NUM_HEADS, head_dim=head_dim)
+        return compress(cache, *random_states(shape, torch.bfloat16, torch.device("cpu")))
     fields = llama(_CALIBRATION_TOKENS, _NUM_HEADS * head_dim, 64, 1, _NUM_HEADS, _NUM_HEADS, 2 * _CONTEXT)
     with torch.random.fork_rng():
-        model: Any = random_model(fields, torch.float32)
-    options: dict[str, Any] = {}
-    if describe_caches(cache.partition(":")[0])[0].options.get("calibration"):
-        options["calibration"] = calibrate_transform(model, [torch.randperm(_CALIBRATION_TOKENS)], num_draws=1)
-    layers = create_cache(cache, model, **options)
+        model = random_model(fields, torch.float32)
+    calibration = calibrate_transform(model, [torch.randperm(_CALIBRATION_TOKENS)], num_draws=1)
+    # A calibration is of the model's own states, and the others would be far larger
+    ((keys, values),) = read_states(model, torch.randint(_CALIBRATION_TOKENS, (1, _CONTEXT)))
     with torch.inference_mode():
-        if options:
-            # A calibration is of the model's own states, and those below would be far larger
-            ((keys, values),) = read_states(model, torch.randint(_CALIBRATION_TOKENS, (1, _CONTEXT)))
-        else:
-            shape = Shape(context=_CONTEXT, num_heads=_NUM_HEADS, head_dim=head_dim)
-            keys, values = random_states(shape, torch.bfloat16, torch.device("cpu"))
-        layers.update(keys.bfloat16(), values.bfloat16(), 0)
-        layer = layers.layers[0]
-        if isinstance(layer, CompressedLayer):
-            layer.settle_prompt()
-    if not isinstance(layer, CompressedLayer) or not layer.blocks:
-        raise ValueError(f"`cache` has to name presets whose prompts these kernels read, but got `{cache}`")
-    return layer.blocks[0].part(layer.codec, None, None)
+        return compress(cache, keys.bfloat16(), values.bfloat16(), model, calibration=calibration)
 
 
 def count_attention(part: CompressedPart | CodedPart, head_dim: int, num_rows: int, capability: int) -> dict[str, Any]:
@@ -504,7 +498,7 @@ def benchmark_machine_code(
     yield Content(device="compiled, not run")
     for size in head_dim or HEAD_DIMS:
         for name in check_caches(cache or PRESETS):
-            part = compress(name, size)
+            part = compress_random(name, size)
             if head_dim is None and size != HEAD_DIMS[0] and not isinstance(part, CodedPart):
                 continue
             say(f"{name}, {size} channels")

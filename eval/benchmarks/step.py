@@ -12,7 +12,7 @@ that all rounds begin with the same; what coding them takes is timed too.
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, Cache, LlamaConfig, PreTrainedMod
 from kvcache_plugins.console import inputs
 from kvcache_plugins.eval import harness
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings, say
-from kvcache_plugins.eval.rows import Found, Settings
+from kvcache_plugins.eval.rows import Failure, Found, Settings
 from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.reference_model import parse_dtype
@@ -65,14 +65,16 @@ def time_steps(
     network: Callable[..., Any],
     caches: Mapping[str, Cache],
     token_ids: torch.Tensor,
+    context: int,
     instead: Mapping[str, Callable[..., Any]] | None = None,
     **limits: Any,
-) -> tuple[dict[str, list[float]], dict[str, float]]:
+) -> Iterator[Found]:
     """
-    Times every decode step of each cache that holds the context already, fed `[batch_size, steps]`; they take turns.
-    By the names of caches, what is called `instead` of the model; `limits` are those of `take_turns`.
+    Times every decode step of each cache that holds `context` tokens already, fed `[batch_size, steps]`; they take
+    turns. By the names of caches, what is called `instead` of the model; `limits` are those of `take_turns`.
 
-    Returns seconds of each cache's steps, and the relative error of its first step's logits beside the first cache's.
+    Yields a row for each cache that took at least three turns, speeds against the first of them and the relative error
+    of the first step's logits beside the first cache's; and a `Failure` for each that took fewer turns than all.
     """
     logits: dict[str, torch.Tensor] = {}
 
@@ -84,35 +86,32 @@ def time_steps(
 
     functions = {name: partial(step, name) for name in caches}
     clock = partial(harness.time_call, device=token_ids.device)
-    return harness.take_turns(functions, clock, token_ids.shape[1], **limits), _relative_errors(logits)
+    seconds = harness.take_turns(functions, clock, token_ids.shape[1], **limits)
+    errors = _relative_errors(logits)
+    first = next((statistics.median(times) for times in seconds.values() if len(times) > 2), 1.0)
+    for name, times in seconds.items():
+        if len(times) > 2:
+            yield {
+                "context": context,
+                "cache": name,
+                **harness.spread(times),
+                # What a token costs with its share of compressing a chunk; a median leaves that out
+                "mean_s": statistics.fmean(times),
+                "speed_against_first": first / statistics.median(times),
+                "steps": len(times),
+                "tokens_per_s": token_ids.shape[0] / statistics.median(times),
+                "relative_error": errors[name],
+                "bytes": measure_memory(caches[name]).total_bytes,
+                "stats": harness.cache_stats(caches[name]),
+            }
+        if len(times) < token_ids.shape[1]:
+            yield Failure(f"{name}, steps after {len(times)}", "skipped: time, or what stands above")
 
 
 def _relative_errors(logits: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Computes how far logits are from the first ones."""
     first = next(iter(logits.values()), torch.empty(0))
     return {name: float((each - first).norm() / first.norm()) for name, each in logits.items()}
-
-
-def step_rows(
-    seconds: Mapping[str, Sequence[float]], caches: Mapping[str, Cache], context: int, **more: Any
-) -> list[dict[str, Any]]:
-    """Makes a row for each cache that took at least three turns; speeds are against the first of them."""
-    measured = {name: times for name, times in seconds.items() if len(times) > 2}
-    first = statistics.median(next(iter(measured.values()), [1.0]))
-    return [
-        {
-            **more,
-            "context": context,
-            "cache": name,
-            **harness.spread(times),
-            # What a token costs with its share of compressing a chunk; a median leaves that out
-            "mean_s": statistics.fmean(times),
-            "speed_against_first": first / statistics.median(times),
-            "bytes": measure_memory(caches[name]).total_bytes,
-            "stats": harness.cache_stats(caches[name]),
-        }
-        for name, times in measured.items()
-    ]
 
 
 @benchmark("step", "Decode steps of {model}, {dtype}")
@@ -186,12 +185,10 @@ def benchmark_steps(
             fed = token_ids[:, at : at + num_fed].expand(size, -1)
             for number, part in zip(threads, fed.split(steps, dim=1), strict=True):
                 torch.set_num_threads(number)
-                times, errors = time_steps(network, caches, part)
-                place: dict[str, Any] = {"batch_size": size, "num_threads": number}
-                place |= {"dtype": str(network.dtype).removeprefix("torch.")}
+                place = {"batch_size": size, "num_threads": number, "dtype": str(network.dtype).removeprefix("torch.")}
                 place |= {"part": "step", "shape": kind} if kind else {}
-                for row in step_rows(times, caches, length, **place):
-                    yield {**row, "relative_error": errors[row["cache"]]}
+                # All of them are timed to the end
+                yield from ({**place, **dict(row)} for row in time_steps(network, caches, part, length))
             for used_cache in caches.values():
                 harness.check_length(used_cache, length + num_fed)
 
