@@ -20,7 +20,7 @@ from transformers import (
     StoppingCriteria,
 )
 
-from kvcache_plugins.console.inputs import load_for_evaluation, read_text
+from kvcache_plugins.console import inputs
 from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.models.cache_argument import as_argument, reading_options
@@ -123,27 +123,22 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[torch.Te
     return torch.tensor(token_ids, dtype=torch.long), start_ids
 
 
-def read_tokens(tokenizer: PreTrainedTokenizerBase, text: str, num_tokens: int, device: torch.device) -> torch.Tensor:
-    """Encodes the first tokens of a text, `[1, num_tokens]`; too short a text is a `ValueError`."""
-    token_ids: torch.Tensor = tokenizer(text, return_tensors="pt").input_ids
-    if token_ids.shape[1] < num_tokens:
-        raise ValueError(f"the text has {token_ids.shape[1]} tokens, but {num_tokens} are needed")
-    return token_ids[:, :num_tokens].to(device)
-
-
 def load_with_tokens(
     model: str, text_file: Path, num_tokens: int, dtype: str | None = None
 ) -> tuple[PreTrainedModel, torch.Tensor]:
-    """Loads a model, and encodes the first tokens of a file for it, `[1, num_tokens]`."""
-    text = read_text(text_file, "text_file")
-    network, tokenizer = load_for_evaluation(model, dtype)
-    return network, read_tokens(tokenizer, text, num_tokens, network.device)
+    """Loads a model, and encodes the first tokens of a file, `[1, num_tokens]`; too short a text is a `ValueError`."""
+    text = inputs.read_text(text_file, "text_file")
+    network, tokenizer = inputs.load_for_evaluation(model, dtype)
+    token_ids: torch.Tensor = tokenizer(text, return_tensors="pt").input_ids
+    if token_ids.shape[1] < num_tokens:
+        raise ValueError(f"the text has {token_ids.shape[1]} tokens, but {num_tokens} are needed")
+    return network, token_ids[:, :num_tokens].to(network.device)
 
 
 def read_rows(path: Path, option: str) -> list[dict[str, Any]]:
     """Reads rows of a file of JSON lines; a line that is no JSON is a `ValueError` that names it."""
     rows = []
-    for number, line in enumerate(read_text(path, option).splitlines(), start=1):
+    for number, line in enumerate(inputs.read_text(path, option).splitlines(), start=1):
         try:
             rows += [json.loads(line)] if line else []
         except json.JSONDecodeError as error:
@@ -172,12 +167,14 @@ def spread_windows(
     return [torch.cat([start, token_ids[i * stride : i * stride + length]]) for i in range(num_windows)]
 
 
-def cut_windows(
-    tokenizer: PreTrainedTokenizerBase, text_file: Path, num_windows: int, prefix_length: int, num_scored: int
-) -> list[torch.Tensor]:
-    """Cuts windows out of a file, see `spread_windows`."""
-    token_ids, start_ids = encode_text(tokenizer, read_text(text_file, "text_file"))
-    return spread_windows(token_ids, num_windows, prefix_length, num_scored, start_ids)
+def load_with_windows(
+    model: str | inputs.LoadedModel, text_file: Path, sizes: Sequence[int], *place: str | None
+) -> tuple[PreTrainedModel, list[torch.Tensor]]:
+    """Loads a model, at a `place` of dtype and device, and cuts windows of `sizes` of a file, see `spread_windows`."""
+    text = inputs.read_text(text_file, "text_file")
+    network, tokenizer = inputs.load_for_evaluation(model, *place)
+    token_ids, start_ids = encode_text(tokenizer, text)
+    return network, spread_windows(token_ids, *sizes, start_ids=start_ids)
 
 
 def stretch_stops(stretch: int, num_scored: int) -> list[int]:

@@ -23,9 +23,9 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.batching import compressed_batching
-from kvcache_plugins.console.inputs import CachesOption, ModelOption, NumThreadsOption, load_for_evaluation, read_text
+from kvcache_plugins.console.inputs import CachesOption, ModelOption, NumThreadsOption, load_for_evaluation
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings, say
-from kvcache_plugins.eval.harness import cut_windows, read_tokens, spread, take_turns, time_call
+from kvcache_plugins.eval.harness import load_with_windows, spread, take_turns, time_call
 from kvcache_plugins.eval.measures.fidelity import continuation_logits, fill_cache, score_logits
 from kvcache_plugins.eval.rows import Found
 from kvcache_plugins.kernels.attention_call import AttentionCall
@@ -33,7 +33,7 @@ from kvcache_plugins.layers.lazy_states import stored_states
 from kvcache_plugins.option_checks import check_choice
 from kvcache_plugins.reports.memory import measure_memory
 
-from .step import SHAPES, random_model
+from .step import SHAPES, load_or_make
 
 
 BY_INDEX, BY_REQUEST = "Transformers", "dense, by request"
@@ -170,10 +170,9 @@ def benchmark_batching_kl(
     Examples:
         kvcache-plugins bench batching-kl --text-file wiki.test.raw --cache gear-c16 --recent 8 --recent 12
     """
-    read_text(text_file, "text_file")
-    network, tokenizer = load_for_evaluation(model, None)
+    network, cut = load_with_windows(model, text_file, (requests, prefix, scored))
     yield from loaded_settings(network)
-    windows = torch.stack(cut_windows(tokenizer, text_file, requests, prefix, scored))
+    windows = torch.stack(cut)
     text = windows[:1, :prefix] if prompt_tables else None
     fed, targets = windows[:, :-1], windows[:, prefix + 1 :]
 
@@ -225,14 +224,13 @@ def benchmark_batching(
         kvcache-plugins bench batching --cache gear-c16 --context 1024 --context 4096 --num-threads 1
         kvcache-plugins bench batching --cache gear-t25 --shape gqa-4 --requests 1 --requests 8
     """
-    text = "" if text_file is None else read_text(text_file, "text_file")
-    if shape is None:
-        network, tokenizer = load_for_evaluation(model, None)
-        table_text = read_tokens(tokenizer, text, _TABLE_TOKENS, network.device) if text else None
-    else:
+    if shape is not None:
         check_choice("shape", shape, tuple(SHAPES))
-        network = random_model(SHAPES[shape](), torch.float32)
-        table_text = torch.randint(network.config.vocab_size, (1, _TABLE_TOKENS))
+    table_text = None
+    if shape is None and text_file is None:
+        network, _ = load_for_evaluation(model)
+    else:
+        network, table_text = load_or_make(model, shape, text_file, _TABLE_TOKENS)
     yield from loaded_settings(network)
     # The same weights in a model of its own: a batch of one that a context is open for has to be coded
     dense = copy.deepcopy(network, {id(each): each for each in (*network.parameters(), *network.buffers())})

@@ -152,7 +152,6 @@ def benchmark_steps(
         parse_dtype(each)
     if text_file is None and not shape:
         raise ValueError("`text_file` has to be given, or `shape` for random models, which read none")
-    text = "" if text_file is None or shape else inputs.read_text(text_file, "text_file")
     specs, threads = harness.with_reference(cache) if shape else list(cache), num_threads or [torch.get_num_threads()]
     read = _TOKENS_READ if shape else read
     num_fed = steps * len(threads)
@@ -161,12 +160,7 @@ def benchmark_steps(
     precisions: list[str | None] = [*dtype] if dtype else [None]
     for kind, precision in product(kinds, precisions):
         num_read = max(context) if read is None else read
-        if kind is None:
-            network, tokenizer = inputs.load_for_evaluation(model, precision)
-            token_ids = harness.read_tokens(tokenizer, text, num_read + num_fed, network.device)
-        else:
-            network = random_model(SHAPES[kind](), parse_dtype(precision or "float32"))
-            token_ids = torch.randint(network.config.vocab_size, (1, num_read + num_fed))
+        network, token_ids = load_or_make(model, kind, text_file, num_read + num_fed, precision)
         yield from loaded_settings(network) if len(dtype or ()) < 2 else ()
         states = None if read is None else harness.read_states(network, token_ids[:, :read])
         for size, length in product(batch_size, context):
@@ -199,6 +193,17 @@ def random_model(fields: Mapping[str, int], dtype: torch.dtype, device: torch.de
     torch.manual_seed(0)
     with device or torch.device("cpu"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def load_or_make(
+    model: str, shape: str | None, text_file: Path | None, num_tokens: int, dtype: str | None = None
+) -> tuple[PreTrainedModel, torch.Tensor]:
+    """Loads a model with the first tokens of a file, or makes a random one of a shape in `SHAPES` with random ones."""
+    if shape is None:
+        assert text_file is not None
+        return harness.load_with_tokens(model, text_file, num_tokens, dtype)
+    network = random_model(SHAPES[shape](), parse_dtype(dtype or "float32"))
+    return network, torch.randint(network.config.vocab_size, (1, num_tokens))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ token is scored by what the cache holds of those before it, as in decoding. The 
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,8 +93,7 @@ def score_logits(dense_logits: torch.Tensor, logits: torch.Tensor, targets: torc
     position_kl: list[float] = []
     rows = (each.split(_ROWS_AT_A_TIME) for each in (dense_logits, logits, targets.to(logits.device)))
     for dense_rows, cache_rows, target_rows in zip(*rows, strict=True):
-        dense_log_probs = F.log_softmax(dense_rows.double(), dim=-1)
-        log_probs = F.log_softmax(cache_rows.double(), dim=-1)
+        dense_log_probs, log_probs = (F.log_softmax(each.double(), dim=-1) for each in (dense_rows, cache_rows))
         dense_nll += F.nll_loss(dense_log_probs, target_rows, reduction="sum").item()
         nll += F.nll_loss(log_probs, target_rows, reduction="sum").item()
         position_kl += F.kl_div(log_probs, dense_log_probs, reduction="none", log_target=True).sum(dim=-1).tolist()
@@ -236,12 +235,12 @@ def trend(windows: Sequence[WindowScore], stretch: int) -> dict[str, Any]:
 
 def fidelity_fields(cache: str, fidelity: Fidelity, stretch: int | None = None) -> dict[str, Any]:
     """Makes a row of a result, with the trend of KL by stretches of so many scored tokens if there are any."""
-    row = {"cache": cache, **{each.name: getattr(fidelity, each.name) for each in fields(fidelity)}}
+    row = {"cache": cache, **asdict(fidelity)}
     for name in ("memory_after_prefix", "memory_at_end"):
-        row[name] = memory_fields(row[name])
-    # A number for each token would be most of a file
-    own = [asdict(window) for window in fidelity.windows]
-    row["windows"] = [{key: value for key, value in each.items() if key != "position_kl"} for each in own]
+        row[name] = memory_fields(getattr(fidelity, name))
+    for window in row["windows"]:
+        # A number for each token would be most of a file
+        del window["position_kl"]
     return row if stretch is None else row | trend(fidelity.windows, stretch)
 
 
@@ -286,11 +285,9 @@ def evaluate_fidelity(
     """
     if stretch is not None and scored < 4:
         raise ValueError(f"`stretch` compares quarters of at least 4 tokens in `scored`, but got {scored}")
-    inputs.read_text(text_file, "text_file")
-    loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
+    loaded, cut = harness.load_with_windows(model, text_file, (windows, prefix, scored), dtype, device)
     yield from loaded_settings(loaded)
     yield Settings(device=loaded.device.type)
-    cut = harness.cut_windows(tokenizer, text_file, windows, prefix, scored)
     factories = harness.cache_factories(cache, loaded)
     set_seed(seed)
     if own:
@@ -374,11 +371,9 @@ def evaluate_perplexity(
     Examples:
         kvcache-plugins eval perplexity --text-file book.txt --cache gear --cache kivi-4bit --chunk 64
     """
-    inputs.read_text(text_file, "text_file")
-    loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
-    yield from loaded_settings(loaded)
     # One token comes before the first that is scored
-    cut = harness.cut_windows(tokenizer, text_file, windows, length - 1, 1)
+    loaded, cut = harness.load_with_windows(model, text_file, (windows, length - 1, 1), dtype, device)
+    yield from loaded_settings(loaded)
     factories = harness.cache_factories(cache, loaded)
     with track_progress(windows * len(factories)) as announce:
         yield from measure_perplexity(loaded, cut, factories, chunk=chunk, stretch=stretch, on_progress=announce)

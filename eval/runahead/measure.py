@@ -228,12 +228,6 @@ def time_slices(ranks: Ranks, facts: ModelFacts, lengths: Sequence[int], rounds:
     ]
 
 
-def fit_cost(timings: Sequence[planner.Timing], facts: ModelFacts) -> tuple[planner.CostModel, float]:
-    """Fits a cost model to timings of slices; returns also its largest relative error in them."""
-    cost = planner.CostModel.fit(timings, projection_share=facts.by_shapes.projection_share)
-    return cost, max(abs(cost.seconds(each.length, each.prefix) / each.seconds - 1) for each in timings)
-
-
 def plan_slices(
     length: int, num_ranks: int, cost: planner.CostModel, link: planner.Link | None, facts: ModelFacts
 ) -> tuple[int, ...]:
@@ -246,14 +240,14 @@ def plan_slices(
 
 
 def plan_table(
-    ranks: Ranks, facts: ModelFacts, lengths: list[int], timings: list[planner.Timing], *, rounds: int, search: bool
+    ranks: Ranks, facts: ModelFacts, lengths: list[int], rounds: int = _PLAN_ROUNDS, *, search: bool = False
 ) -> planner.PartitionTable:
     """
-    Fits a cost model to `timings` of slices, measures the link between ranks, and plans contexts of `lengths` tokens.
-
-    With `search` partitions are searched by whole prefills, `rounds` of each.
+    Fits a cost model to slices that are timed for `rounds`, measures the link between ranks, and plans contexts of
+    `lengths` tokens. With `search` partitions are searched by whole prefills, `rounds` of each.
     """
-    cost, _ = fit_cost(timings, facts)
+    timings = time_slices(ranks, facts, lengths, rounds)
+    cost = planner.CostModel.fit(timings, projection_share=facts.by_shapes.projection_share)
     link = measure_link(ranks, facts, lengths[-1])
     entries = []
     for length in lengths:
@@ -295,8 +289,15 @@ def _search(ranks: Ranks, facts: ModelFacts, start: tuple[int, ...], rounds: int
     return planner.searched(start, measure, first_step=max(length // (_FIRST_STEP * len(start)), 1))
 
 
-def show_plan(table: planner.PartitionTable, error: float, facts: ModelFacts) -> None:
-    """Prints a table of partitions, and what it is founded on: a cost model that is off by an `error` at most."""
+def worst_error(table: planner.PartitionTable) -> float:
+    """Computes the largest relative error that a table's cost model has in the timings that it was fitted to."""
+    cost = table.cost
+    assert cost is not None
+    return max(abs(cost.seconds(each.length, each.prefix) / each.seconds - 1) for each in table.timings)
+
+
+def show_plan(table: planner.PartitionTable, facts: ModelFacts) -> None:
+    """Prints a table of partitions, and the cost model and the link that it is founded on."""
     cost, link = table.cost, table.link
     assert cost is not None
     rendered = Table(
@@ -311,7 +312,7 @@ def show_plan(table: planner.PartitionTable, error: float, facts: ModelFacts) ->
     print_line(
         f"a token {1e6 * cost.per_token:.1f} us, a query and key {1e9 * cost.per_pair:.2f} ns, fixed "
         f"{1e3 * cost.fixed:.1f} ms, share of a slice's own square {cost.triangle:.2f}; "
-        f"off by {100 * error:.1f} % at most in what was timed"
+        f"off by {100 * worst_error(table):.1f} % at most in what was timed"
     )
     if link is not None:
         print_line(
@@ -406,14 +407,11 @@ def benchmark_runahead(
         short = token_ids[:_WARM_UP_TOKENS]
         for way in dict.fromkeys((ONE_RANK, TSP, FOLDED, planner.even(len(short), world_size))):
             ranks.call(prefill, short, way)
-        known = None if table is None else ranks.call(load_table, str(table))[0]
-        if known is not None:
-            cost = known.cost
-        else:
-            timings = time_slices(ranks, facts, lengths, _PLAN_ROUNDS)
-            cost, worst = fit_cost(timings, facts)
-            yield Content(timings=[asdict(each) for each in timings], worst_error_of_fit=worst)
-        link = measure_link(ranks, facts, lengths[-1])
+        known = plan_table(ranks, facts, lengths) if table is None else ranks.call(load_table, str(table))[0]
+        if table is None:
+            yield Content(timings=[asdict(each) for each in known.timings], worst_error_of_fit=worst_error(known))
+        # A table may be of another machine
+        cost, link = known.cost, known.link if table is None else measure_link(ranks, facts, lengths[-1])
         if link is not None:
             say(f"link: {link.bytes_per_second / 1e9:.4f} GB/s, {1e6 * link.latency:.0f} us a message")
         yield Content(cost=None if cost is None else asdict(cost), link=None if link is None else asdict(link))
@@ -423,8 +421,6 @@ def benchmark_runahead(
         for each, own in ways.items():
             if world_size > 1:
                 own |= {TSP: TSP, FOLDED: FOLDED, "even": planner.even(each, world_size)}
-                own["planned"] = plan_slices(each, world_size, cost, link, facts)
-            if world_size > 1 and known is not None:
                 own["planned"] = planner.predicted(each, known)
             for share in shares:
                 name = "shares " + ",".join(f"{one:.3g}" for one in share)

@@ -55,11 +55,10 @@ def main(
     print_line(f"starting {world_size} ranks", stderr=True)
     with Ranks(model, world_size, dtype=dtype, num_threads=num_threads) as ranks:
         facts = ranks.call(measure.describe_model)[0]
-        timings = measure.time_slices(ranks, facts, parsed, rounds)
-        table = measure.plan_table(ranks, facts, parsed, timings, rounds=rounds, search=search)
+        table = measure.plan_table(ranks, facts, parsed, rounds, search=search)
     if out is not None:
         table.save(out)
     if as_json:
         print_json(table.document())
-        return
-    measure.show_plan(table, measure.fit_cost(table.timings, facts)[1], facts)
+    else:
+        measure.show_plan(table, facts)
