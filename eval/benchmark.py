@@ -40,10 +40,7 @@ def say(text: str) -> None:
 def benchmark(
     kind: str, title: str = "", with_dense: bool = False
 ) -> Callable[[Callable[Options, Iterator[Found]]], Callable[Options, dict[str, Any]]]:
-    """
-    Makes a command of a function that yields rows; by `kind` its table is found, settings are in its title. To one
-    `with_dense` the reference is given first, whatever caches are named.
-    """
+    """Makes a command of a function that yields rows, shown as `kind`; `with_dense` puts the reference first."""
 
     def decorate(function: Callable[Options, Iterator[Found]]) -> Callable[Options, dict[str, Any]]:
         signature = inspect.signature(function)
@@ -81,11 +78,7 @@ class TimeIsUpError(Exception):
 
 @dataclass(slots=True)
 class Result:
-    """
-    Rows and settings of a benchmark while it runs.
-
-    With a `path` the file is written anew after every change: a run that is cut short leaves what it has.
-    """
+    """Holds rows and settings while a benchmark runs, and writes a file, if there is a `path`, at every change."""
 
     kind: str
     settings: dict[str, Any]

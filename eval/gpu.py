@@ -223,10 +223,7 @@ def time_whole_steps(
     caches: Sequence[str] = STEP_CACHES,
     batch_size: int = 1,
 ) -> None:
-    """
-    Times whole decode steps of a model, caches taking turns, those that are `CAPTURED` as CUDA graphs; how far logits
-    are from the first cache's stands beside them.
-    """
+    """Times whole decode steps of a model, caches taking turns, those that are `CAPTURED` as CUDA graphs."""
     report = run.open(name, "step", model, steps=steps, batch_size=batch_size)
     network = random_model(model, DTYPE, run.device)
     options = {"mode": "reduce-overhead"} if run.device.type == "cuda" else {"backend": "eager"}
@@ -391,8 +388,8 @@ class Budget:
 
     def peaks(self, of_cache: int) -> dict[str, int]:
         """
-        Reads the most bytes in use at a time since `start`, and the most that the allocator held; on a CPU those of
-        the cache. More than the budget raises what the allocator would.
+        Reads the most bytes in use since `start`, and held by the allocator; on a CPU the cache's. More than the
+        budget raises what the allocator would.
         """
         used = held = of_cache
         if self.is_gpu:

@@ -189,11 +189,7 @@ class KVCacheLM(HFLM):
         return output
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
-        """
-        Takes lm-eval's store of responses (`use_cache`), if it is of this very setting.
-
-        The store knows responses by the request alone, so two caches that share one would score alike.
-        """
+        """Takes lm-eval's store of responses (`use_cache`), which knows no caches, if it is of this very setting."""
         store = cache_hook.dbdict
         if store is not None:
             setting = json.dumps(self._describe_setting(), sort_keys=True, default=str)
@@ -329,10 +325,7 @@ def take_cache(spec: str, kwargs: dict[str, Any]) -> tuple[str, dict[str, Option
 
 
 def find_rank(model: HFLM) -> tuple[int, int]:
-    """
-    Finds the number of this process and how many there are. Where processes have no GPU each, lm-eval's own model
-    would have all of them answer everything.
-    """
+    """Finds this process' number and how many there are; without GPUs lm-eval's model has each answer everything."""
     accelerator = getattr(model, "accelerator", None)
     if accelerator is None:
         return model.rank, model.world_size

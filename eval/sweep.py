@@ -209,10 +209,7 @@ def _parse_measure(name: str, fields: Any) -> tuple[str, dict[str, Any]]:
 
 
 def run_sweep(sweep: Sweep, runs: list[Run], announce: Callable[[str], None]) -> Iterator[tuple[Run, str | None]]:
-    """
-    Runs what is given, model by model, loading each model once; yields each run when it is done, with its error if it
-    failed. What is done next, and how long all will take, is announced.
-    """
+    """Runs cells, loading each model once, and yields each with its error if it failed; announces the next."""
     loaded: LoadedModel | None = None
     name, start = "", time.perf_counter()
     for number, run in enumerate(runs):

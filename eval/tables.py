@@ -189,10 +189,7 @@ def _kl(row: Row) -> str:
 
 
 def _fetched_bytes(row: Row) -> str:
-    """
-    Shows the bytes that a cache fetched in all its steps, in percent of what offloading of whole layers would have
-    moved at 16 bits: every key and value of every layer in every step.
-    """
+    """Shows bytes fetched in all steps, in percent of what offloading whole layers at 16 bits would have moved."""
     fetched, windows = row["stats"].get("bytes_fetched"), row.get("windows")
     if not fetched or not windows:
         return "-"

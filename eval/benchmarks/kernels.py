@@ -67,10 +67,7 @@ class Shape:
 
 
 def random_states(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Keys, turned by their rotary embedding, whose channels differ in size as a model's do, and values, `[B, H, T, D]`;
-    always the same ones.
-    """
+    """Draws the same keys, rotated, their channels of sizes as a model's, and values, `[B, H, T, D]`, every time."""
     size = (shape.batch_size, shape.num_heads, shape.context, shape.head_dim)
     generator = torch.Generator(device).manual_seed(0)
     channel_scale = torch.rand(1, shape.num_heads, 1, shape.head_dim, device=device, generator=generator) * 3
@@ -183,10 +180,7 @@ class Contest:
 def compress(
     name: str, keys: torch.Tensor, values: torch.Tensor, model: Any = None, **options: Any
 ) -> CompressedPart | CodedPart:
-    """
-    Compresses all tokens as one prompt of a GEAR layer, of a `model` if need be; a `ValueError` where some of them
-    would stay exact, beyond a whole number of groups.
-    """
+    """Compresses all tokens as a prompt of a GEAR layer; a `ValueError` if some, beyond whole groups, stay exact."""
     num_tokens, config = keys.shape[2], _config(keys) if model is None else model
     if not str(describe_caches(name.partition(":")[0])[0].factory).endswith(":GEARCache"):
         raise ValueError(f"`cache` has to name presets of GEAR, but got `{name}`")

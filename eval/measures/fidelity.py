@@ -307,10 +307,7 @@ def evaluate_fidelity(
 
 
 def score_text(model: PreTrainedModel, token_ids: torch.Tensor, cache: Cache, chunk: int) -> torch.Tensor:
-    """
-    Feeds `[num_tokens]` but its last, `chunk` tokens a forward, to the model through an empty cache; returns negative
-    log-likelihoods in nats of all but the first, in float64.
-    """
+    """Feeds `[tokens]`, `chunk` a forward, through an empty cache; returns nats of all but the first, in float64."""
     harness.check_is_empty(cache)
     fed, targets = token_ids[None, :-1], token_ids[1:].to(model.device).split(chunk)
     pairs = zip(harness.feed(model, fed, cache, chunk), targets, strict=True)

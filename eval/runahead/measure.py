@@ -193,10 +193,7 @@ def time_messages(worker: Worker, source: int, num_bytes: int) -> list[float]:
 
 
 def measure_link(ranks: Ranks, facts: ModelFacts, longest: int) -> planner.Link | None:
-    """
-    Measures the slowest link of the chain: latency by messages of one token, bandwidth by those of the longest prefix,
-    of prompts of `longest` tokens. Of one rank alone there is none.
-    """
+    """Measures the slowest link: latency by messages of a token, bandwidth by the longest prefix's; else `None`."""
     links = []
     sizes = facts.bytes_per_token, max(facts.bytes_per_token * longest, _LEAST_BYTES)
     for source in range(ranks.size - 1):

@@ -154,10 +154,7 @@ def predict_tsp_ttft(
     is_folded: bool = False,
     is_ring: bool = False,
 ) -> float:
-    """
-    Simulates the seconds of TSP, where all ranks wait for the slowest in every layer; where it is a ring, what is sent
-    is sent while a rank attends to what it has. Arguments: `predict_ttft`.
-    """
+    """Simulates TSP: all wait for the slowest in every layer; a ring sends while ranks attend. See `predict_ttft`."""
     share = length / num_ranks
     # Around a ring: each rank passes on the share of every other
     num_messages = (num_ranks - 1) * (num_ranks if link.shared else 1)

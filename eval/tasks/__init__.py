@@ -23,10 +23,7 @@ def task_files() -> dict[str, Path]:
 
 
 def find_task(task: str | Path, metadata: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
-    """
-    A task of this project's, of a YAML file or of lm-eval's by its name, as lm-eval takes it, and the manager that
-    loads it; its loader is called with `metadata`: `data_folder`, `records`.
-    """
+    """Finds a task of this project, of a YAML file or of lm-eval, and what loads it; loaders get `metadata`."""
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml
 

@@ -108,10 +108,7 @@ def passkey(
 def make_context(
     task: str, length: int = 2048, samples: int = 20, scored: int = 128, pretrained: str | None = None, **_: object
 ) -> datasets.DatasetDict:
-    """
-    Samples that need much of their context, at places spread over their answers. The model's tokenizer counts tokens
-    if the metadata name it; else three characters are one.
-    """
+    """Makes samples at places spread over their answers, of tokens of `pretrained`, else of three characters each."""
     count_tokens: Callable[[str], int] = lambda text: len(text) // 3  # noqa: E731
     if pretrained is not None:
         tokenizer = AutoTokenizer.from_pretrained(resolve_model(pretrained))

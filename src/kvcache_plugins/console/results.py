@@ -122,9 +122,7 @@ def provenance(device: torch.device) -> dict[str, object]:
 
 
 def _commit() -> str | None:
-    """
-    Finds the checkout's commit, marked if files differ; of an installed package `KVCACHE_PLUGINS_COMMIT`, or `None`.
-    """
+    """Finds the checkout's commit, marked if files differ; of an installed package `KVCACHE_PLUGINS_COMMIT`."""
     here = Path(__file__).resolve()
     # An installed package may lie in a folder of some other repository, whose commit would say nothing about it
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:

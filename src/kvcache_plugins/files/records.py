@@ -155,9 +155,7 @@ def read_record(path: PathLike, form: Format, kind: type[RecordT]) -> RecordT:
 
 
 def read_content(path: PathLike, form: Format) -> dict[str, Any]:
-    """
-    Reads a file's document alone, unchecked, to list files by; none, or one of another format, is a `ValueError`.
-    """
+    """Reads a file's document alone, unchecked, to list files by; another format, or none, is a `ValueError`."""
     with open(path, "rb") as file:
         header, _ = _read_header(file, os.fstat(file.fileno()).st_size)
     return form.content(_metadata(header)[0])

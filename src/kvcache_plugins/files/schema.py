@@ -47,10 +47,7 @@ class Range:
 
 
 class Stored:
-    """
-    Describes a tensor: its shape (sizes, names of sizes, `None` for any), dtypes, bounds (`least` and `most`
-    included).
-    """
+    """Describes a tensor: shape (sizes, names of sizes, `None` for any), dtypes, bounds (`least`, `most` included)."""
 
     def __init__(
         self,
