@@ -115,10 +115,8 @@ class Result:
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:
         """
-        Turns any error inside into a failure of `what`; what comes after goes on.
-
-        Any: time on a GPU machine is lent, and a kernel, a driver or a peer's cache can raise whatever it likes. What
-        was measured before and can be measured after is worth having all the same; nothing is passed over in silence.
+        Turns any error inside into a failure of `what`; what comes after goes on. Any, as kernels, drivers and peers'
+        caches can raise whatever they like, and what can be measured before and after is worth having.
         """
         try:
             yield

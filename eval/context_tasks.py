@@ -164,8 +164,8 @@ def make_sample(
 ) -> Question:
     """
     Makes a sample of a task: as large a context as `length` tokens hold, and the answer from the line at `place`, 0
-    to 1, on: as many whole lines as `scored` tokens hold, one at least. Tasks of which nothing is so short, or that
-    are none of `TASKS`, `LONG_ANSWERS` and `chain_of_thought`, which needs `rows`, are a `ValueError`.
+    to 1, on: as many whole lines as `scored` tokens hold, one at least. Where nothing is so short, and for tasks not
+    known (`chain_of_thought` needs `rows`), it is a `ValueError`.
     """
     known: dict[str, Callable[[random.Random, int], _Made]] = TASKS | LONG_ANSWERS
     if rows:

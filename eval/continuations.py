@@ -54,8 +54,8 @@ class Score:
 @dataclass(slots=True)
 class CacheRecord:
     """
-    Counters of what caches of a run went through, `contexts_exercised` being those whose cache answered with something
-    other than exact states; and what the `largest`, which is the longest, held and counted at its end.
+    Counts what caches of a run went through, `contexts_exercised` being those not answered with exact states alone;
+    and keeps what the `largest`, which is the longest, held and counted at its end.
     """
 
     counters: Counter[str] = field(default_factory=Counter)
@@ -74,10 +74,8 @@ class CacheRecord:
 
 class ContinuationScorer:
     """
-    Scores continuations of contexts through fresh caches; its `record` says what these went through.
-
-    `autocast` makes the context that the model runs in, for mixed precision; `softmax_dtype` is of the log-softmax, by
-    default the logits' own.
+    Scores continuations of contexts through fresh caches; its `record` says what these went through. `autocast` makes
+    the context that the model runs in, for mixed precision; `softmax_dtype` is by default the logits' own.
     """
 
     def __init__(

@@ -330,9 +330,8 @@ def measure_offloading(
 
 def _transfers(cache: InfiniGenCache, before: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Sums up the transfers of the steps since counters were `before`: a step's seconds, and `counted` from the counters
-    alone, for which no GPU is needed, the bytes that a decoded token brings over the bus and those that full
-    offloading of all real tokens in all layers would.
+    Sums up transfers since counters were `before`: a step's seconds, and, as `counted`, the bytes that a token brings
+    over the bus and those that full offloading of all real tokens in all layers would.
     """
     stats = cache.stats()
     # A layer takes the same step as all others

@@ -62,8 +62,8 @@ def cache_stats(cache: Cache) -> dict[str, StatValue]:
 
 def was_exercised(cache: Cache) -> bool:
     """
-    Tells whether a cache has answered with something other than the exact states; one that never does, such as
-    `DynamicCache`, counts as exercised, as there is nothing that a score could miss.
+    Tells whether a cache has answered with something other than the exact states; one that never does counts too, as
+    there is nothing that a score could miss.
     """
     if isinstance(cache, QuantizedCache):
         return any(getattr(layer, "_quantized_keys", None) is not None for layer in cache.layers)
@@ -235,10 +235,8 @@ def time_call(
 
 def time_on_gpu(function: Callable[[], Any], ahead: Callable[[], Any]) -> float:
     """
-    Times in seconds how long a GPU is busy with what a function starts.
-
-    `ahead` is queued before it: while the GPU does that, Python gets its launches ready, so that they are not timed
-    with the work. It should also move more bytes than the GPU's cache holds, which would otherwise serve the data.
+    Times in seconds how long a GPU is busy with what a function starts. While it does what is `ahead`, Python gets the
+    launches ready; that should also move more bytes than the GPU's cache holds, which would otherwise serve the data.
     """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     ahead()
@@ -268,8 +266,8 @@ def take_turns(
     guard: Callable[[str], AbstractContextManager[object]] = nullcontext,
 ) -> dict[str, list[float]]:
     """
-    Times functions that take turns, so that what disturbs the machine disturbs them alike; each gets the number of the
-    round. After `seconds` no further round begins, once there were three. `guard` is entered with a name around each
+    Times functions, given the number of the round, that take turns, so that what disturbs the machine disturbs them
+    alike. After `seconds` no further round begins, once there were three. `guard` is entered with a name around each
     call: a function whose call it ends early takes no further turns.
     """
     measured: dict[str, list[float]] = {name: [] for name in functions}

@@ -297,9 +297,8 @@ class KVCacheLM(HFLM):
 
 def group_by_context(requests: Sequence[tuple[list[int], list[int]]]) -> list[Group]:
     """
-    Groups requests that share a context, which is then prefilled once; a single token is not worth sharing.
-
-    The longest contexts come first: what does not fit, or what no context is long enough for, shows at once.
+    Groups requests that share a context, to be prefilled once; a single token is not worth sharing. The longest come
+    first: what does not fit, or what no context is long enough for, shows at once.
     """
     groups: dict[tuple[tuple[int, ...], int | None], list[int]] = {}
     for number, (context, _) in enumerate(requests):

@@ -131,10 +131,8 @@ class Table:
 
 def print_markdown(text: str, title: str = "") -> None:
     """
-    Prints Markdown in a terminal, its tables by rich.
-
-    Where a table is too wide its headings are folded, then quartiles left out, and then its columns go into several
-    tables, each with the names on the left.
+    Prints Markdown in a terminal, its tables by rich. Where one is too wide its headings are folded, then quartiles
+    left out, and then its columns go into several tables, each with the names on the left.
     """
     console = open_console()
     for number, (is_table, lines) in enumerate(groupby(text.splitlines(), key=lambda line: line.startswith("| "))):

@@ -341,19 +341,16 @@ class Listing:
     def __init__(self, text: str) -> None:
         self.operations: list[str] = []
         labels: dict[str, int] = {}
-        branches: list[tuple[int, str]] = []
+        ends: dict[int, int] = {}
         for line in text.splitlines():
             if label := _LABEL.match(line):
                 labels[label[1]] = len(self.operations)
             elif instruction := _INSTRUCTION.match(line):
-                if instruction["operation"].startswith("BRA") and (target := _TARGET.search(instruction["text"])):
-                    branches.append((len(self.operations), target[1]))
+                target = _TARGET.search(instruction["text"]) if instruction["operation"].startswith("BRA") else None
+                # Back to a place that was there. Several branches may lead to it: the last of them ends its loop
+                if target is not None and target[1] in labels:
+                    ends[labels[target[1]]] = len(self.operations)
                 self.operations.append(instruction["operation"])
-        # Branches to one place may leave its loop from several: the last of them ends it
-        ends: dict[int, int] = {}
-        for place, target_label in branches:
-            if labels.get(target_label, place + 1) <= place:
-                ends[labels[target_label]] = max(place, ends.get(labels[target_label], 0))
         # A kernel ends in a branch to itself, which fills its last line
         self.loops = [Loop(first, last) for first, last in sorted(ends.items()) if last > first]
 

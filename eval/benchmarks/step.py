@@ -240,10 +240,8 @@ def time_reading(
     rounds: int,
 ) -> tuple[list[dict[str, Any]], dict[str, Cache]]:
     """
-    Times what caches take for the same tokens `[1, tokens]`, `chunk` of them at a time, by turns; a maker makes each
-    turn's.
-
-    Returns a row for each cache, times and logits against the first, and the last caches, with the tokens in them.
+    Times what caches take for the same tokens `[1, tokens]`, `chunk` at a time, by turns; a maker makes each turn's.
+    Returns a row for each, times and logits against the first, and the last caches, with the tokens in them.
     """
     coding: dict[str, list[float]] = {name: [] for name in makers}
     logits: dict[str, torch.Tensor] = {}

@@ -38,10 +38,9 @@ from .fidelity import continuation_logits, fill_cache, score_logits
 
 def read_questions(path: Path, num_records: int | None = None) -> list[Question]:
     """
-    Reads the questions of a JSON-lines file; a row of neither set raises a `ValueError`.
-
-    With `num_records` only so many lines, or pairs, of each context are left: neighbours of the one that is asked for,
-    which keeps its place among them. For models to which the whole sets are too hard, however they are read.
+    Reads the questions of a JSON-lines file; a row of neither set raises a `ValueError`. With `num_records` only so
+    many lines, or pairs, of each context are left, for models to which all are too hard: neighbours of the one that is
+    asked for, which keeps its place among them.
     """
     check_integer("records", num_records, 1, is_optional=True)
     return [_question(row, path, num_records) for row in harness.read_rows(path, "data_file")]
@@ -86,9 +85,8 @@ def answer_questions(
     batch_size: int = 1,
 ) -> Iterator[dict[str, Any]]:
     """
-    Asks every cache every question, `batch_size` of them decoded together. Yields a row for each: `accuracy` of whole
-    answers with its `standard_error`, `token_accuracy` of the answers' tokens, `correct` by question, and of the
-    longest cache at its end `memory_at_end` and counters.
+    Asks every cache every question, `batch_size` decoded together. Yields a row for each: `accuracy` of whole answers
+    with its `standard_error`, `token_accuracy`, `correct` by question, and what the longest cache held and counted.
     """
     check_integer("batch_size", batch_size, 1)
     contexts = [tokenizer(each.context).input_ids for each in questions]

@@ -48,10 +48,9 @@ def generate_with(
     on_token: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """
-    Continues a prompt `[num_tokens]` through a fresh cache, greedily or at a `temperature`, and times it.
-
-    Returns for JSON: new `token_ids`, seconds to the first of them and of a decoded one, see `TokenTimer`, `memory`
-    and counters at the end, and whether the cache `was_exercised`.
+    Continues a prompt `[num_tokens]` through a fresh cache, greedily or at a `temperature`, and times it. Returns new
+    `token_ids`, seconds to the first and of a decoded one, see `TokenTimer`, `memory` and counters at the end, and
+    whether the cache `was_exercised`.
     """
     check_integer("max_new_tokens", max_new_tokens, 1)
     check_number("temperature", temperature, above=0, is_optional=True)

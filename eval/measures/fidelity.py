@@ -324,10 +324,9 @@ def measure_perplexity(
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[dict[str, Any]]:
     """
-    Scores windows of one length through fresh caches, `chunk` tokens a forward, averaged over stretches.
-
-    Yields a row for each cache: perplexity over all tokens and over each stretch of all windows, negative
-    log-likelihoods `nll` of each window's stretches, bytes and counters of the last cache at its end.
+    Scores windows of one length through fresh caches, `chunk` tokens a forward. Yields a row for each: perplexity over
+    all tokens and over each stretch of all windows, negative log-likelihoods `nll` of each window's stretches, bytes
+    and counters of the last cache at its end.
     """
     check_integer("chunk", chunk, 1)
     check_integer("stretch", stretch, 1)

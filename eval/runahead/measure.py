@@ -76,9 +76,8 @@ class ModelFacts:
 @dataclass(frozen=True, slots=True)
 class Prefill:
     """
-    A prefill as one rank saw it: seconds from the barrier to the logits on the last rank, to the end of its part on
-    others; `stats` of `RunaheadOutput`; and on the last rank the largest difference of logits from those of one rank,
-    if that was done.
+    A prefill as a rank saw it: seconds from the barrier to the logits on the last rank, to the end of its part on
+    others; `stats` of `RunaheadOutput`; on the last rank the largest difference of logits from one rank's, if known.
     """
 
     seconds: float

@@ -99,9 +99,8 @@ class Ranks:
 
     def call(self, operation: Callable[..., Any], *args: Any) -> list[Any]:
         """
-        Calls `operation(worker, *args)`, a function of a module, on all ranks at once; returns the result of each.
-        Errors that a user can cause are a `ValueError`; if a rank fails otherwise, or has ended, a
-        `ChildProcessError`.
+        Calls `operation(worker, *args)`, of a module, on all ranks at once; returns all results. Errors that users can
+        cause are a `ValueError`; if a rank fails otherwise, or has ended, a `ChildProcessError`.
         """
         for rank, pipe in enumerate(self._pipes):
             try:

@@ -32,9 +32,9 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 
 class GatheringExchange(PrefixExchange):
     """
-    The exchange of TSP over N ranks: all ranks give states, not the one before. A rank has one slice of the prompt;
-    folded, of 2 N chunks, those of numbers N - 1 - r and N + r, so that the last rank has the last token. None without
-    a token, and no window of a folded prompt, by a `ValueError`.
+    The exchange of TSP over N ranks: all give states, not the one before. A rank has one slice of the prompt; folded,
+    of 2 N chunks, numbers N - 1 - r and N + r, so that the last rank has the last token. None without a token, and no
+    window of a folded prompt, by a `ValueError`.
     """
 
     def __init__(
