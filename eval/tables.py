@@ -1,6 +1,6 @@
 """Tables of results, each described once: for documents as Markdown, for terminals by rich.
 
-A benchmark's table is a `Table` of columns, a column a heading and what it shows of a row. Some results need more than
+A benchmark's table is a `table` of columns, a column a heading and what it shows of a row. Some results need more than
 a line a row: contexts side by side, a table for each part. Those have a function from rows to Markdown.
 
     python -m kvcache_plugins.eval.tables README.md
@@ -109,24 +109,16 @@ def quartiles(head: str, scale: float = 1e3) -> Column:
     return Column(head, show)
 
 
-class Table:
-    """A table with a line for each row, sorted by `order` if there is one; `note` makes the lines below it."""
+def table(*columns: Column) -> Callable[[Rows], str]:
+    """Makes what renders rows as Markdown, a line for each."""
 
-    def __init__(
-        self,
-        *columns: Column,
-        order: Callable[[Row], Any] | None = None,
-        note: Callable[[Rows], str] = lambda rows: "",
-    ) -> None:
-        self.columns, self.order, self.note = columns, order, note
-
-    def __call__(self, rows: Rows) -> str:
-        """Renders rows as Markdown."""
-        rows = rows if self.order is None else sorted(rows, key=self.order)
-        shown = [column for column in self.columns if column.when(rows)]
+    def render(rows: Rows) -> str:
+        shown = [column for column in columns if column.when(rows)]
         heads = [column.head.format_map(rows[0]) for column in shown]
         lines = [heads, ["---"] * len(heads), *([column.show(row) for column in shown] for row in rows)]
-        return "".join(f"| {' | '.join(line)} |\n" for line in lines) + self.note(rows)
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+    return render
 
 
 def print_markdown(text: str, title: str = "") -> None:
@@ -204,7 +196,7 @@ def _percent_with_shared(row: Row) -> str:
 
 _FETCHES = any_has("stats.tokens_fetchable")
 FETCHED = number("% of tokens fetched", "stats.tokens_fetched", scale=100, of="stats.tokens_fetchable", when=_FETCHES)
-FIDELITY = Table(
+FIDELITY = table(
     code(),
     number("MB", "memory_after_prefix.total_bytes", ".2f", 1e-6),
     number("% of 16 bits", "memory_after_prefix.kv_percent"),
@@ -228,7 +220,6 @@ FIDELITY = Table(
         _fetched_bytes,
         lambda rows: _FETCHES(rows) and all("memory_at_end" in row for row in rows),
     ),
-    order=lambda row: row["memory_after_prefix"]["total_bytes"],
 )
 
 
@@ -238,11 +229,23 @@ HELD = (
 )
 
 
+def render_memory(rows: Rows) -> str:
+    """Renders bytes held and allocated, and below them what a dense layer has."""
+    columns = (
+        number("held, MB", "cache_bytes", ".1f", 1e-6),
+        number("% of 16 bits", "kv_percent"),
+        number("allocated by a decode step, MB", "decode_step_peak_bytes", ".1f", 1e-6),
+        number("process peak, MB", "rss_peak", ".1f", 1e-6),
+    )
+    dense = f"Keys and values of one layer, dense: {rows[0]['dense_layer_bytes'] / 1e6:.1f} MB."
+    return f"{table(code(), *columns)(rows)}\n{dense}\n"
+
+
 def render_perplexity(rows: Rows) -> str:
     """Renders perplexities, a column for each stretch."""
     stops = enumerate(stretch_stops(rows[0]["stretch"], rows[0]["num_scored"]))
     columns = [number(f"to {stop}", f"ppl_by_stretch.{index}", ".2f") for index, stop in stops]
-    return Table(code(), *HELD, number("PPL", "ppl", ".3f"), *columns)(rows)
+    return table(code(), *HELD, number("PPL", "ppl", ".3f"), *columns)(rows)
 
 
 def render_context(rows: Rows) -> str:
@@ -262,7 +265,7 @@ def render_context(rows: Rows) -> str:
         if not any(key in each for each in rows[0]["tasks"].values()):
             continue
         columns = (number(task, f"tasks.{task}.{key}", form, scale) for task in rows[0]["tasks"])
-        tables.append(f"{title}:\n\n{Table(code(), *own, *columns)(rows)}")
+        tables.append(f"{title}:\n\n{table(code(), *own, *columns)(rows)}")
     sizes = ", ".join(f"{task} {each['num_scored']:.0f}" for task, each in rows[0]["tasks"].items())
     return "\n".join([*tables, f"Tokens scored: {sizes}.\n"])
 
@@ -279,7 +282,7 @@ def render_task(rows: Rows) -> str:
     for metric in rows[0]["metrics"]:
         columns.append(Column(metric.removesuffix(",none"), partial(score, metric)))
         columns.append(Column("less `dynamic`", partial(_difference, metric, reference)))
-    return Table(code(), *columns)(rows)
+    return table(code(), *columns)(rows)
 
 
 def _difference(metric: str, reference: Row | None, row: Row) -> str:
@@ -302,8 +305,8 @@ def render_families(rows: Rows) -> str:
     tried = [row for row in rows if not row["dense"]]
     caches = list(dict.fromkeys(cache for row in tried for cache in row["outcomes"]))
     counts = [{"cache": each, **Counter(row["outcomes"][each]["status"] for row in tried)} for each in caches]
-    summary = Table(code(), *(number(status, status, "", missing="0") for status in _STATUSES))
-    lines = Table(code("family", "family"), *(Column(f"`{each}`", partial(_status, each)) for each in caches))
+    summary = table(code(), *(number(status, status, "", missing="0") for status in _STATUSES))
+    lines = table(code("family", "family"), *(Column(f"`{each}`", partial(_status, each)) for each in caches))
     reasons = defaultdict(list)
     for row in tried:
         for cache, outcome in row["outcomes"].items():
@@ -340,16 +343,16 @@ _READ = {"prompt": "at once", "chunks": "in chunks of {chunk}", "behind": "behin
 CONTEXT = number("context", "context", "")
 
 RENDERERS: dict[str, Callable[[Rows], str]] = {
-    "fidelity": FIDELITY,
+    "fidelity": lambda rows: FIDELITY(sorted(rows, key=lambda row: row["memory_after_prefix"]["total_bytes"])),
     "perplexity": render_perplexity,
-    "retrieval": Table(
+    "retrieval": table(
         code(),
         *HELD,
         Column("answers right", lambda row: "{accuracy:.3f} ± {standard_error:.3f}".format_map(row)),
         number("answers' tokens right", "token_accuracy", ".3f"),
         FETCHED,
     ),
-    "overview": Table(
+    "overview": table(
         code(),
         name("what it is", "what"),
         Column("% of 16 bits", _percent_held),
@@ -357,7 +360,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         number("KL, one forward", "kl", ".4f"),
         number("decode step, times as fast", "speed_against_dynamic", ".2f"),
     ),
-    "batching_kl": Table(
+    "batching_kl": table(
         code(),
         name("exact newest tokens", "recent"),
         number("KL", "kl", ".4f"),
@@ -367,7 +370,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
     "families": render_families,
     "context": render_context,
     "task": render_task,
-    "step": Table(
+    "step": table(
         name("shape", when=varies("shape")),
         name("dtype", when=varies("dtype")),
         number("batch", "batch_size", "", when=varies("batch_size")),
@@ -378,22 +381,15 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         quartiles("ms a token (quartiles)"),
         number("times `{cache}`", "speed_against_first", ".2f"),
     ),
-    "kernels": Table(
+    "kernels": table(
         name("attention over", "name"),
         number("MB read", "bytes", ".1f", 1e-6),
         quartiles("ms (quartiles)"),
         number("% of copy bandwidth", "share_of_copy_bandwidth", ".0f", 100),
         number("times dense", "speed_against_dense", ".2f"),
     ),
-    "memory": Table(
-        code(),
-        number("held, MB", "cache_bytes", ".1f", 1e-6),
-        number("% of 16 bits", "kv_percent"),
-        number("allocated by a decode step, MB", "decode_step_peak_bytes", ".1f", 1e-6),
-        number("process peak, MB", "rss_peak", ".1f", 1e-6),
-        note=lambda rows: f"\nKeys and values of one layer, dense: {rows[0]['dense_layer_bytes'] / 1e6:.1f} MB.\n",
-    ),
-    "files": Table(
+    "memory": render_memory,
+    "files": table(
         code(),
         number("tokens", "context", ""),
         number("% of 16 bits", "plain_bytes", scale=100, of="bytes_of_16_bits"),
@@ -403,7 +399,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         number("compact, MB/s", "compact_bytes_per_s", ".0f", 1e-6),
         Column("the same logits", lambda row: "yes" if row["is_same"] else "no"),
     ),
-    "prompts": Table(
+    "prompts": table(
         number("tokens", "new_tokens", ""),
         Column("read", lambda row: _READ[row["what"]].format_map(row)),
         code(),
@@ -412,7 +408,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         number("% coding", "coding_share", ".1f", 100),
         number("error of logits", "relative_error", ".1e"),
     ),
-    "machine-code": Table(
+    "machine-code": table(
         code(),
         name("kernel"),
         number("head dim", "head_dim", ""),
@@ -425,7 +421,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         number("% of copy bandwidth, bound", "share_of_copy_bandwidth", ".0f", 100),
         number("times dense, bound", "times_dense", ".2f"),
     ),
-    "offloading": Table(
+    "offloading": table(
         CONTEXT,
         code(),
         quartiles("ms a token (quartiles)"),
@@ -446,7 +442,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
             suffix=" %",
         ),
     ),
-    "batch": Table(
+    "batch": table(
         code(),
         number("largest batch", "largest_batch", ""),
         number("tokens/s", "tokens_per_s", ".0f"),
@@ -454,7 +450,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         number("MB a sequence", "bytes_per_sequence", ".1f", 1e-6),
         number("peak, GiB", "peak_bytes", ".2f", 2**-30),
     ),
-    "runahead": Table(
+    "runahead": table(
         number("tokens", "length", ""),
         name("way", "method"),
         Column("slices", lambda row: " + ".join(map(str, row["lengths"]))),

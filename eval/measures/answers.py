@@ -214,15 +214,13 @@ def measure_tasks(
             }
             for task, total in totals.items()
         }
-        steps, fetched, share = (
-            sum(total[name] for total in totals.values()) for name in ("num_scored", "fetched", "share")
-        )
+        whole = sum(totals.values(), Counter())
         yield {
             "cache": spec,
             "tasks": by_task,
             "kl": sum(each["kl"] for each in by_task.values()) / len(by_task),
-            "fetched_bytes": fetched / steps or None,
-            "fetched_share": share / steps or None,
+            "fetched_bytes": whole["fetched"] / whole["num_scored"] or None,
+            "fetched_share": whole["share"] / whole["num_scored"] or None,
             "memory_at_end": memory_fields(memory),
             "stats": stats,
         }

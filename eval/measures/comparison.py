@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvcache_plugins.console.display import open_console, track_progress
 from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.eval import harness
-from kvcache_plugins.eval.tables import Column, Table, code, number, print_markdown
+from kvcache_plugins.eval.tables import Column, code, number, print_markdown, table
 from kvcache_plugins.gear.config import PresetChoice
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.option_checks import check_integer, check_number
@@ -202,11 +202,11 @@ def print_rows(title: str, rows: Sequence[Row]) -> None:
     console = open_console()
     # A narrow terminal keeps the numbers: the texts stand below in any case
     text = Column("text", _short_text, lambda rows: console.width >= TEXT_FROM_WIDTH)
-    print_markdown(Table(code(), *_COLUMNS, text)(rows), title)
+    print_markdown(table(code(), *_COLUMNS, text)(rows), title)
     held = {row["cache"]: {k: v for k, v in row["memory"]["parts"].items() if v} for row in rows if not row["error"]}
     parts = dict.fromkeys(part for sizes in held.values() for part in sizes)
-    table = Table(code(), *(number(part, f"sizes.{part}", ",.1f", 1e-3) for part in parts))
-    print_markdown(table([{"cache": name, "sizes": sizes} for name, sizes in held.items()]), "kB held, by part")
+    by_part = table(code(), *(number(part, f"sizes.{part}", ",.1f", 1e-3) for part in parts))
+    print_markdown(by_part([{"cache": name, "sizes": sizes} for name, sizes in held.items()]), "kB held, by part")
     for row in rows:
         console.print(f"{row['cache']}:", style="bold", markup=False)
         console.print(f"failed with {row['error']}" if row["error"] else row["text"], markup=False)

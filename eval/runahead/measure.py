@@ -29,7 +29,7 @@ from kvcache_plugins.console.results import provenance
 from kvcache_plugins.eval.benchmark import benchmark, say
 from kvcache_plugins.eval.harness import spread
 from kvcache_plugins.eval.rows import Content, Found, Settings
-from kvcache_plugins.eval.tables import Column, Table, number, print_markdown
+from kvcache_plugins.eval.tables import Column, number, print_markdown, table
 from kvcache_plugins.kv_runahead import planner
 from kvcache_plugins.kv_runahead.chain import Chain, PrefixExchange, PromptSlice
 from kvcache_plugins.kv_runahead.messages import MessageLayout, message_layouts
@@ -292,23 +292,23 @@ def worst_error(table: planner.PartitionTable) -> float:
     return max(abs(cost.seconds(each.length, each.prefix) / each.seconds - 1) for each in table.timings)
 
 
-def show_plan(table: planner.PartitionTable, facts: ModelFacts) -> None:
+def show_plan(plan: planner.PartitionTable, facts: ModelFacts) -> None:
     """Prints a table of partitions, and the cost model and the link that it is founded on."""
-    cost, link = table.cost, table.link
+    cost, link = plan.cost, plan.link
     assert cost is not None
-    rendered = Table(
+    rendered = table(
         number("tokens", "length", ""),
         Column("slices", lambda row: " + ".join(str(round(ratio * row["length"])) for ratio in row["ratios"])),
         Column("shares", lambda row: " ".join(f"{ratio:.3f}" for ratio in row["ratios"])),
         number("seconds", "seconds", ".3f"),
         Column("by", lambda row: "searched" if row["measured"] else "planned"),
         Column("one rank, predicted", lambda row: f"{cost.seconds(float(row['length']), 0.0):.3f}"),
-    )(list(map(asdict, table.entries)))
-    print_markdown(rendered, f"{table.world_size} ranks: seconds to the first token")
+    )(list(map(asdict, plan.entries)))
+    print_markdown(rendered, f"{plan.world_size} ranks: seconds to the first token")
     print_line(
         f"a token {1e6 * cost.per_token:.1f} us, a query and key {1e9 * cost.per_pair:.2f} ns, fixed "
         f"{1e3 * cost.fixed:.1f} ms, share of a slice's own square {cost.triangle:.2f}; "
-        f"off by {100 * worst_error(table):.1f} % at most in what was timed"
+        f"off by {100 * worst_error(plan):.1f} % at most in what was timed"
     )
     if link is not None:
         print_line(

@@ -51,21 +51,18 @@ def load_rows(
 
 def _find_folder(data_folder: str | None) -> Path | None:
     named = data_folder or os.environ.get(DATA_VARIABLE)
-    if named is None:
-        return None
-    folder = Path(named).expanduser()
-    if not folder.is_dir():
+    if named is not None and not Path(named).expanduser().is_dir():
         raise ValueError(f"`data_folder` is `{named}`, but there is no such folder")
-    return folder
+    return None if named is None else Path(named).expanduser()
 
 
-def _need_folder(data_folder: str | None, what: str) -> Path:
+def _find_file(data_folder: str | None, file: str) -> Path:
     folder = _find_folder(data_folder)
     if folder is None:
         raise ValueError(
-            f"`data_folder`: {what} is on no hub. Name the folder it is in by `--metadata` or ${DATA_VARIABLE}."
+            f"`data_folder`: {file} is on no hub. Name the folder it is in by `--metadata` or ${DATA_VARIABLE}."
         )
-    return folder
+    return folder / file
 
 
 def _as_splits(splits: Mapping[str, Iterable[Row]]) -> datasets.DatasetDict:
@@ -83,7 +80,7 @@ def load_questions(
 ) -> datasets.DatasetDict:
     """Loads questions for one of many lines, or one value of many keys; of fewer with `records`."""
     # The last character of an answer is where generation stops
-    asked = read_questions(_need_folder(data_folder, file) / file, records)
+    asked = read_questions(_find_file(data_folder, file), records)
     return _as_splits({"test": [{"context": each.context, "answer": each.answer[:-1]} for each in asked]})
 
 
@@ -91,7 +88,7 @@ def passkey(
     data_folder: str | None = None, text_file: str | None = None, words: int = 1500, questions: int = 20, **_: object
 ) -> datasets.DatasetDict:
     """A number hidden in a text, at depths spread evenly from its beginning to its end."""
-    path = Path(text_file) if text_file else _need_folder(data_folder, _BOOK) / _BOOK
+    path = Path(text_file) if text_file else _find_file(data_folder, _BOOK)
     haystack = path.read_text(encoding="utf-8").split()[:words]
     if len(haystack) < words:
         raise ValueError(f"`words` is {words}, but {path} has {len(haystack)}")
