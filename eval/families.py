@@ -16,6 +16,7 @@ name the same things alike, so one table of names serves nearly all families; wh
 
 import dataclasses
 import multiprocessing
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -213,13 +214,9 @@ def try_cache(model: PreTrainedModel, runs: Mapping[str, Run], control: float, c
 
 def is_refusal(error: BaseException) -> bool:
     """Tells whether a cache has said no: neither the model nor PyTorch raised the error."""
-    if not isinstance(error, ValueError | NotImplementedError):
-        return False
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    raiser = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
-    return raiser.split(".")[0] not in ("transformers", "torch")
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    raiser = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return isinstance(error, ValueError | NotImplementedError) and raiser not in ("transformers", "torch")
 
 
 def family_names() -> list[str]:
@@ -392,7 +389,6 @@ _NAMES_BY_SIZE = {
 _SIZES = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names.split()}
 # Sharp enough that a wrong key changes the logits
 _INITIALIZER_RANGE = 0.1
-_RANGES = ("initializer_range", "init_std", "initializer_factor")
 # What does not follow from the table, by `model_type`; wins over it
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 _ALTERNATING = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
@@ -444,8 +440,8 @@ def _shrink(default: PreTrainedConfig) -> PreTrainedConfig:
         elif name == "is_decoder":
             # Models that can be encoders too
             small[name] = True
-        elif name in _RANGES and isinstance(value, float):
-            small[name] = _INITIALIZER_RANGE if name != "initializer_factor" else value
+        elif name in ("initializer_range", "init_std") and isinstance(value, float):
+            small[name] = _INITIALIZER_RANGE
         elif name in _SIZES and isinstance(value, int) and not isinstance(value, bool) and value > 0:
             small[name] = _SIZES[name]
         elif name.endswith("_token_id") and isinstance(value, int):
