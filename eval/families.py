@@ -34,7 +34,7 @@ from transformers import (
     Cache,
     DynamicCache,
     GenerationConfig,
-    LogitsProcessor,
+    LogitsProcessorList,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -104,22 +104,6 @@ class Run(NamedTuple):
     dense_reads: int
 
 
-class _Forced(LogitsProcessor):
-    """Makes `generate` pick given tokens, and notes what a cache has read dense when the prompt was through."""
-
-    def __init__(self, tokens: torch.Tensor | None, cache: Cache):
-        self.tokens, self.cache = tokens, cache
-        self.step = self.reads_of_prompt = 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self.step == 0:
-            self.reads_of_prompt = dense_reads(self.cache)
-        step, self.step = self.step, self.step + 1
-        if self.tokens is None:
-            return scores
-        return torch.full_like(scores, -torch.inf).scatter(1, self.tokens[:, step, None], 0.0)
-
-
 def dense_reads(cache: Cache) -> int:
     """Counts how often a cache says that it has made a layer's side dense; 0 of one that says nothing."""
     stats = getattr(cache, "stats", None)
@@ -143,7 +127,15 @@ def generate(
     forced: torch.Tensor | None,
 ) -> Run:
     """Generates tokens after a prompt `[batch, length]`: those that are `forced`, or the likeliest."""
-    processor = _Forced(forced, cache)
+    reads: list[int] = []
+
+    def pick(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        # From the first on, when the prompt was through
+        reads.append(dense_reads(cache))
+        if forced is None:
+            return scores
+        return torch.full_like(scores, -torch.inf).scatter(1, forced[:, len(reads) - 1, None], 0.0)
+
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "output_logits": True}
     model.generation_config = GenerationConfig(
         max_new_tokens=num_new, min_new_tokens=num_new, return_dict_in_generate=True, **options
@@ -152,12 +144,12 @@ def generate(
         tokens,
         attention_mask=torch.ones_like(tokens) if mask is None else mask,
         **as_argument(cache),
-        logits_processor=[processor],
+        logits_processor=LogitsProcessorList([pick]),
     )
     if cache.get_seq_length() != tokens.shape[1] + num_new - 1:
         raise ValueError(f"its cache holds {cache.get_seq_length()} tokens after {tokens.shape[1] + num_new - 1}")
     logits = torch.stack(output.logits, dim=1).float()
-    return Run(output.sequences[:, tokens.shape[1] :], logits, dense_reads(cache) - processor.reads_of_prompt)
+    return Run(output.sequences[:, tokens.shape[1] :], logits, dense_reads(cache) - reads[0])
 
 
 def scenarios(

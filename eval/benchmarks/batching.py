@@ -202,13 +202,9 @@ def benchmark_batching_kl(
 @benchmark("step", "Decode steps of many requests, {dtype}")
 def benchmark_batching(
     cache: CachesOption,
-    text_file: Annotated[
-        Path | None, typer.Option(help="A text that tables are made of, where a model has no calibration.")
-    ] = None,
+    text_file: Annotated[Path | None, typer.Option(help="A text for tables of models without a calibration.")] = None,
     model: ModelOption = "smollm2",
-    shape: Annotated[
-        str | None, typer.Option(help="Instead of a model: a random one, mha, gqa-3, gqa-4 or mqa.")
-    ] = None,
+    shape: Annotated[str | None, typer.Option(help="Instead of a model a random one: mha, gqa-3, gqa-4, mqa.")] = None,
     requests: Annotated[list[int], typer.Option(help="Requests of a batch; repeatable.", min=1)] = [8],
     context: Annotated[list[int], typer.Option(help="Tokens of every request; repeatable.", min=1)] = [1024],
     steps: Annotated[int, typer.Option(help="Decode steps that a median is over.", min=3)] = 10,

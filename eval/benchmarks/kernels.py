@@ -212,9 +212,7 @@ def benchmark_kernels(
     num_heads: Annotated[int, typer.Option(help="Key/value heads.", min=1)] = 8,
     groups: Annotated[int, typer.Option(help="Query heads a key/value head.", min=1)] = 4,
     head_dim: Annotated[int, typer.Option(help="Channels of a head.", min=1)] = 128,
-    cache: Annotated[
-        list[str] | None, typer.Option(help="A GEAR preset; repeatable; by default one of each kind.")
-    ] = None,
+    cache: Annotated[list[str] | None, typer.Option(help="A GEAR preset; repeatable; by default one a kind.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, of queries and dense states.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     num_threads: NumThreadsOption = None,

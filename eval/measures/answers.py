@@ -118,9 +118,7 @@ def evaluate_retrieval(
     cache: inputs.CachesOption,
     model: inputs.ModelOption = "smollm2",
     questions: Annotated[int | None, typer.Option(help="The first so many; all by default.", min=1)] = None,
-    records: Annotated[
-        int | None, typer.Option(help="Lines or pairs left of each context; all by default.", min=1)
-    ] = None,
+    records: Annotated[int | None, typer.Option(help="Lines or pairs of each context; all by default.", min=1)] = None,
     batch_size: Annotated[int, typer.Option(help="Questions decoded together.", min=1)] = 1,
     dtype: inputs.DtypeOption = None,
     device: inputs.DeviceOption = None,

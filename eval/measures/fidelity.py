@@ -256,10 +256,7 @@ def evaluate_fidelity(
         int | None,
         typer.Option("--decoded", "--chunk", help="Scored tokens a forward; 1 decodes. All by default.", min=1),
     ] = None,
-    own: Annotated[
-        bool,
-        typer.Option("--own", help="Score what the dense model samples behind each prefix, not the text."),
-    ] = False,
+    own: Annotated[bool, typer.Option("--own", help="Score what the dense model samples, not the text.")] = False,
     batch: Annotated[int, typer.Option(help="Windows decoded side by side: the same figures, sooner.", min=1)] = 1,
     stretch: Annotated[
         int | None, typer.Option(help="Report KL also by stretches of so many scored tokens, and its trend.", min=1)

@@ -62,9 +62,7 @@ def list_registered(
 
 
 def show_health(
-    check: Annotated[
-        bool, typer.Option("--check", help="Also run attention on every device; compiling may take minutes.")
-    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Also run attention on devices; may take minutes.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show versions, devices, kernels and models, and what is missing.
@@ -153,9 +151,7 @@ def recommend_caches(
     context: Annotated[int, typer.Option(help="Tokens that the cache holds, for each sequence.", min=1)],
     model: ModelOption = "smollm2",
     batch_size: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
-    new_tokens: Annotated[
-        int, typer.Option(help="Of the context, tokens that are decoded after a prompt.", min=0)
-    ] = 0,
+    new_tokens: Annotated[int, typer.Option(help="Of the context, tokens decoded after a prompt.", min=0)] = 0,
     cache: Annotated[
         list[str] | None,
         typer.Option(help="NAME or NAME:key=value,key=value; repeatable. By default those that the README names."),
@@ -164,12 +160,8 @@ def recommend_caches(
     device: Annotated[
         str | None, typer.Option(help="Where the model would be, cuda or cpu; by default a GPU where there is one.")
     ] = None,
-    host_memory: Annotated[
-        str | None, typer.Option(help="Host memory that caches may use beside a GPU; unlimited by default.")
-    ] = None,
-    with_weights: Annotated[
-        bool, typer.Option("--with-weights", help="The budget is for the model's weights too.")
-    ] = False,
+    host_memory: Annotated[str | None, typer.Option(help="Host memory beside a GPU; unlimited by default.")] = None,
+    with_weights: Annotated[bool, typer.Option("--with-weights", help="The budget is for weights too.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Tell which caches fit a memory budget.

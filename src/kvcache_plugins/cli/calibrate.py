@@ -32,15 +32,11 @@ def main(
     ] = None,
     cache: Annotated[str, typer.Option(help="infinigen or gear.")] = "infinigen",
     model: inputs.ModelOption = "smollm2",
-    windows: Annotated[
-        int | None, typer.Option(help="Windows of every text (6 for gear, 8 for infinigen).", min=1)
-    ] = None,
-    length: Annotated[
-        int | None, typer.Option(help="Tokens a window (512 for gear, 1024 for infinigen).", min=4)
-    ] = None,
+    windows: Annotated[int | None, typer.Option(help="Windows of every text (gear 6, infinigen 8).", min=1)] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens a window (gear 512, infinigen 1024).", min=4)] = None,
     rank: Annotated[int, typer.Option(help="infinigen: rank of the corrections; 0 for none.", min=0)] = 128,
     min_recall: Annotated[
-        float, typer.Option(help="infinigen: a layer of which less is captured stays whole.", min=0, max=1)
+        float, typer.Option(help="infinigen: layers of less recall stay whole.", min=0, max=1)
     ] = 0.9,
     dtype: inputs.DtypeOption = None,
     device: inputs.DeviceOption = None,

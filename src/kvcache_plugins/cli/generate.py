@@ -32,9 +32,7 @@ def generate(
         float | None,
         typer.Option(help="Instead of --cache: the cheapest GEAR preset with at most this KL on the prompt's end."),
     ] = None,
-    store: Annotated[
-        Path | None, typer.Option(help="Folder of a prompt store: what it knows of the prompt is not read again.")
-    ] = None,
+    store: Annotated[Path | None, typer.Option(help="Prompt store's folder: what it has is not read again.")] = None,
     prompt: inputs.PromptOption = None,
     prompt_file: inputs.PromptFileOption = None,
     max_new_tokens: inputs.MaxNewTokensOption = 64,

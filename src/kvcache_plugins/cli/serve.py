@@ -26,9 +26,7 @@ def main(
     continuous_batching: Annotated[
         bool, typer.Option("--continuous-batching", help="Answer requests together, from coded pages.")
     ] = False,
-    text_file: Annotated[
-        Path | None, typer.Option(help="Text to make tables of, for a batch whose cache has no calibration.")
-    ] = None,
+    text_file: Annotated[Path | None, typer.Option(help="Text for tables of a batch without a calibration.")] = None,
     temperature: Annotated[
         float | None, typer.Option(help="Of all requests of a batch, 0 is greedy; by default the model's.", min=0)
     ] = None,
