@@ -65,9 +65,7 @@ def _people(draw: random.Random, count: int) -> list[dict[str, str | int]]:
 def make_records(draw: random.Random, size: int) -> _Made:
     """Makes people described in prose, to be written as JSON lines."""
     people = _people(draw, size + 1)
-    (example, first), *rest = [
-        (draw.choice(_SENTENCES).format_map(person), f"{json.dumps(person)}\n") for person in people
-    ]
+    (example, first), *rest = [(draw.choice(_SENTENCES).format_map(each), f"{json.dumps(each)}\n") for each in people]
     text = " ".join(sentence for sentence, _ in rest)
     head = f"Write every person of the text as a line of JSON.\n\nText: {example}\nJSON:\n{first}"
     return f"{head}\nText: {text}\nJSON:\n", [line for _, line in rest]

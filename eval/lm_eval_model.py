@@ -182,9 +182,8 @@ class KVCacheLM(HFLM):
                     f"`{name}` in `gen_kwargs`: this model's cache is chosen by the model argument `cache`"
                 )
         cache = self._create_cache()
-        output: torch.Tensor = super()._model_generate(
-            context, max_length, stop, **as_argument(cache), **generation_kwargs
-        )
+        options = {**as_argument(cache), **generation_kwargs}
+        output: torch.Tensor = super()._model_generate(context, max_length, stop, **options)
         self._scorer.record.note(cache, num_contexts=context.shape[0], exercised=was_exercised(cache))
         return output
 

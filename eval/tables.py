@@ -137,11 +137,11 @@ def print_markdown(text: str, title: str = "") -> None:
         heads, _, *rows = ([cell.strip(" `*").replace("`", "") for cell in line[2:-2].split(" | ")] for line in lines)
         sides = list(zip(*rows, strict=True))
         kinds = ["number" if all(_NUMBER.match(cell) for cell in cells) else "name" for cells in sides]
-        room = console.width - 2
+        room, words = console.width - 2, ["\n".join(head.split()) for head in heads]
         if sum(_widths(heads, sides, kinds)) > room:
-            if sum(_widths(heads, sides, kinds, fold=True)) > room:
+            if sum(_widths(words, sides, kinds)) > room:
                 sides = [tuple(_QUARTILES.sub("", cell) for cell in cells) for cells in sides]
-            folded = zip(heads, _widths(heads, sides, kinds, fold=True), strict=True)
+            folded = zip(heads, _widths(words, sides, kinds), strict=True)
             heads = ["\n".join(textwrap.wrap(head, width - 2)) for head, width in folded]
         # What says which line it is: all up to the first names, three of them at most
         own = kinds.index("name") + 1 if "name" in kinds else 1
@@ -156,13 +156,11 @@ def print_markdown(text: str, title: str = "") -> None:
             shown, title = ([*range(own), *shown[count:]] if shown[count:] else []), ""
 
 
-def _widths(
-    heads: Sequence[str], sides: Sequence[Sequence[str]], kinds: Sequence[str], fold: bool = False
-) -> list[int]:
-    """Measures columns with what stands between them."""
-    lines = [head.split() if fold else head.splitlines() for head in heads]
+def _widths(heads: Sequence[str], sides: Sequence[Sequence[str]], kinds: Sequence[str]) -> list[int]:
+    """Measures columns, whose heads may have several lines, with what stands between them."""
     least = [1 if kind == "number" else MIN_NAME_WIDTH for kind in kinds]
-    return [max(own, *map(len, (*head, *cells))) + 2 for head, cells, own in zip(lines, sides, least, strict=True)]
+    columns = zip(heads, sides, least, strict=True)
+    return [max(own, *map(len, (*head.splitlines(), *cells))) + 2 for head, cells, own in columns]
 
 
 # Fidelity

@@ -13,7 +13,6 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -137,11 +136,10 @@ def prefill(worker: Worker, token_ids: Sequence[int], way: Way) -> Prefill:
         with warnings.catch_warnings():
             # That one rank prefills alone is what was planned then
             warnings.simplefilter("ignore")
-            is_tsp = isinstance(way, str)
-            run: Any = (
-                partial(tsp_prefill, is_folded=way == FOLDED) if is_tsp else partial(runahead_prefill, partition=way)
-            )
-            output = run(worker.model, input_ids)
+            if isinstance(way, str):
+                output = tsp_prefill(worker.model, input_ids, is_folded=way == FOLDED)
+            else:
+                output = runahead_prefill(worker.model, input_ids, partition=way)
         logits, stats = output.logits, output.stats
     elif worker.rank == worker.size - 1:
         cache = DynamicCache(config=worker.model.config.get_text_config(decoder=True))

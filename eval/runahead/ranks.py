@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import connection as connections
 from multiprocessing import forkserver
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -87,10 +86,8 @@ class Ranks:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end(at_once=error is not None)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._end(at_once=kind is not None)
 
     def describe_machine(self, dtype: str) -> str:
         """Describes the machine, for what is kept of measurements in a dtype."""
@@ -161,9 +158,8 @@ def _serve(setup: tuple[int, int, str, str | None, int], folder: str, pipe: Any)
 
     def join() -> None:
         torch.set_num_threads(num_threads)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=_TIMEOUT
-        )
+        place = f"file://{folder}/store"
+        dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size, timeout=_TIMEOUT)
         workers.append(Worker(rank, size, *load_for_evaluation(name, dtype, "cpu")))
 
     _answer(pipe, join, ())

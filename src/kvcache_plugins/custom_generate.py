@@ -20,13 +20,8 @@ if TYPE_CHECKING:
     from transformers import Cache, GenerationConfig, PreTrainedModel
 
 
-# How Transformers decodes in the modes that can be reached through a callable
-_METHODS = {
-    "greedy_search": "_sample",
-    "sample": "_sample",
-    "beam_search": "_beam_search",
-    "beam_sample": "_beam_search",
-}
+# That can be reached through a callable
+_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 
 
 def _decode(
@@ -39,14 +34,14 @@ def _decode(
 ) -> Any:
     """Decodes in place of `model.generate`, which calls this."""
     mode = generation_config.get_generation_mode().value
-    if mode not in _METHODS:
+    if mode not in _MODES:
         raise ValueError(
             f"`custom_generate` serves greedy search, sampling and beams, but got {mode}: pass "
             f"`past_key_values=create_cache({name!r}, model)` instead"
         )
     _refuse_other_cache(arguments)
     cache = create_cache(name, model, **options)
-    decode = getattr(model, _METHODS[mode])
+    decode = getattr(model, "_beam_search" if mode.startswith("beam") else "_sample")
     with listening(cache):
         return decode(input_ids, generation_config=generation_config, **{**arguments, **as_argument(cache)})
 

@@ -197,7 +197,6 @@ def check_cache(name: str, **options: object) -> CacheEntry:
 def check_caches(specs: Sequence[str]) -> list[str]:
     """Returns `specs`, each once, if all are `name` or `name:key=value,key=value` and pass `check_cache`."""
     for spec in specs:
-        parse_cache_spec(spec)
         check_cache(spec)
     return list(dict.fromkeys(specs))
 
@@ -209,9 +208,8 @@ def _find_entry(name: str, options: dict[str, object]) -> tuple[CacheEntry, dict
             f'`name` must be one of `list_caches()`, but got {type(name)}: write `create_cache("gear", model)`, the '
             "name first"
         )
-    if ":" in name:
-        name, own = parse_cache_spec(name)
-        options = {**own, **options}
+    name, own = parse_cache_spec(name)
+    options = {**own, **options}
     entry = _entry(name)
     entry.check_options(options)
     # A factory that needs a device knows best what to say about it

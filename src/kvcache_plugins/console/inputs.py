@@ -18,9 +18,7 @@ LoadedModel: TypeAlias = tuple["PreTrainedModel", "PreTrainedTokenizerBase"]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
 ModelOption = Annotated[str, typer.Option(help="`smollm2`, `gemma3-270m`, a folder or a hub name.")]
 PromptOption = Annotated[str | None, typer.Option(help="The prompt; comes after the text of --prompt-file.")]
-PromptFileOption = Annotated[
-    Path | None, typer.Option(help="A text file to read the prompt from; - is standard input.")
-]
+PromptFileOption = Annotated[Path | None, typer.Option(help="A file to read the prompt from; - is standard input.")]
 MaxNewTokensOption = Annotated[int, typer.Option(help="Tokens to generate at most.", min=1)]
 ChatOption = Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")]
 DtypeOption = Annotated[str | None, typer.Option(help="float32 (default on CPU), bfloat16 (elsewhere) or float16.")]

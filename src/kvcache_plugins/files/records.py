@@ -115,11 +115,7 @@ def write_tensors(path: PathLike, document: dict[str, Any], tensors: Tensors, mo
     for each in order:
         tensor, start = tensors[each], stop
         stop += tensor.numel() * tensor.element_size()
-        header[each] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, stop],
-        }
+        header[each] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [start, stop]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     digest = blake2b(digest_size=32)

@@ -19,9 +19,8 @@ def fingerprint(model: PreTrainedModel) -> str:
     """A digest of the model's type, rotary settings, parameter names, shapes and dtypes, and a few weights of each."""
     digest = hashlib.sha256()
     config = model.config.get_text_config(decoder=True).to_dict()
-    digest.update(
-        json.dumps([config.get(key) for key in ("model_type", "rope_parameters", "rope_theta")], default=str).encode()
-    )
+    settings = [config.get(key) for key in ("model_type", "rope_parameters", "rope_theta")]
+    digest.update(json.dumps(settings, default=str).encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         # Weights that accelerate keeps elsewhere are not worth loading for this
