@@ -86,7 +86,6 @@ class Result:
     more: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     failures: list[dict[str, str]] = field(default_factory=list)
-    _origin: dict[str, Any] = field(default_factory=dict)
 
     def take(self, found: Found) -> None:
         """Takes what a benchmark yields."""
@@ -141,11 +140,9 @@ class Result:
         """Makes what is written as JSON."""
         more = dict(self.more)
         device = more.pop("device", torch.device("cpu"))
-        if not self._origin:
-            known = device if isinstance(device, torch.device) else torch.device("cpu")
-            self._origin = {**provenance(known), **({} if device is known else {"device": device})}
+        known = device if isinstance(device, torch.device) else torch.device("cpu")
+        origin = {"benchmark": self.kind, **provenance(known), **({} if device is known else {"device": device})}
         failures = {"failures": self.failures} if self.failures else {}
-        origin = {"benchmark": self.kind, **self._origin}
         return {**origin, "settings": self.settings, **more, "rows": self.rows, **failures}
 
 

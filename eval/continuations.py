@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -25,8 +25,7 @@ from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memo
 from .harness import cache_stats, feed, was_exercised
 
 
-@dataclass(frozen=True, slots=True)
-class Feeding:
+class Feeding(NamedTuple):
     """How many tokens of a context and of a continuation go through a cache in a forward; all at once by default."""
 
     context_chunk: int | None = None
@@ -37,8 +36,7 @@ class Feeding:
 DECODE = Feeding(None, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
+class Score(NamedTuple):
     """Log-likelihood of a continuation in nats, and how many of its tokens greedy decoding would have said."""
 
     log_likelihood: float

@@ -117,11 +117,6 @@ def _percent_held(content: Content) -> tuple[float, float]:
     return held, held + shared
 
 
-def _named(content: Content) -> str:
-    """Names a cache, the default by its percents: `gear` alone is not of the paper's form."""
-    return re.sub(r"^gear(?=$|:)", "gear-t25", content["settings"]["cache"])
-
-
 def _method(cache: str) -> str:
     """The name of a cache without its bits."""
     name, has_options, options = cache.partition(":")
@@ -137,25 +132,24 @@ def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
     figure, axes = _new(title, "bytes held, % of a cache at 16 bits", name)
     # A logarithm shows what 4 bits lose beside what 2 bits do; the dense cache, which loses nothing, has none
     is_logarithmic = name.startswith("KL")
-    methods: dict[str, list[Content]] = defaultdict(list)
+    methods: dict[str, list[tuple[float, float, float, float, str]]] = defaultdict(list)
     for content in group:
-        if content["memory"] and not (is_logarithmic and _score(content)[1] <= 0):
-            methods[_method(_named(content))].append(content)
+        _, value, error = _score(content)
+        # The default by its percents: `gear` alone is not of the paper's form
+        cache = re.sub(r"^gear(?=$|:)", "gear-t25", content["settings"]["cache"])
+        if content["memory"] and not (is_logarithmic and value <= 0):
+            methods[_method(cache)].append((*_percent_held(content), value, error, cache))
     # So many that a name for each would be a page: one for each method then, and its bits beside the mark
     is_crowded = sum(map(len, methods.values())) > _MOST_NAMES
-    for number, (method, contents) in enumerate(methods.items()):
+    for number, (method, points) in enumerate(methods.items()):
         style = _style(number)
         colour = style["color"]
-        ordered = sorted(contents, key=_percent_held)
-        percents, values = [_percent_held(each)[0] for each in ordered], [_score(each)[1] for each in ordered]
-        axes.plot(percents, values, color=colour)
-        for content in ordered:
-            _, value, error = _score(content)
-            cache = _named(content)
+        points.sort()
+        axes.plot([each[0] for each in points], [each[2] for each in points], color=colour)
+        for percent, with_shared, value, error, cache in points:
             bits = _BITS.search(cache)
             face = "white" if bits and int(bits[1]) <= 2 else colour
-            percent, with_shared = _percent_held(content)
-            label = cache if not is_crowded else method if content is ordered[0] else None
+            label = cache if not is_crowded else method if cache == points[0][-1] else None
             axes.errorbar(percent, value, yerr=error, linestyle="", capsize=2, label=label, mfc=face, **style)
             if with_shared > percent:
                 # What it would be if there were no other cache

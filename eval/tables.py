@@ -17,11 +17,10 @@ import statistics
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -58,8 +57,7 @@ def varies(path: str) -> Callable[[Rows], bool]:
     return lambda rows: len({str(field(row, path)) for row in rows}) > 1
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(NamedTuple):
     """A column: the heading, formatted with fields of the first row; a row's cell; whether rows have it."""
 
     head: str

@@ -11,6 +11,7 @@ different the caches are; distributions over one text do.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from textwrap import shorten
 from typing import Any
 
@@ -146,10 +147,7 @@ def compare_caches(
 
 def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | None:
     """Finds the first token that differs, the shorter one's end counting as a difference; `None` if none does."""
-    if tuple(reference) == tuple(other):
-        return None
-    pairs = enumerate(zip(reference, other, strict=False))
-    return next((index for index, (one, two) in pairs if one != two), min(len(reference), len(other)))
+    return next((index for index, (one, two) in enumerate(zip_longest(reference, other)) if one != two), None)
 
 
 # Characters of the generated text in a table, and the width from which there is room for them

@@ -12,10 +12,10 @@ import statistics
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,8 +55,7 @@ _WARM_UP_TOKENS = 256
 _PLAN_ROUNDS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ModelFacts(NamedTuple):
     """Facts of a model that planning needs: `by_shapes` is its cost in operations, see `CostModel.of_shapes`."""
 
     fingerprint: str
@@ -72,8 +71,7 @@ class ModelFacts:
         return torch.randint(self.vocab_size, (length,), generator=generator).tolist()
 
 
-@dataclass(frozen=True, slots=True)
-class Prefill:
+class Prefill(NamedTuple):
     """
     A prefill as a rank saw it: seconds from the barrier to the logits on the last rank, to the end of its part on
     others; `stats` of `RunaheadOutput`; on the last rank the largest difference of logits from one rank's, if known.
