@@ -481,7 +481,6 @@ PARTS: dict[str, tuple[Callable[..., None], float]] = {
     "infinigen": (measure_offloading, 0.13),
     "batch": (search_largest_batches, 0.12),
 }
-_SMALL = llama(128, 64, 64, 1, 4, 2, 1024)
 _FEW: dict[str, Any] = {"model": llama(128, 128, 128, 1, 2, 1, 1024), "context": 128, "steps": 3}
 # Sizes that prove the script on any machine; a batch is to be of a dense sequence and a half
 TINY: dict[str, dict[str, Any]] = {

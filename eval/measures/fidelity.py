@@ -68,12 +68,12 @@ def continuation_logits(
     token_ids: torch.Tensor,
     cache: Cache,
     chunk: int | None = None,
-    after_forward: Callable[[], None] = lambda: None,
+    percents: list[float] | None = None,
 ) -> torch.Tensor:
     """
     Feeds `[(batch,) num_tokens]` to the model through a filled cache and returns all logits, `[(batch,) num_tokens,
-    vocabulary]`; `chunk` tokens a forward, 1 is decode; by default all in one, or one by one if the cache would be
-    exact for many.
+    vocabulary]`; `chunk` tokens a forward, 1 is decode; by default all, or one if the cache would be exact for many.
+    What it holds after each, in percent of 16 bits, is added to `percents`.
     """
     if chunk is None and getattr(cache, "is_exact_for_many", False):
         chunk = 1
@@ -83,7 +83,8 @@ def continuation_logits(
     logits = []
     for part in harness.feed(model, torch.atleast_2d(token_ids), cache, chunk):
         logits.append(part)
-        after_forward()
+        if percents is not None:
+            percents.append(measure_memory(cache).kv_percent)
     return torch.cat(logits, dim=1).reshape(*token_ids.shape, -1)
 
 
@@ -203,12 +204,7 @@ def measure_fidelity(
             cache = factory()
             fill_cache(model, prefix, cache)
             after_prefix = measure_memory(cache)
-
-            def note(name: str = name, cache: Cache = cache) -> None:
-                if chunk is not None:
-                    percents[name].append(measure_memory(cache).kv_percent)
-
-            logits = continuation_logits(model, fed, cache, chunk, note)
+            logits = continuation_logits(model, fed, cache, chunk, None if chunk is None else percents[name])
             scores[name] += map(score_logits, dense_logits, logits, targets)
             at_end = {"memory_at_end": measure_memory(cache), "stats": harness.cache_stats(cache)}
             last[name] = {"memory_after_prefix": after_prefix, **at_end}
