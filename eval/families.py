@@ -199,8 +199,7 @@ def try_cache(model: PreTrainedModel, runs: Mapping[str, Run], control: float, c
             if not distance <= case.limit:
                 return Outcome(status="fails", detail=f"{name}: logits are {distance:.2g} apart", distance=distance)
     except CAUGHT as error:
-        status: Status = "refuses" if is_refusal(error) else "fails"
-        return Outcome(status=status, detail=f"{type(error).__name__}: {error}")
+        return Outcome(status="refuses" if is_refusal(error) else "fails", detail=f"{type(error).__name__}: {error}")
     return Outcome(status="reads dense" if reads else "works", distance=worst)
 
 

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
-from .harness import REFERENCE, stretch_stops
+from .harness import QUARTILES, REFERENCE, stretch_stops
 from .tables import standard_error_of_kl
 
 
@@ -229,8 +229,7 @@ def _draw_steps(content: Content) -> Figure:
     figure, axes = _new(title, "context, tokens", "ms a token, median and quartiles")
     for number, cache in enumerate(dict.fromkeys(row["cache"] for row in rows)):
         own = sorted((row for row in rows if row["cache"] == cache), key=lambda row: row["context"])
-        keys = ("lower_quartile_s", "median_s", "upper_quartile_s")
-        lower, medians, upper = (np.array([1e3 * row[key] for row in own]) for key in keys)
+        lower, medians, upper = (np.array([1e3 * row[key] for row in own]) for key in QUARTILES)
         contexts, errors = [row["context"] for row in own], (medians - lower, upper - medians)
         axes.errorbar(contexts, medians, yerr=errors, capsize=2, label=cache, **_style(number))
     every = sorted({row["context"] for row in rows})

@@ -52,7 +52,7 @@ from kvcache_plugins.reports.memory import measure_memory
 from .benchmark import Result, TimeIsUpError, say
 from .benchmarks.kernels import BACKENDS, CACHES, Contest, Shape
 from .benchmarks.step import llama, random_model, time_steps
-from .harness import cache_stats, spread, time_call
+from .harness import QUARTILES, cache_stats, spread, time_call
 from .rows import Failure, Found
 
 
@@ -153,7 +153,7 @@ def add_timed(report: Result, timed: Iterable[Found], more: Mapping[str, Mapping
             report.take(found)
             continue
         name = str(found.get("cache", found.get("name")))
-        lower, median, upper = (1e3 * found[key] for key in ("lower_quartile_s", "median_s", "upper_quartile_s"))
+        lower, median, upper = (1e3 * found[key] for key in QUARTILES)
         report.add({**found, **(more or {}).get(name, {})}, f"{name}: {median:.3f} ms ({lower:.3f} to {upper:.3f})")
 
 

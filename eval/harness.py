@@ -36,6 +36,8 @@ CACHE_FAILURES = (ValueError, RuntimeError, IndexError, AssertionError, NotImple
 # Counters of a cache's `stats()` that stay 0 until it has answered with something other than exact states
 EXERCISE_COUNTERS = ("tokens_compressed", "tokens_dropped", "selected_calls", "attend_calls")
 
+QUARTILES = ("lower_quartile_s", "median_s", "upper_quartile_s")
+
 CacheFactory = Callable[[], Cache]
 States = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -199,7 +201,7 @@ def read_states(network: PreTrainedModel, token_ids: torch.Tensor) -> States:
 
 
 @torch.inference_mode()
-def fill_cache(cache: Cache, states: States, context: int, batch_size: int = 1) -> None:
+def fill_with_states(cache: Cache, states: States, context: int, batch_size: int = 1) -> None:
     """Fills a cache with `context` tokens, states repeated as often as need be, in each of `batch_size` sequences."""
     layers: list[Any] = cache.layers
     for index, sides in enumerate(states):
@@ -249,11 +251,8 @@ def time_on_gpu(function: Callable[[], Any], ahead: Callable[[], Any]) -> float:
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
     """Computes median and quartiles, of fewer than three the extremes, under the names that results have."""
-    if len(seconds) < 3:
-        lower, median, upper = min(seconds), statistics.median(seconds), max(seconds)
-    else:
-        lower, median, upper = statistics.quantiles(seconds, n=4)
-    return {"median_s": median, "lower_quartile_s": lower, "upper_quartile_s": upper}
+    extremes = [min(seconds), statistics.median(seconds), max(seconds)]
+    return dict(zip(QUARTILES, extremes if len(seconds) < 3 else statistics.quantiles(seconds, n=4), strict=True))
 
 
 def take_turns(

@@ -26,7 +26,7 @@ import typer
 
 from kvcache_plugins.console.display import MIN_NAME_WIDTH, make_table, open_console, print_line
 
-from .harness import REFERENCE, stretch_stops
+from .harness import QUARTILES, REFERENCE, stretch_stops
 
 
 Row = Mapping[str, Any]
@@ -101,7 +101,7 @@ def quartiles(head: str, scale: float = 1e3) -> Column:
     """Makes a column of medians with their quartiles, of seconds times a scale."""
 
     def show(row: Row) -> str:
-        median, lower, upper = (scale * row[key] for key in ("median_s", "lower_quartile_s", "upper_quartile_s"))
+        lower, median, upper = (scale * row[key] for key in QUARTILES)
         return f"{median:.2f} ({lower:.2f} to {upper:.2f})"
 
     return Column(head, show)

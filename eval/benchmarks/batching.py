@@ -66,27 +66,21 @@ class RequestStates:
         return torch.cat(outputs).permute(1, 2, 0, 3).reshape(call.query.shape)
 
 
-class RequestPages:
-    """Stands for `PagedAttentionCache.update` with dense tensors of its own, instead of pages, for every request."""
+def dense_update(context: int) -> Callable[..., Any]:
+    """Makes what stands for `PagedAttentionCache.update`: it stores a token of every request in dense tensors."""
+    length, layers = context + 1, dict[int, torch.Tensor]()
 
-    def __init__(self, context: int) -> None:
-        self._context = context
-        self._states: dict[int, torch.Tensor] = {}
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores a token of each request and returns all as `PagedAttentionCache.update` does, lazily."""
+    def update(key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]) -> Any:
         heads, batch_size, head_dim = key_states.shape[1:]
-        length = self._context + 1
-        if layer_idx not in self._states:
-            self._states[layer_idx] = torch.randn(2, batch_size, heads, length, head_dim).to(key_states.dtype)
+        if layer_idx not in layers:
+            layers[layer_idx] = torch.randn(2, batch_size, heads, length, head_dim).to(key_states.dtype)
         kwargs["cu_seq_lens_k"], kwargs["max_length_k"] = None, length
-        keys, values = self._states[layer_idx]
+        keys, values = layers[layer_idx]
         keys[:, :, -1], values[:, :, -1] = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
-        states: Any = RequestStates(keys, values)
         shape = 1, heads, batch_size * length, head_dim
-        return stored_states(states, shape, shape, shape[2], key_states.dtype, key_states.device)
+        return stored_states(RequestStates(keys, values), shape, shape, shape[2], keys.dtype, keys.device)
+
+    return update
 
 
 class BatchedSteps:
@@ -233,7 +227,7 @@ def benchmark_batching(
     for count, length in product(requests, context):
         with ExitStack() as stack:
             ways = {name: BatchedSteps(dense, count, length, page_size) for name in (BY_INDEX, BY_REQUEST)}
-            ways[BY_REQUEST].cache.update = RequestPages(length).update
+            ways[BY_REQUEST].cache.update = dense_update(length)
             counters = {}
             for name in cache:
                 batching = stack.enter_context(compressed_batching(network, name, text=table_text))

@@ -98,17 +98,14 @@ class Contest:
         self.num_bytes: dict[str, int] = {}
         self.errors: dict[str, float] = {}
         self.dense_name = f"dense {str(dtype).removeprefix('torch.')}"
-        self._add_dense(self.dense_name, dtype)
-        if dtype == torch.float32:
-            self._add_dense("dense bfloat16", torch.bfloat16)
+        for kind in (dtype, torch.bfloat16) if dtype == torch.float32 else (dtype,):
+            query, keys, values = (tensor.to(kind) for tensor in (self.packed, self.keys, self.values))
+            name = f"dense {str(kind).removeprefix('torch.')}"
+            self.functions[name] = partial(F.scaled_dot_product_attention, query, keys, values)
+            self.num_bytes[name] = keys.nbytes + values.nbytes
         source = torch.empty(_COPY_BYTES.get(device.type, 2**27) // 4, device=device)
         self.num_bytes["copy"] = 2 * source.nbytes
         self._copy: Callable[[], Any] = partial(torch.empty_like(source).copy_, source)
-
-    def _add_dense(self, name: str, dtype: torch.dtype) -> None:
-        query, keys, values = (tensor.to(dtype) for tensor in (self.packed, self.keys, self.values))
-        self.functions[name] = partial(F.scaled_dot_product_attention, query, keys, values)
-        self.num_bytes[name] = keys.nbytes + values.nbytes
 
     def add_backend(self, backend: str) -> None:
         """

@@ -11,7 +11,6 @@ that all rounds begin with the same; what coding them takes is timed too.
 
 import copy
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -156,9 +155,7 @@ def benchmark_steps(
     read = _TOKENS_READ if shape else read
     num_fed = steps * len(threads)
     yield Settings(dtype=", ".join(dtype or []))
-    kinds: list[str | None] = [*shape] if shape else [None]
-    precisions: list[str | None] = [*dtype] if dtype else [None]
-    for kind, precision in product(kinds, precisions):
+    for kind, precision in product(shape or [None], dtype or [None]):
         num_read = max(context) if read is None else read
         network, token_ids = load_or_make(model, kind, text_file, num_read + num_fed, precision)
         yield from loaded_settings(network) if len(dtype or ()) < 2 else ()
@@ -173,7 +170,7 @@ def benchmark_steps(
                     if size > 1:
                         caches[name].batch_repeat_interleave(size)
                 else:
-                    harness.fill_cache(caches[name], states, length, size)
+                    harness.fill_with_states(caches[name], states, length, size)
                 say(f"{where}: {'read through' if states is None else 'filled into'} {name}")
             at = length if read is None else read
             fed = token_ids[:, at : at + num_fed].expand(size, -1)
@@ -213,9 +210,7 @@ def coding_seconds(cache: Cache) -> Iterator[list[float]]:
     layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, LazyLayer)]
 
     def timed(settle: Callable[[], None]) -> None:
-        start = time.perf_counter()
-        settle()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(harness.time_call(settle))
 
     for layer in layers:
         layer.settle_prompt = partial(timed, layer.settle_prompt)
