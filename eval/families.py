@@ -300,20 +300,15 @@ def cases_of(specs: list[str]) -> dict[str, Case]:
 @benchmark("families")
 def survey_families(
     pattern: Annotated[str, typer.Argument(help="Shell pattern of `model_type`s, such as 'qwen*'.")] = "*",
-    cache: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="NAME or NAME:key=value,key=value; repeatable. By default GEAR at 8 bits, InfiniGen that fetches "
-            "everything and H2O that keeps everything."
-        ),
-    ] = None,
+    cache: Annotated[list[str] | None, typer.Option(help="NAME or NAME:key=value,key=value; repeatable.")] = None,
     seconds: Annotated[float, typer.Option(help="After so many a family is given up.", min=1.0)] = 180.0,
 ) -> Iterator[Found]:
     """Try caches on a tiny random model of every decoder family.
 
-    The families are those of the installed Transformers. Each cache is held against DynamicCache: one prompt and a
-    second turn, and two prompts of unequal length. It works, works and reads whole layers dense while decoding,
-    refuses and says why, or fails.
+    The families are those of the installed Transformers. Each cache, by default GEAR at 8 bits, InfiniGen that fetches
+    everything and H2O that keeps everything, is held against DynamicCache: one prompt and a second turn, and two
+    prompts of unequal length. It works, works and reads whole layers dense while decoding, refuses and says why, or
+    fails.
 
     \b
     Examples:

@@ -82,9 +82,10 @@ class TimeBox:
         yield
         self.longest = max(self.longest, time.monotonic() - start)
 
-    def share(self, count: int) -> "TimeBox":
-        """Makes the box of the first of `count` things that share what is left."""
-        return TimeBox(self.left / count)
+    def share(self, things: Sequence[Any]) -> Iterator[tuple[Any, "TimeBox"]]:
+        """Yields things, each with the box of its share of what is left then."""
+        for number, thing in enumerate(things):
+            yield thing, TimeBox(self.left / (len(things) - number))
 
 
 class Run(NamedTuple):
@@ -254,10 +255,10 @@ def time_whole_steps(
 
 def time_captured(run: Run, shapes: Sequence[tuple[int, int]] = CAPTURED_SHAPES, **arguments: Any) -> None:
     """Times steps as CUDA graphs, a file a shape; see `time_whole_steps`."""
-    for index, (batch_size, context) in enumerate(shapes):
-        share = Run(run.out, run.device, run.box.share(len(shapes) - index))
+    for (batch_size, context), box in run.box.share(shapes):
         name = f"captured_{batch_size}x{context}"
-        time_whole_steps(share, name, **{**arguments, "batch_size": batch_size, "context": context})
+        own = {**arguments, "batch_size": batch_size, "context": context}
+        time_whole_steps(Run(run.out, run.device, box), name, **own)
         # Each model is compiled anew, and there is a limit to how often
         torch.compiler.reset()
         gc.collect()
@@ -293,9 +294,8 @@ def measure_offloading(
     network = random_model(model, DTYPE, run.device)
     read, fed = random_tokens(network, context + steps).split((context, steps), dim=1)
     # One cache after the other: two long contexts may not fit beside each other
-    for index, spec in enumerate(caches):
+    for spec, box in run.box.share(caches):
         say(f"offloading: {spec} reads {context} tokens")
-        box = run.box.share(len(caches) - index)
         with report.attempt(spec), box.step():
             cache = create_cache(spec, network, **({"track_times": True} if spec.startswith("infinigen") else {}))
             prefill_s = time_call(partial(network, read, **as_argument(cache), logits_to_keep=1), run.device)
@@ -450,7 +450,7 @@ def search_largest_batches(
     report = run.open("largest_batch", "batch", model, context=context, steps=steps, budget_bytes=budget_bytes)
     report.settings["model_bytes"] = sum(parameter.nbytes for parameter in network.parameters())
     report.settings["enforced_by"] = "the device's allocator" if budget.is_gpu else "bytes of the cache"
-    for index, name in enumerate(caches):
+    for name, box in run.box.share(caches):
         say(f"largest batch: {name}")
         with report.attempt(name):
             # A batch of two, with a decoded token in the buffer
@@ -460,8 +460,7 @@ def search_largest_batches(
             require_close_layers(name, cache, network.config.num_attention_heads)
             del cache
             with budget.enforce():
-                create, share = partial(create_cache, name, network), run.box.share(len(caches) - index)
-                row = measure_largest_batch(network, create, context, steps, budget, share)
+                row = measure_largest_batch(network, partial(create_cache, name, network), context, steps, budget, box)
             ratio = row["tokens_per_s"] / (report.rows or [row])[0]["tokens_per_s"]
             report.add(
                 {"cache": name, **row, "throughput_against_first": ratio},

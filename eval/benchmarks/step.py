@@ -117,13 +117,10 @@ def _relative_errors(logits: Mapping[str, torch.Tensor]) -> dict[str, float]:
 @torch.inference_mode()
 def benchmark_steps(
     cache: inputs.CachesOption,
-    text_file: Annotated[
-        Path | None, typer.Option(help="A text of at least --context, or --read, + --steps tokens.")
-    ] = None,
+    text_file: Annotated[Path | None, typer.Option(help="A text of --context (or --read) + --steps tokens.")] = None,
     model: inputs.ModelOption = "smollm2",
     shape: Annotated[
-        list[str] | None,
-        typer.Option(help="Instead of a model and a text: random ones, mha, gqa-3, gqa-4 or mqa; repeatable."),
+        list[str] | None, typer.Option(help="Instead of a model and text random mha, gqa-3, gqa-4 or mqa; repeatable.")
     ] = None,
     context: Annotated[list[int], typer.Option(help="Tokens in the cache; repeatable.", min=1)] = [4096],
     steps: Annotated[int, typer.Option(help="Decode steps that a median is over.", min=3)] = 40,

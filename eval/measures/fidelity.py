@@ -249,8 +249,7 @@ def evaluate_fidelity(
     prefix: Annotated[int, typer.Option(help="Tokens that fill the cache, unscored.", min=1)] = 1024,
     scored: Annotated[int, typer.Option(help="Tokens scored through the filled cache.", min=1)] = 512,
     chunk: Annotated[
-        int | None,
-        typer.Option("--decoded", "--chunk", help="Scored tokens a forward; 1 decodes. All by default.", min=1),
+        int | None, typer.Option("--decoded", "--chunk", help="Tokens a forward; 1 decodes. All by default.", min=1)
     ] = None,
     own: Annotated[bool, typer.Option("--own", help="Score what the dense model samples, not the text.")] = False,
     batch: Annotated[int, typer.Option(help="Windows decoded side by side: the same figures, sooner.", min=1)] = 1,

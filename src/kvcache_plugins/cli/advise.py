@@ -152,24 +152,20 @@ def recommend_caches(
     model: ModelOption = "smollm2",
     batch_size: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
     new_tokens: Annotated[int, typer.Option(help="Of the context, tokens decoded after a prompt.", min=0)] = 0,
-    cache: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME or NAME:key=value,key=value; repeatable. By default those that the README names."),
-    ] = None,
+    cache: Annotated[list[str] | None, typer.Option(help="NAME or NAME:key=value,key=value; repeatable.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 (default on cuda), float32 (on cpu) or float16.")] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Where the model would be, cuda or cpu; by default a GPU where there is one.")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default a GPU where there is one.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Host memory beside a GPU; unlimited by default.")] = None,
     with_weights: Annotated[bool, typer.Option("--with-weights", help="The budget is for weights too.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Tell which caches fit a memory budget.
 
-    Also what each would hold, and how far it would reach. Nothing is loaded but the model's config. Bytes are what
-    caches hold, as `memory()` says after such a run; activations are not counted, and weights only with
-    --with-weights. The largest context and batch are those for which one more does not fit, the other number staying
-    as asked. Caches come by their measured KL to the dense one, the nearest first. Exit code 1 if nothing fits.
+    Also what each would hold, and how far it would reach; by default those that the README names. Nothing is loaded
+    but the model's config. Bytes are what caches hold, as `memory()` says after such a run; activations are not
+    counted, and weights only with --with-weights. The largest context and batch are those for which one more does not
+    fit, the other number staying as asked. Caches come by their measured KL to the dense one, the nearest first. Exit
+    code 1 if nothing fits.
 
     JSON: model, context, batch_size, new_tokens, dtype, device, memory_bytes, host_memory_bytes (or null),
     weights_bytes (null if they are quantized), available_bytes (for the cache), max_context (that the model was made

@@ -22,22 +22,14 @@ _DEFAULTS = {"infinigen": (8, 1024), "gear": (6, 512)}
 
 
 def main(
-    text_file: Annotated[
-        list[Path] | None,
-        typer.Option(help="Text like what the model will read; repeatable. For gear besides those that it brings."),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="safetensors file to write; for gear by default where `create_cache` looks for it."),
-    ] = None,
+    text_file: Annotated[list[Path] | None, typer.Option(help="Text like what a model will read; repeatable.")] = None,
+    out: Annotated[Path | None, typer.Option(help="safetensors file to write; for gear there is a default.")] = None,
     cache: Annotated[str, typer.Option(help="infinigen or gear.")] = "infinigen",
     model: inputs.ModelOption = "smollm2",
     windows: Annotated[int | None, typer.Option(help="Windows of every text (gear 6, infinigen 8).", min=1)] = None,
     length: Annotated[int | None, typer.Option(help="Tokens a window (gear 512, infinigen 1024).", min=4)] = None,
     rank: Annotated[int, typer.Option(help="infinigen: rank of the corrections; 0 for none.", min=0)] = 128,
-    min_recall: Annotated[
-        float, typer.Option(help="infinigen: layers of less recall stay whole.", min=0, max=1)
-    ] = 0.9,
+    min_recall: Annotated[float, typer.Option(help="infinigen: layers below it stay whole.", min=0, max=1)] = 0.9,
     dtype: inputs.DtypeOption = None,
     device: inputs.DeviceOption = None,
     as_json: inputs.JsonOption = False,

@@ -28,10 +28,7 @@ def generate(
         str | None,
         typer.Option(help="NAME of `kvcache-plugins list`, or NAME:key=value,key=value; `gear` by default."),
     ] = None,
-    max_kl: Annotated[
-        float | None,
-        typer.Option(help="Instead of --cache: the cheapest GEAR preset with at most this KL on the prompt's end."),
-    ] = None,
+    max_kl: Annotated[float | None, typer.Option(help="Instead of --cache: the cheapest of at most this KL.")] = None,
     store: Annotated[Path | None, typer.Option(help="Prompt store's folder: what it has is not read again.")] = None,
     prompt: inputs.PromptOption = None,
     prompt_file: inputs.PromptFileOption = None,
