@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -143,8 +143,8 @@ class ContinuationScorer:
         token_ids = torch.tensor(rows, device=self.model.device)
         places = torch.arange(cache.get_seq_length() + token_ids.shape[1], device=self.model.device)
         mask = (places >= padding[:, None]).long() if bool(padding.any()) else None
-        options: dict[str, Any] = {"mask": mask, "needs_logits": needs_logits, "autocast": self._autocast}
-        return feed(self.model, token_ids, cache, chunk, **options)
+        autocast = self._autocast
+        return feed(self.model, token_ids, cache, chunk, mask=mask, needs_logits=needs_logits, autocast=autocast)
 
 
 def _group_by_fed(

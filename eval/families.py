@@ -32,7 +32,6 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     Cache,
-    DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedConfig,
@@ -52,6 +51,7 @@ from .rows import Found, Settings
 Status = Literal["works", "reads dense", "refuses", "fails"]
 CacheMaker = Callable[[PreTrainedModel], Cache]
 
+DENSE: CacheMaker = partial(create_cache, "dynamic")
 PROMPT_LENGTH, NUM_NEW = 80, 20
 # Of the shorter one of two prompts
 _SHORT_LENGTH = 67
@@ -136,10 +136,8 @@ def generate(
             return scores
         return torch.full_like(scores, -torch.inf).scatter(1, forced[:, len(reads) - 1, None], 0.0)
 
-    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "output_logits": True}
-    model.generation_config = GenerationConfig(
-        max_new_tokens=num_new, min_new_tokens=num_new, return_dict_in_generate=True, **options
-    )
+    options = {"do_sample": False, "pad_token_id": 0, "output_logits": True, "return_dict_in_generate": True}
+    model.generation_config = GenerationConfig(max_new_tokens=num_new, min_new_tokens=num_new, **options)
     output = model.generate(  # type: ignore[operator]
         tokens,
         attention_mask=torch.ones_like(tokens) if mask is None else mask,
@@ -169,18 +167,11 @@ def scenarios(
     yield name, generate(model, make_cache(model), pair, mask, _NUM_MORE, known[name].tokens if known else None)
 
 
-def _dynamic(model: PreTrainedModel) -> Cache:
-    return DynamicCache(config=model.config)
-
-
 def refer(model: PreTrainedModel) -> tuple[dict[str, Run], float]:
-    """
-    Runs `DynamicCache` on a model; returns also how far apart logits of another prompt are. A prompt that leaves no
-    trace in the logits of a random model, so that nothing could be told, is a `ValueError`.
-    """
-    runs = dict(scenarios(model, _dynamic))
+    """Runs `DynamicCache`, and measures how far another prompt's logits are; a `ValueError` if they tell nothing."""
+    runs = dict(scenarios(model, DENSE))
     first = runs["one prompt"]
-    other = generate(model, _dynamic(model), prompt(model, PROMPT_LENGTH, 4), None, NUM_NEW, first.tokens)
+    other = generate(model, DENSE(model), prompt(model, PROMPT_LENGTH, 4), None, NUM_NEW, first.tokens)
     logits = first.logits[:, 1:]
     control = float((other.logits[:, 1:] - logits).norm())
     if not control > _LEAST_CONTROL * float((logits - logits.mean(dim=-1, keepdim=True)).norm()):

@@ -25,7 +25,6 @@ _COLOURS = (
     *("#E69F00", "#56B4E9", "#8C564B", "#7F7F7F", "#882255"),
 )
 _MARKERS = "osD^vP*Xh<>"
-_DOTS_PER_INCH = 150
 # Between the shortest and the longest context; beyond it both axes are logarithmic
 _MOST_ON_A_LINE = 16
 _PERCENTS = (2, 3, 5, 7, 10, 15, 20, 25, 30, 40, 50, 70, 100, 150, 200, 300, 400)
@@ -35,7 +34,6 @@ _BITS = re.compile(r"-(\d)bit")
 _BITS_OF_SIDES = re.compile(r"-k\dv\d(-g\d+)?|-q\d_\d")
 # Percent of 16 bits, of transform coding: without a calibration and with one, and by which quantizer
 _PERCENT_OF_BITS = re.compile(r"(?<=^gear-[tc])\d+(?=$|-trellis$)")
-
 # Of a legend
 _MOST_NAMES = 18
 
@@ -61,7 +59,7 @@ def draw_sweep(contents: Sequence[Content], folder: Path, prefix: str) -> list[P
 
 def _save(figure: Figure, path: Path) -> Path:
     # Without the date of drawing the same results give the same file
-    figure.savefig(path, dpi=_DOTS_PER_INCH, metadata={"Software": None})
+    figure.savefig(path, dpi=150, metadata={"Software": None})
     return path
 
 
@@ -192,10 +190,7 @@ def _draw_against_position(group: Sequence[Content], title: str) -> Figure:
 
 
 def draw_result(content: Content, path: Path) -> Path:
-    """
-    Draws one result, as PNG: of `bench step` the time of a token against the context, of `eval fidelity` the
-    divergence from the dense cache against bytes held; any other is a `ValueError`. The file's folder is made.
-    """
+    """Draws a result of `bench step` or `eval fidelity` as PNG, its folder made; any other is a `ValueError`."""
     # The second was measured beside llama.cpp, by a command that there was
     if content.get("benchmark") in ("step", "llama-cpp"):
         figure = _draw_steps(content)

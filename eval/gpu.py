@@ -118,11 +118,8 @@ TESTS = (
     "tests/gear/test_presets_on_gpu.py",
 )
 # The acceptance's shape first: what time is left goes to the others
-SHAPES = {
-    "large": Shape(batch_size=16, context=32768),
-    "medium": Shape(batch_size=4, context=16384),
-    "small": Shape(batch_size=1, context=4096),
-}
+_SIZES = {"large": (16, 32768), "medium": (4, 16384), "small": (1, 4096)}
+SHAPES = {name: Shape(batch_size=size, context=context) for name, (size, context) in _SIZES.items()}
 # Whole steps: the most wanted come first, the first being the measure
 STEP_CACHES = (
     *("dynamic", "gear", "gear-2bit", "gear-4bit", "kivi-2bit", "static"),
@@ -236,9 +233,14 @@ def time_whole_steps(
         say(f"{name}: {each} reads {batch_size} x {context} tokens")
         with report.attempt(each), run.box.step(2):
             # The first time is for what is compiled
+            preset, num_tokens = each.removesuffix(CAPTURED), context + _NUM_WARM + steps
             for _ in range(2):
                 filled.pop(each, None)
-                filled[each] = _create_for_steps(each, network, context + _NUM_WARM + steps)
+                if preset == "static":
+                    filled[each] = StaticCache(config=network.config, max_cache_len=num_tokens)
+                else:
+                    room = {"max_cache_len": num_tokens} if each in compiled_for else {}
+                    filled[each] = create_cache(preset, network, **room)
                 read_part = partial(network, **as_argument(filled[each]), logits_to_keep=1)
                 prefills[each] = {"prefill_s": sum(time_call(partial(read_part, part), run.device) for part in parts)}
             # What is compiled and recorded is so before the first turn
@@ -262,13 +264,6 @@ def time_captured(run: Run, shapes: Sequence[tuple[int, int]] = CAPTURED_SHAPES,
         # Each model is compiled anew, and there is a limit to how often
         torch.compiler.reset()
         gc.collect()
-
-
-def _create_for_steps(name: str, model: PreTrainedModel, num_tokens: int) -> Cache:
-    preset = name.removesuffix(CAPTURED)
-    if preset == "static":
-        return StaticCache(config=model.config, max_cache_len=num_tokens)
-    return create_cache(preset, model, **({} if preset == name else {"max_cache_len": num_tokens}))
 
 
 # Memory: InfiniGen beside full offloading, and the largest batch of a budget
@@ -312,8 +307,7 @@ def measure_offloading(
             if isinstance(cache, InfiniGenCache):
                 cache.detach()
         gc.collect()
-        if run.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
     medians = {row["cache"]: row["median_s"] for row in report.rows}
     for row in report.rows:
         # Each was the first, and alone
@@ -383,10 +377,7 @@ class Budget:
         return self.num_bytes - torch.cuda.memory_allocated(self.device)
 
     def peaks(self, of_cache: int) -> dict[str, int]:
-        """
-        Reads the most bytes in use since `start`, and held by the allocator; on a CPU the cache's. More than the
-        budget raises what the allocator would.
-        """
+        """Reads the most bytes used and held since `start`; more than the budget raises what the allocator would."""
         used = held = of_cache
         if self.is_gpu:
             used, held = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
@@ -398,10 +389,7 @@ class Budget:
 def run_batch(
     model: PreTrainedModel, cache: Cache, batch_size: int, context: int, steps: int, budget: Budget
 ) -> dict[str, Any]:
-    """
-    Fills an empty cache with `context` tokens of each sequence and decodes `steps` tokens; returns times, bytes and
-    peaks. A `torch.OutOfMemoryError` if the budget, which is enforced, does not suffice.
-    """
+    """Fills an empty cache, decodes `steps` tokens of each sequence; more than the enforced budget is an error."""
     model(random_tokens(model, context), **as_argument(cache), logits_to_keep=1)
     cache.batch_repeat_interleave(batch_size)
     step = partial(model, random_tokens(model, 1, batch_size), **as_argument(cache))
@@ -420,10 +408,7 @@ def run_batch(
 def measure_largest_batch(
     model: PreTrainedModel, create: Callable[[], Cache], context: int, steps: int, budget: Budget, box: TimeBox
 ) -> dict[str, Any]:
-    """
-    Measures the largest batch for a cache that `create` makes, see `run_batch`, if one sequence fits. Of how many
-    would fit by what one sequence holds, `SHARES` are tried until one does, all noted as `trials`.
-    """
+    """Measures the largest batch that fits, of `SHARES` of what one sequence says; all tried are `trials`."""
     available = budget.start()
     one = run_batch(model, create(), 1, context, 2, budget)["cache_bytes"]
     trials: list[tuple[int, bool]] = []

@@ -44,11 +44,6 @@ States = Sequence[tuple[torch.Tensor, torch.Tensor]]
 # Caches
 
 
-def with_reference(specs: Sequence[str]) -> list[str]:
-    """Lists the reference and then what is named, nothing twice."""
-    return list(dict.fromkeys([REFERENCE, *specs]))
-
-
 def cache_factories(specs: Sequence[str], model: PreTrainedModel) -> dict[str, CacheFactory]:
     """Makes factories of caches, by their specs, and calls each once: what is wrong is so before anything has run."""
     factories: dict[str, CacheFactory] = {spec: partial(create_cache, spec, model) for spec in specs}
@@ -63,10 +58,7 @@ def cache_stats(cache: Cache) -> dict[str, StatValue]:
 
 
 def was_exercised(cache: Cache) -> bool:
-    """
-    Tells whether a cache has answered with something other than the exact states; one that never does counts too, as
-    there is nothing that a score could miss.
-    """
+    """Tells whether a cache has answered with other than exact states, or never does, so that no score misses any."""
     if isinstance(cache, QuantizedCache):
         return any(getattr(layer, "_quantized_keys", None) is not None for layer in cache.layers)
     stats = cache_stats(cache)

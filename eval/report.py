@@ -2,9 +2,8 @@
 
     python -m kvcache_plugins.eval.report
 
-puts together what was measured apart: it reads the files named below from `eval/results/`, predicts the bytes of a
-bfloat16 model from its config alone, writes
-`eval/results/overview.json`, from which the table is rendered, and draws `docs/figures/fidelity_1024_smollm2.png`.
+puts together what was measured apart: it reads the files named below from `eval/results/`, predicts bytes from a
+model's config alone, writes `overview.json`, from which the table is rendered, there, and draws `FIGURE`.
 """
 
 import json

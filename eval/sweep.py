@@ -167,9 +167,8 @@ class Sweep:
     @classmethod
     def read(cls, path: Path) -> "Sweep":
         """Reads a YAML file. What is missing, unknown or wrong in it is a `ValueError` that names it."""
-        content = yaml.safe_load(read_text(path, "config"))
-        if not isinstance(content, dict):
-            raise ValueError(f"{path}: a sweep has the fields {', '.join(sorted(_FIELDS))}")
+        found = yaml.safe_load(read_text(path, "config"))
+        content = found if isinstance(found, dict) else {}
         unknown, missing = content.keys() - _FIELDS, _NEEDED - content.keys()
         if unknown or missing:
             named = ", ".join(f"`{name}`" for name in sorted(unknown or missing))

@@ -6,11 +6,9 @@ share of the bandwidth that a copy reaches on the same machine. On a GPU the tim
 call, with its launches, stands beside it.
 
 What a GPU that is not there would have to issue is counted, preset by preset. A warp instruction takes one of four
-slots that a multiprocessor has a clock. A cached number of 16 bits takes so many clocks to read; what of the copy
-bandwidth the slots allow, and how many times as fast as reading a dense cache that is at best, follows. Both are
-bounds: waiting for memory, for each other or for one unit of the multiprocessor is not in them. A loop over outliers
-within a tile counts as often as the preset's own lists make it run. Kernels are compiled with the assembler that
-Triton brings, which must not interpret.
+slots that a multiprocessor has a clock, and reading a dense number of 16 bits so many clocks: what of the copy
+bandwidth the slots allow, and how many times as fast that is, are bounds, as no waiting is in them. A loop over
+outliers counts as often as the preset's own lists make it run. Triton's assembler compiles; it must not interpret.
 """
 
 import re
@@ -108,10 +106,7 @@ class Contest:
         self._copy: Callable[[], Any] = partial(torch.empty_like(source).copy_, source)
 
     def add_backend(self, backend: str) -> None:
-        """
-        Adds dense attention by one of PyTorch's kernels, a key of `BACKENDS`, beside the one that it picks. One that
-        refuses the dtype, the shape or the device, or is wrong, raises a `RuntimeError`.
-        """
+        """Adds dense attention by one of `BACKENDS`; one that refuses, or is wrong, raises a `RuntimeError`."""
         dense = self.functions[self.dense_name]
         name, function = f"{self.dense_name}, {backend}", sdpa_kernel(BACKENDS[backend])(dense)
         self.errors[name] = require_close(name, function(), dense())
@@ -244,10 +239,7 @@ def benchmark_kernels(
 
 
 def compile_for(kernel: Any, arguments: Mapping[str, Any], capability: int | str, **options: int) -> Any:
-    """
-    Compiles what Triton would for a launch of a `JITFunction`, in whose arguments tensors stand for aligned ones; for
-    a compute capability, such as 90, or an architecture of AMD's, such as `"gfx942"`. Options: `num_warps`, ...
-    """
+    """Compiles for a launch with aligned tensors, and for a capability, such as 90, or AMD's, such as `"gfx942"`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -37,7 +37,6 @@ from kvcache_plugins.reports.memory import measure_memory
 
 # Of random models: longer contexts are these again
 _TOKENS_READ = 512
-_NEW_TOKENS = [17, 128, 512, 2048]
 
 
 def llama(*sizes: int, **more: int) -> dict[str, int]:
@@ -148,7 +147,8 @@ def benchmark_steps(
         parse_dtype(each)
     if text_file is None and not shape:
         raise ValueError("`text_file` has to be given, or `shape` for random models, which read none")
-    specs, threads = harness.with_reference(cache) if shape else list(cache), num_threads or [torch.get_num_threads()]
+    specs = dict.fromkeys([*[harness.REFERENCE] * bool(shape), *cache])
+    threads = num_threads or [torch.get_num_threads()]
     read = _TOKENS_READ if shape else read
     num_fed = steps * len(threads)
     yield Settings(dtype=", ".join(dtype or []))
@@ -274,7 +274,12 @@ def benchmark_prompts(
     text_file: Annotated[Path, typer.Option(help="A text of at least --context + --new-tokens tokens.")],
     model: inputs.ModelOption = "smollm2",
     context: Annotated[int, typer.Option(help="Tokens of the prompt.", min=1)] = 4096,
-    new_tokens: Annotated[list[int], typer.Option(help="Tokens that follow it; repeatable.", min=1)] = _NEW_TOKENS,
+    new_tokens: Annotated[list[int], typer.Option(help="Tokens behind it; repeatable.", min=1)] = [
+        17,
+        128,
+        512,
+        2048,
+    ],
     chunk: Annotated[list[int], typer.Option(help="Chunks that it is read in; repeatable.", min=1)] = [512],
     rounds: Annotated[int, typer.Option(help="Rounds that a median is over.", min=1)] = 3,
     dtype: inputs.DtypeOption = None,

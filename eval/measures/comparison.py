@@ -9,7 +9,7 @@ different the caches are; distributions over one text do.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from textwrap import shorten
@@ -22,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvcache_plugins.console.display import open_console, track_progress
 from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.eval import harness
-from kvcache_plugins.eval.tables import Column, code, number, print_markdown, table
+from kvcache_plugins.eval.tables import Column, Row, code, number, print_markdown, table
 from kvcache_plugins.gear.config import PresetChoice
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.option_checks import check_integer, check_number
@@ -33,8 +33,6 @@ from .fidelity import continuation_logits, fill_cache, score_logits
 
 # Tokens that every cache begins to compress
 _WARM_UP = 96
-
-Row = Mapping[str, Any]
 
 
 def generate_with(
@@ -98,8 +96,7 @@ def compare_caches(
     `top1_agreement` (the share of it at which both find the same token most likely), and the fields of
     `generate_with`. A wrong spec of a cache is a `ValueError`.
     """
-    check_integer("max_new_tokens", max_new_tokens, 1)
-    factories = harness.cache_factories(harness.with_reference(caches), model)
+    factories = harness.cache_factories([harness.REFERENCE, *caches], model)
     for factory in factories.values():
         # Whatever is loaded or compiled when a cache is first used is not counted as its speed
         with suppress(*harness.CACHE_FAILURES):

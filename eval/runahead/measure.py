@@ -65,6 +65,10 @@ class ModelFacts(NamedTuple):
     vocab_size: int
     by_shapes: planner.CostModel
 
+    def sizes(self) -> dict[str, Any]:
+        """Lists what planning over a link needs."""
+        return {"bytes_per_token": self.bytes_per_token, "num_layers": self.num_layers}
+
     def random_tokens(self, length: int) -> list[int]:
         """Draws a prompt for measuring: what it says does not matter."""
         generator = torch.Generator().manual_seed(0)
@@ -220,30 +224,19 @@ def time_slices(ranks: Ranks, facts: ModelFacts, lengths: Sequence[int], rounds:
     ]
 
 
-def plan_slices(
-    length: int, num_ranks: int, cost: planner.CostModel, link: planner.Link | None, facts: ModelFacts
-) -> tuple[int, ...]:
-    """Plans the partition that is fastest by what was measured, of no more ranks than pay."""
-    sizes: dict[str, Any] = {"bytes_per_token": facts.bytes_per_token, "num_layers": facts.num_layers}
-    return planner.planned(length, num_ranks, cost, link=link, **sizes)
-
-
 # `kvcache-plugins plan`
 
 
 def plan_table(
     ranks: Ranks, facts: ModelFacts, lengths: list[int], rounds: int = _PLAN_ROUNDS, *, search: bool = False
 ) -> planner.PartitionTable:
-    """
-    Fits a cost model to slices that are timed for `rounds`, measures the link between ranks, and plans contexts of
-    `lengths` tokens. With `search` partitions are searched by whole prefills, `rounds` of each.
-    """
+    """Fits a cost model to slices, measures the link, and plans `lengths`, or searches them by whole prefills."""
     timings = time_slices(ranks, facts, lengths, rounds)
     cost = planner.CostModel.fit(timings, projection_share=facts.by_shapes.projection_share)
     link = measure_link(ranks, facts, lengths[-1])
     entries = []
     for length in lengths:
-        slices = plan_slices(length, ranks.size, cost, link, facts)
+        slices = planner.planned(length, ranks.size, cost, link=link, **facts.sizes())
         is_searched = search and len(slices) > 1
         if is_searched:
             slices, seconds = _search(ranks, facts, slices, rounds)
@@ -356,7 +349,7 @@ def simulate(length: int, cost: planner.CostModel, link: planner.Link, facts: Mo
     """Yields seconds, and one rank's over those of all together (efficiency), of every way over equal links."""
     sizes = cost, link, facts.bytes_per_token, facts.num_layers
     for num_ranks in (2, 4, 8):
-        plan = plan_slices(length, num_ranks, cost, link, facts)
+        plan = planner.planned(length, num_ranks, cost, link=link, **facts.sizes())
         found = {"planned": float(planner.predict_ttft(plan, *sizes))}
         for is_folded, is_ring in product((False, True), repeat=2):
             name = ("zig-zag" if is_folded else "even") + (", ring attention" if is_ring else ", all-gather")
