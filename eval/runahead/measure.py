@@ -6,8 +6,6 @@ follow from that. The benchmark puts what cost model and link say beside whole p
 ranks to the logits on the last one, which then also has the whole cache.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 import warnings

@@ -4,8 +4,6 @@ Every rank loads the model and then does what it is told, operation by operation
 in one process, and measuring in the others. The ranks end with the command, however it ends.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import platform
@@ -62,7 +60,7 @@ class Ranks:
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> "Ranks":
         is_served = "forkserver" in multiprocessing.get_all_start_methods()
         context: Any = multiprocessing.get_context("forkserver" if is_served else "spawn")
         if is_served:

@@ -13,6 +13,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -289,10 +290,8 @@ def parse_option(text: str) -> tuple[str, OptionValue]:
     if value.lower() in constants:
         return key, constants[value.lower()]
     for number in (int, float):
-        try:
+        with suppress(ValueError):
             return key, number(value)
-        except ValueError:
-            continue
     return key, value
 
 

@@ -3,8 +3,6 @@
 What the registry knows is shown without Torch or Transformers, but to ask for a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -204,7 +202,7 @@ def recommend_caches(
         raise typer.Exit(FAILED)
 
 
-def _print_recommendation(found: Recommendation, is_decimal: bool) -> None:
+def _print_recommendation(found: "Recommendation", is_decimal: bool) -> None:
     from kvcache_plugins.advice.recommendation import MAX_BATCH_SIZE, MAX_CONTEXT, MEASURED_KL
 
     new = f", {found.new_tokens:,} of them decoded" if found.new_tokens else ""

@@ -1,20 +1,14 @@
 """`kvcache-plugins calibrate`: what InfiniGen, or GEAR's transform coding, can be told about a model beforehand."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvcache_plugins.console import inputs
 from kvcache_plugins.console.display import make_table, open_console, track_progress
 from kvcache_plugins.console.results import prepare_file, print_json, provenance
-
-
-if TYPE_CHECKING:
-    import torch
 
 
 # Windows of every text, and tokens of a window
@@ -74,7 +68,7 @@ def main(
     loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
     if cache == "gear":
         texts = [*calibration_texts().values(), *texts]
-    cut: list[torch.Tensor] = []
+    cut: list[Any] = []
     for token_ids, start_ids in (encode_text(tokenizer, text) for text in texts):
         cut += spread_windows(token_ids, windows, length // 2, length - length // 2 - 1, start_ids)
     names = ",".join(path.name for path in text_file) if text_file else None

@@ -1,9 +1,7 @@
 """`kvcache-plugins generate` and `compare`: one prompt through one cache, or through several."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,10 +11,6 @@ from kvcache_plugins.console.display import print_line
 from kvcache_plugins.console.results import free_stdout, print_json, provenance
 from kvcache_plugins.models.packaged_models import check_model_name
 from kvcache_plugins.registry import check_cache, check_caches, create_cache, parse_cache_spec
-
-
-if TYPE_CHECKING:
-    from transformers import Cache
 
 
 DEMO_CACHES = ("dynamic", "gear", "gear-4bit", "gear-2bit", "kivi-2bit")
@@ -74,13 +68,13 @@ def generate(
 
     loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
     token_ids = inputs.encode_prompt(tokenizer, text, chat)
-    made: Cache
+    made: Any
     if store is not None:
         from kvcache_plugins.prompt_store import PromptStore
 
         kept = PromptStore(store)
-        made = from_store = kept.cache_for(loaded, token_ids[None], name, **options)
-        kept.prefill(loaded, from_store, token_ids[None])
+        made = kept.cache_for(loaded, token_ids[None], name, **options)
+        kept.prefill(loaded, made, token_ids[None])
         stats = kept.stats()
         print_line(
             f"{stats['tokens_saved']} of {token_ids.numel()} tokens were known, {stats['load_seconds']:.2f} s; "
@@ -92,10 +86,9 @@ def generate(
     else:
         from kvcache_plugins.advice.choose_by_kl import choose_cache
 
-        made = chosen = choose_cache(loaded, token_ids[None], max_kl=max_kl)
-        assert chosen.choice is not None
-        name = chosen.choice.preset
-        print_line(choice_line(chosen.choice), stderr=True)
+        made = choose_cache(loaded, token_ids[None], max_kl=max_kl)
+        name = made.choice.preset
+        print_line(choice_line(made.choice), stderr=True)
     with free_stdout(as_json):
         generation = generate_with(
             loaded,

@@ -1,7 +1,5 @@
 """`kvcache-plugins serve`: a model over HTTP, as OpenAI's API has it, with a cache for each request."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -3,8 +3,6 @@
 Results go to standard output; progress and errors go to standard error, so that a pipe holds results alone.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -189,11 +189,9 @@ def _places(header: dict[str, Any], num_bytes: int) -> dict[str, tuple[torch.dty
         if not isinstance(entry["dtype"], str) or entry["dtype"] not in _DTYPES:
             raise ValueError(f"`{name}.dtype` has to be one of {list(_DTYPES)} but got {entry['dtype']!r}")
         dtype = _DTYPES[entry["dtype"]]
-        for each in (shape, offsets):
-            if not isinstance(each, list) or not all(
-                type(size) is int and 0 <= size <= _MAX_NUM_VALUES for size in each
-            ):
-                raise ValueError(f"`{name}` has to have lists of integers from 0 to {_MAX_NUM_VALUES}")
+        are_lists = isinstance(shape, list) and isinstance(offsets, list)
+        if not are_lists or not all(type(size) is int and 0 <= size <= _MAX_NUM_VALUES for size in (*shape, *offsets)):
+            raise ValueError(f"`{name}` has to have lists of integers from 0 to {_MAX_NUM_VALUES}")
         if len(shape) > _MAX_NUM_DIMS or math.prod(max(size, 1) for size in shape) > _MAX_NUM_VALUES:
             raise ValueError(f"`{name}` has a shape that no tensor can have, {shape}")
         if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:

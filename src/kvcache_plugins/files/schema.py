@@ -77,11 +77,8 @@ class Stored:
         sizes.update({size: found for size, found in named if isinstance(size, str)})
         if self.is_finite and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise ValueError(f"`{name}` has to be finite")
-        for bound, words, is_beyond in (
-            (self.least, "at least", torch.lt),
-            (self.most, "at most", torch.gt),
-            (self.above, "above", torch.le),
-        ):
+        bounds = (self.least, "at least", torch.lt), (self.most, "at most", torch.gt), (self.above, "above", torch.le)
+        for bound, words, is_beyond in bounds:
             if bound is not None and bool(is_beyond(tensor, bound).any()):
                 raise ValueError(f"`{name}` has to be {words} {bound}")
 

@@ -31,19 +31,12 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 def weight_samples(model: PreTrainedModel) -> torch.Tensor:
     """A few weights of every parameter one behind the other, float32; not a number where they are kept elsewhere."""
-    samples = [
-        torch.full((len(range(0, each.numel(), _stride(each))),), torch.nan) if each.is_meta else _samples(each)
-        for each in model.parameters()
-    ]
-    return torch.cat(samples)
-
-
-def _stride(parameter: torch.Tensor) -> int:
-    return max(parameter.numel() // _SAMPLES_PER_PARAMETER, 1)
+    return torch.cat([_samples(each) for each in model.parameters()])
 
 
 def _samples(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.detach().flatten()[:: _stride(parameter)].float().cpu()
+    samples = parameter.detach().flatten()[:: max(parameter.numel() // _SAMPLES_PER_PARAMETER, 1)]
+    return torch.full(samples.shape, torch.nan) if samples.is_meta else samples.float().cpu()
 
 
 def config_fingerprint(config: PreTrainedConfig) -> str:
