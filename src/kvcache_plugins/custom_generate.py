@@ -4,20 +4,16 @@ A cache object is for one prompt; pipelines, chat loops and evaluations call `ge
 arguments. What stands in those arguments here makes a new cache for each call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
 from kvcache_plugins.models.cache_argument import as_argument, find_cache
 from kvcache_plugins.registry import check_cache, create_cache
-
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import Cache, GenerationConfig, PreTrainedModel
 
 
 # That can be reached through a callable
@@ -81,8 +77,6 @@ def generate_with(name: str, **options: object) -> Callable[..., Any]:
 
 def _refuse_other_cache(arguments: Mapping[str, Any]) -> None:
     """Refuses a cache among `arguments` but the empty `DynamicCache` that `generate` prepares by itself."""
-    from transformers import DynamicCache
-
     if not arguments.get("use_cache", True):
         raise ValueError("`use_cache=False` beside `custom_generate=generate_with(...)`: leave one of them out")
     prepared = find_cache(arguments)

@@ -18,10 +18,7 @@ DEMO_CACHES = ("dynamic", "gear", "gear-4bit", "gear-2bit", "kivi-2bit")
 
 def generate(
     model: inputs.ModelOption = "smollm2",
-    cache: Annotated[
-        str | None,
-        typer.Option(help="NAME of `kvcache-plugins list`, or NAME:key=value,key=value; `gear` by default."),
-    ] = None,
+    cache: Annotated[str | None, typer.Option(help="NAME or NAME:key=value,key=value; `gear` by default.")] = None,
     max_kl: Annotated[float | None, typer.Option(help="Instead of --cache: the cheapest of at most this KL.")] = None,
     store: Annotated[Path | None, typer.Option(help="Prompt store's folder: what it has is not read again.")] = None,
     prompt: inputs.PromptOption = None,
@@ -110,10 +107,7 @@ def generate(
 
 
 def compare(
-    cache: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME or NAME:key=value,key=value; repeatable. `dynamic` always comes first."),
-    ] = None,
+    cache: Annotated[list[str] | None, typer.Option(help="NAME or NAME:key=value,key=value; repeatable.")] = None,
     model: inputs.ModelOption = "smollm2",
     prompt: inputs.PromptOption = None,
     prompt_file: inputs.PromptFileOption = None,
@@ -126,11 +120,11 @@ def compare(
 ) -> None:
     """Run several caches on one prompt, side by side.
 
-    Columns are the text, the KL to the dense cache, bytes held and speed. KL is the mean over the dense cache's
-    own continuation, fed through each cache after the prompt, and "top-1" the share of it at which both find the same
-    token most likely. "differs at" is the first generated token that is not the dense cache's. KV % is of a cache at
-    16 bits, the ratio is to the model's dtype. Seconds and milliseconds are processor time on a CPU, all threads
-    together. Exit code 1 if a cache failed on the way: its row says how.
+    `dynamic` always comes first. Columns are the text, the KL to the dense cache, bytes held and speed. KL is the mean
+    over the dense cache's own continuation, fed through each cache after the prompt, and "top-1" the share of it at
+    which both find the same token most likely. "differs at" is the first generated token that is not the dense
+    cache's. KV % is of a cache at 16 bits, the ratio is to the model's dtype. Seconds and milliseconds are processor
+    time on a CPU, all threads together. Exit code 1 if a cache failed on the way: its row says how.
 
     \b
     Examples:
