@@ -162,13 +162,13 @@ def spread_windows(
 
 
 def load_with_windows(
-    model: str | inputs.LoadedModel, text_file: Path, sizes: Sequence[int], *place: str | None
+    model: str | inputs.LoadedModel, text_file: Path, sizes: tuple[int, int, int], *place: str | None
 ) -> tuple[PreTrainedModel, list[torch.Tensor]]:
     """Loads a model, at a `place` of dtype and device, and cuts windows of `sizes` of a file, see `spread_windows`."""
     text = inputs.read_text(text_file, "text_file")
     network, tokenizer = inputs.load_for_evaluation(model, *place)
     token_ids, start_ids = encode_text(tokenizer, text)
-    return network, spread_windows(token_ids, *sizes, start_ids=start_ids)
+    return network, spread_windows(token_ids, *sizes, start_ids)
 
 
 def stretch_stops(stretch: int, num_scored: int) -> list[int]:

@@ -40,11 +40,11 @@ ROOMS = {
     "batching": Room(in_package("batching"), 900, 785),
     "store, advice, contract": Room(in_package("prompt_store", "advice", "contract"), 3_600, 3_265),
     "serving": Room(in_package("serving"), 400, 425),
-    "cli": Room(in_package("cli", "console"), 1_600, 1_680),
-    "ground": Room((*in_package("registry", "models", "files"), f":(glob){PACKAGE}/*.py"), 1_200, 1_745),
-    "all of src": Room(("src",), 20_000, 29_780),
+    "cli": Room(in_package("cli", "console"), 1_600, 1_590),
+    "ground": Room((*in_package("registry", "models", "files"), f":(glob){PACKAGE}/*.py"), 1_200, 1_685),
+    "all of src": Room(("src",), 20_000, 29_635),
     "triton_kernels": Room(("triton_kernels",), 3_500, 3_925),
-    "eval": Room(("eval",), 5_500, 6_775),
+    "eval": Room(("eval",), 5_500, 6_485),
     "tests": Room(("tests",), 15_000, 24_995),
 }
 

@@ -66,7 +66,7 @@ def time_steps(
     context: int,
     instead: Mapping[str, Callable[..., Any]] | None = None,
     **limits: Any,
-) -> Iterator[Found]:
+) -> Iterator[Any]:
     """
     Times every decode step of each cache that holds `context` tokens already, fed `[batch_size, steps]`; they take
     turns. By the names of caches, what is called `instead` of the model; `limits` are those of `take_turns`.
@@ -152,7 +152,8 @@ def benchmark_steps(
     read = _TOKENS_READ if shape else read
     num_fed = steps * len(threads)
     yield Settings(dtype=", ".join(dtype or []))
-    for kind, precision in product(shape or [None], dtype or [None]):
+    kinds, precisions = (list[str | None](each or [None]) for each in (shape, dtype))
+    for kind, precision in product(kinds, precisions):
         num_read = max(context) if read is None else read
         network, token_ids = load_or_make(model, kind, text_file, num_read + num_fed, precision)
         yield from loaded_settings(network) if len(dtype or ()) < 2 else ()
@@ -176,7 +177,7 @@ def benchmark_steps(
                 place = {"batch_size": size, "num_threads": number, "dtype": str(network.dtype).removeprefix("torch.")}
                 place |= {"part": "step", "shape": kind} if kind else {}
                 # All of them are timed to the end
-                yield from ({**place, **dict(row)} for row in time_steps(network, caches, part, length))
+                yield from ({**place, **row} for row in time_steps(network, caches, part, length))
             for used_cache in caches.values():
                 harness.check_length(used_cache, length + num_fed)
 

@@ -212,7 +212,7 @@ def measure_tasks(
             }
             for task, total in totals.items()
         }
-        whole = sum(totals.values(), Counter())
+        whole: Counter[str] = sum(totals.values(), Counter())
         yield {
             "cache": spec,
             "tasks": by_task,
