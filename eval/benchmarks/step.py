@@ -152,7 +152,8 @@ def benchmark_steps(
     read = _TOKENS_READ if shape else read
     num_fed = steps * len(threads)
     yield Settings(dtype=", ".join(dtype or []))
-    kinds, precisions = (list[str | None](each or [None]) for each in (shape, dtype))
+    kinds: list[str | None] = [*shape] if shape else [None]
+    precisions: list[str | None] = [*dtype] if dtype else [None]
     for kind, precision in product(kinds, precisions):
         num_read = max(context) if read is None else read
         network, token_ids = load_or_make(model, kind, text_file, num_read + num_fed, precision)
