@@ -40,10 +40,7 @@ def say(text: str) -> None:
 def benchmark(
     kind: str, title: str = "", with_dense: bool = False
 ) -> Callable[[Callable[Options, Iterator[Found]]], Callable[Options, dict[str, Any]]]:
-    """
-    Makes a command of a function that yields rows; by `kind` its table is found, settings are in its title. To one
-    `with_dense` the reference is given first, whatever caches are named.
-    """
+    """Makes a command of a function that yields rows, shown as `kind`; `with_dense` puts the reference first."""
 
     def decorate(function: Callable[Options, Iterator[Found]]) -> Callable[Options, dict[str, Any]]:
         signature = inspect.signature(function)
@@ -81,11 +78,7 @@ class TimeIsUpError(Exception):
 
 @dataclass(slots=True)
 class Result:
-    """
-    Rows and settings of a benchmark while it runs.
-
-    With a `path` the file is written anew after every change: a run that is cut short leaves what it has.
-    """
+    """Holds rows and settings while a benchmark runs, and writes a file, if there is a `path`, at every change."""
 
     kind: str
     settings: dict[str, Any]
@@ -93,7 +86,6 @@ class Result:
     more: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     failures: list[dict[str, str]] = field(default_factory=list)
-    _origin: dict[str, Any] = field(default_factory=dict)
 
     def take(self, found: Found) -> None:
         """Takes what a benchmark yields."""
@@ -122,10 +114,8 @@ class Result:
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:
         """
-        Turns any error inside into a failure of `what`; what comes after goes on.
-
-        Any: time on a GPU machine is lent, and a kernel, a driver or a peer's cache can raise whatever it likes. What
-        was measured before and can be measured after is worth having all the same; nothing is passed over in silence.
+        Turns any error inside into a failure of `what`; what comes after goes on. Any, as kernels, drivers and peers'
+        caches can raise whatever they like, and what can be measured before and after is worth having.
         """
         try:
             yield
@@ -150,11 +140,9 @@ class Result:
         """Makes what is written as JSON."""
         more = dict(self.more)
         device = more.pop("device", torch.device("cpu"))
-        if not self._origin:
-            known = device if isinstance(device, torch.device) else torch.device("cpu")
-            self._origin = {**provenance(known), **({} if device is known else {"device": device})}
+        known = device if isinstance(device, torch.device) else torch.device("cpu")
+        origin = {"benchmark": self.kind, **provenance(known), **({} if device is known else {"device": device})}
         failures = {"failures": self.failures} if self.failures else {}
-        origin = {"benchmark": self.kind, **self._origin}
         return {**origin, "settings": self.settings, **more, "rows": self.rows, **failures}
 
 

@@ -65,9 +65,7 @@ def _people(draw: random.Random, count: int) -> list[dict[str, str | int]]:
 def make_records(draw: random.Random, size: int) -> _Made:
     """Makes people described in prose, to be written as JSON lines."""
     people = _people(draw, size + 1)
-    (example, first), *rest = [
-        (draw.choice(_SENTENCES).format_map(person), f"{json.dumps(person)}\n") for person in people
-    ]
+    (example, first), *rest = [(draw.choice(_SENTENCES).format_map(each), f"{json.dumps(each)}\n") for each in people]
     text = " ".join(sentence for sentence, _ in rest)
     head = f"Write every person of the text as a line of JSON.\n\nText: {example}\nJSON:\n{first}"
     return f"{head}\nText: {text}\nJSON:\n", [line for _, line in rest]
@@ -164,8 +162,8 @@ def make_sample(
 ) -> Question:
     """
     Makes a sample of a task: as large a context as `length` tokens hold, and the answer from the line at `place`, 0
-    to 1, on: as many whole lines as `scored` tokens hold, one at least. Tasks of which nothing is so short, or that
-    are none of `TASKS`, `LONG_ANSWERS` and `chain_of_thought`, which needs `rows`, are a `ValueError`.
+    to 1, on: as many whole lines as `scored` tokens hold, one at least. Where nothing is so short, and for tasks not
+    known (`chain_of_thought` needs `rows`), it is a `ValueError`.
     """
     known: dict[str, Callable[[random.Random, int], _Made]] = TASKS | LONG_ANSWERS
     if rows:

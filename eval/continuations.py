@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -25,8 +25,7 @@ from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memo
 from .harness import cache_stats, feed, was_exercised
 
 
-@dataclass(frozen=True, slots=True)
-class Feeding:
+class Feeding(NamedTuple):
     """How many tokens of a context and of a continuation go through a cache in a forward; all at once by default."""
 
     context_chunk: int | None = None
@@ -37,8 +36,7 @@ class Feeding:
 DECODE = Feeding(None, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
+class Score(NamedTuple):
     """Log-likelihood of a continuation in nats, and how many of its tokens greedy decoding would have said."""
 
     log_likelihood: float
@@ -54,8 +52,8 @@ class Score:
 @dataclass(slots=True)
 class CacheRecord:
     """
-    Counters of what caches of a run went through, `contexts_exercised` being those whose cache answered with something
-    other than exact states; and what the `largest`, which is the longest, held and counted at its end.
+    Counts what caches of a run went through, `contexts_exercised` being those not answered with exact states alone;
+    and keeps what the `largest`, which is the longest, held and counted at its end.
     """
 
     counters: Counter[str] = field(default_factory=Counter)
@@ -74,10 +72,8 @@ class CacheRecord:
 
 class ContinuationScorer:
     """
-    Scores continuations of contexts through fresh caches; its `record` says what these went through.
-
-    `autocast` makes the context that the model runs in, for mixed precision; `softmax_dtype` is of the log-softmax, by
-    default the logits' own.
+    Scores continuations of contexts through fresh caches; its `record` says what these went through. `autocast` makes
+    the context that the model runs in, for mixed precision; `softmax_dtype` is by default the logits' own.
     """
 
     def __init__(
@@ -110,7 +106,7 @@ class ContinuationScorer:
 
         cache = fill_cache()
         groups = [_group_by_fed(context, wanted) for context, wanted in zip(contexts, continuations, strict=True)]
-        sums = [[[0.0, 0] for _ in wanted] for wanted in continuations]
+        scores: list[dict[int, Score]] = [{} for _ in contexts]
         num_rounds, exercised = max(map(len, groups)), False
         for number in range(num_rounds):
             # What is fed of each context in this round, and the numbers of the continuations that it scores
@@ -124,28 +120,21 @@ class ContinuationScorer:
                 except RuntimeError:
                     # Tensors of some peers cannot be copied (quanto's)
                     fork = fill_cache()
-            offset = 0
-            for logits in self._feed(rows, fork, padding, feeding.continuation_chunk):
-                log_probs = F.log_softmax(logits, dim=-1, dtype=self._softmax_dtype)
-                for row, (_, scored) in enumerate(fed):
-                    for each in scored:
-                        targets = torch.tensor(continuations[row][each][offset:][: log_probs.shape[1]])
-                        if targets.numel():
-                            own = log_probs[row, : targets.numel()]
-                            targets = targets.to(own.device)
-                            sums[row][each][0] += float(own.gather(1, targets[:, None]).sum())
-                            sums[row][each][1] += int((own.argmax(dim=-1) == targets).sum())
-                offset += log_probs.shape[1]
+            logits = torch.cat(list(self._feed(rows, fork, padding, feeding.continuation_chunk)), dim=1)
+            for row, (_, scored) in enumerate(fed):
+                for each in scored:
+                    targets = torch.tensor(continuations[row][each], device=logits.device)
+                    log_probs = F.log_softmax(logits[row, : len(targets)], dim=-1, dtype=self._softmax_dtype)
+                    likelihood = float(log_probs.gather(1, targets[:, None]).sum())
+                    num_greedy = int((log_probs.argmax(dim=-1) == targets).sum())
+                    scores[row][each] = Score(likelihood, len(targets), num_greedy)
             exercised = exercised or was_exercised(fork)
         self.record.counters.update(
             continuations=sum(map(len, continuations)),
             tokens_fed=sum(len(tokens) for each in groups for tokens, _ in each),
         )
         self.record.note(cache, num_contexts=len(contexts), exercised=exercised)
-        return [
-            [Score(total, len(each), int(count)) for each, (total, count) in zip(wanted, own, strict=True)]
-            for wanted, own in zip(continuations, sums, strict=True)
-        ]
+        return [[own[number] for number in sorted(own)] for own in scores]
 
     def _feed(
         self, rows: list[list[int]], cache: Cache, padding: torch.Tensor, chunk: int | None, needs_logits: bool = True
@@ -154,8 +143,8 @@ class ContinuationScorer:
         token_ids = torch.tensor(rows, device=self.model.device)
         places = torch.arange(cache.get_seq_length() + token_ids.shape[1], device=self.model.device)
         mask = (places >= padding[:, None]).long() if bool(padding.any()) else None
-        options: dict[str, Any] = {"mask": mask, "needs_logits": needs_logits, "autocast": self._autocast}
-        return feed(self.model, token_ids, cache, chunk, **options)
+        autocast = self._autocast
+        return feed(self.model, token_ids, cache, chunk, mask=mask, needs_logits=needs_logits, autocast=autocast)
 
 
 def _group_by_fed(

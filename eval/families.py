@@ -16,6 +16,7 @@ name the same things alike, so one table of names serves nearly all families; wh
 
 import dataclasses
 import multiprocessing
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -31,9 +32,8 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     Cache,
-    DynamicCache,
     GenerationConfig,
-    LogitsProcessor,
+    LogitsProcessorList,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -51,6 +51,7 @@ from .rows import Found, Settings
 Status = Literal["works", "reads dense", "refuses", "fails"]
 CacheMaker = Callable[[PreTrainedModel], Cache]
 
+DENSE: CacheMaker = partial(create_cache, "dynamic")
 PROMPT_LENGTH, NUM_NEW = 80, 20
 # Of the shorter one of two prompts
 _SHORT_LENGTH = 67
@@ -103,22 +104,6 @@ class Run(NamedTuple):
     dense_reads: int
 
 
-class _Forced(LogitsProcessor):
-    """Makes `generate` pick given tokens, and notes what a cache has read dense when the prompt was through."""
-
-    def __init__(self, tokens: torch.Tensor | None, cache: Cache):
-        self.tokens, self.cache = tokens, cache
-        self.step = self.reads_of_prompt = 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self.step == 0:
-            self.reads_of_prompt = dense_reads(self.cache)
-        step, self.step = self.step, self.step + 1
-        if self.tokens is None:
-            return scores
-        return torch.full_like(scores, -torch.inf).scatter(1, self.tokens[:, step, None], 0.0)
-
-
 def dense_reads(cache: Cache) -> int:
     """Counts how often a cache says that it has made a layer's side dense; 0 of one that says nothing."""
     stats = getattr(cache, "stats", None)
@@ -142,21 +127,27 @@ def generate(
     forced: torch.Tensor | None,
 ) -> Run:
     """Generates tokens after a prompt `[batch, length]`: those that are `forced`, or the likeliest."""
-    processor = _Forced(forced, cache)
-    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "output_logits": True}
-    model.generation_config = GenerationConfig(
-        max_new_tokens=num_new, min_new_tokens=num_new, return_dict_in_generate=True, **options
-    )
+    reads: list[int] = []
+
+    def pick(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        # From the first on, when the prompt was through
+        reads.append(dense_reads(cache))
+        if forced is None:
+            return scores
+        return torch.full_like(scores, -torch.inf).scatter(1, forced[:, len(reads) - 1, None], 0.0)
+
+    options = {"do_sample": False, "pad_token_id": 0, "output_logits": True, "return_dict_in_generate": True}
+    model.generation_config = GenerationConfig(max_new_tokens=num_new, min_new_tokens=num_new, **options)
     output = model.generate(  # type: ignore[operator]
         tokens,
         attention_mask=torch.ones_like(tokens) if mask is None else mask,
         **as_argument(cache),
-        logits_processor=[processor],
+        logits_processor=LogitsProcessorList([pick]),
     )
     if cache.get_seq_length() != tokens.shape[1] + num_new - 1:
         raise ValueError(f"its cache holds {cache.get_seq_length()} tokens after {tokens.shape[1] + num_new - 1}")
     logits = torch.stack(output.logits, dim=1).float()
-    return Run(output.sequences[:, tokens.shape[1] :], logits, dense_reads(cache) - processor.reads_of_prompt)
+    return Run(output.sequences[:, tokens.shape[1] :], logits, dense_reads(cache) - reads[0])
 
 
 def scenarios(
@@ -176,18 +167,11 @@ def scenarios(
     yield name, generate(model, make_cache(model), pair, mask, _NUM_MORE, known[name].tokens if known else None)
 
 
-def _dynamic(model: PreTrainedModel) -> Cache:
-    return DynamicCache(config=model.config)
-
-
 def refer(model: PreTrainedModel) -> tuple[dict[str, Run], float]:
-    """
-    Runs `DynamicCache` on a model; returns also how far apart logits of another prompt are. A prompt that leaves no
-    trace in the logits of a random model, so that nothing could be told, is a `ValueError`.
-    """
-    runs = dict(scenarios(model, _dynamic))
+    """Runs `DynamicCache`, and measures how far another prompt's logits are; a `ValueError` if they tell nothing."""
+    runs = dict(scenarios(model, DENSE))
     first = runs["one prompt"]
-    other = generate(model, _dynamic(model), prompt(model, PROMPT_LENGTH, 4), None, NUM_NEW, first.tokens)
+    other = generate(model, DENSE(model), prompt(model, PROMPT_LENGTH, 4), None, NUM_NEW, first.tokens)
     logits = first.logits[:, 1:]
     control = float((other.logits[:, 1:] - logits).norm())
     if not control > _LEAST_CONTROL * float((logits - logits.mean(dim=-1, keepdim=True)).norm()):
@@ -206,20 +190,15 @@ def try_cache(model: PreTrainedModel, runs: Mapping[str, Run], control: float, c
             if not distance <= case.limit:
                 return Outcome(status="fails", detail=f"{name}: logits are {distance:.2g} apart", distance=distance)
     except CAUGHT as error:
-        status: Status = "refuses" if is_refusal(error) else "fails"
-        return Outcome(status=status, detail=f"{type(error).__name__}: {error}")
+        return Outcome(status="refuses" if is_refusal(error) else "fails", detail=f"{type(error).__name__}: {error}")
     return Outcome(status="reads dense" if reads else "works", distance=worst)
 
 
 def is_refusal(error: BaseException) -> bool:
     """Tells whether a cache has said no: neither the model nor PyTorch raised the error."""
-    if not isinstance(error, ValueError | NotImplementedError):
-        return False
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    raiser = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
-    return raiser.split(".")[0] not in ("transformers", "torch")
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    raiser = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return isinstance(error, ValueError | NotImplementedError) and raiser not in ("transformers", "torch")
 
 
 def family_names() -> list[str]:
@@ -312,20 +291,15 @@ def cases_of(specs: list[str]) -> dict[str, Case]:
 @benchmark("families")
 def survey_families(
     pattern: Annotated[str, typer.Argument(help="Shell pattern of `model_type`s, such as 'qwen*'.")] = "*",
-    cache: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="NAME or NAME:key=value,key=value; repeatable. By default GEAR at 8 bits, InfiniGen that fetches "
-            "everything and H2O that keeps everything."
-        ),
-    ] = None,
+    cache: Annotated[list[str] | None, typer.Option(help="NAME or NAME:key=value,key=value; repeatable.")] = None,
     seconds: Annotated[float, typer.Option(help="After so many a family is given up.", min=1.0)] = 180.0,
 ) -> Iterator[Found]:
     """Try caches on a tiny random model of every decoder family.
 
-    The families are those of the installed Transformers. Each cache is held against DynamicCache: one prompt and a
-    second turn, and two prompts of unequal length. It works, works and reads whole layers dense while decoding,
-    refuses and says why, or fails.
+    The families are those of the installed Transformers. Each cache, by default GEAR at 8 bits, InfiniGen that fetches
+    everything and H2O that keeps everything, is held against DynamicCache: one prompt and a second turn, and two
+    prompts of unequal length. It works, works and reads whole layers dense while decoding, refuses and says why, or
+    fails.
 
     \b
     Examples:
@@ -392,7 +366,6 @@ _NAMES_BY_SIZE = {
 _SIZES = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names.split()}
 # Sharp enough that a wrong key changes the logits
 _INITIALIZER_RANGE = 0.1
-_RANGES = ("initializer_range", "init_std", "initializer_factor")
 # What does not follow from the table, by `model_type`; wins over it
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 _ALTERNATING = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
@@ -400,10 +373,7 @@ SPECIAL_FIELDS: dict[str, dict[str, Any]] = {
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROTARY, "sliding_attention": _ROTARY}},
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
-        "ffn_config": {"hidden_size": HIDDEN_SIZE, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 4},
-    },
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 4, "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 4},
     "gemma4_text": {"global_head_dim": 2 * HEAD_DIM, "num_kv_shared_layers": 2},
@@ -444,8 +414,8 @@ def _shrink(default: PreTrainedConfig) -> PreTrainedConfig:
         elif name == "is_decoder":
             # Models that can be encoders too
             small[name] = True
-        elif name in _RANGES and isinstance(value, float):
-            small[name] = _INITIALIZER_RANGE if name != "initializer_factor" else value
+        elif name in ("initializer_range", "init_std") and isinstance(value, float):
+            small[name] = _INITIALIZER_RANGE
         elif name in _SIZES and isinstance(value, int) and not isinstance(value, bool) and value > 0:
             small[name] = _SIZES[name]
         elif name.endswith("_token_id") and isinstance(value, int):

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
-from .harness import REFERENCE, stretch_stops
+from .harness import QUARTILES, REFERENCE, stretch_stops
 from .tables import standard_error_of_kl
 
 
@@ -25,7 +25,6 @@ _COLOURS = (
     *("#E69F00", "#56B4E9", "#8C564B", "#7F7F7F", "#882255"),
 )
 _MARKERS = "osD^vP*Xh<>"
-_DOTS_PER_INCH = 150
 # Between the shortest and the longest context; beyond it both axes are logarithmic
 _MOST_ON_A_LINE = 16
 _PERCENTS = (2, 3, 5, 7, 10, 15, 20, 25, 30, 40, 50, 70, 100, 150, 200, 300, 400)
@@ -35,7 +34,6 @@ _BITS = re.compile(r"-(\d)bit")
 _BITS_OF_SIDES = re.compile(r"-k\dv\d(-g\d+)?|-q\d_\d")
 # Percent of 16 bits, of transform coding: without a calibration and with one, and by which quantizer
 _PERCENT_OF_BITS = re.compile(r"(?<=^gear-[tc])\d+(?=$|-trellis$)")
-
 # Of a legend
 _MOST_NAMES = 18
 
@@ -61,7 +59,7 @@ def draw_sweep(contents: Sequence[Content], folder: Path, prefix: str) -> list[P
 
 def _save(figure: Figure, path: Path) -> Path:
     # Without the date of drawing the same results give the same file
-    figure.savefig(path, dpi=_DOTS_PER_INCH, metadata={"Software": None})
+    figure.savefig(path, dpi=150, metadata={"Software": None})
     return path
 
 
@@ -117,11 +115,6 @@ def _percent_held(content: Content) -> tuple[float, float]:
     return held, held + shared
 
 
-def _named(content: Content) -> str:
-    """Names a cache, the default by its percents: `gear` alone is not of the paper's form."""
-    return re.sub(r"^gear(?=$|:)", "gear-t25", content["settings"]["cache"])
-
-
 def _method(cache: str) -> str:
     """The name of a cache without its bits."""
     name, has_options, options = cache.partition(":")
@@ -137,25 +130,24 @@ def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
     figure, axes = _new(title, "bytes held, % of a cache at 16 bits", name)
     # A logarithm shows what 4 bits lose beside what 2 bits do; the dense cache, which loses nothing, has none
     is_logarithmic = name.startswith("KL")
-    methods: dict[str, list[Content]] = defaultdict(list)
+    methods: dict[str, list[tuple[float, float, float, float, str]]] = defaultdict(list)
     for content in group:
-        if content["memory"] and not (is_logarithmic and _score(content)[1] <= 0):
-            methods[_method(_named(content))].append(content)
+        _, value, error = _score(content)
+        # The default by its percents: `gear` alone is not of the paper's form
+        cache = re.sub(r"^gear(?=$|:)", "gear-t25", content["settings"]["cache"])
+        if content["memory"] and not (is_logarithmic and value <= 0):
+            methods[_method(cache)].append((*_percent_held(content), value, error, cache))
     # So many that a name for each would be a page: one for each method then, and its bits beside the mark
     is_crowded = sum(map(len, methods.values())) > _MOST_NAMES
-    for number, (method, contents) in enumerate(methods.items()):
+    for number, (method, points) in enumerate(methods.items()):
         style = _style(number)
         colour = style["color"]
-        ordered = sorted(contents, key=_percent_held)
-        percents, values = [_percent_held(each)[0] for each in ordered], [_score(each)[1] for each in ordered]
-        axes.plot(percents, values, color=colour)
-        for content in ordered:
-            _, value, error = _score(content)
-            cache = _named(content)
+        points.sort()
+        axes.plot([each[0] for each in points], [each[2] for each in points], color=colour)
+        for percent, with_shared, value, error, cache in points:
             bits = _BITS.search(cache)
             face = "white" if bits and int(bits[1]) <= 2 else colour
-            percent, with_shared = _percent_held(content)
-            label = cache if not is_crowded else method if content is ordered[0] else None
+            label = cache if not is_crowded else method if cache == points[0][-1] else None
             axes.errorbar(percent, value, yerr=error, linestyle="", capsize=2, label=label, mfc=face, **style)
             if with_shared > percent:
                 # What it would be if there were no other cache
@@ -198,10 +190,7 @@ def _draw_against_position(group: Sequence[Content], title: str) -> Figure:
 
 
 def draw_result(content: Content, path: Path) -> Path:
-    """
-    Draws one result, as PNG: of `bench step` the time of a token against the context, of `eval fidelity` the
-    divergence from the dense cache against bytes held; any other is a `ValueError`. The file's folder is made.
-    """
+    """Draws a result of `bench step` or `eval fidelity` as PNG, its folder made; any other is a `ValueError`."""
     # The second was measured beside llama.cpp, by a command that there was
     if content.get("benchmark") in ("step", "llama-cpp"):
         figure = _draw_steps(content)
@@ -235,8 +224,7 @@ def _draw_steps(content: Content) -> Figure:
     figure, axes = _new(title, "context, tokens", "ms a token, median and quartiles")
     for number, cache in enumerate(dict.fromkeys(row["cache"] for row in rows)):
         own = sorted((row for row in rows if row["cache"] == cache), key=lambda row: row["context"])
-        keys = ("lower_quartile_s", "median_s", "upper_quartile_s")
-        lower, medians, upper = (np.array([1e3 * row[key] for row in own]) for key in keys)
+        lower, medians, upper = (np.array([1e3 * row[key] for row in own]) for key in QUARTILES)
         contexts, errors = [row["context"] for row in own], (medians - lower, upper - medians)
         axes.errorbar(contexts, medians, yerr=errors, capsize=2, label=cache, **_style(number))
     every = sorted({row["context"] for row in rows})

@@ -30,13 +30,12 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -52,8 +51,9 @@ from kvcache_plugins.reports.memory import measure_memory
 
 from .benchmark import Result, TimeIsUpError, say
 from .benchmarks.kernels import BACKENDS, CACHES, Contest, Shape
-from .benchmarks.step import llama, random_model, step_rows, time_steps
-from .harness import cache_stats, spread, time_call
+from .benchmarks.step import llama, random_model, time_steps
+from .harness import QUARTILES, cache_stats, spread, time_call
+from .rows import Failure, Found
 
 
 DTYPE = torch.bfloat16
@@ -82,13 +82,13 @@ class TimeBox:
         yield
         self.longest = max(self.longest, time.monotonic() - start)
 
-    def share(self, count: int) -> "TimeBox":
-        """Makes the box of the first of `count` things that share what is left."""
-        return TimeBox(self.left / count)
+    def share(self, things: Sequence[Any]) -> Iterator[tuple[Any, "TimeBox"]]:
+        """Yields things, each with the box of its share of what is left then."""
+        for number, thing in enumerate(things):
+            yield thing, TimeBox(self.left / (len(things) - number))
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """A part's run: where its files go, on which device it is, and its time."""
 
     out: Path
@@ -118,11 +118,8 @@ TESTS = (
     "tests/gear/test_presets_on_gpu.py",
 )
 # The acceptance's shape first: what time is left goes to the others
-SHAPES = {
-    "large": Shape(batch_size=16, context=32768),
-    "medium": Shape(batch_size=4, context=16384),
-    "small": Shape(batch_size=1, context=4096),
-}
+_SIZES = {"large": (16, 32768), "medium": (4, 16384), "small": (1, 4096)}
+SHAPES = {name: Shape(batch_size=size, context=context) for name, (size, context) in _SIZES.items()}
 # Whole steps: the most wanted come first, the first being the measure
 STEP_CACHES = (
     *("dynamic", "gear", "gear-2bit", "gear-4bit", "kivi-2bit", "static"),
@@ -147,10 +144,15 @@ def random_tokens(model: PreTrainedModel, count: int, batch_size: int = 1) -> to
     return torch.randint(model.config.vocab_size, (batch_size, count), device=model.device)
 
 
-def add_timed(report: Result, row: dict[str, Any]) -> None:
-    """Adds a row of timings, and says its median and quartiles."""
-    lower, median, upper = (1e3 * row[key] for key in ("lower_quartile_s", "median_s", "upper_quartile_s"))
-    report.add(row, f"{row.get('cache', row.get('name'))}: {median:.3f} ms ({lower:.3f} to {upper:.3f})")
+def add_timed(report: Result, timed: Iterable[Found], more: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    """Takes timings with `more` fields of a cache's row, and says their medians and quartiles; failures too."""
+    for found in timed:
+        if isinstance(found, Failure):
+            report.take(found)
+            continue
+        name = str(found.get("cache", found.get("name")))
+        lower, median, upper = (1e3 * found[key] for key in QUARTILES)
+        report.add({**found, **(more or {}).get(name, {})}, f"{name}: {median:.3f} ms ({lower:.3f} to {upper:.3f})")
 
 
 def run_tests(run: Run, tests: Sequence[str] = TESTS) -> None:
@@ -173,11 +175,10 @@ def count_outcomes(results: Path, report: Result) -> dict[str, int]:
     """Counts tests by outcome, from pytest's file. Failed ones are noted in the report."""
     outcomes = {"passed": 0, "failed": 0, "skipped": 0}
     for case in ElementTree.parse(results).iter("testcase"):
-        children = {child.tag: child for child in case}
-        failure = next((children[tag] for tag in ("failure", "error") if tag in children), None)
+        failure = next((child for child in case if child.tag in ("failure", "error")), None)
         if failure is not None:
             report.fail(f"{case.get('classname')}::{case.get('name')}", (failure.get("message") or "")[:300])
-        outcomes["failed" if failure is not None else "skipped" if "skipped" in children else "passed"] += 1
+        outcomes["failed" if failure is not None else "passed" if case.find("skipped") is None else "skipped"] += 1
     return outcomes
 
 
@@ -204,8 +205,7 @@ def time_attention(
             for cache_name in caches:
                 with report.attempt(cache_name), run.box.step():
                     contest.add(cache_name)
-            for row in contest.run(rounds):
-                add_timed(report, row)
+            add_timed(report, contest.run(rounds))
 
 
 @torch.no_grad()
@@ -218,10 +218,7 @@ def time_whole_steps(
     caches: Sequence[str] = STEP_CACHES,
     batch_size: int = 1,
 ) -> None:
-    """
-    Times whole decode steps of a model, caches taking turns, those that are `CAPTURED` as CUDA graphs; how far logits
-    are from the first cache's stands beside them.
-    """
+    """Times whole decode steps of a model, caches taking turns, those that are `CAPTURED` as CUDA graphs."""
     report = run.open(name, "step", model, steps=steps, batch_size=batch_size)
     network = random_model(model, DTYPE, run.device)
     options = {"mode": "reduce-overhead"} if run.device.type == "cuda" else {"backend": "eager"}
@@ -229,18 +226,23 @@ def time_whole_steps(
     read, token, fed = random_tokens(network, context + 1 + steps, batch_size).split((context, 1, steps), dim=1)
     parts = read.split(max(_READ_AT_ONCE // batch_size, 1), dim=1)
     filled: dict[str, Cache] = {}
-    prefill_seconds: dict[str, float] = {}
+    prefills: dict[str, dict[str, float]] = {}
 
     compiled_for = {each: compiled for each in caches if each.endswith(CAPTURED)}
     for each in caches:
         say(f"{name}: {each} reads {batch_size} x {context} tokens")
         with report.attempt(each), run.box.step(2):
             # The first time is for what is compiled
+            preset, num_tokens = each.removesuffix(CAPTURED), context + _NUM_WARM + steps
             for _ in range(2):
                 filled.pop(each, None)
-                filled[each] = _create_for_steps(each, network, context + _NUM_WARM + steps)
+                if preset == "static":
+                    filled[each] = StaticCache(config=network.config, max_cache_len=num_tokens)
+                else:
+                    room = {"max_cache_len": num_tokens} if each in compiled_for else {}
+                    filled[each] = create_cache(preset, network, **room)
                 read_part = partial(network, **as_argument(filled[each]), logits_to_keep=1)
-                prefill_seconds[each] = sum(time_call(partial(read_part, part), run.device) for part in parts)
+                prefills[each] = {"prefill_s": sum(time_call(partial(read_part, part), run.device) for part in parts)}
             # What is compiled and recorded is so before the first turn
             for _ in range(_NUM_WARM):
                 compiled_for.get(each, network)(token, **as_argument(filled[each]))
@@ -250,38 +252,18 @@ def time_whole_steps(
         # It has failed
         filled.pop(each, None)
     limits: dict[str, Any] = {"seconds": run.box.left, "guard": report.attempt}
-    timed = time_steps(network, filled, fed, compiled_for, **limits)
-    for row in _rows(timed, filled, context):
-        add_timed(report, {**row, "prefill_s": prefill_seconds[row["cache"]]})
-    for each, times in timed[0].items():
-        if len(times) < steps:
-            report.fail(f"{each}, steps after {len(times)}", "skipped: time, or what stands above")
+    add_timed(report, time_steps(network, filled, fed, context, compiled_for, **limits), prefills)
 
 
 def time_captured(run: Run, shapes: Sequence[tuple[int, int]] = CAPTURED_SHAPES, **arguments: Any) -> None:
     """Times steps as CUDA graphs, a file a shape; see `time_whole_steps`."""
-    for index, (batch_size, context) in enumerate(shapes):
-        share = Run(run.out, run.device, run.box.share(len(shapes) - index))
+    for (batch_size, context), box in run.box.share(shapes):
         name = f"captured_{batch_size}x{context}"
-        time_whole_steps(share, name, **{**arguments, "batch_size": batch_size, "context": context})
+        own = {**arguments, "batch_size": batch_size, "context": context}
+        time_whole_steps(Run(run.out, run.device, box), name, **own)
         # Each model is compiled anew, and there is a limit to how often
         torch.compiler.reset()
         gc.collect()
-
-
-def _create_for_steps(name: str, model: PreTrainedModel, num_tokens: int) -> Cache:
-    preset = name.removesuffix(CAPTURED)
-    if preset == "static":
-        return StaticCache(config=model.config, max_cache_len=num_tokens)
-    return create_cache(preset, model, **({} if preset == name else {"max_cache_len": num_tokens}))
-
-
-def _rows(timed: Any, caches: Mapping[str, Cache], context: int) -> Iterator[dict[str, Any]]:
-    """Yields a row for each cache of what `time_steps` returns."""
-    seconds, errors = timed
-    for row in step_rows(seconds, caches, context):
-        times, error = seconds[row["cache"]], errors.get(row["cache"])
-        yield {**row, "steps": len(times), "tokens_per_s": 1 / row["median_s"], "relative_error": error}
 
 
 # Memory: InfiniGen beside full offloading, and the largest batch of a budget
@@ -307,9 +289,8 @@ def measure_offloading(
     network = random_model(model, DTYPE, run.device)
     read, fed = random_tokens(network, context + steps).split((context, steps), dim=1)
     # One cache after the other: two long contexts may not fit beside each other
-    for index, spec in enumerate(caches):
+    for spec, box in run.box.share(caches):
         say(f"offloading: {spec} reads {context} tokens")
-        box = run.box.share(len(caches) - index)
         with report.attempt(spec), box.step():
             cache = create_cache(spec, network, **({"track_times": True} if spec.startswith("infinigen") else {}))
             prefill_s = time_call(partial(network, read, **as_argument(cache), logits_to_keep=1), run.device)
@@ -320,19 +301,17 @@ def measure_offloading(
                 for token in fed[:, :_NUM_WARM].split(1, dim=1):
                     network(token, **as_argument(cache))
                 before = cache_stats(cache)
-                timed = time_steps(network, {name: cache}, fed, seconds=box.left)
-                for row in _rows(timed, {name: cache}, context):
-                    # Here the first is itself; rows are set against others in the end
-                    del row["speed_against_first"], row["relative_error"]
-                    row |= {"prefill_s": prefill_s} if name == spec else {}
-                    add_timed(report, row | (_transfers(cache, before) if isinstance(cache, InfiniGenCache) else {}))
+                timed = list(time_steps(network, {name: cache}, fed, context, seconds=box.left))
+                more = _transfers(cache, before) if isinstance(cache, InfiniGenCache) else {}
+                add_timed(report, timed, {name: {**more, **({"prefill_s": prefill_s} if name == spec else {})}})
             if isinstance(cache, InfiniGenCache):
                 cache.detach()
         gc.collect()
-        if run.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
     medians = {row["cache"]: row["median_s"] for row in report.rows}
     for row in report.rows:
+        # Each was the first, and alone
+        del row["speed_against_first"], row["relative_error"]
         if row["cache"] + RESIDENT in medians:
             row["time_against_resident"] = row["median_s"] / medians[row["cache"] + RESIDENT]
         if "offloaded" in medians:
@@ -342,9 +321,8 @@ def measure_offloading(
 
 def _transfers(cache: InfiniGenCache, before: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Sums up the transfers of the steps since counters were `before`: a step's seconds, and `counted` from the counters
-    alone, for which no GPU is needed, the bytes that a decoded token brings over the bus and those that full
-    offloading of all real tokens in all layers would.
+    Sums up transfers since counters were `before`: a step's seconds, and, as `counted`, the bytes that a token brings
+    over the bus and those that full offloading of all real tokens in all layers would.
     """
     stats = cache.stats()
     # A layer takes the same step as all others
@@ -398,12 +376,9 @@ class Budget:
         torch.cuda.reset_peak_memory_stats(self.device)
         return self.num_bytes - torch.cuda.memory_allocated(self.device)
 
-    def peaks(self, cache: Cache) -> dict[str, int]:
-        """
-        Reads the most bytes in use at a time since `start`, and the most that the allocator held; on a CPU those of
-        now. More than the budget raises what the allocator would.
-        """
-        used = held = 0 if self.is_gpu else measure_memory(cache).total_bytes
+    def peaks(self, of_cache: int) -> dict[str, int]:
+        """Reads the most bytes used and held since `start`; more than the budget raises what the allocator would."""
+        used = held = of_cache
         if self.is_gpu:
             used, held = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
         if held > self.num_bytes:
@@ -413,19 +388,12 @@ class Budget:
 
 def run_batch(
     model: PreTrainedModel, cache: Cache, batch_size: int, context: int, steps: int, budget: Budget
-) -> dict[str, Any] | None:
-    """
-    Fills an empty cache with `context` tokens of each sequence and decodes `steps` tokens; returns times, bytes and
-    peaks, or `None` if the budget, which is enforced, does not suffice.
-    """
-    try:
-        model(random_tokens(model, context), **as_argument(cache), logits_to_keep=1)
-        cache.batch_repeat_interleave(batch_size)
-        step = partial(model, random_tokens(model, 1, batch_size), **as_argument(cache))
-        seconds = [time_call(step, model.device) for _ in range(steps)]
-        peaks = budget.peaks(cache)
-    except torch.OutOfMemoryError:
-        return None
+) -> dict[str, Any]:
+    """Fills an empty cache, decodes `steps` tokens of each sequence; more than the enforced budget is an error."""
+    model(random_tokens(model, context), **as_argument(cache), logits_to_keep=1)
+    cache.batch_repeat_interleave(batch_size)
+    step = partial(model, random_tokens(model, 1, batch_size), **as_argument(cache))
+    seconds = [time_call(step, model.device) for _ in range(steps)]
     held = measure_memory(cache).total_bytes
     return {
         "largest_batch": batch_size,
@@ -433,31 +401,24 @@ def run_batch(
         "tokens_per_s": batch_size * steps / sum(seconds),
         "cache_bytes": held,
         "bytes_per_sequence": held / batch_size,
-        **peaks,
+        **budget.peaks(held),
     }
 
 
 def measure_largest_batch(
     model: PreTrainedModel, create: Callable[[], Cache], context: int, steps: int, budget: Budget, box: TimeBox
-) -> dict[str, Any] | None:
-    """
-    Measures the largest batch for a cache that `create` makes, see `run_batch`; `None` if not even one sequence fits.
-    Of how many would fit by what one sequence holds, `SHARES` are tried until one does, all noted as `trials`.
-    """
+) -> dict[str, Any]:
+    """Measures the largest batch that fits, of `SHARES` of what one sequence says; all tried are `trials`."""
     available = budget.start()
-    one = run_batch(model, create(), 1, context, 2, budget)
-    if one is None:
-        return None
+    one = run_batch(model, create(), 1, context, 2, budget)["cache_bytes"]
     trials: list[tuple[int, bool]] = []
-    sizes = (int(share * available / one["cache_bytes"]) for share in SHARES)
-    for size in dict.fromkeys(max(size, 1) for size in sizes):
-        with box.step():
+    for size in dict.fromkeys(max(int(share * available / one), 1) for share in SHARES):
+        with box.step(), suppress(torch.OutOfMemoryError):
             budget.start()
             row = run_batch(model, create(), size, context, steps, budget)
-        trials.append((size, row is not None))
-        if row is not None:
-            return {**row, "trials": trials}
-    return None
+            return {**row, "trials": [*trials, (size, True)]}
+        trials.append((size, False))
+    raise torch.OutOfMemoryError("not even one sequence fits into the budget")
 
 
 @torch.inference_mode()
@@ -474,7 +435,7 @@ def search_largest_batches(
     report = run.open("largest_batch", "batch", model, context=context, steps=steps, budget_bytes=budget_bytes)
     report.settings["model_bytes"] = sum(parameter.nbytes for parameter in network.parameters())
     report.settings["enforced_by"] = "the device's allocator" if budget.is_gpu else "bytes of the cache"
-    for index, name in enumerate(caches):
+    for name, box in run.box.share(caches):
         say(f"largest batch: {name}")
         with report.attempt(name):
             # A batch of two, with a decoded token in the buffer
@@ -484,12 +445,8 @@ def search_largest_batches(
             require_close_layers(name, cache, network.config.num_attention_heads)
             del cache
             with budget.enforce():
-                create, share = partial(create_cache, name, network), run.box.share(len(caches) - index)
-                row = measure_largest_batch(network, create, context, steps, budget, share)
-            if row is None:
-                raise torch.OutOfMemoryError("not even one sequence fits into the budget")
-            first = report.rows[0] if report.rows else row
-            ratio = row["tokens_per_s"] / first["tokens_per_s"]
+                row = measure_largest_batch(network, partial(create_cache, name, network), context, steps, budget, box)
+            ratio = row["tokens_per_s"] / (report.rows or [row])[0]["tokens_per_s"]
             report.add(
                 {"cache": name, **row, "throughput_against_first": ratio},
                 f"  {row['largest_batch']} sequences, {row['tokens_per_s']:.1f} tokens/s, "
@@ -508,7 +465,6 @@ PARTS: dict[str, tuple[Callable[..., None], float]] = {
     "infinigen": (measure_offloading, 0.13),
     "batch": (search_largest_batches, 0.12),
 }
-_SMALL = llama(128, 64, 64, 1, 4, 2, 1024)
 _FEW: dict[str, Any] = {"model": llama(128, 128, 128, 1, 2, 1, 1024), "context": 128, "steps": 3}
 # Sizes that prove the script on any machine; a batch is to be of a dense sequence and a half
 TINY: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ from transformers import (
     StoppingCriteria,
 )
 
-from kvcache_plugins.console.inputs import load_for_evaluation, read_text
+from kvcache_plugins.console import inputs
 from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.models.cache_argument import as_argument, reading_options
@@ -36,15 +36,12 @@ CACHE_FAILURES = (ValueError, RuntimeError, IndexError, AssertionError, NotImple
 # Counters of a cache's `stats()` that stay 0 until it has answered with something other than exact states
 EXERCISE_COUNTERS = ("tokens_compressed", "tokens_dropped", "selected_calls", "attend_calls")
 
+QUARTILES = ("lower_quartile_s", "median_s", "upper_quartile_s")
+
 CacheFactory = Callable[[], Cache]
 States = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 # Caches
-
-
-def with_reference(specs: Sequence[str]) -> list[str]:
-    """Lists the reference and then what is named, nothing twice."""
-    return list(dict.fromkeys([REFERENCE, *specs]))
 
 
 def cache_factories(specs: Sequence[str], model: PreTrainedModel) -> dict[str, CacheFactory]:
@@ -61,10 +58,7 @@ def cache_stats(cache: Cache) -> dict[str, StatValue]:
 
 
 def was_exercised(cache: Cache) -> bool:
-    """
-    Tells whether a cache has answered with something other than the exact states; one that never does, such as
-    `DynamicCache`, counts as exercised, as there is nothing that a score could miss.
-    """
+    """Tells whether a cache has answered with other than exact states, or never does, so that no score misses any."""
     if isinstance(cache, QuantizedCache):
         return any(getattr(layer, "_quantized_keys", None) is not None for layer in cache.layers)
     stats = cache_stats(cache)
@@ -123,27 +117,22 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[torch.Te
     return torch.tensor(token_ids, dtype=torch.long), start_ids
 
 
-def read_tokens(tokenizer: PreTrainedTokenizerBase, text: str, num_tokens: int, device: torch.device) -> torch.Tensor:
-    """Encodes the first tokens of a text, `[1, num_tokens]`; too short a text is a `ValueError`."""
-    token_ids: torch.Tensor = tokenizer(text, return_tensors="pt").input_ids
-    if token_ids.shape[1] < num_tokens:
-        raise ValueError(f"the text has {token_ids.shape[1]} tokens, but {num_tokens} are needed")
-    return token_ids[:, :num_tokens].to(device)
-
-
 def load_with_tokens(
     model: str, text_file: Path, num_tokens: int, dtype: str | None = None
 ) -> tuple[PreTrainedModel, torch.Tensor]:
-    """Loads a model, and encodes the first tokens of a file for it, `[1, num_tokens]`."""
-    text = read_text(text_file, "text_file")
-    network, tokenizer = load_for_evaluation(model, dtype)
-    return network, read_tokens(tokenizer, text, num_tokens, network.device)
+    """Loads a model, and encodes the first tokens of a file, `[1, num_tokens]`; too short a text is a `ValueError`."""
+    text = inputs.read_text(text_file, "text_file")
+    network, tokenizer = inputs.load_for_evaluation(model, dtype)
+    token_ids: torch.Tensor = tokenizer(text, return_tensors="pt").input_ids
+    if token_ids.shape[1] < num_tokens:
+        raise ValueError(f"the text has {token_ids.shape[1]} tokens, but {num_tokens} are needed")
+    return network, token_ids[:, :num_tokens].to(network.device)
 
 
 def read_rows(path: Path, option: str) -> list[dict[str, Any]]:
     """Reads rows of a file of JSON lines; a line that is no JSON is a `ValueError` that names it."""
     rows = []
-    for number, line in enumerate(read_text(path, option).splitlines(), start=1):
+    for number, line in enumerate(inputs.read_text(path, option).splitlines(), start=1):
         try:
             rows += [json.loads(line)] if line else []
         except json.JSONDecodeError as error:
@@ -172,12 +161,14 @@ def spread_windows(
     return [torch.cat([start, token_ids[i * stride : i * stride + length]]) for i in range(num_windows)]
 
 
-def cut_windows(
-    tokenizer: PreTrainedTokenizerBase, text_file: Path, num_windows: int, prefix_length: int, num_scored: int
-) -> list[torch.Tensor]:
-    """Cuts windows out of a file, see `spread_windows`."""
-    token_ids, start_ids = encode_text(tokenizer, read_text(text_file, "text_file"))
-    return spread_windows(token_ids, num_windows, prefix_length, num_scored, start_ids)
+def load_with_windows(
+    model: str | inputs.LoadedModel, text_file: Path, sizes: tuple[int, int, int], *place: str | None
+) -> tuple[PreTrainedModel, list[torch.Tensor]]:
+    """Loads a model, at a `place` of dtype and device, and cuts windows of `sizes` of a file, see `spread_windows`."""
+    text = inputs.read_text(text_file, "text_file")
+    network, tokenizer = inputs.load_for_evaluation(model, *place)
+    token_ids, start_ids = encode_text(tokenizer, text)
+    return network, spread_windows(token_ids, *sizes, start_ids)
 
 
 def stretch_stops(stretch: int, num_scored: int) -> list[int]:
@@ -202,7 +193,7 @@ def read_states(network: PreTrainedModel, token_ids: torch.Tensor) -> States:
 
 
 @torch.inference_mode()
-def fill_cache(cache: Cache, states: States, context: int, batch_size: int = 1) -> None:
+def fill_with_states(cache: Cache, states: States, context: int, batch_size: int = 1) -> None:
     """Fills a cache with `context` tokens, states repeated as often as need be, in each of `batch_size` sequences."""
     layers: list[Any] = cache.layers
     for index, sides in enumerate(states):
@@ -238,10 +229,8 @@ def time_call(
 
 def time_on_gpu(function: Callable[[], Any], ahead: Callable[[], Any]) -> float:
     """
-    Times in seconds how long a GPU is busy with what a function starts.
-
-    `ahead` is queued before it: while the GPU does that, Python gets its launches ready, so that they are not timed
-    with the work. It should also move more bytes than the GPU's cache holds, which would otherwise serve the data.
+    Times in seconds how long a GPU is busy with what a function starts. While it does what is `ahead`, Python gets the
+    launches ready; that should also move more bytes than the GPU's cache holds, which would otherwise serve the data.
     """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     ahead()
@@ -254,11 +243,8 @@ def time_on_gpu(function: Callable[[], Any], ahead: Callable[[], Any]) -> float:
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
     """Computes median and quartiles, of fewer than three the extremes, under the names that results have."""
-    if len(seconds) < 3:
-        lower, median, upper = min(seconds), statistics.median(seconds), max(seconds)
-    else:
-        lower, median, upper = statistics.quantiles(seconds, n=4)
-    return {"median_s": median, "lower_quartile_s": lower, "upper_quartile_s": upper}
+    extremes = [min(seconds), statistics.median(seconds), max(seconds)]
+    return dict(zip(QUARTILES, extremes if len(seconds) < 3 else statistics.quantiles(seconds, n=4), strict=True))
 
 
 def take_turns(
@@ -271,8 +257,8 @@ def take_turns(
     guard: Callable[[str], AbstractContextManager[object]] = nullcontext,
 ) -> dict[str, list[float]]:
     """
-    Times functions that take turns, so that what disturbs the machine disturbs them alike; each gets the number of the
-    round. After `seconds` no further round begins, once there were three. `guard` is entered with a name around each
+    Times functions, given the number of the round, that take turns, so that what disturbs the machine disturbs them
+    alike. After `seconds` no further round begins, once there were three. `guard` is entered with a name around each
     call: a function whose call it ends early takes no further turns.
     """
     measured: dict[str, list[float]] = {name: [] for name in functions}

@@ -182,18 +182,13 @@ class KVCacheLM(HFLM):
                     f"`{name}` in `gen_kwargs`: this model's cache is chosen by the model argument `cache`"
                 )
         cache = self._create_cache()
-        output: torch.Tensor = super()._model_generate(
-            context, max_length, stop, **as_argument(cache), **generation_kwargs
-        )
+        options = {**as_argument(cache), **generation_kwargs}
+        output: torch.Tensor = super()._model_generate(context, max_length, stop, **options)
         self._scorer.record.note(cache, num_contexts=context.shape[0], exercised=was_exercised(cache))
         return output
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
-        """
-        Takes lm-eval's store of responses (`use_cache`), if it is of this very setting.
-
-        The store knows responses by the request alone, so two caches that share one would score alike.
-        """
+        """Takes lm-eval's store of responses (`use_cache`), which knows no caches, if it is of this very setting."""
         store = cache_hook.dbdict
         if store is not None:
             setting = json.dumps(self._describe_setting(), sort_keys=True, default=str)
@@ -301,9 +296,8 @@ class KVCacheLM(HFLM):
 
 def group_by_context(requests: Sequence[tuple[list[int], list[int]]]) -> list[Group]:
     """
-    Groups requests that share a context, which is then prefilled once; a single token is not worth sharing.
-
-    The longest contexts come first: what does not fit, or what no context is long enough for, shows at once.
+    Groups requests that share a context, to be prefilled once; a single token is not worth sharing. The longest come
+    first: what does not fit, or what no context is long enough for, shows at once.
     """
     groups: dict[tuple[tuple[int, ...], int | None], list[int]] = {}
     for number, (context, _) in enumerate(requests):
@@ -329,10 +323,7 @@ def take_cache(spec: str, kwargs: dict[str, Any]) -> tuple[str, dict[str, Option
 
 
 def find_rank(model: HFLM) -> tuple[int, int]:
-    """
-    Finds the number of this process and how many there are. Where processes have no GPU each, lm-eval's own model
-    would have all of them answer everything.
-    """
+    """Finds this process' number and how many there are; without GPUs lm-eval's model has each answer everything."""
     accelerator = getattr(model, "accelerator", None)
     if accelerator is None:
         return model.rank, model.world_size

@@ -16,7 +16,6 @@ stands under `renamed`.
 """
 
 import json
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -94,9 +93,10 @@ def measure_speed(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]
         caches = {name: create_cache(name, model) for name in ("dynamic", *names)}
         for cache in caches.values():
             model(ids[:, :context], **as_argument(cache), logits_to_keep=1)
-        times, _ = time_steps(model, caches, ids[:, context : context + _STEPS])
-        medians = {name: statistics.median(seconds[_WARM_UP:]) for name, seconds in times.items()}
-        measured[str(context)] = {name: round(medians["dynamic"] / medians[name], 3) for name in names}
+        warm_up, timed = ids[:, context : context + _STEPS].split((_WARM_UP, _STEPS - _WARM_UP), dim=1)
+        list(time_steps(model, caches, warm_up, context))
+        found: list[Any] = list(time_steps(model, caches, timed, context + _WARM_UP))
+        measured[str(context)] = {row["cache"]: round(row["speed_against_first"], 3) for row in found[1:]}
         typer.echo(f"speed {context} {measured[str(context)]}")
     return measured
 

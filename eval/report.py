@@ -2,9 +2,8 @@
 
     python -m kvcache_plugins.eval.report
 
-puts together what was measured apart: it reads the files named below from `eval/results/`, predicts the bytes of a
-bfloat16 model from its config alone, writes
-`eval/results/overview.json`, from which the table is rendered, and draws `docs/figures/fidelity_1024_smollm2.png`.
+puts together what was measured apart: it reads the files named below from `eval/results/`, predicts bytes from a
+model's config alone, writes `overview.json`, from which the table is rendered, there, and draws `FIGURE`.
 """
 
 import json
@@ -25,10 +24,7 @@ from .tables import RESULTS, read_sweep, render_result
 FIGURE = Path("docs/figures/fidelity_1024_smollm2.png")
 # Of the same windows of the same text; the first that has a cache is taken, and what was not measured yet left out
 _AT_1024 = "fidelity_{}_1024_smollm2.json".format
-PROMPT = (
-    *map(_AT_1024, ("presets", "transform", "transform_calibrated", "peers")),
-    "fidelity_wikitext2_smollm2.json",
-)
+PROMPT = (*map(_AT_1024, ("presets", "transform", "transform_calibrated", "peers")), "fidelity_wikitext2_smollm2.json")
 DECODED = tuple(map(_AT_1024, ("transform_decoded", "trellis_decoded", "presets_decoded", "peers_decoded")))
 STEPS = "step_transform_4096_smollm2.json"
 MODEL, CONTEXT = "smollm2", 4096
@@ -77,9 +73,7 @@ def select_drawn(merged: dict[str, Any]) -> dict[str, Any]:
 def compile_overview(results: Path) -> dict[str, Any]:
     """Compiles for each cache percent of 16 bits, KL behind a prompt and decoded, and speed beside `dynamic`."""
     merged = {"prompt": merge_fidelity(results, PROMPT), "decoded": merge_fidelity(results, DECODED)}
-    prompt, decoded = (
-        {"dynamic": 0.0, **{row["cache"]: row["kl"] for row in each["rows"]}} for each in merged.values()
-    )
+    prompt, decoded = ({"dynamic": 0.0, **{row["cache"]: row["kl"] for row in one["rows"]}} for one in merged.values())
     steps = json.loads((results / STEPS).read_text(encoding="utf-8"))
     speeds = {row["cache"]: row["speed_against_first"] for row in steps["rows"] if row["context"] == CONTEXT}
     rows = []

@@ -167,9 +167,8 @@ class Sweep:
     @classmethod
     def read(cls, path: Path) -> "Sweep":
         """Reads a YAML file. What is missing, unknown or wrong in it is a `ValueError` that names it."""
-        content = yaml.safe_load(read_text(path, "config"))
-        if not isinstance(content, dict):
-            raise ValueError(f"{path}: a sweep has the fields {', '.join(sorted(_FIELDS))}")
+        found = yaml.safe_load(read_text(path, "config"))
+        content = found if isinstance(found, dict) else {}
         unknown, missing = content.keys() - _FIELDS, _NEEDED - content.keys()
         if unknown or missing:
             named = ", ".join(f"`{name}`" for name in sorted(unknown or missing))
@@ -209,10 +208,7 @@ def _parse_measure(name: str, fields: Any) -> tuple[str, dict[str, Any]]:
 
 
 def run_sweep(sweep: Sweep, runs: list[Run], announce: Callable[[str], None]) -> Iterator[tuple[Run, str | None]]:
-    """
-    Runs what is given, model by model, loading each model once; yields each run when it is done, with its error if it
-    failed. What is done next, and how long all will take, is announced.
-    """
+    """Runs cells, loading each model once, and yields each with its error if it failed; announces the next."""
     loaded: LoadedModel | None = None
     name, start = "", time.perf_counter()
     for number, run in enumerate(runs):

@@ -1,6 +1,6 @@
 """Tables of results, each described once: for documents as Markdown, for terminals by rich.
 
-A benchmark's table is a `Table` of columns, a column a heading and what it shows of a row. Some results need more than
+A benchmark's table is a `table` of columns, a column a heading and what it shows of a row. Some results need more than
 a line a row: contexts side by side, a table for each part. Those have a function from rows to Markdown.
 
     python -m kvcache_plugins.eval.tables README.md
@@ -17,17 +17,16 @@ import statistics
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from kvcache_plugins.console.display import MIN_NAME_WIDTH, make_table, open_console, print_line
 
-from .harness import REFERENCE, stretch_stops
+from .harness import QUARTILES, REFERENCE, stretch_stops
 
 
 Row = Mapping[str, Any]
@@ -58,8 +57,7 @@ def varies(path: str) -> Callable[[Rows], bool]:
     return lambda rows: len({str(field(row, path)) for row in rows}) > 1
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(NamedTuple):
     """A column: the heading, formatted with fields of the first row; a row's cell; whether rows have it."""
 
     head: str
@@ -103,38 +101,28 @@ def quartiles(head: str, scale: float = 1e3) -> Column:
     """Makes a column of medians with their quartiles, of seconds times a scale."""
 
     def show(row: Row) -> str:
-        median, lower, upper = (scale * row[key] for key in ("median_s", "lower_quartile_s", "upper_quartile_s"))
+        lower, median, upper = (scale * row[key] for key in QUARTILES)
         return f"{median:.2f} ({lower:.2f} to {upper:.2f})"
 
     return Column(head, show)
 
 
-class Table:
-    """A table with a line for each row, sorted by `order` if there is one; `note` makes the lines below it."""
+def table(*columns: Column) -> Callable[[Rows], str]:
+    """Makes what renders rows as Markdown, a line for each."""
 
-    def __init__(
-        self,
-        *columns: Column,
-        order: Callable[[Row], Any] | None = None,
-        note: Callable[[Rows], str] = lambda rows: "",
-    ) -> None:
-        self.columns, self.order, self.note = columns, order, note
-
-    def __call__(self, rows: Rows) -> str:
-        """Renders rows as Markdown."""
-        rows = rows if self.order is None else sorted(rows, key=self.order)
-        shown = [column for column in self.columns if column.when(rows)]
+    def render(rows: Rows) -> str:
+        shown = [column for column in columns if column.when(rows)]
         heads = [column.head.format_map(rows[0]) for column in shown]
         lines = [heads, ["---"] * len(heads), *([column.show(row) for column in shown] for row in rows)]
-        return "".join(f"| {' | '.join(line)} |\n" for line in lines) + self.note(rows)
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+    return render
 
 
 def print_markdown(text: str, title: str = "") -> None:
     """
-    Prints Markdown in a terminal, its tables by rich.
-
-    Where a table is too wide its headings are folded, then quartiles left out, and then its columns go into several
-    tables, each with the names on the left.
+    Prints Markdown in a terminal, its tables by rich. Where one is too wide its headings are folded, then quartiles
+    left out, and then its columns go into several tables, each with the names on the left.
     """
     console = open_console()
     for number, (is_table, lines) in enumerate(groupby(text.splitlines(), key=lambda line: line.startswith("| "))):
@@ -147,11 +135,11 @@ def print_markdown(text: str, title: str = "") -> None:
         heads, _, *rows = ([cell.strip(" `*").replace("`", "") for cell in line[2:-2].split(" | ")] for line in lines)
         sides = list(zip(*rows, strict=True))
         kinds = ["number" if all(_NUMBER.match(cell) for cell in cells) else "name" for cells in sides]
-        room = console.width - 2
+        room, words = console.width - 2, ["\n".join(head.split()) for head in heads]
         if sum(_widths(heads, sides, kinds)) > room:
-            if sum(_widths(heads, sides, kinds, fold=True)) > room:
+            if sum(_widths(words, sides, kinds)) > room:
                 sides = [tuple(_QUARTILES.sub("", cell) for cell in cells) for cells in sides]
-            folded = zip(heads, _widths(heads, sides, kinds, fold=True), strict=True)
+            folded = zip(heads, _widths(words, sides, kinds), strict=True)
             heads = ["\n".join(textwrap.wrap(head, width - 2)) for head, width in folded]
         # What says which line it is: all up to the first names, three of them at most
         own = kinds.index("name") + 1 if "name" in kinds else 1
@@ -166,13 +154,11 @@ def print_markdown(text: str, title: str = "") -> None:
             shown, title = ([*range(own), *shown[count:]] if shown[count:] else []), ""
 
 
-def _widths(
-    heads: Sequence[str], sides: Sequence[Sequence[str]], kinds: Sequence[str], fold: bool = False
-) -> list[int]:
-    """Measures columns with what stands between them."""
-    lines = [head.split() if fold else head.splitlines() for head in heads]
+def _widths(heads: Sequence[str], sides: Sequence[Sequence[str]], kinds: Sequence[str]) -> list[int]:
+    """Measures columns, whose heads may have several lines, with what stands between them."""
     least = [1 if kind == "number" else MIN_NAME_WIDTH for kind in kinds]
-    return [max(own, *map(len, (*head, *cells))) + 2 for head, cells, own in zip(lines, sides, least, strict=True)]
+    columns = zip(heads, sides, least, strict=True)
+    return [max(own, *map(len, (*head.splitlines(), *cells))) + 2 for head, cells, own in columns]
 
 
 # Fidelity
@@ -189,10 +175,7 @@ def _kl(row: Row) -> str:
 
 
 def _fetched_bytes(row: Row) -> str:
-    """
-    Shows the bytes that a cache fetched in all its steps, in percent of what offloading of whole layers would have
-    moved at 16 bits: every key and value of every layer in every step.
-    """
+    """Shows bytes fetched in all steps, in percent of what offloading whole layers at 16 bits would have moved."""
     fetched, windows = row["stats"].get("bytes_fetched"), row.get("windows")
     if not fetched or not windows:
         return "-"
@@ -209,7 +192,7 @@ def _percent_with_shared(row: Row) -> str:
 
 _FETCHES = any_has("stats.tokens_fetchable")
 FETCHED = number("% of tokens fetched", "stats.tokens_fetched", scale=100, of="stats.tokens_fetchable", when=_FETCHES)
-FIDELITY = Table(
+FIDELITY = table(
     code(),
     number("MB", "memory_after_prefix.total_bytes", ".2f", 1e-6),
     number("% of 16 bits", "memory_after_prefix.kv_percent"),
@@ -233,7 +216,6 @@ FIDELITY = Table(
         _fetched_bytes,
         lambda rows: _FETCHES(rows) and all("memory_at_end" in row for row in rows),
     ),
-    order=lambda row: row["memory_after_prefix"]["total_bytes"],
 )
 
 
@@ -243,11 +225,23 @@ HELD = (
 )
 
 
+def render_memory(rows: Rows) -> str:
+    """Renders bytes held and allocated, and below them what a dense layer has."""
+    columns = (
+        number("held, MB", "cache_bytes", ".1f", 1e-6),
+        number("% of 16 bits", "kv_percent"),
+        number("allocated by a decode step, MB", "decode_step_peak_bytes", ".1f", 1e-6),
+        number("process peak, MB", "rss_peak", ".1f", 1e-6),
+    )
+    dense = f"Keys and values of one layer, dense: {rows[0]['dense_layer_bytes'] / 1e6:.1f} MB."
+    return f"{table(code(), *columns)(rows)}\n{dense}\n"
+
+
 def render_perplexity(rows: Rows) -> str:
     """Renders perplexities, a column for each stretch."""
     stops = enumerate(stretch_stops(rows[0]["stretch"], rows[0]["num_scored"]))
     columns = [number(f"to {stop}", f"ppl_by_stretch.{index}", ".2f") for index, stop in stops]
-    return Table(code(), *HELD, number("PPL", "ppl", ".3f"), *columns)(rows)
+    return table(code(), *HELD, number("PPL", "ppl", ".3f"), *columns)(rows)
 
 
 def render_context(rows: Rows) -> str:
@@ -267,7 +261,7 @@ def render_context(rows: Rows) -> str:
         if not any(key in each for each in rows[0]["tasks"].values()):
             continue
         columns = (number(task, f"tasks.{task}.{key}", form, scale) for task in rows[0]["tasks"])
-        tables.append(f"{title}:\n\n{Table(code(), *own, *columns)(rows)}")
+        tables.append(f"{title}:\n\n{table(code(), *own, *columns)(rows)}")
     sizes = ", ".join(f"{task} {each['num_scored']:.0f}" for task, each in rows[0]["tasks"].items())
     return "\n".join([*tables, f"Tokens scored: {sizes}.\n"])
 
@@ -284,7 +278,7 @@ def render_task(rows: Rows) -> str:
     for metric in rows[0]["metrics"]:
         columns.append(Column(metric.removesuffix(",none"), partial(score, metric)))
         columns.append(Column("less `dynamic`", partial(_difference, metric, reference)))
-    return Table(code(), *columns)(rows)
+    return table(code(), *columns)(rows)
 
 
 def _difference(metric: str, reference: Row | None, row: Row) -> str:
@@ -307,8 +301,8 @@ def render_families(rows: Rows) -> str:
     tried = [row for row in rows if not row["dense"]]
     caches = list(dict.fromkeys(cache for row in tried for cache in row["outcomes"]))
     counts = [{"cache": each, **Counter(row["outcomes"][each]["status"] for row in tried)} for each in caches]
-    summary = Table(code(), *(number(status, status, "", missing="0") for status in _STATUSES))
-    lines = Table(code("family", "family"), *(Column(f"`{each}`", partial(_status, each)) for each in caches))
+    summary = table(code(), *(number(status, status, "", missing="0") for status in _STATUSES))
+    lines = table(code("family", "family"), *(Column(f"`{each}`", partial(_status, each)) for each in caches))
     reasons = defaultdict(list)
     for row in tried:
         for cache, outcome in row["outcomes"].items():
@@ -345,16 +339,16 @@ _READ = {"prompt": "at once", "chunks": "in chunks of {chunk}", "behind": "behin
 CONTEXT = number("context", "context", "")
 
 RENDERERS: dict[str, Callable[[Rows], str]] = {
-    "fidelity": FIDELITY,
+    "fidelity": lambda rows: FIDELITY(sorted(rows, key=lambda row: row["memory_after_prefix"]["total_bytes"])),
     "perplexity": render_perplexity,
-    "retrieval": Table(
+    "retrieval": table(
         code(),
         *HELD,
         Column("answers right", lambda row: "{accuracy:.3f} ± {standard_error:.3f}".format_map(row)),
         number("answers' tokens right", "token_accuracy", ".3f"),
         FETCHED,
     ),
-    "overview": Table(
+    "overview": table(
         code(),
         name("what it is", "what"),
         Column("% of 16 bits", _percent_held),
@@ -362,7 +356,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         number("KL, one forward", "kl", ".4f"),
         number("decode step, times as fast", "speed_against_dynamic", ".2f"),
     ),
-    "batching_kl": Table(
+    "batching_kl": table(
         code(),
         name("exact newest tokens", "recent"),
         number("KL", "kl", ".4f"),
@@ -372,7 +366,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
     "families": render_families,
     "context": render_context,
     "task": render_task,
-    "step": Table(
+    "step": table(
         name("shape", when=varies("shape")),
         name("dtype", when=varies("dtype")),
         number("batch", "batch_size", "", when=varies("batch_size")),
@@ -383,22 +377,15 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         quartiles("ms a token (quartiles)"),
         number("times `{cache}`", "speed_against_first", ".2f"),
     ),
-    "kernels": Table(
+    "kernels": table(
         name("attention over", "name"),
         number("MB read", "bytes", ".1f", 1e-6),
         quartiles("ms (quartiles)"),
         number("% of copy bandwidth", "share_of_copy_bandwidth", ".0f", 100),
         number("times dense", "speed_against_dense", ".2f"),
     ),
-    "memory": Table(
-        code(),
-        number("held, MB", "cache_bytes", ".1f", 1e-6),
-        number("% of 16 bits", "kv_percent"),
-        number("allocated by a decode step, MB", "decode_step_peak_bytes", ".1f", 1e-6),
-        number("process peak, MB", "rss_peak", ".1f", 1e-6),
-        note=lambda rows: f"\nKeys and values of one layer, dense: {rows[0]['dense_layer_bytes'] / 1e6:.1f} MB.\n",
-    ),
-    "files": Table(
+    "memory": render_memory,
+    "files": table(
         code(),
         number("tokens", "context", ""),
         number("% of 16 bits", "plain_bytes", scale=100, of="bytes_of_16_bits"),
@@ -408,7 +395,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         number("compact, MB/s", "compact_bytes_per_s", ".0f", 1e-6),
         Column("the same logits", lambda row: "yes" if row["is_same"] else "no"),
     ),
-    "prompts": Table(
+    "prompts": table(
         number("tokens", "new_tokens", ""),
         Column("read", lambda row: _READ[row["what"]].format_map(row)),
         code(),
@@ -417,7 +404,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         number("% coding", "coding_share", ".1f", 100),
         number("error of logits", "relative_error", ".1e"),
     ),
-    "machine-code": Table(
+    "machine-code": table(
         code(),
         name("kernel"),
         number("head dim", "head_dim", ""),
@@ -430,7 +417,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         number("% of copy bandwidth, bound", "share_of_copy_bandwidth", ".0f", 100),
         number("times dense, bound", "times_dense", ".2f"),
     ),
-    "offloading": Table(
+    "offloading": table(
         CONTEXT,
         code(),
         quartiles("ms a token (quartiles)"),
@@ -451,7 +438,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
             suffix=" %",
         ),
     ),
-    "batch": Table(
+    "batch": table(
         code(),
         number("largest batch", "largest_batch", ""),
         number("tokens/s", "tokens_per_s", ".0f"),
@@ -459,7 +446,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         number("MB a sequence", "bytes_per_sequence", ".1f", 1e-6),
         number("peak, GiB", "peak_bytes", ".2f", 2**-30),
     ),
-    "runahead": Table(
+    "runahead": table(
         number("tokens", "length", ""),
         name("way", "method"),
         Column("slices", lambda row: " + ".join(map(str, row["lengths"]))),

@@ -23,9 +23,9 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.batching import compressed_batching
-from kvcache_plugins.console.inputs import CachesOption, ModelOption, NumThreadsOption, load_for_evaluation, read_text
+from kvcache_plugins.console.inputs import CachesOption, ModelOption, NumThreadsOption, load_for_evaluation
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings, say
-from kvcache_plugins.eval.harness import cut_windows, read_tokens, spread, take_turns, time_call
+from kvcache_plugins.eval.harness import load_with_windows, spread, take_turns, time_call
 from kvcache_plugins.eval.measures.fidelity import continuation_logits, fill_cache, score_logits
 from kvcache_plugins.eval.rows import Found
 from kvcache_plugins.kernels.attention_call import AttentionCall
@@ -33,7 +33,7 @@ from kvcache_plugins.layers.lazy_states import stored_states
 from kvcache_plugins.option_checks import check_choice
 from kvcache_plugins.reports.memory import measure_memory
 
-from .step import SHAPES, random_model
+from .step import SHAPES, load_or_make
 
 
 BY_INDEX, BY_REQUEST = "Transformers", "dense, by request"
@@ -66,27 +66,21 @@ class RequestStates:
         return torch.cat(outputs).permute(1, 2, 0, 3).reshape(call.query.shape)
 
 
-class RequestPages:
-    """Stands for `PagedAttentionCache.update` with dense tensors of its own, instead of pages, for every request."""
+def dense_update(context: int) -> Callable[..., Any]:
+    """Makes what stands for `PagedAttentionCache.update`: it stores a token of every request in dense tensors."""
+    length, layers = context + 1, dict[int, torch.Tensor]()
 
-    def __init__(self, context: int) -> None:
-        self._context = context
-        self._states: dict[int, torch.Tensor] = {}
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores a token of each request and returns all as `PagedAttentionCache.update` does, lazily."""
+    def update(key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]) -> Any:
         heads, batch_size, head_dim = key_states.shape[1:]
-        length = self._context + 1
-        if layer_idx not in self._states:
-            self._states[layer_idx] = torch.randn(2, batch_size, heads, length, head_dim).to(key_states.dtype)
+        if layer_idx not in layers:
+            layers[layer_idx] = torch.randn(2, batch_size, heads, length, head_dim).to(key_states.dtype)
         kwargs["cu_seq_lens_k"], kwargs["max_length_k"] = None, length
-        keys, values = self._states[layer_idx]
+        keys, values = layers[layer_idx]
         keys[:, :, -1], values[:, :, -1] = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
-        states: Any = RequestStates(keys, values)
         shape = 1, heads, batch_size * length, head_dim
-        return stored_states(states, shape, shape, shape[2], key_states.dtype, key_states.device)
+        return stored_states(RequestStates(keys, values), shape, shape, shape[2], keys.dtype, keys.device)
+
+    return update
 
 
 class BatchedSteps:
@@ -170,10 +164,9 @@ def benchmark_batching_kl(
     Examples:
         kvcache-plugins bench batching-kl --text-file wiki.test.raw --cache gear-c16 --recent 8 --recent 12
     """
-    read_text(text_file, "text_file")
-    network, tokenizer = load_for_evaluation(model, None)
+    network, cut = load_with_windows(model, text_file, (requests, prefix, scored))
     yield from loaded_settings(network)
-    windows = torch.stack(cut_windows(tokenizer, text_file, requests, prefix, scored))
+    windows = torch.stack(cut)
     text = windows[:1, :prefix] if prompt_tables else None
     fed, targets = windows[:, :-1], windows[:, prefix + 1 :]
 
@@ -203,13 +196,9 @@ def benchmark_batching_kl(
 @benchmark("step", "Decode steps of many requests, {dtype}")
 def benchmark_batching(
     cache: CachesOption,
-    text_file: Annotated[
-        Path | None, typer.Option(help="A text that tables are made of, where a model has no calibration.")
-    ] = None,
+    text_file: Annotated[Path | None, typer.Option(help="A text for tables of models without a calibration.")] = None,
     model: ModelOption = "smollm2",
-    shape: Annotated[
-        str | None, typer.Option(help="Instead of a model: a random one, mha, gqa-3, gqa-4 or mqa.")
-    ] = None,
+    shape: Annotated[str | None, typer.Option(help="Instead of a model a random one: mha, gqa-3, gqa-4, mqa.")] = None,
     requests: Annotated[list[int], typer.Option(help="Requests of a batch; repeatable.", min=1)] = [8],
     context: Annotated[list[int], typer.Option(help="Tokens of every request; repeatable.", min=1)] = [1024],
     steps: Annotated[int, typer.Option(help="Decode steps that a median is over.", min=3)] = 10,
@@ -225,21 +214,20 @@ def benchmark_batching(
         kvcache-plugins bench batching --cache gear-c16 --context 1024 --context 4096 --num-threads 1
         kvcache-plugins bench batching --cache gear-t25 --shape gqa-4 --requests 1 --requests 8
     """
-    text = "" if text_file is None else read_text(text_file, "text_file")
-    if shape is None:
-        network, tokenizer = load_for_evaluation(model, None)
-        table_text = read_tokens(tokenizer, text, _TABLE_TOKENS, network.device) if text else None
-    else:
+    if shape is not None:
         check_choice("shape", shape, tuple(SHAPES))
-        network = random_model(SHAPES[shape](), torch.float32)
-        table_text = torch.randint(network.config.vocab_size, (1, _TABLE_TOKENS))
+    table_text = None
+    if shape is None and text_file is None:
+        network, _ = load_for_evaluation(model)
+    else:
+        network, table_text = load_or_make(model, shape, text_file, _TABLE_TOKENS)
     yield from loaded_settings(network)
     # The same weights in a model of its own: a batch of one that a context is open for has to be coded
     dense = copy.deepcopy(network, {id(each): each for each in (*network.parameters(), *network.buffers())})
     for count, length in product(requests, context):
         with ExitStack() as stack:
             ways = {name: BatchedSteps(dense, count, length, page_size) for name in (BY_INDEX, BY_REQUEST)}
-            ways[BY_REQUEST].cache.update = RequestPages(length).update
+            ways[BY_REQUEST].cache.update = dense_update(length)
             counters = {}
             for name in cache:
                 batching = stack.enter_context(compressed_batching(network, name, text=table_text))

@@ -6,11 +6,9 @@ share of the bandwidth that a copy reaches on the same machine. On a GPU the tim
 call, with its launches, stands beside it.
 
 What a GPU that is not there would have to issue is counted, preset by preset. A warp instruction takes one of four
-slots that a multiprocessor has a clock. A cached number of 16 bits takes so many clocks to read; what of the copy
-bandwidth the slots allow, and how many times as fast as reading a dense cache that is at best, follows. Both are
-bounds: waiting for memory, for each other or for one unit of the multiprocessor is not in them. A loop over outliers
-within a tile counts as often as the preset's own lists make it run. Kernels are compiled with the assembler that
-Triton brings, which must not interpret.
+slots that a multiprocessor has a clock, and reading a dense number of 16 bits so many clocks: what of the copy
+bandwidth the slots allow, and how many times as fast that is, are bounds, as no waiting is in them. A loop over
+outliers counts as often as the preset's own lists make it run. Triton's assembler compiles; it must not interpret.
 """
 
 import re
@@ -41,7 +39,6 @@ from kvcache_plugins.gear.kernel_check import require_close
 from kvcache_plugins.gear.transform.calibration import calibrate_transform
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.engine import choose_kernel
-from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.reference_model import parse_dtype
 from kvcache_plugins.registry import check_caches, create_cache, describe_caches
@@ -67,10 +64,7 @@ class Shape:
 
 
 def random_states(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Keys, turned by their rotary embedding, whose channels differ in size as a model's do, and values, `[B, H, T, D]`;
-    always the same ones.
-    """
+    """Draws the same keys, rotated, their channels of sizes as a model's, and values, `[B, H, T, D]`, every time."""
     size = (shape.batch_size, shape.num_heads, shape.context, shape.head_dim)
     generator = torch.Generator(device).manual_seed(0)
     channel_scale = torch.rand(1, shape.num_heads, 1, shape.head_dim, device=device, generator=generator) * 3
@@ -101,23 +95,17 @@ class Contest:
         self.num_bytes: dict[str, int] = {}
         self.errors: dict[str, float] = {}
         self.dense_name = f"dense {str(dtype).removeprefix('torch.')}"
-        self._add_dense(self.dense_name, dtype)
-        if dtype == torch.float32:
-            self._add_dense("dense bfloat16", torch.bfloat16)
+        for kind in (dtype, torch.bfloat16) if dtype == torch.float32 else (dtype,):
+            query, keys, values = (tensor.to(kind) for tensor in (self.packed, self.keys, self.values))
+            name = f"dense {str(kind).removeprefix('torch.')}"
+            self.functions[name] = partial(F.scaled_dot_product_attention, query, keys, values)
+            self.num_bytes[name] = keys.nbytes + values.nbytes
         source = torch.empty(_COPY_BYTES.get(device.type, 2**27) // 4, device=device)
         self.num_bytes["copy"] = 2 * source.nbytes
         self._copy: Callable[[], Any] = partial(torch.empty_like(source).copy_, source)
 
-    def _add_dense(self, name: str, dtype: torch.dtype) -> None:
-        query, keys, values = (tensor.to(dtype) for tensor in (self.packed, self.keys, self.values))
-        self.functions[name] = partial(F.scaled_dot_product_attention, query, keys, values)
-        self.num_bytes[name] = keys.nbytes + values.nbytes
-
     def add_backend(self, backend: str) -> None:
-        """
-        Adds dense attention by one of PyTorch's kernels, a key of `BACKENDS`, beside the one that it picks. One that
-        refuses the dtype, the shape or the device, or is wrong, raises a `RuntimeError`.
-        """
+        """Adds dense attention by one of `BACKENDS`; one that refuses, or is wrong, raises a `RuntimeError`."""
         dense = self.functions[self.dense_name]
         name, function = f"{self.dense_name}, {backend}", sdpa_kernel(BACKENDS[backend])(dense)
         self.errors[name] = require_close(name, function(), dense())
@@ -125,7 +113,7 @@ class Contest:
 
     def add(self, cache_name: str) -> None:
         """Adds a cache's attention; a `MismatchError` if plain PyTorch computes another from the same storage."""
-        part = _compressed_part(cache_name, self.keys, self.values)
+        part = compress(cache_name, self.keys, self.values)
         function, expected = (
             partial(attend, query, [part], self.shape.num_heads, None, kernel)
             for query, kernel in ((self.query, self.kernel), (self.query.float(), "torch"))
@@ -180,15 +168,17 @@ class Contest:
         return {**asdict(self.shape), "dtype": dtype, "kernel": self.kernel, "rounds": rounds, "timed": timed}
 
 
-def _compressed_part(name: str, keys: torch.Tensor, values: torch.Tensor) -> CompressedPart | CodedPart:
-    """All tokens as one prompt of a GEAR layer; those beyond a whole number of groups would stay exact."""
-    num_tokens, config = keys.shape[2], _config(keys)
+def compress(
+    name: str, keys: torch.Tensor, values: torch.Tensor, model: Any = None, **options: Any
+) -> CompressedPart | CodedPart:
+    """Compresses all tokens as a prompt of a GEAR layer; a `ValueError` if some, beyond whole groups, stay exact."""
+    num_tokens, config = keys.shape[2], _config(keys) if model is None else model
     if not str(describe_caches(name.partition(":")[0])[0].factory).endswith(":GEARCache"):
         raise ValueError(f"`cache` has to name presets of GEAR, but got `{name}`")
     # Layers that stand still, on GPUs, keep some of the newest tokens exact: those are more, then
     for _ in range(2):
         # Sink tokens would stay exact, too
-        cache: Any = create_cache(name, config, num_sink_tokens=0)
+        cache: Any = create_cache(name, config, num_sink_tokens=0, **options)
         cache.update(keys, values, 0)
         layer = cache.layers[0]
         layer.settle_prompt()
@@ -213,9 +203,7 @@ def benchmark_kernels(
     num_heads: Annotated[int, typer.Option(help="Key/value heads.", min=1)] = 8,
     groups: Annotated[int, typer.Option(help="Query heads a key/value head.", min=1)] = 4,
     head_dim: Annotated[int, typer.Option(help="Channels of a head.", min=1)] = 128,
-    cache: Annotated[
-        list[str] | None, typer.Option(help="A GEAR preset; repeatable; by default one of each kind.")
-    ] = None,
+    cache: Annotated[list[str] | None, typer.Option(help="A GEAR preset; repeatable; by default one a kind.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, of queries and dense states.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     num_threads: NumThreadsOption = None,
@@ -250,10 +238,7 @@ def benchmark_kernels(
 
 
 def compile_for(kernel: Any, arguments: Mapping[str, Any], capability: int | str, **options: int) -> Any:
-    """
-    Compiles what Triton would for a launch of a `JITFunction`, in whose arguments tensors stand for aligned ones; for
-    a compute capability, such as 90, or an architecture of AMD's, such as `"gfx942"`. Options: `num_warps`, ...
-    """
+    """Compiles for a launch with aligned tensors, and for a capability, such as 90, or AMD's, such as `"gfx942"`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -342,19 +327,16 @@ class Listing:
     def __init__(self, text: str) -> None:
         self.operations: list[str] = []
         labels: dict[str, int] = {}
-        branches: list[tuple[int, str]] = []
+        ends: dict[int, int] = {}
         for line in text.splitlines():
             if label := _LABEL.match(line):
                 labels[label[1]] = len(self.operations)
             elif instruction := _INSTRUCTION.match(line):
-                if instruction["operation"].startswith("BRA") and (target := _TARGET.search(instruction["text"])):
-                    branches.append((len(self.operations), target[1]))
+                target = _TARGET.search(instruction["text"]) if instruction["operation"].startswith("BRA") else None
+                # Back to a place that was there. Several branches may lead to it: the last of them ends its loop
+                if target is not None and target[1] in labels:
+                    ends[labels[target[1]]] = len(self.operations)
                 self.operations.append(instruction["operation"])
-        # Branches to one place may leave its loop from several: the last of them ends it
-        ends: dict[int, int] = {}
-        for place, target_label in branches:
-            if labels.get(target_label, place + 1) <= place:
-                ends[labels[target_label]] = max(place, ends.get(labels[target_label], 0))
         # A kernel ends in a branch to itself, which fills its last line
         self.loops = [Loop(first, last) for first, last in sorted(ends.items()) if last > first]
 
@@ -407,29 +389,19 @@ _CLOCKS_A_DENSE_NUMBER = 2 * 132 * 1.8e9 / 4.3e12
 _SLOTS, _DENSE_BITS = 4, 16
 
 
-def compress(cache: str, head_dim: int) -> CompressedPart | CodedPart:
+def compress_random(cache: str, head_dim: int) -> CompressedPart | CodedPart:
     """Compresses the prompt of one layer of random states, of a model with random weights."""
+    if not describe_caches(cache.partition(":")[0])[0].options.get("calibration"):
+        shape = Shape(context=_CONTEXT, num_heads=_NUM_HEADS, head_dim=head_dim)
+        return compress(cache, *random_states(shape, torch.bfloat16, torch.device("cpu")))
     fields = llama(_CALIBRATION_TOKENS, _NUM_HEADS * head_dim, 64, 1, _NUM_HEADS, _NUM_HEADS, 2 * _CONTEXT)
     with torch.random.fork_rng():
-        model: Any = random_model(fields, torch.float32)
-    options: dict[str, Any] = {}
-    if describe_caches(cache.partition(":")[0])[0].options.get("calibration"):
-        options["calibration"] = calibrate_transform(model, [torch.randperm(_CALIBRATION_TOKENS)], num_draws=1)
-    layers = create_cache(cache, model, **options)
+        model = random_model(fields, torch.float32)
+    calibration = calibrate_transform(model, [torch.randperm(_CALIBRATION_TOKENS)], num_draws=1)
+    # A calibration is of the model's own states, and the others would be far larger
+    ((keys, values),) = read_states(model, torch.randint(_CALIBRATION_TOKENS, (1, _CONTEXT)))
     with torch.inference_mode():
-        if options:
-            # A calibration is of the model's own states, and those below would be far larger
-            ((keys, values),) = read_states(model, torch.randint(_CALIBRATION_TOKENS, (1, _CONTEXT)))
-        else:
-            shape = Shape(context=_CONTEXT, num_heads=_NUM_HEADS, head_dim=head_dim)
-            keys, values = random_states(shape, torch.bfloat16, torch.device("cpu"))
-        layers.update(keys.bfloat16(), values.bfloat16(), 0)
-        layer = layers.layers[0]
-        if isinstance(layer, CompressedLayer):
-            layer.settle_prompt()
-    if not isinstance(layer, CompressedLayer) or not layer.blocks:
-        raise ValueError(f"`cache` has to name presets whose prompts these kernels read, but got `{cache}`")
-    return layer.blocks[0].part(layer.codec, None, None)
+        return compress(cache, keys.bfloat16(), values.bfloat16(), model, calibration=calibration)
 
 
 def count_attention(part: CompressedPart | CodedPart, head_dim: int, num_rows: int, capability: int) -> dict[str, Any]:
@@ -502,7 +474,7 @@ def benchmark_machine_code(
     yield Content(device="compiled, not run")
     for size in head_dim or HEAD_DIMS:
         for name in check_caches(cache or PRESETS):
-            part = compress(name, size)
+            part = compress_random(name, size)
             if head_dim is None and size != HEAD_DIMS[0] and not isinstance(part, CodedPart):
                 continue
             say(f"{name}, {size} channels")

@@ -38,39 +38,29 @@ _NUM_NEXT = 64
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts bytes of tensors that were made while it is active and are still alive, and their `peak`."""
+    """Sums bytes of tensors that were made while it is active and are still alive, and notes their `peak`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = 0
-        self._known: set[int] = set()
+        self.peak = 0
+        self._alive: dict[int, int] = {}
 
     def __torch_dispatch__(  # type: ignore[override]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         # A view or an operation in place shares its first argument's storage, which is not new
-        given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
-        for tensor in _tensors(result):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in given and storage._cdata not in self._known:
-                self._add(storage)
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(result):
+            if storage._cdata not in given and storage._cdata not in self._alive:
+                self._alive[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._alive.pop, storage._cdata)
+        self.peak = max(self.peak, sum(self._alive.values()))
         return result
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        self._known.add(key)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._remove, key, size)
 
-    def _remove(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+def _storages(value: Any) -> list[torch.UntypedStorage]:
+    return [each.untyped_storage() for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
 
 
 @torch.no_grad()

@@ -11,8 +11,7 @@ that all rounds begin with the same; what coding them takes is timed too.
 
 import copy
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
@@ -27,7 +26,7 @@ from transformers import AutoModelForCausalLM, Cache, LlamaConfig, PreTrainedMod
 from kvcache_plugins.console import inputs
 from kvcache_plugins.eval import harness
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings, say
-from kvcache_plugins.eval.rows import Found, Settings
+from kvcache_plugins.eval.rows import Failure, Found, Settings
 from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.reference_model import parse_dtype
@@ -38,7 +37,6 @@ from kvcache_plugins.reports.memory import measure_memory
 
 # Of random models: longer contexts are these again
 _TOKENS_READ = 512
-_NEW_TOKENS = [17, 128, 512, 2048]
 
 
 def llama(*sizes: int, **more: int) -> dict[str, int]:
@@ -65,14 +63,16 @@ def time_steps(
     network: Callable[..., Any],
     caches: Mapping[str, Cache],
     token_ids: torch.Tensor,
+    context: int,
     instead: Mapping[str, Callable[..., Any]] | None = None,
     **limits: Any,
-) -> tuple[dict[str, list[float]], dict[str, float]]:
+) -> Iterator[Any]:
     """
-    Times every decode step of each cache that holds the context already, fed `[batch_size, steps]`; they take turns.
-    By the names of caches, what is called `instead` of the model; `limits` are those of `take_turns`.
+    Times every decode step of each cache that holds `context` tokens already, fed `[batch_size, steps]`; they take
+    turns. By the names of caches, what is called `instead` of the model; `limits` are those of `take_turns`.
 
-    Returns seconds of each cache's steps, and the relative error of its first step's logits beside the first cache's.
+    Yields a row for each cache that took at least three turns, speeds against the first of them and the relative error
+    of the first step's logits beside the first cache's; and a `Failure` for each that took fewer turns than all.
     """
     logits: dict[str, torch.Tensor] = {}
 
@@ -84,7 +84,26 @@ def time_steps(
 
     functions = {name: partial(step, name) for name in caches}
     clock = partial(harness.time_call, device=token_ids.device)
-    return harness.take_turns(functions, clock, token_ids.shape[1], **limits), _relative_errors(logits)
+    seconds = harness.take_turns(functions, clock, token_ids.shape[1], **limits)
+    errors = _relative_errors(logits)
+    first = next((statistics.median(times) for times in seconds.values() if len(times) > 2), 1.0)
+    for name, times in seconds.items():
+        if len(times) > 2:
+            yield {
+                "context": context,
+                "cache": name,
+                **harness.spread(times),
+                # What a token costs with its share of compressing a chunk; a median leaves that out
+                "mean_s": statistics.fmean(times),
+                "speed_against_first": first / statistics.median(times),
+                "steps": len(times),
+                "tokens_per_s": token_ids.shape[0] / statistics.median(times),
+                "relative_error": errors[name],
+                "bytes": measure_memory(caches[name]).total_bytes,
+                "stats": harness.cache_stats(caches[name]),
+            }
+        if len(times) < token_ids.shape[1]:
+            yield Failure(f"{name}, steps after {len(times)}", "skipped: time, or what stands above")
 
 
 def _relative_errors(logits: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -93,39 +112,14 @@ def _relative_errors(logits: Mapping[str, torch.Tensor]) -> dict[str, float]:
     return {name: float((each - first).norm() / first.norm()) for name, each in logits.items()}
 
 
-def step_rows(
-    seconds: Mapping[str, Sequence[float]], caches: Mapping[str, Cache], context: int, **more: Any
-) -> list[dict[str, Any]]:
-    """Makes a row for each cache that took at least three turns; speeds are against the first of them."""
-    measured = {name: times for name, times in seconds.items() if len(times) > 2}
-    first = statistics.median(next(iter(measured.values()), [1.0]))
-    return [
-        {
-            **more,
-            "context": context,
-            "cache": name,
-            **harness.spread(times),
-            # What a token costs with its share of compressing a chunk; a median leaves that out
-            "mean_s": statistics.fmean(times),
-            "speed_against_first": first / statistics.median(times),
-            "bytes": measure_memory(caches[name]).total_bytes,
-            "stats": harness.cache_stats(caches[name]),
-        }
-        for name, times in measured.items()
-    ]
-
-
 @benchmark("step", "Decode steps of {model}, {dtype}")
 @torch.inference_mode()
 def benchmark_steps(
     cache: inputs.CachesOption,
-    text_file: Annotated[
-        Path | None, typer.Option(help="A text of at least --context, or --read, + --steps tokens.")
-    ] = None,
+    text_file: Annotated[Path | None, typer.Option(help="A text of --context (or --read) + --steps tokens.")] = None,
     model: inputs.ModelOption = "smollm2",
     shape: Annotated[
-        list[str] | None,
-        typer.Option(help="Instead of a model and a text: random ones, mha, gqa-3, gqa-4 or mqa; repeatable."),
+        list[str] | None, typer.Option(help="Instead of a model and text random mha, gqa-3, gqa-4 or mqa; repeatable.")
     ] = None,
     context: Annotated[list[int], typer.Option(help="Tokens in the cache; repeatable.", min=1)] = [4096],
     steps: Annotated[int, typer.Option(help="Decode steps that a median is over.", min=3)] = 40,
@@ -153,8 +147,8 @@ def benchmark_steps(
         parse_dtype(each)
     if text_file is None and not shape:
         raise ValueError("`text_file` has to be given, or `shape` for random models, which read none")
-    text = "" if text_file is None or shape else inputs.read_text(text_file, "text_file")
-    specs, threads = harness.with_reference(cache) if shape else list(cache), num_threads or [torch.get_num_threads()]
+    specs = dict.fromkeys([*[harness.REFERENCE] * bool(shape), *cache])
+    threads = num_threads or [torch.get_num_threads()]
     read = _TOKENS_READ if shape else read
     num_fed = steps * len(threads)
     yield Settings(dtype=", ".join(dtype or []))
@@ -162,12 +156,7 @@ def benchmark_steps(
     precisions: list[str | None] = [*dtype] if dtype else [None]
     for kind, precision in product(kinds, precisions):
         num_read = max(context) if read is None else read
-        if kind is None:
-            network, tokenizer = inputs.load_for_evaluation(model, precision)
-            token_ids = harness.read_tokens(tokenizer, text, num_read + num_fed, network.device)
-        else:
-            network = random_model(SHAPES[kind](), parse_dtype(precision or "float32"))
-            token_ids = torch.randint(network.config.vocab_size, (1, num_read + num_fed))
+        network, token_ids = load_or_make(model, kind, text_file, num_read + num_fed, precision)
         yield from loaded_settings(network) if len(dtype or ()) < 2 else ()
         states = None if read is None else harness.read_states(network, token_ids[:, :read])
         for size, length in product(batch_size, context):
@@ -180,18 +169,16 @@ def benchmark_steps(
                     if size > 1:
                         caches[name].batch_repeat_interleave(size)
                 else:
-                    harness.fill_cache(caches[name], states, length, size)
+                    harness.fill_with_states(caches[name], states, length, size)
                 say(f"{where}: {'read through' if states is None else 'filled into'} {name}")
             at = length if read is None else read
             fed = token_ids[:, at : at + num_fed].expand(size, -1)
             for number, part in zip(threads, fed.split(steps, dim=1), strict=True):
                 torch.set_num_threads(number)
-                times, errors = time_steps(network, caches, part)
-                place: dict[str, Any] = {"batch_size": size, "num_threads": number}
-                place |= {"dtype": str(network.dtype).removeprefix("torch.")}
+                place = {"batch_size": size, "num_threads": number, "dtype": str(network.dtype).removeprefix("torch.")}
                 place |= {"part": "step", "shape": kind} if kind else {}
-                for row in step_rows(times, caches, length, **place):
-                    yield {**row, "relative_error": errors[row["cache"]]}
+                # All of them are timed to the end
+                yield from ({**place, **row} for row in time_steps(network, caches, part, length))
             for used_cache in caches.values():
                 harness.check_length(used_cache, length + num_fed)
 
@@ -204,6 +191,17 @@ def random_model(fields: Mapping[str, int], dtype: torch.dtype, device: torch.de
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
+def load_or_make(
+    model: str, shape: str | None, text_file: Path | None, num_tokens: int, dtype: str | None = None
+) -> tuple[PreTrainedModel, torch.Tensor]:
+    """Loads a model with the first tokens of a file, or makes a random one of a shape in `SHAPES` with random ones."""
+    if shape is None:
+        assert text_file is not None
+        return harness.load_with_tokens(model, text_file, num_tokens, dtype)
+    network = random_model(SHAPES[shape](), parse_dtype(dtype or "float32"))
+    return network, torch.randint(network.config.vocab_size, (1, num_tokens))
+
+
 @contextmanager
 def coding_seconds(cache: Cache) -> Iterator[list[float]]:
     """Times every call by which a layer stores a prompt, while this lasts."""
@@ -211,9 +209,7 @@ def coding_seconds(cache: Cache) -> Iterator[list[float]]:
     layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, LazyLayer)]
 
     def timed(settle: Callable[[], None]) -> None:
-        start = time.perf_counter()
-        settle()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(harness.time_call(settle))
 
     for layer in layers:
         layer.settle_prompt = partial(timed, layer.settle_prompt)
@@ -238,10 +234,8 @@ def time_reading(
     rounds: int,
 ) -> tuple[list[dict[str, Any]], dict[str, Cache]]:
     """
-    Times what caches take for the same tokens `[1, tokens]`, `chunk` of them at a time, by turns; a maker makes each
-    turn's.
-
-    Returns a row for each cache, times and logits against the first, and the last caches, with the tokens in them.
+    Times what caches take for the same tokens `[1, tokens]`, `chunk` at a time, by turns; a maker makes each turn's.
+    Returns a row for each, times and logits against the first, and the last caches, with the tokens in them.
     """
     coding: dict[str, list[float]] = {name: [] for name in makers}
     logits: dict[str, torch.Tensor] = {}
@@ -282,7 +276,12 @@ def benchmark_prompts(
     text_file: Annotated[Path, typer.Option(help="A text of at least --context + --new-tokens tokens.")],
     model: inputs.ModelOption = "smollm2",
     context: Annotated[int, typer.Option(help="Tokens of the prompt.", min=1)] = 4096,
-    new_tokens: Annotated[list[int], typer.Option(help="Tokens that follow it; repeatable.", min=1)] = _NEW_TOKENS,
+    new_tokens: Annotated[list[int], typer.Option(help="Tokens behind it; repeatable.", min=1)] = [
+        17,
+        128,
+        512,
+        2048,
+    ],
     chunk: Annotated[list[int], typer.Option(help="Chunks that it is read in; repeatable.", min=1)] = [512],
     rounds: Annotated[int, typer.Option(help="Rounds that a median is over.", min=1)] = 3,
     dtype: inputs.DtypeOption = None,

@@ -38,10 +38,9 @@ from .fidelity import continuation_logits, fill_cache, score_logits
 
 def read_questions(path: Path, num_records: int | None = None) -> list[Question]:
     """
-    Reads the questions of a JSON-lines file; a row of neither set raises a `ValueError`.
-
-    With `num_records` only so many lines, or pairs, of each context are left: neighbours of the one that is asked for,
-    which keeps its place among them. For models to which the whole sets are too hard, however they are read.
+    Reads the questions of a JSON-lines file; a row of neither set raises a `ValueError`. With `num_records` only so
+    many lines, or pairs, of each context are left, for models to which all are too hard: neighbours of the one that is
+    asked for, which keeps its place among them.
     """
     check_integer("records", num_records, 1, is_optional=True)
     return [_question(row, path, num_records) for row in harness.read_rows(path, "data_file")]
@@ -86,9 +85,8 @@ def answer_questions(
     batch_size: int = 1,
 ) -> Iterator[dict[str, Any]]:
     """
-    Asks every cache every question, `batch_size` of them decoded together. Yields a row for each: `accuracy` of whole
-    answers with its `standard_error`, `token_accuracy` of the answers' tokens, `correct` by question, and of the
-    longest cache at its end `memory_at_end` and counters.
+    Asks every cache every question, `batch_size` decoded together. Yields a row for each: `accuracy` of whole answers
+    with its `standard_error`, `token_accuracy`, `correct` by question, and what the longest cache held and counted.
     """
     check_integer("batch_size", batch_size, 1)
     contexts = [tokenizer(each.context).input_ids for each in questions]
@@ -120,9 +118,7 @@ def evaluate_retrieval(
     cache: inputs.CachesOption,
     model: inputs.ModelOption = "smollm2",
     questions: Annotated[int | None, typer.Option(help="The first so many; all by default.", min=1)] = None,
-    records: Annotated[
-        int | None, typer.Option(help="Lines or pairs left of each context; all by default.", min=1)
-    ] = None,
+    records: Annotated[int | None, typer.Option(help="Lines or pairs of each context; all by default.", min=1)] = None,
     batch_size: Annotated[int, typer.Option(help="Questions decoded together.", min=1)] = 1,
     dtype: inputs.DtypeOption = None,
     device: inputs.DeviceOption = None,
@@ -216,15 +212,13 @@ def measure_tasks(
             }
             for task, total in totals.items()
         }
-        steps, fetched, share = (
-            sum(total[name] for total in totals.values()) for name in ("num_scored", "fetched", "share")
-        )
+        whole: Counter[str] = sum(totals.values(), Counter())
         yield {
             "cache": spec,
             "tasks": by_task,
             "kl": sum(each["kl"] for each in by_task.values()) / len(by_task),
-            "fetched_bytes": fetched / steps or None,
-            "fetched_share": share / steps or None,
+            "fetched_bytes": whole["fetched"] / whole["num_scored"] or None,
+            "fetched_share": whole["share"] / whole["num_scored"] or None,
             "memory_at_end": memory_fields(memory),
             "stats": stats,
         }

@@ -9,8 +9,9 @@ different the caches are; distributions over one text do.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from textwrap import shorten
 from typing import Any
 
@@ -21,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvcache_plugins.console.display import open_console, track_progress
 from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.eval import harness
-from kvcache_plugins.eval.tables import Column, Table, code, number, print_markdown
+from kvcache_plugins.eval.tables import Column, Row, code, number, print_markdown, table
 from kvcache_plugins.gear.config import PresetChoice
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.option_checks import check_integer, check_number
@@ -32,8 +33,6 @@ from .fidelity import continuation_logits, fill_cache, score_logits
 
 # Tokens that every cache begins to compress
 _WARM_UP = 96
-
-Row = Mapping[str, Any]
 
 
 def generate_with(
@@ -48,10 +47,9 @@ def generate_with(
     on_token: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """
-    Continues a prompt `[num_tokens]` through a fresh cache, greedily or at a `temperature`, and times it.
-
-    Returns for JSON: new `token_ids`, seconds to the first of them and of a decoded one, see `TokenTimer`, `memory`
-    and counters at the end, and whether the cache `was_exercised`.
+    Continues a prompt `[num_tokens]` through a fresh cache, greedily or at a `temperature`, and times it. Returns new
+    `token_ids`, seconds to the first and of a decoded one, see `TokenTimer`, `memory` and counters at the end, and
+    whether the cache `was_exercised`.
     """
     check_integer("max_new_tokens", max_new_tokens, 1)
     check_number("temperature", temperature, above=0, is_optional=True)
@@ -98,8 +96,7 @@ def compare_caches(
     `top1_agreement` (the share of it at which both find the same token most likely), and the fields of
     `generate_with`. A wrong spec of a cache is a `ValueError`.
     """
-    check_integer("max_new_tokens", max_new_tokens, 1)
-    factories = harness.cache_factories(harness.with_reference(caches), model)
+    factories = harness.cache_factories([harness.REFERENCE, *caches], model)
     for factory in factories.values():
         # Whatever is loaded or compiled when a cache is first used is not counted as its speed
         with suppress(*harness.CACHE_FAILURES):
@@ -147,10 +144,7 @@ def compare_caches(
 
 def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | None:
     """Finds the first token that differs, the shorter one's end counting as a difference; `None` if none does."""
-    if tuple(reference) == tuple(other):
-        return None
-    pairs = enumerate(zip(reference, other, strict=False))
-    return next((index for index, (one, two) in pairs if one != two), min(len(reference), len(other)))
+    return next((index for index, (one, two) in enumerate(zip_longest(reference, other)) if one != two), None)
 
 
 # Characters of the generated text in a table, and the width from which there is room for them
@@ -203,11 +197,11 @@ def print_rows(title: str, rows: Sequence[Row]) -> None:
     console = open_console()
     # A narrow terminal keeps the numbers: the texts stand below in any case
     text = Column("text", _short_text, lambda rows: console.width >= TEXT_FROM_WIDTH)
-    print_markdown(Table(code(), *_COLUMNS, text)(rows), title)
+    print_markdown(table(code(), *_COLUMNS, text)(rows), title)
     held = {row["cache"]: {k: v for k, v in row["memory"]["parts"].items() if v} for row in rows if not row["error"]}
     parts = dict.fromkeys(part for sizes in held.values() for part in sizes)
-    table = Table(code(), *(number(part, f"sizes.{part}", ",.1f", 1e-3) for part in parts))
-    print_markdown(table([{"cache": name, "sizes": sizes} for name, sizes in held.items()]), "kB held, by part")
+    by_part = table(code(), *(number(part, f"sizes.{part}", ",.1f", 1e-3) for part in parts))
+    print_markdown(by_part([{"cache": name, "sizes": sizes} for name, sizes in held.items()]), "kB held, by part")
     for row in rows:
         console.print(f"{row['cache']}:", style="bold", markup=False)
         console.print(f"failed with {row['error']}" if row["error"] else row["text"], markup=False)

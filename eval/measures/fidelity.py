@@ -19,7 +19,7 @@ token is scored by what the cache holds of those before it, as in decoding. The 
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,12 +68,12 @@ def continuation_logits(
     token_ids: torch.Tensor,
     cache: Cache,
     chunk: int | None = None,
-    after_forward: Callable[[], None] = lambda: None,
+    percents: list[float] | None = None,
 ) -> torch.Tensor:
     """
     Feeds `[(batch,) num_tokens]` to the model through a filled cache and returns all logits, `[(batch,) num_tokens,
-    vocabulary]`; `chunk` tokens a forward, 1 is decode; by default all in one, or one by one if the cache would be
-    exact for many.
+    vocabulary]`; `chunk` tokens a forward, 1 is decode; by default all, or one if the cache would be exact for many.
+    What it holds after each, in percent of 16 bits, is added to `percents`.
     """
     if chunk is None and getattr(cache, "is_exact_for_many", False):
         chunk = 1
@@ -83,7 +83,8 @@ def continuation_logits(
     logits = []
     for part in harness.feed(model, torch.atleast_2d(token_ids), cache, chunk):
         logits.append(part)
-        after_forward()
+        if percents is not None:
+            percents.append(measure_memory(cache).kv_percent)
     return torch.cat(logits, dim=1).reshape(*token_ids.shape, -1)
 
 
@@ -93,8 +94,7 @@ def score_logits(dense_logits: torch.Tensor, logits: torch.Tensor, targets: torc
     position_kl: list[float] = []
     rows = (each.split(_ROWS_AT_A_TIME) for each in (dense_logits, logits, targets.to(logits.device)))
     for dense_rows, cache_rows, target_rows in zip(*rows, strict=True):
-        dense_log_probs = F.log_softmax(dense_rows.double(), dim=-1)
-        log_probs = F.log_softmax(cache_rows.double(), dim=-1)
+        dense_log_probs, log_probs = (F.log_softmax(each.double(), dim=-1) for each in (dense_rows, cache_rows))
         dense_nll += F.nll_loss(dense_log_probs, target_rows, reduction="sum").item()
         nll += F.nll_loss(log_probs, target_rows, reduction="sum").item()
         position_kl += F.kl_div(log_probs, dense_log_probs, reduction="none", log_target=True).sum(dim=-1).tolist()
@@ -204,12 +204,7 @@ def measure_fidelity(
             cache = factory()
             fill_cache(model, prefix, cache)
             after_prefix = measure_memory(cache)
-
-            def note(name: str = name, cache: Cache = cache) -> None:
-                if chunk is not None:
-                    percents[name].append(measure_memory(cache).kv_percent)
-
-            logits = continuation_logits(model, fed, cache, chunk, note)
+            logits = continuation_logits(model, fed, cache, chunk, None if chunk is None else percents[name])
             scores[name] += map(score_logits, dense_logits, logits, targets)
             at_end = {"memory_at_end": measure_memory(cache), "stats": harness.cache_stats(cache)}
             last[name] = {"memory_after_prefix": after_prefix, **at_end}
@@ -236,12 +231,12 @@ def trend(windows: Sequence[WindowScore], stretch: int) -> dict[str, Any]:
 
 def fidelity_fields(cache: str, fidelity: Fidelity, stretch: int | None = None) -> dict[str, Any]:
     """Makes a row of a result, with the trend of KL by stretches of so many scored tokens if there are any."""
-    row = {"cache": cache, **{each.name: getattr(fidelity, each.name) for each in fields(fidelity)}}
+    row = {"cache": cache, **asdict(fidelity)}
     for name in ("memory_after_prefix", "memory_at_end"):
-        row[name] = memory_fields(row[name])
-    # A number for each token would be most of a file
-    own = [asdict(window) for window in fidelity.windows]
-    row["windows"] = [{key: value for key, value in each.items() if key != "position_kl"} for each in own]
+        row[name] = memory_fields(getattr(fidelity, name))
+    for window in row["windows"]:
+        # A number for each token would be most of a file
+        del window["position_kl"]
     return row if stretch is None else row | trend(fidelity.windows, stretch)
 
 
@@ -254,13 +249,9 @@ def evaluate_fidelity(
     prefix: Annotated[int, typer.Option(help="Tokens that fill the cache, unscored.", min=1)] = 1024,
     scored: Annotated[int, typer.Option(help="Tokens scored through the filled cache.", min=1)] = 512,
     chunk: Annotated[
-        int | None,
-        typer.Option("--decoded", "--chunk", help="Scored tokens a forward; 1 decodes. All by default.", min=1),
+        int | None, typer.Option("--decoded", "--chunk", help="Tokens a forward; 1 decodes. All by default.", min=1)
     ] = None,
-    own: Annotated[
-        bool,
-        typer.Option("--own", help="Score what the dense model samples behind each prefix, not the text."),
-    ] = False,
+    own: Annotated[bool, typer.Option("--own", help="Score what the dense model samples, not the text.")] = False,
     batch: Annotated[int, typer.Option(help="Windows decoded side by side: the same figures, sooner.", min=1)] = 1,
     stretch: Annotated[
         int | None, typer.Option(help="Report KL also by stretches of so many scored tokens, and its trend.", min=1)
@@ -286,11 +277,9 @@ def evaluate_fidelity(
     """
     if stretch is not None and scored < 4:
         raise ValueError(f"`stretch` compares quarters of at least 4 tokens in `scored`, but got {scored}")
-    inputs.read_text(text_file, "text_file")
-    loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
+    loaded, cut = harness.load_with_windows(model, text_file, (windows, prefix, scored), dtype, device)
     yield from loaded_settings(loaded)
     yield Settings(device=loaded.device.type)
-    cut = harness.cut_windows(tokenizer, text_file, windows, prefix, scored)
     factories = harness.cache_factories(cache, loaded)
     set_seed(seed)
     if own:
@@ -310,10 +299,7 @@ def evaluate_fidelity(
 
 
 def score_text(model: PreTrainedModel, token_ids: torch.Tensor, cache: Cache, chunk: int) -> torch.Tensor:
-    """
-    Feeds `[num_tokens]` but its last, `chunk` tokens a forward, to the model through an empty cache; returns negative
-    log-likelihoods in nats of all but the first, in float64.
-    """
+    """Feeds `[tokens]`, `chunk` a forward, through an empty cache; returns nats of all but the first, in float64."""
     harness.check_is_empty(cache)
     fed, targets = token_ids[None, :-1], token_ids[1:].to(model.device).split(chunk)
     pairs = zip(harness.feed(model, fed, cache, chunk), targets, strict=True)
@@ -330,10 +316,9 @@ def measure_perplexity(
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[dict[str, Any]]:
     """
-    Scores windows of one length through fresh caches, `chunk` tokens a forward, averaged over stretches.
-
-    Yields a row for each cache: perplexity over all tokens and over each stretch of all windows, negative
-    log-likelihoods `nll` of each window's stretches, bytes and counters of the last cache at its end.
+    Scores windows of one length through fresh caches, `chunk` tokens a forward. Yields a row for each: perplexity over
+    all tokens and over each stretch of all windows, negative log-likelihoods `nll` of each window's stretches, bytes
+    and counters of the last cache at its end.
     """
     check_integer("chunk", chunk, 1)
     check_integer("stretch", stretch, 1)
@@ -374,11 +359,9 @@ def evaluate_perplexity(
     Examples:
         kvcache-plugins eval perplexity --text-file book.txt --cache gear --cache kivi-4bit --chunk 64
     """
-    inputs.read_text(text_file, "text_file")
-    loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
-    yield from loaded_settings(loaded)
     # One token comes before the first that is scored
-    cut = harness.cut_windows(tokenizer, text_file, windows, length - 1, 1)
+    loaded, cut = harness.load_with_windows(model, text_file, (windows, length - 1, 1), dtype, device)
+    yield from loaded_settings(loaded)
     factories = harness.cache_factories(cache, loaded)
     with track_progress(windows * len(factories)) as announce:
         yield from measure_perplexity(loaded, cut, factories, chunk=chunk, stretch=stretch, on_progress=announce)

@@ -6,17 +6,14 @@ follow from that. The benchmark puts what cost model and link say beside whole p
 ranks to the logits on the last one, which then also has the whole cache.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +26,7 @@ from kvcache_plugins.console.results import provenance
 from kvcache_plugins.eval.benchmark import benchmark, say
 from kvcache_plugins.eval.harness import spread
 from kvcache_plugins.eval.rows import Content, Found, Settings
-from kvcache_plugins.eval.tables import Column, Table, number, print_markdown
+from kvcache_plugins.eval.tables import Column, number, print_markdown, table
 from kvcache_plugins.kv_runahead import planner
 from kvcache_plugins.kv_runahead.chain import Chain, PrefixExchange, PromptSlice
 from kvcache_plugins.kv_runahead.messages import MessageLayout, message_layouts
@@ -56,8 +53,7 @@ _WARM_UP_TOKENS = 256
 _PLAN_ROUNDS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ModelFacts(NamedTuple):
     """Facts of a model that planning needs: `by_shapes` is its cost in operations, see `CostModel.of_shapes`."""
 
     fingerprint: str
@@ -67,18 +63,20 @@ class ModelFacts:
     vocab_size: int
     by_shapes: planner.CostModel
 
+    def sizes(self) -> dict[str, Any]:
+        """Lists what planning over a link needs."""
+        return {"bytes_per_token": self.bytes_per_token, "num_layers": self.num_layers}
+
     def random_tokens(self, length: int) -> list[int]:
         """Draws a prompt for measuring: what it says does not matter."""
         generator = torch.Generator().manual_seed(0)
         return torch.randint(self.vocab_size, (length,), generator=generator).tolist()
 
 
-@dataclass(frozen=True, slots=True)
-class Prefill:
+class Prefill(NamedTuple):
     """
-    A prefill as one rank saw it: seconds from the barrier to the logits on the last rank, to the end of its part on
-    others; `stats` of `RunaheadOutput`; and on the last rank the largest difference of logits from those of one rank,
-    if that was done.
+    A prefill as a rank saw it: seconds from the barrier to the logits on the last rank, to the end of its part on
+    others; `stats` of `RunaheadOutput`; on the last rank the largest difference of logits from one rank's, if known.
     """
 
     seconds: float
@@ -138,11 +136,10 @@ def prefill(worker: Worker, token_ids: Sequence[int], way: Way) -> Prefill:
         with warnings.catch_warnings():
             # That one rank prefills alone is what was planned then
             warnings.simplefilter("ignore")
-            is_tsp = isinstance(way, str)
-            run: Any = (
-                partial(tsp_prefill, is_folded=way == FOLDED) if is_tsp else partial(runahead_prefill, partition=way)
-            )
-            output = run(worker.model, input_ids)
+            if isinstance(way, str):
+                output = tsp_prefill(worker.model, input_ids, is_folded=way == FOLDED)
+            else:
+                output = runahead_prefill(worker.model, input_ids, partition=way)
         logits, stats = output.logits, output.stats
     elif worker.rank == worker.size - 1:
         cache = DynamicCache(config=worker.model.config.get_text_config(decoder=True))
@@ -193,10 +190,7 @@ def time_messages(worker: Worker, source: int, num_bytes: int) -> list[float]:
 
 
 def measure_link(ranks: Ranks, facts: ModelFacts, longest: int) -> planner.Link | None:
-    """
-    Measures the slowest link of the chain: latency by messages of one token, bandwidth by those of the longest prefix,
-    of prompts of `longest` tokens. Of one rank alone there is none.
-    """
+    """Measures the slowest link: latency by messages of a token, bandwidth by the longest prefix's; else `None`."""
     links = []
     sizes = facts.bytes_per_token, max(facts.bytes_per_token * longest, _LEAST_BYTES)
     for source in range(ranks.size - 1):
@@ -228,36 +222,19 @@ def time_slices(ranks: Ranks, facts: ModelFacts, lengths: Sequence[int], rounds:
     ]
 
 
-def fit_cost(timings: Sequence[planner.Timing], facts: ModelFacts) -> tuple[planner.CostModel, float]:
-    """Fits a cost model to timings of slices; returns also its largest relative error in them."""
-    cost = planner.CostModel.fit(timings, projection_share=facts.by_shapes.projection_share)
-    return cost, max(abs(cost.seconds(each.length, each.prefix) / each.seconds - 1) for each in timings)
-
-
-def plan_slices(
-    length: int, num_ranks: int, cost: planner.CostModel, link: planner.Link | None, facts: ModelFacts
-) -> tuple[int, ...]:
-    """Plans the partition that is fastest by what was measured, of no more ranks than pay."""
-    sizes: dict[str, Any] = {"bytes_per_token": facts.bytes_per_token, "num_layers": facts.num_layers}
-    return planner.planned(length, num_ranks, cost, link=link, **sizes)
-
-
 # `kvcache-plugins plan`
 
 
 def plan_table(
-    ranks: Ranks, facts: ModelFacts, lengths: list[int], timings: list[planner.Timing], *, rounds: int, search: bool
+    ranks: Ranks, facts: ModelFacts, lengths: list[int], rounds: int = _PLAN_ROUNDS, *, search: bool = False
 ) -> planner.PartitionTable:
-    """
-    Fits a cost model to `timings` of slices, measures the link between ranks, and plans contexts of `lengths` tokens.
-
-    With `search` partitions are searched by whole prefills, `rounds` of each.
-    """
-    cost, _ = fit_cost(timings, facts)
+    """Fits a cost model to slices, measures the link, and plans `lengths`, or searches them by whole prefills."""
+    timings = time_slices(ranks, facts, lengths, rounds)
+    cost = planner.CostModel.fit(timings, projection_share=facts.by_shapes.projection_share)
     link = measure_link(ranks, facts, lengths[-1])
     entries = []
     for length in lengths:
-        slices = plan_slices(length, ranks.size, cost, link, facts)
+        slices = planner.planned(length, ranks.size, cost, link=link, **facts.sizes())
         is_searched = search and len(slices) > 1
         if is_searched:
             slices, seconds = _search(ranks, facts, slices, rounds)
@@ -295,23 +272,30 @@ def _search(ranks: Ranks, facts: ModelFacts, start: tuple[int, ...], rounds: int
     return planner.searched(start, measure, first_step=max(length // (_FIRST_STEP * len(start)), 1))
 
 
-def show_plan(table: planner.PartitionTable, error: float, facts: ModelFacts) -> None:
-    """Prints a table of partitions, and what it is founded on: a cost model that is off by an `error` at most."""
-    cost, link = table.cost, table.link
+def worst_error(table: planner.PartitionTable) -> float:
+    """Computes the largest relative error that a table's cost model has in the timings that it was fitted to."""
+    cost = table.cost
     assert cost is not None
-    rendered = Table(
+    return max(abs(cost.seconds(each.length, each.prefix) / each.seconds - 1) for each in table.timings)
+
+
+def show_plan(plan: planner.PartitionTable, facts: ModelFacts) -> None:
+    """Prints a table of partitions, and the cost model and the link that it is founded on."""
+    cost, link = plan.cost, plan.link
+    assert cost is not None
+    rendered = table(
         number("tokens", "length", ""),
         Column("slices", lambda row: " + ".join(str(round(ratio * row["length"])) for ratio in row["ratios"])),
         Column("shares", lambda row: " ".join(f"{ratio:.3f}" for ratio in row["ratios"])),
         number("seconds", "seconds", ".3f"),
         Column("by", lambda row: "searched" if row["measured"] else "planned"),
         Column("one rank, predicted", lambda row: f"{cost.seconds(float(row['length']), 0.0):.3f}"),
-    )(list(map(asdict, table.entries)))
-    print_markdown(rendered, f"{table.world_size} ranks: seconds to the first token")
+    )(list(map(asdict, plan.entries)))
+    print_markdown(rendered, f"{plan.world_size} ranks: seconds to the first token")
     print_line(
         f"a token {1e6 * cost.per_token:.1f} us, a query and key {1e9 * cost.per_pair:.2f} ns, fixed "
         f"{1e3 * cost.fixed:.1f} ms, share of a slice's own square {cost.triangle:.2f}; "
-        f"off by {100 * error:.1f} % at most in what was timed"
+        f"off by {100 * worst_error(plan):.1f} % at most in what was timed"
     )
     if link is not None:
         print_line(
@@ -363,7 +347,7 @@ def simulate(length: int, cost: planner.CostModel, link: planner.Link, facts: Mo
     """Yields seconds, and one rank's over those of all together (efficiency), of every way over equal links."""
     sizes = cost, link, facts.bytes_per_token, facts.num_layers
     for num_ranks in (2, 4, 8):
-        plan = plan_slices(length, num_ranks, cost, link, facts)
+        plan = planner.planned(length, num_ranks, cost, link=link, **facts.sizes())
         found = {"planned": float(planner.predict_ttft(plan, *sizes))}
         for is_folded, is_ring in product((False, True), repeat=2):
             name = ("zig-zag" if is_folded else "even") + (", ring attention" if is_ring else ", all-gather")
@@ -406,14 +390,11 @@ def benchmark_runahead(
         short = token_ids[:_WARM_UP_TOKENS]
         for way in dict.fromkeys((ONE_RANK, TSP, FOLDED, planner.even(len(short), world_size))):
             ranks.call(prefill, short, way)
-        known = None if table is None else ranks.call(load_table, str(table))[0]
-        if known is not None:
-            cost = known.cost
-        else:
-            timings = time_slices(ranks, facts, lengths, _PLAN_ROUNDS)
-            cost, worst = fit_cost(timings, facts)
-            yield Content(timings=[asdict(each) for each in timings], worst_error_of_fit=worst)
-        link = measure_link(ranks, facts, lengths[-1])
+        known = plan_table(ranks, facts, lengths) if table is None else ranks.call(load_table, str(table))[0]
+        if table is None:
+            yield Content(timings=[asdict(each) for each in known.timings], worst_error_of_fit=worst_error(known))
+        # A table may be of another machine
+        cost, link = known.cost, known.link if table is None else measure_link(ranks, facts, lengths[-1])
         if link is not None:
             say(f"link: {link.bytes_per_second / 1e9:.4f} GB/s, {1e6 * link.latency:.0f} us a message")
         yield Content(cost=None if cost is None else asdict(cost), link=None if link is None else asdict(link))
@@ -423,8 +404,6 @@ def benchmark_runahead(
         for each, own in ways.items():
             if world_size > 1:
                 own |= {TSP: TSP, FOLDED: FOLDED, "even": planner.even(each, world_size)}
-                own["planned"] = plan_slices(each, world_size, cost, link, facts)
-            if world_size > 1 and known is not None:
                 own["planned"] = planner.predicted(each, known)
             for share in shares:
                 name = "shares " + ",".join(f"{one:.3g}" for one in share)

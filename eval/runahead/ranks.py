@@ -4,8 +4,6 @@ Every rank loads the model and then does what it is told, operation by operation
 in one process, and measuring in the others. The ranks end with the command, however it ends.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import platform
@@ -18,7 +16,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import connection as connections
 from multiprocessing import forkserver
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -63,7 +60,7 @@ class Ranks:
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> "Ranks":
         is_served = "forkserver" in multiprocessing.get_all_start_methods()
         context: Any = multiprocessing.get_context("forkserver" if is_served else "spawn")
         if is_served:
@@ -87,10 +84,8 @@ class Ranks:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end(at_once=error is not None)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._end(at_once=kind is not None)
 
     def describe_machine(self, dtype: str) -> str:
         """Describes the machine, for what is kept of measurements in a dtype."""
@@ -99,9 +94,8 @@ class Ranks:
 
     def call(self, operation: Callable[..., Any], *args: Any) -> list[Any]:
         """
-        Calls `operation(worker, *args)`, a function of a module, on all ranks at once; returns the result of each.
-        Errors that a user can cause are a `ValueError`; if a rank fails otherwise, or has ended, a
-        `ChildProcessError`.
+        Calls `operation(worker, *args)`, of a module, on all ranks at once; returns all results. Errors that users can
+        cause are a `ValueError`; if a rank fails otherwise, or has ended, a `ChildProcessError`.
         """
         for rank, pipe in enumerate(self._pipes):
             try:
@@ -162,9 +156,8 @@ def _serve(setup: tuple[int, int, str, str | None, int], folder: str, pipe: Any)
 
     def join() -> None:
         torch.set_num_threads(num_threads)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=_TIMEOUT
-        )
+        place = f"file://{folder}/store"
+        dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size, timeout=_TIMEOUT)
         workers.append(Worker(rank, size, *load_for_evaluation(name, dtype, "cpu")))
 
     _answer(pipe, join, ())

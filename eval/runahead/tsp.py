@@ -32,21 +32,13 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 
 class GatheringExchange(PrefixExchange):
     """
-    The exchange of TSP over N ranks: all ranks give states, not the one before. A rank has one slice of the prompt;
-    folded, of 2 N chunks, those of numbers N - 1 - r and N + r, so that the last rank has the last token. None without
-    a token, and no window of a folded prompt, by a `ValueError`.
+    The exchange of TSP over N ranks: all give states, not the one before. A rank has one slice of the prompt; folded,
+    of 2 N chunks, numbers N - 1 - r and N + r, so that the last rank has the last token. None without a token, and no
+    window of a folded prompt, by a `ValueError`.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        layouts: list[MessageLayout],
-        *,
-        length: int,
-        batch_size: int,
-        is_folded: bool,
-    ):
-        rank, self._size, self._length = dist.get_rank(group), dist.get_world_size(group), length
+    def __init__(self, layouts: list[MessageLayout], *, length: int, batch_size: int, is_folded: bool):
+        rank, self._size, self._length = dist.get_rank(), dist.get_world_size(), length
         numbers = (self._size - 1 - rank, self._size + rank) if is_folded else (rank,)
         num_chunks = len(numbers) * self._size
         # Rounded up: what ranks contribute has to be of one length, and the last may have less
@@ -58,7 +50,7 @@ class GatheringExchange(PrefixExchange):
         self.chunks = [slice(each * self._chunk, min((each + 1) * self._chunk, length)) for each in numbers]
         stop, num_tokens = self.chunks[-1].stop, sum(each.stop - each.start for each in self.chunks)
         # The first that takes part: it waits for none before it
-        neighbours = Neighbours(group, first=rank, run=-1)
+        neighbours = Neighbours(None, first=rank, run=-1)
         super().__init__(neighbours, layouts, PromptSlice(start=stop - num_tokens, stop=stop, batch_size=batch_size))
         self._share = len(numbers) * self._chunk
         self.partition = (*[self._share] * (self._size - 1), length - self._share * (self._size - 1))
@@ -110,23 +102,21 @@ class FoldedChain(Chain):
 
 
 @torch.no_grad()
-def tsp_prefill(
-    model: PreTrainedModel, input_ids: torch.Tensor, group: dist.ProcessGroup | None = None, *, is_folded: bool = False
-) -> RunaheadOutput:
+def tsp_prefill(model: PreTrainedModel, input_ids: torch.Tensor, *, is_folded: bool = False) -> RunaheadOutput:
     """
-    Prefills a prompt `[batch_size, length]` without padding by TSP; called by every rank of a group with the same.
+    Prefills a prompt `[batch_size, length]` without padding by TSP; called by every rank with the same.
 
     The last rank gets the logits of the last token and a `DynamicCache`, as from KV-Runahead. Of `stats`,
     `dot_products` are the paper's, every query by every key, of which fewer are computed; `seconds_waited` is the time
     in all-gathers. A prompt too short to give every rank its share raises a `ValueError`.
     """
     start = time.perf_counter()
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank, size = dist.get_rank(), dist.get_world_size()
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config) if rank == size - 1 else None
     batch_size, length = input_ids.shape
-    sizes = {"length": length, "batch_size": batch_size}
-    exchange = GatheringExchange(group, message_layouts(model), **sizes, is_folded=is_folded)
+    layouts = message_layouts(model)
+    exchange = GatheringExchange(layouts, length=length, batch_size=batch_size, is_folded=is_folded)
     is_lazy = config._attn_implementation == "sdpa" or is_folded
     chain = (FoldedChain if is_folded else Chain)(exchange, is_lazy=is_lazy, cache=cache)
     positions = torch.cat([torch.arange(each.start, each.stop) for each in exchange.chunks])
@@ -154,10 +144,7 @@ def predict_tsp_ttft(
     is_folded: bool = False,
     is_ring: bool = False,
 ) -> float:
-    """
-    Simulates the seconds of TSP, where all ranks wait for the slowest in every layer; where it is a ring, what is sent
-    is sent while a rank attends to what it has. Arguments: `predict_ttft`.
-    """
+    """Simulates TSP: all wait for the slowest in every layer; a ring sends while ranks attend. See `predict_ttft`."""
     share = length / num_ranks
     # Around a ring: each rank passes on the share of every other
     num_messages = (num_ranks - 1) * (num_ranks if link.shared else 1)

@@ -7,6 +7,7 @@ A task is a YAML file beside this one, and `loaders.py` reads its rows. They com
     lm_eval run --model kvcache --model_args ... --tasks path/to/eval/tasks/copa.yaml --metadata data_folder=../data
 """
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -23,10 +24,7 @@ def task_files() -> dict[str, Path]:
 
 
 def find_task(task: str | Path, metadata: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
-    """
-    A task of this project's, of a YAML file or of lm-eval's by its name, as lm-eval takes it, and the manager that
-    loads it; its loader is called with `metadata`: `data_folder`, `records`.
-    """
+    """Finds a task of this project, of a YAML file or of lm-eval, and what loads it; loaders get `metadata`."""
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -56,15 +54,8 @@ def _with_task_files(arguments: Sequence[str]) -> list[str]:
         return [*arguments, *([] if has_path else ["--include_path", str(FOLDER)])]
     files, replaced, is_task = task_files(), [], False
     for each in arguments:
-        option, separator, value = each.partition("=")
-        if each.startswith("-"):
-            is_task = option in ("--tasks", "-t")
-            each = f"{option}={_replace(value, files)}" if is_task and separator else each
-        elif is_task:
-            each = _replace(each, files)
-        replaced.append(each)
+        is_task = each.partition("=")[0] in ("--tasks", "-t") if each.startswith("-") else is_task
+        # Names have commas between them, and may stand behind `--tasks=`
+        named = re.sub("[^,=]+", lambda found: str(files.get(found[0], found[0])), each)
+        replaced.append(named if is_task else each)
     return replaced
-
-
-def _replace(names: str, files: dict[str, Any]) -> str:
-    return ",".join(str(files.get(name, name)) for name in names.split(","))

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import datasets
 import lm_eval.tasks
+from datasets import Dataset, DatasetDict, load_dataset
 from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.tasks.wikitext import preprocess_wikitext
 from transformers import AutoTokenizer
@@ -34,15 +34,15 @@ Row = dict[str, Any]
 
 def load_rows(
     files: Mapping[str, str], hub: Sequence[str], hub_test: str = "test", data_folder: str | None = None, **_: object
-) -> datasets.DatasetDict:
+) -> DatasetDict:
     """
     Loads the splits `train`, for examples, and `test` of a set: from `files` of JSON lines by split, the first rows of
     one without `train` going to it; or from the `hub`, path and name, where `test` may be called otherwise.
     """
     folder = _find_folder(data_folder)
     if folder is None:
-        rows = datasets.load_dataset(*hub)
-        return datasets.DatasetDict({"train": rows["train"], "test": rows[hub_test]})
+        rows = load_dataset(*hub)
+        return DatasetDict({"train": rows["train"], "test": rows[hub_test]})
     splits = {split: read_rows(folder / file, "data_folder") for split, file in files.items()}
     if "train" not in splits:
         splits = {"train": splits["test"][:NUM_EXAMPLES], "test": splits["test"][NUM_EXAMPLES:]}
@@ -51,25 +51,22 @@ def load_rows(
 
 def _find_folder(data_folder: str | None) -> Path | None:
     named = data_folder or os.environ.get(DATA_VARIABLE)
-    if named is None:
-        return None
-    folder = Path(named).expanduser()
-    if not folder.is_dir():
+    if named is not None and not Path(named).expanduser().is_dir():
         raise ValueError(f"`data_folder` is `{named}`, but there is no such folder")
-    return folder
+    return None if named is None else Path(named).expanduser()
 
 
-def _need_folder(data_folder: str | None, what: str) -> Path:
+def _find_file(data_folder: str | None, file: str) -> Path:
     folder = _find_folder(data_folder)
     if folder is None:
         raise ValueError(
-            f"`data_folder`: {what} is on no hub. Name the folder it is in by `--metadata` or ${DATA_VARIABLE}."
+            f"`data_folder`: {file} is on no hub. Name the folder it is in by `--metadata` or ${DATA_VARIABLE}."
         )
-    return folder
+    return folder / file
 
 
-def _as_splits(splits: Mapping[str, Iterable[Row]]) -> datasets.DatasetDict:
-    return datasets.DatasetDict({split: datasets.Dataset.from_list(list(rows)) for split, rows in splits.items()})
+def _as_splits(splits: Mapping[str, Iterable[Row]]) -> DatasetDict:
+    return DatasetDict({split: Dataset.from_list(list(rows)) for split, rows in splits.items()})
 
 
 def gsm8k_examples() -> list[Row]:
@@ -78,20 +75,18 @@ def gsm8k_examples() -> list[Row]:
     return load_yaml(path, resolve_func=False)["fewshot_config"]["samples"]
 
 
-def load_questions(
-    file: str, data_folder: str | None = None, records: int | None = None, **_: object
-) -> datasets.DatasetDict:
+def load_questions(file: str, data_folder: str | None = None, records: int | None = None, **_: object) -> DatasetDict:
     """Loads questions for one of many lines, or one value of many keys; of fewer with `records`."""
     # The last character of an answer is where generation stops
-    asked = read_questions(_need_folder(data_folder, file) / file, records)
+    asked = read_questions(_find_file(data_folder, file), records)
     return _as_splits({"test": [{"context": each.context, "answer": each.answer[:-1]} for each in asked]})
 
 
 def passkey(
     data_folder: str | None = None, text_file: str | None = None, words: int = 1500, questions: int = 20, **_: object
-) -> datasets.DatasetDict:
+) -> DatasetDict:
     """A number hidden in a text, at depths spread evenly from its beginning to its end."""
-    path = Path(text_file) if text_file else _need_folder(data_folder, _BOOK) / _BOOK
+    path = Path(text_file) if text_file else _find_file(data_folder, _BOOK)
     haystack = path.read_text(encoding="utf-8").split()[:words]
     if len(haystack) < words:
         raise ValueError(f"`words` is {words}, but {path} has {len(haystack)}")
@@ -107,11 +102,8 @@ def passkey(
 
 def make_context(
     task: str, length: int = 2048, samples: int = 20, scored: int = 128, pretrained: str | None = None, **_: object
-) -> datasets.DatasetDict:
-    """
-    Samples that need much of their context, at places spread over their answers. The model's tokenizer counts tokens
-    if the metadata name it; else three characters are one.
-    """
+) -> DatasetDict:
+    """Makes samples at places spread over their answers, of tokens of `pretrained`, else of three characters each."""
     count_tokens: Callable[[str], int] = lambda text: len(text) // 3  # noqa: E731
     if pretrained is not None:
         tokenizer = AutoTokenizer.from_pretrained(resolve_model(pretrained))
@@ -120,11 +112,11 @@ def make_context(
     return _as_splits({"test": [each._asdict() for each in made]})
 
 
-def wikitext(data_folder: str | None = None, **_: object) -> datasets.DatasetDict:
+def wikitext(data_folder: str | None = None, **_: object) -> DatasetDict:
     """WikiText-2, a page a row."""
     folder = _find_folder(data_folder)
     if folder is None:
-        rows = datasets.load_dataset("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1")["test"]
+        rows = load_dataset("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1")["test"]
         return _as_splits({"test": rows})
     text = (folder / "wikitext2" / "wiki.test.raw").read_text(encoding="utf-8")
     # A page begins with its title between single equals signs
@@ -132,7 +124,7 @@ def wikitext(data_folder: str | None = None, **_: object) -> datasets.DatasetDic
     return _as_splits({"test": [{"page": page} for page in pages if page.strip()]})
 
 
-def text(text_file: str | None = None, **_: object) -> datasets.DatasetDict:
+def text(text_file: str | None = None, **_: object) -> DatasetDict:
     """One's own text, as one row."""
     if text_file is None:
         raise ValueError("`text_file`: name the text to score in `--metadata`")

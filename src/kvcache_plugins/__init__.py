@@ -19,61 +19,42 @@ from .registry import create_cache, list_caches, register_cache
 
 
 if TYPE_CHECKING:
-    from .advice.choose_by_kl import choose_cache
-    from .advice.memory_prediction import predict_memory
-    from .advice.recommendation import recommend
-    from .baselines import H2OCache
-    from .batching import compressed_batching
-    from .custom_generate import generate_with
-    from .gear import GEARCache
-    from .infinigen import InfiniGenCache
-    from .infinigen_gear import InfiniGenGEARCache
-    from .kv_runahead import runahead_generate, runahead_prefill
-    from .prompt_store import PromptStore
-    from .reports.memory import MemoryReport, measure_memory
+    from .advice.choose_by_kl import choose_cache as choose_cache
+    from .advice.memory_prediction import predict_memory as predict_memory
+    from .advice.recommendation import recommend as recommend
+    from .baselines import H2OCache as H2OCache
+    from .batching import compressed_batching as compressed_batching
+    from .custom_generate import generate_with as generate_with
+    from .gear import GEARCache as GEARCache
+    from .infinigen import InfiniGenCache as InfiniGenCache
+    from .infinigen_gear import InfiniGenGEARCache as InfiniGenGEARCache
+    from .kv_runahead import runahead_generate as runahead_generate
+    from .kv_runahead import runahead_prefill as runahead_prefill
+    from .prompt_store import PromptStore as PromptStore
+    from .reports.memory import MemoryReport as MemoryReport
+    from .reports.memory import measure_memory as measure_memory
 
     __version__: str
 
 
-__all__ = [
-    "GEARCache",
-    "H2OCache",
-    "InfiniGenCache",
-    "InfiniGenGEARCache",
-    "MemoryReport",
-    "PromptStore",
-    "choose_cache",
-    "compressed_batching",
-    "create_cache",
-    "generate_with",
-    "list_caches",
-    "measure_memory",
-    "predict_memory",
-    "recommend",
-    "register_cache",
-    "runahead_generate",
-    "runahead_prefill",
-]
-
-_get_lazily, _list_attributes = lazy_attributes(
-    __name__,
-    {
-        "GEARCache": "kvcache_plugins.gear:GEARCache",
-        "H2OCache": "kvcache_plugins.baselines:H2OCache",
-        "InfiniGenCache": "kvcache_plugins.infinigen:InfiniGenCache",
-        "InfiniGenGEARCache": "kvcache_plugins.infinigen_gear:InfiniGenGEARCache",
-        "MemoryReport": "kvcache_plugins.reports.memory:MemoryReport",
-        "PromptStore": "kvcache_plugins.prompt_store:PromptStore",
-        "choose_cache": "kvcache_plugins.advice.choose_by_kl:choose_cache",
-        "compressed_batching": "kvcache_plugins.batching:compressed_batching",
-        "generate_with": "kvcache_plugins.custom_generate:generate_with",
-        "measure_memory": "kvcache_plugins.reports.memory:measure_memory",
-        "predict_memory": "kvcache_plugins.advice.memory_prediction:predict_memory",
-        "recommend": "kvcache_plugins.advice.recommendation:recommend",
-        "runahead_generate": "kvcache_plugins.kv_runahead:runahead_generate",
-        "runahead_prefill": "kvcache_plugins.kv_runahead:runahead_prefill",
-    },
-)
+_LAZY = {
+    "GEARCache": "kvcache_plugins.gear:GEARCache",
+    "H2OCache": "kvcache_plugins.baselines:H2OCache",
+    "InfiniGenCache": "kvcache_plugins.infinigen:InfiniGenCache",
+    "InfiniGenGEARCache": "kvcache_plugins.infinigen_gear:InfiniGenGEARCache",
+    "MemoryReport": "kvcache_plugins.reports.memory:MemoryReport",
+    "PromptStore": "kvcache_plugins.prompt_store:PromptStore",
+    "choose_cache": "kvcache_plugins.advice.choose_by_kl:choose_cache",
+    "compressed_batching": "kvcache_plugins.batching:compressed_batching",
+    "generate_with": "kvcache_plugins.custom_generate:generate_with",
+    "measure_memory": "kvcache_plugins.reports.memory:measure_memory",
+    "predict_memory": "kvcache_plugins.advice.memory_prediction:predict_memory",
+    "recommend": "kvcache_plugins.advice.recommendation:recommend",
+    "runahead_generate": "kvcache_plugins.kv_runahead:runahead_generate",
+    "runahead_prefill": "kvcache_plugins.kv_runahead:runahead_prefill",
+}
+__all__ = ["create_cache", "list_caches", "register_cache", *_LAZY]
+_get_lazily, _list_attributes = lazy_attributes(__name__, _LAZY)
 
 
 def __getattr__(name: str) -> Any:

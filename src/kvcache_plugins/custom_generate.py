@@ -4,29 +4,20 @@ A cache object is for one prompt; pipelines, chat loops and evaluations call `ge
 arguments. What stands in those arguments here makes a new cache for each call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
 from kvcache_plugins.models.cache_argument import as_argument, find_cache
 from kvcache_plugins.registry import check_cache, create_cache
 
 
-if TYPE_CHECKING:
-    import torch
-    from transformers import Cache, GenerationConfig, PreTrainedModel
-
-
-# How Transformers decodes in the modes that can be reached through a callable
-_METHODS = {
-    "greedy_search": "_sample",
-    "sample": "_sample",
-    "beam_search": "_beam_search",
-    "beam_sample": "_beam_search",
-}
+# That can be reached through a callable
+_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 
 
 def _decode(
@@ -39,14 +30,14 @@ def _decode(
 ) -> Any:
     """Decodes in place of `model.generate`, which calls this."""
     mode = generation_config.get_generation_mode().value
-    if mode not in _METHODS:
+    if mode not in _MODES:
         raise ValueError(
             f"`custom_generate` serves greedy search, sampling and beams, but got {mode}: pass "
             f"`past_key_values=create_cache({name!r}, model)` instead"
         )
     _refuse_other_cache(arguments)
     cache = create_cache(name, model, **options)
-    decode = getattr(model, _METHODS[mode])
+    decode = getattr(model, "_beam_search" if mode.startswith("beam") else "_sample")
     with listening(cache):
         return decode(input_ids, generation_config=generation_config, **{**arguments, **as_argument(cache)})
 
@@ -86,8 +77,6 @@ def generate_with(name: str, **options: object) -> Callable[..., Any]:
 
 def _refuse_other_cache(arguments: Mapping[str, Any]) -> None:
     """Refuses a cache among `arguments` but the empty `DynamicCache` that `generate` prepares by itself."""
-    from transformers import DynamicCache
-
     if not arguments.get("use_cache", True):
         raise ValueError("`use_cache=False` beside `custom_generate=generate_with(...)`: leave one of them out")
     prepared = find_cache(arguments)

@@ -17,10 +17,7 @@ def load(target: str) -> Any:
 
 
 def lazy_attributes(module: str, targets: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """
-    Returns `__getattr__` and `__dir__` of a module whose names are imported, as `module:attribute`, when first asked
-    for.
-    """
+    """Returns `__getattr__` and `__dir__` of a module whose names are imported when first asked for."""
 
     def get_attribute(name: str) -> Any:
         if name not in targets:

@@ -13,6 +13,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -197,7 +198,6 @@ def check_cache(name: str, **options: object) -> CacheEntry:
 def check_caches(specs: Sequence[str]) -> list[str]:
     """Returns `specs`, each once, if all are `name` or `name:key=value,key=value` and pass `check_cache`."""
     for spec in specs:
-        parse_cache_spec(spec)
         check_cache(spec)
     return list(dict.fromkeys(specs))
 
@@ -209,9 +209,8 @@ def _find_entry(name: str, options: dict[str, object]) -> tuple[CacheEntry, dict
             f'`name` must be one of `list_caches()`, but got {type(name)}: write `create_cache("gear", model)`, the '
             "name first"
         )
-    if ":" in name:
-        name, own = parse_cache_spec(name)
-        options = {**own, **options}
+    name, own = parse_cache_spec(name)
+    options = {**own, **options}
     entry = _entry(name)
     entry.check_options(options)
     # A factory that needs a device knows best what to say about it
@@ -291,10 +290,8 @@ def parse_option(text: str) -> tuple[str, OptionValue]:
     if value.lower() in constants:
         return key, constants[value.lower()]
     for number in (int, float):
-        try:
+        with suppress(ValueError):
             return key, number(value)
-        except ValueError:
-            continue
     return key, value
 
 

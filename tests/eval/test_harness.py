@@ -9,7 +9,7 @@ from kvcache_plugins import create_cache
 from kvcache_plugins.eval.harness import (
     cache_factories,
     encode_text,
-    fill_cache,
+    fill_with_states,
     read_states,
     spread_windows,
     take_turns,
@@ -37,7 +37,7 @@ def test_functions_take_turns():
 def test_filled_with_what_was_read_once_it_answers_as_if_it_had_read(spec, tiny_llama):
     token_ids = torch.randint(3, 128, (1, 130))
     read, filled = (create_cache(spec, tiny_llama) for _ in range(2))
-    fill_cache(filled, read_states(tiny_llama, token_ids), 130)
+    fill_with_states(filled, read_states(tiny_llama, token_ids), 130)
     with torch.inference_mode():
         tiny_llama(token_ids, past_key_values=read)
         expected, logits = (tiny_llama(token_ids[:, :1], past_key_values=cache).logits for cache in (read, filled))
@@ -48,7 +48,7 @@ def test_filled_with_what_was_read_once_it_answers_as_if_it_had_read(spec, tiny_
 def test_states_are_repeated_for_longer_contexts(context, tiny_llama):
     states = read_states(tiny_llama, torch.randint(3, 128, (1, 63)))
     cache = create_cache("dynamic", tiny_llama)
-    fill_cache(cache, states, context, batch_size=3)
+    fill_with_states(cache, states, context, batch_size=3)
     keys, values = cache.layers[-1].keys, cache.layers[-1].values
     assert keys.shape[0] == 3 and keys.shape[2] == values.shape[2] == cache.get_seq_length() == context
     last = (context - 1) % 63

@@ -3,8 +3,6 @@
 What the registry knows is shown without Torch or Transformers, but to ask for a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,9 +60,7 @@ def list_registered(
 
 
 def show_health(
-    check: Annotated[
-        bool, typer.Option("--check", help="Also run attention on every device; compiling may take minutes.")
-    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Also run attention on devices; may take minutes.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show versions, devices, kernels and models, and what is missing.
@@ -153,31 +149,21 @@ def recommend_caches(
     context: Annotated[int, typer.Option(help="Tokens that the cache holds, for each sequence.", min=1)],
     model: ModelOption = "smollm2",
     batch_size: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
-    new_tokens: Annotated[
-        int, typer.Option(help="Of the context, tokens that are decoded after a prompt.", min=0)
-    ] = 0,
-    cache: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME or NAME:key=value,key=value; repeatable. By default those that the README names."),
-    ] = None,
+    new_tokens: Annotated[int, typer.Option(help="Of the context, tokens decoded after a prompt.", min=0)] = 0,
+    cache: Annotated[list[str] | None, typer.Option(help="NAME or NAME:key=value,key=value; repeatable.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 (default on cuda), float32 (on cpu) or float16.")] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Where the model would be, cuda or cpu; by default a GPU where there is one.")
-    ] = None,
-    host_memory: Annotated[
-        str | None, typer.Option(help="Host memory that caches may use beside a GPU; unlimited by default.")
-    ] = None,
-    with_weights: Annotated[
-        bool, typer.Option("--with-weights", help="The budget is for the model's weights too.")
-    ] = False,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default a GPU where there is one.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Host memory beside a GPU; unlimited by default.")] = None,
+    with_weights: Annotated[bool, typer.Option("--with-weights", help="The budget is for weights too.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Tell which caches fit a memory budget.
 
-    Also what each would hold, and how far it would reach. Nothing is loaded but the model's config. Bytes are what
-    caches hold, as `memory()` says after such a run; activations are not counted, and weights only with
-    --with-weights. The largest context and batch are those for which one more does not fit, the other number staying
-    as asked. Caches come by their measured KL to the dense one, the nearest first. Exit code 1 if nothing fits.
+    Also what each would hold, and how far it would reach; by default those that the README names. Nothing is loaded
+    but the model's config. Bytes are what caches hold, as `memory()` says after such a run; activations are not
+    counted, and weights only with --with-weights. The largest context and batch are those for which one more does not
+    fit, the other number staying as asked. Caches come by their measured KL to the dense one, the nearest first. Exit
+    code 1 if nothing fits.
 
     JSON: model, context, batch_size, new_tokens, dtype, device, memory_bytes, host_memory_bytes (or null),
     weights_bytes (null if they are quantized), available_bytes (for the cache), max_context (that the model was made
@@ -216,7 +202,7 @@ def recommend_caches(
         raise typer.Exit(FAILED)
 
 
-def _print_recommendation(found: Recommendation, is_decimal: bool) -> None:
+def _print_recommendation(found: "Recommendation", is_decimal: bool) -> None:
     from kvcache_plugins.advice.recommendation import MAX_BATCH_SIZE, MAX_CONTEXT, MEASURED_KL
 
     new = f", {found.new_tokens:,} of them decoded" if found.new_tokens else ""

@@ -1,10 +1,8 @@
 """`kvcache-plugins calibrate`: what InfiniGen, or GEAR's transform coding, can be told about a model beforehand."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,35 +11,19 @@ from kvcache_plugins.console.display import make_table, open_console, track_prog
 from kvcache_plugins.console.results import prepare_file, print_json, provenance
 
 
-if TYPE_CHECKING:
-    import torch
-
-
 # Windows of every text, and tokens of a window
 _DEFAULTS = {"infinigen": (8, 1024), "gear": (6, 512)}
 
 
 def main(
-    text_file: Annotated[
-        list[Path] | None,
-        typer.Option(help="Text like what the model will read; repeatable. For gear besides those that it brings."),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="safetensors file to write; for gear by default where `create_cache` looks for it."),
-    ] = None,
+    text_file: Annotated[list[Path] | None, typer.Option(help="Text like what a model will read; repeatable.")] = None,
+    out: Annotated[Path | None, typer.Option(help="safetensors file to write; for gear there is a default.")] = None,
     cache: Annotated[str, typer.Option(help="infinigen or gear.")] = "infinigen",
     model: inputs.ModelOption = "smollm2",
-    windows: Annotated[
-        int | None, typer.Option(help="Windows of every text (6 for gear, 8 for infinigen).", min=1)
-    ] = None,
-    length: Annotated[
-        int | None, typer.Option(help="Tokens a window (512 for gear, 1024 for infinigen).", min=4)
-    ] = None,
+    windows: Annotated[int | None, typer.Option(help="Windows of every text (gear 6, infinigen 8).", min=1)] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens a window (gear 512, infinigen 1024).", min=4)] = None,
     rank: Annotated[int, typer.Option(help="infinigen: rank of the corrections; 0 for none.", min=0)] = 128,
-    min_recall: Annotated[
-        float, typer.Option(help="infinigen: a layer of which less is captured stays whole.", min=0, max=1)
-    ] = 0.9,
+    min_recall: Annotated[float, typer.Option(help="infinigen: layers below it stay whole.", min=0, max=1)] = 0.9,
     dtype: inputs.DtypeOption = None,
     device: inputs.DeviceOption = None,
     as_json: inputs.JsonOption = False,
@@ -85,7 +67,7 @@ def main(
     loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
     if cache == "gear":
         texts = [*calibration_texts().values(), *texts]
-    cut: list[torch.Tensor] = []
+    cut: list[Any] = []
     for token_ids, start_ids in (encode_text(tokenizer, text) for text in texts):
         cut += spread_windows(token_ids, windows, length // 2, length - length // 2 - 1, start_ids)
     names = ",".join(path.name for path in text_file) if text_file else None

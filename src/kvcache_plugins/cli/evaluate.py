@@ -6,21 +6,15 @@
 and needs no import of lm-eval for it.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvcache_plugins.console.commands import FAILED, fold_examples, make_app, user_errors
 from kvcache_plugins.console.inputs import JsonOption
 from kvcache_plugins.console.results import free_stdout, print_json
-
-
-if TYPE_CHECKING:
-    from kvcache_plugins.eval.sweep import Run
 
 
 _HELP = """Evaluation with the cache in the loop.
@@ -107,7 +101,7 @@ def sweep(
     plan = Sweep.read(config)
     runs = plan.pending(only, again)
     print_line(f"{len(runs)} of {len(plan.runs)} runs to do, results in {plan.out}", stderr=True)
-    done: list[tuple[Run, str | None]] = [(run, None) for run in runs] if dry_run else []
+    done: list[tuple[Any, str | None]] = [(run, None) for run in runs] if dry_run else []
     with free_stdout(as_json):
         for run, error in () if dry_run else run_sweep(plan, runs, partial(print_line, stderr=True)):
             done.append((run, error))

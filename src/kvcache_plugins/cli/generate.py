@@ -1,9 +1,7 @@
 """`kvcache-plugins generate` and `compare`: one prompt through one cache, or through several."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,26 +13,14 @@ from kvcache_plugins.models.packaged_models import check_model_name
 from kvcache_plugins.registry import check_cache, check_caches, create_cache, parse_cache_spec
 
 
-if TYPE_CHECKING:
-    from transformers import Cache
-
-
 DEMO_CACHES = ("dynamic", "gear", "gear-4bit", "gear-2bit", "kivi-2bit")
 
 
 def generate(
     model: inputs.ModelOption = "smollm2",
-    cache: Annotated[
-        str | None,
-        typer.Option(help="NAME of `kvcache-plugins list`, or NAME:key=value,key=value; `gear` by default."),
-    ] = None,
-    max_kl: Annotated[
-        float | None,
-        typer.Option(help="Instead of --cache: the cheapest GEAR preset with at most this KL on the prompt's end."),
-    ] = None,
-    store: Annotated[
-        Path | None, typer.Option(help="Folder of a prompt store: what it knows of the prompt is not read again.")
-    ] = None,
+    cache: Annotated[str | None, typer.Option(help="NAME or NAME:key=value,key=value; `gear` by default.")] = None,
+    max_kl: Annotated[float | None, typer.Option(help="Instead of --cache: the cheapest of at most this KL.")] = None,
+    store: Annotated[Path | None, typer.Option(help="Prompt store's folder: what it has is not read again.")] = None,
     prompt: inputs.PromptOption = None,
     prompt_file: inputs.PromptFileOption = None,
     max_new_tokens: inputs.MaxNewTokensOption = 64,
@@ -79,13 +65,13 @@ def generate(
 
     loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
     token_ids = inputs.encode_prompt(tokenizer, text, chat)
-    made: Cache
+    made: Any
     if store is not None:
         from kvcache_plugins.prompt_store import PromptStore
 
         kept = PromptStore(store)
-        made = from_store = kept.cache_for(loaded, token_ids[None], name, **options)
-        kept.prefill(loaded, from_store, token_ids[None])
+        made = kept.cache_for(loaded, token_ids[None], name, **options)
+        kept.prefill(loaded, made, token_ids[None])
         stats = kept.stats()
         print_line(
             f"{stats['tokens_saved']} of {token_ids.numel()} tokens were known, {stats['load_seconds']:.2f} s; "
@@ -97,10 +83,9 @@ def generate(
     else:
         from kvcache_plugins.advice.choose_by_kl import choose_cache
 
-        made = chosen = choose_cache(loaded, token_ids[None], max_kl=max_kl)
-        assert chosen.choice is not None
-        name = chosen.choice.preset
-        print_line(choice_line(chosen.choice), stderr=True)
+        made = choose_cache(loaded, token_ids[None], max_kl=max_kl)
+        name = made.choice.preset
+        print_line(choice_line(made.choice), stderr=True)
     with free_stdout(as_json):
         generation = generate_with(
             loaded,
@@ -122,10 +107,7 @@ def generate(
 
 
 def compare(
-    cache: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME or NAME:key=value,key=value; repeatable. `dynamic` always comes first."),
-    ] = None,
+    cache: Annotated[list[str] | None, typer.Option(help="NAME or NAME:key=value,key=value; repeatable.")] = None,
     model: inputs.ModelOption = "smollm2",
     prompt: inputs.PromptOption = None,
     prompt_file: inputs.PromptFileOption = None,
@@ -138,11 +120,11 @@ def compare(
 ) -> None:
     """Run several caches on one prompt, side by side.
 
-    Columns are the text, the KL to the dense cache, bytes held and speed. KL is the mean over the dense cache's
-    own continuation, fed through each cache after the prompt, and "top-1" the share of it at which both find the same
-    token most likely. "differs at" is the first generated token that is not the dense cache's. KV % is of a cache at
-    16 bits, the ratio is to the model's dtype. Seconds and milliseconds are processor time on a CPU, all threads
-    together. Exit code 1 if a cache failed on the way: its row says how.
+    `dynamic` always comes first. Columns are the text, the KL to the dense cache, bytes held and speed. KL is the mean
+    over the dense cache's own continuation, fed through each cache after the prompt, and "top-1" the share of it at
+    which both find the same token most likely. "differs at" is the first generated token that is not the dense
+    cache's. KV % is of a cache at 16 bits, the ratio is to the model's dtype. Seconds and milliseconds are processor
+    time on a CPU, all threads together. Exit code 1 if a cache failed on the way: its row says how.
 
     \b
     Examples:

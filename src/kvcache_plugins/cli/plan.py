@@ -13,13 +13,9 @@ from kvcache_plugins.console.results import prepare_file, print_json
 def main(
     world_size: Annotated[int, typer.Option(help="Ranks to plan for, all started on this machine's CPUs.", min=1)],
     lengths: Annotated[str, typer.Option(help="Tokens of the contexts, such as 4096,8192.")],
-    out: Annotated[
-        Path | None, typer.Option(help="JSON file to write, for `runahead_prefill(..., partition=...)`.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file, for `runahead_prefill(..., partition=...)`.")] = None,
     model: ModelOption = "smollm2",
-    search: Annotated[
-        bool, typer.Option("--search", help="Search around what is planned, by whole prefills.")
-    ] = False,
+    search: Annotated[bool, typer.Option("--search", help="Search around the plan, by whole prefills.")] = False,
     rounds: Annotated[int, typer.Option(help="Runs that a median is over.", min=1)] = 3,
     num_threads: Annotated[int, typer.Option(help="Of every rank.", min=1)] = 1,
     dtype: DtypeOption = None,
@@ -55,11 +51,10 @@ def main(
     print_line(f"starting {world_size} ranks", stderr=True)
     with Ranks(model, world_size, dtype=dtype, num_threads=num_threads) as ranks:
         facts = ranks.call(measure.describe_model)[0]
-        timings = measure.time_slices(ranks, facts, parsed, rounds)
-        table = measure.plan_table(ranks, facts, parsed, timings, rounds=rounds, search=search)
+        table = measure.plan_table(ranks, facts, parsed, rounds, search=search)
     if out is not None:
         table.save(out)
     if as_json:
         print_json(table.document())
-        return
-    measure.show_plan(table, measure.fit_cost(table.timings, facts)[1], facts)
+    else:
+        measure.show_plan(table, facts)

@@ -1,7 +1,5 @@
 """`kvcache-plugins serve`: a model over HTTP, as OpenAI's API has it, with a cache for each request."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -20,21 +18,13 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 def main(
     model: Annotated[str, typer.Argument(help="`smollm2`, `gemma3-270m`, a folder or a hub name.")] = "smollm2",
     cache: Annotated[str, typer.Option(help="NAME of `kvcache-plugins list`, or NAME:key=value,key=value.")] = "gear",
-    store: Annotated[
-        Path | None, typer.Option(help="Folder of a prompt store: prompts and answers are kept, and not read again.")
-    ] = None,
+    store: Annotated[Path | None, typer.Option(help="Prompt store's folder: prompts and answers are kept.")] = None,
     continuous_batching: Annotated[
         bool, typer.Option("--continuous-batching", help="Answer requests together, from coded pages.")
     ] = False,
-    text_file: Annotated[
-        Path | None, typer.Option(help="Text to make tables of, for a batch whose cache has no calibration.")
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Of all requests of a batch, 0 is greedy; by default the model's.", min=0)
-    ] = None,
-    num_blocks: Annotated[
-        int | None, typer.Option(help="Pages in the bytes of so many dense blocks of 256 tokens.", min=1)
-    ] = None,
+    text_file: Annotated[Path | None, typer.Option(help="Text for tables of a batch without a calibration.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of batches, 0 greedy; else the model's.", min=0)] = None,
+    num_blocks: Annotated[int | None, typer.Option(help="Pages in bytes of dense blocks (256 tokens).", min=1)] = None,
     max_batch_tokens: Annotated[int | None, typer.Option(help="Tokens of a pass of a batch.", min=1)] = None,
     host: Annotated[str, typer.Option(help="Address to listen at; by default none but this machine reaches it.")] = (
         "127.0.0.1"

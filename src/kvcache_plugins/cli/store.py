@@ -1,7 +1,5 @@
 """`kvcache-plugins store`: the prompts that are kept in a folder, shown, checked and cleared."""
 
-from __future__ import annotations
-
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated

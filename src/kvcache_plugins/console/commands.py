@@ -52,9 +52,7 @@ def user_errors() -> Iterator[None]:
 
 
 class LazyGroup(TyperGroup):
-    """
-    Groups the `lazy_commands`, `module:attribute` of a function, see `with_results`, or of a `typer.Typer`, by name.
-    """
+    """Groups `lazy_commands` by name, `module:attribute` of a function, see `with_results`, or of a `typer.Typer`."""
 
     lazy_commands: ClassVar[Mapping[str, str]] = {}
 
@@ -153,10 +151,7 @@ def _build(name: str, target: str) -> Any:
 
 
 def read_function(target: str) -> Callable[..., Any] | None:
-    """
-    Reads signature and docstring of `module:name` from its source, of which nothing runs but what they name, and
-    returns a function that imports and calls it; `None` if there is no such one.
-    """
+    """Makes a function, of signature and docstring in the source of `module:name`, that calls it; `None` if none."""
     module, _, name = target.partition(":")
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:

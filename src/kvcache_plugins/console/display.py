@@ -3,8 +3,6 @@
 Results go to standard output; progress and errors go to standard error, so that a pipe holds results alone.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re
@@ -53,10 +51,7 @@ def print_line(text: str, *, stderr: bool = False, style: str | None = None) -> 
 
 
 def make_table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Table:
-    """
-    Makes a table; by heading each column is a `name` (folded where it does not fit), a `word` (never cut), a `number`
-    (to the right, never cut) or `text` (cut).
-    """
+    """Makes a table; columns are a `name` (folded), a `word` (whole), a `number` (right, whole) or `text` (cut)."""
     # `Text`, so that brackets in generated text are not read as markup
     table = Table(title=Text(title) if title else None, title_justify="left", box=box.SIMPLE_HEAD)
     table.padding, table.pad_edge = (0, 1, 0, 0), False

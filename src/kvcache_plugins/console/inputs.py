@@ -1,7 +1,5 @@
 """Options that several commands have, and what they name: texts, read before anything is loaded, and a model."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -18,9 +16,7 @@ LoadedModel: TypeAlias = tuple["PreTrainedModel", "PreTrainedTokenizerBase"]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
 ModelOption = Annotated[str, typer.Option(help="`smollm2`, `gemma3-270m`, a folder or a hub name.")]
 PromptOption = Annotated[str | None, typer.Option(help="The prompt; comes after the text of --prompt-file.")]
-PromptFileOption = Annotated[
-    Path | None, typer.Option(help="A text file to read the prompt from; - is standard input.")
-]
+PromptFileOption = Annotated[Path | None, typer.Option(help="A file to read the prompt from; - is standard input.")]
 MaxNewTokensOption = Annotated[int, typer.Option(help="Tokens to generate at most.", min=1)]
 ChatOption = Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")]
 DtypeOption = Annotated[str | None, typer.Option(help="float32 (default on CPU), bfloat16 (elsewhere) or float16.")]
@@ -56,7 +52,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     return text
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool = False) -> torch.Tensor:
+def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str, chat: bool = False) -> "torch.Tensor":
     """Encodes a prompt as token ids `[num_tokens]`, as the user's turn of the chat template if `chat`."""
     if chat:
         if tokenizer.chat_template is None:
@@ -81,7 +77,7 @@ def load_for_evaluation(name: str | LoadedModel, dtype: str | None = None, devic
     return load_model(name, dtype=chosen_dtype, device=place)
 
 
-def prepare_loading(dtype: str | None, device: str | None) -> tuple[torch.dtype, torch.device]:
+def prepare_loading(dtype: str | None, device: str | None) -> "tuple[torch.dtype, torch.device]":
     """Parses what is given or chooses; bars of progress are for terminals alone."""
     from transformers.utils import logging
 
@@ -100,7 +96,7 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def parse_device(text: str) -> torch.device:
+def parse_device(text: str) -> "torch.device":
     """Parses a device. One that torch does not know or find is a `ValueError`."""
     import torch
 

@@ -1,7 +1,5 @@
 """Ctrl-C: one line and exit code 130, at whatever moment it comes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

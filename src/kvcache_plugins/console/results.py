@@ -4,8 +4,6 @@ With `--json` standard output holds one JSON document and nothing else. What is 
 a benchmark as they come) goes to standard error. Every evaluation says where its numbers come from: see `provenance`.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import math
@@ -105,7 +103,7 @@ def prepare_file(path: Path) -> None:
         path.unlink()
 
 
-def provenance(device: torch.device) -> dict[str, object]:
+def provenance(device: "torch.device") -> dict[str, object]:
     """Describes where a number comes from: commit, date, device and versions."""
     import torch
 
@@ -122,9 +120,7 @@ def provenance(device: torch.device) -> dict[str, object]:
 
 
 def _commit() -> str | None:
-    """
-    Finds the checkout's commit, marked if files differ; of an installed package `KVCACHE_PLUGINS_COMMIT`, or `None`.
-    """
+    """Finds the checkout's commit, marked if files differ; of an installed package `KVCACHE_PLUGINS_COMMIT`."""
     here = Path(__file__).resolve()
     # An installed package may lie in a folder of some other repository, whose commit would say nothing about it
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
@@ -143,7 +139,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return finished.stdout.strip()
 
 
-def memory_fields(memory: MemoryReport) -> dict[str, object]:
+def memory_fields(memory: "MemoryReport") -> dict[str, object]:
     """Lists the fields of a `MemoryReport` for a JSON file."""
     names = ("total_bytes", "dense_bytes", "parts", "devices", "kv_percent", "shared", "kv_percent_with_shared")
     return {name: getattr(memory, name) for name in (*names, "compression_ratio", "bits_per_value")}

@@ -115,11 +115,7 @@ def write_tensors(path: PathLike, document: dict[str, Any], tensors: Tensors, mo
     for each in order:
         tensor, start = tensors[each], stop
         stop += tensor.numel() * tensor.element_size()
-        header[each] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, stop],
-        }
+        header[each] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [start, stop]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     digest = blake2b(digest_size=32)
@@ -155,9 +151,7 @@ def read_record(path: PathLike, form: Format, kind: type[RecordT]) -> RecordT:
 
 
 def read_content(path: PathLike, form: Format) -> dict[str, Any]:
-    """
-    Reads a file's document alone, unchecked, to list files by; none, or one of another format, is a `ValueError`.
-    """
+    """Reads a file's document alone, unchecked, to list files by; another format, or none, is a `ValueError`."""
     with open(path, "rb") as file:
         header, _ = _read_header(file, os.fstat(file.fileno()).st_size)
     return form.content(_metadata(header)[0])
@@ -195,11 +189,9 @@ def _places(header: dict[str, Any], num_bytes: int) -> dict[str, tuple[torch.dty
         if not isinstance(entry["dtype"], str) or entry["dtype"] not in _DTYPES:
             raise ValueError(f"`{name}.dtype` has to be one of {list(_DTYPES)} but got {entry['dtype']!r}")
         dtype = _DTYPES[entry["dtype"]]
-        for each in (shape, offsets):
-            if not isinstance(each, list) or not all(
-                type(size) is int and 0 <= size <= _MAX_NUM_VALUES for size in each
-            ):
-                raise ValueError(f"`{name}` has to have lists of integers from 0 to {_MAX_NUM_VALUES}")
+        are_lists = isinstance(shape, list) and isinstance(offsets, list)
+        if not are_lists or not all(type(size) is int and 0 <= size <= _MAX_NUM_VALUES for size in (*shape, *offsets)):
+            raise ValueError(f"`{name}` has to have lists of integers from 0 to {_MAX_NUM_VALUES}")
         if len(shape) > _MAX_NUM_DIMS or math.prod(max(size, 1) for size in shape) > _MAX_NUM_VALUES:
             raise ValueError(f"`{name}` has a shape that no tensor can have, {shape}")
         if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:

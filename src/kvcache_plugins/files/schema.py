@@ -47,10 +47,7 @@ class Range:
 
 
 class Stored:
-    """
-    Describes a tensor: its shape (sizes, names of sizes, `None` for any), dtypes, bounds (`least` and `most`
-    included).
-    """
+    """Describes a tensor: shape (sizes, names of sizes, `None` for any), dtypes, bounds (`least`, `most` included)."""
 
     def __init__(
         self,
@@ -80,11 +77,8 @@ class Stored:
         sizes.update({size: found for size, found in named if isinstance(size, str)})
         if self.is_finite and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise ValueError(f"`{name}` has to be finite")
-        for bound, words, is_beyond in (
-            (self.least, "at least", torch.lt),
-            (self.most, "at most", torch.gt),
-            (self.above, "above", torch.le),
-        ):
+        bounds = (self.least, "at least", torch.lt), (self.most, "at most", torch.gt), (self.above, "above", torch.le)
+        for bound, words, is_beyond in bounds:
             if bound is not None and bool(is_beyond(tensor, bound).any()):
                 raise ValueError(f"`{name}` has to be {words} {bound}")
 

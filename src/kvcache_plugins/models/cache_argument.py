@@ -18,9 +18,7 @@ CACHE_NAMES = ("cache", _OLD_NAME)
 
 
 def as_argument(cache: Cache, function: Callable[..., Any] | None = None) -> dict[str, Cache]:
-    """
-    Names a cache, for `**`, as the installed Transformers does, or the function that it is passed to, perhaps older.
-    """
+    """Names a cache, for `**`, as the installed Transformers does, or the function that takes it, perhaps older."""
     is_old = function is not None and _OLD_NAME in inspect.signature(function).parameters
     return {"cache" if IS_RENAMED and not is_old else _OLD_NAME: cache}
 

@@ -19,9 +19,8 @@ def fingerprint(model: PreTrainedModel) -> str:
     """A digest of the model's type, rotary settings, parameter names, shapes and dtypes, and a few weights of each."""
     digest = hashlib.sha256()
     config = model.config.get_text_config(decoder=True).to_dict()
-    digest.update(
-        json.dumps([config.get(key) for key in ("model_type", "rope_parameters", "rope_theta")], default=str).encode()
-    )
+    settings = [config.get(key) for key in ("model_type", "rope_parameters", "rope_theta")]
+    digest.update(json.dumps(settings, default=str).encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         # Weights that accelerate keeps elsewhere are not worth loading for this
@@ -32,19 +31,12 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 def weight_samples(model: PreTrainedModel) -> torch.Tensor:
     """A few weights of every parameter one behind the other, float32; not a number where they are kept elsewhere."""
-    samples = [
-        torch.full((len(range(0, each.numel(), _stride(each))),), torch.nan) if each.is_meta else _samples(each)
-        for each in model.parameters()
-    ]
-    return torch.cat(samples)
-
-
-def _stride(parameter: torch.Tensor) -> int:
-    return max(parameter.numel() // _SAMPLES_PER_PARAMETER, 1)
+    return torch.cat([_samples(each) for each in model.parameters()])
 
 
 def _samples(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.detach().flatten()[:: _stride(parameter)].float().cpu()
+    samples = parameter.detach().flatten()[:: max(parameter.numel() // _SAMPLES_PER_PARAMETER, 1)]
+    return torch.full(samples.shape, torch.nan) if samples.is_meta else samples.float().cpu()
 
 
 def config_fingerprint(config: PreTrainedConfig) -> str:

@@ -12,9 +12,7 @@ _STATIC_TYPES = {"linear", "llama3", "yarn", "proportional"}
 
 
 def rotary_frequencies(config: PreTrainedConfig, layer_idx: int) -> tuple[float, ...] | None:
-    """
-    Tells the radians a token of every pair of channels that a layer rotates; `None` if none or not known beforehand.
-    """
+    """Tells the radians a token of every pair of channels that a layer rotates; `None` if none or not known."""
     config = config.per_layer_config[layer_idx] if has_own_layers(config) else config
     parameters, layer_type = getattr(config, "rope_parameters", None), None
     layer_types = getattr(config, "layer_types", None)
