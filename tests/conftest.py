@@ -3,6 +3,7 @@
 No test touches the network: the offline switches are set before anything of Hugging Face is imported.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +51,8 @@ from transformers import (
 
 SEED = 42
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
+# Of the JSON that commands print
+SCHEMAS = PROJECT_ROOT / "tests" / "console" / "schemas"
 # What several files of tests share that is no fixture is found by its name, in programs of tests too
 HELPERS = ("contract", "fuzz", "gear", "infinigen", "kernels", "kv_runahead", "triton_kernels")
 sys.path[:0] = [str(PROJECT_ROOT / "tests" / folder) for folder in HELPERS]
@@ -290,23 +294,73 @@ def load_reference_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenize
 
 
 @pytest.fixture
-def run_compiling(request: pytest.FixtureRequest) -> Callable[..., str]:
+def run() -> Callable[..., Any]:
+    """Runs a command line, given as words, and checks what it exits with."""
+
+    def call(*words: str, code: int | None = 0, **options: Any) -> Any:
+        from typer.testing import CliRunner
+
+        from kvcache_plugins import cli
+
+        result = CliRunner().invoke(cli.app, list(words), **options)
+        assert code is None or result.exit_code == code, result.output
+        return result
+
+    return call
+
+
+@pytest.fixture
+def read(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs a command line with `--json` and reads standard output, which holds one document and nothing else."""
+
+    def call(*words: str, schema: str | None = None, **options: Any) -> Any:
+        content = json.loads(run(*words, "--json", **options).stdout)
+        if schema is not None:
+            import jsonschema
+
+            described = json.loads((SCHEMAS / f"{schema}.json").read_text(encoding="utf-8"))
+            jsonschema.validate(content, described, cls=jsonschema.Draft202012Validator)
+        return content
+
+    return call
+
+
+@pytest.fixture
+def refuse(run: Callable[..., Any]) -> Callable[..., None]:
+    """Runs a command line whose error is the user's: one line on standard error, with `message` in it."""
+
+    def call(message: str, *words: str) -> None:
+        result = run(*words, code=2)
+        last = result.stderr.splitlines()[-1]
+        assert last.startswith("Error: ") and message in last
+        assert result.stdout == "" and "Traceback" not in result.stderr
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def run_python() -> Callable[..., Any]:
+    """Runs Python with words, and variables of the environment, `None` for one that is gone; it has to end well."""
+
+    def call(*words: object, cwd: Any = None, timeout: float | None = None, **variables: object) -> Any:
+        environment = {name: str(value) for name, value in {**os.environ, **variables}.items() if value is not None}
+        command = [sys.executable, *map(str, words)]
+        done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+        return done
+
+    return call
+
+
+@pytest.fixture
+def run_compiling(request: pytest.FixtureRequest, run_python: Callable[..., Any]) -> Callable[..., str]:
     """
     Runs a program where Triton does not interpret, which it decides when it is imported, and returns what it prints;
     of the words for Python the test's own file is the first unless there are others.
     """
-
-    def run(*arguments: str, program: Sequence[str] = (str(request.path),)) -> str:
-        unwanted = ("TRITON_INTERPRET", "PYTHONSAFEPATH")
-        environment = {name: value for name, value in os.environ.items() if name not in unwanted}
-        # Drivers are stood in for on machines with a GPU too
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-        command = [sys.executable, *program, *arguments]
-        finished = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert finished.returncode == 0, finished.stderr[-5000:]
-        return finished.stdout
-
-    return run
+    # Drivers are stood in for on machines with a GPU too
+    variables = {"TRITON_INTERPRET": None, "PYTHONSAFEPATH": None, "CUDA_VISIBLE_DEVICES": ""}
+    return lambda *words, program=(request.path,): run_python(*program, *words, **variables).stdout
 
 
 @pytest.fixture(scope="session", autouse=True)

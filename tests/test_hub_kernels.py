@@ -1,10 +1,7 @@
 """The folder of Triton's kernels for the hub: built, and loaded by processes that have nothing of this package."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -71,29 +68,29 @@ for module in kernels:
 
 
 @pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def repository(tmp_path_factory: pytest.TempPathFactory, run_python) -> Path:
     folder = tmp_path_factory.mktemp("hub") / "kernels"
-    subprocess.run([sys.executable, SCRIPT, folder], check=True)
+    run_python(SCRIPT, folder)
     return folder
 
 
-def run(code: str, *folders: Path) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PREAMBLE + code + CHECK, *map(str, folders)]
-    result = subprocess.run(command, cwd=folders[0], env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+@pytest.fixture
+def load_and_check(run_python):
+    """Has a new process load folders in a way, and checks what they compute."""
+    variables = {"TRITON_INTERPRET": 1, "OMP_NUM_THREADS": 1}
+    return lambda load, *folders: run_python("-c", PREAMBLE + load + CHECK, *folders, cwd=folders[0], **variables)
 
 
 @pytest.mark.slow
-def test_loaded_twice_from_any_folder(repository: Path, tmp_path: Path) -> None:
+def test_loaded_twice_from_any_folder(repository: Path, tmp_path: Path, load_and_check) -> None:
     elsewhere = shutil.copytree(repository / "torch-ext" / "kvcache_kernels", tmp_path / "another name")
-    run(LOAD, repository / "build" / "torch-cuda", elsewhere)
+    load_and_check(LOAD, repository / "build" / "torch-cuda", elsewhere)
 
 
 @pytest.mark.slow
-def test_loaded_by_the_package_kernels(repository: Path) -> None:
+def test_loaded_by_the_package_kernels(repository: Path, load_and_check) -> None:
     pytest.importorskip("kernels", reason="the package `kernels` is not installed")
-    run(LOAD_BY_KERNELS, *(repository / "build" / f"torch-{backend}" for backend in ("cuda", "rocm")))
+    load_and_check(LOAD_BY_KERNELS, *(repository / "build" / f"torch-{backend}" for backend in ("cuda", "rocm")))
 
 
 def test_builds_say_what_they_are(repository: Path) -> None:

@@ -118,27 +118,19 @@ def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
 
 def find_order_violations(sources: dict[str, str]) -> list[str]:
     """The imports that go up, and the rooms that stand on no floor."""
-    graph = import_graph(sources)
-    violations = [*_upward_imports(graph, room_of, FLOORS), *_upward_imports(graph, eval_room_of, EVAL_FLOORS)]
-    for module, imported in graph.items():
-        for target in sorted(imported):
-            if {room_of(module), room_of(target)} <= METHODS and room_of(module) != room_of(target):
-                violations.append(f"{module} imports {target}: methods never import each other")
+    graph, violations = import_graph(sources), []
+    imports = [(module, target) for module, imported in graph.items() for target in sorted(imported)]
+    for place, floors in ((room_of, FLOORS), (eval_room_of, EVAL_FLOORS)):
+        floor_of = {room: number for number, floor in enumerate(floors) for room in floor}
+        unplaced = {*map(place, graph)} - floor_of.keys() - {None}
+        violations += [f"`{room}` stands on no floor: place it in FLOORS or EVAL_FLOORS" for room in sorted(unplaced)]
+        for module, target in imports:
+            if floor_of.get(place(target), -1) > floor_of.get(place(module), len(floors)):
+                violations.append(f"{module} imports {target}: `{place(target)}` stands above `{place(module)}`")
+    for module, target in imports:
+        if {room_of(module), room_of(target)} <= METHODS and room_of(module) != room_of(target):
+            violations.append(f"{module} imports {target}: methods never import each other")
     return violations
-
-
-def _upward_imports(
-    graph: dict[str, set[str]], place: Callable[[str], str | None], floors: tuple[set[str], ...]
-) -> Iterator[str]:
-    floor_of = {room: number for number, floor in enumerate(floors) for room in floor}
-    rooms = {module: place(module) for module in graph}
-    for room in sorted({room for room in rooms.values() if room is not None} - floor_of.keys()):
-        yield f"`{room}` stands on no floor: place it in FLOORS or EVAL_FLOORS"
-    for module, imported in graph.items():
-        for target in sorted(imported):
-            room, target_room = rooms[module], place(target)
-            if room in floor_of and target_room in floor_of and floor_of[target_room] > floor_of[room]:
-                yield f"{module} imports {target}: `{target_room}` stands above `{room}`"
 
 
 def find_foreign_violations(sources: dict[str, str]) -> list[str]:

@@ -122,9 +122,7 @@ OUT_OF_RANGE = {
         ({"max_fetch_ratio": 2}, "`max_fetch_ratio`"),
         ({"full_layers": (0, 1)}, "nothing is left to offload"),
     ],
-    "llamacpp-q8_0": [
-        ({"type": "q6_k"}, r"`key_type`/`type` has to be one of \['q8_0', 'q5_1', .*but got 'q6_k'"),
-    ],
+    "llamacpp-q8_0": [({"type": "q6_k"}, r"`key_type`/`type` has to be one of \['q8_0', 'q5_1', .*but got 'q6_k'")],
 }
 
 

@@ -4,7 +4,6 @@ A package that setup.cfg does not list works in an editable install and is silen
 """
 
 import configparser
-import os
 import platform
 import shlex
 import shutil
@@ -43,7 +42,7 @@ def modules_on_disk() -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+def wheel(tmp_path_factory: pytest.TempPathFactory, run_python) -> zipfile.ZipFile:
     """The wheel, built once from a copy of the sources: a build leaves folders behind that a later one would pack."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in BUILD_INPUTS:
@@ -52,14 +51,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
             shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(path, source)
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", target, source]
-    environment = dict(os.environ)
+    environment = {}
     if compiler():
         # Not optimized, which takes a quarter of the time
         script = source / "cc.py"
         script.write_text(f"import subprocess, sys; sys.exit(subprocess.call([*{compiler()}, *sys.argv[1:], '-O0']))")
         environment["CC"] = shlex.join([sys.executable, str(script)])
-    subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    run_python("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", target, source, **environment)
     (path,) = target.glob("*.whl")
     return zipfile.ZipFile(path)
 
@@ -97,15 +95,12 @@ def test_wheel_has_one_top_level_name_the_console_script_and_the_licence(wheel: 
     assert "kvcache-plugins = kvcache_plugins.cli:main" in texts["entry_points.txt"]
 
 
-def test_wheel_is_importable(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+def test_wheel_is_importable(wheel: zipfile.ZipFile, tmp_path: Path, run_python) -> None:
     wheel.extractall(tmp_path)
     # All packages are found there; to import them all once more takes longer than to import their parents
     code = "import sys; from importlib.util import find_spec; [print(find_spec(name).origin) for name in sys.argv[1:]]"
-    command = [sys.executable, "-c", code, *sorted(read_setup_cfg()[1])]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert all(Path(line).is_relative_to(tmp_path) for line in result.stdout.splitlines())
+    said = run_python("-c", code, *sorted(read_setup_cfg()[1]), cwd=tmp_path, PYTHONPATH=tmp_path).stdout
+    assert all(Path(line).is_relative_to(tmp_path) for line in said.splitlines())
 
 
 def test_top_level_name_of_the_kernels_is_guarded() -> None:

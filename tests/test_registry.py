@@ -107,9 +107,7 @@ def test_requirements_are_looked_up() -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", sorted(TRANSFORMERS_CACHES - {"offloaded"}))
 @pytest.mark.parametrize("num_prompt_tokens", [1, 37, 64, 89])
-def test_transformers_caches_generate_and_report(
-    name: str, num_prompt_tokens: int, tiny_llama: PreTrainedModel
-) -> None:
+def test_transformers_caches_generate_and_report(name, num_prompt_tokens, tiny_llama):
     require_backend(name)
     cache = create_cache(name, tiny_llama)
     prompt = torch.randint(2, 128, (1, num_prompt_tokens))

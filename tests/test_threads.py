@@ -1,8 +1,13 @@
-"""Threads that generate with one model at once, each with a cache of its own, say what each says alone."""
+"""Threads that generate with one model at once, each with a cache of its own, say what each says alone; caches that
+come and go leave nothing behind: no hooks on the model, no tensors, not themselves.
+"""
 
+import gc
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -43,24 +48,10 @@ def decode(model: PreTrainedModel, name: str, batch_size: int, ready: threading.
 
 def decode_together(model: PreTrainedModel, names: list[str]) -> list[torch.Tensor]:
     """Decodes batches of 1, 2, ... sequences, each in a thread and with the cache that is named."""
-    ready = threading.Barrier(len(names))
-    results: list[torch.Tensor | None] = [None] * len(names)
-    errors: list[Exception] = []
-
-    def work(number: int) -> None:
-        try:
-            results[number] = decode(model, names[number], number + 1, ready)
-        except Exception as error:  # noqa: BLE001 (told by the thread that tests)
-            errors.append(error)
-            ready.abort()
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(names))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    return [result for result in results if result is not None]
+    ready = threading.Barrier(len(names), timeout=300)
+    with ThreadPoolExecutor(len(names)) as threads:
+        sizes = range(1, len(names) + 1)
+        return list(threads.map(lambda name, size: decode(model, name, size, ready), names, sizes))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -78,3 +69,46 @@ def test_different_caches_do_not_disturb_each_other(model: PreTrainedModel, freq
         together = decode_together(model, names)
         assert all(torch.equal(*pair) for pair in zip(alone, together, strict=True))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def num_hooks(model: PreTrainedModel) -> int:
+    return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["gear", "h2o", "infinigen", "infinigen-gear", "infinigen-paper"])
+def test_many_cycles_leave_nothing(name: str, tiny_model) -> None:
+    model = tiny_model("llama", num_hidden_layers=3)
+    before, prompt = num_hooks(model), torch.randint(3, 128, (2, 100))
+    gone, counts = [], {}
+    for cycle in range(12):
+        cache = create_cache(name, model)
+        model.generate(prompt, past_key_values=cache, max_new_tokens=4, do_sample=False)
+        assert cache.get_seq_length() == 103
+        gone.extend(weakref.ref(each) for each in (cache, *cache.layers))
+        del cache
+        assert num_hooks(model) == before
+        # What is made once, as tables of rotations, is made in the first cycles
+        if cycle in (2, 11):
+            gc.collect()
+            counts[cycle] = sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+    assert all(reference() is None for reference in gone)
+    assert counts[2] == counts[11]
+
+
+@pytest.mark.parametrize("name", ["h2o", "infinigen"])
+def test_a_pass_that_fails_leaves_nothing(name: str, tiny_model) -> None:
+    model = tiny_model("llama", num_hidden_layers=3)
+    before, cache = num_hooks(model), create_cache(name, model)
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("planted")
+
+    handle = model.model.layers[1].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"), torch.no_grad():
+        model(torch.randint(3, 128, (1, 50)), past_key_values=cache)
+    handle.remove()
+    reference = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert reference() is None
+    assert num_hooks(model) == before

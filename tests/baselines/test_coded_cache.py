@@ -15,18 +15,12 @@ NAMES = [*list_caches("turboquant-*"), *list_caches("llamacpp-*")]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def caches() -> list[CodedTokensCache]:
-    return [create_cache(name) for name in NAMES] + [TurboQuantCache(nbits=3, residual=True)]
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 80])
-def test_attention_is_that_over_what_rows_stand_for(
-    head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_is_that_over_what_rows_stand_for(head_dim, dtype, monkeypatch):
     monkeypatch.setattr(parts, "TILE_TOKENS", 16)
-    for cache in caches():
+    for cache in (*map(create_cache, NAMES), TurboQuantCache(nbits=3, residual=True)):
         for count in (37, 1, 5):
             keys, values = (torch.randn(2, 2, count, head_dim).to(dtype) for _ in range(2))
             query = torch.randn(2, 6, count, head_dim).to(dtype)

@@ -1,6 +1,9 @@
-"""Transformers' continuous batching in `compressed_batching`: requests together are what they are alone."""
+"""Transformers' continuous batching in `compressed_batching`: requests together are what they are alone, and
+attention over coded pages is over what was written to them: rows decoded, first and newest tokens exact.
+"""
 
 import copy
+import itertools
 import math
 import threading
 import time
@@ -8,28 +11,47 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import DynamicCache, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import cache as paged_cache
+from transformers.generation.continuous_batching.cache_allocators import CachePool
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 from kvcache_plugins.batching import compressed_batching
-from kvcache_plugins.batching.pages import _fit_page
+from kvcache_plugins.batching.context import CompressedBatching, PagedStates, own_states
+from kvcache_plugins.batching.pages import CodedAllocator, Recipe, _fit_page
+from kvcache_plugins.codecs.codec import Positions
+from kvcache_plugins.codecs.parts import PagedPart
+from kvcache_plugins.codecs.rows import RowCodec, SharedTables
+from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.registry import create_cache
 
 
 NUM_TOKENS = 12
 
 
+def config(num_new, num_blocks=24, max_batch_tokens=256, offload_space=0.0, **sampling):
+    """Makes the configs of a batch whose pages are of 64 tokens."""
+    sizes = {"page_size": 64, "num_blocks": num_blocks, "max_batch_tokens": max_batch_tokens}
+    options = {"do_sample": False, "max_new_tokens": num_new, "eos_token_id": -1, "pad_token_id": 0, **sampling}
+    paging = ContinuousBatchingConfig(**sizes, cpu_offload_space=offload_space)
+    return {"generation_config": GenerationConfig(**options), "continuous_batching_config": paging}
+
+
 def run(model, prompts, max_batch_tokens=256, num_forks=1, num_blocks=24, offload_space=0.0, **options):
     # Of one token to choose from; forks are for sampling
     sampling = {"do_sample": num_forks > 1, "top_k": 1, "num_return_sequences": num_forks}
-    config = GenerationConfig(**sampling, max_new_tokens=NUM_TOKENS, eos_token_id=-1, pad_token_id=0)
-    sizes = {"page_size": 64, "num_blocks": num_blocks, "max_batch_tokens": max_batch_tokens}
-    paging = ContinuousBatchingConfig(**sizes, cpu_offload_space=offload_space)
-    outputs = model.generate_batch(prompts, generation_config=config, continuous_batching_config=paging, **options)
+    configs = config(NUM_TOKENS, num_blocks, max_batch_tokens, offload_space, **sampling)
+    outputs = model.generate_batch(prompts, **configs, **options)
     errors = [output.error for output in outputs.values() if output.error]
     assert not errors, errors
     return [output.generated_tokens for output in outputs.values()]
+
+
+def agreeing(answers, others):
+    """Counts tokens that are the same."""
+    return sum(a == b for pair in zip(answers, others, strict=True) for a, b in zip(*pair, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -61,20 +83,14 @@ def test_requests_together_are_what_they_are_alone(smollm2, prompts, context):
     assert stats["fused_calls"] >= layers * 3 * (NUM_TOKENS - 2) and stats["dense_reads"] == 0
     assert stats["kernel_fallbacks"] == 0
     # Of 28 % of the bits the text is nearly the dense one's; chunks of a prompt see each other coded
-    for tokens in (together, chunked):
-        assert (
-            sum(a == b for own, known in zip(tokens, dense, strict=True) for a, b in zip(own, known, strict=True)) > 18
-        )
+    assert agreeing(together, dense) > 18 and agreeing(chunked, dense) > 18
 
 
 def test_a_prefix_is_shared(smollm2, prompts, context):
     model = smollm2[0]
     with (
         context() as batching,
-        model.continuous_batching_context_manager(
-            generation_config=GenerationConfig(do_sample=False, max_new_tokens=NUM_TOKENS, eos_token_id=-1),
-            continuous_batching_config=ContinuousBatchingConfig(page_size=64, num_blocks=24, max_batch_tokens=256),
-        ) as manager,
+        model.continuous_batching_context_manager(**config(NUM_TOKENS)) as manager,
     ):
         answers, coded = [], []
         for _ in range(2):
@@ -91,10 +107,7 @@ def test_a_prefix_is_shared(smollm2, prompts, context):
 def test_a_cancelled_request_gives_its_blocks_back(smollm2, prompts, context):
     with (
         context(),
-        smollm2[0].continuous_batching_context_manager(
-            generation_config=GenerationConfig(do_sample=False, max_new_tokens=400, eos_token_id=-1),
-            continuous_batching_config=ContinuousBatchingConfig(page_size=64, num_blocks=24, max_batch_tokens=256),
-        ) as manager,
+        smollm2[0].continuous_batching_context_manager(**config(400)) as manager,
     ):
         manager.add_request(prompts[0], request_id="kept", max_new_tokens=NUM_TOKENS)
         alone = manager.get_result(timeout=60).generated_tokens
@@ -144,9 +157,7 @@ def test_windows_stay_as_they_are(tiny_model, random_windows):
     assert together == alone
     # Two of its four layers attend to all tokens
     assert num_coded == 2 * (sum(map(len, prompts)) + 3 * (NUM_TOKENS - 1))
-    assert (
-        sum(a == b for own, known in zip(together, dense, strict=True) for a, b in zip(own, known, strict=True)) > 24
-    )
+    assert agreeing(together, dense) > 24
 
 
 # Bytes of 3 pages beside 15 of windows, of one of each, and of a page that is larger than that of windows
@@ -194,16 +205,10 @@ def test_two_models_in_two_threads(tiny_llama, tiny_model, random_windows):
 
 
 def test_what_cannot_be_had_is_refused(tiny_llama, smollm2):
-    with (
-        pytest.raises(ValueError, match="`name` is `gear-t25`, which has no tables"),
-        compressed_batching(tiny_llama, "gear-t25"),
-    ):
-        pass
-    with (
-        pytest.raises(ValueError, match="`num_recent_tokens`"),
-        compressed_batching(tiny_llama, "gear-t25", num_recent_tokens=-1),
-    ):
-        pass
+    refused = {"`name` is `gear-t25`, which has no tables": {}, "`num_recent_tokens`": {"num_recent_tokens": -1}}
+    for message, options in refused.items():
+        with pytest.raises(ValueError, match=message), compressed_batching(tiny_llama, "gear-t25", **options):
+            pass
     split = copy.deepcopy(tiny_llama)
     split.model.layers[-1].to("meta")
     with pytest.raises(ValueError, match="split over cpu and meta"), compressed_batching(split, "gear-t25"):
@@ -213,3 +218,157 @@ def test_what_cannot_be_had_is_refused(tiny_llama, smollm2):
         tiny_llama.generate_batch(
             [[3] * 9], continuous_batching_config=ContinuousBatchingConfig(page_size=32, num_blocks=4)
         )
+
+
+HEADS, GROUPS, PAGE, SINKS = 2, 2, 64, 4
+
+
+def make_codec(model):
+    """Tables of a random prompt."""
+    cache = create_cache("gear-t25", model)
+    with torch.no_grad():
+        model(torch.randint(3, 97, (1, 120)), past_key_values=cache)
+    return RowCodec(SharedTables(*cache.layers[0].codec.tables()))
+
+
+def make_allocator(codec, num_recent, dtype, num_blocks=40):
+    recipe = Recipe({0: codec}, SINKS, num_recent)
+    options = {"index": 0, "config": None, "num_key_value_heads": HEADS, "cache_dtype": dtype, "page_size": PAGE}
+    allocator = CodedAllocator(recipe, **options, layer_indices=[0], allow_block_sharing=True)
+    size = allocator.bytes_per_block
+    memory = torch.randint(0, 256, ((num_blocks + 2) * size,), dtype=torch.uint8)
+    allocator.register_cache_tensor(size, num_blocks * size, memory, CachePool(num_blocks, 1))
+    return allocator
+
+
+def find_requests(allocator, members):
+    """Requests of one pass, given the tokens before it, the new ones and the name of each; they get their blocks."""
+    write = []
+    for past, new, name in members:
+        for _ in range(allocator.needs_new_sectors(name, past, new)):
+            allocator.pool.allocate_sector(0)
+        allocator.allocate_cache_to_request(name, past, new)
+        write += allocator.get_write_indices(name, past, new)
+    starts = [0, *itertools.accumulate(new for _, new, _ in members)]
+    key_starts = [0, *itertools.accumulate(past + new for past, new, _ in members)]
+    return allocator.requests(starts, key_starts, torch.tensor(write))
+
+
+def expected_states(codec, keys, values, past, num_recent):
+    """Keys and values as a pass of new tokens behind `past` others has them."""
+    rows = codec.encode(keys, values, Positions(0, None))
+    found = codec.decode_keys(rows[0], Positions(0, None)), codec.decode_values(rows[1])
+    exact = torch.arange(keys.shape[2])
+    exact = (exact < SINKS) | (exact >= past - num_recent)
+    return [torch.where(exact[:, None], own, coded) for own, coded in zip((keys, values), found, strict=True)]
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("kernel", ["torch", "auto", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_recent", [0, 8])
+@torch.no_grad()
+def test_attention_is_over_what_was_written(num_recent, dtype, kernel, tiny_llama, monkeypatch):
+    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
+    codec = make_codec(tiny_llama)
+    allocator, head_dim = make_allocator(codec, num_recent, dtype), codec.head_shapes[0][1]
+    batching = CompressedBatching(allocator.recipe)
+    # Tokens of two requests in every pass: borders of pages, single tokens, a token alone
+    names, passes = "ab", [(60, 1), (3, 5), (1, 1), (1, 1), (20, 58), (64, 1), (1, 1)]
+    if kernel == "triton":
+        # Interpreted, which takes long
+        passes = passes[:4]
+    held = [[torch.zeros(1, HEADS, 0, head_dim, dtype=dtype) for _ in range(2)] for _ in names]
+    for counts in passes:
+        new = [[torch.randn(1, HEADS, count, head_dim).to(dtype) for _ in range(2)] for count in counts]
+        starts = [0, counts[0], sum(counts)]
+        pasts = [own[0].shape[2] for own in held]
+        requests = find_requests(allocator, list(zip(pasts, counts, names, strict=True)))
+        joined = [torch.cat([states[side] for states in new], dim=2) for side in range(2)]
+        exact = [allocator.exact(0, each) for each in requests]
+        for each in requests:
+            allocator.write(0, each, *own_states(each, *joined))
+        states = PagedStates(batching, allocator, 0, requests, exact, (joined[0], joined[1]))
+        query = torch.randn(1, HEADS * GROUPS, sum(counts), head_dim).to(dtype)
+        output = states.attend(AttentionCall(query))
+        dense = [states.materialize(side) for side in ("keys", "values")]
+        position = 0
+        for number, (past, count) in enumerate(zip(pasts, counts, strict=True)):
+            held[number] = [torch.cat(each, dim=2) for each in zip(held[number], new[number], strict=True)]
+            expected = expected_states(codec, *(each.float() for each in held[number]), past, num_recent)
+            for own, known in zip(dense, expected, strict=True):
+                own = own[:, :, position : position + past + count]
+                torch.testing.assert_close(own, known.to(dtype), atol=1e-5, rtol=0.02)
+            position += past + count
+            tokens = slice(starts[number], starts[number + 1])
+            mask = torch.ones(count, past + count, dtype=torch.bool).tril(past)
+            wanted = F.scaled_dot_product_attention(
+                query[:, :, tokens].float(), *expected, attn_mask=mask, enable_gqa=True
+            )
+            limit = 1e-4 if dtype == torch.float32 else 0.02
+            assert float((output[:, :, tokens].float() - wanted).abs().max()) < limit
+    assert batching.stats()["attend_calls"] == len(passes) * 2
+    assert (batching.stats()["fused_calls"] > 0) == (kernel != "torch")
+
+
+def held(allocator, name, past, new):
+    """All that a new token of a request attends to, and its pass."""
+    (requests,) = find_requests(allocator, [(past, 1, name)])
+    parts = allocator.parts(0, requests, allocator.exact(0, requests), *new)
+    tiles = ((part.gathered() if isinstance(part, PagedPart) else part).tiles() for part in parts)
+    return [tile[side] for tile in itertools.chain(*tiles) for side in range(2)], requests
+
+
+def make_request(allocator, codec, length):
+    keys, values = torch.randn(2, 1, HEADS, length, codec.head_shapes[0][1])
+    (requests,) = find_requests(allocator, [(0, length, "a")])
+    allocator.write(0, requests, keys, values)
+    return keys, values
+
+
+# Within a page, and at its end, where the fork has no rows to copy
+@pytest.mark.parametrize("length", [70, 128])
+def test_forks_share_first_tokens_and_whole_pages_alone(length, tiny_llama):
+    codec = make_codec(tiny_llama)
+    allocator = make_allocator(codec, 8, torch.float32)
+    keys, _ = make_request(allocator, codec, length)
+    source = allocator.block_table["a"]
+    for _ in range(allocator.count_non_shareable_blocks("a", length)):
+        allocator.pool.allocate_sector(0)
+    allocator.copy_blocks(*allocator.fork_blocks("a", "b", length))
+    shared = [own for own, other in zip(source, allocator.block_table["b"], strict=True) if own == other]
+    pages = length // PAGE
+    assert shared == [*source[: allocator.num_first], *source[allocator.num_lead : allocator.num_lead + pages]]
+    new = torch.randn(2, 1, HEADS, 1, keys.shape[3])
+    before, requests = held(allocator, "a", length, new)
+    allocator.write(0, requests, *new)
+    assert all(map(torch.equal, before, held(allocator, "b", length, new)[0]))
+    for name in "ab":
+        allocator.free_blocks(name)
+    assert allocator.pool.count_free_blocks(0) + allocator.pool.num_free_sectors == 40
+
+
+def test_a_found_prefix_has_its_first_tokens_and_newest_ones_of_its_rows(tiny_llama):
+    codec = make_codec(tiny_llama)
+    allocator = make_allocator(codec, 8, torch.float32)
+    keys, values = make_request(allocator, codec, 128)
+    ids = list(range(130))
+    allocator.mark_complete_blocks("a", ids, 2)
+    allocator.free_blocks("a")
+    matched = allocator.match_prefix_blocks(ids)
+    allocator.acquire_prefix_blocks("b", 128, matched)
+    new = torch.randn(2, 1, HEADS, 1, keys.shape[3])
+    (*_, exact_keys, exact_values), _ = held(allocator, "b", 128, new)
+    rows = codec.encode(keys, values, Positions(0, None))
+    decoded = codec.decode_keys(rows[0], Positions(0, None)), codec.decode_values(rows[1])
+    for own, states, coded in zip((exact_keys, exact_values), (keys, values), decoded, strict=True):
+        assert torch.equal(own[:, :, :SINKS], states[:, :, :SINKS])
+        torch.testing.assert_close(own[:, :, SINKS:-1], coded[:, :, -8:])
+    # The same blocks again, written by another request, are given back for those that are known
+    allocator.free_blocks("b")
+    make_request(allocator, codec, 128)
+    allocator.mark_complete_blocks("a", ids, 2)
+    assert allocator.block_table["a"][allocator.num_lead :] == matched
+    allocator.free_blocks("a")
+    allocator.pool.free_blocks(0, allocator.ledger.evict_cached_blocks())
+    assert allocator.pool.count_free_blocks(0) + allocator.pool.num_free_sectors == 40

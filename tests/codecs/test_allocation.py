@@ -46,11 +46,9 @@ def test_bytes_go_to_the_sides_where_they_are_worth_most():
     assert total - 2 <= spent <= total
 
     def error(counts: list[int]) -> float:
-        widths = [
-            allocate_widths(side[None], count, DISTORTIONS) for side, count in zip(energies, counts, strict=True)
-        ]
-        pairs = zip(energies, widths, strict=True)
-        return sum(float(expected_distortion(side[None], own).sum()) for side, own in pairs)
+        pairs = zip(energies, counts, strict=True)
+        widths = (allocate_widths(side[None], count, DISTORTIONS) for side, count in pairs)
+        return sum(float(expected_distortion(*pair).sum()) for pair in zip(energies, widths, strict=True))
 
     for shift in (-2, -1, 1, 2):
         assert error(counts) <= error([counts[0] + shift, counts[1] - shift, counts[2]])

@@ -40,12 +40,6 @@ def make_table(total: int, *, is_weighted: bool, quantizer: str = "lloyd-max") -
     return RowTable.in_basis(mean.half(), *Basis.for_widths(factors, *own, widths), rope, quantizer)
 
 
-def dense_basis(table: RowTable) -> torch.Tensor:
-    """Returns the matrix `[H, K, D]` that components without their scale come back by."""
-    basis, count = table.basis, table.num_coded
-    return basis.vectors[:, :count] * basis.steps[:, :count, None] / basis.factors[:, None]
-
-
 @pytest.mark.parametrize("is_weighted", [True, False], ids=["keys", "values"])
 @pytest.mark.parametrize("total", [3, 7, 12, 24])
 def test_a_token_is_coded_by_itself(total, is_weighted):
@@ -60,7 +54,9 @@ def test_a_token_is_coded_by_itself(total, is_weighted):
 def test_a_token_unlike_all_others_is_not_cut_off():
     """One component of a key is fifty deviations large: its codes must reach there, all others being small."""
     table = make_table(16, is_weighted=True)
-    difference = 50 * dense_basis(table)[:, 2:3]
+    # Of the matrix that components without their scale come back by
+    basis = table.basis
+    difference = 50 * (basis.vectors[:, 2:3] * basis.steps[:, 2:3, None]) / basis.factors[:, None]
     states = table.mean[0, :, None] + difference
     decoded = table.decode(table.encode(states[None]))[0]
     assert float((decoded - states).norm() / difference.norm()) < 0.15

@@ -13,12 +13,6 @@ from kvcache_plugins.codecs.rows import RowTable
 DISTORTIONS = QUANTIZERS["lloyd-max"].distortions
 
 
-def key_table(keys: torch.Tensor, total: int) -> RowTable:
-    layout = RotaryLayout((), "none", 0, keys.shape[3])
-    valid = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool)
-    return make_key_table(keys, valid, None, [layout], Positions(), total)
-
-
 def value_table(values: torch.Tensor, total: int) -> RowTable:
     return make_value_table(values, torch.ones(values.shape[0], values.shape[2], dtype=torch.bool), total)
 
@@ -51,7 +45,8 @@ def test_values_do_not_shrink(total):
 def test_keys_have_the_error_that_the_table_expects():
     deviations = torch.logspace(-1.5, 0.5, 64)[torch.randperm(64)]
     keys = torch.randn(1, 1, 4000, 64) * deviations + torch.randn(64)
-    table = key_table(keys, 16)
+    layout, valid = RotaryLayout((), "none", 0, 64), torch.ones(1, 4000, dtype=torch.bool)
+    table = make_key_table(keys, valid, None, [layout], Positions(), 16)
     decoded = table.decode(table.encode(keys))
     expected = torch.tensor(DISTORTIONS)[table.widths.long()].repeat_interleave(8, dim=-1)
     expected = expected * deviations[table.order.long()[0, 0]].square()

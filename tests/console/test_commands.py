@@ -1,7 +1,8 @@
-"""Every command has help with examples that work, late imports, errors in one line, and lets pipes close."""
+"""Every command has help with examples that work, late imports, errors in one line, and lets pipes close; Ctrl-C at
+several moments of its life is one line and 130, whatever is being imported or done.
+"""
 
 import inspect
-import io
 import os
 import re
 import shlex
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +19,7 @@ import typer
 
 from kvcache_plugins import cli
 from kvcache_plugins.console.commands import DONE, INTERRUPTED, READER_GONE, USER_ERROR, read_function
+from kvcache_plugins.console.interrupts import interrupts_are_ours
 from kvcache_plugins.console.results import prepare_file
 from kvcache_plugins.models import reference_model
 from kvcache_plugins.registry import check_cache, parse_cache_spec
@@ -124,20 +127,25 @@ for line in sys.argv[1:]:
 """
 
 
-def imported_by(*lines: str) -> dict[str, list[str]]:
-    arguments = [sys.executable, "-c", IMPORTS.format(heavy=HEAVY), *lines]
-    finished = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=300)
-    found = [line.split("|") for line in finished.stdout.splitlines() if line.startswith("imported:|")]
-    return {line: names for _, line, *names in found}
+@pytest.fixture
+def imported_by(run_python):
+    """Says what is imported of what is heavy when lines have been typed, by line."""
+
+    def call(*lines: str) -> dict[str, list[str]]:
+        said = run_python("-c", IMPORTS.format(heavy=HEAVY), *lines, timeout=300).stdout.splitlines()
+        found = [line.split("|") for line in said if line.startswith("imported:|")]
+        return {line: names for _, line, *names in found}
+
+    return call
 
 
-def test_help_and_version_import_nothing_heavy() -> None:
+def test_help_and_version_import_nothing_heavy(imported_by) -> None:
     lines = ["--version", *(f"{path} --help" for path in TREE)]
     found = imported_by(*lines)
     assert list(found.values()) == [[]] * len(lines) and len(lines) > 25
 
 
-def test_the_list_needs_no_transformers() -> None:
+def test_the_list_needs_no_transformers(imported_by) -> None:
     found = imported_by("list gear* --json", "list gear*", "list")
     assert not {"torch", "transformers"} & {*found["list gear*"]}
     # Whether there is a GPU only Torch can tell: what is imported is noticed
@@ -256,9 +264,7 @@ def test_caches_are_checked_before_a_model_is_loaded(command: str, no_model_is_l
 
 
 @pytest.mark.parametrize("command", [*READERS, "generate"])
-def test_texts_are_read_before_a_model_is_loaded(
-    command: str, no_model_is_loaded: None, tmp_path: Path, refuse
-) -> None:
+def test_texts_are_read_before_a_model_is_loaded(command, no_model_is_loaded, tmp_path, refuse):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "empty").write_text("\n")
     wrong = {"binary": "binary is no text in UTF-8 (byte 0:", "nothing": "nothing", "empty": "there is no text in "}
@@ -275,25 +281,13 @@ def test_a_file_that_was_there_is_left_alone(tmp_path: Path) -> None:
     assert list((tmp_path / "new").iterdir()) == []
 
 
-class OutputOfClosedPipe:
-    """Standard output whose reader has gone, in this process."""
-
-    def __enter__(self) -> io.TextIOWrapper:
-        reader, writer = os.pipe()
-        os.close(reader)
-        self.stream = os.fdopen(writer, "w")
-        return self.stream
-
-    def __exit__(self, *_: object) -> None:
-        self.stream.close()
-
-
 @pytest.mark.parametrize("arguments", [["--help"], ["list"], ["list", "--json"], ["bench"]], ids=" ".join)
-def test_a_closed_pipe_is_no_error(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_closed_pipe_is_no_error(arguments, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["kvcache-plugins", *arguments])
-    with OutputOfClosedPipe() as stream:
+    # Standard output whose reader has gone, in this process
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         with pytest.raises(SystemExit) as ended:
             cli.app()
@@ -317,3 +311,89 @@ def test_ctrl_c_ends_long_work_with_one_line(tiny_folder: str) -> None:
     rest, output = process.stderr.read(), process.stdout.read()
     assert process.wait(timeout=120) == INTERRUPTED
     assert (rest, output) == ("Interrupted\n", "")
+
+
+# Python says of each module when it is imported: so a moment is one for certain, however busy the machine is
+COMMAND = [sys.executable, "-X", "importtime", "-m", "kvcache_plugins.cli"]
+MOMENTS = {
+    "typer": "typer",
+    "the root": "kvcache_plugins.cli.root",
+    "inside torch": "torch._C",
+    "late in torch": "torch.nn.functional",
+    "inside transformers": "transformers.utils.logging",
+}
+
+
+def interrupt_at(module: str, *arguments: str) -> tuple[int, list[str]]:
+    """Exit code and standard error of a command that gets Ctrl-C when `module` has been imported."""
+    process = subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    assert process.stderr is not None
+    said = []
+    is_sent = False
+    for line in process.stderr:
+        if not line.startswith("import time:"):
+            said.append(line)
+        elif line.split("|")[-1].strip() == module and not is_sent:
+            process.send_signal(signal.SIGINT)
+            is_sent = True
+    code = process.wait(timeout=120)
+    assert is_sent, f"{module} was never imported"
+    return code, said
+
+
+@pytest.mark.parametrize("module", MOMENTS.values(), ids=MOMENTS)
+def test_while_modules_are_imported(module: str) -> None:
+    code, said = interrupt_at(module, "doctor")
+    assert (code, said) == (INTERRUPTED, ["Interrupted\n"])
+
+
+# In a process of its own: a handler is a process's
+IN_PYTHON = """
+import os, signal, sys, time
+from kvcache_plugins import cli
+from kvcache_plugins.console import interrupts
+{before}
+interrupts.end_at_interrupt()
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(20)
+except KeyboardInterrupt:
+    print("closed")
+{after}
+"""
+
+
+AT_THE_END = "interrupts.end_at_once()\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(20)"
+IGNORING = "signal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep = lambda _: None"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        # Outside of imports what is open is closed
+        ("", "", (0, "closed\n", "")),
+        ("", AT_THE_END, (INTERRUPTED, "closed\n", "Interrupted\n")),
+        # A process that ignores it still does
+        (IGNORING, "print('went on')", (0, "went on\n", "")),
+    ],
+    ids=["outside", "at the end", "ignored"],
+)
+def test_ctrl_c_when_nothing_is_imported(before: str, after: str, expected: tuple[int, str, str]) -> None:
+    code = IN_PYTHON.format(before=before, after=after)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == expected
+
+
+def test_processes_that_are_started_inside_ignore_it() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with interrupts_are_ours():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGINT) is before
+
+    # Handlers belong to the main thread: in another nothing is touched
+    def look() -> object:
+        with interrupts_are_ours():
+            return signal.getsignal(signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(look).result() is before

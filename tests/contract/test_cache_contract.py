@@ -2,7 +2,7 @@
 
 The caches of this project keep every item, but for the baseline `h2o`, which drops tokens. Transformers' own quantized
 caches do not: what they get wrong is named in `EXPECTED_FAILURES`, and has to go wrong still, so that the list stays
-true. The grid is printed at the end of the run.
+true.
 """
 
 from functools import partial
@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.contract import CONTRACT, CheckResult, ContractCheck, render_grid, run_check
+from kvcache_plugins.contract import CONTRACT, run_check
 from kvcache_plugins.contract.comparison import distance
 from kvcache_plugins.contract.subject import RECORDS_PAST, SHORT_CONTEXT, Subject
 from kvcache_plugins.models.cache_argument import IS_RENAMED
@@ -89,24 +89,6 @@ DECLINED = {
 }
 
 
-class GridReporter:
-    """Collects results and prints them as a grid when the run ends."""
-
-    def __init__(self) -> None:
-        self.results: dict[str, list[CheckResult]] = {}
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        terminalreporter.section("cache contract")
-        terminalreporter.write_line(render_grid(self.results))
-
-
-@pytest.fixture(scope="module")
-def reporter(request: pytest.FixtureRequest) -> GridReporter:
-    reporter = GridReporter()
-    request.config.pluginmanager.register(reporter)
-    return reporter
-
-
 def require_available(entry: CacheEntry) -> None:
     if not entry.is_available:
         pytest.skip(f"`{entry.name}` needs {entry.requires}, which is not there")
@@ -116,13 +98,10 @@ def require_available(entry: CacheEntry) -> None:
 
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.name)
 @pytest.mark.parametrize("cache", NAMES)
-def test_contract(
-    cache: str, check: ContractCheck, contract_models: dict[str, PreTrainedModel], reporter: GridReporter
-) -> None:
+def test_contract(cache, check, contract_models):
     require_available(ENTRIES[cache])
     model = contract_models["hybrid" if check.on_hybrid else "llama"]
     result = run_check(check, model, partial(create_cache, cache, model, **OPTIONS.get(cache, {})))
-    reporter.results.setdefault(cache, []).append(result)
     if (cache, check.name) in FAILURES:
         assert result.status == "fail", "an expected failure is gone: take it off the list"
         assert FAILURES[cache, check.name] in result.detail
@@ -138,10 +117,7 @@ def test_short_contexts(cache: str, contract_models: dict[str, PreTrainedModel])
     """Methods of this project keep a short context exact, so that there they are held to `DynamicCache`'s tokens."""
     require_available(ENTRIES[cache])
     model = contract_models["llama"]
-    subject = Subject(
-        model=model,
-        make_cache=partial(create_cache, cache, model, **OPTIONS.get(cache, {})),
-    )
+    subject = Subject(model=model, make_cache=partial(create_cache, cache, model, **OPTIONS.get(cache, {})))
     prompt, steps = subject.prompt(SHORT_CONTEXT, seed=1), subject.prompt(4, seed=2)
     logits, expected = (each.feed_each(each.cache(prompt), steps) for each in (subject, subject.dense))
     is_exact = distance(logits, expected) <= subject.rounding

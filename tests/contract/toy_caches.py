@@ -1,7 +1,6 @@
 """Caches that are right and as small as can be: what it takes to keep the contract, and what its own tests break."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ from safetensors.torch import load_file, save_file
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from kvcache_plugins.contract import CONTRACT, run_contract
 from kvcache_plugins.reports.memory import ReportingMixin
 
 
@@ -79,25 +77,20 @@ class CompressedLayer(DynamicLayer):
         length = self.history_length()
         beyond = min(0, self.get_seq_length() - length + tokens_to_remove)
         super().crop(tokens_to_remove - beyond)
-        self.map_history(lambda tensor: tensor[..., : length + beyond, :])
+        self.history = [tensor[..., : length + beyond, :] for tensor in self.history]
 
     def map_recent(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.keys, self.values = function(self.keys), function(self.values)
 
-    def map_history(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.history = [function(tensor) for tensor in self.history]
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self.map_recent(lambda tensor: tensor[beam_idx])
-        self.map_history(lambda tensor: tensor[beam_idx])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.map_recent(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-        self.map_history(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self.map_recent(lambda tensor: tensor[indices])
-        self.map_history(lambda tensor: tensor[indices])
+        self.history = [tensor[indices] for tensor in self.history]
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.batch_select_indices(torch.arange(len(self.keys)).repeat_interleave(repeats))
 
 
 class SavableCache(ModularCache):
@@ -126,38 +119,3 @@ class SavableCache(ModularCache):
             layer.lazy_initialization(tensors[f"{index}.0"], tensors[f"{index}.1"])
             layer.keys, layer.values, *layer.history = (tensors[f"{index}.{part}"] for part in range(6))
         return cache
-
-
-class BrokenCaches:
-    """A list of caches with one bug each, by class name, and the items of the contract that each has to fail."""
-
-    # Run only for the bugs that are about them
-    _SLOW_ITEMS = frozenset(
-        {
-            *("sampling", "num-return-sequences", "beam-search", "prompt-lookup", "assisted", "multi-turn"),
-            *("chunked-prefill", "bfloat16", "float16", "hybrid"),
-        }
-    )
-
-    def __init__(self) -> None:
-        self.expected: dict[str, set[str]] = {}
-        self._makers: dict[str, Callable[..., Any]] = {}
-
-    def bug(self, items: str) -> Callable[[type], type]:
-        """Lists a broken layer or cache class, with the items that it has to fail."""
-
-        def register(broken: type) -> type:
-            is_layer = issubclass(broken, DynamicLayer)
-            self._makers[broken.__name__] = partial(ModularCache, layer_class=broken) if is_layer else broken
-            self.expected[broken.__name__] = set(items.split())
-            return broken
-
-        return register
-
-    def failing_items(self, name: str, model: PreTrainedModel, *, others: bool) -> set[str]:
-        """Runs the items that a listed cache has to fail, and with `others` all that are quick; returns what fails."""
-        make_cache, expected = self._makers[name], self.expected[name]
-        names = expected | ({check.name for check in CONTRACT} - self._SLOW_ITEMS if others else set())
-        checks = [check for check in CONTRACT if check.name in names]
-        results = run_contract(model, partial(make_cache, model), make_cache_for=make_cache, checks=checks)
-        return {result.name for result in results if result.status == "fail"}

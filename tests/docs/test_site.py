@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from textwrap import dedent
 
@@ -21,7 +19,7 @@ LOADED = re.compile(
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
+def site(tmp_path_factory, run_python) -> Path:
     """The site, built strictly; once, if several processes share the tests."""
     common = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -29,15 +27,9 @@ def site(tmp_path_factory) -> Path:
     folder = common / "site"
     with FileLock(common / "site.lock"):
         if not folder.is_dir():
-            build(folder.with_suffix(".part")).rename(folder)
-    return folder
-
-
-def build(folder: Path) -> Path:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+            part = folder.with_suffix(".part")
+            run_python("-m", "mkdocs", "build", "--strict", "--site-dir", part, cwd=ROOT, NO_MKDOCS_2_WARNING=1)
+            part.rename(folder)
     return folder
 
 

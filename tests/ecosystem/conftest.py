@@ -12,11 +12,7 @@ from kvcache_plugins import create_cache
 
 LENGTH = 100
 # The model has two layers, of which `infinigen` would keep the first whole
-LOSSY: dict[str, dict[str, object]] = {
-    "gear-2bit": {},
-    "infinigen": {"full_layers": (), "speculate": True},
-    "h2o": {},
-}
+LOSSY: dict[str, dict[str, object]] = {"gear-2bit": {}, "infinigen": {"full_layers": (), "speculate": True}, "h2o": {}}
 
 
 @pytest.fixture(params=LOSSY)

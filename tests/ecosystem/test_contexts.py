@@ -1,5 +1,10 @@
-"""Caches under `torch.autocast`, whose keys and values differ in dtype, and in and out of `torch.inference_mode`."""
+"""Every cache by its name: under `torch.autocast`, whose keys and values differ in dtype, in and out of
+`torch.inference_mode`, its file, and the names of its counters.
+"""
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -9,20 +14,14 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcache_plugins import list_caches
+from kvcache_plugins.eval.families import build_family
+from kvcache_plugins.layers.static_layer import StaticLayer
 
 
 Context = Callable[[], AbstractContextManager[object]]
 Maker = Callable[[str, PreTrainedModel], Cache]
 # One of each kind; all names are tried in `make test-long`
-KINDS = (
-    "gear",
-    "gear-4bit",
-    "gear-t16:quantizer=trellis",
-    "infinigen",
-    "infinigen-gear",
-    "h2o",
-    "llamacpp-q4_0",
-)
+KINDS = ("gear", "gear-4bit", "gear-t16:quantizer=trellis", "infinigen", "infinigen-gear", "h2o", "llamacpp-q4_0")
 # Transformers' own, which may not be used so
 OTHERS = ("dynamic", "offloaded", "fp8", "quanto-2bit", "quanto-4bit", "hqq-2bit", "hqq-4bit")
 NAMES = [
@@ -79,3 +78,83 @@ def test_inference_mode(tiny_llama: PreTrainedModel, name: str, make_any: Maker)
         with outside():
             cache.reorder_cache(torch.tensor([1, 0]))
             model(torch.ones(2, 1, dtype=torch.long), past_key_values=cache)
+
+
+# One of each kind; all names are tried in `make test-long`
+FILED_KINDS = ("dynamic", "gear", "gear-4bit", "gear-c16", "infinigen", "infinigen-gear", "h2o", "turboquant-4bit")
+FILED_NAMES = [
+    *FILED_KINDS,
+    *(pytest.param(name, marks=pytest.mark.long) for name in list_caches() if name not in FILED_KINDS),
+]
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, cache: Cache, *sizes: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    parts = (torch.randint(3, 97, (2, size), generator=generator) for size in sizes)
+    return torch.cat([model(part, past_key_values=cache).logits[:, -1] for part in parts])
+
+
+def through_pickle(cache: Cache) -> Cache:
+    return pickle.loads(pickle.dumps(cache))
+
+
+def through_torch(cache: Cache) -> Cache:
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+@pytest.mark.parametrize("name", FILED_NAMES)
+def test_a_layer_is_of_three_classes_of_ours_at_most(name: str, family: str, make_any) -> None:
+    for kind in (StaticLayer, *map(type, make_any(name, build_family(family)).layers)):
+        ours = [each.__name__ for each in kind.__mro__ if each.__module__.startswith("kvcache_plugins")]
+        assert len(ours) <= 3, ours
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("is_filled", [True, False], ids=["filled", "empty"])
+@pytest.mark.parametrize("through", [through_pickle, through_torch])
+@pytest.mark.parametrize("name", FILED_NAMES)
+def test_files_of_pickle_and_torch(tiny_llama, name, through, is_filled, make_any):
+    """A cache comes back as it was, or says what to use instead; neither changes it."""
+    cache = make_any(name, tiny_llama)
+    sizes = (PROMPT, 1, 20) if is_filled else ()
+    if is_filled:
+        logits(tiny_llama, cache, *sizes)
+    if name.startswith("infinigen"):
+        with pytest.raises(ValueError, match="cannot be pickled, .* `copy.deepcopy.*`GEARCache` and its `save`"):
+            through(cache)
+        loaded = copy.deepcopy(cache)
+    elif name == "fp8" and is_filled and through is through_pickle:
+        # PyTorch's: the FAQ says so
+        with pytest.raises(AttributeError, match="UntypedStorage"):
+            through(cache)
+        return
+    else:
+        loaded = through(cache)
+    assert loaded.get_seq_length() == cache.get_seq_length() == sum(sizes)
+    expected = logits(tiny_llama, cache, 12, 1, 1)
+    assert torch.equal(logits(tiny_llama, loaded, 12, 1, 1), expected)
+
+
+@pytest.mark.filterwarnings("ignore:`config`. all layers of the model attend to a window")
+@pytest.mark.parametrize("name", FILED_NAMES)
+def test_counters_have_the_same_names_whatever_layers_there_are(tiny_model, name: str, make_any) -> None:
+    names = []
+    for architecture in ("llama", "gemma3-hybrid", "mistral-sliding"):
+        model = tiny_model(architecture)
+        try:
+            cache = make_any(name, model)
+        except pytest.skip.Exception:
+            # InfiniGen takes no model with windows alone, and Transformers' own quantized caches none with any
+            assert architecture == "mistral-sliding" or not names or name.startswith(("quanto", "hqq", "fp8"))
+            continue
+        names.append(list(cache.stats()))
+        logits(model, cache, PROMPT, 1)
+        names.append(list(cache.stats()))
+    if not names:
+        pytest.skip(f"`{name}` can be made for none of the models on this machine")
+    assert all(each == names[0] for each in names), names

@@ -1,13 +1,19 @@
-"""Ways to call `generate` beyond those of the contract, and what a mistake in the call leads to."""
+"""Ways to call `generate` beyond those of the contract, what a mistake in the call leads to, and gradients: exact
+through a first prompt, refused through what is stored, and no cache at all under checkpointing. `torch.compile`d
+models generate the same tokens; caches stay out of the graphs.
+"""
 
 import functools
+import warnings
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
-from kvcache_plugins import create_cache
+from kvcache_plugins import GEARCache, create_cache
 from kvcache_plugins.contract.subject import RECORDS_PAST
 from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.registry import unwrap_model
 
 
 def test_inputs_embeds(cache_name, tiny_llama, make_cache, prompt, generate):
@@ -61,3 +67,96 @@ def test_mistakes_that_no_cache_can_notice_show_in_its_length(name, tiny_llama, 
     # 107 tokens are taken for the beginning of this prompt
     generate(tiny_llama, prompt(120, seed=1), cache)
     assert cache.get_seq_length() == 120 + 7
+
+
+def gradient(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return model.model.layers[0].self_attn.k_proj.weight.grad.clone()
+
+
+def test_loss_and_gradients_of_a_prompt_are_exact(cache_name, tiny_llama, make_cache, prompt):
+    tiny_llama.train()
+    tokens = prompt()
+    cache = make_cache(cache_name, tiny_llama)
+    loss = tiny_llama(tokens, labels=tokens, past_key_values=cache).loss
+    expected = tiny_llama(tokens, labels=tokens).loss
+    assert torch.allclose(loss, expected)
+    assert torch.allclose(gradient(tiny_llama, loss), gradient(tiny_llama, expected), rtol=1e-3, atol=1e-5)
+    assert cache.get_seq_length() == tokens.shape[1]
+    # Nothing that is stored holds on to the graph
+    assert not any(tensor.requires_grad for layer in cache.layers for _, tensor in layer.named_tensors())
+
+
+@pytest.mark.parametrize("num_new", [1, 4])
+# H2O refuses `eager`
+@pytest.mark.parametrize(
+    ("cache_name", "attention"),
+    [("gear-2bit", "sdpa"), ("gear-2bit", "eager"), ("infinigen", "sdpa"), ("infinigen", "eager"), ("h2o", "sdpa")],
+    indirect=["cache_name"],
+)
+@pytest.mark.filterwarnings("ignore:the whole cache is fetched")
+def test_gradients_of_later_tokens_are_refused(attention, num_new, cache_name, tiny_model, make_cache, prompt):
+    model = tiny_model("llama", attn_implementation=attention)
+    caches = [make_cache(cache_name, model) for _ in range(2)]
+    more = prompt(num_new, seed=1)
+    with torch.no_grad():
+        model(prompt(), past_key_values=caches[0])
+        expected = model(more, past_key_values=caches[0]).logits
+    model(prompt(), past_key_values=caches[1])
+    logits = model(more, past_key_values=caches[1]).logits
+    # Recording changes nothing of the forward
+    assert torch.allclose(logits, expected, atol=1e-4)
+    with pytest.raises(NotImplementedError, match="gradients do not flow through what a cache has stored"):
+        logits.sum().backward()
+
+
+def test_checkpointing_leaves_the_cache_out(cache_name, tiny_llama, make_cache, prompt):
+    tokens = prompt()
+    expected = gradient(tiny_llama, tiny_llama(tokens, labels=tokens).loss)
+    with warnings.catch_warnings():
+        # Named otherwise in later releases of Transformers
+        warnings.simplefilter("ignore", FutureWarning)
+        tiny_llama.gradient_checkpointing_enable()
+    cache = make_cache(cache_name, tiny_llama)
+    loss = tiny_llama.train()(tokens, labels=tokens, past_key_values=cache).loss
+    assert torch.allclose(gradient(tiny_llama, loss), expected, rtol=1e-3, atol=1e-5)
+    assert cache.get_seq_length() == 0
+
+
+def decode(model, input_ids, cache):
+    """Logits `[1, 3, vocabulary]` of a prompt's last token and of two single steps, in a loop of one's own."""
+    with torch.no_grad():
+        logits = [model(input_ids=input_ids, past_key_values=cache).logits[:, -1:]]
+        for _ in range(2):
+            logits.append(model(input_ids=logits[-1].argmax(dim=-1), past_key_values=cache).logits)
+    return torch.cat(logits, dim=1)
+
+
+def test_compiled_layers(fresh_dynamo, tiny_llama, make_cache, prompt):
+    """Layer by layer, and one model for both caches, as compiling takes long."""
+    names = ("infinigen", "gear-2bit")
+    expected = {name: decode(tiny_llama, prompt(), make_cache(name, tiny_llama)) for name in names}
+    for layer in tiny_llama.model.layers:
+        layer.compile(backend="eager")
+    for name in names:
+        cache = make_cache(name, tiny_llama)
+        assert torch.allclose(decode(tiny_llama, prompt(), cache), expected[name], atol=1e-4)
+        assert cache.stats()["fused_calls"] == cache.stats()["attend_calls"] == 4
+    # Much was compiled, but for what is the caches'; nothing was given up
+    assert counters["stats"]["unique_graphs"] >= 2
+    assert all("torch.compiler.disable" in reason for reason in counters["graph_break"])
+
+
+def test_full_graphs_are_refused(fresh_dynamo, tiny_llama, prompt):
+    compiled = torch.compile(tiny_llama, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="torch.compiler.disable"):
+        decode(compiled, prompt(20), GEARCache())
+
+
+def test_wrappers_are_seen_through(tiny_llama):
+    compiled = torch.compile(tiny_llama, backend="eager")
+    assert unwrap_model(torch.nn.Sequential(compiled)) is tiny_llama
+    assert len(create_cache("h2o", compiled).layers) == 2
+    with pytest.raises(ValueError, match="`model` must be a `PreTrainedModel` or a module that holds one"):
+        create_cache("gear-2bit", torch.nn.Linear(2, 2))

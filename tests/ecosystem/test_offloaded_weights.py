@@ -7,17 +7,9 @@ from transformers import AutoModelForCausalLM
 
 
 MAP = {
-    "model.embed_tokens": "cpu",
-    "model.layers.0": "cpu",
-    "model.layers.1": "disk",
-    "model.norm": "cpu",
-    "model.rotary_emb": "cpu",
-    "lm_head": "cpu",
+    **{"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu"},
+    **{"model.rotary_emb": "cpu", "lm_head": "cpu"},
 }
-
-
-def dispatch(model, folder):
-    return dispatch_model(model, MAP, main_device="cpu", offload_dir=folder, force_hooks=True)
 
 
 def load(model, folder):
@@ -28,7 +20,7 @@ def load(model, folder):
 OFFLOADS = {
     "cpu_offload": lambda model, folder: cpu_offload(model, execution_device="cpu"),
     "disk_offload": lambda model, folder: disk_offload(model, folder, execution_device="cpu"),
-    "dispatch_model": dispatch,
+    "dispatch_model": lambda model, folder: dispatch_model(model, MAP, "cpu", offload_dir=folder, force_hooks=True),
     "from_pretrained": load,
 }
 

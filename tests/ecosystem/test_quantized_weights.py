@@ -28,11 +28,7 @@ def quantize_by_torchao(model, tmp_path):
     return model
 
 
-QUANTIZERS = {
-    "quanto": quantize_by_quanto,
-    "bitsandbytes": quantize_by_bitsandbytes,
-    "torchao": quantize_by_torchao,
-}
+QUANTIZERS = {"quanto": quantize_by_quanto, "bitsandbytes": quantize_by_bitsandbytes, "torchao": quantize_by_torchao}
 
 
 def weights_in_use(model, plain):

@@ -3,11 +3,9 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
-
-from kvcache_plugins import cli
 
 
 @pytest.fixture
@@ -36,36 +34,37 @@ def characters() -> Characters:
 
 
 @pytest.fixture
-def bench(tiny_folder: str, text_file: Path) -> Callable[..., Result]:
-    """Runs a benchmark on the tiny model and the text: `bench("step --context 40")`."""
+def make_task(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Writes rows with a `text` each, and makes a task of lm-eval of them, of multiple choice; the first is right."""
 
-    def run(words: str, *more: str) -> Result:
-        name, *options = words.split()
-        given = ["--model", tiny_folder, "--text-file", str(text_file), *options, *more, "--json"]
-        return CliRunner().invoke(cli.app, ["bench", name, *given])
+    def make(name: str, rows: list[dict[str, Any]], choices: list[str], **fields: Any) -> dict[str, Any]:
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        files = {"data_files": {"test": str(tmp_path / "rows.jsonl")}, "cache_dir": str(tmp_path / "hf")}
+        task = {"task": name, "dataset_path": "json", "dataset_kwargs": files, "test_split": "test"}
+        task |= {"output_type": "multiple_choice", "doc_to_text": "text", "doc_to_choice": choices}
+        return {**task, "doc_to_target": 0, "metric_list": [{"metric": "acc"}], **fields}
 
-    return run
+    return make
 
 
 @pytest.fixture
-def rows_of(bench: Callable[..., Result]) -> Callable[..., list[dict]]:
+def bench(tiny_folder: str, text_file: Path) -> Callable[..., list[str]]:
+    """Makes the words of a benchmark on the tiny model and the text: `bench("step --context 40")`."""
+
+    def words(line: str, *more: str) -> list[str]:
+        name, *options = line.split()
+        return ["bench", name, "--model", tiny_folder, "--text-file", str(text_file), *options, *more]
+
+    return words
+
+
+@pytest.fixture
+def rows_of(bench: Callable[..., list[str]], read: Callable[..., Any]) -> Callable[..., list[dict]]:
     """Runs a benchmark and returns the rows of its result."""
-
-    def run(words: str, *more: str) -> list[dict]:
-        result = bench(words, *more)
-        assert result.exit_code == 0, result.output
-        return json.loads(result.stdout)["rows"]
-
-    return run
+    return lambda line, *more: read(*bench(line, *more))["rows"]
 
 
 @pytest.fixture
-def assert_refused(bench: Callable[..., Result]) -> Callable[[str, str], None]:
+def assert_refused(bench: Callable[..., list[str]], refuse: Callable[..., None]) -> Callable[[str, str], None]:
     """Checks that a benchmark ends with exit code 2 and one line that says why."""
-
-    def check(words: str, message: str) -> None:
-        result = bench(words)
-        assert result.exit_code == 2 and message in result.stderr, result.output
-        assert result.stderr.splitlines()[-1].startswith("Error: ")
-
-    return check
+    return lambda line, message: refuse(message, *bench(line), "--json")

@@ -1,6 +1,5 @@
 """Continuations through caches: the dense one gives what one forward gives, in every mode and batch."""
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -38,9 +37,7 @@ def greedy(model: PreTrainedModel, context: list[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize("feeding", FEEDINGS.values(), ids=FEEDINGS.keys())
 @pytest.mark.parametrize("architecture", ["llama", "gemma3-hybrid", "gpt2", "opt", "mistral-sliding"])
-def test_dense_cache_scores_as_one_forward(
-    tiny_model: Callable[..., PreTrainedModel], architecture: str, feeding: Feeding
-) -> None:
+def test_dense_cache_scores_as_one_forward(tiny_model, architecture, feeding):
     model = tiny_model(architecture)
     # Contexts of different lengths are padded; continuations of one context share all, some or none of their tokens
     contexts = [draw(41, 1), draw(60, 2), draw(2, 3)]

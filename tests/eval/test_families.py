@@ -30,24 +30,20 @@ from kvcache_plugins.eval.families import (
 from kvcache_plugins.eval.tables import render_families
 
 
-# fmt: off
 USED = [
-    "deepseek_v2", "deepseek_v32", "falcon_h1", "gemma2", "gemma4_text", "gpt2", "gpt_oss", "gptj", "llama",
-    "llama4_text", "opt", "qwen3_moe", "qwen3_next", "whisper",
+    *("deepseek_v2", "deepseek_v32", "falcon_h1", "gemma2", "gemma4_text", "gpt2", "gpt_oss", "gptj", "llama"),
+    *("llama4_text", "opt", "qwen3_moe", "qwen3_next", "whisper"),
 ]
 # Like one of those
 ALSO_USED = [
-    "cohere2", "deepseek_v3", "falcon", "gemma3_text", "glm4", "gpt_neox", "granite", "jamba", "lfm2_moe", "mixtral",
-    "nemotron", "olmo2", "phi", "qwen2",
+    *("cohere2", "deepseek_v3", "falcon", "gemma3_text", "glm4", "gpt_neox", "granite", "jamba", "lfm2_moe"),
+    *("mixtral", "nemotron", "olmo2", "phi", "qwen2"),
 ]
-# fmt: on
 # Their own code writes attention out; DOGE's values themselves go into its mask
-# fmt: off
 READ_DENSE = {
-    "big_bird", "bloom", "doge", "git", "gpt_neo", "gpt_neox_japanese", "megatron-bert", "mpt", "mvp", "rembert",
-    "roformer", "trocr", "xglm",
+    *("big_bird", "bloom", "doge", "git", "gpt_neo", "gpt_neox_japanese", "megatron-bert", "mpt", "mvp", "rembert"),
+    *("roformer", "trocr", "xglm"),
 }
-# fmt: on
 # Their cache has layers of its own
 REFUSED = {"deepseek_v4"}
 # The least share of families that each cache answers: works on, or reads dense where it is one of those

@@ -41,8 +41,10 @@ def replace_children(monkeypatch):
     return replace
 
 
-def run_tiny(part: str, folder: Path) -> None:
+def run_tiny(part: str, folder: Path, name: str) -> dict:
+    """Runs a part at small sizes, and reads what it has written under a name."""
     gpu.run_on_gpu(out=folder, limit=300.0, tiny=True, part=part)
+    return read(folder, f"gpu_{name}")
 
 
 def test_attention_alone(tmp_path, triton_kernels, monkeypatch):
@@ -55,8 +57,7 @@ def test_attention_alone(tmp_path, triton_kernels, monkeypatch):
         add(self, cache_name)
 
     monkeypatch.setattr(gpu.Contest, "add", wrong)
-    run_tiny("attention", tmp_path)
-    content = read(tmp_path, "gpu_attention_large")
+    content = run_tiny("attention", tmp_path, "attention_large")
     (failure,) = content["failures"]
     assert "gear-l-2bit is wrong" in failure["reason"]
     assert content["settings"]["kernel"] == "triton"
@@ -70,8 +71,7 @@ def test_shares_of_the_time_are_all_of_it():
 
 
 def test_steps_of_a_model(tmp_path, triton_kernels):
-    run_tiny("step", tmp_path)
-    content = read(tmp_path, "gpu_step")
+    content = run_tiny("step", tmp_path, "step")
     assert [row["cache"] for row in content["rows"]] == ["dynamic", "gear", "gear-2bit", "static"]
     assert [failure["what"] for failure in content["failures"]] == ["no-such-cache"]
     for stats in (row["stats"] for row in content["rows"][1:3]):
@@ -80,9 +80,7 @@ def test_steps_of_a_model(tmp_path, triton_kernels):
 
 
 def test_captured_steps(tmp_path):
-    run_tiny("captured", tmp_path)
-    for shape in ("1x128", "2x100"):
-        content = read(tmp_path, f"gpu_captured_{shape}")
+    for content in (run_tiny("captured", tmp_path, "captured_1x128"), read(tmp_path, "gpu_captured_2x100")):
         assert content["failures"] == []
         rows = {row["cache"]: row for row in content["rows"]}
         assert list(rows) == ["dynamic", "gear", "static, captured", "gear, captured"]
@@ -92,8 +90,7 @@ def test_captured_steps(tmp_path):
 
 
 def test_offloading(tmp_path):
-    run_tiny("infinigen", tmp_path)
-    content = read(tmp_path, "gpu_infinigen")
+    content = run_tiny("infinigen", tmp_path, "infinigen")
     # There is nothing to offload to where there is no GPU
     assert [failure["what"] for failure in content["failures"]] == ["offloaded"]
     rows = {row["cache"]: row for row in content["rows"]}
@@ -110,8 +107,7 @@ def test_offloading(tmp_path):
 
 @pytest.mark.long
 def test_largest_batch(tmp_path, triton_kernels):
-    run_tiny("batch", tmp_path)
-    content = read(tmp_path, "gpu_largest_batch")
+    content = run_tiny("batch", tmp_path, "largest_batch")
     assert content["failures"] == []
     dynamic, gear = content["rows"]
     assert dynamic["largest_batch"] == 1 < gear["largest_batch"]

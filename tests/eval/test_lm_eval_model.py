@@ -1,6 +1,11 @@
-"""lm-eval's model `kvcache`: with a dense cache it scores as lm-eval's own, with a lossy one it does not."""
+"""lm-eval's model `kvcache`: with a dense cache it scores as lm-eval's own, with a lossy one it does not. Two
+processes, as `accelerate launch` starts them, have the scores of one, and every request is answered once.
+"""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,12 +15,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 pytest.importorskip("lm_eval")
 
 import lm_eval
+import yaml
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from kvcache_plugins.eval.lm_eval_model import KVCacheLM
+from kvcache_plugins.eval.lm_eval_model import KVCacheLM, find_rank
 
 
 CONTEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 4
@@ -168,8 +174,7 @@ def test_names_and_argument_strings(saved_with_tokenizer: Callable[..., str]) ->
     assert get_model("hf") is HFLM
     folder = saved_with_tokenizer("llama")
     lm = KVCacheLM.create_from_arg_string(
-        f"pretrained={folder},cache=gear,cache_nbits=2,cache_rank=3,dtype=bfloat16",
-        {"batch_size": 2, "device": None},
+        f"pretrained={folder},cache=gear,cache_nbits=2,cache_rank=3,dtype=bfloat16", {"batch_size": 2, "device": None}
     )
     assert lm.cache_options == {"nbits": 2, "rank": 3}
     assert lm.model.dtype == torch.bfloat16 and lm.batch_size == 2
@@ -177,18 +182,8 @@ def test_names_and_argument_strings(saved_with_tokenizer: Callable[..., str]) ->
     assert (spec.cache_name, spec.cache_options) == ("gear", {"nbits": 2, "rank": 3})
 
 
-def test_two_settings_cannot_share_stored_responses(tiny_loaded: Loaded, tmp_path) -> None:
-    task = {
-        "task": "stored",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}, "cache_dir": str(tmp_path / "hf")},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "text",
-        "doc_to_choice": ["yes", "no"],
-        "doc_to_target": 0,
-    }
-    (tmp_path / "rows.jsonl").write_text("\n".join(f'{{"text": "{CONTEXT[number:]}"}}' for number in range(3)))
+def test_two_settings_cannot_share_stored_responses(tiny_loaded: Loaded, tmp_path, make_task) -> None:
+    task = make_task("stored", [{"text": CONTEXT[number:]} for number in range(3)], ["yes", "no"])
 
     def evaluate(**options: object) -> float:
         results = lm_eval.simple_evaluate(
@@ -204,3 +199,52 @@ def test_two_settings_cannot_share_stored_responses(tiny_loaded: Loaded, tmp_pat
     assert evaluate() == first
     with pytest.raises(ValueError, match="`use_cache` is a file of another model or cache setting"):
         evaluate(cache="gear-2bit")
+
+
+# What `accelerate launch` starts on GPUs; on CPUs it starts one process alone
+LAUNCH = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+
+
+@pytest.fixture
+def task(tmp_path: Path, make_task) -> Path:
+    """Five questions, so that one process has one more; the last contexts are too short for a cache to compress."""
+    rows = [{"text": CONTEXT[number:][:length]} for number, length in enumerate((200, 150, 180, 20, 10))]
+    path = tmp_path / "five.yaml"
+    path.write_text(yaml.safe_dump(make_task("five", rows, [" yes", " no", " perhaps"])))
+    return path
+
+
+def evaluate(run_python, model: str, task: Path, folder: Path, launch=()) -> tuple[dict, list[dict]]:
+    arguments = f"pretrained={model},cache=gear-2bit"
+    command = [*launch, "kvcache_plugins.eval", "run", "--model", "kvcache", "--model_args", arguments]
+    command += ["--tasks", str(task), "--output_path", str(folder), "--log_samples", "--device", "cpu"]
+    variables = {"HF_DATASETS_CACHE": folder / "datasets", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    run_python("-P", "-m", *command, **variables, KVCACHE_PLUGINS_KERNELS="torch")
+    (results,), (samples,) = (list(folder.rglob(f"{name}_*")) for name in ("results", "samples"))
+    return json.loads(results.read_text()), [json.loads(line) for line in samples.read_text().splitlines()]
+
+
+@pytest.mark.long
+def test_two_processes_score_as_one(tiny_folder, task, tmp_path, run_python) -> None:
+    one, alone = evaluate(run_python, tiny_folder, task, tmp_path / "one")
+    two, shared = evaluate(run_python, tiny_folder, task, tmp_path / "two", LAUNCH)
+    assert two["results"]["five"]["acc,none"] == one["results"]["five"]["acc,none"]
+    assert sorted(sample["doc_id"] for sample in shared) == [0, 1, 2, 3, 4]
+    by_document = {sample["doc_id"]: sample["filtered_resps"] for sample in shared}
+    for sample in alone:
+        answers = by_document[sample["doc_id"]], sample["filtered_resps"]
+        found, expected = ([float(score) for score, _ in each] for each in answers)
+        assert found == pytest.approx(expected, abs=1e-4)
+    assert [each["config"]["cache"]["processes"] for each in (one, two)] == [1, 2]
+    counters = [each["config"]["cache"]["counters"] for each in (one, two)]
+    assert [each["contexts"] for each in counters] == [5, 5]
+    assert [each["contexts_exercised"] for each in counters] == [3, 3]
+    held = [each["config"]["cache"]["memory_of_longest"] for each in (one, two)]
+    assert held[0] == held[1]
+
+
+def test_rank_is_the_launchers_where_processes_share_a_machine_without_gpus() -> None:
+    own = SimpleNamespace(rank=0, world_size=1)
+    assert find_rank(own) == (0, 1)
+    launched = SimpleNamespace(rank=0, world_size=1, accelerator=SimpleNamespace(process_index=1, num_processes=2))
+    assert find_rank(launched) == (1, 2)

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
 
-from kvcache_plugins import cli
 from kvcache_plugins.eval.sweep import Run, Sweep
 from kvcache_plugins.eval.tables import render_sweep
 
@@ -39,16 +37,12 @@ def config(saved_with_tokenizer: Callable[..., str], tmp_path: Path, monkeypatch
     return path
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, ["eval", *arguments])
-
-
 def results_of(config: Path) -> dict[str, dict[str, object]]:
     contents = [json.loads(path.read_text()) for path in (config.parent / "results" / "small").glob("*")]
     return {f"{each['settings']['name']}/{each['settings']['cache']}": each for each in contents}
 
 
-def test_an_interrupted_sweep_goes_on(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_sweep_goes_on(config: Path, monkeypatch: pytest.MonkeyPatch, run) -> None:
     measure, measured = Run.measure, []
 
     def interrupted(own: Run, *rest: object) -> dict[str, object]:
@@ -58,33 +52,31 @@ def test_an_interrupted_sweep_goes_on(config: Path, monkeypatch: pytest.MonkeyPa
         return measure(own, *rest)
 
     monkeypatch.setattr(Run, "measure", interrupted)
-    assert run("sweep", str(config)).exit_code == 130
+    run("eval", "sweep", str(config), code=130)
     first = results_of(config)
     assert len(first) == 4
-    result = run("sweep", str(config))
-    assert result.exit_code == 0, result.output
+    result = run("eval", "sweep", str(config))
     assert "5 of 9 runs to do" in result.stderr and "about" in result.stderr
     assert len(measured) == 5 + 5
     contents = results_of(config)
     assert len(contents) == 9
     assert all(contents[label] == content for label, content in first.items())
-    assert "0 of 9 runs to do" in run("sweep", str(config)).stderr
+    assert "0 of 9 runs to do" in run("eval", "sweep", str(config)).stderr
     dense, lossy = contents["book/dynamic"], contents["book/gear-2bit"]
     assert dense["result"]["kl"] == pytest.approx(0, abs=1e-9) and lossy["result"]["kl"] > 1e-3
     assert lossy["memory"]["total_bytes"] < dense["memory"]["total_bytes"]
     assert {"commit", "date", "device", "versions", "seconds"} <= lossy.keys()
     # One row again gives the same numbers
-    assert run("sweep", str(config), "--only", "*/gear-2bit", "--again").exit_code == 0
+    run("eval", "sweep", str(config), "--only", "*/gear-2bit", "--again")
     for label, content in results_of(config).items():
         assert content["result"] == contents[label]["result"]
 
 
-def test_tables_and_figures(config: Path, tmp_path: Path) -> None:
+def test_tables_and_figures(config: Path, tmp_path: Path, run) -> None:
     pytest.importorskip("matplotlib")
-    assert run("sweep", str(config)).exit_code == 0
+    run("eval", "sweep", str(config))
     folder = tmp_path / "results" / "small"
-    result = run("report", str(folder), "--figures", str(tmp_path / "figures"))
-    assert result.exit_code == 0, result.output
+    result = run("eval", "report", str(folder), "--figures", str(tmp_path / "figures"))
     assert result.stdout == render_sweep(folder) + "\n"
     for heading in ("**book**", "**drift**", "**pairs**", "to 32", "KL to dense", "answers right"):
         assert heading in result.stdout
@@ -95,7 +87,7 @@ def test_tables_and_figures(config: Path, tmp_path: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "figures").iterdir())
 
 
-def test_a_cache_that_fails_does_not_take_the_others_along(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_fails_does_not_take_the_others_along(config: Path, monkeypatch: pytest.MonkeyPatch, run) -> None:
     measure = Run.measure
 
     def failing(own: Run, *rest: object) -> dict[str, object]:
@@ -104,37 +96,24 @@ def test_a_cache_that_fails_does_not_take_the_others_along(config: Path, monkeyp
         return measure(own, *rest)
 
     monkeypatch.setattr(Run, "measure", failing)
-    result = run("sweep", str(config), "--only", "book/*")
-    assert result.exit_code == 1
+    result = run("eval", "sweep", str(config), "--only", "book/*", code=1)
     said = " ".join(result.stderr.split())
     assert "gear-2bit failed: RuntimeError: out of luck" in said and "1 runs failed" in said
     assert len(results_of(config)) == 2
-    listed = run("sweep", str(config), "--only", "book/*", "--dry-run").stdout.split()
+    listed = run("eval", "sweep", str(config), "--only", "book/*", "--dry-run").stdout.split()
     assert len(listed) == 1 and listed[0].endswith("/gear-2bit")
 
 
-def test_a_task_of_lm_eval(config: Path, saved_with_tokenizer: Callable[..., str], tmp_path: Path) -> None:
+def test_a_task_of_lm_eval(config: Path, tmp_path: Path, run, make_task) -> None:
     pytest.importorskip("lm_eval")
     content = yaml.safe_load(config.read_text())
-    (folder,) = content["models"]
     rows = [{"text": f"Call me number {number}. " * 9, "label": number % 2} for number in range(6)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    own = {
-        "task": "own",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}, "cache_dir": str(tmp_path / "hf")},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "text",
-        "doc_to_choice": ["no", "yes"],
-        "doc_to_target": "label",
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }
+    metric = {"metric": "acc", "aggregation": "mean", "higher_is_better": True}
+    own = make_task("own", rows, ["no", "yes"], doc_to_target="label", metric_list=[metric])
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
     content["measures"] = {"own": {"task": "own.yaml", "limit": 5}}
     config.write_text(yaml.safe_dump(content))
-    result = run("sweep", str(config))
-    assert result.exit_code == 0, result.output
+    run("eval", "sweep", str(config))
     contents = results_of(config)
     dense, lossy = contents["own/dynamic"]["result"], contents["own/gear-2bit"]["result"]
     assert len(dense["by_item"]["acc,none"]) == dense["num_items"] == 5
@@ -160,22 +139,22 @@ def test_a_task_of_lm_eval(config: Path, saved_with_tokenizer: Callable[..., str
         ({"measures": {"x": {"perplexity": {}}}}, "`perplexity` needs `text_file`, which is missing"),
     ],
 )
-def test_what_is_wrong_is_named(config: Path, change: dict[str, object], complaint: str) -> None:
+def test_what_is_wrong_is_named(config: Path, change: dict[str, object], complaint: str, run) -> None:
     content = yaml.safe_load(config.read_text())
     config.write_text(yaml.safe_dump({**content, **change}))
-    result = run("sweep", str(config))
+    result = run("eval", "sweep", str(config), code=None)
     assert result.exit_code in (1, 2)
     assert complaint in " ".join(result.stderr.split())
 
 
-def test_missing_field_and_no_match(config: Path) -> None:
-    assert "matches no run" in run("sweep", str(config), "--only", "nothing").stderr
+def test_missing_field_and_no_match(config: Path, run) -> None:
+    assert "matches no run" in run("eval", "sweep", str(config), "--only", "nothing", code=2).stderr
     content = yaml.safe_load(config.read_text())
     del content["out"]
     config.write_text(yaml.safe_dump(content))
     with pytest.raises(ValueError, match="missing `out`"):
         Sweep.read(config)
-    assert "there is no result of a sweep" in run("report", str(config.parent)).stderr
+    assert "there is no result of a sweep" in run("eval", "report", str(config.parent), code=2).stderr
 
 
 def test_a_result_is_known_by_every_setting(config: Path) -> None:

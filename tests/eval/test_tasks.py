@@ -1,10 +1,7 @@
 """The tasks' files: rows as files and the hub hold them, and lm-eval's command line with them, offline."""
 
 import json
-import os
-import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,9 +12,7 @@ pytest.importorskip("lm_eval")
 
 import yaml
 from lm_eval.tasks import TaskManager
-from typer.testing import CliRunner
 
-from kvcache_plugins import cli
 from kvcache_plugins.eval.context_tasks import TASKS
 from kvcache_plugins.eval.tasks import FOLDER, find_task, loaders, task_files
 
@@ -70,13 +65,8 @@ ROWS: dict[str, tuple[dict[str, object], dict[str, object], tuple[object, object
     ),
 }
 FILES = {
-    "copa": ("copa/dev.jsonl", "copa/test.jsonl"),
-    "piqa": ("piqa/valid.jsonl",),
-    "rte": ("rte/dev.jsonl",),
-    "openbookqa": ("openbookqa/test.jsonl",),
-    "arc_challenge": ("arc_challenge/test.jsonl",),
-    "winogrande": ("winogrande/dev.jsonl",),
-    "gsm8k": ("gsm8k/test.jsonl",),
+    **{"copa": "dev test", "piqa": "valid", "rte": "dev", "openbookqa": "test", "arc_challenge": "test"},
+    **{"winogrande": "dev", "gsm8k": "test"},
 }
 NUM_ROWS = 40
 
@@ -85,7 +75,9 @@ NUM_ROWS = 40
 def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small set of every kind, laid out as a person's own folder would be."""
     folder = tmp_path_factory.mktemp("data")
-    contents = {file: [ROWS[name][0]] * NUM_ROWS for name, files in FILES.items() for file in files}
+    contents = {
+        f"{name}/{part}.jsonl": [ROWS[name][0]] * NUM_ROWS for name, parts in FILES.items() for part in parts.split()
+    }
     contents["lost_in_the_middle/kv_retrieval_75_keys_100.jsonl"] = [
         {"ordered_kv_records": [["a", "one"], ["b", "two"], ["c", "three"]], "key": "b", "value": "two"}
     ]
@@ -180,29 +172,10 @@ def load_copa(data_folder: str) -> object:
         (lambda folder: loaders.passkey(data_folder=str(folder), words=9999), "`words` is 9999, but .* has 2400"),
     ],
 )
-def test_what_is_missing_is_named(
-    call: Callable[[Path], object], complaint: str, data_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_is_named(call, complaint, data_folder, monkeypatch):
     monkeypatch.delenv("KVCACHE_PLUGINS_DATA", raising=False)
     with pytest.raises(ValueError, match=complaint):
         call(data_folder)
-
-
-def run_command(arguments: list[str], folder: Path, data_folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ,
-        "KVCACHE_PLUGINS_DATA": str(data_folder),
-        "HF_DATASETS_CACHE": str(folder / "datasets"),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    return subprocess.run(
-        [sys.executable, "-P", "-m", *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def read_results(folder: Path) -> dict[str, object]:
@@ -219,18 +192,15 @@ def own_files_unread(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_files_unread")
 @pytest.mark.parametrize("model", ["tiny_folder", pytest.param("smollm2", marks=pytest.mark.long)])
-def test_command_line(
-    model: str, request: pytest.FixtureRequest, tmp_path: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_line(model, request, tmp_path, data_folder, monkeypatch, run) -> None:
     name = request.getfixturevalue("tiny_folder") if model == "tiny_folder" else model
     arguments = ["run", "--model", "kvcache", "--model_args", f"pretrained={name},cache=gear-2bit", "--limit", "2"]
     # The rows are short: it takes many examples to leave the exact buffer
     arguments += ["--tasks", "kv_copa,kv_openbookqa", "--num_fewshot", "20", "--output_path", str(tmp_path / "out")]
     monkeypatch.setenv("KVCACHE_PLUGINS_DATA", str(data_folder))
     monkeypatch.setattr(sys, "argv", sys.argv)
-    finished = CliRunner().invoke(cli.app, ["eval", *arguments])
-    assert finished.exit_code == 0, finished.output
-    assert "kv_copa" in finished.stdout and "kv_openbookqa" in finished.stdout
+    shown = run("eval", *arguments).stdout
+    assert "kv_copa" in shown and "kv_openbookqa" in shown
     cache = read_results(tmp_path / "out")["config"]["cache"]
     assert cache["cache"] == "gear-2bit"
     # All rows of a task are alike, and so are their contexts: each is prefilled once
@@ -241,22 +211,21 @@ def test_command_line(
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_files_unread")
 def test_the_stock_command_finds_the_model_through_a_file(
-    saved_with_tokenizer: Callable[..., str], tmp_path: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-
+    saved_with_tokenizer, tmp_path, data_folder, monkeypatch, run, run_python
+):
     folder = saved_with_tokenizer("llama")
     arguments = ["lm_eval", "run", "--model", "kvcache", "--model_args", f"pretrained={folder},cache=h2o"]
     arguments += ["--tasks", str(FOLDER / "copa.yaml"), "--limit", "2"]
-    finished = run_command([*arguments, "--output_path", str(tmp_path / "out")], tmp_path, data_folder)
-    assert finished.returncode == 0, finished.stderr
+    variables = {"KVCACHE_PLUGINS_DATA": data_folder, "HF_DATASETS_CACHE": tmp_path / "datasets"}
+    command = ["-P", "-m", *arguments, "--output_path", tmp_path / "out"]
+    run_python(*command, cwd=tmp_path, CUDA_VISIBLE_DEVICES="", **variables)
     assert read_results(tmp_path / "out")["config"]["cache"]["cache"] == "h2o"
     # A buffer that is longer than all contexts: one line, with the reason
     arguments[arguments.index("--model_args") + 1] += ",cache_min_tokens=4000"
     monkeypatch.setenv("KVCACHE_PLUGINS_DATA", str(data_folder))
     monkeypatch.setattr(sys, "argv", sys.argv)
-    result = CliRunner().invoke(cli.app, ["eval", *arguments[1:]])
-    assert result.exit_code == 2
-    assert "Error: The cache `h2o` was not exercised" in result.stderr.splitlines()[-1]
+    last = run("eval", *arguments[1:], code=2).stderr.splitlines()[-1]
+    assert "Error: The cache `h2o` was not exercised" in last
 
 
 def test_yaml_files_hold_nothing_but_tasks() -> None:

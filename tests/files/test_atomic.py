@@ -3,7 +3,7 @@
 import errno
 import os
 import resource
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -54,15 +54,15 @@ def test_full_disk_leaves_the_old_file(tmp_path):
 
 def test_what_cannot_be_written_names_the_path(tmp_path):
     path = tmp_path / "nowhere" / "file"
-    with pytest.raises(FileNotFoundError, match=f"cannot be written.*{path}"):
-        write(path, b"")
-    with pytest.raises(ValueError, match=f"{tmp_path} is no file"):
-        write(tmp_path, b"")
-    with pytest.raises(ValueError, match="/dev/null is no file"):
-        write("/dev/null", b"")
-    # No user may write there
-    with pytest.raises(OSError, match="cannot be written.*/proc/file"):
-        write("/proc/file", b"")
+    for where, error, message in (
+        (path, FileNotFoundError, f"cannot be written.*{path}"),
+        (tmp_path, ValueError, f"{tmp_path} is no file"),
+        ("/dev/null", ValueError, "/dev/null is no file"),
+        # No user may write there
+        ("/proc/file", OSError, "cannot be written.*/proc/file"),
+    ):
+        with pytest.raises(error, match=message):
+            write(where, b"")
 
 
 def test_concurrent_writers_and_readers(tmp_path):
@@ -70,12 +70,8 @@ def test_concurrent_writers_and_readers(tmp_path):
     path, found = tmp_path / "file", set()
     contents = [bytes([number]) * 100_000 for number in range(4)]
     write(path, contents[0])
-    writers = [
-        threading.Thread(target=lambda content=content: [write(path, content) for _ in range(20)])
-        for content in contents
-    ]
-    for writer in writers:
-        writer.start()
-    while any(writer.is_alive() for writer in writers):
-        found.add(path.read_bytes())
+    with ThreadPoolExecutor(4) as threads:
+        writers = [threads.submit(lambda each: [write(path, each) for _ in range(20)], each) for each in contents]
+        while not all(writer.done() for writer in writers):
+            found.add(path.read_bytes())
     assert found <= set(contents) and os.listdir(tmp_path) == ["file"]

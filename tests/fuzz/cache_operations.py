@@ -94,7 +94,9 @@ class CacheOperations(RuleBasedStateMachine):
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        self.subject = subject_of(self.kind, data.draw(st.sampled_from(self.kind.dtypes)))
+        model = model_in(data.draw(st.sampled_from(self.kind.dtypes)))
+        make_cache = partial(create_cache, self.kind.name, model, **self.kind.options)
+        self.subject = Subject(model=model, make_cache=make_cache)
         self.cache = self.subject.make_cache()
         self.set_aside: list[tuple[Cache, list[torch.Tensor]]] = []
         self.context = "plain"
@@ -313,15 +315,6 @@ AttentionMaskInterface.register("densified", sdpa_mask)
 def model_in(dtype: torch.dtype) -> PreTrainedModel:
     """The contract's tiny Llama in a dtype."""
     return tiny_models()["llama"].to(dtype)
-
-
-def subject_of(kind: Kind, dtype: torch.dtype) -> Subject:
-    """A model and how to make caches for it."""
-    model = model_in(dtype)
-    return Subject(
-        model=model,
-        make_cache=partial(create_cache, kind.name, model, **kind.options),
-    )
 
 
 def stored(each: Cache) -> list[torch.Tensor]:

@@ -28,8 +28,7 @@ KINDS = {
     "kcvt-4bit": Kind(name="kcvt-4bit", options=SMALL),
     # Exact tokens in front beyond the first groups, and a low rank of the newest tokens alone
     "gear-sinks": Kind(
-        name="gear-2bit",
-        options={"num_sink_tokens": 70, "rotate_values": True, "low_rank_recent_ratio": 0.3, **SMALL},
+        name="gear-2bit", options={"num_sink_tokens": 70, "rotate_values": True, "low_rank_recent_ratio": 0.3, **SMALL}
     ),
     "gear-8bit": Kind(name="gear-4bit", options={"nbits": 8, **SMALL}, exactness=EIGHT_BITS),
     "gear-exact": Kind(name="gear-2bit", options={"residual_length": 4096, "num_sink_tokens": 4096}, exactness=EXACT),

@@ -6,8 +6,6 @@ to one thread, as its data loaders do; compiled attention does without.
 
 import multiprocessing
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,12 +24,9 @@ def sums_of_logits() -> list[float]:
     model, sums = tiny_models()["llama"], []
     ids = torch.randint(1, 200, (4, 100), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        for name, options in (
-            ("gear-2bit", {"residual_length": 16}),
-            ("gear-t22", {}),
-            ("infinigen-gear", {"full_layers": ()}),
-        ):
-            cache = create_cache(name, model, **options)
+        options = {"gear-2bit": {"residual_length": 16}, "gear-t22": {}, "infinigen-gear": {"full_layers": ()}}
+        for name, own in options.items():
+            cache = create_cache(name, model, **own)
             for chunk in ids.split([80, *[1] * 20], dim=1):
                 logits = model(chunk, past_key_values=cache).logits
             sums.append(logits.double().sum().item())
@@ -65,15 +60,6 @@ def check_in_fork(expected: list[float]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_forked_process_goes_on() -> None:
+def test_a_forked_process_goes_on(run_python) -> None:
     code = "import test_processes; test_processes.use_threads_then_fork()"
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=2 * SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-c", code, cwd=Path(__file__).parent, timeout=2 * SECONDS, OMP_NUM_THREADS=2, HF_HUB_OFFLINE=1)

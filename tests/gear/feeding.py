@@ -1,7 +1,5 @@
 """Random tokens for a layer of two heads, and attention to them as Transformers calls it."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 
@@ -11,21 +9,13 @@ from kvcache_plugins.layers.compressed_layer import CompressedLayer
 NUM_HEADS, HEAD_DIM = 2, 32
 
 
-def states(
-    batch_size: int, length: int, dtype: torch.dtype = torch.float32, head_dim: int = HEAD_DIM
-) -> tuple[torch.Tensor, torch.Tensor]:
+def states(batch_size, length, dtype=torch.float32, head_dim=HEAD_DIM) -> tuple[torch.Tensor, torch.Tensor]:
     """Makes keys and values."""
     shape = batch_size, NUM_HEADS, length, head_dim
     return torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
 
 
-def feed(
-    layer: CompressedLayer,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    padding: Sequence[int] | None = None,
-    query: torch.Tensor | None = None,
-) -> torch.Tensor:
+def feed(layer: CompressedLayer, keys, values, padding=None, query=None) -> torch.Tensor:
     """Gives a layer new tokens and attends once, under a mask where more than the future is hidden."""
     count = keys.shape[2]
     lazy = layer.update(keys, values)

@@ -42,16 +42,21 @@ def functions_of_a_layer(run, *, is_coding, layer_idx=1):
     return calls[starts[layer_idx] + is_coding : starts[layer_idx + 1]]
 
 
-@pytest.fixture
-def llama(tiny_model):
-    return tiny_model("llama", num_hidden_layers=3)
-
-
-def count(llama, capsys, prompt, num_steps, most):
+# A step between two codings, one while nothing is compressed, and a prompt that is coded: tokens and steps behind them
+@pytest.mark.parametrize(
+    ("mode", "prompt", "num_steps", "most"),
+    [
+        (torch.no_grad, 200, 4, STEP),
+        (torch.inference_mode, 200, 4, STEP),
+        (torch.no_grad, 8, 4, PLAIN_STEP),
+        (torch.no_grad, 200, 0, CODING),
+    ],
+)
+def test_functions_of_a_layer(mode, prompt, num_steps, most, tiny_model, capsys):
     """Counts the last of some steps behind a prompt, or with none the prompt."""
-    cache, token_ids = GEARCache(), torch.arange(prompt)[None] % 64
+    llama, cache, token_ids = tiny_model("llama", num_hidden_layers=3), GEARCache(), torch.arange(prompt)[None] % 64
     inputs = [token_ids, *(token_ids[:, :1] for _ in range(num_steps))]
-    with torch.no_grad():
+    with mode():
         for each in inputs[:-1]:
             llama(each, **as_argument(cache))
         calls = functions_of_a_layer(lambda: llama(inputs[-1], **as_argument(cache)), is_coding=not num_steps)
@@ -62,17 +67,3 @@ def count(llama, capsys, prompt, num_steps, most):
         sys.stdout.write("\n".join(["", *lines, ""]))
     # In a step none is called twice
     assert len(calls if num_steps else counts) <= most[0] and len(files) <= most[1]
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_step_between_two_codings(mode, llama, capsys):
-    with mode():
-        count(llama, capsys, 200, 4, STEP)
-
-
-def test_a_step_while_nothing_is_compressed(llama, capsys):
-    count(llama, capsys, 8, 4, PLAIN_STEP)
-
-
-def test_a_prompt_that_is_coded(llama, capsys):
-    count(llama, capsys, 200, 0, CODING)

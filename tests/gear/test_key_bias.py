@@ -17,7 +17,7 @@ import torch
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.eval.measures.fidelity import measure_fidelity
-from kvcache_plugins.registry import check_cache, parse_cache_spec
+from kvcache_plugins.registry import describe_caches, parse_cache_spec
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,27 +62,6 @@ def key_bias(model, channels, low, high, layers) -> Iterator[None]:
             projection.bias = None
 
 
-def measure(smollm2, case, specs):
-    """KL by cache, and the dense perplexity."""
-    model, tokenizer = smollm2
-    token_ids = tokenizer((ROOT / "LICENSE").read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
-    parsed = {spec: parse_cache_spec(spec) for spec in specs}
-    factories = {spec: partial(create_cache, name, model, **options) for spec, (name, options) in parsed.items()}
-    with key_bias(model, *CASES[case]):
-        found = measure_fidelity(model, [token_ids[: PREFIX + SCORED + 1]], factories, prefix_length=PREFIX)
-    assert all(layer.self_attn.k_proj.bias is None for layer in model.model.layers)
-    return {spec: each.kl for spec, each in found.items()}, found[specs[0]].dense_ppl
-
-
-def is_available(spec):
-    name, options = parse_cache_spec(spec)
-    try:
-        check_cache(name, **options)
-    except ImportError:
-        return False
-    return True
-
-
 def test_the_table_holds_every_case():
     measured = table()
     assert "perplexity, dense" in measured and {"gear-k4v3", "gear-4bit", "kivi-4bit"} <= measured.keys()
@@ -90,11 +69,17 @@ def test_the_table_holds_every_case():
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
-def test_measured(smollm2, case):
+def test_measured(smollm2, licence_ids, case):
     place = list(CASES).index(case)
     expected = {name: row[place] for name, row in table().items()}
     ppl = expected.pop("perplexity, dense")
-    specs = [spec for spec in expected if is_available(spec)]
-    kl, dense_ppl = measure(smollm2, case, specs)
-    assert dense_ppl == pytest.approx(ppl, rel=0.05)
-    assert kl == pytest.approx({spec: expected[spec] for spec in specs}, rel=0.1)
+    model, factories = smollm2[0], {}
+    for spec in expected:
+        name, options = parse_cache_spec(spec)
+        if describe_caches(name)[0].is_available:
+            factories[spec] = partial(create_cache, name, model, **options)
+    with key_bias(model, *CASES[case]):
+        found = measure_fidelity(model, [licence_ids[0, : PREFIX + SCORED + 1]], factories, prefix_length=PREFIX)
+    assert all(layer.self_attn.k_proj.bias is None for layer in model.model.layers)
+    for spec, each in found.items():
+        assert (each.kl, each.dense_ppl) == (pytest.approx(expected[spec], rel=0.1), pytest.approx(ppl, rel=0.05))

@@ -27,18 +27,13 @@ PRESETS = {
 
 
 def make_layer(preset):
-    config = LlamaConfig(
-        hidden_size=HEADS * GROUPS * DIM,
-        num_hidden_layers=1,
-        num_attention_heads=HEADS * GROUPS,
-        num_key_value_heads=HEADS,
-        head_dim=DIM,
-    )
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": HEADS * GROUPS, "num_key_value_heads": HEADS}
+    config = LlamaConfig(hidden_size=HEADS * GROUPS * DIM, head_dim=DIM, **sizes)
     name, options = parse_cache_spec(preset)
     return create_cache(name, config, **options).layers[0]
 
 
-def tokens(count, dtype, batch_size=1):
+def tokens(count, dtype=torch.float32, batch_size=1):
     return [torch.randn(batch_size, HEADS * (GROUPS if i == 0 else 1), count, DIM).to(dtype) for i in range(3)]
 
 
@@ -47,6 +42,14 @@ def attend(layer, query, keys, values, mask=None):
     return F.scaled_dot_product_attention(
         query, *states, attn_mask=mask, is_causal=query.shape[2] > 1, enable_gqa=True
     )
+
+
+def two_filled(preset, count=PROMPT, dtype=torch.float32, batch_size=1):
+    """Two layers that have attended to the same prompt."""
+    layers, prompt = (make_layer(preset), make_layer(preset)), tokens(count, dtype, batch_size)
+    for layer in layers:
+        attend(layer, *prompt)
+    return layers
 
 
 def attend_anew(layer, query, keys, values):
@@ -78,10 +81,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("preset", PRESETS)
 @torch.no_grad()
 def test_prepared_calls_equal_those_made_anew(preset, dtype, batch_size, calls):
-    first, second = make_layer(preset), make_layer(preset)
-    prompt = tokens(PROMPT, dtype, batch_size)
-    attend(first, *prompt)
-    attend(second, *prompt)
+    first, second = two_filled(preset, PROMPT, dtype, batch_size)
     steps = PRESETS[preset]
     for _ in range(steps):
         token = tokens(1, dtype, batch_size)
@@ -106,10 +106,7 @@ def test_launches_that_are_kept_equal_those_made_anew(preset, most, monkeypatch)
         return kept(self, query, scale, storage, length, newest)
 
     monkeypatch.setattr(KeptAttention, "attend", noting)
-    first, second = make_layer(preset), make_layer(preset)
-    prompt = tokens(19, torch.float16)
-    attend(first, *prompt)
-    attend(second, *prompt)
+    first, second = two_filled(preset, 19, torch.float16)
     for step in range(most + 2):
         query, keys, values = tokens(1, torch.float16)
         if step == 2:
@@ -127,15 +124,12 @@ def test_launches_that_are_kept_equal_those_made_anew(preset, most, monkeypatch)
 @pytest.mark.parametrize("preset", ["gear-k4v3", "gear"])
 @torch.no_grad()
 def test_copies_and_what_comes_between_have_calls_of_their_own(preset, calls):
-    layer, reference = make_layer(preset), make_layer(preset)
-    prompt = tokens(PROMPT, torch.float32)
-    for each in (layer, reference):
-        attend(each, *prompt)
+    layer, reference = two_filled(preset)
     for step in range(40):
-        token = tokens(1, torch.float32)
+        token = tokens(1)
         if step == 10:
             layer, original = copy.deepcopy(layer), layer
-            attend(original, *tokens(1, torch.float32))
+            attend(original, *tokens(1))
         # Of the newest tokens, and into those that are packed
         for count in {20: [2], 24: [60]}.get(step, []):
             layer.crop(-count)
@@ -157,18 +151,18 @@ def test_copies_and_what_comes_between_have_calls_of_their_own(preset, calls):
 @pytest.mark.parametrize("preset", ["gear-k4v3", "gear:residual_length=20"])
 @torch.no_grad()
 def test_a_token_that_attention_did_not_write_is_there_all_the_same(preset, calls):
-    layer, reference = make_layer(preset), make_layer(preset)
-    for given in (tokens(PROMPT, torch.float32), tokens(1, torch.float32)):
-        for each in (layer, reference):
-            attend(each, *given)
+    layer, reference = two_filled(preset)
+    token = tokens(1)
+    for each in (layer, reference):
+        attend(each, *token)
     for step in range(8):
-        query, keys, values = tokens(1, torch.float32)
+        query, keys, values = tokens(1)
         layer.update(keys, values)
         assert layer.buffer.left is not None
         newest = layer.materialize("keys")[:, :, -1:] if step % 2 else None
         attend_anew(reference, query, keys, values)
         # Of two tokens in turn the first was not attended to
-        token = tokens(1, torch.float32)
+        token = tokens(1)
         expected = attend_anew(reference, *token)
         assert torch.equal(attend(layer, *token), expected)
         assert newest is None or torch.equal(newest, keys)
@@ -178,12 +172,11 @@ def test_a_token_that_attention_did_not_write_is_there_all_the_same(preset, call
 
 @torch.no_grad()
 def test_other_queries_and_other_threads_find_no_call(calls):
-    layer = make_layer("gear-k4v3")
-    attend(layer, *tokens(PROMPT, torch.float32))
-    attend(layer, *tokens(1, torch.float32))
-    attend(layer, *tokens(1, torch.float32))
+    layer, _ = two_filled("gear-k4v3")
+    attend(layer, *tokens(1))
+    attend(layer, *tokens(1))
     assert len(calls) == 2
-    query, keys, values = tokens(1, torch.float32)
+    query, keys, values = tokens(1)
     attend(layer, torch.cat([query, query], dim=1), keys, values)
     states = layer.update(keys, values)
     F.scaled_dot_product_attention(query, *states, scale=0.5, enable_gqa=True)
@@ -198,11 +191,10 @@ def test_other_queries_and_other_threads_find_no_call(calls):
 
 @torch.no_grad()
 def test_a_call_accepts_tokens_of_its_kind_alone(calls):
-    layer = make_layer("gear")
-    attend(layer, *tokens(PROMPT, torch.float32))
-    attend(layer, *tokens(1, torch.float32))
+    layer, _ = two_filled("gear")
+    attend(layer, *tokens(1))
     call, buffer = layer._prepared.call, layer.buffer
-    query, keys, values = tokens(1, torch.float32)
+    query, keys, values = tokens(1)
     wide = torch.cat([values, values], dim=3)[..., ::2]
     others = [(keys.bfloat16(), values.bfloat16()), (keys, values.half()), (keys, wide), (keys[:, :1], values[:, :1])]
     others += [(keys.to("meta"), values.to("meta")), (torch.cat([keys, keys]), torch.cat([values, values]))]
@@ -223,7 +215,7 @@ def test_a_call_accepts_tokens_of_its_kind_alone(calls):
 def test_inference_mode_and_gradients_take_turns(preset):
     layer, reference = make_layer(preset), make_layer(preset)
     for start, count in enumerate([5, *[1] * 100]):
-        given = tokens(count, torch.float32)
+        given = tokens(count)
         with torch.no_grad():
             expected = attend(reference, *given)
         with (torch.inference_mode, torch.no_grad, torch.enable_grad)[start // 5 % 3]():
@@ -241,7 +233,7 @@ def test_inference_mode_and_gradients_take_turns(preset):
 def test_plain_tokens_are_there_for_whoever_asks(preset):
     """Until something is compressed a layer holds two tensors, which nothing but time tells."""
     layer, reference = make_layer(preset), make_layer(preset)
-    for step, given in enumerate([tokens(5, torch.float32), *(tokens(1, torch.float32) for _ in range(40))]):
+    for step, given in enumerate([tokens(5), *(tokens(1) for _ in range(40))]):
         expected, found = attend(reference, *given), attend(layer, *given)
         assert torch.equal(found, expected)
         if step % 8 == 3:
@@ -263,21 +255,20 @@ def test_plain_tokens_are_there_for_whoever_asks(preset):
 @pytest.mark.parametrize("number", [float("nan"), 1e30])
 @torch.no_grad()
 def test_tokens_that_cannot_be_stored_are_refused_where_all_else_is_prepared(number):
-    layer = make_layer("gear")
-    attend(layer, *tokens(PROMPT, torch.float32))
+    layer, _ = two_filled("gear")
     for _ in range(20):
-        attend(layer, *tokens(1, torch.float32))
+        attend(layer, *tokens(1))
     assert layer._prepared.coding is not None
     length = layer.blocks[-1].length
     held = [side[:, :, :length].clone() for side in (layer.blocks[-1].keys, layer.blocks[-1].values)]
-    query, keys, values = tokens(1, torch.float32)
+    query, keys, values = tokens(1)
     values[0, 1, 0, 3] = number
     attend(layer, query, keys, values)
     with pytest.raises(ValueError, match="layer 0: "):
         for _ in range(10):
-            attend(layer, *tokens(1, torch.float32))
+            attend(layer, *tokens(1))
     now = [side[:, :, :length] for side in (layer.blocks[-1].keys, layer.blocks[-1].values)]
     assert all(map(torch.equal, held, now))
     layer.crop(-layer.buffer.length)
     for _ in range(10):
-        attend(layer, *tokens(1, torch.float32))
+        attend(layer, *tokens(1))

@@ -1,4 +1,7 @@
-"""A saved cache goes on exactly where it was; files that do not fit are refused and harm nothing."""
+"""
+A saved cache goes on exactly where it was; files that do not fit are refused and harm nothing. Saved with
+`compact=True` it takes fewer bytes, and is the same cache when it is loaded.
+"""
 
 import json
 
@@ -8,48 +11,73 @@ from safetensors.torch import load_file, save_file
 
 from kvcache_plugins import GEARCache, create_cache
 from kvcache_plugins.contract.subject import RECORDS_PAST
+from kvcache_plugins.files.records import read_record, write_record
+from kvcache_plugins.files.schema import pack
+from kvcache_plugins.gear import calibrate_transform
+from kvcache_plugins.gear.snapshot import FORMAT, Snapshot, state_of
 
 
-def filled(model, name="gear-2bit", **options):
-    cache = create_cache(name, model, **options)
-    input_ids = torch.randint(3, 128, (2, 150))
-    mask = torch.ones_like(input_ids)
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "cache.safetensors"
+
+
+def words(*shape):
+    """Text of few words, as texts are."""
+    return torch.randint(3, 128, shape).clamp(max=40)
+
+
+def filled(model, name, **options):
+    """Caches two sequences, one padded on its left, and decodes tokens behind them."""
+    cache, ids = create_cache(name, model, **options), words(2, 300)
+    mask = torch.ones_like(ids)
     mask[1, :40] = 0
-    tokens = model.generate(input_ids, attention_mask=mask, past_key_values=cache, max_new_tokens=100, do_sample=False)
-    return cache, tokens, torch.cat([mask, torch.ones(2, 100, dtype=mask.dtype)], dim=1)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+        for _ in range(80):
+            mask = torch.cat([mask, mask[:, -1:]], dim=1)
+            model(words(2, 1), attention_mask=mask, past_key_values=cache)
+    return cache, mask
 
 
-def require_same_tokens(model, cache, loaded, tokens, mask, num_tokens=5):
-    """Requires that both caches go on alike."""
-    options = {"attention_mask": mask, "max_new_tokens": num_tokens, "do_sample": False}
-    found, expected = (model.generate(tokens, past_key_values=each, **options) for each in (loaded, cache))
-    assert torch.equal(found, expected)
+def require_same(model, cache, loaded, mask, sizes=(3,)):
+    """Requires that both caches hold the same, and go on alike."""
+    for one, other in zip(cache.layers, loaded.layers, strict=True):
+        (document, tensors), (found, same) = pack(state_of(one, 0)), pack(state_of(other, 0))
+        assert document == found and tensors.keys() == same.keys()
+        assert all(torch.equal(tensors[name], same[name]) for name in tensors)
+    for size in sizes:
+        ids, mask = words(2, size), torch.cat([mask, mask[:, -1:].expand(-1, size)], dim=1)
+        with torch.no_grad():
+            logits = [model(ids, attention_mask=mask, past_key_values=each).logits for each in (cache, loaded)]
+        assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("name", ["gear-4bit", "gear-t16"])
-def test_goes_on_exactly_where_it_was(tiny_model, tmp_path, name):
+def test_goes_on_exactly_where_it_was(tiny_model, path, name):
     """Saves layers of Transformers' own beside compressed ones; caches of full attention alone: `tests/contract`."""
     model = tiny_model("gemma3-hybrid")
-    cache, tokens, mask = filled(model, name)
-    cache.save(tmp_path / "cache.safetensors", model)
-    loaded = GEARCache.load(tmp_path / "cache.safetensors", model)
+    cache, mask = filled(model, name)
+    cache.save(path, model)
+    loaded = GEARCache.load(path, model)
     assert loaded.gear_config == cache.gear_config
     assert loaded.stats() == cache.stats()
-    require_same_tokens(model, cache, loaded, tokens, mask, 80)
+    require_same(model, cache, loaded, mask, [1] * 80)
     assert loaded.stats() == cache.stats()
 
 
-@pytest.mark.parametrize("name", ["gear-2bit", "gear-t22"])
+@pytest.mark.parametrize(("name", "is_compact"), [("gear-2bit", False), ("gear-t22", False), ("gear", True)])
 @pytest.mark.parametrize("length", [20, 152])
-def test_loaded_in_inference_mode_it_goes_on_in_any(tiny_llama, tmp_path, name, length):
-    path, ids = tmp_path / "cache.safetensors", torch.randint(3, 128, (1, length + 90))
+def test_loaded_in_inference_mode_it_goes_on_in_any(tiny_llama, path, name, is_compact, length):
+    ids = torch.randint(3, 128, (1, length + 90))
     cache = create_cache(name, tiny_llama)
     with torch.no_grad():
         for part in (ids[:, : length - 2], ids[:, length - 2 : length]):
             tiny_llama(part, past_key_values=cache)
-        cache.save(path, tiny_llama)
+        cache.save(path, tiny_llama, compact=is_compact)
     with torch.inference_mode():
         loaded = GEARCache.load(path, tiny_llama)
+    assert not any(tensor.is_inference() for layer in loaded.layers for _, tensor in layer.named_tensors())
     for number in range(length, length + 90):
         token = ids[:, number : number + 1]
         with (torch.inference_mode, torch.no_grad)[number % 2]():
@@ -59,15 +87,14 @@ def test_loaded_in_inference_mode_it_goes_on_in_any(tiny_llama, tmp_path, name, 
 
 
 @pytest.mark.parametrize("name", ["gear-2bit", "gear-t22"])
-def test_file_is_as_small_as_the_cache(tiny_llama, tmp_path, name):
-    cache, *_ = filled(tiny_llama, name)
-    cache.save(tmp_path / "cache.safetensors", tiny_llama)
-    assert (tmp_path / "cache.safetensors").stat().st_size < cache.memory().total_bytes + 20_000
+def test_file_is_as_small_as_the_cache(tiny_llama, path, name):
+    cache, _ = filled(tiny_llama, name)
+    cache.save(path, tiny_llama)
+    assert path.stat().st_size < cache.memory().total_bytes + 20_000
 
 
 @pytest.mark.parametrize("backbone", [None, "transform"])
-def test_made_without_config_and_empty(tiny_llama, tmp_path, backbone):
-    path = tmp_path / "cache.safetensors"
+def test_made_without_config_and_empty(tiny_llama, path, backbone):
     cache = GEARCache(nbits=3, backbone=backbone)
     tiny_llama(torch.randint(3, 128, (1, 100)), past_key_values=cache)
     cache.save(path, tiny_llama)
@@ -76,9 +103,9 @@ def test_made_without_config_and_empty(tiny_llama, tmp_path, backbone):
     assert GEARCache.load(path, tiny_llama).get_seq_length() == 0
 
 
-def test_another_model_is_refused(tiny_model, tmp_path):
-    model, path = tiny_model("llama"), tmp_path / "cache.safetensors"
-    filled(model)[0].save(path, model)
+def test_another_model_is_refused(tiny_model, path):
+    model = tiny_model("llama")
+    filled(model, "gear-2bit")[0].save(path, model)
     for other in (tiny_model("llama", num_hidden_layers=3), tiny_model("qwen3"), tiny_model("llama").bfloat16()):
         with pytest.raises(ValueError, match="another model"):
             GEARCache.load(path, other)
@@ -89,18 +116,17 @@ def test_another_model_is_refused(tiny_model, tmp_path):
         GEARCache.load(path, other)
 
 
-def test_truncated_file_is_refused(tiny_llama, tmp_path):
-    path = tmp_path / "cache.safetensors"
-    filled(tiny_llama)[0].save(path, tiny_llama)
+@pytest.mark.parametrize("is_compact", [False, True])
+def test_truncated_file_is_refused(tiny_llama, path, is_compact):
+    filled(tiny_llama, "gear" if is_compact else "gear-2bit")[0].save(path, tiny_llama, compact=is_compact)
     content = path.read_bytes()
-    for size in (0, 100, len(content) // 2, int(0.999 * len(content))):
+    for size in (0, 100, len(content) // 2, int(0.999 * len(content)), len(content) - 1):
         path.write_bytes(content[:size])
         with pytest.raises(ValueError, match="damaged"):
             GEARCache.load(path, tiny_llama)
 
 
-def test_other_files_and_versions_are_refused(tiny_llama, tmp_path):
-    path = tmp_path / "cache.safetensors"
+def test_other_files_and_versions_are_refused(tiny_llama, path):
     with pytest.raises(ValueError, match=f"`path`: there is no file {path}"):
         GEARCache.load(path, tiny_llama)
     save_file({"x": torch.zeros(1)}, str(path))
@@ -113,9 +139,8 @@ def test_other_files_and_versions_are_refused(tiny_llama, tmp_path):
         GEARCache.load(path, tiny_llama)
 
 
-def test_file_is_one_of_safetensors(tiny_llama, tmp_path):
-    path = tmp_path / "cache.safetensors"
-    cache, *_ = filled(tiny_llama)
+def test_file_is_one_of_safetensors(tiny_llama, path):
+    cache, _ = filled(tiny_llama, "gear-2bit")
     cache.save(path, tiny_llama)
     stored = load_file(str(path))
     block = cache.layers[1].blocks[0]
@@ -123,22 +148,21 @@ def test_file_is_one_of_safetensors(tiny_llama, tmp_path):
     assert len(stored) == sum(1 for layer in cache.layers for _ in layer.named_tensors() if _[0] != "spare")
 
 
-def test_loaded_cache_does_not_depend_on_its_file(tiny_llama, tmp_path):
-    path = tmp_path / "cache.safetensors"
-    cache, tokens, mask = filled(tiny_llama)
+def test_loaded_cache_does_not_depend_on_its_file(tiny_llama, path):
+    cache, mask = filled(tiny_llama, "gear-2bit")
     cache.save(path, tiny_llama)
     loaded = GEARCache.load(path, tiny_llama)
     with path.open("r+b") as file:
         file.write(bytes(path.stat().st_size))
-    require_same_tokens(tiny_llama, cache, loaded, tokens, mask)
+    require_same(tiny_llama, cache, loaded, mask)
 
 
-def test_config_is_taken_where_a_model_is(tiny_model, tmp_path):
-    model, path = tiny_model("llama"), tmp_path / "cache.safetensors"
-    cache, tokens, mask = filled(model)
+def test_config_is_taken_where_a_model_is(tiny_model, path):
+    model = tiny_model("llama")
+    cache, mask = filled(model, "gear-2bit")
     cache.save(path, model)
     loaded = GEARCache.load(path, model.config)
-    require_same_tokens(model, cache, loaded, tokens, mask)
+    require_same(model, cache, loaded, mask)
     for other in (tiny_model("llama", num_hidden_layers=3), tiny_model("llama-mha"), tiny_model("qwen3")):
         with pytest.raises(ValueError, match=f"`path`: {path} was made by another model"):
             GEARCache.load(path, other.config)
@@ -147,9 +171,9 @@ def test_config_is_taken_where_a_model_is(tiny_model, tmp_path):
 
 
 @pytest.mark.skipif(not RECORDS_PAST, reason="in this release of Transformers layers keep their window alone")
-def test_sliding_layers_beyond_their_window(tiny_model, tmp_path):
+def test_sliding_layers_beyond_their_window(tiny_model, path):
     """While a rollback may follow they keep more than the window, which a file does not."""
-    model, path = tiny_model("gemma3-hybrid"), tmp_path / "cache.safetensors"
+    model = tiny_model("gemma3-hybrid")
     cache = GEARCache(model.config)
     with torch.no_grad():
         for layer in cache.layers:
@@ -164,9 +188,8 @@ def test_sliding_layers_beyond_their_window(tiny_model, tmp_path):
     assert difference.abs().max() < 1e-5
 
 
-def test_what_crop_and_batch_operations_leave_can_be_saved(tiny_llama, tmp_path):
+def test_what_crop_and_batch_operations_leave_can_be_saved(tiny_llama, path):
     """Saves caches that no single prompt makes: cut into the padding of an item, into a block, down to nothing."""
-    path = tmp_path / "cache.safetensors"
     input_ids = torch.randint(3, 128, (2, 150))
     mask = torch.ones_like(input_ids)
     mask[1, :40] = 0
@@ -189,3 +212,59 @@ def test_what_crop_and_batch_operations_leave_can_be_saved(tiny_llama, tmp_path)
                 following = next_ids.expand(3 if count else 2, -1)
                 expected = tiny_llama(following, past_key_values=cache).logits
                 assert torch.equal(tiny_llama(following, past_key_values=loaded).logits, expected)
+
+
+# Compact files
+
+
+@pytest.mark.parametrize("name", ["gear", "gear-t22", "gear-c16", "gear-k4v3", "gear-t25:quantizer=trellis"])
+def test_loaded_is_the_cache_that_was_saved(tiny_llama, path, name):
+    options = {}
+    if name == "gear-c16":
+        options["calibration"] = calibrate_transform(tiny_llama, [words(400)])
+    cache, mask = filled(tiny_llama, name, **options)
+    cache.save(path, tiny_llama)
+    size = path.stat().st_size
+    cache.save(path, tiny_llama, compact=True)
+    # Groups and trellises are written as ever
+    assert (path.stat().st_size < size) == (name in ("gear", "gear-t22", "gear-c16"))
+    loaded = GEARCache.load(path, tiny_llama, **options)
+    require_same(tiny_llama, cache, loaded, mask)
+    for each in (cache, loaded):
+        each.crop(-150)
+    require_same(tiny_llama, cache, loaded, mask[:, :233])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3-hybrid", "qwen3"])
+def test_layers_of_every_kind_and_none(tiny_model, path, architecture):
+    model = tiny_model(architecture)
+    cache, mask = filled(model, "gear")
+    cache.save(path, model, compact=True)
+    require_same(model, cache, GEARCache.load(path, model), mask)
+    GEARCache(model.config).save(path, model, compact=True)
+    assert GEARCache.load(path, model).get_seq_length() == 0
+
+
+# What is done to a layer's block
+FORGED = {
+    "cut": lambda block: block.keys.update(stream0=block.keys["stream0"][:-5]),
+    "swapped": lambda block: [
+        side.update(stream0=other)
+        for side, other in ((block.keys, block.values["stream0"]), (block.values, block.keys["stream0"]))
+    ],
+    "lost": lambda block: block.values.pop("stream1"),
+    "added": lambda block: block.values.update(stream2=block.values["stream1"]),
+    "of another dtype": lambda block: block.keys.update(stream1=block.keys["stream1"].float()),
+    "lengthened": lambda block: object.__setattr__(block, "length", 2**35),
+}
+
+
+@pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
+def test_forged_streams_are_refused(tiny_llama, path, forge):
+    filled(tiny_llama, "gear")[0].save(path, tiny_llama, compact=True)
+    record = read_record(path, FORMAT, Snapshot)
+    forge(record.layers[1].blocks[0])
+    # With its checksum
+    write_record(path, FORMAT, record)
+    with pytest.raises(ValueError, match="`path`: .* is damaged: .*layers.1.blocks.0"):
+        GEARCache.load(path, tiny_llama)

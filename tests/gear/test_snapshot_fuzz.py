@@ -18,13 +18,7 @@ from kvcache_plugins import GEARCache, create_cache
 
 
 # And how much padding the second of two items has: with 75 tokens of it, one waits for its table in the file
-SUBJECTS = (
-    ("gear-4bit", 20),
-    ("gear-k4v3", 20),
-    ("kivi-2bit", 20),
-    ("gear-t22", 20),
-    ("gear-t22", 75),
-)
+SUBJECTS = (("gear-4bit", 20), ("gear-k4v3", 20), ("kivi-2bit", 20), ("gear-t22", 20), ("gear-t22", 75))
 NUM_NEW = 18
 # Instead of a number or a list of a document
 NUMBERS = (-1, 0, 1, 2, 7, 64, 2**31, 2**40, 2**62, 10**30, 0.5, 1e308)

@@ -96,6 +96,11 @@ class FakeCuda:
         finally:
             self.current = before
 
+    def serve(self, kernel):
+        """Has every pool take its tokens for a GPU's from now on, and a kernel transfer them as `use_kernel` says."""
+        self.use_kernel(kernel)
+        self.monkeypatch.setattr(pool, "is_gpu", lambda device: True)
+
     def use_kernel(self, kernel):
         """Chooses what transfers: `"triton"`, in its interpreter, or the host, `"torch"`."""
         if kernel == "triton":
@@ -103,10 +108,6 @@ class FakeCuda:
             if os.environ.get("TRITON_INTERPRET") != "1":
                 pytest.skip("needs Triton's interpreter, as tensors are on the CPU")
         self.monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
-
-    def serve_every_pool(self):
-        """Every pool takes its tokens for a GPU's from now on."""
-        self.monkeypatch.setattr(pool, "is_gpu", lambda device: True)
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +126,7 @@ def cuda(monkeypatch):
 @pytest.fixture
 def transfers(cuda, monkeypatch):
     """The past of every transfer."""
-    cuda.use_kernel("triton")
-    cuda.serve_every_pool()
+    cuda.serve("triton")
     pasts, run = [], staging._gather
 
     def noted(*args):

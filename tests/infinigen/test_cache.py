@@ -1,4 +1,6 @@
-"""`InfiniGenCache` on tiny random models: exact where everything is fetched, right about what it does elsewhere."""
+"""InfiniGen on tiny random models: exact where everything is fetched, right about what it does elsewhere; with a
+codec in its pool, what it attends to and costs; and where it chooses ahead unless it is said.
+"""
 
 import copy
 import gc
@@ -11,9 +13,10 @@ import torch
 from decoding import EVERYTHING, assert_same, decode_logits, make_model, tokens
 from transformers import DynamicCache, PreTrainedModel
 
-from kvcache_plugins import InfiniGenCache
+from kvcache_plugins import InfiniGenCache, InfiniGenGEARCache, create_cache
 from kvcache_plugins.contract.subject import RECORDS_PAST
 from kvcache_plugins.eval.families import build_family
+from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.hooks import attachment_of
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
 
@@ -247,3 +250,99 @@ def test_another_model_is_refused(tiny_model, architecture: str, is_detached: bo
     del own, expected, listening
     gc.collect()
     assert_refused(20)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("pool_tokens", [None, 150])
+@pytest.mark.parametrize("architecture", ["llama", "llama-mha", "llama-mqa", "gemma3-hybrid"])
+def test_everything_fetched_is_attention_over_all_codes(architecture, pool_tokens, tiny_model) -> None:
+    """Single tokens, which choose, against the same tokens at once, which attend to everything page by page."""
+    model = tiny_model(architecture)
+    prompt, steps = tokens(330, 2), tokens(9, 2, seed=1)
+    with InfiniGenGEARCache(model, pool_tokens=pool_tokens, **EVERYTHING) as cache:
+        chosen = decode_logits(model, cache, prompt, steps)
+    assert (cache.stats()["tokens_evicted"] > 0) is (pool_tokens is not None)
+    with InfiniGenGEARCache(model, pool_tokens=pool_tokens, **EVERYTHING) as cache, torch.no_grad():
+        model(prompt, past_key_values=cache)
+        expected = model(steps, past_key_values=cache).logits
+    assert cache.stats()["exact_calls"]
+    assert_same(chosen[:, 1:], expected, 2e-3)
+
+
+def test_eight_bits_are_nearly_dense(tiny_model) -> None:
+    model, prompt, steps = tiny_model("llama"), tokens(330, 2), tokens(80, 2, seed=1)
+    expected = decode_logits(model, DynamicCache(config=model.config), prompt, steps)
+    errors = []
+    for nbits in (8, 4, 2):
+        with InfiniGenGEARCache(model, key_nbits=nbits, value_nbits=nbits, **EVERYTHING) as cache:
+            errors.append((decode_logits(model, cache, prompt, steps) - expected).abs().max().item())
+    assert errors[0] < 0.05 * errors[2] and errors == sorted(errors)
+    # Decoded tokens have moved on into rows too
+    assert cache.layers[0].pool.num_slots == 330 - 32 + 64
+
+
+def test_bytes_are_a_fraction_of_infinigens(tiny_model) -> None:
+    model, prompt, steps = tiny_model("llama"), tokens(900), tokens(4, seed=1)
+    options = {"share": 0.1, "full_layers": ()}
+    caches = [InfiniGenCache(model, **options), InfiniGenGEARCache(model, **options)]
+    for cache in caches:
+        decode_logits(model, cache, prompt, steps)
+    plain, coded = (cache.stats() for cache in caches)
+    assert plain["tokens_fetched"] == coded["tokens_fetched"]
+    # 13 bytes of codes and a scale, instead of 64 numbers in float32
+    assert coded["bytes_fetched"] / plain["bytes_fetched"] == 14 / 256
+    assert caches[1].memory().total_bytes < caches[0].memory().total_bytes / 5
+
+
+@pytest.mark.parametrize("length, padding", [(75, 8), (64, 1), (130, 66), (150, 81)])
+def test_a_padded_row_is_as_alone(length, padding, tiny_model) -> None:
+    """The host makes room for as many tokens as the batch is long, and fewer of them are real."""
+    model, prompt, steps = tiny_model("llama"), tokens(length), tokens(4, seed=1)
+    mask = (torch.arange(length) >= padding).long()[None]
+    with InfiniGenGEARCache(model, **EVERYTHING) as cache:
+        logits = decode_logits(model, cache, prompt, steps, mask)
+    with InfiniGenGEARCache(model, **EVERYTHING) as cache:
+        assert_same(logits, decode_logits(model, cache, prompt[:, padding:], steps), 1e-3)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
+def test_speculates_where_tokens_have_to_be_brought(device: str, tmp_path) -> None:
+    where = torch.device(device)
+    assert InfiniGenConfig().speculates_on(where) is (device != "cpu")
+    assert InfiniGenConfig(pool_folder=tmp_path).speculates_on(where)
+    for asked in (True, False):
+        assert InfiniGenConfig(speculate=asked).speculates_on(where) is asked
+        assert InfiniGenConfig(speculate=asked, pool_folder=tmp_path).speculates_on(where) is asked
+
+
+@torch.no_grad()
+def test_on_a_cpu_a_layer_chooses_by_its_own_query(tiny_llama, tmp_path) -> None:
+    prompt = torch.randint(3, 128, (1, 200), generator=torch.Generator().manual_seed(0))
+    counts = {}
+    for name, options in {"memory": {}, "asked": {"speculate": True}, "disk": {"pool_folder": tmp_path}}.items():
+        with InfiniGenCache(tiny_llama, full_layers=(0,), **options) as cache:
+            tiny_llama(prompt, past_key_values=cache)
+            for _ in range(3):
+                tiny_llama(prompt[:, :1], past_key_values=cache)
+            stats = cache.stats()
+            own, ahead = stats["layers_by_own_query"], stats["layers_speculating"]
+        assert stats["selected_calls"] == 3 * stats["layers_offloaded"]
+        counts[name] = (own > 0, ahead > 0, stats["speculated_calls"] > 0)
+    assert counts == {"memory": (True, False, False), "asked": (False, True, True), "disk": (False, True, True)}
+
+
+@torch.no_grad()
+def test_landmarks_choose_in_steps_like_the_last_too(tiny_llama) -> None:
+    """The prepared call knows each key by itself: it is for steps without landmarks."""
+    prompt = torch.randint(3, 128, (1, 200), generator=torch.Generator().manual_seed(0))
+    for landmarks in (None, 16):
+        with InfiniGenCache(tiny_llama, full_layers=(0,), landmarks=landmarks) as cache:
+            for tokens in (prompt, *prompt[:, :4].split(1, dim=1)):
+                tiny_llama(tokens, past_key_values=cache)
+            assert cache.stats()["selected_calls"] == 4
+            assert (cache.layers[1]._call is None) is (landmarks is not None)
+
+
+def test_the_papers_form_speculates_everywhere(tiny_llama) -> None:
+    with create_cache("infinigen-paper", tiny_llama) as cache:
+        assert cache.infinigen_config.speculate

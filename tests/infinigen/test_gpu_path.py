@@ -1,10 +1,12 @@
-"""A layer on a GPU attends as on a CPU, in the right order, and its host asks for nothing.
+"""A layer on a GPU attends as on a CPU, in the right order, and its host asks for nothing; of rows on their way to it
+nothing is read before it is there, nor its memory given away before it was read.
 
 There is no GPU here: see `conftest.py` for what stands in for one. Tensors on the `meta` device stand for what a host
 cannot know: they have shapes and no numbers, and whatever would wait for a GPU to read one raises.
 """
 
 import copy
+import pickle
 import weakref
 
 import pytest
@@ -17,16 +19,17 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 from kvcache_plugins import InfiniGenCache, InfiniGenGEARCache
 from kvcache_plugins.codecs.rotation import hadamard_matrix
 from kvcache_plugins.infinigen import layer as layers
-from kvcache_plugins.infinigen import staging as prefetch
+from kvcache_plugins.infinigen import staging
 from kvcache_plugins.infinigen.hooks import attachment_of
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
+from kvcache_plugins.infinigen.selection import Selection
+from kvcache_plugins.infinigen.staging import TransferTimes
 
 
 @pytest.fixture(params=["triton", "torch"])
 def gpu(cuda, request):
     """Transfers are by kernel or by the host."""
-    cuda.use_kernel(request.param)
-    cuda.serve_every_pool()
+    cuda.serve(request.param)
     return cuda
 
 
@@ -51,7 +54,7 @@ class StagedNow:
 
 @pytest.fixture
 def staged(monkeypatch):
-    found, start = StagedNow(), prefetch.start_fetch
+    found, start = StagedNow(), staging.start_fetch
     monkeypatch.setattr(layers, "start_fetch", lambda *args: found.add(start(*args)))
     return found
 
@@ -94,8 +97,7 @@ def test_chooses_and_counts_what_a_cpu_does(cuda, llama, make_cache, rule, kerne
     cuda.use_kernel("torch")
     with make_cache(llama, **rule) as cache:
         expected, stats = decode_logits(llama, cache, prompt, steps), cache.stats()
-    cuda.use_kernel(kernel)
-    cuda.serve_every_pool()
+    cuda.serve(kernel)
     with make_cache(llama, **rule) as cache:
         assert_same(decode_logits(llama, cache, prompt, steps), expected)
         assert cache.stats() == stats
@@ -113,8 +115,7 @@ def test_staging_is_told_before_it_is_made(cuda, meta_llama, llama, options, sta
         states = torch.empty(2, 2, 153, 16, device="meta")
         expected.update(states, states, index)
     staging = expected.memory().parts["staging"]
-    cuda.use_kernel("triton")
-    cuda.serve_every_pool()
+    cuda.serve("triton")
     with InfiniGenCache(llama, **options) as cache:
         decode_logits(llama, cache, tokens(150, rows=2), tokens(3, rows=2, seed=1))
     assert cache.memory().parts["staging"] == staging
@@ -154,8 +155,7 @@ def test_several_new_tokens_rollbacks_beams_and_copies(gpu, llama):
 
 @pytest.mark.parametrize("change", ["crop", "reorder", "reset", "move"])
 def test_a_fetch_that_is_dropped_is_held_by_nobody(cuda, llama, change, staged):
-    cuda.use_kernel("triton")
-    cuda.serve_every_pool()
+    cuda.serve("triton")
     with InfiniGenCache(llama, full_layers=()) as cache:
         decode_logits(llama, cache, tokens(100), tokens(1, seed=1))
         layer = cache.layers[1]
@@ -192,7 +192,7 @@ def test_the_host_waits_before_it_touches_pages(gpu, use):
 def test_pages_are_not_given_back_while_rows_are_read_from_them(gpu, llama):
     with InfiniGenCache(llama, full_layers=()) as cache:
         decode_logits(llama, cache, tokens(100), tokens(1, seed=1))
-    prefetch._stream_of(torch.device("cpu")).do("rows")
+    staging._stream_of(torch.device("cpu")).do("rows")
     by_kernel = cache.layers[0].pool.addresses_for(torch.empty(1)) is not None
     cache.layers[0].speculate(torch.randn(1, 4, 1, 16), None, 0.25)
     gpu.synchronized.clear()
@@ -223,14 +223,13 @@ def test_times_are_told_on_request(gpu, llama):
 @torch.no_grad()
 def test_a_decode_step_reads_nothing_from_the_device(meta_llama, cuda, monkeypatch, options, is_padded):
     """A whole model without numbers; only transfers, and the prompt's padding, are stood in for."""
-    cuda.use_kernel("torch")
-    cuda.serve_every_pool()
+    cuda.serve("torch")
     # A run of tokens moves into the pool among few steps
     monkeypatch.setattr(layers, "FLUSH_LENGTH", 4)
     monkeypatch.setattr(TokenPool, "addresses_for", lambda pool, states: torch.zeros(len(pool.pages)))
     monkeypatch.setattr(TokenPool, "_write", lambda *args: None)
     transfers = []
-    monkeypatch.setattr(prefetch, "_gather", lambda *args: transfers.append(args))
+    monkeypatch.setattr(staging, "_gather", lambda *args: transfers.append(args))
     prompt, token = (torch.zeros(2, count, dtype=torch.int64, device="meta") for count in (100, 1))
     is_coded = "value_nbits" in options
     # Made where a prompt is coded, which states without numbers are not
@@ -250,3 +249,99 @@ def test_a_decode_step_reads_nothing_from_the_device(meta_llama, cuda, monkeypat
     assert cache.layers[1].pool.num_slots == 100 - 32 + 4
     with pytest.raises((RuntimeError, NotImplementedError)):
         cache.stats()
+
+
+UNTIMED = TransferTimes(are_tracked=False)
+
+
+def make_pool(num_tokens=PAGE_TOKENS + 100, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(2, 3, num_tokens, dim, generator=generator).to(dtype) for dim in (8, 5)]
+    pool = TokenPool(parts)
+    pool.append(parts, 0, None)
+    return pool
+
+
+def make_selection(pool, num_chosen, count=None, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(2, 3, pool.num_slots, generator=generator).argsort(dim=2)
+    if count is None:
+        count = torch.randint(0, num_chosen + 1, (2, 3), generator=generator)
+        # One head with none, one with all
+        count[0, 0], count[-1, -1] = 0, num_chosen
+    return Selection(order[:, :, :num_chosen].contiguous(), count)
+
+
+def start(pool, selection, times=UNTIMED):
+    return staging.start_fetch(pool, selection, times)
+
+
+def test_transfers_follow_what_was_computed_and_attention_follows_them(cuda, transfers):
+    pool = make_pool()
+    for number in range(6):
+        cuda.compute.do(f"write of the pool, choice {number}")
+        staged = start(pool, make_selection(pool, 10, seed=number))
+        assert f"write of the pool, choice {number}" in transfers[number]
+        # The host has not told the computing stream to wait yet: the layer before computes
+        assert f"transfer {number}" not in cuda.compute.do("layer before")
+        staged.wait()
+        assert f"transfer {number}" in cuda.compute.do(f"attention {number}")
+    assert cuda.synchronized == []
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_memory_of_rows_is_the_computing_streams_once_they_are_written(cuda, transfers, is_read):
+    """Whoever gets it next is behind the transfer there, and before the next one."""
+    pool, other = make_pool(), cuda.Stream()
+    staged = start(pool, make_selection(pool, 4))
+    if is_read:
+        with cuda.inside(other):
+            place = staged.wait().data_ptr()
+        assert "transfer 0" in other.past and (place, other) in cuda.recorded
+    assert "transfer 0" not in cuda.compute.past
+    del staged
+    assert "transfer 0" in cuda.compute.do("who gets the memory")
+    start(pool, make_selection(pool, 4))
+    assert "who gets the memory" in transfers[1]
+
+
+def test_what_the_stream_uses_is_not_freed_before(cuda, transfers):
+    """The allocator is told of everything that the second stream reads and others may free."""
+    pool, selection = make_pool(), make_selection(make_pool(), 12)
+    start(pool, selection)
+    side = {place for place, stream in cuda.recorded if stream is not cuda.compute}
+    assert {each.data_ptr() for each in (selection.slots, selection.count, pool.addresses_for(torch.empty(1)))} == side
+
+
+def test_staged_rows_are_not_copied(transfers):
+    pool = make_pool()
+    staged = start(pool, make_selection(pool, 8))
+    assert copy.deepcopy([staged]) == [None]
+    assert pickle.loads(pickle.dumps([staged])) == [None]
+
+
+def test_pages_of_a_copy_are_locked(cuda, transfers, monkeypatch):
+    locked = set()
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.data_ptr() in locked)
+
+    def pin_memory(tensor):
+        result = tensor.clone()
+        locked.add(result.data_ptr())
+        return result
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    pool = copy.deepcopy(make_pool())
+    assert {page.data_ptr() for page in pool.pages} <= locked
+    selection = make_selection(pool, 8)
+    rows, valid = start(pool, selection).wait(), selection.valid
+    assert rows.shape == (*selection.slots.shape, pool.row_dim)
+    assert torch.equal(rows[valid], pool.gather(selection.slots)[valid])
+
+
+def test_times_are_noted_where_they_are_asked_for(transfers):
+    pool, times = make_pool(), TransferTimes(are_tracked=True)
+    start(pool, make_selection(pool, 8), times).wait()
+    # A transfer is one operation, and one of which the computing stream had not heard
+    assert times.seconds() == copy.deepcopy(times).seconds() == {"transfer_s": 1.0, "stalled_s": 1.0}
+    start(pool, make_selection(pool, 8)).wait()
+    assert times.seconds() == {"transfer_s": 1.0, "stalled_s": 1.0} and UNTIMED.seconds() == {}

@@ -2,8 +2,9 @@
 
 import dataclasses
 import os
+from collections import namedtuple
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -31,54 +32,21 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-class Rows(NamedTuple):
-    """A part of rows and queries over it; totals are bytes of the codes of a key and of a value."""
-
-    batch_size: int
-    num_heads: int
-    groups: int
-    num_queries: int
-    length: int
-    key_dim: int
-    value_dim: int
-    key_total: int
-    value_total: int
+# A part of rows and queries over it; totals are bytes of the codes of a key and of a value
+SIZES = ("batch_size", "num_heads", "groups", "num_queries", "length")
+Rows = namedtuple("Rows", [*SIZES, "key_dim", "value_dim", "key_total", "value_total"])
+# Sizes of what is scored
+Scored = namedtuple("Scored", ["batch_size", "num_heads", "groups", "head_dim", "nbits", "length"])
 
 
-class Groups(NamedTuple):
+class Groups(namedtuple("Groups", [*SIZES, "chunks", "chunk_length", "keys", "values"])):
     """A part of groups and queries over it; of a side: channels, bits, axis of groups and their size."""
 
-    batch_size: int
-    num_heads: int
-    groups: int
-    num_queries: int
-    length: int
-    chunks: int
-    chunk_length: int
-    keys: tuple[int, int, str, int | None]
-    values: tuple[int, int, str, int | None]
-
-    @property
-    def key_dim(self) -> int:
-        return self.keys[0]
-
-    @property
-    def value_dim(self) -> int:
-        return self.values[0]
+    key_dim = property(lambda self: self.keys[0])
+    value_dim = property(lambda self: self.values[0])
 
 
 Case = Rows | Groups
-
-
-class Scored(NamedTuple):
-    """Sizes of what is scored."""
-
-    batch_size: int
-    num_heads: int
-    groups: int
-    head_dim: int
-    nbits: int
-    length: int
 
 
 def basis_table(
@@ -103,15 +71,8 @@ def make_layout(head_dim: int, name: str) -> RotaryLayout:
 
 
 def row_states(
-    case: Rows,
-    form: str = "tables",
-    quantizer: str = "lloyd-max",
-    layout: str = "half-split",
-    start: int = 4,
-    padding: Sequence[int] | None = None,
-    offset: float = 0.0,
-    has_constant: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, RowCodec, Positions]:
+    case, form="tables", quantizer="lloyd-max", layout="half-split", start=4, padding=None, offset=0.0, constant=True
+):
     """Makes keys and values, a channel of which may be constant, and their codec: by own tables, or in a basis."""
     batch_size, num_heads, _, _, length, *dims, key_total, value_total = case
     most = len(QUANTIZERS[quantizer].distortions) - 1
@@ -119,7 +80,7 @@ def row_states(
     key_dim, value_dim = dims
     rope = make_layout(key_dim, layout)
     keys = torch.randn(batch_size, num_heads, length, key_dim) * torch.rand(key_dim) + torch.randn(key_dim) + offset
-    if has_constant:
+    if constant:
         keys[..., key_dim // 2] = 1.5
     values = torch.randn(batch_size, num_heads, length, value_dim)
     positions = Positions(start, None if padding is None else torch.tensor(padding))
@@ -160,15 +121,7 @@ def group_side(case: Groups, side: tuple[Any, ...], rank: int, a_tokens: int | N
     )
 
 
-def group_part(
-    case: Groups,
-    *,
-    rank: int = 0,
-    a_tokens: int | None = None,
-    sparsity: float = 0.0,
-    is_rotated: bool = False,
-    mask: torch.Tensor | None = None,
-) -> CompressedPart:
+def group_part(case, *, rank=0, a_tokens=None, sparsity=0.0, is_rotated=False, mask=None) -> CompressedPart:
     """Groups whose codes, low rank and outliers are made up."""
     keys, values = (group_side(case, side, rank, a_tokens, sparsity) for side in (case.keys, case.values))
     values = dataclasses.replace(values, is_rotated=is_rotated)

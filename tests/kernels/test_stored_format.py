@@ -7,23 +7,14 @@ import pytest
 
 from kvcache_plugins import kernels
 from kvcache_plugins.codecs import quantizers
-from kvcache_plugins.codecs.quantizers import BLOCK
 from kvcache_plugins.triton_kernels import stored_format
 
 
 FOLDER = Path(kernels.__file__).parent / "cpu"
-EXPECTED = {
-    "SCALE_STEPS": stored_format.SCALE_STEPS,
-    "SCALE_OFFSET": stored_format.SCALE_OFFSET,
-    "LAST_SCALE": stored_format.LAST_SCALE,
-    "LEAST_GAIN": stored_format.LEAST_GAIN,
-    "SEARCH_STEPS": quantizers.SEARCH_STEPS,
-    "SEARCH_END": quantizers.SEARCH_END,
-    "NUM_STATES": quantizers.NUM_STATES,
-    "MOST_WIDTH": quantizers.MAX_WIDTH,
-    "MOST_TRELLIS_WIDTH": len(quantizers.Trellis.distortions) - 1,
-    "BLOCK": BLOCK,
-}
+NAMES = ["SCALE_STEPS", "SCALE_OFFSET", "LAST_SCALE", "LEAST_GAIN", "SEARCH_STEPS", "SEARCH_END", "NUM_STATES"]
+EXPECTED = {name: {**vars(stored_format), **vars(quantizers)}[name] for name in NAMES}
+EXPECTED |= {"MOST_WIDTH": quantizers.MAX_WIDTH, "BLOCK": quantizers.BLOCK}
+EXPECTED["MOST_TRELLIS_WIDTH"] = len(quantizers.Trellis.distortions) - 1
 
 
 def constants() -> dict[str, float]:

@@ -3,6 +3,7 @@
 A module with a name of its own, not a test file: the processes import it.
 """
 
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -11,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +97,6 @@ def make_prompt(batch_size: int, length: int) -> tuple[torch.Tensor, torch.Tenso
     return input_ids, mask
 
 
-def _positions(mask: torch.Tensor) -> torch.Tensor:
-    return (mask.cumsum(dim=1) - 1).clamp(min=0)
-
-
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 
 
@@ -118,42 +116,31 @@ def compare_with_one_process(
         if rank < world - size:
             continue
         is_last = rank == world - 1
-        for batch_size in batch_sizes:
+        for batch_size, name in itertools.product(batch_sizes, caches):
             input_ids, mask = make_prompt(batch_size, 130)
             given_mask = mask if batch_size > 1 else None
-            for name in caches:
-
-                def make(name: str = name, mask: torch.Tensor | None = given_mask) -> Any:
-                    # Eager attention shows no padding to a cache in one process
-                    is_shown = name == "dynamic" or implementation == "sdpa"
-                    return create_cache(name, model, **({} if is_shown else {"attention_mask": mask}))
-
-                partition = [0.5, *[0.5 / (size - 1)] * (size - 1)]
-                output = runahead_prefill(model, input_ids, given_mask, make() if is_last else None, partition, group)
-                generated, _ = runahead_generate(
-                    model, input_ids, mask, make() if is_last else None, "even", group, max_new_tokens=new, **GREEDY
-                )
-                if not is_last:
-                    assert output.past_key_values is None and output.logits is None and generated is None
-                    continue
-                with torch.no_grad():
-                    expected = model(
-                        input_ids, attention_mask=given_mask, position_ids=_positions(mask), past_key_values=make()
-                    ).logits[:, -1]
-                alone = model.generate(
-                    input_ids, attention_mask=mask, past_key_values=make(), max_new_tokens=new, **GREEDY
-                )
-                prompt = torch.cat([input_ids, output.logits.argmax(dim=-1)], dim=1)
-                continued = model.generate(
-                    prompt,
-                    attention_mask=torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1),
-                    past_key_values=output.past_key_values,
-                    max_new_tokens=new - 1,
-                    **GREEDY,
-                )
-                difference = float((output.logits[:, 0] - expected).abs().max())
-                label = f"{implementation}, {size} ranks, batch {batch_size}, {name}"
-                results.append((label, difference, torch.equal(continued, alone), torch.equal(generated, alone)))
+            # Eager attention shows no padding to a cache in one process
+            is_shown = name == "dynamic" or implementation == "sdpa"
+            make = partial(create_cache, name, model, **({} if is_shown else {"attention_mask": given_mask}))
+            own, greedy = make() if is_last else None, {**GREEDY, "max_new_tokens": new}
+            partition = [0.5, *[0.5 / (size - 1)] * (size - 1)]
+            output = runahead_prefill(model, input_ids, given_mask, own, partition, group)
+            own = make() if is_last else None
+            generated, _ = runahead_generate(model, input_ids, mask, own, "even", group, **greedy)
+            if not is_last:
+                assert output.past_key_values is None and output.logits is None and generated is None
+                continue
+            given = {"attention_mask": given_mask, "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)}
+            with torch.no_grad():
+                expected = model(input_ids, past_key_values=make(), **given).logits[:, -1]
+            alone = model.generate(input_ids, attention_mask=mask, past_key_values=make(), **greedy)
+            prompt = torch.cat([input_ids, output.logits.argmax(dim=-1)], dim=1)
+            greedy |= {"attention_mask": torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)}
+            greedy |= {"past_key_values": output.past_key_values, "max_new_tokens": new - 1}
+            continued = model.generate(prompt, **greedy)
+            difference = float((output.logits[:, 0] - expected).abs().max())
+            label = f"{implementation}, {size} ranks, batch {batch_size}, {name}"
+            results.append((label, difference, torch.equal(continued, alone), torch.equal(generated, alone)))
     return results
 
 
@@ -189,6 +176,17 @@ def generate_with_beams(rank: int, folder: str) -> bool | None:
     return verdict
 
 
+# What the last rank does otherwise
+DIFFERENCES: dict[str, Callable[[Any, torch.Tensor, dict[str, Any]], object]] = {
+    "dtype": lambda model, ids, options: model.to(torch.bfloat16),
+    "model": lambda model, ids, options: model.get_input_embeddings().weight.add_(1),
+    "prompt": lambda model, ids, options: ids[0, 5].add_(1),
+    "partition": lambda model, ids, options: options.update(partition="even"),
+    "h2o": lambda model, ids, options: options.update(past_key_values=create_cache("h2o", model)),
+    "filled": lambda model, ids, options: options.update(past_key_values=model(ids[:, :3]).past_key_values),
+}
+
+
 def differ(rank: int, folder: str, ways: list[str]) -> list[str]:
     """The last rank is called with something else than the others, one thing after the other: the errors."""
     messages = []
@@ -197,20 +195,8 @@ def differ(rank: int, folder: str, ways: list[str]) -> list[str]:
         input_ids, _ = make_prompt(1, 130)
         options: dict[str, Any] = {}
         if rank == dist.get_world_size() - 1:
-            if way == "dtype":
-                model = model.to(torch.bfloat16)
-            elif way == "model":
-                with torch.no_grad():
-                    model.get_input_embeddings().weight.add_(1)
-            elif way == "prompt":
-                input_ids[0, 5] += 1
-            elif way == "h2o":
-                options = {"past_key_values": create_cache("h2o", model)}
-            elif way == "filled":
-                with torch.no_grad():
-                    options = {"past_key_values": model(input_ids[:, :3], use_cache=True).past_key_values}
-            elif way == "partition":
-                options = {"partition": "even"}
+            with torch.no_grad():
+                DIFFERENCES[way](model, input_ids, options)
         try:
             runahead_prefill(model, input_ids, **options)
             messages.append("")

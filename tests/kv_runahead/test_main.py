@@ -1,8 +1,5 @@
 """The command under `torchrun`, and what its `--partition` takes."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,17 +9,6 @@ from kvcache_plugins.kv_runahead.__main__ import main, parse_partition
 
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
-
-
-def run_command(*arguments: str, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return subprocess.run(
-        [sys.executable, *launcher, "-m", "kvcache_plugins.kv_runahead", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
 
 
 @pytest.mark.parametrize(
@@ -39,14 +25,15 @@ def test_no_table(tiny_llama):
 
 
 @pytest.mark.long
-def test_under_torchrun(smollm2, tmp_path):
+def test_under_torchrun(smollm2, tmp_path, run_python):
     """The last rank says what one process says, and what it took."""
     model, tokenizer = smollm2
     text = (PROJECT_ROOT / "LICENSE").read_text()[:1500]
     prompt = tmp_path / "prompt.txt"
     prompt.write_text(text)
-    finished = run_command("--prompt-file", str(prompt), "--max-new-tokens", "8", "--partition", "0.55,0.45")
-    assert finished.returncode == 0, finished.stderr
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    command += ["-m", "kvcache_plugins.kv_runahead", "--prompt-file", prompt, "--max-new-tokens", 8]
+    finished = run_python(*command, "--partition", "0.55,0.45", OMP_NUM_THREADS=1, timeout=300)
     inputs = tokenizer(text, return_tensors="pt")
     tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs.input_ids.shape[1] :]
     assert finished.stdout.strip() == tokenizer.decode(tokens, skip_special_tokens=True).strip()

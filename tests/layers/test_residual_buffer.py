@@ -32,12 +32,6 @@ def make_buffer():
     return buffer
 
 
-def leave(buffer, newest):
-    """Has a token in the buffer as an update leaves it there."""
-    assert buffer.left is None and buffer.length < buffer.capacity
-    buffer.left, buffer.length = newest, buffer.length + 1
-
-
 def results(door, buffer):
     return [each for each in door(buffer) if each is not None]
 
@@ -45,7 +39,9 @@ def results(door, buffer):
 @pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
 def test_a_token_that_was_left_is_there_for_whoever_asks(door):
     buffer, reference = make_buffer(), make_buffer()
-    leave(buffer, tokens(1, seed=2))
+    # As an update leaves it there
+    assert buffer.left is None and buffer.length < buffer.capacity
+    buffer.left, buffer.length = tokens(1, seed=2), buffer.length + 1
     reference.append(*tokens(1, seed=2))
     assert buffer.left is not None and buffer.length == reference.length == HELD + 1
     for found, expected in zip(results(door, buffer), results(door, reference), strict=True):

@@ -11,33 +11,24 @@ from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 6, "vocab_size": 32}
-SCALED = {
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+# By type, and of some channels alone
+PARAMETERS = {
     "default": {},
     "linear": {"factor": 4.0},
     "yarn": {"factor": 4.0},
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 512,
-    },
+    "llama3": {"factor": 8.0, **LLAMA3},
+    "partial": {"rope_type": "default", "partial_rotary_factor": 0.5},
 }
 
 
-@pytest.mark.parametrize("rope_type", SCALED)
-def test_frequencies_are_the_models(rope_type):
-    parameters = {"rope_type": rope_type, "rope_theta": 5000.0, **SCALED[rope_type]}
-    config = LlamaConfig(**SMALL, rope_parameters=parameters)
-    assert rotary_frequencies(config, 3) == pytest.approx(LlamaRotaryEmbedding(config).inv_freq.tolist(), rel=1e-6)
-
-
-def test_some_channels_alone():
-    config = PhiConfig(
-        **SMALL, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    )
-    expected = PhiRotaryEmbedding(config).inv_freq.tolist()
-    assert len(expected) == 8
-    assert rotary_frequencies(config, 0) == pytest.approx(expected, rel=1e-6)
+@pytest.mark.parametrize("kind", PARAMETERS)
+def test_frequencies_are_the_models(kind):
+    make, embedding = (PhiConfig, PhiRotaryEmbedding) if kind == "partial" else (LlamaConfig, LlamaRotaryEmbedding)
+    config = make(**SMALL, rope_parameters={"rope_type": kind, "rope_theta": 5000.0, **PARAMETERS[kind]})
+    expected = embedding(config).inv_freq.tolist()
+    assert len(expected) == (8 if kind == "partial" else 16)
+    assert rotary_frequencies(config, 3) == pytest.approx(expected, rel=1e-6)
 
 
 def test_layers_of_another_kind_have_others():

@@ -32,10 +32,6 @@ AT_FIRST_STEP = {
 }
 
 
-def describe(key):
-    return {name: str(value) for name, value in key.items()}
-
-
 def count(name, num_prompts, num_steps, mode=""):
     """
     Compilations by kernel, after prompts of many lengths and after the steps that follow the first. The mode is
@@ -79,7 +75,7 @@ def count(name, num_prompts, num_steps, mode=""):
         generate(lengths[0], num_steps)
     return {
         "kernels": dict(Counter(kernel for kernel, _ in stand_in.compilations)),
-        "later": [(kernel, describe(key)) for kernel, key in stand_in.compilations[first:]],
+        "later": [(kernel, {name: str(key[name]) for name in key}) for kernel, key in stand_in.compilations[first:]],
         "launches": stand_in.launches,
     }
 

@@ -6,8 +6,6 @@ project: without it these tests are skipped.
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,23 +34,15 @@ LONG = [
 ]
 
 
-def run(capability, files, which):
-    """The emulator's summary."""
-    variables = {"EMULATOR_TARGET": str(capability), "OMP_NUM_THREADS": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
-    variables["PYTHONPATH"] = os.pathsep.join([str(EMULATOR), str(FOLDER)])
-    command = [sys.executable, "-m", "pytest", "-p", "executing", "-p", "no:cacheprovider", "-q", "-W", "ignore"]
-    command += ["--numprocesses", "0", "-m", "not cuda", *files.split(), "-k", which]
-    done = subprocess.run(command, env={**os.environ, **variables}, cwd=FOLDER, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    return done.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "files", "which"), [*DAILY, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)]
 )
-def test_compiled_kernels_are_right(capability, files, which):
-    output = run(capability, files, which)
+def test_compiled_kernels_are_right(capability, files, which, run_python):
+    variables = {"EMULATOR_TARGET": capability, "OMP_NUM_THREADS": 1, "TRITON_DEFAULT_FP_FUSION": 1}
+    command = ["-m", "pytest", "-p", "executing", "-p", "no:cacheprovider", "-q", "-W", "ignore"]
+    command += ["--numprocesses", 0, "-m", "not cuda", *files.split(), "-k", which]
+    output = run_python(*command, cwd=FOLDER, PYTHONPATH=f"{EMULATOR}{os.pathsep}{FOLDER}", **variables).stdout
     assert f"target sm_{capability}" in output
     _, _, reports = output.partition("reports:\n")
     # Rows are read in aligned words, the last of which may end behind its storage, within what is allocated. What a

@@ -224,7 +224,7 @@ def test_layer_attends_with_it(monkeypatch):
 
 def make_states(case, form="tables", dtype=torch.float32, *, offset=1.0, **options):
     """Keys and values of tokens of unlike size, laid out as a model lays them out, and their codec."""
-    keys, values, codec, positions = row_states(ALL[case], form, offset=offset, has_constant=False, **options)
+    keys, values, codec, positions = row_states(ALL[case], form, offset=offset, constant=False, **options)
     values = values * torch.randn(*values.shape[:3], 1).exp()
     # Heads of a token one behind the other, and a token that is left out before them
     keys, values = (

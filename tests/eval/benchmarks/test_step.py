@@ -1,34 +1,29 @@
 """Decode steps: contexts read or filled in, every place of a grid, and pools on disk."""
 
-import json
 from functools import partial
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from kvcache_plugins import cli
 from kvcache_plugins.eval.benchmarks import step
 
 
-@pytest.mark.parametrize(("read", "context"), [("", 150), ("--read 100", 450)])
-def test_every_cache_holds_the_context(rows_of, read, context):
+@pytest.mark.parametrize(("options", "context"), [("", 150), ("--read 100", 450)])
+def test_every_cache_holds_the_context(rows_of, options, context):
     names = ["dynamic", "gear-4bit", "infinigen"]
-    rows = rows_of(f"step --steps 3 --context {context} {read} --cache {' --cache '.join(names)}")
+    rows = rows_of(f"step --steps 3 --context {context} {options} --cache {' --cache '.join(names)}")
     assert [row["cache"] for row in rows] == names
     assert [row["stats"]["tokens_cached"] for row in rows] == [context + 3] * 3
     assert rows[0]["relative_error"] == 0 < rows[1]["relative_error"] < 1
 
 
-def test_a_grid_has_a_row_for_every_place(monkeypatch, tmp_path):
+def test_a_grid_has_a_row_for_every_place(monkeypatch, read):
     small = partial(step.make_shape, num_heads=1, groups=3, num_layers=1)
     monkeypatch.setitem(step.SHAPES, "gqa-3", small)
     options = "--shape gqa-3 --cache gear-k4v3 --batch-size 1 --batch-size 2 --context 1 --context 64 --steps 3"
     options += " --num-threads 1 --num-threads 2 --dtype float32 --dtype bfloat16"
     before = torch.get_num_threads()
-    result = CliRunner().invoke(cli.app, ["bench", "step", *options.split(), "--json"])
-    assert result.exit_code == 0, result.output
-    content = json.loads(result.stdout)
+    content = read("bench", "step", *options.split())
     assert content["benchmark"] == "step"
     keys = ("dtype", "batch_size", "context", "num_threads", "cache")
     places = [tuple(row[key] for key in keys) for row in content["rows"]]

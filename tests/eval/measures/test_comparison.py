@@ -1,5 +1,7 @@
 """Comparison: the reference first, distributions rather than texts, and one cache's failure is one row."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -15,11 +17,8 @@ from kvcache_plugins.eval.measures.comparison import compare_caches, first_diffe
 Reference = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
-class DigitTokenizer:
-    """Writes token ids as numbers."""
-
-    def decode(self, token_ids: tuple[int, ...], skip_special_tokens: bool = False) -> str:
-        return " ".join(str(token) for token in token_ids)
+# Writes token ids as numbers
+DIGITS = SimpleNamespace(decode=lambda token_ids, skip_special_tokens=False: " ".join(map(str, token_ids)))
 
 
 class BrokenLayer(DynamicLayer):
@@ -38,7 +37,7 @@ def prompt() -> torch.Tensor:
 
 def test_reference_comes_first_once_and_is_exact(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
     caches = ["gear-2bit", "dynamic", "gear-2bit"]
-    rows = compare_caches(tiny_llama, DigitTokenizer(), prompt, caches, max_new_tokens=8)
+    rows = compare_caches(tiny_llama, DIGITS, prompt, caches, max_new_tokens=8)
     assert [row["cache"] for row in rows] == ["dynamic", "gear-2bit"]
     assert (rows[0]["kl"], rows[0]["first_difference"], rows[0]["error"]) == (0, None, None)
     assert rows[1]["kl"] > 0
@@ -47,10 +46,8 @@ def test_reference_comes_first_once_and_is_exact(tiny_llama: PreTrainedModel, pr
     assert rows[0]["text"] == " ".join(map(str, expected))
 
 
-def test_kl_is_over_the_references_continuation_through_the_filled_cache(
-    tiny_llama: PreTrainedModel, prompt: torch.Tensor
-) -> None:
-    rows = compare_caches(tiny_llama, DigitTokenizer(), prompt, ["kivi-4bit"], max_new_tokens=6)
+def test_kl_is_over_the_references_continuation_through_the_filled_cache(tiny_llama, prompt):
+    rows = compare_caches(tiny_llama, DIGITS, prompt, ["kivi-4bit"], max_new_tokens=6)
     fed = torch.tensor(rows[0]["token_ids"][:-1])[None]
     logits = []
     with torch.no_grad():
@@ -65,14 +62,14 @@ def test_kl_is_over_the_references_continuation_through_the_filled_cache(
 
 def test_caches_that_choose_in_decode_steps_are_decoded(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
     cache = "infinigen:share=0.02,recent=4"
-    rows = compare_caches(tiny_llama, DigitTokenizer(), prompt, [cache], max_new_tokens=6)
+    rows = compare_caches(tiny_llama, DIGITS, prompt, [cache], max_new_tokens=6)
     # All at once they would be scored exactly, and show no error at all
     assert rows[1]["kl"] > 1e-6
     assert rows[1]["top1_agreement"] <= 1
 
 
 def test_bytes_are_those_held_at_the_end(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
-    row = compare_caches(tiny_llama, DigitTokenizer(), prompt, [], max_new_tokens=5)[0]
+    row = compare_caches(tiny_llama, DIGITS, prompt, [], max_new_tokens=5)[0]
     # The last token is never fed
     assert row["memory"]["total_bytes"] == 2 * 2 * 2 * 32 * 4 * (150 + 5 - 1)
     assert row["memory"]["kv_percent"] == pytest.approx(200)
@@ -80,27 +77,25 @@ def test_bytes_are_those_held_at_the_end(tiny_llama: PreTrainedModel, prompt: to
     assert row["prefill_seconds"] > 0
 
 
-def test_a_cache_that_fails_has_a_row_that_says_so(
-    tiny_llama: PreTrainedModel, prompt: torch.Tensor, forgets: None
-) -> None:
+def test_a_cache_that_fails_has_a_row_that_says_so(tiny_llama, prompt, forgets):
     register_cache("broken", lambda model: Cache(layer_class_to_replicate=BrokenLayer), summary="fails")
-    rows = compare_caches(tiny_llama, DigitTokenizer(), prompt, ["broken", "kivi-4bit"], max_new_tokens=4)
+    rows = compare_caches(tiny_llama, DIGITS, prompt, ["broken", "kivi-4bit"], max_new_tokens=4)
     assert [row["cache"] for row in rows] == ["dynamic", "broken", "kivi-4bit"]
     assert rows[1] == {"cache": "broken", "error": "IndexError: too many indices for tensor of dimension 1"}
     assert rows[2]["error"] is None
 
 
 def test_one_token_is_enough(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
-    rows = compare_caches(tiny_llama, DigitTokenizer(), prompt, ["kivi-4bit"], max_new_tokens=1)
+    rows = compare_caches(tiny_llama, DIGITS, prompt, ["kivi-4bit"], max_new_tokens=1)
     assert rows[1]["kl"] > 0
     assert rows[1]["tokens_per_second"] is None
 
 
 def test_wrong_arguments_are_errors_before_anything_runs(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="Unknown cache `gaer`"):
-        compare_caches(tiny_llama, DigitTokenizer(), prompt, ["gaer"], max_new_tokens=4)
+        compare_caches(tiny_llama, DIGITS, prompt, ["gaer"], max_new_tokens=4)
     with pytest.raises(ValueError, match="`max_new_tokens` has to be an integer of at least 1 but got 0"):
-        compare_caches(tiny_llama, DigitTokenizer(), prompt, [], max_new_tokens=0)
+        compare_caches(tiny_llama, DIGITS, prompt, [], max_new_tokens=0)
     with pytest.raises(ValueError, match="`temperature` has to be a number above 0 or None but got 0.0"):
         generate_with(tiny_llama, prompt, DynamicCache(), max_new_tokens=4, temperature=0.0)
 
@@ -114,7 +109,7 @@ def test_sampling_depends_on_the_seed_alone(tiny_llama: PreTrainedModel, prompt:
     assert sample(1) != sample(2)
 
 
-def test_timer_leaves_the_first_decoded_token_out() -> None:
+def test_timer_leaves_the_first_decoded_token_out():
     # start, first token after 5, a slow warm-up of 9, then 1, 2 and 3
     clock = iter([10.0, 15.0, 24.0, 25.0, 27.0, 30.0])
     tokens = []

@@ -2,19 +2,15 @@
 
 import json
 import math
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, QuantizedCache
 from transformers.cache_utils import DynamicLayer
-from typer.testing import CliRunner
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.cli import evaluate
 from kvcache_plugins.eval.measures import fidelity
 from kvcache_plugins.eval.measures.fidelity import (
     WindowScore,
@@ -63,9 +59,7 @@ def windows() -> list[torch.Tensor]:
     return [torch.randint(2, 128, (PREFIX + SCORED + 1,)) for _ in range(2)]
 
 
-def test_dense_against_itself_is_exact(
-    tiny_llama: PreTrainedModel, tiny_model: Callable[..., PreTrainedModel], windows: list[torch.Tensor]
-) -> None:
+def test_dense_against_itself_is_exact(tiny_llama, tiny_model, windows):
     # Of a hybrid model through a cache with windows
     hybrid = tiny_model("gemma3-hybrid")
     factories = {"dense": lambda: DynamicCache(config=hybrid.config)}
@@ -115,9 +109,7 @@ def test_trend_is_of_positions_over_all_windows() -> None:
     assert found["kl_last_to_first_quarter"] == pytest.approx(3.4)
 
 
-def test_quantized_cache_cannot_score_zero_by_handing_out_exact_states(
-    tiny_llama: PreTrainedModel, windows: list[torch.Tensor]
-) -> None:
+def test_quantized_cache_cannot_score_zero_by_handing_out_exact_states(tiny_llama, windows):
     if not describe_caches("fp8")[0].is_available:
         pytest.skip("this Transformers has no quantized cache without further packages")
 
@@ -132,9 +124,7 @@ def test_quantized_cache_cannot_score_zero_by_handing_out_exact_states(
     assert measure_fidelity(tiny_llama, windows, {"fp8": create}, prefix_length=PREFIX)["fp8"].kl > 1e-6
 
 
-def test_chunks_change_only_what_goes_through_the_cache(
-    tiny_llama: PreTrainedModel, windows: list[torch.Tensor]
-) -> None:
+def test_chunks_change_only_what_goes_through_the_cache(tiny_llama, windows):
     factories = {"dense": DynamicCache, "noisy": lambda: noisy_cache(0.3)}
     whole = measure_fidelity(tiny_llama, windows, factories, prefix_length=PREFIX)
     decoded = measure_fidelity(tiny_llama, windows, factories, prefix_length=PREFIX, chunk=1)
@@ -149,9 +139,7 @@ def test_chunks_change_only_what_goes_through_the_cache(
 
 
 @pytest.mark.parametrize("chunk", [None, 1])
-def test_windows_side_by_side_score_as_each_alone(
-    tiny_llama: PreTrainedModel, windows: list[torch.Tensor], chunk: int | None
-) -> None:
+def test_windows_side_by_side_score_as_each_alone(tiny_llama, windows, chunk):
     factories = {"coded": lambda: create_cache("gear-2bit", tiny_llama)}
     windows.append(windows[0])
     alone, together = (
@@ -187,23 +175,20 @@ def test_what_cannot_be_scored_is_an_error(tiny_llama: PreTrainedModel, windows:
         continuation_logits(tiny_llama, windows[0], DynamicCache())
 
 
-def test_command_writes_rows_with_their_provenance(
-    smollm2: Reference, shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_writes_rows_with_their_provenance(smollm2, shared_data, tmp_path, monkeypatch, run) -> None:
     monkeypatch.setattr(fidelity.inputs, "load_for_evaluation", lambda *_: smollm2)
     text_file = tmp_path / "text.txt"
     text_file.write_text((shared_data / "wikitext2" / "wiki.test.raw").read_text(encoding="utf-8")[:6000])
     out = tmp_path / "results" / "out.json"
     settings = {"windows": 2, "prefix": 192, "scored": 32, "stretch": 12}
-    arguments = ["--text-file", str(text_file), "--out", str(out)]
+    arguments = ["eval", "fidelity", "--text-file", str(text_file), "--out", str(out)]
     for name, value in settings.items():
         arguments += [f"--{name}", str(value)]
     caches = ["gear-4bit", "per-token-2bit", "gear-2bit", "gear-2bit:sparsity=0", "dynamic"]
     for cache in caches:
         arguments += ["--cache", cache]
-    result = CliRunner().invoke(evaluate.app, ["fidelity", *arguments])
-    assert result.exit_code == 0, result.output
-    assert all(cache in result.stdout for cache in caches)
+    shown = run(*arguments).stdout
+    assert all(cache in shown for cache in caches)
 
     content = json.loads(out.read_text())
     assert {"benchmark", "commit", "date", "device", "versions", "settings", "rows"} == set(content)
@@ -225,8 +210,7 @@ def test_command_writes_rows_with_their_provenance(
     assert rows["gear-2bit"]["stats"]["tokens_compressed"] > 0
 
     # What the model itself has written is likelier to it than what people wrote
-    own = CliRunner().invoke(evaluate.app, ["fidelity", *arguments[:10], "--own", "--batch", "2", "--cache", "gear"])
-    assert own.exit_code == 0, own.output
+    run(*arguments[:12], "--own", "--batch", "2", "--cache", "gear")
     (row,) = json.loads(out.read_text())["rows"]
     assert (row["num_scored"], len(row["windows"])) == (64, 2)
     assert row["kl"] > 0
@@ -240,16 +224,11 @@ def test_command_writes_rows_with_their_provenance(
         (["--text-file", __file__, "--cache", "dynamic", "--scored", "3", "--stretch", "1"], "at least 4 tokens"),
     ],
 )
-def test_command_errors_are_one_line(
-    arguments: list[str], message: str, smollm2: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_errors_are_one_line(arguments, message, smollm2, monkeypatch, run, refuse) -> None:
     monkeypatch.setattr(fidelity.inputs, "load_for_evaluation", lambda *_: smollm2)
-    result = CliRunner().invoke(evaluate.app, ["fidelity", "--prefix", "32", "--scored", "8", *arguments])
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert result.stderr.startswith("Error: ")
-    assert result.stderr.count("\n") == 1
-    assert result.stdout == ""
+    words = "eval", "fidelity", "--prefix", "32", "--scored", "8", *arguments
+    refuse(message, *words)
+    assert run(*words, code=2).stderr.count("\n") == 1
 
 
 def draw(length: int) -> torch.Tensor:

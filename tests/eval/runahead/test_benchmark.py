@@ -11,17 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
-from kvcache_plugins import cli
 from kvcache_plugins.eval.runahead.measure import FOLDED, ONE_RANK, TSP, prefill, time_slice
 from kvcache_plugins.eval.runahead.ranks import Ranks
 from kvcache_plugins.eval.runahead.tsp import predict_tsp_ttft
 from kvcache_plugins.kv_runahead.planner import RECTANGLE, CostModel, Link, Timing, planned, predict_ttft
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, list(arguments))
 
 
 @pytest.fixture
@@ -31,11 +25,10 @@ def text_file(tmp_path: Path) -> str:
 
 
 @pytest.mark.long
-def test_benchmark_with_a_planned_table(saved_with_tokenizer, text_file, tmp_path) -> None:
+def test_benchmark_with_a_planned_table(saved_with_tokenizer, text_file, tmp_path, run) -> None:
     """The whole way: a table is measured and planned, and prefills by it are timed beside all others."""
     folder, table = saved_with_tokenizer("llama"), str(tmp_path / "table.json")
     planned = run("plan", "--model", folder, "--world-size", "2", "--lengths", "256,1024", "--out", table)
-    assert planned.exit_code == 0, planned.output
     assert "2 ranks: seconds to the first token" in planned.stdout and "GB/s" in planned.stdout
     document = json.loads(Path(table).read_text(encoding="utf-8"))
     assert [entry["length"] for entry in document["entries"]] == [256, 1024]
@@ -43,30 +36,24 @@ def test_benchmark_with_a_planned_table(saved_with_tokenizer, text_file, tmp_pat
     assert document["machine"].startswith("2 ranks of 1 thread each")
     out = tmp_path / "result.json"
     options = ["--table", table, "--length", "300", "--rounds", "3", "--partition", "0.7,0.3", "--out", str(out)]
-    result = run("bench", "runahead", "--model", folder, "--text-file", text_file, *options)
-    assert result.exit_code == 0, result.output
+    run("bench", "runahead", "--model", folder, "--text-file", text_file, *options)
     content = json.loads(out.read_text(encoding="utf-8"))
     methods = ["one rank", "TSP", "zig-zag", "even", "planned", "shares 0.7,0.3"]
     assert [row["method"] for row in content["rows"]] == methods
     assert all(row["logits_difference"] < 1e-4 and len(row["rounds_s"]) == 3 for row in content["rows"])
-    assert [row["bytes_sent"] for row in content["rows"]][:4] == [
-        0,
-        2 * 512 * 2 * 150,
-        2 * 512 * 2 * 150,
-        512 * 2 * 150,
-    ]
+    sent = 512 * 2 * 150
+    assert [row["bytes_sent"] for row in content["rows"]][:4] == [0, 2 * sent, 2 * sent, sent]
     assert content["rows"][-1]["lengths"] == [210, 90]
     assert "predicted_s" not in content["rows"][0] and all(row["predicted_s"] > 0 for row in content["rows"][1:])
     assert content["commit"] and content["link"]["bytes_per_second"] > 0
 
 
 @pytest.mark.long
-def test_a_search_finds_a_partition(saved_with_tokenizer, tmp_path) -> None:
+def test_a_search_finds_a_partition(saved_with_tokenizer, tmp_path, run) -> None:
     folder, path = saved_with_tokenizer("llama"), str(tmp_path / "table.json")
     # Long enough for times to grow with the length, and a median of three, on a machine with other work
     options = ["--world-size", "2", "--lengths", "3000", "--rounds", "3", "--search"]
     result = run("plan", "--model", folder, *options, "--out", path, "--json")
-    assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     saved = json.loads(Path(path).read_text(encoding="utf-8"))
     assert saved.pop("checksum") and saved == document
@@ -84,20 +71,17 @@ BAD_OPTIONS = [
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=lambda each: each[-1])
-def test_bad_options(text_file, options, message) -> None:
-    result = run("bench", "runahead", "--text-file", text_file, *options)
-    assert result.exit_code == 2 and message in result.stderr
+def test_bad_options(text_file, options, message, refuse) -> None:
+    refuse(message, "bench", "runahead", "--text-file", text_file, *options)
 
 
-def test_bad_options_of_plan(tmp_path) -> None:
+def test_bad_options_of_plan(tmp_path, refuse) -> None:
+    plan, file = ("plan", "--world-size", "2", "--lengths"), tmp_path / "file"
+    file.touch()
     for lengths, message in (("20", "at least 32"), ("a,b", "`lengths` have to be numbers")):
-        result = run("plan", "--world-size", "2", "--lengths", lengths, "--out", str(tmp_path / "table.json"))
-        assert result.exit_code == 2 and message in result.stderr
-    (tmp_path / "file").touch()
-    result = run("plan", "--world-size", "2", "--lengths", "64", "--out", str(tmp_path / "file" / "table.json"))
-    assert result.exit_code == 2 and "`out`: the folder" in result.stderr and "cannot be made" in result.stderr
-    result = run("plan", "--world-size", "2", "--lengths", "64")
-    assert result.exit_code == 2 and "Give `--out`, `--json` or both" in result.stderr
+        refuse(message, *plan, lengths, "--out", str(tmp_path / "table.json"))
+    refuse(f"`out`: the folder {file} cannot be made", *plan, "64", "--out", str(file / "table.json"))
+    refuse("Give `--out`, `--json` or both", *plan, "64")
 
 
 def has_ended(process: int) -> bool:

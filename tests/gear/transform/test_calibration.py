@@ -1,6 +1,7 @@
-"""Calibration of transform coding: the file, what refuses it, and the cache that is coded by it."""
+"""Calibration of transform coding: the text observed, the file, what refuses it, and the cache that is coded by it."""
 
 import copy
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ from transformers import DynamicCache, PreTrainedModel
 from kvcache_plugins import GEARCache, choose_cache, create_cache, measure_memory, predict_memory
 from kvcache_plugins.advice.choose_by_kl import default_candidates
 from kvcache_plugins.contract import CONTRACT, run_contract
+from kvcache_plugins.contract.subject import RECORDS_PAST
 from kvcache_plugins.gear import TransformCalibration, calibrate_transform
 from kvcache_plugins.gear.transform import calibration as module
 from kvcache_plugins.gear.transform.calibration import calibration_path
+from kvcache_plugins.gear.transform.observation import SideSums, observe_window
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 
 
@@ -317,3 +320,136 @@ def packaged_cache(name, model, most=1.0e6):
     cache = create_cache("gear-c12", model)
     assert cache.calibration.digest == TransformCalibration.read(file).digest
     return cache
+
+
+# Layers of a window: what is asked of them, what they share, and what a file has of them
+
+WINDOW = 80
+
+
+@pytest.fixture(scope="module")
+def hybrid(tiny_model) -> PreTrainedModel:
+    """Layers of a window and of full attention in turns."""
+    return tiny_model("gemma3-hybrid", seed=0, sliding_window=WINDOW, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def of_hybrid(hybrid: PreTrainedModel, random_windows) -> TransformCalibration:
+    return calibrate_transform(hybrid, random_windows(3, 300))
+
+
+def of_window(calibration: TransformCalibration, seen: int | None) -> TransformCalibration:
+    """The layers alone that see so many tokens."""
+    layers = [layer for layer in calibration.content.layers if layer.window == seen]
+    return TransformCalibration(dataclasses.replace(calibration.content, layers=layers))
+
+
+def test_layers_of_a_window_take_part(hybrid, of_hybrid, tmp_path):
+    assert [layer.window for layer in of_hybrid.layers.values()] == [WINDOW, None, WINDOW, None]
+    path = tmp_path / "calibration.safetensors"
+    of_hybrid.save(path)
+    read = TransformCalibration.load(path, hybrid)
+    assert read.digest == of_hybrid.digest
+    assert [layer.window for layer in read.layers.values()] == [WINDOW, None, WINDOW, None]
+    assert all(layer.packing.fixed is not None for layer in make_cache(hybrid, read, sliding="compressed").layers)
+
+
+def test_what_no_query_sees_does_not_count(hybrid, random_windows):
+    """The cost of an error is that of a token in sight, however long the text before it is."""
+    energies = []
+    for length in (120, 300):
+        # The following tokens are as many
+        windows = [each[-length:] for each in random_windows(6, 300)]
+        layers = calibrate_transform(hybrid, windows).layers
+        energies.append([float(layers[index].values.energies.sum()) for index in (0, 2)])
+    for few, many in zip(*energies, strict=True):
+        assert 0.4 < many / few < 2.5
+
+
+@pytest.mark.parametrize("quantizer", ["lloyd-max", "trellis"])
+@pytest.mark.parametrize("seen", [None, WINDOW], ids=["full", "window"])
+def test_layers_share_bytes_with_those_that_see_as_much(hybrid, of_hybrid, quantizer, seen):
+    """At every length of a text they hold the bytes that were asked for."""
+    own = [index for index, layer in of_hybrid.layers.items() if layer.window == seen]
+    alone = of_window(of_hybrid, seen)
+    sizes = [
+        [each.codec(index, 3.0, quantizer, rotary_frequencies(hybrid.config, index)).row_sizes for index in own]
+        for each in (of_hybrid, alone)
+    ]
+    assert sizes[0] == sizes[1]
+    if quantizer == "lloyd-max":
+        # A byte of scale, and three bits for each of three blocks of eight components, of keys and values
+        assert sum(map(sum, sizes[0])) == len(own) * 2 * (1 + 3 * 3)
+
+
+def test_it_is_nearer_to_dense_than_by_prompts_alone(hybrid, of_hybrid, window, divergence):
+    full_only = of_window(of_hybrid, None)
+    by_all, by_full, by_none = (
+        divergence(hybrid, make_cache(hybrid, each, sliding="compressed"), window)
+        for each in (of_hybrid, full_only, None)
+    )
+    assert by_all < min(by_full, by_none) / 2
+
+
+@pytest.mark.skipif(not RECORDS_PAST, reason="older releases of Transformers keep windows in another form")
+@pytest.mark.parametrize("length", [60, 290], ids=str)
+@torch.no_grad()
+def test_a_saved_cache_goes_on_when_windows_have_let_go(hybrid, of_hybrid, window, tmp_path, length):
+    cache, path = make_cache(hybrid, of_hybrid, sliding="compressed"), tmp_path / "cache.safetensors"
+    hybrid(window[None, : length // 2], past_key_values=cache)
+    for position in range(length // 2, length):
+        hybrid(window[None, position : position + 1], past_key_values=cache)
+    cache.save(path, hybrid)
+    loaded = GEARCache.load(path, hybrid, calibration=of_hybrid)
+    assert (loaded.layers[0].prefix is None) == (length > WINDOW) and loaded.layers[1].prefix is not None
+    for position in range(40):
+        logits = [
+            hybrid(window[None, position : position + 1], past_key_values=each).logits for each in (cache, loaded)
+        ]
+        assert torch.equal(*logits)
+
+
+def test_it_is_compiled_before_the_first_token(hybrid, of_hybrid):
+    for each in (of_hybrid, of_window(of_hybrid, None)):
+        make_cache(hybrid, each, sliding="compressed").warm_up(hybrid)
+
+
+# Observation of a text
+
+
+def test_what_was_read_counts_for_the_tokens_that_follow_up_to_the_newest(tiny_model, random_windows, monkeypatch):
+    model = tiny_model("llama", seed=0, vocab_size=97)
+    seen: list[tuple[torch.Tensor, int]] = []
+    monkeypatch.setattr(SideSums, "add_gradients", lambda _, gradients, count: seen.append((gradients.clone(), count)))
+    (window,) = random_windows(1, 75)
+    observe_window(model, window, 37, 4, 1, {}, torch.Generator().manual_seed(0))
+    sides = 2 * model.config.num_hidden_layers
+    # Four sinks are left out; of 38 tokens behind the prompt 16, 16 and 6 are read together
+    assert [(each.shape[1], count) for each, count in seen] == [
+        (num_read - 4, count) for num_read, count in ((37, 16), (53, 16), (69, 6)) for _ in range(sides)
+    ]
+    for gradients, _ in seen:
+        assert (gradients.abs().amax(dim=(0, 2)) > 0).all()
+
+
+def test_a_layer_of_a_window_costs_nothing_where_it_is_not_seen(tiny_model, random_windows, monkeypatch):
+    model = tiny_model("gemma3-hybrid", seed=0, sliding_window=24)
+    windowed = [index for index, kind in enumerate(model.config.layer_types) if kind == "sliding_attention"]
+    sums, seen = {}, []
+    add = SideSums.add_gradients
+
+    def record(self, gradients, count):
+        seen.append((self, gradients.clone()))
+        add(self, gradients, count)
+
+    monkeypatch.setattr(SideSums, "add_gradients", record)
+    (window,) = random_windows(1, 100)
+    observe_window(model, window, 50, 4, 2, sums, torch.Generator().manual_seed(0))
+    assert windowed and all((sums[index].window is not None) == (index in windowed) for index in sums)
+    for index, own in sums.items():
+        assert own.keys.num_scored == own.values.num_scored == 2 * 50
+        for gradients in (each for side, each in seen if side in (own.keys, own.values)):
+            # The first of those that are read together sees itself and 23 tokens before it
+            hidden = gradients[:, : gradients.shape[1] - 23]
+            assert (hidden.abs().max() == 0) == (index in windowed)
+            assert (gradients[:, -23:].abs().amax(dim=(0, 2)) > 0).all()

@@ -47,25 +47,6 @@ def fill(model, cache, batch_size=2):
     return cache
 
 
-def check_same_rows(model, make, kernels):
-    kernels("torch")
-    expected = fill(model, make())
-    kernels("triton")
-    cache = fill(model, make())
-    assert cache.stats()["kernel_fallbacks"] == 0
-    for layer, other in zip(cache.layers, expected.layers, strict=True):
-        least = sum(CALLS[:2]) - 4 - (layer.packing.residual_length if STANDS_STILL else layer.packing.num_kept)
-        numbers = [each.stats()["tokens_compressed"] for each in (layer, other)]
-        assert min(numbers) >= least and (STANDS_STILL or numbers[0] == numbers[1])
-        for block, known in zip(stored_rows(layer), stored_rows(other), strict=True):
-            assert block[0] == known[0]
-            for own, rows in zip(block[1:], known[1:], strict=True):
-                own, rows = own[:, :, : min(numbers)].clone(), rows[:, :, : min(numbers)].clone()
-                # What padding is coded as is nobody's
-                own[0, :, : 5 - block[0]], rows[0, :, : 5 - block[0]] = 0, 0
-                assert float((own != rows).any(dim=-1).float().mean()) < MOST_DIFFERENT
-
-
 def stored_rows(layer):
     """Lists first tokens, key rows and value rows of blocks, joined where a layer that stands still has others."""
     blocks = [(each.start, *(rows[:, :, : each.length] for rows in (each.keys, each.values))) for each in layer.blocks]
@@ -81,7 +62,22 @@ def test_rows_are_those_of_pytorch(name, tiny_model, kernels):
     model = tiny_model("llama", num_hidden_layers=1).to(DEVICE)
     # Nor are there recent rows then, of more bytes
     options = {"recent_length": 0} if STANDS_STILL else {}
-    check_same_rows(model, lambda: create_cache(name, model, **options), kernels)
+    kernels("torch")
+    expected = fill(model, create_cache(name, model, **options))
+    kernels("triton")
+    cache = fill(model, create_cache(name, model, **options))
+    assert cache.stats()["kernel_fallbacks"] == 0
+    for layer, other in zip(cache.layers, expected.layers, strict=True):
+        least = sum(CALLS[:2]) - 4 - (layer.packing.residual_length if STANDS_STILL else layer.packing.num_kept)
+        numbers = [each.stats()["tokens_compressed"] for each in (layer, other)]
+        assert min(numbers) >= least and (STANDS_STILL or numbers[0] == numbers[1])
+        for block, known in zip(stored_rows(layer), stored_rows(other), strict=True):
+            assert block[0] == known[0]
+            for own, rows in zip(block[1:], known[1:], strict=True):
+                own, rows = own[:, :, : min(numbers)].clone(), rows[:, :, : min(numbers)].clone()
+                # What padding is coded as is nobody's
+                own[0, :, : 5 - block[0]], rows[0, :, : 5 - block[0]] = 0, 0
+                assert float((own != rows).any(dim=-1).float().mean()) < MOST_DIFFERENT
 
 
 def test_a_trellis_is_left_to_pytorch(tiny_model, kernels):

@@ -1,6 +1,8 @@
 """Transform-coded layers in a file: in whatever state, they go on exactly; what no layer can be is refused."""
 
 import dataclasses
+import functools
+import operator
 
 import pytest
 import torch
@@ -106,39 +108,24 @@ def test_another_number_of_bits_is_refused():
 
 
 def change(name, index, value):
-    def apply(document, tensors):
-        tensors[name][index] = value
-
-    return apply
+    return lambda document, tensors: tensors[name].__setitem__(index, value)
 
 
-def drop(*names):
-    def apply(document, tensors):
-        for name in names:
-            del tensors[name]
-
-    return apply
+def drop(name):
+    return lambda document, tensors: tensors.pop(name)
 
 
 def put(value, *path):
-    def apply(document, tensors):
-        *holders, key = path
-        for each in holders:
-            document = document[each]
-        document[key] = value
-
-    return apply
+    *holders, key = path
+    return lambda document, tensors: functools.reduce(operator.getitem, holders, document).update({key: value})
 
 
 def add(name, tensor):
-    def apply(document, tensors):
-        tensors[name] = tensor
-
-    return apply
+    return lambda document, tensors: tensors.update({name: tensor})
 
 
 def without(field):
-    """A field that is left out, with its tensors."""
+    """Leaves out a field, with its tensors."""
 
     def apply(document, tensors):
         document[field] = [] if isinstance(document[field], list) else None
@@ -152,18 +139,14 @@ def shorter_rows(document, tensors):
     tensors["blocks.0.keys.rows"] = tensors["blocks.0.keys.rows"][:, :, 1:]
 
 
-def move_bits(document, tensors):
-    """As many in all heads together as before."""
-    widths = tensors["tables.keys.widths"]
-    widths[0, 0, 0] += 1
-    widths[0, 1, 0] -= 1
+def move_bits(name, source, target):
+    """Moves a bit from one width to another."""
 
+    def apply(document, tensors):
+        tensors[name][target] += 1
+        tensors[name][source] -= 1
 
-def move_value_bits(document, tensors):
-    """As many in every head as before."""
-    widths = tensors["tables.values.widths"]
-    widths[0, 0, 0] += 1
-    widths[0, 0, -1] -= 1
+    return apply
 
 
 FIRST = (0, 0, 0)
@@ -171,21 +154,21 @@ FORGED = {
     "a channel twice": (change("tables.keys.order", FIRST, 1), "keys.order` has to name every channel once"),
     "a channel beyond": (change("tables.keys.order", FIRST, 255), "keys.order` has to name every channel once"),
     "nine bits": (change("tables.keys.widths", FIRST, 9), "keys.widths` has to be at most 8"),
-    "bits of another head": (move_bits, "keys.widths` have to be 9 together in every head"),
-    "values of a bit more": (change("tables.values.widths", FIRST, 7), "values.widths` have to be 8 together"),
-    "values of unlike widths": (move_value_bits, "values.widths` have to be the same but for one bit"),
-    "no number": (change("tables.keys.mean", FIRST, torch.nan), "keys.mean` has to be finite"),
-    "an endless deviation": (
-        change("tables.values.deviation", FIRST, torch.inf),
-        "deviation` has to be finite",
+    "bits of another head": (
+        move_bits("tables.keys.widths", (0, 1, 0), FIRST),
+        "keys.widths` have to be 9 together in every head",
     ),
+    "values of a bit more": (change("tables.values.widths", FIRST, 7), "values.widths` have to be 8 together"),
+    "values of unlike widths": (
+        move_bits("tables.values.widths", (0, 0, -1), FIRST),
+        "values.widths` have to be the same but for one bit",
+    ),
+    "no number": (change("tables.keys.mean", FIRST, torch.nan), "keys.mean` has to be finite"),
+    "an endless deviation": (change("tables.values.deviation", FIRST, torch.inf), "deviation` has to be finite"),
     "a negative deviation": (change("tables.keys.deviation", FIRST, -1), "keys.deviation` has to be at least 0"),
     "endless moments": (change("moments.squares", FIRST, torch.inf), "moments.squares` has to be finite"),
     "negative moments": (change("moments.squares", FIRST, -1), "moments.squares` has to be at least 0"),
-    "products that are none": (
-        change("moments.products", (0, 0, 0, 0), torch.nan),
-        "products` has to be finite",
-    ),
+    "products that are none": (change("moments.products", (0, 0, 0, 0), torch.nan), "products` has to be finite"),
     "half an item waits": (change("pending", 0, 2), "`pending` has to be at most 1"),
     "another item waits": (change("pending", 0, 1), "has to have all its tokens in front"),
     "nobody waits": (drop("pending"), "has tables, but not what goes with them"),
