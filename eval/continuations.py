@@ -106,7 +106,7 @@ class ContinuationScorer:
 
         cache = fill_cache()
         groups = [_group_by_fed(context, wanted) for context, wanted in zip(contexts, continuations, strict=True)]
-        scores: list[dict[int, Score]] = [{} for _ in contexts]
+        sums = [[[0.0, 0] for _ in wanted] for wanted in continuations]
         num_rounds, exercised = max(map(len, groups)), False
         for number in range(num_rounds):
             # What is fed of each context in this round, and the numbers of the continuations that it scores
@@ -120,21 +120,28 @@ class ContinuationScorer:
                 except RuntimeError:
                     # Tensors of some peers cannot be copied (quanto's)
                     fork = fill_cache()
-            logits = torch.cat(list(self._feed(rows, fork, padding, feeding.continuation_chunk)), dim=1)
-            for row, (_, scored) in enumerate(fed):
-                for each in scored:
-                    targets = torch.tensor(continuations[row][each], device=logits.device)
-                    log_probs = F.log_softmax(logits[row, : len(targets)], dim=-1, dtype=self._softmax_dtype)
-                    likelihood = float(log_probs.gather(1, targets[:, None]).sum())
-                    num_greedy = int((log_probs.argmax(dim=-1) == targets).sum())
-                    scores[row][each] = Score(likelihood, len(targets), num_greedy)
+            offset = 0
+            for logits in self._feed(rows, fork, padding, feeding.continuation_chunk):
+                log_probs = F.log_softmax(logits, dim=-1, dtype=self._softmax_dtype)
+                for row, (_, scored) in enumerate(fed):
+                    for each in scored:
+                        targets = torch.tensor(continuations[row][each][offset:][: log_probs.shape[1]])
+                        if targets.numel():
+                            own = log_probs[row, : targets.numel()]
+                            targets = targets.to(own.device)
+                            sums[row][each][0] += float(own.gather(1, targets[:, None]).sum())
+                            sums[row][each][1] += int((own.argmax(dim=-1) == targets).sum())
+                offset += log_probs.shape[1]
             exercised = exercised or was_exercised(fork)
         self.record.counters.update(
             continuations=sum(map(len, continuations)),
             tokens_fed=sum(len(tokens) for each in groups for tokens, _ in each),
         )
         self.record.note(cache, num_contexts=len(contexts), exercised=exercised)
-        return [[own[number] for number in sorted(own)] for own in scores]
+        return [
+            [Score(total, len(each), int(count)) for each, (total, count) in zip(wanted, own, strict=True)]
+            for wanted, own in zip(continuations, sums, strict=True)
+        ]
 
     def _feed(
         self, rows: list[list[int]], cache: Cache, padding: torch.Tensor, chunk: int | None, needs_logits: bool = True
