@@ -35,7 +35,7 @@ def prompt(model, batch_size=2, length=200):
 
 
 def test_options_that_do_not_fit_the_model_are_named(tiny_llama):
-    with pytest.raises(ValueError, match="rank.*head dimension, 32.*33"):
+    with pytest.raises(ValueError, match="rank.*at most 32, the head dimension.*33"):
         GEARCache(tiny_llama.config, rank=33)
     with pytest.raises(ValueError, match=r"q_group_size.*head dimension, 32.*64.*\[1, 2, 4, 8, 16, 32\]"):
         GEARCache(tiny_llama.config, nbits=2, q_group_size=64)
@@ -324,7 +324,7 @@ def test_presets_and_frequencies_of_a_config():
     cache = create_cache("gear-t16", config)
     assert all(isinstance(layer, CompressedLayer) for layer in cache.layers)
     assert all(len(layer.packing.codecs.frequencies) == 32 for layer in cache.layers)
-    assert cache.gear_config == TransformConfig(key_nbits=2.375, value_nbits=2.0)
+    assert cache.gear_config == TransformConfig(key_nbits=2.375, value_nbits=2.0, recent_length=80)
     assert GEARCache(backbone="transform")._next_layer().packing.codecs.frequencies is None
 
 

@@ -135,4 +135,4 @@ def test_every_length_of_rows_is_warmed_up_once(tiny_llama, random_windows, exer
 def test_options_that_wait_for_long_are_coded_too(tiny_llama, exercised):
     cache = create_cache("gear-t22", tiny_llama, residual_length=200)
     cache.warm_up(tiny_llama)
-    assert [block.length for block in exercised[0].blocks] == [383, 32]
+    assert [block.length for block in exercised[0].blocks] == [319, 96]

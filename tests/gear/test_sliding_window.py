@@ -20,7 +20,7 @@ NUM_HEADS, HEAD_DIM, CHUNK = 2, 32, 8
 
 
 def make_layer(window):
-    return GEARCache(nbits=8, backbone="transform", sliding="compressed")._layer(0, None, window)
+    return GEARCache(nbits=8, backbone="transform", sliding="compressed", recent_length=64)._layer(0, None, window)
 
 
 def window_mask(layer, window, num_new, padding):

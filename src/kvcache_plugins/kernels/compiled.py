@@ -212,7 +212,8 @@ class TokenWriter:
         self._kind = tuple((*one, dim, dtype, True) for dim in dims)
         self._newest_shapes = tuple(torch.Size((*one, 1, dim)) for dim in dims)
         self._storage: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._capacity, self._scale, self._threads, self._origin = 0, scale, num_threads(), threads_now()
+        self._capacity, self._scale, self._threads = 0, scale, num_threads()
+        self._origin = torch.get_num_threads(), os.getpid()
 
     def accept(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Checks key and value `[B, H, 1, D or E]` of a token that `attend` is to write; `None` if it cannot."""
@@ -323,7 +324,7 @@ class PreparedCall(TokenWriter):
             or query.shape != self._shape
             or not query.is_cpu
             or (query.shape[3] ** -0.5 if scale is None else scale) != self._scale
-            or threads_now() != self._origin
+            or (torch.get_num_threads(), os.getpid()) != self._origin
         ):
             return None
         stored = self._exact
@@ -356,11 +357,6 @@ class PreparedCall(TokenWriter):
         else:
             find_threads()(self._kernel, self._address, self._running)
         return result
-
-
-def threads_now() -> tuple[int, int]:
-    """Tells what a call's number of threads depends on."""
-    return torch.get_num_threads(), os.getpid()
 
 
 def as_numbers(structure: ctypes.Structure) -> "memoryview[int]":
@@ -554,6 +550,7 @@ def _key_basis(basis: Basis, mean: torch.Tensor, layout: RotaryLayout) -> dict[s
 
 
 _CODING, _AT_CODING = STRUCTURES["Coding"], places("Coding")
+_SIZES = "batch", "heads", "tokens", "channels"
 
 
 @torch.compiler.disable
@@ -587,8 +584,9 @@ def code(
     if source is not None:
         own, finer = source[0].contiguous(), source[1]
         shape = torch.Size((*own.shape[:3], finer.head_dim))
-        of_source = {**_sizes_of(shape), "rows": own, "capacity": shape[2], "table": table_of(finer, shape[0])}
-        fields["source"] = make("Coding", of_source, sizes={"row_size": finer.row_size})
+        of_source = {"rows": own, "capacity": shape[2], "table": table_of(finer, shape[0])}
+        given = dict(zip(_SIZES, shape, strict=True))
+        fields["source"] = make("Coding", of_source, given, sizes={"row_size": finer.row_size})
     else:
         assert states is not None
         shape = states.shape
@@ -619,7 +617,7 @@ def code(
             fields |= {"scratch": torch.empty(threads, size), "threads": threads, "scratch_size": size}
     if shape[3] > MOST_CHANNELS:
         raise ValueError(f"at most {MOST_CHANNELS} channels are coded, but got {shape[3]}")
-    call = make("Coding", {**fields, **_sizes_of(shape)}, sizes=sizes)
+    call = make("Coding", fields, dict(zip(_SIZES, shape, strict=True)), sizes=sizes)
     # A copy of them may be this call's alone
     call.alive = call.alive, states
     # Of so many tokens, which are counted from the start of a tile; channels are measured of all
@@ -629,10 +627,6 @@ def code(
     if is_run:
         run(name, call, count, threads)
     return call
-
-
-def _sizes_of(shape: torch.Size) -> dict[str, int]:
-    return dict(zip(("batch", "heads", "tokens", "channels"), shape, strict=True))
 
 
 class PreparedCoding:

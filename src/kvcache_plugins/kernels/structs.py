@@ -155,7 +155,7 @@ def make(
 def check(name: str, tensor: torch.Tensor, array: Array, known: Mapping[str, Any]) -> int:
     """Returns the address of a tensor that is what an array is declared to be; a `ValueError` if it is not."""
     dtypes, shape = array.dtypes, eval(array.shape, _NAMES, known)
-    fits = tensor.shape == shape
+    fits = tensor.shape == shape or shape == (None,) and tensor.dim() == 1
     if not fits and tensor.dim() == len(shape):
         fits = all(size is None or size == own for size, own in zip(shape, tensor.shape, strict=True))
     if not fits or (dtypes and tensor.dtype not in dtypes) or not tensor.is_cpu or not tensor.is_contiguous():

@@ -11,6 +11,7 @@ tokens with codes, P bytes of a token's codes, R bytes of a row, K slots, W toke
 """
 
 import mmap
+import os
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from kvcache_plugins.codecs.parts import TILE_TOKENS, RowTokens, SinkStates
 from kvcache_plugins.codecs.quantization import packed_size
 from kvcache_plugins.files.mapped_files import address_of_advise, release
 
-from .compiled import LayerParts, TokenWriter, as_numbers, kind_of_tokens, places, threads_now
+from .compiled import LayerParts, TokenWriter, as_numbers, kind_of_tokens, places
 from .engine import choose_token_kernel
 from .library import find_threads, function, num_threads, run
 from .structs import KINDS, MOST_CHANNELS, ROWS, TILE, Structure, make
@@ -287,7 +288,7 @@ class ChoosingCall(TokenWriter):
             or shape[1] * shape[2] != self._shape[1] * self._shape[2]
             or not query.is_cpu
             or (channels**-0.5 if scale is None else scale) != self._scale
-            or threads_now() != self._origin
+            or (torch.get_num_threads(), os.getpid()) != self._origin
         ):
             return None
         if window is not self._storage:
