@@ -53,19 +53,6 @@ def require_same(model, cache, loaded, mask, sizes=(3,)):
         assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("name", ["gear-4bit", "gear-t16"])
-def test_goes_on_exactly_where_it_was(tiny_model, path, name):
-    """Saves layers of Transformers' own beside compressed ones; caches of full attention alone: `tests/contract`."""
-    model = tiny_model("gemma3-hybrid")
-    cache, mask = filled(model, name)
-    cache.save(path, model)
-    loaded = GEARCache.load(path, model)
-    assert loaded.gear_config == cache.gear_config
-    assert loaded.stats() == cache.stats()
-    require_same(model, cache, loaded, mask, [1] * 80)
-    assert loaded.stats() == cache.stats()
-
-
 @pytest.mark.parametrize(("name", "is_compact"), [("gear-2bit", False), ("gear-t22", False), ("gear", True)])
 @pytest.mark.parametrize("length", [20, 152])
 def test_loaded_in_inference_mode_it_goes_on_in_any(tiny_llama, path, name, is_compact, length):
