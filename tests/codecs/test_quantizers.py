@@ -1,4 +1,4 @@
-"""The quantizers of a normal variable: errors by integration, how far they are from Lloyd-Max's, and a block's bits."""
+"""The quantizers of a normal variable: errors by integration, how far they are from Lloyd-Max's, and bits."""
 
 import math
 
