@@ -45,7 +45,7 @@ ROOMS = {
     "all of src": Room(("src",), 20_000, 28_610),
     "triton_kernels": Room(("triton_kernels",), 3_500, 3_925),
     "eval": Room(("eval",), 5_500, 6_485),
-    "tests": Room(("tests",), 15_000, 24_070),
+    "tests": Room(("tests",), 15_000, 23_930),
 }
 
 

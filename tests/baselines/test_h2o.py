@@ -271,20 +271,6 @@ def test_attention_that_shows_no_weights_is_refused_when_tokens_would_be_dropped
         feed(model, dropping, prompt[:, :1])
 
 
-@pytest.mark.parametrize("padding", [(0,), PADDING], ids=["alone", "padded"])
-def test_eager_attention_drops_the_same_tokens(tiny_model, padding):
-    model = tiny_model("llama")
-    caches = H2OCache(model.config, **SMALL), H2OCache(model.config, **SMALL)
-    expected = run(model, caches[0], padding)
-    model.set_attn_implementation("eager")
-    logits = run(model, caches[1], padding)
-    assert torch.allclose(logits, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
-    assert caches[0].stats()["tokens_dropped"] > 0
-    assert caches[0].stats() == caches[1].stats()
-    for one, other in zip(*(cache.layers for cache in caches), strict=True):
-        assert torch.equal(one.kept.positions.sort().values, other.kept.positions.sort().values)
-
-
 def test_attention_that_a_model_writes_out_itself_is_refused_when_tokens_would_be_dropped():
     model, tokens = build_family("bloom"), torch.randint(5, 90, (2, 60))
     cache = H2OCache(model.config, **SMALL)

@@ -1,4 +1,4 @@
-"""The quantizers of a normal variable: errors by integration, how far they are from Lloyd-Max's, and codes in rows."""
+"""The quantizers of a normal variable: errors by integration, how far they are from Lloyd-Max's, and bits."""
 
 import math
 
@@ -47,22 +47,6 @@ def test_thresholds_lead_to_the_nearest_point(width):
 def test_further_bits_are_worth_less_and_less(quantizer):
     gains = -torch.tensor(QUANTIZERS[quantizer].distortions).diff()
     assert bool((gains.diff() < 0).all())
-
-
-@pytest.mark.parametrize("tokens", [1, 63])
-@pytest.mark.parametrize(
-    "widths", [[8, 8, 8], [0, 3, 1], [1, 0, 0], [5, 0, 7], [2, 2, 2]], ids=lambda widths: "".join(map(str, widths))
-)
-def test_codes_come_back(widths, tokens):
-    # Another head has the same widths elsewhere
-    widths = torch.tensor([widths, widths[::-1]], dtype=torch.uint8).expand(2, 2, 3).contiguous()
-    row_size = 1 + int(widths[0, 0].sum())
-    codes = torch.randint(0, 256, (2, 2, tokens, 3, 8)) % (1 << widths.long())[:, :, None, :, None]
-    scales = torch.randint(0, 256, (2, 2, tokens, 1), dtype=torch.uint8)
-    rows = QUANTIZERS["lloyd-max"].pack(codes, scales, widths, row_size)
-    assert rows.shape == (2, 2, tokens, row_size) and rows.dtype == torch.uint8
-    assert torch.equal(rows[..., :1], scales)
-    assert torch.equal(QUANTIZERS["lloyd-max"].unpack(rows, widths), codes)
 
 
 def test_a_block_is_its_codes_lowest_bits_first():

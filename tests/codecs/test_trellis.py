@@ -1,4 +1,4 @@
-"""Trellis codes: the search finds the best path, errors are those known of such trellises, rows give states back."""
+"""Trellis codes: the search finds the best path, and errors are those known of such trellises."""
 
 import itertools
 
@@ -81,24 +81,3 @@ def test_no_path_is_nearer():
     for own, number in zip(found, numbers, strict=True):
         least = (grid[states] - number).square().sum(dim=1).min()
         assert float((own - number).square().sum()) == float(least)
-
-
-@pytest.mark.parametrize(
-    "widths", [[6, 4, 0, 0], [1, 1, 1, 1], [5, 3, 2, 1], [0, 6, 0, 1]], ids=lambda each: "".join(map(str, each))
-)
-def test_states_come_back_from_rows(widths):
-    both = torch.tensor([widths, widths[::-1]], dtype=torch.uint8)[None].expand(2, 2, 4).contiguous()
-    states = TRELLIS.quantize(torch.randn(2, 2, 9, 4, 8), both, True)
-    rows = TRELLIS.pack(states, torch.randint(0, 256, (2, 2, 9, 1), dtype=torch.uint8), both, 1 + sum(widths))
-    assert rows.shape == (2, 2, 9, 1 + sum(widths))
-    has_bits = (both > 0)[:, :, None, :, None]
-    assert torch.equal(TRELLIS.unpack(rows, both) * has_bits, states)
-
-
-def test_tokens_and_heads_are_searched_for_by_themselves():
-    normal = torch.randn(2, 3, 7, 4, 8)
-    widths = torch.tensor([[4, 2, 1, 0], [4, 2, 1, 0], [3, 3, 1, 0]]).expand(2, 3, 4)
-    for is_weighted in (True, False):
-        states = TRELLIS.quantize(normal, widths, is_weighted)
-        alone = TRELLIS.quantize(normal[1:, 2:, 4:5], widths[1:, 2:], is_weighted)
-        assert torch.equal(alone, states[1:, 2:, 4:5])

@@ -66,10 +66,6 @@ def test_attention_alone(tmp_path, triton_kernels, monkeypatch):
     assert 0 < rows["gear-2bit"]["relative_error"] < 5e-3
 
 
-def test_shares_of_the_time_are_all_of_it():
-    assert sum(share for _, share in gpu.PARTS.values()) == pytest.approx(1.0)
-
-
 def test_steps_of_a_model(tmp_path, triton_kernels):
     content = run_tiny("step", tmp_path, "step")
     assert [row["cache"] for row in content["rows"]] == ["dynamic", "gear", "gear-2bit", "static"]

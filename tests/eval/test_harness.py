@@ -7,7 +7,6 @@ import torch
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.eval.harness import (
-    cache_factories,
     encode_text,
     fill_with_states,
     read_states,
@@ -69,14 +68,6 @@ def test_windows_are_disjoint_and_spread() -> None:
     for arguments, name in (((0, 20, 10), "num_windows"), ((1, 0, 10), "prefix_length"), ((1, 20, 0), "num_scored")):
         with pytest.raises(ValueError, match=f"`{name}` has to be an integer of at least 1"):
             spread_windows(torch.arange(1000), *arguments)
-
-
-def test_cache_specs_are_checked_before_anything_runs(tiny_llama) -> None:
-    factories = cache_factories(["dynamic", "gear-2bit:rank=2,sparsity=0"], tiny_llama)
-    assert list(factories) == ["dynamic", "gear-2bit:rank=2,sparsity=0"]
-    assert factories["dynamic"]() is not factories["dynamic"]()
-    with pytest.raises(ValueError, match="Unknown option `rnk`"):
-        cache_factories(["dynamic", "gear-2bit:rnk=2"], tiny_llama)
 
 
 @pytest.mark.long

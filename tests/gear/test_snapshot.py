@@ -40,30 +40,16 @@ def filled(model, name, **options):
     return cache, mask
 
 
-def require_same(model, cache, loaded, mask, sizes=(3,)):
+def require_same(model, cache, loaded, mask):
     """Requires that both caches hold the same, and go on alike."""
     for one, other in zip(cache.layers, loaded.layers, strict=True):
         (document, tensors), (found, same) = pack(state_of(one, 0)), pack(state_of(other, 0))
         assert document == found and tensors.keys() == same.keys()
         assert all(torch.equal(tensors[name], same[name]) for name in tensors)
-    for size in sizes:
-        ids, mask = words(2, size), torch.cat([mask, mask[:, -1:].expand(-1, size)], dim=1)
-        with torch.no_grad():
-            logits = [model(ids, attention_mask=mask, past_key_values=each).logits for each in (cache, loaded)]
-        assert torch.equal(*logits)
-
-
-@pytest.mark.parametrize("name", ["gear-4bit", "gear-t16"])
-def test_goes_on_exactly_where_it_was(tiny_model, path, name):
-    """Saves layers of Transformers' own beside compressed ones; caches of full attention alone: `tests/contract`."""
-    model = tiny_model("gemma3-hybrid")
-    cache, mask = filled(model, name)
-    cache.save(path, model)
-    loaded = GEARCache.load(path, model)
-    assert loaded.gear_config == cache.gear_config
-    assert loaded.stats() == cache.stats()
-    require_same(model, cache, loaded, mask, [1] * 80)
-    assert loaded.stats() == cache.stats()
+    ids, mask = words(2, 3), torch.cat([mask, mask[:, -1:].expand(-1, 3)], dim=1)
+    with torch.no_grad():
+        logits = [model(ids, attention_mask=mask, past_key_values=each).logits for each in (cache, loaded)]
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize(("name", "is_compact"), [("gear-2bit", False), ("gear-t22", False), ("gear", True)])

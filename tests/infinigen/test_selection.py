@@ -96,17 +96,6 @@ def test_first_and_newest_of_what_is_attended_to_are_always_fetched() -> None:
     assert found.nonzero()[:, 1].tolist() == [1, 2, 5, 6, 7]
 
 
-def test_group_of_heads_shares_by_average_weight() -> None:
-    """Two query heads of very different scale: scores could not be averaged, weights can."""
-    scores = torch.tensor([[[[9.0, 0.0, 0.0, 8.0], [0.0, 0.1, 0.3, 0.0]]]])
-    forced = torch.zeros(1, 1, 4, dtype=torch.bool)
-    selection = select_tokens(
-        scores, NOTHING.expand(1, 1, 2, 0), None, forced, 4, 4, InfiniGenConfig(share=1.0, max_fetch_ratio=1.0)
-    )
-    weights = scores.softmax(dim=3).mean(dim=2)
-    assert selection.slots.tolist() == weights.argsort(dim=2, descending=True).tolist()
-
-
 def test_items_of_a_batch_have_their_own_budget() -> None:
     scores = torch.randn(2, 3, 2, 40, generator=torch.Generator().manual_seed(0))
     allowed = torch.arange(40) >= torch.tensor([0, 30])[:, None, None]

@@ -304,12 +304,6 @@ class TestOnlineAttention:
             output = attend(query, [DensePart(keys, values, 50, mask)], 2)
             torch.testing.assert_close(output, expected)
 
-    @pytest.mark.parametrize("num_queries", [2, 17])
-    def test_who_may_attend_to_nothing_gets_zeros(self, num_queries):
-        query, keys, values = torch.randn(1, 2, num_queries, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
-        tile = DensePart(keys, values, 5, torch.zeros(1, 1, num_queries, 5, dtype=torch.bool))
-        assert not attend(query, [tile, tile], 2).any()
-
     def test_only_prompts_of_equal_head_dims_take_flash(self, monkeypatch):
         assert choose_flash(torch.randn(1, 2, 17, 8), 8)
         assert not choose_flash(torch.randn(1, 2, 16, 8), 8)

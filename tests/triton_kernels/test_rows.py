@@ -8,17 +8,13 @@ import dataclasses
 import pytest
 import torch
 from kernel_cases import DEVICE, Rows, exact_attention, make_query, needs_triton, row_states
-from transformers import Cache
 
 from kvcache_plugins.codecs.parts import CodedPart, DensePart, RowTokens, SinkStates
 from kvcache_plugins.codecs.quantizers import thresholds
 from kvcache_plugins.codecs.rows import RowCodec
-from kvcache_plugins.gear.config import TransformConfig
-from kvcache_plugins.gear.kernel_check import plain_pytorch, require_close_layers
+from kvcache_plugins.gear.kernel_check import plain_pytorch
 from kvcache_plugins.kernels.attention import attend
-from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.triton import TOO_LARGE, codebook_of, has_room, score_rows
-from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
 pytestmark = needs_triton
@@ -204,22 +200,6 @@ def test_lengths_on_the_device(form):
     exact = exact_parts(9)
     output, expected = (attend(query, [each, *exact], 1, None, "triton") for each in (read, cut))
     torch.testing.assert_close(output, expected)
-
-
-def test_layer_attends_with_it(monkeypatch):
-    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
-    config = TransformConfig(key_nbits=3, value_nbits=2.5)
-    layer = CompressedLayer(config.packing(tuple((10000.0 ** -(torch.arange(8) / 8)).tolist())), 0)
-    for count in (90, 1):
-        query = torch.randn(2, 4, count, 16, device=DEVICE)
-        layer.update(*torch.randn(2, 2, 2, count, 16, device=DEVICE))
-        output = layer.attend(AttentionCall(query, is_causal=count > 1))
-    assert layer.stats()["fused_calls"] == 1 and layer.stats()["tokens_exact"] == 5
-    with plain_pytorch():
-        expected = layer.attend(AttentionCall(query))
-    torch.testing.assert_close(output, expected, atol=1e-5, rtol=0)
-    error = require_close_layers("gear-t22", Cache(layers=[layer]), 4)
-    assert error is not None and error < 1e-5
 
 
 def make_states(case, form="tables", dtype=torch.float32, *, offset=1.0, **options):
