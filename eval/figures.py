@@ -104,10 +104,10 @@ def _score(content: Content) -> tuple[str, float, float]:
 
 
 def _percent_held(content: Content) -> tuple[float, float]:
-    """Returns the bytes of a cache in percent of one at 16 bits, and with what all caches of the model share."""
+    """Returns percent of 16 bits that a cache holds, and with what all share as if it were of one sequence alone."""
     memory = content["result"].get("memory_after_prefix", content["memory"])
     own = memory["kv_percent"]
-    shared = memory.get("kv_percent_with_shared", own) - own
+    shared = (memory.get("kv_percent_with_shared", own) - own) * (content["settings"].get("batch") or 1)
     # While tokens are decoded, if that was measured; or, as in the table of fidelity, before the scored tokens have
     # filled a buffer by chance
     mean = content["result"].get("mean_kv_percent")
@@ -209,8 +209,9 @@ def _draw_fidelity(content: Content) -> Figure:
     title = f"{settings['text_file']}, {settings['model']}, {settings['scored']} tokens after {settings['prefix']}"
     if settings["chunk"] is not None:
         title += f", {settings['chunk']} at a time"
+    told = {**settings, "kind": "fidelity"}
     group = [
-        {"settings": {"kind": "fidelity", "cache": row["cache"]}, "result": row, "memory": row["memory_after_prefix"]}
+        {"settings": {**told, "cache": row["cache"]}, "result": row, "memory": row["memory_after_prefix"]}
         for row in content["rows"]
     ]
     return _draw_against_bytes(group, title)

@@ -53,8 +53,8 @@ def merge_fidelity(results: Path, names: Sequence[str]) -> dict[str, Any]:
     """
     found = [results / name for name in names if (results / name).is_file()]
     contents = [json.loads(path.read_text(encoding="utf-8")) for path in found]
-    # Options that were not given, and those that there were not yet, are alike
-    given = [{key: value for key, value in each["settings"].items() if value is not None} for each in contents]
+    # Options that were not given, and those that there were not yet, are alike; a batch gives the same figures
+    given = [{key: value for key, value in each["settings"].items() if value and key != "batch"} for each in contents]
     if any(each != given[0] for each in given):
         raise ValueError(f"{', '.join(names)} were not measured in the same way")
     rows: dict[str, Any] = {}
