@@ -59,11 +59,9 @@ def attend_anew(layer, query, keys, values):
     return F.scaled_dot_product_attention(query, *states, enable_gqa=True)
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """Lengths of the buffer with which prepared calls were made."""
-    lengths = []
-    original = PreparedCall.attend
+def note_lengths(kind, monkeypatch):
+    """Notes lengths of the buffer with which calls of a kind have answered."""
+    lengths, original = [], kind.attend
 
     def noting(self, query, scale, storage, length, newest):
         output = original(self, query, scale, storage, length, newest)
@@ -71,8 +69,13 @@ def calls(monkeypatch):
             lengths.append(length)
         return output
 
-    monkeypatch.setattr(PreparedCall, "attend", noting)
+    monkeypatch.setattr(kind, "attend", noting)
     return lengths
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    return note_lengths(PreparedCall, monkeypatch)
 
 
 @pytest.mark.each_value
@@ -99,15 +102,7 @@ def test_launches_that_are_kept_equal_those_made_anew(preset, most, monkeypatch)
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
     from kvcache_plugins.kernels.triton import KeptAttention
 
-    lengths, kept = [], KeptAttention.attend
-
-    def noting(self, query, scale, storage, length, newest):
-        output = kept(self, query, scale, storage, length, newest)
-        if output is not None:
-            lengths.append(length)
-        return output
-
-    monkeypatch.setattr(KeptAttention, "attend", noting)
+    lengths = note_lengths(KeptAttention, monkeypatch)
     first, second = two_filled(preset, 19, torch.float16)
     for step in range(most + 2):
         query, keys, values = tokens(1, torch.float16)

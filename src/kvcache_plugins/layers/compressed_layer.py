@@ -223,10 +223,8 @@ class CompressedLayer(LazyLayer):
             older = self.blocks[-2] if len(self.blocks) > 1 and self.blocks[-2].is_open else None
             if older is None or num_aged > block.length:
                 return False
-        if self._valid_tokens(start, count) is not None:
-            return False
-        if max(count, num_aged) > TILE:
-            # More than the call takes
+        # The call takes no mask, and not more than a tile
+        if self._valid_tokens(start, count) is not None or max(count, num_aged) > TILE:
             return False
         codec, coding, states = self._codec_of(block), prepared.coding, buffer.tensors()
         if coding is None or coding.codec is not codec or coding.padding is not self.padding:
