@@ -1,5 +1,5 @@
-"""Calls of the C kernels of `cpu/attention.c` and `cpu/coding.c`: attention of a few queries over all parts of a layer;
-rows coded and decoded, keys turned, and channels measured.
+"""Calls of the C kernels of `cpu/attention.c` and `cpu/coding.c`: attention of a few queries over all parts of a
+layer; rows coded and decoded, keys turned, and channels measured.
 
 A call is made of a query and its parts. It runs once, or is prepared for queries to come: in a model's step whatever
 Python touches comes from memory, so of a prepared call only addresses and one length are written for a token. Of
