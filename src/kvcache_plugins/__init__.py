@@ -1,9 +1,10 @@
 """KV caches for Hugging Face Transformers: packed in few bits, in host memory, or filled by several processes.
 
 ```python
->>> from kvcache_plugins import GEARCache, create_cache
->>> model.generate(**inputs, past_key_values=GEARCache(model.config, nbits=2))
->>> model.generate(**inputs, past_key_values=create_cache("gear-2bit", model))
+>>> from kvcache_plugins import GEARCache, TransformCodingCache, create_cache
+>>> model.generate(**inputs, past_key_values=TransformCodingCache(model))
+>>> model.generate(**inputs, past_key_values=GEARCache(model))
+>>> model.generate(**inputs, past_key_values=create_cache("transform-16", model))
 ```
 
 Importing this costs next to nothing: the caches' names are registered, and Torch and Transformers are imported with
@@ -13,7 +14,7 @@ the first name that needs them.
 from typing import TYPE_CHECKING, Any
 
 # They register their caches
-from . import baselines, gear, infinigen, infinigen_gear  # noqa: F401
+from . import baselines, gear, infinigen, infinigen_transform, transform_coding  # noqa: F401
 from .lazy_imports import lazy_attributes
 from .registry import create_cache, list_caches, register_cache
 
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
     from .custom_generate import generate_with as generate_with
     from .gear import GEARCache as GEARCache
     from .infinigen import InfiniGenCache as InfiniGenCache
-    from .infinigen_gear import InfiniGenGEARCache as InfiniGenGEARCache
+    from .infinigen_transform import InfiniGenTransformCache as InfiniGenTransformCache
     from .kv_runahead import runahead_generate as runahead_generate
     from .kv_runahead import runahead_prefill as runahead_prefill
     from .prompt_store import PromptStore as PromptStore
     from .reports.memory import MemoryReport as MemoryReport
     from .reports.memory import measure_memory as measure_memory
+    from .transform_coding import TransformCodingCache as TransformCodingCache
 
     __version__: str
 
@@ -41,9 +43,10 @@ _LAZY = {
     "GEARCache": "kvcache_plugins.gear:GEARCache",
     "H2OCache": "kvcache_plugins.baselines:H2OCache",
     "InfiniGenCache": "kvcache_plugins.infinigen:InfiniGenCache",
-    "InfiniGenGEARCache": "kvcache_plugins.infinigen_gear:InfiniGenGEARCache",
+    "InfiniGenTransformCache": "kvcache_plugins.infinigen_transform:InfiniGenTransformCache",
     "MemoryReport": "kvcache_plugins.reports.memory:MemoryReport",
     "PromptStore": "kvcache_plugins.prompt_store:PromptStore",
+    "TransformCodingCache": "kvcache_plugins.transform_coding:TransformCodingCache",
     "choose_cache": "kvcache_plugins.advice.choose_by_kl:choose_cache",
     "compressed_batching": "kvcache_plugins.batching:compressed_batching",
     "generate_with": "kvcache_plugins.custom_generate:generate_with",
@@ -62,6 +65,8 @@ def __getattr__(name: str) -> Any:
         from importlib import metadata
 
         return metadata.version("kvcache-plugins")
+    if name == "InfiniGenGEARCache":
+        raise ValueError("`InfiniGenGEARCache` has another name now: `InfiniGenTransformCache`")
     return _get_lazily(name)
 
 

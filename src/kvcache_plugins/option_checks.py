@@ -7,6 +7,7 @@ An option of two names is called `key_rank/rank`.
 import math
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -50,6 +51,18 @@ def check_choice(name: str, value: object, accepted: Sequence[object]) -> None:
     """`value` has to be one of `accepted` and of its type: `2.0` and `True` are not `2` and `1`."""
     is_right = any(type(value) is type(each) and value == each for each in accepted)
     _require(is_right, name, f"one of {list(accepted)}", value, is_optional=False)
+
+
+def split_nbits(
+    nbits: float | None, key_nbits: float | None, value_nbits: float | None, defaults: tuple[float, float]
+) -> tuple[Any, Any]:
+    """Return the bits of keys and of values; a `ValueError` if `nbits` is given and has no effect."""
+    if nbits is not None and key_nbits is not None and value_nbits is not None:
+        raise ValueError(
+            "`nbits` has no effect beside `key_nbits` and `value_nbits`, which some presets set: give these two alone"
+        )
+    keys, values = defaults if nbits is None else (nbits, nbits)
+    return keys if key_nbits is None else key_nbits, values if value_nbits is None else value_nbits
 
 
 def check_mask(name: str, value: object) -> None:

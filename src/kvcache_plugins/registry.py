@@ -111,6 +111,15 @@ def _suggestion(word: str, known: list[str]) -> str:
     return f" Did you mean `{close[0]}`?" if close else ""
 
 
+# Names of before `GEARCache` and `TransformCodingCache` were two classes
+RENAMED_CACHES: Mapping[str, str] = MappingProxyType(
+    {
+        "gear-t25": "transform",
+        **{f"gear-t{percent}": f"transform-{percent}" for percent in (16, 22, 30)},
+        **{f"gear-c{percent}": f"calibrated-{percent}" for percent in (12, 16, 20, 28)},
+        "infinigen-gear": "infinigen-transform",
+    }
+)
 # Those of third parties once they are asked for
 _ENTRIES: dict[str, CacheEntry] = {}
 
@@ -267,8 +276,10 @@ def describe_caches(pattern: str = "*") -> list[CacheEntry]:
 
 
 def _entry(name: str) -> CacheEntry:
-    """Finds a name's entry; a third party's code is loaded for it. Unknown names raise, listing the known ones."""
+    """Find a name's entry; a third party's code is loaded for it. Unknown names raise, listing the known ones."""
     if name not in _ENTRIES:
+        if name in RENAMED_CACHES:
+            raise ValueError(f"The cache `{name}` has another name now: `{RENAMED_CACHES[name]}`")
         if name not in _third_party():
             known = list_caches()
             listed = ", ".join(f"`{each}`" for each in known)

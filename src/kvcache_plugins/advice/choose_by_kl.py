@@ -1,4 +1,4 @@
-"""The cheapest GEAR preset that keeps a bound on a prompt of the user's own, found by measuring on that prompt.
+"""The cheapest preset that keeps a bound on a prompt of the user's own, found by measuring on that prompt.
 
 How much a preset loses depends on the model and on the text. So the end of the prompt is held out, what comes before
 it is prefilled once, dense, and every candidate is filled with those very states. The held-out tokens, the prompt's
@@ -18,15 +18,15 @@ from torch.nn import functional as F
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvcache_plugins.gear import GEARCache
-from kvcache_plugins.gear.config import PresetChoice
-from kvcache_plugins.gear.transform.calibration import find_calibration
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.listening_layer import ListeningLayer, listen
 from kvcache_plugins.models.cache_argument import reading_options
 from kvcache_plugins.option_checks import check_left_padding, check_number
-from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec, unwrap_model
+from kvcache_plugins.packed.cache import PackedCache, makes_packed_cache
+from kvcache_plugins.packed.snapshot import PresetChoice
+from kvcache_plugins.registry import create_cache, parse_cache_spec, unwrap_model
+from kvcache_plugins.transform_coding.calibration import find_calibration
 
 from .memory_prediction import RecordedCall, fill_without_data
 
@@ -103,7 +103,7 @@ class HeldOutPrompt:
             if isinstance(layer, ListeningLayer) and layer.is_initialized:
                 layer.crop(-self.held_out)
 
-    def bytes_held(self, cache: GEARCache) -> int:
+    def bytes_held(self, cache: PackedCache) -> int:
         """
         Counts the bytes, shared ones too, of a prompt as long as the prefix in whole groups: how many tokens are exact
         for want of others says nothing of what is generated.
@@ -119,7 +119,7 @@ class HeldOutPrompt:
         memory = empty.memory()
         return memory.total_bytes + sum(memory.shared.values())
 
-    def fill(self, cache: GEARCache) -> None:
+    def fill(self, cache: PackedCache) -> None:
         """Puts the prefix into an empty cache, compressed, of a window its part, or as a copy of the layer."""
         for index, (layer, queries) in enumerate(zip(self.layers, self.queries, strict=True)):
             own = cache.layers[index]
@@ -141,7 +141,7 @@ class HeldOutPrompt:
                 # Of a short item padding may go on behind the prefix
                 own.padding = self.padding
 
-    def mean_kl(self, cache: GEARCache) -> float:
+    def mean_kl(self, cache: PackedCache) -> float:
         """Computes the mean KL(dense || cache) of the held-out tokens, padding left out, through a filled cache."""
         total, num_real, first = 0.0, 0, self.prefix_length
         for start in range(first, self.length, _CHUNK):
@@ -173,9 +173,9 @@ def _choose_held_out(held_out: int | None, length: int) -> int:
 
 
 # Of the presets measured those than which no smaller one is nearer to a dense cache, and one that is nearer still
-DEFAULT_CANDIDATES = ("gear-t16", "gear-t22", "gear-t25", "gear-t30", "gear-k4v3:nbits=8,value_nbits=8")
+DEFAULT_CANDIDATES = ("transform-16", "transform-22", "transform", "transform-30", "gear-k4v3:key_nbits=8,value_nbits=8")
 # The same of models that were calibrated
-CALIBRATED_CANDIDATES = ("gear-c12", "gear-c16", "gear-c16:nbits=2.55", "gear-c20", "gear-c28")
+CALIBRATED_CANDIDATES = ("calibrated-12", "calibrated-16", "calibrated-16:nbits=2.55", "calibrated-20", "calibrated-28")
 
 
 @torch.no_grad()
@@ -187,7 +187,7 @@ def choose_cache(
     attention_mask: torch.Tensor | None = None,
     candidates: Sequence[str] | None = None,
     held_out: int | None = None,
-) -> GEARCache:
+) -> PackedCache:
     """
     Returns an empty cache of the cheapest candidate whose divergence from a dense cache, measured on the prompt's own
     last tokens, is at most `max_kl`. None is returned unmeasured: a prompt that is too short to tell is an error.
@@ -206,14 +206,14 @@ def choose_cache(
             tokens of all items, padding left out.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*): 0 for padding, which has to
             be on the left, and 1 for tokens. None is padding by default.
-        candidates (`Sequence[str]`, *optional*): GEAR caches by name of `list_caches()`, or `name:key=value,key=value`
-            with options, in any order. Defaults to the presets of transform coding (calibrated ones too, if the model
+        candidates (`Sequence[str]`, *optional*): presets of `TransformCodingCache` or `GEARCache`, with options as
+            `name:key=value,key=value`, in any order. Defaults to the presets of transform coding (calibrated ones too, if the model
             has a calibration), and one of 8 bits.
         held_out (`int`, *optional*): tokens at the prompt's end that are scored. Defaults to a quarter of the prompt,
             at least 16 and at most 128.
 
     Returns:
-        `GEARCache`: empty, for `generate` or a forward of the whole prompt.
+        `TransformCodingCache` or `GEARCache`: empty, for `generate` or a forward of the whole prompt.
 
     Raises:
         ValueError: if no candidate meets the bound, naming the KL of each; if the prompt is too short for a candidate
@@ -240,7 +240,7 @@ def choose_cache(
             raise ValueError(
                 f"`input_ids` is too short to measure `{spec}`: of the {prompt.prefix_length} tokens before the "
                 f"{prompt.held_out} held out it compresses none, as an item needs at least "
-                f"{cache.gear_config.shortest_prompt} there. Give a longer prompt, or a smaller `held_out`"
+                f"{cache.cache_config.shortest_prompt} there. Give a longer prompt, or a smaller `held_out`"
             )
         kl_by_preset[spec] = prompt.mean_kl(cache)
         # No comparison with NaN holds
@@ -262,9 +262,9 @@ def default_candidates(model: torch.nn.Module) -> tuple[str, ...]:
     return DEFAULT_CANDIDATES + (CALIBRATED_CANDIDATES if is_calibrated else ())
 
 
-def _create_candidates(prompt: HeldOutPrompt, candidates: Sequence[str] | None) -> dict[str, GEARCache]:
+def _create_candidates(prompt: HeldOutPrompt, candidates: Sequence[str] | None) -> dict[str, PackedCache]:
     if isinstance(candidates, str) or (candidates is not None and not candidates):
-        raise ValueError(f"`candidates` has to be a sequence of names of GEAR caches but got {candidates!r}")
+        raise ValueError(f"`candidates` has to be a sequence of presets of `TransformCodingCache` or `GEARCache` but got {candidates!r}")
     caches = {}
     options: dict[str, Any] = {}
     if prompt.mask is not None and prompt.config.get_text_config(decoder=True)._attn_implementation != "sdpa":
@@ -272,13 +272,12 @@ def _create_candidates(prompt: HeldOutPrompt, candidates: Sequence[str] | None) 
         options["attention_mask"] = prompt.mask
     for spec in default_candidates(prompt.model) if candidates is None else candidates:
         name, own = parse_cache_spec(spec)
-        # Only these are known to do nothing to the model, whose weights tell its calibration
-        is_gear = check_cache(name).load_factory() is GEARCache
-        cache = create_cache(name, prompt.model if is_gear else prompt.config, **{**options, **own})
-        if not isinstance(cache, GEARCache):
+        cache = create_cache(name, prompt.model, **{**options, **own}) if makes_packed_cache(spec) else None
+        if not isinstance(cache, PackedCache):
+            listed = ", ".join(f"`{each}`" for each in DEFAULT_CANDIDATES)
             raise ValueError(
-                f"`candidates` have to be GEAR caches, such as {', '.join(f'`{each}`' for each in DEFAULT_CANDIDATES)}"
-                f", but `{spec}` is a `{type(cache).__name__}`"
+                f"`candidates` have to be presets of `TransformCodingCache` or `GEARCache`, such as {listed}, but got "
+                f"`{spec}`"
             )
         caches[spec] = cache
     return caches

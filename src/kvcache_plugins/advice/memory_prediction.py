@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
 
-from kvcache_plugins.gear.transform.calibration import find_calibration
+from kvcache_plugins.transform_coding.calibration import find_calibration
 from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.lazy_layer import LazyLayer

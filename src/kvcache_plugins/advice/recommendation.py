@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from kvcache_plugins.gear.transform.calibration import AUTO
+from kvcache_plugins.transform_coding.calibration import AUTO
 from kvcache_plugins.models.reference_model import ModelSource
 from kvcache_plugins.registry import describe_caches
 from kvcache_plugins.reports.memory import MemoryReport

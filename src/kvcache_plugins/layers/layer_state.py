@@ -2,25 +2,16 @@
 
 A state may come from anywhere. `files.schema` sees to it that every field is what its annotation says;
 `restore_blocks` to what holds between fields, under the options of a cache.
-
-In files rows may be streams (`codecs.row_streams`): in the first block of a layer `stream0`, `stream1` and so on stand
-for the rows of sequence 0, 1 and so on, on both sides. All else is as in any state: exact tokens, tables, newest rows,
-groups, and rows of another quantizer.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
-
 from kvcache_plugins.codecs.codec import Codec, CodecState, QueryMoments
 from kvcache_plugins.codecs.groups import GroupCodec
 from kvcache_plugins.codecs.parts import SIDES
-from kvcache_plugins.codecs.row_streams import Points, RowStreams
-from kvcache_plugins.codecs.rows import RowCodec
-from kvcache_plugins.files.schema import FLOATS, MAX_INTEGER, Range, Stored, Tensors, check_layout
+from kvcache_plugins.files.schema import FLOATS, MAX_INTEGER, Range, Stored, check_layout
 
 from .packing import ROWS, Block, ExactPrefix, GroupBlock, GroupPacking, Packing, RowBlock
 
@@ -28,9 +19,6 @@ from .packing import ROWS, Block, ExactPrefix, GroupBlock, GroupPacking, Packing
 Size = Annotated[int, Range(1, 2**20)]
 _FLOATS = tuple(FLOATS.values())
 _TOKENS = "batch_size", "num_heads", "num_tokens"
-_STREAM = "stream"
-# What is made of a side, `None` if it cannot be, and points of every sequence
-_Converted = tuple[Tensors | None, list[Points]]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -215,94 +203,3 @@ def _read_groups(
     if is_open and not (is_whole and codec.keys.is_of_decoded(keys) and codec.values.is_of_decoded(values)):
         raise ValueError(f"`{path}` is open, and has to be of whole chunks of decoded tokens")
     return GroupBlock(keys, values, block.start, block.length, is_open=is_open)
-
-
-def compact_states(
-    layers: Sequence[CacheLayerMixin], states: Sequence[State], tables: Sequence[CodecState | None] = ()
-) -> list[Any]:
-    """Puts streams for rows in `states` of layers where they can; `tables` are given if states are without theirs."""
-    return _convert(_write, ROWS, layers, states, tables)
-
-
-def expand_states(
-    layers: Sequence[CacheLayerMixin], states: Sequence[State], tables: Sequence[CodecState | None] = ()
-) -> list[State]:
-    """
-    Puts rows for streams in `states` that may come from anywhere; a `ValueError` if a stream does not hold the rows
-    of its layer. States without streams stay as they are.
-    """
-    return _convert(_read, f"{_STREAM}0", layers, states, tables)
-
-
-def _write(tensors: Tensors, coders: list[RowStreams], length: int, below: list[Points], path: str) -> _Converted:
-    streams: Tensors = {}
-    points = []
-    for number, coder in enumerate(coders):
-        stream, own = coder.write(tensors[ROWS][number], below[number] if below else None)
-        if stream is None:
-            return None, []
-        points.append(own)
-        streams[f"{_STREAM}{number}"] = torch.frombuffer(bytearray(stream), dtype=torch.uint8)
-    return streams, points
-
-
-def _read(tensors: Tensors, coders: list[RowStreams], length: int, below: list[Points], path: str) -> _Converted:
-    # One name that is missing is enough, however many a file asks for
-    names = [f"{_STREAM}{number}" for number in range(min(len(coders), len(tensors) + 1))]
-    check_layout(path, tensors, {name: Stored((None,), torch.uint8) for name in names})
-    found = []
-    for number, name in enumerate(names):
-        try:
-            stream = tensors[name].numpy().tobytes()
-            found.append(coders[number].read(stream, length, below[number] if below else None))
-        except ValueError as error:
-            raise ValueError(f"`{path}.{name}`: {error}") from error
-    # Tensors of `torch.inference_mode()` could not be written to outside of it
-    with torch.inference_mode(False):
-        return {ROWS: torch.stack([rows for rows, _ in found])}, [points for _, points in found]
-
-
-def _convert(
-    convert: Callable[..., _Converted],
-    name: str,
-    layers: Sequence[CacheLayerMixin],
-    states: Sequence[State],
-    tables: Sequence[CodecState | None],
-) -> list[State]:
-    """Converts both sides of the first block of every layer that has a tensor of a `name`, from the first layer on."""
-    found: list[State] = []
-    below: dict[Any, list[Points]] = {}
-    for index, (layer, state) in enumerate(zip(layers, states, strict=True)):
-        path, points = f"layers.{index}", {}
-        sides: dict[str, Any] = {}
-        packing: Packing | None = getattr(layer, "packing", None)
-        if packing and isinstance(state, LayerState) and state.blocks and name in state.blocks[0].keys:
-            block = state.blocks[0]
-            for side, own in _coders(packing, state, tables[index] if tables else state.tables, path).items():
-                # Layers predict each other where they hold the same tokens
-                place = side, state.batch_size, block.start, block.length
-                tensors = getattr(block, side), own, block.length, below.get(place, []), f"{path}.blocks.0.{side}"
-                sides[side], points[place] = convert(*tensors)
-            if sides and None not in sides.values():
-                state = replace(state, blocks=[replace(block, **sides), *state.blocks[1:]])
-            else:
-                points = {}
-        below = points
-        found.append(state)
-    return found
-
-
-def _coders(packing: Packing, state: LayerState, tables: CodecState | None, path: str) -> dict[str, list[RowStreams]]:
-    """Finds how both sides of every sequence are coded; nothing if that is not by rows of single numbers."""
-    codec = packing.codec(state.key_head_dim, state.value_head_dim)
-    if not isinstance(codec, RowCodec) or (packing.fixed is None and tables is None):
-        return {}
-    if packing.fixed is None and tables is not None:
-        codec = codec.restore(tables, (state.batch_size, state.num_heads), f"{path}.tables")
-    found = {}
-    for side, table in zip(SIDES, codec.tables(torch.device("cpu")), strict=True):
-        if table.quantizer != "lloyd-max":
-            return {}
-        own = [RowStreams(widths.cpu().numpy(), table.row_size) for widths in table.widths]
-        found[side] = own * (state.batch_size // len(own))
-    return found

@@ -31,17 +31,18 @@ from kvcache_plugins.files.atomic import RefusedFile, refusals
 from kvcache_plugins.files.records import Format, read_record
 from kvcache_plugins.files.schema import pack
 from kvcache_plugins.gear import GEARCache
-from kvcache_plugins.gear.config import GEARConfig, TransformConfig
-from kvcache_plugins.gear.snapshot import check_number, restore_layers, state_of
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
-from kvcache_plugins.layers.layer_state import BlockState, DenseState, LayerState, compact_states, expand_states
+from kvcache_plugins.layers.layer_state import BlockState, DenseState, LayerState
 from kvcache_plugins.layers.packing import ROWS
 from kvcache_plugins.models.fingerprint import fingerprint
+from kvcache_plugins.packed.cache import CacheConfig, PackedCache
+from kvcache_plugins.packed.snapshot import check_number, restore_layers, state_of
+from kvcache_plugins.transform_coding import TransformCodingCache
 
 from .folder import Lease
 
 
-FORMAT = Format("kvcache_plugins.prompt_block", 3, "the prompt is read again")
+FORMAT = Format("kvcache_plugins.prompt_block", 4, "the prompt is read again")
 # Counted up whenever the same tokens would be stored as other bytes
 _VERSION = 1
 _DIGEST_BYTES = 32
@@ -50,14 +51,10 @@ _PROMPT_FACTOR = 4
 _NO_COUNTERS: dict[str, int] = {}
 
 
-def block_length(config: GEARConfig | TransformConfig, least: int) -> int:
-    """
-    Returns the least tokens that make a block whole groups, compressed as a prompt, of which nothing waits for the
-    next.
-    """
+def block_length(config: CacheConfig, least: int) -> int:
+    """Return the fewest tokens from `least` on that are whole groups and are all compressed at once, as a prompt."""
     least = max(least, config.shortest_prompt, _PROMPT_FACTOR * config.residual_length)
-    group = config.token_group if isinstance(config, GEARConfig) else 1
-    return -(-least // group) * group
+    return -(-least // config.token_group) * config.token_group
 
 
 def prompt_keys(root: str, token_ids: Sequence[int], length: int) -> list[str]:
@@ -66,11 +63,11 @@ def prompt_keys(root: str, token_ids: Sequence[int], length: int) -> list[str]:
     return list(accumulate(blocks, next_key, initial=root))
 
 
-def root_key(model: PreTrainedModel, cache: GEARCache, length: int) -> str:
+def root_key(model: PreTrainedModel, cache: PackedCache, length: int) -> str:
     """Names what all prompts of a model begin with, under the options of a cache, in blocks of `length` tokens."""
     # Attention that the cache does not compute shows it no queries, of which tables are made
     attention = model.config.get_text_config(decoder=True)._attn_implementation
-    facts = [_VERSION, fingerprint(model), cache.gear_config.to_options(), length, attention]
+    facts = [_VERSION, fingerprint(model), type(cache).__name__, cache.cache_config.to_options(), length, attention]
     return blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
@@ -153,13 +150,16 @@ class BlockRecord:
                 noted[index] = DenseState(held, layer.keys[:, :, newest], layer.values[:, :, newest])
 
 
-class PromptCache(GEARCache):
-    """Holds a prompt in blocks, and a `record` of them; a `ValueError` for layers of more than keys and values."""
+class PromptCache(PackedCache):
+    """
+    Base of caches that hold a prompt in blocks, and a `record` of them; a `ValueError` for layers of more than keys
+    and values.
+    """
 
     def __init__(self, model: PreTrainedModel, **options: Any):
         self.record = BlockRecord()
         self.model_name = str(model.config.name_or_path)
-        super().__init__(model, **options)
+        super().__init__(model, **options)  # type: ignore[arg-type, call-arg]
         for index, layer in enumerate(self.layers):
             if type(layer) not in (CompressedLayer, DynamicLayer, DynamicSlidingWindowLayer):
                 raise ValueError(
@@ -176,20 +176,15 @@ class PromptCache(GEARCache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def cut(
-        self, keys: Sequence[str], numbers: Sequence[int], token_ids: Sequence[int], *, compact: bool = False
+        self, keys: Sequence[str], numbers: Sequence[int], token_ids: Sequence[int]
     ) -> dict[int, PromptBlock]:
-        """
-        Cuts some blocks of a prompt out by number, as views where they can be, or `compact`, in fewer bytes; a
-        `ValueError` if it was not fed them.
-        """
+        """Cut blocks of a prompt out by number, as views where possible; a `ValueError` if it was not fed them."""
         states = [state_of(layer, index) for index, layer in enumerate(self.layers)]
-        tables = [state.tables if isinstance(state, LayerState) else None for state in states]
-        length, options, blocks = self.record.length, self.gear_config.to_options(), {}
+        length, blocks = self.record.length, {}
+        options = {"class": type(self).__name__, **self.cache_config.to_options()}
         for number in numbers:
             tokens, windows = slice(number * length, (number + 1) * length), self.record.windows.get(number, {})
             layers = [windows.get(index) or _cut(state, index, tokens) for index, state in enumerate(states)]
-            if compact:
-                layers = compact_states(self.layers, layers, tables)
             blocks[number] = PromptBlock(
                 previous=keys[number],
                 start=tokens.start,
@@ -207,11 +202,8 @@ class PromptCache(GEARCache):
         num_tokens, states = len(blocks) * self.record.length, []
         for block in blocks:
             check_number(block.layers, len(self.layers), is_exact=True)
-        # Tables, which are in the first block alone, say how to read streams of all
-        tables = [state.tables if isinstance(state, LayerState) else None for state in blocks[0].layers]
-        expanded = [expand_states(self.layers, block.layers, tables) for block in blocks]
         for index, layer in enumerate(self.layers):
-            own = [layers[index] for layers in expanded]
+            own = [block.layers[index] for block in blocks]
             compressed = [state for state in own if isinstance(state, LayerState)]
             dense = [state for state in own if isinstance(state, DenseState)]
             joined: LayerState | DenseState | None = None
@@ -225,6 +217,14 @@ class PromptCache(GEARCache):
             states.append(joined)
         restore_layers(self.layers, states, device)
         self.record.num_blocks = len(blocks)
+
+
+class GEARPromptCache(PromptCache, GEARCache):
+    """A `GEARCache` that holds a prompt in blocks."""
+
+
+class TransformCodingPromptCache(PromptCache, TransformCodingCache):
+    """A `TransformCodingCache` that holds a prompt in blocks."""
 
 
 def _cut(state: LayerState | DenseState | None, index: int, tokens: slice) -> LayerState | DenseState:

@@ -23,10 +23,23 @@ from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.models.cache_argument import CACHE_NAMES, as_argument, find_cache, reading_options
 from kvcache_plugins.models.reference_model import models_folder
 from kvcache_plugins.option_checks import check_integer
-from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec, unwrap_model
+from kvcache_plugins.packed.cache import PackedCache, makes_packed_cache
+from kvcache_plugins.registry import create_cache, unwrap_model
+from kvcache_plugins.transform_coding import TransformCodingCache
 from kvcache_plugins.user_warnings import warn_user
 
-from .blocks import FORMAT, BlockHeader, PromptBlock, PromptCache, block_length, prompt_keys, read_block, root_key
+from .blocks import (
+    FORMAT,
+    BlockHeader,
+    GEARPromptCache,
+    PromptBlock,
+    PromptCache,
+    TransformCodingPromptCache,
+    block_length,
+    prompt_keys,
+    read_block,
+    root_key,
+)
 from .folder import FOLDER_OWNER_ALONE, OWNER_ALONE, Lease, StoredFile, StoreFolder
 
 
@@ -51,9 +64,9 @@ class PromptStore:
     """
     Prompts that were read once, compressed, on disk: what any process has read of a prompt, no other reads again.
 
-    A prompt is read in blocks of `block_tokens` tokens, and what each of them adds to a
-    [GEAR](https://huggingface.co/papers/2403.05527) cache is a file whose name follows from the model, the cache's
-    options and all tokens up to the block's end. So prompts that begin alike share the files of what they have in
+    A prompt is read in blocks of `block_tokens` tokens. The tokens that a block adds to a `TransformCodingCache` or a
+    `GEARCache` are a file, whose name follows from the model, the cache's options and all tokens up to the block's
+    end. So prompts that begin alike share the files of what they have in
     common, and a cache that comes from the store equals, bit for bit, the one that reading the prompt in the same
     blocks makes. It differs from one that was filled in one go as any cache does that was filled in several: later
     tokens have attended to compressed ones.
@@ -68,8 +81,6 @@ class PromptStore:
             ones make room for others, but never those of a cache that is there. `None` is without a limit.
         block_tokens (`int`, *optional*, defaults to 256): tokens of a block; more if a cache needs more to compress a
             block as a prompt of its own (four times its `residual_length`, whole groups).
-        compact (`bool`, *optional*, defaults to `False`): whether blocks are written as by
-            [`GEARCache.save`] with `compact=True`, which saves the more the longer they are; any store reads both.
 
     Raises:
         ValueError: if an option is out of range, or the folder cannot be made.
@@ -93,10 +104,9 @@ class PromptStore:
         *,
         max_bytes: int | str | None = DEFAULT_MAX_BYTES,
         block_tokens: int = DEFAULT_BLOCK_TOKENS,
-        compact: bool = False,
     ):
         check_integer("block_tokens", block_tokens, 1)
-        self.block_tokens, self.compact = block_tokens, compact
+        self.block_tokens = block_tokens
         self.max_bytes = None if max_bytes is None else parse_bytes("max_bytes", max_bytes)
         self.folder = default_folder() if folder is None else Path(folder).expanduser()
         self._files = StoreFolder(self.folder)
@@ -115,7 +125,7 @@ class PromptStore:
         return {**self._counters, "bytes_on_disk": sum(file.num_bytes for file in self._files.files())}
 
     def cache_for(
-        self, model: torch.nn.Module, input_ids: torch.Tensor, cache: str | GEARCache = "gear", **options: object
+        self, model: torch.nn.Module, input_ids: torch.Tensor, cache: str | PackedCache = "transform", **options: object
     ) -> PromptCache:
         """
         A cache with the longest beginning of a prompt that is known. Nothing is computed.
@@ -123,13 +133,13 @@ class PromptStore:
         Args:
             model (`PreTrainedModel`): the model, itself or in a wrapper.
             input_ids (`torch.Tensor` of shape `[1, tokens]`): the prompt, of which a token at least is left to read.
-            cache (`str` or `GEARCache`, *optional*, defaults to `"gear"`): a name of `list_caches("gear*")`, with
-                options as in `"gear:nbits=2"`, or an empty cache whose options are to be used. Layers with a sliding
-                window stay dense.
+            cache (`str`, `TransformCodingCache` or `GEARCache`, *optional*, defaults to `"transform"`): a preset of
+                either class, with options as in `"gear:nbits=2"`, or an empty cache whose options are used. Layers
+                with a sliding window stay dense.
             options: override those of the name.
 
         Returns:
-            `PromptCache`: a `GEARCache`. What is left of the prompt can be kept if it is read in the same blocks: by
+            `PromptCache`: also of the cache's class. What is left of the prompt can be kept if it is read in the same blocks: by
             `prefill`, or by `generate(..., prefill_chunk_size=cache.record.length)`.
 
         Raises:
@@ -139,7 +149,7 @@ class PromptStore:
         return self._load(unwrap_model(model), token_ids, len(token_ids) - 1, cache, options)
 
     def read(
-        self, model: torch.nn.Module, input_ids: torch.Tensor, cache: str | GEARCache = "gear", **options: object
+        self, model: torch.nn.Module, input_ids: torch.Tensor, cache: str | PackedCache = "transform", **options: object
     ) -> PromptCache:
         """
         A cache with all of a prompt: what is known of it is loaded, and the rest is read by the model and kept. To be
@@ -184,12 +194,12 @@ class PromptStore:
         if any(cache.is_sliding):
             # Windows that nobody noted have forgotten what they held
             missing = [number for number in missing if number in record.windows]
-        blocks = cache.cut(keys, missing, token_ids, compact=self.compact)
+        blocks = cache.cut(keys, missing, token_ids)
         record.windows.clear()
         return self._write(keys[1:], blocks, record.lease) if blocks else 0
 
     def generate(
-        self, model: PreTrainedModel, input_ids: torch.Tensor, spec: str | GEARCache = "gear", **arguments: Any
+        self, model: PreTrainedModel, input_ids: torch.Tensor, spec: str | PackedCache = "transform", **arguments: Any
     ) -> Any:
         """
         For `model.generate(**inputs, custom_generate=store.generate, spec="gear-2bit")`: generates as always, by
@@ -198,7 +208,7 @@ class PromptStore:
         Transformers hands no streamer to what it is given so: for one, `prefill` a cache and pass that.
 
         Args:
-            spec (`str` or `GEARCache`, *optional*, defaults to `"gear"`): the cache, as for `cache_for`; `cache` is
+            spec (`str`, `TransformCodingCache` or `GEARCache`, *optional*, defaults to `"transform"`): the cache, as for `cache_for`; `cache` is
                 Transformers' own argument since 5.24. All else is what Transformers gives.
         """
         _check_inputs(arguments)
@@ -211,7 +221,7 @@ class PromptStore:
         model: PreTrainedModel,
         token_ids: list[int],
         most: int,
-        cache: str | GEARCache,
+        cache: str | PackedCache,
         options: dict[str, object],
     ) -> PromptCache:
         made = self._empty_cache(model, cache, options)
@@ -308,29 +318,19 @@ class PromptStore:
             warn_user(reason)
         self._has_warned = True
 
-    def _empty_cache(self, model: PreTrainedModel, cache: str | GEARCache, options: dict[str, object]) -> PromptCache:
+    def _empty_cache(self, model: PreTrainedModel, cache: str | PackedCache, options: dict[str, object]) -> PromptCache:
         found: Cache | str = cache
-        if isinstance(cache, str):
-            name, given = parse_cache_spec(cache)
-            own = {**given, **options}
-            # Of the model itself the default would take the calibration, and stores keep none
-            takes_model = "calibration" in {**check_cache(name).options, **own}
-            found = create_cache(name, model if takes_model else unwrap_model(model).config, **own)
-        elif options:
+        if not isinstance(cache, str) and options:
             raise ValueError(f"`{min(options)}`: options are given with the name of a cache, not with a cache")
-        if not isinstance(found, GEARCache) or found.calibration is not None:
-            raise ValueError(
-                "`cache` has to be a cache of GEAR's without a `calibration`, as others cannot be kept, but got "
-                f"{cache if isinstance(cache, str) else type(cache)}"
-            )
+        if isinstance(cache, str) and makes_packed_cache(cache):
+            found = create_cache(cache, model, **options)
+        if not isinstance(found, PackedCache):
+            raise ValueError(f"`cache` has to be a `TransformCodingCache` or a `GEARCache` but got {cache!r}")
         if found.get_seq_length():
             raise ValueError(f"`cache` has to be empty but holds {found.get_seq_length()} tokens")
-        kept = found.gear_config.to_options()
-        if kept["sliding"] == "compressed":
-            raise ValueError('`sliding` has to be "auto" or "dense" in a store, as compressed windows forget blocks')
-        made = PromptCache(model, **{**kept, "sliding": "dense"})
+        made = _as_prompt_cache(model, found)
         made.choice = found.choice
-        made.record.length = block_length(made.gear_config, self.block_tokens)
+        made.record.length = block_length(made.cache_config, self.block_tokens)
         return made
 
     def _read_blocks(self, model: torch.nn.Module, cache: PromptCache, input_ids: torch.Tensor, most: int) -> None:
@@ -340,6 +340,18 @@ class PromptStore:
         for stop in range(held + length, most + 1, length):
             _forward(model, cache, input_ids[:, :stop])
             self.keep(cache, input_ids[:, :stop])
+
+
+def _as_prompt_cache(model: PreTrainedModel, cache: PackedCache) -> PromptCache:
+    """Make an empty cache of blocks with the options of another cache."""
+    options = cache.cache_config.to_options()
+    if isinstance(cache, GEARCache):
+        return GEARPromptCache(model, **options)
+    if not isinstance(cache, TransformCodingCache) or cache.calibration is not None:
+        raise ValueError("`cache` has to be without a `calibration` in a store, which does not keep it")
+    if options["sliding"] == "compressed":
+        raise ValueError('`sliding` has to be "auto" or "dense" in a store, as compressed windows drop blocks')
+    return TransformCodingPromptCache(model, **{**options, "sliding": "dense"})
 
 
 def _token_ids(input_ids: torch.Tensor) -> list[int]:

@@ -1,43 +1,62 @@
-"""Saving and loading a GEAR cache, compressed as it is, as one safetensors file.
+"""Contents of a file of a packed cache: one safetensors file with all layers, packed as they are.
 
 A long prefix is prefilled once and reused. A file holds the state of every layer, the options, and fingerprints of the
-model whose states these are. It may come from anywhere: `files.schema` checks every field, and each layer what it
-takes over.
+model. It may come from anywhere: `files.schema` checks every field, and each layer checks the state that it takes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvcache_plugins.files.atomic import RefusedFile
-from kvcache_plugins.files.records import Format, read_record
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
-from kvcache_plugins.layers.layer_state import DenseState, LayerState, State, expand_states
+from kvcache_plugins.layers.layer_state import DenseState, LayerState, State
 from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
-
-from .config import GEARConfig, PresetChoice, TransformConfig
-
-
-FORMAT = Format("kvcache_plugins.gear", 7, "prefill and `save` anew")
+from kvcache_plugins.reports.memory import StatValue
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PresetChoice:
+    """
+    Reason for a cache that was chosen by measuring: see `kvcache_plugins.choose_cache`.
+
+    Attributes:
+        preset (`str`): a name of `list_caches()`, or `name:key=value,...` with options.
+        kl (`float`): its mean KL(dense || cache) over the held-out tokens, in nats.
+        max_kl (`float`): the bound that it had to meet.
+        kl_by_preset (`dict[str, float]`): the same of every candidate that was tried, the cheapest first.
+    """
+
+    preset: str
+    kl: float
+    max_kl: float
+    kl_by_preset: dict[str, float]
+
+    def stats(self) -> dict[str, StatValue]:
+        """Return the entries of `stats()` of the chosen cache."""
+        return {
+            "chosen_preset": self.preset,
+            "chosen_kl": self.kl,
+            "max_kl": self.max_kl,
+            "kl_by_preset": dict(self.kl_by_preset),
+        }
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Snapshot:
     """
-    What a file holds.
+    Content of a file, to which the record of each class adds its options.
 
     Attributes:
         model, model_config, model_name (`str`): fingerprints of the model and of its config, and its name.
         has_config (`bool`): whether the cache was made for a model's config.
-        config, choice: options of the cache, and why it is what it is.
-        calibration (`str`, *optional*): digest of the calibration that says what its rows mean.
+        choice (`PresetChoice`, *optional*): why the cache was chosen.
         layers (`list`): the state of each layer, `None` of one without tokens.
     """
 
@@ -45,15 +64,12 @@ class Snapshot:
     model_config: str
     model_name: str
     has_config: bool
-    config: GEARConfig | TransformConfig
-    calibration: str | None
     choice: PresetChoice | None
     layers: list[State]
 
 
-def read_snapshot(path: str | Path, model: PreTrainedModel | PreTrainedConfig) -> Snapshot:
-    """Reads a file, within `refusals`; a `ValueError` if it is damaged, of another version, or of another model."""
-    snapshot = read_record(path, FORMAT, Snapshot)
+def check_snapshot(snapshot: Snapshot, model: PreTrainedModel | PreTrainedConfig) -> None:
+    """Raise a `RefusedFile` if a file was made by another model."""
     name = snapshot.model_name or "unnamed"
     config = model if isinstance(model, PreTrainedConfig) else model.config
     if isinstance(model, PreTrainedConfig):
@@ -65,22 +81,20 @@ def read_snapshot(path: str | Path, model: PreTrainedModel | PreTrainedConfig) -
             "this one"
         )
     check_number(snapshot.layers, config.get_text_config(decoder=True).num_hidden_layers)
-    return snapshot
 
 
 def check_number(states: Sequence[object], num_layers: int, *, is_exact: bool = False) -> None:
-    """Raises a `RefusedFile` if a file holds more layers than the model has, or others than so many."""
+    """Raise a `RefusedFile` if a file holds more layers than the model has, or, if `is_exact`, another number."""
     if len(states) > num_layers or is_exact and len(states) != num_layers:
         raise RefusedFile(f"holds {len(states)} layers, but the model has {num_layers}")
 
 
 def restore_layers(layers: Sequence[CacheLayerMixin], states: Sequence[State], device: torch.device) -> None:
     """
-    Has every layer of a new cache take over its state, which may come from anywhere; a `ValueError` if a layer cannot
-    be like that, or layers hold different tokens.
+    Restore every layer of a new cache from its state, which may come from anywhere; a `ValueError` if a layer cannot
+    be in this state, or layers hold different tokens.
     """
     check_number(states, len(layers), is_exact=True)
-    states = expand_states(layers, states)
     held = set()
     for index, (layer, state) in enumerate(zip(layers, states, strict=True)):
         path = f"layers.{index}"
@@ -105,7 +119,7 @@ def restore_layers(layers: Sequence[CacheLayerMixin], states: Sequence[State], d
 
 
 def state_of(layer: CacheLayerMixin, index: int) -> State:
-    """Returns the state of a layer, `None` if it holds nothing; a `ValueError` if more than keys and values."""
+    """Return the state of a layer, `None` of an empty one; a `ValueError` if it holds more than keys and values."""
     keeps_more = isinstance(layer, CompressedLayer) and (
         type(layer) not in (CompressedLayer, StaticLayer) or layer.has_index
     )
@@ -124,6 +138,6 @@ def state_of(layer: CacheLayerMixin, index: int) -> State:
 
 
 def _num_held(layer: DynamicLayer, length: int) -> int:
-    """Tokens that a layer keeps of `length`: those that the next one can still see."""
+    """Number of tokens that a layer keeps of `length`: the next token can still see them."""
     window = getattr(layer, "sliding_window", 1) if layer.is_sliding else 1
     return length if window == 1 else min(length, window - 1)

@@ -1,4 +1,4 @@
-"""`InfiniGenGEARCache`: an InfiniGen cache whose layers hold rows of the codec of `gear`."""
+"""`InfiniGenTransformCache`: an InfiniGen cache of transform-coded rows."""
 
 import inspect
 from typing import Any
@@ -6,27 +6,26 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvcache_plugins.gear.config import TransformConfig
 from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.infinigen.config import check_options as check_infinigen
 from kvcache_plugins.layers.packing import RowPacking
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
+from kvcache_plugins.transform_coding.config import DEFAULT_NBITS, TransformCodingConfig
 
 
-# Those of the preset `gear`
-KEY_NBITS, VALUE_NBITS = 4.0, 3.25
+KEY_NBITS, VALUE_NBITS = DEFAULT_NBITS
 # Keys are scored as they are stored
 _EXCLUDED = frozenset({"scoring_nbits", "partial_ratio", "skewing"})
 
 
-class InfiniGenGEARCache(InfiniGenCache):
+class InfiniGenTransformCache(InfiniGenCache):
     """
-    A cache of codes, of which every decode step fetches only what matters from host memory.
+    A cache of transform-coded rows, of which every decode step fetches only what matters from host memory.
 
-    Puts [GEAR](https://huggingface.co/papers/2403.05527) and
-    [InfiniGen](https://www.usenix.org/conference/osdi24/presentation/lee) together. Keys are rows of the codec of the
-    preset `gear`, scored and attended to where the model computes, and never fetched. Values are rows in the pool in
-    host memory; those of chosen tokens cross the bus as codes. The first `sink` tokens and the newest are exact.
+    Combines [InfiniGen](https://www.usenix.org/conference/osdi24/presentation/lee) with the rows of
+    [`TransformCodingCache`]. Keys are rows where the model computes: they are scored and attended to there, and never
+    fetched. Values are rows in the pool in host memory; rows of selected tokens cross the bus as codes. The first
+    `sink` tokens and the newest are exact.
 
     Args:
         model (`PreTrainedModel`):
@@ -44,13 +43,13 @@ class InfiniGenGEARCache(InfiniGenCache):
 
     ```python
     >>> from transformers import AutoModelForCausalLM, AutoTokenizer
-    >>> from kvcache_plugins import InfiniGenGEARCache
+    >>> from kvcache_plugins import InfiniGenTransformCache
 
     >>> model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
     >>> tokenizer = AutoTokenizer.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
     >>> inputs = tokenizer("A very long text ...", return_tensors="pt")
 
-    >>> with InfiniGenGEARCache(model) as cache:
+    >>> with InfiniGenTransformCache(model) as cache:
     ...     outputs = model.generate(**inputs, past_key_values=cache)
     >>> cache.stats()["bytes_fetched"]
     ```
@@ -70,25 +69,25 @@ class InfiniGenGEARCache(InfiniGenCache):
 
     def _packing(self, config: PreTrainedConfig, index: int) -> RowPacking:
         sink, (key_nbits, value_nbits) = self.infinigen_config.sink, self._nbits
-        own = TransformConfig(key_nbits=key_nbits, value_nbits=value_nbits, num_sink_tokens=sink)
+        own = TransformCodingConfig(key_nbits=key_nbits, value_nbits=value_nbits, num_sink_tokens=sink)
         return own.packing(rotary_frequencies(config, index))
 
 
 def check_options(*, key_nbits: float = KEY_NBITS, value_nbits: float = VALUE_NBITS, **options: Any) -> None:
-    """Raises a `ValueError` for options of an `InfiniGenGEARCache` that no model makes right."""
+    """Raises a `ValueError` for options of an `InfiniGenTransformCache` that no model makes right."""
     excluded = sorted(_EXCLUDED & options.keys())
     if excluded:
         raise ValueError(
-            f"{', '.join(f'`{name}`' for name in excluded)}: not an option of `InfiniGenGEARCache`, whose keys are "
+            f"{', '.join(f'`{name}`' for name in excluded)}: not an option of `InfiniGenTransformCache`, whose keys are "
             "scored in the bits of `key_nbits`"
         )
-    TransformConfig(key_nbits=key_nbits, value_nbits=value_nbits)
+    TransformCodingConfig(key_nbits=key_nbits, value_nbits=value_nbits)
     check_infinigen(**options)
 
 
 # A misspelt option is told before anything is built
-_OWN = list(inspect.signature(InfiniGenGEARCache.__init__).parameters.values())[1:-1]
+_OWN = list(inspect.signature(InfiniGenTransformCache.__init__).parameters.values())[1:-1]
 _KNOWN = {each.name for each in _OWN} | _EXCLUDED
-InfiniGenGEARCache.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+InfiniGenTransformCache.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     [*_OWN, *(each for each in inspect.signature(InfiniGenCache).parameters.values() if each.name not in _KNOWN)]
 )

@@ -30,22 +30,22 @@ from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
 from kvcache_plugins.files.atomic import RefusedFile, refusals
 from kvcache_plugins.files.records import Format, read_record, write_record
 from kvcache_plugins.files.schema import Range, Stored
-from kvcache_plugins.gear.config import LEAST_BYTES, GEARConfig, TransformConfig
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint, weight_samples
 from kvcache_plugins.models.reference_model import models_folder
 from kvcache_plugins.registry import unwrap_model
 from kvcache_plugins.user_warnings import warn_user
 
+from .config import LEAST_BYTES, TransformCodingConfig
 from .observation import LayerSums, observe_window
 
 
-FORMAT = Format("kvcache_plugins.gear_calibration", 2, "run `kvcache-plugins calibrate --cache gear` anew")
+FORMAT = Format("kvcache_plugins.transform_calibration", 1, "run `kvcache-plugins calibrate --cache transform` anew")
 _LAYOUTS = ("half-split", "interleaved", "none")
 _HEADS = "num_heads", "head_dim"
 # How near a weight is to itself in bfloat16, and in float16 where it is small
 _TOLERANCE, _LEAST_WEIGHT = 2**-7, 2**-24
 # First tokens that stay exact
-_NUM_SINKS = TransformConfig(key_nbits=1, value_nbits=1).num_sink_tokens
+_NUM_SINKS = TransformCodingConfig(key_nbits=1, value_nbits=1).num_sink_tokens
 # Of the costs of keys and of values, what is taken off beside the diagonal: they were estimated from few gradients
 _KEY_SHRINKAGE, _VALUE_SHRINKAGE = 0.5, 0.1
 # Share of the queries' moments in what errors of keys cost, and of the unit matrix in what those of values do
@@ -335,33 +335,41 @@ def calibration_path(model: PreTrainedModel) -> Path:
     return _folder() / name
 
 
-def find_calibration(model: PreTrainedModel, *, is_own: bool = False) -> TransformCalibration | None:
-    """The calibration of a model in whatever dtype: the user's newest or, unless `is_own`, that of this package."""
-    return next((each for each in _known(model.config, is_own) if each.mismatch(model) is None), None)
+def find_calibration(model: PreTrainedModel) -> TransformCalibration | None:
+    """Return the calibration of a model in whatever dtype: the user's newest, or that of this package."""
+    return next((each for each in _known(model.config) if each.mismatch(model) is None), None)
 
 
-def _known(config: PreTrainedConfig, is_own: bool = False) -> Iterator[TransformCalibration]:
-    """Yields calibrations for models of `config`: the user's folder's, the newest first, then this package's."""
+def _known(config: PreTrainedConfig) -> Iterator[TransformCalibration]:
+    """Yield calibrations for models of `config`: the user's folder's, the newest first, then this package's."""
     paths = sorted(_folder().glob(f"{_prefix(config)}*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
-    for path in [*reversed(paths), *([] if is_own else sorted(_PACKAGED.glob("*.safetensors")))]:
+    for path in [*reversed(paths), *sorted(_PACKAGED.glob("*.safetensors"))]:
         yield TransformCalibration.read(path)
 
 
 def calibration_of_file(
-    config: GEARConfig | TransformConfig,
+    config: TransformCodingConfig,
     digest: str | None,
     given: TransformCalibration | None,
     model: PreTrainedModel | PreTrainedConfig,
 ) -> dict[str, Any]:
     """
-    The options of a cache that a file holds, its calibration among them, of which it has the `digest` and the caller
-    may have `given` one. To be called within `refusals`: raises a `ValueError` if that is another one, or not found.
+    Return the options of the cache that a file holds, with its calibration. To be called within `refusals`.
+
+    Args:
+        config (`TransformCodingConfig`): the file's options.
+        digest (`str`, *optional*): of the calibration that the cache was made with.
+        given (`TransformCalibration`, *optional*): the caller's; by default it is looked for among the kept ones.
+        model (`PreTrainedModel` or `PreTrainedConfig`): the model that continues from the cache.
+
+    Raises:
+        ValueError: if the calibration is another one, or not found.
     """
     if digest is None:
         if given is not None:
             raise RefusedFile("was made without a calibration, so `calibration` has no meaning")
         return config.to_options()
-    if not isinstance(config, TransformConfig) or config.key_nbits != config.value_nbits:
+    if config.key_nbits != config.value_nbits:
         raise ValueError("it names a calibration, but its options have none")
     if given is not None and given.digest != digest:
         raise RefusedFile(f"was made with another calibration than the one given ({digest[:_DIGITS]})")
@@ -380,46 +388,29 @@ def _folder() -> Path:
 
 
 def _prefix(config: PreTrainedConfig) -> str:
-    return f"gear-{config_fingerprint(config)[:_DIGITS]}-"
+    return f"transform-{config_fingerprint(config)[:_DIGITS]}-"
 
 
-def check_calibrated(calibration: object, backbone: str | None, options: dict[str, Any]) -> None:
-    """Raises a `ValueError` if a calibration is given with options that it leaves no meaning to."""
+def check_calibration(calibration: object, key_nbits: float | None, value_nbits: float | None) -> None:
+    """Raise a `ValueError` for what is no calibration, and for options that have no effect beside one."""
     if calibration is None:
         return
     if not isinstance(calibration, (TransformCalibration, str, Path)):
         raise ValueError(
             f'`calibration` has to be a `TransformCalibration`, a file, "{AUTO}" or None but got {calibration!r}'
         )
-    if backbone != "transform":
-        raise ValueError(f"`calibration` is for the `transform` backbone, but `backbone` is {backbone!r}")
-    for name in ("key_nbits", "value_nbits"):
-        if options.get(name) is not None:
-            raise ValueError(
-                f"`{name}` has no meaning with a `calibration`: it shares `nbits` between keys and values"
-            )
+    for name, value in (("key_nbits", key_nbits), ("value_nbits", value_nbits)):
+        if value is not None:
+            raise ValueError(f"`{name}` has no effect beside `calibration`, which shares `nbits` between both sides")
 
 
 def resolve_calibration(
-    calibration: TransformCalibration | str | Path | None,
-    model: PreTrainedConfig | torch.nn.Module | None,
-    *,
-    by_default: bool,
+    calibration: TransformCalibration | str | Path | None, model: PreTrainedConfig | torch.nn.Module | None
 ) -> TransformCalibration | None:
     """
-    The calibration that a cache for a model takes, given it, its file, `"auto"` or none; a `ValueError` if it is
-    another model's, or cannot be read.
-
-    Where no option says how the cache compresses (`by_default`), none stands for that of the model, if the user has
-    made one. Those of this package are for who asks for them: a default that is another one for two models would make
-    what is measured of it untrue for all others.
+    Return the calibration of a cache for `model`, given the calibration itself, its file, `"auto"` or `None`; a
+    `ValueError` if it is another model's, or cannot be read.
     """
-    # A config cannot tell whose weights they are
-    if calibration is None and by_default and model is not None and not isinstance(model, PreTrainedConfig):
-        try:
-            return find_calibration(unwrap_model(model), is_own=True)
-        except ValueError as error:
-            warn_user(f"the cache goes without a calibration: {error}")
     if calibration is None or (calibration == AUTO and model is None):
         return None
     if model is None:
@@ -432,11 +423,11 @@ def resolve_calibration(
         return calibration
     if calibration != AUTO:
         return TransformCalibration.load(calibration, own)
+    # A config cannot tell whose weights they are
     found = None if isinstance(own, PreTrainedConfig) else find_calibration(own)
-    if found is not None:
-        return found
-    warn_user(
-        "this model has no calibration: its prompts alone say how they are coded, and less is kept at the same bytes; "
-        "`kvcache-plugins calibrate --cache gear` makes one"
-    )
-    return None
+    if found is None:
+        warn_user(
+            "this model has no calibration: tables are fitted to its prompts alone, and more is lost at the same "
+            "bytes; `kvcache-plugins calibrate --cache transform` makes one"
+        )
+    return found

@@ -1,1 +1,0 @@
-"""GEAR's place for transform coding: a token coded by itself, channels by their energy."""

@@ -1,0 +1,1 @@
+"""Caches whose layers pack tokens: forks, files, and kernels that are compiled in advance."""

@@ -1,0 +1,235 @@
+"""`TransformCodingCache`: every token a row of bytes, with bits where channels have energy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kvcache_plugins.files.records import Format
+from kvcache_plugins.kernels.engine import has_gpu_kernels
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
+from kvcache_plugins.layers.model_match import replace_full_attention
+from kvcache_plugins.layers.static_layer import StaticLayer
+from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
+from kvcache_plugins.option_checks import check_integer, split_nbits
+from kvcache_plugins.packed.cache import ADVICE, PackedCache
+from kvcache_plugins.packed.snapshot import Snapshot
+from kvcache_plugins.registry import get_config
+from kvcache_plugins.reports.memory import StatValue
+
+from .calibration import (
+    AUTO,
+    TransformCalibration,
+    calibration_of_file,
+    check_calibration,
+    resolve_calibration,
+)
+from .config import DEFAULT_MEAN_NBITS, DEFAULT_NBITS, TransformCodingConfig
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TransformCodingSnapshot(Snapshot):
+    """Content of a file of a `TransformCodingCache`: `calibration` is the digest of the one that it was made with."""
+
+    config: TransformCodingConfig
+    calibration: str | None
+
+
+class TransformCodingCache(PackedCache):
+    """
+    A cache that stores every token of a head as a row of few bytes: channels that vary more get more bits.
+
+    Keys are coded before their rotary embedding, values rotated by a Hadamard matrix; both in bits that are shared
+    among channels by their energy (reverse water-filling), one scale a token. This is a method of this package: at
+    equal bytes its loss is below that of [`GEARCache`] and of KIVI's groups. Tokens are packed a few at a time, right
+    after the first tokens and a prompt's attention. Under `sdpa`, `eager`, `flex_attention` and flash attention the
+    cache is read as it is stored; any other implementation makes it dense a layer at a time.
+
+    Args:
+        config (`PreTrainedConfig` or `PreTrainedModel`, *optional*):
+            The model, or its config. With it, keys are coded before their rotary embedding, layers whose attention
+            has a window keep no more than the window (see `sliding`), and bounded layers of other kinds stay
+            Transformers' own; without it, every layer is coded as one of full attention.
+        nbits (`float`, *optional*):
+            Bits of a channel on average, up to 8. Defaults to 4 for keys and 3.25 for values, and with a calibration,
+            which shares bits among both, to 3.625.
+        key_nbits, value_nbits (`float`, *optional*):
+            The same for keys or values alone, without a calibration.
+        residual_length (`int`, *optional*, defaults to 5):
+            Newest decoded tokens that stay exact at most; the oldest of them are coded when there are as many.
+        num_sink_tokens (`int`, *optional*, defaults to 4):
+            First tokens of a sequence that stay exact
+            ([StreamingLLM](https://huggingface.co/papers/2309.17453)).
+        quantizer (`str`, *optional*, defaults to `"lloyd-max"`):
+            `"lloyd-max"` quantizes channels one by one, `"trellis"` (up to 6 bits) each with those before it, which
+            makes errors a third smaller and coding slower.
+        sliding (`str`, *optional*, defaults to `"auto"`):
+            Treatment of layers whose attention has a window or goes by chunks: `"compressed"`, where tokens that no
+            later query sees are dropped, some at a time; `"dense"`, which leaves them Transformers' own; or `"auto"`,
+            which compresses windows of at least 2048 tokens, as shorter ones gain little.
+        recent_length (`int`, *optional*, defaults to 128):
+            Newest of the coded tokens that were decoded, at most, whose rows have more bits, as they are read most;
+            older ones are coded again as all others. 0 for none.
+        recent_nbits (`int`, *optional*, defaults to 2):
+            Additional bits of a channel of these.
+        attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
+            Padding of the prompt, needed for batches of unequal length under an attention implementation that reads
+            dense states, such as one of your own.
+        max_cache_len (`int`, *optional*):
+            Tokens that memory is reserved for from the beginning. The cache is then static, as Transformers'
+            `StaticCache` is: every step of one token is the same, so `torch.compile` makes one graph of it, on a GPU
+            a CUDA graph, and `generate` compiles steps by itself there. All layers have to be of full attention.
+        calibration (`TransformCalibration`, `str` or `Path`, *optional*):
+            Result of `calibrate_transform` for the model, or its file: bases of keys and values, and how much their
+            errors cost. `"auto"` takes the file that `kvcache-plugins calibrate --cache transform` keeps of the
+            model, and goes without one, with a warning, where there is none.
+
+    Raises:
+        ValueError: if an option is out of range, or `config` has layers that hold full-length states of a kind that
+            cannot be compressed.
+
+    Example:
+
+    ```python
+    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+    >>> from kvcache_plugins import TransformCodingCache
+
+    >>> model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
+    >>> tokenizer = AutoTokenizer.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
+    >>> inputs = tokenizer("A very long text ...", return_tensors="pt")
+
+    >>> cache = TransformCodingCache(model)
+    >>> outputs = model.generate(**inputs, past_key_values=cache)
+    >>> cache.memory().kv_percent  # of a 16-bit cache
+    ```
+    """
+
+    _format = Format("kvcache_plugins.transform_coding", 1, ADVICE)
+    _snapshot_class = TransformCodingSnapshot
+    learns_from_queries = True
+    cache_config: TransformCodingConfig
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | torch.nn.Module | None = None,
+        *,
+        nbits: float | None = None,
+        key_nbits: float | None = None,
+        value_nbits: float | None = None,
+        residual_length: int = 5,
+        num_sink_tokens: int = 4,
+        quantizer: str = "lloyd-max",
+        sliding: str = "auto",
+        recent_length: int = 128,
+        recent_nbits: int = 2,
+        attention_mask: torch.Tensor | None = None,
+        max_cache_len: int | None = None,
+        calibration: TransformCalibration | str | Path | None = None,
+    ):
+        check_calibration(calibration, key_nbits, value_nbits)
+        self.calibration = resolve_calibration(calibration, config)
+        default = DEFAULT_NBITS if self.calibration is None else (DEFAULT_MEAN_NBITS, DEFAULT_MEAN_NBITS)
+        key_nbits, value_nbits = split_nbits(nbits, key_nbits, value_nbits, default)
+        self.cache_config = TransformCodingConfig(
+            key_nbits=key_nbits,
+            value_nbits=value_nbits,
+            residual_length=residual_length,
+            num_sink_tokens=num_sink_tokens,
+            quantizer=quantizer,
+            sliding=sliding,
+            recent_length=recent_length,
+            recent_nbits=recent_nbits,
+        )
+        config = get_config(config, "config")
+        self._max_cache_len = max_cache_len
+        if max_cache_len is not None:
+            check_integer("max_cache_len", max_cache_len, 1)
+            if quantizer != "lloyd-max":
+                raise ValueError('`max_cache_len` needs `quantizer="lloyd-max"`')
+            if config is None:
+                raise ValueError("`max_cache_len` needs the model or its config, which the cache is made with")
+        super().__init__(config, attention_mask)
+        if max_cache_len is not None and not self.is_compileable:
+            raise ValueError("`max_cache_len` is for models whose layers all are of full attention")
+
+    def _layer(
+        self, layer_idx: int, config: PreTrainedConfig | None = None, window: int | None = None
+    ) -> CompressedLayer:
+        options, codec = self.cache_config, None
+        frequencies = None if config is None else rotary_frequencies(config, layer_idx)
+        # A calibration without a layer of a window leaves it to its prompt
+        if self.calibration is not None and (window is None or layer_idx in self.calibration.layers):
+            codec = self.calibration.codec(layer_idx, options.key_nbits, options.quantizer, frequencies)
+        packing = options.packing(frequencies, codec)
+        if window is None and options.quantizer == "lloyd-max" and (self._max_cache_len or has_gpu_kernels()):
+            return StaticLayer(packing, layer_idx, self._given_mask, self._max_cache_len)
+        return CompressedLayer(packing, layer_idx, self._given_mask, window)
+
+    def _layers_for(self, config: PreTrainedConfig) -> list[Any]:
+        options = self.cache_config
+
+        def make_windowed(index: int, window: int) -> CompressedLayer | None:
+            is_compressed = options.sliding == "compressed"
+            if options.sliding == "auto":
+                is_compressed = window >= options.least_window
+            return self._layer(index, config, window) if is_compressed else None
+
+        return replace_full_attention(config, lambda index: self._layer(index, config), make_windowed)
+
+    def stats(self) -> dict[str, StatValue]:
+        """Counters of [`PackedCache.stats`]; with a calibration `calibration_bytes` too, `shared` in `memory()`."""
+        counters = super().stats()
+        if self.calibration is not None:
+            counters["calibration_bytes"] = sum(self.memory().shared.values())
+        return counters
+
+    def _options_to_save(self) -> dict[str, Any]:
+        digest = None if self.calibration is None else self.calibration.digest
+        return {"config": self.cache_config, "calibration": digest}
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        model: PreTrainedModel | PreTrainedConfig,
+        *,
+        calibration: TransformCalibration | str | Path | None = None,
+    ) -> TransformCodingCache:
+        """
+        Read a cache that `save` wrote, check all of it, and copy it into memory: later changes of the file do not
+        matter. The calibration is not in the file, but its digest.
+
+        Args:
+            model (`PreTrainedModel` or `PreTrainedConfig`): the model that continues from the cache, or its config,
+                which cannot tell whether the weights are the same.
+            calibration (`TransformCalibration`, `str` or `Path`, *optional*): the one that the cache was made with, or
+                its file. By default it is looked for where `kvcache-plugins calibrate` keeps calibrations.
+
+        Raises:
+            ValueError: naming `path`, if the file is damaged, of another version, model or class, or was made with
+                another calibration.
+        """
+        if isinstance(calibration, (str, Path)):
+            calibration = TransformCalibration.read(calibration)
+        return cls._load(path, model, given=calibration)
+
+    @classmethod
+    def _read_options(
+        cls,
+        snapshot: TransformCodingSnapshot,
+        model: PreTrainedModel | PreTrainedConfig,
+        given: TransformCalibration | None = None,
+    ) -> dict[str, Any]:
+        return calibration_of_file(snapshot.config, snapshot.calibration, given, model)
+
+
+def check_options(*, calibration: object = None, **options: Any) -> None:
+    """Raise a `ValueError` for options of a `TransformCodingCache` that no model makes right."""
+    TransformCodingCache(**options)
+    check_calibration(calibration, options.get("key_nbits"), options.get("value_nbits"))
+    if isinstance(calibration, (str, Path)) and calibration != AUTO and not Path(calibration).is_file():
+        raise ValueError(f"`calibration` is `{calibration}`, but there is no such file")

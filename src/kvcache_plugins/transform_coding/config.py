@@ -1,0 +1,122 @@
+"""Options of transform coding, validated once and immutable afterwards."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvcache_plugins.codecs.codec import Codec
+from kvcache_plugins.codecs.prompt_codec import PromptCodec
+from kvcache_plugins.codecs.quantizers import QUANTIZERS, num_blocks
+from kvcache_plugins.codecs.rope import candidate_layouts
+from kvcache_plugins.layers.packing import DROP_STEP, RowPacking
+from kvcache_plugins.option_checks import check_choice, check_integer, check_number
+
+
+# Treatments of layers whose attention has a window
+SLIDING = ("auto", "compressed", "dense")
+# Fewest tokens that a table is fitted to; before that all are exact
+MIN_TOKENS = 64
+# A row has a scale and codes: a word at least, which is what C loads
+LEAST_BYTES = 3
+# Default bits of keys and of values: the smallest preset whose KL was below that of `gear-k4v4` in every table
+DEFAULT_NBITS = (4.0, 3.25)
+# With a calibration keys and values share their bits
+DEFAULT_MEAN_NBITS = sum(DEFAULT_NBITS) / 2
+# In shorter windows more is lost than the bytes are worth: docs/results/gear.md
+_LEAST_WINDOW = 2048
+# A window that is compressed by itself holds so many chunks and buffers
+_WINDOW_FACTOR = 4
+# Number of tokens before the first fit whose queries are recorded, for a sequence that grows token by token
+_NUM_RECORDED_QUERIES = 32
+# Largest magnitude: scales reach it although standard deviations are float16
+_LARGEST = 2.0**22
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransformCodingConfig:
+    """Options of a `TransformCodingCache`, which explains each field. Bits are rounded to a bit for eight channels."""
+
+    key_nbits: float
+    value_nbits: float
+    residual_length: int = 5
+    num_sink_tokens: int = 4
+    quantizer: str = "lloyd-max"
+    sliding: str = "auto"
+    recent_length: int = 128
+    recent_nbits: int = 2
+
+    def __post_init__(self) -> None:
+        check_choice("quantizer", self.quantizer, list(QUANTIZERS))
+        for name in ("key_nbits", "value_nbits"):
+            check_number(f"{name}/nbits", getattr(self, name), above=0, most=self.max_width)
+        for name, least in (("residual_length", 1), ("num_sink_tokens", 0), ("recent_length", 0), ("recent_nbits", 0)):
+            check_integer(name, getattr(self, name), least)
+        check_choice("sliding", self.sliding, SLIDING)
+
+    def to_options(self) -> dict[str, Any]:
+        """Return the arguments of `TransformCodingCache` that make the same cache, without a calibration."""
+        return asdict(self)
+
+    def to_calibrated_options(self) -> dict[str, Any]:
+        """Return the arguments that make the same cache with a calibration, which shares the bits of both sides."""
+        options = self.to_options()
+        del options["value_nbits"]
+        return {"nbits": options.pop("key_nbits"), **options}
+
+    @property
+    def shortest_prompt(self) -> int:
+        """Number of tokens of the shortest prompt that is coded."""
+        return self.num_sink_tokens + MIN_TOKENS
+
+    @property
+    def token_group(self) -> int:
+        """Number of tokens that are coded together: every token is a row of its own."""
+        return 1
+
+    @property
+    def least_window(self) -> int:
+        """Number of tokens of the smallest window that is coded if `sliding` is `"auto"`."""
+        return max(_LEAST_WINDOW, _WINDOW_FACTOR * (max(self.residual_length, DROP_STEP) + self.residual_length))
+
+    @property
+    def max_width(self) -> int:
+        """Largest number of bits of a channel."""
+        return len(QUANTIZERS[self.quantizer].distortions) - 1
+
+    def code_bytes(self, key_dim: int, value_dim: int) -> tuple[int, int]:
+        """Return the bytes of the codes of a key and of a value: the sums of their blocks' widths."""
+        blocks = (num_blocks(key_dim), self.key_nbits), (num_blocks(value_dim), self.value_nbits)
+        keys, values = (min(max(round(nbits * count), LEAST_BYTES), self.max_width * count) for count, nbits in blocks)
+        return keys, values
+
+    def packing(self, frequencies: tuple[float, ...] | None, fixed: Codec | None = None) -> RowPacking:
+        """
+        Make the packing of a layer.
+
+        Args:
+            frequencies (`tuple[float, ...]`, *optional*): of the keys' rotary embedding, in radians a token, of every
+                pair of channels.
+            fixed (`Codec`, *optional*): codec that does not depend on the prompt, as a calibration makes it.
+        """
+        return RowPacking(
+            fixed if fixed is not None else PromptCodecs(self, frequencies),
+            residual_length=self.residual_length,
+            num_sink_tokens=self.num_sink_tokens,
+            least_tokens=self.shortest_prompt if fixed is None else self.num_sink_tokens + 1,
+            num_heard=_NUM_RECORDED_QUERIES,
+            largest=_LARGEST,
+            recent_length=self.recent_length,
+            recent_nbits=self.recent_nbits,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCodecs:
+    """Factory of codecs that are fitted to a prompt, for keys with a rotary embedding of `frequencies`."""
+
+    config: TransformCodingConfig
+    frequencies: tuple[float, ...] | None
+
+    def __call__(self, key_dim: int, value_dim: int) -> PromptCodec:
+        layouts = candidate_layouts(self.frequencies, key_dim)
+        sizes = self.config.code_bytes(key_dim, value_dim)
+        return PromptCodec((key_dim, value_dim), sizes, layouts, self.config.quantizer)
