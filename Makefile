@@ -50,7 +50,7 @@ help:  ## show this list
 
 demo: $(VENV)/.kernels  ## one long prompt continued from a dense cache and from compressed ones, side by side
 	$(BIN)/kvcache-plugins compare --model smollm2 \
-		--cache dynamic --cache gear --cache gear-t16 --cache gear-4bit --cache kivi-2bit \
+		--cache dynamic --cache transform --cache transform-16 --cache gear-4bit --cache kivi-2bit \
 		--chat --prompt-file LICENSE --prompt "$(DEMO_QUESTION)" --max-new-tokens 64
 
 test: $(VENV)/.kernels  ## all tests but those of `make test-long`

@@ -277,7 +277,7 @@ def own_cases() -> dict[str, Case]:
     everything: dict[str, Any] = {"share": 1.0, "max_fetch_ratio": 1.0, "recent": 8, "full_layers": ()}
     h2o = partial(create_cache, "h2o", heavy_ratio=0.5, recent_ratio=0.5)
     return {
-        "gear": Case(partial(create_cache, "gear-4bit", nbits=8, residual_length=16), _LOSSY),
+        "transform": Case(partial(create_cache, "gear-4bit", nbits=8, residual_length=16), _LOSSY),
         "infinigen": Case(partial(create_cache, "infinigen", **everything, speculate=True), _EXACT),
         "h2o": Case(h2o, _EXACT),
     }

@@ -33,7 +33,7 @@ _BITS = re.compile(r"-(\d)bit")
 # Bits of keys and of values, and llama.cpp's types: one method, whatever they are
 _BITS_OF_SIDES = re.compile(r"-k\dv\d(-g\d+)?|-q\d_\d")
 # Percent of 16 bits, of transform coding: without a calibration and with one, and by which quantizer
-_PERCENT_OF_BITS = re.compile(r"(?<=^gear-[tc])\d+(?=$|-trellis$)")
+_PERCENT_OF_BITS = re.compile(r"(?:(?<=^transform)|(?<=^calibrated))-\d+(?=$|-trellis$)")
 # Of a legend
 _MOST_NAMES = 18
 
@@ -133,8 +133,7 @@ def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
     methods: dict[str, list[tuple[float, float, float, float, str]]] = defaultdict(list)
     for content in group:
         _, value, error = _score(content)
-        # The default by its percents: `gear` alone is not of the paper's form
-        cache = re.sub(r"^gear(?=$|:)", "gear-t25", content["settings"]["cache"])
+        cache = content["settings"]["cache"]
         if content["memory"] and not (is_logarithmic and value <= 0):
             methods[_method(cache)].append((*_percent_held(content), value, error, cache))
     # So many that a name for each would be a page: one for each method then, and its bits beside the mark

@@ -42,7 +42,7 @@ import typer
 from transformers import Cache, PreTrainedModel, StaticCache
 
 from kvcache_plugins import InfiniGenCache
-from kvcache_plugins.gear.kernel_check import require_close_layers
+from kvcache_plugins.eval.kernel_check import require_close_layers
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.option_checks import check_choice
@@ -112,7 +112,7 @@ TESTS = (
     "tests/triton_kernels/test_attention.py",
     "tests/triton_kernels/test_rows.py",
     "tests/triton_kernels/test_static_steps.py",
-    "tests/gear/transform/test_coding_kernels.py",
+    "tests/transform_coding/test_coding_kernels.py",
     "tests/triton_kernels/test_gather.py",
     "tests/infinigen/test_on_gpu.py",
     "tests/gear/test_presets_on_gpu.py",
@@ -122,12 +122,12 @@ _SIZES = {"large": (16, 32768), "medium": (4, 16384), "small": (1, 4096)}
 SHAPES = {name: Shape(batch_size=size, context=context) for name, (size, context) in _SIZES.items()}
 # Whole steps: the most wanted come first, the first being the measure
 STEP_CACHES = (
-    *("dynamic", "gear", "gear-2bit", "gear-4bit", "kivi-2bit", "static"),
+    *("dynamic", "transform", "gear-2bit", "gear-4bit", "kivi-2bit", "static"),
     *("quanto-4bit", "quanto-2bit", "hqq-4bit", "hqq-2bit"),
 )
 # As CUDA graphs. Shapes are batch sizes and contexts
 CAPTURED = ", captured"
-CAPTURED_CACHES = ("dynamic", "gear", *(f"{name}{CAPTURED}" for name in ("static", "gear", "gear-t16")))
+CAPTURED_CACHES = ("dynamic", "transform", *(f"{name}{CAPTURED}" for name in ("static", "transform", "transform-16")))
 CAPTURED_SHAPES = ((1, 4096), (16, 8192), (1, 32768))
 # Tokens that a model reads at a time, in all sequences
 _READ_AT_ONCE = 65536
@@ -186,7 +186,7 @@ def count_outcomes(results: Path, report: Result) -> dict[str, int]:
 def time_attention(
     run: Run,
     shapes: Mapping[str, Shape] = SHAPES,
-    caches: Sequence[str] = (*CACHES, "gear-t16", "gear-t16:quantizer=trellis"),
+    caches: Sequence[str] = (*CACHES, "transform-16", "transform-16:quantizer=trellis"),
     rounds: int = 50,
 ) -> None:
     """Times decode attention alone, a file a shape. What is not right is not timed; the others are."""
@@ -282,7 +282,7 @@ def measure_offloading(
     steps: int = 40,
     # Random weights attend broadly, so the default rule always fetches the most that it may, a fifth: its worst case.
     # A twentieth is about what it fetches of a trained model's long contexts
-    caches: Sequence[str] = ("dynamic", "infinigen", "offloaded", "infinigen-gear", "infinigen:share=0.05"),
+    caches: Sequence[str] = ("dynamic", "infinigen", "offloaded", "infinigen-transform", "infinigen:share=0.05"),
 ) -> None:
     """Times InfiniGen beside what it stands in for; that it is exact where all is fetched is one of the checks."""
     report = run.open("infinigen", "offloading", model, steps=steps)
@@ -428,7 +428,7 @@ def search_largest_batches(
     budget_bytes: int = 40 * 2**30,
     context: int = 4096,
     steps: int = STEPS,
-    caches: Sequence[str] = ("dynamic", "gear-2bit", "gear"),
+    caches: Sequence[str] = ("dynamic", "gear-2bit", "transform"),
 ) -> None:
     """Searches the largest batch in a fixed budget, for each cache whose attention is right."""
     network, budget = random_model(model, DTYPE, run.device), Budget(budget_bytes, run.device)
@@ -471,10 +471,10 @@ TINY: dict[str, dict[str, Any]] = {
     "checks": {"tests": ("tests/triton_kernels/test_attention.py", "-k", "no_tokens")},
     "attention": {
         "shapes": {"large": Shape(batch_size=1, context=128, num_heads=1, groups=2, head_dim=64)},
-        "caches": ("gear-2bit", "gear-l-2bit", "gear-t25"),
+        "caches": ("gear-2bit", "gear-l-2bit", "transform"),
         "rounds": 3,
     },
-    "step": {**_FEW, "caches": ("dynamic", "gear", "gear-2bit", "static", "no-such-cache")},
+    "step": {**_FEW, "caches": ("dynamic", "transform", "gear-2bit", "static", "no-such-cache")},
     "captured": {
         **{key: _FEW[key] for key in ("model", "steps")},
         "shapes": ((1, 128), (2, 100)),
@@ -484,7 +484,7 @@ TINY: dict[str, dict[str, Any]] = {
         "model": llama(128, 64, 64, 4, 2, 2, 1024),
         "context": 100,
         "steps": 4,
-        "caches": ("dynamic", "infinigen:share=0.1", "infinigen-gear:share=0.1", "offloaded"),
+        "caches": ("dynamic", "infinigen:share=0.1", "infinigen-transform:share=0.1", "offloaded"),
     },
     "batch": {**_FEW, "context": 64, "budget_bytes": 26_000, "caches": ("dynamic", "gear-2bit")},
 }

@@ -6,7 +6,6 @@ puts together what was measured apart: it reads the files named below from `eval
 model's config alone, writes `overview.json`, from which the table is rendered, there, and draws `FIGURE`.
 """
 
-import json
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,6 +17,7 @@ import typer
 from kvcache_plugins.advice.memory_prediction import predict_memory
 from kvcache_plugins.console.results import provenance, write_json
 
+from .result_files import read_result
 from .tables import RESULTS, read_sweep, render_result
 
 
@@ -36,11 +36,11 @@ CACHES = {
     "quanto-4bit": "Transformers' `QuantizedCache`",
     "kivi-4bit": "KIVI",
     "gear-4bit": "GEAR as in its paper",
-    "gear-t30": "this package, nearest to dense",
-    "gear-t25": "this package's default, `gear`",
-    "gear-t22": "this package",
-    "gear-t16": "this package, smallest",
-    "gear-c16": "this package, calibrated",
+    "transform-30": "this package, nearest to dense",
+    "transform": "this package's default, `transform`",
+    "transform-22": "this package",
+    "transform-16": "this package, smallest",
+    "calibrated-16": "this package, calibrated",
 }
 # Parts of GEAR alone, which nobody takes, and what would make the figure a thicket
 _NOT_DRAWN = ("per-token-*", "gear-l-*", "kcvt-*", "*trellis", "*:*")
@@ -52,7 +52,7 @@ def merge_fidelity(results: Path, names: Sequence[str]) -> dict[str, Any]:
     left out. Results that were not measured in the same way are a `ValueError`.
     """
     found = [results / name for name in names if (results / name).is_file()]
-    contents = [json.loads(path.read_text(encoding="utf-8")) for path in found]
+    contents = [read_result(path) for path in found]
     # Options that were not given, and those that there were not yet, are alike; a batch gives the same figures
     given = [{key: value for key, value in each["settings"].items() if value and key != "batch"} for each in contents]
     if any(each != given[0] for each in given):
@@ -74,7 +74,7 @@ def compile_overview(results: Path) -> dict[str, Any]:
     """Compiles for each cache percent of 16 bits, KL behind a prompt and decoded, and speed beside `dynamic`."""
     merged = {"prompt": merge_fidelity(results, PROMPT), "decoded": merge_fidelity(results, DECODED)}
     prompt, decoded = ({"dynamic": 0.0, **{row["cache"]: row["kl"] for row in one["rows"]}} for one in merged.values())
-    steps = json.loads((results / STEPS).read_text(encoding="utf-8"))
+    steps = read_result(results / STEPS)
     speeds = {row["cache"]: row["speed_against_first"] for row in steps["rows"] if row["context"] == CONTEXT}
     rows = []
     for cache, what in CACHES.items():
@@ -118,7 +118,7 @@ def write_report(
     if result.is_dir():
         paths = draw_sweep(read_sweep(result), figures, result.name)
     else:
-        paths = [draw_result(json.loads(result.read_text(encoding="utf-8")), figures / f"{result.stem}.png")]
+        paths = [draw_result(read_result(result), figures / f"{result.stem}.png")]
     for path in paths:
         typer.echo(f"drew {path}", err=True)
 

@@ -10,7 +10,6 @@ renders the tables of Markdown files anew, each between `<!-- table: NAME -->` a
 contract's grid, and tables of what no command measures any more) is taken as it is.
 """
 
-import json
 import math
 import re
 import statistics
@@ -27,6 +26,7 @@ import typer
 from kvcache_plugins.console.display import MIN_NAME_WIDTH, make_table, open_console, print_line
 
 from .harness import QUARTILES, REFERENCE, stretch_stops
+from .result_files import read_result
 
 
 Row = Mapping[str, Any]
@@ -356,13 +356,6 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         number("KL, one forward", "kl", ".4f"),
         number("decode step, times as fast", "speed_against_dynamic", ".2f"),
     ),
-    "batching_kl": table(
-        code(),
-        name("exact newest tokens", "recent"),
-        number("KL", "kl", ".4f"),
-        number("spread of requests", "kl_spread", ".4f"),
-        number("bytes a token", "bytes", ".0f"),
-    ),
     "families": render_families,
     "context": render_context,
     "task": render_task,
@@ -385,16 +378,6 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         number("times dense", "speed_against_dense", ".2f"),
     ),
     "memory": render_memory,
-    "files": table(
-        code(),
-        number("tokens", "context", ""),
-        number("% of 16 bits", "plain_bytes", scale=100, of="bytes_of_16_bits"),
-        number("compact, %", "compact_bytes", scale=100, of="bytes_of_16_bits"),
-        number("saved in, s", "compact_save_s", ".2f"),
-        number("loaded, MB/s", "plain_bytes_per_s", ".0f", 1e-6),
-        number("compact, MB/s", "compact_bytes_per_s", ".0f", 1e-6),
-        Column("the same logits", lambda row: "yes" if row["is_same"] else "no"),
-    ),
     "prompts": table(
         number("tokens", "new_tokens", ""),
         Column("read", lambda row: _READ[row["what"]].format_map(row)),
@@ -463,7 +446,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
 
 def read_sweep(folder: Path) -> list[Row]:
     """Reads the results of a folder, the dense cache's first and then the largest; none at all is a `ValueError`."""
-    contents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    contents = [read_result(path) for path in sorted(folder.glob("*.json"))]
     contents = [each for each in contents if each.get("benchmark") == "sweep"]
     if not contents:
         raise ValueError(f"`folder`: there is no result of a sweep in {folder}")
@@ -518,7 +501,7 @@ def render_result(results: Path, name: str) -> str:
         return markdown.read_text(encoding="utf-8")
     if not data.is_file():
         raise ValueError(f"there is no {name}.json or {name}.md in {results}")
-    content = json.loads(data.read_text(encoding="utf-8"))
+    content = read_result(data)
     kind = content.get("benchmark", "fidelity")
     if kind not in RENDERERS:
         raise ValueError(

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Te
 
 from kvcache_plugins import create_cache, generate_with
 from kvcache_plugins.contract.subject import RECORDS_PAST
-from kvcache_plugins.gear import TransformCalibration, calibrate_transform
 from kvcache_plugins.infinigen import calibrate
 from kvcache_plugins.models.cache_argument import IS_RENAMED
+from kvcache_plugins.transform_coding import TransformCalibration, calibrate_transform
 
 
 HUB = Path(__file__).resolve().parents[1] / "hub"
@@ -73,7 +73,7 @@ def test_the_cache_is_in_the_output_and_of_the_options(model, tokenizer) -> None
     )
     cache = output.past_key_values
     assert cache.get_seq_length() == output.sequences.shape[1] - 1
-    assert cache.gear_config.residual_length == 16
+    assert cache.cache_config.residual_length == 16
     assert cache.stats()["tokens_compressed"] > 0
 
 
@@ -144,7 +144,7 @@ def bound(repository: Path) -> PreTrainedModel:
 
 @pytest.mark.parametrize("is_positional", [False, True], ids=["by keyword", "by position"])
 @pytest.mark.parametrize(
-    ("name", "options"), [("gear", {}), (NAME, {"cache": NAME}), ("gear", {"num_beams": 3})], ids=str
+    ("name", "options"), [("transform", {}), (NAME, {"cache": NAME}), ("transform", {"num_beams": 3})], ids=str
 )
 def test_from_the_models_own_repository(bound, model, tokenizer, name, options, is_positional) -> None:
     input_ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]
@@ -163,17 +163,21 @@ def calibration(model: PreTrainedModel, random_windows) -> TransformCalibration:
 
 
 def test_calibrations_in_the_models_repository(repository, calibration, model, tokenizer, random_windows) -> None:
-    calibration.save(repository / "gear_calibration.safetensors")
+    calibration.save(repository / "transform_calibration.safetensors")
     corrections = calibrate(model, random_windows(3, 200), rank=4, min_recall=0.0)
     corrections.save(repository / "infinigen.safetensors")
     bound = AutoModelForCausalLM.from_pretrained(repository, trust_remote_code=True).eval()
     inputs = {**tokenizer(TEXT, return_tensors="pt"), "return_dict_in_generate": True, **OPTIONS}
-    for name, options in (("gear", {}), ("gear-c16", {}), ("gear-c20", {"num_sink_tokens": 8})):
+    for name, options in (("transform", {}), ("calibrated-16", {}), ("calibrated-20", {"num_sink_tokens": 8})):
         output = bound.generate(**inputs, cache=name, cache_options=options)
         cache = create_cache(name, model, calibration=calibration, **options)
         assert output.past_key_values.calibration.digest == calibration.digest
         assert torch.equal(output.sequences, model.generate(**inputs, past_key_values=cache).sequences)
-    for name, options in (("gear", {"residual_length": 32}), ("gear-c16", {"calibration": None}), (NAME, {})):
+    for name, options in (
+        ("transform", {"residual_length": 32}),
+        ("calibrated-16", {"calibration": None}),
+        (NAME, {}),
+    ):
         assert bound.generate(**inputs, cache=name, cache_options=options).past_key_values.calibration is None
     options = {"calibration": str(repository / "infinigen.safetensors")}
     output = bound.generate(**inputs, cache="infinigen", cache_options=options)
@@ -181,8 +185,14 @@ def test_calibrations_in_the_models_repository(repository, calibration, model, t
 
 
 def test_the_model_card_shows_what_works(repository, calibration) -> None:
-    calibration.save(repository / "gear_calibration.safetensors")
-    given = {"model_id": repository.as_posix(), "base_model": "a/b", "cache": "gear-c16", "results": "", "texts": ""}
+    calibration.save(repository / "transform_calibration.safetensors")
+    given = {
+        "model_id": repository.as_posix(),
+        "base_model": "a/b",
+        "cache": "calibrated-16",
+        "results": "",
+        "texts": "",
+    }
     data = ModelCardData(base_model="a/b", library_name="transformers", tags=["custom_generate"])
     ModelCard.from_template(data, template_path=str(HUB / "model_card.md"), **given).save(repository / "README.md")
     card = ModelCard.load(repository / "README.md")

@@ -42,7 +42,7 @@ FLOORS: tuple[set[str], ...] = (
 CALLS = {("codecs", "kernels")}
 # `eval/` is a house of its own.
 EVAL_FLOORS: tuple[set[str], ...] = (
-    {"context_tasks", "harness", "rows"},
+    {"context_tasks", "harness", "kernel_check", "result_files", "rows"},
     {"continuations", "tables"},
     {"benchmark", "figures"},
     {"measures", "families", "report", "runahead"},

@@ -3,16 +3,21 @@
 import pytest
 import torch
 
-from kvcache_plugins import GEARCache, H2OCache, InfiniGenCache, InfiniGenGEARCache, create_cache, option_checks
+from kvcache_plugins import GEARCache, H2OCache, InfiniGenCache, InfiniGenTransformCache, create_cache, option_checks
 
 
 WRONG: dict[str, dict[str, list[object]]] = {
     "gear": {
-        **{"nbits": [2.0, "2", True], "key_nbits": ["2", 4.0], "backbone": [4, ["kivi"]], "value_sparsity": ["0.1"]},
-        **{"sparsity": ["a", True, float("nan")], "rank": ["x", 2.0, True], "key_rank": ["x", False]},
+        **{"nbits": [2.0, "2", True], "key_nbits": ["2", 4.0], "backbone": [4, ["kivi"]]},
+        **{"sparsity": ["a", True, float("nan")], "rank": ["x", 2.0, True]},
         **{"decode_rank": ["x", 1.0], "residual_length": ["64", 64.0], "q_group_size": ["64", True, 32.0]},
-        **{"num_iterations": ["3"], "low_rank_recent_ratio": ["1"], "num_sink_tokens": ["4"]},
+        **{"num_iterations": ["3"], "num_sink_tokens": ["4"]},
         **{"rotate_values": [1, "yes"], "attention_mask": ["x", [[1, 1]], torch.ones(3)]},
+    },
+    "transform": {
+        **{"nbits": ["2", True], "key_nbits": ["2"], "value_nbits": [True], "residual_length": ["64", 64.0]},
+        **{"num_sink_tokens": ["4"], "quantizer": [1, "e8"], "sliding": [True, "window"], "recent_length": ["x", 2.0]},
+        **{"recent_nbits": [None, 1.5], "attention_mask": ["x"], "max_cache_len": ["x", 2.0], "calibration": [5]},
     },
     "infinigen": {
         **{"min_weight": ["x", True], "alpha": ["4", float("nan")], "share": ["x", [0.5]], "mass": ["x"]},
@@ -21,7 +26,7 @@ WRONG: dict[str, dict[str, list[object]]] = {
         **{"full_layers": ["x", 5, (0.0,), (True,), ("0",)], "speculate": [1, "no"], "track_hits": [0]},
         **{"track_times": ["yes"], "landmarks": [16.0, True], "calibration": [5, {}], "attention_mask": ["x"]},
     },
-    "infinigen-gear": {"key_nbits": ["4", 9.0, None], "value_nbits": ["4", True, None], "recent": ["32"]},
+    "infinigen-transform": {"key_nbits": ["4", 9.0, None], "value_nbits": ["4", True, None], "recent": ["32"]},
     "h2o": {
         **{"heavy_ratio": ["x", None, True], "recent_ratio": ["x", None], "min_tokens": ["32", 32.0, None]},
         "grow": [None, 1, "yes"],
@@ -56,14 +61,6 @@ def test_a_value_of_the_wrong_type_is_named_as_it_was_written(cache, option, val
     assert str(caught.value).endswith(f"but got {shown}")
 
 
-KVARN = {"backbone": "kvarn", "sparsity": 0.0}
-# Each of the first is named
-TRANSFORM = [
-    *({"nbits": number} for number in (0, 9)),
-    *({"key_nbits": "2"}, {"value_nbits": True}, {"residual_length": 0}, {"num_sink_tokens": -1}, {"rank": 2}),
-    *({"sparsity": 0.1}, {"q_group_size": 64}, {"value_backbone": "kivi"}, {"rotate_values": True}),
-    *({"quantizer": "e8"}, {"key_nbits": 6.5, "quantizer": "trellis"}),
-]
 INFINIGEN: dict[str, tuple[object, ...]] = {
     **{"alpha": (0.0, -1.0), "min_weight": (0,), "share": (1.5,), "mass": (0.0,), "max_fetch_ratio": (0.0, 1.01)},
     **{"partial_ratio": (2.0,), "scoring_nbits": (3,), "skewing": ("query-svd",), "recent": (0,), "sink": (-1,)},
@@ -75,28 +72,26 @@ OUT_OF_RANGE = {
         ({"nbits": 5}, "nbits.*2, 3, 4, 8.*5"),
         ({"key_nbits": 1}, "key_nbits.*2, 3, 4, 8"),
         ({"backbone": "kvit"}, "backbone.*kcvt.*kivi.*per-token.*kvit"),
-        ({"value_backbone": "x"}, "value_backbone.*kcvt"),
         ({"sparsity": 1.0}, r"sparsity.*\[0, 1\)"),
-        ({"value_sparsity": -0.1}, "value_sparsity"),
         ({"rank": -1}, "rank.*at least 0"),
         ({"rank": 65}, "rank.*at most 64"),
         ({"decode_rank": 21, "residual_length": 20}, "decode_rank.*at most 20"),
         ({"num_sink_tokens": -1}, "num_sink_tokens.*at least 0 but got -1"),
         ({"residual_length": 0}, "residual_length.*at least 1"),
         ({"num_iterations": 0}, "num_iterations"),
-        ({"low_rank_recent_ratio": 0.0}, "low_rank_recent_ratio"),
         ({"q_group_size": 0}, "q_group_size"),
         ({"nbits": 2, "q_group_size": 48}, "q_group_size.*divide.*residual_length.*48"),
-        ({"nbits": 4, "quantizer": "trellis"}, "quantizer"),
-        *(({**of, "sliding": "window"}, r"`sliding`.*auto.*compressed.*dense.*'window'") for of in ({}, {"nbits": 2})),
-        ({"nbits": 4, "sliding": "compressed"}, '`sliding` has to be "auto" or "dense".*only `backbone="transform"`'),
-        ({**KVARN, "rank": 2}, "`rank` and `sparsity` have to be 0 with the `kvarn` backbone"),
-        ({**KVARN, "rank": 0, "key_backbone": "kivi"}, "`key_backbone` and `value_backbone` have both to be `kvarn`"),
-        (
-            {**KVARN, "rank": 0, "q_group_size": 48},
-            "`q_group_size` has to divide `residual_length`.* the `kvarn` backbone",
-        ),
-        *(({"backbone": "transform", **each}, f"`[^`]*{next(iter(each))}") for each in TRANSFORM),
+    ],
+    "transform": [
+        ({"nbits": 0}, "`key_nbits`/`nbits`.*0"),
+        ({"nbits": 9}, "`key_nbits`/`nbits`.*9"),
+        ({"key_nbits": 6.5, "quantizer": "trellis"}, "`key_nbits`/`nbits`.*6.5"),
+        ({"residual_length": 0}, "`residual_length`.*at least 1"),
+        ({"num_sink_tokens": -1}, "`num_sink_tokens`.*at least 0"),
+        ({"recent_length": -1}, "`recent_length`.*at least 0"),
+        ({"sliding": "window"}, r"`sliding`.*auto.*compressed.*dense.*'window'"),
+        ({"quantizer": "e8"}, "`quantizer`.*lloyd-max.*trellis"),
+        ({"max_cache_len": 0}, "`max_cache_len`.*at least 1"),
     ],
     "h2o": [
         ({"heavy_ratio": 0}, r"`heavy_ratio`.*\(0, 1\].*0"),
@@ -115,7 +110,7 @@ OUT_OF_RANGE = {
         ({"partial_ratio": 0.3, "scoring_nbits": 4}, "exclude each other"),
         ({"partial_ratio": 0.3, "skewing": "svd"}, "`skewing`"),
     ],
-    "infinigen-gear": [
+    "infinigen-transform": [
         ({"key_nbits": 9}, "`key_nbits`.* got 9"),
         ({"value_nbits": 0}, "`value_nbits`.* got 0"),
         *(({name: value}, f"`{name}`") for name, value in {"scoring_nbits": 4, "partial_ratio": 0.3}.items()),
@@ -151,7 +146,7 @@ def test_what_is_no_model_is_told_what_to_write(cache_class, given, hint):
         cache_class(given)
 
 
-@pytest.mark.parametrize("cache_class", [InfiniGenCache, InfiniGenGEARCache])
+@pytest.mark.parametrize("cache_class", [InfiniGenCache, InfiniGenTransformCache])
 def test_infinigen_needs_a_model(cache_class, tiny_llama):
     for given in ("infinigen", tiny_llama.config):
         with pytest.raises(ValueError, match="`model` must be a `PreTrainedModel`"):
@@ -162,8 +157,8 @@ def test_infinigen_needs_a_model(cache_class, tiny_llama):
 
 
 def test_arguments_of_create_cache_the_wrong_way_round(tiny_llama):
-    with pytest.raises(ValueError, match=r'write `create_cache\("gear", model\)`, the name first'):
-        create_cache(tiny_llama, "gear")
+    with pytest.raises(ValueError, match=r'write `create_cache\("transform", model\)`, the name first'):
+        create_cache(tiny_llama, "transform")
 
 
 @pytest.mark.parametrize("cache_class", [GEARCache, H2OCache])

@@ -48,7 +48,7 @@ def create_small(model: object, *, nbits: int = 4, rank: int = 0) -> Cache:
 def test_lists_transformers_caches_and_ours() -> None:
     names = list_caches()
     assert set(names) >= TRANSFORMERS_CACHES
-    assert {"gear", "gear-4bit", "gear-2bit", "gear-l-2bit", "kivi-2bit"} <= set(names)
+    assert {"transform", "gear-4bit", "gear-2bit", "gear-l-2bit", "kivi-2bit"} <= set(names)
     assert names == sorted(names)
     assert set(list_caches("gear*")) == {name for name in names if name.startswith("gear")}
     assert list_caches("no-such*") == []
@@ -251,7 +251,7 @@ def test_a_named_factory_is_imported_when_it_is_needed() -> None:
     with pytest.raises(ImportError, match="no_such_module"):
         create_cache("named")
     register_cache("theirs", "kvcache_plugins.gear.cache:GEARCache", nbits=2)
-    assert create_cache("theirs").gear_config.key.nbits == 2
+    assert create_cache("theirs").cache_config.key_nbits == 2
 
 
 def test_values_are_checked_without_a_model() -> None:
@@ -260,12 +260,12 @@ def test_values_are_checked_without_a_model() -> None:
         "h2o:heavy_ratio=2": "The cache `h2o`: `heavy_ratio`",
         "infinigen:share=2": "The cache `infinigen`: `share`",
         "infinigen:calibration=no-such-file": "The cache `infinigen`: `calibration` is `no-such-file`",
-        "infinigen-gear:key_nbits=9": "The cache `infinigen-gear`: `key_nbits`",
+        "infinigen-transform:key_nbits=9": "The cache `infinigen-transform`: `key_nbits`",
     }.items():
         with pytest.raises(ValueError, match=word):
             check_caches([spec])
     # What only a model can tell is not refused
-    assert check_caches(["gear", "infinigen:share=0.1", "gear"]) == ["gear", "infinigen:share=0.1"]
+    assert check_caches(["transform", "infinigen:share=0.1", "transform"]) == ["transform", "infinigen:share=0.1"]
 
 
 @pytest.mark.parametrize(

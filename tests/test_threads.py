@@ -20,7 +20,15 @@ from kvcache_plugins.registry import create_cache
 NUM_THREADS = 4
 NUM_STEPS = 20
 # One of each kind
-NAMES = ("gear", "gear-2bit", "gear-t16:quantizer=trellis", "infinigen", "infinigen-gear", "h2o", "turboquant-3bit")
+NAMES = (
+    "transform",
+    "gear-2bit",
+    "transform-16:quantizer=trellis",
+    "infinigen",
+    "infinigen-transform",
+    "h2o",
+    "turboquant-3bit",
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +70,7 @@ def test_every_cache_says_what_it_says_alone(name: str, model: PreTrainedModel, 
 
 
 def test_different_caches_do_not_disturb_each_other(model: PreTrainedModel, frequent_switches: None) -> None:
-    names = ["infinigen-paper", "dynamic", "infinigen-gear", "h2o"]
+    names = ["infinigen-paper", "dynamic", "infinigen-transform", "h2o"]
     alone = [decode(model, name, number + 1) for number, name in enumerate(names)]
     # Hooks come and go while others generate
     for _ in range(3):
@@ -75,7 +83,7 @@ def num_hooks(model: PreTrainedModel) -> int:
     return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
 
 
-@pytest.mark.parametrize("name", ["gear", "h2o", "infinigen", "infinigen-gear", "infinigen-paper"])
+@pytest.mark.parametrize("name", ["transform", "h2o", "infinigen", "infinigen-transform", "infinigen-paper"])
 def test_many_cycles_leave_nothing(name: str, tiny_model) -> None:
     model = tiny_model("llama", num_hidden_layers=3)
     before, prompt = num_hooks(model), torch.randint(3, 128, (2, 100))

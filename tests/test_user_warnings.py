@@ -41,7 +41,7 @@ def test_missing_kernels_at_the_users_line(tiny_llama, forget_kernels) -> None:
     gear, infinigen = create_cache("gear-4bit", tiny_llama), InfiniGenCache(tiny_llama, full_layers=())
     for call in (
         lambda: tiny_llama.generate(TOKENS, past_key_values=gear, **OPTIONS),
-        lambda: tiny_llama.generate(TOKENS, custom_generate=generate_with("gear"), **OPTIONS),
+        lambda: tiny_llama.generate(TOKENS, custom_generate=generate_with("transform"), **OPTIONS),
         lambda: tiny_llama.generate(TOKENS, past_key_values=infinigen, **OPTIONS),
     ):
         forget_kernels()
@@ -53,7 +53,7 @@ def test_other_warnings_at_the_users_line(tiny_llama, tiny_model) -> None:
     detached.detach()
     tiny_llama.set_attn_implementation("eager")
     for text, call in {
-        "no calibration": lambda: create_cache("gear-c16", tiny_llama),
+        "no calibration": lambda: create_cache("calibrated-16", tiny_llama),
         "attend to a window": lambda: GEARCache(windowed.config, backbone="kivi"),
         "is used after `detach": lambda: tiny_llama.generate(TOKENS, past_key_values=detached, **OPTIONS),
     }.items():

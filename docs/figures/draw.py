@@ -6,7 +6,6 @@ Measured ones come from `eval/results/`; the one of GEAR's parts from keys of Sm
 The same inputs give the same files.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -20,6 +19,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 
+from kvcache_plugins.eval.result_files import read_result
 from kvcache_plugins.gear.config import GEARConfig
 
 
@@ -114,7 +114,7 @@ def draw_gear_parts(keys: torch.Tensor) -> Figure:
 
 def reconstruct(keys: torch.Tensor, *, rank: int, sparsity: float) -> torch.Tensor:
     """One head's keys, `[tokens, head_dim]`, compressed at 2 bits and made dense again."""
-    config = GEARConfig.from_options(nbits=2, sparsity=sparsity, rank=rank, decode_rank=0)
+    config = GEARConfig(key_nbits=2, value_nbits=2, sparsity=sparsity, rank=rank, decode_rank=0)
     torch.manual_seed(42)
     states, _ = config.codec(keys.shape[1], keys.shape[1]).keys.encode(keys[None, None, None], is_prompt=True)
     return states.dequantize_tile(slice(0, 1), slice(0, keys.shape[0])).reshape(keys.shape)
@@ -242,8 +242,7 @@ def runahead_rows() -> Iterator[Mapping[str, Any]]:
 
 def read(name: str) -> Mapping[str, Any]:
     """A result of `eval/results/`."""
-    content: Mapping[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return content
+    return read_result(RESULTS / f"{name}.json")
 
 
 if __name__ == "__main__":

@@ -18,20 +18,17 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from kvcache_plugins import create_cache
 from kvcache_plugins.batching import compressed_batching
 from kvcache_plugins.console.inputs import CachesOption, ModelOption, NumThreadsOption, load_for_evaluation
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings, say
-from kvcache_plugins.eval.harness import load_with_windows, spread, take_turns, time_call
-from kvcache_plugins.eval.measures.fidelity import continuation_logits, fill_cache, score_logits
+from kvcache_plugins.eval.harness import spread, take_turns, time_call
 from kvcache_plugins.eval.rows import Found
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.lazy_states import stored_states
 from kvcache_plugins.option_checks import check_choice
-from kvcache_plugins.reports.memory import measure_memory
 
 from .step import SHAPES, load_or_make
 
@@ -128,69 +125,11 @@ class BatchedSteps:
         data = self._prepared([[number]] * len(self._states), self._context)
         self._runner.compute_batch(self._network, data)
 
-    @torch.inference_mode()
-    def read(self, tokens: Sequence[Sequence[int]], start: int) -> torch.Tensor:
-        """Reads tokens of every request from position `start` on; returns logits of the last, `[B, vocabulary]`."""
-        data = self._prepared(tokens, start)
-        logits: torch.Tensor = self._network(**data, logits_to_keep=data["logits_indices"]).logits[0]
-        return logits.clone()
-
     @property
     def num_bytes(self) -> int:
         """Bytes of the blocks that all requests have."""
         allocators = self.cache.cache_allocators.values()
         return sum(each.bytes_per_block * sum(map(len, each.block_table.values())) for each in allocators)
-
-
-@benchmark("batching_kl", "KL of {scored} tokens decoded by a batch's steps behind {prefix}, {model}")
-def benchmark_batching_kl(
-    cache: CachesOption,
-    text_file: Annotated[Path, typer.Option(help="The text that requests are cut from.")],
-    model: ModelOption = "smollm2",
-    requests: Annotated[int, typer.Option(help="Windows of the text, spread evenly.", min=2)] = 4,
-    prefix: Annotated[int, typer.Option(help="Tokens of a prompt.", min=64)] = 512,
-    scored: Annotated[int, typer.Option(help="Tokens decoded one by one behind it.", min=1)] = 64,
-    recent: Annotated[list[int], typer.Option(help="Exact newest tokens of a request; repeatable.", min=0)] = [8],
-    page_size: Annotated[int, typer.Option(help="Tokens of a page.", min=64)] = 64,
-    prompt_tables: Annotated[
-        bool, typer.Option("--prompt-tables", help="Make a batch's tables of the first prompt, without a calibration.")
-    ] = False,
-) -> Iterator[Found]:
-    """Measure KL through the steps of continuous batching. Beside it that of plain decoding from the same cache.
-
-    Bytes are all that a request has at the end, a token of it.
-
-    \b
-    Examples:
-        kvcache-plugins bench batching-kl --text-file wiki.test.raw --cache gear-c16 --recent 8 --recent 12
-    """
-    network, cut = load_with_windows(model, text_file, (requests, prefix, scored))
-    yield from loaded_settings(network)
-    windows = torch.stack(cut)
-    text = windows[:1, :prefix] if prompt_tables else None
-    fed, targets = windows[:, :-1], windows[:, prefix + 1 :]
-
-    def decode_plainly(plain: Cache) -> tuple[torch.Tensor, float]:
-        fill_cache(network, fed[:, :prefix], plain)
-        logits = continuation_logits(network, fed[:, prefix:], plain, 1)
-        return logits, measure_memory(plain).total_bytes / fed.numel()
-
-    dense, _ = decode_plainly(DynamicCache(config=network.config))
-    for name in cache:
-        ways: dict[str, tuple[torch.Tensor, float]] = {"plain": decode_plainly(create_cache(name, network))}
-        for num_recent in recent:
-            with compressed_batching(network, name, text=text, num_recent_tokens=num_recent) as batching:
-                steps = BatchedSteps(network, requests, fed.shape[1], page_size, most_tokens=requests * prefix)
-                steps.read(fed[:, :prefix].tolist(), 0)
-                rows = [steps.read(each.tolist(), at) for at, each in enumerate(fed[:, prefix:].split(1, 1), prefix)]
-                if batching.stats()["dense_reads"]:
-                    raise RuntimeError(f"{name} was read dense")
-            ways[str(num_recent)] = torch.stack(rows, dim=1), steps.num_bytes / fed.numel()
-        for way, (logits, held) in ways.items():
-            scores = [score_logits(*each) for each in zip(dense, logits, targets, strict=True)]
-            kl = [each.kl / each.num_scored for each in scores]
-            errors = {"kl": statistics.fmean(kl), "kl_spread": statistics.stdev(kl)}
-            yield {"cache": name, "recent": way, **errors, "bytes": held}
 
 
 @benchmark("step", "Decode steps of many requests, {dtype}")
@@ -211,8 +150,8 @@ def benchmark_batching(
 
     \b
     Examples:
-        kvcache-plugins bench batching --cache gear-c16 --context 1024 --context 4096 --num-threads 1
-        kvcache-plugins bench batching --cache gear-t25 --shape gqa-4 --requests 1 --requests 8
+        kvcache-plugins bench batching --cache calibrated-16 --context 1024 --context 4096 --num-threads 1
+        kvcache-plugins bench batching --cache transform --shape gqa-4 --requests 1 --requests 8
     """
     if shape is not None:
         check_choice("shape", shape, tuple(SHAPES))

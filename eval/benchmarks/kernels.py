@@ -33,20 +33,20 @@ from kvcache_plugins.codecs.parts import CodedPart, CompressedPart
 from kvcache_plugins.console.inputs import NumThreadsOption, parse_device
 from kvcache_plugins.eval.benchmark import benchmark, say
 from kvcache_plugins.eval.harness import read_states, spread, take_turns, time_call, time_on_gpu
+from kvcache_plugins.eval.kernel_check import require_close
 from kvcache_plugins.eval.rows import Content, Failure, Found, Settings
-from kvcache_plugins.gear.config import TransformConfig
-from kvcache_plugins.gear.kernel_check import require_close
-from kvcache_plugins.gear.transform.calibration import calibrate_transform
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.engine import choose_kernel
 from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.reference_model import parse_dtype
-from kvcache_plugins.registry import check_caches, create_cache, describe_caches
+from kvcache_plugins.packed.cache import makes_packed_cache
+from kvcache_plugins.registry import check_cache, check_caches, create_cache
+from kvcache_plugins.transform_coding.calibration import calibrate_transform
 
 from .step import llama, random_model
 
 
-CACHES = ("gear-2bit", "gear-l-2bit", "kivi-2bit", "gear-4bit", "kcvt-4bit", "gear-t25")
+CACHES = ("gear-2bit", "gear-l-2bit", "kivi-2bit", "gear-4bit", "kcvt-4bit", "transform")
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 # Bytes of the buffer that is copied; a GPU's is far beyond its cache and busies it for longer than Python needs
 _COPY_BYTES = {"cpu": 2**27, "cuda": 2**30}
@@ -171,10 +171,10 @@ class Contest:
 def compress(
     name: str, keys: torch.Tensor, values: torch.Tensor, model: Any = None, **options: Any
 ) -> CompressedPart | CodedPart:
-    """Compresses all tokens as a prompt of a GEAR layer; a `ValueError` if some, beyond whole groups, stay exact."""
+    """Compress all tokens as a prompt of a layer; a `ValueError` if some, beyond whole groups, stay exact."""
     num_tokens, config = keys.shape[2], _config(keys) if model is None else model
-    if not str(describe_caches(name.partition(":")[0])[0].factory).endswith(":GEARCache"):
-        raise ValueError(f"`cache` has to name presets of GEAR, but got `{name}`")
+    if not makes_packed_cache(name):
+        raise ValueError(f"`cache` has to name presets of `GEARCache` or `TransformCodingCache`, but got `{name}`")
     # Layers that stand still, on GPUs, keep some of the newest tokens exact: those are more, then
     for _ in range(2):
         # Sink tokens would stay exact, too
@@ -187,9 +187,8 @@ def compress(
             break
         keys, values = (torch.cat([each, each[:, :, :num_exact]], dim=2) for each in (keys, values))
     if num_exact:
-        shortest = cache.gear_config.shortest_prompt
-        is_coded = isinstance(cache.gear_config, TransformConfig)
-        accepted = f"at least {shortest}" if is_coded else f"a multiple of {shortest}"
+        shortest, group = cache.cache_config.shortest_prompt, cache.cache_config.token_group
+        accepted = f"at least {shortest}" if group == 1 else f"a multiple of {group}"
         raise ValueError(f"`context` has to be {accepted} for `{name}`")
     (block,) = layer.blocks
     return block.part(layer.codec, None, None)
@@ -377,7 +376,7 @@ PRESETS = (
     *("kivi-2bit", "kivi-4bit", "gear-k4v3:value_nbits=4", "gear-k4v3:value_nbits=4,q_group_size=32", "gear-k4v3"),
     *("gear-k4v3:nbits=3,value_nbits=2", "gear-k4v3:nbits=2,value_nbits=2", "kcvt-4bit", "per-token-2bit"),
     *("per-token-4bit", "gear-l-2bit", "gear-l-4bit", "gear-2bit", "gear-4bit"),
-    *("gear-t16", "gear-t25", "gear-t16:quantizer=trellis", "gear-c16"),
+    *("transform-16", "transform", "transform-16:quantizer=trellis", "calibrated-16"),
 )
 # Channels of a head that the command counts by default, the second of rows alone
 HEAD_DIMS = (128, 64)
@@ -391,7 +390,7 @@ _SLOTS, _DENSE_BITS = 4, 16
 
 def compress_random(cache: str, head_dim: int) -> CompressedPart | CodedPart:
     """Compresses the prompt of one layer of random states, of a model with random weights."""
-    if not describe_caches(cache.partition(":")[0])[0].options.get("calibration"):
+    if not check_cache(cache.partition(":")[0]).options.get("calibration"):
         shape = Shape(context=_CONTEXT, num_heads=_NUM_HEADS, head_dim=head_dim)
         return compress(cache, *random_states(shape, torch.bfloat16, torch.device("cpu")))
     fields = llama(_CALIBRATION_TOKENS, _NUM_HEADS * head_dim, 64, 1, _NUM_HEADS, _NUM_HEADS, 2 * _CONTEXT)

@@ -137,9 +137,9 @@ def benchmark_steps(
 
     \b
     Examples:
-        kvcache-plugins bench step --cache dynamic --cache gear --text-file book.txt
-        kvcache-plugins bench step --cache dynamic --cache gear --context 65536 --read 4096 --text-file book.txt
-        kvcache-plugins bench step --cache gear --shape mqa --shape gqa-4 --num-threads 1 --num-threads 2
+        kvcache-plugins bench step --cache dynamic --cache transform --text-file book.txt
+        kvcache-plugins bench step --cache dynamic --cache transform --context 65536 --read 4096 --text-file book.txt
+        kvcache-plugins bench step --cache transform --shape mqa --shape gqa-4 --num-threads 1 --num-threads 2
     """
     for each in shape or ():
         check_choice("shape", each, tuple(SHAPES))
@@ -293,8 +293,8 @@ def benchmark_prompts(
 
     \b
     Examples:
-        kvcache-plugins bench prompts --cache dynamic --cache gear --text-file book.txt
-        kvcache-plugins bench prompts --cache dynamic --cache gear --context 8192 --chunk 512 --text-file book.txt
+        kvcache-plugins bench prompts --cache dynamic --cache transform --text-file book.txt
+        kvcache-plugins bench prompts --cache dynamic --cache transform --context 8192 --chunk 512 --text-file book.txt
     """
     network, token_ids = harness.load_with_tokens(model, text_file, context + max(new_tokens, default=0), dtype)
     makers = harness.cache_factories(cache, network)

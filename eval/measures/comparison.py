@@ -23,9 +23,9 @@ from kvcache_plugins.console.display import open_console, track_progress
 from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.eval import harness
 from kvcache_plugins.eval.tables import Column, Row, code, number, print_markdown, table
-from kvcache_plugins.gear.config import PresetChoice
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.option_checks import check_integer, check_number
+from kvcache_plugins.packed.snapshot import PresetChoice
 from kvcache_plugins.reports.memory import MemoryReport, measure_memory
 
 from .fidelity import continuation_logits, fill_cache, score_logits

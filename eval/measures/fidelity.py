@@ -269,11 +269,11 @@ def evaluate_fidelity(
 
     \b
     Examples:
-        kvcache-plugins eval fidelity --text-file wiki.test.raw --cache gear --cache kivi-4bit
+        kvcache-plugins eval fidelity --text-file wiki.test.raw --cache transform --cache kivi-4bit
         kvcache-plugins eval fidelity --text-file book.txt --windows 2 --batch 2 --decoded 1 \\
             --cache gear-2bit --cache gear-2bit:sparsity=0,rank=8 --out eval/results/rank.json
         kvcache-plugins eval fidelity --text-file book.txt --windows 1 --prefix 64 --scored 4096 --own \\
-            --decoded 16 --stretch 256 --cache gear --cache kivi-4bit
+            --decoded 16 --stretch 256 --cache transform --cache kivi-4bit
     """
     if stretch is not None and scored < 4:
         raise ValueError(f"`stretch` compares quarters of at least 4 tokens in `scored`, but got {scored}")
@@ -357,7 +357,7 @@ def evaluate_perplexity(
 
     \b
     Examples:
-        kvcache-plugins eval perplexity --text-file book.txt --cache gear --cache kivi-4bit --chunk 64
+        kvcache-plugins eval perplexity --text-file book.txt --cache transform --cache kivi-4bit --chunk 64
     """
     # One token comes before the first that is scored
     loaded, cut = harness.load_with_windows(model, text_file, (windows, length - 1, 1), dtype, device)

@@ -3,7 +3,7 @@
 A task is a YAML file beside this one, and `loaders.py` reads its rows. They come from `data_folder` of lm-eval's
 `--metadata`, or from the folder that the environment variable `KVCACHE_PLUGINS_DATA` names, or else from the hub.
 
-    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear --tasks kv_copa
+    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=transform --tasks kv_copa
     lm_eval run --model kvcache --model_args ... --tasks path/to/eval/tasks/copa.yaml --metadata data_folder=../data
 """
 

@@ -1,7 +1,7 @@
 """
 `generate` with a compressed KV cache: what `model.generate(..., custom_generate="<this repository>")` calls, and
-`model.generate` itself where this folder is in the model's own repository. A calibration of GEAR that lies beside the
-model's weights is taken by `gear` without options and by the presets `gear-c...`.
+`model.generate` itself where this folder is in the model's own repository. A calibration of transform coding beside
+the model's weights is used by the presets `calibrated-*`.
 """
 
 from collections.abc import Mapping
@@ -15,12 +15,16 @@ from kvcache_plugins import create_cache
 from kvcache_plugins.models.cache_argument import as_argument
 
 
-# What `kvcache-plugins calibrate --cache gear --out gear_calibration.safetensors` writes
-CALIBRATION = "gear_calibration.safetensors"
+# What `kvcache-plugins calibrate --cache transform --out transform_calibration.safetensors` writes
+CALIBRATION = "transform_calibration.safetensors"
 
 
 def generate(
-    *inputs: Any, model: Any, cache: str = "gear", cache_options: Mapping[str, object] | None = None, **arguments: Any
+    *inputs: Any,
+    model: Any,
+    cache: str = "transform",
+    cache_options: Mapping[str, object] | None = None,
+    **arguments: Any,
 ) -> Any:
     """
     `model.generate` with a fresh cache.
@@ -28,7 +32,7 @@ def generate(
     Args:
         inputs: What `generate` was called with by position.
         model: The model that `generate` was called on.
-        cache (`str`, *optional*, defaults to `"gear"`): A name of `kvcache_plugins.list_caches()`.
+        cache (`str`, *optional*, defaults to `"transform"`): A name of `kvcache_plugins.list_caches()`.
         cache_options (`Mapping`, *optional*): Options of that cache.
         arguments: Everything else that `generate` was called with, a streamer and an assistant model included.
 
@@ -39,7 +43,7 @@ def generate(
     if given != [None, None] or not isinstance(cache, str):
         raise ValueError("leave out `past_key_values` and `cache_implementation`: `cache` takes the name of a cache")
     options = dict(cache_options or {})
-    if (cache == "gear" and not options) or (cache.startswith("gear-c") and ":" not in cache):
+    if cache.startswith("calibrated-") and ":" not in cache:
         found = find_calibration(model.name_or_path, getattr(model.config, "_commit_hash", None))
         options = options if found is None else {"calibration": found, **options}
     made = create_cache(cache, model, **options)

@@ -67,8 +67,8 @@ def generate_with(name: str, **options: object) -> Callable[..., Any]:
 
     ```python
     >>> from kvcache_plugins import generate_with
-    >>> model.generate(**inputs, custom_generate=generate_with("gear"))
-    >>> pipeline("text-generation", model=model, tokenizer=tokenizer)(text, custom_generate=generate_with("gear"))
+    >>> model.generate(**inputs, custom_generate=generate_with("transform"))
+    >>> pipeline("text-generation", model=model, tokenizer=tokenizer)(text, custom_generate=generate_with("transform"))
     ```
     """
     check_cache(name, **options)

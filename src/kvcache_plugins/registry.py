@@ -215,8 +215,8 @@ def _find_entry(name: str, options: dict[str, object]) -> tuple[CacheEntry, dict
     """Finds the entry of a name and all options, those that are written behind the name too."""
     if not isinstance(name, str):
         raise ValueError(
-            f'`name` must be one of `list_caches()`, but got {type(name)}: write `create_cache("gear", model)`, the '
-            "name first"
+            f"`name` must be one of `list_caches()`, but got {type(name)}: write "
+            '`create_cache("transform", model)`, the name first'
         )
     name, own = parse_cache_spec(name)
     options = {**own, **options}
@@ -260,7 +260,7 @@ def create_cache(name: str, model: WrappedOrConfig = None, **options: object) ->
 
 
 def list_caches(pattern: str = "*") -> list[str]:
-    """Lists the names of the registered caches that match a shell pattern such as `gear*`, sorted."""
+    """Lists the names of the registered caches that match a shell pattern such as `transform*`, sorted."""
     return sorted(name for name in {*_ENTRIES, *_third_party()} if fnmatchcase(name, pattern))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 from transformers import DynamicCache
 
-from kvcache_plugins import GEARCache, choose_cache, create_cache
+from kvcache_plugins import TransformCodingCache, choose_cache, create_cache
 from kvcache_plugins.advice.choose_by_kl import DEFAULT_CANDIDATES
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.registry import parse_cache_spec
@@ -76,9 +76,9 @@ def test_it_measures_what_an_ordinary_run_shows(tiny_model, architecture, is_pad
     model = tiny_model(architecture, attn_implementation=implementation)
     input_ids, mask = padded() if is_padded else (prompt(batch_size=2), None)
     options = {"attention_mask": mask, "held_out": HELD_OUT}
-    of_windows = ("gear-k4v3:nbits=2", "gear-t22:sliding=compressed")
+    of_windows = ("gear-k4v3:nbits=2", "transform-22:sliding=compressed")
     more = of_windows if architecture == "gemma3-hybrid" else ()
-    for spec in ("gear-k4v3:nbits=2", "gear-t22", "gear-2bit:residual_length=32,q_group_size=16", *more):
+    for spec in ("gear-k4v3:nbits=2", "transform-22", "gear-2bit:residual_length=32,q_group_size=16", *more):
         cache = choose_cache(model, input_ids, max_kl=LOOSE, candidates=[spec], **options)
         name, own = parse_cache_spec(spec)
         twin = create_cache(name, model, attention_mask=mask, **own)
@@ -108,7 +108,7 @@ def test_the_choice_follows_the_bound(tiny_model):
         if spec == expected:
             name, _, own = spec.partition(":")
             options = {"nbits": 8, "value_nbits": 8} if own else {}
-            assert cache.gear_config == create_cache(name, model, **options).gear_config
+            assert cache.cache_config == create_cache(name, model, **options).cache_config
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -125,7 +125,7 @@ def test_the_cache_is_empty_and_generates(tiny_model, architecture):
     assert cache.stats()["tokens_compressed"] > 0
 
 
-# What `GEARCache.stats()` tells survives whatever is done with the cache
+# What `TransformCodingCache.stats()` tells survives whatever is done with the cache
 
 
 def test_the_choice_is_kept(tiny_model, tmp_path):
@@ -136,12 +136,12 @@ def test_the_choice_is_kept(tiny_model, tmp_path):
     with torch.no_grad():
         model(input_ids, past_key_values=cache)
     cache.save(tmp_path / "cache.safetensors", model)
-    others = [copy.deepcopy(cache), *cache.fork(2), GEARCache.load(tmp_path / "cache.safetensors", model)]
+    others = [copy.deepcopy(cache), *cache.fork(2), TransformCodingCache.load(tmp_path / "cache.safetensors", model)]
     for other in others:
         assert other.stats().items() >= chosen.items()
     cache.reset()
     assert cache.stats().items() >= chosen.items()
-    assert not CHOICE & set(GEARCache(model.config).stats())
+    assert not CHOICE & set(TransformCodingCache(model.config).stats())
 
 
 # What it refuses
@@ -157,10 +157,10 @@ def test_nan_never_passes(tiny_model, monkeypatch):
 
     monkeypatch.setattr(CompressedLayer, "attend", attend_badly)
     cache = choose_cache(tiny_model("llama"), prompt(), max_kl=LOOSE)
-    assert cache.stats()["chosen_preset"] == "gear-t25"
-    assert math.isnan(cache.stats()["kl_by_preset"]["gear-t16"])
-    with pytest.raises(ValueError, match="`gear-t16` nan"):
-        choose_cache(tiny_model("llama"), prompt(), max_kl=LOOSE, candidates=["gear-t16"])
+    assert cache.stats()["chosen_preset"] == "transform"
+    assert math.isnan(cache.stats()["kl_by_preset"]["transform-16"])
+    with pytest.raises(ValueError, match="`transform-16` nan"):
+        choose_cache(tiny_model("llama"), prompt(), max_kl=LOOSE, candidates=["transform-16"])
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ REFUSED = [
     ),
     *(({"held_out": each}, "`held_out` has to be an integer from 1 to 199") for each in (0, -1, LENGTH, 1.5, True)),
     *(({"candidates": each}, SEQUENCE) for each in ("gear-k4v3:nbits=2", [])),
-    ({"candidates": ["geer"]}, "Unknown cache `geer`. Did you mean `gear`"),
+    ({"candidates": ["geer"]}, "Unknown cache `geer`. Did you mean `transform`"),
     ({"candidates": ["gear:ranks=2"]}, "Unknown option `ranks`"),
     ({"candidates": ["gear:nbits=5"]}, "`nbits`"),
     (
@@ -248,12 +248,12 @@ def test_generate_by_a_bound(tiny_folder, run):
         "4",
     ]
     result = run(*options, "--max-kl", "1000", "--json")
-    assert result.stderr.startswith("gear-t16 was chosen: KL 0.")
+    assert result.stderr.startswith("transform-16 was chosen: KL 0.")
     content = json.loads(result.stdout)
-    assert (content["settings"]["cache"], content["settings"]["max_kl"]) == ("gear-t16", 1000)
-    assert content["stats"]["chosen_preset"] == "gear-t16"
-    assert run(*options, "--cache", "gear-t16").stdout == run(*options, "--max-kl", "1000").stdout
+    assert (content["settings"]["cache"], content["settings"]["max_kl"]) == ("transform-16", 1000)
+    assert content["stats"]["chosen_preset"] == "transform-16"
+    assert run(*options, "--cache", "transform-16").stdout == run(*options, "--max-kl", "1000").stdout
     tight = run(*options, "--max-kl", "1e-12", code=2)
     assert tight.stderr.startswith("Error: `max_kl` is 1e-12, but on this prompt no candidate")
     later = run(*options, "--max-kl", str(1.01 * content["stats"]["chosen_kl"] / 4))
-    assert "; too far: gear-t16 0." in later.stderr
+    assert "; too far: transform-16 0." in later.stderr

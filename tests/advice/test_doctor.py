@@ -175,7 +175,7 @@ def test_check_runs_attention(monkeypatch, report_of):
 
 
 def test_check_finds_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch, run) -> None:
-    wrong = Mock(side_effect=doctor.MismatchError("wrong by 1"))
+    wrong = Mock(side_effect=doctor.WrongKernelError("wrong by 1"))
     monkeypatch.setattr(doctor, "require_close_layers", wrong)
     result = run("doctor", "--check", code=1)
-    assert "attention on cpu does not work: MismatchError: wrong by 1" in result.stdout
+    assert "attention on cpu does not work: WrongKernelError: wrong by 1" in result.stdout

@@ -187,8 +187,8 @@ def test_kl_is_that_of_the_measured_tables(results: Path) -> None:
 NEEDS_DATA = ["hqq-2bit", "hqq-4bit"]
 # One of each kind; the others differ from these in bits
 DAILY = (
-    *("dynamic", "fp8", "gear", "gear-4bit", "kivi-2bit", "kvarn-k4v2"),
-    *("infinigen", "infinigen-gear", "h2o", "turboquant-4bit"),
+    *("dynamic", "fp8", "transform", "gear-4bit", "kivi-2bit", "kvarn-k4v2"),
+    *("infinigen", "infinigen-transform", "h2o", "turboquant-4bit"),
 )
 SIZED = [
     pytest.param(name, marks=() if name in DAILY else pytest.mark.long)
@@ -250,7 +250,7 @@ def test_every_cache_after_a_prompt(name, setting, contract_model, tiny_sizer):
 
 # As many decoded tokens as one chunk of GEAR's and a run of InfiniGen's have, and a few more
 @pytest.mark.parametrize(
-    "name", ["dynamic", "fp8", "gear-2bit", "kcvt-4bit", "gear-t16", "infinigen", "h2o", "quanto-4bit"]
+    "name", ["dynamic", "fp8", "gear-2bit", "kcvt-4bit", "transform-16", "infinigen", "h2o", "quanto-4bit"]
 )
 def test_decoded_tokens(name: str, contract_model: PreTrainedModel, tiny_sizer: CacheSizer) -> None:
     skip_without(name)
@@ -258,18 +258,18 @@ def test_decoded_tokens(name: str, contract_model: PreTrainedModel, tiny_sizer: 
 
 
 OPTIONS = [
-    "gear:nbits=3,rank=8,low_rank_recent_ratio=0.3,sparsity=0.05,residual_length=32",
+    "gear:nbits=3,rank=8,sparsity=0.05,residual_length=32",
     # Three chunks of decoded tokens, and spare room for a fourth
     "gear:backbone=per-token,key_nbits=8,value_rank=0,residual_length=16",
     "gear:nbits=2,sparsity=0.0,key_sparsity=0.1,decode_rank=1,residual_length=48",
-    "gear:nbits=2,num_sink_tokens=70,rotate_values=true,low_rank_recent_ratio=0.3,sparsity=0.05",
+    "gear:nbits=2,num_sink_tokens=70,rotate_values=true,sparsity=0.05",
     "gear-k4v3",
-    "gear-t30:residual_length=16,num_sink_tokens=0",
+    "transform-30:residual_length=16,num_sink_tokens=0",
     # Decoded tokens alone: coded once there are enough of them for a table
-    "gear-t22:key_nbits=1.3,num_sink_tokens=140",
+    "transform-22:key_nbits=1.3,num_sink_tokens=140",
     "infinigen:pool_tokens=100,scoring_nbits=2",
     "infinigen:pool_tokens=100,eviction=lru,recent=8,speculate=false",
-    "infinigen-gear:key_nbits=2,value_nbits=3,recent=8",
+    "infinigen-transform:key_nbits=2,value_nbits=3,recent=8",
     "infinigen:partial_ratio=0.3,eviction=fifo,pool_tokens=50",
     "h2o:grow=false,heavy_ratio=0.3",
 ]
@@ -297,7 +297,7 @@ def test_architectures(architecture: str, dtype: str, tiny_model: Callable[..., 
         pytest.skip("older releases look into OPT's mask, which has no data on the device `meta`: a `ValueError`")
     model = tiny_model(architecture).to(getattr(torch, dtype))
     sizer = CacheSizer(model.config, dtype=dtype, device="cpu")
-    names = ["dynamic"] if architecture == "mistral-sliding" else ["dynamic", "gear-2bit", "gear-t22"]
+    names = ["dynamic"] if architecture == "mistral-sliding" else ["dynamic", "gear-2bit", "transform-22"]
     for name in names:
         assert_predicted(model, sizer, name, context=77, batch_size=2, new_tokens=2)
 
@@ -380,7 +380,7 @@ ENCODER_DECODER = CONFIG_MAPPING["t5"](d_model=32, num_layers=1, num_heads=2, d_
         ({"model": "no-such/model"}, "`model` is `no-such/model`, but its config cannot be had"),
         ({"model": 7}, "`model` has to be a name, a folder, a config or a model but got 7"),
         ({"model": ENCODER_DECODER}, "`model` is no decoder"),
-        ({"cache": "gaer"}, "Unknown cache `gaer`. Did you mean `gear`?"),
+        ({"cache": "gaer"}, "Unknown cache `gaer`. Did you mean `transform`?"),
         ({"cache": "gear:rnk=1"}, "Unknown option `rnk`"),
         ({"cache": "gear:nbits=5"}, "the cache `gear:nbits=5` cannot be sized for this model: `key_nbits`"),
         ({"context": 0}, "`context` has to be an integer of at least 1 but got 0"),
@@ -394,7 +394,7 @@ ENCODER_DECODER = CONFIG_MAPPING["t5"](d_model=32, num_layers=1, num_heads=2, d_
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_errors_name_what_is_accepted(options, message, contract_model):
-    arguments: dict[str, object] = {"model": contract_model.config, "cache": "gear", "context": 100, **options}
+    arguments: dict[str, object] = {"model": contract_model.config, "cache": "transform", "context": 100, **options}
     with pytest.raises(ValueError, match=message):
         predict_memory(**arguments)
 
@@ -406,7 +406,7 @@ def test_what_needs_numbers_is_refused(name: str, tiny_sizer: CacheSizer) -> Non
         tiny_sizer.measure(name, 300)
 
 
-@pytest.mark.parametrize("name", ["gear", "infinigen", "infinigen-gear", "infinigen:pool_tokens=1500"])
+@pytest.mark.parametrize("name", ["transform", "infinigen", "infinigen-transform", "infinigen:pool_tokens=1500"])
 def test_pools_of_several_pages(name: str, contract_model: PreTrainedModel, tiny_sizer: CacheSizer) -> None:
     """Without data a pool has one page, however many it has in a run."""
     assert_predicted(contract_model, tiny_sizer, name, context=2200)

@@ -64,7 +64,7 @@ def prompts(smollm2):
 @pytest.fixture
 def context(smollm2, prompts):
     """Makes the context: tables of the longest prompt, as a preset of high rate has them."""
-    return lambda name="gear-t30": compressed_batching(smollm2[0], name, text=torch.tensor(prompts[-1:]))
+    return lambda name="transform-30": compressed_batching(smollm2[0], name, text=torch.tensor(prompts[-1:]))
 
 
 def test_requests_together_are_what_they_are_alone(smollm2, prompts, context):
@@ -151,7 +151,7 @@ def test_windows_stay_as_they_are(tiny_model, random_windows):
         [ids[: 90 + 31 * k].tolist() for k, ids in enumerate(random_windows(3, 152))],
     )
     dense = run(model, prompts)
-    with compressed_batching(model, "gear-t30", text=torch.tensor(prompts[-1:])) as batching:
+    with compressed_batching(model, "transform-30", text=torch.tensor(prompts[-1:])) as batching:
         together, num_coded = run(model, prompts), batching.stats()["tokens_coded"]
         alone = [run(model, [prompt])[0] for prompt in prompts]
     assert together == alone
@@ -169,7 +169,7 @@ def test_pages_beside_windows_need_no_large_sector(size, pages, others):
 
 def test_a_dense_batch_is_an_error_and_a_dropped_cache_is_told(tiny_llama, random_windows):
     prompts = [random_windows(1, 90)[0].tolist()]
-    with compressed_batching(tiny_llama, "gear-t25", text=torch.tensor(prompts)) as batching:
+    with compressed_batching(tiny_llama, "transform", text=torch.tensor(prompts)) as batching:
         with pytest.warns(UserWarning, match="`past_key_values` is dropped by `generate_batch`"):
             run(tiny_llama, prompts, past_key_values=DynamicCache())
         # As if Transformers no longer asked where it does
@@ -194,7 +194,7 @@ def test_two_models_in_two_threads(tiny_llama, tiny_model, random_windows):
     models, are_open = [tiny_llama, tiny_model("llama-mha")], threading.Barrier(2, timeout=60)
 
     def work(model, wait=lambda: None):
-        with compressed_batching(model, "gear-t25", text=torch.tensor(prompts[-1:])) as batching:
+        with compressed_batching(model, "transform", text=torch.tensor(prompts[-1:])) as batching:
             wait()
             return run(model, prompts), batching.stats()["tokens_coded"]
 
@@ -205,16 +205,16 @@ def test_two_models_in_two_threads(tiny_llama, tiny_model, random_windows):
 
 
 def test_what_cannot_be_had_is_refused(tiny_llama, smollm2):
-    refused = {"`name` is `gear-t25`, which has no tables": {}, "`num_recent_tokens`": {"num_recent_tokens": -1}}
+    refused = {"`name` is `transform`, which has no tables": {}, "`num_recent_tokens`": {"num_recent_tokens": -1}}
     for message, options in refused.items():
-        with pytest.raises(ValueError, match=message), compressed_batching(tiny_llama, "gear-t25", **options):
+        with pytest.raises(ValueError, match=message), compressed_batching(tiny_llama, "transform", **options):
             pass
     split = copy.deepcopy(tiny_llama)
     split.model.layers[-1].to("meta")
-    with pytest.raises(ValueError, match="split over cpu and meta"), compressed_batching(split, "gear-t25"):
+    with pytest.raises(ValueError, match="split over cpu and meta"), compressed_batching(split, "transform"):
         pass
     text = torch.randint(3, 97, (1, 100))
-    with compressed_batching(tiny_llama, "gear-t25", text=text), pytest.raises(ValueError, match="multiple of 64"):
+    with compressed_batching(tiny_llama, "transform", text=text), pytest.raises(ValueError, match="multiple of 64"):
         tiny_llama.generate_batch(
             [[3] * 9], continuous_batching_config=ContinuousBatchingConfig(page_size=32, num_blocks=4)
         )
@@ -225,7 +225,7 @@ HEADS, GROUPS, PAGE, SINKS = 2, 2, 64, 4
 
 def make_codec(model):
     """Tables of a random prompt."""
-    cache = create_cache("gear-t25", model)
+    cache = create_cache("transform", model)
     with torch.no_grad():
         model(torch.randint(3, 97, (1, 120)), past_key_values=cache)
     return RowCodec(SharedTables(*cache.layers[0].codec.tables()))

@@ -272,19 +272,10 @@ def test_outliers_are_exact(side):
     assert torch.allclose(dense[:, 1, :, 10, 3], torch.tensor(50.0), atol=0.05)
 
 
-def test_low_rank_of_the_most_recent_tokens_only():
-    states = realistic_states(1, 2, 1, 100, 32)
-    compressed, dense = reconstruct(side_codec("key", "kcvt", sparsity=0, rank=4, recent_ratio=0.3), states)
-    _, backbone = reconstruct(side_codec("key", "kcvt", sparsity=0, rank=0), states)
-    assert compressed.low_rank_a.shape == (1, 2, 1, 30, 4)
-    assert torch.equal(dense[:, :, :, :70], backbone[:, :, :, :70])
-    assert (dense[:, :, :, 70:] - states[:, :, :, 70:]).norm() < (backbone[:, :, :, 70:] - states[:, :, :, 70:]).norm()
-
-
 @pytest.mark.parametrize("tokens", [slice(0, 32), slice(64, 96), slice(0, 96)])
 def test_tiles_are_parts_of_the_whole(tokens):
     states = realistic_states(2, 2, 1, 96, 32)
-    compressed = compress(side_codec("key", "kivi", sparsity=0.1, recent_ratio=0.7), states)
+    compressed = compress(side_codec("key", "kivi", sparsity=0.1), states)
     whole = compressed.dequantize_tile(slice(0, 1), slice(0, 96))
     assert torch.allclose(compressed.dequantize_tile(slice(0, 1), tokens), whole[:, :, tokens], atol=1e-6)
 
@@ -305,7 +296,7 @@ LAYOUTS = [
     for options in (
         {},
         {"sparsity": 0.0, "rank": 0, "decode_rank": 0},
-        {"sparsity": 0.1, "rank": 3, "decode_rank": 0, "recent_ratio": 0.4},
+        {"sparsity": 0.1, "rank": 3, "decode_rank": 0},
         {"sparsity": 0.0, "nbits": 3, "is_rotated": True},
     )
 ]
@@ -336,11 +327,6 @@ def test_one_description_for_states_with_and_without_data_and_from_a_file(
         assert read.dequantize_tile(slice(0, 1), slice(0, 32)).equal(stored.dequantize_tile(slice(0, 1), slice(0, 32)))
     if not is_prompt:
         assert codec.is_of_decoded(codec.encode(states)[0])
-
-
-def test_a_partial_low_rank_is_not_taken_for_one_of_decoded_tokens():
-    codec = side_codec("key", "kivi", recent_ratio=0.5)
-    assert not codec.is_of_decoded(compress(codec, realistic_states(1, 2, 1, 64, 32)))
 
 
 def test_low_rank_that_exceeds_float16_is_refused():

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache_plugins import GEARCache
+from kvcache_plugins import TransformCodingCache
 from kvcache_plugins.codecs.codec import Codec, Positions
 from kvcache_plugins.contract import CONTRACT, run_check
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
@@ -43,17 +43,17 @@ class AbsmaxCodec(Codec):
         return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)], dim=-1)
 
 
-class ToyCache(GEARCache):
+class ToyCache(TransformCodingCache):
     """Every layer's tokens by `AbsmaxCodec`."""
 
     def __init__(self, config: Any = None, **options: Any):
-        super().__init__(config, **{"backbone": "transform", "calibration": None, **options})
+        super().__init__(config, **{"calibration": None, **options})
 
     def _layer(self, index: int, config: Any = None, window: int | None = None) -> CompressedLayer:
-        return CompressedLayer(self.gear_config.packing(None, AbsmaxCodec(HEAD_DIM)), index, self._given_mask, window)
+        return CompressedLayer(self.cache_config.packing(None, AbsmaxCodec(HEAD_DIM)), index, self._given_mask, window)
 
 
-# Of the layer and the model all others are too, which `tests/contract` says of `gear`
+# Of the layer and the model all others are too, which `tests/contract` says of `transform`
 CODECS_OWN = ("greedy", "crop-prompt", "deepcopy", "left-padding", "memory", "save-load", "bfloat16", "hybrid")
 CHECKS = [pytest.param(each, marks=() if each.name in CODECS_OWN else pytest.mark.long) for each in CONTRACT]
 

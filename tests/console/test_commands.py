@@ -198,28 +198,28 @@ WRONG = {
     "bench kernels --out TEXT/p.json": "exists",
     "bench step --cache dynamic": "`text_file` has to be given, or `shape`",
     "bench step --steps 1": "Invalid value for '--steps'",
-    "bench step --context -1 --cache gear --text-file TEXT": "'--context'",
+    "bench step --context -1 --cache transform --text-file TEXT": "'--context'",
     "bench step --model MODEL --cache dynamic --text-file TEXT": "the text has 159 tokens, but 4136 are needed",
     "bench kernels --context 0": "'--context'",
-    "bench kernels --cache gear:": "has the form `name`",
+    "bench kernels --cache transform:": "has the form `name`",
     "bench kernels --dtype int4": "`dtype` must be one of `float32`",
     "bench kernels --device gpu": "`device` must be one that torch knows",
-    "eval fidelity --cache gear": "Missing option '--text-file'",
-    "eval fidelity --windows 0 --cache gear --text-file TEXT": "'--windows'",
+    "eval fidelity --cache transform": "Missing option '--text-file'",
+    "eval fidelity --windows 0 --cache transform --text-file TEXT": "'--windows'",
     "generate --prompt x --temperature 0": "`temperature` must be above 0",
     "generate --prompt x --model smollm": "did you mean `smollm2`?",
     "generate --prompt x --model /no/such": "`model` is `/no/such`, but there is no such folder",
     "generate --prompt x --model /tmp": "`model` is the folder `/tmp`, but there is no `config.json` in it",
-    "generate --prompt x --cache gear:rnk=2": "Unknown option `rnk` for the cache `gear`",
+    "generate --prompt x --cache transform:rnk=2": "Unknown option `rnk` for the cache `transform`",
     "generate --prompt x --cache gear:rank": "`key=value`",
     "generate --prompt x --cache gear:nbits=5": "`nbits`",
-    "generate --prompt x --max-kl .1 --cache gear": "`max_kl` chooses the cache",
+    "generate --prompt x --max-kl .1 --cache transform": "`max_kl` chooses the cache",
     "generate --prompt x --max-kl .1 --store s": "`store` keeps prompts by the cache",
     "recommend --memory 8q --context 5": "`memory` has to be a number of bytes",
     "recommend --memory 1GB --context 5 --host-memory much": "`host_memory` has to be a number of bytes",
     "recommend --memory 1GB --context 5 --model /no/such": "`model` is `/no/such`, but there is no such folder",
     "recommend --memory 1GB --context 0": "Invalid value for '--context'",
-    "recommend --memory 1GB --context 5 --cache gaer": "Unknown cache `gaer`. Did you mean `gear`?",
+    "recommend --memory 1GB --context 5 --cache gaer": "Unknown cache `gaer`. Did you mean `transform`?",
     "recommend --memory 1GB --context 5 --dtype int4": "`dtype` must be one of `float32`",
     "recommend --memory 1GB --context 5 --device gpu": "`device` has to be one of ['cuda', 'cpu']",
     "recommend --memory 1GB --context 5 --new-tokens 5": "they have to be fewer than 5 but are 5",
@@ -228,7 +228,7 @@ WRONG |= {
     f"{command} --model MODEL {words}": message
     for command in ("generate", "compare")
     for words, message in {
-        "--cache gaer --prompt x": "Unknown cache `gaer`. Did you mean `gear`?",
+        "--cache gaer --prompt x": "Unknown cache `gaer`. Did you mean `transform`?",
         "--prompt-file no-such-file": "`prompt_file`: no-such-file cannot be read (No such file or directory)",
         "": "Give a prompt with `--prompt`, `--prompt-file` or both",
         "--prompt ''": "The prompt is empty",
@@ -270,7 +270,7 @@ def test_texts_are_read_before_a_model_is_loaded(command, no_model_is_loaded, tm
     wrong = {"binary": "binary is no text in UTF-8 (byte 0:", "nothing": "nothing", "empty": "there is no text in "}
     option = "--text-file" if command in READERS else "--prompt-file"
     for name, message in list(wrong.items())[: 3 if command in READERS else 2]:
-        refuse(message, *command.split(), "--cache", "gear", option, str(tmp_path / name))
+        refuse(message, *command.split(), "--cache", "transform", option, str(tmp_path / name))
 
 
 def test_a_file_that_was_there_is_left_alone(tmp_path: Path) -> None:

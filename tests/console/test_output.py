@@ -242,18 +242,18 @@ def test_calibrate_for_infinigen(tiny_folder: str, tmp_path: Path, fox: str, run
 
 def test_calibrate_keeps_what_presets_of_gear_find(tiny_folder: str, tmp_path: Path, fox: str, run, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path / "home"))
-    options = ["--cache", "gear", "--model", tiny_folder, "--text-file", fox, "--text-file", fox]
+    options = ["--cache", "transform", "--model", tiny_folder, "--text-file", fox, "--text-file", fox]
     shown = run("calibrate", *options, "--windows", "1", "--length", "200").stdout
     (file,) = (tmp_path / "home" / "calibrations").iterdir()
     assert file.name in shown.replace("\n", "")
-    for cache in ("gear-c16", f"gear-c12:calibration={file}"):
+    for cache in ("calibrated-16", f"calibrated-12:calibration={file}"):
         compared = ["--model", tiny_folder, "--prompt", PROMPT, "--max-new-tokens", "4", "--cache", cache]
         assert "no calibration" not in run("compare", *compared).output
 
 
 def test_calibrate_needs_no_text_for_gear(tiny_folder: str, tmp_path: Path, fox: str, read) -> None:
     files = [tmp_path / name for name in ("one.safetensors", "again.safetensors", "more.safetensors")]
-    options = ["calibrate", "--cache", "gear", "--model", tiny_folder, "--windows", "2", "--length", "90"]
+    options = ["calibrate", "--cache", "transform", "--model", tiny_folder, "--windows", "2", "--length", "90"]
     for file, more in zip(files, ([], [], ["--text-file", fox]), strict=True):
         settings = read(*options, *more, "--out", str(file))["settings"]
         assert (settings["text_file"], settings["windows"], settings["length"]) == ("fox.txt" if more else None, 2, 90)

@@ -20,19 +20,19 @@ from kvcache_plugins.registry import CacheEntry, describe_caches
 
 ENTRIES = {entry.name: entry for entry in describe_caches()}
 # The same cache under a second name, as random models have no calibration
-ALIASES = {"gear-t25": "gear"}
+ALIASES = {"transform": "transform"}
 
 QUANTO = ("quanto-2bit", "quanto-4bit")
 HQQ = ("hqq-2bit", "hqq-4bit")
 QUANTIZED = (*QUANTO, *HQQ, "fp8")
-INFINIGEN = ("infinigen", "infinigen-gear", "infinigen-paper")
+INFINIGEN = ("infinigen", "infinigen-transform", "infinigen-paper")
 # They code a token as soon as it comes, so that no context is short enough to stay exact
 CODED = (
     *("turboquant-2bit", "turboquant-3bit", "turboquant-4bit"),
     *("llamacpp-q4_0", "llamacpp-q4_1", "llamacpp-q5_0", "llamacpp-q5_1", "llamacpp-q8_0"),
 )
 # One of each kind; all others, and what Transformers' own get wrong, in `make test-long`
-DAILY = ("dynamic", "gear", "gear-4bit", "kivi-2bit", "infinigen", "h2o")
+DAILY = ("dynamic", "transform", "gear-4bit", "kivi-2bit", "infinigen", "h2o")
 NAMES = [
     pytest.param(name, marks=() if name in DAILY else pytest.mark.long) for name in ENTRIES if name not in ALIASES
 ]
@@ -42,7 +42,7 @@ TRANSFORMERS = ("dynamic", "offloaded", *QUANTIZED)
 # fetch too little to come near enough to `DynamicCache`. One speculates as on a GPU, one as on this CPU
 OPTIONS: dict[str, dict[str, object]] = {
     "infinigen": {"full_layers": (), "max_fetch_ratio": 0.5, "speculate": True},
-    "infinigen-gear": {"full_layers": (), "max_fetch_ratio": 0.5},
+    "infinigen-transform": {"full_layers": (), "max_fetch_ratio": 0.5},
     "infinigen-paper": {"full_layers": (), "max_fetch_ratio": 0.5, "alpha": 8.0, "partial_ratio": 0.5},
 }
 
@@ -126,7 +126,7 @@ def test_short_contexts(cache: str, contract_models: dict[str, PreTrainedModel])
 
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())
 def test_aliases(alias: str, name: str) -> None:
-    assert create_cache(alias).gear_config == create_cache(name).gear_config
+    assert create_cache(alias).cache_config == create_cache(name).cache_config
 
 
 def test_lists_name_known_caches_and_items() -> None:

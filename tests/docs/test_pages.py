@@ -175,7 +175,7 @@ def test_readme_and_documentation_recommend_the_same() -> None:
 
 def test_what_is_recommended_is_registered() -> None:
     named = {word.strip(" `,") for line in which_cache(ROOT / "README.md")[2:] for word in line.split("|")[2].split()}
-    assert {"gear", "infinigen"} <= named & set(list_caches())
+    assert {"transform", "infinigen"} <= named & set(list_caches())
 
 
 def test_front_page_is_short() -> None:
@@ -185,7 +185,7 @@ def test_front_page_is_short() -> None:
 @pytest.mark.parametrize("page", ["guides/long_context.md", "guides/larger_batches.md", "guides/several_gpus.md"])
 def test_guides_take_the_default(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    assert '"gear"' in text or "--cache gear\n" in text
+    assert '"transform"' in text or "--cache transform\n" in text
     assert "gear-2bit" not in text
 
 
@@ -473,9 +473,9 @@ WRONG = {
     "a subcommand": "kvcache-plugins bench nothing",
     "a cache": "kvcache-plugins compare --cache geer-2bit",
     "an option of a cache": "kvcache-plugins compare --cache gear-2bit:ranks=4",
-    "an option of lm-eval": f"{LM_EVAL} --model_args cache=gear --tasks kv_copa --limits 4",
-    "a task": f"{LM_EVAL} --model_args cache=gear --tasks kv_nothing",
-    "a cache of lm-eval": f"{LM_EVAL} --model_args cache=gear,cache_ranks=2 --tasks kv_copa",
+    "an option of lm-eval": f"{LM_EVAL} --model_args cache=transform --tasks kv_copa --limits 4",
+    "a task": f"{LM_EVAL} --model_args cache=transform --tasks kv_nothing",
+    "a cache of lm-eval": f"{LM_EVAL} --model_args cache=transform,cache_ranks=2 --tasks kv_copa",
     "a module's option": "torchrun --nproc-per-node 2 -m kvcache_plugins.kv_runahead --prompt x --hops 4",
     "a launcher's option": "torchrun --nothing 2 -m kvcache_plugins.kv_runahead --prompt x",
     "a module": "python -m kvcache_plugins.nothing",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from kvcache_plugins import GEARCache, InfiniGenCache, create_cache
+from kvcache_plugins import InfiniGenCache, TransformCodingCache, create_cache
 from kvcache_plugins.infinigen.hooks import attachment_of
 from kvcache_plugins.models.cache_argument import IS_RENAMED
 from kvcache_plugins.registry import unwrap_model
@@ -72,7 +72,7 @@ def test_prompt_tuning_with_an_exact_cache(tiny_model, prompt, generate):
     adapted = peft.get_peft_model(tiny_model("llama"), config).eval()
     with pytest.warns(UserWarning, match="Position ids are not supported"):
         expected = generate(adapted, prompt(15))
-        cache = GEARCache(unwrap_model(adapted).config, residual_length=512)
+        cache = TransformCodingCache(unwrap_model(adapted).config, residual_length=512)
         assert torch.equal(generate(adapted, prompt(15), cache), expected)
     assert cache.get_seq_length() == 15 + 6 + 7
 

@@ -7,10 +7,10 @@ from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalL
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvcache_plugins import GEARCache, create_cache, list_caches
+from kvcache_plugins import TransformCodingCache, create_cache, list_caches
 
 
-DAILY = ("gear", "gear-4bit", "h2o", "infinigen", "turboquant-4bit")
+DAILY = ("transform", "gear-4bit", "h2o", "infinigen", "turboquant-4bit")
 # Transformers' own hand dense states to whatever attention there is
 NOT_OURS = {"dynamic", "offloaded", "fp8", "quanto-2bit", "quanto-4bit", "hqq-2bit", "hqq-4bit"}
 FLASH = [name for name in ALL_ATTENTION_FUNCTIONS if name.startswith("flash_attention")]
@@ -94,7 +94,7 @@ def test_logits_of_prompts_chunks_and_steps(tiny_model, prompt, architecture, im
     """Beyond the rows of a mask that are made at once, and with windows."""
     model, tokens = tiny_model(architecture), prompt(320, num_rows=2)
     # Shorter windows are left to Transformers' own layers, and so to the implementation itself
-    sizes, caches = (300, 1, 1, 12, 1), [GEARCache(model.config, sliding="compressed") for _ in range(2)]
+    sizes, caches = (300, 1, 1, 12, 1), [TransformCodingCache(model.config, sliding="compressed") for _ in range(2)]
     expected = feed(model, caches[0], tokens, sizes)
     use(model, implementation)
     logits = feed(model, caches[1], tokens, sizes)
@@ -111,7 +111,7 @@ def test_softcaps_and_sinks_are_as_in_eager_attention(prompt, family, implementa
     fields = {**SMALL, **({"attn_logit_softcapping": 5.0} if family == "gemma2" else {"num_local_experts": 4})}
     config = CONFIG_MAPPING[family](**fields, layer_types=["full_attention", "full_attention"])
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    tokens, caches = prompt(104, num_rows=2), [GEARCache(model.config), GEARCache(model.config)]
+    tokens, caches = prompt(104, num_rows=2), [TransformCodingCache(model.config), TransformCodingCache(model.config)]
     expected = feed(model, caches[0], tokens, (100, 1, 3))
     use(model, implementation)
     logits = feed(model, caches[1], tokens, (100, 1, 3))
@@ -140,7 +140,7 @@ def test_packed_sequences_are_flash_attentions_own(tiny_llama, prompt, monkeypat
     if count_from:
         positions = torch.cat([positions[:, :count_from], positions[:, : 100 - count_from]], dim=1)
     use(tiny_llama, "flash_attention_2")
-    tiny_llama(input_ids=prompt(), position_ids=positions, past_key_values=GEARCache(tiny_llama.config))
+    tiny_llama(input_ids=prompt(), position_ids=positions, past_key_values=TransformCodingCache(tiny_llama.config))
     assert seen == [torch.Tensor] * (2 if is_dense else 0)
 
 
@@ -154,11 +154,11 @@ def test_attention_of_ones_own_gets_dense_states_and_no_address(tiny_llama, prom
 
     AttentionInterface.register("own", attend)
     try:
-        expected = generate(tiny_llama, prompt(), GEARCache())
+        expected = generate(tiny_llama, prompt(), TransformCodingCache())
         tiny_llama.set_attn_implementation("own")
-        assert torch.equal(generate(tiny_llama, prompt(), GEARCache(), prefill_chunk_size=100), expected)
+        assert torch.equal(generate(tiny_llama, prompt(), TransformCodingCache(), prefill_chunk_size=100), expected)
         asks_for.append("address")
         with pytest.raises(ValueError, match="address of the keys or values.*`data_ptr`"):
-            generate(tiny_llama, prompt(), GEARCache())
+            generate(tiny_llama, prompt(), TransformCodingCache())
     finally:
         del AttentionInterface._global_mapping["own"]

@@ -14,7 +14,7 @@ PROMPT, NEW = 150, 6
 
 
 @pytest.mark.parametrize("name", CACHE_NAMES)
-@pytest.mark.parametrize("cache_name", ["gear", "infinigen", "h2o"])
+@pytest.mark.parametrize("cache_name", ["transform", "infinigen", "h2o"])
 def test_both_names_fill_the_cache(tiny_llama: PreTrainedModel, cache_name: str, name: str) -> None:
     model = tiny_llama
     if name not in ("past_key_values", *inspect.signature(model.forward).parameters):

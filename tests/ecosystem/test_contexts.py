@@ -21,7 +21,15 @@ from kvcache_plugins.layers.static_layer import StaticLayer
 Context = Callable[[], AbstractContextManager[object]]
 Maker = Callable[[str, PreTrainedModel], Cache]
 # One of each kind; all names are tried in `make test-long`
-KINDS = ("gear", "gear-4bit", "gear-t16:quantizer=trellis", "infinigen", "infinigen-gear", "h2o", "llamacpp-q4_0")
+KINDS = (
+    "transform",
+    "gear-4bit",
+    "transform-16:quantizer=trellis",
+    "infinigen",
+    "infinigen-transform",
+    "h2o",
+    "llamacpp-q4_0",
+)
 # Transformers' own, which may not be used so
 OTHERS = ("dynamic", "offloaded", "fp8", "quanto-2bit", "quanto-4bit", "hqq-2bit", "hqq-4bit")
 NAMES = [
@@ -81,7 +89,16 @@ def test_inference_mode(tiny_llama: PreTrainedModel, name: str, make_any: Maker)
 
 
 # One of each kind; all names are tried in `make test-long`
-FILED_KINDS = ("dynamic", "gear", "gear-4bit", "gear-c16", "infinigen", "infinigen-gear", "h2o", "turboquant-4bit")
+FILED_KINDS = (
+    "dynamic",
+    "transform",
+    "gear-4bit",
+    "calibrated-16",
+    "infinigen",
+    "infinigen-transform",
+    "h2o",
+    "turboquant-4bit",
+)
 FILED_NAMES = [
     *FILED_KINDS,
     *(pytest.param(name, marks=pytest.mark.long) for name in list_caches() if name not in FILED_KINDS),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from kvcache_plugins import GEARCache, create_cache
+from kvcache_plugins import TransformCodingCache, create_cache
 from kvcache_plugins.contract.subject import RECORDS_PAST
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import unwrap_model
@@ -151,7 +151,7 @@ def test_compiled_layers(fresh_dynamo, tiny_llama, make_cache, prompt):
 def test_full_graphs_are_refused(fresh_dynamo, tiny_llama, prompt):
     compiled = torch.compile(tiny_llama, backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="torch.compiler.disable"):
-        decode(compiled, prompt(20), GEARCache())
+        decode(compiled, prompt(20), TransformCodingCache())
 
 
 def test_wrappers_are_seen_through(tiny_llama):

@@ -17,7 +17,7 @@ from kvcache_plugins import create_cache
 
 
 # Outliers of values are chosen among the heads of a rank, so that `gear-4bit` stores others than one process does
-NAMES = ("gear", "kivi-2bit", "infinigen", "h2o", "gear-4bit")
+NAMES = ("transform", "kivi-2bit", "infinigen", "h2o", "gear-4bit")
 NUM_RANKS, PROMPT, NEW_TOKENS = 2, 150, 4
 
 
@@ -30,7 +30,7 @@ def batch(model: PreTrainedModel, prompts: list[list[int]]) -> tuple[list[list[i
 
     config = GenerationConfig(do_sample=False, max_new_tokens=4, eos_token_id=-1, pad_token_id=0)
     paging = ContinuousBatchingConfig(page_size=64, num_blocks=24, max_batch_tokens=256)
-    with compressed_batching(model, "gear-t25", text=torch.tensor(prompts[-1:])) as batching:
+    with compressed_batching(model, "transform", text=torch.tensor(prompts[-1:])) as batching:
         outputs = model.generate_batch(prompts, generation_config=config, continuous_batching_config=paging)
         assert batching.stats()["dense_reads"] == 0
         return [output.generated_tokens for output in outputs.values()], batching.page_bytes()[0]

@@ -47,7 +47,7 @@ READ_DENSE = {
 # Their cache has layers of its own
 REFUSED = {"deepseek_v4"}
 # The least share of families that each cache answers: works on, or reads dense where it is one of those
-SHARES = {"gear": 0.98, "infinigen": 0.95, "h2o": 0.95}
+SHARES = {"transform": 0.98, "infinigen": 0.95, "h2o": 0.95}
 
 
 class ShiftedLayer(DynamicLayer):
@@ -181,7 +181,7 @@ def test_all_families() -> None:
     for name, share in SHARES.items():
         counts = Counter(result.outcomes[name].status for result in results)
         assert counts["works"] + counts["reads dense"] >= share * len(results), name
-    words = {result.family: result.outcomes["gear"].status for result in results}
+    words = {result.family: result.outcomes["transform"].status for result in results}
     assert {family for family, status in words.items() if status == "reads dense"} <= READ_DENSE
     assert {family for family, status in words.items() if status == "refuses"} <= REFUSED
     assert not [result.family for result in results for each in result.outcomes.values() if each.status == "fails"]

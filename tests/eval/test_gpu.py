@@ -14,7 +14,7 @@ from kvcache_plugins.console import results
 from kvcache_plugins.eval import gpu
 from kvcache_plugins.eval.benchmark import Result, TimeIsUpError
 from kvcache_plugins.eval.gpu import Budget, Run, TimeBox, measure_largest_batch, run_batch
-from kvcache_plugins.gear.kernel_check import MismatchError
+from kvcache_plugins.eval.kernel_check import MismatchError
 
 
 def read(folder: Path, name: str) -> dict:
@@ -62,13 +62,13 @@ def test_attention_alone(tmp_path, triton_kernels, monkeypatch):
     assert "gear-l-2bit is wrong" in failure["reason"]
     assert content["settings"]["kernel"] == "triton"
     rows = {row["name"]: row for row in content["rows"]}
-    assert {"dense bfloat16", "gear-2bit", "gear-t25", "copy"} <= set(rows) and "gear-l-2bit" not in rows
+    assert {"dense bfloat16", "gear-2bit", "transform", "copy"} <= set(rows) and "gear-l-2bit" not in rows
     assert 0 < rows["gear-2bit"]["relative_error"] < 5e-3
 
 
 def test_steps_of_a_model(tmp_path, triton_kernels):
     content = run_tiny("step", tmp_path, "step")
-    assert [row["cache"] for row in content["rows"]] == ["dynamic", "gear", "gear-2bit", "static"]
+    assert [row["cache"] for row in content["rows"]] == ["dynamic", "transform", "gear-2bit", "static"]
     assert [failure["what"] for failure in content["failures"]] == ["no-such-cache"]
     for stats in (row["stats"] for row in content["rows"][1:3]):
         assert stats["kernel_fallbacks"] == stats["dense_reads"] == 0 < stats["fused_calls"]
@@ -79,10 +79,10 @@ def test_captured_steps(tmp_path):
     for content in (run_tiny("captured", tmp_path, "captured_1x128"), read(tmp_path, "gpu_captured_2x100")):
         assert content["failures"] == []
         rows = {row["cache"]: row for row in content["rows"]}
-        assert list(rows) == ["dynamic", "gear", "static, captured", "gear, captured"]
+        assert list(rows) == ["dynamic", "transform", "static, captured", "gear, captured"]
         assert rows["static, captured"]["relative_error"] < 1e-2
         # It has room for what is to come
-        assert rows["gear, captured"]["bytes"] > rows["gear"]["bytes"]
+        assert rows["gear, captured"]["bytes"] > rows["transform"]["bytes"]
 
 
 def test_offloading(tmp_path):
@@ -90,7 +90,7 @@ def test_offloading(tmp_path):
     # There is nothing to offload to where there is no GPU
     assert [failure["what"] for failure in content["failures"]] == ["offloaded"]
     rows = {row["cache"]: row for row in content["rows"]}
-    choosing = ["infinigen:share=0.1", "infinigen-gear:share=0.1"]
+    choosing = ["infinigen:share=0.1", "infinigen-transform:share=0.1"]
     assert list(rows) == ["dynamic", *(name + more for name in choosing for more in ("", ", all resident"))]
     counted, of_codes = (rows[name]["counted"] for name in choosing)
     # Of four layers two are whole, of the others about a tenth is fetched

@@ -13,12 +13,22 @@ FROZEN = json.loads((FOLDER / "frozen.json").read_text(encoding="utf-8"))
 @pytest.mark.parametrize(
     ("part", "row", "kept", "lost"),
     [
-        ("bytes", {"gear": {"5": 100}}, {"gear": {"5": 99}}, {"gear": {"5": 101}}),
-        ("bytes", {"gear": {"5": 100}}, {"gear": {"5": 100}}, {"gear": {"5": "ValueError"}}),
-        ("fidelity", {"gear": {"prompt": 0.01}}, {"gear": {"prompt": 0.0104}}, {"gear": {"prompt": 0.0106}}),
-        ("fidelity", {"gear": {"prompt": 0.01}}, {"gear": {"prompt": 0.0}}, {"gear": {"prompt": float("nan")}}),
-        ("speed", {"64": {"gear": 1.0}}, {"64": {"gear": 0.94}}, {"64": {"gear": 0.93}}),
-        ("speed", {"64": {"gear": 1.0}}, {"64": {"gear": 2.0}}, {"64": {}}),
+        ("bytes", {"transform": {"5": 100}}, {"transform": {"5": 99}}, {"transform": {"5": 101}}),
+        ("bytes", {"transform": {"5": 100}}, {"transform": {"5": 100}}, {"transform": {"5": "ValueError"}}),
+        (
+            "fidelity",
+            {"transform": {"prompt": 0.01}},
+            {"transform": {"prompt": 0.0104}},
+            {"transform": {"prompt": 0.0106}},
+        ),
+        (
+            "fidelity",
+            {"transform": {"prompt": 0.01}},
+            {"transform": {"prompt": 0.0}},
+            {"transform": {"prompt": float("nan")}},
+        ),
+        ("speed", {"64": {"transform": 1.0}}, {"64": {"transform": 0.94}}, {"64": {"transform": 0.93}}),
+        ("speed", {"64": {"transform": 1.0}}, {"64": {"transform": 2.0}}, {"64": {}}),
     ],
 )
 def test_losses(part, row, kept, lost) -> None:
@@ -34,6 +44,6 @@ def test_a_renamed_cache_is_found() -> None:
 
 
 def test_bytes_are_as_frozen() -> None:
-    names = ("gear", "gear-4bit", "gear-c16", "gear-t30", "infinigen", "llamacpp-q4_0")
+    names = ("transform", "gear-4bit", "calibrated-16", "transform-30", "infinigen", "llamacpp-q4_0")
     frozen = {name: FROZEN["bytes"][name] for name in names}
     assert not list(losses({"renamed": {}, "bytes": frozen}, {"bytes": measure_bytes(frozen)}))

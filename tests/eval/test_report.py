@@ -22,7 +22,11 @@ def make_row(cache: str, percent: float, kl: float, shared: int = 0) -> dict[str
 
 
 def test_fidelity_is_drawn_with_and_without_what_is_shared(tmp_path):
-    rows = [make_row("gear-t16", 15, 0.02), make_row("gear-c12", 11, 0.02, 6), make_row("gear-c16", 15, 0.006, 6)]
+    rows = [
+        make_row("transform-16", 15, 0.02),
+        make_row("calibrated-12", 11, 0.02, 6),
+        make_row("calibrated-16", 15, 0.006, 6),
+    ]
     content = {"settings": SETTINGS, "rows": rows}
     assert draw_result(content, tmp_path / "figure.png").stat().st_size > 1000
     (axes,) = _draw_fidelity(content).axes
@@ -57,10 +61,10 @@ def write(folder, name, rows, **settings):
 
 
 def test_the_first_that_has_a_cache_counts(tmp_path):
-    write(tmp_path, "a.json", [make_row("gear-t16", 20, 0.1)])
-    write(tmp_path, "b.json", [make_row("gear-t16", 20, 0.2), make_row("fp8", 20, 0.3)])
+    write(tmp_path, "a.json", [make_row("transform-16", 20, 0.1)])
+    write(tmp_path, "b.json", [make_row("transform-16", 20, 0.2), make_row("fp8", 20, 0.3)])
     merged = merge_fidelity(tmp_path, ("a.json", "missing.json", "b.json"))
-    assert {row["cache"]: row["kl"] for row in merged["rows"]} == {"gear-t16": 0.1, "fp8": 0.3}
+    assert {row["cache"]: row["kl"] for row in merged["rows"]} == {"transform-16": 0.1, "fp8": 0.3}
     write(tmp_path, "c.json", [make_row("fp8", 20, 0.3)], scored=6)
     with pytest.raises(ValueError, match="not measured in the same way"):
         merge_fidelity(tmp_path, ("a.json", "c.json"))
@@ -69,25 +73,25 @@ def test_the_first_that_has_a_cache_counts(tmp_path):
 def test_peers_have_lines_and_bits_of_their_own():
     names = [f"{family}-{bits}bit" for family in ("kivi", "quanto", "hqq", "gear") for bits in (2, 4)]
     names += [f"turboquant-{bits}bit" for bits in (2, 3, 4)] + ["llamacpp-q4_0", "llamacpp-q5_1", "llamacpp-q8_0"]
-    names += [f"gear-t{percent}" for percent in (16, 22, 25, 30)] + ["fp8"]
+    names += ["transform", *(f"transform-{percent}" for percent in (16, 22, 30)), "fp8"]
     rows = [make_row(name, 10.0 + number, 0.1 / number) for number, name in enumerate(names, start=1)]
     (axes,) = _draw_fidelity({"settings": SETTINGS, "rows": rows}).axes
     legend = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert legend == ["kivi", "quanto", "hqq", "gear", "turboquant", "llamacpp", "gear-t", "fp8"]
+    assert legend == ["kivi", "quanto", "hqq", "gear", "turboquant", "llamacpp", "transform", "fp8"]
     shown = {text.get_text() for text in axes.texts}
     assert {"2bit", "3bit", "4bit", "q4_0", "q5_1", "q8_0", "16", "22", "25", "30"} <= shown
 
 
 def test_trellis_codes_and_parts_are_in_tables_alone():
-    names = ("gear-t16", "gear-t16-trellis", "gear-t22:quantizer=trellis", "kcvt-4bit", "llamacpp-q4_0")
+    names = ("transform-16", "transform-16-trellis", "transform-22:quantizer=trellis", "kcvt-4bit", "llamacpp-q4_0")
     drawn = select_drawn({"rows": [make_row(name, 20, 0.1) for name in names]})
-    assert [row["cache"] for row in drawn["rows"]] == ["gear-t16", "llamacpp-q4_0"]
+    assert [row["cache"] for row in drawn["rows"]] == ["transform-16", "llamacpp-q4_0"]
 
 
 def test_what_was_not_measured_is_left_open():
-    row = {"cache": "gear-c16", "what": "calibrated", "kv_percent": 15.1, "kv_percent_with_shared": 16.9}
+    row = {"cache": "calibrated-16", "what": "calibrated", "kv_percent": 15.1, "kv_percent_with_shared": 16.9}
     row |= {"kl": 0.006, "kl_decoded": None, "speed_against_dynamic": None}
-    assert "| `gear-c16` | calibrated | 15.1 (16.9) | - | 0.0060 | - |" in RENDERERS["overview"]([row])
+    assert "| `calibrated-16` | calibrated | 15.1 (16.9) | - | 0.0060 | - |" in RENDERERS["overview"]([row])
 
 
 RESULTS = Path(__file__).resolve().parents[2] / "eval" / "results"
@@ -142,7 +146,8 @@ DOCUMENTS = [
 
 def test_results_are_shown():
     results = {
-        f"docs/results/{name}.md" for name in ("contract", "gear", "infinigen_results", "peers", "runahead_results")
+        f"docs/results/{name}.md"
+        for name in ("contract", "transform", "infinigen_results", "peers", "runahead_results")
     }
     assert results <= set(DOCUMENTS)
 

@@ -17,10 +17,10 @@ EVERYTHING = {"full_layers": (), "share": 1.0, "max_fetch_ratio": 1.0}
 CACHES = {
     **dict.fromkeys(("gear-2bit", "kivi-2bit", "per-token-2bit", "kcvt-4bit"), EIGHT_BITS),
     "gear-k4v3": {**EIGHT_BITS, "value_nbits": 8},
-    "gear-t22": {"key_nbits": 8, "value_nbits": 8},
+    "transform-22": {"key_nbits": 8, "value_nbits": 8},
     "infinigen": EVERYTHING,
     "infinigen-paper": {"full_layers": (), "alpha": float("inf"), "max_fetch_ratio": 1.0},
-    "infinigen-gear": {**EVERYTHING, "key_nbits": 8, "value_nbits": 8},
+    "infinigen-transform": {**EVERYTHING, "key_nbits": 8, "value_nbits": 8},
     "h2o": {"heavy_ratio": 0.5, "recent_ratio": 0.5},
     "turboquant-4bit": {"nbits": 8},
     "llamacpp-q8_0": {},

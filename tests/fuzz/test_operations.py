@@ -27,15 +27,13 @@ KINDS = {
     "per-token-2bit": Kind(name="per-token-2bit", options=SMALL),
     "kcvt-4bit": Kind(name="kcvt-4bit", options=SMALL),
     # Exact tokens in front beyond the first groups, and a low rank of the newest tokens alone
-    "gear-sinks": Kind(
-        name="gear-2bit", options={"num_sink_tokens": 70, "rotate_values": True, "low_rank_recent_ratio": 0.3, **SMALL}
-    ),
+    "gear-sinks": Kind(name="gear-2bit", options={"num_sink_tokens": 70, "rotate_values": True, **SMALL}),
     "gear-8bit": Kind(name="gear-4bit", options={"nbits": 8, **SMALL}, exactness=EIGHT_BITS),
     "gear-exact": Kind(name="gear-2bit", options={"residual_length": 4096, "num_sink_tokens": 4096}, exactness=EXACT),
-    "gear-t22": Kind(name="gear-t22", options={}, least_real=68),
+    "transform-22": Kind(name="transform-22", options={}, least_real=68),
     # Rows with too few tokens for a table: when they have enough depends on the buffer, which all rows share
-    "gear-t22-waiting": Kind(name="gear-t22", options={}, as_alone=1.5),
-    "gear-t-8bit": Kind(name="gear-t22", options={"key_nbits": 8, "value_nbits": 8}, exactness=EIGHT_BITS),
+    "transform-22-waiting": Kind(name="transform-22", options={}, as_alone=1.5),
+    "gear-t-8bit": Kind(name="transform-22", options={"key_nbits": 8, "value_nbits": 8}, exactness=EIGHT_BITS),
     "turboquant-3bit": Kind(name="turboquant-3bit", options={}),
     "llamacpp-q4_0": Kind(name="llamacpp-q4_0", options={}),
     "infinigen": Kind(name="infinigen", options={**WHOLE, "speculate": True}, **CHOOSES),
@@ -43,9 +41,9 @@ KINDS = {
     "infinigen-paper": Kind(name="infinigen-paper", options=WHOLE, **CHOOSES),
     "infinigen-exact": Kind(name="infinigen", options=EVERYTHING, exactness=EXACT),
     # A row of fewer tokens is exact alone, and coded beside longer ones
-    "infinigen-gear": Kind(name="infinigen-gear", options=WHOLE, **{**CHOOSES, "least_real": 68}),
-    "infinigen-gear-8bit": Kind(
-        name="infinigen-gear", options={**EVERYTHING, "key_nbits": 8, "value_nbits": 8}, exactness=EIGHT_BITS
+    "infinigen-transform": Kind(name="infinigen-transform", options=WHOLE, **{**CHOOSES, "least_real": 68}),
+    "infinigen-transform-8bit": Kind(
+        name="infinigen-transform", options={**EVERYTHING, "key_nbits": 8, "value_nbits": 8}, exactness=EIGHT_BITS
     ),
     "h2o": Kind(name="h2o", options={"min_tokens": 8}, reads_dense=False),
     "h2o-exact": Kind(name="h2o", options={"heavy_ratio": 0.5, "recent_ratio": 0.5}, exactness=EXACT),

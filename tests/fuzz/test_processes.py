@@ -24,7 +24,11 @@ def sums_of_logits() -> list[float]:
     model, sums = tiny_models()["llama"], []
     ids = torch.randint(1, 200, (4, 100), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        options = {"gear-2bit": {"residual_length": 16}, "gear-t22": {}, "infinigen-gear": {"full_layers": ()}}
+        options = {
+            "gear-2bit": {"residual_length": 16},
+            "transform-22": {},
+            "infinigen-transform": {"full_layers": ()},
+        }
         for name, own in options.items():
             cache = create_cache(name, model, **own)
             for chunk in ids.split([80, *[1] * 20], dim=1):

@@ -10,14 +10,14 @@ from kvcache_plugins import create_cache
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
-PRESETS = ("gear-2bit", "gear-l-2bit", "gear-k4v3", "kivi-2bit", "per-token-2bit", "kcvt-4bit", "gear-t22")
+PRESETS = ("gear-2bit", "gear-l-2bit", "gear-k4v3", "kivi-2bit", "per-token-2bit", "kcvt-4bit", "transform-22")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NUM_HEADS, HEAD_DIM, PROMPT, RESIDUAL = 2, 64, 64, 16
 # Attention's output: relative to that over dense states, and the finest step of float16, in which scales are stored
 RELATIVE, ABSOLUTE = 0.05, 2e-6
 # Points of normal variables end at 4.4 deviations, where a channel stands out of its token, and none is zero, where
 # all channels but one are
-NOT_NORMAL = {("gear-t22", change): 0.25 for change in ("7e4", "peaks of both signs", "constant")}
+NOT_NORMAL = {("transform-22", change): 0.25 for change in ("7e4", "peaks of both signs", "constant")}
 
 
 def with_peak(states: torch.Tensor, peak: float) -> torch.Tensor:
@@ -54,7 +54,7 @@ EXTREME: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 Layer = CompressedLayer
 # So that all of them are at 8 bits, and compress a prompt of 64 tokens
-OPTIONS = {"gear-k4v3": {"value_nbits": 8}, "gear-t22": {"key_nbits": 8, "value_nbits": 8, "num_sink_tokens": 0}}
+OPTIONS = {"gear-k4v3": {"value_nbits": 8}, "transform-22": {"key_nbits": 8, "value_nbits": 8, "num_sink_tokens": 0}}
 
 
 def make_layer(preset: str) -> Layer:

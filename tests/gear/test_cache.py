@@ -1,28 +1,27 @@
-"""`GEARCache` on whole models: options of both backbones, layers, bytes, and that nothing dense is ever built under
-`sdpa`. `GEARCache()` and `create_cache("gear", model)` are the same; what only a quantized backbone has makes it
-GEAR's. Caches that share a compressed prefix go on as they would alone, and the prefix is held once.
+"""`GEARCache` on whole models: options, layers, bytes, and that nothing dense is ever built under `sdpa`. Forks of a
+packed cache continue as copies do and hold their prefix once.
 """
 
 import copy
-import warnings
+import inspect
+from functools import partial
 
 import pytest
 import torch
 from decoding import decode_logits
-from transformers import LlamaConfig
 
 from kvcache_plugins import GEARCache, create_cache, list_caches, measure_memory
-from kvcache_plugins.gear import calibrate_transform
-from kvcache_plugins.gear.config import GEARConfig, TransformConfig
-from kvcache_plugins.gear.transform.calibration import calibration_path
-from kvcache_plugins.layers.compressed_layer import CompressedLayer
-from kvcache_plugins.registry import check_caches
+from kvcache_plugins.gear.config import GEARConfig
 from kvcache_plugins.reports.memory import reachable_tensors
 
 
-GEAR_NAMES = list_caches("gear*") + list_caches("k[ic]v*") + list_caches("per-token*")
+PACKED_NAMES = [
+    name
+    for pattern in ("gear*", "k[ic]v*", "per-token*", "transform*", "calibrated*")
+    for name in list_caches(pattern)
+]
 # One of each kind; the others differ from these in bits
-DAILY = ("gear", "gear-4bit", "gear-c16", "gear-l-2bit", "kivi-2bit", "kcvt-4bit")
+DAILY = ("transform", "gear-4bit", "calibrated-16", "gear-l-2bit", "kivi-2bit", "kcvt-4bit")
 
 
 def generate(model, input_ids, cache, **kwargs):
@@ -47,7 +46,7 @@ def test_options_that_do_not_fit_the_model_are_named(tiny_llama):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.long) for name in GEAR_NAMES]
+    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.long) for name in PACKED_NAMES]
 )
 def test_memory_is_the_sum_of_all_reachable_tensors(tiny_llama, name):
     cache = create_cache(name, tiny_llama)
@@ -124,104 +123,53 @@ def test_eager_attention_can_be_told_the_padding(tiny_model):
         assert torch.allclose(*prompts, atol=1e-3)
 
 
-QUANTIZED = [
-    *({"nbits": 4}, {"key_nbits": 4}, {"value_nbits": 2}, {"q_group_size": 32}, {"sparsity": 0.01}),
-    *({"key_sparsity": 0.0}, {"rank": 0}, {"value_rank": 2}, {"decode_rank": 1}, {"key_decode_rank": 1}),
-    *({"num_iterations": 2}, {"low_rank_recent_ratio": 0.5}, {"rotate_values": False}, {"key_backbone": "kivi"}),
-    {"backbone": "per-token"},
+CHANGED = [
+    *({"nbits": 2}, {"key_nbits": 8}, {"value_nbits": 2}, {"backbone": "per-token"}, {"sparsity": 0.01}, {"rank": 0}),
+    *({"decode_rank": 1}, {"num_iterations": 2}, {"num_sink_tokens": 4}, {"rotate_values": True}),
+    {"residual_length": 32},
 ]
-SHARED = [{}, {"residual_length": 64}, {"num_sink_tokens": 0}, {"quantizer": "trellis"}, {"sliding": "dense"}]
 
 
-def test_class_and_short_name_are_the_same(tiny_llama):
-    caches = [
-        *(GEARCache(), GEARCache(tiny_llama.config), GEARCache(tiny_llama)),
-        *(create_cache("gear"), create_cache("gear", tiny_llama.config), create_cache("gear", tiny_llama)),
-    ]
-    expected = create_cache("gear-t25").gear_config
-    assert isinstance(expected, TransformConfig)
-    assert all(cache.gear_config == expected and cache.calibration is None for cache in caches)
+def test_class_and_preset_are_the_paper(tiny_llama):
+    """4-bit KCVT, rank 4 for the prompt and 2 for decoded chunks, 2 % outliers, a buffer of 64."""
+    paper = GEARConfig(
+        key_nbits=4, value_nbits=4, backbone=None, residual_length=64, sparsity=0.02, rank=4, decode_rank=2
+    )
+    assert (paper.key_backbone, paper.value_backbone) == ("kcvt", "kcvt")
+    for cache in (GEARCache(), GEARCache(tiny_llama), create_cache("gear"), create_cache("gear-4bit", tiny_llama)):
+        assert cache.cache_config == paper
 
 
-@pytest.mark.parametrize("options", QUANTIZED, ids=str)
-def test_options_of_a_quantized_backbone_make_gears_own_form(options):
-    config = GEARCache(**options).gear_config
-    assert isinstance(config, GEARConfig)
-    assert create_cache("gear", **options).gear_config == config
-    # As in the paper, but for what was given
-    assert GEARCache(**{"nbits": 4, **options}).gear_config == config
-    assert GEARCache(nbits=4).gear_config == create_cache("gear-4bit").gear_config
+@pytest.mark.parametrize("make", [GEARCache, partial(create_cache, "gear")], ids=["class", "preset"])
+def test_backbone_low_rank_and_outliers_are_stored(tiny_llama, make):
+    cache = make(tiny_llama)
+    with torch.no_grad():
+        tiny_llama(prompt(tiny_llama, 1, 1024), past_key_values=cache)
+    parts = cache.memory().parts
+    assert all(parts[part] > 0 for part in ("codes", "scales", "low_rank", "outliers"))
 
 
-@pytest.mark.parametrize("options", SHARED, ids=str)
-def test_options_of_both_forms_leave_the_default(options):
-    config = GEARCache(**options).gear_config
-    assert config == GEARCache(backbone="transform", **options).gear_config
-    assert GEARCache(**{**options, "quantizer": None, "nbits": 2}).gear_config.key.nbits == 2
+def test_number_of_options():
+    assert len(inspect.signature(GEARCache).parameters) <= 15
 
 
-def test_bits_of_one_side_leave_the_others_default():
-    config = GEARCache(backbone="transform", key_nbits=3).gear_config
-    assert (config.key_nbits, config.value_nbits) == (3, GEARCache().gear_config.value_nbits)
+@pytest.mark.parametrize("options", CHANGED, ids=str)
+def test_every_option_changes_the_config_and_survives(options):
+    config = GEARCache(**options).cache_config
+    assert config != GEARCache().cache_config
+    assert create_cache("gear", **options).cache_config == config
+    assert GEARCache(**config.to_options()).cache_config == config
 
 
-@pytest.fixture
-def model(tiny_model):
-    return tiny_model("llama", seed=0, initializer_range=0.2)
+def test_bits_that_have_no_effect_are_refused():
+    with pytest.raises(ValueError, match="`nbits` has no effect beside `key_nbits` and `value_nbits`"):
+        create_cache("gear-k4v3", nbits=2)
 
 
-@pytest.fixture
-def kept(model, random_windows, tmp_path, monkeypatch):
-    """The file of the model's calibration, where caches look for it."""
-    monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
-    path = calibration_path(model)
-    path.parent.mkdir(parents=True)
-    calibrate_transform(model, random_windows(1, 200)).save(path)
-    return path
-
-
-def test_a_models_calibration_is_found(model, tiny_model, kept):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        caches = [GEARCache(model), create_cache("gear", model)]
-        # Of the same config, with other weights; and what cannot tell its weights
-        without = [GEARCache(tiny_model("llama", seed=1, initializer_range=0.2)), GEARCache(model.config)]
-        without += [create_cache("gear", model.config), create_cache("gear-t25", model), GEARCache()]
-    assert caches[0].calibration is caches[1].calibration is not None
-    assert caches[0].gear_config == caches[1].gear_config
-    assert all(cache.calibration is None for cache in without)
-    # As many bits, shared by what they are worth
-    bits = without[0].gear_config
-    assert 2 * caches[0].gear_config.key_nbits == bits.key_nbits + bits.value_nbits
-    assert GEARCache(model, nbits=2).calibration is None
-
-
-def test_those_of_the_package_are_for_who_asks_for_them(smollm2):
-    model, _ = smollm2
-    assert create_cache("gear-c16", model).calibration is not None
-    assert create_cache("gear", model).calibration is GEARCache(model).calibration is None
-
-
-def test_a_calibration_may_be_given_alone(model, kept):
-    cache = GEARCache(model.config, calibration=kept)
-    assert cache.gear_config == GEARCache(model).gear_config
-    assert check_caches([f"gear:calibration={kept}"])
-    with pytest.raises(ValueError, match="`calibration` is for the `transform` backbone"):
-        GEARCache(model.config, calibration=kept, nbits=2)
-
-
-def test_a_calibration_that_cannot_be_read_is_gone_without(model, kept):
-    kept.write_bytes(kept.read_bytes()[:-9])
-    with pytest.warns(UserWarning, match="goes without a calibration: `calibration`.*damaged"):
-        cache = GEARCache(model)
-    assert cache.calibration is None
-    with pytest.raises(ValueError, match="damaged"):
-        create_cache("gear-c16", model)
-
-
-def test_windows_are_dense_unless_they_are_long():
-    assert GEARCache().gear_config.least_window == 2048
-    assert GEARCache(residual_length=1024).gear_config.least_window == 8192
+@pytest.mark.parametrize(("backbone", "cache"), [("transform", "TransformCodingCache"), ("kvarn", "KVarNCache")])
+def test_backbones_that_became_caches_are_named(backbone, cache):
+    with pytest.raises(ValueError, match=f'`backbone="{backbone}"` is a cache of its own now: `{cache}`'):
+        GEARCache(backbone=backbone)
 
 
 OPTIONS = {"nbits": 2, "residual_length": 32, "q_group_size": 16}
@@ -247,13 +195,13 @@ def logits_of(model, cache, continuation):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "options"),
-    [("llama", OPTIONS), ("gemma3-hybrid", OPTIONS), ("llama", {})],
+    ("architecture", "name", "options"),
+    [("llama", "gear", OPTIONS), ("gemma3-hybrid", "gear", OPTIONS), ("llama", "transform", {})],
     ids=["groups", "hybrid", "rows"],
 )
-def test_forks_go_on_as_copies_do(tiny_model, architecture, options):
+def test_forks_continue_as_copies_do(tiny_model, architecture, name, options):
     model = tiny_model(architecture)
-    cache = GEARCache(model.config, **options)
+    cache = create_cache(name, model.config, **options)
     fill(model, cache)
     # Into a chunk, so that there are a buffer and decoded blocks with room for more, to be shared or not
     logits_of(model, cache, tokens(NUM_DECODED, 1))
@@ -276,10 +224,10 @@ def test_forks_go_on_as_copies_do(tiny_model, architecture, options):
     torch.testing.assert_close(logits_of(model, cache, continuations[0]), expected)
 
 
-@pytest.mark.parametrize("options", [OPTIONS, {}], ids=["groups", "rows"])
-def test_the_prefix_is_held_once(tiny_model, options):
+@pytest.mark.parametrize(("name", "options"), [("gear", OPTIONS), ("transform", {})], ids=["groups", "rows"])
+def test_the_prefix_is_held_once(tiny_model, name, options):
     model = tiny_model("llama")
-    cache = GEARCache(model.config, **options)
+    cache = create_cache(name, model.config, **options)
     fill(model, cache, 1030)
     one = cache.memory().total_bytes
     forks = cache.fork(16)
@@ -304,33 +252,3 @@ def test_an_empty_cache_can_be_forked(tiny_model):
 def test_count_is_checked(count):
     with pytest.raises(ValueError, match="`count` has to be an integer of at least 1 but got"):
         GEARCache().fork(count)
-
-
-def test_bits_are_rounded_to_whole_blocks():
-    config = TransformConfig(key_nbits=2.4, value_nbits=2)
-    assert config.code_bytes(64, 64) == (19, 16)
-    assert config.code_bytes(20, 64)[0] == 7
-    # A row is a word at least, and eight bits a channel at most
-    assert TransformConfig(key_nbits=0.1, value_nbits=8).code_bytes(64, 20) == (3, 24)
-
-
-def test_one_side_alone_has_no_such_backbone():
-    with pytest.raises(ValueError, match="key_backbone"):
-        GEARCache(key_backbone="transform")
-
-
-def test_presets_and_frequencies_of_a_config():
-    config = LlamaConfig(hidden_size=128, num_attention_heads=2, num_hidden_layers=2, rope_parameters=None)
-    cache = create_cache("gear-t16", config)
-    assert all(isinstance(layer, CompressedLayer) for layer in cache.layers)
-    assert all(len(layer.packing.codecs.frequencies) == 32 for layer in cache.layers)
-    assert cache.gear_config == TransformConfig(key_nbits=2.375, value_nbits=2.0, recent_length=80)
-    assert GEARCache(backbone="transform")._next_layer().packing.codecs.frequencies is None
-
-
-def test_options_make_the_same_config():
-    config = TransformConfig(key_nbits=2.375, value_nbits=2, residual_length=3, num_sink_tokens=0)
-    assert GEARCache(**config.to_options()).gear_config == config
-    assert config.shortest_prompt == 64
-    config = TransformConfig(key_nbits=2.23, value_nbits=2.23, quantizer="trellis")
-    assert GEARCache(**config.to_calibrated_options()).gear_config == config

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvcache_plugins
-from kvcache_plugins import GEARCache
+from kvcache_plugins import TransformCodingCache
 from kvcache_plugins.models.cache_argument import as_argument
 
 
@@ -54,7 +54,11 @@ def functions_of_a_layer(run, *, is_coding, layer_idx=1):
 )
 def test_functions_of_a_layer(mode, prompt, num_steps, most, tiny_model, capsys):
     """Counts the last of some steps behind a prompt, or with none the prompt."""
-    llama, cache, token_ids = tiny_model("llama", num_hidden_layers=3), GEARCache(), torch.arange(prompt)[None] % 64
+    llama, cache, token_ids = (
+        tiny_model("llama", num_hidden_layers=3),
+        TransformCodingCache(),
+        torch.arange(prompt)[None] % 64,
+    )
     inputs = [token_ids, *(token_ids[:, :1] for _ in range(num_steps))]
     with mode():
         for each in inputs[:-1]:

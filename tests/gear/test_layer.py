@@ -17,10 +17,9 @@ METHODS = {
     "kivi-2bit": {"nbits": 2, "sparsity": 0, "rank": 0},
     "per-token-3bit": {"nbits": 3, "backbone": "per-token"},
     "kcvt-8bit": {"nbits": 8, "rank": 0},
-    "recent": {"nbits": 2, "low_rank_recent_ratio": 0.3},
     "sinks": {"nbits": 3, "backbone": "kivi", "sparsity": 0, "rank": 0, "num_sink_tokens": 4, "rotate_values": True},
     "sinks-beyond-a-group": {"nbits": 2, "num_sink_tokens": 70, "rotate_values": True},
-    "mixed": {"key_nbits": 4, "value_nbits": 2, "value_sparsity": 0, "key_rank": 0},
+    "mixed": {"key_nbits": 4, "value_nbits": 2, "decode_rank": 0},
 }
 
 

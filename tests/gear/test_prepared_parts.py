@@ -17,11 +17,11 @@ HEADS, GROUPS, DIM, PROMPT = 2, 3, 32, 70
 PRESETS = {
     "gear-k4v3": 100,
     "gear-2bit": 100,
-    "gear": 200,
-    "gear:recent_length=64": 100,
-    "gear:recent_length=0": 50,
+    "transform": 200,
+    "transform:recent_length=64": 100,
+    "transform:recent_length=0": 50,
     # More tokens are coded at a time than one call takes
-    "gear:recent_length=200,residual_length=100": 250,
+    "transform:recent_length=200,residual_length=100": 250,
     "kcvt-4bit": 100,
 }
 
@@ -118,7 +118,7 @@ def test_launches_that_are_kept_equal_those_made_anew(preset, most, monkeypatch)
     assert {1, most} <= set(lengths) and lengths.count(1) >= 2
 
 
-@pytest.mark.parametrize("preset", ["gear-k4v3", "gear"])
+@pytest.mark.parametrize("preset", ["gear-k4v3", "transform"])
 @torch.no_grad()
 def test_copies_and_what_comes_between_have_calls_of_their_own(preset, calls):
     layer, reference = two_filled(preset)
@@ -145,7 +145,7 @@ def test_copies_and_what_comes_between_have_calls_of_their_own(preset, calls):
     assert calls
 
 
-@pytest.mark.parametrize("preset", ["gear-k4v3", "gear:residual_length=20"])
+@pytest.mark.parametrize("preset", ["gear-k4v3", "transform:residual_length=20"])
 @torch.no_grad()
 def test_a_token_that_attention_did_not_write_is_there_all_the_same(preset, calls):
     layer, reference = two_filled(preset)
@@ -188,7 +188,7 @@ def test_other_queries_and_other_threads_find_no_call(calls):
 
 @torch.no_grad()
 def test_a_call_accepts_tokens_of_its_kind_alone(calls):
-    layer, _ = two_filled("gear")
+    layer, _ = two_filled("transform")
     attend(layer, *tokens(1))
     call, buffer = layer._prepared.call, layer.buffer
     query, keys, values = tokens(1)
@@ -208,7 +208,7 @@ def test_a_call_accepts_tokens_of_its_kind_alone(calls):
         call.attend(query, None, tuple(states.double() for states in buffer.storage), buffer.length, None)
 
 
-@pytest.mark.parametrize("preset", ["gear-k4v3", "gear"])
+@pytest.mark.parametrize("preset", ["gear-k4v3", "transform"])
 def test_inference_mode_and_gradients_take_turns(preset):
     layer, reference = make_layer(preset), make_layer(preset)
     for start, count in enumerate([5, *[1] * 100]):
@@ -225,7 +225,7 @@ def test_inference_mode_and_gradients_take_turns(preset):
     assert torch.equal(layer.materialize("keys"), reference.materialize("keys")[:, :, :-1])
 
 
-@pytest.mark.parametrize("preset", ["gear-k4v3", "gear"])
+@pytest.mark.parametrize("preset", ["gear-k4v3", "transform"])
 @torch.no_grad()
 def test_plain_tokens_are_there_for_whoever_asks(preset):
     """Until something is compressed a layer holds two tensors, which nothing but time tells."""
@@ -252,7 +252,7 @@ def test_plain_tokens_are_there_for_whoever_asks(preset):
 @pytest.mark.parametrize("number", [float("nan"), 1e30])
 @torch.no_grad()
 def test_tokens_that_cannot_be_stored_are_refused_where_all_else_is_prepared(number):
-    layer, _ = two_filled("gear")
+    layer, _ = two_filled("transform")
     for _ in range(20):
         attend(layer, *tokens(1))
     assert layer._prepared.coding is not None

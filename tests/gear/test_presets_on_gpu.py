@@ -9,19 +9,19 @@ from kernel_cases import DEVICE, needs_triton
 from kvcache_plugins import create_cache
 from kvcache_plugins.eval.benchmarks.step import llama, random_model
 from kvcache_plugins.eval.gpu import DTYPE, random_tokens
-from kvcache_plugins.gear.kernel_check import require_close_layers
-from kvcache_plugins.gear.transform.calibration import calibrate_transform
+from kvcache_plugins.eval.kernel_check import require_close_layers
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import describe_caches
+from kvcache_plugins.transform_coding.calibration import calibrate_transform
 
 
 pytestmark = needs_triton
 ON_GPU = DEVICE.type == "cuda"
-INTERPRETED = ("gear", "gear-t16:quantizer=trellis", "gear-c16", "gear-2bit")
+INTERPRETED = ("transform", "transform-16:quantizer=trellis", "calibrated-16", "gear-2bit")
 # Tiles of KVarN, a peer, are for plain PyTorch
 OURS = [entry.name for entry in describe_caches() if str(entry.factory).endswith(":GEARCache")]
 PRESETS = [name for name in OURS if not name.startswith("kvarn")]
-PRESETS += ["gear-t16:quantizer=trellis", "gear-c16:quantizer=trellis"]
+PRESETS += ["transform-16:quantizer=trellis", "calibrated-16:quantizer=trellis"]
 # A prompt, decoded tokens at once that the update after them compresses, and one more
 SIZES, TOKENS = (
     ((1000, 1024, 1024, 2, 8, 2, 4096), (600, 64, 1)) if ON_GPU else ((128, 64, 64, 1, 4, 2, 1024), (70, 64, 1))

@@ -9,10 +9,10 @@ from decoding import assert_same, decode_logits, make_model, tokens
 
 from kvcache_plugins import InfiniGenCache
 from kvcache_plugins.contract.comparison import reachable_bytes
-from kvcache_plugins.gear.config import TransformConfig
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.kernels.tokens import ChoiceBounds, ChoosingCall, choose_by_codes
+from kvcache_plugins.transform_coding.config import TransformCodingConfig
 
 
 def filled(
@@ -21,7 +21,7 @@ def filled(
     """A layer of three heads that holds random tokens, as rows of a codec if their bits are given."""
     packing = None
     if key_nbits is not None:
-        coding = TransformConfig(key_nbits=key_nbits, value_nbits=3.25, num_sink_tokens=config.sink)
+        coding = TransformCodingConfig(key_nbits=key_nbits, value_nbits=3.25, num_sink_tokens=config.sink)
         packing = coding.packing(tuple((10000.0 ** -(torch.arange(0, 16, 2) / 16)).tolist()))
     layer = InfiniGenLayer(config, 0, packing=packing)
     layer.update(*(torch.randn(batch_size, 3, count, dim, dtype=dtype) for dim in dims))

@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvcache_plugins.gear.config import TransformConfig
 from kvcache_plugins.infinigen import disk_pages
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.infinigen.selection import Selection
 from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.transform_coding.config import TransformCodingConfig
 
 
 FREQUENCIES = tuple((10000.0 ** -(torch.arange(0, 32, 2) / 32)).tolist())
@@ -31,7 +31,7 @@ def states(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def make_layer(key_nbits: float = 4, value_nbits: float = 3.25, **options) -> InfiniGenLayer:
     config = InfiniGenConfig(**options)
-    coding = TransformConfig(key_nbits=key_nbits, value_nbits=value_nbits, num_sink_tokens=config.sink)
+    coding = TransformCodingConfig(key_nbits=key_nbits, value_nbits=value_nbits, num_sink_tokens=config.sink)
     return InfiniGenLayer(config, 0, packing=coding.packing(FREQUENCIES))
 
 

@@ -13,7 +13,7 @@ from itertools import count
 import pytest
 import torch
 
-from kvcache_plugins import InfiniGenCache, InfiniGenGEARCache
+from kvcache_plugins import InfiniGenCache, InfiniGenTransformCache
 from kvcache_plugins.files import mapped_files
 from kvcache_plugins.files.mapped_files import cached_blocks, num_blocks
 from kvcache_plugins.infinigen import disk_pages
@@ -47,7 +47,7 @@ def resident_bytes(folder) -> int:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("cache_class", [InfiniGenCache, InfiniGenGEARCache])
+@pytest.mark.parametrize("cache_class", [InfiniGenCache, InfiniGenTransformCache])
 @pytest.mark.parametrize("speculate", [True, False])
 def test_equals_the_pool_in_memory(tiny_llama, tmp_path, cache_class, speculate):
     input_ids = torch.randint(3, 128, (2, 1300))

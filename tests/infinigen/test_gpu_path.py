@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
-from kvcache_plugins import InfiniGenCache, InfiniGenGEARCache
+from kvcache_plugins import InfiniGenCache, InfiniGenTransformCache
 from kvcache_plugins.codecs.rotation import hadamard_matrix
 from kvcache_plugins.infinigen import layer as layers
 from kvcache_plugins.infinigen import staging
@@ -89,7 +89,7 @@ def test_everything_fetched_is_exact(gpu, llama, is_padded, pool_tokens):
     ("make_cache", "rule"),
     [
         *((InfiniGenCache, rule) for rule in ({"min_weight": 1.0}, {"alpha": 3.0}, {"share": 0.1}, {"mass": 0.5})),
-        (InfiniGenGEARCache, {"share": 0.1}),
+        (InfiniGenTransformCache, {"share": 0.1}),
     ],
 )
 def test_chooses_and_counts_what_a_cpu_does(cuda, llama, make_cache, rule, kernel):
@@ -234,7 +234,7 @@ def test_a_decode_step_reads_nothing_from_the_device(meta_llama, cuda, monkeypat
     is_coded = "value_nbits" in options
     # Made where a prompt is coded, which states without numbers are not
     hadamard_matrix(meta_llama.config.head_dim, torch.device("meta"))
-    with (InfiniGenGEARCache if is_coded else InfiniGenCache)(meta_llama, **options, full_layers=(0,)) as cache:
+    with (InfiniGenTransformCache if is_coded else InfiniGenCache)(meta_llama, **options, full_layers=(0,)) as cache:
         # Once for a model and at a prompt, queries are compared
         attachment_of(meta_llama).checked.update(range(3))
         meta_llama(prompt, past_key_values=cache)

@@ -4,13 +4,13 @@ import pytest
 import torch
 from transformers import Cache, DynamicCache
 
-from kvcache_plugins import GEARCache, H2OCache, InfiniGenCache
+from kvcache_plugins import H2OCache, InfiniGenCache, TransformCodingCache
 from kvcache_plugins.contract.subject import RECORDS_PAST
 from kvcache_plugins.eval.families import build_family, generate, prompt
 
 
 def test_a_layer_keeps_the_keys_of_an_indexer_with_its_tokens() -> None:
-    layer = GEARCache(nbits=4)._next_layer()
+    layer = TransformCodingCache(nbits=4)._next_layer()
     index = torch.randn(2, 100, 8)
     assert torch.equal(layer.update_indexer(index[:, :90]), index[:, :90])
     layer.update(torch.randn(2, 2, 90, 16), torch.randn(2, 2, 90, 16))
@@ -25,7 +25,7 @@ def test_a_layer_keeps_the_keys_of_an_indexer_with_its_tokens() -> None:
     assert not layer.has_index
 
 
-@pytest.mark.parametrize("make_cache", [GEARCache, H2OCache], ids=["gear", "h2o"])
+@pytest.mark.parametrize("make_cache", [TransformCodingCache, H2OCache], ids=["transform", "h2o"])
 def test_a_recurrence_beside_attention_goes_with_the_batch(make_cache: type[Cache]) -> None:
     model = build_family("falcon_h1")
     if not hasattr(DynamicCache(config=model.config).layers[0], "number_of_states"):
@@ -40,7 +40,7 @@ def test_a_recurrence_beside_attention_goes_with_the_batch(make_cache: type[Cach
             assert torch.allclose(own.conv_states[index], other.conv_states[index], atol=1e-4)
             assert torch.allclose(own.recurrent_states[index], other.recurrent_states[index], atol=1e-4)
     assert cache.is_linear == [False] * len(cache.layers)
-    if make_cache is GEARCache:
+    if make_cache is TransformCodingCache:
         with pytest.raises(ValueError, match="`save` knows attention layers only"):
             cache.save("never-written", model)
 
@@ -49,15 +49,19 @@ def test_a_recurrence_beside_attention_goes_with_the_batch(make_cache: type[Cach
 def test_without_a_config_the_line_to_write_is_said(family: str) -> None:
     model = build_family(family)
     # Older releases look for a recurrence before they ask for anything that could say so
-    line = r"write `GEARCache\(model.config\)` instead of `GEARCache\(\)`" if RECORDS_PAST else "has_previous_state"
+    line = (
+        r"write `TransformCodingCache\(model.config\)` instead of `TransformCodingCache\(\)`"
+        if RECORDS_PAST
+        else "has_previous_state"
+    )
     with pytest.raises(ValueError, match=line):
-        generate(model, GEARCache(), prompt(model, 20, 1), None, 2, None)
+        generate(model, TransformCodingCache(), prompt(model, 20, 1), None, 2, None)
 
 
 def test_layers_of_a_form_of_their_own_are_refused() -> None:
     model = build_family("deepseek_v4")
     with pytest.raises(ValueError, match="`compressed_sparse_attention`.* form of their own"):
-        GEARCache(model.config)
+        TransformCodingCache(model.config)
 
 
 def test_layers_whose_queries_are_not_known_choose_by_their_own() -> None:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kvcache_plugins import GEARCache, H2OCache, create_cache
+from kvcache_plugins import H2OCache, TransformCodingCache, create_cache
 
 
-CACHES = [GEARCache, H2OCache]
+CACHES = [TransformCodingCache, H2OCache]
 ANOTHER = r"a new cache for each prompt, or call `reset\(\)`"
 
 
@@ -73,7 +73,7 @@ def test_layers_may_be_filled_one_after_the_other(cache_class, tiny_llama):
     ("name", "padded", "length"),
     [
         (name, padded, length)
-        for name in ("gear-2bit", "h2o", "infinigen", "infinigen-gear")
+        for name in ("gear-2bit", "h2o", "infinigen", "infinigen-transform")
         for padded in (False, True)
         for length in (40, 66, 129, 130)
         if padded or length == 40 or name.startswith("infinigen")

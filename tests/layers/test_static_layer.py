@@ -9,13 +9,13 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache
 from transformers.generation import CompileConfig
 
-from kvcache_plugins import GEARCache, create_cache
+from kvcache_plugins import TransformCodingCache, create_cache
 from kvcache_plugins.layers.static_layer import static_attention
 from kvcache_plugins.models.cache_argument import as_argument
 
 
 BUFFER = 8
-OPTIONS = {"max_cache_len": 300, "backbone": "transform", "residual_length": BUFFER, "recent_length": 0}
+OPTIONS = {"max_cache_len": 300, "residual_length": BUFFER, "recent_length": 0}
 
 
 def prompts(batch_size, length, padding=0):
@@ -71,7 +71,7 @@ def make_cache(tiny_model):
     model = tiny_model("llama", num_hidden_layers=1, hidden_size=32, num_attention_heads=2, num_key_value_heads=2)
 
     def make(**options):
-        return GEARCache(model.config, **{**OPTIONS, **options})
+        return TransformCodingCache(model.config, **{**OPTIONS, **options})
 
     return make
 
@@ -116,7 +116,7 @@ def test_storage_stays_where_it_is_until_there_is_no_room(make_cache):
 
 
 def test_masks_are_applied_whatever_they_hide(tiny_llama):
-    cache, dense = GEARCache(tiny_llama, **OPTIONS), DynamicCache()
+    cache, dense = TransformCodingCache(tiny_llama, **OPTIONS), DynamicCache()
     ids = prompts(1, 100)["input_ids"]
     for each in (cache, dense):
         token = read(tiny_llama, each, ids)
@@ -138,11 +138,11 @@ def test_what_is_too_large_is_noticed(make_cache):
 
 
 def test_it_is_an_ordinary_cache_at_any_time(tiny_llama, tmp_path):
-    cache = GEARCache(tiny_llama, **OPTIONS)
+    cache = TransformCodingCache(tiny_llama, **OPTIONS)
     first = read(tiny_llama, cache, prompts(2, 97)["input_ids"])
     decode(tiny_llama, cache, first, 30)
     cache.save(tmp_path / "cache", tiny_llama)
-    others = [copy.deepcopy(cache), GEARCache.load(tmp_path / "cache", tiny_llama), *cache.fork(1)]
+    others = [copy.deepcopy(cache), TransformCodingCache.load(tmp_path / "cache", tiny_llama), *cache.fork(1)]
     for other in others:
         require_same_storage(other, cache)
     tokens = [decode(tiny_llama, each, first, 12) for each in (cache, others[0], others[2])]
@@ -155,7 +155,7 @@ def test_it_is_an_ordinary_cache_at_any_time(tiny_llama, tmp_path):
 
 
 def test_short_prompts_wait_until_something_is_coded(tiny_llama):
-    cache = GEARCache(tiny_llama, **OPTIONS)
+    cache = TransformCodingCache(tiny_llama, **OPTIONS)
     decode(tiny_llama, cache, read(tiny_llama, cache, prompts(1, 9)["input_ids"]), 50)
     assert cache.layers[0].form is None
     decode(tiny_llama, cache, torch.ones(1, 1, dtype=torch.long), 30)
@@ -166,8 +166,7 @@ def test_short_prompts_wait_until_something_is_coded(tiny_llama):
     ("architecture", "options", "message"),
     [
         *(("llama", {"max_cache_len": number}, "an integer of at least 1") for number in (0, 1.5, True)),
-        ("llama", {"backbone": "kivi"}, "`transform` backbone"),
-        ("llama", {"quantizer": "trellis"}, '`"lloyd-max"` quantizer'),
+        ("llama", {"quantizer": "trellis"}, '`quantizer="lloyd-max"`'),
         ("gemma3-hybrid", {}, "full attention"),
         (None, {}, "model or its config"),
     ],
@@ -176,7 +175,7 @@ def test_what_cannot_stand_still_is_named(architecture, options, message, tiny_m
     model = None if architecture is None else tiny_model(architecture)
     options = {"max_cache_len": 200, **options}
     with pytest.raises(ValueError, match=f"`max_cache_len`.*{message}"):
-        GEARCache(model, **options)
+        TransformCodingCache(model, **options)
 
 
 @pytest.mark.slow
@@ -186,7 +185,7 @@ def test_generate_compiles_steps_by_itself(tiny_llama, fresh_dynamo):
     config._compile_all_devices = True
     for length in (97, 110, 80):
         call = {**prompts(2, length, 5), "max_new_tokens": 40, "do_sample": False}
-        cache, expected = (create_cache("gear", tiny_llama, max_cache_len=200) for _ in range(2))
+        cache, expected = (create_cache("transform", tiny_llama, max_cache_len=200) for _ in range(2))
         tokens = tiny_llama.generate(**call, **as_argument(expected), disable_compile=True)
         assert torch.equal(tiny_llama.generate(**call, **as_argument(cache), compile_config=config), tokens)
         assert cache.stats() == expected.stats() and cache.stats()["dense_reads"] == 0
@@ -203,7 +202,7 @@ def test_steps_are_compiled_once(architecture, tiny_model, fresh_dynamo):
     model = tiny_model(architecture)
     ids, tokens = prompts(1, 97)["input_ids"], []
     for step in (model, torch.compile(model, backend="eager", fullgraph=True)):
-        cache = GEARCache(model, **OPTIONS)
+        cache = TransformCodingCache(model, **OPTIONS)
         first = read(model, cache, ids)
         tokens.append(decode(step, cache, first, 60))
         cache.crop(-2)
@@ -226,7 +225,7 @@ def test_a_cache_that_is_gone_is_named(make_cache):
 
 def test_other_attention_is_refused(tiny_model, fresh_dynamo):
     model = tiny_model("llama", attn_implementation="eager")
-    cache = GEARCache(model, **OPTIONS)
+    cache = TransformCodingCache(model, **OPTIONS)
     first = read(model, cache, prompts(1, 97)["input_ids"])
     with pytest.raises(Exception, match="compiled for models whose attention is `sdpa`"):
         read(torch.compile(model, backend="eager", fullgraph=True), cache, first)

@@ -188,7 +188,7 @@ def test_decoding_is_near_a_dense_cache(model_name, request, divergence):
     model, tokenizer = request.getfixturevalue(model_name)
     token_ids = tokenizer(TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, : PREFIX + 12]
     kl = {}
-    for name, bound in (("gear-t16", 0.15), ("gear-t30", 0.01)):
+    for name, bound in (("transform-16", 0.15), ("transform-30", 0.01)):
         cache = create_cache(name, model)
         # One token after another
         kl[name] = divergence(model, cache, token_ids, 1, PREFIX)
@@ -197,4 +197,4 @@ def test_decoding_is_near_a_dense_cache(model_name, request, divergence):
         # The layout of the rotary embedding is told from keys alone
         assert {layer.codec.rope.name for layer in layers} == {"half-split"}
         assert sum(block.length for block in layers[0].blocks) > PREFIX
-    assert kl["gear-t30"] < kl["gear-t16"] / 4
+    assert kl["transform-30"] < kl["transform-16"] / 4

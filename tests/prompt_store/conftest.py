@@ -7,7 +7,7 @@ import torch
 
 from kvcache_plugins import GEARCache
 from kvcache_plugins.files.schema import pack
-from kvcache_plugins.gear.snapshot import state_of
+from kvcache_plugins.packed.snapshot import state_of
 
 
 def _assert_same(found: GEARCache, expected: GEARCache) -> None:

@@ -24,8 +24,17 @@ from kvcache_plugins.prompt_store.store import clear, list_prompts
 
 
 # Rows and groups, without and with low rank and outliers; the others differ from these in bits
-DAILY = [("llama", "gear"), ("llama", "gear-4bit"), ("llama", "kivi-2bit"), ("gemma3-hybrid", "gear-2bit")]
-NAMES = ("gear", "gear-4bit", "gear-2bit", "kivi-2bit", "per-token-2bit", "gear-k4v3", "gear-t16", "gear-t30")
+DAILY = [("llama", "transform"), ("llama", "gear-4bit"), ("llama", "kivi-2bit"), ("gemma3-hybrid", "gear-2bit")]
+NAMES = (
+    "transform",
+    "gear-4bit",
+    "gear-2bit",
+    "kivi-2bit",
+    "per-token-2bit",
+    "gear-k4v3",
+    "transform-16",
+    "transform-30",
+)
 OTHERS = [(architecture, name) for architecture in ("llama", "gemma3-hybrid") for name in NAMES]
 
 
@@ -63,10 +72,10 @@ def test_prompts_share_what_they_have_in_common(tiny_llama, tmp_path, assert_sam
     cache = store.read(tiny_llama, second)
     assert store.stats()["blocks_kept"] == 6 and store.stats()["tokens_saved"] == 512
     assert len(list(tmp_path.glob("blocks/*/*.safetensors"))) == 6
-    assert_same(cache, read_in_blocks(tiny_llama, second, create_cache("gear", tiny_llama)))
+    assert_same(cache, read_in_blocks(tiny_llama, second, create_cache("transform", tiny_llama)))
 
 
-@pytest.mark.parametrize("name", ["gear", "gear-k4v3"])
+@pytest.mark.parametrize("name", ["transform", "gear-k4v3"])
 def test_compact_blocks_are_the_same_and_read_beside_others(tiny_llama, tmp_path, assert_same, name):
     input_ids = prompt(1100)
     plain = PromptStore(tmp_path / "plain")
@@ -74,7 +83,7 @@ def test_compact_blocks_are_the_same_and_read_beside_others(tiny_llama, tmp_path
     store = PromptStore(tmp_path / "compact", compact=True)
     store.read(tiny_llama, input_ids, name)
     is_smaller = store.stats()["bytes_kept"] < plain.stats()["bytes_kept"]
-    assert is_smaller == (name == "gear")
+    assert is_smaller == (name == "transform")
     again = PromptStore(tmp_path / "compact")
     assert_same(again.read(tiny_llama, input_ids, name), expected)
     assert again.stats()["tokens_saved"] == 1024
@@ -87,15 +96,15 @@ def test_compact_blocks_are_the_same_and_read_beside_others(tiny_llama, tmp_path
 
 def test_kept_after_generation_in_chunks(tiny_llama, tmp_path):
     input_ids, store = prompt(600), PromptStore(tmp_path)
-    cache = store.cache_for(tiny_llama, input_ids, "gear-t22")
+    cache = store.cache_for(tiny_llama, input_ids, "transform-22")
     tokens = generate(tiny_llama, input_ids, cache, prefill_chunk_size=cache.record.length)
     assert store.keep(cache, tokens) == 2 and store.keep(cache, tokens) == 0
-    again = PromptStore(tmp_path).cache_for(tiny_llama, input_ids, "gear-t22")
+    again = PromptStore(tmp_path).cache_for(tiny_llama, input_ids, "transform-22")
     assert again.get_seq_length() == 512
     assert torch.equal(generate(tiny_llama, input_ids, again), tokens)
 
 
-@pytest.mark.parametrize("name", ["gear", "gear-t22"])
+@pytest.mark.parametrize("name", ["transform", "transform-22"])
 def test_fed_in_one_go_is_not_kept(tiny_llama, tmp_path, name):
     input_ids, store = prompt(600), PromptStore(tmp_path)
     cache = store.cache_for(tiny_llama, input_ids, name)
@@ -110,10 +119,10 @@ def test_fed_in_one_go_is_not_kept(tiny_llama, tmp_path, name):
 def test_custom_generate(tiny_llama, tmp_path):
     input_ids, store = prompt(600), PromptStore(tmp_path)
     options = {"max_new_tokens": 40, "do_sample": False, "custom_generate": store.generate}
-    tokens = tiny_llama.generate(input_ids, spec="gear-t22", **options)
-    assert torch.equal(tiny_llama.generate(input_ids, spec="gear-t22", **options), tokens)
+    tokens = tiny_llama.generate(input_ids, spec="transform-22", **options)
+    assert torch.equal(tiny_llama.generate(input_ids, spec="transform-22", **options), tokens)
     assert store.stats()["hits"] == 1 and store.stats()["tokens_saved"] == 512
-    expected = store.cache_for(tiny_llama, input_ids, "gear-t22")
+    expected = store.cache_for(tiny_llama, input_ids, "transform-22")
     plain = tiny_llama.generate(input_ids, past_key_values=expected, max_new_tokens=40, do_sample=False)
     assert torch.equal(plain, tokens)
     padded = torch.ones_like(input_ids)
@@ -128,11 +137,11 @@ def test_other_settings_and_models_share_nothing(tiny_model, tmp_path):
     other = tiny_model("llama")
     with torch.no_grad():
         other.model.layers[1].self_attn.k_proj.weight *= 1.1
-    for asked, name in ((other, "gear"), (model, "gear:nbits=2"), (tiny_model("llama").bfloat16(), "gear")):
+    for asked, name in ((other, "transform"), (model, "gear:nbits=2"), (tiny_model("llama").bfloat16(), "transform")):
         assert store.cache_for(asked, input_ids, name).get_seq_length() == 0
     assert PromptStore(tmp_path, block_tokens=320).cache_for(model, input_ids).get_seq_length() == 0
     assert store.cache_for(model, input_ids, GEARCache(model.config, nbits=4)).get_seq_length() == 0
-    assert store.cache_for(model, input_ids, create_cache("gear", model)).get_seq_length() == 512
+    assert store.cache_for(model, input_ids, create_cache("transform", model)).get_seq_length() == 512
 
 
 def test_what_cannot_be_kept_is_refused(tiny_llama, tmp_path):
@@ -158,7 +167,7 @@ def folder(tiny_llama, tmp_path) -> Path:
     store = PromptStore(tmp_path)
     store.read(tiny_llama, first)
     store.read(tiny_llama, second)
-    store.read(tiny_llama, first, "gear-t22")
+    store.read(tiny_llama, first, "transform-22")
     return tmp_path
 
 
@@ -192,7 +201,7 @@ def test_a_folder_is_cleared(folder, tmp_path, run, refuse):
 
 
 def test_generate_knows_its_prompt_the_second_time(tiny_folder, tmp_path, run, refuse):
-    options = ["--model", tiny_folder, "--cache", "gear-t22", "--store", str(tmp_path / "store")]
+    options = ["--model", tiny_folder, "--cache", "transform-22", "--store", str(tmp_path / "store")]
     options += ["--prompt", "so it goes, " * 50, "--max-new-tokens", "12"]
     first, second = (run("generate", *options) for _ in range(2))
     assert first.stdout == second.stdout
@@ -360,7 +369,7 @@ def test_a_full_disk_is_one_sentence(tiny_llama, tmp_path, assert_same, read_in_
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
     assert len(reports) == 1
-    assert_same(cache, read_in_blocks(tiny_llama, input_ids, create_cache("gear", tiny_llama)))
+    assert_same(cache, read_in_blocks(tiny_llama, input_ids, create_cache("transform", tiny_llama)))
     assert store.stats()["blocks_kept"] == 0 and blocks_in(tmp_path) == []
     assert list(tmp_path.rglob("*.tmp")) == [] and store.read(tiny_llama, input_ids).get_seq_length() == 1100
     assert len(blocks_in(tmp_path)) == 4
@@ -389,12 +398,12 @@ class Rounds:
         self.model, self.folder, self.chance = model, folder, random.Random(20)
         base = prompt(1000)
         self.prompts = [torch.cat([base[:, :shared], prompt(1000 - shared)], dim=1) for shared in (0, 300, 600, 900)]
-        empty = [create_cache("gear-t22", model) for _ in self.prompts]
+        empty = [create_cache("transform-22", model) for _ in self.prompts]
         self.expected = [read_in_blocks(model, *pair) for pair in zip(self.prompts, empty, strict=True)]
         self.assert_same = assert_same
 
     def read(self, number: int, **options: object) -> None:
-        found = PromptStore(self.folder, **options).read(self.model, self.prompts[number], "gear-t22")
+        found = PromptStore(self.folder, **options).read(self.model, self.prompts[number], "transform-22")
         self.assert_same(found, self.expected[number])
 
     def any_read(self) -> None:

@@ -14,7 +14,7 @@ from kvcache_plugins.reports.memory import MemoryReport, render_memory
 
 OWN = ["gear-2bit", "gear-4bit", "h2o", "infinigen"]
 # One of each kind
-DAILY = ("dynamic", "gear", "gear-4bit", "kivi-2bit", "infinigen", "h2o", "turboquant-4bit", "fp8")
+DAILY = ("dynamic", "transform", "gear-4bit", "kivi-2bit", "infinigen", "h2o", "turboquant-4bit", "fp8")
 
 
 def table(root: ElementTree.Element) -> dict[str, tuple[str, str]]:
@@ -92,7 +92,7 @@ def test_a_report_shows_itself() -> None:
     assert "counters" not in text_of(root)
 
 
-@pytest.mark.parametrize("name", ["dynamic", "gear-2bit", "h2o", "infinigen", "infinigen-gear", "fp8"])
+@pytest.mark.parametrize("name", ["dynamic", "gear-2bit", "h2o", "infinigen", "infinigen-transform", "fp8"])
 def test_a_cache_is_printed_in_one_line(name: str, tiny_llama: PreTrainedModel) -> None:
     if not describe_caches(name)[0].is_available:
         pytest.skip(f"`{name}` needs `{describe_caches(name)[0].requires}`")

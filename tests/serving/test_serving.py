@@ -214,7 +214,7 @@ def batching(smollm2):
     from kvcache_plugins.serving import CacheServer
 
     sizes = {"continuous_batching": True, "num_blocks": 6, "max_batch_tokens": 256}
-    with serving(CacheServer("smollm2", "gear-c16", temperature=0, port=0, **sizes, **ON_CPU)) as server:
+    with serving(CacheServer("smollm2", "calibrated-16", temperature=0, port=0, **sizes, **ON_CPU)) as server:
         yield server
 
 
@@ -246,7 +246,7 @@ def cold_answers(folder, text, prompts):
     config = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1)
     paging = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=512)
     found = []
-    with compressed_batching(model, "gear-t30", text=table_ids):
+    with compressed_batching(model, "transform-30", text=table_ids):
         for prompt in prompts:
             ids = tokenizer(prompt).input_ids
             outputs = model.generate_batch([ids], generation_config=config, continuous_batching_config=paging)
@@ -278,7 +278,7 @@ def test_many_clients(is_batched, tiny_folder, tmp_path):
 
     def make(folder, port=0):
         kind = batching if is_batched else {"store": tmp_path / folder}
-        return CacheServer(tiny_folder, "gear-t30", port=port, **kind, **ON_CPU)
+        return CacheServer(tiny_folder, "transform-30", port=port, **kind, **ON_CPU)
 
     def ask(client, prompt, is_cancelled=False):
         asked = {"model": tiny_folder, "prompt": prompt, "temperature": 0}

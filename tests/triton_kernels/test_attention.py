@@ -35,7 +35,7 @@ GEAR = {"rank": 4, "sparsity": 0.02}
 KEYS_20_VALUES_25 = {"keys": ("channel", 20), "values": ("channel", 25)}
 CASES = {
     "kcvt": case(shape(64)),
-    "gear": case(shape(64, batch=2, groups=1, chunk=20, chunks=5, cut=7), GEAR),
+    "transform": case(shape(64, batch=2, groups=1, chunk=20, chunks=5, cut=7), GEAR),
     "gear-3bit": case(
         shape(64, 3, groups=3, chunk=100, chunks=2, cut=1, queries=2),
         *({"rank": 4, "a_tokens": 17, "sparsity": 0.03}, HALF, "heads alike"),

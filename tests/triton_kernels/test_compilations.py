@@ -23,12 +23,12 @@ MOST = {
     "gear-2bit": _GROUPS,
     "gear-4bit": _GROUPS,
     # Of keys and of values, and of both in recent rows, which are longer
-    "gear-t25": {"attend_kernel": 2, "combine_kernel": 1, "code_rows_kernel": 4},
+    "transform": {"attend_kernel": 2, "combine_kernel": 1, "code_rows_kernel": 4},
 }
 # A layer of rows compiles attention over them when it first attends to them, which is the first decode step
 # and recent rows when there are some
 AT_FIRST_STEP = {
-    "gear-t25": ["attend_kernel", "combine_kernel", "code_rows_kernel", "code_rows_kernel", "attend_kernel"]
+    "transform": ["attend_kernel", "combine_kernel", "code_rows_kernel", "code_rows_kernel", "attend_kernel"]
 }
 
 
@@ -82,7 +82,7 @@ def count(name, num_prompts, num_steps, mode=""):
 
 # Names and modes, of which those in a list share a process
 CASES = [
-    [("gear-k4v3", ""), ("gear-t25", "warm")],
+    [("gear-k4v3", ""), ("transform", "warm")],
     # Of what the padded ones, or others, show too
     pytest.param(
         [("kivi-2bit", "padded"), ("gear-2bit", "padded"), *((name, "") for name in MOST if name != "gear-k4v3")],

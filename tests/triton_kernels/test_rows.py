@@ -12,7 +12,7 @@ from kernel_cases import DEVICE, Rows, exact_attention, make_query, needs_triton
 from kvcache_plugins.codecs.parts import CodedPart, DensePart, RowTokens, SinkStates
 from kvcache_plugins.codecs.quantizers import thresholds
 from kvcache_plugins.codecs.rows import RowCodec
-from kvcache_plugins.gear.kernel_check import plain_pytorch
+from kvcache_plugins.eval.kernel_check import plain_pytorch
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.triton import TOO_LARGE, codebook_of, has_room, score_rows
 

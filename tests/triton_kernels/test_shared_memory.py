@@ -11,16 +11,16 @@ from stand_in import make_model
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from kvcache_plugins import GEARCache
+from kvcache_plugins import TransformCodingCache
 from kvcache_plugins.batching import compressed_batching
 from kvcache_plugins.codecs.parts import RowTokens, SinkStates
-from kvcache_plugins.gear.kernel_check import plain_pytorch
-from kvcache_plugins.gear.transform.calibration import calibrate_transform
+from kvcache_plugins.eval.kernel_check import plain_pytorch
 from kvcache_plugins.kernels import triton
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.tokens import score_rows
 from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.transform_coding.calibration import calibrate_transform
 
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="of the interpreter, for which limits can be set")
@@ -51,7 +51,7 @@ def calibration(model):
 @pytest.fixture
 def make_cache(model, calibration):
     def make(**options):
-        return GEARCache(model, backbone="transform", calibration=calibration, residual_length=4, **options)
+        return TransformCodingCache(model, calibration=calibration, residual_length=4, **options)
 
     return make
 
@@ -110,7 +110,7 @@ def test_batches(model, make_cache, limit, monkeypatch):
     prompts, answers = [[*range(20)], [*range(5, 31)]], []
     for most in (SMALL, LARGE):
         limit(most)
-        with compressed_batching(model, "gear-c16") as batching:
+        with compressed_batching(model, "calibrated-16") as batching:
             outputs = model.generate_batch(prompts, generation_config=config, continuous_batching_config=paging)
         require_counts(batching.stats(), most)
         answers.append([output.generated_tokens for output in outputs.values()])

@@ -15,14 +15,14 @@ import torch
 from stand_in import make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcache_plugins import GEARCache
+from kvcache_plugins import TransformCodingCache
 from kvcache_plugins.codecs.codec import Positions
-from kvcache_plugins.gear.kernel_check import plain_pytorch
-from kvcache_plugins.gear.transform.calibration import calibrate_transform
+from kvcache_plugins.eval.kernel_check import plain_pytorch
 from kvcache_plugins.kernels import triton
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.transform_coding.calibration import calibrate_transform
 
 
 # Triton reads the variable when it is imported, which is before this file is
@@ -48,7 +48,7 @@ READING = {"_local_scalar_dense", "item", "nonzero", "equal", "_to_cpu"}
 def make_cache(model, is_calibrated, **options):
     if is_calibrated:
         options["calibration"] = calibrate_transform(model, [torch.arange(200) % 32], num_draws=1)
-    return GEARCache(model, backbone="transform", max_cache_len=ROOM, **options)
+    return TransformCodingCache(model, max_cache_len=ROOM, **options)
 
 
 def filled(case, monkeypatch):
@@ -216,7 +216,7 @@ def test_generate_replays_cuda_graphs(batch_size):
     mask = torch.ones_like(ids)
     mask[0, : 5 * (batch_size - 1)] = 0
     call = {"attention_mask": mask, "max_new_tokens": 140, "do_sample": False}
-    caches = [GEARCache(model, max_cache_len=300) for _ in range(2)]
+    caches = [TransformCodingCache(model, max_cache_len=300) for _ in range(2)]
     expected = model.generate(ids, **call, **as_argument(caches[0]), disable_compile=True)
     assert torch.equal(model.generate(ids, **call, **as_argument(caches[1])), expected)
     assert caches[1].stats() == caches[0].stats()

@@ -173,9 +173,21 @@ def _choose_held_out(held_out: int | None, length: int) -> int:
 
 
 # Of the presets measured those than which no smaller one is nearer to a dense cache, and one that is nearer still
-DEFAULT_CANDIDATES = ("transform-16", "transform-22", "transform", "transform-30", "gear-k4v3:key_nbits=8,value_nbits=8")
+DEFAULT_CANDIDATES = (
+    "transform-16",
+    "transform-22",
+    "transform",
+    "transform-30",
+    "gear-k4v3:key_nbits=8,value_nbits=8",
+)
 # The same of models that were calibrated
-CALIBRATED_CANDIDATES = ("calibrated-12", "calibrated-16", "calibrated-16:nbits=2.55", "calibrated-20", "calibrated-28")
+CALIBRATED_CANDIDATES = (
+    "calibrated-12",
+    "calibrated-16",
+    "calibrated-16:nbits=2.55",
+    "calibrated-20",
+    "calibrated-28",
+)
 
 
 @torch.no_grad()
@@ -207,8 +219,8 @@ def choose_cache(
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*): 0 for padding, which has to
             be on the left, and 1 for tokens. None is padding by default.
         candidates (`Sequence[str]`, *optional*): presets of `TransformCodingCache` or `GEARCache`, with options as
-            `name:key=value,key=value`, in any order. Defaults to the presets of transform coding (calibrated ones too, if the model
-            has a calibration), and one of 8 bits.
+            `name:key=value,key=value`, in any order. Defaults to the presets of transform coding (calibrated
+            ones too, if the model has a calibration), and one of 8 bits.
         held_out (`int`, *optional*): tokens at the prompt's end that are scored. Defaults to a quarter of the prompt,
             at least 16 and at most 128.
 
@@ -264,7 +276,7 @@ def default_candidates(model: torch.nn.Module) -> tuple[str, ...]:
 
 def _create_candidates(prompt: HeldOutPrompt, candidates: Sequence[str] | None) -> dict[str, PackedCache]:
     if isinstance(candidates, str) or (candidates is not None and not candidates):
-        raise ValueError(f"`candidates` has to be a sequence of presets of `TransformCodingCache` or `GEARCache` but got {candidates!r}")
+        raise ValueError(f"`candidates` has to be a sequence of names of caches but got {candidates!r}")
     caches = {}
     options: dict[str, Any] = {}
     if prompt.mask is not None and prompt.config.get_text_config(decoder=True)._attn_implementation != "sdpa":

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
 
-from kvcache_plugins.transform_coding.calibration import find_calibration
 from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.lazy_layer import LazyLayer
@@ -26,6 +25,7 @@ from kvcache_plugins.models.reference_model import ModelSource, load_config, par
 from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec
 from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin, measure_memory
+from kvcache_plugins.transform_coding.calibration import find_calibration
 
 
 # What a model's code, or a cache's, raises where it needs numbers that there are not

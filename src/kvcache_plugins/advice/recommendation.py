@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from kvcache_plugins.transform_coding.calibration import AUTO
 from kvcache_plugins.models.reference_model import ModelSource
 from kvcache_plugins.registry import describe_caches
 from kvcache_plugins.reports.memory import MemoryReport
+from kvcache_plugins.transform_coding.calibration import AUTO
 
 from .byte_sizes import in_thousands, parse_bytes, show_bytes
 from .memory_prediction import CacheSizer, CacheSizingError, check_counts
@@ -25,8 +25,16 @@ from .memory_prediction import CacheSizer, CacheSizingError, check_counts
 MAX_CONTEXT = 2**24
 MAX_BATCH_SIZE = 2**16
 # Sized by default: those of this package that the README names, and what they are held against
-DEFAULT_CACHES: tuple[str, ...] = ("dynamic", "gear-t30", "gear", "gear-t22", "gear-4bit", "gear-c16", "infinigen")
-DEFAULT_CACHES += ("gear-c12", "gear-t16", "gear-2bit")
+DEFAULT_CACHES: tuple[str, ...] = (
+    "dynamic",
+    "transform-30",
+    "transform",
+    "transform-22",
+    "gear-4bit",
+    "calibrated-16",
+    "infinigen",
+)
+DEFAULT_CACHES += ("calibrated-12", "transform-16", "gear-2bit")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,25 +85,24 @@ def find_largest(load: Callable[[int], float], start: int, limit: int) -> int | 
 MEASURED_KL = {
     "dynamic": 0.0,
     "llamacpp-q8_0": 0.0001,
-    "gear-t30": 0.0008,
-    "gear-c28": 0.0009,
-    "gear": 0.0026,
-    "gear-t25": 0.0026,
-    "gear-c20": 0.0033,
-    "gear-t22": 0.0046,
+    "transform-30": 0.0008,
+    "calibrated-28": 0.0009,
+    "transform": 0.0026,
+    "calibrated-20": 0.0033,
+    "transform-22": 0.0046,
     "gear-k4v3": 0.0062,
     "llamacpp-q5_1": 0.0069,
     "gear-4bit": 0.0073,
-    "gear-c16": 0.0077,
+    "calibrated-16": 0.0077,
     "llamacpp-q5_0": 0.0077,
     "kivi-4bit": 0.0084,
     "quanto-4bit": 0.0085,
     "fp8": 0.0087,
     "hqq-4bit": 0.0134,
     "infinigen": 0.0179,
-    "gear-t16": 0.0179,
+    "transform-16": 0.0179,
     "gear-l-4bit": 0.0184,
-    "gear-c12": 0.0217,
+    "calibrated-12": 0.0217,
     "kcvt-4bit": 0.023,
     "llamacpp-q4_1": 0.0293,
     "llamacpp-q4_0": 0.0335,
@@ -241,7 +248,7 @@ def recommend(
         if on_progress is not None:
             on_progress(spec)
         if not caches and spec in without_calibration:
-            not_sized[spec] = "the model has no calibration; `kvcache-plugins calibrate --cache gear` makes one"
+            not_sized[spec] = "the model has no calibration; `kvcache-plugins calibrate --cache transform` makes one"
             continue
         try:
             fits.append(fit_cache(spec))

@@ -1,4 +1,4 @@
-"""Baselines of other methods: H2O, TurboQuant, llama.cpp's types, Transformers' own caches by name."""
+"""Baselines of other methods: H2O, TurboQuant, llama.cpp's types, KVarN, Transformers' own caches by name."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,15 +9,17 @@ from kvcache_plugins.registry import CUDA, register_cache
 if TYPE_CHECKING:
     from .coded_cache import LlamaCppCache, TurboQuantCache
     from .h2o import H2OCache
+    from .kvarn import KVarNCache
 
 
-__all__ = ["H2OCache", "LlamaCppCache", "TurboQuantCache"]
+__all__ = ["H2OCache", "KVarNCache", "LlamaCppCache", "TurboQuantCache"]
 
 _H2O = "kvcache_plugins.baselines.h2o:H2OCache"
+_KVARN = "kvcache_plugins.baselines.kvarn:KVarNCache"
 _LLAMACPP = "kvcache_plugins.baselines.coded_cache:LlamaCppCache"
 _TURBOQUANT = "kvcache_plugins.baselines.coded_cache:TurboQuantCache"
 __getattr__, __dir__ = lazy_attributes(
-    __name__, {"H2OCache": _H2O, "LlamaCppCache": _LLAMACPP, "TurboQuantCache": _TURBOQUANT}
+    __name__, {"H2OCache": _H2O, "KVarNCache": _KVARN, "LlamaCppCache": _LLAMACPP, "TurboQuantCache": _TURBOQUANT}
 )
 
 _TRANSFORMERS = "kvcache_plugins.baselines.transformers_caches"
@@ -71,4 +73,13 @@ for _type in ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0"):
         check=_LLAMACPP,
         summary=f"llama.cpp's cache type {_type}, rotated as there",
         type=_type,
+    )
+for _key_nbits, _value_nbits in ((4, 4), (4, 3), (4, 2), (2, 2)):
+    register_cache(
+        f"kvarn-k{_key_nbits}v{_value_nbits}",
+        _KVARN,
+        check=_KVARN,
+        summary=f"KVarN: normalized tiles, keys in {_key_nbits} bits, values in {_value_nbits}",
+        key_nbits=_key_nbits,
+        value_nbits=_value_nbits,
     )

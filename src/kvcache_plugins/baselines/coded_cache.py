@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from transformers import Cache, PreTrainedConfig
 
-from kvcache_plugins.codecs.codec import Codec, TokenCodec
+from kvcache_plugins.codecs.codec import TokenCodec
 from kvcache_plugins.codecs.llamacpp import BLOCK_TYPES, BlockCoder, rotation_of
 from kvcache_plugins.codecs.turboquant import TurboQuantCoder
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.model_match import ModelMatchMixin
-from kvcache_plugins.layers.packing import RowPacking
+from kvcache_plugins.layers.packing import Packing, RowPacking
 from kvcache_plugins.option_checks import check_bool, check_choice
 from kvcache_plugins.registry import get_config
 from kvcache_plugins.reports.memory import ReportingMixin, add_stats
@@ -25,10 +24,10 @@ _WIDTHS_WITH_RESIDUAL = (2, 3, 4, 5, 6)
 
 
 class CodedTokensCache(ModelMatchMixin, ReportingMixin, Cache):
-    """Codes tokens by what `make_codec` makes of head dims; with a config bounded layers stay Transformers' own."""
+    """Base of baselines whose layers differ in their packing; with a config bounded layers stay Transformers' own."""
 
-    def __init__(self, make_codec: Callable[[int, int], Codec], config: PreTrainedConfig | torch.nn.Module | None):
-        self._packing = RowPacking(make_codec)
+    def __init__(self, packing: Packing, config: PreTrainedConfig | torch.nn.Module | None):
+        self._packing = packing
         self._init_layers(get_config(config, "config"))
 
     def _layer(self, layer_idx: int) -> CompressedLayer:
@@ -92,7 +91,7 @@ class TurboQuantCache(CodedTokensCache):
         check_bool("residual", residual)
         check_choice("key_nbits/nbits", key_nbits, _WIDTHS_WITH_RESIDUAL if residual else _WIDTHS)
         check_choice("value_nbits/nbits", value_nbits, _WIDTHS)
-        super().__init__(partial(_turboquant_codec, key_nbits, value_nbits, residual), config)
+        super().__init__(RowPacking(partial(_turboquant_codec, key_nbits, value_nbits, residual)), config)
 
 
 def _turboquant_codec(key_nbits: int, value_nbits: int, residual: bool, key_dim: int, value_dim: int) -> TokenCodec:
@@ -139,7 +138,7 @@ class LlamaCppCache(CodedTokensCache):
         check_choice("key_type/type", key_type, BLOCK_TYPES)
         check_choice("value_type/type", value_type, BLOCK_TYPES)
         check_bool("rotate", rotate)
-        super().__init__(partial(_llamacpp_codec, key_type, value_type, rotate), config)
+        super().__init__(RowPacking(partial(_llamacpp_codec, key_type, value_type, rotate)), config)
 
 
 def _llamacpp_codec(key_type: str, value_type: str, rotate: bool, key_dim: int, value_dim: int) -> TokenCodec:

@@ -229,8 +229,8 @@ def _recipe(model: PreTrainedModel, name: str, text: torch.Tensor | None, num_re
     if not codecs:
         raise ValueError(
             f"`name` is `{name}`, which has no tables of the model's, and requests share blocks: accepted are "
-            "calibrated caches, such as `gear-c16` of a model that `kvcache-plugins calibrate` was run for, and "
-            "`gear-t16` to `gear-t30` with a `text` to make tables of (under tensor parallelism these alone)"
+            "calibrated caches, such as `calibrated-16` of a model that `kvcache-plugins calibrate` was run for, and "
+            "`transform-16` to `transform-30` with a `text` to make tables of (under tensor parallelism these alone)"
         )
     packing = next(layer.packing for layer in layers.values() if hasattr(layer, "packing"))
     return Recipe(codecs, packing.num_sink_tokens, num_recent_tokens)
@@ -247,7 +247,8 @@ def compressed_batching(
 
     Args:
         model (`PreTrainedModel`): the model.
-        name (`str`): a registered cache that codes rows: a calibrated one (`gear-c16`), or with `text` any `gear-t*`.
+        name (`str`): a registered cache that codes rows: a calibrated one (`calibrated-16`), or with `text` any
+            `transform*`.
         num_recent_tokens (`int`, *optional*, defaults to 8): newest tokens of a request that are attended to exactly.
         text (`torch.Tensor` of shape `[1, tokens]`, *optional*): token ids that tables are made of, for all requests,
             where there is no calibration.
@@ -262,7 +263,7 @@ def compressed_batching(
 
     Example:
 
-    >>> with compressed_batching(model, "gear-c16") as batching:
+    >>> with compressed_batching(model, "calibrated-16") as batching:
     ...     outputs = model.generate_batch(prompts, generation_config=config)
     >>> batching.stats()["tokens_coded"]
     """

@@ -12,7 +12,7 @@ from kvcache_plugins.console.results import prepare_file, print_json, provenance
 
 
 # Windows of every text, and tokens of a window
-_DEFAULTS = {"infinigen": (8, 1024), "gear": (6, 512)}
+_DEFAULTS = {"infinigen": (8, 1024), "transform": (6, 512)}
 
 
 def main(
@@ -35,18 +35,18 @@ def main(
     the paper's guess (input), by ours (stream), and by ours with the correction. The cache takes the file as
     `InfiniGenCache(model, calibration="FILE")`.
 
-    GEAR: finds the bases that keys and values are coded in by the presets `gear-c12`, `gear-c16`, ..., and what their
-    errors cost. The first half of a window fills a cache, the other says what an error does. It goes by what comes
-    with Python and this package, code, reference, and prose in eight languages, and by the texts given. Without --out
-    the file is kept where those presets, and `gear`, find it; with it they take it as `gear-c16:calibration=FILE`.
+    transform: finds the bases that the presets `calibrated-12`, `calibrated-16`, ... code keys and values in, and how
+    much their errors cost. The first half of a window fills a cache, the other measures the effect of errors. It uses
+    texts of Python and of this package (code, reference, prose in eight languages) and the texts given. Without --out
+    the file is kept where those presets find it; with it they take it as `calibrated-16:calibration=FILE`.
 
     \b
     Examples:
         kvcache-plugins calibrate --model smollm2 --text-file book.txt --out smollm2.safetensors
         kvcache-plugins compare --cache infinigen:calibration=smollm2.safetensors --prompt-file book.txt
-        kvcache-plugins calibrate --cache gear --model smollm2
-        kvcache-plugins calibrate --cache gear --model smollm2 --text-file book.txt
-        kvcache-plugins compare --cache gear-c16 --prompt-file book.txt
+        kvcache-plugins calibrate --cache transform --model smollm2
+        kvcache-plugins calibrate --cache transform --model smollm2 --text-file book.txt
+        kvcache-plugins compare --cache calibrated-16 --prompt-file book.txt
     """
     from kvcache_plugins.option_checks import check_choice
 
@@ -60,12 +60,12 @@ def main(
     if out is not None:
         prepare_file(out)
     from kvcache_plugins.eval.harness import encode_text, spread_windows
-    from kvcache_plugins.gear.transform.calibration import calibrate_transform, calibration_path
-    from kvcache_plugins.gear.transform.calibration_texts import calibration_texts
     from kvcache_plugins.infinigen.calibration import calibrate
+    from kvcache_plugins.transform_coding.calibration import calibrate_transform, calibration_path
+    from kvcache_plugins.transform_coding.calibration_texts import calibration_texts
 
     loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
-    if cache == "gear":
+    if cache == "transform":
         texts = [*calibration_texts().values(), *texts]
     cut: list[Any] = []
     for token_ids, start_ids in (encode_text(tokenizer, text) for text in texts):
@@ -77,7 +77,7 @@ def main(
     path = calibration_path(loaded) if out is None else out
     path.parent.mkdir(parents=True, exist_ok=True)
     with track_progress(len(cut)) as announce:
-        if cache == "gear":
+        if cache == "transform":
             calibrate_transform(loaded, cut, on_progress=announce).save(path)
         else:
             calibration = calibrate(loaded, cut, rank=rank, min_recall=min_recall, on_progress=announce)
@@ -86,7 +86,7 @@ def main(
             layers = [asdict(report) for report in calibration.reports]
     if as_json:
         print_json({**provenance(loaded.device), "settings": settings, "file": str(path), "layers": layers})
-    elif cache == "gear":
+    elif cache == "transform":
         typer.echo(f"{model}: {path}")
     else:
         columns = {"layer": "number", "oracle": "number", "input": "number", "stream": "number"}

@@ -1,6 +1,6 @@
 """`kvcache-plugins eval`: lm-eval's own command line with the model `kvcache` in it, and this project's measures.
 
-    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear --tasks kv_copa
+    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=transform --tasks kv_copa
 
 `python -m kvcache_plugins.eval` is the same. lm-eval's commands are handed on as they are. Their help is ours,
 and needs no import of lm-eval for it.
@@ -25,8 +25,8 @@ That is lm-eval's tasks, fidelity, perplexity, retrieval and sweeps.
 
 \b
 Examples:
-    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear --tasks kv_copa
-    kvcache-plugins eval fidelity --text-file book.txt --cache gear --json
+    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=transform --tasks kv_copa
+    kvcache-plugins eval fidelity --text-file book.txt --cache transform --json
 """
 
 
@@ -47,7 +47,7 @@ app = make_app(
 LM_EVAL_COMMANDS = {
     "run": (
         "Evaluate a model on tasks.\n\nThis is lm-eval's own command, with the model `kvcache`.",
-        "--model kvcache --model_args pretrained=smollm2,cache=gear --tasks kv_copa",
+        "--model kvcache --model_args pretrained=smollm2,cache=transform --tasks kv_copa",
         "--model kvcache --model_args pretrained=smollm2 --tasks kv_piqa,kv_rte --limit 100",
     ),
     "ls": ("List lm-eval's tasks.\n\nThis project's (kv_*) are among them.", "tasks", "groups", "tags"),

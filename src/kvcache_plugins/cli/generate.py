@@ -13,12 +13,14 @@ from kvcache_plugins.models.packaged_models import check_model_name
 from kvcache_plugins.registry import check_cache, check_caches, create_cache, parse_cache_spec
 
 
-DEMO_CACHES = ("dynamic", "gear", "gear-4bit", "gear-2bit", "kivi-2bit")
+DEMO_CACHES = ("dynamic", "transform", "gear-4bit", "gear-2bit", "kivi-2bit")
 
 
 def generate(
     model: inputs.ModelOption = "smollm2",
-    cache: Annotated[str | None, typer.Option(help="NAME or NAME:key=value,key=value; `gear` by default.")] = None,
+    cache: Annotated[
+        str | None, typer.Option(help="NAME or NAME:key=value,key=value; `transform` by default.")
+    ] = None,
     max_kl: Annotated[float | None, typer.Option(help="Instead of --cache: the cheapest of at most this KL.")] = None,
     store: Annotated[Path | None, typer.Option(help="Prompt store's folder: what it has is not read again.")] = None,
     prompt: inputs.PromptOption = None,
@@ -41,7 +43,7 @@ def generate(
 
     \b
     Examples:
-        kvcache-plugins generate --cache gear --prompt "The three laws of robotics are"
+        kvcache-plugins generate --cache transform --prompt "The three laws of robotics are"
         kvcache-plugins generate --cache gear:nbits=2,rank=8 --prompt-file notes.txt
         kvcache-plugins generate --chat --prompt "Why is the sky blue?" --max-new-tokens 200 --temperature 0.7
         cat paper.txt | kvcache-plugins generate --prompt-file - --prompt "In one sentence:"
@@ -53,7 +55,7 @@ def generate(
     if max_kl is not None and store is not None:
         raise ValueError("`store` keeps prompts by the cache that they are read through: give `cache`, not `max_kl`")
     check_model_name(model)
-    name, options = parse_cache_spec(cache or "gear")
+    name, options = parse_cache_spec(cache or "transform")
     check_cache(name, **options)
     if temperature is not None and temperature <= 0:
         raise ValueError(f"`temperature` must be above 0, or left out for greedy decoding, but got {temperature}")
@@ -129,7 +131,7 @@ def compare(
     \b
     Examples:
         kvcache-plugins compare --prompt-file LICENSE --prompt "In short, this licence"
-        kvcache-plugins compare --cache gear --cache gear-2bit:rank=8 --cache quanto-4bit --prompt-file book.txt
+        kvcache-plugins compare --cache transform --cache gear-2bit:rank=8 --cache quanto-4bit --prompt-file book.txt
         kvcache-plugins compare --prompt-file book.txt --json > comparison.json
     """
     check_model_name(model)

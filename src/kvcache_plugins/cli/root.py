@@ -29,10 +29,10 @@ Exit codes:
 Examples:
     kvcache-plugins doctor
     kvcache-plugins list
-    kvcache-plugins generate --cache gear --prompt "Once upon a time"
-    kvcache-plugins serve smollm2 --cache gear --store prompts
+    kvcache-plugins generate --cache transform --prompt "Once upon a time"
+    kvcache-plugins serve smollm2 --cache transform --store prompts
     kvcache-plugins compare --prompt-file LICENSE --max-new-tokens 32
-    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=gear --tasks kv_copa
+    kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=transform --tasks kv_copa
     kvcache-plugins recommend --memory 100MB --context 8192
     kvcache-plugins bench kernels
 """
@@ -44,7 +44,7 @@ Each writes its numbers as JSON: to a file with --out, to standard output with -
 \b
 Examples:
     kvcache-plugins bench kernels
-    kvcache-plugins bench step --cache dynamic --cache gear --text-file book.txt --json | jq .rows
+    kvcache-plugins bench step --cache dynamic --cache transform --text-file book.txt --json | jq .rows
 """
 
 _STORE_HELP = """Show, check and clear the prompts that are kept.
@@ -81,10 +81,8 @@ bench = make_app(
     {
         "step": "kvcache_plugins.eval.benchmarks.step:benchmark_steps",
         "batching": "kvcache_plugins.eval.benchmarks.batching:benchmark_batching",
-        "batching-kl": "kvcache_plugins.eval.benchmarks.batching:benchmark_batching_kl",
         "kernels": "kvcache_plugins.eval.benchmarks.kernels:benchmark_kernels",
         "memory": "kvcache_plugins.eval.benchmarks.memory:benchmark_memory",
-        "files": "kvcache_plugins.eval.benchmarks.memory:benchmark_files",
         "prompts": "kvcache_plugins.eval.benchmarks.step:benchmark_prompts",
         "machine-code": "kvcache_plugins.eval.benchmarks.kernels:benchmark_machine_code",
         "gpu": "kvcache_plugins.eval.gpu:run_on_gpu",

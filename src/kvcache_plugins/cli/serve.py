@@ -17,7 +17,9 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 def main(
     model: Annotated[str, typer.Argument(help="`smollm2`, `gemma3-270m`, a folder or a hub name.")] = "smollm2",
-    cache: Annotated[str, typer.Option(help="NAME of `kvcache-plugins list`, or NAME:key=value,key=value.")] = "gear",
+    cache: Annotated[
+        str, typer.Option(help="NAME of `kvcache-plugins list`, or NAME:key=value,key=value.")
+    ] = "transform",
     store: Annotated[Path | None, typer.Option(help="Prompt store's folder: prompts and answers are kept.")] = None,
     continuous_batching: Annotated[
         bool, typer.Option("--continuous-batching", help="Answer requests together, from coded pages.")
@@ -48,9 +50,9 @@ def main(
     \b
     Examples:
         kvcache-plugins serve smollm2
-        kvcache-plugins serve HuggingFaceTB/SmolLM2-135M-Instruct --cache gear-t16 --store prompts --port 8001
-        kvcache-plugins serve smollm2 --continuous-batching --cache gear-c16
-        kvcache-plugins serve smollm2 --continuous-batching --cache gear --text-file LICENSE --temperature 0
+        kvcache-plugins serve HuggingFaceTB/SmolLM2-135M-Instruct --cache transform-16 --store prompts --port 8001
+        kvcache-plugins serve smollm2 --continuous-batching --cache calibrated-16
+        kvcache-plugins serve smollm2 --continuous-batching --cache transform --text-file LICENSE --temperature 0
     """
     check_model_name(model)
     check_cache(cache)

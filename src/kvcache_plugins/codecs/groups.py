@@ -15,7 +15,7 @@ Legend: B batch, H heads, M chunks, L tokens a chunk, D head dim, R rank, N outl
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -39,14 +39,12 @@ from .quantization import (
     are_in_range,
     check_range,
     dequantize,
-    expand_groups,
     pack,
     packed_size,
     quantize,
     unpack,
 )
 from .rotation import rotate
-from .variance import cross_scales
 
 
 CHUNK_DIM = 2
@@ -59,14 +57,14 @@ class CompressedStates(StoredGroups):
     Chunks of keys or values, compressed.
 
     Attributes:
-        is_rotated (`bool`, *optional*, defaults to `False`): whether these are the states as `rotation.rotate` turns
-            them, which a reader has to undo.
-        cross_scale (`torch.Tensor` of shape `[B, H, M, L, 1]` or `[B, H, M, tiles, D]`, float16, *optional*): factors
-            along the axis that is not the groups', of keys a token's, of values a tile's channel's.
+        is_rotated (`bool`, *optional*, defaults to `False`): whether `rotation.rotate` was applied before the states
+            were quantized; a reader has to undo it.
     """
 
     is_rotated: bool = False
-    cross_scale: torch.Tensor | None = None
+
+    # Tensors with an entry for every token, or for every few of them
+    token_tensors: ClassVar[tuple[str, ...]] = ("codes", "scale", "zero")
 
     @property
     def grouping(self) -> Grouping:
@@ -94,40 +92,30 @@ class CompressedStates(StoredGroups):
     def of_tokens(self, chunks: slice, tokens: slice) -> dict[str, torch.Tensor]:
         """Cuts the codes and scales of some chunks' tokens, which begin and end where groups do, out by name."""
         found = {}
-        for name in ("codes", "scale", "zero", "cross_scale"):
-            tensor: torch.Tensor | None = getattr(self, name)
-            if tensor is not None:
-                # Each entry is of equally many tokens
-                count, length = tensor.shape[3], self.chunk_length
-                found[name] = tensor[:, :, chunks, tokens.start * count // length : -(-tokens.stop * count // length)]
+        for name in self.token_tensors:
+            tensor: torch.Tensor = getattr(self, name)
+            # Each entry is of equally many tokens
+            count, length = tensor.shape[3], self.chunk_length
+            found[name] = tensor[:, :, chunks, tokens.start * count // length : -(-tokens.stop * count // length)]
         return found
+
+    def dequantize_codes(self, tile: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the states `[B, H, chunks, tokens, D]` that codes and scales of a tile stand for, float32."""
+        codes = unpack(tile["codes"], self.nbits, self.head_dim)
+        return dequantize(codes, tile["scale"], tile["zero"], self.grouping)
 
     def dequantize_tile(self, chunks: slice, tokens: slice) -> torch.Tensor:
         """
         Makes some chunks' tokens dense, `[B, H, chunks * tokens, D]`, float32; `tokens` begin and end where groups do.
         """
-        tile = self.of_tokens(chunks, tokens)
-        codes = unpack(tile["codes"], self.nbits, self.head_dim)
-        states = dequantize(codes, tile["scale"], tile["zero"], self.grouping)
-        if self.cross_scale is not None:
-            states *= expand_groups(tile["cross_scale"], _across(self.grouping), states.shape)
+        states = self.dequantize_codes(self.of_tokens(chunks, tokens))
         if self.low_rank_a is not None and self.low_rank_b is not None:
-            # A covers the last tokens of a chunk, all or the recent ones
-            first = self.chunk_length - self.low_rank_a.shape[3]
-            start = max(tokens.start, first)
-            if start < tokens.stop:
-                rows = self.low_rank_a[:, :, chunks, start - first : tokens.stop - first].float()
-                states[:, :, :, start - tokens.start :] += rows @ self.low_rank_b[:, :, chunks].float().mT
+            states += self.low_rank_a[:, :, chunks, tokens].float() @ self.low_rank_b[:, :, chunks].float().mT
         if self.outlier_indices is not None:
             stored = self.outlier_indices, self.outlier_values, self.outlier_offsets
             indices, values, offsets = (each[:, :, chunks] for each in stored if each is not None)
             add_outliers(states, indices, values, offsets, tokens)
         return (rotate(states) if self.is_rotated else states).flatten(2, 3)
-
-
-def _across(grouping: Grouping) -> Grouping:
-    """The other axis: all of a token's channels, or a channel of all tokens of a tile."""
-    return Grouping("token" if grouping.axis == "channel" else "channel", None)
 
 
 class ChunkSizes(NamedTuple):
@@ -136,12 +124,10 @@ class ChunkSizes(NamedTuple):
 
     Attributes:
         rank (`int`): R, 0 without low rank.
-        covered (`int`): newest tokens that the low rank covers.
         num_outliers (`int`, *optional*): N, `None` without outliers.
     """
 
     rank: int
-    covered: int
     num_outliers: int | None
 
 
@@ -158,13 +144,9 @@ class SideCodec:
         sparsity (`float`, *optional*, defaults to 0): share of the values kept as outliers.
         rank, decode_rank (`int`, *optional*, defaults to 0): rank of a prompt's correction, and of decoded tokens'.
         num_iterations (`int`, *optional*, defaults to 1): power iterations.
-        recent_ratio (`float`, *optional*, defaults to 1): share of a prompt's tokens, the most recent ones, that the
-            low rank covers.
         is_rotated (`bool`, *optional*, defaults to `False`): whether states are rotated before they are quantized.
         spreads_errors (`bool`, *optional*, defaults to `False`): whether tokens of a chunk that would all be
             rounded to the same side are not, see `quantize`; a token's codes then depend on the others.
-        tile_length (`int`, *optional*): tokens whose variances, and those of their channels, are normalized together;
-            see `variance`. Groups of keys are as long, and those of values are whole tokens of a head.
     """
 
     side: str
@@ -175,10 +157,11 @@ class SideCodec:
     rank: int = 0
     decode_rank: int = 0
     num_iterations: int = 1
-    recent_ratio: float = 1.0
     is_rotated: bool = False
     spreads_errors: bool = False
-    tile_length: int | None = None
+
+    # Class of what is stored
+    states_class: ClassVar[type[CompressedStates]] = CompressedStates
 
     def layout(self, batch_size: int, num_heads: int, num_chunks: int, length: int, sizes: ChunkSizes) -> Layout:
         """Describes everything stored of chunks of `length` tokens: name, shape and dtype of each tensor."""
@@ -191,11 +174,8 @@ class SideCodec:
             scale = (*dims, length, head_dim // grouping.group_size)
         found: Layout = {"codes": ((*dims, length, packed_size(head_dim, self.nbits)), torch.uint8)}
         found |= dict.fromkeys(("scale", "zero"), (scale, STORAGE_DTYPE))
-        if self.tile_length is not None:
-            across = (length, 1) if grouping.axis == "channel" else (length // self.tile_length, head_dim)
-            found["cross_scale"] = (*dims, *across), STORAGE_DTYPE
         if sizes.rank:
-            found["low_rank_a"] = (*dims, sizes.covered, sizes.rank), STORAGE_DTYPE
+            found["low_rank_a"] = (*dims, length, sizes.rank), STORAGE_DTYPE
             found["low_rank_b"] = (*dims, head_dim, sizes.rank), STORAGE_DTYPE
         if sizes.num_outliers is not None:
             shape = batch_size, 1, num_chunks
@@ -217,10 +197,7 @@ class SideCodec:
             num_outliers = num_channels * 2 * num_outliers_per_side(num_real, self.sparsity)
         else:
             num_outliers = length * 2 * num_outliers_per_side(num_channels, self.sparsity)
-        covered = length
-        if is_prompt and self.recent_ratio < 1:
-            covered = max(round(num_real * self.recent_ratio), 1)
-        return ChunkSizes(self.rank if is_prompt else self.decode_rank, covered, num_outliers or None)
+        return ChunkSizes(self.rank if is_prompt else self.decode_rank, num_outliers or None)
 
     def encode(
         self, states: torch.Tensor, valid: torch.Tensor | None = None, *, is_prompt: bool = False
@@ -233,8 +210,8 @@ class SideCodec:
             valid (`torch.Tensor` of shape `[B, M, L]`, bool, *optional*): tokens that are real; of states without data
                 it comes with its own. The others enter no range, no count of outliers and no factor, and what is
                 stored of them means nothing.
-            is_prompt (`bool`, *optional*, defaults to `False`): whether the rank and the share of tokens of a prompt
-                apply, or those of decoded tokens.
+            is_prompt (`bool`, *optional*, defaults to `False`): whether the rank of a prompt applies, or that of
+                decoded tokens.
 
         Returns:
             What is stored, and whether all of it fits float16 (`torch.Tensor` of shape `[]`, bool), which NaN and
@@ -247,7 +224,14 @@ class SideCodec:
             layout = self.layout(batch_size, num_heads, num_chunks, length, sizes)
             blank = {name: states.new_empty(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
             return self.wrap(blank), torch.ones((), dtype=torch.bool)
-        states = rotate(states) if self.is_rotated else states.float()
+        tensors = self._encode(rotate(states) if self.is_rotated else states.float(), valid, is_prompt)
+        # Kernels read them in this order
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        return self.wrap(tensors), are_in_range(*(each for each in tensors.values() if each.is_floating_point()))
+
+    def _encode(self, states: torch.Tensor, valid: torch.Tensor | None, is_prompt: bool) -> dict[str, torch.Tensor]:
+        """Return the tensors of `layout` for states in float32, rotated already."""
+        num_heads, length = states.shape[1], states.shape[3]
         rank = self.rank if is_prompt else self.decode_rank
         keep = None
         if valid is not None:
@@ -256,52 +240,29 @@ class SideCodec:
         selected = select_outliers(states, valid, self.sparsity, self.side)
         if selected is not None:
             keep = selected[1]
-        tensors: dict[str, torch.Tensor] = {}
-        if self.tile_length is not None:
-            tiles, of_tokens = states.unflatten(3, (-1, self.tile_length)), self.grouping.axis == "channel"
-            kept = None if keep is None else keep.expand(*states.shape[:4], 1).unflatten(3, (-1, self.tile_length))
-            scales = cross_scales(tiles, kept, of_tokens=of_tokens).to(STORAGE_DTYPE).flatten(3, 4)
-            tensors["cross_scale"] = scales
-            states = states / expand_groups(scales.float(), _across(self.grouping), states.shape)
         # A low rank has what errors share
         spread_errors = self.spreads_errors and not rank
         codes, scale, zero = quantize(states, keep, self.nbits, self.grouping, spread_errors=spread_errors)
-        tensors |= {"codes": pack(codes, self.nbits), "scale": scale, "zero": zero}
+        tensors = {"codes": pack(codes, self.nbits), "scale": scale, "zero": zero}
         if rank or selected is not None:
             missing = states - dequantize(codes, scale, zero, self.grouping)
             if rank:
                 residual = missing if keep is None else torch.where(keep, missing, 0)
-                a, b = self._approximate(residual, valid, rank, self.recent_ratio if is_prompt else 1.0)
+                a, b = (each.to(STORAGE_DTYPE) for each in power_iteration(residual, rank, self.num_iterations))
                 tensors |= {"low_rank_a": a, "low_rank_b": b}
                 if selected is not None:
-                    missing[:, :, :, -a.shape[3] :] -= a.float() @ b.float().transpose(-1, -2)
+                    missing -= a.float() @ b.float().transpose(-1, -2)
             if selected is not None:
                 flat = selected[0].places(length, self.head_dim)
                 values = missing.transpose(1, 2).flatten(2).gather(2, flat).to(STORAGE_DTYPE)
                 stored = sort_into_tiles(selected[0], values, num_heads, length, self.head_dim)
                 tensors |= dict(zip(("outlier_indices", "outlier_values", "outlier_offsets"), stored, strict=True))
-        # Kernels read them in this order
-        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        return self.wrap(tensors), are_in_range(*(each for each in tensors.values() if each.is_floating_point()))
-
-    def _approximate(
-        self, residual: torch.Tensor, valid: torch.Tensor | None, rank: int, recent_ratio: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Approximates what codes miss `[B, H, M, L, D]` by factors as they are stored, of the most recent tokens."""
-        length = residual.shape[3]
-        if recent_ratio < 1:
-            counts = torch.tensor([[length]], device=residual.device) if valid is None else valid.sum(dim=2)
-            recent = (counts.double() * recent_ratio).round().long().clamp(min=1)
-            is_recent = torch.arange(length, device=residual.device) >= (length - recent)[:, :, None]
-            residual = torch.where(is_recent[:, None, :, :, None], residual, 0)
-            residual = residual[:, :, :, -int(recent.max()) :]
-        a, b = power_iteration(residual, rank, self.num_iterations)
-        return a.to(STORAGE_DTYPE), b.to(STORAGE_DTYPE)
+        return tensors
 
     def wrap(self, tensors: Mapping[str, torch.Tensor]) -> CompressedStates:
         """Makes states of the tensors of a `layout`."""
         missing = dict.fromkeys(("low_rank_a", "low_rank_b", "outlier_indices", "outlier_values", "outlier_offsets"))
-        return CompressedStates(
+        return self.states_class(
             **{**missing, **tensors},  # type: ignore[arg-type]
             nbits=self.nbits,
             axis=self.grouping.axis,
@@ -337,18 +298,16 @@ class SideCodec:
         group_size = self.grouping.group_size or max(length, 1)
         if not num_chunks or not length or self.grouping.axis == "channel" and length % group_size:
             raise ValueError(f"`{path}`: {num_chunks} chunks of {length} tokens cannot be in groups of {group_size}")
-        # A chunk alone may be a prompt's or of decoded tokens, and only of a prompt the low rank may be partial
+        # A single chunk may be a prompt's or of decoded tokens
         ranks = {self.decode_rank} if num_chunks > 1 else {self.rank, self.decode_rank}
-        rank, covered = _size(tensors, "low_rank_b", 4), length
-        if num_chunks == 1 and self.recent_ratio < 1:
-            covered = _size(tensors, "low_rank_a", 3)
-        if rank not in ranks or rank and covered > length or num_chunks > 1 and length != decoded_length:
+        rank = _size(tensors, "low_rank_b", 4)
+        if rank not in ranks or num_chunks > 1 and length != decoded_length:
             raise ValueError(
-                f"`{path}`: chunks have a rank of {sorted(ranks)} over their tokens at most, and if they are several "
-                f"{decoded_length} tokens, but got {num_chunks} of {length} of rank {rank} over {covered}"
+                f"`{path}`: chunks have a rank of {sorted(ranks)}, and if they are several {decoded_length} tokens, "
+                f"but got {num_chunks} of {length} of rank {rank}"
             )
         has_outliers = self.sparsity > 0 and "outlier_offsets" in tensors
-        sizes = ChunkSizes(rank, covered, _size(tensors, "outlier_values", 3) if has_outliers else None)
+        sizes = ChunkSizes(rank, _size(tensors, "outlier_values", 3) if has_outliers else None)
         layout = self.layout(batch_size, num_heads, num_chunks, length, sizes)
         check_layout(path, tensors, {name: Stored(*stored) for name, stored in layout.items()})
         states = self.wrap(tensors)
@@ -380,10 +339,7 @@ class GroupCodec(PackingCodec):
     keys: SideCodec
     values: SideCodec
 
-    @property
-    def has_kernels(self) -> bool:  # type: ignore[override]
-        """Tells whether there are kernels for attention, as there are none for factors across groups."""
-        return not self.keys.tile_length
+    has_kernels = True
 
     def encode(
         self,
@@ -422,8 +378,7 @@ def keep_tokens(states: CompressedStates, length: int) -> CompressedStates:
         return states
     tensors = states.of_tokens(slice(None), slice(0, length))
     if states.low_rank_a is not None:
-        first = states.chunk_length - states.low_rank_a.shape[3]
-        tensors["low_rank_a"] = states.low_rank_a[:, :, :, : max(length - first, 0)]
+        tensors["low_rank_a"] = states.low_rank_a[:, :, :, :length]
     if states.outlier_offsets is not None:
         num_slots = -(-length // OUTLIER_TILE) * states.codes.shape[1]
         offsets = states.outlier_offsets[..., : num_slots + 1]

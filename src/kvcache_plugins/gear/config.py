@@ -157,7 +157,9 @@ class GEARConfig:
 def check_backbone(backbone: object) -> None:
     """Raise a `ValueError` unless `backbone` is a grouping of GEAR."""
     if backbone == "transform":
-        raise ValueError('`backbone="transform"` is a cache of its own now: `TransformCodingCache`, preset `transform`')
+        raise ValueError(
+            '`backbone="transform"` is a cache of its own now: `TransformCodingCache`, preset `transform`'
+        )
     if backbone == "kvarn":
         raise ValueError('`backbone="kvarn"` is a cache of its own now: `KVarNCache`, presets `kvarn-*`')
     check_choice("backbone", backbone, BACKBONES)

@@ -78,8 +78,8 @@ def check_options(*, key_nbits: float = KEY_NBITS, value_nbits: float = VALUE_NB
     excluded = sorted(_EXCLUDED & options.keys())
     if excluded:
         raise ValueError(
-            f"{', '.join(f'`{name}`' for name in excluded)}: not an option of `InfiniGenTransformCache`, whose keys are "
-            "scored in the bits of `key_nbits`"
+            f"{', '.join(f'`{name}`' for name in excluded)}: not an option of `InfiniGenTransformCache`, which scores "
+            "keys in the bits of `key_nbits`"
         )
     TransformCodingConfig(key_nbits=key_nbits, value_nbits=value_nbits)
     check_infinigen(**options)

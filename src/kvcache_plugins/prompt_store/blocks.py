@@ -175,9 +175,7 @@ class PromptCache(PackedCache):
             self.record.before_update(self.layers, self.get_seq_length(), key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def cut(
-        self, keys: Sequence[str], numbers: Sequence[int], token_ids: Sequence[int]
-    ) -> dict[int, PromptBlock]:
+    def cut(self, keys: Sequence[str], numbers: Sequence[int], token_ids: Sequence[int]) -> dict[int, PromptBlock]:
         """Cut blocks of a prompt out by number, as views where possible; a `ValueError` if it was not fed them."""
         states = [state_of(layer, index) for index, layer in enumerate(self.layers)]
         length, blocks = self.record.length, {}

@@ -125,7 +125,11 @@ class PromptStore:
         return {**self._counters, "bytes_on_disk": sum(file.num_bytes for file in self._files.files())}
 
     def cache_for(
-        self, model: torch.nn.Module, input_ids: torch.Tensor, cache: str | PackedCache = "transform", **options: object
+        self,
+        model: torch.nn.Module,
+        input_ids: torch.Tensor,
+        cache: str | PackedCache = "transform",
+        **options: object,
     ) -> PromptCache:
         """
         A cache with the longest beginning of a prompt that is known. Nothing is computed.
@@ -139,8 +143,8 @@ class PromptStore:
             options: override those of the name.
 
         Returns:
-            `PromptCache`: also of the cache's class. What is left of the prompt can be kept if it is read in the same blocks: by
-            `prefill`, or by `generate(..., prefill_chunk_size=cache.record.length)`.
+            `PromptCache`: also of the cache's class. The rest of the prompt can be kept if it is read in the same
+            blocks: by `prefill`, or by `generate(..., prefill_chunk_size=cache.record.length)`.
 
         Raises:
             ValueError: if the prompt is a batch, or the cache none that can be kept.
@@ -149,7 +153,11 @@ class PromptStore:
         return self._load(unwrap_model(model), token_ids, len(token_ids) - 1, cache, options)
 
     def read(
-        self, model: torch.nn.Module, input_ids: torch.Tensor, cache: str | PackedCache = "transform", **options: object
+        self,
+        model: torch.nn.Module,
+        input_ids: torch.Tensor,
+        cache: str | PackedCache = "transform",
+        **options: object,
     ) -> PromptCache:
         """
         A cache with all of a prompt: what is known of it is loaded, and the rest is read by the model and kept. To be
@@ -208,8 +216,8 @@ class PromptStore:
         Transformers hands no streamer to what it is given so: for one, `prefill` a cache and pass that.
 
         Args:
-            spec (`str`, `TransformCodingCache` or `GEARCache`, *optional*, defaults to `"transform"`): the cache, as for `cache_for`; `cache` is
-                Transformers' own argument since 5.24. All else is what Transformers gives.
+            spec (`str`, `TransformCodingCache` or `GEARCache`, *optional*, defaults to `"transform"`): the cache, as
+                for `cache_for`; `cache` is an argument of Transformers since 5.24, which gives all others.
         """
         _check_inputs(arguments)
         made = self.cache_for(model, input_ids, spec)
@@ -318,7 +326,9 @@ class PromptStore:
             warn_user(reason)
         self._has_warned = True
 
-    def _empty_cache(self, model: PreTrainedModel, cache: str | PackedCache, options: dict[str, object]) -> PromptCache:
+    def _empty_cache(
+        self, model: PreTrainedModel, cache: str | PackedCache, options: dict[str, object]
+    ) -> PromptCache:
         found: Cache | str = cache
         if not isinstance(cache, str) and options:
             raise ValueError(f"`{min(options)}`: options are given with the name of a cache, not with a cache")

@@ -50,7 +50,7 @@ class CacheServer:
     def __init__(
         self,
         name: str,
-        cache: str = "gear",
+        cache: str = "transform",
         *,
         store: Path | None = None,
         continuous_batching: bool = False,

@@ -18,11 +18,11 @@ def test_rows():
     assert rows["dense float32"]["speed_against_dense"] == 1
     assert rows["kivi-2bit"]["bytes"] < rows["gear-l-2bit"]["bytes"] < rows["gear-2bit"]["bytes"]
     # Rows of a scale and 32 and 26 bytes, and their tables: order, mean, deviation and widths, deviation and widths
-    assert rows["gear-t25"]["bytes"] == 2 * (128 * (2 + 32 + 26) + 64 + 128 + 128 + 8 + 2 + 8)
+    assert rows["transform"]["bytes"] == 2 * (128 * (2 + 32 + 26) + 64 + 128 + 128 + 8 + 2 + 8)
     assert all(row["lower_quartile_s"] <= row["median_s"] <= row["upper_quartile_s"] for row in rows.values())
 
 
-@pytest.mark.parametrize("name", ["gear-2bit", "gear-t16"])
+@pytest.mark.parametrize("name", ["gear-2bit", "transform-16"])
 def test_nothing_is_timed_on_a_mismatch(monkeypatch, name):
     right = kernels.attend
 
@@ -49,5 +49,5 @@ def test_a_dense_kernel_can_be_named():
 def test_tokens_that_stay_exact_are_refused():
     with pytest.raises(ValueError, match="`context` has to be a multiple of 64 for `gear-2bit`"):
         benchmark_kernels(**{**SMALL, "context": 130})
-    with pytest.raises(ValueError, match="`context` has to be at least 64 for `gear-t16`"):
-        benchmark_kernels(**{**SMALL, "context": 63}, cache=["gear-t16"])
+    with pytest.raises(ValueError, match="`context` has to be at least 64 for `transform-16`"):
+        benchmark_kernels(**{**SMALL, "context": 63}, cache=["transform-16"])

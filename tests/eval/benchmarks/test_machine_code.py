@@ -13,7 +13,7 @@ TOLERANCE = 0.05
 # One of each kind, as options; the last are all that there are
 CASES = {
     "chunks": ("--cache", "kivi-2bit", "--cache", "gear-4bit"),
-    "rows": ("--cache", "gear-t25", "--head-dim", "64"),
+    "rows": ("--cache", "transform", "--head-dim", "64"),
     "all": (),
 }
 

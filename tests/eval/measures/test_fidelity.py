@@ -210,7 +210,7 @@ def test_command_writes_rows_with_their_provenance(smollm2, shared_data, tmp_pat
     assert rows["gear-2bit"]["stats"]["tokens_compressed"] > 0
 
     # What the model itself has written is likelier to it than what people wrote
-    run(*arguments[:12], "--own", "--batch", "2", "--cache", "gear")
+    run(*arguments[:12], "--own", "--batch", "2", "--cache", "transform")
     (row,) = json.loads(out.read_text())["rows"]
     assert (row["num_scored"], len(row["windows"])) == (64, 2)
     assert row["kl"] > 0

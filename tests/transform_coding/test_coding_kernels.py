@@ -56,7 +56,7 @@ def stored_rows(layer):
 
 
 @pytest.mark.parametrize(
-    "name", ["gear", *(pytest.param(f"gear-t{bits}", marks=pytest.mark.long) for bits in (16, 22, 30))]
+    "name", ["transform", *(pytest.param(f"gear-t{bits}", marks=pytest.mark.long) for bits in (16, 22, 30))]
 )
 def test_rows_are_those_of_pytorch(name, tiny_model, kernels):
     model = tiny_model("llama", num_hidden_layers=1).to(DEVICE)
@@ -84,7 +84,7 @@ def test_a_trellis_is_left_to_pytorch(tiny_model, kernels):
     model = tiny_model("llama", num_hidden_layers=1).to(DEVICE)
     kernels("triton")
     with pytest.raises(AssertionError, match="plain PyTorch"):
-        fill(model, create_cache("gear-t16:quantizer=trellis", model))
+        fill(model, create_cache("transform-16:quantizer=trellis", model))
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="tensors on the CPU are Triton's in its interpreter alone")

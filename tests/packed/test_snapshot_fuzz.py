@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcache_plugins import GEARCache, create_cache
+from kvcache_plugins import create_cache
 
 
 # And how much padding the second of two items has: with 75 tokens of it, one waits for its table in the file
-SUBJECTS = (("gear-4bit", 20), ("gear-k4v3", 20), ("kivi-2bit", 20), ("gear-t22", 20), ("gear-t22", 75))
+SUBJECTS = (("gear-4bit", 20), ("gear-k4v3", 20), ("kivi-2bit", 20), ("transform-22", 20), ("transform-22", 75))
 NUM_NEW = 18
 # Instead of a number or a list of a document
 NUMBERS = (-1, 0, 1, 2, 7, 64, 2**31, 2**40, 2**62, 10**30, 0.5, 1e308)
@@ -31,6 +31,7 @@ class Subject:
     def __init__(self, model, preset: str, padding: int, folder: Path):
         self.model, self.path = model, folder / "cache.safetensors"
         cache = create_cache(preset, model, residual_length=16)
+        self.cache_class = type(cache)
         input_ids = torch.randint(3, 128, (2, 90))
         mask = torch.ones_like(input_ids)
         mask[1, :padding] = 0
@@ -44,7 +45,7 @@ class Subject:
         self.logits = self.continued()
 
     def continued(self) -> torch.Tensor:
-        cache = GEARCache.load(self.path, self.model)
+        cache = self.cache_class.load(self.path, self.model)
         with torch.no_grad():
             steps = [self.model(ids, past_key_values=cache).logits for ids in self.next_ids.split(1, dim=1)]
         return torch.cat(steps, dim=1)
@@ -53,7 +54,7 @@ class Subject:
         """Loads a file with this content and says what came of it."""
         self.path.write_bytes(content)
         try:
-            cache = GEARCache.load(self.path, self.model)
+            cache = self.cache_class.load(self.path, self.model)
         except ValueError as error:
             assert f"`path`: {self.path}" in str(error)
             return "refused"

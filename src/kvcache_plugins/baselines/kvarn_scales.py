@@ -1,9 +1,6 @@
 """Variance normalization of KVarN: scales that even out the standard deviations of a tile's tokens and channels.
 
-    tile `[G, D]` = tokens' scales `[G, 1]` * channels' scales `[1, D]` * what is quantized
-
-One axis of scales is that of the quantizer's groups, and is lost in these groups' own scales: `cross_scales` finds the
-other. Constants, the order of passes and the choice among them are those of the authors' implementation
+Constants, the order of rounds and the choice among them are those of the authors' implementation
 (vllm-project/vllm#46812), with the paper's 16 rounds.
 """
 
@@ -18,13 +15,13 @@ _TINY = 1e-8
 
 def cross_scales(tiles: torch.Tensor, keep: torch.Tensor | None, *, of_tokens: bool) -> torch.Tensor:
     """
-    Finds the scales of one axis: of tokens for keys, of channels for values. Passes normalize this axis and the other
-    in turns; what counts is the round that leaves standard deviations least unlike, which may be none.
+    Return the scales of one axis: of tokens for keys, of channels for values. Rounds normalize this axis and the other
+    in turns; the round that leaves the standard deviations most alike counts, which may be none.
 
     Args:
         tiles (`torch.Tensor` of shape `[..., G, D]`, float32): rotated states, zeros where they are not kept.
         keep (`torch.Tensor` of shape `[..., G, 1]`, bool, *optional*): tokens that count; all by default.
-        of_tokens (`bool`): whether scales of tokens `[..., G, 1]` are wanted, or of channels `[..., 1, D]`.
+        of_tokens (`bool`): return scales of tokens `[..., G, 1]` instead of channels `[..., 1, D]`.
     """
     number = None if keep is None else keep.sum(dim=-2, keepdim=True)
 

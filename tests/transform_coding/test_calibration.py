@@ -8,15 +8,15 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvcache_plugins import GEARCache, choose_cache, create_cache, measure_memory, predict_memory
+from kvcache_plugins import TransformCodingCache, choose_cache, create_cache, measure_memory, predict_memory
 from kvcache_plugins.advice.choose_by_kl import default_candidates
 from kvcache_plugins.contract import CONTRACT, run_contract
 from kvcache_plugins.contract.subject import RECORDS_PAST
-from kvcache_plugins.gear import TransformCalibration, calibrate_transform
-from kvcache_plugins.gear.transform import calibration as module
-from kvcache_plugins.gear.transform.calibration import calibration_path
-from kvcache_plugins.gear.transform.observation import SideSums, observe_window
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
+from kvcache_plugins.transform_coding import TransformCalibration, calibrate_transform
+from kvcache_plugins.transform_coding import calibration as module
+from kvcache_plugins.transform_coding.calibration import calibration_path
+from kvcache_plugins.transform_coding.observation import SideSums, observe_window
 
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "head_dim": 20, "initializer_range": 0.2}
@@ -52,8 +52,10 @@ def keep(calibration: TransformCalibration, model: PreTrainedModel) -> Path:
     return path
 
 
-def make_cache(model: PreTrainedModel, calibration: object, nbits: float = 3.0, **options: object) -> GEARCache:
-    return GEARCache(model, backbone="transform", nbits=nbits, calibration=calibration, **options)
+def make_cache(
+    model: PreTrainedModel, calibration: object, nbits: float = 3.0, **options: object
+) -> TransformCodingCache:
+    return TransformCodingCache(model, nbits=nbits, calibration=calibration, **options)
 
 
 def test_a_file_holds_what_was_found(model, calibration, window, tmp_path, divergence):
@@ -80,7 +82,7 @@ def test_another_models_file_is_refused(model, other, tiny_model, calibration, t
         with pytest.raises(ValueError, match="`calibration`.*another"):
             make_cache(refused, given)
     with pytest.raises(ValueError, match="needs `config`"):
-        GEARCache(backbone="transform", calibration=path)
+        TransformCodingCache(calibration=path)
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ValueError, match="`calibration`"):
         make_cache(model, path)
@@ -109,7 +111,6 @@ def test_states_of_another_model_are_refused(model, calibration):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"backbone": "kivi"}, "backbone"),
         ({"key_nbits": 3}, "key_nbits"),
         ({"value_nbits": 3}, "value_nbits"),
         ({"calibration": 3}, "calibration"),
@@ -120,7 +121,7 @@ def test_states_of_another_model_are_refused(model, calibration):
 )
 def test_bad_options_are_named(model, calibration, options, named):
     with pytest.raises(ValueError, match=named):
-        GEARCache(model, **{"backbone": "transform", "calibration": calibration, **options})
+        TransformCodingCache(model, **{"calibration": calibration, **options})
 
 
 def test_windows_have_to_be_there_and_long_enough(model, random_windows):
@@ -167,13 +168,13 @@ def test_what_caches_share_is_told_once(model, calibration, window):
     both = measure_memory([cache, other_rate]).shared["calibration"]
     assert both == stored + own + other_rate.memory().shared["calibration"] - stored
     assert copy.deepcopy(cache).layers[0].codec.tables() is cache.layers[0].codec.tables()
-    assert measure_memory(GEARCache(model, backbone="transform")).shared == {}
+    assert measure_memory(TransformCodingCache(model)).shared == {}
 
 
 def test_more_bits_and_a_calibration_bring_it_nearer_to_dense(model, calibration, window, divergence):
     few, some, many = (divergence(model, make_cache(model, calibration, nbits), window) for nbits in (1.5, 3.0, 6.0))
     assert many < some / 4 < few / 16
-    plain = divergence(model, GEARCache(model, backbone="transform", nbits=3.0), window)
+    plain = divergence(model, TransformCodingCache(model, nbits=3.0), window)
     assert some < plain
     assert divergence(model, make_cache(model, calibration, 3.0, quantizer="trellis"), window) < 0.9 * some
 
@@ -194,7 +195,7 @@ def test_rounded_bases_cost_nothing_that_can_be_seen(model, calibration, window,
             assert 0 < float(error) < 2**-5
 
 
-# What no calibration changes: `tests/contract` says it of `gear`
+# What no calibration changes: `tests/contract` says it of `transform`
 OTHERS = ("sampling", "num-return-sequences", "beam-search", "prompt-lookup", "assisted", "multi-turn", "device-map")
 CHANGED = [check for check in CONTRACT if check.name not in (*OTHERS, "hybrid")]
 
@@ -222,15 +223,15 @@ def test_contract(model, calibration, tmp_path, monkeypatch, kernel, quantizer, 
 def test_a_preset_finds_the_models_own_calibration(model, other, calibration, tmp_path, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
     with pytest.warns(UserWarning, match="has no calibration"):
-        assert create_cache("gear-c16", model).calibration is None
+        assert create_cache("calibrated-16", model).calibration is None
     path = keep(calibration, model)
     assert Path(tmp_path) in path.parents
-    assert torch.equal(create_cache("gear-c16", model).calibration.weights, calibration.weights)
+    assert torch.equal(create_cache("calibrated-16", model).calibration.weights, calibration.weights)
     with pytest.warns(UserWarning, match="has no calibration"):
-        assert create_cache("gear-c16", other).calibration is None
+        assert create_cache("calibrated-16", other).calibration is None
     path.write_bytes(b"no calibration")
     with pytest.raises(ValueError, match="`calibration`"):
-        create_cache("gear-c16", model)
+        create_cache("calibrated-16", model)
 
 
 @pytest.mark.parametrize("quantizer", ["lloyd-max", "trellis"])
@@ -242,8 +243,8 @@ def test_a_saved_cache_goes_on_with_its_calibration(model, calibration, window, 
         cache.save(path, model)
         calibration.save(given)
         keep(calibration, model)
-        loaded = [GEARCache.load(path, model), GEARCache.load(path, model.config)]
-        loaded += [GEARCache.load(path, model, calibration=each) for each in (calibration, given)]
+        loaded = [TransformCodingCache.load(path, model), TransformCodingCache.load(path, model.config)]
+        loaded += [TransformCodingCache.load(path, model, calibration=each) for each in (calibration, given)]
         expected = model(window[None, 120:160], past_key_values=cache).logits
         for each in loaded:
             assert each.memory() == cache.fork(1)[0].memory() or each.get_seq_length() == 120
@@ -259,26 +260,30 @@ def test_a_saved_cache_is_refused_without_its_calibration(
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
     path, plain = tmp_path / "cache", tmp_path / "plain"
     another = calibrate_transform(model, random_windows(1, 200))
-    for cache, file in ((make_cache(model, calibration), path), (GEARCache(model, backbone="transform"), plain)):
+    for cache, file in ((make_cache(model, calibration), path), (TransformCodingCache(model), plain)):
         with torch.no_grad():
             model(window[None, :120], past_key_values=cache)
         cache.save(file, model)
     keep(another, model)
     for own in (model, model.config):
         with pytest.raises(ValueError, match=r"`path`.*cache.*calibration .* not among those"):
-            GEARCache.load(path, own)
+            TransformCodingCache.load(path, own)
     with pytest.raises(ValueError, match=r"`path`.*cache.*another calibration"):
-        GEARCache.load(path, model, calibration=another)
+        TransformCodingCache.load(path, model, calibration=another)
     with pytest.raises(ValueError, match=r"`path`.*plain.*without a calibration"):
-        GEARCache.load(plain, model, calibration=calibration)
+        TransformCodingCache.load(plain, model, calibration=calibration)
 
 
 def test_choosing_tries_calibrated_presets_too(model, other, calibration, window, tmp_path, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
     keep(calibration, model)
-    assert {"gear-c12", "gear-t16"} <= set(default_candidates(model)) and "gear-c12" not in default_candidates(other)
-    chosen = choose_cache(model, window[None], max_kl=10.0, candidates=["gear-c28", "gear-c12", "gear-t30"])
-    assert chosen.stats()["chosen_preset"] == "gear-c12" and chosen.calibration.digest == calibration.digest
+    assert {"calibrated-12", "transform-16"} <= set(
+        default_candidates(model)
+    ) and "calibrated-12" not in default_candidates(other)
+    chosen = choose_cache(
+        model, window[None], max_kl=10.0, candidates=["calibrated-28", "calibrated-12", "transform-30"]
+    )
+    assert chosen.stats()["chosen_preset"] == "calibrated-12" and chosen.calibration.digest == calibration.digest
     with torch.no_grad():
         model(window[None], past_key_values=chosen)
     assert chosen.stats()["tokens_compressed"] > 0
@@ -287,10 +292,10 @@ def test_choosing_tries_calibrated_presets_too(model, other, calibration, window
 def test_prediction_knows_the_calibration(model, calibration, window, tmp_path, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
     keep(calibration, model)
-    cache = create_cache("gear-c16", model)
+    cache = create_cache("calibrated-16", model)
     with torch.no_grad():
         model(window[None, :150], past_key_values=cache)
-    assert predict_memory(model, "gear-c16", 150, device="cpu") == cache.memory()
+    assert predict_memory(model, "calibrated-16", 150, device="cpu") == cache.memory()
 
 
 # Of the prompt alone, and of what is decoded and read again too
@@ -299,7 +304,7 @@ def test_the_package_has_a_calibration_of_smollm2(smollm2, licence_ids, tmp_path
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
     model, _ = smollm2
     cache = packaged_cache("smollm2", model)
-    plain = GEARCache(model, backbone="transform", nbits=cache.gear_config.key_nbits)
+    plain = TransformCodingCache(model, nbits=cache.cache_config.key_nbits)
     # A basis and its inverse in bytes, of 30 layers of 3 heads of 64 channels, some of which get no bits
     assert sum(cache.memory().shared.values()) < 1.5e6
     window = licence_ids[0, :160]
@@ -317,7 +322,7 @@ def test_the_package_has_a_calibration_of_gemma3(gemma3, tmp_path, monkeypatch):
 def packaged_cache(name, model, most=1.0e6):
     (file,) = Path(module.__file__).parent.glob(f"reference_calibrations/{name}.safetensors")
     assert file.stat().st_size < most
-    cache = create_cache("gear-c12", model)
+    cache = create_cache("calibrated-12", model)
     assert cache.calibration.digest == TransformCalibration.read(file).digest
     return cache
 
@@ -400,7 +405,7 @@ def test_a_saved_cache_goes_on_when_windows_have_let_go(hybrid, of_hybrid, windo
     for position in range(length // 2, length):
         hybrid(window[None, position : position + 1], past_key_values=cache)
     cache.save(path, hybrid)
-    loaded = GEARCache.load(path, hybrid, calibration=of_hybrid)
+    loaded = TransformCodingCache.load(path, hybrid, calibration=of_hybrid)
     assert (loaded.layers[0].prefix is None) == (length > WINDOW) and loaded.layers[1].prefix is not None
     for position in range(40):
         logits = [

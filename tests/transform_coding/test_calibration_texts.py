@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from kvcache_plugins.gear.transform import calibration_texts as module
-from kvcache_plugins.gear.transform.calibration_texts import calibration_texts
+from kvcache_plugins.transform_coding import calibration_texts as module
+from kvcache_plugins.transform_coding.calibration_texts import calibration_texts
 
 
 # Six windows of 512 tokens of each kind, where four characters are a token

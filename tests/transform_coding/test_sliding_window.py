@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvcache_plugins import GEARCache, create_cache, predict_memory
+from kvcache_plugins import GEARCache, TransformCodingCache, create_cache, predict_memory
 from kvcache_plugins.contract import CONTRACT, run_check
 from kvcache_plugins.contract.comparison import reachable_bytes
 from kvcache_plugins.contract.subject import RECORDS_PAST
@@ -20,7 +20,7 @@ NUM_HEADS, HEAD_DIM, CHUNK = 2, 32, 8
 
 
 def make_layer(window):
-    return GEARCache(nbits=8, backbone="transform", sliding="compressed", recent_length=64)._layer(0, None, window)
+    return TransformCodingCache(nbits=8, sliding="compressed", recent_length=64)._layer(0, None, window)
 
 
 def window_mask(layer, window, num_new, padding):
@@ -121,7 +121,7 @@ def test_newest_update_can_be_taken_back_and_more_is_refused():
 
 
 VOCAB_SIZE, WINDOW, CONTEXT = 211, 2048, 3000
-FINE = {"nbits": 8, "backbone": "transform"}
+FINE = {"nbits": 8}
 # What older releases of Transformers need a dense sliding layer to be rolled back for is not there
 ITEMS = {"hybrid"} | (
     {"crop-prompt", "save-load", "deepcopy", "reorder", "select-indices", "memory", "beam-search", "chunked-prefill"}
@@ -146,12 +146,12 @@ def mistral(make_mistral) -> PreTrainedModel:
 @pytest.mark.parametrize("item", [check for check in CONTRACT if check.name in ITEMS], ids=lambda item: item.name)
 def test_contract(item, make_mistral, contract_models):
     model = contract_models["hybrid"] if item.on_hybrid else make_mistral(90)
-    result = run_check(item, model, lambda: GEARCache(model, **FINE, sliding="compressed"))
+    result = run_check(item, model, lambda: TransformCodingCache(model, **FINE, sliding="compressed"))
     assert result.status == "pass", result.detail
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["gear", "gear-t22"])
+@pytest.mark.parametrize("name", ["transform", "transform-22"])
 def test_bytes_are_those_of_a_window_a_chunk_and_a_buffer(name, mistral, make_mistral):
     token_ids = torch.randint(0, VOCAB_SIZE, (1, CONTEXT))
     cache = create_cache(name, mistral)
@@ -164,7 +164,7 @@ def test_bytes_are_those_of_a_window_a_chunk_and_a_buffer(name, mistral, make_mi
         sizes.append(cache.memory().total_bytes)
     assert sizes[-1] == reachable_bytes(cache)
     # The rate: what full attention would hold of as many tokens
-    full, residual = make_mistral(None), cache.gear_config.residual_length
+    full, residual = make_mistral(None), cache.cache_config.residual_length
     chunk = max(residual, 64)
     held = create_cache(name, full)
     full(token_ids[:, : WINDOW + chunk], past_key_values=held, logits_to_keep=1)
@@ -178,7 +178,6 @@ def test_bytes_are_those_of_a_window_a_chunk_and_a_buffer(name, mistral, make_mi
 @pytest.mark.parametrize(
     ("window", "options", "is_compressed"),
     [
-        (4096, {"nbits": 4}, False),
         (2047, {}, False),
         (2048, {}, True),
         (511, {"sliding": "compressed"}, True),
@@ -189,13 +188,20 @@ def test_bytes_are_those_of_a_window_a_chunk_and_a_buffer(name, mistral, make_mi
 def test_which_windows_are_compressed(window, options, is_compressed, make_mistral):
     config = make_mistral(window).config
     if is_compressed:
-        cache = GEARCache(config, **options)
+        cache = TransformCodingCache(config, **options)
     else:
         with pytest.warns(UserWarning, match=f"all layers of the model attend to a window of {window} tokens"):
-            cache = GEARCache(config, **options)
+            cache = TransformCodingCache(config, **options)
     assert cache.stats()["layers_windowed"] == 2 * is_compressed
     assert cache.stats()["layers_left"] == 2 * (not is_compressed)
     assert cache.is_sliding == [True, True]
+
+
+def test_gear_leaves_windows_dense(make_mistral):
+    config = make_mistral(4096).config
+    with pytest.warns(UserWarning, match="all layers of the model attend to a window of 4096 tokens"):
+        cache = GEARCache(config)
+    assert (cache.stats()["layers_windowed"], cache.stats()["layers_left"]) == (0, 2)
 
 
 def test_chunked_attention_is_a_window_too(tiny_model):
@@ -203,14 +209,14 @@ def test_chunked_attention_is_a_window_too(tiny_model):
 
     model = build_family("llama4_text")
     tokens = prompt(model, 60, 1)
-    cache = GEARCache(model.config, **FINE, sliding="compressed")
+    cache = TransformCodingCache(model.config, **FINE, sliding="compressed")
     assert cache.stats()["layers_windowed"] > 0
     run, dense = (generate(model, each, tokens, None, 20, None) for each in (cache, DynamicCache(config=model.config)))
     assert torch.equal(run.tokens, dense.tokens)
 
 
 def test_predicted_memory_follows_the_window(make_mistral):
-    spec = "gear-t22:sliding=compressed,residual_length=8"
+    spec = "transform-22:sliding=compressed,residual_length=8"
     model, token_ids = make_mistral(300), torch.randint(0, VOCAB_SIZE, (2, 700))
     for context in (250, 700):
         cache = create_cache(spec, model)

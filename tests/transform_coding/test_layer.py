@@ -9,19 +9,20 @@ import torch
 import torch.nn.functional as F
 from feeding import HEAD_DIM, NUM_HEADS, feed, states
 
-from kvcache_plugins import create_cache, measure_memory
+from kvcache_plugins import TransformCodingCache, create_cache, measure_memory
 from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.files.schema import pack, unpack
-from kvcache_plugins.gear import GEARCache
-from kvcache_plugins.gear.config import MIN_TOKENS, TransformConfig
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.layer_state import LayerState
+from kvcache_plugins.transform_coding.config import MIN_TOKENS, TransformCodingConfig
 
 
 SINKS, BUFFER = 4, 8
 FREQUENCIES = tuple((100.0 ** -(torch.arange(16) / 16)).tolist())
-CONFIG = TransformConfig(key_nbits=4, value_nbits=3, residual_length=BUFFER, num_sink_tokens=SINKS, recent_length=64)
+CONFIG = TransformCodingConfig(
+    key_nbits=4, value_nbits=3, residual_length=BUFFER, num_sink_tokens=SINKS, recent_length=64
+)
 
 
 @pytest.fixture(autouse=True, params=["torch", "compiled"])
@@ -30,7 +31,7 @@ def kernel(monkeypatch, request):
     torch.manual_seed(0)
 
 
-def make_layer(config: TransformConfig = CONFIG) -> CompressedLayer:
+def make_layer(config: TransformCodingConfig = CONFIG) -> CompressedLayer:
     return CompressedLayer(config.packing(FREQUENCIES), 0)
 
 
@@ -64,9 +65,7 @@ def test_trellis_codes_are_attended_to_as_they_are_held():
     errors = {}
     prompt, steps = states(2, 150), [states(2, count) for count in (1, 9, 60, 1)]
     for quantizer in ("lloyd-max", "trellis"):
-        cache = GEARCache(
-            backbone="transform", key_nbits=3, value_nbits=2, residual_length=BUFFER, quantizer=quantizer
-        )
+        cache = TransformCodingCache(key_nbits=3, value_nbits=2, residual_length=BUFFER, quantizer=quantizer)
         cache.layers.append(layer := cache._next_layer())
         feed(layer, *prompt, padding=[0, 100])
         for keys, values in steps:
@@ -205,7 +204,7 @@ def test_a_short_item_waits_in_the_prefix():
 
 
 def test_memory_is_rows_tables_and_exact_tokens():
-    cache = GEARCache(backbone="transform", nbits=2.5, value_nbits=2)
+    cache = TransformCodingCache(nbits=2.5, value_nbits=2)
     keys, values = states(1, 1024, torch.bfloat16, 64)
     cache.update(keys, values, 0)
     cache.layers[0].settle_prompt()
@@ -251,7 +250,9 @@ SCALE_PRECISION = 0.02
 
 
 def steady_layer(nbits=2.25, quantizer="lloyd-max"):
-    return CompressedLayer(TransformConfig(key_nbits=nbits, value_nbits=nbits, quantizer=quantizer).packing(None), 0)
+    return CompressedLayer(
+        TransformCodingConfig(key_nbits=nbits, value_nbits=nbits, quantizer=quantizer).packing(None), 0
+    )
 
 
 def randn(length, batch_size=1):
@@ -367,13 +368,13 @@ def test_tokens_beyond_a_prompts_scales_are_refused():
 @pytest.mark.parametrize(
     ("name", "texts"),
     [
-        ("gear", ("\n" * 700,)),
+        ("transform", ("\n" * 700,)),
         *(
             pytest.param(name, ("\n" * 700, " the" * 300, "." * 1200, " 0" * 300), marks=pytest.mark.long)
-            for name in ("gear", "gear-t16", "gear-t30")
+            for name in ("transform", "transform-16", "transform-30")
         ),
     ],
-    ids=["gear", "gear-all", "gear-t16", "gear-t30"],
+    ids=["transform", "gear-all", "transform-16", "transform-30"],
 )
 def test_repeated_tokens_lose_little_more_than_text(smollm2, licence_ids, name, texts, kernel, divergence):
     model, tokenizer = smollm2

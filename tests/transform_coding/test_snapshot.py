@@ -7,17 +7,17 @@ import operator
 import pytest
 import torch
 
-from kvcache_plugins import GEARCache
+from kvcache_plugins import TransformCodingCache
 from kvcache_plugins.files.schema import pack, unpack
-from kvcache_plugins.gear.config import TransformConfig
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.layer_state import LayerState
+from kvcache_plugins.transform_coding.config import TransformCodingConfig
 
 
 NUM_HEADS, HEAD_DIM = 2, 20
 FREQUENCIES = tuple((100.0 ** -(torch.arange(10) / 10)).tolist())
-CONFIG = TransformConfig(key_nbits=3, value_nbits=2.5)
+CONFIG = TransformCodingConfig(key_nbits=3, value_nbits=2.5)
 
 
 def filled_layer(lengths=(200, 150), num_decoded=11, dtype=torch.float32, frequencies=FREQUENCIES) -> CompressedLayer:
@@ -104,7 +104,7 @@ def test_another_rotary_embedding_is_refused():
 def test_another_number_of_bits_is_refused():
     document, tensors = written(filled_layer())
     with pytest.raises(ValueError, match=r"keys.widths` have to be 10 together in every head"):
-        read(document, tensors, config=TransformConfig(key_nbits=3.3, value_nbits=2.5))
+        read(document, tensors, config=TransformCodingConfig(key_nbits=3.3, value_nbits=2.5))
 
 
 def change(name, index, value):
@@ -210,14 +210,12 @@ def test_without_a_table_all_tokens_are_in_the_buffer():
             read(forged, copies)
 
 
-@pytest.mark.parametrize(
-    "fields", [{"key_nbits": 0}, {"value_nbits": "2"}, {"backbone": "kivi"}, {"rank": 2}], ids=repr
-)
+@pytest.mark.parametrize("fields", [{"key_nbits": 0}, {"value_nbits": "2"}], ids=repr)
 def test_options_of_a_file_are_checked(tiny_llama, tmp_path, fields, monkeypatch):
     path = tmp_path / "cache.safetensors"
-    cache = GEARCache(tiny_llama.config, backbone="transform")
-    options = {**cache.gear_config.to_options(), **fields}
-    monkeypatch.setattr(TransformConfig, "to_options", lambda self: options)
+    cache = TransformCodingCache(tiny_llama.config)
+    options = {**cache.cache_config.to_options(), **fields}
+    monkeypatch.setattr(TransformCodingConfig, "to_options", lambda self: options)
     cache.save(path, tiny_llama)
     with pytest.raises(ValueError, match=f"`path`: {path} is damaged: "):
-        GEARCache.load(path, tiny_llama)
+        TransformCodingCache.load(path, tiny_llama)

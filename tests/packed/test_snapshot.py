@@ -1,7 +1,4 @@
-"""
-A saved cache goes on exactly where it was; files that do not fit are refused and harm nothing. Saved with
-`compact=True` it takes fewer bytes, and is the same cache when it is loaded.
-"""
+"""A saved cache continues exactly where it was; files that do not fit are refused and harm nothing."""
 
 import json
 
@@ -9,12 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvcache_plugins import GEARCache, create_cache
+from kvcache_plugins import GEARCache, TransformCodingCache, create_cache
 from kvcache_plugins.contract.subject import RECORDS_PAST
 from kvcache_plugins.files.records import read_record, write_record
 from kvcache_plugins.files.schema import pack
-from kvcache_plugins.gear import calibrate_transform
-from kvcache_plugins.gear.snapshot import FORMAT, Snapshot, state_of
+from kvcache_plugins.packed.snapshot import state_of
+from kvcache_plugins.transform_coding import calibrate_transform
+from kvcache_plugins.transform_coding.cache import TransformCodingSnapshot
 
 
 @pytest.fixture
@@ -52,17 +50,17 @@ def require_same(model, cache, loaded, mask):
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize(("name", "is_compact"), [("gear-2bit", False), ("gear-t22", False), ("gear", True)])
+@pytest.mark.parametrize("name", ["gear-2bit", "transform-22"])
 @pytest.mark.parametrize("length", [20, 152])
-def test_loaded_in_inference_mode_it_goes_on_in_any(tiny_llama, path, name, is_compact, length):
+def test_loaded_in_inference_mode_it_continues_in_any(tiny_llama, path, name, length):
     ids = torch.randint(3, 128, (1, length + 90))
     cache = create_cache(name, tiny_llama)
     with torch.no_grad():
         for part in (ids[:, : length - 2], ids[:, length - 2 : length]):
             tiny_llama(part, past_key_values=cache)
-        cache.save(path, tiny_llama, compact=is_compact)
+        cache.save(path, tiny_llama)
     with torch.inference_mode():
-        loaded = GEARCache.load(path, tiny_llama)
+        loaded = type(cache).load(path, tiny_llama)
     assert not any(tensor.is_inference() for layer in loaded.layers for _, tensor in layer.named_tensors())
     for number in range(length, length + 90):
         token = ids[:, number : number + 1]
@@ -72,21 +70,21 @@ def test_loaded_in_inference_mode_it_goes_on_in_any(tiny_llama, path, name, is_c
             assert torch.equal(logits, tiny_llama(token, past_key_values=cache).logits)
 
 
-@pytest.mark.parametrize("name", ["gear-2bit", "gear-t22"])
+@pytest.mark.parametrize("name", ["gear-2bit", "transform-22"])
 def test_file_is_as_small_as_the_cache(tiny_llama, path, name):
     cache, _ = filled(tiny_llama, name)
     cache.save(path, tiny_llama)
     assert path.stat().st_size < cache.memory().total_bytes + 20_000
 
 
-@pytest.mark.parametrize("backbone", [None, "transform"])
-def test_made_without_config_and_empty(tiny_llama, path, backbone):
-    cache = GEARCache(nbits=3, backbone=backbone)
+@pytest.mark.parametrize("make", [GEARCache, TransformCodingCache])
+def test_made_without_config_and_empty(tiny_llama, path, make):
+    cache = make(nbits=3)
     tiny_llama(torch.randint(3, 128, (1, 100)), past_key_values=cache)
     cache.save(path, tiny_llama)
-    assert GEARCache.load(path, tiny_llama).get_seq_length() == 100
-    GEARCache(tiny_llama.config).save(path, tiny_llama)
-    assert GEARCache.load(path, tiny_llama).get_seq_length() == 0
+    assert make.load(path, tiny_llama).get_seq_length() == 100
+    make(tiny_llama.config).save(path, tiny_llama)
+    assert make.load(path, tiny_llama).get_seq_length() == 0
 
 
 def test_another_model_is_refused(tiny_model, path):
@@ -102,14 +100,15 @@ def test_another_model_is_refused(tiny_model, path):
         GEARCache.load(path, other)
 
 
-@pytest.mark.parametrize("is_compact", [False, True])
-def test_truncated_file_is_refused(tiny_llama, path, is_compact):
-    filled(tiny_llama, "gear" if is_compact else "gear-2bit")[0].save(path, tiny_llama, compact=is_compact)
+@pytest.mark.parametrize("name", ["gear-2bit", "transform"])
+def test_truncated_file_is_refused(tiny_llama, path, name):
+    cache = filled(tiny_llama, name)[0]
+    cache.save(path, tiny_llama)
     content = path.read_bytes()
     for size in (0, 100, len(content) // 2, int(0.999 * len(content)), len(content) - 1):
         path.write_bytes(content[:size])
         with pytest.raises(ValueError, match="damaged"):
-            GEARCache.load(path, tiny_llama)
+            type(cache).load(path, tiny_llama)
 
 
 def test_other_files_and_versions_are_refused(tiny_llama, path):
@@ -118,10 +117,19 @@ def test_other_files_and_versions_are_refused(tiny_llama, path):
     save_file({"x": torch.zeros(1)}, str(path))
     with pytest.raises(ValueError, match="none that this package wrote"):
         GEARCache.load(path, tiny_llama)
-    # As version 3 was, without a checksum
-    document = {"format": "kvcache_plugins.gear", "version": 3, "model": ""}
-    save_file({"x": torch.zeros(1)}, str(path), metadata={"kvcache_plugins": json.dumps(document)})
-    with pytest.raises(ValueError, match=f"{path} holds .* version 3, but only .* version 7.*`save` anew"):
+    # Version 3 had no checksum; version 7 was of one class for both methods
+    for version in (3, 7):
+        document = {"format": "kvcache_plugins.gear", "version": version, "model": ""}
+        save_file({"x": torch.zeros(1)}, str(path), metadata={"kvcache_plugins": json.dumps(document)})
+        for own, only in ((GEARCache, "gear' version 8"), (TransformCodingCache, "transform_coding' version 1")):
+            message = f"{path} holds format 'kvcache_plugins.gear' version {version}, but only .*{only}.*`save` anew"
+            with pytest.raises(ValueError, match=message):
+                own.load(path, tiny_llama)
+
+
+def test_a_file_of_the_other_class_is_refused(tiny_llama, path):
+    filled(tiny_llama, "transform")[0].save(path, tiny_llama)
+    with pytest.raises(ValueError, match="holds format 'kvcache_plugins.transform_coding'.*the class that saved it"):
         GEARCache.load(path, tiny_llama)
 
 
@@ -180,7 +188,7 @@ def test_what_crop_and_batch_operations_leave_can_be_saved(tiny_llama, path):
     mask = torch.ones_like(input_ids)
     mask[1, :40] = 0
     next_ids = torch.randint(3, 128, (1, 3))
-    for name in ("gear-4bit", "gear-k4v3", "kivi-2bit", "gear-t22"):
+    for name in ("gear-4bit", "gear-k4v3", "kivi-2bit", "transform-22"):
         for count in (170, 100, 30, 3, 0):
             cache = create_cache(name, tiny_llama, residual_length=16)
             with torch.no_grad():
@@ -193,28 +201,23 @@ def test_what_crop_and_batch_operations_leave_can_be_saved(tiny_llama, path):
                 assert cache.stats()["tokens_compressed"] == before > 0
                 cache.batch_select_indices(torch.tensor([0, 1, 0]))
                 cache.save(path, tiny_llama)
-                loaded = GEARCache.load(path, tiny_llama)
+                loaded = type(cache).load(path, tiny_llama)
                 assert loaded.stats() == cache.stats() | {"dense_reads": 0} and loaded.get_seq_length() == count
                 following = next_ids.expand(3 if count else 2, -1)
                 expected = tiny_llama(following, past_key_values=cache).logits
                 assert torch.equal(tiny_llama(following, past_key_values=loaded).logits, expected)
 
 
-# Compact files
-
-
-@pytest.mark.parametrize("name", ["gear", "gear-t22", "gear-c16", "gear-k4v3", "gear-t25:quantizer=trellis"])
+@pytest.mark.parametrize(
+    "name", ["transform", "transform-22", "calibrated-16", "gear-k4v3", "transform:quantizer=trellis"]
+)
 def test_loaded_is_the_cache_that_was_saved(tiny_llama, path, name):
     options = {}
-    if name == "gear-c16":
+    if name == "calibrated-16":
         options["calibration"] = calibrate_transform(tiny_llama, [words(400)])
     cache, mask = filled(tiny_llama, name, **options)
     cache.save(path, tiny_llama)
-    size = path.stat().st_size
-    cache.save(path, tiny_llama, compact=True)
-    # Groups and trellises are written as ever
-    assert (path.stat().st_size < size) == (name in ("gear", "gear-t22", "gear-c16"))
-    loaded = GEARCache.load(path, tiny_llama, **options)
+    loaded = type(cache).load(path, tiny_llama, **options)
     require_same(tiny_llama, cache, loaded, mask)
     for each in (cache, loaded):
         each.crop(-150)
@@ -224,33 +227,30 @@ def test_loaded_is_the_cache_that_was_saved(tiny_llama, path, name):
 @pytest.mark.parametrize("architecture", ["llama", "gemma3-hybrid", "qwen3"])
 def test_layers_of_every_kind_and_none(tiny_model, path, architecture):
     model = tiny_model(architecture)
-    cache, mask = filled(model, "gear")
-    cache.save(path, model, compact=True)
-    require_same(model, cache, GEARCache.load(path, model), mask)
-    GEARCache(model.config).save(path, model, compact=True)
-    assert GEARCache.load(path, model).get_seq_length() == 0
+    cache, mask = filled(model, "transform")
+    cache.save(path, model)
+    require_same(model, cache, type(cache).load(path, model), mask)
+    TransformCodingCache(model.config).save(path, model)
+    assert TransformCodingCache.load(path, model).get_seq_length() == 0
 
 
-# What is done to a layer's block
+# Changes of a layer's block
 FORGED = {
-    "cut": lambda block: block.keys.update(stream0=block.keys["stream0"][:-5]),
-    "swapped": lambda block: [
-        side.update(stream0=other)
-        for side, other in ((block.keys, block.values["stream0"]), (block.values, block.keys["stream0"]))
-    ],
-    "lost": lambda block: block.values.pop("stream1"),
-    "added": lambda block: block.values.update(stream2=block.values["stream1"]),
-    "of another dtype": lambda block: block.keys.update(stream1=block.keys["stream1"].float()),
+    "cut": lambda block: block.keys.update(rows=block.keys["rows"][:, :, :-1]),
+    "lost": lambda block: block.values.pop("rows"),
+    "added": lambda block: block.values.update(more=block.values["rows"]),
+    "of another dtype": lambda block: block.keys.update(rows=block.keys["rows"].float()),
     "lengthened": lambda block: object.__setattr__(block, "length", 2**35),
 }
 
 
 @pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
-def test_forged_streams_are_refused(tiny_llama, path, forge):
-    filled(tiny_llama, "gear")[0].save(path, tiny_llama, compact=True)
-    record = read_record(path, FORMAT, Snapshot)
+def test_forged_blocks_are_refused(tiny_llama, path, forge):
+    filled(tiny_llama, "transform")[0].save(path, tiny_llama)
+    form = TransformCodingCache._format
+    record = read_record(path, form, TransformCodingSnapshot)
     forge(record.layers[1].blocks[0])
     # With its checksum
-    write_record(path, FORMAT, record)
-    with pytest.raises(ValueError, match="`path`: .* is damaged: .*layers.1.blocks.0"):
-        GEARCache.load(path, tiny_llama)
+    write_record(path, form, record)
+    with pytest.raises(ValueError, match="`path`: .* is damaged: .*layers.1"):
+        TransformCodingCache.load(path, tiny_llama)

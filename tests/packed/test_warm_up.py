@@ -9,10 +9,10 @@ import torch
 from transformers import DynamicCache
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.gear import warm_up
-from kvcache_plugins.gear.kernel_check import MismatchError, plain_pytorch, require_close, require_close_layers
-from kvcache_plugins.gear.transform.calibration import calibrate_transform
+from kvcache_plugins.eval.kernel_check import MismatchError, plain_pytorch, require_close, require_close_layers
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
+from kvcache_plugins.packed import warm_up
+from kvcache_plugins.transform_coding.calibration import calibrate_transform
 
 
 def test_the_error_is_relative():
@@ -65,12 +65,12 @@ def test_every_layer_is_checked(monkeypatch):
 
 def test_what_is_asked_leaves_no_trace():
     """A layer that has no table yet would make it of the queries too."""
-    cache, short = filled("gear-t22"), create_cache("gear-t22")
+    cache, short = filled("transform-22"), create_cache("transform-22")
     short.update(torch.randn(1, 2, 40, 64), torch.randn(1, 2, 40, 64), 0)
-    error = require_close_layers("gear-t22", cache, num_query_heads=4)
+    error = require_close_layers("transform-22", cache, num_query_heads=4)
     assert error is not None and error < 1e-3
     assert cache.stats()["fused_calls"] == 2
-    assert require_close_layers("gear-t22", short, num_query_heads=4) is not None
+    assert require_close_layers("transform-22", short, num_query_heads=4) is not None
     assert short.layers[0].state().moments is None
 
 
@@ -101,7 +101,7 @@ def exercised(monkeypatch):
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("name", ["gear-2bit", "gear-k4v3", "gear-t22"])
+@pytest.mark.parametrize("name", ["gear-2bit", "gear-k4v3", "transform-22"])
 def test_leaves_no_trace(name, padded, tiny_llama):
     cache = create_cache(name, tiny_llama)
     before = torch.get_rng_state()
@@ -122,7 +122,7 @@ def test_goes_through_packing_and_attention(tiny_llama, exercised):
 
 def test_every_length_of_rows_is_warmed_up_once(tiny_llama, random_windows, exercised):
     calibration = calibrate_transform(tiny_llama, random_windows(1, 200), num_draws=1)
-    cache = create_cache("gear-c16", tiny_llama, calibration=calibration)
+    cache = create_cache("calibrated-16", tiny_llama, calibration=calibration)
     sizes = {layer.packing.fixed.row_sizes for layer in cache.layers}
     assert len(sizes) > 1
     for _ in range(2):
@@ -133,6 +133,6 @@ def test_every_length_of_rows_is_warmed_up_once(tiny_llama, random_windows, exer
 
 
 def test_options_that_wait_for_long_are_coded_too(tiny_llama, exercised):
-    cache = create_cache("gear-t22", tiny_llama, residual_length=200)
+    cache = create_cache("transform-22", tiny_llama, residual_length=200)
     cache.warm_up(tiny_llama)
     assert [block.length for block in exercised[0].blocks] == [319, 96]

@@ -1,0 +1,40 @@
+"""Reading of measured results, with the caches' names of today."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from kvcache_plugins.registry import RENAMED_CACHES
+
+
+# Until then `gear` was the default, transform coding, and `gear-t*`, `gear-c*` were its presets
+RENAMED_AT = "2026-11-28T17:30"
+_OLD_NAME = re.compile(r"(?<![\w-])(infinigen-gear|gear-t\d+|gear-c\d+|gear(?=$|[:,]))")
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """Read the JSON of a measurement; caches that had other names when it was made get those of today."""
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return _rename(content) if content.get("date", "") < RENAMED_AT else content
+
+
+def rename_cache(spec: str) -> str:
+    """Return the name of today of a cache that was measured before `RENAMED_AT`."""
+
+    def new_name(match: re.Match[str]) -> str:
+        old = match[1]
+        if old == "gear":
+            return "transform"
+        # Presets that are gone keep their numbers
+        return RENAMED_CACHES.get(old) or old.replace("gear-t", "transform-").replace("gear-c", "calibrated-")
+
+    return _OLD_NAME.sub(new_name, spec)
+
+
+def _rename(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {rename_cache(key): _rename(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_rename(each) for each in value]
+    return rename_cache(value) if isinstance(value, str) else value
