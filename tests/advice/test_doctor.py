@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ import torch
 from kvcache_plugins import list_caches, registry
 from kvcache_plugins.advice import doctor
 from kvcache_plugins.kernels import engine, library
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
 @pytest.fixture
@@ -175,7 +175,10 @@ def test_check_runs_attention(monkeypatch, report_of):
 
 
 def test_check_finds_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch, run) -> None:
-    wrong = Mock(side_effect=doctor.WrongKernelError("wrong by 1"))
-    monkeypatch.setattr(doctor, "require_close_layers", wrong)
+    attend = CompressedLayer.attend
+    monkeypatch.setattr(CompressedLayer, "attend", lambda self, call: 2 * attend(self, call))
     result = run("doctor", "--check", code=1)
-    assert "attention on cpu does not work: WrongKernelError: wrong by 1" in result.stdout
+    assert (
+        "attention on cpu does not work: WrongKernelError: attention over a compressed cache is wrong by 1.0e+00"
+        in result.stdout
+    )

@@ -2,7 +2,6 @@
 run, for every registered cache, and from the config alone.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from kvcache_plugins import (
 from kvcache_plugins.advice.byte_sizes import parse_bytes, show_bytes
 from kvcache_plugins.advice.memory_prediction import CacheSizer, CacheSizingError
 from kvcache_plugins.advice.recommendation import DEFAULT_CACHES, MEASURED_KL, CacheFit, Recommendation, find_largest
+from kvcache_plugins.eval.result_files import read_result
 from kvcache_plugins.registry import parse_cache_spec
 from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin
 
@@ -176,7 +176,7 @@ def test_named_caches_that_cannot_be_sized_are_errors(contract_model: PreTrained
 
 @pytest.mark.parametrize("results", RESULTS, ids=lambda path: path.stem)
 def test_kl_is_that_of_the_measured_tables(results: Path) -> None:
-    rows = json.loads(results.read_text(encoding="utf-8"))["rows"]
+    rows = read_result(results)["rows"]
     # Options make no name of their own, and some names of before are options now
     kl = {row["cache"]: round(row["kl"], 4) for row in rows if row["cache"] in list_caches()}
     assert len(kl) > 3
@@ -260,8 +260,8 @@ def test_decoded_tokens(name: str, contract_model: PreTrainedModel, tiny_sizer: 
 OPTIONS = [
     "gear:nbits=3,rank=8,sparsity=0.05,residual_length=32",
     # Three chunks of decoded tokens, and spare room for a fourth
-    "gear:backbone=per-token,key_nbits=8,value_rank=0,residual_length=16",
-    "gear:nbits=2,sparsity=0.0,key_sparsity=0.1,decode_rank=1,residual_length=48",
+    "gear:backbone=per-token,key_nbits=8,rank=0,residual_length=16",
+    "gear:nbits=2,sparsity=0.1,decode_rank=1,residual_length=48",
     "gear:nbits=2,num_sink_tokens=70,rotate_values=true,sparsity=0.05",
     "gear-k4v3",
     "transform-30:residual_length=16,num_sink_tokens=0",
@@ -380,7 +380,7 @@ ENCODER_DECODER = CONFIG_MAPPING["t5"](d_model=32, num_layers=1, num_heads=2, d_
         ({"model": "no-such/model"}, "`model` is `no-such/model`, but its config cannot be had"),
         ({"model": 7}, "`model` has to be a name, a folder, a config or a model but got 7"),
         ({"model": ENCODER_DECODER}, "`model` is no decoder"),
-        ({"cache": "gaer"}, "Unknown cache `gaer`. Did you mean `transform`?"),
+        ({"cache": "gaer"}, "Unknown cache `gaer`. Did you mean `gear`?"),
         ({"cache": "gear:rnk=1"}, "Unknown option `rnk`"),
         ({"cache": "gear:nbits=5"}, "the cache `gear:nbits=5` cannot be sized for this model: `key_nbits`"),
         ({"context": 0}, "`context` has to be an integer of at least 1 but got 0"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcache_plugins.baselines import TurboQuantCache
-from kvcache_plugins.codecs.turboquant import TurboQuantCoder, codebook, random_rotation
+from kvcache_plugins.baselines.turboquant import TurboQuantCoder, codebook, random_rotation
 
 
 CPU = torch.device("cpu")

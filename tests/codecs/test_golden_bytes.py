@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from kvcache_plugins.baselines.llamacpp import BlockCoder
+from kvcache_plugins.baselines.turboquant import TurboQuantCoder
 from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments, Sample, TokenCodec
 from kvcache_plugins.codecs.groups import GroupCodec, SideCodec
-from kvcache_plugins.codecs.llamacpp import BlockCoder
 from kvcache_plugins.codecs.prompt_codec import PromptCodec
 from kvcache_plugins.codecs.quantization import Grouping
 from kvcache_plugins.codecs.rope import RotaryLayout
-from kvcache_plugins.codecs.turboquant import TurboQuantCoder
 
 
 # Small, so that no number lies as near to a bound as sums in another order are apart

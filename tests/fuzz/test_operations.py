@@ -33,7 +33,7 @@ KINDS = {
     "transform-22": Kind(name="transform-22", options={}, least_real=68),
     # Rows with too few tokens for a table: when they have enough depends on the buffer, which all rows share
     "transform-22-waiting": Kind(name="transform-22", options={}, as_alone=1.5),
-    "gear-t-8bit": Kind(name="transform-22", options={"key_nbits": 8, "value_nbits": 8}, exactness=EIGHT_BITS),
+    "transform-8bit": Kind(name="transform-22", options={"key_nbits": 8, "value_nbits": 8}, exactness=EIGHT_BITS),
     "turboquant-3bit": Kind(name="turboquant-3bit", options={}),
     "llamacpp-q4_0": Kind(name="llamacpp-q4_0", options={}),
     "infinigen": Kind(name="infinigen", options={**WHOLE, "speculate": True}, **CHOOSES),

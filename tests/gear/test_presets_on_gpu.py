@@ -19,7 +19,9 @@ pytestmark = needs_triton
 ON_GPU = DEVICE.type == "cuda"
 INTERPRETED = ("transform", "transform-16:quantizer=trellis", "calibrated-16", "gear-2bit")
 # Tiles of KVarN, a peer, are for plain PyTorch
-OURS = [entry.name for entry in describe_caches() if str(entry.factory).endswith(":GEARCache")]
+OURS = [
+    entry.name for entry in describe_caches() if str(entry.factory).endswith((":GEARCache", ":TransformCodingCache"))
+]
 PRESETS = [name for name in OURS if not name.startswith("kvarn")]
 PRESETS += ["transform-16:quantizer=trellis", "calibrated-16:quantizer=trellis"]
 # A prompt, decoded tokens at once that the update after them compresses, and one more
@@ -46,7 +48,7 @@ def test_all_presets_are_known():
 def test_attention_is_that_of_pytorch(name, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
     model = make_model()
-    cache = create_cache(name, model, **({"calibration": make_calibration()} if name.startswith("gear-c") else {}))
+    cache = create_cache(name, model, **({"calibration": make_calibration()} if name.startswith("calibrated") else {}))
     with torch.inference_mode():
         for count in TOKENS:
             model(random_tokens(model, count), **as_argument(cache), logits_to_keep=1)

@@ -1,4 +1,4 @@
-"""Baselines of other methods: H2O, TurboQuant, llama.cpp's types, KVarN, Transformers' own caches by name."""
+"""Baselines: H2O, TurboQuant, llama.cpp's types, KVarN, OSCAR, SAW-INT4, and Transformers' own caches by name."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,16 +10,28 @@ if TYPE_CHECKING:
     from .coded_cache import LlamaCppCache, TurboQuantCache
     from .h2o import H2OCache
     from .kvarn import KVarNCache
+    from .oscar import OscarCache
+    from .saw_int4 import SawInt4Cache
 
 
-__all__ = ["H2OCache", "KVarNCache", "LlamaCppCache", "TurboQuantCache"]
+__all__ = ["H2OCache", "KVarNCache", "LlamaCppCache", "OscarCache", "SawInt4Cache", "TurboQuantCache"]
 
 _H2O = "kvcache_plugins.baselines.h2o:H2OCache"
 _KVARN = "kvcache_plugins.baselines.kvarn:KVarNCache"
+_OSCAR = "kvcache_plugins.baselines.oscar:OscarCache"
+_SAW_INT4 = "kvcache_plugins.baselines.saw_int4:SawInt4Cache"
 _LLAMACPP = "kvcache_plugins.baselines.coded_cache:LlamaCppCache"
 _TURBOQUANT = "kvcache_plugins.baselines.coded_cache:TurboQuantCache"
 __getattr__, __dir__ = lazy_attributes(
-    __name__, {"H2OCache": _H2O, "KVarNCache": _KVARN, "LlamaCppCache": _LLAMACPP, "TurboQuantCache": _TURBOQUANT}
+    __name__,
+    {
+        "H2OCache": _H2O,
+        "KVarNCache": _KVARN,
+        "LlamaCppCache": _LLAMACPP,
+        "OscarCache": _OSCAR,
+        "SawInt4Cache": _SAW_INT4,
+        "TurboQuantCache": _TURBOQUANT,
+    },
 )
 
 _TRANSFORMERS = "kvcache_plugins.baselines.transformers_caches"
@@ -83,3 +95,5 @@ for _key_nbits, _value_nbits in ((4, 4), (4, 3), (4, 2), (2, 2)):
         key_nbits=_key_nbits,
         value_nbits=_value_nbits,
     )
+register_cache("oscar-2bit", _OSCAR, summary="OSCAR: calibrated rotations, clipped 2-bit codes by token")
+register_cache("saw-int4", _SAW_INT4, summary="SAW-INT4: keys rotated by Hadamard blocks, 4-bit codes by token")

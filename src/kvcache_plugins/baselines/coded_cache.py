@@ -8,14 +8,15 @@ import torch
 from transformers import Cache, PreTrainedConfig
 
 from kvcache_plugins.codecs.codec import TokenCodec
-from kvcache_plugins.codecs.llamacpp import BLOCK_TYPES, BlockCoder, rotation_of
-from kvcache_plugins.codecs.turboquant import TurboQuantCoder
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.model_match import ModelMatchMixin
 from kvcache_plugins.layers.packing import Packing, RowPacking
 from kvcache_plugins.option_checks import check_bool, check_choice
 from kvcache_plugins.registry import get_config
 from kvcache_plugins.reports.memory import ReportingMixin, add_stats
+
+from .llamacpp import BLOCK_TYPES, BlockCoder, rotation_of
+from .turboquant import TurboQuantCoder
 
 
 _WIDTHS = (1, 2, 3, 4, 5, 6, 8)

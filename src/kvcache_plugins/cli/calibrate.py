@@ -12,7 +12,7 @@ from kvcache_plugins.console.results import prepare_file, print_json, provenance
 
 
 # Windows of every text, and tokens of a window
-_DEFAULTS = {"infinigen": (8, 1024), "transform": (6, 512)}
+_DEFAULTS = {"infinigen": (8, 1024), "transform": (6, 512), "oscar": (6, 512)}
 
 
 def main(

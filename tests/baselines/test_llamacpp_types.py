@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvcache_plugins.codecs.llamacpp import BlockCoder, rotation_of
+from kvcache_plugins.baselines.llamacpp import BlockCoder, rotation_of
 
 
 SIZES = {"q8_0": 34, "q5_1": 24, "q5_0": 22, "q4_1": 20, "q4_0": 18}

@@ -13,8 +13,8 @@ from functools import cache
 
 import torch
 
-from .quantization import bytes_of_halves, halves_of_bytes, pack, packed_size, unpack
-from .rotation import turn_by
+from kvcache_plugins.codecs.quantization import bytes_of_halves, halves_of_bytes, pack, packed_size, unpack
+from kvcache_plugins.codecs.rotation import turn_by
 
 
 _HALF_BYTES = 2

@@ -1,0 +1,75 @@
+"""Affine codes by token, as OSCAR's and SAW-INT4's: groups of a token's rotated channels with a scale and a minimum.
+
+[ scales, float16 | minima, float16 | codes ]
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from kvcache_plugins.codecs.quantization import bytes_of_halves, halves_of_bytes, pack, packed_size, unpack
+from kvcache_plugins.codecs.rotation import hadamard_matrix, rotation_size, turn_by
+
+
+_GROUP_SIZE = 128
+_HALF_BYTES = 2
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class AffineCoder:
+    """
+    Codes keys or values.
+
+    Attributes:
+        head_dim (`int`): D.
+        nbits (`int`): bits of a code.
+        rotation (`torch.Tensor` of shape `[D, D]` or `[H, D, D]`, float32, *optional*): orthogonal matrix that states
+            are multiplied with first.
+        clip (`float`, *optional*, defaults to 1): quantile of the magnitudes of a group at which they are clipped.
+    """
+
+    head_dim: int
+    nbits: int
+    rotation: torch.Tensor | None = None
+    clip: float = 1.0
+
+    @property
+    def group_size(self) -> int:
+        """Number of channels that share a scale: 128, or all where these do not divide them."""
+        return _GROUP_SIZE if self.head_dim % _GROUP_SIZE == 0 else self.head_dim
+
+    @property
+    def row_size(self) -> int:
+        return 2 * self._scale_bytes + packed_size(self.head_dim, self.nbits)
+
+    @property
+    def _scale_bytes(self) -> int:
+        return _HALF_BYTES * (self.head_dim // self.group_size)
+
+    def encode(self, states: torch.Tensor) -> torch.Tensor:
+        if self.rotation is not None:
+            states = turn_by(states, self.rotation.to(states.device))
+        groups = states.unflatten(-1, (-1, self.group_size))
+        if self.clip < 1:
+            rank = max(round(self.clip * self.group_size), 1)
+            limit = groups.abs().kthvalue(rank, dim=-1, keepdim=True).values
+            groups = groups.clamp(-limit, limit)
+        minimum = groups.amin(dim=-1, keepdim=True).half().float()
+        scale = ((groups.amax(dim=-1, keepdim=True) - minimum) / (2**self.nbits - 1)).half().float()
+        codes = (groups - minimum) / torch.where(scale > 0, scale, 1)
+        codes = codes.round().clamp(0, 2**self.nbits - 1).to(torch.uint8).flatten(-2)
+        parts = [bytes_of_halves(scale[..., 0]), bytes_of_halves(minimum[..., 0]), pack(codes, self.nbits)]
+        return torch.cat(parts, dim=-1)
+
+    def decode(self, rows: torch.Tensor) -> torch.Tensor:
+        size = self._scale_bytes
+        scale, minimum = (halves_of_bytes(each)[..., None] for each in rows[..., : 2 * size].split(size, dim=-1))
+        codes = unpack(rows[..., 2 * size :], self.nbits, self.head_dim).unflatten(-1, (-1, self.group_size))
+        states = (codes.float() * scale + minimum).flatten(-2)
+        return states if self.rotation is None else turn_by(states, self.rotation.to(rows.device).mT)
+
+
+def block_hadamard(head_dim: int) -> torch.Tensor:
+    """Return a block-diagonal Hadamard matrix `[D, D]`, float32, of the largest blocks that divide the head."""
+    size = rotation_size(head_dim)
+    return torch.block_diag(*[hadamard_matrix(size, torch.device("cpu"))] * (head_dim // size))

@@ -1,0 +1,87 @@
+"""Calibration of OSCAR: rotations of keys and values, fitted to a model's attention, and their file."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache, PreTrainedModel
+
+from kvcache_plugins.layers.listening_layer import ListeningLayer, listen
+from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.registry import unwrap_model
+
+from .affine_coder import block_hadamard
+
+
+# By layer: of keys and of values, `[H, D, D]`, float32
+Rotations = dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+@torch.no_grad()
+def calibrate_rotations(
+    model: PreTrainedModel, windows: Sequence[torch.Tensor], *, on_progress: Callable[[str], None] | None = None
+) -> Rotations:
+    """
+    Fit the rotations of every layer of full attention to the newest 256 queries of each window.
+
+    Args:
+        model (`PreTrainedModel`): the model, in eval mode, with `sdpa` attention.
+        windows (`Sequence[torch.Tensor]`): token ids `[tokens]`.
+        on_progress (`Callable[[str], None]`, *optional*): called before each window.
+    """
+    sums: dict[int, list[torch.Tensor]] = {}
+    inner = unwrap_model(model)
+    for number, window in enumerate(windows, start=1):
+        if on_progress is not None:
+            on_progress(f"window {number}")
+        cache = DynamicCache(config=inner.config)
+        listen(cache)
+        inner(window[None].to(inner.device), **as_argument(cache), logits_to_keep=1)
+        for index, layer in enumerate(cache.layers):
+            if isinstance(layer, ListeningLayer) and layer.queries is not None:
+                own = _covariances(layer.queries, layer.keys, layer.values)  # type: ignore[arg-type]
+                sums[index] = [a + b for a, b in zip(sums[index], own, strict=True)] if index in sums else list(own)
+    return {index: (_rotation_of(own[0]), _rotation_of(own[1])) for index, own in sums.items()}
+
+
+def _covariances(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `[H, D, D]` of a head's queries `[1, H * G, Q, D]`, and of values weighted with their attention."""
+    grouped = queries[0].float().unflatten(0, (keys.shape[1], -1))
+    num_queries, num_tokens = queries.shape[2], keys.shape[2]
+    scores = grouped @ keys[0].float().mT[:, None] * queries.shape[3] ** -0.5
+    is_future = torch.ones(num_queries, num_tokens, dtype=torch.bool, device=keys.device)
+    weights = scores.masked_fill(is_future.triu(num_tokens - num_queries + 1), -torch.inf).softmax(dim=-1)
+    received = weights.sum(dim=(1, 2))[..., None]
+    flat, own = grouped.flatten(1, 2).double(), values[0].double()
+    return (flat.mT @ flat).cpu(), (own.mT @ (own * received)).cpu()
+
+
+def _rotation_of(covariance: torch.Tensor) -> torch.Tensor:
+    """Return eigenvectors `[H, D, D]`, largest first, times a Hadamard matrix, in an order that balances groups."""
+    vectors = torch.linalg.eigh(covariance).eigenvectors.flip(-1).float()
+    rotation = vectors @ block_hadamard(vectors.shape[-1])
+    return rotation[..., _bit_reversed(rotation.shape[-1])].contiguous()
+
+
+def _bit_reversed(size: int) -> list[int]:
+    """Return 0 to `size` - 1 by their reversed bits."""
+    num_bits = max(size - 1, 1).bit_length()
+    return sorted(range(size), key=lambda index: int(f"{index:0{num_bits}b}"[::-1], 2))
+
+
+def save_rotations(rotations: Rotations, path: str | Path) -> None:
+    """Write rotations to a safetensors file."""
+    stored = {}
+    for index, (keys, values) in rotations.items():
+        stored |= {f"{index}.keys": keys, f"{index}.values": values}
+    save_file(stored, path)
+
+
+def load_rotations(path: str | Path) -> Rotations:
+    """Read what `save_rotations` wrote; a `ValueError` naming `calibration` if there is no such file."""
+    if not Path(path).is_file():
+        raise ValueError(f"`calibration` is `{path}`, but there is no such file")
+    stored = load_file(path)
+    indices = {int(name.partition(".")[0]) for name in stored}
+    return {index: (stored[f"{index}.keys"], stored[f"{index}.values"]) for index in sorted(indices)}

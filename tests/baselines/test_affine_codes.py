@@ -1,0 +1,98 @@
+"""OSCAR and SAW-INT4: codes as written out, exact tails, and rotations that a calibration fits."""
+
+import pytest
+import torch
+
+from kvcache_plugins import create_cache
+from kvcache_plugins.baselines.affine_coder import AffineCoder, block_hadamard
+from kvcache_plugins.baselines.oscar import OscarCache
+from kvcache_plugins.baselines.oscar_rotations import calibrate_rotations, load_rotations, save_rotations
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+def test_blocks_of_the_rotation_are_orthogonal(head_dim):
+    matrix = block_hadamard(head_dim)
+    torch.testing.assert_close(matrix @ matrix.mT, torch.eye(head_dim))
+
+
+@pytest.mark.parametrize(("nbits", "clip"), [(2, 0.96), (2, 0.92), (4, 1.0)])
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+def test_codes_are_those_written_out(head_dim, nbits, clip):
+    states = torch.randn(2, 3, 5, head_dim) * torch.rand(head_dim).exp()
+    rotation = block_hadamard(head_dim)
+    coder = AffineCoder(head_dim, nbits, rotation, clip)
+    rows = coder.encode(states)
+    assert rows.shape == (2, 3, 5, coder.row_size) and rows.dtype == torch.uint8
+    size = 128 if head_dim % 128 == 0 else head_dim
+    expected = torch.empty_like(states)
+    for token in torch.cartesian_prod(torch.arange(2), torch.arange(3), torch.arange(5)).tolist():
+        groups = (states[tuple(token)] @ rotation).split(size)
+        decoded = []
+        for group in groups:
+            limit = group.abs().sort().values[round(clip * size) - 1]
+            clipped = group.clamp(-limit, limit)
+            low = clipped.min().half().float()
+            step = ((clipped.max() - low) / (2**nbits - 1)).half().float()
+            decoded.append(((clipped - low) / step).round().clamp(0, 2**nbits - 1) * step + low)
+        expected[tuple(token)] = torch.cat(decoded) @ rotation.mT
+    torch.testing.assert_close(coder.decode(rows), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_constant_states_are_exact_to_float16():
+    coder = AffineCoder(64, 2)
+    states = torch.full((1, 1, 2, 64), 3.5)
+    assert torch.equal(coder.decode(coder.encode(states)), states)
+
+
+@torch.no_grad()
+def test_saw_int4_bytes_and_rotated_keys(tiny_llama):
+    cache = create_cache("saw-int4", tiny_llama)
+    tiny_llama(torch.randint(3, 128, (1, 100)), past_key_values=cache)
+    memory = cache.memory()
+    # 4 bits a channel and a float16 scale and minimum for the 32 channels of a head
+    assert memory.parts["codes"] == 2 * 2 * 2 * 100 * (32 // 2 + 4)
+    codec = cache.layers[0].codec
+    assert torch.equal(codec.keys.rotation, block_hadamard(32)) and codec.values.rotation is None
+
+
+@torch.no_grad()
+def test_oscar_keeps_first_and_newest_tokens_exact(tiny_llama):
+    with pytest.warns(UserWarning, match="without a calibration"):
+        cache = OscarCache(tiny_llama)
+    keys = torch.randn(1, 2, 500, 32)
+    cache.update(keys[:, :, :450], keys[:, :, :450], 0)
+    cache.layers[0].settle_prompt()
+    for position in range(450, 500):
+        cache.update(keys[:, :, position : position + 1], keys[:, :, position : position + 1], 0)
+    found = cache.layers[0].materialize("keys")
+    assert torch.equal(found[:, :, :64], keys[:, :, :64]) and torch.equal(found[:, :, -256:], keys[:, :, -256:])
+    is_exact = (found == keys).all(dim=3)
+    assert not is_exact[:, :, 64:-257].any()
+
+
+def test_calibrated_rotations_lower_the_error_that_attention_sees(tiny_model, random_windows, tmp_path):
+    model = tiny_model("llama", seed=0, initializer_range=0.2)
+    rotations = calibrate_rotations(model, random_windows(2, 200))
+    for sides in rotations.values():
+        for matrices in sides:
+            torch.testing.assert_close(matrices @ matrices.mT, torch.eye(32).expand(2, -1, -1), atol=1e-4, rtol=1e-4)
+    path = tmp_path / "rotations.safetensors"
+    save_rotations(rotations, path)
+    loaded = load_rotations(path)
+    assert all(torch.equal(*each) for index in rotations for each in zip(rotations[index], loaded[index], strict=True))
+    cache = create_cache("oscar-2bit", model, calibration=str(path))
+    with torch.no_grad():
+        model(torch.randint(3, 128, (1, 400)), past_key_values=cache)
+    assert torch.equal(cache.layers[1].codec.keys.rotation, rotations[1][0])
+    shared = sum(cache.memory().shared.values())
+    assert shared == sum(each.nbytes for sides in rotations.values() for each in sides)
+
+
+def test_a_calibration_of_other_heads_is_refused(tiny_model, random_windows, tmp_path):
+    path = tmp_path / "rotations.safetensors"
+    save_rotations({0: (torch.eye(16)[None], torch.eye(16)[None])}, path)
+    cache = create_cache("oscar-2bit", tiny_model("llama"), calibration=str(path))
+    with pytest.raises(ValueError, match="`calibration` is of heads of 16 and 16 channels, but the model's have 32"):
+        cache.update(torch.randn(1, 2, 4, 32), torch.randn(1, 2, 4, 32), 0)
+    with pytest.raises(ValueError, match="`calibration`.*no such file"):
+        create_cache("oscar-2bit", calibration="no-such-file")
