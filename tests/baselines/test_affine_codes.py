@@ -92,7 +92,9 @@ def test_a_calibration_of_other_heads_is_refused(tiny_model, random_windows, tmp
     path = tmp_path / "rotations.safetensors"
     save_rotations({0: (torch.eye(16)[None], torch.eye(16)[None])}, path)
     cache = create_cache("oscar-2bit", tiny_model("llama"), calibration=str(path))
-    with pytest.raises(ValueError, match="`calibration` is of heads of 16 and 16 channels, but the model's have 32"):
+    with pytest.raises(
+        ValueError, match="`calibration` is for keys of 1 heads of 16 channels, but these have 2 of 32"
+    ):
         cache.update(torch.randn(1, 2, 4, 32), torch.randn(1, 2, 4, 32), 0)
     with pytest.raises(ValueError, match="`calibration`.*no such file"):
         create_cache("oscar-2bit", calibration="no-such-file")

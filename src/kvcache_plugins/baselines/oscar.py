@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -31,10 +31,23 @@ class ExactTailLayer(CompressedLayer):
 
 
 class OscarCodec(TokenCodec):
-    """Codec of a layer, whose rotations all caches of a model share."""
+    """Codec of a layer with calibrated rotations, which all caches of a model share."""
 
     def shared_tensors(self) -> Iterator[torch.Tensor]:
-        yield from (coder.rotation for coder in (self.keys, self.values))  # type: ignore[attr-defined]
+        yield from self._rotations()
+
+    def _rotations(self) -> list[torch.Tensor]:
+        coders: list[Any] = [self.keys, self.values]
+        return [coder.rotation for coder in coders]
+
+    def check_shapes(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        for name, states, rotation in zip(("keys", "values"), (keys, values), self._rotations(), strict=True):
+            found = states.shape[1], states.shape[3]
+            if found != rotation.shape[:2]:
+                raise ValueError(
+                    f"`calibration` is for {name} of {rotation.shape[0]} heads of {rotation.shape[1]} channels, but "
+                    f"these have {found[0]} of {found[1]}"
+                )
 
 
 class OscarCache(CodedTokensCache):
@@ -69,21 +82,23 @@ class OscarCache(CodedTokensCache):
             warn_user("`oscar-2bit` goes without a calibration: `kvcache-plugins calibrate --cache oscar` makes one")
         else:
             self._rotations = load_rotations(calibration)
-        super().__init__(RowPacking(partial(_make_codec, None)), config)
+        super().__init__(RowPacking(_make_plain_codec), config)
 
     def _layer(self, layer_idx: int) -> CompressedLayer:
-        make_codec = partial(_make_codec, self._rotations.get(layer_idx))
-        packing = RowPacking(make_codec, residual_length=_NUM_RECENT, num_sink_tokens=_NUM_SINKS)
+        rotations = self._rotations.get(layer_idx)
+        codec = _make_plain_codec if rotations is None else OscarCodec(*_make_coders(*rotations))
+        packing = RowPacking(codec, residual_length=_NUM_RECENT, num_sink_tokens=_NUM_SINKS)
         return ExactTailLayer(packing, layer_idx)
 
 
-def _make_codec(rotations: tuple[torch.Tensor, torch.Tensor] | None, key_dim: int, value_dim: int) -> OscarCodec:
-    keys, values = (block_hadamard(dim) for dim in (key_dim, value_dim)) if rotations is None else rotations
-    if (keys.shape[-1], values.shape[-1]) != (key_dim, value_dim):
-        raise ValueError(
-            f"`calibration` is of heads of {keys.shape[-1]} and {values.shape[-1]} channels, but the model's have "
-            f"{key_dim} and {value_dim}"
-        )
-    return OscarCodec(
-        AffineCoder(key_dim, _NBITS, keys, _KEY_CLIP), AffineCoder(value_dim, _NBITS, values, _VALUE_CLIP)
+def _make_plain_codec(key_dim: int, value_dim: int) -> TokenCodec:
+    """Make a codec without a calibration, which a Hadamard matrix alone rotates."""
+    return TokenCodec(*_make_coders(block_hadamard(key_dim), block_hadamard(value_dim)))
+
+
+def _make_coders(keys: torch.Tensor, values: torch.Tensor) -> tuple[AffineCoder, AffineCoder]:
+    """Make the coders of keys and values for rotations `[..., D, D]`."""
+    return (
+        AffineCoder(keys.shape[-1], _NBITS, keys, _KEY_CLIP),
+        AffineCoder(values.shape[-1], _NBITS, values, _VALUE_CLIP),
     )
