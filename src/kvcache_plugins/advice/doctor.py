@@ -153,9 +153,9 @@ def _triton(has_gpu: bool) -> dict[str, str | None]:
 def _launch_kernel(device: torch.device) -> None:
     from kvcache_plugins.triton_kernels.gather import gather_rows, page_addresses
 
-    page = torch.arange(64.0, device=device).reshape(1, 1, 16, 4)
-    slots = torch.tensor([[[3, 1]]], device=device)
-    rows = torch.zeros(1, 1, 2, 4, device=device)
+    page = torch.arange(64, dtype=torch.float32, device=device).reshape(1, 1, 16, 4)
+    slots = torch.tensor([[[3, 1]]], dtype=torch.int64, device=device)
+    rows = torch.zeros(1, 1, 2, 4, dtype=torch.float32, device=device)
     gather_rows(page_addresses([page], device), slots, None, rows, 16)
     if not torch.equal(rows, page[:, :, [3, 1]]):
         raise MismatchError("the kernel that gathers rows returned other rows")
@@ -168,7 +168,7 @@ def _kernels(device: str, check: bool) -> dict[str, Any]:
     try:
         found["attention"], found["reason"] = explain_kernel(device)
         with _silence():
-            found["coding"] = choose_coding_kernel(torch.empty(0, device=device))
+            found["coding"] = choose_coding_kernel(torch.empty(0, dtype=torch.float32, device=device))
     except ValueError as error:
         return {**found, "error": str(error)}
     if check:
@@ -181,9 +181,9 @@ def check_attention(device: torch.device) -> float:
     """Measures the error of decode attention against plain PyTorch; a `MismatchError` above what rounding explains."""
     cache = create_cache("gear-2bit")
     generator = torch.Generator().manual_seed(42)
-    states = [torch.randn(1, 2, 256, 64, generator=generator).to(device) for _ in range(2)]
+    keys, values = torch.randn(2, 1, 2, 256, 64, generator=generator, dtype=torch.float32, device="cpu").to(device)
     with torch.inference_mode():
-        cache.update(states[0], states[1], 0)
+        cache.update(keys, values, 0)
         error = require_close_layers("attention over a compressed cache", cache, num_query_heads=4)
     assert error is not None
     return error

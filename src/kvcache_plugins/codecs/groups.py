@@ -246,7 +246,7 @@ class SideCodec:
             sizes = self.sizes(num_heads, length, num_real, is_prompt=is_prompt)
             layout = self.layout(batch_size, num_heads, num_chunks, length, sizes)
             blank = {name: states.new_empty(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
-            return self.wrap(blank), torch.ones((), dtype=torch.bool)
+            return self.wrap(blank), torch.ones((), dtype=torch.bool, device="cpu")
         states = rotate(states) if self.is_rotated else states.float()
         rank = self.rank if is_prompt else self.decode_rank
         keep = None
@@ -290,9 +290,10 @@ class SideCodec:
         """Approximates what codes miss `[B, H, M, L, D]` by factors as they are stored, of the most recent tokens."""
         length = residual.shape[3]
         if recent_ratio < 1:
-            counts = torch.tensor([[length]], device=residual.device) if valid is None else valid.sum(dim=2)
+            counts = residual.new_full((1, 1), length, dtype=torch.int64) if valid is None else valid.sum(dim=2)
             recent = (counts.double() * recent_ratio).round().long().clamp(min=1)
-            is_recent = torch.arange(length, device=residual.device) >= (length - recent)[:, :, None]
+            tokens = torch.arange(length, dtype=torch.int64, device=residual.device)
+            is_recent = tokens >= (length - recent)[:, :, None]
             residual = torch.where(is_recent[:, None, :, :, None], residual, 0)
             residual = residual[:, :, :, -int(recent.max()) :]
         a, b = power_iteration(residual, rank, self.num_iterations)

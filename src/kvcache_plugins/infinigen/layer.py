@@ -256,7 +256,7 @@ class InfiniGenLayer(LazyLayer):
     def _dense_pages(self) -> Iterator[Tile]:
         if (pool := self.pool) is not None and (scoring := self.scoring) is not None:
             for rows, start, stop in pool.iter_pages():
-                slots = torch.arange(start, stop, device=rows.device).expand(*rows.shape[:2], -1)
+                slots = torch.arange(start, stop, dtype=torch.int64, device=rows.device).expand(*rows.shape[:2], -1)
                 yield *scoring.dense(rows, slots, pool), start, stop
 
     def _pooled_keys(self) -> torch.Tensor:

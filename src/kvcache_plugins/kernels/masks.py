@@ -49,7 +49,7 @@ def mask_columns(
 def hide_first(mask: torch.Tensor | None, count: int, length: int, device: torch.device) -> torch.Tensor:
     """`mask` of `length - count` columns, with `count` columns in front of them that nothing attends to."""
     if mask is None:
-        return (torch.arange(length, device=device) >= count)[None, None, None]
+        return (torch.arange(length, dtype=torch.int64, device=device) >= count)[None, None, None]
     return F.pad(mask, (count, 0), value=False if mask.dtype == torch.bool else -torch.inf)
 
 

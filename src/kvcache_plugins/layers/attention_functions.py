@@ -209,7 +209,7 @@ def _make_dense(mask: BlockMask, num_queries: int, num_tokens: int, device: torc
             device=device,
         )
 
-    starts, columns = range(0, num_queries, _NUM_ROWS), torch.arange(num_tokens, device=device)
+    starts, columns = range(0, num_queries, _NUM_ROWS), torch.arange(num_tokens, dtype=torch.int64, device=device)
     is_square = num_queries == num_tokens > 1
     # Left at the first rows that show something else
     if is_square and all(
@@ -244,7 +244,7 @@ def _read_padding_mask(
     is_windowed = num_tokens > window
     if mask is None and not is_windowed and (num_queries in (1, num_tokens) or not is_causal):
         return None, is_causal and num_queries > 1
-    columns = torch.arange(num_tokens, device=query.device)
+    columns = torch.arange(num_tokens, dtype=torch.int64, device=query.device)
     distances = columns[num_tokens - num_queries :, None] - columns
     seen = distances >= 0 if is_causal else torch.ones_like(distances, dtype=torch.bool)
     if is_windowed:

@@ -414,7 +414,8 @@ class LazyLayer(CacheLayerMixin):
         padding = self._left_padding
         if padding.counts is None or padding.ends()[1] <= start:
             return None
-        return torch.arange(start, start + count, device=self.device) >= padding.first_tokens(1, self.device)
+        tokens = torch.arange(start, start + count, dtype=torch.int64, device=self.device)
+        return tokens >= padding.first_tokens(1, self.device)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest `-tokens_to_remove` tokens; 0 changes nothing."""
