@@ -17,7 +17,7 @@ import torch
 from kvcache_plugins.codecs.parts import DensePart, Tile
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.masks import mask_columns, slice_mask
+from kvcache_plugins.kernels.masks import slice_mask
 from kvcache_plugins.kernels.tokens import ChoosingCall, attend_staged, choose_rows_kernel
 from kvcache_plugins.layers.contexts import in_own_context, is_foreign_context
 from kvcache_plugins.layers.lazy_layer import LazyLayer, MaskedTiles, kind_of
@@ -514,9 +514,10 @@ def _warn_of_all() -> None:
 
 def _mask_of_slots(attn_mask: torch.Tensor | None, positions: torch.Tensor, length: int, groups: int) -> torch.Tensor:
     """Returns columns of a mask for slots whose tokens differ from head to head, `[B, H * G, Q or 1, slots]`."""
-    held = (positions >= 0)[:, :, None]
-    mask = mask_columns(attn_mask, positions.flatten(1).clamp(min=0), len(positions), length)
-    if mask is not None:
-        mask = mask[:, 0].unflatten(2, positions.shape[1:]).transpose(1, 2)
-        held = mask & held if mask.dtype == torch.bool else mask.masked_fill(~held, -torch.inf)
-    return held.repeat_interleave(groups, dim=1)
+    positions = positions.repeat_interleave(groups, dim=1)[:, :, None]
+    held = positions >= 0
+    if attn_mask is None:
+        return held
+    mask = attn_mask.expand(*positions.shape[:2], attn_mask.shape[-2], length)
+    mask = mask.gather(3, positions.clamp(min=0).expand(-1, -1, mask.shape[2], -1))
+    return mask & held if mask.dtype == torch.bool else mask.masked_fill(~held, -torch.inf)
