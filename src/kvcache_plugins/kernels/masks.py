@@ -90,15 +90,3 @@ def leading_padding(
     if known is not None:
         run = torch.where(known.to(run.device) == first_new, first_new + run, known.to(run.device))
     return run.clone() if bool((run > 0).any()) else None
-
-
-def hides_new_tokens(mask: torch.Tensor, first_new: int, padding: torch.Tensor | None, first_column: int = 0) -> bool:
-    """
-    Tells whether no new token may attend to itself, in any sequence that has had others than `padding` before; see
-    `leading_padding`.
-    """
-    real = _sees_itself(mask, first_new, first_column)
-    if padding is None:
-        return not bool(real.any())
-    has_begun = (padding.to(real.device) < first_new)[:, None]
-    return bool(has_begun.any()) and not bool((real & has_begun).any())

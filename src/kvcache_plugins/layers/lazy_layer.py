@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvcache_plugins.kernels.attention import OnlineAttention
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.masks import hides_new_tokens, leading_padding
+from kvcache_plugins.kernels.masks import leading_padding
 
 from .contexts import in_own_context, is_foreign_context
 from .lazy_states import LazyStates, stored_states
@@ -372,13 +372,6 @@ class LazyLayer(CacheLayerMixin):
         self._mask_seen = True
         if attn_mask is not None and attn_mask.shape[-2] > 1:
             first_new, first = self._length - attn_mask.shape[-2], self._first_visible
-            if first_new > 0 and hides_new_tokens(attn_mask, first_new, self.padding, first):
-                # As if they had not been
-                self.crop_tokens(attn_mask.shape[-2])
-                raise ValueError(
-                    f"`attention_mask` ends before the {first_new} tokens that `past_key_values` holds, and hides all "
-                    f"new ones: make {ANOTHER_PROMPT}"
-                )
             if first_new >= 0:
                 self.padding = leading_padding(attn_mask, first_new, self.padding, self.batch_size, first)
 
