@@ -117,3 +117,18 @@ def test_coded_caches_take_few_tokens_at_once_behind_an_indexer(name: str) -> No
     )
     logits = forward_all(model, create_cache(name, model), tokens, torch.ones_like(tokens), run)
     assert (logits - expected).abs().mean() < 0.1 * (other - expected).abs().mean()
+
+
+# Tokens fetched ahead are chosen under a mask that may not be known yet
+@pytest.mark.parametrize(("name", "options"), [EXACT[0], EXACT[2]], ids=["infinigen", "h2o"])
+@torch.no_grad()
+def test_a_later_mask_may_show_tokens_hidden_so_far(name: str, options: dict, tiny_llama: PreTrainedModel) -> None:
+    tokens = torch.randint(3, 128, (2, 68))
+    mask = torch.ones(2, 60, dtype=torch.int64)
+    mask[0, :9] = mask[:, 20:30] = 0
+    logits = []
+    for cache in (DynamicCache(), create_cache(name, tiny_llama, **options)):
+        tiny_llama(tokens[:, :60], past_key_values=cache, attention_mask=mask)
+        parts = tokens[:, 60:].split([1, 1, 5, 1], dim=1)
+        logits.append(torch.cat([tiny_llama(part, past_key_values=cache).logits for part in parts], dim=1))
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=0)

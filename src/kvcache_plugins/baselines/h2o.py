@@ -297,9 +297,6 @@ class H2OLayer(LazyLayer):
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
         weights, self._prompt_weights = self._prompt_weights, None
         positions = torch.arange(self._length, dtype=torch.int64, device=keys.device).expand(keys.shape[:3])
-        real = self._valid_tokens(0, self._length)
-        if real is not None:
-            positions = positions.masked_fill(~real[:, None], FREE)
         self._prompt_length = self._length
         if weights is None:
             self._miss_weights()
