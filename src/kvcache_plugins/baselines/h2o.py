@@ -409,9 +409,11 @@ class H2OLayer(LazyLayer):
         if self.kept is None:
             return torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
         if self.num_dropped():
-            raise NotImplementedError(
-                f"layer {self.layer_idx} has dropped tokens, so there are no dense {side}, and attention that reads "
-                "them is not supported: set `attn_implementation` to `sdpa` or `eager`"
+            raise ValueError(
+                f"layer {self.layer_idx} has dropped tokens, so there are no dense {side}, and neither attention "
+                "weights nor attention that reads them is supported: leave `output_attentions` out, and set "
+                "`attn_implementation` to `sdpa` or `eager`; with `heavy_ratio` and `recent_ratio` that add up to 1 "
+                "no token is dropped"
             )
         return self.kept.dense(side, self._length)
 

@@ -517,8 +517,9 @@ class InfiniGenLayer(LazyLayer):
 
 def _warn_of_all() -> None:
     warn_user(
-        "the whole cache is fetched for every token, as attention does not show its queries to the cache, or is over "
-        "projections of what is cached: exact, and slow. `model.set_attn_implementation('sdpa')` may fetch less"
+        "the whole cache is fetched for every token, as attention weights are read, or attention does not show its "
+        "queries to the cache, or is over projections of what is cached: exact, and slow. Leave `output_attentions` "
+        "out; `model.set_attn_implementation('sdpa')` may fetch less"
     )
 
 

@@ -9,6 +9,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
@@ -18,7 +19,7 @@ from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.masks import leading_padding
 
 from .contexts import in_own_context, is_foreign_context
-from .lazy_states import LazyStates, stored_states
+from .lazy_states import LazyScores, LazyStates, stored_states
 
 
 # Before 5.15 `crop(n)` with a positive `n` means "down to n tokens"; since then only "remove -n tokens" exists
@@ -110,6 +111,8 @@ class LazyLayer(CacheLayerMixin):
         self._token_kind: tuple[object, ...] | None = None
         self._counters = dict.fromkeys(self.counter_names, 0)
         self.dense_reads = 0
+        # Attention weights over what is stored, as long as somebody holds them
+        self._unread: list[ref[LazyScores]] = []
 
     def __getattr__(self, name: str) -> Any:
         # Only what is nowhere else: a model whose layers keep more than keys and values asks its own kind of layer
@@ -123,6 +126,7 @@ class LazyLayer(CacheLayerMixin):
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        made._unread = []
         return made
 
     @property
@@ -179,6 +183,7 @@ class LazyLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if self._length:
             self._check_continues(key_states, value_states)
+        self.read_weights()
         if key_states.device != self.device:
             self._move_to(key_states.device)
         self.settle_prompt()
@@ -375,6 +380,20 @@ class LazyLayer(CacheLayerMixin):
             if first_new >= 0:
                 self.padding = leading_padding(attn_mask, first_new, self.padding, self.batch_size, first)
 
+    def expect_reading(self, scores: LazyScores) -> None:
+        """Take note of scores over what is stored, which somebody may keep beyond the next update."""
+        self._unread.append(ref(scores, self._unread.remove))
+        # The next update is a whole one
+        self._token_kind = None
+
+    @in_own_context
+    def read_weights(self) -> None:
+        """Make scores dense that somebody still holds, before what they are of changes."""
+        for scores in [each() for each in self._unread]:
+            if scores is not None:
+                scores.read()
+        self._unread = []
+
     def on_dense_read(self, side: str) -> None:
         """Take note that something other than attention has made one side dense."""
         self.dense_reads += 1
@@ -425,6 +444,7 @@ class LazyLayer(CacheLayerMixin):
     @in_own_context
     def crop_tokens(self, count: int) -> None:
         """Removes the newest `count` tokens, at least 1 and at most all of them."""
+        self.read_weights()
         self.settle_prompt()
         if count == self._length:
             counters, reads = self._counters, self.dense_reads
@@ -440,6 +460,7 @@ class LazyLayer(CacheLayerMixin):
     @in_own_context
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every stored tensor by `function` of it; the batch is the first dimension of each."""
+        self.read_weights()
         self.settle_prompt()
         self._map_stored(function)
         self._index = {name: function(states) for name, states in self._index.items()}
@@ -515,6 +536,7 @@ class LazyLayer(CacheLayerMixin):
         return self._length
 
     def reset(self) -> None:
+        self.read_weights()
         self._clear()
         self.is_initialized = False
 
