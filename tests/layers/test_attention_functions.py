@@ -42,23 +42,47 @@ def input_ids():
     return torch.randint(3, 128, (2, 105))
 
 
-@pytest.mark.filterwarnings("ignore:the whole cache is fetched for every token:UserWarning")
-@pytest.mark.parametrize("name", ["gear", "infinigen", "h2o"])
-def test_a_modules_own_function_is_called_with_and_without_our_caches(tiny_model, input_ids, monkeypatch, name):
-    """A function under which nobody listens to the first token, as in causal tracing."""
-    calls = []
+class Traced:
+    """Eager attention under which nobody listens to the first token, as in causal tracing."""
 
-    def without_first_token(module, query, key, value, attention_mask, scaling, **options):
-        calls.append(module.layer_idx)
+    def __init__(self):
+        self.calls = []
+
+    def attend(self, module, query, key, value, attention_mask, scaling, **options):
+        self.calls.append(module.layer_idx)
         groups = query.shape[1] // key.shape[1]
         scores = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling + attention_mask
         weights = scores.softmax(dim=-1)
         weights = torch.cat([torch.zeros_like(weights[..., :1]), weights[..., 1:]], dim=-1)
         return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), weights
 
-    model = tiny_model("llama", attn_implementation="eager")
+    def forward(self):
+        """Make a module's `forward` of one's own, which names its own function."""
+
+        def forward(module, hidden_states, position_embeddings, attention_mask, **options):
+            shape = (*hidden_states.shape[:2], -1, module.head_dim)
+            projections = module.q_proj, module.k_proj, module.v_proj
+            query, key, value = (each(hidden_states).view(shape).transpose(1, 2) for each in projections)
+            query, key = modeling_llama.apply_rotary_pos_emb(query, key, *position_embeddings)
+            cache = options.get("cache", options.get("past_key_values"))
+            key, value = cache.update(key, value, module.layer_idx)
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, self.attend)
+            output, weights = attend(module, query, key, value, attention_mask, scaling=module.scaling)
+            return module.o_proj(output.reshape(*hidden_states.shape[:2], -1)), weights
+
+        return forward
+
+
+@pytest.mark.filterwarnings("ignore:the whole cache is fetched for every token:UserWarning")
+@pytest.mark.parametrize("name", ["gear", "infinigen", "h2o"])
+@pytest.mark.parametrize("place", ["module", "class"])
+def test_an_own_function_is_called_with_and_without_our_caches(tiny_model, input_ids, monkeypatch, name, place):
+    model, traced = tiny_model("llama", attn_implementation="eager"), Traced()
     usual = logits(model, DynamicCache(), input_ids)
-    monkeypatch.setattr(modeling_llama, "eager_attention_forward", without_first_token)
+    if place == "module":
+        monkeypatch.setattr(modeling_llama, "eager_attention_forward", traced.attend)
+    else:
+        monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", traced.forward())
     options = {
         "gear": {"nbits": 8},
         "infinigen": {"full_layers": ()},
@@ -66,10 +90,10 @@ def test_a_modules_own_function_is_called_with_and_without_our_caches(tiny_model
     }
     cache = create_cache(name, model, **options[name])
     expected = logits(model, DynamicCache(), input_ids)
-    assert calls == [0, 1] * 4
+    assert traced.calls == [0, 1] * 4
     assert not torch.allclose(expected, usual, atol=usual.std().item())
     found = logits(model, cache, input_ids)
-    assert calls == [0, 1] * 8
+    assert traced.calls == [0, 1] * 8
     assert torch.allclose(found, expected, atol=0.1 * expected.std().item())
     assert cache.stats()["dense_reads"] > 0
 
