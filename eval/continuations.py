@@ -94,7 +94,7 @@ class ContinuationScorer:
         """Scores a batch: of every context, of one token at least, each of its continuations, in their order."""
         filled = [list(context[:-1]) for context in contexts]
         width = max(map(len, filled))
-        padding = torch.tensor([width - len(each) for each in filled], device=self.model.device)
+        padding = torch.tensor([width - len(each) for each in filled], dtype=torch.int64, device=self.model.device)
 
         def fill_cache() -> Cache:
             cache = self._create_cache()
@@ -125,10 +125,10 @@ class ContinuationScorer:
                 log_probs = F.log_softmax(logits, dim=-1, dtype=self._softmax_dtype)
                 for row, (_, scored) in enumerate(fed):
                     for each in scored:
-                        targets = torch.tensor(continuations[row][each][offset:][: log_probs.shape[1]])
-                        if targets.numel():
-                            own = log_probs[row, : targets.numel()]
-                            targets = targets.to(own.device)
+                        token_ids = continuations[row][each][offset:][: log_probs.shape[1]]
+                        if token_ids:
+                            own = log_probs[row, : len(token_ids)]
+                            targets = torch.tensor(token_ids, dtype=torch.int64, device=own.device)
                             sums[row][each][0] += float(own.gather(1, targets[:, None]).sum())
                             sums[row][each][1] += int((own.argmax(dim=-1) == targets).sum())
                 offset += log_probs.shape[1]
@@ -147,8 +147,8 @@ class ContinuationScorer:
         self, rows: list[list[int]], cache: Cache, padding: torch.Tensor, chunk: int | None, needs_logits: bool = True
     ) -> Iterator[torch.Tensor]:
         """Feeds a batch, whose contexts have `padding` on their left `[B]`, see `feed`."""
-        token_ids = torch.tensor(rows, device=self.model.device)
-        places = torch.arange(cache.get_seq_length() + token_ids.shape[1], device=self.model.device)
+        token_ids = torch.tensor(rows, dtype=torch.int64, device=self.model.device)
+        places = torch.arange(cache.get_seq_length() + token_ids.shape[1], dtype=torch.int64, device=self.model.device)
         mask = (places >= padding[:, None]).long() if bool(padding.any()) else None
         autocast = self._autocast
         return feed(self.model, token_ids, cache, chunk, mask=mask, needs_logits=needs_logits, autocast=autocast)

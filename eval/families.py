@@ -114,7 +114,7 @@ def prompt(model: PreTrainedModel, length: int, seed: int) -> torch.Tensor:
     """Draws random tokens `[1, length]`, none of them special."""
     vocab_size = min(model.config.get_text_config(decoder=True).vocab_size, VOCAB_SIZE)
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(5, vocab_size - 1, (1, length), generator=generator)
+    return torch.randint(5, vocab_size - 1, (1, length), generator=generator, device="cpu")
 
 
 @torch.no_grad()
@@ -161,7 +161,7 @@ def scenarios(
         tokens = torch.cat([tokens, run.tokens, prompt(model, _TURN_LENGTH, 3)], dim=1)
         yield name, run
     name, padding = "two prompts of unequal length", PROMPT_LENGTH - _SHORT_LENGTH
-    mask = torch.ones(2, PROMPT_LENGTH, dtype=torch.int64)
+    mask = torch.ones(2, PROMPT_LENGTH, dtype=torch.int64, device="cpu")
     mask[1, :padding] = 0
     pair = torch.cat([long, torch.cat([long.new_zeros(1, padding), short], dim=1)])
     yield name, generate(model, make_cache(model), pair, mask, _NUM_MORE, known[name].tokens if known else None)
@@ -210,7 +210,7 @@ def build_family(family: str, seed: int = 0) -> PreTrainedModel:
     """Builds a tiny random model of a family. PyTorch's global generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(_shrink(CONFIG_MAPPING[family]())).eval()
+        return AutoModelForCausalLM.from_config(_shrink(CONFIG_MAPPING[family]()), dtype=torch.float32).eval()
 
 
 def try_family(family: str, cases: Mapping[str, Case]) -> FamilyResult:

@@ -114,7 +114,7 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[torch.Te
     token_ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     # Tokenizers add a beginning (and some an end) of text even around nothing; only the beginning belongs before text
     start_ids = [token for token in tokenizer("").input_ids if token == tokenizer.bos_token_id]
-    return torch.tensor(token_ids, dtype=torch.long), start_ids
+    return torch.tensor(token_ids, dtype=torch.long, device="cpu"), start_ids
 
 
 def load_with_tokens(
@@ -157,7 +157,7 @@ def spread_windows(
             f"{token_ids.numel()}: ask for fewer or shorter windows."
         )
     stride = token_ids.numel() // num_windows
-    start = torch.tensor(list(start_ids), dtype=token_ids.dtype)
+    start = torch.tensor(list(start_ids), dtype=token_ids.dtype, device="cpu")
     return [torch.cat([start, token_ids[i * stride : i * stride + length]]) for i in range(num_windows)]
 
 

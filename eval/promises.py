@@ -46,7 +46,8 @@ _STEPS, _WARM_UP = 24, 4
 def measure_bytes(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Bytes that the frozen table's caches hold by the length of the prompt, or the name of the error instead."""
     model = random_model(llama(300, 256, 256, 2, 4, 2, 4096, head_dim=64), torch.float32)
-    ids = torch.randint(3, 299, (1, max(_LENGTHS) + _DECODED), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 299, (1, max(_LENGTHS) + _DECODED), generator=generator, device="cpu")
     measured: dict[str, dict[str, Any]] = {}
     for name in frozen:
         row = measured[name] = {}

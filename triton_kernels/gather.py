@@ -94,7 +94,7 @@ def page_addresses(pages: Sequence[torch.Tensor], device: torch.device) -> torch
         `torch.Tensor` of shape `[pages]`, int64, on `device`. The host does not wait for it.
     """
     assert all(page.is_contiguous() and page.data_ptr() % _VECTOR_BYTES == 0 for page in pages)
-    addresses = torch.tensor([page.data_ptr() for page in pages], dtype=torch.int64)
+    addresses = torch.tensor([page.data_ptr() for page in pages], dtype=torch.int64, device="cpu")
     if device.type == "cuda":
         addresses = addresses.pin_memory()
     return addresses.to(device, non_blocking=True)

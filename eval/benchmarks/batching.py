@@ -70,7 +70,9 @@ def dense_update(context: int) -> Callable[..., Any]:
     def update(key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]) -> Any:
         heads, batch_size, head_dim = key_states.shape[1:]
         if layer_idx not in layers:
-            layers[layer_idx] = torch.randn(2, batch_size, heads, length, head_dim).to(key_states.dtype)
+            layers[layer_idx] = torch.randn(
+                2, batch_size, heads, length, head_dim, dtype=key_states.dtype, device="cpu"
+            )
         kwargs["cu_seq_lens_k"], kwargs["max_length_k"] = None, length
         keys, values = layers[layer_idx]
         keys[:, :, -1], values[:, :, -1] = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)

@@ -67,11 +67,13 @@ def random_states(shape: Shape, dtype: torch.dtype, device: torch.device) -> tup
     """Draws the same keys, rotated, their channels of sizes as a model's, and values, `[B, H, T, D]`, every time."""
     size = (shape.batch_size, shape.num_heads, shape.context, shape.head_dim)
     generator = torch.Generator(device).manual_seed(0)
-    channel_scale = torch.rand(1, shape.num_heads, 1, shape.head_dim, device=device, generator=generator) * 3
-    keys = torch.randn(size, device=device, generator=generator).mul_(channel_scale)
-    turns = LlamaRotaryEmbedding(_config(keys)).to(device)(keys, torch.arange(shape.context, device=device)[None])
+    head = (1, shape.num_heads, 1, shape.head_dim)
+    channel_scale = torch.rand(head, dtype=torch.float32, device=device, generator=generator) * 3
+    keys = torch.randn(size, dtype=torch.float32, device=device, generator=generator).mul_(channel_scale)
+    positions = torch.arange(shape.context, dtype=torch.int64, device=device)[None]
+    turns = LlamaRotaryEmbedding(_config(keys)).to(device)(keys, positions)
     keys, _ = apply_rotary_pos_emb(keys, keys[:, :1], *turns)
-    return keys.to(dtype), torch.randn(size, device=device, generator=generator).to(dtype)
+    return keys.to(dtype), torch.randn(size, dtype=torch.float32, device=device, generator=generator).to(dtype)
 
 
 def _config(keys: torch.Tensor) -> LlamaConfig:
@@ -87,7 +89,8 @@ class Contest:
         self.shape, self.device = shape, device
         self.keys, self.values = random_states(shape, dtype, device)
         heads = shape.num_heads * shape.groups
-        self.query = torch.randn(shape.batch_size, heads, 1, shape.head_dim, device=device).to(dtype)
+        query = torch.randn(shape.batch_size, heads, 1, shape.head_dim, dtype=torch.float32, device=device)
+        self.query = query.to(dtype)
         # Query heads of a group as rows: every key is then read once for all of them
         self.packed = self.query.view(shape.batch_size, shape.num_heads, shape.groups, shape.head_dim)
         self.kernel, _ = choose_kernel(self.query)
@@ -100,7 +103,7 @@ class Contest:
             name = f"dense {str(kind).removeprefix('torch.')}"
             self.functions[name] = partial(F.scaled_dot_product_attention, query, keys, values)
             self.num_bytes[name] = keys.nbytes + values.nbytes
-        source = torch.empty(_COPY_BYTES.get(device.type, 2**27) // 4, device=device)
+        source = torch.empty(_COPY_BYTES.get(device.type, 2**27) // 4, dtype=torch.float32, device=device)
         self.num_bytes["copy"] = 2 * source.nbytes
         self._copy: Callable[[], Any] = partial(torch.empty_like(source).copy_, source)
 
@@ -396,9 +399,9 @@ def compress_random(cache: str, head_dim: int) -> CompressedPart | CodedPart:
     fields = llama(_CALIBRATION_TOKENS, _NUM_HEADS * head_dim, 64, 1, _NUM_HEADS, _NUM_HEADS, 2 * _CONTEXT)
     with torch.random.fork_rng():
         model = random_model(fields, torch.float32)
-    calibration = calibrate_transform(model, [torch.randperm(_CALIBRATION_TOKENS)], num_draws=1)
+    calibration = calibrate_transform(model, [torch.randperm(_CALIBRATION_TOKENS, device="cpu")], num_draws=1)
     # A calibration is of the model's own states, and the others would be far larger
-    ((keys, values),) = read_states(model, torch.randint(_CALIBRATION_TOKENS, (1, _CONTEXT)))
+    ((keys, values),) = read_states(model, torch.randint(_CALIBRATION_TOKENS, (1, _CONTEXT), device="cpu"))
     with torch.inference_mode():
         return compress(cache, keys.bfloat16(), values.bfloat16(), model, calibration=calibration)
 
@@ -408,7 +411,7 @@ def count_attention(part: CompressedPart | CodedPart, head_dim: int, num_rows: i
     # Imported late, as Triton need not be there
     from kvcache_plugins.kernels.triton import prepare_part
 
-    query = torch.empty(1, _NUM_HEADS, num_rows, head_dim, dtype=torch.bfloat16)
+    query = torch.empty(1, _NUM_HEADS, num_rows, head_dim, dtype=torch.bfloat16, device="cpu")
     launch: Any = prepare_part(query, part, 1.0, packed=True).launch
     compiled = compile_for(launch.kernel, launch.arguments, capability, **launch.options)
     listing = Listing(run_tool("nvdisasm", "-c", compiled))

@@ -108,7 +108,7 @@ def time_steps(
 
 def _relative_errors(logits: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Computes how far logits are from the first ones."""
-    first = next(iter(logits.values()), torch.empty(0))
+    first = next(iter(logits.values()), torch.empty(0, dtype=torch.float32, device="cpu"))
     return {name: float((each - first).norm() / first.norm()) for name, each in logits.items()}
 
 
@@ -199,7 +199,7 @@ def load_or_make(
         assert text_file is not None
         return harness.load_with_tokens(model, text_file, num_tokens, dtype)
     network = random_model(SHAPES[shape](), parse_dtype(dtype or "float32"))
-    return network, torch.randint(network.config.vocab_size, (1, num_tokens))
+    return network, torch.randint(network.config.vocab_size, (1, num_tokens), device="cpu")
 
 
 @contextmanager

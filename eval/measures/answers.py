@@ -194,7 +194,7 @@ def measure_tasks(
                 if ids not in known:
                     exact = DynamicCache(config=network.config)
                     known[ids] = logits if spec == harness.REFERENCE else decode_answer(network, ids, exact)
-                targets = torch.tensor(ids[1], device=logits.device)
+                targets = torch.tensor(ids[1], dtype=torch.int64, device=logits.device)
                 score, right = score_logits(known[ids], logits, targets), logits.argmax(-1) == targets
                 ends = [at for at, token in enumerate(ids[1], 1) if "\n" in tokenizer.decode([token])]
                 lines = [bool(right[slice(*each)].all()) for each in pairwise([0, *ends])]

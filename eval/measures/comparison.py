@@ -115,7 +115,7 @@ def compare_caches(
                 seed=seed,
                 on_token=lambda: announce(name),
             )
-            written = torch.tensor(generation["token_ids"])
+            written = torch.tensor(generation["token_ids"], dtype=torch.int64, device="cpu")
             # What follows the last token is nobody's text; a single token has nothing else
             fed = dense.setdefault("fed", written[: max(1, written.numel() - 1)])
             cache = factories[name]()

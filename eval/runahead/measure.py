@@ -70,7 +70,7 @@ class ModelFacts(NamedTuple):
     def random_tokens(self, length: int) -> list[int]:
         """Draws a prompt for measuring: what it says does not matter."""
         generator = torch.Generator().manual_seed(0)
-        return torch.randint(self.vocab_size, (length,), generator=generator).tolist()
+        return torch.randint(self.vocab_size, (length,), generator=generator, device="cpu").tolist()
 
 
 class Prefill(NamedTuple):
@@ -128,7 +128,7 @@ def encode(worker: Worker, text: str) -> list[int]:
 @torch.no_grad()
 def prefill(worker: Worker, token_ids: Sequence[int], way: Way) -> Prefill:
     """Prefills a prompt and times it, all ranks beginning together."""
-    input_ids, length = torch.tensor(token_ids)[None], len(token_ids)
+    input_ids, length = torch.tensor(token_ids, dtype=torch.int64, device="cpu")[None], len(token_ids)
     logits, stats = None, dict[str, int | float]()
     dist.barrier()
     start = time.perf_counter()
@@ -161,7 +161,7 @@ def time_slice(worker: Worker, token_ids: Sequence[int], prefix: int) -> float:
     exchange = _NoExchange(Neighbours(None, first=worker.rank, run=-1), message_layouts(model), prompt_slice)
     is_lazy = model.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
     chain = Chain(exchange, is_lazy=is_lazy, cache=None)
-    input_ids = torch.tensor(token_ids)[None]
+    input_ids = torch.tensor(token_ids, dtype=torch.int64, device="cpu")[None]
     dist.barrier()
     start = time.perf_counter()
     with chain.running():
@@ -174,7 +174,7 @@ def time_messages(worker: Worker, source: int, num_bytes: int) -> list[float]:
     dist.barrier()
     if worker.rank not in (source, source + 1):
         return []
-    buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+    buffer = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
     other = 2 * source + 1 - worker.rank
     seconds = []
     # The first one makes the connection

@@ -119,7 +119,8 @@ def tsp_prefill(model: PreTrainedModel, input_ids: torch.Tensor, *, is_folded: b
     exchange = GatheringExchange(layouts, length=length, batch_size=batch_size, is_folded=is_folded)
     is_lazy = config._attn_implementation == "sdpa" or is_folded
     chain = (FoldedChain if is_folded else Chain)(exchange, is_lazy=is_lazy, cache=cache)
-    positions = torch.cat([torch.arange(each.start, each.stop) for each in exchange.chunks])
+    chunks = [list(range(each.start, each.stop)) for each in exchange.chunks]
+    positions = torch.tensor(sum(chunks, []), dtype=torch.int64, device="cpu")
     ids, position_ids = input_ids[:, positions], positions[None].to(input_ids.device)
     logits = None
     with chain.running():

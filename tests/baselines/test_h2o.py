@@ -267,7 +267,9 @@ def test_attention_that_shows_no_weights_is_refused_when_tokens_would_be_dropped
     dropping = H2OCache(model.config)
     feed(model, dropping, prompt.repeat(1, 3))
     model.set_attn_implementation("eager")
-    with pytest.raises(NotImplementedError, match=r"layer 0 has dropped tokens.*not supported.*`sdpa`"):
+    with pytest.raises(
+        ValueError, match=r"layer 0 has dropped tokens.*attention that reads them is supported.*`sdpa`"
+    ):
         feed(model, dropping, prompt[:, :1])
 
 

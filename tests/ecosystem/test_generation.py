@@ -54,14 +54,8 @@ def test_another_batch_is_refused_and_nothing_lost(cache_name, tiny_llama, make_
 @pytest.mark.parametrize("name", ["dynamic", "gear-2bit", "infinigen", "h2o"])
 def test_mistakes_that_no_cache_can_notice_show_in_its_length(name, tiny_llama, prompt, generate):
     cache = create_cache(name, tiny_llama)
-    try:
-        generate(tiny_llama, prompt(), cache, use_cache=False, max_new_tokens=3)
-    except ValueError as error:
-        # InfiniGen hears positions; older releases of Transformers give all caches a mask that hides what is new
-        assert "a new cache for each prompt" in str(error)
-        assert name == "infinigen" or name != "dynamic" and not RECORDS_PAST
-    else:
-        assert name != "infinigen" and cache.get_seq_length() == 100 + 101 + 102
+    generate(tiny_llama, prompt(), cache, use_cache=False, max_new_tokens=3)
+    assert cache.get_seq_length() == 100 + 101 + 102
     cache = create_cache(name, tiny_llama)
     generate(tiny_llama, prompt(), cache)
     # 107 tokens are taken for the beginning of this prompt

@@ -1,9 +1,13 @@
-"""Whose place a new token takes: distinct victims, by policy, attention sinks aside."""
+"""Whose place a new token takes: distinct victims, by policy, attention sinks aside; and masks of slots."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from kvcache_plugins.infinigen.config import InfiniGenConfig
+from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool, UsageRecord
+from kvcache_plugins.kernels.attention_call import AttentionCall
 
 
 def filled(policy: str, num_protected: int = 0, num_slots: int = 8) -> UsageRecord:
@@ -136,3 +140,18 @@ def test_a_first_page_is_as_large_as_its_tokens_need(counts):
         for part, tensor in pool.named_tensors():
             parts[part] += tensor.shape[2]
         assert parts == {"pool": done, "spare": room - done}
+
+
+@pytest.mark.parametrize("pool_tokens", [None, 100])
+@pytest.mark.parametrize("is_bias", [False, True])
+@torch.no_grad()
+def test_each_head_attends_under_its_own_mask(is_bias: bool, pool_tokens: int | None) -> None:
+    layer = InfiniGenLayer(InfiniGenConfig(pool_tokens=pool_tokens, recent=8), 0)
+    keys, values = torch.randn(2, 2, 2, 63, 16)
+    layer.update(keys[:, :, :60], values[:, :, :60])
+    layer.settle_prompt()
+    layer.update(keys[:, :, 60:], values[:, :, 60:])
+    query, mask = torch.randn(2, 4, 3, 16), torch.randn(2, 4, 3, 63)
+    mask = mask if is_bias else mask > -1
+    expected = F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
+    torch.testing.assert_close(layer.attend(AttentionCall(query, mask)), expected)

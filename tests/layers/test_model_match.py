@@ -67,26 +67,18 @@ def test_layers_may_be_filled_one_after_the_other(cache_class, tiny_llama):
         assert lengths(cache) == expected
 
 
-# Tokens of the second prompt; the first leaves 130 in the cache. Only InfiniGen hears positions; the others hear of
-# the prompt's length if it is short, or padded
-@pytest.mark.parametrize(
-    ("name", "padded", "length"),
-    [
-        (name, padded, length)
-        for name in ("gear-2bit", "h2o", "infinigen", "infinigen-transform")
-        for padded in (False, True)
-        for length in (40, 66, 129, 130)
-        if padded or length == 40 or name.startswith("infinigen")
-    ],
-)
-def test_a_second_prompt_that_is_not_longer(name, padded, length, tiny_llama):
+# Tokens of the second prompt; the first leaves 130 in the cache
+@pytest.mark.parametrize("length", [40, 65])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["gear-2bit", "h2o", "infinigen", "infinigen-transform"])
+def test_a_second_prompt_of_at_most_half_the_tokens(name, padded, length, tiny_llama):
     cache, first, second = create_cache(name, tiny_llama), prompt(120, 2), prompt(length, 2)
     generate(tiny_llama, first, cache, max_new_tokens=11)
     mask = torch.ones_like(second)
     mask[1, : 10 * padded] = 0
     with pytest.raises(ValueError, match=ANOTHER):
         generate(tiny_llama, second, cache, attention_mask=mask)
-    assert lengths(cache) == [130, 130] if name in ("gear-2bit", "h2o") else max(lengths(cache)) == 130
+    assert lengths(cache) == [130, 130]
     cache.reset()
     expected = generate(tiny_llama, second, create_cache(name, tiny_llama), attention_mask=mask)
     assert torch.equal(generate(tiny_llama, second, cache, attention_mask=mask), expected)

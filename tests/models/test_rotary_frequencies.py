@@ -1,6 +1,7 @@
 """Frequencies from configs alone: those that models of Transformers make of them."""
 
 import pytest
+import torch
 from transformers import GPT2Config, LlamaConfig, PhiConfig
 from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
@@ -29,6 +30,14 @@ def test_frequencies_are_the_models(kind):
     expected = embedding(config).inv_freq.tolist()
     assert len(expected) == (8 if kind == "partial" else 16)
     assert rotary_frequencies(config, 3) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
+def test_default_device_changes_nothing(kind):
+    config = LlamaConfig(**SMALL, rope_parameters={"rope_type": kind, "rope_theta": 5000.0, **PARAMETERS[kind]})
+    expected = rotary_frequencies(config, 3)
+    with torch.device("meta"):
+        assert rotary_frequencies(config, 3) == expected
 
 
 def test_layers_of_another_kind_have_others():

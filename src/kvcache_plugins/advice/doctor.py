@@ -12,6 +12,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module, metadata
 from typing import Any
 
@@ -161,9 +162,9 @@ def _triton(has_gpu: bool) -> dict[str, str | None]:
 def _launch_kernel(device: torch.device) -> None:
     from kvcache_plugins.triton_kernels.gather import gather_rows, page_addresses
 
-    page = torch.arange(64.0, device=device).reshape(1, 1, 16, 4)
-    slots = torch.tensor([[[3, 1]]], device=device)
-    rows = torch.zeros(1, 1, 2, 4, device=device)
+    page = torch.arange(64, dtype=torch.float32, device=device).reshape(1, 1, 16, 4)
+    slots = torch.tensor([[[3, 1]]], dtype=torch.int64, device=device)
+    rows = torch.zeros(1, 1, 2, 4, dtype=torch.float32, device=device)
     gather_rows(page_addresses([page], device), slots, None, rows, 16)
     if not torch.equal(rows, page[:, :, [3, 1]]):
         raise WrongKernelError("the kernel that gathers rows returned other rows")
@@ -176,7 +177,7 @@ def _kernels(device: str, check: bool) -> dict[str, Any]:
     try:
         found["attention"], found["reason"] = explain_kernel(device)
         with _silence():
-            found["coding"] = choose_coding_kernel(torch.empty(0, device=device))
+            found["coding"] = choose_coding_kernel(torch.empty(0, dtype=torch.float32, device=device))
     except ValueError as error:
         return {**found, "error": str(error)}
     if check:
@@ -191,9 +192,10 @@ def check_attention(device: torch.device) -> float:
     dense; a `WrongKernelError` if it is above what rounding explains.
     """
     cache = create_cache("gear-2bit")
-    generator = torch.Generator().manual_seed(42)
-    keys, values = (torch.randn(1, 2, 256, 64, generator=generator).to(device) for _ in range(2))
-    query = torch.randn(1, 4, 1, 64, generator=generator).to(device)
+    generator = torch.Generator("cpu").manual_seed(42)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
+    keys, values = (draw(1, 2, 256, 64).to(device) for _ in range(2))
+    query = draw(1, 4, 1, 64).to(device)
     with torch.inference_mode():
         cache.update(keys, values, 0)
         layer: LazyLayer = cache.layers[0]  # type: ignore[assignment]

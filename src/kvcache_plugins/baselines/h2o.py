@@ -73,11 +73,12 @@ def weigh(
             scores = scores.div_(call.softcap).tanh_().mul_(call.softcap)
         scores = scores.view(batch_size, num_key_value_heads, -1, rows.stop - start, scores.shape[3])
         if call.is_causal:
-            queries = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
+            queries = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=scores.device)[:, None]
             if positions is None:
                 # What stands before the tile's first query is seen by all of them
                 newest = scores[..., rows.start :]
-                columns = torch.arange(rows.start, rows.start + newest.shape[4], device=scores.device)
+                stop = rows.start + newest.shape[4]
+                columns = torch.arange(rows.start, stop, dtype=torch.int64, device=scores.device)
                 newest.masked_fill_(columns > queries, -torch.inf)
             else:
                 scores.masked_fill_(positions[:, :, None, None] > queries, -torch.inf)
@@ -182,7 +183,8 @@ class KeptTokens:
         scores = self.weights.masked_fill(recent, torch.inf).masked_fill(~wanted, -torch.inf)
         # Stable, so that equal weights are told apart in the same way whatever stands beside an item
         slots = scores.sort(dim=2, descending=True, stable=True).indices
-        kept = (torch.arange(self.positions.shape[2], device=slots.device) < budget) & wanted.gather(2, slots)
+        places = torch.arange(self.positions.shape[2], dtype=torch.int64, device=slots.device)
+        kept = (places < budget) & wanted.gather(2, slots)
         # Moving tokens together pays where an eighth of the slots would be free
         if self.positions.shape[2] > max_budget + max_budget // 8 + 8:
             slots, kept = slots[:, :, :max_budget], kept[:, :, :max_budget]
@@ -294,10 +296,7 @@ class H2OLayer(LazyLayer):
 
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
         weights, self._prompt_weights = self._prompt_weights, None
-        positions = torch.arange(self._length, device=keys.device).expand(keys.shape[:3])
-        real = self._valid_tokens(0, self._length)
-        if real is not None:
-            positions = positions.masked_fill(~real[:, None], FREE)
+        positions = torch.arange(self._length, dtype=torch.int64, device=keys.device).expand(keys.shape[:3])
         self._prompt_length = self._length
         if weights is None:
             self._miss_weights()
@@ -398,7 +397,7 @@ class H2OLayer(LazyLayer):
     def _per_item(self, numbers: list[int] | tuple[int, ...]) -> int | torch.Tensor:
         if len(set(numbers)) == 1:
             return numbers[0]
-        return torch.tensor(numbers, device=self.device)[:, None, None]
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)[:, None, None]
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         assert self.kept is not None, "a first update is a prompt"
@@ -410,9 +409,11 @@ class H2OLayer(LazyLayer):
         if self.kept is None:
             return torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
         if self.num_dropped():
-            raise NotImplementedError(
-                f"layer {self.layer_idx} has dropped tokens, so there are no dense {side}, and attention that reads "
-                "them is not supported: set `attn_implementation` to `sdpa` or `eager`"
+            raise ValueError(
+                f"layer {self.layer_idx} has dropped tokens, so there are no dense {side}, and neither attention "
+                "weights nor attention that reads them is supported: leave `output_attentions` out, and set "
+                "`attn_implementation` to `sdpa` or `eager`; with `heavy_ratio` and `recent_ratio` that add up to 1 "
+                "no token is dropped"
             )
         return self.kept.dense(side, self._length)
 

@@ -93,7 +93,7 @@ def random_projection(dim: int, device: torch.device) -> torch.Tensor:
 
 
 def _gaussian(dim: int, seed: int) -> torch.Tensor:
-    return torch.randn(dim, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(dim, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 @cache
@@ -110,13 +110,14 @@ def codebook(dim: int, nbits: int, device: torch.device) -> tuple[torch.Tensor, 
 @cache
 def _lloyd_max(dim: int, nbits: int) -> torch.Tensor:
     span = min(1.0, _SPAN * dim**-0.5)
-    grid = span * ((2 * torch.arange(_GRID, dtype=torch.float64) + 1) / _GRID - 1)
+    grid = span * ((2 * torch.arange(_GRID, dtype=torch.float64, device="cpu") + 1) / _GRID - 1)
     logarithm = (dim - 3) / 2 * torch.log1p(-grid * grid)
     density = (logarithm - logarithm.amax()).exp()
     # Where there are many points, the best are as dense as the cube root of the density
     shares = density.pow(1 / 3).cumsum(0)
     shares = shares / shares[-1]
-    points = grid[torch.searchsorted(shares, (torch.arange(2**nbits, dtype=torch.float64) + 0.5) / 2**nbits)]
+    halfway = (torch.arange(2**nbits, dtype=torch.float64, device="cpu") + 0.5) / 2**nbits
+    points = grid[torch.searchsorted(shares, halfway)]
     mass = torch.cat([density.new_zeros(1), density.cumsum(0)])
     moment = torch.cat([density.new_zeros(1), (density * grid).cumsum(0)])
     for _ in range(_MOST_ROUNDS):

@@ -159,6 +159,9 @@ class PagedStates:
     def on_exact_attention(self, call: AttentionCall) -> None:
         """Learns nothing of attention that is over."""
 
+    def expect_reading(self, scores: object) -> None:
+        """Expects none: nobody gets the scores of a pass."""
+
     def on_dense_read(self, side: str) -> None:
         """Counts what something other than attention has made dense."""
         if not self.batching.counters["dense_reads"]:

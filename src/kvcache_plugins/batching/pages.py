@@ -103,12 +103,13 @@ class Requests(NamedTuple):
         _, num_sinks, num_recent = allocator.recipe
         size, device = allocator.tokens_per_page, past.device
         (batch_size, num_new), blocks = tokens.shape, table[:, allocator.num_lead :].contiguous()
-        positions = past[:, None] + torch.arange(num_new, device=device)
-        first = torch.arange(num_sinks, device=device).expand(batch_size, -1)
-        newest = past[:, None] + torch.arange(-num_recent, 0, device=device)
+        positions = past[:, None] + torch.arange(num_new, dtype=torch.int64, device=device)
+        first = torch.arange(num_sinks, dtype=torch.int64, device=device).expand(batch_size, -1)
+        newest = past[:, None] + torch.arange(-num_recent, 0, dtype=torch.int64, device=device)
         exists = torch.cat((first < past[:, None], newest >= num_sinks), dim=1)
         coded = past - exists[:, num_sinks:].sum(dim=1)
-        mask = torch.zeros(batch_size, 1, num_new, num_sinks + num_recent + num_new, device=device)
+        num_columns = num_sinks + num_recent + num_new
+        mask = torch.zeros(batch_size, 1, num_new, num_columns, dtype=torch.float32, device=device)
         mask[..., : num_sinks + num_recent].masked_fill_(~exists[:, None, None], -torch.inf)
         future = torch.ones(num_new, num_new, dtype=torch.bool, device=device).triu(1)
         mask[..., num_sinks + num_recent :].masked_fill_(future, -torch.inf)
@@ -357,9 +358,10 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
         for members in groups.values():
             firsts, counts, pasts, tables = zip(*members, strict=True)
             most = max(map(len, tables))
-            padded = torch.tensor([own + [0] * (most - len(own)) for own in tables], device=device)
-            tokens = torch.tensor(firsts, device=device)[:, None] + torch.arange(counts[0], device=device)
-            found.append(Requests.of(tokens, torch.tensor(pasts, device=device), padded, self))
+            rows = ([own + [0] * (most - len(own)) for own in tables], firsts, pasts)
+            padded, first, past = (torch.tensor(each, dtype=torch.int64, device=device) for each in rows)
+            tokens = first[:, None] + torch.arange(counts[0], dtype=torch.int64, device=device)
+            found.append(Requests.of(tokens, past, padded, self))
         return found
 
     def _make_newest(self, table: list[int], past: int) -> None:

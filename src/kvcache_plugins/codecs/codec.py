@@ -64,7 +64,7 @@ class QueryMoments:
         query = query.unflatten(1, (num_heads, -1)).flatten(2, 3)
         gram = turn_by(query.mT, query)
         partners = [channels_of(layout, query.device)[0] for layout in layouts]
-        at = torch.arange(gram.shape[2], device=query.device)
+        at = torch.arange(gram.shape[2], dtype=torch.int64, device=query.device)
         return cls(gram[:, :, at, at], torch.stack([gram[:, :, at, other] for other in partners], dim=2))
 
     def plus(self, other: QueryMoments) -> QueryMoments:

@@ -223,7 +223,7 @@ class SideCodec:
             sizes = self.sizes(num_heads, length, num_real, is_prompt=is_prompt)
             layout = self.layout(batch_size, num_heads, num_chunks, length, sizes)
             blank = {name: states.new_empty(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
-            return self.wrap(blank), torch.ones((), dtype=torch.bool)
+            return self.wrap(blank), torch.ones((), dtype=torch.bool, device="cpu")
         tensors = self._encode(rotate(states) if self.is_rotated else states.float(), valid, is_prompt)
         # Kernels read them in this order
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}

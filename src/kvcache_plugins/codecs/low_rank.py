@@ -19,7 +19,8 @@ def starting_matrix(num_rows: int, rank: int, device: torch.device) -> torch.Ten
     """Makes what every power iteration begins with, `[num_rows, rank]`, float32; brought to a device once."""
     # Made in inference mode it could never be part of a graph
     with torch.inference_mode(False):
-        return torch.randn(num_rows, rank, generator=torch.Generator().manual_seed(0), device="cpu").to(device)
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(num_rows, rank, generator=generator, dtype=torch.float32, device="cpu").to(device)
 
 
 def orthonormalize(matrix: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,8 @@ def select_outliers(
     num_per_side = max(map(max, numbers))
     if num_per_side == 0:
         return None
-    used = torch.arange(num_per_side, device=states.device) < torch.tensor(numbers, device=states.device)[..., None]
+    numbered = torch.arange(num_per_side, dtype=torch.int64, device=states.device)
+    used = numbered < torch.tensor(numbers, dtype=torch.int64, device=states.device)[..., None]
     used = used[:, :, None]
     highest = lowest = rows
     if is_key and valid is not None:
@@ -87,7 +88,7 @@ def select_outliers(
     lowest = lowest.scatter(-1, top, torch.where(used, torch.inf, lowest.gather(-1, top)))
     found = torch.cat([top, lowest.topk(num_per_side, dim=-1, largest=False).indices], dim=-1)
     used = torch.cat([used, used], dim=-1).expand(found.shape)
-    others = torch.arange(rows.shape[2], device=rows.device)[:, None].expand(found.shape)
+    others = torch.arange(rows.shape[2], dtype=torch.int64, device=rows.device)[:, None].expand(found.shape)
     if is_key:
         found, others, used = (each.unflatten(2, (num_heads, head_dim)).mT for each in (found, others, used))
     elif valid is not None:
@@ -145,12 +146,12 @@ def add_outliers(
     if width == 0:
         return
     # Entries [B, M, tiles * heads, width], as many as the fullest tile has
-    entries = starts + torch.arange(width, device=states.device)
+    entries = starts + torch.arange(width, dtype=torch.int64, device=states.device)
     in_use = entries < ends
     flat = entries.clamp_(max=indices.shape[3] - 1).flatten(2)
     index = indices[:, 0].gather(2, flat).view(in_use.shape).long()
     value = values[:, 0].gather(2, flat).view(in_use.shape).float()
-    tiles = torch.arange(first, last, device=states.device).repeat_interleave(num_heads)[:, None]
+    tiles = torch.arange(first, last, dtype=torch.int64, device=states.device).repeat_interleave(num_heads)[:, None]
     token = tiles * OUTLIER_TILE + (index >> channel_bits(head_dim)) - tokens.start
     in_use &= (token >= 0) & (token < length)
     place = torch.where(in_use, token * head_dim + (index & ((1 << channel_bits(head_dim)) - 1)), 0)

@@ -151,7 +151,7 @@ class PagedPart:
     def gathered(self) -> CodedPart:
         """Returns the rows of every sequence one behind the other, copied, and a mask of what is attended to."""
         keys, values = (side[self.pages].transpose(1, 2).flatten(2, 3) for side in (self.keys, self.values))
-        columns = torch.arange(self.length, device=self.lengths.device)
+        columns = torch.arange(self.length, dtype=torch.int64, device=self.lengths.device)
         mask = ((columns >= self.num_hidden) & (columns < self.lengths[:, None]))[:, None, None]
         return CodedPart(keys, values, self.codec, START, self.length, mask)
 

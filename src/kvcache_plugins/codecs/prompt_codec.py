@@ -122,7 +122,7 @@ class PromptCodec(RowCodec):
         return CodecState(
             rotary=self.rope.name,
             first_rotated=self.rope.first,
-            frequencies=torch.tensor(self.rope.frequencies, dtype=torch.float32),
+            frequencies=torch.tensor(self.rope.frequencies, dtype=torch.float32, device="cpu"),
             keys=dict(keys.named_tensors()),
             values=dict(values.named_tensors()),
         )
@@ -130,7 +130,7 @@ class PromptCodec(RowCodec):
     def restore(self, state: CodecState, heads: tuple[int, int], path: str) -> PromptCodec:
         known = state.rotary, state.first_rotated, state.frequencies.shape
         for layout in self.layouts:
-            own = torch.tensor(layout.frequencies, dtype=torch.float32)
+            own = torch.tensor(layout.frequencies, dtype=torch.float32, device="cpu")
             if (layout.name, layout.first, own.shape) == known and torch.allclose(
                 state.frequencies, own, rtol=_TOLERANCE, atol=0.0
             ):
@@ -184,7 +184,8 @@ def make_key_table(
     size = (mean.float().square() + variance).mean(dim=-1, keepdim=True)
     is_steady = variance.median(dim=-1, keepdim=True).values < _STEADY_KEYS * size
     # A channel that is constant among others that are not is exact, and has nothing to come
-    least = torch.where(is_steady, _LEAST_OF_STEADY, torch.where(variance > 0, _LEAST_OF_CHANNEL, 0.0))
+    least = torch.full_like(variance, _LEAST_OF_CHANNEL).masked_fill_(~(variance > 0), 0)
+    least = least.masked_fill_(is_steady, _LEAST_OF_STEADY)
     variance = variance.maximum(least.square() * size)
     _, order, widths = allocate_channels(variance * queried, total, distortions)
     return _make_table(keys.shape[3], quantizer, total, mean, variance.sqrt(), widths, order, layouts[number])
@@ -240,7 +241,8 @@ def make_value_table(values: torch.Tensor, valid: torch.Tensor, total: int, quan
         deviation = deviation.maximum(_LEAST_OF_STEADY * stored_mean.float().square().mean(dim=2).sqrt())
     # Of the same energy, blocks have two neighbouring widths, the wider first: kernels count on it
     width, rest = divmod(total, -(-head_dim // BLOCK))
-    widths = torch.full((batch_size, num_heads, -(-head_dim // BLOCK)), width, device=values.device)
+    shape = batch_size, num_heads, -(-head_dim // BLOCK)
+    widths = torch.full(shape, width, dtype=torch.int64, device=values.device)
     widths[..., :rest] += 1
     return _make_table(head_dim, quantizer, total, stored_mean, deviation[:, :, None], widths)
 
@@ -310,7 +312,8 @@ def _table(
         layout["mean"] = Stored(shape, torch.float16)
     check_layout(path, tensors, layout)
     order, widths = tensors.get("order"), tensors["widths"]
-    if order is not None and not bool((order.sort(dim=-1).values == torch.arange(head_dim)).all()):
+    channels = torch.arange(head_dim, dtype=torch.int64, device="cpu")
+    if order is not None and not bool((order.sort(dim=-1).values == channels).all()):
         raise ValueError(f"`{path}.order` has to name every channel once")
     if bool((widths.sum(dim=-1) != size).any()):
         raise ValueError(f"`{path}.widths` have to be {size} together in every head")
@@ -355,7 +358,7 @@ def share_bytes(energies: Sequence[torch.Tensor], total: int, least: int, errors
     and at least `least`, so that the sum of `energy * distortion(width)` is least: of energies of their blocks
     `[H, N]`, and distortions as in `allocate_widths`. Returns the bytes of a head of every side.
     """
-    distortions = torch.tensor(errors, dtype=torch.float64)
+    distortions = torch.tensor(errors, dtype=torch.float64, device="cpu")
     gains, owners = [], []
     for number, side in enumerate(energies):
         each = side.double().cpu()[..., None] * (distortions[:-1] - distortions[1:])
@@ -366,6 +369,6 @@ def share_bytes(energies: Sequence[torch.Tensor], total: int, least: int, errors
         owners.append(torch.full_like(ordered, number, dtype=torch.int64))
     order = torch.cat(gains).argsort(descending=True, stable=True)
     taken = torch.cat(owners)[order]
-    costs = torch.tensor([side.shape[0] for side in energies])[taken].cumsum(dim=0)
+    costs = torch.tensor([side.shape[0] for side in energies], dtype=torch.int64, device="cpu")[taken].cumsum(dim=0)
     counts: list[int] = torch.bincount(taken[costs <= total], minlength=len(energies)).tolist()
     return [max(count, least) for count in counts]

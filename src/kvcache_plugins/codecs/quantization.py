@@ -172,8 +172,8 @@ def _spread(codes: torch.Tensor, numbers: torch.Tensor, keep: torch.Tensor | Non
     is_shared = shared.square().mean(dim=3) > _SHARED * each.mean(dim=3)
     if numbers.device.type == "cpu" and not bool(is_shared.any()):
         return codes
-    tokens = torch.arange(length - 1, -1, -1, device=numbers.device)[:, None]
-    channels = torch.arange(codes.shape[4], device=numbers.device)
+    tokens = torch.arange(length - 1, -1, -1, dtype=torch.float32, device=numbers.device)[:, None]
+    channels = torch.arange(codes.shape[4], dtype=torch.float32, device=numbers.device)
     thresholds = (tokens * _TOKEN_TURN + channels * _CHANNEL_TURN).frac()
     return torch.where(is_shared[:, :, :, None, None], (numbers + thresholds).floor(), codes)
 

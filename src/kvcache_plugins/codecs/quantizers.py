@@ -42,7 +42,7 @@ def block_offsets(widths: torch.Tensor) -> torch.Tensor:
 
 def _shifts(widths: torch.Tensor) -> torch.Tensor:
     """Where the codes of a block begin, in bits, `[B, H, 1, N, 8]`."""
-    return (widths.long()[..., None] * torch.arange(BLOCK, device=widths.device))[:, :, None]
+    return (widths.long()[..., None] * torch.arange(BLOCK, dtype=torch.int64, device=widths.device))[:, :, None]
 
 
 class Quantizer(ABC):
@@ -85,7 +85,8 @@ class Quantizer(ABC):
         blocks = (codes << _shifts(widths)).sum(dim=-1)
         blocks_as_bytes = blocks.view(torch.uint8).unflatten(-1, (-1, BLOCK)).flatten(-2)
         # Byte r of a row is byte `r - offset` of the last block that begins at or before it
-        places = torch.arange(1, row_size, device=codes.device).expand(*widths.shape[:2], -1).contiguous()
+        places = torch.arange(1, row_size, dtype=torch.int64, device=codes.device)
+        places = places.expand(*widths.shape[:2], -1).contiguous()
         offsets = block_offsets(widths)
         block = torch.searchsorted(offsets.contiguous(), places, right=True) - 1
         source = block * BLOCK + places - offsets.gather(-1, block)
@@ -97,12 +98,13 @@ class Quantizer(ABC):
         Computes gain corrections: factors of the points of every width that make them as large as what they stand for.
         A quantizer's points are means, which lie further in.
         """
-        return torch.tensor([0.0] + [1 / (1 - distortion) for distortion in self.distortions[1:]])
+        factors = [0.0] + [1 / (1 - distortion) for distortion in self.distortions[1:]]
+        return torch.tensor(factors, dtype=torch.float32, device="cpu")
 
     def levels(self, width: int) -> torch.Tensor:
         """The points of all codes of a width, or of all states, `[2^bits]`, float32."""
         count = 2 ** self.number_bits[width]
-        order = (torch.arange(count) * self.multipliers[width]) % count
+        order = (torch.arange(count, dtype=torch.int64, device="cpu") * self.multipliers[width]) % count
         centred = (2 * order.double() + 1) / count - 1
         first, second, third = self.coefficients[width]
         square = centred * centred
@@ -147,7 +149,7 @@ class LloydMax(Quantizer):
         return centred * (first + square * (second + square * third))
 
     def unpack(self, rows: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
-        lanes = torch.arange(BLOCK, device=rows.device)
+        lanes = torch.arange(BLOCK, dtype=torch.int64, device=rows.device)
         places = block_offsets(widths)[..., None] + lanes
         in_block = lanes < widths[..., None]
         places = places.clamp(max=rows.shape[3] - 1).flatten(2)[:, :, None].expand(-1, -1, rows.shape[2], -1)
@@ -164,7 +166,7 @@ def thresholds(device: torch.device) -> torch.Tensor:
     how many of them lie below it.
     """
     with torch.inference_mode(False):
-        bounds = torch.full((MAX_WIDTH + 1, 2**MAX_WIDTH - 1), torch.inf)
+        bounds = torch.full((MAX_WIDTH + 1, 2**MAX_WIDTH - 1), torch.inf, dtype=torch.float32, device="cpu")
         for width in range(1, MAX_WIDTH + 1):
             points = QUANTIZERS["lloyd-max"].levels(width)
             bounds[width, : len(points) - 1] = (points[1:] + points[:-1]) / 2
@@ -175,7 +177,7 @@ def thresholds(device: torch.device) -> torch.Tensor:
 def _coefficients(device: torch.device) -> torch.Tensor:
     """Makes a tensor `[9, 3]` of the coefficients of `LloydMax`."""
     with torch.inference_mode(False):
-        return torch.tensor(LloydMax.coefficients, device=device)
+        return torch.tensor(LloydMax.coefficients, dtype=torch.float32, device=device)
 
 
 class Trellis(Quantizer):
@@ -234,7 +236,7 @@ class Trellis(Quantizer):
         return state_points(codes.device).flatten()[codes + starts]
 
     def unpack(self, rows: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
-        lanes = torch.arange(BLOCK, device=rows.device)
+        lanes = torch.arange(BLOCK, dtype=torch.int64, device=rows.device)
         bits = (8 * block_offsets(widths)[..., None] + lanes * widths.long()[..., None]).flatten(2)
         place = (bits >> 3)[:, :, None].expand(-1, -1, rows.shape[2], -1)
         padded = torch.cat([rows, rows.new_zeros(*rows.shape[:3], 2)], dim=3).long()
@@ -277,7 +279,7 @@ def _search(numbers: torch.Tensor, pattern: list[int], factors: torch.Tensor) ->
 
 def _lowest(costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The least of costs `[M, K, ...]` and its number, the first one of equals on every device."""
-    numbers = torch.arange(costs.shape[1], device=costs.device).view(-1, *[1] * (costs.dim() - 2))
+    numbers = torch.arange(costs.shape[1], dtype=torch.int64, device=costs.device).view(-1, *[1] * (costs.dim() - 2))
     least = (costs * NUM_STATES + numbers).amin(dim=1)
     return least // NUM_STATES, least % NUM_STATES
 

@@ -32,7 +32,7 @@ class Positions:
 
     def of(self, count: int, device: torch.device) -> torch.Tensor:
         """Lists the positions of `count` tokens, `[1 or B, T]`, int64."""
-        positions = torch.arange(self.first, self.first + count, device=device)[None]
+        positions = torch.arange(self.first, self.first + count, dtype=torch.int64, device=device)[None]
         return positions if self.padding is None else positions - self.padding.to(device)[:, None]
 
     def after(self, count: int) -> "Positions":
@@ -71,7 +71,7 @@ class RotaryLayout:
             Two `torch.Tensor` of shape `[*positions.shape, D]`, float32.
         """
         if not self.frequencies:
-            ones = torch.ones((*positions.shape, self.head_dim), device=positions.device)
+            ones = torch.ones((*positions.shape, self.head_dim), dtype=torch.float32, device=positions.device)
             return ones, torch.zeros_like(ones)
         rates = channels_of(self, positions.device)[1]
         is_halves = self.name == "half-split" and 2 * len(self.frequencies) == self.head_dim
@@ -102,12 +102,13 @@ def channels_of(layout: RotaryLayout, device: torch.device) -> tuple[torch.Tenso
     """
     with torch.inference_mode(False):
         count, first = len(layout.frequencies), layout.first
-        pairs = torch.arange(first, first + 2 * count).view((count, 2) if layout.name == "interleaved" else (2, count))
+        pairs = torch.arange(first, first + 2 * count, dtype=torch.int64, device="cpu")
+        pairs = pairs.view((count, 2) if layout.name == "interleaved" else (2, count))
         low, high = pairs.unbind(-1 if layout.name == "interleaved" else 0)
-        partners = torch.arange(layout.head_dim)
+        partners = torch.arange(layout.head_dim, dtype=torch.int64, device="cpu")
         partners[low], partners[high] = high, low
-        rates = torch.tensor(layout.frequencies, dtype=torch.float64)
-        frequencies = torch.zeros(layout.head_dim, dtype=torch.float64)
+        rates = torch.tensor(layout.frequencies, dtype=torch.float64, device="cpu")
+        frequencies = torch.zeros(layout.head_dim, dtype=torch.float64, device="cpu")
         frequencies[low], frequencies[high] = -rates, rates
         return partners.to(device), frequencies.to(device)
 
@@ -136,7 +137,7 @@ def apply_rope(
         # Imported late, as it imports modules beside this one
         from kvcache_plugins.kernels.compiled import code
 
-        turned = torch.empty(keys.shape)
+        turned = torch.empty(keys.shape, dtype=torch.float32, device="cpu")
         code("turn_states", keys, None, positions, layout, result=turned, is_back=is_undone)
         return turned
     cosines, sines = (each[:, None] for each in layout.angles(positions.of(keys.shape[2], keys.device)))

@@ -23,7 +23,7 @@ def hadamard_matrix(size: int, device: torch.device) -> torch.Tensor:
     """The normalized Hadamard matrix `[size, size]`, float32, of a power of two; brought to a device once."""
     # Made in inference mode it could never be part of a graph
     with torch.inference_mode(False):
-        matrix = torch.ones(1, 1)
+        matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
         while matrix.shape[0] < size:
             matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
         return (matrix * size**-0.5).to(device)

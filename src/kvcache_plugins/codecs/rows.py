@@ -134,7 +134,7 @@ class RowTable(RowLayout):
         if kernel == "compiled":
             from kvcache_plugins.kernels.compiled import code
 
-            rows = torch.empty(*states.shape[:3], self.row_size, dtype=torch.uint8)
+            rows = torch.empty(*states.shape[:3], self.row_size, dtype=torch.uint8, device="cpu")
             code("encode_rows", states, rows, positions, self.rope, self)
             return rows
         if self.is_rotated and self.mean is not None:
@@ -164,7 +164,7 @@ class RowTable(RowLayout):
         if choose_coding_kernel(rows, self.head_dim) == "compiled":
             from kvcache_plugins.kernels.compiled import code
 
-            states = torch.empty(*rows.shape[:3], self.head_dim)
+            states = torch.empty(*rows.shape[:3], self.head_dim, dtype=torch.float32, device="cpu")
             code("decode_rows", states, rows, positions, self.rope, self)
             return states
         states = torch.cat([self._decode(part) for part in self._split(rows)], dim=2)

@@ -149,7 +149,7 @@ def _beams_without_reordering(subject: Subject, prompt: torch.Tensor) -> torch.T
     prompts = prompt.expand(NUM_BEAMS, -1)
     beams = prompts.new_empty(NUM_BEAMS, 0)
     # All beams begin equal, so that only one of them may be continued
-    scores = torch.tensor([0.0] + [-1e9] * (NUM_BEAMS - 1), device=prompt.device)
+    scores = torch.tensor([0.0] + [-1e9] * (NUM_BEAMS - 1), dtype=torch.float32, device=prompt.device)
     for _ in range(NUM_BEAM_STEPS):
         cache = subject.make_cache()
         logits = subject.feed(cache, prompts)
@@ -207,6 +207,6 @@ def _assistant_of(model: PreTrainedModel) -> PreTrainedModel:
     assistant = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(0)
     for parameter in assistant.parameters():
-        noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu").to(parameter)
         parameter.add_(0.1 * parameter.std(correction=0) * noise)
     return assistant

@@ -227,10 +227,10 @@ def check_save_load(subject: Subject) -> None:
 @contract_check("`reorder_cache` moves all of a row")
 def check_reorder(subject: Subject) -> None:
     reordered, direct, dense = _cache_with_rows(subject), _cache_with_rows(subject), _cache_with_rows(subject.dense)
-    sources = torch.arange(NUM_ROWS, device=subject.model.device)
+    sources = torch.arange(NUM_ROWS, dtype=torch.int64, device=subject.model.device)
     for turn, orders in enumerate(_ORDERS):
         for order in orders:
-            beam_idx = torch.tensor(order, device=sources.device)
+            beam_idx = torch.tensor(order, dtype=torch.int64, device=sources.device)
             reordered.reorder_cache(beam_idx)  # type: ignore[arg-type]
             sources = sources[beam_idx]
         # Every row goes on with the tokens of the row that it comes from
@@ -265,9 +265,9 @@ def check_repeat_interleave(subject: Subject) -> None:
 @contract_check("`batch_select_indices` keeps the rows asked for")
 def check_select_indices(subject: Subject) -> None:
     selected, direct = _cache_with_rows(subject), _cache_with_rows(subject)
-    sources = torch.arange(NUM_ROWS, device=subject.model.device)
+    sources = torch.arange(NUM_ROWS, dtype=torch.int64, device=subject.model.device)
     for indices in ([2, 0], [1]):
-        chosen = torch.tensor(indices, device=sources.device)
+        chosen = torch.tensor(indices, dtype=torch.int64, device=sources.device)
         selected.batch_select_indices(chosen)
         sources = sources[chosen]
         steps = subject.rows(NUM_STEPS, NUM_ROWS, seed=80 + len(indices))

@@ -8,14 +8,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from transformers import (
-    Cache,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, Cache, Gemma3TextConfig, LlamaConfig, PreTrainedModel
 from transformers.utils import logging
 
 # It imports those of generation and of state, which come first in the contract
@@ -136,10 +129,11 @@ def tiny_models() -> dict[str, PreTrainedModel]:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        llama = LlamaForCausalLM(
-            LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **_SHAPE)
+        llama = AutoModelForCausalLM.from_config(
+            LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **_SHAPE),
+            dtype=torch.float32,
         )
-        hybrid = Gemma3ForCausalLM(
+        hybrid = AutoModelForCausalLM.from_config(
             Gemma3TextConfig(
                 num_hidden_layers=2,
                 num_attention_heads=2,
@@ -150,6 +144,7 @@ def tiny_models() -> dict[str, PreTrainedModel]:
                 # Tied, a random model would say the same token again and again
                 tie_word_embeddings=False,
                 **_SHAPE,
-            )
+            ),
+            dtype=torch.float32,
         )
     return {"llama": llama.eval(), "hybrid": hybrid.eval()}

@@ -66,7 +66,8 @@ class Subject:
     def prompt(self, length: int, seed: int) -> torch.Tensor:
         """A prompt `[1, length]` of random tokens."""
         generator = torch.Generator().manual_seed(seed)
-        return torch.randint(1, self._vocab_size, (1, length), generator=generator).to(self.model.device)
+        tokens = torch.randint(1, self._vocab_size, (1, length), generator=generator, device="cpu")
+        return tokens.to(self.model.device)
 
     def rows(self, length: int, num_rows: int, seed: int) -> torch.Tensor:
         """A batch `[num_rows, length]` of different prompts."""

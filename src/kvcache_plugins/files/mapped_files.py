@@ -27,7 +27,7 @@ def advise(address: int, length: int, advice: int) -> None:
 
 def cached_blocks(tensor: torch.Tensor) -> torch.Tensor:
     """Which blocks of a tensor, which begins with one, the system has in memory, `[blocks]`, bool."""
-    found = torch.zeros(num_blocks(tensor), dtype=torch.uint8)
+    found = torch.zeros(num_blocks(tensor), dtype=torch.uint8, device="cpu")
     _system_call("mincore")(tensor.data_ptr(), tensor.nbytes, found.data_ptr())
     return (found & 1).bool()
 

@@ -209,7 +209,7 @@ def _places(header: dict[str, Any], num_bytes: int) -> dict[str, tuple[torch.dty
 
 
 def _read_tensor(file: BinaryIO, dtype: torch.dtype, shape: list[int], digest: Any) -> torch.Tensor:
-    tensor = torch.empty(shape, dtype=dtype)
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
     data = tensor.reshape(-1).view(torch.uint8).numpy().data
     for start in range(0, len(data), _PIECE_BYTES):
         piece = data[start : start + _PIECE_BYTES]

@@ -15,7 +15,6 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from kvcache_plugins.layers.lazy_layer import ANOTHER_PROMPT
 from kvcache_plugins.layers.model_match import ENCODER_STATES, HybridLayersMixin, replace_full_attention, watches_order
 from kvcache_plugins.layers.packing import RowPacking
 from kvcache_plugins.models.layer_config import decoder_config
@@ -34,12 +33,10 @@ from .hooks import (
     attach,
     attachment_of,
     caller,
-    mask_of_tokens,
     unknown_queries_warning,
 )
 from .layer import InfiniGenLayer
 from .pool import is_gpu
-from .selection import attended_columns
 
 
 class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
@@ -237,7 +234,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         following.speculate(projection(hidden_states, embeddings), mask, projection.scaling)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """As `Cache.get_mask_sizes`; a `ValueError` if a prompt is no longer than what is held."""
+        """As `Cache.get_mask_sizes`; a `ValueError` if a forward has no new tokens behind those that are held."""
         layer = self.layers[next(iter(self._targets.values()))]
         if query_length == 0 and isinstance(layer, InfiniGenLayer):
             # One that is kept whole is Transformers' own, and refuses nothing
@@ -259,8 +256,8 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
 
     def _check_caller(self, layer_idx: int) -> None:
-        """Refuses the states that begin a forward if they come from another model, or another prompt."""
-        model, (module, given) = self._model(), caller()
+        """Refuses the states that begin a forward if they come from another model."""
+        model, module = self._model(), caller()
         is_known = model is not None and module in (None, self._known_caller())
         if model is None or not is_known and all(module is not own for own in model.modules()):
             self._last_updated = None
@@ -270,30 +267,6 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
             )
         if module is not None:
             self._known_caller = weakref.ref(module)
-        if layer_idx == 0:
-            self._check_positions(given.get("position_ids"), mask_of_tokens(given.get("attention_mask")))
-
-    def _check_positions(self, position_ids: Any, attention_mask: torch.Tensor | None) -> None:
-        """
-        Raises a `ValueError` if `position_ids` `[batch_size, new tokens]` are all among those of held tokens, of which
-        what `attention_mask` `[batch_size, heads or 1, new tokens, all tokens]` hides from the newest has none.
-        """
-        layer = self.layers[next(iter(self._targets.values()))]
-        # During a prefill by several ranks another layer stands there
-        if not isinstance(layer, InfiniGenLayer) or layer.get_seq_length() == 0:
-            return
-        # Of another shape they count no tokens
-        if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 2:
-            return
-        # A decode step must not make the host wait for a GPU
-        if position_ids.shape[1] == 1 and position_ids.device.type != "cpu":
-            return
-        num_tokens, last = _num_positions(layer, attention_mask), int(position_ids.max())
-        if last < num_tokens:
-            raise ValueError(
-                f"`past_key_values` holds {num_tokens} tokens, but the new ones have positions up to {last}: they are "
-                f"of another prompt; make {ANOTHER_PROMPT}"
-            )
 
     def reset(self) -> None:
         super().reset()
@@ -384,17 +357,6 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
             "layers_by_own_query": len(layers) - speculating,
             **total,
         }
-
-
-def _num_positions(layer: InfiniGenLayer, attention_mask: torch.Tensor | None) -> int:
-    """Counts held tokens that are neither padding nor hidden, of the sequence that has the fewest."""
-    held = layer.get_seq_length()
-    count = held - (0 if layer.padding is None else int(layer.padding.max()))
-    if attention_mask is None or attention_mask.shape[-1] <= held or attention_mask.shape[-2] == 0:
-        return count
-    is_seen = attended_columns(attention_mask, attention_mask.shape[-1], len(attention_mask))
-    # A mask that does not reach the newest token is one of another prompt, and tells nothing of the tokens held
-    return min(count, int(is_seen[:, :held].sum(dim=1).min())) if bool(is_seen[:, -1].all()) else count
 
 
 # Options are declared once, and a misspelt one is told before anything is built

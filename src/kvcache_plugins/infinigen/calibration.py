@@ -224,7 +224,7 @@ def captured_masses(
     projection, expected = attachment.projections[observation.layer_idx], observation.expected
     guesses = {"oracle": observation.true, "by_input": observation.before, "by_stream": expected}
     guesses["corrected"] = _corrected(expected, corrections.get(observation.layer_idx))
-    positions = torch.arange(keys.shape[2], device=keys.device)
+    positions = torch.arange(keys.shape[2], dtype=torch.int64, device=keys.device)
     later = positions > positions[-expected.shape[1] :, None]
     weights = {}
     for name, guess in guesses.items():

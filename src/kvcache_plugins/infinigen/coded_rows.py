@@ -67,7 +67,7 @@ class CodedRows(ScoringStates):
         if not self.is_fitted or start <= self.padding.ends()[1] + self.packing.num_sink_tokens:
             # With its data even where states have none
             on = torch.device("cpu") if keys.is_meta else keys.device
-            number = torch.arange(start, start + keys.shape[2], device=on)
+            number = torch.arange(start, start + keys.shape[2], dtype=torch.int64, device=on)
             number = number - self.padding.first_tokens(keys.shape[0], on)
             check_finite(keys, values, self._real(number), self.layer_idx, self.packing.largest)
             codec = self._fitted_codec(keys, values, count, start, number)
@@ -113,7 +113,7 @@ class CodedRows(ScoringStates):
             own, other = (
                 F.pad(states[row, None], (0, 0, max(skip, 0), 0))[:, :, max(-skip, 0) :] for states in (keys, values)
             )
-            valid = torch.arange(own.shape[2])[None] >= sinks
+            valid = torch.arange(own.shape[2], dtype=torch.int64, device="cpu")[None] >= sinks
             codec = codec.refit(row, Sample(own, other, valid, self.moments))
         return codec
 
@@ -123,7 +123,7 @@ class CodedRows(ScoringStates):
         if held is None:
             room = *keys.shape[:2], count
             held = keys.new_zeros(*room, keys.shape[3]), values.new_zeros(*room, values.shape[3])
-        place = torch.arange(count, device=keys.device) - number[:, :1].to(keys.device)
+        place = torch.arange(count, dtype=torch.int64, device=keys.device) - number[:, :1].to(keys.device)
         return _exact_at((keys, values), place[:, None].expand(-1, keys.shape[1], -1), held)
 
     def append(self, encoded: Mapping[str, torch.Tensor]) -> None:
@@ -135,8 +135,8 @@ class CodedRows(ScoringStates):
     def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
         if pool.is_in_order:
             return score_rows(query, self._stored(pool))
-        keys, slots = self.rows["keys"][:, :, : self.length], torch.arange(self.length, device=query.device)
-        scores = []
+        keys, scores = self.rows["keys"][:, :, : self.length], []
+        slots = torch.arange(self.length, dtype=torch.int64, device=query.device)
         for rows, each in zip(keys.split(TILE_TOKENS, dim=2), slots.split(TILE_TOKENS), strict=True):
             states = self.codec.decode_keys_at(rows, self._numbers(pool, each.expand(*rows.shape[:3])))
             scores.append(query @ states.transpose(2, 3))

@@ -41,7 +41,7 @@ class DiskPages:
         """Makes a tensor of zeros whose bytes are a file's; a `MemoryError` if the disk has no room for it."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         if num_bytes == 0:
-            return torch.zeros(shape, dtype=dtype)
+            return torch.zeros(shape, dtype=dtype, device="cpu")
         with tempfile.TemporaryFile(dir=self.folder, prefix="kvcache-pool-") as file:
             try:
                 # Or else a full disk would end the process when the page is written to
@@ -86,11 +86,12 @@ def _wanted_blocks(pages: Sequence[torch.Tensor], slots: torch.Tensor, count: to
     """Marks the blocks of each page that chosen rows lie in, `[pages, blocks]`, bool; see `DiskPages.expect`."""
     batch_size, num_heads, page_tokens, row_dim = pages[0].shape
     row_bytes = row_dim * pages[0].element_size()
-    is_chosen = torch.arange(slots.shape[2]) < count[..., None]
-    heads = torch.arange(batch_size * num_heads).view(batch_size, num_heads, 1).expand_as(slots)[is_chosen]
+    is_chosen = torch.arange(slots.shape[2], dtype=torch.int64, device="cpu") < count[..., None]
+    heads = torch.arange(batch_size * num_heads, dtype=torch.int64, device="cpu")
+    heads = heads.view(batch_size, num_heads, 1).expand_as(slots)[is_chosen]
     slots = slots[is_chosen]
     start = (heads * page_tokens + slots % page_tokens) * row_bytes
-    wanted = torch.zeros(len(pages), num_blocks(pages[0]), dtype=torch.bool)
+    wanted = torch.zeros(len(pages), num_blocks(pages[0]), dtype=torch.bool, device="cpu")
     # Rows are shorter than blocks, or nearly: between the first and the last one there is none
     for byte in {0, row_bytes // 2, row_bytes - 1}:
         wanted[slots // page_tokens, (start + byte) // mmap.PAGESIZE] = True

@@ -256,16 +256,15 @@ def attachment_of(model: PreTrainedModel) -> Attachment | None:
     return _ATTACHMENTS.get(model)
 
 
-def caller() -> tuple[nn.Module | None, dict[str, Any]]:
-    """Tells the innermost module that is calling, if any, not compiled, and what it was called with, by name."""
+def caller() -> nn.Module | None:
+    """Returns the innermost module that is calling, if any, not compiled."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
-        given = frame.f_locals
-        if isinstance(given.get("self"), nn.Module):
-            kwargs = given.get("kwargs")
-            return given["self"], {**kwargs, **given} if isinstance(kwargs, dict) else given
-    return None, {}
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            return module
+    return None
 
 
 def mask_of_tokens(mask: Any) -> torch.Tensor | None:

@@ -17,7 +17,7 @@ import torch
 from kvcache_plugins.codecs.parts import DensePart, Tile
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.masks import mask_columns, slice_mask
+from kvcache_plugins.kernels.masks import slice_mask
 from kvcache_plugins.kernels.tokens import ChoosingCall, attend_staged, choose_rows_kernel
 from kvcache_plugins.layers.contexts import in_own_context, is_foreign_context
 from kvcache_plugins.layers.lazy_layer import LazyLayer, MaskedTiles, kind_of
@@ -256,7 +256,7 @@ class InfiniGenLayer(LazyLayer):
     def _dense_pages(self) -> Iterator[Tile]:
         if (pool := self.pool) is not None and (scoring := self.scoring) is not None:
             for rows, start, stop in pool.iter_pages():
-                slots = torch.arange(start, stop, device=rows.device).expand(*rows.shape[:2], -1)
+                slots = torch.arange(start, stop, dtype=torch.int64, device=rows.device).expand(*rows.shape[:2], -1)
                 yield *scoring.dense(rows, slots, pool), start, stop
 
     def _pooled_keys(self) -> torch.Tensor:
@@ -273,18 +273,29 @@ class InfiniGenLayer(LazyLayer):
         """Starts to fetch for a next token that is expected to ask with `query` `[B, H * G, 1, D]` under a mask."""
         # So that what moves into the pool before this step is a candidate already
         self._before_update()
-        self._fetch = self._choose(query, attn_mask, scale, self._length + 1)
+        length = self._length + 1
+        # Without a mask it is not known yet, and will hide padding
+        columns = self._valid_tokens(0, length) if attn_mask is None else self._attended(attn_mask, length)
+        self._fetch = self._choose(query, columns, scale, length)
         self._counters["speculated_calls"] += 1
 
-    def _choose(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float, length: int) -> _Fetch:
-        """Chooses tokens for a query when the sequence has `length` tokens, and starts to fetch them."""
+    def _attended(self, attn_mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
+        """Marks what a step may choose under a mask `[B or 1, heads or 1, tokens, length]`: `[B, length]`, or all."""
+        if attn_mask is None:
+            return None
+        if attn_mask.shape[1] > 1:
+            # Each head has a mask of its own, such as a bias of positions, which takes no part in the choice
+            return self._valid_tokens(0, length)
+        return attended_columns(attn_mask, length, self.batch_size)
+
+    def _choose(self, query: torch.Tensor, columns: torch.Tensor | None, scale: float, length: int) -> _Fetch:
+        """
+        Chooses tokens for a query when the sequence has `length` tokens, and starts to fetch them: of those that it
+        may attend to, `columns` `[B, length]` (bool), or of all. The newest of them may not be held yet.
+        """
         pool, scoring, window, config = self.pool, self.scoring, self.window, self.config
         assert pool is not None and scoring is not None and window is not None
         query = query.reshape(self.batch_size, pool.num_heads, -1, query.shape[3]).float() * scale
-        # Which tokens may be attended to, `[B, length]`; the newest of them may not be held yet
-        columns = None if attn_mask is None else attended_columns(attn_mask, length, self.batch_size)
-        if attn_mask is None:
-            columns = self._valid_tokens(0, length)
         if columns is None and pool.usage is not None:
             # Slots that are not in the order of tokens are told apart by positions, all of which may be attended to
             columns = torch.ones(self.batch_size, length, dtype=torch.bool, device=query.device)
@@ -334,19 +345,18 @@ class InfiniGenLayer(LazyLayer):
 
     def _attend_selected(self, call: AttentionCall, scale: float) -> torch.Tensor:
         """Attends with one new token to what was fetched for it and the window."""
-        query, mask, attn_mask, pool = call.query, call.mask, call.mask, self.pool
+        query, mask, pool = call.query, call.mask, self.pool
         assert pool is not None
         by_heads = self.batch_size, pool.num_heads, -1
         if mask is not None:
             mask = mask.expand(self.batch_size, *mask.shape[-3:-2] or (1,), mask.shape[-2], self._length)[:, :, :1]
-            # A mask of which every head has its own, such as a bias of positions, takes no part in the choice
-            attn_mask = attn_mask if mask.shape[1] == 1 else None
-            mask = mask if mask.shape[1] == 1 else mask.reshape(*by_heads, self._length)
         # What was speculated for this token; if nothing was, what its own query chooses
         fetch, self._fetch = self._fetch, None
         if fetch is None or fetch[2] != self._length:
-            fetch = self._choose(query, attn_mask, scale, self._length)
+            fetch = self._choose(query, self._attended(mask, self._length), scale, self._length)
         selection, staged, _ = fetch
+        if mask is not None and mask.shape[1] > 1:
+            mask = mask.reshape(*by_heads, self._length)
         rows = query.reshape(*by_heads, query.shape[3])
         # A copy of a fetch has its choice and no rows
         staged = staged or start_fetch(pool, selection, self._times)
@@ -507,16 +517,18 @@ class InfiniGenLayer(LazyLayer):
 
 def _warn_of_all() -> None:
     warn_user(
-        "the whole cache is fetched for every token, as attention does not show its queries to the cache, or is over "
-        "projections of what is cached: exact, and slow. `model.set_attn_implementation('sdpa')` may fetch less"
+        "the whole cache is fetched for every token, as attention weights are read, or attention does not show its "
+        "queries to the cache, or is over projections of what is cached: exact, and slow. Leave `output_attentions` "
+        "out; `model.set_attn_implementation('sdpa')` may fetch less"
     )
 
 
 def _mask_of_slots(attn_mask: torch.Tensor | None, positions: torch.Tensor, length: int, groups: int) -> torch.Tensor:
     """Returns columns of a mask for slots whose tokens differ from head to head, `[B, H * G, Q or 1, slots]`."""
-    held = (positions >= 0)[:, :, None]
-    mask = mask_columns(attn_mask, positions.flatten(1).clamp(min=0), len(positions), length)
-    if mask is not None:
-        mask = mask[:, 0].unflatten(2, positions.shape[1:]).transpose(1, 2)
-        held = mask & held if mask.dtype == torch.bool else mask.masked_fill(~held, -torch.inf)
-    return held.repeat_interleave(groups, dim=1)
+    positions = positions.repeat_interleave(groups, dim=1)[:, :, None]
+    held = positions >= 0
+    if attn_mask is None:
+        return held
+    mask = attn_mask.expand(*positions.shape[:2], attn_mask.shape[-2], length)
+    mask = mask.gather(3, positions.clamp(min=0).expand(-1, -1, mask.shape[2], -1))
+    return mask & held if mask.dtype == torch.bool else mask.masked_fill(~held, -torch.inf)

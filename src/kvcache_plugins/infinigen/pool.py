@@ -177,7 +177,7 @@ class TokenPool:
                 # Triton is not everywhere
                 from kvcache_plugins.triton_kernels.gather import write_rows
 
-                numbers = torch.arange(start, stop, device=rows.device).expand(rows.shape[:3])
+                numbers = torch.arange(start, stop, dtype=torch.int64, device=rows.device).expand(rows.shape[:3])
                 with torch.cuda.device_of(rows):
                     write_rows(addresses, numbers, None, rows, PAGE_TOKENS)
             else:
@@ -226,7 +226,7 @@ class TokenPool:
     def positions(self, device: torch.device) -> torch.Tensor:
         """Lists positions of the tokens in slots in use, -1 where there is none, broadcasting to `[B, H, slots]`."""
         if self.usage is None:
-            return torch.arange(self.num_slots, device=device)[None, None]
+            return torch.arange(self.num_slots, dtype=torch.int64, device=device)[None, None]
         return self.usage.positions[:, :, : self.num_slots].to(device).long()
 
     def positions_of(self, slots: torch.Tensor) -> torch.Tensor:
@@ -312,10 +312,10 @@ class UsageRecord:
 
     def __init__(self, policy: str, num_protected: int, batch_size: int, num_heads: int, num_slots: int):
         self.policy, self.num_protected = policy, num_protected
-        self.positions = torch.full((batch_size, num_heads, num_slots), -1, dtype=torch.int32)
+        self.positions = torch.full((batch_size, num_heads, num_slots), -1, dtype=torch.int32, device="cpu")
         # Fetches, or the step of the last one; of `"fifo"` nothing is noted
         dtype = torch.int32 if policy == "lru" else torch.uint8
-        self.usage = torch.zeros(batch_size, num_heads, num_slots, dtype=dtype)
+        self.usage = torch.zeros(batch_size, num_heads, num_slots, dtype=dtype, device="cpu")
         self.num_steps = 0
         self.num_evicted = 0
         # Whether slots still stand in the order of positions
@@ -324,7 +324,7 @@ class UsageRecord:
     def add(self, first_slot: int, count: int, position: int) -> None:
         """Notes tokens from `position` on that went into free slots at the end."""
         slots = slice(first_slot, first_slot + count)
-        self.positions[:, :, slots] = torch.arange(position, position + count, dtype=torch.int32)
+        self.positions[:, :, slots] = torch.arange(position, position + count, dtype=torch.int32, device="cpu")
         self.usage[:, :, slots] = self._usage_of_new_tokens(first_slot)
 
     def replace(self, count: int, position: int, padding: torch.Tensor | None) -> torch.Tensor:
@@ -342,7 +342,7 @@ class UsageRecord:
         victims = (rank * 2**31 + self.positions).topk(count, dim=2, largest=False).indices
         self.num_evicted += int((rank.gather(2, victims) > _PADDING_RANK).sum())
         self.in_order = False
-        new = torch.arange(position, position + count, dtype=torch.int32)
+        new = torch.arange(position, position + count, dtype=torch.int32, device="cpu")
         self.usage.scatter_(2, victims, self._usage_of_new_tokens(num_slots).expand(*victims.shape))
         self.positions.scatter_(2, victims, new.expand(*victims.shape))
         return victims
@@ -350,9 +350,9 @@ class UsageRecord:
     def _usage_of_new_tokens(self, num_slots: int) -> torch.Tensor:
         """Tells a new token's usage, `[B, H, 1]`: the average, or now; with none it would be the next victim."""
         if self.policy == "lru":
-            return torch.full((*self.usage.shape[:2], 1), self.num_steps, dtype=torch.int32)
+            return torch.full((*self.usage.shape[:2], 1), self.num_steps, dtype=torch.int32, device="cpu")
         if num_slots == 0:
-            return torch.zeros(*self.usage.shape[:2], 1, dtype=torch.uint8)
+            return torch.zeros(*self.usage.shape[:2], 1, dtype=torch.uint8, device="cpu")
         return self.usage[:, :, :num_slots].float().mean(dim=2, keepdim=True).round().to(torch.uint8)
 
     def touch(self, slots: torch.Tensor, valid: torch.Tensor) -> None:

@@ -75,7 +75,8 @@ class ScoringStates:
         positions = None if mask is None else pool.positions_of(slots)
         if pool.disk is not None:
             slots = slots[:, :, : max(int(count.max()), 1)]
-            pages, slots = [pool.gather(slots)], torch.arange(slots.shape[2]).expand_as(slots)
+            pages = [pool.gather(slots)]
+            slots = torch.arange(slots.shape[2], dtype=torch.int64, device="cpu").expand_as(slots)
         assert call.scale is not None
         return attend_chosen(call.query, pages, slots, count, *newest, call.scale, mask, start, positions)
 
@@ -200,7 +201,8 @@ class ScoringColumns(ScoringStates):
     ):
         super().__init__()
         batch_size, num_heads, count, head_dim = keys.shape
-        turn = torch.eye(head_dim, device=keys.device).expand(batch_size, num_heads, head_dim, head_dim)
+        turn = torch.eye(head_dim, dtype=torch.float32, device=keys.device)
+        turn = turn.expand(batch_size, num_heads, head_dim, head_dim)
         keys_used = keys.float() if valid is None else keys.float() * valid[:, None, :count, None]
         query_sums = torch.zeros_like(keys_used[:, :, 0])
         if skewing == "key-svd":

@@ -38,7 +38,7 @@ class Selection:
     @property
     def valid(self) -> torch.Tensor:
         """Marks slots that are no filling, `[B, H, tokens]`."""
-        return torch.arange(self.slots.shape[2], device=self.slots.device) < self.count[..., None]
+        return torch.arange(self.slots.shape[2], dtype=torch.int64, device=self.slots.device) < self.count[..., None]
 
 
 def attended_columns(attn_mask: torch.Tensor, length: int, batch_size: int) -> torch.Tensor:
@@ -85,16 +85,17 @@ def select_tokens(
         if is_plain and choose_token_kernel(scores)[0] == "compiled":
             assert isinstance(num_tokens, int)
             return Selection(*choose_heaviest(scores, resident_scores, bounds_of(config, num_tokens, num_slots)))
-        slots = torch.arange(num_slots, device=scores.device)
+        slots = torch.arange(num_slots, dtype=torch.int64, device=scores.device)
         forced = (slots < config.sink) | (slots >= most_tokens - config.recent)
     if allowed is not None:
         scores = scores.masked_fill(~allowed.unsqueeze(-2), -torch.inf)
         forced = forced & allowed
     probabilities = torch.cat([scores, resident_scores], dim=3).softmax(dim=3).mean(dim=2)
-    keys = probabilities[..., :num_slots] + forced * _FORCED
+    keys = probabilities[..., :num_slots]
+    keys = torch.where(forced, keys + _FORCED, keys)
     if allowed is not None:
         keys = keys.masked_fill(~allowed, _NEVER)
-    held = torch.full((1,), num_tokens, device=scores.device) if isinstance(num_tokens, int) else num_tokens
+    held = scores.new_full((1,), num_tokens, dtype=torch.int64) if isinstance(num_tokens, int) else num_tokens
     # What is beyond a sequence's own cap, below, is filling
     top, slots = largest(keys, limit, None if config.min_weight is None else _least_key(config.min_weight, held))
     is_forced = top >= _FORCED
@@ -169,7 +170,7 @@ def _least_key(min_weight: float, num_tokens: torch.Tensor) -> torch.Tensor:
 def count_hits(selection: Selection, scores: torch.Tensor) -> torch.Tensor:
     """Counts the tokens chosen that are among as many with the highest true weights, by scores `[B, H, G, N]`."""
     best = scores.softmax(dim=3).mean(dim=2).topk(selection.slots.shape[2], dim=2).indices
-    ranks = torch.arange(best.shape[2], device=best.device) < selection.count[..., None]
+    ranks = torch.arange(best.shape[2], dtype=torch.int64, device=best.device) < selection.count[..., None]
     is_best = torch.zeros(*best.shape[:2], scores.shape[3], dtype=torch.bool, device=best.device)
     is_best.scatter_(2, best, ranks)
     return (is_best.gather(2, selection.slots) & selection.valid).sum()

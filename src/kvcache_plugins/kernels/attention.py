@@ -201,7 +201,7 @@ class OnlineAttention:
             return output.reshape(self._query.shape), log_sum.reshape(*self._query.shape[:4], 1)
         # Heads of a group are heads, which read the same keys; items and their heads are one dimension
         if mask.dtype == torch.bool:
-            mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+            mask = torch.zeros(mask.shape, dtype=torch.float32, device="cpu").masked_fill_(~mask, -torch.inf)
         mask = mask.float()
         if mask.shape[0] > 1 or mask.shape[1] > 1:
             mask = mask.expand(batch_size, num_heads * groups, num_queries, keys.shape[2])

@@ -89,7 +89,7 @@ class LayerParts:
             stored = self.rows_of(part.keys, part.values, part.codec, part.positions, part.length)
         elif isinstance(part, PagedPart):
             stored, lengths = self.rows_of(part.keys, part.values, part.codec, START, part.length, part), part.lengths
-            mask = torch.zeros(1, 1, 1, max(part.num_hidden, 2))
+            mask = torch.zeros(1, 1, 1, max(part.num_hidden, 2), dtype=torch.float32, device="cpu")
             mask[..., : part.num_hidden] = -torch.inf
         elif isinstance(part, CompressedPart):
             stored, kind = self._groups_of(part), "PART_GROUPS"
@@ -101,7 +101,7 @@ class LayerParts:
                 mask = slice_mask(mask, 0, part.length)
                 assert mask is not None
             if mask.dtype == torch.bool:
-                mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+                mask = torch.zeros(mask.shape, dtype=torch.float32, device="cpu").masked_fill_(~mask, -torch.inf)
             mask = mask.float().contiguous()
             if any(size not in (1, most) for size, most in zip(mask.shape[:3], self._shape, strict=False)):
                 raise ValueError(f"a mask of shape {tuple(mask.shape)} for queries {tuple(self._shape)}")
@@ -249,10 +249,15 @@ class PreparedCall(TokenWriter):
         tiles = sum(-(-part.length // TILE) for part in self._parts)
         wanted = -(-self._threads * _TASKS_PER_THREAD // units) if self._threads > 1 else 1
         runs = max(min(wanted, tiles // _MIN_TILES_PER_TASK), 1)
+        partial = None
+        if runs > 1:
+            partial = torch.empty(units, runs, ROWS, sizes["value_dim"] + 2, dtype=torch.float32, device="cpu")
         self._call = make(
             "Call",
             {**sizes, "groups": groups, "queries": num_queries, "runs": runs, "states_kind": KINDS[query.dtype]},
             {"scale": scale, "num_parts": len(self._parts), "parts": ctypes.addressof(self._parts)},
+            sizes={"units": units},
+            partial=partial,
         )
         self._call.tasks.count = units * runs
         self._kernel, self._address = function("attend"), self._call.address
@@ -261,9 +266,6 @@ class PreparedCall(TokenWriter):
         self._running = min(self._threads, units * runs)
         self._result_shape = *query.shape[:3], sizes["value_dim"]
         self._is_like_query = self._result_shape == query.shape
-        if runs > 1:
-            self._partial = torch.empty(units * runs * ROWS * (sizes["value_dim"] + 2))
-            self._call.partial = self._partial.data_ptr()
         # Rows that may be others later: the words of their parts, and what they are of
         self._rows: list[list[Any]] = [
             [own.given["stored"], as_numbers(part), None]
@@ -408,7 +410,7 @@ def _page_fields(rows: torch.Tensor, part: PagedPart, num_heads: int, row_size: 
     start, stride, most = rows.data_ptr() - part.memory.data_ptr(), rows.stride(0), part.pages.shape[1]
     end = start + (count - 1) * stride + heads * tokens * size
     if (
-        (heads, size) != (num_heads, row_size)
+        (heads, size, rows.dtype) != (num_heads, row_size, torch.uint8)
         or tokens % TILE
         or rows.stride()[1:] != (tokens * size, size, 1)
         or not 0 <= start < end <= part.memory.numel()
@@ -430,7 +432,8 @@ def rotary_of(layout: RotaryLayout, stop: int) -> Structure:
 def _rotary(layout: RotaryLayout, tiles: int) -> Structure:
     with torch.inference_mode(False):
         pairs, num_turned, num_pairs = _pairs(layout)
-        near, far = (_angles_at(layout, torch.arange(count) * step) for count, step in ((TILE, 1), (tiles, TILE)))
+        near = _angles_at(layout, torch.arange(TILE, dtype=torch.int64, device="cpu"))
+        far = _angles_at(layout, TILE * torch.arange(tiles, dtype=torch.int64, device="cpu"))
         places = F.pad(near.permute(2, 1, 0), (0, CONSTANTS["ANGLES"] - TILE)).contiguous()
     counts = {"num_turned": num_turned, "num_pairs": num_pairs, "all_pairs": len(pairs), "tiles": tiles}
     return make("Rotary", counts, pairs=pairs, near=near, far=far, places=places)
@@ -444,7 +447,8 @@ def _pairs(layout: RotaryLayout) -> tuple[torch.Tensor, int, int]:
     num_turned, alone = len(pairs), [channel for channel, other in enumerate(partners) if other == channel]
     # Those that are not turned share pairs whose angles are 0
     pairs += [[*alone[i : i + 2], -1][:2] for i in range(0, len(alone), 2)]
-    return torch.tensor(pairs + [[-1, -1]] * (-len(pairs) % 16), dtype=torch.int32), num_turned, len(pairs)
+    padded = torch.tensor(pairs + [[-1, -1]] * (-len(pairs) % 16), dtype=torch.int32, device="cpu")
+    return padded, num_turned, len(pairs)
 
 
 def _angles_at(layout: RotaryLayout, positions: torch.Tensor) -> torch.Tensor:
@@ -476,7 +480,7 @@ def table_of(table: RowTable, batch_size: int) -> Structure:
         fields["mean"] = mean.contiguous()
     deviation = table.deviation
     if deviation is None:
-        deviation = torch.ones(batch_size, num_heads, 1, dtype=torch.float16)
+        deviation = torch.ones(batch_size, num_heads, 1, dtype=torch.float16, device="cpu")
     fields |= {"deviation": deviation.contiguous(), "deviations": num_coded if deviation.shape[2] > 1 else 1}
     fields |= {"widths": widths.contiguous(), "codebook": _codebook(table.quantizer, table.is_weighted)}
     found = make("Table", fields)
@@ -493,23 +497,24 @@ def _codebook(quantizer: str, is_weighted: bool) -> torch.Tensor:
     """Makes `Codebook` of `coding.h`."""
     with torch.inference_mode(False):
         own, count = QUANTIZERS[quantizer], len(QUANTIZERS[quantizer].distortions)
-        coefficients, multipliers = torch.zeros(_NUM_WIDTHS, 4), torch.zeros(_NUM_WIDTHS, dtype=torch.int32)
-        coefficients[:count, :3] = torch.tensor(own.coefficients)
+        coefficients = torch.zeros(_NUM_WIDTHS, 4, dtype=torch.float32, device="cpu")
+        multipliers = torch.zeros(_NUM_WIDTHS, dtype=torch.int32, device="cpu")
+        coefficients[:count, :3] = torch.tensor(own.coefficients, dtype=torch.float32, device="cpu")
         coefficients[:count, 3] = 1 if is_weighted else own.gains()
         if quantizer == "trellis":
-            multipliers[:count] = torch.tensor(own.multipliers)
-        bounds = torch.zeros(_NUM_WIDTHS, _ALL_LEVELS)
+            multipliers[:count] = torch.tensor(own.multipliers, dtype=torch.int32, device="cpu")
+        bounds = torch.zeros(_NUM_WIDTHS, _ALL_LEVELS, dtype=torch.float32, device="cpu")
         for width in range(1, _NUM_WIDTHS):
             half = 2 ** (width - 1)
             bounds[width] = _by_levels(thresholds(bounds.device)[width, half : 2 * half - 1])
-        halfway = torch.exp2((torch.arange(16, dtype=torch.float64) + 0.5) / 16).float()
+        halfway = torch.exp2((torch.arange(16, dtype=torch.float64, device="cpu") + 0.5) / 16).float()
         scale_bounds = _by_levels(halfway[:15])
         scale_bounds[15] = halfway[15]
         points = state_points(bounds.device)
         parts = (
             bounds,
             scale_bounds,
-            scale_of(torch.arange(256)),
+            scale_of(torch.arange(256, dtype=torch.int64, device="cpu")),
             coefficients,
             points,
             multipliers.view(torch.float32),
@@ -519,7 +524,7 @@ def _codebook(quantizer: str, is_weighted: bool) -> torch.Tensor:
 
 def _by_levels(bounds: torch.Tensor) -> torch.Tensor:
     """Orders bounds, one less than a power of two in number, as a search by halves meets them."""
-    levels, placed = len(bounds).bit_length(), torch.zeros(_ALL_LEVELS)
+    levels, placed = len(bounds).bit_length(), torch.zeros(_ALL_LEVELS, dtype=torch.float32, device="cpu")
     for depth in range(levels):
         first = 2 ** (levels - 1 - depth)
         placed[_LEVELS[depth] : _LEVELS[depth] + 2**depth] = bounds[first - 1 :: 2 * first]
@@ -614,7 +619,8 @@ def code(
         if table.is_trellis and name == "encode_rows":
             threads = num_threads()
             size = (described.blocks * BLOCK * _MOST_MINIMA + 1) * _MOST_LANES
-            fields |= {"scratch": torch.empty(threads, size), "threads": threads, "scratch_size": size}
+            scratch = torch.empty(threads, size, dtype=torch.float32, device="cpu")
+            fields |= {"scratch": scratch, "threads": threads, "scratch_size": size}
     if shape[3] > MOST_CHANNELS:
         raise ValueError(f"at most {MOST_CHANNELS} channels are coded, but got {shape[3]}")
     call = make("Coding", fields, dict(zip(_SIZES, shape, strict=True)), sizes=sizes)
@@ -719,7 +725,7 @@ class PreparedCoding:
         if kept.first or capacity != rows.shape[2]:
             # Which can be written to outside of inference mode, too
             with torch.inference_mode(False):
-                storage = torch.empty((*rows.shape[:2], capacity, rows.shape[3]), dtype=torch.uint8)
+                storage = torch.empty((*rows.shape[:2], capacity, rows.shape[3]), dtype=torch.uint8, device="cpu")
             words[_AT_CODING.moved_capacity], words[_AT_CODING.moved_first] = rows.shape[2], kept.first
         words[_AT_CODING.moved] = 0 if storage is rows else rows.data_ptr()
         words[_AT_CODING.rows], words[_AT_CODING.capacity] = storage.data_ptr(), capacity

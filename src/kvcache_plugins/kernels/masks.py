@@ -49,7 +49,7 @@ def mask_columns(
 def hide_first(mask: torch.Tensor | None, count: int, length: int, device: torch.device) -> torch.Tensor:
     """`mask` of `length - count` columns, with `count` columns in front of them that nothing attends to."""
     if mask is None:
-        return (torch.arange(length, device=device) >= count)[None, None, None]
+        return (torch.arange(length, dtype=torch.int64, device=device) >= count)[None, None, None]
     return F.pad(mask, (count, 0), value=False if mask.dtype == torch.bool else -torch.inf)
 
 
@@ -90,15 +90,3 @@ def leading_padding(
     if known is not None:
         run = torch.where(known.to(run.device) == first_new, first_new + run, known.to(run.device))
     return run.clone() if bool((run > 0).any()) else None
-
-
-def hides_new_tokens(mask: torch.Tensor, first_new: int, padding: torch.Tensor | None, first_column: int = 0) -> bool:
-    """
-    Tells whether no new token may attend to itself, in any sequence that has had others than `padding` before; see
-    `leading_padding`.
-    """
-    real = _sees_itself(mask, first_new, first_column)
-    if padding is None:
-        return not bool(real.any())
-    has_begun = (padding.to(real.device) < first_new)[:, None]
-    return bool(has_begun.any()) and not bool((real & has_begun).any())

@@ -56,7 +56,7 @@ def code_scores(
     """
     kernel, _ = choose_token_kernel(query)
     if kernel == "compiled" and query.shape[3] <= MOST_CHANNELS:
-        scores = torch.empty((*query.shape[:3], length))
+        scores = torch.empty((*query.shape[:3], length), dtype=torch.float32, device="cpu")
         fields = _code_fields(query, codes, scale, length, nbits)
         call = make("Choice", fields, query=query.float().contiguous(), scores=scores, scale=1.0)
         run("code_scores", call, _num_units(query) * call.runs)
@@ -112,7 +112,8 @@ def score_rows(query: torch.Tensor, tokens: RowTokens) -> torch.Tensor:
     """
     kernel, _ = choose_token_kernel(query)
     if kernel == "compiled" and query.shape[3] <= MOST_CHANNELS:
-        stored, scores = _stored(query, tokens), torch.empty((*query.shape[:3], tokens.length))
+        stored = _stored(query, tokens)
+        scores = torch.empty((*query.shape[:3], tokens.length), dtype=torch.float32, device="cpu")
         own = {"query": query.float().contiguous(), "scores": scores, "scale": 1.0}
         call = make("Choice", _scoring_fields(query, tokens.length), own, base=stored)
         run("score_rows", call, _num_units(query) * call.runs)
@@ -148,13 +149,14 @@ def largest(numbers: torch.Tensor, limit: int, least: torch.Tensor | None = None
     length, threads = numbers.shape[-1], num_threads()
     least = numbers.new_full((), -torch.inf) if least is None else least[..., 0]
     shape = torch.Size((*numbers.shape[:-1], limit))
-    values, places = torch.empty(shape), torch.empty(shape, dtype=torch.int64)
+    values = torch.empty(shape, dtype=torch.float32, device="cpu")
+    places = torch.empty(shape, dtype=torch.int64, device="cpu")
     least, rows = least.expand(shape[:-1]).contiguous().flatten(), (shape[:-1].numel(), limit)
     call = make(
         "Largest",
         {"rows": rows[0], "length": length, "limit": limit, "most_threads": threads, "least": least},
         {"numbers": numbers.contiguous().view(rows[0], length), "values": values.view(rows)},
-        {"places": places.view(rows), "pairs": torch.empty((threads, 2, length + 1), dtype=torch.int64)},
+        {"places": places.view(rows), "pairs": torch.empty((threads, 2, length + 1), dtype=torch.int64, device="cpu")},
     )
     run("largest", call, rows[0], threads)
     return values, places
@@ -195,8 +197,8 @@ def choose_heaviest(
         most, with zeros behind them; and how many they are, `[B, H]`, int64.
     """
     (batch_size, num_heads, groups, length), limit = scores.shape, bounds.limit
-    slots = torch.empty((batch_size, num_heads, limit), dtype=torch.int64)
-    count, threads = torch.empty((batch_size, num_heads), dtype=torch.int64), num_threads()
+    slots = torch.empty((batch_size, num_heads, limit), dtype=torch.int64, device="cpu")
+    count, threads = torch.empty((batch_size, num_heads), dtype=torch.int64, device="cpu"), num_threads()
     scratch_size = _choice_scratch(length)
     call = make(
         "Choice",
@@ -204,7 +206,7 @@ def choose_heaviest(
         {"num_resident": resident_scores.shape[3], "first": max(bounds.first, 0), "newest": max(bounds.newest, 0)},
         {"cap": bounds.cap, "limit": limit, "least": bounds.least, "slots": slots, "counts": count},
         {"scores": scores.contiguous(), "resident": resident_scores.contiguous(), "scratch_size": scratch_size},
-        scratch=torch.empty((threads, scratch_size), dtype=torch.uint8),
+        scratch=torch.empty((threads, scratch_size), dtype=torch.uint8, device="cpu"),
     )
     run("choose_heaviest", call, batch_size * num_heads, threads)
     return slots, count
@@ -300,7 +302,7 @@ class ChoosingCall(TokenWriter):
         limit, groups, units = bounds.limit, self._shape[2], self._units
         scratch_size, coded_size = _choice_scratch(self._length, length, groups), self._sorted_size[0] * limit
         sizes = 8 * units * limit, 8 * units, self._threads * scratch_size, coded_size, self._sorted_size[1]
-        memory = torch.empty(sum(sizes) + 4 * units * groups * self._length, dtype=torch.uint8)
+        memory = torch.empty(sum(sizes) + 4 * units * groups * self._length, dtype=torch.uint8, device="cpu")
         slots, counts, scratch, coded, ends, scores = accumulate(sizes, initial=memory.data_ptr())
         key, value = (0, 0) if newest is None else (newest[0].data_ptr(), newest[1].data_ptr())
         numbers, at, self._floats[_AT.least] = self._numbers, _AT, bounds.least
@@ -459,11 +461,11 @@ def attend_chosen(
     # A copy, as another thread may attend to the same tokens
     if isinstance(tokens, RowTokens):
         stored, dtype = _stored(query, tokens), tokens.sinks.keys.dtype
-        scratch["coded"] = torch.empty((threads, 2, limit), dtype=torch.int64)
-        scratch["ends"] = torch.empty((threads, -(-tokens.length // TILE)), dtype=torch.int64)
+        scratch["coded"] = torch.empty((threads, 2, limit), dtype=torch.int64, device="cpu")
+        scratch["ends"] = torch.empty((threads, -(-tokens.length // TILE)), dtype=torch.int64, device="cpu")
     else:
         stored, dtype = make("Choice", _page_fields(query, tokens, window_values.shape[3])), tokens[0].dtype
-    result = torch.empty((*query.shape[:3], stored.value_dim))
+    result = torch.empty((*query.shape[:3], stored.value_dim), dtype=torch.float32, device="cpu")
     call = make(
         "Choice",
         {**_sizes_of(query), "limit": limit, "scale": scale, "most_threads": threads, **scratch},
@@ -497,7 +499,8 @@ def _stored(query: torch.Tensor, tokens: RowTokens) -> Structure:
 def _sink_fields(sinks: SinkStates) -> dict[str, Any]:
     if sinks.keys.dtype not in KINDS or sinks.values.dtype is not sinks.keys.dtype:
         raise ValueError(f"exact keys and values of {sinks.keys.dtype} and {sinks.values.dtype}")
-    first = torch.zeros(len(sinks.keys), dtype=torch.int64) if sinks.first is None else sinks.first.cpu().long()
+    unpadded = torch.zeros(len(sinks.keys), dtype=torch.int64, device="cpu")
+    first = unpadded if sinks.first is None else sinks.first.cpu().long()
     states = {"sink_keys": sinks.keys.contiguous(), "sink_values": sinks.values.contiguous()}
     return {"num_sinks": sinks.keys.shape[2], "first_sinks": first.contiguous(), **states}
 
@@ -565,7 +568,7 @@ def attend_staged(
         `torch.Tensor` of shape `[B, H, G, E]` in the query's dtype; zero where there is nothing to attend to.
     """
     most, num_heads = keys.shape[2], query.shape[1]
-    is_filling = torch.arange(most, device=query.device) >= count[..., None]  # [B, H, K]
+    is_filling = torch.arange(most, dtype=torch.int64, device=query.device) >= count[..., None]  # [B, H, K]
     # Zero times NaN is NaN: a weight of zero alone would not do
     values = values.float().masked_fill(is_filling[..., None], 0.0)
     scaled = query.float() * scale

@@ -299,11 +299,11 @@ def _coefficients(quantizer: str, is_weighted: bool, device: torch.device) -> to
     """Returns the coefficients of `CodedRows`; points of values have their gain corrected."""
     own = QUANTIZERS[quantizer]
     with torch.inference_mode(False):
-        points = torch.tensor(own.coefficients, dtype=torch.float64)
+        points = torch.tensor(own.coefficients, dtype=torch.float64, device="cpu")
         if not is_weighted:
             points = points * own.gains()[:, None]
-        factor = 0.5 ** torch.tensor(own.number_bits).double()
-        multipliers = torch.tensor(own.multipliers).double()
+        factor = 0.5 ** torch.tensor(own.number_bits, dtype=torch.int64, device="cpu").double()
+        multipliers = torch.tensor(own.multipliers, dtype=torch.int64, device="cpu").double()
         columns = [factor, *points.unbind(dim=1), multipliers]
         return torch.stack(columns, dim=1).float().to(device)
 
@@ -325,15 +325,15 @@ def rotary_angles(
 def _angles_of(layout: RotaryLayout, num_far: int, device: torch.device, by_pairs: bool) -> RotaryAngles:
     with torch.inference_mode(False):
         near, far = (
-            torch.stack(layout.angles(torch.arange(count) * step), dim=1)
+            torch.stack(layout.angles(torch.arange(count, dtype=torch.int64, device="cpu") * step), dim=1)
             for count, step in ((_NUM_NEAR, 1), (num_far, _NUM_NEAR))
         )
         partners = channels_of(layout, torch.device("cpu"))[0]
         if by_pairs:
-            channels = torch.arange(layout.head_dim)
+            channels = torch.arange(layout.head_dim, dtype=torch.int64, device="cpu")
             alone = channels[partners == channels]
             half = (len(alone) + 1) // 2
-            firsts, seconds = channels[partners > channels], torch.full((half,), layout.head_dim)
+            firsts, seconds = channels[partners > channels], channels.new_full((half,), layout.head_dim)
             seconds[: len(alone) - half] = alone[half:]
             partners = torch.stack([torch.cat([firsts, alone[:half]]), torch.cat([partners[firsts], seconds])])
             near, far = near[..., partners[0]].contiguous(), far[..., partners[0]].contiguous()
@@ -348,9 +348,9 @@ def codebook_of(is_weighted: bool, device: torch.device) -> Codebook:
         # As the kernel computes it, so that a number is above all bounds of the cells before its own
         cells = _cells(bounds)
         codes = torch.searchsorted(
-            cells, torch.arange(NUM_CELLS.value, dtype=torch.int32).expand(len(cells), -1).contiguous()
+            cells, torch.arange(NUM_CELLS.value, dtype=torch.int32, device="cpu").expand(len(cells), -1).contiguous()
         )
-        own = torch.full(codes.shape, torch.inf).scatter_(1, cells.long(), bounds)
+        own = torch.full(codes.shape, torch.inf, dtype=torch.float32, device="cpu").scatter_(1, cells.long(), bounds)
         return Codebook(
             _coefficients("lloyd-max", is_weighted, device), codes.to(torch.uint8).to(device), own.to(device)
         )

@@ -99,7 +99,7 @@ def _attend_in_window(
         stop = min(first + max(window, _MIN_BLOCK), num_new)
         # Positions of the block's queries, and of the keys that one of them sees
         seen = slice(max(before + first - window + 1, 0), before + stop)
-        positions = torch.arange(before + stop, device=query.device)
+        positions = torch.arange(before + stop, dtype=torch.int64, device=query.device)
         distance = positions[before + first :, None] - positions[None, seen]
         mask = (distance >= 0) & (distance < window)
         own = query[:, :, first:stop]

@@ -274,7 +274,8 @@ class Chain:
             own = self.own[layer_idx] = DynamicSlidingWindowLayer(own.get_max_length())
         if isinstance(own, LazyLayer):
             padding = self.prompt_slice.padding_for(keys.shape[0])
-            own.take_prompt(keys, values, None if padding is None else torch.tensor(padding, device=keys.device))
+            counts = None if padding is None else torch.tensor(padding, dtype=torch.int64, device=keys.device)
+            own.take_prompt(keys, values, counts)
         else:
             own.update(keys, values)
             if isinstance(own, DynamicSlidingWindowLayer):

@@ -146,7 +146,7 @@ class CostModel:
         """
         if isinstance(model, PreTrainedConfig):
             with torch.device("meta"):
-                model = AutoModel.from_config(model)
+                model = AutoModel.from_config(model, dtype=torch.float32)
         decoder = model.get_decoder()
         config = decoder.config.get_text_config(decoder=True)
         num_heads, num_key_heads, head_dim = _heads(config)

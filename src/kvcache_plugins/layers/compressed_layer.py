@@ -310,7 +310,7 @@ class CompressedLayer(LazyLayer):
         num_kept = min(packing.residual_length if self._stands_still else most, num_exact)
         counts = self._left_padding.counts
         if is_first or self._pending_sequences is not None:
-            padding = torch.zeros(self.batch_size, dtype=torch.long) if counts is None else counts.cpu()
+            padding = torch.zeros(self.batch_size, dtype=torch.long, device="cpu") if counts is None else counts.cpu()
             split = packing.split(padding, length - (0 if is_first else num_kept))
             if is_first and split is None:
                 self._keep_newest(keys, values, num_exact)
@@ -324,7 +324,8 @@ class CompressedLayer(LazyLayer):
                 # The codec is fitted to all tokens so far
                 assert split is not None
                 start, end, pending = split.first, padding + split.num_exact, split.pending
-                valid = (torch.arange(start, num_exact) >= end[:, None]) & ~pending[:, None]
+                tokens = torch.arange(start, num_exact, dtype=torch.int64, device="cpu")
+                valid = (tokens >= end[:, None]) & ~pending[:, None]
                 packed, positions = (keys[:, :, start:], values[:, :, start:]), Positions(start, counts)
                 self.codec = self._unfitted.fit(Sample(*packed, valid, self._moments, positions))
                 if packing.residual_length:
@@ -370,7 +371,7 @@ class CompressedLayer(LazyLayer):
         for number in served.nonzero().flatten().tolist():
             tokens = slice(int(held.count[number]))
             own = held.keys[number, None, :, tokens], held.values[number, None, :, tokens]
-            valid = (torch.arange(own[0].shape[2]) >= sinks)[None]
+            valid = (torch.arange(own[0].shape[2], dtype=torch.int64, device="cpu") >= sinks)[None]
             self.codec = self.codec.refit(number, Sample(*own, valid, self._moments))
         kept = self.prefix.count.cpu().clamp(min=sinks)
         self.prefix = held.shortened(torch.where(served, kept, self._length))
@@ -390,7 +391,7 @@ class CompressedLayer(LazyLayer):
             assert self.prefix is not None
             # With its data even where states have none
             end = self.prefix.end if first_end is None or not keys.is_meta else first_end
-            valid = torch.arange(start, start + keys.shape[2], device=end.device) >= end[:, None]
+            valid = torch.arange(start, start + keys.shape[2], dtype=torch.int64, device=end.device) >= end[:, None]
         recent = None if is_prompt or first_end is not None else packing.recent_codec(self.codec)
         codec, positions = self.codec if recent is None else recent, Positions(start, counts)
         try:
@@ -586,7 +587,7 @@ class CompressedLayer(LazyLayer):
                 if mask is None and self.device.type == "cpu":
                     # No longer than needed, as it is kept
                     stop = min(stop, -(-int(prefix.end.max()) // _MASK_STEP) * _MASK_STEP + block.start)
-                columns = torch.arange(block.start, stop, device=self.device)
+                columns = torch.arange(block.start, stop, dtype=torch.int64, device=self.device)
                 mask = combine_masks(mask, columns >= prefix.end[:, None])
             yield block.part(self._codec_of(block), self.padding, mask)
 

@@ -156,7 +156,7 @@ def restore_blocks(
     elif fixed is not None:
         if state.tables is not None:
             raise ValueError(f"`{path}` has tables of its own, but the cache a calibration")
-        keys, values = (torch.empty(*heads, 0, dim, device="meta") for dim in head_dims)
+        keys, values = (torch.empty(*heads, 0, dim, dtype=torch.float32, device="meta") for dim in head_dims)
         fixed.check_shapes(keys, values)
         # Coded from where the exact tokens in front end, of which a window may have let go
         codec = fixed if state.prefix is not None or state.held_start else None

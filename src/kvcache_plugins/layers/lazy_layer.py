@@ -9,16 +9,17 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvcache_plugins.kernels.attention import OnlineAttention
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.masks import hides_new_tokens, leading_padding
+from kvcache_plugins.kernels.masks import leading_padding
 
 from .contexts import in_own_context, is_foreign_context
-from .lazy_states import LazyStates, stored_states
+from .lazy_states import LazyScores, LazyStates, stored_states
 
 
 # Before 5.15 `crop(n)` with a positive `n` means "down to n tokens"; since then only "remove -n tokens" exists
@@ -110,6 +111,8 @@ class LazyLayer(CacheLayerMixin):
         self._token_kind: tuple[object, ...] | None = None
         self._counters = dict.fromkeys(self.counter_names, 0)
         self.dense_reads = 0
+        # Attention weights over what is stored, as long as somebody holds them
+        self._unread: list[ref[LazyScores]] = []
 
     def __getattr__(self, name: str) -> Any:
         # Only what is nowhere else: a model whose layers keep more than keys and values asks its own kind of layer
@@ -123,6 +126,7 @@ class LazyLayer(CacheLayerMixin):
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        made._unread = []
         return made
 
     @property
@@ -179,6 +183,7 @@ class LazyLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if self._length:
             self._check_continues(key_states, value_states)
+        self.read_weights()
         if key_states.device != self.device:
             self._move_to(key_states.device)
         self.settle_prompt()
@@ -372,15 +377,22 @@ class LazyLayer(CacheLayerMixin):
         self._mask_seen = True
         if attn_mask is not None and attn_mask.shape[-2] > 1:
             first_new, first = self._length - attn_mask.shape[-2], self._first_visible
-            if first_new > 0 and hides_new_tokens(attn_mask, first_new, self.padding, first):
-                # As if they had not been
-                self.crop_tokens(attn_mask.shape[-2])
-                raise ValueError(
-                    f"`attention_mask` ends before the {first_new} tokens that `past_key_values` holds, and hides all "
-                    f"new ones: make {ANOTHER_PROMPT}"
-                )
             if first_new >= 0:
                 self.padding = leading_padding(attn_mask, first_new, self.padding, self.batch_size, first)
+
+    def expect_reading(self, scores: LazyScores) -> None:
+        """Take note of scores over what is stored, which somebody may keep beyond the next update."""
+        self._unread.append(ref(scores, self._unread.remove))
+        # The next update is a whole one
+        self._token_kind = None
+
+    @in_own_context
+    def read_weights(self) -> None:
+        """Make scores dense that somebody still holds, before what they are of changes."""
+        for scores in [each() for each in self._unread]:
+            if scores is not None:
+                scores.read()
+        self._unread = []
 
     def on_dense_read(self, side: str) -> None:
         """Take note that something other than attention has made one side dense."""
@@ -414,7 +426,8 @@ class LazyLayer(CacheLayerMixin):
         padding = self._left_padding
         if padding.counts is None or padding.ends()[1] <= start:
             return None
-        return torch.arange(start, start + count, device=self.device) >= padding.first_tokens(1, self.device)
+        tokens = torch.arange(start, start + count, dtype=torch.int64, device=self.device)
+        return tokens >= padding.first_tokens(1, self.device)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest `-tokens_to_remove` tokens; 0 changes nothing."""
@@ -431,6 +444,7 @@ class LazyLayer(CacheLayerMixin):
     @in_own_context
     def crop_tokens(self, count: int) -> None:
         """Removes the newest `count` tokens, at least 1 and at most all of them."""
+        self.read_weights()
         self.settle_prompt()
         if count == self._length:
             counters, reads = self._counters, self.dense_reads
@@ -446,6 +460,7 @@ class LazyLayer(CacheLayerMixin):
     @in_own_context
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every stored tensor by `function` of it; the batch is the first dimension of each."""
+        self.read_weights()
         self.settle_prompt()
         self._map_stored(function)
         self._index = {name: function(states) for name, states in self._index.items()}
@@ -521,6 +536,7 @@ class LazyLayer(CacheLayerMixin):
         return self._length
 
     def reset(self) -> None:
+        self.read_weights()
         self._clear()
         self.is_initialized = False
 

@@ -3,13 +3,15 @@
 `Cache.update` gets no query and the attention function gets no cache, so a compressed cache would have to hand back
 dense tensors, or patch models. `LazyStates` is the third way: a tensor that reports the dense shape, dtype and device
 but only refers to its layer. Given to `torch.nn.functional.scaled_dot_product_attention`, or to a function of
-`attention_functions`, it has the layer attend: nothing is made dense.
+`attention_functions`, it has the layer attend: nothing is made dense. Attention that is written out in steps, such as
+`eager`, is the layer's too: a product of queries and keys gives `LazyScores`, which follow the steps (`scores.py`) up
+to the product with the values. Weights become dense when somebody looks at them, or when the layer changes meanwhile.
 
 What models do to states before that is recorded where it leaves every token by itself. Shapes tell: done to states
 without data, of a number of tokens that is no other size, it gives a tensor with as many in one dimension. Heads that
 are repeated are still attended to as they are stored, and of what is projected, as in latent attention, a tile of
-tokens is made at a time, so that nothing has to be whole. Anything else, such as attention that a model writes out in
-its own code, gets the dense tensor: right, and slower.
+tokens is made at a time, so that nothing has to be whole. Anything else, such as a step that is no attention's, gets
+the dense tensor: right, and slower.
 """
 
 import math
@@ -17,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter, getitem
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,14 +27,17 @@ import torch.nn.functional as F
 from kvcache_plugins.kernels.attention_call import AttentionCall
 
 from .contexts import in_own_context, is_foreign_context, without_gradients
+from .scores import Scores, follow, functions
 
+
+_Lazy = TypeVar("_Lazy", bound="LazyStates")
 
 # In the place of a number of tokens among recorded arguments
 TOKENS = object()
 # Tokens of states without data: primes, of which neither is another size of a model
 _COUNTS = 10_007, 10_009
 _REPEAT_INDEX = (slice(None), slice(None), None, slice(None), slice(None))
-_OPERATION, _EXACT = attrgetter("operation"), attrgetter("exact")
+_OPERATION, _EXACT, _SCORES = attrgetter("operation"), attrgetter("exact"), attrgetter("scores")
 _DENSE_GETTERS = {"T", "H", "mT", "mH", "real", "imag", "data", "grad"}
 
 
@@ -143,22 +148,18 @@ def write(base: Operation, operation: Operation) -> bool:
     return True
 
 
-def _functions(*names: str) -> set[Callable[..., Any]]:
-    """List PyTorch's functions of some names, methods of tensors among them."""
-    return {getattr(place, name) for name in names for place in (torch.Tensor, torch, F) if hasattr(place, name)}
-
-
-_RESHAPING = _functions("view", "reshape", "flatten", "unflatten")
-_EMPTY = _functions("new_empty")
-_SIZED = _functions("view", "reshape", "expand", "new_empty")
+_RESHAPING = functions("view", "reshape", "flatten", "unflatten")
+_EMPTY = functions("new_empty")
+_SIZED = functions("view", "reshape", "expand", "new_empty")
 RECORDABLE = (
     _RESHAPING
     | _SIZED
-    | _functions("transpose", "permute", "unsqueeze", "squeeze", "repeat", "repeat_interleave", "__getitem__")
-    | _functions("split", "chunk", "cat", "contiguous", "detach", "to", "float", "copy_")
-    | _functions("linear", "mul", "__mul__", "__rmul__", "div", "__truediv__")
+    | functions("transpose", "permute", "unsqueeze", "squeeze", "repeat", "repeat_interleave", "__getitem__")
+    | functions("split", "chunk", "cat", "contiguous", "detach", "to", "float", "copy_")
+    | functions("linear", "mul", "__mul__", "__rmul__", "div", "__truediv__")
 )
-_METADATA_FUNCTIONS = _functions("size", "dim", "numel", "__len__", "element_size", "is_floating_point", "__hash__")
+_TRANSPOSE, _MATMUL, _MAX = functions("transpose"), functions("matmul"), functions("max")
+_METADATA_FUNCTIONS = functions("size", "dim", "numel", "__len__", "element_size", "is_floating_point", "__hash__")
 
 
 class LazyStates(torch.Tensor):
@@ -174,6 +175,8 @@ class LazyStates(torch.Tensor):
             compression).
         num_repeats (`int`): how many query heads each head has been expanded to; 0 if these are no longer what the
             layer's `attend` is over.
+        transposed (`LazyStates`, *optional*): of keys `[batch_size, num_heads, head_dim, seq_len]`, those that they
+            were before their last two dimensions were exchanged.
     """
 
     layer: Any
@@ -181,6 +184,7 @@ class LazyStates(torch.Tensor):
     token_dim: int = 2
     exact: torch.Tensor | None = None
     num_repeats: int = 1
+    transposed: "LazyStates | None" = None
     _size: torch.Size
     _sample: torch.Tensor | None = None
 
@@ -219,6 +223,13 @@ class LazyStates(torch.Tensor):
         dense: torch.Tensor = self.operation.compute(tile, self.num_tokens)
         return without_gradients(dense) if self.layer.has_gradients and torch.is_grad_enabled() else dense
 
+    def read(self) -> torch.Tensor:
+        """Make the states dense for what is no attention, and have the layer count it."""
+        dense = self.densify()
+        for side in sorted(self.operation.sides()):
+            self.layer.on_dense_read(side)
+        return dense
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             sides = " and ".join(sorted(self.operation.sides()))
@@ -236,6 +247,35 @@ class LazyStates(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return func(*_densify(args), **_densify(kwargs or {}))
+
+
+class LazyScores(LazyStates):
+    """
+    Scores `[batch_size, num_heads, num_queries, seq_len]` of queries over lazy keys, or the weights made of them, that
+    become dense only when something needs them to: when somebody reads attention weights, or still holds them before
+    the layer's tokens change.
+
+    Attributes:
+        keys (`LazyStates`): the keys `[batch_size, num_heads, seq_len, head_dim]`.
+        scores (`Scores`, *optional*): the steps of attention so far; `None` once the tensor is dense.
+    """
+
+    keys: LazyStates
+    scores: Scores | None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.keys.num_tokens
+
+    def read(self) -> torch.Tensor:
+        """Make the scores dense, for good: what is written into them stays."""
+        if self.scores is not None:
+            self.exact, self.scores = super().read(), None
+        assert self.exact is not None
+        return self.exact
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.read())
 
 
 def stored_states(
@@ -340,11 +380,10 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     ):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    made = _repeat_heads(func, args)
-    if made is None:
-        made = _record(func, args, kwargs)
-    if made is not None:
-        return made
+    for answer in (_repeat_heads, _attend_in_steps, _record):
+        made = answer(func, args, kwargs)
+        if made is not None:
+            return made
     _refuse_access(func, args)
     return func(*_densify(args), **_densify(kwargs))
 
@@ -359,32 +398,26 @@ def _map_lazy(function: Callable[[LazyStates], Any], value: Any) -> Any:
 
 def _densify(value: Any) -> Any:
     """`value` with every lazy tensor in it made dense, and the layers told so."""
-
-    def make_dense(states: LazyStates) -> torch.Tensor:
-        dense = states.densify()
-        for side in sorted(states.operation.sides()):
-            states.layer.on_dense_read(side)
-        return dense
-
-    return _map_lazy(make_dense, value)
+    return _map_lazy(lambda states: states.read(), value)
 
 
 def _refuse_access(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Refuse writing into a dense copy, where it would be lost, and its address, which would be of freed memory."""
     name = func.__name__
     is_writing = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    if (is_writing or name == "data_ptr") and args and isinstance(args[0], LazyStates) and args[0].exact is None:
+    states = args[0] if args and not isinstance(args[0], LazyScores) else None
+    if (is_writing or name == "data_ptr") and isinstance(states, LazyStates) and states.exact is None:
         access = "writes into" if is_writing else "asks for the address of"
         message = f"the model {access} the keys or values that a cache returned (`{name}`), stored compressed"
         raise (NotImplementedError if is_writing else ValueError)(message)
 
 
-def _repeat_heads(func: Callable[..., Any], args: tuple[Any, ...]) -> LazyStates | None:
+def _repeat_heads(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyStates | None:
     """
     Answer the three steps by which Transformers repeats grouped heads (index with `None`, expand, reshape): the layer
     still attends to what they make; `None` of anything else.
     """
-    states = args[0]
+    states = args[0] if args else None
     if not isinstance(states, LazyStates) or states.num_repeats == 0:
         return None
     size, sizes = states._size, args[1:]
@@ -402,8 +435,89 @@ def _repeated(
 ) -> LazyStates:
     exact = None if states.exact is None else func(states.exact, *args)
     operation = Operation(func, (states.operation, *args))
-    made = _derive(states, operation, shape, states.dtype, exact, len(shape) - 2)
+    made = _derive(states, operation, shape, states.dtype, exact, len(shape) - 2, LazyStates)
     made.num_repeats = num_repeats
+    return made
+
+
+def _attend_in_steps(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
+    """Answer a step of attention that a model writes out, such as `eager`; `None` of anything else."""
+    if func in _TRANSPOSE and args:
+        return _transpose(func, args)
+    if func in _MATMUL and len(args) == 2 and not kwargs:
+        first, second = args
+        if isinstance(first, LazyScores):
+            return _multiply_with_values(func, first, second)
+        return _multiply_with_keys(func, first, second) if isinstance(second, LazyStates) else None
+    found: list[LazyStates] = []
+    _map_lazy(found.append, (args, kwargs))
+    states = next((each for each in found if isinstance(each, LazyScores)), None)
+    if states is None or not all(isinstance(each, LazyScores) and each.scores is not None for each in found):
+        return None
+    scores = follow(func, _map_lazy(_SCORES, args), _map_lazy(_SCORES, kwargs))
+    if scores is None:
+        return None
+    operation = Operation(func, _map_lazy(_OPERATION, args), _map_lazy(_OPERATION, kwargs))
+    exact = None if states.exact is None else func(*_map_lazy(_EXACT, args), **_map_lazy(_EXACT, kwargs))
+    if func not in _MAX:
+        return _derive_scores(states.keys, operation, scores, exact)
+    maximum, index = (
+        _derive_scores(
+            states.keys, Operation(getitem, (operation, number)), each, None if exact is None else exact[number]
+        )
+        for number, each in enumerate((scores, replace(scores, kind="index", dtype=torch.int64)))
+    )
+    return torch.return_types.max((maximum, index))
+
+
+def _transpose(func: Callable[..., Any], args: tuple[Any, ...]) -> LazyStates | None:
+    states, dims = args[0], args[1:]
+    if states.token_dim != 2 or len(states.shape) != 4 or {each % 4 for each in dims} != {2, 3}:
+        return None
+    shape = *states.shape[:2], states.shape[3], states.shape[2]
+    exact = None if states.exact is None else func(states.exact, *dims)
+    made = _derive(states, Operation(func, (states.operation, *dims)), shape, states.dtype, exact, 3, LazyStates)
+    made.transposed = states
+    return made
+
+
+def _multiply_with_keys(func: Callable[..., Any], query: Any, transposed: LazyStates) -> LazyScores | None:
+    keys = transposed.transposed
+    if keys is None or isinstance(query, LazyStates) or not isinstance(query, torch.Tensor) or query.dim() != 4:
+        return None
+    if query.shape[:2] != keys.shape[:2] or query.shape[3] != keys.shape[3] or query.dtype != keys.dtype:
+        return None
+    exact = None if transposed.exact is None else func(query, transposed.exact)
+    scores = Scores(AttentionCall(query, scale=1.0), keys.num_tokens, query.dtype)
+    return _derive_scores(keys, Operation(func, (query, transposed.operation)), scores, exact)
+
+
+def _multiply_with_values(func: Callable[..., Any], weights: LazyScores, values: Any) -> torch.Tensor | None:
+    """Have the layer attend."""
+    scores = weights.scores
+    if scores is None or not scores.is_attention or not isinstance(values, LazyStates):
+        return None
+    if len(values.shape) != 4 or values.token_dim != 2 or values.shape[:2] != weights.shape[:2]:
+        return None
+    call, mask = scores.call, scores.call.mask
+    # A new token that nothing is hidden from needs no mask, which kernels are faster without
+    if mask is not None and call.query.shape[2] == 1 and mask.device.type == "cpu" and not bool(mask.any()):
+        call = replace(call, mask=None)
+    output: torch.Tensor | None = attend_lazily(
+        call, weights.keys, values, lambda *_: func(weights.exact, values.exact)
+    )
+    if output is not None and weights.exact is not None:
+        # Nothing more to be read of the layer
+        weights.scores = None
+    return output
+
+
+def _derive_scores(keys: LazyStates, operation: Operation, scores: Scores, exact: torch.Tensor | None) -> LazyScores:
+    dtype = scores.dtype if exact is None else exact.dtype
+    made = _derive(keys, operation, scores.shape, dtype, exact, 3, LazyScores)
+    made.keys, made.scores = keys, scores
+    if exact is None:
+        keys.layer.expect_reading(made)
     return made
 
 
@@ -414,10 +528,11 @@ def _derive(
     dtype: torch.dtype,
     exact: torch.Tensor | None,
     token_dim: int,
-) -> LazyStates:
+    kind: type[_Lazy],
+) -> _Lazy:
     """Make what an operation makes of `states`, lazily, which no layer attends to as it is."""
     size = torch.Size(shape)
-    made: LazyStates = torch.Tensor._make_wrapper_subclass(LazyStates, size, dtype=dtype, device=states.layer.device)  # type: ignore[assignment, attr-defined]
+    made: _Lazy = torch.Tensor._make_wrapper_subclass(kind, size, dtype=dtype, device=states.layer.device)  # type: ignore[assignment, attr-defined]
     made.layer, made.operation, made._size, made.token_dim = states.layer, operation, size, token_dim
     made.exact, made.num_repeats = exact, 0
     return made
@@ -430,6 +545,8 @@ def _record(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     sources: list[LazyStates] = []
     _map_lazy(sources.append, (args, kwargs))
     first, num_exact = sources[0], sum(each.exact is not None for each in sources)
+    if any(isinstance(each, LazyScores) for each in sources):
+        return None
     if any(each.layer is not first.layer or each.num_tokens != first.num_tokens for each in sources):
         return None
     if num_exact not in (0, len(sources)):
@@ -470,6 +587,6 @@ def _recorded(
     if token_dim is None:
         return None
     shape = *sample.shape[:token_dim], states.num_tokens, *sample.shape[token_dim + 1 :]
-    made = _derive(states, operation, shape, sample.dtype, exact, token_dim)
+    made = _derive(states, operation, shape, sample.dtype, exact, token_dim, LazyStates)
     made._sample = sample
     return made

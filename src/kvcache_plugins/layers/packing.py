@@ -313,7 +313,8 @@ class ExactPrefix:
     def of(cls, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor, count: torch.Tensor) -> ExactPrefix:
         """Takes `count` `[B]` tokens behind the `padding` `[B]` out of a prompt `[B, H, T, D]`; both on the CPU."""
         device, most = keys.device, int(count.max())
-        slots = (padding[:, None] + torch.arange(most)).clamp(max=keys.shape[2] - 1).to(device)[:, None, :, None]
+        slots = padding[:, None] + torch.arange(most, dtype=torch.int64, device="cpu")
+        slots = slots.clamp(max=keys.shape[2] - 1).to(device)[:, None, :, None]
         keys = keys.gather(2, slots.expand(-1, keys.shape[1], -1, keys.shape[3]))
         values = values.gather(2, slots.expand(-1, values.shape[1], -1, values.shape[3]))
         is_uniform = not bool(padding.any()) and int(count.min()) == most
@@ -327,12 +328,12 @@ class ExactPrefix:
     @property
     def positions(self) -> torch.Tensor:
         """Position of every slot in the sequence, `[B, slots]`; unused slots stand behind those in use."""
-        return self.start[:, None] + torch.arange(self.num_slots, device=self.start.device)
+        return self.start[:, None] + torch.arange(self.num_slots, dtype=torch.int64, device=self.start.device)
 
     @property
     def in_use(self) -> torch.Tensor:
         """Which slots hold a token, `[B, slots]`."""
-        return torch.arange(self.num_slots, device=self.start.device) < self.count[:, None]
+        return torch.arange(self.num_slots, dtype=torch.int64, device=self.start.device) < self.count[:, None]
 
     @property
     def end(self) -> torch.Tensor:
@@ -648,7 +649,8 @@ class GroupPacking(Packing):
             for own, own_packed in zip(real, packed, strict=True)
         ]
         # Sequences end together, so groups are counted back from the end: the same alone and padded
-        return Split(torch.tensor(count), length - max(packed), torch.zeros(len(real), dtype=torch.bool))
+        num_exact = torch.tensor(count, dtype=torch.int64, device="cpu")
+        return Split(num_exact, length - max(packed), torch.zeros_like(num_exact, dtype=torch.bool))
 
     def num_packed(self, count: int, *, is_prompt: bool) -> int:
         """How many of the first of `count` exact tokens are packed."""

@@ -75,7 +75,7 @@ class StaticForm(NotCopied):
         self._stored, self.total = self._numbers[0, 0, 0, :1], self._numbers[0, 0, 0, 1]
         self.order = offsets.new_zeros(1)
         torch._dynamo.mark_static_address(self.order)
-        self._newest = torch.arange(-self._num_exact, 0, device=layer.device)
+        self._newest = torch.arange(-self._num_exact, 0, dtype=torch.int64, device=layer.device)
         # Parts before the buffer with all their capacity, and the positions of their tokens or that of the first
         block, prefix, parts = self._block, layer.prefix, list[Any](layer.packed_parts(None))
         opened = parts.pop() if block.length else block.part(layer.codec, layer.padding, None)
@@ -94,7 +94,7 @@ class StaticForm(NotCopied):
 
     def set_numbers(self, layer: "StaticLayer") -> None:
         stored, total = self._block.length, layer.exact_start + self._num_exact
-        self._numbers.copy_(torch.tensor([stored, total]))
+        self._numbers.copy_(torch.tensor([stored, total], dtype=torch.int64, device="cpu"))
 
     @in_own_context
     def _keep_push(self) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
@@ -192,7 +192,7 @@ class StaticLayer(CompressedLayer):
         self._look_for_kernels()
 
     def _look_for_kernels(self) -> None:
-        has_kernels, reason = compiles_kernels(torch.empty(0, device=self.device)), None
+        has_kernels, reason = compiles_kernels(torch.empty(0, dtype=torch.float32, device=self.device)), None
         if has_kernels:
             from kvcache_plugins.kernels.triton import TOO_LARGE, has_room
 

@@ -36,7 +36,8 @@ def weight_samples(model: PreTrainedModel) -> torch.Tensor:
 
 def _samples(parameter: torch.Tensor) -> torch.Tensor:
     samples = parameter.detach().flatten()[:: max(parameter.numel() // _SAMPLES_PER_PARAMETER, 1)]
-    return torch.full(samples.shape, torch.nan) if samples.is_meta else samples.float().cpu()
+    unknown = torch.full(samples.shape, torch.nan, dtype=torch.float32, device="cpu")
+    return unknown if samples.is_meta else samples.float().cpu()
 
 
 def config_fingerprint(config: PreTrainedConfig) -> str:

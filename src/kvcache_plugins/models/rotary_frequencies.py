@@ -30,10 +30,12 @@ def rotary_frequencies(config: PreTrainedConfig, layer_idx: int) -> tuple[float,
         if base is None:
             return None
         rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-        exponents = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
+        exponents = torch.arange(0, rotated, 2, dtype=torch.float64, device="cpu") / rotated
         # In float32, as models have them
         return tuple((1.0 / base**exponents).float().tolist())
     if rope_type not in _STATIC_TYPES or rope_type not in ROPE_INIT_FUNCTIONS:
         return None
-    frequencies: torch.Tensor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), layer_type=layer_type)[0]
+    # Not all tensors of these functions are made on the device that they are given
+    with torch.device("cpu") as device:
+        frequencies: torch.Tensor = ROPE_INIT_FUNCTIONS[rope_type](config, device, layer_type=layer_type)[0]
     return tuple(frequencies.tolist())

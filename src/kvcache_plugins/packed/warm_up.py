@@ -84,7 +84,7 @@ def exercise(layer: CompressedLayer, sizes: Sizes, prompt_length: int) -> None:
 
     def states(count: int, dim: int, num_heads: int = sizes.num_heads) -> torch.Tensor:
         # No random numbers: those are the user's
-        numbers = torch.linspace(-1, 1, batch_size * num_heads * count * dim, device=sizes.device)
+        numbers = torch.linspace(-1, 1, batch_size * num_heads * count * dim, dtype=torch.float32, device=sizes.device)
         return (numbers * 1000).cos().view(batch_size, num_heads, count, dim).to(sizes.dtype)
 
     # The decoded tokens come at once, and the update after them packs them

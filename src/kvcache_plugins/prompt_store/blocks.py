@@ -73,7 +73,7 @@ def root_key(model: PreTrainedModel, cache: PackedCache, length: int) -> str:
 
 def next_key(previous: str, token_ids: Sequence[int]) -> str:
     """Names the block that follows the one named `previous`, or the root."""
-    tokens = torch.tensor(token_ids, dtype=torch.int64).numpy().astype("<i8").tobytes()
+    tokens = torch.tensor(token_ids, dtype=torch.int64, device="cpu").numpy().astype("<i8").tobytes()
     return blake2b(bytes.fromhex(previous) + tokens, digest_size=_DIGEST_BYTES).hexdigest()
 
 

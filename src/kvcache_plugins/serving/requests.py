@@ -83,7 +83,7 @@ class CachingManager(GenerateManager):  # type: ignore[misc]
         self._model, self._cache, self._store, self._say = model, cache, store, say
         self.counters = Counter[str]()
         # A cache that cannot be had is known before the first request
-        with listening(self._read(torch.zeros(1, 1, dtype=torch.int64), threading.Event())[0]):
+        with listening(self._read(torch.zeros(1, 1, dtype=torch.int64, device="cpu"), threading.Event())[0]):
             pass
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, *args: Any, **options: Any) -> Any:

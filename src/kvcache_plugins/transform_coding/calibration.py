@@ -295,7 +295,7 @@ def _calibrate_layer(layer_idx: int, sums: LayerSums) -> LayerCalibration:
     moments = sums.keys.products / sums.keys.count - mean[:, :, None] * mean[:, None]
     keys = _calibrate_side(cost, moments, mean)
     cost = _shrunk(sums.values.gradients / sums.values.num_scored, _VALUE_SHRINKAGE)
-    unit = torch.eye(cost.shape[1], dtype=cost.dtype)
+    unit = torch.eye(cost.shape[1], dtype=cost.dtype, device="cpu")
     cost = cost + _UNIT_SHARE * unit * (_trace(cost) / cost.shape[1])[:, None, None]
     # A sum of values would lose what their mean has lost as often as there are tokens in it
     values = _calibrate_side(cost, sums.values.products / sums.values.count, torch.zeros_like(sums.values.states))

@@ -48,8 +48,9 @@ class SideSums:
 
     def __init__(self, num_heads: int, head_dim: int):
         self.count = self.num_scored = 0
-        self.states = torch.zeros(num_heads, head_dim, dtype=torch.float64)
-        self.products, self.gradients = torch.zeros(2, num_heads, head_dim, head_dim, dtype=torch.float64)
+        self.states = torch.zeros(num_heads, head_dim, dtype=torch.float64, device="cpu")
+        shape = 2, num_heads, head_dim, head_dim
+        self.products, self.gradients = torch.zeros(shape, dtype=torch.float64, device="cpu")
 
     def add_states(self, states: torch.Tensor) -> None:
         self.count += states.shape[1]
@@ -165,7 +166,7 @@ def _add_queries(queries: torch.Tensor, sums: LayerSums, num_keys: int) -> None:
     products = queries.mT @ queries
     first = 0 if sums.window is None else max(num_keys - sums.window, 0)
     count = min(_NUM_POSITIONS, num_keys - first)
-    positions = torch.linspace(first, num_keys - 1, count, device=queries.device).long()
+    positions = torch.linspace(first, num_keys - 1, count, dtype=torch.float32, device=queries.device).long()
     cosines, sines = (angles.double()[:, None] for angles in sums.layout.angles(positions))
     unit = torch.eye(head_dim, dtype=torch.float64, device=queries.device)
     # Rows of it are the unit vectors, turned back
