@@ -199,6 +199,7 @@ REFUSED = {
     "store": (["smollm2", "--cache", "h2o", "--store", "{folder}"], "`cache` has to be a cache of GEAR's"),
     "batch": (["smollm2", "--num-blocks", "9"], "`--num-blocks` is given without `--continuous-batching`"),
     "batched store": (["smollm2", "--continuous-batching", "--store", "{folder}"], "`--store` is given with"),
+    "spec": ([*_BATCHED, "--cache", "gear:nbits=4"], "`--cache gear:nbits=4` has options"),
     "tables": (["smollm2", "--continuous-batching"], "give a `--text-file`"),
     "pages": ([*_BATCHED, "--num-blocks", "100000000"], "`--num-blocks` or `--max-batch-tokens` is too large"),
     "text": (["smollm2", "--continuous-batching", "--text-file", "nothing"], "`--text-file`: nothing cannot be read"),

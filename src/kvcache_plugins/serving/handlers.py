@@ -111,6 +111,10 @@ class _Completion:
         """Completes events, of which several may come at once."""
         async with aclosing(stream) as chunks:
             async for chunk in chunks:
+                # Transformers writes errors by hand, and not always as JSON
+                if chunk.startswith('data: {"error"'):
+                    yield chunk
+                    continue
                 for event in filter(None, chunk.split("\n\n")):
                     for completed in self._of_event(json.loads(event.removeprefix("data: "))):
                         yield f"data: {json.dumps(completed)}\n\n"

@@ -158,12 +158,12 @@ class CachingManager(GenerateManager):  # type: ignore[misc]
         with listening(cache):
             output: torch.Tensor = self._model.generate(input_ids, **options)  # type: ignore[operator]
             num_bytes = cache.memory().total_bytes if hasattr(cache, "memory") else 0
-        num_new = output.shape[1] - num_tokens
+        num_new, num_known = output.shape[1] - num_tokens, request.num_known or 0
         self.counters.update(requests=1, prompt_tokens=num_tokens)
-        self.counters.update(known_tokens=request.num_known, generated_tokens=num_new)
+        self.counters.update(known_tokens=num_known, generated_tokens=num_new)
         self.counters["cache_bytes"] = num_bytes
         self._say(
-            f"{num_tokens} tokens, {request.num_known} of them known, ready in {ready - started:.2f} s; "
+            f"{num_tokens} tokens, {num_known} of them known, ready in {ready - started:.2f} s; "
             f"{num_new} generated in {time.perf_counter() - ready:.2f} s; cache {num_bytes / 1e6:.1f} MB"
         )
         if self._store is not None:
@@ -204,8 +204,13 @@ class BatchingManager(CBGenerateManager):  # type: ignore[misc]
         made.register_result_handler, made.cancel_request = self._register_counted, self._cancel_counted
         self._cb = self._running = made
         # A request that all pages together have no room for would end the batch, and all other requests with it
-        room = _find_room(made.batch_processor.cache)
+        cache = made.batch_processor.cache
+        room = _find_room(cache)
         self._limit = min(find_limit(model) or room, room)
+        say(
+            f"pages take {cache.cache_tensor.nbytes / 1e6:.0f} MB, for about {cache.max_tokens_read} tokens of all "
+            "requests together (`--num-blocks` bounds them)"
+        )
         made.start()
 
     def generate_streaming(
@@ -225,14 +230,6 @@ class BatchingManager(CBGenerateManager):  # type: ignore[misc]
         except asyncio.CancelledError:
             self._cancel_counted(request_id)
             raise
-
-    def describe_pages(self) -> str:
-        """Says how much memory the pages take, and how to have it otherwise."""
-        cache = self._running.batch_processor.cache
-        return (
-            f"pages take {cache.cache_tensor.nbytes / 1e6:.0f} MB, for about {cache.max_tokens_read} tokens of all "
-            "requests together (`--num-blocks` bounds them)"
-        )
 
     def free_share(self) -> float:
         """Tells how much of the pages neither requests hold nor beginnings that are kept for others."""

@@ -73,16 +73,10 @@ class CacheServer:
             )
         batched = {"text-file": text, "temperature": temperature, "num-blocks": num_blocks}
         batched |= {"max-batch-tokens": max_batch_tokens}
-        alone = {"store": store, "cache NAME:key=value": cache.partition(":")[2] or None}
-        for option, value in (alone if continuous_batching else batched).items():
-            if value is not None:
-                word = "with" if continuous_batching else "without"
-                raise ValueError(f"`--{option}` is given {word} `--continuous-batching`")
-        if continuous_batching and text is None and "calibration" not in check_cache(cache).options:
-            raise ValueError(
-                f"`--cache {cache}` has no tables that requests of a batch can share: give a `--text-file` to make "
-                "them of, or a calibrated cache, such as `gear-c16` after `kvcache-plugins calibrate --cache gear`"
-            )
+        if continuous_batching:
+            _check_batch(cache, store, text)
+        elif given := [option for option, value in batched.items() if value is not None]:
+            raise ValueError(f"`--{given[0]}` is given without `--continuous-batching`")
         self._store = None if store is None else PromptStore(store)
         self._batching: CompressedBatching | None = None
         with ExitStack() as stack:
@@ -96,22 +90,20 @@ class CacheServer:
                 log_level="error",
                 non_blocking=True,
             )
+            state, sampling = self._parts._generation_state, None
             model, tokenizer = self._take_model(name)
-            sampling = None
             self._manager: CachingManager | BatchingManager
             if continuous_batching:
                 own = {"return_tensors": "pt", "truncation": True, "max_length": _TEXT_TOKENS}
                 ids = tokenizer(text, **own).input_ids if text else None
                 self._batching = stack.enter_context(compressed_batching(model, cache, text=ids))
                 sampling = self._choose_sampling(model, temperature)
-                config = _choose_pages(model, num_blocks, max_batch_tokens)
-                self._manager = BatchingManager(model, config, sampling, say)
-                self._parts._generation_state._cb_manager = self._manager
-                say(self._manager.describe_pages())
+                pages = _choose_pages(model, num_blocks, max_batch_tokens)
+                self._manager = state._cb_manager = BatchingManager(model, pages, sampling, say)
             else:
                 self._manager = CachingManager(model, cache, self._store, say)
             stack.callback(self._manager.stop)
-            self._parts._generation_state.get_manager = lambda model_id, use_cb=False: self._manager
+            state.get_manager = lambda model_id, use_cb=False: self._manager  # type: ignore[method-assign]
             handlers = [kind(self._parts, name, model, tokenizer, sampling) for kind in HANDLERS]
             self._add_routes(self._parts.server.config.app, name, handlers)
             self._parts.server.config.timeout_graceful_shutdown = _GRACE_S
@@ -189,6 +181,19 @@ class CacheServer:
         app.add_exception_handler(HTTPException, refuse_http)
         app.add_exception_handler(Exception, fail)
         app.add_middleware(Departures)
+
+
+def _check_batch(cache: str, store: Path | None, text: str | None) -> None:
+    """Refuses before anything is loaded what a batch cannot have."""
+    if store is not None:
+        raise ValueError("`--store` is given with `--continuous-batching`")
+    if ":" in cache:
+        raise ValueError(f"`--cache {cache}` has options, with `--continuous-batching` accepted are names alone")
+    if text is None and "calibration" not in check_cache(cache).options:
+        raise ValueError(
+            f"`--cache {cache}` has no tables that requests of a batch can share: give a `--text-file` to make them "
+            "of, or a calibrated cache, such as `gear-c16` after `kvcache-plugins calibrate --cache gear`"
+        )
 
 
 def _choose_pages(model: Any, num_blocks: int | None, max_batch_tokens: int | None) -> ContinuousBatchingConfig:
