@@ -1,6 +1,5 @@
 """`kvcache-plugins serve`, asked by OpenAI's client: chats, the store, clients that go, errors and the end."""
 
-import json
 import os
 import re
 import shutil
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,19 +61,13 @@ def client(server):
     return connect(server.url)
 
 
-def metrics(server):
-    with urllib.request.urlopen(server.url.replace("/v1", "/metrics")) as answer:
-        lines = answer.read().decode().splitlines()
-    return {name.removeprefix("kvcache_"): float(value) for name, value in map(str.split, lines)}
-
-
 def wait_for(server, **wanted):
     """Waits until the server has counted as much."""
     for _ in range(600):
-        if wanted.items() <= metrics(server).items():
+        if wanted.items() <= server.stats().items():
             return
         time.sleep(0.05)
-    raise AssertionError(f"{metrics(server)} has not come to {wanted}")
+    raise AssertionError(f"{server.stats()} has not come to {wanted}")
 
 
 def test_the_second_turn_of_a_chat_finds_the_first(server, client, smollm2, tmp_path):
@@ -83,7 +75,7 @@ def test_the_second_turn_of_a_chat_finds_the_first(server, client, smollm2, tmp_
     turns = [{"role": "system", "content": SYSTEM}, QUESTION]
     first = client.chat.completions.create(messages=turns, max_tokens=24, **GREEDY)
     # The prompt is less than a block of the store, with its answer it is more
-    assert first.usage.prompt_tokens < 256 < first.usage.total_tokens and metrics(server)["known_tokens"] == 0
+    assert first.usage.prompt_tokens < 256 < first.usage.total_tokens and server.stats()["known_tokens"] == 0
     turns += [first.choices[0].message.model_dump(include={"role", "content"}), QUESTION]
     chunks = list(client.chat.completions.create(messages=turns, max_tokens=4, stream=True, **GREEDY))
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
@@ -92,7 +84,7 @@ def test_the_second_turn_of_a_chat_finds_the_first(server, client, smollm2, tmp_
     wait_for(server, known_tokens=256)
     whole = client.chat.completions.create(messages=turns, max_tokens=4, **GREEDY)
     assert whole.choices[0].message.content == streamed
-    assert metrics(server)["known_tokens"] == 512
+    assert server.stats()["known_tokens"] == 512
     # The same as without a server, read in the same blocks
     ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     store = PromptStore(tmp_path)
@@ -103,7 +95,7 @@ def test_the_second_turn_of_a_chat_finds_the_first(server, client, smollm2, tmp_
 
 
 def test_a_request_ends_when_its_client_has_gone(server, client):
-    before = metrics(server)
+    before = server.stats()
     stream = client.completions.create(prompt="One, two,", max_tokens=1000, stream=True, **GREEDY)
     next(iter(stream))
     stream.close()
@@ -112,32 +104,36 @@ def test_a_request_ends_when_its_client_has_gone(server, client):
         client.with_options(timeout=1).completions.create(prompt="One, two,", max_tokens=1000, **GREEDY)
     wait_for(server, cancelled=before["cancelled"] + 2)
     assert client.completions.create(prompt="One, two,", max_tokens=3, **GREEDY).usage.completion_tokens == 3
-    assert metrics(server)["cancelled"] == before["cancelled"] + 2
+    assert server.stats()["cancelled"] == before["cancelled"] + 2
 
 
 WRONG = {
-    "model": ({"model": "other"}, 400, "pinned to 'smollm2'"),
-    "cache": ({"extra_body": {"generation_config": '{"cache_implementation": "static"}'}}, 400, "must not choose"),
-    "option": ({"extra_body": {"nothing": 1}}, 422, "nothing"),
-    "prompt": ({"prompt": ""}, 400, "prompt is empty"),
-    "tokens": ({"max_tokens": -1}, 400, "max_new_tokens"),
+    "model": ({"model": "other"}, 'accepted is `"smollm2"`'),
+    "cache": ({"extra_body": {"generation_config": '{"cache_implementation": "static"}'}}, "no cache of its own"),
+    "option": ({"extra_body": {"nothing": 1}}, "`nothing` is no option of /v1/completions"),
+    "prompt": ({"prompt": ""}, "prompt is empty"),
+    "tokens": ({"max_tokens": -1}, "`max_tokens` is -1, but accepted is 1 or more"),
 }
 
 
-@pytest.mark.parametrize(("wrong", "code", "message"), WRONG.values(), ids=WRONG)
-def test_errors_are_json(client, wrong, code, message):
-    with pytest.raises(openai.APIStatusError, match=message) as caught:
-        client.completions.create(**{**GREEDY, "prompt": "One,", **wrong})
-    assert caught.value.status_code == code
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(("wrong", "message"), WRONG.values(), ids=WRONG)
+def test_errors_are_json(client, wrong, message, is_streamed):
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        client.completions.create(**{**GREEDY, "prompt": "One,", "stream": is_streamed, **wrong})
+    assert caught.value.type == "invalid_request_error"
 
 
 def test_errors_of_a_stream_and_of_routes_are_json(server, client):
-    wrong = {"generation_config": json.dumps({"cache_implementation": "static"})}
+    # That the tokenizer has no such token is known once tokens are chosen
     with pytest.raises(openai.APIError) as caught:
-        list(client.completions.create(prompt="One,", stream=True, extra_body=wrong, **GREEDY))
-    assert "must not choose" in caught.value.body
-    with pytest.raises(openai.BadRequestError, match="'messages' is missing"):
+        list(client.completions.create(prompt="One,", stream=True, logit_bias={"1000000": 1}, **GREEDY))
+    assert "1000000" in caught.value.body
+    with pytest.raises(openai.BadRequestError, match="`messages` is missing"):
         client.post("/chat/completions", body={"model": "smollm2"}, cast_to=object)
+    # Numbers of the server are of its lines and of no route
+    with pytest.raises(openai.NotFoundError):
+        client.get("/../metrics", cast_to=object)
     # Other models are not loaded
     with pytest.raises(openai.NotFoundError):
         client.post("/../load_model", body={"model": "gemma3-270m"}, cast_to=object)
@@ -160,7 +156,12 @@ def test_ctrl_c_lets_an_answer_end(tiny_folder):
     process.send_signal(signal.SIGINT)
     assert list(chunks)[-1].usage.completion_tokens == 60
     assert process.wait(timeout=60) == 0
-    assert "Interrupted" not in process.stderr.read()
+    rest = process.stderr.read()
+    assert "Interrupted" not in rest
+    # No line is folded, however long
+    assert re.search(
+        r"^3 tokens, 0 of them known, ready in .* s; 60 generated in .* s; cache .* MB$", rest, re.MULTILINE
+    )
 
 
 def test_transformers_server_runs_the_folder_of_a_models_repository(tiny_folder, tmp_path, monkeypatch):
@@ -192,12 +193,16 @@ def test_transformers_server_runs_the_folder_of_a_models_repository(tiny_folder,
     assert all(cache.stats()["tokens_compressed"] > 200 for cache in made)
 
 
+_BATCHED = "{folder}", "--continuous-batching", "--text-file", str(Path(__file__))
 REFUSED = {
     "cache": (["smollm2", "--cache", "geer"], "Unknown cache `geer`"),
     "store": (["smollm2", "--cache", "h2o", "--store", "{folder}"], "`cache` has to be a cache of GEAR's"),
-    "batch": (["smollm2", "--num-blocks", "9"], "`num_blocks` is given without `continuous_batching`"),
-    "batched store": (["smollm2", "--continuous-batching", "--store", "{folder}"], "`store` is given with"),
-    "tables": (["smollm2", "--continuous-batching"], "has no tables of the model's"),
+    "batch": (["smollm2", "--num-blocks", "9"], "`--num-blocks` is given without `--continuous-batching`"),
+    "batched store": (["smollm2", "--continuous-batching", "--store", "{folder}"], "`--store` is given with"),
+    "spec": ([*_BATCHED, "--cache", "gear:nbits=4"], "`--cache gear:nbits=4` has options"),
+    "tables": (["smollm2", "--continuous-batching"], "give a `--text-file`"),
+    "pages": ([*_BATCHED, "--num-blocks", "100000000"], "`--num-blocks` or `--max-batch-tokens` is too large"),
+    "text": (["smollm2", "--continuous-batching", "--text-file", "nothing"], "`--text-file`: nothing cannot be read"),
     "model": (["./nothing"], "`model` is `./nothing`, but there is no such folder"),
     "port": (["smollm2", "--port", "99999"], "'--port'"),
     "host": (["{folder}", "--host", "192.0.2.1"], "cannot be listened at"),
@@ -234,9 +239,18 @@ def test_requests_are_answered_together(batching):
     wait_for(batching, cancelled=2, requests=6, batching_free_share=before["batching_free_share"])
     stats = batching.stats()
     assert stats["batching_fused_calls"] > 0 and stats["batching_dense_reads"] == stats["failed"] == 0
-    for wrong in ({"temperature": 0.5, "extra_body": {"generation_config": '{"do_sample": true}'}}, {"stop": "five"}):
-        with pytest.raises(openai.BadRequestError, match="sampled alike"):
-            client.completions.create(**{**GREEDY, "prompt": "One,", **wrong})
+    wrong = {
+        "temperature": 0.5,
+        "stop": "five",
+        "top_p": 0.5,
+        "extra_body": {"generation_config": '{"do_sample": true}'},
+    }
+    for name, value in wrong.items():
+        with pytest.raises(openai.BadRequestError, match="generation_config" if name == "extra_body" else f"`{name}`"):
+            client.completions.create(**{**GREEDY, "prompt": "One,", name: value})
+    with pytest.raises(openai.BadRequestError, match="the prompt has .* tokens, but this server takes at most 8191"):
+        client.completions.create(prompt="One, two, " * 3000, **GREEDY)
+    assert client.responses.create(model="smollm2", input="Hi", max_output_tokens=2).usage.output_tokens == 2
 
 
 def cold_answers(folder, text, prompts):

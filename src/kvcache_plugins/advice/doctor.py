@@ -192,7 +192,7 @@ def check_attention(device: torch.device) -> float:
     dense; a `WrongKernelError` if it is above what rounding explains.
     """
     cache = create_cache("gear-2bit")
-    generator = torch.Generator("cpu").manual_seed(42)
+    generator = torch.Generator().manual_seed(42)
     draw = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
     keys, values = (draw(1, 2, 256, 64).to(device) for _ in range(2))
     query = draw(1, 4, 1, 64).to(device)

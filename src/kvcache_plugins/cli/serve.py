@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from kvcache_plugins.console.display import print_line
 from kvcache_plugins.console.inputs import DeviceOption, DtypeOption, prepare_loading, read_text
 from kvcache_plugins.models.packaged_models import check_model_name
 from kvcache_plugins.registry import check_cache
@@ -26,8 +25,12 @@ def main(
     ] = False,
     text_file: Annotated[Path | None, typer.Option(help="Text for tables of a batch without a calibration.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Of batches, 0 greedy; else the model's.", min=0)] = None,
-    num_blocks: Annotated[int | None, typer.Option(help="Pages in bytes of dense blocks (256 tokens).", min=1)] = None,
-    max_batch_tokens: Annotated[int | None, typer.Option(help="Tokens of a pass of a batch.", min=1)] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(help="Pages, in bytes of dense blocks of 256 tokens; 64 on a CPU.", min=1)
+    ] = None,
+    max_batch_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of a pass of a batch; 1024 on a CPU.", min=1)
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen at; by default none but this machine reaches it.")] = (
         "127.0.0.1"
     ),
@@ -38,9 +41,10 @@ def main(
     """Serve a model over HTTP, as OpenAI's API does.
 
     Transformers' server, so far as it answers with text: /v1/chat/completions, /v1/completions, /v1/responses and
-    /v1/models; /health and /metrics say how it is. Every request gets a cache of its own, one after the other; with
-    --continuous-batching requests are answered together. A request ends when its connection is closed. A line for each
-    goes to standard error.
+    /v1/models; /health says whether it answers. Every request gets a cache of its own, one after the other; with
+    --continuous-batching requests are answered together, from pages whose memory is taken at the start. A request ends
+    when its connection is closed, and one that asks for what the server cannot do is refused. A line for each goes to
+    standard error.
 
     There is no authentication: whoever reaches the address may use the model, and with --store sees by the time that
     it takes what others have asked. Ctrl-C stops the server, once it has answered.
@@ -56,7 +60,7 @@ def main(
     """
     check_model_name(model)
     check_cache(cache)
-    text = None if text_file is None else read_text(text_file, "text_file")
+    text = None if text_file is None else read_text(text_file, "--text-file")
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
@@ -77,8 +81,13 @@ def main(
         port=port,
         device=str(place),
         dtype=str(chosen_dtype).removeprefix("torch."),
-        say=lambda line: print_line(line, stderr=True),
+        say=_log,
     )
     whom = "whoever reaches this machine" if host not in _LOCAL else "whoever uses this machine"
-    print_line(f"{model} with {cache} at {server.url}, without authentication: for {whom}", stderr=True)
+    _log(f"{model} with {cache} at {server.url}, without authentication: for {whom}")
     server.run()
+
+
+def _log(line: str) -> None:
+    """Writes a line to standard error, whole whatever the width, so that it can be searched for."""
+    typer.echo(line, err=True)

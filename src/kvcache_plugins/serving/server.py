@@ -1,7 +1,7 @@
 """Transformers' own server, of one model whose every request has a cache of the registry.
 
-Transformers has the routes, chat templates, streaming and sampling; `requests` gives each request its cache. What
-stands here puts them together, answers errors as JSON, counts and stops.
+Transformers has chat templates, streaming and sampling; `handlers` check options, and `requests` gives each request
+its cache. What stands here puts them together, answers errors as JSON, counts and stops.
 """
 
 import logging
@@ -11,23 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import ContinuousBatchingConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.cli.serve import Serve
 
 from kvcache_plugins.batching import CompressedBatching, compressed_batching
 from kvcache_plugins.models.reference_model import resolve_model
 from kvcache_plugins.prompt_store import PromptStore
+from kvcache_plugins.registry import check_cache
 
+from .handlers import HANDLERS
 from .requests import BatchingManager, CachingManager, Departures, Say
 
 
 _COUNTERS = "requests", "cancelled", "failed", "prompt_tokens", "known_tokens", "generated_tokens", "cache_bytes"
-# Of Transformers' routes; others load models or let go of them
-_ROUTES = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/health"}
 # Of a text that tables are made of
 _TEXT_TOKENS = 2048
 # Requests that are answered when the server is stopped have as long to end
 _GRACE_S = 10
+# Of a batch on a CPU, whose memory other programs share: tokens of a pass, and pages in bytes of dense blocks
+_CPU_BATCH_TOKENS, _CPU_BLOCKS = 1024, 64
 
 
 class _Parts(Serve):  # type: ignore[misc]
@@ -40,8 +42,9 @@ class CacheServer:
     Serves a model, by the `name` that clients call it, as OpenAI's API does, by Transformers' server, with a cache of
     the registry for each request; or, with `continuous_batching`, from coded pages: `text` makes tables for caches
     without a calibration, `temperature` is of all requests, `num_blocks` dense blocks of 256 tokens say how many bytes
-    pages have, and `max_batch_tokens` are those of a pass. In the folder `store` prompts and answers are kept. `url`
-    is what clients take for their `base_url`, and `say` takes a line for each request.
+    pages have, and `max_batch_tokens` are those of a pass (on a CPU 64 and 1024 unless they are given). In the folder
+    `store` prompts and answers are kept. `url` is what clients take for their `base_url`, and `say` takes a line for
+    each request. Errors name the command's options.
 
     A `ValueError` refuses models that write no text and options, an `ImportError` packages or a release of
     Transformers, an `OSError` a port that is taken.
@@ -68,14 +71,12 @@ class CacheServer:
             raise ImportError(
                 f"the server of Transformers {transformers.__version__} is not known, but those of 5.23 and 5.24 are"
             )
-        batched = {"text": text, "temperature": temperature, "num_blocks": num_blocks}
-        batched |= {"max_batch_tokens": max_batch_tokens}
-        wrong = {"store": store, "options": cache.partition(":")[2] or None} if continuous_batching else batched
-        for option, value in wrong.items():
-            if value is not None:
-                raise ValueError(
-                    f"`{option}` is given {'with' if continuous_batching else 'without'} `continuous_batching`"
-                )
+        batched = {"text-file": text, "temperature": temperature, "num-blocks": num_blocks}
+        batched |= {"max-batch-tokens": max_batch_tokens}
+        if continuous_batching:
+            _check_batch(cache, store, text)
+        elif given := [option for option, value in batched.items() if value is not None]:
+            raise ValueError(f"`--{given[0]}` is given without `--continuous-batching`")
         self._store = None if store is None else PromptStore(store)
         self._batching: CompressedBatching | None = None
         with ExitStack() as stack:
@@ -89,37 +90,28 @@ class CacheServer:
                 log_level="error",
                 non_blocking=True,
             )
-            models, state = self._parts._model_manager, self._parts._generation_state
-            ((_, loaded),) = models.loaded_models.items()
-            model: Any = loaded.model
-            tokenizer: Any = loaded.processor
-            if models.get_model_modality(model, processor=tokenizer).value != "LLM":
-                raise ValueError(f"`model` is `{name}`, but models of text alone are served")
-            models.force_model, models.loaded_models = name, {models.process_model_name(name): loaded}
+            state, sampling = self._parts._generation_state, None
+            model, tokenizer = self._take_model(name)
             self._manager: CachingManager | BatchingManager
             if continuous_batching:
                 own = {"return_tensors": "pt", "truncation": True, "max_length": _TEXT_TOKENS}
                 ids = tokenizer(text, **own).input_ids if text else None
                 self._batching = stack.enter_context(compressed_batching(model, cache, text=ids))
-                if temperature is not None:
-                    # What requests that say nothing begin with
-                    model.generation_config.update(do_sample=temperature > 0, temperature=temperature or None)
-                sampling = self._parts._chat_handler._build_generation_config({}, model.generation_config, use_cb=True)
-                # A request has blocks for exact tokens too, so small ones: `num_blocks` are of 256 tokens
-                count = None if num_blocks is None else 2 * num_blocks
-                config = ContinuousBatchingConfig(page_size=128, num_blocks=count, max_batch_tokens=max_batch_tokens)
-                self._manager = state._cb_manager = BatchingManager(model, config, sampling, say)
+                sampling = self._choose_sampling(model, temperature)
+                pages = _choose_pages(model, num_blocks, max_batch_tokens)
+                self._manager = state._cb_manager = BatchingManager(model, pages, sampling, say)
             else:
                 self._manager = CachingManager(model, cache, self._store, say)
             stack.callback(self._manager.stop)
             state.get_manager = lambda model_id, use_cb=False: self._manager  # type: ignore[method-assign]
-            self._add_routes(self._parts.server.config.app, name)
+            handlers = [kind(self._parts, name, model, tokenizer, sampling) for kind in HANDLERS]
+            self._add_routes(self._parts.server.config.app, name, handlers)
             self._parts.server.config.timeout_graceful_shutdown = _GRACE_S
             self._open = stack.pop_all()
 
     def run(self) -> None:
         """Serves until the process is told to stop (Ctrl-C or SIGTERM); what is being answered is answered first."""
-        # Otherwise a line to standard output for every request, of metrics too
+        # Otherwise a line to standard output for every request
         logging.getLogger("uvicorn.access").handlers.clear()
         # Ctrl-C is what it has ended by
         with self._open, suppress(KeyboardInterrupt):
@@ -139,19 +131,36 @@ class CacheServer:
             found["batching_free_share"] = self._manager.free_share()
         return found
 
-    def _add_routes(self, app: Any, name: str) -> None:
-        """Leaves of the routes those of one model, and adds the list of models, metrics and errors as JSON."""
+    def _take_model(self, name: str) -> tuple[Any, Any]:
+        """Has clients call the model that was loaded by a name; a `ValueError` if it does not write text alone."""
+        models = self._parts._model_manager
+        ((_, loaded),) = models.loaded_models.items()
+        if models.get_model_modality(loaded.model, processor=loaded.processor).value != "LLM":
+            raise ValueError(f"`model` is `{name}`, but models of text alone are served")
+        models.force_model, models.loaded_models = name, {models.process_model_name(name): loaded}
+        return loaded.model, loaded.processor
+
+    def _choose_sampling(self, model: Any, temperature: float | None) -> GenerationConfig:
+        """Chooses how tokens of a batch are sampled, which is also what requests that say nothing begin with."""
+        if temperature is not None:
+            model.generation_config.update(do_sample=temperature > 0, temperature=temperature or None)
+        chosen: GenerationConfig = self._parts._chat_handler._build_generation_config(
+            {}, model.generation_config, use_cb=True
+        )
+        return chosen
+
+    def _add_routes(self, app: Any, name: str, handlers: list[Any]) -> None:
+        """Leaves of Transformers' routes `/health`, and adds handlers, the list of models and errors as JSON."""
         from fastapi.exceptions import RequestValidationError
-        from fastapi.responses import JSONResponse, PlainTextResponse
+        from fastapi.responses import JSONResponse
         from jinja2 import TemplateError
         from starlette.exceptions import HTTPException
 
-        app.router.routes[:] = [route for route in app.router.routes if route.path in _ROUTES]
+        app.router.routes[:] = [route for route in app.router.routes if route.path == "/health"]
+        for handler in handlers:
+            app.post(f"/v1/{handler.api}")(handler.answer)
         model = {"id": name, "object": "model", "created": 0, "owned_by": "kvcache-plugins"}
         app.get("/v1/models")(lambda: {"object": "list", "data": [model]})
-        app.get("/metrics")(
-            lambda: PlainTextResponse("".join(f"kvcache_{key} {value}\n" for key, value in self.stats().items()))
-        )
 
         def answer(code: int, message: str) -> JSONResponse:
             self._manager.counters["failed"] += 1
@@ -174,6 +183,29 @@ class CacheServer:
         app.add_middleware(Departures)
 
 
+def _check_batch(cache: str, store: Path | None, text: str | None) -> None:
+    """Refuses before anything is loaded what a batch cannot have."""
+    if store is not None:
+        raise ValueError("`--store` is given with `--continuous-batching`")
+    if ":" in cache:
+        raise ValueError(f"`--cache {cache}` has options, with `--continuous-batching` accepted are names alone")
+    if text is None and "calibration" not in check_cache(cache).options:
+        raise ValueError(
+            f"`--cache {cache}` has no tables that requests of a batch can share: give a `--text-file` to make them "
+            "of, or a calibrated cache, such as `gear-c16` after `kvcache-plugins calibrate --cache gear`"
+        )
+
+
+def _choose_pages(model: Any, num_blocks: int | None, max_batch_tokens: int | None) -> ContinuousBatchingConfig:
+    """Chooses the size of pages; on other devices than a CPU Transformers takes what is free, if nobody says."""
+    if model.device.type == "cpu":
+        num_blocks = num_blocks or _CPU_BLOCKS
+        max_batch_tokens = max_batch_tokens or _CPU_BATCH_TOKENS
+    # A request has blocks for exact tokens too, so small ones: `num_blocks` are of 256 tokens
+    count = None if num_blocks is None else 2 * num_blocks
+    return ContinuousBatchingConfig(page_size=128, num_blocks=count, max_batch_tokens=max_batch_tokens)
+
+
 def _bind(host: str, port: int) -> socket.socket:
     """Takes a port, before anything is loaded."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -183,5 +215,5 @@ def _bind(host: str, port: int) -> socket.socket:
         taken.bind(address)
     except OSError as error:
         taken.close()
-        raise OSError(f"`port` is {port}, but {host}:{port} cannot be listened at ({error.strerror})") from error
+        raise OSError(f"`--port` is {port}, but {host}:{port} cannot be listened at ({error.strerror})") from error
     return taken
