@@ -75,6 +75,7 @@ def test_people_are_told_the_same(run) -> None:
     result = run("doctor")
     for expected in ("transformers", "GPU", "threads", "Triton", "kernels on cpu", "model smollm2"):
         assert expected in result.stdout
+    assert "set OMP_WAIT_POLICY=PASSIVE before torch is imported" in " ".join(result.stdout.split())
     assert "\nWorks: " in result.stdout[-200:] and "attention on cpu by " in " ".join(result.stdout.split())
     assert max(map(len, result.stdout.splitlines())) <= 80
     if not torch.cuda.is_available():

