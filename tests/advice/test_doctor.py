@@ -94,7 +94,7 @@ def test_missing_kernels_are_a_hint(monkeypatch: pytest.MonkeyPatch, report_of) 
 def test_a_missing_backend_says_which_caches_cannot_be_used(without: Callable[[str], None], report_of, run) -> None:
     without("hqq")
     result = run("doctor")
-    assert "pip install 'kvcache-plugins[peers]'" in result.stdout
+    assert "pip install '.[peers]' in a clone of the repository" in result.stdout
     report = report_of()
     assert package(report, "hqq")["detail"].startswith("hqq>=")
 
