@@ -1,7 +1,8 @@
 """Output of commands: tables for people, one JSON document for scripts, in the form that its schema says."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins import list_caches, predict_memory, register_cache
+from kvcache_plugins.cli import generate
 from kvcache_plugins.console.display import print_line
 from kvcache_plugins.console.results import print_json
 
@@ -94,20 +96,40 @@ def test_generate_streams_the_text_and_reports_on_stderr(tiny_folder: str, run, 
     arguments = ["generate", "--model", tiny_folder, "--prompt", PROMPT, "--max-new-tokens", "12", "--cache"]
     dynamic = run(*arguments, "dynamic")
     assert len(dynamic.stdout.removesuffix("\n")) == 12
-    together = " ".join(dynamic.stderr.split())
+    reading, _, summary = dynamic.stderr.partition("\n")
+    assert reading.endswith("s] reading 159 tokens")
+    together = " ".join(summary.split())
     assert together.startswith("dynamic: ") and together.endswith(" ms")
     for said in ("200.0 % of a cache at 16 bits", "prompt of 159 tokens in", "s of processor time"):
         assert said in together
     gear = " ".join(run(*arguments, "gear:nbits=8,residual_length=32").stderr.split())
     # The share that is still exact, and the word for it
-    assert gear.startswith("gear: ") and "residual" in gear and "are exact" in gear
+    assert " gear: " in gear and "residual" in gear and "are exact" in gear
     assert read(*arguments, "gear:nbits=8")["settings"]["options"] == {"nbits": 8}
     content = read(*arguments, "dynamic")
     assert content["text"] == dynamic.stdout.removesuffix("\n") and len(content["token_ids"]) == 12
     assert content["memory"]["total_bytes"] == content["memory"]["dense_bytes"] > 0
     assert content["settings"]["num_prompt_tokens"] == 159
     # Streamed all the same, beside the summary
-    assert run(*arguments, "dynamic", "--json").stderr.startswith(dynamic.stdout)
+    assert run(*arguments, "dynamic", "--json").stderr.partition("\n")[2].startswith(dynamic.stdout)
+
+
+def test_reading_is_shown_layer_by_layer_and_ends_with_the_prompt(tiny_llama, monkeypatch) -> None:
+    said = []
+
+    @contextmanager
+    def track(total: int) -> Iterator[Callable[[str], None]]:
+        said.append(total)
+        yield said.append
+        said.append("end")
+
+    monkeypatch.setattr(generate, "track_progress", track)
+    num_layers = tiny_llama.config.num_hidden_layers
+    with generate._show_reading(tiny_llama, 1234, 2):
+        for _ in range(3):
+            tiny_llama(torch.ones(1, 5, dtype=torch.long))
+    assert said == [2 * num_layers, *["reading 1,234 tokens"] * 2 * num_layers, "end"]
+    assert not any(module._forward_pre_hooks for module in tiny_llama.modules())
 
 
 def test_the_prompt_follows_the_text_of_the_file(tiny_folder: str, tmp_path: Path, run) -> None:
@@ -130,7 +152,7 @@ def test_a_text_that_is_too_short_is_said_to_be(tiny_folder: str, run) -> None:
     options = ["--model", tiny_folder, "--prompt", "12 tokens", "--max-new-tokens", "3", "--cache"]
     for cache in ("gear-2bit", "h2o"):
         said = " ".join(run("generate", *options, cache).stderr.split())
-        assert said.startswith(f"{cache}: 12 tokens: too short to compress, held exact in ") and "%" not in said
+        assert f"reading 9 tokens {cache}: 12 tokens: too short to compress, held exact in " in said and "%" not in said
     lines = run("compare", *options, "gear-2bit").stdout.splitlines()
     assert " exact " in next(line for line in lines if line.split()[:1] == ["gear-2bit"])
 
@@ -229,7 +251,8 @@ def test_recommend_says_limits_in_the_units_of_the_budget(folder: str, run, monk
 
 def test_calibrate_for_infinigen(tiny_folder: str, tmp_path: Path, fox: str, run, read) -> None:
     file = tmp_path / "new" / "calibration.safetensors"
-    options = ["--model", tiny_folder, "--text-file", fox, "--windows", "2", "--length", "300", "--out", str(file)]
+    options = ["--cache", "infinigen", "--model", tiny_folder, "--text-file", fox, "--out", str(file)]
+    options += ["--windows", "2", "--length", "300"]
     assert "oracle" in run("calibrate", *options, "--rank", "8", "--min-recall", "0.01").stdout
     compared = ["--model", tiny_folder, "--prompt", PROMPT, "--max-new-tokens", "4"]
     run("compare", *compared, "--cache", f"infinigen:calibration={file}")
@@ -242,7 +265,7 @@ def test_calibrate_for_infinigen(tiny_folder: str, tmp_path: Path, fox: str, run
 
 def test_calibrate_keeps_what_presets_of_gear_find(tiny_folder: str, tmp_path: Path, fox: str, run, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path / "home"))
-    options = ["--cache", "gear", "--model", tiny_folder, "--text-file", fox, "--text-file", fox]
+    options = ["--model", tiny_folder, "--text-file", fox, "--text-file", fox]
     shown = run("calibrate", *options, "--windows", "1", "--length", "200").stdout
     (file,) = (tmp_path / "home" / "calibrations").iterdir()
     assert file.name in shown.replace("\n", "")

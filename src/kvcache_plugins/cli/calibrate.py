@@ -1,4 +1,4 @@
-"""`kvcache-plugins calibrate`: what InfiniGen, or GEAR's transform coding, can be told about a model beforehand."""
+"""`kvcache-plugins calibrate`: what GEAR's transform coding, or InfiniGen, can be told about a model beforehand."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -12,13 +12,13 @@ from kvcache_plugins.console.results import prepare_file, print_json, provenance
 
 
 # Windows of every text, and tokens of a window
-_DEFAULTS = {"infinigen": (8, 1024), "gear": (6, 512)}
+_DEFAULTS = {"gear": (6, 512), "infinigen": (8, 1024)}
 
 
 def main(
     text_file: Annotated[list[Path] | None, typer.Option(help="Text like what a model will read; repeatable.")] = None,
     out: Annotated[Path | None, typer.Option(help="safetensors file to write; for gear there is a default.")] = None,
-    cache: Annotated[str, typer.Option(help="infinigen or gear.")] = "infinigen",
+    cache: Annotated[str, typer.Option(help="gear or infinigen.")] = "gear",
     model: inputs.ModelOption = "smollm2",
     windows: Annotated[int | None, typer.Option(help="Windows of every text (gear 6, infinigen 8).", min=1)] = None,
     length: Annotated[int | None, typer.Option(help="Tokens a window (gear 512, infinigen 1024).", min=4)] = None,
@@ -28,25 +28,25 @@ def main(
     device: inputs.DeviceOption = None,
     as_json: inputs.JsonOption = False,
 ) -> None:
-    """Calibrate InfiniGen or GEAR's transform coding.
-
-    InfiniGen: measures how well it speculates, and fits corrections; every other window is only measured. The figures
-    are, of each layer, the attention mass that a tenth of the tokens captures, chosen by the true queries (oracle), by
-    the paper's guess (input), by ours (stream), and by ours with the correction. The cache takes the file as
-    `InfiniGenCache(model, calibration="FILE")`.
+    """Calibrate GEAR's transform coding, or InfiniGen.
 
     GEAR: finds the bases that keys and values are coded in by the presets `gear-c12`, `gear-c16`, ..., and what their
     errors cost. The first half of a window fills a cache, the other says what an error does. It goes by what comes
     with Python and this package, code, reference, and prose in eight languages, and by the texts given. Without --out
     the file is kept where those presets, and `gear`, find it; with it they take it as `gear-c16:calibration=FILE`.
 
+    InfiniGen: measures how well it speculates, and fits corrections; every other window is only measured. The figures
+    are, of each layer, the attention mass that a tenth of the tokens captures, chosen by the true queries (oracle), by
+    the paper's guess (input), by ours (stream), and by ours with the correction. The cache takes the file as
+    `InfiniGenCache(model, calibration="FILE")`.
+
     \b
     Examples:
-        kvcache-plugins calibrate --model smollm2 --text-file book.txt --out smollm2.safetensors
-        kvcache-plugins compare --cache infinigen:calibration=smollm2.safetensors --prompt-file book.txt
-        kvcache-plugins calibrate --cache gear --model smollm2
-        kvcache-plugins calibrate --cache gear --model smollm2 --text-file book.txt
+        kvcache-plugins calibrate --model smollm2
+        kvcache-plugins calibrate --model smollm2 --text-file book.txt
         kvcache-plugins compare --cache gear-c16 --prompt-file book.txt
+        kvcache-plugins calibrate --cache infinigen --text-file book.txt --out smollm2.safetensors
+        kvcache-plugins compare --cache infinigen:calibration=smollm2.safetensors --prompt-file book.txt
     """
     from kvcache_plugins.option_checks import check_choice
 
