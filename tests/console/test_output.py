@@ -13,6 +13,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins import list_caches, predict_memory, register_cache
+from kvcache_plugins.advice.recommendation import MEASURED_KL
 from kvcache_plugins.cli import generate
 from kvcache_plugins.console.display import print_line
 from kvcache_plugins.console.results import print_json
@@ -83,6 +84,19 @@ def test_list(run, read, forgets: None) -> None:
     assert list(caches) == list_caches()
     assert caches["gear-2bit"]["options"]["nbits"] == 2 and caches["offloaded"]["requires"] == "a CUDA device"
     assert [each["name"] for each in read("list", "kivi*")["caches"]] == list_caches("kivi*")
+    sizes = {name: (each["kv_percent"], each["host_percent"]) for name, each in caches.items()}
+    assert sizes["dynamic"] == (100, 0) and sizes["fp8"] == (pytest.approx(50, abs=0.01), 0)
+    # Codes of 2 of 16 bits, two scales of 16 bits for 64 of them in both directions
+    assert sizes["per-token-2bit"] == (pytest.approx(100 * (2 + 2 * 16 / 64) / 16, abs=0.01), 0)
+    # All that is fetched from is in host memory: 28 of 30 layers
+    assert sizes["infinigen"][1] == pytest.approx(100 * 28 / 30, abs=0.01) and sizes["infinigen"][0] < 30
+    # Neither can be made, or without numbers
+    assert sizes["absent"] == sizes["hqq-4bit"] == (None, None)
+    assert {name: each["kl"] for name, each in caches.items() if each["kl"] is not None} == MEASURED_KL
+    shown = {line.split()[0]: line.split()[1:] for line in lines if line.split()[0] in list_caches()}
+    on_device = f"{sizes['infinigen'][0]:.1f}"
+    assert shown["fp8"][:2] == ["50.0", "0.0087"] and shown["infinigen"][:4] == [on_device, "+", "93", "0.0179"]
+    assert shown["absent"][:2] == ["-", "-"]
 
 
 def test_a_missing_backend_says_what_to_install(refuse, forgets: None) -> None:
@@ -152,7 +166,9 @@ def test_a_text_that_is_too_short_is_said_to_be(tiny_folder: str, run) -> None:
     options = ["--model", tiny_folder, "--prompt", "12 tokens", "--max-new-tokens", "3", "--cache"]
     for cache in ("gear-2bit", "h2o"):
         said = " ".join(run("generate", *options, cache).stderr.split())
-        assert f"reading 9 tokens {cache}: 12 tokens: too short to compress, held exact in " in said and "%" not in said
+        assert (
+            f"reading 9 tokens {cache}: 12 tokens: too short to compress, held exact in " in said and "%" not in said
+        )
     lines = run("compare", *options, "gear-2bit").stdout.splitlines()
     assert " exact " in next(line for line in lines if line.split()[:1] == ["gear-2bit"])
 
@@ -237,6 +253,8 @@ def test_recommend_says_limits_in_the_units_of_the_budget(folder: str, run, monk
     options = ["recommend", "--model", folder, "--cache"]
     said = run(*options, "h2o", "--memory", "64GiB", "--context", "9000", "--with-weights").stdout
     assert "The model was made for 8,192 tokens: fewer than were asked for." in said
+    asked = [*options, "dynamic", "--memory", "64GiB", "--context", "900"]
+    assert "Max context is what fits the memory: the model was made for 8,192 tokens." in run(*asked).stdout
     assert "beside weights of" in " ".join(said.split()) and ">16,777,216" in said
     options += ["dynamic", "--context", "1000", "--memory"]
     for memory, shown in {"100MB": "100.00 MB", "1.5 GB": "1.50 GB", "8GiB": "8.00 GiB"}.items():
