@@ -60,6 +60,8 @@ class KVCacheLM(HFLM):
         cache_check (`bool`, *optional*, defaults to `True`): whether it is an error that a cache was never exercised:
             that it held exact states only, because contexts are shorter than its buffer, so that scores say nothing
             about it. Otherwise it is a warning.
+        batch_size (`int` or `str`, *optional*, defaults to 1): contexts that are prefilled together. `auto` is the
+            most that fit on a GPU, and 1 on a CPU.
         kwargs:
             `cache_` and an option's name sets that option of the cache: `cache_rank=8`. Everything else is of `HFLM`.
 
@@ -103,6 +105,10 @@ class KVCacheLM(HFLM):
             pretrained = resolve_model(pretrained)
         super().__init__(pretrained, **kwargs)
         self._rank, self._world_size = find_rank(self)
+        if self.batch_size == "auto" and self.device.type == "cpu":
+            # lm-eval tries 64 of the longest contexts, and less where memory runs out: on a CPU it would try for hours
+            logger.warning("`batch_size` is 1: `auto` looks for what fits on a GPU. On a CPU give a number for more.")
+            self.batch_size_per_gpu = 1
         # Of all calls and processes, after the last call
         self._record = CacheRecord()
         # What cannot serve this model says so now, not after an hour of building requests

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 
 # What is started in the background ignores Ctrl-C, and so do the commands that it starts and interrupts
@@ -350,6 +351,20 @@ def run_python() -> Callable[..., Any]:
         return done
 
     return call
+
+
+@pytest.fixture(scope="session")
+def wait_until() -> Callable[[Callable[[], bool]], None]:
+    """Waits until a condition holds, however busy the machine is; what takes ten minutes hangs."""
+
+    def wait(condition: Callable[[], bool]) -> None:
+        for _ in range(12_000):
+            if condition():
+                return
+            time.sleep(0.05)
+        pytest.fail("the condition has not come to hold in ten minutes")
+
+    return wait
 
 
 @pytest.fixture

@@ -54,10 +54,9 @@ def generate_with(
     check_integer("max_new_tokens", max_new_tokens, 1)
     check_number("temperature", temperature, above=0, is_optional=True)
     set_seed(seed)
-    clock = time.process_time if model.device.type == "cpu" else time.perf_counter
     input_ids = token_ids[None].to(model.device)
     sampling = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
-    timer = harness.TokenTimer(clock, on_token)
+    timer = harness.TokenTimer(choose_clock(model.device), on_token)
     output = model.generate(  # type: ignore[operator]
         input_ids,
         attention_mask=torch.ones_like(input_ids),
@@ -77,6 +76,11 @@ def generate_with(
         "tokens_per_second": 1 / seconds if seconds else None,
         "was_exercised": harness.was_exercised(cache),
     }
+
+
+def choose_clock(device: torch.device) -> Callable[[], float]:
+    """Chooses the clock of a model's steps: the processor's time on a CPU, else that of the wall."""
+    return time.process_time if device.type == "cpu" else time.perf_counter
 
 
 def compare_caches(
@@ -165,8 +169,10 @@ _COLUMNS = (
 )
 
 
-def summary_line(cache: str, num_prompt_tokens: int, generation: Row, memory: MemoryReport) -> str:
-    """Sums up the bytes held and the speed of one generation."""
+def summary_line(
+    cache: str, num_prompt_tokens: int, generation: Row, memory: MemoryReport, num_known: int | None = None
+) -> str:
+    """Sums up the bytes held, the speed of one generation, and tokens that a prompt store knew, if there is one."""
     num_new = len(generation["token_ids"])
     held = f"{memory}; the parts `residual` and `dense` are exact"
     if memory.shared:
@@ -175,7 +181,8 @@ def summary_line(cache: str, num_prompt_tokens: int, generation: Row, memory: Me
         num_tokens = num_prompt_tokens + num_new
         held = f"{num_tokens} tokens: too short to compress, held exact in {memory.total_bytes:,} bytes"
     clock = "processor" if "cpu" in memory.devices else "clock"
-    prompt = f"prompt of {num_prompt_tokens} tokens in {generation['prefill_seconds']:.2f} s of {clock} time"
+    known = "" if num_known is None else f", {num_known} of them from the store,"
+    prompt = f"prompt of {num_prompt_tokens} tokens{known} in {generation['prefill_seconds']:.2f} s of {clock} time"
     return f"{cache}: {held}; {prompt}, {num_new} new ones at {_COLUMNS[-1].show(generation)} ms"
 
 

@@ -38,7 +38,7 @@ def find_task(task: str | Path, metadata: Mapping[str, Any] | None = None) -> tu
 def run_lm_eval(arguments: Sequence[str]) -> None:
     """Runs lm-eval with `arguments` as after `lm_eval`, the model `kvcache` registered and tasks known by name."""
     if find_spec("lm_eval") is None:
-        raise ImportError("`eval` needs lm-eval: `pip install 'kvcache-plugins[eval]'`")
+        raise ImportError("`eval` needs lm-eval: `pip install '.[eval]'` in a clone of the repository")
     from lm_eval.__main__ import cli_evaluate
 
     import kvcache_plugins.eval.lm_eval_model  # noqa: F401 - registers the model

@@ -41,12 +41,22 @@ def load_rows(
     """
     folder = _find_folder(data_folder)
     if folder is None:
-        rows = load_dataset(*hub)
+        rows = _load_from_hub(*hub)
         return DatasetDict({"train": rows["train"], "test": rows[hub_test]})
     splits = {split: read_rows(folder / file, "data_folder") for split, file in files.items()}
     if "train" not in splits:
         splits = {"train": splits["test"][:NUM_EXAMPLES], "test": splits["test"][NUM_EXAMPLES:]}
     return _as_splits(splits)
+
+
+def _load_from_hub(path: str, name: str | None = None) -> DatasetDict:
+    try:
+        return load_dataset(path, name)
+    except ConnectionError as error:
+        raise ValueError(
+            f"`data_folder`: {path} is read from the hub, which cannot be reached. Name a folder that holds the set "
+            f"by `--metadata data_folder=DIR` or ${DATA_VARIABLE}."
+        ) from error
 
 
 def _find_folder(data_folder: str | None) -> Path | None:
@@ -112,11 +122,17 @@ def make_context(
     return _as_splits({"test": [each._asdict() for each in made]})
 
 
+def score_answer(doc: Row, results: Sequence[tuple[float, bool]]) -> dict[str, object]:
+    """Scores an answer by its bytes, so that short and long ones compare, and by whether greedy decoding gives it."""
+    ((log_likelihood, is_greedy),) = results
+    return {"byte_perplexity": (log_likelihood, len(doc["answer"].encode("utf-8"))), "acc": float(is_greedy)}
+
+
 def wikitext(data_folder: str | None = None, **_: object) -> DatasetDict:
     """WikiText-2, a page a row."""
     folder = _find_folder(data_folder)
     if folder is None:
-        rows = load_dataset("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1")["test"]
+        rows = _load_from_hub("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1")["test"]
         return _as_splits({"test": rows})
     text = (folder / "wikitext2" / "wiki.test.raw").read_text(encoding="utf-8")
     # A page begins with its title between single equals signs

@@ -95,7 +95,7 @@ def test_a_prefix_is_shared(smollm2, prompts, context):
         answers, coded = [], []
         for _ in range(2):
             manager.add_request(prompts[-1])
-            answers.append(manager.get_result(timeout=60).generated_tokens)
+            answers.append(manager.get_result(timeout=600).generated_tokens)
             coded.append(batching.stats()["tokens_coded"])
         block, dense = batching.page_bytes()
     assert answers[0] == answers[1]
@@ -110,14 +110,16 @@ def test_a_cancelled_request_gives_its_blocks_back(smollm2, prompts, context):
         smollm2[0].continuous_batching_context_manager(**config(400)) as manager,
     ):
         manager.add_request(prompts[0], request_id="kept", max_new_tokens=NUM_TOKENS)
-        alone = manager.get_result(timeout=60).generated_tokens
+        alone = manager.get_result(timeout=600).generated_tokens
         # With a beginning that is known, and without one
         for number in (0, 1):
             manager.add_request(prompts[number], request_id=f"{number}", streaming=True)
             next(iter(manager.request_id_iter(f"{number}")))
             manager.cancel_request(f"{number}")
         manager.add_request(prompts[0], request_id="again", max_new_tokens=NUM_TOKENS)
-        again = next(each for each in iter(lambda: manager.get_result(timeout=60), None) if each.request_id == "again")
+        again = next(
+            each for each in iter(lambda: manager.get_result(timeout=600), None) if each.request_id == "again"
+        )
         batch = manager.batch_processor
         while batch.has_pending_requests():
             time.sleep(0.01)
@@ -191,7 +193,7 @@ def test_other_models_are_left_alone(smollm2, prompts, context, tiny_llama):
 
 def test_two_models_in_two_threads(tiny_llama, tiny_model, random_windows):
     prompts = [ids[: 90 + 31 * k].tolist() for k, ids in enumerate(random_windows(3, 152))]
-    models, are_open = [tiny_llama, tiny_model("llama-mha")], threading.Barrier(2, timeout=60)
+    models, are_open = [tiny_llama, tiny_model("llama-mha")], threading.Barrier(2, timeout=600)
 
     def work(model, wait=lambda: None):
         with compressed_batching(model, "transform", text=torch.tensor(prompts[-1:])) as batching:

@@ -1,7 +1,8 @@
 """Output of commands: tables for people, one JSON document for scripts, in the form that its schema says."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins import list_caches, predict_memory, register_cache
+from kvcache_plugins.advice.recommendation import MEASURED_KL
+from kvcache_plugins.cli import generate
 from kvcache_plugins.console.display import print_line
 from kvcache_plugins.console.results import print_json
 
@@ -81,6 +84,19 @@ def test_list(run, read, forgets: None) -> None:
     assert list(caches) == list_caches()
     assert caches["gear-2bit"]["options"]["nbits"] == 2 and caches["offloaded"]["requires"] == "a CUDA device"
     assert [each["name"] for each in read("list", "kivi*")["caches"]] == list_caches("kivi*")
+    sizes = {name: (each["kv_percent"], each["host_percent"]) for name, each in caches.items()}
+    assert sizes["dynamic"] == (100, 0) and sizes["fp8"] == (pytest.approx(50, abs=0.01), 0)
+    # Codes of 2 of 16 bits, two scales of 16 bits for 64 of them in both directions
+    assert sizes["per-token-2bit"] == (pytest.approx(100 * (2 + 2 * 16 / 64) / 16, abs=0.01), 0)
+    # All that is fetched from is in host memory: 28 of 30 layers
+    assert sizes["infinigen"][1] == pytest.approx(100 * 28 / 30, abs=0.01) and sizes["infinigen"][0] < 30
+    # Neither can be made, or without numbers
+    assert sizes["absent"] == sizes["hqq-4bit"] == (None, None)
+    assert {name: each["kl"] for name, each in caches.items() if each["kl"] is not None} == MEASURED_KL
+    shown = {line.split()[0]: line.split()[1:] for line in lines if line.split()[0] in list_caches()}
+    on_device = f"{sizes['infinigen'][0]:.1f}"
+    assert shown["fp8"][:2] == ["50.0", "0.0087"] and shown["infinigen"][:4] == [on_device, "+", "93", "0.0179"]
+    assert shown["absent"][:2] == ["-", "-"]
 
 
 def test_a_missing_backend_says_what_to_install(refuse, forgets: None) -> None:
@@ -94,20 +110,40 @@ def test_generate_streams_the_text_and_reports_on_stderr(tiny_folder: str, run, 
     arguments = ["generate", "--model", tiny_folder, "--prompt", PROMPT, "--max-new-tokens", "12", "--cache"]
     dynamic = run(*arguments, "dynamic")
     assert len(dynamic.stdout.removesuffix("\n")) == 12
-    together = " ".join(dynamic.stderr.split())
+    reading, _, summary = dynamic.stderr.partition("\n")
+    assert reading.endswith("s] reading 159 tokens")
+    together = " ".join(summary.split())
     assert together.startswith("dynamic: ") and together.endswith(" ms")
     for said in ("200.0 % of a cache at 16 bits", "prompt of 159 tokens in", "s of processor time"):
         assert said in together
     gear = " ".join(run(*arguments, "gear:nbits=8,residual_length=32").stderr.split())
     # The share that is still exact, and the word for it
-    assert gear.startswith("gear: ") and "residual" in gear and "are exact" in gear
+    assert " gear: " in gear and "residual" in gear and "are exact" in gear
     assert read(*arguments, "gear:nbits=8")["settings"]["options"] == {"nbits": 8}
     content = read(*arguments, "dynamic")
     assert content["text"] == dynamic.stdout.removesuffix("\n") and len(content["token_ids"]) == 12
     assert content["memory"]["total_bytes"] == content["memory"]["dense_bytes"] > 0
     assert content["settings"]["num_prompt_tokens"] == 159
     # Streamed all the same, beside the summary
-    assert run(*arguments, "dynamic", "--json").stderr.startswith(dynamic.stdout)
+    assert run(*arguments, "dynamic", "--json").stderr.partition("\n")[2].startswith(dynamic.stdout)
+
+
+def test_reading_is_shown_layer_by_layer_and_ends_with_the_prompt(tiny_llama, monkeypatch) -> None:
+    said = []
+
+    @contextmanager
+    def track(total: int) -> Iterator[Callable[[str], None]]:
+        said.append(total)
+        yield said.append
+        said.append("end")
+
+    monkeypatch.setattr(generate, "track_progress", track)
+    num_layers = tiny_llama.config.num_hidden_layers
+    with generate._show_reading(tiny_llama, 1234, 2):
+        for _ in range(3):
+            tiny_llama(torch.ones(1, 5, dtype=torch.long))
+    assert said == [2 * num_layers, *["reading 1,234 tokens"] * 2 * num_layers, "end"]
+    assert not any(module._forward_pre_hooks for module in tiny_llama.modules())
 
 
 def test_the_prompt_follows_the_text_of_the_file(tiny_folder: str, tmp_path: Path, run) -> None:
@@ -130,7 +166,9 @@ def test_a_text_that_is_too_short_is_said_to_be(tiny_folder: str, run) -> None:
     options = ["--model", tiny_folder, "--prompt", "12 tokens", "--max-new-tokens", "3", "--cache"]
     for cache in ("gear-2bit", "h2o"):
         said = " ".join(run("generate", *options, cache).stderr.split())
-        assert said.startswith(f"{cache}: 12 tokens: too short to compress, held exact in ") and "%" not in said
+        assert (
+            f"reading 9 tokens {cache}: 12 tokens: too short to compress, held exact in " in said and "%" not in said
+        )
     lines = run("compare", *options, "gear-2bit").stdout.splitlines()
     assert " exact " in next(line for line in lines if line.split()[:1] == ["gear-2bit"])
 
@@ -215,6 +253,8 @@ def test_recommend_says_limits_in_the_units_of_the_budget(folder: str, run, monk
     options = ["recommend", "--model", folder, "--cache"]
     said = run(*options, "h2o", "--memory", "64GiB", "--context", "9000", "--with-weights").stdout
     assert "The model was made for 8,192 tokens: fewer than were asked for." in said
+    asked = [*options, "dynamic", "--memory", "64GiB", "--context", "900"]
+    assert "Max context is what fits the memory: the model was made for 8,192 tokens." in run(*asked).stdout
     assert "beside weights of" in " ".join(said.split()) and ">16,777,216" in said
     options += ["dynamic", "--context", "1000", "--memory"]
     for memory, shown in {"100MB": "100.00 MB", "1.5 GB": "1.50 GB", "8GiB": "8.00 GiB"}.items():
@@ -229,7 +269,8 @@ def test_recommend_says_limits_in_the_units_of_the_budget(folder: str, run, monk
 
 def test_calibrate_for_infinigen(tiny_folder: str, tmp_path: Path, fox: str, run, read) -> None:
     file = tmp_path / "new" / "calibration.safetensors"
-    options = ["--model", tiny_folder, "--text-file", fox, "--windows", "2", "--length", "300", "--out", str(file)]
+    options = ["--cache", "infinigen", "--model", tiny_folder, "--text-file", fox, "--out", str(file)]
+    options += ["--windows", "2", "--length", "300"]
     assert "oracle" in run("calibrate", *options, "--rank", "8", "--min-recall", "0.01").stdout
     compared = ["--model", tiny_folder, "--prompt", PROMPT, "--max-new-tokens", "4"]
     run("compare", *compared, "--cache", f"infinigen:calibration={file}")
@@ -242,7 +283,7 @@ def test_calibrate_for_infinigen(tiny_folder: str, tmp_path: Path, fox: str, run
 
 def test_calibrate_keeps_what_presets_of_gear_find(tiny_folder: str, tmp_path: Path, fox: str, run, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path / "home"))
-    options = ["--cache", "transform", "--model", tiny_folder, "--text-file", fox, "--text-file", fox]
+    options = ["--model", tiny_folder, "--text-file", fox, "--text-file", fox]
     shown = run("calibrate", *options, "--windows", "1", "--length", "200").stdout
     (file,) = (tmp_path / "home" / "calibrations").iterdir()
     assert file.name in shown.replace("\n", "")

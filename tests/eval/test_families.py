@@ -4,7 +4,7 @@ Of families that people use one of each kind is here, all are in `make test-long
 """
 
 import os
-import time
+import signal
 from collections import Counter
 from dataclasses import asdict
 from typing import Any
@@ -103,16 +103,17 @@ def test_a_crash_is_no_refusal() -> None:
 
 
 def test_a_family_that_hangs_or_dies_costs_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = {"qwen2": lambda: time.sleep(60), "mistral": lambda: os._exit(7)}
+    ends = {"qwen2": signal.pause, "mistral": lambda: os._exit(7)}
 
     def try_one(family: str, cases: object) -> survey.FamilyResult:
         ends.get(family, lambda: None)()
         return survey.FamilyResult(family=family)
 
     monkeypatch.setattr(survey, "try_family", try_one)
-    rows = list(try_families(["qwen2", "mistral", "gemma"], {}, seconds_a_family=3))
+    # One second for the family that hangs, and for the others more than the busiest machine needs
+    rows = [*try_families(["qwen2"], {}, seconds_a_family=1), *try_families(["mistral", "gemma"], {})]
     assert [row.family for row in rows] == ["qwen2", "mistral", "gemma"]
-    assert "no answer within 3 seconds" in rows[0].dense
+    assert "no answer within 1 seconds" in rows[0].dense
     assert "exit code 7" in rows[1].dense
     assert rows[2].dense == ""
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,10 @@ from kvcache_plugins.eval import gpu
 from kvcache_plugins.eval.benchmark import Result, TimeIsUpError
 from kvcache_plugins.eval.gpu import Budget, Run, TimeBox, measure_largest_batch, run_batch
 from kvcache_plugins.eval.kernel_check import MismatchError
+
+
+# A limit that no machine reaches, however busy it is
+FOREVER = float("inf")
 
 
 def read(folder: Path, name: str) -> dict:
@@ -41,9 +46,17 @@ def replace_children(monkeypatch):
     return replace
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """Replaces the clock that limits are measured by: it stands at `now`."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
 def run_tiny(part: str, folder: Path, name: str) -> dict:
     """Runs a part at small sizes, and reads what it has written under a name."""
-    gpu.run_on_gpu(out=folder, limit=300.0, tiny=True, part=part)
+    gpu.run_on_gpu(out=folder, limit=FOREVER, tiny=True, part=part)
     return read(folder, f"gpu_{name}")
 
 
@@ -110,12 +123,13 @@ def test_largest_batch(tmp_path, triton_kernels):
     assert gear["peak_bytes"] <= content["settings"]["budget_bytes"]
 
 
-def test_parts_that_fail_or_hang_do_not_end_the_run(tmp_path, replace_children):
+def test_parts_that_fail_or_hang_do_not_end_the_run(tmp_path, replace_children, clock):
     commands = []
 
     def run(command, *, timeout, env, **options):
         commands.append(command)
         assert timeout > 0
+        clock.now += 20
         part = command[command.index("--part") + 1]
         if part == "attention":
             raise subprocess.TimeoutExpired(command, timeout)
@@ -128,8 +142,9 @@ def test_parts_that_fail_or_hang_do_not_end_the_run(tmp_path, replace_children):
     assert all("--tiny" in command for command in commands)
     content = read(tmp_path, "gpu_run")
     assert [row["part"] for row in content["rows"]] == list(gpu.PARTS)
-    # What a part leaves goes to the next one
-    assert [round(row["limit"]) for row in content["rows"]] == [150, 225, 285, 375, 440, 500]
+    # What a part leaves goes to the next one: without the 20 seconds of each there would be 150, 225, 285, ...
+    assert [round(row["limit"]) for row in content["rows"]] == [150, 205, 245, 315, 360, 400]
+    assert {row["seconds"] for row in content["rows"]} == {20}
     reasons = {failure["what"]: failure["reason"] for failure in content["failures"]}
     assert set(reasons) == {"attention", "step"}
     assert reasons["attention"].startswith("skipped: time")
@@ -152,7 +167,7 @@ def test_tests_without_time_are_skipped(tmp_path, replace_children):
         raise subprocess.TimeoutExpired(command, timeout)
 
     replace_children(run)
-    gpu.run_tests(Run(tmp_path, torch.device("cpu"), TimeBox(10.0)))
+    gpu.run_tests(Run(tmp_path, torch.device("cpu"), TimeBox(FOREVER)))
     assert read(tmp_path, "gpu_checks")["failures"] == [{"what": "tests", "reason": "skipped: time"}]
 
 
@@ -191,7 +206,7 @@ def test_compression_makes_room_for_more(tiny_llama):
 
     def largest(name):
         create = lambda: create_cache(name, tiny_llama)  # noqa: E731
-        row = measure_largest_batch(tiny_llama, create, CONTEXT, STEPS, budget, TimeBox(60))
+        row = measure_largest_batch(tiny_llama, create, CONTEXT, STEPS, budget, TimeBox(FOREVER))
         assert [fits for _, fits in row["trials"]] == [False] * (len(row["trials"]) - 1) + [True]
         return row["largest_batch"]
 
@@ -225,9 +240,11 @@ def test_an_error_is_noted_and_what_follows_goes_on(report):
     assert len(read(report.path.parent, "r")["failures"]) == 2
 
 
-def test_a_step_wants_time_for_one_and_a_half_of_the_longest():
-    box = TimeBox(10.0)
-    box.longest = 7.0
+def test_a_step_wants_time_for_one_and_a_half_of_the_longest(clock):
+    box = TimeBox(17.0)
+    with box.step():
+        clock.now = 7.0
+    assert (box.longest, box.left) == (7.0, 10.0)
     with box.step(1.0):
         pass
     with pytest.raises(TimeIsUpError), box.step():

@@ -4,6 +4,7 @@ processes, as `accelerate launch` starts them, have the scores of one, and every
 
 import json
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ pytest.importorskip("lm_eval")
 import lm_eval
 import yaml
 from lm_eval.api.instance import Instance
-from lm_eval.api.registry import get_model
+from lm_eval.api.registry import Registry, get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
@@ -68,9 +69,22 @@ def test_dense_cache_scores_as_lm_evals_own_model(tiny_loaded: Loaded, mode: str
         assert found == pytest.approx(expected, abs=1e-2 if kind == "loglikelihood_rolling" else 1e-3)
 
 
-def test_the_largest_batch_is_found(tiny_loaded: Loaded) -> None:
+@pytest.mark.parametrize("batch_size", ["auto", "auto:2"])
+def test_auto_tries_no_batches_on_a_cpu(tiny_loaded: Loaded, batch_size, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(KVCacheLM, "_model_call", lambda *_, **__: pytest.fail("a batch was tried"))
+    lm = wrap(tiny_loaded, batch_size=batch_size, device="cpu")
+    assert lm.batch_size == 1 and "`batch_size` is 1" in caplog.text
+    arguments = (CONTEXT, {"until": ["\n"], "max_gen_toks": 2})
+    assert len(lm.generate_until(make_requests("generate_until", arguments), disable_tqdm=True)) == 1
+    for kind, each in (("loglikelihood", PAIRS[0]), ("loglikelihood_rolling", (CONTEXT,))):
+        assert len(getattr(lm, kind)(make_requests(kind, each), disable_tqdm=True)) == 1
+
+
+def test_larger_batches_score_as_one_and_the_largest_is_found(tiny_loaded: Loaded) -> None:
     options = {"cache": "gear-2bit", "max_batch_size": 3, "max_length": 350}
-    models = [wrap(tiny_loaded, batch_size=size, **options) for size in (1, "auto")]
+    models = [wrap(tiny_loaded, batch_size=size, **options) for size in (1, 3)]
+    # As lm-eval finds it on a GPU: all of a batch through a cache
+    assert models[0]._detect_batch_size([(None, [5] * 100, [5])]) == 3
     for kind, arguments in {"loglikelihood": PAIRS, "loglikelihood_rolling": [(CONTEXT[:150],)]}.items():
         scores = [torch.tensor(getattr(lm, kind)(make_requests(kind, *arguments), disable_tqdm=True)) for lm in models]
         torch.testing.assert_close(*(each.double() for each in scores), atol=1e-2, rtol=1e-6)
@@ -166,6 +180,17 @@ def test_other_bad_input(tiny_loaded: Loaded) -> None:
         wrap(tiny_loaded).generate_until(make_requests("generate_until", arguments))
     with pytest.raises(ValueError, match="`max_length` is 8 tokens, but a continuation has 11"):
         wrap(tiny_loaded, max_length=8).loglikelihood(make_requests("loglikelihood", ("a", "hello world")))
+
+
+@pytest.mark.parametrize("name", ["kvcache", "hf-kvcache"])
+def test_entry_points_name_the_model_as_lm_evals_plugin_registry_stores_it(name: str) -> None:
+    (point,) = entry_points(group="lm_eval.models", name=name)
+    assert point.load() is KVCacheLM
+    registry = Registry("model")
+    registry.register(name, target=point.value)
+    # A placeholder becomes the class that registers itself under the name
+    registry.register(name)(KVCacheLM)
+    assert registry.get(name) is KVCacheLM
 
 
 def test_names_and_argument_strings(saved_with_tokenizer: Callable[..., str]) -> None:

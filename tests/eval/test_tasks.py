@@ -1,8 +1,10 @@
 """The tasks' files: rows as files and the hub hold them, and lm-eval's command line with them, offline."""
 
 import json
+import shutil
 import sys
 from functools import partial
+from math import exp
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 
 pytest.importorskip("lm_eval")
 
+import lm_eval.tasks
 import yaml
 from lm_eval.tasks import TaskManager
 
@@ -158,6 +161,22 @@ def test_pages_of_wikitext(data_folder: Path) -> None:
     assert "= = Part = =" in pages[0]
 
 
+def test_perplexity_of_answers_is_by_byte() -> None:
+    config, manager = find_task("kv_records", {"samples": 2, "length": 200})
+    task = manager.load([config])["tasks"]["kv_records"]
+    found = [
+        task.process_results({"answer": answer}, [(-number, False)])
+        for answer, number in (("a" * 30, 6.0), ("b" * 50, 10.0))
+    ]
+    assert task.aggregation()["byte_perplexity"]([each["byte_perplexity"] for each in found]) == pytest.approx(
+        exp(0.2)
+    )
+    assert [each["acc"] for each in found] == [0, 0]
+    assert task.process_results({"answer": "b"}, [(-1.0, True)])["acc"] == 1
+    asked = [path for path in task_files().values() if "loaders.make_context" in path.read_text(encoding="utf-8")]
+    assert len(asked) == len(TASKS) and all("score_answer" in path.read_text(encoding="utf-8") for path in asked)
+
+
 def load_copa(data_folder: str) -> object:
     return loaders.load_rows({"train": "copa/dev.jsonl"}, ["no/hub"], data_folder=data_folder)
 
@@ -168,6 +187,7 @@ def load_copa(data_folder: str) -> object:
         (lambda folder: load_copa("/no/such"), "`data_folder` is `/no/such`"),
         (lambda folder: load_copa(str(folder / "copa")), "`data_folder`: .*dev.jsonl cannot be read"),
         (lambda folder: loaders.load_questions("a/b"), "`data_folder`: a/b is on no hub.*KVCACHE_PLUGINS_DATA"),
+        (lambda folder: loaders.wikitext(), "`data_folder`: EleutherAI.* hub, which cannot be reached"),
         (lambda folder: loaders.text(), "`text_file`: name the text"),
         (lambda folder: loaders.passkey(data_folder=str(folder), words=9999), "`words` is 9999, but .* has 2400"),
     ],
@@ -206,6 +226,32 @@ def test_command_line(model, request, tmp_path, data_folder, monkeypatch, run) -
     # All rows of a task are alike, and so are their contexts: each is prefilled once
     assert cache["counters"]["contexts"] == cache["counters"]["contexts_exercised"] == 2
     assert cache["counters"]["continuations"] == 2 * 2 + 2 * 4
+
+
+# Of lm-eval's tasks one folder is read alone: its thousands of files take long
+STOCK = """
+from functools import partial
+import lm_eval.tasks
+lm_eval.tasks.TaskManager = partial(lm_eval.tasks.TaskManager, include_defaults=False)
+from kvcache_plugins.cli import main
+main()
+"""
+
+
+@pytest.mark.slow
+def test_the_models_name_is_known_for_lm_evals_own_tasks(saved_with_tokenizer, tmp_path, data_folder, run_python):
+    # What the task asks the hub for, as a folder
+    (tmp_path / "aps").mkdir()
+    shutil.copytree(data_folder / "copa", tmp_path / "aps" / "super_glue")
+    files = [{"split": split, "path": f"{file}.jsonl"} for split, file in (("train", "dev"), ("validation", "test"))]
+    card = yaml.safe_dump({"configs": [{"config_name": "copa", "data_files": files}]})
+    (tmp_path / "aps" / "super_glue" / "README.md").write_text(f"---\n{card}---\n")
+    arguments = ["eval", "run", "--model", "kvcache", "--tasks", "copa", "--limit", "2"]
+    arguments += ["--model_args", f"pretrained={saved_with_tokenizer('llama')},cache=dynamic"]
+    arguments += ["--include_path", Path(lm_eval.tasks.__file__).parent / "super_glue" / "copa"]
+    variables = {"CUDA_VISIBLE_DEVICES": "", "HF_DATASETS_CACHE": tmp_path / "datasets"}
+    run_python("-c", STOCK, *arguments, "--output_path", tmp_path / "out", cwd=tmp_path, **variables)
+    assert read_results(tmp_path / "out")["config"]["cache"]["counters"]["continuations"] == 4
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import gc
 import mmap
 import os
 import tempfile
-import time
 from itertools import count
 
 import pytest
@@ -189,7 +188,7 @@ def test_blocks_that_rows_lie_in(row_dim):
     assert torch.equal(disk_pages._wanted_blocks(pages, slots, count), expected)
 
 
-def test_what_is_missing_is_read_ahead(tmp_path, forget):
+def test_what_is_missing_is_read_ahead(tmp_path, forget, wait_until):
     disk = DiskPages(tmp_path)
     pages = [disk.new_page((1, 1, 1024, 1024), torch.float32) for _ in range(2)]
     for page in pages:
@@ -204,10 +203,7 @@ def test_what_is_missing_is_read_ahead(tmp_path, forget):
     forget(pages)
     disk.expect(pages, slots, torch.tensor([[3]]))
     # The system reads in its own time
-    deadline, expected = time.monotonic() + 10, [[5, 900], [6]]
-    while (found := [cached_blocks(page).nonzero().flatten().tolist() for page in pages]) != expected:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.01)
+    wait_until(lambda: [cached_blocks(page).nonzero().flatten().tolist() for page in pages] == [[5, 900], [6]])
 
 
 def test_a_full_disk_is_an_error_and_nothing_is_lost(tiny_llama, tmp_path, monkeypatch):

@@ -142,7 +142,7 @@ class TestThreads:
         # After work of PyTorch's own, whose threads may still be awake
         torch.randn(300, 300) @ torch.randn(300, 300)
         # Passes when all have come
-        barrier, seen = threading.Barrier(num_threads, timeout=60), set()
+        barrier, seen = threading.Barrier(num_threads, timeout=600), set()
 
         @library._FUNCTION
         def kernel(address):

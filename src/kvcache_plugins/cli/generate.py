@@ -1,17 +1,24 @@
 """`kvcache-plugins generate` and `compare`: one prompt through one cache, or through several."""
 
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvcache_plugins.console import inputs
 from kvcache_plugins.console.commands import FAILED
-from kvcache_plugins.console.display import print_line
+from kvcache_plugins.console.display import print_line, track_progress
 from kvcache_plugins.console.results import free_stdout, print_json, provenance
 from kvcache_plugins.models.packaged_models import check_model_name
 from kvcache_plugins.registry import check_cache, check_caches, create_cache, parse_cache_spec
 
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 DEMO_CACHES = ("dynamic", "transform", "gear-4bit", "gear-2bit", "kivi-2bit")
 
@@ -68,18 +75,9 @@ def generate(
     loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
     token_ids = inputs.encode_prompt(tokenizer, text, chat)
     made: Any
+    num_known, reading_seconds = None, 0.0
     if store is not None:
-        from kvcache_plugins.prompt_store import PromptStore
-
-        kept = PromptStore(store)
-        made = kept.cache_for(loaded, token_ids[None], name, **options)
-        kept.prefill(loaded, made, token_ids[None])
-        stats = kept.stats()
-        print_line(
-            f"{stats['tokens_saved']} of {token_ids.numel()} tokens were known, {stats['load_seconds']:.2f} s; "
-            f"{stats['blocks_kept']} blocks kept, {stats['bytes_kept'] / 1e6:.1f} MB",
-            stderr=True,
-        )
+        made, num_known, reading_seconds = _read_through(store, loaded, token_ids, name, options)
     elif max_kl is None:
         made = create_cache(name, loaded, **options)
     else:
@@ -88,7 +86,7 @@ def generate(
         made = choose_cache(loaded, token_ids[None], max_kl=max_kl)
         name = made.choice.preset
         print_line(choice_line(made.choice), stderr=True)
-    with free_stdout(as_json):
+    with free_stdout(as_json), _show_reading(loaded, token_ids.numel() - made.get_seq_length()):
         generation = generate_with(
             loaded,
             token_ids,
@@ -98,7 +96,8 @@ def generate(
             seed=seed,
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         )
-    print_line(summary_line(name, token_ids.numel(), generation, measure_memory(made)), stderr=True)
+    generation["prefill_seconds"] += reading_seconds
+    print_line(summary_line(name, token_ids.numel(), generation, measure_memory(made), num_known), stderr=True)
     if as_json:
         settings = {"model": model, "cache": name, "options": options, "max_kl": max_kl, "chat": chat, "seed": seed}
         settings |= {"dtype": str(loaded.dtype).removeprefix("torch."), "temperature": temperature}
@@ -106,6 +105,51 @@ def generate(
         written = str(tokenizer.decode(generation["token_ids"], skip_special_tokens=True))
         del generation["was_exercised"]
         print_json({**provenance(loaded.device), "settings": settings, "text": written, **generation})
+
+
+def _read_through(
+    store: Path, model: "PreTrainedModel", token_ids: "torch.Tensor", name: str, options: Mapping[str, object]
+) -> tuple[Any, int, float]:
+    """Read through a store the tokens that it has not kept; return the cache, how many were known, and seconds."""
+    from kvcache_plugins.eval.harness import time_call
+    from kvcache_plugins.eval.measures.comparison import choose_clock
+    from kvcache_plugins.prompt_store import PromptStore
+
+    kept, prompt = PromptStore(store), token_ids[None]
+    made = kept.cache_for(model, prompt, name, **options)
+    num_known, length = made.get_seq_length(), made.record.length
+    num_blocks = (token_ids.numel() - 1) // length - num_known // length
+    with _show_reading(model, num_blocks * length, num_blocks):
+        seconds = time_call(lambda: kept.prefill(model, made, prompt), model.device, choose_clock(model.device))
+    stats = kept.stats()
+    print_line(
+        f"{num_known} of {token_ids.numel()} tokens were known, {stats['load_seconds']:.2f} s; "
+        f"{stats['blocks_kept']} blocks kept, {stats['bytes_kept'] / 1e6:.1f} MB",
+        stderr=True,
+    )
+    return made, num_known, seconds
+
+
+@contextmanager
+def _show_reading(model: "PreTrainedModel", num_tokens: int, num_forwards: int = 1) -> Iterator[None]:
+    """Show on standard error how far the layers have read a prompt, until the last layer begins its last forward."""
+    from torch.nn import ModuleList
+
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = [each for each in model.modules() if isinstance(each, ModuleList) and len(each) == num_layers]
+    layers = list(lists[0]) if lists else []
+    steps = itertools.count(1)
+    with ExitStack() as stack:
+        announce = stack.enter_context(track_progress(num_forwards * num_layers))
+
+        def note(*_: object) -> None:
+            announce(f"reading {num_tokens:,} tokens")
+            if next(steps) == num_forwards * num_layers:
+                stack.close()
+
+        for layer in layers if num_forwards else ():
+            stack.callback(layer.register_forward_pre_hook(note).remove)
+        yield
 
 
 def compare(

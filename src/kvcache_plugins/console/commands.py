@@ -86,6 +86,8 @@ class LazyGroup(TyperGroup):
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Runs a command line and raises `SystemExit`; without `standalone_mode` as Typer does."""
+        # Read when Torch is loaded. Threads that spin while they wait make a busy machine many times slower
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         is_alone, options["standalone_mode"] = options.get("standalone_mode", True), False
         if not is_alone:
             return super().main(*args, **options)

