@@ -36,7 +36,6 @@ from .hooks import (
     unknown_queries_warning,
 )
 from .layer import InfiniGenLayer
-from .pool import is_gpu
 
 
 class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
@@ -93,14 +92,11 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
             tokens are used is noted on the host, which has to wait for a GPU in every layer of every step.
         eviction (`str`, *optional*, defaults to `"counter"`):
             Who that is: `"counter"` (fetched least often), `"lru"` (least recently) or `"fifo"` (oldest).
-        pool_folder (`str` or `Path`, *optional*):
-            A folder in which the pool is files instead of memory, mapped and without a name, so that a context may be
-            as long as the disk has room for. For a model on a CPU. See `disk_pages`.
         full_layers (`tuple[int, ...]`, *optional*):
             Layers that stay whole where they are computed. Defaults to what the calibration says, or the first two.
         speculate (`bool`, *optional*):
             Whether a layer's tokens are chosen and fetched ahead, by queries that are guessed, or by its own query. By
-            default they are ahead where they have to be brought from elsewhere: to an accelerator, or from a disk.
+            default they are ahead where they have to be brought from elsewhere: to an accelerator.
         track_hits (`bool`, *optional*, defaults to `False`):
             Whether `stats()` compares what was fetched with the true top tokens, which reads all keys at every step.
         track_times (`bool`, *optional*, defaults to `False`):
@@ -144,10 +140,6 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         model = unwrap_model(model)
         self.infinigen_config = InfiniGenConfig(**options)
         check_mask("attention_mask", attention_mask)
-        if self.infinigen_config.pool_folder is not None and is_gpu(model.device):
-            raise NotImplementedError(
-                "not supported yet: `pool_folder` with a model on a GPU, which reads page-locked memory alone"
-            )
         self.calibration = resolve_calibration(calibration, model)
         self._given_mask = attention_mask
         config = self._decoder_config = decoder_config(model.config)
