@@ -378,6 +378,39 @@ def run_compiling(request: pytest.FixtureRequest, run_python: Callable[..., Any]
     return lambda *words, program=(request.path,): run_python(*program, *words, **variables).stdout
 
 
+class ByteLocks(ModuleType):
+    """Windows' `msvcrt`, as far as it locks: a byte is its file's until that is closed."""
+
+    LK_NBLCK = 2
+
+    def __init__(self) -> None:
+        super().__init__("msvcrt")
+        self.holders: dict[tuple[int, int], int] = {}
+
+    def locking(self, descriptor: int, mode: int, count: int) -> None:
+        assert (mode, count) == (self.LK_NBLCK, 1)
+        file = os.fstat(descriptor).st_ino
+        place = file, os.lseek(descriptor, 0, os.SEEK_CUR)
+        holder = self.holders.get(place, descriptor)
+        if holder != descriptor and _is_open_at(holder, file):
+            raise PermissionError(13, "Permission denied")
+        self.holders[place] = descriptor
+
+
+def _is_open_at(descriptor: int, file: int) -> bool:
+    try:
+        return os.fstat(descriptor).st_ino == file
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def byte_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are locked as on Windows, see `files/locks.py`."""
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    monkeypatch.setitem(sys.modules, "msvcrt", ByteLocks())
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quanto_without_compiling() -> None:
     """quanto compiles C++ for a minute and a half before it first unpacks bits; this unpacks them alike."""
