@@ -43,6 +43,7 @@ from transformers import (
     AutoTokenizer,
     Cache,
     DynamicCache,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -424,6 +425,13 @@ def quanto_without_compiling() -> None:
         from optimum.quanto.library.extensions.cpp import ext
 
         ext._lib = Library
+
+
+@pytest.fixture(scope="session")
+def released_configs() -> dict[str, PreTrainedConfig]:
+    """The default config of every type that Transformers has, but for two whose defaults do not fit together."""
+    names = [name for name in CONFIG_MAPPING if name not in ("gemma4_assistant", "nougat")]
+    return {name: CONFIG_MAPPING[name]() for name in names}
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from kvcache_plugins.files.atomic import RefusedFile
 from kvcache_plugins.files.records import Format, read_record
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.layer_state import DenseState, LayerState, State, expand_states
+from kvcache_plugins.layers.model_match import holds_nothing
 from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 
@@ -106,6 +107,8 @@ def restore_layers(layers: Sequence[CacheLayerMixin], states: Sequence[State], d
 
 def state_of(layer: CacheLayerMixin, index: int) -> State:
     """Returns the state of a layer, `None` if it holds nothing; a `ValueError` if more than keys and values."""
+    if holds_nothing(layer):
+        return None
     keeps_more = isinstance(layer, CompressedLayer) and (
         type(layer) not in (CompressedLayer, StaticLayer) or layer.has_index
     )

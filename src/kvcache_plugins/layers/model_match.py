@@ -20,7 +20,7 @@ import transformers
 from transformers import Cache, DynamicCache, PreTrainedConfig, cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from kvcache_plugins.models.layer_config import decoder_config, has_own_layers
+from kvcache_plugins.models.layer_config import configs_of_layers, decoder_config
 from kvcache_plugins.user_warnings import warn_user
 
 from .lazy_layer import ANOTHER_PROMPT, LazyLayer
@@ -99,6 +99,11 @@ def replace_full_attention(
         # What a cache leaves as it is keeps what belongs to it
         own[index] = own[index] if type(layer) is DynamicLayer else layer
     return own
+
+
+def holds_nothing(layer: object) -> bool:
+    """Tells whether a layer never holds anything, as it has no attention, or attends to what another one holds."""
+    return type(layer) is getattr(cache_utils, "DummyLayer", None)
 
 
 class HybridLayersMixin(Cache):
@@ -326,14 +331,13 @@ class ModelMatchMixin(HybridLayersMixin):
 
 def key_value_heads(config: PreTrainedConfig) -> frozenset[int]:
     """The numbers of key/value heads that a (decoder's) config names; none where states are of another form."""
-    fields = config.to_dict()
-    # Latent attention caches what all query heads share
-    if fields.get("kv_lora_rank") is not None or not isinstance(fields.get("num_key_value_heads"), int):
-        return frozenset()
     heads: set[int] = set()
-    layers = config.per_layer_config if has_own_layers(config) else ()
-    for each_fields in (fields, *(layer.to_dict() for layer in layers)):
-        for name, value in each_fields.items():
+    for layer_config in configs_of_layers(config):
+        fields = layer_config.to_dict()
+        # Latent attention caches what all query heads share
+        if fields.get("kv_lora_rank") is not None or not isinstance(fields.get("num_key_value_heads"), int):
+            return frozenset()
+        for name, value in fields.items():
             # Some models name other numbers for some of their layers
             if "key_value_heads" in name or "kv_heads" in name:
                 heads.update(each for each in (value if isinstance(value, list | tuple) else [value]) if each)

@@ -34,7 +34,15 @@ from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.gear.config import GEARConfig, TransformConfig
 from kvcache_plugins.gear.snapshot import check_number, restore_layers, state_of
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
-from kvcache_plugins.layers.layer_state import BlockState, DenseState, LayerState, compact_states, expand_states
+from kvcache_plugins.layers.layer_state import (
+    BlockState,
+    DenseState,
+    LayerState,
+    State,
+    compact_states,
+    expand_states,
+)
+from kvcache_plugins.layers.model_match import holds_nothing
 from kvcache_plugins.layers.packing import ROWS
 from kvcache_plugins.models.fingerprint import fingerprint
 
@@ -98,7 +106,7 @@ class BlockHeader:
 class PromptBlock(BlockHeader):
     """A block as a file has it: with the state of every layer, of the block's tokens alone."""
 
-    layers: list[LayerState | DenseState]
+    layers: list[State]
 
     def num_bytes(self) -> int:
         """Bytes of its tensors."""
@@ -161,7 +169,8 @@ class PromptCache(GEARCache):
         self.model_name = str(model.config.name_or_path)
         super().__init__(model, **options)
         for index, layer in enumerate(self.layers):
-            if type(layer) not in (CompressedLayer, DynamicLayer, DynamicSlidingWindowLayer):
+            is_known = type(layer) in (CompressedLayer, DynamicLayer, DynamicSlidingWindowLayer)
+            if not is_known and not holds_nothing(layer):
                 raise ValueError(
                     f"`model`: layer {index} has states of another kind than keys and values "
                     f"(`{type(layer).__name__}`), of which a prompt's blocks cannot be kept"
@@ -187,7 +196,10 @@ class PromptCache(GEARCache):
         length, options, blocks = self.record.length, self.gear_config.to_options(), {}
         for number in numbers:
             tokens, windows = slice(number * length, (number + 1) * length), self.record.windows.get(number, {})
-            layers = [windows.get(index) or _cut(state, index, tokens) for index, state in enumerate(states)]
+            layers = [
+                None if holds_nothing(layer) else windows.get(index) or _cut(state, index, tokens)
+                for index, (layer, state) in enumerate(zip(self.layers, states, strict=True))
+            ]
             if compact:
                 layers = compact_states(self.layers, layers, tables)
             blocks[number] = PromptBlock(
@@ -204,7 +216,7 @@ class PromptCache(GEARCache):
         """
         Takes over consecutive blocks from the first on, while empty; a `ValueError` if no such cache can be like that.
         """
-        num_tokens, states = len(blocks) * self.record.length, []
+        num_tokens, states = len(blocks) * self.record.length, list[State]()
         for block in blocks:
             check_number(block.layers, len(self.layers), is_exact=True)
         # Tables, which are in the first block alone, say how to read streams of all
@@ -214,13 +226,13 @@ class PromptCache(GEARCache):
             own = [layers[index] for layers in expanded]
             compressed = [state for state in own if isinstance(state, LayerState)]
             dense = [state for state in own if isinstance(state, DenseState)]
-            joined: LayerState | DenseState | None = None
+            joined: State = None
             if isinstance(layer, CompressedLayer) and len(compressed) == len(blocks):
                 joined = _join(compressed, num_tokens, layer.counter_names)
             elif isinstance(layer, DynamicLayer) and len(dense) == len(blocks):
                 window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else num_tokens + 1
                 joined = _join_dense(dense, num_tokens, window - 1)
-            if joined is None:
+            if joined is None and not holds_nothing(layer):
                 raise ValueError(f"there are no such states of layer {index}")
             states.append(joined)
         restore_layers(self.layers, states, device)
