@@ -79,7 +79,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], PreTrainedModel]:
 @pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_cache_is_filled_saved_and_loaded(family: str, name: str, build, tmp_path: Path) -> None:
-    fill_save_and_load(build(family), name, tmp_path / "cache")
+    assert fill_save_and_load(build(family), name, tmp_path / "cache").get_seq_length() == 152
 
 
 @pytest.mark.long
@@ -94,16 +94,17 @@ def test_every_family_is_filled_saved_and_loaded_or_refused(name: str, build, tm
 
 
 @torch.no_grad()
-def fill_save_and_load(model: PreTrainedModel, name: str, path: Path) -> None:
+def fill_save_and_load(model: PreTrainedModel, name: str, path: Path) -> GEARCache:
     prompt, token = families.prompt(model, 150, 1), families.prompt(model, 1, 2)
     cache = create_cache(name, model)
     for tokens in (prompt, token):
         model(tokens, past_key_values=cache)
     cache.save(path, model)
     loaded = GEARCache.load(path, model)
-    assert loaded.get_seq_length() == 151
+    assert loaded.get_seq_length() == cache.get_seq_length()
     logits = [model(token, past_key_values=each).logits for each in (cache, loaded)]
     assert torch.equal(*logits)
+    return loaded
 
 
 @pytest.mark.parametrize("name", ["gear", "gear-4bit"])
