@@ -138,7 +138,7 @@ def resolve_model(name_or_path: str, cache_dir: str | Path | None = None) -> str
 
 def _is_here(source: str, cache_dir: str | Path | None) -> bool:
     """Tells whether a model is a folder, or in the cache of the hub's files, or named by no name of the hub."""
-    if Path(source).expanduser().is_dir():
+    if os.path.isdir(source):
         return True
     try:
         return isinstance(try_to_load_from_cache(source, "config.json", cache_dir), str)
