@@ -672,7 +672,7 @@ class CompressedLayer(LazyLayer):
                 )
             if is_newest:
                 self._pending = None
-                self._length -= count
+                self._shorten(self._length - count)
                 self._num_new = 0
                 return
         super().crop_tokens(count)
