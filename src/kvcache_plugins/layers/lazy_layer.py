@@ -505,12 +505,14 @@ class LazyLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int | torch.Tensor) -> None:
         if self.get_seq_length():
-            self._select(torch.arange(self.batch_size, device=self.device).repeat_interleave(repeats))
+            self._select(
+                torch.arange(self.batch_size, dtype=torch.int64, device=self.device).repeat_interleave(repeats)
+            )
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
         """Keep the items that `indices` name in any way in which they index a tensor: numbers, or a mask."""
         if self.get_seq_length():
-            self._select(torch.arange(self.batch_size, device=self.device)[indices, ...])
+            self._select(torch.arange(self.batch_size, dtype=torch.int64, device=self.device)[indices, ...])
 
     def offload(self) -> None:
         self.map_tensors(lambda tensor: tensor.to("cpu", non_blocking=True))
