@@ -45,6 +45,7 @@ from kvcache_plugins import InfiniGenCache
 from kvcache_plugins.eval.kernel_check import require_close_layers
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.models.layer_config import heads_of
 from kvcache_plugins.option_checks import check_choice
 from kvcache_plugins.registry import create_cache
 from kvcache_plugins.reports.memory import measure_memory
@@ -247,7 +248,7 @@ def time_whole_steps(
             for _ in range(_NUM_WARM):
                 compiled_for.get(each, network)(token, **as_argument(filled[each]))
             if each not in compiled_for:
-                require_close_layers(each, filled[each], network.config.num_attention_heads)
+                require_close_layers(each, filled[each], heads_of(network.config).num_query)
             continue
         # It has failed
         filled.pop(each, None)
@@ -442,7 +443,7 @@ def search_largest_batches(
             cache, tokens = create_cache(name, network), random_tokens(network, context + 1, 2)
             for part in (tokens[:, :-1], tokens[:, -1:]):
                 network(part, **as_argument(cache), logits_to_keep=1)
-            require_close_layers(name, cache, network.config.num_attention_heads)
+            require_close_layers(name, cache, heads_of(network.config).num_query)
             del cache
             with budget.enforce():
                 row = measure_largest_batch(network, partial(create_cache, name, network), context, steps, budget, box)

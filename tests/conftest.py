@@ -43,6 +43,7 @@ from transformers import (
     AutoTokenizer,
     Cache,
     DynamicCache,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -378,6 +379,39 @@ def run_compiling(request: pytest.FixtureRequest, run_python: Callable[..., Any]
     return lambda *words, program=(request.path,): run_python(*program, *words, **variables).stdout
 
 
+class ByteLocks(ModuleType):
+    """Windows' `msvcrt`, as far as it locks: a byte is its file's until that is closed."""
+
+    LK_NBLCK = 2
+
+    def __init__(self) -> None:
+        super().__init__("msvcrt")
+        self.holders: dict[tuple[int, int], int] = {}
+
+    def locking(self, descriptor: int, mode: int, count: int) -> None:
+        assert (mode, count) == (self.LK_NBLCK, 1)
+        file = os.fstat(descriptor).st_ino
+        place = file, os.lseek(descriptor, 0, os.SEEK_CUR)
+        holder = self.holders.get(place, descriptor)
+        if holder != descriptor and _is_open_at(holder, file):
+            raise PermissionError(13, "Permission denied")
+        self.holders[place] = descriptor
+
+
+def _is_open_at(descriptor: int, file: int) -> bool:
+    try:
+        return os.fstat(descriptor).st_ino == file
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def byte_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are locked as on Windows, see `files/locks.py`."""
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    monkeypatch.setitem(sys.modules, "msvcrt", ByteLocks())
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quanto_without_compiling() -> None:
     """quanto compiles C++ for a minute and a half before it first unpacks bits; this unpacks them alike."""
@@ -391,6 +425,13 @@ def quanto_without_compiling() -> None:
         from optimum.quanto.library.extensions.cpp import ext
 
         ext._lib = Library
+
+
+@pytest.fixture(scope="session")
+def released_configs() -> dict[str, PreTrainedConfig]:
+    """The default config of every type that Transformers has, but for two whose defaults do not fit together."""
+    names = [name for name in CONFIG_MAPPING if name not in ("gemma4_assistant", "nougat")]
+    return {name: CONFIG_MAPPING[name]() for name in names}
 
 
 @pytest.fixture(scope="session")

@@ -65,7 +65,7 @@ INFINIGEN: dict[str, tuple[object, ...]] = {
     **{"alpha": (0.0, -1.0), "min_weight": (0,), "share": (1.5,), "mass": (0.0,), "max_fetch_ratio": (0.0, 1.01)},
     **{"partial_ratio": (2.0,), "scoring_nbits": (3,), "skewing": ("query-svd",), "recent": (0,), "sink": (-1,)},
     **{"pool_tokens": (4, 2.5), "eviction": ("random",), "full_layers": ((7,),), "calibration": ("/no/such/file",)},
-    **{"pool_folder": ("missing", 3), "landmarks": (0,)},
+    **{"landmarks": (0,)},
 }
 OUT_OF_RANGE = {
     "gear": [

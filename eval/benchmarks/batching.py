@@ -41,6 +41,7 @@ class RequestStates:
     """Dense keys and values `[B, H, T, D]` of requests of one length, as `LazyStates` ask a layer for them."""
 
     has_gradients = False
+    handed_out = None
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._keys, self._values, self.device, self.dtype = keys, values, keys.device, keys.dtype

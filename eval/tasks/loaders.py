@@ -61,9 +61,10 @@ def _load_from_hub(path: str, name: str | None = None) -> DatasetDict:
 
 def _find_folder(data_folder: str | None) -> Path | None:
     named = data_folder or os.environ.get(DATA_VARIABLE)
-    if named is not None and not Path(named).expanduser().is_dir():
+    folder = None if named is None else Path(os.path.expanduser(named))
+    if folder is not None and not folder.is_dir():
         raise ValueError(f"`data_folder` is `{named}`, but there is no such folder")
-    return None if named is None else Path(named).expanduser()
+    return folder
 
 
 def _find_file(data_folder: str | None, file: str) -> Path:
@@ -144,7 +145,7 @@ def text(text_file: str | None = None, **_: object) -> DatasetDict:
     """One's own text, as one row."""
     if text_file is None:
         raise ValueError("`text_file`: name the text to score in `--metadata`")
-    return _as_splits({"test": [{"page": Path(text_file).expanduser().read_text(encoding="utf-8")}]})
+    return _as_splits({"test": [{"page": Path(os.path.expanduser(text_file)).read_text(encoding="utf-8")}]})
 
 
 # A page of WikiText as lm-eval's own task has it, and its log-likelihood divided by the words and bytes of that page

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from torch._dynamo.utils import counters
 
 from kvcache_plugins import TransformCodingCache, create_cache
@@ -36,6 +37,48 @@ def test_the_assistant_has_a_cache_of_its_own(cache_name, tiny_model, make_cache
     tokens = generate(model, prompt(15), assistant_model=assistant)
     assert torch.equal(tokens, expected)
     assert own.get_seq_length() > 15
+
+
+@pytest.fixture(scope="module")
+def gemma4():
+    """A random Gemma 4 and its assistant, which attends to the states of two of the model's layers."""
+    if not hasattr(transformers, "Gemma4AssistantConfig"):
+        pytest.skip("not in this release of Transformers")
+
+    def text_config(num_layers, num_shared):
+        return transformers.Gemma4TextConfig(
+            **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": num_layers},
+            **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16},
+            **{"layer_types": ["sliding_attention", "full_attention"] * (num_layers // 2), "sliding_window": 32},
+            **{"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "use_double_wide_mlp": False},
+            **{"num_kv_shared_layers": num_shared, "enable_moe_block": False, "initializer_range": 0.1},
+            **{"eos_token_id": None, "pad_token_id": 0},
+        )
+
+    torch.manual_seed(0)
+    model = transformers.Gemma4ForCausalLM(text_config(4, 0)).eval()
+    config = transformers.Gemma4AssistantConfig(text_config=text_config(2, 2), backbone_hidden_size=64)
+    assistant = transformers.Gemma4AssistantForCausalLM(config).eval()
+    assistant.generation_config.num_assistant_tokens = 4
+    return model, assistant
+
+
+@pytest.mark.filterwarnings("ignore:the whole cache is fetched")
+@pytest.mark.parametrize("name", ["gear", "gear-4bit", "kvarn-k4v4", "llamacpp-q8_0", "infinigen", "h2o"])
+def test_an_assistant_that_reads_the_states_of_the_model(name, gemma4, prompt, generate):
+    """It is given them after rejected tokens have been removed from the cache."""
+    model, assistant = gemma4
+    exact = {"infinigen": {"share": 1.0, "max_fetch_ratio": 1.0}, "h2o": {"heavy_ratio": 0.5, "recent_ratio": 0.5}}
+    caches = [create_cache(name, model, **exact.get(name, {})) for _ in range(2)]
+    options = {"max_new_tokens": 20}
+    expected = generate(model, prompt(200), None if name in exact else caches[0], **options)
+    assert torch.equal(generate(model, prompt(200), caches[1], assistant_model=assistant, **options), expected)
+
+
+def test_an_assistant_is_refused_states_of_which_tokens_were_dropped(gemma4, prompt, generate):
+    model, assistant = gemma4
+    with pytest.raises(NotImplementedError, match="dropped tokens, .* `heavy_ratio` and `recent_ratio` add up to 1"):
+        generate(model, prompt(200), create_cache("h2o", model), assistant_model=assistant, max_new_tokens=20)
 
 
 def test_another_batch_is_refused_and_nothing_lost(cache_name, tiny_llama, make_cache, prompt):

@@ -293,20 +293,18 @@ def test_a_padded_row_is_as_alone(length, padding, tiny_model) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
-def test_speculates_where_tokens_have_to_be_brought(device: str, tmp_path) -> None:
+def test_speculates_where_tokens_have_to_be_brought(device: str) -> None:
     where = torch.device(device)
     assert InfiniGenConfig().speculates_on(where) is (device != "cpu")
-    assert InfiniGenConfig(pool_folder=tmp_path).speculates_on(where)
     for asked in (True, False):
         assert InfiniGenConfig(speculate=asked).speculates_on(where) is asked
-        assert InfiniGenConfig(speculate=asked, pool_folder=tmp_path).speculates_on(where) is asked
 
 
 @torch.no_grad()
-def test_on_a_cpu_a_layer_chooses_by_its_own_query(tiny_llama, tmp_path) -> None:
+def test_on_a_cpu_a_layer_chooses_by_its_own_query(tiny_llama) -> None:
     prompt = torch.randint(3, 128, (1, 200), generator=torch.Generator().manual_seed(0))
     counts = {}
-    for name, options in {"memory": {}, "asked": {"speculate": True}, "disk": {"pool_folder": tmp_path}}.items():
+    for name, options in {"default": {}, "asked": {"speculate": True}}.items():
         with InfiniGenCache(tiny_llama, full_layers=(0,), **options) as cache:
             tiny_llama(prompt, past_key_values=cache)
             for _ in range(3):
@@ -315,7 +313,7 @@ def test_on_a_cpu_a_layer_chooses_by_its_own_query(tiny_llama, tmp_path) -> None
             own, ahead = stats["layers_by_own_query"], stats["layers_speculating"]
         assert stats["selected_calls"] == 3 * stats["layers_offloaded"]
         counts[name] = (own > 0, ahead > 0, stats["speculated_calls"] > 0)
-    assert counts == {"memory": (True, False, False), "asked": (False, True, True), "disk": (False, True, True)}
+    assert counts == {"default": (True, False, False), "asked": (False, True, True)}
 
 
 @torch.no_grad()

@@ -1,12 +1,9 @@
 """Layers whose tokens are rows of a codec: what they hold and hand out, by the kernel and in plain PyTorch."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from kvcache_plugins.infinigen import disk_pages
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.infinigen.selection import Selection
@@ -98,17 +95,6 @@ def test_threads_do_not_change_a_bit(num_threads: int, monkeypatch) -> None:
         call = AttentionCall(states(2, 3, 5, 32), scale=0.3)
         outputs.append(layer.attend_selection(call, random_choice(layer), None))
     assert torch.equal(*outputs)
-
-
-def test_pages_on_disk_are_let_go_of(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "compiled")
-    layer, other, released = make_layer(pool_folder=tmp_path), make_layer(), []
-    for each in (layer, other):
-        each.take_prompt(states(2, 3, 2100, 32), states(2, 3, 2100, 32, seed=1), None)
-    monkeypatch.setattr(disk_pages, "release", lambda page: released.append(page.data_ptr()))
-    arguments = AttentionCall(states(2, 3, 3, 32), scale=0.1), random_choice(layer), None
-    assert torch.equal(layer.attend_selection(*arguments), other.attend_selection(*arguments))
-    assert released == [page.data_ptr() for page in layer.pool.pages] and len(released) == 3
 
 
 @pytest.mark.parametrize("pool_tokens", [None, 60])

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from kvcache_plugins.infinigen.queries import QueryProjection, find_attention_modules
+from kvcache_plugins.models.layer_config import config_of_layer
 
 
 # Of the largest query; the projection may sum in another order than the model
@@ -164,7 +165,8 @@ def capture(monkeypatch):
 
 def projections(model):
     modules = find_attention_modules(model)
-    return {layer_idx: QueryProjection(module, model.config) for layer_idx, module in modules.items()}
+    config = model.config.get_text_config(decoder=True)
+    return {index: QueryProjection(module, config_of_layer(config, index)) for index, module in modules.items()}
 
 
 @torch.no_grad()

@@ -85,10 +85,60 @@ def test_prompt_is_exact_even_after_its_compression():
     assert not torch.equal(layer.materialize("keys"), exact)
 
 
-def test_stale_states_raise(layer, lazy):
+CHANGES = {
+    "crop": lambda layer: layer.crop(-10),
+    "crop of all": lambda layer: layer.crop(-1000),
+    "reset": lambda layer: layer.reset(),
+    "reorder": lambda layer: layer.reorder_cache(torch.tensor([1, 0])),
+    "select": lambda layer: layer.batch_select_indices([1]),
+    "repeat": lambda layer: layer.batch_repeat_interleave(2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_states_that_are_held_stay_what_they_were(change, layer, lazy):
+    """As the tensors of a dense cache do, whatever becomes of the cache."""
+    expected = [layer.materialize(side) for side in ("keys", "values")]
+    turned, query = lazy[0].transpose(2, 3), torch.randn(2, 2, 1, 32)
+    attended = F.scaled_dot_product_attention(query, *expected)
+    CHANGES[change](layer)
+    # As many tokens as before, but others
+    layer.update(*torch.randn(2, layer.batch_size, 2, 151 - layer.get_seq_length(), 32))
+    assert isinstance(turned, LazyStates)
+    assert torch.equal(turned + 0, expected[0].mT)
+    for states, dense in zip(lazy, expected, strict=True):
+        assert torch.equal(states + 0, dense)
+        assert torch.equal(states[:, :, :140], dense[:, :, :140])
+    assert torch.allclose(F.scaled_dot_product_attention(query, *lazy), attended, atol=1e-6)
+
+
+def test_states_of_a_window_that_are_held_stay_what_they_were(tiny_model):
+    layer = GEARCache(tiny_model("mistral-sliding").config, sliding="compressed").layers[0]
+    layer.update(*torch.randn(2, 1, 2, 100, 32))
+    layer.settle_prompt()
+    keys, _ = layer.update(*torch.randn(2, 1, 2, 1, 32))
+    expected = layer.materialize("keys")
+    layer.update(*torch.randn(2, 1, 2, 1, 32))
+    assert torch.equal(keys + 0, expected)
+
+
+def test_nothing_is_made_dense_for_states_that_nobody_holds(layer, monkeypatch):
+    monkeypatch.setattr(type(layer), "materialize", lambda *_: pytest.fail("made dense"))
+    layer.update(*torch.randn(2, 2, 2, 1, 32))
     layer.crop(-10)
-    with pytest.raises(RuntimeError, match="older than the last `crop`"):
-        lazy[0] + 0
+    layer.reset()
+
+
+def test_some_of_very_many_tokens_are_dense():
+    """More than data-free samples have: a slice may not be taken for all of them."""
+    layer = GEARCache(backbone="kivi", nbits=2)._next_layer()
+    layer.update(*torch.randn(2, 1, 1, 10_100, 32))
+    layer.settle_prompt()
+    keys, _ = layer.update(*torch.randn(2, 1, 1, 1, 32))
+    dense = layer.materialize("keys")
+    for tokens in (slice(10_050), slice(-10_050, None), slice(1, None)):
+        assert torch.equal(keys[:, :, tokens] + 0, dense[:, :, tokens])
+    assert [each.shape[2] for each in keys.split(10_050, dim=2)] == [10_050, 51]
 
 
 def test_mixed_keys_and_values_fall_back_to_dense(layer, lazy):

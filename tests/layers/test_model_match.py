@@ -29,7 +29,11 @@ def test_another_models_config(cache_class, tiny_llama, tiny_model):
     for own, other, message in (
         (tiny_llama, deeper, "made for a model of 2 layers, but .* has more: make one with"),
         (tiny_llama, wider, "made for a model of 2 key/value heads, but layer 0 .* has 4"),
-        (deeper, tiny_llama, f"model of 4 layers, but the last forward had states for 2 .*{ANOTHER}"),
+        (
+            deeper,
+            tiny_llama,
+            f"holds 148 tokens, but the last of 4 layers 0: .* of a model of fewer layers.*{ANOTHER}",
+        ),
     ):
         cache, input_ids = cache_class(own.config), prompt()
         with pytest.raises(ValueError, match=message):
@@ -61,10 +65,69 @@ def test_a_cache_that_another_model_has_filled(cache_class, tiny_llama, tiny_mod
 @pytest.mark.parametrize("cache_class", CACHES)
 def test_layers_may_be_filled_one_after_the_other(cache_class, tiny_llama):
     cache = cache_class(tiny_llama.config)
-    for layer_idx, expected in ((0, [22, 0]), (1, [22, 22])):
-        for length in (20, 1, 1):
+    for length, expected in ((20, [20, 20]), (1, [21, 21]), (1, [22, 22])):
+        for layer_idx in range(2):
             cache.update(torch.randn(1, 2, length, 32), torch.randn(1, 2, length, 32), layer_idx)
         assert lengths(cache) == expected
+
+
+class Interrupted(BaseException):
+    """Stands for Ctrl-C."""
+
+
+def break_off(model, layer_idx, function):
+    """Calls a function that is interrupted as a layer begins to compute."""
+
+    def interrupt(*_):
+        raise Interrupted
+
+    handle = model.model.layers[layer_idx].register_forward_pre_hook(interrupt)
+    with pytest.raises(Interrupted):
+        function()
+    handle.remove()
+
+
+# One for each kind of layer; of these of `infinigen` the first two are Transformers' own, and of Gemma's every other
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        *(("llama", name) for name in ("gear", "gear-4bit", "kvarn-k4v4", "turboquant-4bit", "llamacpp-q8_0", "h2o")),
+        *(("llama", name) for name in ("infinigen", "infinigen-gear", "infinigen-paper")),
+        *(("gemma3-hybrid", name) for name in ("gear", "gear-4bit", "infinigen")),
+    ],
+)
+@pytest.mark.parametrize("is_prompt", [True, False])
+@torch.no_grad()
+def test_a_forward_that_broke_off_is_refused(is_prompt, architecture, name, tiny_model):
+    model, input_ids = tiny_model(architecture, num_hidden_layers=4), prompt(100)
+    fresh = generate(model, input_ids, create_cache(name, model))
+    cache = create_cache(name, model)
+    for layer_idx in (1, 3):
+        if not is_prompt:
+            model(input_ids, past_key_values=cache)
+        next_ids = input_ids if is_prompt else input_ids[:, :1]
+        break_off(model, layer_idx, lambda ids=next_ids: model(ids, past_key_values=cache))
+        held = lengths(cache)
+        with pytest.raises(ValueError, match=f"layer 0 holds .* a forward broke off between them.*{ANOTHER}"):
+            model(input_ids[:, :1], past_key_values=cache)
+        assert lengths(cache) == held
+        if architecture == "llama":
+            cache.crop(-next_ids.shape[1])
+            assert set(lengths(cache)) == {100 - 100 * is_prompt}
+            assert model(next_ids, past_key_values=cache).logits.isfinite().all()
+        cache.reset()
+        assert torch.equal(generate(model, input_ids, cache), fresh)
+        cache.reset()
+
+
+@pytest.mark.parametrize("cache_class", CACHES)
+@torch.no_grad()
+def test_a_cache_without_a_config_notices_that_a_prompt_broke_off(cache_class, tiny_model):
+    model, cache = tiny_model("llama", num_hidden_layers=3), cache_class()
+    break_off(model, 1, lambda: model(prompt(100), past_key_values=cache))
+    with pytest.raises(ValueError, match=f"layer 1 holds 0 tokens, but layer 0 100: .* that broke off.*{ANOTHER}"):
+        model(prompt(1), past_key_values=cache)
+    assert lengths(cache) == [100]
 
 
 # Tokens of the second prompt; the first leaves 130 in the cache

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from kvcache_plugins import H2OCache, InfiniGenCache, create_cache
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.models import reference_model
-from kvcache_plugins.models.reference_model import load_model, models_folder, reference_models, resolve_model
+from kvcache_plugins.models.reference_model import load_model, reference_models, resolve_model, user_folder
 
 
 @pytest.fixture
@@ -121,14 +121,14 @@ def test_other_names_reach_from_pretrained_untouched(monkeypatch: pytest.MonkeyP
         load_model("org/model", device="meta", device_map="auto")
 
 
-def test_the_folder_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KVCACHE_PLUGINS_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    assert models_folder() == Path.home() / ".cache" / "kvcache_plugins" / "models"
+    assert user_folder() == Path.home() / ".cache" / "kvcache_plugins"
     monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
-    assert models_folder() == Path("/elsewhere/kvcache_plugins/models")
+    assert user_folder() == Path("/elsewhere/kvcache_plugins")
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", "/own")
-    assert models_folder() == Path("/own/models")
+    assert user_folder() == Path("/own")
 
 
 def test_converted_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

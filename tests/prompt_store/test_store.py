@@ -280,7 +280,10 @@ def test_files_are_their_owners_alone(tiny_llama, tmp_path):
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
-def test_least_recently_used_go_first_and_none_in_use(tiny_llama, tmp_path):
+@pytest.mark.parametrize("kind", ["flock", "byte"])
+def test_least_recently_used_go_first_and_none_in_use(tiny_llama, tmp_path, request, kind):
+    if kind == "byte":
+        request.getfixturevalue("byte_locks")
     prompts = [prompt(520) for _ in range(4)]
     store = PromptStore(tmp_path)
     store.read(tiny_llama, prompts[0])

@@ -24,7 +24,7 @@ from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_coding_kernel, explain_kernel, requested_kernel
 from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.models.packaged_models import PACKAGED_MODELS
-from kvcache_plugins.models.reference_model import converted_folder
+from kvcache_plugins.models.reference_model import is_converted
 from kvcache_plugins.registry import create_cache, describe_caches
 
 
@@ -66,7 +66,7 @@ def examine(check: bool = False) -> dict[str, object]:
     for name, model in PACKAGED_MODELS.items():
         version = model.installed_version()
         own = {"name": name, "package": model.distribution, "version": version, "hub_name": model.hub_name}
-        models.append({**own, "is_converted": version is not None and converted_folder(name, version).is_dir()})
+        models.append({**own, "is_converted": version is not None and is_converted(name, version)})
         if version is None:
             what = f"{name} is not installed: it would come from the hub, as {model.hub_name}"
             found.append(("hint", what, model.install))

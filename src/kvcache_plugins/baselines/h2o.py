@@ -411,7 +411,8 @@ class H2OLayer(LazyLayer):
         if self.num_dropped():
             raise ValueError(
                 f"layer {self.layer_idx} has dropped tokens, so there are no dense {side}, and neither attention "
-                "weights nor attention that reads them is supported: leave `output_attentions` out, and set "
+                "weights nor attention that reads them is supported, nor an assistant that shares the model's states: "
+                "leave `output_attentions` out, and set "
                 "`attn_implementation` to `sdpa` or `eager`; with `heavy_ratio` and `recent_ratio` that add up to 1 "
                 "no token is dropped"
             )

@@ -133,6 +133,7 @@ class PagedStates:
     """
 
     has_gradients = False
+    handed_out = None
 
     batching: CompressedBatching
     allocator: CodedAllocator

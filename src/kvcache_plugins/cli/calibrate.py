@@ -1,4 +1,4 @@
-"""`kvcache-plugins calibrate`: what GEAR's transform coding, or InfiniGen, can be told about a model beforehand."""
+"""`kvcache-plugins calibrate`: fit transform coding, InfiniGen or OSCAR to a model, once."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from kvcache_plugins.layers.model_match import ENCODER_STATES, HybridLayersMixin, replace_full_attention, watches_order
+from kvcache_plugins.layers.model_match import ModelMatchMixin, replace_full_attention, watches_order
 from kvcache_plugins.layers.packing import RowPacking
 from kvcache_plugins.models.layer_config import decoder_config
 from kvcache_plugins.option_checks import check_mask
@@ -36,10 +36,9 @@ from .hooks import (
     unknown_queries_warning,
 )
 from .layer import InfiniGenLayer
-from .pool import is_gpu
 
 
-class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
+class InfiniGenCache(AttentionListener, ModelMatchMixin, ReportingMixin, Cache):
     """
     A cache in host memory, of which every decode step fetches only the tokens that matter.
 
@@ -93,14 +92,11 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
             tokens are used is noted on the host, which has to wait for a GPU in every layer of every step.
         eviction (`str`, *optional*, defaults to `"counter"`):
             Who that is: `"counter"` (fetched least often), `"lru"` (least recently) or `"fifo"` (oldest).
-        pool_folder (`str` or `Path`, *optional*):
-            A folder in which the pool is files instead of memory, mapped and without a name, so that a context may be
-            as long as the disk has room for. For a model on a CPU. See `disk_pages`.
         full_layers (`tuple[int, ...]`, *optional*):
             Layers that stay whole where they are computed. Defaults to what the calibration says, or the first two.
         speculate (`bool`, *optional*):
             Whether a layer's tokens are chosen and fetched ahead, by queries that are guessed, or by its own query. By
-            default they are ahead where they have to be brought from elsewhere: to an accelerator, or from a disk.
+            default they are ahead where they have to be brought from elsewhere: to an accelerator.
         track_hits (`bool`, *optional*, defaults to `False`):
             Whether `stats()` compares what was fetched with the true top tokens, which reads all keys at every step.
         track_times (`bool`, *optional*, defaults to `False`):
@@ -144,10 +140,6 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         model = unwrap_model(model)
         self.infinigen_config = InfiniGenConfig(**options)
         check_mask("attention_mask", attention_mask)
-        if self.infinigen_config.pool_folder is not None and is_gpu(model.device):
-            raise NotImplementedError(
-                "not supported yet: `pool_folder` with a model on a GPU, which reads page-locked memory alone"
-            )
         self.calibration = resolve_calibration(calibration, model)
         self._given_mask = attention_mask
         config = self._decoder_config = decoder_config(model.config)
@@ -165,8 +157,7 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
         # A layer's attention input comes from the layer before it
         self._targets = {index - 1: index for index, layer in enumerate(layers) if isinstance(layer, InfiniGenLayer)}
         self._model = ModelReference(model)
-        # Where a smaller one begins a forward; and the module of the model that called last
-        self._last_updated: int | None = None
+        # The module of the model that called last
         self._known_caller: Callable[[], torch.nn.Module | None] = self._model
         self._wants_speculation = self.infinigen_config.speculates_on(model.device)
         self._is_attached, self._has_warned = True, False
@@ -241,26 +232,17 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
             layer.get_mask_sizes(query_length)
         return super().get_mask_sizes(query_length, layer_idx)
 
-    @torch.compiler.disable
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Cache.update`; a `ValueError` if the states come from another model than the cache was made for."""
-        last, self._last_updated = self._last_updated, layer_idx
-        if last == layer_idx and self._is_watched:
-            self._last_updated = None
-            raise ValueError(ENCODER_STATES)
-        if last is None or layer_idx <= last:
-            self._check_caller(layer_idx)
-            self._warn_if_detached()
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+    def _begin_forward(self, layer_idx: int) -> None:
+        """See `ModelMatchMixin`; a `ValueError` too if another model begins."""
+        super()._begin_forward(layer_idx)
+        self._check_caller(layer_idx)
+        self._warn_if_detached()
 
     def _check_caller(self, layer_idx: int) -> None:
         """Refuses the states that begin a forward if they come from another model."""
         model, module = self._model(), caller()
         is_known = model is not None and module in (None, self._known_caller())
         if model is None or not is_known and all(module is not own for own in model.modules()):
-            self._last_updated = None
             raise ValueError(
                 "`model`: the cache was made for another model than the one that it is used with; make one with "
                 "`InfiniGenCache(model)` for each model"
@@ -270,7 +252,6 @@ class InfiniGenCache(AttentionListener, ReportingMixin, HybridLayersMixin):
 
     def reset(self) -> None:
         super().reset()
-        self._last_updated = None
         # Older releases of Transformers fill these with zeros and keep their length
         self.layers = [
             DynamicLayer() if type(layer) is DynamicLayer and layer.is_initialized else layer for layer in self.layers

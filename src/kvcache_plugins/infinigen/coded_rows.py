@@ -10,7 +10,6 @@ tokens, K slots, S first tokens that stay exact.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -161,8 +160,7 @@ class CodedRows(ScoringStates):
             return None
         assert call.scale is not None
         mask, chosen = None if call.mask is None else call.mask[:, 0, 0], (selection.slots, selection.count)
-        with nullcontext() if pool.disk is None else pool.disk.reading(pool.pages):
-            return attend_chosen(call.query, self._stored(pool), *chosen, *newest, call.scale, mask, start)
+        return attend_chosen(call.query, self._stored(pool), *chosen, *newest, call.scale, mask, start)
 
     def prepare(self, query: torch.Tensor, scale: float, pool: TokenPool, window: States) -> ChoosingCall | None:
         return choose_by_rows(query, scale, self._stored(pool), window) if pool.is_in_order else None

@@ -1,6 +1,5 @@
 """Options of InfiniGen, validated once and immutable afterwards."""
 
-import os
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, fields
 from inspect import Parameter
@@ -41,7 +40,6 @@ class InfiniGenConfig:
     sink: int = 4
     pool_tokens: int | None = None
     eviction: str = "counter"
-    pool_folder: str | Path | None = None
     full_layers: tuple[int, ...] | None = None
     speculate: bool | None = None
     track_hits: bool = False
@@ -68,8 +66,6 @@ class InfiniGenConfig:
                 f"`pool_tokens` has to be more than the `sink` tokens that are never evicted, {self.sink}, but got "
                 f"{self.pool_tokens}"
             )
-        if self.pool_folder is not None:
-            object.__setattr__(self, "pool_folder", _checked_folder(self.pool_folder))
         if self.full_layers is not None:
             layers = self.full_layers
             if not isinstance(layers, Sequence | Set) or isinstance(layers, str):
@@ -103,16 +99,7 @@ class InfiniGenConfig:
         """Tells whether tokens are chosen ahead for a model on a device: where bringing them can be hidden."""
         if self.speculate is not None:
             return self.speculate
-        return device.type != "cpu" or self.pool_folder is not None
-
-
-def _checked_folder(given: object) -> Path:
-    if not isinstance(given, str | Path):
-        raise ValueError(f"`pool_folder` has to be a folder or None but got {given!r}")
-    folder = Path(given).expanduser()
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"`pool_folder` has to be a folder that can be written to, but {folder} is none")
-    return folder
+        return device.type != "cpu"
 
 
 def option_parameters() -> list[Parameter]:

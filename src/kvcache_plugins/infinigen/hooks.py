@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from kvcache_plugins.models.cache_argument import CACHE_NAMES
+from kvcache_plugins.models.layer_config import config_of_layer
 from kvcache_plugins.user_warnings import warn_user
 
 from .queries import PositionEmbeddings, QueryProjection, UnknownQueriesError, find_attention_modules, first_of
@@ -102,7 +103,7 @@ class Attachment:
             modules, self.unknown[-1] = {}, str(error)
         for index, module in modules.items():
             try:
-                self.projections[index] = QueryProjection(module, model.config)
+                self.projections[index] = QueryProjection(module, config_of_layer(config, index))
             except ValueError as error:
                 self.unknown[index] = str(error)
         self.heard = frozenset(self.projections)

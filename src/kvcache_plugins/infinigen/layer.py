@@ -186,7 +186,7 @@ class InfiniGenLayer(LazyLayer):
         scoring = self.scoring or self._make_scoring(keys[:, :, : min(count, config.pool_tokens or count)], queries)
         encoded, parts = scoring.encode(keys, values, count, position)
         if pool is None:
-            pool = TokenPool(parts, config.pool_tokens, config.eviction, config.sink, config.pool_folder)
+            pool = TokenPool(parts, config.pool_tokens, config.eviction, config.sink)
         free, taken = pool.append(parts, position, self.padding)
         self.pool, self.scoring, self.num_pooled = pool, scoring, position + count
         scoring.append({name: rows[:, :, :free] for name, rows in encoded.items()})
@@ -314,8 +314,6 @@ class InfiniGenLayer(LazyLayer):
             resident = resident.masked_fill(~columns[:, None, None, self.num_pooled : stop], -torch.inf)
             num_tokens = columns.sum(dim=1)
         selection = select_tokens(scoring.scores(query, pool), resident, allowed, forced, num_tokens, length, config)
-        if pool.disk is not None:
-            pool.disk.expect(pool.pages, selection.slots, selection.count)
         return selection, start_fetch(pool, selection, self._times), length
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -372,7 +370,7 @@ class InfiniGenLayer(LazyLayer):
         is_alike = config.min_weight is not None and config.landmarks is None and self.padding is None
         if is_alike and not config.track_hits and not config.speculates_on(query.device):
             assert pool is not None and window is not None and scoring is not None
-            if pool.usage is None and pool.disk is None and self._was_alike:
+            if pool.usage is None and self._was_alike:
                 self._call = scoring.prepare(query, scale, pool, window.tensors())
             self._was_alike = True
 

@@ -14,18 +14,13 @@ Legend: B batch, H key/value heads, R numbers of a row.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvcache_plugins.files.mapped_files import release
 from kvcache_plugins.kernels.engine import choose_copy_kernel
 from kvcache_plugins.kernels.tokens import gather_rows
-
-from .disk_pages import DiskPages
 
 
 PAGE_TOKENS = 1024
@@ -50,7 +45,7 @@ class TokenPool:
 
     Rows are like the `parts` `[B, H, any, any]` side by side, none of which is stored. Slots a head are limited by
     `max_tokens`, see `UsageRecord`; `usage` then says which token each slot holds, else that is its position. `pages`
-    `[B, H, PAGE_TOKENS, R]` are files in a `folder`, or in memory, page-locked with `pin_memory`.
+    are `[B, H, PAGE_TOKENS, R]`, page-locked with `pin_memory`.
     """
 
     def __init__(
@@ -59,7 +54,6 @@ class TokenPool:
         max_tokens: int | None = None,
         eviction: str = "counter",
         num_protected: int = 0,
-        folder: str | Path | None = None,
     ):
         # What GPUs were told to do with pages and may not have done
         self._pending: dict[torch.cuda.Stream, torch.cuda.Event] = {}
@@ -71,7 +65,6 @@ class TokenPool:
         # States without data, on which caches are sized, have pages without
         self._host = torch.device("meta" if self.device.type == "meta" and not self.pin_memory else "cpu")
         self.max_tokens = max_tokens
-        self.disk = None if folder is None or self._host.type == "meta" else DiskPages(folder)
         self.pages: list[torch.Tensor] = []
         # Where the pages lie, as the host knows it and for kernels
         self._addresses: tuple[tuple[int, ...], torch.Tensor] | None = None
@@ -151,8 +144,6 @@ class TokenPool:
 
     def _new_page(self, page_tokens: int) -> torch.Tensor:
         shape = (self.batch_size, self.num_heads, page_tokens, self.row_dim)
-        if self.disk is not None:
-            return self.disk.new_page(shape, self.dtype)
         return torch.zeros(shape, dtype=self.dtype, device=self._host, pin_memory=self.pin_memory)
 
     def _write(self, first: int, parts: Sequence[torch.Tensor]) -> None:
@@ -167,8 +158,6 @@ class TokenPool:
             if not self.pin_memory:
                 for part, columns in zip(own, page[:, :, slots].split(self.dims, dim=3), strict=True):
                     columns.copy_(part)
-                if self.disk is not None:
-                    release(page)
                 continue
             rows = torch.cat(own, dim=3)
             if stop - start == PAGE_TOKENS:
@@ -207,21 +196,16 @@ class TokenPool:
     def iter_pages(self) -> Iterator[tuple[torch.Tensor, int, int]]:
         """Lists rows `[B, H, slots, R]` by page, on `device`, with first slot and the one behind the last."""
         for page, start, stop in self._spans(0, self.num_slots):
-            if self.disk is not None and stop < self.num_slots:
-                self.disk.expect_page(self.pages[stop // PAGE_TOKENS])
             whole = page
             if self.pin_memory:
                 whole = page.to(self.device, non_blocking=True)
                 self.note(torch.cuda.current_stream(self.device))
             yield whole[:, :, : stop - start], start, stop
-            if self.disk is not None:
-                release(page)
 
     def gather(self, slots: torch.Tensor) -> torch.Tensor:
         """Has the host copy the rows `[B, H, tokens, R]` of slots in use, `[B, H, tokens]`, to where these are."""
         self.wait()
-        with nullcontext() if self.disk is None else self.disk.reading():
-            return gather_rows(self.pages, slots.to("cpu"), are_mapped=self.disk is not None).to(slots.device)
+        return gather_rows(self.pages, slots.to("cpu")).to(slots.device)
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """Lists positions of the tokens in slots in use, -1 where there is none, broadcasting to `[B, H, slots]`."""
@@ -258,10 +242,6 @@ class TokenPool:
             self.batch_size = self.pages[0].shape[0]
 
     def _in_host_memory(self, page: torch.Tensor) -> torch.Tensor:
-        if self.disk is not None:
-            copied = self.disk.new_page(page.shape, page.dtype).copy_(page)
-            release(copied)
-            return copied
         is_locked = not self.pin_memory or page.device.type == "cuda" or page.is_pinned()
         return page if is_locked else page.pin_memory()
 

@@ -56,16 +56,17 @@ class QueryProjection:
     whether they depend on the latter, `scaling` what attention multiplies their products with keys by.
     """
 
-    def __init__(self, module: nn.Module, config: PreTrainedConfig):
-        config = config.get_text_config(decoder=True)
+    def __init__(self, module: nn.Module, layer_config: PreTrainedConfig):
         self._name = f"`{type(module).__name__}` of layer {getattr(module, 'layer_idx', None)}"
         parameters = inspect.signature(type(module).forward).parameters
-        reason = _reason_to_refuse(module, config, set(parameters))
+        reason = _reason_to_refuse(module, layer_config, set(parameters))
         if reason is not None:
             raise ValueError(f"{self._name} {reason}")
 
-        self.num_heads: int = first_of(module, ("num_heads", "num_attention_heads")) or config.num_attention_heads
-        self.head_dim: int = first_of(module, ("head_dim", "head_size")) or config.hidden_size // self.num_heads
+        self.num_heads: int = (
+            first_of(module, ("num_heads", "num_attention_heads")) or layer_config.num_attention_heads
+        )
+        self.head_dim: int = first_of(module, ("head_dim", "head_size")) or layer_config.hidden_size // self.num_heads
         num_projected_heads: int = first_of(module, ("num_key_value_heads", "num_kv_heads", "kv_heads")) or (
             self.num_heads // (first_of(module, ("num_key_value_groups",)) or 1)
         )
@@ -74,19 +75,21 @@ class QueryProjection:
         self._module = module
         self._num_groups = self._count_groups(module, num_projected_heads)
         self._norm_stage = self._find_norm_stage()
-        self._clip: float | None = first_of(module, ("clip_qkv",)) or getattr(config, "clip_qkv", None)
+        self._clip: float | None = first_of(module, ("clip_qkv",)) or getattr(layer_config, "clip_qkv", None)
 
         takes_positions = "position_embeddings" in parameters
         self._rotate = self._find_rotary_function(module) if takes_positions else None
         self._rotary_size: int = first_of(module, ("rotary_ndims",)) or self.head_dim
-        is_without = _IS_WITHOUT_ROTARY.get(config.model_type, lambda module: not getattr(module, "use_rope", True))
+        is_without = _IS_WITHOUT_ROTARY.get(
+            layer_config.model_type, lambda module: not getattr(module, "use_rope", True)
+        )
         self.has_rotary = takes_positions and not is_without(module)
 
         # Falcon keeps it under a name of its own, and for ALiBi alone: attention takes its default, which is the same
         scaling: float | None = first_of(module, ("scaling", "inv_norm_factor"))
         if scaling is None:
             raise ValueError(f"{self._name} does not tell by what it scales attention scores: it has no `scaling`")
-        is_folded = config.model_type in _SCALES_QUERIES
+        is_folded = layer_config.model_type in _SCALES_QUERIES
         self._factor = scaling if is_folded else None
         self.scaling = 1.0 if is_folded else scaling
 
@@ -250,26 +253,26 @@ def find_attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
     return dict(sorted(found.items()))
 
 
-def _reason_to_refuse(module: nn.Module, config: PreTrainedConfig, parameters: set[str]) -> str | None:
+def _reason_to_refuse(module: nn.Module, layer_config: PreTrainedConfig, parameters: set[str]) -> str | None:
     """Says why attention of `module` is known to differ from products of keys and queries of its input, if it does."""
     if first_of(module, _COMPRESSED_NAMES) is not None:
         return "makes its queries and keys of a compressed part (multi-head latent attention)"
     if first_of(module, PROJECTION_NAMES) is None:
         return f"has none of the query projections {_quoted(PROJECTION_NAMES)}"
     # Bloom and MPT have no option to do without; Falcon has
-    if {"alibi", "position_bias"} & parameters and getattr(config, "alibi", True):
+    if {"alibi", "position_bias"} & parameters and getattr(layer_config, "alibi", True):
         return "adds positions to attention scores (ALiBi), which queries do not hold"
     if first_of(module, ("rel_logits_proj",)) is not None:
         return "adds relative positions to attention scores, which queries do not hold"
     if "position_embeddings" not in parameters and first_of(module, _OWN_POSITION_NAMES) is not None:
         return "looks up positions itself: it takes no `position_embeddings`"
-    rope_parameters = getattr(config, "rope_parameters", None) or {}
+    rope_parameters = getattr(layer_config, "rope_parameters", None) or {}
     if "attention_scaling" in parameters or rope_parameters.get("llama_4_scaling_beta") is not None:
         return "scales its queries by their positions, which position embeddings do not tell"
     if first_of(module, ("sinks",)) is not None:
         return "has attention sinks (`sinks`): probabilities do not follow from queries and keys alone"
     softcap = first_of(module, ("attn_logit_softcapping",))
-    if softcap is not None and config._attn_implementation != "sdpa":
+    if softcap is not None and layer_config._attn_implementation != "sdpa":
         return f"caps attention scores: `attn_logit_softcapping` has to be `None`, but is {softcap}"
     return None
 

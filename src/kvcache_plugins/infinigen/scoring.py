@@ -70,15 +70,11 @@ class ScoringStates:
         position `start` on, by the kernel that reads all where they stand, under a mask of `[B, 1, 1, tokens]`; `None`
         if it cannot.
         """
-        slots, count, pages = selection.slots, selection.count, pool.pages
+        slots, count = selection.slots, selection.count
         mask = None if call.mask is None else call.mask[:, 0, 0]
         positions = None if mask is None else pool.positions_of(slots)
-        if pool.disk is not None:
-            slots = slots[:, :, : max(int(count.max()), 1)]
-            pages = [pool.gather(slots)]
-            slots = torch.arange(slots.shape[2], dtype=torch.int64, device="cpu").expand_as(slots)
         assert call.scale is not None
-        return attend_chosen(call.query, pages, slots, count, *newest, call.scale, mask, start, positions)
+        return attend_chosen(call.query, pool.pages, slots, count, *newest, call.scale, mask, start, positions)
 
     def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
         """Multiplies queries `[B, H, G, D]` with the pool's keys, but for what all have in common: `[B, H, G, N]`."""

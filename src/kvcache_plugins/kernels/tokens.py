@@ -10,7 +10,6 @@ Legend: B batch, H key/value heads, G query heads a key/value head, D and E head
 tokens with codes, P bytes of a token's codes, R bytes of a row, K slots, W tokens of the window.
 """
 
-import mmap
 import os
 from collections.abc import Sequence
 from itertools import accumulate
@@ -21,7 +20,6 @@ import torch
 
 from kvcache_plugins.codecs.parts import TILE_TOKENS, RowTokens, SinkStates
 from kvcache_plugins.codecs.quantization import packed_size
-from kvcache_plugins.files.mapped_files import address_of_advise, release
 
 from .compiled import LayerParts, TokenWriter, as_numbers, kind_of_tokens, places
 from .engine import choose_token_kernel
@@ -593,10 +591,10 @@ def attend_staged(
 
 
 @torch.compiler.disable
-def gather_rows(pages: Sequence[torch.Tensor], slots: torch.Tensor, *, are_mapped: bool = False) -> torch.Tensor:
+def gather_rows(pages: Sequence[torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
     """
     Copies the rows at `slots` `[B, H, K]`, int64, of pages `[B, H, tokens of a page, row]` of the same device, as
-    `[B, H, K, row]`; of pages that `are_mapped` files at most a tenth is mapped at once, and in the end none.
+    `[B, H, K, row]`.
     """
     batch_size, num_heads, page_tokens, row_dim = pages[0].shape
     rows = pages[0].new_empty(*slots.shape, row_dim)
@@ -607,9 +605,7 @@ def gather_rows(pages: Sequence[torch.Tensor], slots: torch.Tensor, *, are_mappe
             "Copies",
             {"batch": batch_size, "heads": num_heads, "num_slots": slots.shape[2], "num_pages": len(pages)},
             {"page_tokens": page_tokens, "row_dim": row_dim, "row_size": row_dim * rows.element_size()},
-            {"pages": _pages(pages), "slots": slots.contiguous(), "result": rows, "block": mmap.PAGESIZE},
-            advise=address_of_advise() if are_mapped else 0,
-            let_go=int(mmap.MADV_DONTNEED) if are_mapped else 0,
+            {"pages": _pages(pages), "slots": slots.contiguous(), "result": rows},
         )
         run("copy_rows", call, batch_size * num_heads)
         return rows
@@ -618,6 +614,4 @@ def gather_rows(pages: Sequence[torch.Tensor], slots: torch.Tensor, *, are_mappe
         places = (numbers == number).nonzero(as_tuple=True)
         if places[0].numel():
             rows[places] = page[places[0], places[1], slots[places] - number * page_tokens]
-        if are_mapped:
-            release(page)
     return rows

@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from kvcache_plugins.files.atomic import RefusedFile, refusals
 from kvcache_plugins.files.records import Format, read_json_record, write_json_record
 from kvcache_plugins.models.fingerprint import fingerprint
+from kvcache_plugins.models.layer_config import config_of_layer, configs_of_layers, heads_of
 from kvcache_plugins.option_checks import check_bool, check_integer, check_number
 
 
@@ -149,35 +150,35 @@ class CostModel:
                 model = AutoModel.from_config(model, dtype=torch.float32)
         decoder = model.get_decoder()
         config = decoder.config.get_text_config(decoder=True)
-        num_heads, num_key_heads, head_dim = _heads(config)
         layers = DynamicCache(config=config).layers
+        heads = [heads_of(config_of_layer(config, index)) for index in range(len(layers))]
         # A multiplication and an addition for every channel of a key, and of a value
-        attention = 4 * num_heads * head_dim
+        attention = [4 * each.num_query * each.dim for each in heads]
         # Experts are `[experts, ., .]`; the weight of a linear layer that is packed in a few bits has another shape
-        num_active_experts = getattr(config, "num_experts_per_tok", None) or 1
-        count = sum(each[0].numel() * num_active_experts for each in decoder.parameters() if each.ndim == 3)
+        count = sum(each[0].numel() for each in decoder.parameters() if each.ndim == 3) * _num_active_experts(config)
         linear = (each for each in decoder.modules() if isinstance(each, nn.Linear))
         count += sum(each.in_features * each.out_features for each in linear)
         count += sum(each.weight.numel() for each in decoder.modules() if isinstance(each, Conv1D))
         per_token = 2 * count
-        per_token += attention * sum(getattr(layer, "sliding_window", 0) for layer in layers)
-        per_pair = attention * sum(type(layer) is DynamicLayer for layer in layers)
-        projections = 2 * len(layers) * config.hidden_size * (num_heads + 2 * num_key_heads) * head_dim
+        windows = [getattr(layer, "sliding_window", 0) for layer in layers]
+        per_token += sum(each * window for each, window in zip(attention, windows, strict=True))
+        per_pair = sum(each for each, layer in zip(attention, layers, strict=True) if type(layer) is DynamicLayer)
+        channels = sum((each.num_query + 2 * each.num_key_value) * each.dim for each in heads)
+        projections = 2 * config.hidden_size * channels
         return cls(float(per_token), float(per_pair), projection_share=min(projections / per_token, 1.0))
 
 
 def bytes_of_token(model: PreTrainedModel | PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Counts the bytes of a token's keys and values in one layer."""
+    """Counts the bytes of a token's keys and values in one layer, on average over the layers."""
     config = (model if isinstance(model, PreTrainedConfig) else model.config).get_text_config(decoder=True)
-    _, num_key_heads, head_dim = _heads(config)
-    return 2 * num_key_heads * head_dim * dtype.itemsize
+    heads = [heads_of(each) for each in configs_of_layers(config)]
+    return 2 * dtype.itemsize * sum(each.num_key_value * each.dim for each in heads) // len(heads)
 
 
-def _heads(config: Any) -> tuple[int, int, int]:
-    """Numbers of query heads and of key heads, and the head dimension."""
-    num_heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    return num_heads, getattr(config, "num_key_value_heads", None) or num_heads, head_dim
+def _num_active_experts(config: PreTrainedConfig) -> int:
+    """Counts the experts that a token goes through in one layer, on average over the layers."""
+    counts = [getattr(each, "num_experts_per_tok", None) or 1 for each in configs_of_layers(config)]
+    return sum(counts) // len(counts)
 
 
 def _least_squares(columns: Array) -> list[float]:

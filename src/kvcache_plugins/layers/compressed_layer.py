@@ -288,9 +288,9 @@ class CompressedLayer(LazyLayer):
             skipped = self._first_visible - self.exact_start
             return None if skipped < 0 else (buffer.keys[:, :, skipped:], buffer.values[:, :, skipped:])
         states, num_in_front = (buffer.keys, buffer.values), 0
+        if prefix is not None and not prefix.is_uniform:
+            return None
         if prefix is not None and prefix.num_slots:
-            if not prefix.is_uniform:
-                return None
             num_in_front = prefix.num_slots
             states = torch.cat((prefix.keys, states[0]), dim=2), torch.cat((prefix.values, states[1]), dim=2)
         self._plain_limit = num_in_front + self._buffer_limit
@@ -338,9 +338,10 @@ class CompressedLayer(LazyLayer):
             self._pending_sequences = pending.to(self.device) if bool(pending.any()) else None
             if self._pending_sequences is None:
                 self._moments = None
-        # What no query to come sees is not packed
+        # What no query to come sees is not packed, and no padding of all sequences
         has_passed = self.sliding_window is not None and not self.record_past
-        first = max(start, self._first_seen(length)) if has_passed else start
+        passed = max(start, self._first_seen(length)) if has_passed else start
+        first = passed if counts is None else min(max(passed, self._left_padding.ends()[0]), length)
         count = max(length - first - num_kept, 0)
         if isinstance(packing, GroupPacking):
             count = packing.num_packed(count, is_prompt=is_prompt)
@@ -353,8 +354,8 @@ class CompressedLayer(LazyLayer):
                 if is_first:
                     self.codec = self.prefix = self._pending_sequences = None
                 raise
-        if first > start:
-            self._forget_before(first)
+        if passed > start:
+            self._forget_before(passed)
         if skipped + count == num_exact:
             self._buffer = None
         else:
@@ -671,7 +672,7 @@ class CompressedLayer(LazyLayer):
                 )
             if is_newest:
                 self._pending = None
-                self._length -= count
+                self._shorten(self._length - count)
                 self._num_new = 0
                 return
         super().crop_tokens(count)

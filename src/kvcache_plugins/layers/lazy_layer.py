@@ -7,7 +7,9 @@ computed as in a dense cache, and only then is it stored, the padding of every i
 import copy
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from operator import index
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -19,7 +21,7 @@ from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.masks import leading_padding
 
 from .contexts import in_own_context, is_foreign_context
-from .lazy_states import LazyScores, LazyStates, stored_states
+from .lazy_states import STORED, HandedOut, LazyScores, LazyStates, stored_states
 
 
 # Before 5.15 `crop(n)` with a positive `n` means "down to n tokens"; since then only "remove -n tokens" exists
@@ -81,6 +83,8 @@ class LazyLayer(CacheLayerMixin):
     stores_attention = False
     # Whether storing a prompt needs its attention, so that one computed elsewhere cannot be taken in
     needs_prompt_attention = False
+    # The lazy states that somebody may still hold
+    handed_out: HandedOut | None = None
     # Set from the first states, in `lazy_initialization`
     dtype: torch.dtype
     device: torch.device
@@ -187,6 +191,9 @@ class LazyLayer(CacheLayerMixin):
         if key_states.device != self.device:
             self._move_to(key_states.device)
         self.settle_prompt()
+        if self.sliding_window is not None:
+            # Later states begin with another token
+            self._keep_handed_out()
         self._sides_read.clear()
         self._before_update()
         is_first, count = self._length == 0, key_states.shape[2]
@@ -429,8 +436,19 @@ class LazyLayer(CacheLayerMixin):
         tokens = torch.arange(start, start + count, dtype=torch.int64, device=self.device)
         return tokens >= padding.first_tokens(1, self.device)
 
+    @in_own_context
+    def _keep_handed_out(self) -> None:
+        """Make dense what lazy states that somebody still holds are of, as it is about to change."""
+        dense = None if self.handed_out is None else self.handed_out()
+        self.handed_out = None
+        if dense is not None:
+            # A layer that has dropped tokens has no dense states, and says so to whoever reads them
+            with suppress(ValueError):
+                dense.update({side: self.materialize(side) for side in STORED})
+
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest `-tokens_to_remove` tokens; 0 changes nothing."""
+        tokens_to_remove = index(tokens_to_remove)
         if tokens_to_remove > 0:
             if not _CROP_TAKES_LENGTH:
                 raise ValueError(
@@ -446,6 +464,7 @@ class LazyLayer(CacheLayerMixin):
         """Removes the newest `count` tokens, at least 1 and at most all of them."""
         self.read_weights()
         self.settle_prompt()
+        self._keep_handed_out()
         if count == self._length:
             counters, reads = self._counters, self.dense_reads
             self._clear()
@@ -455,7 +474,13 @@ class LazyLayer(CacheLayerMixin):
         self._index = {
             name: states[..., : max(states.shape[-2] - count, 0), :] for name, states in self._index.items()
         }
-        self._length -= count
+        self._shorten(self._length - count)
+
+    def _shorten(self, length: int) -> None:
+        """Count so many tokens; of a sequence that has no real one among them any may come next."""
+        self._length = length
+        if self.padding is not None and self._left_padding.ends()[1] > length:
+            self.padding = self.padding.clamp(max=length)
 
     @in_own_context
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -470,14 +495,24 @@ class LazyLayer(CacheLayerMixin):
             self.batch_size = tensor.shape[0]
             break
 
+    def _select(self, items: torch.Tensor) -> None:
+        """Have the batch consist of some of its items, by number."""
+        self._keep_handed_out()
+        self.map_tensors(lambda tensor: tensor.index_select(0, items.to(tensor.device)))
+
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self.map_tensors(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        self._select(beam_idx)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.map_tensors(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+    def batch_repeat_interleave(self, repeats: int | torch.Tensor) -> None:
+        if self.get_seq_length():
+            self._select(
+                torch.arange(self.batch_size, dtype=torch.int64, device=self.device).repeat_interleave(repeats)
+            )
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.map_tensors(lambda tensor: tensor[indices.to(tensor.device)])
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
+        """Keep the items that `indices` name in any way in which they index a tensor: numbers, or a mask."""
+        if self.get_seq_length():
+            self._select(torch.arange(self.batch_size, dtype=torch.int64, device=self.device)[indices, ...])
 
     def offload(self) -> None:
         self.map_tensors(lambda tensor: tensor.to("cpu", non_blocking=True))
@@ -537,6 +572,7 @@ class LazyLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.read_weights()
+        self._keep_handed_out()
         self._clear()
         self.is_initialized = False
 

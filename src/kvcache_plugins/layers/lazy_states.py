@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter, getitem
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -34,8 +35,8 @@ _Lazy = TypeVar("_Lazy", bound="LazyStates")
 
 # In the place of a number of tokens among recorded arguments
 TOKENS = object()
-# Tokens of states without data: primes, of which neither is another size of a model
-_COUNTS = 10_007, 10_009
+# Tokens of states without data: primes that are no other size of a model
+_COUNTS = 10_007, 1_000_003, 100_000_007
 _REPEAT_INDEX = (slice(None), slice(None), None, slice(None), slice(None))
 _OPERATION, _EXACT, _SCORES = attrgetter("operation"), attrgetter("exact"), attrgetter("scores")
 _DENSE_GETTERS = {"T", "H", "mT", "mH", "real", "imag", "data", "grad"}
@@ -89,8 +90,8 @@ STORED = {"keys": STORED_KEYS, "values": STORED_VALUES}
 
 
 def count_for(num_tokens: int) -> int:
-    """Tell how many tokens samples have in the place of so many."""
-    return _COUNTS[num_tokens == _COUNTS[0]]
+    """Tell how many tokens samples have in the place of so many: more, so that a slice of these is one of them too."""
+    return next(count for count in _COUNTS if count > num_tokens)
 
 
 def find_tokens(function: Callable[..., Any], states: Any, made: torch.Tensor) -> int | None:
@@ -162,6 +163,21 @@ _TRANSPOSE, _MATMUL, _MAX = functions("transpose"), functions("matmul"), functio
 _METADATA_FUNCTIONS = functions("size", "dim", "numel", "__len__", "element_size", "is_floating_point", "__hash__")
 
 
+class DenseSides(dict[str, torch.Tensor]):
+    """Dense keys and values that lazy states are of, made before their layer changes these; empty until then."""
+
+    __slots__ = ("__weakref__",)
+
+
+class HandedOut(ref[DenseSides]):
+    """Refers to what the lazy states of a layer share as long as any is held; a copy of the layer has none."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
 class LazyStates(torch.Tensor):
     """
     Keys or values of a layer, `[batch_size, num_heads, seq_len, head_dim]`, or what has been made of them, that become
@@ -173,6 +189,7 @@ class LazyStates(torch.Tensor):
         token_dim (`int`): the dimension that tokens are in.
         exact (`torch.Tensor`, *optional*): the dense states, where the layer has them at hand (a prompt before its
             compression).
+        dense (`DenseSides`, *optional*): what the layer stored, once it stores something else.
         num_repeats (`int`): how many query heads each head has been expanded to; 0 if these are no longer what the
             layer's `attend` is over.
         transposed (`LazyStates`, *optional*): of keys `[batch_size, num_heads, head_dim, seq_len]`, those that they
@@ -183,6 +200,7 @@ class LazyStates(torch.Tensor):
     operation: Operation
     token_dim: int = 2
     exact: torch.Tensor | None = None
+    dense: DenseSides | None = None
     num_repeats: int = 1
     transposed: "LazyStates | None" = None
     _size: torch.Size
@@ -216,7 +234,7 @@ class LazyStates(torch.Tensor):
             return self.exact
         tile: dict[Operation, torch.Tensor] = {}
         for side in sorted(self.operation.sides()):
-            stored = self.layer.materialize(side)
+            stored = self.dense[side] if self.dense else self.layer.materialize(side)
             if stored.shape[2] < self.num_tokens:
                 raise RuntimeError("these lazy states are older than the last `crop` or `reset` of their cache")
             tile[STORED[side]] = stored[:, :, : self.num_tokens]
@@ -300,6 +318,12 @@ def stored_states(
     values.layer, values.operation, values._size = layer, STORED_VALUES, value_size
     if exact is not None:
         keys.exact, values.exact = exact
+        return keys, values
+    dense = None if layer.handed_out is None else layer.handed_out()
+    if dense is None:
+        dense = DenseSides()
+        layer.handed_out = HandedOut(dense)
+    keys.dense = values.dense = dense
     return keys, values
 
 
@@ -321,7 +345,7 @@ def attend_lazily(
         output = attend_exactly(key.exact, value.exact)
         layer.on_exact_attention(call)
         return output
-    if key.num_tokens != layer.lazy_length() or value.num_tokens != key.num_tokens:
+    if key.num_tokens != layer.lazy_length() or value.num_tokens != key.num_tokens or key.dense or value.dense:
         return None
     attend = layer.attend if call.project is None else layer.attend_projected
     if is_foreign_context():
@@ -357,7 +381,7 @@ def _scaled_dot_product_attention(
     # Dropout belongs to training, where nothing is compressed
     if isinstance(key, LazyStates) and isinstance(value, LazyStates) and not lazy_elsewhere and dropout_p == 0.0:
         output = None
-        is_stored = key.layer is value.layer and key.num_repeats > 0 and value.num_repeats > 0
+        is_stored = key.layer is value.layer and key.num_repeats > 0 and value.num_repeats > 0 and not key.dense
         if is_stored and attn_mask is None and not is_causal and key.exact is None:
             output = key.layer.attend_again(query, key._size[key.token_dim], scale)
         if output is None:
@@ -534,7 +558,7 @@ def _derive(
     size = torch.Size(shape)
     made: _Lazy = torch.Tensor._make_wrapper_subclass(kind, size, dtype=dtype, device=states.layer.device)  # type: ignore[assignment, attr-defined]
     made.layer, made.operation, made._size, made.token_dim = states.layer, operation, size, token_dim
-    made.exact, made.num_repeats = exact, 0
+    made.exact, made.dense, made.num_repeats = exact, states.dense, 0
     return made
 
 

@@ -4,31 +4,29 @@ A method may replace layers of full attention, and of those with a window what i
 Transformers' own. Of layers whose attention runs beside a convolution or a recurrence, as in Falcon-H1, the states of
 these are small, do not grow, and stay exact, as Transformers' own code keeps them; keys and values are a method's.
 
-Only states arrive, layer by layer. What they tell is checked before they are stored: how many layers there are, their
-key/value heads, and that all layers hold as many tokens. Where that shows in a later layer only, those before it give
-up the tokens of this forward again.
+Only states arrive, layer by layer, and are checked before they are stored. As a forward begins, the first layer has to
+hold as many tokens as the last one, or the forward before broke off between them. A layer that the cache has not, or
+one of other key/value heads, is another model's: layers before it then drop the tokens of this forward again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
 from transformers import Cache, DynamicCache, PreTrainedConfig, cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from kvcache_plugins.models.layer_config import decoder_config, has_own_layers
+from kvcache_plugins.models.layer_config import configs_of_layers, decoder_config
 from kvcache_plugins.user_warnings import warn_user
 
 from .lazy_layer import ANOTHER_PROMPT, LazyLayer
 from .static_layer import StaticLayer, traced_states
 
 
-# No layer, and no tokens
-_NONE = -1, -1
 # The error of a cache that an encoder's states are added to
 ENCODER_STATES = (
     "`past_key_values` is a cache for the decoder's own tokens, and the encoder's would be stored among them: pass "
@@ -101,6 +99,11 @@ def replace_full_attention(
     return own
 
 
+def holds_nothing(layer: object) -> bool:
+    """Tells whether a layer never holds anything, as it has no attention, or attends to what another one holds."""
+    return type(layer) is getattr(cache_utils, "DummyLayer", None)
+
+
 class HybridLayersMixin(Cache):
     """Mixed into a cache of such layers, before `Cache`."""
 
@@ -167,11 +170,9 @@ class ModelMatchMixin(HybridLayersMixin):
     # Numbers of key/value heads that the config names, if any
     expected_heads: frozenset[int] = frozenset()
     _is_watched = False
-    # Of the forward under way: what each layer held before it, and got
-    _given: dict[int, tuple[int, int]] | None = None
-    # The newest of them: which layer, and what it held
-    _newest = _NONE
-    _is_direct = False
+    # The layer updated last, if a forward may be under way, and what the first one held before that
+    _newest: int | None = None
+    _held = 0
 
     def _init_layers(self, config: PreTrainedConfig | None) -> None:
         """Makes all layers of a model of the config, or without one each layer when the model comes to it."""
@@ -203,43 +204,31 @@ class ModelMatchMixin(HybridLayersMixin):
             if isinstance(layer, StaticLayer) and layer.form is not None and key_states.shape[2] == 1:
                 return traced_states(layer, key_states, value_states)
             return self._update_outside_of_graphs(key_states, value_states, layer_idx, *args, **kwargs)
-        if self._is_watched and layer_idx == self._newest[0]:
-            self._take_back()
-            raise ValueError(ENCODER_STATES)
-        given = self._given
-        # In order of the layers, as long as it is one forward
-        if given is None or layer_idx <= self._newest[0]:
-            given = self._begin_forward(layer_idx)
-        num_heads, count = key_states.shape[1:3]
-        # `None` of one that is Transformers' own
-        held = getattr(self.layers[layer_idx], "_length", None) if layer_idx < len(self.layers) else 0
-        # Of a layer like the one before there is no more to be said
-        is_known = not self.expected_heads or num_heads in self.expected_heads
-        if held != self._newest[1] or not is_known or layer_idx >= len(self.layers):
-            try:
-                self._check_states(num_heads, layer_idx, held)
-            except ValueError:
-                self._take_back()
-                raise
-        states: tuple[torch.Tensor, torch.Tensor] = super().update(
-            key_states, value_states, layer_idx, *args, **kwargs
-        )
-        if held is not None:
-            given[layer_idx] = held, count
-            self._newest = layer_idx, held
-        return states
+        if self._newest is None or layer_idx <= self._newest:
+            # In order of the layers, as long as it is one forward
+            self._begin_forward(layer_idx)
+        num_heads = key_states.shape[1]
+        if layer_idx >= len(self.layers) or (self.expected_heads and num_heads not in self.expected_heads):
+            self._check_states(num_heads, layer_idx)
+        self._newest = layer_idx
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
 
     # Nothing that `torch.compile` could trace
     _update_outside_of_graphs = torch.compiler.disable(update)
 
-    def _begin_forward(self, layer_idx: int) -> dict[int, tuple[int, int]]:
-        """Looks at the last forward, as another one begins with a layer; the layers of this one have nothing yet."""
-        # One layer again and again is no forward of a model: somebody fills layer after layer
-        self._is_direct = self._is_direct or list(self._given or ()) == [layer_idx]
-        if not self._is_direct:
-            self._check_last_forward()
-        self._given, self._newest = {}, _NONE
-        return self._given
+    def _begin_forward(self, layer_idx: int) -> None:
+        """Raise a `ValueError` if the forward before the one that begins with a layer broke off, or goes on here."""
+        if self._is_watched and layer_idx == self._newest:
+            self._refuse(layer_idx + 1, ENCODER_STATES)
+        self._held = self.layers[layer_idx].get_seq_length() if layer_idx < len(self.layers) else 0
+        last = next((layer for layer in reversed(self.layers) if isinstance(layer, CacheLayerMixin)), None)
+        length = 0 if last is None else last.get_seq_length()
+        if layer_idx < len(self.layers) and length != self._held:
+            raise ValueError(
+                f"layer {layer_idx} holds {self._held} tokens, but the last of {len(self.layers)} layers {length}: a "
+                f"forward broke off between them, or was of a model of fewer layers; `crop` its tokens, or make "
+                f"{ANOTHER_PROMPT}"
+            )
 
     # As those of `Cache`; a `ValueError` if the cache knows of no such layers
 
@@ -272,68 +261,64 @@ class ModelMatchMixin(HybridLayersMixin):
                 f"told of when it is made: write `{name}(model.config)` instead of `{name}()`"
             )
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` tokens, or all; of a forward that broke off, where they are held."""
+        left = self.get_seq_length() + tokens_to_remove
+        for layer in self.layers:
+            has_length = tokens_to_remove <= 0 and isinstance(layer, CacheLayerMixin)
+            layer.crop(min(max(left, 0) - layer.get_seq_length(), 0) if has_length else tokens_to_remove)
+
     def reset(self) -> None:
         super().reset()
-        self._given, self._newest, self._is_direct = None, _NONE, False
+        self._newest = None
 
-    def _check_last_forward(self) -> None:
-        # A model that they are too many for leaves the last ones empty
-        if not self._given:
-            return
-        last = max(self._given)
-        ours = (layer.get_seq_length() if isinstance(layer, LazyLayer) else None for layer in self.layers[last:])
-        if next(ours) and 0 in ours:
-            raise ValueError(
-                f"the cache was made for a model of {len(self.layers)} layers, but the last forward had states for "
-                f"{last + 1} of them: it was another model's, or broke off; make {ANOTHER_PROMPT}"
-            )
-
-    def _check_states(self, num_heads: int, layer_idx: int, length: int | None) -> None:
-        if self.layers and layer_idx >= len(self.layers) and self.layer_class_to_replicate is None:
-            raise ValueError(
+    def _check_states(self, num_heads: int, layer_idx: int) -> None:
+        """Raise a `ValueError` if states of a layer not seen before, or of other heads, are of another model."""
+        if layer_idx >= len(self.layers) and self.layer_class_to_replicate is None:
+            self._refuse(
+                layer_idx,
                 f"the cache was made for a model of {len(self.layers)} layers, but the one that it is used with has "
-                f"more: make one with `{type(self).__name__}(model)` for each model"
+                f"more: make one with `{type(self).__name__}(model)` for each model",
             )
-        if self._given and not self._is_direct and length is not None:
-            other, (held, _) = next(reversed(self._given.items()))
-            if length != held:
-                raise ValueError(
-                    f"layer {layer_idx} holds {length} tokens, but layer {other} {held}: what the cache holds is of "
-                    f"another model, or of a forward that broke off; make {ANOTHER_PROMPT}"
-                )
+        if layer_idx >= len(self.layers) and self._held:
+            self._refuse(
+                layer_idx,
+                f"layer {layer_idx} holds 0 tokens, but layer {self._newest} {self._held}: what the cache holds is of "
+                f"another model, or of a forward that broke off; make {ANOTHER_PROMPT}",
+            )
         if not self.expected_heads or num_heads in self.expected_heads:
             return
         # Ranks of tensor parallelism have a part of the heads each
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         # Windowed layers may have other heads, which no field of the config names
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        is_ours = length is not None and not (isinstance(layer, LazyLayer) and layer.is_sliding)
-        if is_alone and is_ours:
+        if is_alone and (layer is None or isinstance(layer, LazyLayer) and not layer.is_sliding):
             listed = " or ".join(map(str, sorted(self.expected_heads)))
-            raise ValueError(
+            self._refuse(
+                layer_idx,
                 f"the cache was made for a model of {listed} key/value heads, but layer {layer_idx} of the one that "
-                f"it is used with has {num_heads}: make one with `{type(self).__name__}(model)` for each model"
+                f"it is used with has {num_heads}: make one with `{type(self).__name__}(model)` for each model",
             )
 
-    def _take_back(self) -> None:
-        """Lets go of what the layers before got in this forward, so that the cache can still be used."""
-        for index, (_, count) in (self._given or {}).items():
-            layer = self.layers[index]
-            if isinstance(layer, LazyLayer) and layer.is_croppable and layer.can_crop(count):
+    def _refuse(self, layer_idx: int, message: str) -> NoReturn:
+        """Raise a `ValueError`; the layers before one drop what they got in this forward: the cache stays usable."""
+        for layer in self.layers[:layer_idx]:
+            count = layer.get_seq_length() - self._held if isinstance(layer, LazyLayer) else 0
+            if count > 0 and layer.is_croppable and layer.can_crop(count):
                 layer.crop_tokens(count)
-        self._given, self._newest = None, _NONE
+        self._newest = None
+        raise ValueError(message)
 
 
 def key_value_heads(config: PreTrainedConfig) -> frozenset[int]:
     """The numbers of key/value heads that a (decoder's) config names; none where states are of another form."""
-    fields = config.to_dict()
-    # Latent attention caches what all query heads share
-    if fields.get("kv_lora_rank") is not None or not isinstance(fields.get("num_key_value_heads"), int):
-        return frozenset()
     heads: set[int] = set()
-    layers = config.per_layer_config if has_own_layers(config) else ()
-    for each_fields in (fields, *(layer.to_dict() for layer in layers)):
-        for name, value in each_fields.items():
+    for layer_config in configs_of_layers(config):
+        fields = layer_config.to_dict()
+        # Latent attention caches what all query heads share
+        if fields.get("kv_lora_rank") is not None or not isinstance(fields.get("num_key_value_heads"), int):
+            return frozenset()
+        for name, value in fields.items():
             # Some models name other numbers for some of their layers
             if "key_value_heads" in name or "kv_heads" in name:
                 heads.update(each for each in (value if isinstance(value, list | tuple) else [value]) if each)

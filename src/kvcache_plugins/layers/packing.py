@@ -618,7 +618,8 @@ class RowPacking(Packing):
         return codec.finer(self.recent_nbits) if self.recent_length and isinstance(codec, RowCodec) else None
 
     def split(self, padding: torch.Tensor, length: int) -> Split | None:
-        has_enough = length - padding >= self.least_tokens
+        # Where tokens are packed as they come, no sequence waits for more
+        has_enough = length - padding >= (self.least_tokens if self.residual_length else 0)
         if not bool(has_enough.any()):
             return None
         # More may be padding than there are tokens so far

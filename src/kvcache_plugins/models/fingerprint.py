@@ -6,6 +6,8 @@ import json
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .layer_config import configs_of_layers
+
 
 _SAMPLES_PER_PARAMETER = 8
 # What decides on the shapes and on the meaning of keys and values, as far as a config tells; `None` where it does not
@@ -42,6 +44,9 @@ def _samples(parameter: torch.Tensor) -> torch.Tensor:
 
 def config_fingerprint(config: PreTrainedConfig) -> str:
     """A digest of a text model's type, sizes and rotary settings; it cannot tell one set of weights from another."""
-    text_config = config.get_text_config(decoder=True)
-    fields = [getattr(text_config, key, None) for key in _CONFIG_FIELDS]
+    layers = configs_of_layers(config.get_text_config(decoder=True))
+    fields = []
+    for key in _CONFIG_FIELDS:
+        values = [getattr(layer_config, key, None) for layer_config in layers]
+        fields.append(values[0] if all(each == values[0] for each in values) else values)
     return hashlib.sha256(json.dumps(fields, default=str).encode()).hexdigest()

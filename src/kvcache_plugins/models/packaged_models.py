@@ -1,6 +1,7 @@
 """The small models that packages carry, by short name; what is wrong with a name is told before anything is loaded."""
 
 import difflib
+import os
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -64,7 +65,7 @@ def check_model_name(name_or_path: str) -> None:
     """Raises a `ValueError` for a folder that is not there or holds no model, or nearly one of the short names."""
     if name_or_path in PACKAGED_MODELS:
         return
-    folder = Path(name_or_path).expanduser()
+    folder = Path(os.path.expanduser(name_or_path))
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(f"`model` is the folder `{name_or_path}`, but there is no `config.json` in it")

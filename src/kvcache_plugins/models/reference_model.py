@@ -138,7 +138,7 @@ def resolve_model(name_or_path: str, cache_dir: str | Path | None = None) -> str
 
 def _is_here(source: str, cache_dir: str | Path | None) -> bool:
     """Tells whether a model is a folder, or in the cache of the hub's files, or named by no name of the hub."""
-    if Path(source).expanduser().is_dir():
+    if os.path.isdir(source):
         return True
     try:
         return isinstance(try_to_load_from_cache(source, "config.json", cache_dir), str)
@@ -169,18 +169,29 @@ def _explain_unreachable(name: str, source: str) -> str:
     )
 
 
-def models_folder() -> Path:
-    """The folder in the user's cache that holds the converted models."""
-    home = os.environ.get("KVCACHE_PLUGINS_HOME")
-    if home:
-        return Path(home).expanduser() / "models"
+def find_user_folder() -> Path | None:
+    """The folder of this package's files in the user's cache; `None` if nothing names it and the user has no home."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "kvcache_plugins" / "models"
+    folder = os.path.expanduser(os.environ.get("KVCACHE_PLUGINS_HOME") or os.path.join(cache, "kvcache_plugins"))
+    return None if folder.startswith("~") else Path(folder)
+
+
+def user_folder() -> Path:
+    """The same for what needs it; a `ValueError` if there is none."""
+    folder = find_user_folder()
+    if folder is None:
+        raise ValueError("`KVCACHE_PLUGINS_HOME` has to name a folder in full, as this user has no home folder")
+    return folder
 
 
 def converted_folder(name: str, version: str) -> Path:
     """Where the packaged model `name` of a version of its package is, once it has been converted."""
-    return models_folder() / f"{name}-{version}-float32"
+    return user_folder() / "models" / f"{name}-{version}-float32"
+
+
+def is_converted(name: str, version: str) -> bool:
+    """Tells whether a packaged model of a version of its package has been converted."""
+    return find_user_folder() is not None and converted_folder(name, version).is_dir()
 
 
 def _convert_once(packaged: PackagedModel, name: str, folder: Path) -> None:

@@ -4,7 +4,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .layer_config import has_own_layers
+from .layer_config import config_of_layer, heads_of
 
 
 # Whose frequencies do not depend on how long a text is
@@ -13,9 +13,9 @@ _STATIC_TYPES = {"linear", "llama3", "yarn", "proportional"}
 
 def rotary_frequencies(config: PreTrainedConfig, layer_idx: int) -> tuple[float, ...] | None:
     """Tells the radians a token of every pair of channels that a layer rotates; `None` if none or not known."""
-    config = config.per_layer_config[layer_idx] if has_own_layers(config) else config
-    parameters, layer_type = getattr(config, "rope_parameters", None), None
-    layer_types = getattr(config, "layer_types", None)
+    layer_config = config_of_layer(config, layer_idx)
+    parameters, layer_type = getattr(layer_config, "rope_parameters", None), None
+    layer_types = getattr(layer_config, "layer_types", None)
     if isinstance(parameters, dict) and layer_types and layer_types[layer_idx] in parameters:
         layer_type = layer_types[layer_idx]
         parameters = parameters[layer_type]
@@ -24,18 +24,18 @@ def rotary_frequencies(config: PreTrainedConfig, layer_idx: int) -> tuple[float,
     rope_type = parameters.get("rope_type", "default")
     if rope_type == "default":
         base = parameters.get("rope_theta")
-        # Where only some channels are rotated, as in multi-head latent attention, they are a head of their own
-        head_dim = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None)
-        head_dim = head_dim or config.hidden_size // config.num_attention_heads
         if base is None:
             return None
+        # Where only some channels are rotated, as in multi-head latent attention, they are a head of their own
+        head_dim = getattr(layer_config, "qk_rope_head_dim", None) or heads_of(layer_config).dim
         rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, rotated, 2, dtype=torch.float64, device="cpu") / rotated
         # In float32, as models have them
         return tuple((1.0 / base**exponents).float().tolist())
     if rope_type not in _STATIC_TYPES or rope_type not in ROPE_INIT_FUNCTIONS:
         return None
+    compute = ROPE_INIT_FUNCTIONS[rope_type]
     # Not all tensors of these functions are made on the device that they are given
     with torch.device("cpu") as device:
-        frequencies: torch.Tensor = ROPE_INIT_FUNCTIONS[rope_type](config, device, layer_type=layer_type)[0]
+        frequencies: torch.Tensor = compute(layer_config, device, layer_type=layer_type)[0]
     return tuple(frequencies.tolist())

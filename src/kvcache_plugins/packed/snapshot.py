@@ -16,6 +16,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from kvcache_plugins.files.atomic import RefusedFile
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.layer_state import DenseState, LayerState, State
+from kvcache_plugins.layers.model_match import holds_nothing
 from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 from kvcache_plugins.reports.memory import StatValue
@@ -120,6 +121,8 @@ def restore_layers(layers: Sequence[CacheLayerMixin], states: Sequence[State], d
 
 def state_of(layer: CacheLayerMixin, index: int) -> State:
     """Return the state of a layer, `None` of an empty one; a `ValueError` if it holds more than keys and values."""
+    if holds_nothing(layer):
+        return None
     keeps_more = isinstance(layer, CompressedLayer) and (
         type(layer) not in (CompressedLayer, StaticLayer) or layer.has_index
     )

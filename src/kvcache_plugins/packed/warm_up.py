@@ -15,7 +15,7 @@ from kvcache_plugins.kernels.engine import compiles_kernels
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.model_match import key_value_heads
 from kvcache_plugins.layers.packing import GroupPacking
-from kvcache_plugins.models.layer_config import decoder_config, head_dims
+from kvcache_plugins.models.layer_config import configs_of_layers, decoder_config, head_dims
 
 
 # Kinds of layers that kernels have been compiled for
@@ -37,9 +37,10 @@ class Sizes(NamedTuple):
 def sizes_of(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, *, is_padded: bool) -> list[Sizes]:
     """Lists what the layers of a model are given; nothing where its states are of another form than heads."""
     config = decoder_config(config)
-    num_query_heads = config.num_attention_heads
+    query_heads = {layer_config.num_attention_heads for layer_config in configs_of_layers(config)}
     return [
         Sizes(num_heads, num_query_heads, head_dim, head_dim, dtype, device, is_padded)
+        for num_query_heads in sorted(query_heads)
         for num_heads in sorted(key_value_heads(config) or {num_query_heads})
         for head_dim in sorted(head_dims(config))
         if num_query_heads % num_heads == 0

@@ -32,7 +32,8 @@ from kvcache_plugins.files.records import Format, read_record
 from kvcache_plugins.files.schema import pack
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
-from kvcache_plugins.layers.layer_state import BlockState, DenseState, LayerState
+from kvcache_plugins.layers.layer_state import BlockState, DenseState, LayerState, State
+from kvcache_plugins.layers.model_match import holds_nothing
 from kvcache_plugins.layers.packing import ROWS
 from kvcache_plugins.models.fingerprint import fingerprint
 from kvcache_plugins.packed.cache import CacheConfig, PackedCache
@@ -95,7 +96,7 @@ class BlockHeader:
 class PromptBlock(BlockHeader):
     """A block as a file has it: with the state of every layer, of the block's tokens alone."""
 
-    layers: list[LayerState | DenseState]
+    layers: list[State]
 
     def num_bytes(self) -> int:
         """Bytes of its tensors."""
@@ -161,7 +162,8 @@ class PromptCache(PackedCache):
         self.model_name = str(model.config.name_or_path)
         super().__init__(model, **options)  # type: ignore[arg-type, call-arg]
         for index, layer in enumerate(self.layers):
-            if type(layer) not in (CompressedLayer, DynamicLayer, DynamicSlidingWindowLayer):
+            is_known = type(layer) in (CompressedLayer, DynamicLayer, DynamicSlidingWindowLayer)
+            if not is_known and not holds_nothing(layer):
                 raise ValueError(
                     f"`model`: layer {index} has states of another kind than keys and values "
                     f"(`{type(layer).__name__}`), of which a prompt's blocks cannot be kept"
@@ -182,7 +184,10 @@ class PromptCache(PackedCache):
         options = {"class": type(self).__name__, **self.cache_config.to_options()}
         for number in numbers:
             tokens, windows = slice(number * length, (number + 1) * length), self.record.windows.get(number, {})
-            layers = [windows.get(index) or _cut(state, index, tokens) for index, state in enumerate(states)]
+            layers = [
+                None if holds_nothing(layer) else windows.get(index) or _cut(state, index, tokens)
+                for index, (layer, state) in enumerate(zip(self.layers, states, strict=True))
+            ]
             blocks[number] = PromptBlock(
                 previous=keys[number],
                 start=tokens.start,
@@ -197,20 +202,20 @@ class PromptCache(PackedCache):
         """
         Takes over consecutive blocks from the first on, while empty; a `ValueError` if no such cache can be like that.
         """
-        num_tokens, states = len(blocks) * self.record.length, []
+        num_tokens, states = len(blocks) * self.record.length, list[State]()
         for block in blocks:
             check_number(block.layers, len(self.layers), is_exact=True)
         for index, layer in enumerate(self.layers):
             own = [block.layers[index] for block in blocks]
             compressed = [state for state in own if isinstance(state, LayerState)]
             dense = [state for state in own if isinstance(state, DenseState)]
-            joined: LayerState | DenseState | None = None
+            joined: State = None
             if isinstance(layer, CompressedLayer) and len(compressed) == len(blocks):
                 joined = _join(compressed, num_tokens, layer.counter_names)
             elif isinstance(layer, DynamicLayer) and len(dense) == len(blocks):
                 window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else num_tokens + 1
                 joined = _join_dense(dense, num_tokens, window - 1)
-            if joined is None:
+            if joined is None and not holds_nothing(layer):
                 raise ValueError(f"there are no such states of layer {index}")
             states.append(joined)
         restore_layers(self.layers, states, device)

@@ -9,7 +9,6 @@ A file is touched whenever it is used, a prompt's first blocks as the newest: so
 always one that no other needs.
 """
 
-import fcntl
 import os
 import secrets
 import time
@@ -17,6 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from kvcache_plugins.files.locks import lock
 
 
 _SUFFIX = ".safetensors"
@@ -50,9 +51,9 @@ class StoreFolder:
     @contextmanager
     def locked(self, *, writing: bool = False) -> Iterator[None]:
         """Nobody else changes a file inside, nor reads any if it is for `writing`; not to be called within itself."""
-        descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, OWNER_ALONE)
+        descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, OWNER_ALONE)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX if writing else fcntl.LOCK_SH)
+            lock(descriptor, is_shared=not writing)
             yield
         finally:
             os.close(descriptor)
@@ -99,14 +100,13 @@ class StoreFolder:
     def _leased(self) -> set[str]:
         names: set[str] = set()
         for path in (self.path / "leases").iterdir():
-            with suppress(FileNotFoundError), open(path, "rb") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    names.update(file.read().decode("ascii", errors="replace").split())
-                else:
+            with suppress(FileNotFoundError):
+                with open(path, "rb") as file:
+                    is_over = lock(file.fileno(), is_shared=True, is_waiting=False)
+                    names.update(() if is_over else file.read().decode("ascii", errors="replace").split())
+                if is_over:
                     # Of a process that has ended
-                    path.unlink(missing_ok=True)
+                    path.unlink()
         return names
 
 
@@ -118,9 +118,9 @@ class Lease:
 
     def __init__(self, folder: Path, keys: Iterable[str]):
         self._path, self._process = folder / "leases" / secrets.token_hex(8), os.getpid()
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, OWNER_ALONE)
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, OWNER_ALONE)
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            lock(self._descriptor)
             self.add(keys)
         except BaseException:
             self.end()
@@ -132,6 +132,7 @@ class Lease:
 
     def end(self) -> None:
         """Ends the lease of all blocks; a forked process ends none of its parent's."""
+        # Windows removes no file that is open
+        os.close(self._descriptor)
         if os.getpid() == self._process:
             self._path.unlink(missing_ok=True)
-        os.close(self._descriptor)

@@ -21,7 +21,7 @@ from kvcache_plugins.files.records import read_content, write_record
 from kvcache_plugins.files.schema import unpack
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.models.cache_argument import CACHE_NAMES, as_argument, find_cache, reading_options
-from kvcache_plugins.models.reference_model import models_folder
+from kvcache_plugins.models.reference_model import user_folder
 from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.packed.cache import PackedCache, makes_packed_cache
 from kvcache_plugins.registry import create_cache, unwrap_model
@@ -57,7 +57,14 @@ _KNOWN_INPUTS = {"attention_mask", *CACHE_NAMES, "position_ids", "logits_to_keep
 
 def default_folder() -> Path:
     """Where prompts are kept if nobody says: in the user's cache folder."""
-    return models_folder().parent / "prompts"
+    return user_folder() / "prompts"
+
+
+def _expanded(folder: str | Path) -> Path:
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"`folder` has to be named in full, as {folder} cannot be found: {error}") from error
 
 
 class PromptStore:
@@ -108,7 +115,7 @@ class PromptStore:
         check_integer("block_tokens", block_tokens, 1)
         self.block_tokens = block_tokens
         self.max_bytes = None if max_bytes is None else parse_bytes("max_bytes", max_bytes)
-        self.folder = default_folder() if folder is None else Path(folder).expanduser()
+        self.folder = default_folder() if folder is None else _expanded(folder)
         self._files = StoreFolder(self.folder)
         self._counters: dict[str, int | float] = dict.fromkeys(_COUNTERS, 0)
         self._has_warned = False

@@ -31,7 +31,7 @@ from kvcache_plugins.files.atomic import RefusedFile, refusals
 from kvcache_plugins.files.records import Format, read_record, write_record
 from kvcache_plugins.files.schema import Range, Stored
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint, weight_samples
-from kvcache_plugins.models.reference_model import models_folder
+from kvcache_plugins.models.reference_model import find_user_folder, user_folder
 from kvcache_plugins.registry import unwrap_model
 from kvcache_plugins.user_warnings import warn_user
 
@@ -57,6 +57,8 @@ _LEAST_FACTOR = 1e-3
 # Takes the model's own, if it was calibrated, and none otherwise
 AUTO = "auto"
 _DIGITS = 16
+# Of the user's calibrations, in the folder of this package's files
+_FOLDER = "calibrations"
 # Those of the models that `load_model` has short names for
 _PACKAGED = Path(__file__).resolve().parent / "reference_calibrations"
 
@@ -332,7 +334,7 @@ def _trace(matrices: torch.Tensor) -> torch.Tensor:
 def calibration_path(model: PreTrainedModel) -> Path:
     """Where in the user's cache folder a model's calibration is written to."""
     name = f"{_prefix(model.config)}{fingerprint(model)[:_DIGITS]}.safetensors"
-    return _folder() / name
+    return user_folder() / _FOLDER / name
 
 
 def find_calibration(model: PreTrainedModel) -> TransformCalibration | None:
@@ -342,8 +344,10 @@ def find_calibration(model: PreTrainedModel) -> TransformCalibration | None:
 
 def _known(config: PreTrainedConfig) -> Iterator[TransformCalibration]:
     """Yield calibrations for models of `config`: the user's folder's, the newest first, then this package's."""
-    paths = sorted(_folder().glob(f"{_prefix(config)}*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
-    for path in [*reversed(paths), *sorted(_PACKAGED.glob("*.safetensors"))]:
+    folder = find_user_folder()
+    own = [] if folder is None else (folder / _FOLDER).glob(f"{_prefix(config)}*.safetensors")
+    newest_first = sorted(own, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    for path in [*newest_first, *sorted(_PACKAGED.glob("*.safetensors"))]:
         yield TransformCalibration.read(path)
 
 
@@ -377,14 +381,10 @@ def calibration_of_file(
     found = given or next((each for each in _known(own) if each.digest == digest), None)
     if found is None:
         raise RefusedFile(
-            f"was made with a calibration ({digest[:_DIGITS]}) that is not among those kept in {_folder()}: give it "
-            "as `calibration`"
+            f"was made with a calibration ({digest[:_DIGITS]}) that is not among those kept for this user: give it as "
+            "`calibration`"
         )
     return {**config.to_calibrated_options(), "calibration": found}
-
-
-def _folder() -> Path:
-    return models_folder().parent / "calibrations"
 
 
 def _prefix(config: PreTrainedConfig) -> str:

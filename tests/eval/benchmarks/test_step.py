@@ -1,4 +1,4 @@
-"""Decode steps: contexts read or filled in, every place of a grid, and pools on disk."""
+"""Decode steps: contexts read or filled in, and every place of a grid."""
 
 from functools import partial
 
@@ -37,11 +37,3 @@ def test_a_grid_has_a_row_for_every_place(monkeypatch, read):
 
 def test_an_unknown_shape_is_refused(assert_refused):
     assert_refused("step --cache dynamic --steps 3 --shape gqa-5", "`shape` has to be one of")
-
-
-def test_pools_may_be_on_disk(rows_of, tmp_path):
-    everything = "infinigen:share=1.0,max_fetch_ratio=1.0"
-    caches = f"--cache {everything} --cache {everything},pool_folder={tmp_path}"
-    in_memory, on_disk = rows_of(f"step {caches} --read 100 --context 1500 --steps 3")
-    assert in_memory["bytes"] == on_disk["bytes"] > 0
-    assert on_disk["relative_error"] < 1e-5

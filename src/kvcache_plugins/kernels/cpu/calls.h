@@ -166,8 +166,6 @@ typedef struct {
     const char *const *pages;       /* each [batch, heads, page_tokens, row_dim] */
     const int64_t *slots;           /* [batch, heads, num_slots] */
     char *result;                   /* [batch, heads, num_slots, row_dim] */
-    int (*advise)(void *, size_t, int); /* `madvise`, if pages are to be let go of, or 0 */
-    int64_t let_go, block;          /* what it is told, and the size of a block of memory */
 } Copies;
 
 /* A step of a new token that attends to some: scores of all tokens, the choice, attention to what was chosen and to a

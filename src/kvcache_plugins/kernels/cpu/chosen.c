@@ -71,26 +71,13 @@ EXPORT(attend_chosen)(Choice *call) {
         attend_unit(call, unit_at(&shape, task), coded, ends);
 }
 
-/* Pages that are mapped files are read a share of them at a time, and let go of: a step's rows lie in nearly all */
-enum { SHARES = 12 };
-
 static void copy_head(const Copies *call, int64_t matrix) {
     int64_t size = call->row_size, head = call->page_tokens * size, all = call->num_pages * call->page_tokens;
-    int64_t at_once = call->advise ? (call->num_pages + SHARES - 1) / SHARES : call->num_pages;
     const int64_t *slots = call->slots + matrix * call->num_slots;
     char *result = call->result + matrix * call->num_slots * size;
-    for (int64_t first = 0; first < call->num_pages; first += at_once) {
-        int64_t stop = first + at_once < call->num_pages ? first + at_once : call->num_pages;
-        for (int64_t k = 0; k < call->num_slots; k++) {
-            int64_t slot = clamped(slots[k], all), page = slot / call->page_tokens;
-            if (page < first || page >= stop) continue;
-            const char *row = call->pages[page] + matrix * head + (slot - page * call->page_tokens) * size;
-            memcpy(result + k * size, row, (size_t)size);
-        }
-        for (int64_t page = first; page < stop && call->advise; page++) {
-            uintptr_t begin = (uintptr_t)(call->pages[page] + matrix * head), beyond = begin % (uintptr_t)call->block;
-            call->advise((void *)(begin - beyond), (size_t)head + beyond, (int)call->let_go);
-        }
+    for (int64_t k = 0; k < call->num_slots; k++) {
+        int64_t slot = clamped(slots[k], all), page = slot / call->page_tokens;
+        memcpy(result + k * size, call->pages[page] + matrix * head + (slot - page * call->page_tokens) * size, (size_t)size);
     }
 }
 EXPORT(copy_rows)(Copies *call) {

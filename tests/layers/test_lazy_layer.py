@@ -1,0 +1,109 @@
+"""Operations on a batch and crops take what those of `DynamicCache` take, and give what it gives."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvcache_plugins import create_cache
+
+
+# With options with which nothing is lost, and two whose numbers are another's
+EXACT = {
+    "infinigen": {"share": 1.0, "max_fetch_ratio": 1.0, "full_layers": ()},
+    "h2o": {"heavy_ratio": 0.5, "recent_ratio": 0.5},
+}
+NAMES = [*EXACT, "gear", "gear-4bit", "llamacpp-q8_0"]
+INDICES = {
+    "list": [2, 0],
+    "tuple": (2, 0),
+    "array": np.array([2, 0]),
+    "negative numbers": [-1, 0],
+    "numbers twice": [2, 2, 0, 1],
+    "mask": torch.tensor([True, False, True]),
+    "list of truth values": [True, False, True],
+    "slice": slice(1, 3),
+}
+# And how many of 5 tokens are left
+CROPS = {"-2": (-2, 3), "0": (0, 5), "all": (-5, 0), "more": (-9, 0), "tensor": (torch.tensor(-2), 3)}
+CROPS |= {"array": (np.int64(-2), 3)}
+
+
+def filled(name, model, input_ids):
+    cache = DynamicCache(config=model.config) if name is None else create_cache(name, model, **EXACT.get(name, {}))
+    model(input_ids, past_key_values=cache)
+    return cache
+
+
+@pytest.fixture
+def input_ids():
+    return torch.randint(3, 128, (3, 100))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_batch_select_indices_takes_what_indexes_a_tensor(name, tiny_llama, input_ids):
+    for kind, indices in INDICES.items():
+        rows = torch.arange(3)[indices, ...]
+        cache, same = filled(name, tiny_llama, input_ids), filled(name, tiny_llama, input_ids)
+        cache.batch_select_indices(indices)
+        same.reorder_cache(rows)
+        logits, expected = (tiny_llama(input_ids[rows, :1], past_key_values=each).logits for each in (cache, same))
+        assert torch.equal(logits, expected), kind
+        if name in EXACT:
+            dense = filled(None, tiny_llama, input_ids)
+            dense.batch_select_indices(indices)
+            expected = tiny_llama(input_ids[rows, :1], past_key_values=dense).logits
+            assert torch.allclose(logits, expected, atol=1e-4), kind
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_items_that_are_not_there_are_refused_and_nothing_is_lost(name, tiny_llama, input_ids):
+    cache, untouched = (filled(name, tiny_llama, input_ids) for _ in range(2))
+    with pytest.raises(IndexError):
+        cache.batch_select_indices([0, 3])
+    logits, expected = (tiny_llama(input_ids[:, :1], past_key_values=each).logits for each in (cache, untouched))
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_operations_on_an_empty_batch_do_nothing(name, tiny_llama):
+    cache = create_cache(name, tiny_llama)
+    cache.batch_select_indices([0])
+    cache.batch_repeat_interleave(2)
+    cache.crop(-3)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3-hybrid"])
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_crop_takes_what_that_of_a_dense_cache_takes(name, architecture, tiny_model, input_ids):
+    model = tiny_model(architecture)
+    for kind, (tokens_to_remove, length) in CROPS.items():
+        cache, dense = (filled(each, model, input_ids[:, :5]) for each in (name, None))
+        cache.crop(tokens_to_remove)
+        dense.crop(max(tokens_to_remove, -5))
+        assert [each.get_seq_length() for each in cache.layers] == [length] * len(cache.layers), kind
+        assert isinstance(cache.get_seq_length(), int)
+        logits, expected = (model(input_ids[:, length:9], past_key_values=each).logits for each in (cache, dense))
+        assert torch.allclose(logits, expected, atol=1e-4) or name not in EXACT, kind
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_tokens_behind_cropped_padding_are_real(name, tiny_llama, input_ids):
+    mask = torch.ones_like(input_ids)
+    mask[1, :60] = 0
+    cache = create_cache(name, tiny_llama, **EXACT.get(name, {}))
+    tiny_llama(input_ids[:, :60], attention_mask=mask[:, :60], past_key_values=cache)
+    cache.crop(-20)
+    assert cache.layers[1].padding.tolist() == [0, 40, 0]
+    mask[1, 40:] = 1
+    logits = tiny_llama(input_ids[:, 40:], attention_mask=mask, past_key_values=cache).logits
+    dense = DynamicCache(config=tiny_llama.config)
+    for part in (slice(40), slice(40, None)):
+        expected = tiny_llama(input_ids[:, part], attention_mask=mask[:, : part.stop], past_key_values=dense).logits
+    assert cache.layers[1].padding.tolist() == [0, 40, 0]
+    assert torch.allclose(logits, expected, atol=1e-4) or name not in EXACT
