@@ -26,7 +26,16 @@ from kvcache_plugins.models.layer_config import decoder_config
 NOT_OF_CONFIGS = ("dynamic", "fp8", "hqq", "infinigen", "offloaded", "quanto")
 PRESETS = [name for name in list_caches() if not name.startswith(NOT_OF_CONFIGS)]
 # One of each kind
-DAILY = ("gear", "gear-4bit", "gear-c16", "h2o", "kivi-2bit", "kvarn-k4v4", "llamacpp-q4_0", "turboquant-4bit")
+DAILY = (
+    "transform",
+    "gear-4bit",
+    "calibrated-16",
+    "h2o",
+    "kivi-2bit",
+    "kvarn-k4v4",
+    "llamacpp-q4_0",
+    "turboquant-4bit",
+)
 # Transformers' own cache cannot be made of their defaults, or their defaults do not fit
 WITHOUT_CACHE = {"blt", "deepseek_v4", "gemma4_assistant", "pi0", "unlimited_ocr"}
 DECODERS = {
@@ -74,7 +83,12 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], PreTrainedModel]:
 
 
 @pytest.mark.parametrize(
-    "name", ["gear", "gear-4bit", *(pytest.param(each, marks=pytest.mark.long) for each in ("kivi-2bit", "gear-c16"))]
+    "name",
+    [
+        "transform",
+        "gear-4bit",
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("kivi-2bit", "calibrated-16")),
+    ],
 )
 @pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -83,7 +97,7 @@ def test_a_cache_is_filled_saved_and_loaded(family: str, name: str, build, tmp_p
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith(("gear", "kivi", "kvarn"))])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith(("transform", "kivi", "kvarn"))])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_every_family_is_filled_saved_and_loaded_or_refused(name: str, build, tmp_path: Path) -> None:
     for family in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - NOT_RUN):
@@ -107,7 +121,7 @@ def fill_save_and_load(model: PreTrainedModel, name: str, path: Path) -> GEARCac
     return loaded
 
 
-@pytest.mark.parametrize("name", ["gear", "gear-4bit"])
+@pytest.mark.parametrize("name", ["transform", "gear-4bit"])
 def test_a_store_keeps_a_prompt_of_layers_that_share_states(name: str, build, tmp_path: Path) -> None:
     model = build("gemma4_text")
     prompt = families.prompt(model, 300, 1)

@@ -77,7 +77,7 @@ def read_stored(inputs: Inputs) -> torch.Tensor:
 def calibrate_rows(inputs: Inputs) -> torch.Tensor:
     model, ids = inputs
     calibration = calibrate_transform(model, [ids[0]], num_draws=1)
-    cache = create_cache("gear-c16", model, calibration=calibration)
+    cache = create_cache("calibrated-16", model, calibration=calibration)
     return decode_logits(model, cache, ids[:, :PROMPT], ids[:, PROMPT:STOP])
 
 
@@ -90,7 +90,15 @@ def calibrate_queries(inputs: Inputs) -> torch.Tensor:
 
 OTHERS = {each.__name__: each for each in (save_and_load, read_stored, calibrate_rows, calibrate_queries)}
 # One of every kind of table
-AFTERWARDS = ("gear", "gear-4bit", "gear-t16", "kvarn-k4v4", "turboquant-3bit", "llamacpp-q4_0", "infinigen-gear")
+AFTERWARDS = (
+    "transform",
+    "gear-4bit",
+    "transform-16",
+    "kvarn-k4v4",
+    "turboquant-3bit",
+    "llamacpp-q4_0",
+    "infinigen-transform",
+)
 
 
 def compute(name: str, inputs: Inputs) -> torch.Tensor:
@@ -123,7 +131,7 @@ def test_numbers_are_the_same_under_and_after_a_foreign_default(
 
 
 @pytest.mark.parametrize("default", ["bfloat16", "meta"])
-@pytest.mark.parametrize("name", ["gear", "gear-4bit", "infinigen-gear"])
+@pytest.mark.parametrize("name", ["transform", "gear-4bit", "infinigen-transform"])
 @pytest.mark.parametrize("threads", [2, 4])
 def test_threads_leave_the_same_partial_results(name: str, default: str, threads: int) -> None:
     model, ids = make_model(), tokens(1202)

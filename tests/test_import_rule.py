@@ -22,16 +22,17 @@ _LAZY = re.compile(rf"{ROOT_PACKAGE}(\.\w+)+:\w+")
 
 # A room is a module or package directly inside `kvcache_plugins`; it imports from its own floor and the floors below.
 # Floors from the ground up.
-METHODS = {"gear", "infinigen", "kv_runahead", "baselines"}
+METHODS = {"gear", "transform_coding", "infinigen", "kv_runahead", "baselines"}
 FLOORS: tuple[set[str], ...] = (
     {"files", "option_checks", "lazy_imports", "user_warnings", "triton_kernels"},
     {"registry", "models"},
     {"codecs", "kernels"},
     {"layers"},
     {"reports"},
+    {"packed"},
     {*METHODS, "contract", "custom_generate"},
     # Made of several methods, which do not know of each other
-    {"infinigen_gear", "advice", "batching", "prompt_store"},
+    {"infinigen_transform", "advice", "batching", "prompt_store"},
     {"__init__"},
     {"console"},
     {"eval", "serving"},

@@ -8,8 +8,8 @@ import torch
 
 from kvcache_plugins import PromptStore, create_cache
 from kvcache_plugins.advice.doctor import examine
-from kvcache_plugins.gear.transform.calibration import calibration_path
 from kvcache_plugins.models.reference_model import load_model
+from kvcache_plugins.transform_coding.calibration import calibration_path
 
 
 # PyTorch and Transformers are imported first, as those of Windows do without
@@ -62,7 +62,9 @@ def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pwd, "getpwuid", unknown)
 
 
-@pytest.mark.parametrize("name", ["gear", "gear-4bit", "gear-c16", "infinigen", "infinigen-gear", "h2o"])
+@pytest.mark.parametrize(
+    "name", ["transform", "gear-4bit", "calibrated-16", "infinigen", "infinigen-transform", "h2o"]
+)
 @pytest.mark.filterwarnings("ignore:this model has no calibration")
 def test_a_cache_generates_without_a_home(name: str, no_home: None, tiny_llama) -> None:
     ids = torch.randint(3, 128, (1, 100))
@@ -72,7 +74,7 @@ def test_a_cache_generates_without_a_home(name: str, no_home: None, tiny_llama) 
 
 
 def test_a_packaged_calibration_is_found_without_a_home(smollm2, no_home: None) -> None:
-    assert create_cache("gear-c16", smollm2[0]).calibration is not None
+    assert create_cache("calibrated-16", smollm2[0]).calibration is not None
 
 
 def test_what_needs_a_folder_names_the_variable_without_a_home(no_home: None, tiny_llama, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ DAILY = (
 # Prompt, steps, a draft
 SIZES = (150, 1, 1, 5, 1)
 # Mean sums of differences of a query's weights, which add up to 1
-LIMITS = {"gear": 0.1, "infinigen": 1e-3, "h2o": 1e-3}
+LIMITS = {"transform": 0.1, "infinigen": 1e-3, "h2o": 1e-3}
 
 
 @torch.no_grad()
@@ -85,7 +85,7 @@ def test_asking_for_weights_changes_no_text():
     model = build_family("llama")
     model.set_attn_implementation("eager")
     parts = prompt(model, 158, 1).split((150, 1, 1, 5, 1), dim=1)
-    for name in ("gear", "infinigen"):
+    for name in ("transform", "infinigen"):
         caches = [create_cache(name, model, **({"full_layers": ()} if name == "infinigen" else {})) for _ in range(2)]
         for part in parts:
             with torch.no_grad():

@@ -64,7 +64,7 @@ def gemma4():
 
 
 @pytest.mark.filterwarnings("ignore:the whole cache is fetched")
-@pytest.mark.parametrize("name", ["gear", "gear-4bit", "kvarn-k4v4", "llamacpp-q8_0", "infinigen", "h2o"])
+@pytest.mark.parametrize("name", ["transform", "gear-4bit", "kvarn-k4v4", "llamacpp-q8_0", "infinigen", "h2o"])
 def test_an_assistant_that_reads_the_states_of_the_model(name, gemma4, prompt, generate):
     """It is given them after rejected tokens have been removed from the cache."""
     model, assistant = gemma4

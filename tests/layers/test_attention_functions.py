@@ -12,7 +12,7 @@ from kvcache_plugins import create_cache
 
 
 def test_eager_attention_is_what_a_module_says(tiny_llama):
-    create_cache("gear", tiny_llama)
+    create_cache("transform", tiny_llama)
     assert "eager" not in ALL_ATTENTION_FUNCTIONS
     assert "eager" not in ALL_ATTENTION_FUNCTIONS.valid_keys()
     assert ALL_ATTENTION_FUNCTIONS.get_interface("eager", len) is len
@@ -74,7 +74,7 @@ class Traced:
 
 
 @pytest.mark.filterwarnings("ignore:the whole cache is fetched for every token:UserWarning")
-@pytest.mark.parametrize("name", ["gear", "infinigen", "h2o"])
+@pytest.mark.parametrize("name", ["transform", "infinigen", "h2o"])
 @pytest.mark.parametrize("place", ["module", "class"])
 def test_an_own_function_is_called_with_and_without_our_caches(tiny_model, input_ids, monkeypatch, name, place):
     model, traced = tiny_model("llama", attn_implementation="eager"), Traced()
@@ -84,7 +84,7 @@ def test_an_own_function_is_called_with_and_without_our_caches(tiny_model, input
     else:
         monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", traced.forward())
     options = {
-        "gear": {"nbits": 8},
+        "transform": {"nbits": 8},
         "infinigen": {"full_layers": ()},
         "h2o": {"heavy_ratio": 0.5, "recent_ratio": 0.5},
     }
@@ -104,7 +104,7 @@ def test_a_model_whose_function_has_another_name_computes_as_before(tiny_model, 
     expected = logits(model, DynamicCache(), input_ids)
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", lambda *args, **options: usual(*args, **options))
     assert torch.equal(logits(model, DynamicCache(), input_ids), expected)
-    cache = create_cache("gear", model, nbits=8)
+    cache = create_cache("transform", model, nbits=8)
     assert torch.allclose(logits(model, cache, input_ids), expected, atol=0.1 * expected.std().item())
     # Its steps are those of any other
     assert cache.stats()["dense_reads"] == 0

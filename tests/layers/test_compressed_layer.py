@@ -12,7 +12,7 @@ EXACT = {
     "infinigen": {"share": 1.0, "max_fetch_ratio": 1.0, "full_layers": ()},
     "h2o": {"heavy_ratio": 0.5, "recent_ratio": 0.5},
 }
-NAMES = [*EXACT, "gear", "gear-4bit", "gear-2bit", "kivi-2bit", "kvarn-k4v4", "llamacpp-q8_0", "turboquant-4bit"]
+NAMES = [*EXACT, "transform", "gear-4bit", "gear-2bit", "kivi-2bit", "kvarn-k4v4", "llamacpp-q8_0", "turboquant-4bit"]
 # Tokens of a prompt, how many of them are real, and tokens of a chunk
 CHUNKS = [(256, 60, 64), (128, 20, 64), (12, 3, 4)]
 
@@ -52,7 +52,7 @@ def test_chunks_of_padding_change_nothing(length, num_real, chunk, name, tiny_ll
         assert torch.allclose(logits, dense, atol=1e-4)
     else:
         assert divergence(dense, logits) <= 1.5 * divergence(dense, expected) + 0.02
-    if name in ("gear", "gear-4bit", "gear-2bit", "kivi-2bit", "kvarn-k4v4"):
+    if name in ("transform", "gear-4bit", "gear-2bit", "kivi-2bit", "kvarn-k4v4"):
         # Others pack tokens before attention shows that they are padding, or nothing
         starts = [block.start for layer in cache.layers for block in layer.blocks if block.length]
         assert all(start >= length - num_real - 1 for start in starts)

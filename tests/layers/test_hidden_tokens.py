@@ -107,7 +107,7 @@ def test_logits_equal_the_dense_caches_under_any_mask(family: str, case: str) ->
         assert logits[mask.bool()].sub(expected[mask.bool()]).abs().max() < 1e-4, (name, options)
 
 
-@pytest.mark.parametrize("name", ["gear", "gear-4bit", "turboquant-4bit", "llamacpp-q8_0"])
+@pytest.mark.parametrize("name", ["transform", "gear-4bit", "turboquant-4bit", "llamacpp-q8_0"])
 def test_coded_caches_take_few_tokens_at_once_behind_an_indexer(name: str) -> None:
     model, tokens = build("deepseek_v32"), torch.randint(3, 128, (1, 170))
     run = [150, 2, 2, 2, 3, 3, 8]

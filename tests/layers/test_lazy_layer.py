@@ -13,7 +13,7 @@ EXACT = {
     "infinigen": {"share": 1.0, "max_fetch_ratio": 1.0, "full_layers": ()},
     "h2o": {"heavy_ratio": 0.5, "recent_ratio": 0.5},
 }
-NAMES = [*EXACT, "gear", "gear-4bit", "llamacpp-q8_0"]
+NAMES = [*EXACT, "transform", "gear-4bit", "llamacpp-q8_0"]
 INDICES = {
     "list": [2, 0],
     "tuple": (2, 0),

@@ -91,9 +91,12 @@ def break_off(model, layer_idx, function):
 @pytest.mark.parametrize(
     ("architecture", "name"),
     [
-        *(("llama", name) for name in ("gear", "gear-4bit", "kvarn-k4v4", "turboquant-4bit", "llamacpp-q8_0", "h2o")),
-        *(("llama", name) for name in ("infinigen", "infinigen-gear", "infinigen-paper")),
-        *(("gemma3-hybrid", name) for name in ("gear", "gear-4bit", "infinigen")),
+        *(
+            ("llama", name)
+            for name in ("transform", "gear-4bit", "kvarn-k4v4", "turboquant-4bit", "llamacpp-q8_0", "h2o")
+        ),
+        *(("llama", name) for name in ("infinigen", "infinigen-transform", "infinigen-paper")),
+        *(("gemma3-hybrid", name) for name in ("transform", "gear-4bit", "infinigen")),
     ],
 )
 @pytest.mark.parametrize("is_prompt", [True, False])

@@ -138,7 +138,7 @@ def test_costs_are_those_of_each_layer() -> None:
 
 @pytest.mark.parametrize(
     ("family", "cache"),
-    [("gemma4_text", "gear"), ("gemma4_text", "infinigen-gear"), ("dots3_note_text", "gear")],
+    [("gemma4_text", "transform"), ("gemma4_text", "infinigen-transform"), ("dots3_note_text", "transform")],
 )
 def test_memory_is_predicted_for_released_configs(family: str, cache: str, released_configs) -> None:
     dense = predict_memory(released_configs[family], "dynamic", 1000)

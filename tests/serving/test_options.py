@@ -297,7 +297,7 @@ def test_requests_of_a_batch_may_ask_only_for_how_it_samples(sampling, taken, re
 def test_a_prompt_is_left_at_the_next_layer_once_its_client_has_gone(tiny_loaded, tmp_path):
     model, tokenizer = tiny_loaded
     ids, passes, said = tokenizer("abc " * 200, return_tensors="pt").input_ids, [], []
-    manager = CachingManager(model, "gear", PromptStore(tmp_path), said.append)
+    manager = CachingManager(model, "transform", PromptStore(tmp_path), said.append)
     request = Request()
 
     def leave(*args):
@@ -329,7 +329,7 @@ def test_a_batch_refuses_what_its_pages_have_no_room_for_and_answers_on(saved_wi
     folder, said = saved_with_tokenizer("gemma3-hybrid", max_position_embeddings=9999), []
     text = (GUIDE.parents[2] / "LICENSE").read_text(encoding="ascii")
     sizes = {"num_blocks": 1, "max_batch_tokens": 512, "device": "cpu", "dtype": "float32", "port": 0}
-    made = CacheServer(folder, "gear-t30", continuous_batching=True, text=text, say=said.append, **sizes)
+    made = CacheServer(folder, "transform-30", continuous_batching=True, text=text, say=said.append, **sizes)
     assert re.fullmatch(r"pages take \d+ MB, for about \d+ tokens of all .*`--num-blocks`.*", said[0])
     with running(made):
         client = openai.OpenAI(base_url=made.url, api_key="none", max_retries=0, timeout=60)

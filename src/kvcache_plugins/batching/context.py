@@ -234,8 +234,8 @@ def _recipe(model: PreTrainedModel, name: str, text: torch.Tensor | None, num_re
         raise ValueError(
             f"`name` is `{name}`, which has no tables of the model's, and requests share blocks: accepted are "
             "calibrated caches, such as `calibrated-16` of a model that `kvcache-plugins calibrate` was run for, and "
-            "`transform-16` to `transform-30` with a `text` (`--text-file`) to make tables of (under tensor parallelism these "
-            "alone)"
+            "`transform-16` to `transform-30` with a `text` (`--text-file`) to make tables of (these alone "
+            "under tensor parallelism)"
         )
     packing = next(layer.packing for layer in layers.values() if hasattr(layer, "packing"))
     return Recipe(codecs, packing.num_sink_tokens, num_recent_tokens)

@@ -192,7 +192,7 @@ def _check_batch(cache: str, store: Path | None, text: str | None) -> None:
     if text is None and "calibration" not in check_cache(cache).options:
         raise ValueError(
             f"`--cache {cache}` has no tables that requests of a batch can share: give a `--text-file` to make them "
-            "of, or a calibrated cache, such as `gear-c16` after `kvcache-plugins calibrate --cache gear`"
+            "of, or a calibrated cache, such as `calibrated-16` after `kvcache-plugins calibrate`"
         )
 
 
