@@ -28,7 +28,7 @@ from kvcache_plugins.codecs.quantizers import BLOCK, QUANTIZERS, num_blocks
 from kvcache_plugins.codecs.rope import candidate_layouts
 from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
 from kvcache_plugins.files.atomic import RefusedFile, refusals
-from kvcache_plugins.files.records import Format, read_record, write_record
+from kvcache_plugins.files.records import Format, read_content, read_record, write_record
 from kvcache_plugins.files.schema import Range, Stored
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint, weight_samples
 from kvcache_plugins.models.reference_model import find_user_folder, user_folder
@@ -346,9 +346,12 @@ def _known(config: PreTrainedConfig) -> Iterator[TransformCalibration]:
     """Yield calibrations for models of `config`: the user's folder's, the newest first, then this package's."""
     folder = find_user_folder()
     own = [] if folder is None else (folder / _FOLDER).glob(f"{_prefix(config)}*.safetensors")
-    newest_first = sorted(own, key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    for path in [*newest_first, *sorted(_PACKAGED.glob("*.safetensors"))]:
+    for path in sorted(own, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         yield TransformCalibration.read(path)
+    for path in sorted(_PACKAGED.glob("*.safetensors")):
+        # Checking all of a file takes seconds
+        if read_content(path, FORMAT)["config"] == config_fingerprint(config):
+            yield TransformCalibration.read(path)
 
 
 def calibration_of_file(
