@@ -77,7 +77,7 @@ wheels: $(VENV)/.installed  ## wheels for all platforms, into `dist/`
 hub-kernels: $(VENV)/.installed  ## the repository of Triton's kernels for the kernel hub, into `dist/kernels`
 	$(BIN)/python hub/kernels/build.py dist/kernels
 
-weight: $(VENV)/.installed  ## lines of every room of the house, beside the plan
+weight: $(VENV)/.installed  ## lines of each top folder, beside its ceiling
 	$(BIN)/python tests/test_weight.py
 
 promises: $(VENV)/.kernels  ## bytes, KL and speed against the frozen table; `PROMISES="bytes fidelity"` for some
