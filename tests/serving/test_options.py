@@ -99,7 +99,7 @@ def running(server):
         yield
     finally:
         server.stop()
-        thread.join(timeout=30)
+        thread.join(timeout=600)
     assert not thread.is_alive()
 
 
@@ -118,7 +118,7 @@ def server(saved_with_tokenizer, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(server):
-    return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=600)
 
 
 @pytest.fixture(scope="module")
@@ -332,7 +332,7 @@ def test_a_batch_refuses_what_its_pages_have_no_room_for_and_answers_on(saved_wi
     made = CacheServer(folder, "transform-30", continuous_batching=True, text=text, say=said.append, **sizes)
     assert re.fullmatch(r"pages take \d+ MB, for about \d+ tokens of all .*`--num-blocks`.*", said[0])
     with running(made):
-        client = openai.OpenAI(base_url=made.url, api_key="none", max_retries=0, timeout=60)
+        client = openai.OpenAI(base_url=made.url, api_key="none", max_retries=0, timeout=600)
 
         def usage(start, length):
             prompt = text[start : start + length]
