@@ -17,9 +17,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from kvcache_plugins import GEARCache, PromptStore, create_cache, list_caches
+from kvcache_plugins import PromptStore, create_cache, list_caches
 from kvcache_plugins.eval import families
 from kvcache_plugins.models.layer_config import decoder_config
+from kvcache_plugins.packed.cache import PackedCache
 
 
 # Caches of Transformers, and those that a model makes
@@ -108,13 +109,13 @@ def test_every_family_is_filled_saved_and_loaded_or_refused(name: str, build, tm
 
 
 @torch.no_grad()
-def fill_save_and_load(model: PreTrainedModel, name: str, path: Path) -> GEARCache:
+def fill_save_and_load(model: PreTrainedModel, name: str, path: Path) -> PackedCache:
     prompt, token = families.prompt(model, 150, 1), families.prompt(model, 1, 2)
     cache = create_cache(name, model)
     for tokens in (prompt, token):
         model(tokens, past_key_values=cache)
     cache.save(path, model)
-    loaded = GEARCache.load(path, model)
+    loaded = type(cache).load(path, model)
     assert loaded.get_seq_length() == cache.get_seq_length()
     logits = [model(token, past_key_values=each).logits for each in (cache, loaded)]
     assert torch.equal(*logits)

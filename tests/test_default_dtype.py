@@ -15,14 +15,16 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from kvcache_plugins import GEARCache, InfiniGenCache, PromptStore, create_cache
-from kvcache_plugins.gear import calibrate_transform
 from kvcache_plugins.infinigen import calibrate
 from kvcache_plugins.registry import describe_caches
+from kvcache_plugins.transform_coding import calibrate_transform
 
 
 # quanto compiles C++ first, and what needs a calibration has one below
 NAMES = sorted(
-    entry.name for entry in describe_caches() if entry.is_available and not entry.name.startswith(("gear-c", "quanto"))
+    entry.name
+    for entry in describe_caches()
+    if entry.is_available and not entry.name.startswith(("calibrated", "quanto"))
 )
 PROMPT, STOP = 200, 206
 

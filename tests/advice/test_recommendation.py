@@ -377,7 +377,7 @@ ENCODER_DECODER = CONFIG_MAPPING["t5"](d_model=32, num_layers=1, num_heads=2, d_
     ("options", "message"),
     [
         ({"model": "/no/such/folder"}, "`model` is `/no/such/folder`, but there is no such folder"),
-        ({"model": "no-such/model"}, "`model` is `no-such/model`, but its config cannot be had"),
+        ({"model": "no-such/model"}, "`model` is `no-such/model`, which is on the hub, and the hub cannot be reached"),
         ({"model": 7}, "`model` has to be a name, a folder, a config or a model but got 7"),
         ({"model": ENCODER_DECODER}, "`model` is no decoder"),
         ({"cache": "gaer"}, "Unknown cache `gaer`. Did you mean `gear`?"),

@@ -56,9 +56,9 @@ def test_saw_int4_bytes_and_rotated_keys(tiny_llama):
 
 
 @torch.no_grad()
-def test_oscar_keeps_first_and_newest_tokens_exact(tiny_llama):
+def test_oscar_keeps_first_and_newest_tokens_exact():
     with pytest.warns(UserWarning, match="without a calibration"):
-        cache = OscarCache(tiny_llama)
+        cache = OscarCache()
     keys = torch.randn(1, 2, 500, 32)
     cache.update(keys[:, :, :450], keys[:, :, :450], 0)
     cache.layers[0].settle_prompt()

@@ -102,14 +102,14 @@ def row_part(case: Rows, *args: Any, mask: torch.Tensor | None = None, **options
     return CodedPart(*codec.encode(keys, values, positions), codec, positions, case.length, mask)
 
 
-def group_side(case: Groups, side: tuple[Any, ...], rank: int, a_tokens: int | None, sparsity: float) -> Any:
+def group_side(case: Groups, side: tuple[Any, ...], rank: int, sparsity: float) -> Any:
     dim, nbits, axis, group_size = side
     sizes = case.batch_size, case.num_heads, case.chunks, case.chunk_length
     grouping, length = Grouping(axis, group_size), case.chunk_length
     codes, scale, zero = quantize(torch.randn(*sizes, dim), None, nbits, grouping)
     a = b = indices = values = offsets = None
     if rank:
-        a = torch.randn(*sizes[:3], length if a_tokens is None else a_tokens, rank).half()
+        a = torch.randn(*sizes[:3], length, rank).half()
         b = (torch.randn(*sizes[:3], dim, rank) * 0.2).half()
     if sparsity:
         shape = case.batch_size, case.chunks, int(sparsity * case.num_heads * length * dim)
@@ -121,9 +121,9 @@ def group_side(case: Groups, side: tuple[Any, ...], rank: int, a_tokens: int | N
     )
 
 
-def group_part(case, *, rank=0, a_tokens=None, sparsity=0.0, is_rotated=False, mask=None) -> CompressedPart:
+def group_part(case, *, rank=0, sparsity=0.0, is_rotated=False, mask=None) -> CompressedPart:
     """Groups whose codes, low rank and outliers are made up."""
-    keys, values = (group_side(case, side, rank, a_tokens, sparsity) for side in (case.keys, case.values))
+    keys, values = (group_side(case, side, rank, sparsity) for side in (case.keys, case.values))
     values = dataclasses.replace(values, is_rotated=is_rotated)
     return CompressedPart(keys, values, case.length, mask)
 

@@ -33,7 +33,7 @@ CORRECTIONS = {
     "codes": {},
     "rotated": {"is_rotated": True},
     "low-rank": {"rank": 4},
-    "recent-rank-and-outliers": {"rank": 3, "a_tokens": 1, "sparsity": 0.1},
+    "rank-and-outliers": {"rank": 3, "sparsity": 0.1},
     "all": {"rank": 1, "is_rotated": True, "sparsity": 0.03},
 }
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from kvcache_plugins import GEARCache
+from kvcache_plugins import GEARCache, TransformCodingCache
 from kvcache_plugins.layers.lazy_states import LazyStates
 from kvcache_plugins.layers.listening_layer import ListeningLayer, listen
 
@@ -113,7 +113,7 @@ def test_states_that_are_held_stay_what_they_were(change, layer, lazy):
 
 
 def test_states_of_a_window_that_are_held_stay_what_they_were(tiny_model):
-    layer = GEARCache(tiny_model("mistral-sliding").config, sliding="compressed").layers[0]
+    layer = TransformCodingCache(tiny_model("mistral-sliding").config, sliding="compressed").layers[0]
     layer.update(*torch.randn(2, 1, 2, 100, 32))
     layer.settle_prompt()
     keys, _ = layer.update(*torch.randn(2, 1, 2, 1, 32))

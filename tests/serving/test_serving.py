@@ -196,7 +196,10 @@ def test_transformers_server_runs_the_folder_of_a_models_repository(tiny_folder,
 _BATCHED = "{folder}", "--continuous-batching", "--text-file", str(Path(__file__))
 REFUSED = {
     "cache": (["smollm2", "--cache", "geer"], "Unknown cache `geer`"),
-    "store": (["smollm2", "--cache", "h2o", "--store", "{folder}"], "`cache` has to be a cache of GEAR's"),
+    "store": (
+        ["smollm2", "--cache", "h2o", "--store", "{folder}"],
+        "`cache` has to be a `TransformCodingCache` or a `GEARCache`",
+    ),
     "batch": (["smollm2", "--num-blocks", "9"], "`--num-blocks` is given without `--continuous-batching`"),
     "batched store": (["smollm2", "--continuous-batching", "--store", "{folder}"], "`--store` is given with"),
     "spec": ([*_BATCHED, "--cache", "gear:nbits=4"], "`--cache gear:nbits=4` has options"),

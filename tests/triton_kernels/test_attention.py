@@ -38,7 +38,7 @@ CASES = {
     "transform": case(shape(64, batch=2, groups=1, chunk=20, chunks=5, cut=7), GEAR),
     "gear-3bit": case(
         shape(64, 3, groups=3, chunk=100, chunks=2, cut=1, queries=2),
-        *({"rank": 4, "a_tokens": 17, "sparsity": 0.03}, HALF, "heads alike"),
+        *({"rank": 4, "sparsity": 0.03}, HALF, "heads alike"),
     ),
     "rotated-d80": case(
         shape(80, heads=1, groups=8, chunk=100, chunks=2, cut=99, values=("token", 16)), {**GEAR, "is_rotated": True}
@@ -60,10 +60,7 @@ CASES = {
     "sixty-four-rows": case(shape(64, queries=16, chunks=2, heads=1), GEAR, mask="added"),
     "masked-out": case(shape(64, batch=2), GEAR, mask="padding"),
     "padding-added": case(shape(64, batch=3), dtype=HALF, mask="added"),
-    **{
-        f"prompt-{length}": case(shape(64, heads=1, chunk=length, chunks=1), {**GEAR, "a_tokens": length // 2 or 1})
-        for length in (1, 63, 65, 129, 300)
-    },
+    **{f"prompt-{length}": case(shape(64, heads=1, chunk=length, chunks=1), GEAR) for length in (1, 63, 65, 129, 300)},
 }
 # What these hold others hold too
 LONG = (

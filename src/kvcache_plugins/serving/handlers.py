@@ -59,15 +59,15 @@ class _Checking(BaseHandler):  # type: ignore[misc]
 
     def _build_generation_config(self, body: Json, *args: Any, **options: Any) -> GenerationConfig:
         """Samples where a request asks for it."""
-        config: GenerationConfig = super()._build_generation_config(body, *args, **options)
+        generation: GenerationConfig = super()._build_generation_config(body, *args, **options)
         if body.get("temperature", 0) > 0 or ("temperature" not in body and body.get("top_p", 1) < 1):
-            config.do_sample = True
+            generation.do_sample = True
         # The server has chosen a cache, whatever the model's generation config says
-        config.cache_implementation = None
-        config.max_new_tokens = config.max_new_tokens or _NUM_NEW_TOKENS
+        generation.cache_implementation = None
+        generation.max_new_tokens = generation.max_new_tokens or _NUM_NEW_TOKENS
         if "logit_bias" in body:
-            config.sequence_bias = {(int(token),): float(bias) for token, bias in body["logit_bias"].items()}
-        return config
+            generation.sequence_bias = {(int(token),): float(bias) for token, bias in body["logit_bias"].items()}
+        return generation
 
 
 class ChatHandler(_Checking, ChatCompletionHandler):  # type: ignore[misc]

@@ -268,7 +268,7 @@ def _find_room(cache: Any) -> int:
     return bisect_right(range(cache.max_tokens_read + 1), cache.pool.num_free_sectors, key=num_sectors) - 1
 
 
-def fit_answer(num_tokens: int, limit: int | None, config: GenerationConfig) -> None:
+def fit_answer(num_tokens: int, limit: int | None, generation: GenerationConfig) -> None:
     """Bounds an answer by the tokens that a prompt leaves of a limit; a `ValueError` if those are none."""
     if not num_tokens:
         raise ValueError("the prompt is empty: give at least one token")
@@ -276,7 +276,7 @@ def fit_answer(num_tokens: int, limit: int | None, config: GenerationConfig) -> 
         return
     if num_tokens >= limit:
         raise ValueError(f"the prompt has {num_tokens} tokens, but this server takes at most {limit - 1}")
-    config.max_new_tokens = min(config.max_new_tokens, limit - num_tokens)
+    generation.max_new_tokens = min(generation.max_new_tokens, limit - num_tokens)
 
 
 @contextmanager
