@@ -176,7 +176,6 @@ def test_calibrations_in_the_models_repository(repository, calibration, model, t
     for name, options in (
         ("transform", {}),
         ("calibrated-16", {"calibration": None}),
-        (NAME, {}),
     ):
         assert bound.generate(**inputs, cache=name, cache_options=options).past_key_values.calibration is None
     options = {"calibration": str(repository / "infinigen.safetensors")}
