@@ -16,7 +16,7 @@ EIGHT_BITS = {"nbits": 8, "residual_length": 32}
 EVERYTHING = {"full_layers": (), "share": 1.0, "max_fetch_ratio": 1.0}
 CACHES = {
     **dict.fromkeys(("gear-2bit", "kivi-2bit", "per-token-2bit", "kcvt-4bit"), EIGHT_BITS),
-    "gear-k4v3": {**EIGHT_BITS, "value_nbits": 8},
+    "gear-k4v3": {"key_nbits": 8, "value_nbits": 8, "residual_length": 32},
     "transform-22": {"key_nbits": 8, "value_nbits": 8},
     "infinigen": EVERYTHING,
     "infinigen-paper": {"full_layers": (), "alpha": float("inf"), "max_fetch_ratio": 1.0},

@@ -54,11 +54,12 @@ EXTREME: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 Layer = CompressedLayer
 # So that all of them are at 8 bits, and compress a prompt of 64 tokens
-OPTIONS = {"gear-k4v3": {"value_nbits": 8}, "transform-22": {"key_nbits": 8, "value_nbits": 8, "num_sink_tokens": 0}}
+SIDES = {"key_nbits": 8, "value_nbits": 8}
+OPTIONS = {"gear-k4v3": SIDES, "transform-22": {**SIDES, "num_sink_tokens": 0}}
 
 
 def make_layer(preset: str) -> Layer:
-    options = {"nbits": 8, "residual_length": RESIDUAL, **OPTIONS.get(preset, {})}
+    options = {"residual_length": RESIDUAL, **OPTIONS.get(preset, {"nbits": 8})}
     layer = create_cache(preset, None, **options)._next_layer()
     assert isinstance(layer, Layer)
     return layer
