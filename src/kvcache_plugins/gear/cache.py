@@ -267,7 +267,9 @@ class GEARCache(ModelMatchMixin, ReportingMixin, Cache):
             "layers_windowed": sum(layer.is_sliding for layer in layers),
             "layers_left": len(self.layers) - len(layers),
         }
-        return {**kinds, **add_stats(self.layers, self._layer), **choice}
+        # Counters alone are asked of a new layer, which no calibration has to know
+        packing = self.gear_config.packing()
+        return {**kinds, **add_stats(self.layers, lambda index: CompressedLayer(packing, index)), **choice}
 
     def warm_up(self, model: PreTrainedModel, *, padded: bool = False) -> None:
         """

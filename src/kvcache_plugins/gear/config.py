@@ -272,7 +272,7 @@ class TransformConfig:
         keys, values = (min(max(round(nbits * count), LEAST_BYTES), self.max_width * count) for count, nbits in blocks)
         return keys, values
 
-    def packing(self, frequencies: tuple[float, ...] | None, fixed: Codec | None = None) -> RowPacking:
+    def packing(self, frequencies: tuple[float, ...] | None = None, fixed: Codec | None = None) -> RowPacking:
         """
         Makes the packing of a layer whose keys have a rotary embedding of such frequencies, radians a token of every
         pair of channels; `fixed` codes tokens if that does not depend on the prompt, as by a calibration.
