@@ -293,21 +293,25 @@ def _difference(metric: str, reference: Row | None, row: Row) -> str:
     return f"{statistics.mean(differences):+.3f} ± {error:.3f}"
 
 
-_STATUSES = ("works", "reads dense", "refuses", "fails")
+_STATUSES = ("works", "works, dense reads", "refuses", "FAILS")
 
 
 def render_families(rows: Rows) -> str:
     """Renders counts of what families do, and lists them with reasons of refusals, failures and those not tried."""
     tried = [row for row in rows if not row["dense"]]
-    caches = list(dict.fromkeys(cache for row in tried for cache in row["outcomes"]))
-    counts = [{"cache": each, **Counter(row["outcomes"][each]["status"] for row in tried)} for each in caches]
-    summary = table(code(), *(number(status, status, "", missing="0") for status in _STATUSES))
-    lines = table(code("family", "family"), *(Column(f"`{each}`", partial(_status, each)) for each in caches))
+    holds = {cache: outcome["holds"] for row in tried for cache, outcome in row["outcomes"].items()}
+    counts = [
+        {"cache": each, "holds": held, **Counter(row["outcomes"][each]["status"] for row in tried)}
+        for each, held in holds.items()
+    ]
+    summary = table(code(), name("holds"), *(number(status, status, "", missing="0") for status in _STATUSES))
+    columns = (Column(f"`{each}`: {held}", partial(_status, each)) for each, held in holds.items())
+    lines = table(code("family", "family"), *columns)
     reasons = defaultdict(list)
     for row in tried:
         for cache, outcome in row["outcomes"].items():
-            if outcome["status"] in ("refuses", "fails"):
-                reasons[cache, _status(cache, row), _one_line(outcome["detail"])].append(f"`{row['family']}`")
+            if outcome["detail"]:
+                reasons[cache, outcome["status"], _one_line(outcome["detail"])].append(f"`{row['family']}`")
     why = [f"- `{cache}` {verb} {', '.join(where)}: {detail}\n" for (cache, verb, detail), where in reasons.items()]
     untried = [f"- `{row['family']}`: {_one_line(row['dense'])}\n" for row in rows if row["dense"]]
     heading = f"Of {len(rows)} families `DynamicCache` runs {len(tried)}; of those:\n"
@@ -319,8 +323,7 @@ def render_families(rows: Rows) -> str:
 
 
 def _status(cache: str, row: Row) -> str:
-    status = str(row["outcomes"][cache]["status"])
-    return "FAILS" if status == "fails" else status
+    return str(row["outcomes"][cache]["status"])
 
 
 def _one_line(text: str) -> str:

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from kvcache_plugins import TransformCodingCache, choose_cache, create_cache
 from kvcache_plugins.advice.choose_by_kl import DEFAULT_CANDIDATES
+from kvcache_plugins.eval.families import build_family
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.registry import parse_cache_spec
 
@@ -125,7 +126,13 @@ def test_the_cache_is_empty_and_generates(tiny_model, architecture):
     assert cache.stats()["tokens_compressed"] > 0
 
 
-# What `TransformCodingCache.stats()` tells survives whatever is done with the cache
+def test_choosing_works_with_latent_attention():
+    model = build_family("deepseek_v3")
+    cache = choose_cache(model, prompt() % 97, max_kl=LOOSE, candidates=["gear-k4v3"])
+    assert cache.stats()["chosen_preset"] == "gear-k4v3"
+
+
+# Whatever is done with the cache
 
 
 def test_the_choice_is_kept(tiny_model, tmp_path):

@@ -1,4 +1,4 @@
-"""The table of families is true: right caches work on families that people use, and ways of being wrong have words.
+"""The survey of families: each verdict is given where it is deserved, and presets work on families that people use.
 
 Of families that people use one of each kind is here, all are in `make test-long`.
 """
@@ -11,47 +11,63 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from kvcache_plugins import GEARCache
+from kvcache_plugins import GEARCache, create_cache
+from kvcache_plugins.baselines.h2o import H2OLayer
 from kvcache_plugins.eval import families as survey
 from kvcache_plugins.eval.families import (
+    CacheMaker,
     Case,
+    Form,
+    InexactCache,
+    Outcome,
+    Prepare,
+    Reference,
     build_family,
     cases_of,
     family_names,
     generate,
     own_cases,
     prompt,
+    try_cache,
     try_families,
     try_family,
 )
 from kvcache_plugins.eval.tables import render_families
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
-USED = [
-    *("deepseek_v2", "deepseek_v32", "falcon_h1", "gemma2", "gemma4_text", "gpt2", "gpt_oss", "gptj", "llama"),
-    *("llama4_text", "opt", "qwen3_moe", "qwen3_next", "whisper"),
-]
+# Full attention with rotary positions and with learned ones, latent, sparse, windows, recurrences, experts
+USED = ["deepseek_v2", "gemma2", "gpt2", "gpt_oss", "llama", "qwen3_next"]
 # Like one of those
 ALSO_USED = [
-    *("cohere2", "deepseek_v3", "falcon", "gemma3_text", "glm4", "gpt_neox", "granite", "jamba", "lfm2_moe"),
-    *("mixtral", "nemotron", "olmo2", "phi", "qwen2"),
+    *("cohere2", "deepseek_v3", "deepseek_v32", "falcon", "gemma3_text", "gemma4_text", "glm4", "gpt_neox", "gptj"),
+    *(
+        "granite",
+        "jamba",
+        "lfm2_moe",
+        "llama4_text",
+        "mixtral",
+        "nemotron",
+        "olmo2",
+        "opt",
+        "phi",
+        "qwen2",
+        "qwen3_moe",
+    ),
+    "whisper",
 ]
-# Their own code writes attention out otherwise than in the steps of plain attention, or asks for more than weights;
-# DOGE's values themselves go into its mask
-READ_DENSE = {
-    *("bloom", "doge", "git", "gpt_neo", "gpt_neox_japanese", "granite_swa", "granitemoe_swa", "mpt", "mvp"),
-    *("trocr", "xglm"),
+# The least share of families that each cache answers
+SHARES = {
+    **{"transform": 0.98, "gear-4bit": 0.98, "kivi-2bit": 0.98, "calibrated-16": 0.85},
+    **{"infinigen": 0.95, "infinigen-transform": 0.95, "h2o": 0.85},
 }
-# Without an image its mask lets decoded tokens attend to the first tokens of a prompt, be they padding: `DynamicCache`
-# holds what was computed there, other caches hold nothing
-ATTENDS_TO_PADDING = {"git"}
-# Their cache has layers of its own
-REFUSED = {"deepseek_v4"}
-# The least share of families that each cache answers: works on, or reads dense where it is one of those
-SHARES = {"transform": 0.98, "infinigen": 0.95, "h2o": 0.95}
+
+
+# `docs/results/models.md` says why; `calibrated-16` fails where calibration does
+KNOWN_FAILURES = {"git", "inkling_text", "longcat_flash", "moss_transcribe_diarize", "roformer"}
 
 
 class ShiftedLayer(DynamicLayer):
@@ -69,40 +85,123 @@ class CountingCache(DynamicCache):
         return {"dense_reads": self.get_seq_length()}
 
 
-def refuse(model: PreTrainedModel) -> DynamicCache:
+def plain(model: PreTrainedModel) -> CacheMaker:
+    return lambda: DynamicCache(config=model.config)
+
+
+def counting(model: PreTrainedModel) -> CacheMaker:
+    return lambda: CountingCache(config=model.config)
+
+
+def refuse(model: PreTrainedModel) -> CacheMaker:
     raise ValueError("not for this model")
 
 
-def crash(model: PreTrainedModel) -> DynamicCache:
+def crash(model: PreTrainedModel) -> CacheMaker:
     raise IndexError("out of range")
 
 
-def shifted(model: PreTrainedModel) -> DynamicCache:
-    cache = DynamicCache(config=model.config)
-    cache.layers = [ShiftedLayer() for _ in cache.layers]
-    return cache
+def shifted(model: PreTrainedModel) -> CacheMaker:
+    def make_cache() -> DynamicCache:
+        cache = DynamicCache(config=model.config)
+        cache.layers = [ShiftedLayer() for _ in cache.layers]
+        return cache
+
+    return make_cache
 
 
-CASES = {
-    "works": lambda model: DynamicCache(config=model.config),
-    "reads dense": lambda model: CountingCache(config=model.config),
+class RolledLayer(CompressedLayer):
+    """Packs every key at the next token's position."""
+
+    def _pack(self, keys: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        super()._pack(keys.roll(1, dims=2), *args, **kwargs)
+
+
+class RolledH2OLayer(H2OLayer):
+    """Keeps every key of a prompt at the next token's position."""
+
+    def _store_prompt(self, keys: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        super()._store_prompt(keys.roll(1, dims=2), *args, **kwargs)
+
+
+def rolled(name: str, **options: object) -> Prepare:
+    def prepare(model: PreTrainedModel) -> CacheMaker:
+        def make_cache() -> Cache:
+            cache = create_cache(name, model, **options)
+            for layer in cache.layers:
+                if not layer.is_sliding:
+                    layer.__class__ = RolledH2OLayer if name == "h2o" else RolledLayer
+            return cache
+
+        return make_cache
+
+    return prepare
+
+
+VERDICTS = {
+    "works": plain,
+    "works, dense reads": counting,
     "refuses": refuse,
-    "fails": shifted,
+    "FAILS": shifted,
 }
 
 
-@pytest.mark.parametrize("status", CASES)
-def test_a_cache_gets_the_word_that_it_deserves(status: str) -> None:
-    result = try_family("llama", {"mine": Case(make_cache=CASES[status], limit=0.01)})
-    assert result.dense == ""
-    assert result.outcomes["mine"].status == status, result.outcomes["mine"].detail
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(build_family("llama"))
 
 
-def test_a_crash_is_no_refusal() -> None:
-    assert try_family("llama", {"mine": Case(make_cache=crash, limit=0.1)}).outcomes["mine"].status == "fails"
+@pytest.mark.parametrize("status", VERDICTS)
+def test_cache_gets_the_verdict_that_it_deserves(status: str, reference: Reference) -> None:
+    outcome = try_cache(reference, Case(Form(VERDICTS[status])))
+    assert outcome.status == status, outcome.detail
 
 
-def test_a_family_that_hangs_or_dies_costs_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_is_no_refusal(reference: Reference) -> None:
+    assert try_cache(reference, Case(Form(crash))).status == "FAILS"
+
+
+@pytest.mark.parametrize("name", ["transform", "gear-4bit"])
+def test_keys_at_wrong_positions_exceed_the_bound_of_the_bits(name: str, reference: Reference) -> None:
+    usual = Form(rolled(name), own_cases()[name].usual.nbits)
+    assert try_cache(reference, Case(usual)).status == "FAILS"
+
+
+@pytest.mark.parametrize("family", ["gemma2", "llama"])
+def test_keys_at_wrong_positions_fail_behind_the_errors_of_two_bits(family: str) -> None:
+    bits = own_cases()["kivi-2bit"]
+    case = Case(Form(rolled("kivi-2bit"), bits.usual.nbits), Form(rolled("kivi-2bit", nbits=8), bits.finest.nbits))
+    outcome = try_cache(Reference(build_family(family)), case)
+    assert outcome.status == "FAILS"
+    assert "in its finest form" in outcome.detail
+
+
+def test_keys_at_wrong_positions_fail_behind_tokens_that_were_dropped(reference: Reference) -> None:
+    everything = Form(rolled("h2o", heavy_ratio=0.5, recent_ratio=0.5))
+    assert try_cache(reference, Case(everything)).status == "FAILS"
+
+
+def test_fewer_bits_than_it_says_exceed_the_bound(reference: Reference) -> None:
+    two_bits = survey.prepared("kivi-2bit")
+    assert try_cache(reference, Case(Form(two_bits, (2.0, 2.0)))).status == "works"
+    assert try_cache(reference, Case(Form(two_bits, (4.0, 4.0)))).status == "FAILS"
+
+
+def test_cache_that_depends_on_how_it_is_used_fails(reference: Reference) -> None:
+    """Within the bound of its bits against the dense cache, but not the same by `generate` and by forwards."""
+    seeds = iter(range(100))
+
+    def make_cache() -> InexactCache:
+        cache = InexactCache(reference.model.config, (4.0, 4.0))
+        cache._generator.manual_seed(next(seeds))
+        return cache
+
+    outcome = try_cache(reference, Case(Form(lambda model: make_cache, (4.0, 4.0))))
+    assert outcome.status == "FAILS"
+    assert outcome.detail.startswith("forward by forward")
+
+
+def test_family_that_hangs_or_dies_costs_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = {"qwen2": signal.pause, "mistral": lambda: os._exit(7)}
 
     def try_one(family: str, cases: object) -> survey.FamilyResult:
@@ -118,7 +217,7 @@ def test_a_family_that_hangs_or_dies_costs_its_own_row(monkeypatch: pytest.Monke
     assert rows[2].dense == ""
 
 
-def test_a_family_is_the_same_every_time() -> None:
+def test_family_is_the_same_every_time() -> None:
     before = torch.get_rng_state()
     one, other = build_family("gemma2"), build_family("gemma2")
     assert torch.equal(before, torch.get_rng_state())
@@ -130,25 +229,29 @@ def test_kinds_of_layers_are_all_there_twice() -> None:
     assert build_family("gemma3_text").config.layer_types == ["sliding_attention", "full_attention"] * 2
 
 
-def test_the_table_names_counts_and_reasons() -> None:
+def test_table_has_counts_bits_and_reasons() -> None:
+    refused = Outcome("refuses", "ValueError: not for this model", holds="4 bits")
     results = [
-        try_family("llama", {"mine": Case(make_cache=refuse, limit=0.1)}),
+        survey.FamilyResult(family="llama", outcomes={"mine": refused}),
         survey.FamilyResult(family="odd", dense="TypeError: a\nb"),
     ]
     text = render_families([asdict(each) for each in results])
     assert "Of 2 families `DynamicCache` runs 1" in text
-    assert "| `mine` | 0 | 0 | 1 | 0 |" in text
+    assert "| `mine` | 4 bits | 0 | 0 | 1 | 0 |" in text
     assert "- `mine` refuses `llama`: ValueError: not for this model" in text
     assert "- `odd`: TypeError: a b" in text
 
 
-def test_registered_caches_can_be_tried_by_their_specs() -> None:
-    (case,) = cases_of(["gear-2bit:residual_length=32"]).values()
-    assert type(case.make_cache(build_family("llama"))).__name__ == "GEARCache"
+def test_other_caches_are_held_to_the_bits_that_are_given() -> None:
+    cases = cases_of(["gear-2bit:residual_length=32", "h2o"], bits=2.0)
+    made = cases["gear-2bit:residual_length=32"].usual
+    assert made.nbits == (2.0, 2.0)
+    assert made.prepare(build_family("llama"))().cache_config.residual_length == 32
+    assert cases["h2o"].holds == own_cases()["h2o"].holds
 
 
 @pytest.mark.parametrize("family", [*USED, *(pytest.param(each, marks=pytest.mark.long) for each in ALSO_USED)])
-def test_families_that_people_use(family: str) -> None:
+def test_presets_work_on_families_that_people_use(family: str) -> None:
     if family not in family_names():
         pytest.skip("of a later release of Transformers")
     result = try_family(family, own_cases())
@@ -185,9 +288,6 @@ def test_all_families() -> None:
     assert len(results) >= 110
     for name, share in SHARES.items():
         counts = Counter(result.outcomes[name].status for result in results)
-        assert counts["works"] + counts["reads dense"] >= share * len(results), name
-    words = {result.family: result.outcomes["transform"].status for result in results}
-    assert {family for family, status in words.items() if status == "reads dense"} <= READ_DENSE
-    assert {family for family, status in words.items() if status == "refuses"} <= REFUSED
-    failed = {result.family for result in results for each in result.outcomes.values() if each.status == "fails"}
-    assert failed <= ATTENDS_TO_PADDING
+        assert counts["works"] + counts["works, dense reads"] >= share * len(results), name
+        failed = {result.family for result in results if result.outcomes[name].status == "FAILS"}
+        assert name == "calibrated-16" or failed <= KNOWN_FAILURES, name

@@ -292,6 +292,17 @@ class TestOnlineAttention:
         assert output.dtype == dtype
         torch.testing.assert_close(output.float(), expected, atol=1e-5 if dtype == torch.float32 else 1e-2, rtol=1e-2)
 
+    @pytest.mark.parametrize("num_queries", [1, 17])
+    @pytest.mark.parametrize("is_masked", [False, True], ids=["", "masked"])
+    def test_channels_may_lie_apart(self, num_queries, is_masked):
+        """As those of keys and values out of a convolution, `[B, H, D, T]`."""
+        query = torch.randn(2, 6, num_queries, 24)
+        keys, values = torch.randn(2, 2, 24, 50).mT, torch.randn(2, 2, 24, 50).mT
+        mask = torch.randn(2, 6, num_queries, 50) if is_masked else None
+        expected = F.scaled_dot_product_attention(query, keys.contiguous(), values.contiguous(), mask, enable_gqa=True)
+        output = attend(query, [DensePart(keys, values, 50, mask)], 2)
+        torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-4)
+
     @pytest.mark.parametrize("heads_of_mask", [None, 1, 6])
     @pytest.mark.parametrize("rows_of_mask", [1, 19])
     def test_queries_whose_scores_are_too_many_take_turns(self, monkeypatch, heads_of_mask, rows_of_mask):

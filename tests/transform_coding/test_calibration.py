@@ -12,6 +12,8 @@ from kvcache_plugins import TransformCodingCache, choose_cache, create_cache, me
 from kvcache_plugins.advice.choose_by_kl import default_candidates
 from kvcache_plugins.contract import CONTRACT, run_contract
 from kvcache_plugins.contract.subject import RECORDS_PAST
+from kvcache_plugins.eval.families import build_family
+from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 from kvcache_plugins.transform_coding import TransformCalibration, calibrate_transform
 from kvcache_plugins.transform_coding import calibration as module
@@ -128,6 +130,28 @@ def test_windows_have_to_be_there_and_long_enough(model, random_windows):
     for windows in ([], random_windows(1, 20)):
         with pytest.raises(ValueError, match="`windows` has to hold one window"):
             calibrate_transform(model, windows)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+def test_latent_attention_and_recurrent_layers_are_calibrated(family, random_windows):
+    model = build_family(family)
+    cache = make_cache(model, calibrate_transform(model, random_windows(1, 192)))
+    with torch.no_grad():
+        model(random_windows(1, 100)[0][None], **as_argument(cache))
+    assert cache.stats()["layers_compressing"] == 2
+
+
+def test_attention_beside_a_recurrence_is_refused(random_windows):
+    with pytest.raises(ValueError, match="attention beside a recurrence"):
+        calibrate_transform(build_family("falcon_h1"), random_windows(1, 192))
+
+
+@pytest.mark.filterwarnings("ignore:`config`. all layers of the model attend to a window")
+def test_stats_count_nothing_where_windows_stay_dense(random_windows):
+    model = build_family("mistral")
+    cache = make_cache(model, calibrate_transform(model, random_windows(1, 192)))
+    assert cache.stats()["layers_left"] == 2
+    assert cache.stats()["tokens_compressed"] == 0
 
 
 @pytest.mark.parametrize("nbits", [1.0, 2.5, 4.0])

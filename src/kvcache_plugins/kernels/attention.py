@@ -196,6 +196,8 @@ class OnlineAttention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """By PyTorch's flash attention, which never writes a matrix of scores. No gradients."""
         batch_size, num_heads, groups, num_queries, _ = self._query.shape
+        # It takes channels to be next to each other, which those out of a convolution are not
+        keys, values = (side if side.stride(3) == 1 else side.contiguous() for side in (keys, values))
         if mask is None or (bool(mask.all()) if mask.dtype == torch.bool else not bool(mask.any())):
             output, log_sum = _flash(self._query.flatten(2, 3), keys, values, None, self.scale)
             return output.reshape(self._query.shape), log_sum.reshape(*self._query.shape[:4], 1)

@@ -27,6 +27,11 @@ class ListeningLayer(DynamicLayer):
         super().__init__()
         self.queries: torch.Tensor | None = None
 
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """As `DynamicLayer.lazy_initialization`, with the dtype that lazy states ask for."""
+        super().lazy_initialization(key_states, value_states)
+        self.dtype = key_states.dtype
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:

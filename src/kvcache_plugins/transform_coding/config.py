@@ -88,7 +88,7 @@ class TransformCodingConfig:
         keys, values = (min(max(round(nbits * count), LEAST_BYTES), self.max_width * count) for count, nbits in blocks)
         return keys, values
 
-    def packing(self, frequencies: tuple[float, ...] | None, fixed: Codec | None = None) -> RowPacking:
+    def packing(self, frequencies: tuple[float, ...] | None = None, fixed: Codec | None = None) -> RowPacking:
         """
         Make the packing of a layer.
 

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from kvcache_plugins.codecs.codec import Positions, QueryMoments
 from kvcache_plugins.codecs.prompt_codec import make_key_table
@@ -38,6 +38,18 @@ _NUM_POSITIONS = 64
 _NUM_TOGETHER = 16
 # Bytes of a key when layouts of the rotary embedding are told apart
 _TRIAL_BYTES = 16
+
+
+class OneForward(Cache):
+    """
+    A cache for one forward with gradients. Recurrent states are not stored, as Transformers writes them in place, and
+    gradients need those from before the forward.
+    """
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
+    ) -> torch.Tensor:
+        return recurrent_states
 
 
 class SideSums:
@@ -97,6 +109,9 @@ def observe_window(
         generator (`torch.Generator`): draws tokens, on the host.
     """
     config = model.config.get_text_config(decoder=True)
+    kinds = {type(layer) for layer in DynamicCache(config=config).layers}
+    if any(issubclass(kind, LinearAttentionLayer) and issubclass(kind, DynamicLayer) for kind in kinds):
+        raise ValueError("`model` has layers of attention beside a recurrence, which cannot be calibrated")
     windows: dict[int, int] = {}
 
     def listen_to_window(index: int, window: int) -> ListeningLayer:
@@ -197,7 +212,7 @@ def _gradients(
         dense.update(keys, values)
         layers.append(dense)
     with torch.enable_grad():
-        logits = model(token_ids, **as_argument(Cache(layers=layers)), use_cache=True).logits[0].float()
+        logits = model(token_ids, **as_argument(OneForward(layers=layers)), use_cache=True).logits[0].float()
         logarithms = logits.log_softmax(dim=-1)
     inputs = [each for pair in leaves.values() for each in pair]
     chances = logarithms.detach().exp().cpu()
