@@ -72,7 +72,8 @@ def test_mistakes_name_what_is_known() -> None:
     register_cache("future", create_small, requires="torch>=1000")
     suggested = r"`rnk` for the cache `small`\. Did you mean `rank`\? .*: `nbits`, `rank`\."
     for error, message, call in (
-        (ValueError, r"`dynamc`\. Did you mean `dynamic`\? Known caches: .*`fp8`", lambda: create_cache("dynamc")),
+        (ValueError, r"`dynamc`\. Did you mean `dynamic`\? See `kvcache", lambda: create_cache("dynamc")),
+        (ValueError, r"`GEAR`\. Did you mean `gear`", lambda: create_cache("GEAR")),
         (ValueError, suggested, lambda: create_cache("small", rnk=2)),
         (ValueError, "Accepted options: none", lambda: create_cache("dynamic", rank=2)),
         (ValueError, "`rnk`", lambda: register_cache("new", create_small, rnk=2)),

@@ -71,4 +71,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*_list_attributes(), "__version__"})
+    return sorted([*_list_attributes(), "__version__"])

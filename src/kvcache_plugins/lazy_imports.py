@@ -17,7 +17,7 @@ def load(target: str) -> Any:
 
 
 def lazy_attributes(module: str, targets: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns `__getattr__` and `__dir__` of a module whose names are imported when first asked for."""
+    """Return a module's `__getattr__`, which imports a name on first use, and `__dir__`, which lists its `__all__`."""
 
     def get_attribute(name: str) -> Any:
         if name not in targets:
@@ -28,6 +28,6 @@ def lazy_attributes(module: str, targets: Mapping[str, str]) -> tuple[Callable[[
         return value
 
     def list_attributes() -> list[str]:
-        return sorted({*vars(sys.modules[module]), *targets})
+        return sorted(sys.modules[module].__all__)
 
     return get_attribute, list_attributes

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 # Third parties name their factories in this group: the entry point's name is the cache's
 ENTRY_POINT_GROUP = "kvcache_plugins.caches"
 CUDA = "a CUDA device"
+SEE_ALL_CACHES = "See `kvcache-plugins list`, or `list_caches()` in Python"
 # What importing somebody else's module can raise. It must not take the other caches with it.
 _LOADING_ERRORS = (ImportError, AttributeError, NameError, SyntaxError, TypeError, ValueError, RuntimeError, OSError)
 CacheFactory: TypeAlias = "Callable[..., Cache]"
@@ -107,8 +108,8 @@ class CacheEntry:
 
 
 def _suggestion(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f" Did you mean `{close[0]}`?" if close else ""
+    close = difflib.get_close_matches(word.lower(), known)
+    return f" Did you mean {' or '.join(f'`{each}`' for each in close)}?" if close else ""
 
 
 # Names of before `GEARCache` and `TransformCodingCache` were two classes
@@ -234,7 +235,7 @@ def create_cache(name: str, model: WrappedOrConfig = None, **options: object) ->
 
     Args:
         name (`str`): One of `list_caches()`, or with options behind it `name:key=value,key=value`. An unknown one
-            raises a `ValueError` that lists the known ones.
+            raises a `ValueError` that suggests similar ones.
         model (`PreTrainedModel` or `PreTrainedConfig`, *optional*):
             The model the cache is for, itself or in a wrapper such as a `PeftModel` or a compiled module. With it,
             sliding and hybrid models keep Transformers' own layers where a method does not apply; caches that cannot
@@ -245,7 +246,7 @@ def create_cache(name: str, model: WrappedOrConfig = None, **options: object) ->
 
     ```python
     >>> from kvcache_plugins import create_cache
-    >>> model.generate(**inputs, past_key_values=create_cache("gear-2bit", model, rank=8))
+    >>> model.generate(**inputs, past_key_values=create_cache("gear", model, rank=8))
     ```
     """
     import torch
@@ -276,14 +277,12 @@ def describe_caches(pattern: str = "*") -> list[CacheEntry]:
 
 
 def _entry(name: str) -> CacheEntry:
-    """Find a name's entry; a third party's code is loaded for it. Unknown names raise, listing the known ones."""
+    """Find a name's entry; a third party's code is loaded for it. Unknown names raise, suggesting similar ones."""
     if name not in _ENTRIES:
         if name in RENAMED_CACHES:
             raise ValueError(f"The cache `{name}` has another name now: `{RENAMED_CACHES[name]}`")
         if name not in _third_party():
-            known = list_caches()
-            listed = ", ".join(f"`{each}`" for each in known)
-            raise ValueError(f"Unknown cache `{name}`.{_suggestion(name, known)} Known caches: {listed}.")
+            raise ValueError(f"Unknown cache `{name}`.{_suggestion(name, list_caches())} {SEE_ALL_CACHES}.")
         point = _third_party()[name]
         try:
             register_cache(name, point.load())

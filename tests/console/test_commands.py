@@ -208,7 +208,7 @@ WRONG = {
     "list --jsn": "No such option: --jsn",
     "bench step --jsn": "bench step --help`)",
     "list a b": "Got unexpected extra argument",
-    "list no-such*": "No cache matches `no-such*`. Known caches: dynamic",
+    "list no-such*": "No cache matches `no-such*`. See `kvcache-plugins list`",
     "compare --max-new-tokens many": "Invalid value for '--max-new-tokens'",
     "compare --cache": "Option '--cache' requires an argument",
     "calibrate --cache infinigen --out file": "`text_file` has to be given with `cache` infinigen",
@@ -241,7 +241,7 @@ WRONG = {
     "recommend --memory 1GB --context 5 --host-memory much": "`host_memory` has to be a number of bytes",
     "recommend --memory 1GB --context 5 --model /no/such": "`model` is `/no/such`, but there is no such folder",
     "recommend --memory 1GB --context 0": "Invalid value for '--context'",
-    "recommend --memory 1GB --context 5 --cache gaer": "Unknown cache `gaer`. Did you mean `transform`?",
+    "recommend --memory 1GB --context 5 --cache gaer": "Unknown cache `gaer`. Did you mean `gear`? See `kvcache",
     "recommend --memory 1GB --context 5 --dtype int4": "`dtype` must be one of `float32`",
     "recommend --memory 1GB --context 5 --device gpu": "`device` has to be one of ['cuda', 'cpu']",
     "recommend --memory 1GB --context 5 --new-tokens 5": "they have to be fewer than 5 but are 5",
@@ -250,7 +250,7 @@ WRONG |= {
     f"{command} --model MODEL {words}": message
     for command in ("generate", "compare")
     for words, message in {
-        "--cache gaer --prompt x": "Unknown cache `gaer`. Did you mean `transform`?",
+        "--cache gaer --prompt x": "Unknown cache `gaer`. Did you mean `gear`? See `kvcache",
         "--prompt-file no-such-file": "`prompt_file`: no-such-file cannot be read (No such file or directory)",
         "": "Give a prompt with `--prompt`, `--prompt-file` or both",
         "--prompt ''": "The prompt is empty",

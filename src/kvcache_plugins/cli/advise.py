@@ -11,7 +11,7 @@ from kvcache_plugins.console.commands import FAILED
 from kvcache_plugins.console.display import make_table, open_console, print_line, track_progress
 from kvcache_plugins.console.inputs import JsonOption, ModelOption, default_device
 from kvcache_plugins.console.results import print_json
-from kvcache_plugins.registry import CacheEntry, check_caches, describe_caches, list_caches
+from kvcache_plugins.registry import SEE_ALL_CACHES, CacheEntry, check_caches, describe_caches
 
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def list_registered(
     """
     entries = describe_caches(pattern)
     if not entries:
-        raise ValueError(f"No cache matches `{pattern}`. Known caches: {', '.join(list_caches())}")
+        raise ValueError(f"No cache matches `{pattern}`. {SEE_ALL_CACHES}")
     from kvcache_plugins.advice.recommendation import MEASURED_KL
 
     sizes = _measure_sizes(entries)
@@ -218,7 +218,7 @@ def recommend_caches(
     Examples:
         kvcache-plugins recommend --model smollm2 --memory 100MB --context 8192
         kvcache-plugins recommend --model Qwen/Qwen2.5-7B --memory 24GiB --with-weights --context 131072
-        kvcache-plugins recommend --model ./my-model --memory 8GiB --context 32768 --cache gear:nbits=3,rank=8 --json
+        kvcache-plugins recommend --model ./my-model --memory 8GiB --context 32768 --cache transform-16 --json
     """
     from kvcache_plugins.advice.recommendation import DEFAULT_CACHES, recommend
 

@@ -145,7 +145,7 @@ class PromptStore:
             model (`PreTrainedModel`): the model, itself or in a wrapper.
             input_ids (`torch.Tensor` of shape `[1, tokens]`): the prompt, of which a token at least is left to read.
             cache (`str`, `TransformCodingCache` or `GEARCache`, *optional*, defaults to `"transform"`): a preset of
-                either class, with options as in `"gear:nbits=2"`, or an empty cache whose options are used. Layers
+                either class, with options as in `"gear:rank=8"`, or an empty cache whose options are used. Layers
                 with a sliding window stay dense.
             options: override those of the name.
 
