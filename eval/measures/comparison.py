@@ -154,16 +154,16 @@ def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | No
 # Characters of the generated text in a table, and the width from which there is room for them
 SHORT_TEXT = 20
 TEXT_FROM_WIDTH = 100
-_PERCENT, _RATIO = number("", "memory.kv_percent"), number("", "memory.compression_ratio", ".2f")
+_PERCENT = number("", "memory.kv_percent")
+_DIFFERENCE = number("", "first_difference", "d", missing="never")
 # Numbers of a row, processor time on a CPU. Too short to compress: what exact tokens take beside their buffer says
 # nothing of the cache
 _COLUMNS = (
-    number("differs at", "first_difference", "d"),
+    Column("differs at", lambda row: "-" if row["error"] else _DIFFERENCE.show(row)),
     number("KL", "kl", ".4f"),
     number("top-1", "top1_agreement", ".3f"),
     number("MB", "memory.total_bytes", ".2f", 1e-6),
     Column("KV %", lambda row: "exact" if row.get("was_exercised") is False else _PERCENT.show(row)),
-    Column("ratio", lambda row: "-" if row.get("was_exercised") is False else _RATIO.show(row)),
     number("prefill s", "prefill_seconds", ".2f"),
     number("ms/token", "seconds_per_token", ".0f", 1e3),
 )

@@ -24,7 +24,7 @@ SCHEMAS = {
 }
 PROMPT = "It was the best of times, it was the worst of times. " * 3
 FOX = "the quick brown fox jumps over the lazy dog "
-HEADINGS = ["cache", "differs at", "KL", "top-1", "MB", "KV %", "ratio", "prefill s", "ms/token"]
+HEADINGS = ["cache", "differs at", "KL", "top-1", "MB", "KV %", "prefill s", "ms/token"]
 
 
 @pytest.fixture
@@ -191,6 +191,7 @@ def test_compare(tiny_folder: str, run, read, forgets: None) -> None:
     assert all(heading in lines[top] for heading in HEADINGS)
     assert max(len(line.rstrip()) for line in lines[top : top + 5]) <= 90
     assert [line.split()[0] for line in lines[top + 2 : top + 5]] == ["dynamic", "gear-2bit:rank=2", "kivi-4bit"]
+    assert (lines[top + 2].split()[1], lines[top + 3].split()[1].isdigit()) == ("never", True)
     parts = lines[next(index for index, line in enumerate(lines) if line.startswith("kB held")) + 2].split()
     assert {"dense", "codes", "scales", "low_rank", "outliers"} <= set(parts)
     assert [line for line in lines if line.endswith(":")] == ["dynamic:", "gear-2bit:rank=2:", "kivi-4bit:"]

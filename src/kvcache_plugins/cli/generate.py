@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-DEMO_CACHES = ("dynamic", "transform", "gear-4bit", "gear-2bit", "kivi-2bit")
+DEMO_CACHES = ("dynamic", "transform", "transform-16", "gear", "kivi-2bit")
 
 
 def generate(
@@ -51,7 +51,7 @@ def generate(
     \b
     Examples:
         kvcache-plugins generate --cache transform --prompt "The three laws of robotics are"
-        kvcache-plugins generate --cache gear:nbits=2,rank=8 --prompt-file notes.txt
+        kvcache-plugins generate --cache transform-16 --prompt-file notes.txt
         kvcache-plugins generate --chat --prompt "Why is the sky blue?" --max-new-tokens 200 --temperature 0.7
         cat paper.txt | kvcache-plugins generate --prompt-file - --prompt "In one sentence:"
         kvcache-plugins generate --store prompts --prompt-file LICENSE --prompt "In short, this licence"
@@ -169,13 +169,13 @@ def compare(
     `dynamic` always comes first. Columns are the text, the KL to the dense cache, bytes held and speed. KL is the mean
     over the dense cache's own continuation, fed through each cache after the prompt, and "top-1" the share of it at
     which both find the same token most likely. "differs at" is the first generated token that is not the dense
-    cache's. KV % is of a cache at 16 bits, the ratio is to the model's dtype. Seconds and milliseconds are processor
-    time on a CPU, all threads together. Exit code 1 if a cache failed on the way: its row says how.
+    cache's. KV % is of a cache at 16 bits, so the dense cache of a float32 model is at 200. Seconds and milliseconds
+    are processor time on a CPU, all threads together. Exit code 1 if a cache failed on the way: its row says how.
 
     \b
     Examples:
         kvcache-plugins compare --prompt-file LICENSE --prompt "In short, this licence"
-        kvcache-plugins compare --cache transform --cache gear-2bit:rank=8 --cache quanto-4bit --prompt-file book.txt
+        kvcache-plugins compare --cache transform --cache gear:rank=8 --cache quanto-4bit --prompt-file book.txt
         kvcache-plugins compare --prompt-file book.txt --json > comparison.json
     """
     check_model_name(model)
