@@ -16,9 +16,10 @@ FOLDER = Path(__file__).resolve().parent
 CELL_TIMEOUT = 600
 
 
-def execute(notebook: nbformat.NotebookNode, working_directory: Path) -> None:
+def execute(notebook: nbformat.NotebookNode, working_directory: Path) -> str:
     """
-    Executes all cells in a fresh kernel of this Python and replaces what they had put out.
+    Executes all cells in a fresh kernel of this Python and replaces what they had put out. Returns the text of
+    standard error, which is left out.
 
     Args:
         notebook (`NotebookNode`): Changed in place.
@@ -36,10 +37,13 @@ def execute(notebook: nbformat.NotebookNode, working_directory: Path) -> None:
         resources={"metadata": {"path": str(working_directory)}},
     )
     client.execute()
+    said = ""
     for cell in notebook.cells:
         if cell.cell_type == "code":
+            said += "".join(output.text for output in cell.outputs if output.get("name") == "stderr")
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     notebook.metadata.language_info = nbformat.from_dict({"name": "python"})
+    return said
 
 
 def main(names: list[str]) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ pytest.importorskip("matplotlib")
 import nbformat
 from nbclient.exceptions import CellExecutionError
 
+from kvcache_plugins.contract import run_contract, tiny_models
 from kvcache_plugins.models.reference_model import reference_models
 
 
@@ -83,7 +85,7 @@ def test_runs_and_shows_what_is_committed(name: str, executor: ModuleType, tmp_p
         pytest.skip("the package that carries `smollm2` is not installed: run `make test`")
     committed, executed = read(name), read(name)
     # Far from the repository: nothing may depend on where a notebook is started
-    executor.execute(executed, tmp_path)
+    assert "Warning" not in executor.execute(executed, tmp_path)
     assert not list(tmp_path.iterdir())
     assert [kinds_of_output(cell) for cell in code_cells(executed)] == [
         kinds_of_output(cell) for cell in code_cells(committed)
@@ -131,6 +133,17 @@ def test_is_written_to_be_read(name: str) -> None:
     assert not re.search(r"\b\d+(\.\d+)? (seconds|minutes|ms)\b", words)
 
 
+def test_layer_of_a_cache_of_your_own_keeps_the_contract() -> None:
+    cell = ast.parse(code_cells(read("your_own_cache"))[0].source)
+    # The rest of the notebook needs lm-eval, which takes long to import
+    cell.body = [node for node in cell.body if "lm_eval" not in ast.unparse(node)]
+    namespace: dict[str, Any] = {"__name__": "your_own_cache"}
+    exec(compile(cell, "your_own_cache", "exec"), namespace)
+    tiny = tiny_models()["llama"]
+    results = run_contract(tiny, lambda: namespace["Int8Cache"](tiny.config))
+    assert [result.name for result in results if result.status != "pass"] == ["save-load"]
+
+
 def test_an_error_fails(executor: ModuleType, tmp_path: Path) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("print(1)\n1 / 0")])
     with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
@@ -140,7 +153,7 @@ def test_an_error_fails(executor: ModuleType, tmp_path: Path) -> None:
 def test_stderr_and_times_are_left_out(executor: ModuleType, tmp_path: Path) -> None:
     source = "import os, sys\nprint('out')\nprint('err', file=sys.stderr)\nprint(os.getcwd())"
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
-    executor.execute(notebook, tmp_path)
+    assert executor.execute(notebook, tmp_path) == "err\n"
     (cell,) = notebook.cells
     assert "".join(output.text for output in cell.outputs) == f"out\n{tmp_path.resolve()}\n"
     assert cell.metadata == {}

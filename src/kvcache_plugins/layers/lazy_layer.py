@@ -505,14 +505,16 @@ class LazyLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int | torch.Tensor) -> None:
         if self.get_seq_length():
-            self._select(
-                torch.arange(self.batch_size, dtype=torch.int64, device=self.device).repeat_interleave(repeats)
-            )
+            self._select(self._item_numbers().repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
         """Keep the items that `indices` name in any way in which they index a tensor: numbers, or a mask."""
         if self.get_seq_length():
-            self._select(torch.arange(self.batch_size, dtype=torch.int64, device=self.device)[indices, ...])
+            self._select(self._item_numbers()[indices, ...])
+
+    def _item_numbers(self) -> torch.Tensor:
+        # Not `batch_size`, which a subclass that keeps states in a form of its own need not have
+        return torch.arange(self.states_shape("keys")[0], dtype=torch.int64, device=self.device)
 
     def offload(self) -> None:
         self.map_tensors(lambda tensor: tensor.to("cpu", non_blocking=True))
