@@ -283,7 +283,13 @@ def measure_offloading(
     steps: int = 40,
     # Random weights attend broadly, so the default rule always fetches the most that it may, a fifth: its worst case.
     # A twentieth is about what it fetches of a trained model's long contexts
-    caches: Sequence[str] = ("dynamic", "infinigen", "offloaded", "infinigen-transform", "infinigen:share=0.05"),
+    caches: Sequence[str] = (
+        "dynamic",
+        "infinigen",
+        "offloaded",
+        "infinigen-transform",
+        "infinigen:max_fetch_ratio=0.05",
+    ),
 ) -> None:
     """Times InfiniGen beside what it stands in for; that it is exact where all is fetched is one of the checks."""
     report = run.open("infinigen", "offloading", model, steps=steps)
@@ -485,7 +491,7 @@ TINY: dict[str, dict[str, Any]] = {
         "model": llama(128, 64, 64, 4, 2, 2, 1024),
         "context": 100,
         "steps": 4,
-        "caches": ("dynamic", "infinigen:share=0.1", "infinigen-transform:share=0.1", "offloaded"),
+        "caches": ("dynamic", "infinigen:max_fetch_ratio=0.1", "infinigen-transform:max_fetch_ratio=0.1", "offloaded"),
     },
     "batch": {**_FEW, "context": 64, "budget_bytes": 26_000, "caches": ("dynamic", "gear-2bit")},
 }

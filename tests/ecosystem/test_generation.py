@@ -68,7 +68,10 @@ def gemma4():
 def test_an_assistant_that_reads_the_states_of_the_model(name, gemma4, prompt, generate):
     """It is given them after rejected tokens have been removed from the cache."""
     model, assistant = gemma4
-    exact = {"infinigen": {"share": 1.0, "max_fetch_ratio": 1.0}, "h2o": {"heavy_ratio": 0.5, "recent_ratio": 0.5}}
+    exact = {
+        "infinigen": {"alpha": float("inf"), "max_fetch_ratio": 1.0},
+        "h2o": {"heavy_ratio": 0.5, "recent_ratio": 0.5},
+    }
     caches = [create_cache(name, model, **exact.get(name, {})) for _ in range(2)]
     options = {"max_new_tokens": 20}
     expected = generate(model, prompt(200), None if name in exact else caches[0], **options)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from decoding import TENTH
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -56,7 +57,7 @@ def test_cache_uses_the_corrections(model: PreTrainedModel, calibration: Calibra
     for given in (None, calibration):
         with (
             InfiniGenCache(
-                model, share=0.1, full_layers=(0,), speculate=True, track_hits=True, calibration=given
+                model, **TENTH, full_layers=(0,), speculate=True, track_hits=True, calibration=given
             ) as cache,
             torch.no_grad(),
         ):

@@ -91,7 +91,7 @@ def test_a_token_left_for_the_call_is_stored_whoever_asks(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"pool_tokens": 60}, {"share": 0.1}, {"mass": 0.5}, {"track_hits": True}, {"speculate": True}], ids=str
+    "options", [{"pool_tokens": 60}, {"alpha": 4.0}, {"track_hits": True}, {"speculate": True}], ids=str
 )
 def test_other_rules_and_pools_prepare_nothing(options) -> None:
     layer = filled(InfiniGenConfig(**options), 100)

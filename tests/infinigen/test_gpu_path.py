@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from decoding import EVERYTHING, GROUPED, assert_same, decode_logits, tokens
+from decoding import EVERYTHING, GROUPED, TENTH, assert_same, decode_logits, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
@@ -88,8 +88,8 @@ def test_everything_fetched_is_exact(gpu, llama, is_padded, pool_tokens):
 @pytest.mark.parametrize(
     ("make_cache", "rule"),
     [
-        *((InfiniGenCache, rule) for rule in ({"min_weight": 1.0}, {"alpha": 3.0}, {"share": 0.1}, {"mass": 0.5})),
-        (InfiniGenTransformCache, {"share": 0.1}),
+        *((InfiniGenCache, rule) for rule in ({"min_weight": 1.0}, {"alpha": 3.0}, TENTH)),
+        (InfiniGenTransformCache, TENTH),
     ],
 )
 def test_chooses_and_counts_what_a_cpu_does(cuda, llama, make_cache, rule, kernel):
@@ -217,7 +217,7 @@ def test_times_are_told_on_request(gpu, llama):
 @pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize(
     "options",
-    [{"min_weight": 0.5}, {"alpha": 4.0}, {"share": 0.1}, {"mass": 0.5}, {"partial_ratio": 0.3}, {"value_nbits": 4}],
+    [{"min_weight": 0.5}, {"alpha": 4.0}, {"partial_ratio": 0.3}, {"value_nbits": 4}],
     ids=lambda options: next(iter(options)),
 )
 @torch.no_grad()

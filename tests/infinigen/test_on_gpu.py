@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from decoding import EVERYTHING, GROUPED, assert_same, decode_logits, make_model, tokens
+from decoding import EVERYTHING, GROUPED, TENTH, assert_same, decode_logits, make_model, tokens
 from transformers import DynamicCache, LlamaConfig
 
 from kvcache_plugins import InfiniGenCache
@@ -81,7 +81,7 @@ def test_everything_fetched_is_exact(kernel, llama, is_padded, pool_tokens):
     assert_same(logits, decode_logits(llama, DynamicCache(config=llama.config), prompt, steps, mask), 1e-3)
 
 
-@pytest.mark.parametrize("rule", [{"min_weight": 0.5}, {"alpha": 4.0}, {"share": 0.1}, {"mass": 0.5}], ids=str)
+@pytest.mark.parametrize("rule", [{"min_weight": 0.5}, {"alpha": 4.0}, TENTH], ids=str)
 @torch.no_grad()
 def test_the_host_waits_in_no_step(llama, must_not_wait, rule):
     prompt, steps = make_tokens(600), make_tokens(80, seed=1)

@@ -63,26 +63,16 @@ class InfiniGenCache(AttentionListener, ModelMatchMixin, ReportingMixin, Cache):
             weighed the same. Broad heads get more tokens than sharp ones.
         alpha (`float`, *optional*):
             Rule 2, the paper's: tokens whose score is at most `alpha` below the largest one of their head are counted,
-            and every head fetches the average count.
-        share (`float`, *optional*):
-            Rule 3: every head fetches this share of the tokens.
-        mass (`float`, *optional*):
-            Rule 4, a budget that follows the scores: every head fetches as many tokens as weigh this much together
-            with those attended to anyway, within `max_fetch_ratio`; `stats()` tells how often that was too few
-            (`choices_short`). One rule can be given.
+            and every head fetches the average count. One rule can be given.
         max_fetch_ratio (`float`, *optional*, defaults to 0.2):
             The most that a head fetches, as a share of the tokens.
-        landmarks (`int`, *optional*):
-            Tokens are scored by the mean key of the page of so many neighbours that they are in, as in ArkVale and
-            Quest, not each by its own: to compare with.
         scoring_nbits (`int`, *optional*, defaults to 4):
             Bits a number, 2, 4 or 8, of the copy of the keys that stays on the accelerator for scoring.
         partial_ratio (`float`, *optional*):
             Instead of that, the paper's copy: this share of the keys' columns, in full precision.
         skewing (`str`, *optional*, defaults to `"none"`):
             With `partial_ratio`: `"query-svd"` turns keys and queries to the singular vectors of the prompt's queries
-            before columns are chosen, after the rotary embedding; `"key-svd"` to those of the keys, which are then of
-            low rank, as in ShadowKV and LRQK. Attention itself is not touched.
+            before columns are chosen, after the rotary embedding. Attention itself is not touched.
         recent (`int`, *optional*, defaults to 32):
             Newest tokens that are always attended to. A few more wait beside them to move into the pool together.
         sink (`int`, *optional*, defaults to 4):
@@ -317,11 +307,10 @@ class InfiniGenCache(AttentionListener, ModelMatchMixin, ReportingMixin, Cache):
             a CPU, of the selected calls, `fused_calls` (by a fused kernel) and `kernel_fallbacks` (those for which the
             kernel that was wanted could not be had); `speculated_calls` (choices made ahead), `tokens_fetched` of
             `tokens_fetchable` (over items and key/value heads), `bytes_fetched`, `tokens_evicted`, `hits` of
-            `hits_possible` (with `track_hits`), `choices` (of a sequence and key/value head in a step) and, of those,
-            `choices_short` (that `max_fetch_ratio` ended before they had the rule's `mass`), `dense_reads` (times a
-            side of a layer was made dense for something other than `sdpa`) and `prompts_without_mask` (prompts stored
-            without having seen a mask). With `track_times`, seconds on GPUs: `transfer_s`, `stalled_s` (that attention
-            waited for transfers), and `hidden_share`, the share of the first that was not waited for.
+            `hits_possible` (with `track_hits`), `dense_reads` (times a side of a layer was made dense for something
+            other than `sdpa`) and `prompts_without_mask` (prompts stored without having seen a mask). With
+            `track_times`, seconds on GPUs: `transfer_s`, `stalled_s` (that attention waited for transfers), and
+            `hidden_share`, the share of the first that was not waited for.
         """
         layers, attachment, speculating = self._offloaded, self._attachment, 0
         if attachment is not None and self._speculates:

@@ -53,7 +53,7 @@ class InfiniGenLayer(LazyLayer):
     counter_names = (
         *("attend_calls", "selected_calls", "speculated_calls", "exact_calls", "fused_calls", "kernel_fallbacks"),
         *("tokens_fetched", "tokens_fetchable", "bytes_fetched", "tokens_evicted", "hits", "hits_possible"),
-        *("choices", "choices_short", "prompts_without_mask"),
+        "prompts_without_mask",
     )
 
     def __init__(
@@ -202,8 +202,7 @@ class InfiniGenLayer(LazyLayer):
                 scoring.refit(keys, self._valid_tokens(0, keys.shape[2]), num_real)
         self._counters["tokens_evicted"] = 0 if pool.usage is None else pool.usage.num_evicted
         # What is held does not depend on whether a token has been fetched yet
-        for name in ("tokens_fetched", "choices_short")[: 1 if config.mass is None else 2]:
-            self._sums.setdefault(name, torch.zeros((), dtype=torch.int64, device=self.device))
+        self._sums.setdefault("tokens_fetched", torch.zeros((), dtype=torch.int64, device=self.device))
 
     def _make_scoring(self, keys: torch.Tensor, queries: torch.Tensor | None) -> ScoringStates:
         """Tells from the first keys that go into the pool how they will be scored."""
@@ -367,7 +366,7 @@ class InfiniGenLayer(LazyLayer):
     def _prepare_call(self, query: torch.Tensor, scale: float) -> None:
         """Describes the next steps at once if two in a row were alike, as they are not of beams that are reordered."""
         pool, window, scoring, config = self.pool, self.window, self.scoring, self.config
-        is_alike = config.min_weight is not None and config.landmarks is None and self.padding is None
+        is_alike = config.min_weight is not None and self.padding is None
         if is_alike and not config.track_hits and not config.speculates_on(query.device):
             assert pool is not None and window is not None and scoring is not None
             if pool.usage is None and self._was_alike:
@@ -389,7 +388,6 @@ class InfiniGenLayer(LazyLayer):
             counters["fused_calls"] += 1
             counters["tokens_fetchable"] += num_tokens * num_rows
             counters["tokens_fetched"] += call.num_chosen
-            counters["choices"] += num_rows
         return output
 
     def attend_selection(self, call: AttentionCall, selection: Selection, staged: StagedRows | None) -> torch.Tensor:
@@ -422,12 +420,9 @@ class InfiniGenLayer(LazyLayer):
         assert pool is not None
         self._counters["selected_calls"] += 1
         self._counters["tokens_fetchable"] += self._length * num_rows
-        self._counters["choices"] += num_rows
         if self.padding is not None:
             self._add("tokens_fetchable", -pool.num_heads * self.padding.sum())
         self._add("tokens_fetched", selection.count.sum())
-        if selection.is_short is not None:
-            self._add("choices_short", selection.is_short.sum())
         if pool.usage is not None:
             pool.usage.touch(selection.slots.to("cpu"), selection.valid.to("cpu"))
         if self.config.track_hits:
