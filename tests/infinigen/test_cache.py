@@ -14,7 +14,6 @@ from decoding import EVERYTHING, TENTH, assert_same, decode_logits, make_model, 
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcache_plugins import InfiniGenCache, InfiniGenTransformCache, create_cache
-from kvcache_plugins.contract.subject import RECORDS_PAST
 from kvcache_plugins.eval.families import build_family
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.hooks import attachment_of
@@ -164,7 +163,6 @@ def test_eager_attention_chooses_what_sdpa_does(options: dict[str, Any], specula
     assert stats[1]["dense_reads"] == stats[1]["exact_calls"] == 0
 
 
-@pytest.mark.skipif(not RECORDS_PAST, reason="in this release of Transformers what is cached is whole heads")
 def test_latent_attention_is_exact() -> None:
     model = build_family("deepseek_v3")
     prompt, steps = tokens(100).clamp(max=90), tokens(4, seed=1).clamp(max=90)

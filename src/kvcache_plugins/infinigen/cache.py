@@ -189,7 +189,7 @@ class InfiniGenCache(AttentionListener, ModelMatchMixin, ReportingMixin, Cache):
     def on_attention_input(self, attachment: Attachment, layer_idx: int, inputs: AttentionInputs) -> None:
         if attachment.model() is not self._model() or not self._speculates:
             return
-        # In older releases of Transformers layers that share the states of others have none here
+        # In Transformers 5.20 layers that share the states of others have none here
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if isinstance(layer, InfiniGenLayer) and inputs.hidden_states.shape[1] > 1:
             layer.check_queries = attachment.check_once(layer_idx, inputs)
@@ -239,13 +239,6 @@ class InfiniGenCache(AttentionListener, ModelMatchMixin, ReportingMixin, Cache):
             )
         if module is not None:
             self._known_caller = weakref.ref(module)
-
-    def reset(self) -> None:
-        super().reset()
-        # Older releases of Transformers fill these with zeros and keep their length
-        self.layers = [
-            DynamicLayer() if type(layer) is DynamicLayer and layer.is_initialized else layer for layer in self.layers
-        ]
 
     def _warn_if_detached(self) -> None:
         if self._is_attached or self._has_warned or not self._wants_speculation:
