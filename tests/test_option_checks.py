@@ -23,8 +23,8 @@ WRONG: dict[str, dict[str, list[object]]] = {
         **{"min_weight": ["x", True], "alpha": ["4", float("nan")]},
         **{"max_fetch_ratio": [None, "0.2", True], "scoring_nbits": ["4", 4.0], "partial_ratio": ["0.3"]},
         **{"recent": [None, "32", 32.0], "sink": ["4", True], "pool_tokens": ["100", 100.0], "eviction": [None, 1]},
-        **{"full_layers": ["x", 5, (0.0,), (True,), ("0",)], "speculate": [1, "no"], "track_hits": [0]},
-        **{"track_times": ["yes"], "calibration": [5, {}], "attention_mask": ["x"]},
+        **{"full_layers": ["x", 5, (0.0,), (True,), ("0",)], "speculate": [1, "no"]},
+        **{"calibration": [5, {}], "attention_mask": ["x"]},
     },
     "infinigen-transform": {"key_nbits": ["4", 9.0, None], "value_nbits": ["4", True, None], "recent": ["32"]},
     "h2o": {

@@ -87,10 +87,6 @@ class InfiniGenCache(AttentionListener, ModelMatchMixin, ReportingMixin, Cache):
         speculate (`bool`, *optional*):
             Whether a layer's tokens are chosen and fetched ahead, by queries that are guessed, or by its own query. By
             default they are ahead where they have to be brought from elsewhere: to an accelerator.
-        track_hits (`bool`, *optional*, defaults to `False`):
-            Whether `stats()` compares what was fetched with the true top tokens, which reads all keys at every step.
-        track_times (`bool`, *optional*, defaults to `False`):
-            Whether `stats()` tells, for a GPU, how long transfers took and how long attention had to wait for them.
         calibration (`Calibration`, `str` or `Path`, *optional*):
             What `calibrate` found out about the model, or the file that holds it.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
@@ -299,20 +295,15 @@ class InfiniGenCache(AttentionListener, ModelMatchMixin, ReportingMixin, Cache):
             those, `selected_calls` (of one new token, over chosen tokens) and `exact_calls` (over everything); on
             a CPU, of the selected calls, `fused_calls` (by a fused kernel) and `kernel_fallbacks` (those for which the
             kernel that was wanted could not be had); `speculated_calls` (choices made ahead), `tokens_fetched` of
-            `tokens_fetchable` (over items and key/value heads), `bytes_fetched`, `tokens_evicted`, `hits` of
-            `hits_possible` (with `track_hits`), `dense_reads` (times a side of a layer was made dense for something
-            other than `sdpa`) and `prompts_without_mask` (prompts stored without having seen a mask). With
-            `track_times`, seconds on GPUs: `transfer_s`, `stalled_s` (that attention waited for transfers), and
-            `hidden_share`, the share of the first that was not waited for.
+            `tokens_fetchable` (over items and key/value heads), `bytes_fetched`, `tokens_evicted`, `dense_reads`
+            (times a side of a layer was made dense for something other than `sdpa`) and `prompts_without_mask`
+            (prompts stored without having seen a mask).
         """
         layers, attachment, speculating = self._offloaded, self._attachment, 0
         if attachment is not None and self._speculates:
             known = attachment.projections.keys()
             speculating = sum(source in attachment.heard and each in known for source, each in self._targets.items())
         total: dict[str, float] = {**add_stats(self.layers, lambda index: layers[index])}
-        if self.infinigen_config.track_times:
-            transfer = total["transfer_s"]
-            total["hidden_share"] = max(1 - total["stalled_s"] / transfer, 0.0) if transfer else 0.0
         return {
             "num_layers": len(self.layers),
             "layers_offloaded": len(layers),

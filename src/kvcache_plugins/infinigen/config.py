@@ -38,8 +38,6 @@ class InfiniGenConfig:
     eviction: str = "counter"
     full_layers: tuple[int, ...] | None = None
     speculate: bool | None = None
-    track_hits: bool = False
-    track_times: bool = False
 
     def __post_init__(self) -> None:
         if self.min_weight is not None and self.alpha is not None:
@@ -70,8 +68,6 @@ class InfiniGenConfig:
             object.__setattr__(self, "full_layers", tuple(layers))
         check_choice("eviction", self.eviction, tuple(EVICTIONS))
         check_bool("speculate", self.speculate, is_optional=True)
-        for name in ("track_hits", "track_times"):
-            check_bool(name, getattr(self, name))
 
     def _check_scoring(self) -> None:
         is_partial = self.partial_ratio is not None

@@ -131,12 +131,3 @@ def _num_wanted(
 def _least_key(min_weight: float, num_tokens: torch.Tensor) -> torch.Tensor:
     """Tells the least that a token of the rule's weight, or a forced one, is sorted by, `[B or 1, 1, 1]`."""
     return (min_weight * num_tokens.float().reciprocal()[:, None, None]).clamp(max=_FORCED)
-
-
-def count_hits(selection: Selection, scores: torch.Tensor) -> torch.Tensor:
-    """Counts the tokens chosen that are among as many with the highest true weights, by scores `[B, H, G, N]`."""
-    best = scores.softmax(dim=3).mean(dim=2).topk(selection.slots.shape[2], dim=2).indices
-    ranks = torch.arange(best.shape[2], dtype=torch.int64, device=best.device) < selection.count[..., None]
-    is_best = torch.zeros(*best.shape[:2], scores.shape[3], dtype=torch.bool, device=best.device)
-    is_best.scatter_(2, best, ranks)
-    return (is_best.gather(2, selection.slots) & selection.valid).sum()
