@@ -489,7 +489,7 @@ def own_cases() -> dict[str, Case]:
     # Layers that InfiniGen leaves whole are all that a tiny model has
     offload: dict[str, Any] = {"full_layers": ()}
     # Speculating as for a model on a GPU
-    fetch_all = {**offload, "share": 1.0, "max_fetch_ratio": 1.0, "recent": 8, "speculate": True}
+    fetch_all = {**offload, "alpha": float("inf"), "max_fetch_ratio": 1.0, "recent": 8, "speculate": True}
     keep_all = {"heavy_ratio": 0.5, "recent_ratio": 0.5}
     # The byte of a row's scale errs as much as the last bit of 8
     fine, nothing, eight = (7.0, 7.0), (0.0, 0.0), {"key_nbits": 8, "value_nbits": 8}

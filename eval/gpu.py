@@ -54,6 +54,7 @@ from .benchmark import Result, TimeIsUpError, say
 from .benchmarks.kernels import BACKENDS, CACHES, Contest, Shape
 from .benchmarks.step import llama, random_model, time_steps
 from .harness import QUARTILES, cache_stats, spread, time_call
+from .observers import TransferTimes
 from .rows import Failure, Found
 
 
@@ -283,7 +284,13 @@ def measure_offloading(
     steps: int = 40,
     # Random weights attend broadly, so the default rule always fetches the most that it may, a fifth: its worst case.
     # A twentieth is about what it fetches of a trained model's long contexts
-    caches: Sequence[str] = ("dynamic", "infinigen", "offloaded", "infinigen-transform", "infinigen:share=0.05"),
+    caches: Sequence[str] = (
+        "dynamic",
+        "infinigen",
+        "offloaded",
+        "infinigen-transform",
+        "infinigen:max_fetch_ratio=0.05",
+    ),
 ) -> None:
     """Times InfiniGen beside what it stands in for; that it is exact where all is fetched is one of the checks."""
     report = run.open("infinigen", "offloading", model, steps=steps)
@@ -293,7 +300,7 @@ def measure_offloading(
     for spec, box in run.box.share(caches):
         say(f"offloading: {spec} reads {context} tokens")
         with report.attempt(spec), box.step():
-            cache = create_cache(spec, network, **({"track_times": True} if spec.startswith("infinigen") else {}))
+            cache = create_cache(spec, network)
             prefill_s = time_call(partial(network, read, **as_argument(cache), logits_to_keep=1), run.device)
             for name in (spec, spec + RESIDENT) if isinstance(cache, InfiniGenCache) else (spec,):
                 for layer in cache.layers if name != spec else ():
@@ -302,8 +309,9 @@ def measure_offloading(
                 for token in fed[:, :_NUM_WARM].split(1, dim=1):
                     network(token, **as_argument(cache))
                 before = cache_stats(cache)
-                timed = list(time_steps(network, {name: cache}, fed, context, seconds=box.left))
-                more = _transfers(cache, before) if isinstance(cache, InfiniGenCache) else {}
+                with TransferTimes() as times:
+                    timed = list(time_steps(network, {name: cache}, fed, context, seconds=box.left))
+                more = _transfers(cache, before, times) if isinstance(cache, InfiniGenCache) else {}
                 add_timed(report, timed, {name: {**more, **({"prefill_s": prefill_s} if name == spec else {})}})
             if isinstance(cache, InfiniGenCache):
                 cache.detach()
@@ -320,7 +328,7 @@ def measure_offloading(
     report.save()
 
 
-def _transfers(cache: InfiniGenCache, before: Mapping[str, Any]) -> dict[str, Any]:
+def _transfers(cache: InfiniGenCache, before: Mapping[str, Any], times: TransferTimes) -> dict[str, Any]:
     """
     Sums up transfers since counters were `before`: a step's seconds, and, as `counted`, the bytes that a token brings
     over the bus and those that full offloading of all real tokens in all layers would.
@@ -329,7 +337,7 @@ def _transfers(cache: InfiniGenCache, before: Mapping[str, Any]) -> dict[str, An
     # A layer takes the same step as all others
     calls = stats["selected_calls"], stats["selected_calls"] - before["selected_calls"]
     num_steps, num_timed = (each / stats["layers_offloaded"] for each in calls)
-    transfer, stalled = ((stats[key] - before[key]) / num_timed for key in ("transfer_s", "stalled_s"))
+    transfer, stalled = (seconds / num_timed for seconds in times.seconds().values())
     layer = next(each for each in cache.layers if isinstance(each, InfiniGenLayer))
     # As a dense cache has them: what is fetched may be codes
     row_bytes = sum(layer.states_shape(side)[3] for side in ("keys", "values")) * layer.dtype.itemsize
@@ -485,7 +493,7 @@ TINY: dict[str, dict[str, Any]] = {
         "model": llama(128, 64, 64, 4, 2, 2, 1024),
         "context": 100,
         "steps": 4,
-        "caches": ("dynamic", "infinigen:share=0.1", "infinigen-transform:share=0.1", "offloaded"),
+        "caches": ("dynamic", "infinigen:max_fetch_ratio=0.1", "infinigen-transform:max_fetch_ratio=0.1", "offloaded"),
     },
     "batch": {**_FEW, "context": 64, "budget_bytes": 26_000, "caches": ("dynamic", "gear-2bit")},
 }

@@ -34,8 +34,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     CONFIG_MAPPING,
@@ -279,7 +277,6 @@ def contract_model(contract_models: dict[str, PreTrainedModel]) -> PreTrainedMod
 
 def load_reference_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a reference model; without its package the test fails in CI and is skipped elsewhere."""
-    from kvcache_plugins.models.packaged_models import PACKAGED_MODELS
     from kvcache_plugins.models.reference_model import load_model, reference_models
 
     if not reference_models()[name]:
@@ -287,12 +284,7 @@ def load_reference_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenize
         if os.environ.get("CI") == "true":
             pytest.fail(reason)
         pytest.skip(reason)
-    try:
-        return load_model(name, dtype=torch.float32)
-    except ImportError as error:
-        if Version(transformers.__version__) >= Version(PACKAGED_MODELS[name].oldest_reader):
-            raise
-        pytest.skip(str(error))
+    return load_model(name, dtype=torch.float32)
 
 
 @pytest.fixture

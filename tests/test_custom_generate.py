@@ -11,7 +11,6 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, TextStreamer, pipeline
 
 from kvcache_plugins import create_cache, generate_with
-from kvcache_plugins.contract.subject import RECORDS_PAST
 from kvcache_plugins.infinigen import calibrate
 from kvcache_plugins.models.cache_argument import IS_RENAMED
 from kvcache_plugins.transform_coding import TransformCalibration, calibrate_transform
@@ -112,10 +111,8 @@ def test_from_a_folder(model, tokenizer) -> None:
     tokens = model.generate(**inputs, streamer=streamer, **arguments)
     assert torch.equal(tokens, expected(model, inputs))
     assert streamer.text.strip() == tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :]).strip()
-    # Older releases draft of the prompt only where a token ends the text
-    if RECORDS_PAST:
-        drafted = model.generate(**inputs, prompt_lookup_num_tokens=3, return_dict_in_generate=True, **arguments)
-        assert drafted.past_key_values.stats()["tokens_compressed"] > 0
+    drafted = model.generate(**inputs, prompt_lookup_num_tokens=3, return_dict_in_generate=True, **arguments)
+    assert drafted.past_key_values.stats()["tokens_compressed"] > 0
     with pytest.raises(ValueError, match="Unknown option `rnak`"):
         model.generate(**inputs, cache_options={"rnak": 1}, **arguments)
     given = {**arguments, "past_key_values": DynamicCache()}

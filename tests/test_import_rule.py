@@ -43,7 +43,7 @@ FLOORS: tuple[set[str], ...] = (
 CALLS = {("codecs", "kernels")}
 # `eval/` is a house of its own.
 EVAL_FLOORS: tuple[set[str], ...] = (
-    {"context_tasks", "harness", "kernel_check", "result_files", "rows"},
+    {"context_tasks", "harness", "kernel_check", "observers", "result_files", "rows"},
     {"continuations", "tables"},
     {"benchmark", "figures"},
     {"measures", "families", "report", "runahead"},

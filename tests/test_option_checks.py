@@ -20,11 +20,11 @@ WRONG: dict[str, dict[str, list[object]]] = {
         **{"recent_nbits": [None, 1.5], "attention_mask": ["x"], "max_cache_len": ["x", 2.0], "calibration": [5]},
     },
     "infinigen": {
-        **{"min_weight": ["x", True], "alpha": ["4", float("nan")], "share": ["x", [0.5]], "mass": ["x"]},
+        **{"min_weight": ["x", True], "alpha": ["4", float("nan")]},
         **{"max_fetch_ratio": [None, "0.2", True], "scoring_nbits": ["4", 4.0], "partial_ratio": ["0.3"]},
         **{"recent": [None, "32", 32.0], "sink": ["4", True], "pool_tokens": ["100", 100.0], "eviction": [None, 1]},
-        **{"full_layers": ["x", 5, (0.0,), (True,), ("0",)], "speculate": [1, "no"], "track_hits": [0]},
-        **{"track_times": ["yes"], "landmarks": [16.0, True], "calibration": [5, {}], "attention_mask": ["x"]},
+        **{"full_layers": ["x", 5, (0.0,), (True,), ("0",)], "speculate": [1, "no"]},
+        **{"calibration": [5, {}], "attention_mask": ["x"]},
     },
     "infinigen-transform": {"key_nbits": ["4", 9.0, None], "value_nbits": ["4", True, None], "recent": ["32"]},
     "h2o": {
@@ -62,10 +62,9 @@ def test_a_value_of_the_wrong_type_is_named_as_it_was_written(cache, option, val
 
 
 INFINIGEN: dict[str, tuple[object, ...]] = {
-    **{"alpha": (0.0, -1.0), "min_weight": (0,), "share": (1.5,), "mass": (0.0,), "max_fetch_ratio": (0.0, 1.01)},
+    **{"alpha": (0.0, -1.0), "min_weight": (0,), "max_fetch_ratio": (0.0, 1.01)},
     **{"partial_ratio": (2.0,), "scoring_nbits": (3,), "skewing": ("query-svd",), "recent": (0,), "sink": (-1,)},
     **{"pool_tokens": (4, 2.5), "eviction": ("random",), "full_layers": ((7,),), "calibration": ("/no/such/file",)},
-    **{"landmarks": (0,)},
 }
 OUT_OF_RANGE = {
     "gear": [
@@ -106,7 +105,7 @@ OUT_OF_RANGE = {
     ],
     "infinigen": [
         *(({name: value}, f"`{name}`") for name, values in INFINIGEN.items() for value in values),
-        ({"alpha": 4.0, "share": 0.1}, "only one of"),
+        ({"alpha": 4.0, "min_weight": 0.5}, "only one of `min_weight` and `alpha`"),
         ({"partial_ratio": 0.3, "scoring_nbits": 4}, "exclude each other"),
         ({"partial_ratio": 0.3, "skewing": "svd"}, "`skewing`"),
     ],

@@ -259,14 +259,14 @@ def test_values_are_checked_without_a_model() -> None:
     for spec, word in {
         "gear:nbits=5": "The cache `gear`: .*nbits",
         "h2o:heavy_ratio=2": "The cache `h2o`: `heavy_ratio`",
-        "infinigen:share=2": "The cache `infinigen`: `share`",
+        "infinigen:max_fetch_ratio=2": "The cache `infinigen`: `max_fetch_ratio`",
         "infinigen:calibration=no-such-file": "The cache `infinigen`: `calibration` is `no-such-file`",
         "infinigen-transform:key_nbits=9": "The cache `infinigen-transform`: `key_nbits`",
     }.items():
         with pytest.raises(ValueError, match=word):
             check_caches([spec])
     # What only a model can tell is not refused
-    assert check_caches(["transform", "infinigen:share=0.1", "transform"]) == ["transform", "infinigen:share=0.1"]
+    assert check_caches(["transform", "infinigen:alpha=4", "transform"]) == ["transform", "infinigen:alpha=4"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Stored codes and rows, without Triton: constants, which tests compare with those in C, and the tensors of codecs.
 
-Legend: B batch, H key/value heads, M chunks, L tokens a chunk, D head dim, P bytes of a token's codes, La tokens that
-the low rank covers, R rank, N outliers of a chunk or blocks of eight numbers, K numbers of a token that are coded.
+Legend: B batch, H key/value heads, M chunks, L tokens a chunk, D head dim, P bytes of a token's codes, R rank, N
+outliers of a chunk or blocks of eight numbers, K numbers of a token that are coded.
 """
 
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ class StoredGroups:
         codes (`torch.Tensor` of shape `[B, H, M, L, P]`, uint8): packed codes.
         scale, zero (`torch.Tensor` of shape `[B, H, M, groups, D]` or `[B, H or 1, M, L, groups]`, float16): a group's
             step and minimum.
-        low_rank_a, low_rank_b (`torch.Tensor` of shape `[B, H, M, La, R]` and `[B, H, M, D, R]`, float16, *optional*):
-            factors of what is added to the chunk's last tokens.
+        low_rank_a, low_rank_b (`torch.Tensor` of shape `[B, H, M, L, R]` and `[B, H, M, D, R]`, float16, *optional*):
+            factors of what is added to the chunk's tokens.
         outlier_indices, outlier_values (`torch.Tensor` of shape `[B, 1, M, N]`, int16 or int32 and float16,
             *optional*): token within a tile of `OUTLIER_TILE` times the next power of two from D on, plus the channel;
             and what is added there. Tiles follow each other, and of a tile the heads.

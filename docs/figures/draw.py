@@ -177,7 +177,7 @@ def draw_infinigen_rules() -> Figure:
     """Draws the bytes that rules of choosing fetch beside their KL to the dense cache, from the measured table."""
     figure = Figure(figsize=(6.4, 3.4), layout="constrained")
     axes = figure.subplots()
-    groups = {"min_weight": BLUE, "share": GREEN, "alpha": ORANGE, "mass": PINK}
+    groups = {"min_weight": BLUE, "alpha": ORANGE}
     for row in read("infinigen_rules_smollm2")["rows"]:
         options = row["cache"].partition(":")[2] or "min_weight=0.5"
         rule, _, number = options.partition("=")

@@ -36,6 +36,7 @@ from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.fingerprint import fingerprint
 
 from .ranks import Ranks, Worker
+from .simulation import plan_over_link, predict_ttft
 from .tsp import predict_tsp_ttft, tsp_prefill
 
 
@@ -234,14 +235,17 @@ def plan_table(
     link = measure_link(ranks, facts, lengths[-1])
     entries = []
     for length in lengths:
-        slices = planner.planned(length, ranks.size, cost, link=link, **facts.sizes())
+        if link is None:
+            slices = planner.planned(length, ranks.size, cost)
+        else:
+            slices = plan_over_link(length, ranks.size, cost, link, **facts.sizes())
         is_searched = search and len(slices) > 1
         if is_searched:
             slices, seconds = _search(ranks, facts, slices, rounds)
         elif link is None:
             seconds = cost.seconds(float(length), 0.0)
         else:
-            seconds = float(planner.predict_ttft(slices, cost, link, facts.bytes_per_token, facts.num_layers))
+            seconds = float(predict_ttft(slices, cost, link, **facts.sizes()))
         ratios = tuple(each / length for each in slices)
         entries.append(planner.TableEntry(length=length, ratios=ratios, seconds=seconds, measured=is_searched))
     origin: Any = provenance(torch.device("cpu"))
@@ -347,8 +351,8 @@ def simulate(length: int, cost: planner.CostModel, link: planner.Link, facts: Mo
     """Yields seconds, and one rank's over those of all together (efficiency), of every way over equal links."""
     sizes = cost, link, facts.bytes_per_token, facts.num_layers
     for num_ranks in (2, 4, 8):
-        plan = planner.planned(length, num_ranks, cost, link=link, **facts.sizes())
-        found = {"planned": float(planner.predict_ttft(plan, *sizes))}
+        plan = plan_over_link(length, num_ranks, cost, link, **facts.sizes())
+        found = {"planned": float(predict_ttft(plan, *sizes))}
         for is_folded, is_ring in product((False, True), repeat=2):
             name = ("zig-zag" if is_folded else "even") + (", ring attention" if is_ring else ", all-gather")
             found[name] = predict_tsp_ttft(length, num_ranks, *sizes, is_folded=is_folded, is_ring=is_ring)
@@ -425,5 +429,5 @@ def benchmark_runahead(
                         if name in (TSP, FOLDED):
                             row["predicted_s"] = predict_tsp_ttft(each, world_size, *sizes, is_folded=name == FOLDED)
                         else:
-                            row["predicted_s"] = float(planner.predict_ttft(row["lengths"], *sizes))
+                            row["predicted_s"] = float(predict_ttft(row["lengths"], *sizes))
                     yield row

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -293,8 +291,6 @@ RECURRENT = {
     "architecture", ["llama-mha", "llama-mqa", "qwen3", "gemma3-hybrid", "mistral-sliding", "gpt2", "opt"]
 )
 def test_architectures(architecture: str, dtype: str, tiny_model: Callable[..., PreTrainedModel]) -> None:
-    if architecture == "opt" and Version(transformers.__version__) < Version("5.20"):
-        pytest.skip("older releases look into OPT's mask, which has no data on the device `meta`: a `ValueError`")
     model = tiny_model(architecture).to(getattr(torch, dtype))
     sizer = CacheSizer(model.config, dtype=dtype, device="cpu")
     names = ["dynamic"] if architecture == "mistral-sliding" else ["dynamic", "gear-2bit", "transform-22"]

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvcache_plugins import create_cache
 from kvcache_plugins.contract import CONTRACT, run_check
 from kvcache_plugins.contract.comparison import distance
-from kvcache_plugins.contract.subject import RECORDS_PAST, SHORT_CONTEXT, Subject
+from kvcache_plugins.contract.subject import SHORT_CONTEXT, Subject
 from kvcache_plugins.models.cache_argument import IS_RENAMED
 from kvcache_plugins.registry import CacheEntry, describe_caches
 
@@ -92,8 +92,6 @@ DECLINED = {
 def require_available(entry: CacheEntry) -> None:
     if not entry.is_available:
         pytest.skip(f"`{entry.name}` needs {entry.requires}, which is not there")
-    if entry.name in TRANSFORMERS and not RECORDS_PAST:
-        pytest.skip("what Transformers' own caches get wrong is listed for newer releases")
 
 
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.name)

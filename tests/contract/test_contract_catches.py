@@ -16,11 +16,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins.contract import CONTRACT, CheckResult, ContractCheck, render_grid, run_contract
-from kvcache_plugins.contract.subject import RECORDS_PAST
 from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin, measure_memory
 
-
-pytestmark = pytest.mark.skipif(not RECORDS_PAST, reason="the broken caches are written for newer releases' `crop`")
 
 CROP = "prompt-lookup assisted crop-recent crop-prompt hybrid"
 GENERATION = "greedy sampling num-return-sequences beam-search prompt-lookup assisted multi-turn chunked-prefill"

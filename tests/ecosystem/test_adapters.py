@@ -44,7 +44,7 @@ def test_lora_gives_what_the_merged_model_gives(tiny_model, make_cache, prompt, 
 
 def test_infinigen_listens_to_the_model_inside(tiny_model, prompt, generate):
     adapted = with_lora(tiny_model("llama"))
-    with InfiniGenCache(adapted, full_layers=(), speculate=True, track_hits=True) as cache:
+    with InfiniGenCache(adapted, full_layers=(), speculate=True) as cache:
         generate(adapted, prompt(), cache)
         attachment = attachment_of(adapted.get_base_model())
         assert attachment is not None

@@ -12,7 +12,7 @@ from kvcache_plugins import create_cache
 # What comes out is the dense cache's
 SAME = {
     "gear-4bit": {"nbits": 8, "residual_length": 16},
-    "infinigen": {"share": 1.0, "max_fetch_ratio": 1.0, "recent": 8, "full_layers": ()},
+    "infinigen": {"alpha": float("inf"), "max_fetch_ratio": 1.0, "recent": 8, "full_layers": ()},
     "h2o": {"heavy_ratio": 0.5, "recent_ratio": 0.5},
 }
 

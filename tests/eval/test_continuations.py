@@ -89,7 +89,7 @@ def test_lossy_caches_are_in_the_loop(tiny_llama: PreTrainedModel, cache: str, f
 
 
 def test_infinigen_chooses_only_when_it_decodes(tiny_llama: PreTrainedModel) -> None:
-    create = partial(create_cache, "infinigen", tiny_llama, recent=8, share=0.05)
+    create = partial(create_cache, "infinigen", tiny_llama, recent=8, max_fetch_ratio=0.05)
     counted = {}
     for name, feeding in FEEDINGS.items():
         scorer = ContinuationScorer(tiny_llama, create)

@@ -103,15 +103,15 @@ def test_offloading(tmp_path):
     # There is nothing to offload to where there is no GPU
     assert [failure["what"] for failure in content["failures"]] == ["offloaded"]
     rows = {row["cache"]: row for row in content["rows"]}
-    choosing = ["infinigen:share=0.1", "infinigen-transform:share=0.1"]
+    choosing = ["infinigen:max_fetch_ratio=0.1", "infinigen-transform:max_fetch_ratio=0.1"]
     assert list(rows) == ["dynamic", *(name + more for name in choosing for more in ("", ", all resident"))]
     counted, of_codes = (rows[name]["counted"] for name in choosing)
     # Of four layers two are whole, of the others about a tenth is fetched
     assert 0.04 < counted["bytes_per_token"] / counted["full_offloading_bytes_per_token"] < 0.07
     assert of_codes["bytes_per_token"] < counted["bytes_per_token"] / 5
     assert of_codes["full_offloading_bytes_per_token"] == counted["full_offloading_bytes_per_token"]
-    assert rows["infinigen:share=0.1"]["time_against_resident"] > 0
-    assert rows["infinigen:share=0.1"]["hidden_share"] == 0.0
+    assert rows["infinigen:max_fetch_ratio=0.1"]["time_against_resident"] > 0
+    assert rows["infinigen:max_fetch_ratio=0.1"]["hidden_share"] == 0.0
 
 
 @pytest.mark.long

@@ -32,7 +32,7 @@ def test_functions_take_turns():
     assert [len(each) for each in measured.values()] == [3, 1]
 
 
-@pytest.mark.parametrize("spec", ["dynamic", "gear-k4v3", "infinigen:share=1,max_fetch_ratio=1"])
+@pytest.mark.parametrize("spec", ["dynamic", "gear-k4v3", "infinigen:alpha=inf,max_fetch_ratio=1"])
 def test_filled_with_what_was_read_once_it_answers_as_if_it_had_read(spec, tiny_llama):
     token_ids = torch.randint(3, 128, (1, 130))
     read, filled = (create_cache(spec, tiny_llama) for _ in range(2))

@@ -152,7 +152,7 @@ def test_a_cache_that_no_context_reaches_fails(tiny_loaded: Loaded, caplog: pyte
 
 
 def test_infinigen_is_decoded(tiny_loaded: Loaded) -> None:
-    lm = wrap(tiny_loaded, cache="infinigen", cache_recent=8, cache_share=0.05)
+    lm = wrap(tiny_loaded, cache="infinigen", cache_recent=8, cache_max_fetch_ratio=0.05)
     lm.loglikelihood(make_requests("loglikelihood", *PAIRS[:2]))
     assert lm.get_model_info()["cache"]["stats_of_longest"]["selected_calls"] > 0
 

@@ -7,7 +7,6 @@ attention over the densified states gives; in the end each row has to go on as i
 """
 
 import copy
-import inspect
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,7 +19,6 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -37,9 +35,7 @@ NUM_PROBES = 3
 _PROMPT_LENGTHS = (1, 2, 12, 15, 16, 17, 63, 64, 65, 130, 200)
 # The last one fills and overflows buffers, and is a prompt of its own to some
 _UPDATE_LENGTHS = (2, 5, 17, 64, 70, 130)
-# Before 5.15 of Transformers `crop(3)` leaves three tokens, and `crop(0)` of a `DynamicCache` none
-_CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
-_REFUSED = ("other rows", "reorder", "select", *(() if _CROP_TAKES_LENGTH else ("crop(3)",)))
+_REFUSED = ("other rows", "reorder", "select", "crop(3)")
 _SEEDS = st.integers(0, 1000)
 # Contexts of PyTorch that calls are made in
 _CONTEXTS = {
@@ -193,8 +189,6 @@ class CacheOperations(RuleBasedStateMachine):
             last = self.rows[0][-1]
             most = min(most, max(last.tokens.shape[1] - last.num_removed, 0))
         count = most * share // 100
-        if count == 0 and _CROP_TAKES_LENGTH:
-            return
         for each in self._caches():
             with _CONTEXTS[self.context]():
                 each.crop(-count)

@@ -13,7 +13,7 @@ from kvcache_plugins.contract.comparison import distance
 SHAPES = ((8, 1), (40, 3), (256, 8))
 LONG_SHAPES = ((96, 3), (16, 3), (80, 8), (8, 8), (24, 2), (64, 8), (80, 1), (128, 2), (192, 1))
 EIGHT_BITS = {"nbits": 8, "residual_length": 32}
-EVERYTHING = {"full_layers": (), "share": 1.0, "max_fetch_ratio": 1.0}
+EVERYTHING = {"full_layers": (), "alpha": float("inf"), "max_fetch_ratio": 1.0}
 CACHES = {
     **dict.fromkeys(("gear-2bit", "kivi-2bit", "per-token-2bit", "kcvt-4bit"), EIGHT_BITS),
     "gear-k4v3": {"key_nbits": 8, "value_nbits": 8, "residual_length": 32},

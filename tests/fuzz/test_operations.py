@@ -13,7 +13,7 @@ from transformers.utils import logging
 # Groups and buffers that a sequence of some hundred tokens fills many times
 SMALL = {"residual_length": 16}
 WHOLE = {"full_layers": ()}
-EVERYTHING = {**WHOLE, "share": 1.0, "max_fetch_ratio": 1.0}
+EVERYTHING = {**WHOLE, "alpha": float("inf"), "max_fetch_ratio": 1.0}
 EXACT, EIGHT_BITS = 1e-4, 0.15
 # A prompt that its window holds has no pool yet alone, and a window of another length later on; and what scores are
 # told from is the first tokens of the whole batch

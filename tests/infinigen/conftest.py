@@ -76,7 +76,7 @@ class FakeCuda:
         for name, value in {
             "Stream": FakeStream,
             "Event": FakeEvent,
-            "current_stream": lambda device: self.current,
+            "current_stream": lambda device=None: self.current,
             "stream": self.inside,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)

@@ -5,6 +5,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 
 EVERYTHING = {"alpha": float("inf"), "max_fetch_ratio": 1.0, "full_layers": (), "speculate": True}
+# The heaviest tenth of the tokens in every head
+TENTH = {"alpha": float("inf"), "max_fetch_ratio": 0.1}
 SHAPE = {
     "vocab_size": 97,
     "hidden_size": 64,

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from decoding import TENTH
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from kvcache_plugins import InfiniGenCache
+from kvcache_plugins.eval.observers import HitCounter
 from kvcache_plugins.files.records import read_content, write_tensors
 from kvcache_plugins.infinigen import Calibration, calibrate
 from kvcache_plugins.infinigen.calibration import FORMAT
@@ -55,16 +57,14 @@ def test_cache_uses_the_corrections(model: PreTrainedModel, calibration: Calibra
     shares = {}
     for given in (None, calibration):
         with (
-            InfiniGenCache(
-                model, share=0.1, full_layers=(0,), speculate=True, track_hits=True, calibration=given
-            ) as cache,
+            InfiniGenCache(model, **TENTH, full_layers=(0,), speculate=True, calibration=given) as cache,
             torch.no_grad(),
         ):
+            counter = HitCounter(cache)
             model(prompt, past_key_values=cache)
             for step in steps.split(1, dim=1):
                 model(step, past_key_values=cache)
-        stats = cache.stats()
-        shares[given is calibration] = stats["hits"] / stats["hits_possible"]
+        shares[given is calibration] = counter.hits / counter.possible
     assert shares[True] > shares[False] + 0.05
     corrections = sum(tensor.nbytes for factors in calibration.corrections.values() for tensor in factors)
     assert cache.memory().parts["correction"] == corrections > 0

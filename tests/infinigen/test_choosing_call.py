@@ -90,9 +90,7 @@ def test_a_token_left_for_the_call_is_stored_whoever_asks(monkeypatch) -> None:
     assert layer.window.left is None
 
 
-@pytest.mark.parametrize(
-    "options", [{"pool_tokens": 60}, {"share": 0.1}, {"mass": 0.5}, {"track_hits": True}, {"speculate": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{"pool_tokens": 60}, {"alpha": 4.0}, {"speculate": True}], ids=str)
 def test_other_rules_and_pools_prepare_nothing(options) -> None:
     layer = filled(InfiniGenConfig(**options), 100)
     with torch.no_grad():

@@ -145,7 +145,7 @@ def test_an_item_gets_its_table_when_its_own_tokens_are_coded() -> None:
 
 
 def test_what_a_step_fetches_are_rows_of_values() -> None:
-    layer = make_layer(share=0.25, max_fetch_ratio=0.25)
+    layer = make_layer(alpha=float("inf"), max_fetch_ratio=0.25)
     layer.take_prompt(states(1, 2, 400, 64), states(1, 2, 400, 64, seed=1), None)
     layer.update(states(1, 2, 1, 64, seed=2), states(1, 2, 1, 64, seed=3))
     layer.attend(AttentionCall(states(1, 4, 1, 64, seed=4)))

@@ -11,19 +11,19 @@ import weakref
 
 import pytest
 import torch
-from decoding import EVERYTHING, GROUPED, assert_same, decode_logits, tokens
+from decoding import EVERYTHING, GROUPED, TENTH, assert_same, decode_logits, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from kvcache_plugins import InfiniGenCache, InfiniGenTransformCache
 from kvcache_plugins.codecs.rotation import hadamard_matrix
+from kvcache_plugins.eval.observers import TransferTimes
 from kvcache_plugins.infinigen import layer as layers
 from kvcache_plugins.infinigen import staging
 from kvcache_plugins.infinigen.hooks import attachment_of
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
 from kvcache_plugins.infinigen.selection import Selection
-from kvcache_plugins.infinigen.staging import TransferTimes
 
 
 @pytest.fixture(params=["triton", "torch"])
@@ -88,8 +88,8 @@ def test_everything_fetched_is_exact(gpu, llama, is_padded, pool_tokens):
 @pytest.mark.parametrize(
     ("make_cache", "rule"),
     [
-        *((InfiniGenCache, rule) for rule in ({"min_weight": 1.0}, {"alpha": 3.0}, {"share": 0.1}, {"mass": 0.5})),
-        (InfiniGenTransformCache, {"share": 0.1}),
+        *((InfiniGenCache, rule) for rule in ({"min_weight": 1.0}, {"alpha": 3.0}, TENTH)),
+        (InfiniGenTransformCache, TENTH),
     ],
 )
 def test_chooses_and_counts_what_a_cpu_does(cuda, llama, make_cache, rule, kernel):
@@ -201,23 +201,11 @@ def test_pages_are_not_given_back_while_rows_are_read_from_them(gpu, llama):
     assert any("rows" in past for past in gpu.synchronized) is by_kernel
 
 
-def test_times_are_told_on_request(gpu, llama):
-    with InfiniGenCache(llama, full_layers=(0,), track_times=True) as cache:
-        decode_logits(llama, cache, tokens(100), tokens(3, seed=1))
-        stats = cache.stats()
-        assert copy.deepcopy(cache).stats() == stats
-        assert set(stats) >= {"transfer_s", "stalled_s", "hidden_share"}
-        cache.reset()
-        assert (cache.stats()["transfer_s"], cache.stats()["tokens_fetched"]) == (0.0, 0)
-    with InfiniGenCache(llama) as cache:
-        assert "transfer_s" not in cache.stats()
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize(
     "options",
-    [{"min_weight": 0.5}, {"alpha": 4.0}, {"share": 0.1}, {"mass": 0.5}, {"partial_ratio": 0.3}, {"value_nbits": 4}],
+    [{"min_weight": 0.5}, {"alpha": 4.0}, {"partial_ratio": 0.3}, {"value_nbits": 4}],
     ids=lambda options: next(iter(options)),
 )
 @torch.no_grad()
@@ -251,9 +239,6 @@ def test_a_decode_step_reads_nothing_from_the_device(meta_llama, cuda, monkeypat
         cache.stats()
 
 
-UNTIMED = TransferTimes(are_tracked=False)
-
-
 def make_pool(num_tokens=PAGE_TOKENS + 100, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(2, 3, num_tokens, dim, generator=generator).to(dtype) for dim in (8, 5)]
@@ -272,8 +257,8 @@ def make_selection(pool, num_chosen, count=None, seed=1):
     return Selection(order[:, :, :num_chosen].contiguous(), count)
 
 
-def start(pool, selection, times=UNTIMED):
-    return staging.start_fetch(pool, selection, times)
+def start(pool, selection):
+    return staging.start_fetch(pool, selection)
 
 
 def test_transfers_follow_what_was_computed_and_attention_follows_them(cuda, transfers):
@@ -338,10 +323,11 @@ def test_pages_of_a_copy_are_locked(cuda, transfers, monkeypatch):
     assert torch.equal(rows[valid], pool.gather(selection.slots)[valid])
 
 
-def test_times_are_noted_where_they_are_asked_for(transfers):
-    pool, times = make_pool(), TransferTimes(are_tracked=True)
-    start(pool, make_selection(pool, 8), times).wait()
-    # A transfer is one operation, and one of which the computing stream had not heard
-    assert times.seconds() == copy.deepcopy(times).seconds() == {"transfer_s": 1.0, "stalled_s": 1.0}
+def test_transfers_are_timed_inside_of_the_block(transfers):
+    pool = make_pool()
+    with TransferTimes() as times:
+        start(pool, make_selection(pool, 8)).wait()
+    # A transfer is one operation, and one that the computing stream had not waited for
+    assert times.seconds() == {"transfer_s": 1.0, "stalled_s": 1.0}
     start(pool, make_selection(pool, 8)).wait()
-    assert times.seconds() == {"transfer_s": 1.0, "stalled_s": 1.0} and UNTIMED.seconds() == {}
+    assert times.seconds() == {"transfer_s": 1.0, "stalled_s": 1.0}

@@ -9,7 +9,7 @@ from kvcache_plugins import create_cache
 
 # With options with which nothing is lost; one for each kind of codec
 EXACT = {
-    "infinigen": {"share": 1.0, "max_fetch_ratio": 1.0, "full_layers": ()},
+    "infinigen": {"alpha": float("inf"), "max_fetch_ratio": 1.0, "full_layers": ()},
     "h2o": {"heavy_ratio": 0.5, "recent_ratio": 0.5},
 }
 NAMES = [*EXACT, "transform", "gear-4bit", "gear-2bit", "kivi-2bit", "kvarn-k4v4", "llamacpp-q8_0", "turboquant-4bit"]

@@ -37,7 +37,7 @@ FAMILIES = {
     "gpt_oss": {**WINDOWS, **EXPERTS},
     "deepseek_v32": INDEXED,
 }
-ALL = {"share": 1.0, "max_fetch_ratio": 1.0, "full_layers": (), "recent": 8}
+ALL = {"alpha": float("inf"), "max_fetch_ratio": 1.0, "full_layers": (), "recent": 8}
 EXACT = [
     ("infinigen", {**ALL, "speculate": False}),
     ("infinigen", {**ALL, "speculate": True}),

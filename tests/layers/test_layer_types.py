@@ -5,7 +5,6 @@ import torch
 from transformers import Cache, DynamicCache
 
 from kvcache_plugins import H2OCache, InfiniGenCache, TransformCodingCache
-from kvcache_plugins.contract.subject import RECORDS_PAST
 from kvcache_plugins.eval.families import build_family, generate, prompt
 
 
@@ -28,8 +27,6 @@ def test_a_layer_keeps_the_keys_of_an_indexer_with_its_tokens() -> None:
 @pytest.mark.parametrize("make_cache", [TransformCodingCache, H2OCache], ids=["transform", "h2o"])
 def test_a_recurrence_beside_attention_goes_with_the_batch(make_cache: type[Cache]) -> None:
     model = build_family("falcon_h1")
-    if not hasattr(DynamicCache(config=model.config).layers[0], "number_of_states"):
-        pytest.skip("this release of Transformers keeps a recurrence's states in another form, which is refused")
     cache, dense = make_cache(model.config), DynamicCache(config=model.config)
     tokens = prompt(model, 20, 1)
     for each in (cache, dense):
@@ -48,12 +45,7 @@ def test_a_recurrence_beside_attention_goes_with_the_batch(make_cache: type[Cach
 @pytest.mark.parametrize("family", ["jamba", "qwen3_next", "falcon_h1"])
 def test_without_a_config_the_line_to_write_is_said(family: str) -> None:
     model = build_family(family)
-    # Older releases look for a recurrence before they ask for anything that could say so
-    line = (
-        r"write `TransformCodingCache\(model.config\)` instead of `TransformCodingCache\(\)`"
-        if RECORDS_PAST
-        else "has_previous_state"
-    )
+    line = r"write `TransformCodingCache\(model.config\)` instead of `TransformCodingCache\(\)`"
     with pytest.raises(ValueError, match=line):
         generate(model, TransformCodingCache(), prompt(model, 20, 1), None, 2, None)
 

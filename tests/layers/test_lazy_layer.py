@@ -10,7 +10,7 @@ from kvcache_plugins import create_cache
 
 # With options with which nothing is lost, and two whose numbers are another's
 EXACT = {
-    "infinigen": {"share": 1.0, "max_fetch_ratio": 1.0, "full_layers": ()},
+    "infinigen": {"alpha": float("inf"), "max_fetch_ratio": 1.0, "full_layers": ()},
     "h2o": {"heavy_ratio": 0.5, "recent_ratio": 0.5},
 }
 NAMES = [*EXACT, "transform", "gear-4bit", "llamacpp-q8_0"]

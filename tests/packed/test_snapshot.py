@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvcache_plugins import GEARCache, TransformCodingCache, create_cache
-from kvcache_plugins.contract.subject import RECORDS_PAST
 from kvcache_plugins.files.records import read_record, write_record
 from kvcache_plugins.files.schema import pack
 from kvcache_plugins.packed.snapshot import state_of
@@ -164,7 +163,6 @@ def test_config_is_taken_where_a_model_is(tiny_model, path):
         GEARCache.load(path, "smollm2")
 
 
-@pytest.mark.skipif(not RECORDS_PAST, reason="in this release of Transformers layers keep their window alone")
 def test_sliding_layers_beyond_their_window(tiny_model, path):
     """While a rollback may follow they keep more than the window, which a file does not."""
     model = tiny_model("gemma3-hybrid")

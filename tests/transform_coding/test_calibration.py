@@ -11,7 +11,6 @@ from transformers import DynamicCache, PreTrainedModel
 from kvcache_plugins import TransformCodingCache, choose_cache, create_cache, measure_memory, predict_memory
 from kvcache_plugins.advice.choose_by_kl import default_candidates
 from kvcache_plugins.contract import CONTRACT, run_contract
-from kvcache_plugins.contract.subject import RECORDS_PAST
 from kvcache_plugins.eval.families import build_family
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
@@ -420,7 +419,6 @@ def test_it_is_nearer_to_dense_than_by_prompts_alone(hybrid, of_hybrid, window, 
     assert by_all < min(by_full, by_none) / 2
 
 
-@pytest.mark.skipif(not RECORDS_PAST, reason="older releases of Transformers keep windows in another form")
 @pytest.mark.parametrize("length", [60, 290], ids=str)
 @torch.no_grad()
 def test_a_saved_cache_goes_on_when_windows_have_let_go(hybrid, of_hybrid, window, tmp_path, length):

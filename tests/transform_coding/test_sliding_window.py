@@ -13,7 +13,6 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from kvcache_plugins import GEARCache, TransformCodingCache, create_cache, predict_memory
 from kvcache_plugins.contract import CONTRACT, run_check
 from kvcache_plugins.contract.comparison import reachable_bytes
-from kvcache_plugins.contract.subject import RECORDS_PAST
 
 
 NUM_HEADS, HEAD_DIM, CHUNK = 2, 32, 8
@@ -84,7 +83,6 @@ def test_memory_is_bounded_and_counted():
     assert layer.prefix is None and layer.num_values() == 2 * 2 * NUM_HEADS * (window - 1) * HEAD_DIM
 
 
-@pytest.mark.skipif(not RECORDS_PAST, reason="the dense layer of this release cannot be rolled back")
 def test_rollback():
     torch.manual_seed(2)
     window, padding = 70, (0, 9)
@@ -122,13 +120,10 @@ def test_newest_update_can_be_taken_back_and_more_is_refused():
 
 VOCAB_SIZE, WINDOW, CONTEXT = 211, 2048, 3000
 FINE = {"nbits": 8}
-# What older releases of Transformers need a dense sliding layer to be rolled back for is not there
-ITEMS = {"hybrid"} | (
-    {"crop-prompt", "save-load", "deepcopy", "reorder", "select-indices", "memory", "beam-search", "chunked-prefill"}
-    | {"greedy", "prompt-lookup", "left-padding", "row-isolation", "eager", "multi-turn", "reset"}
-    if RECORDS_PAST
-    else set()
-)
+ITEMS = {
+    *("hybrid", "crop-prompt", "save-load", "deepcopy", "reorder", "select-indices", "memory", "beam-search"),
+    *("chunked-prefill", "greedy", "prompt-lookup", "left-padding", "row-isolation", "eager", "multi-turn", "reset"),
+}
 
 
 @pytest.fixture(scope="module")

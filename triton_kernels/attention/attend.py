@@ -18,8 +18,8 @@ added up densely:
 
 The splits' partial results are merged by `combine`. Nothing is tuned while it runs: stages and warps are fixed.
 
-Legend: B batch, H key/value heads, M chunks, L tokens a chunk, D head dim, P bytes a token, G groups, R rank, La
-tokens that the low-rank part covers (the chunk's last), N outlier entries a chunk.
+Legend: B batch, H key/value heads, M chunks, L tokens a chunk, D head dim, P bytes a token, G groups, R rank,
+N outlier entries a chunk.
 """
 
 import math
@@ -149,7 +149,7 @@ def _query_registers(keys: StoredGroups, packed: bool) -> str:
     How queries outlive a chunk: kept, loaded with it, or kept but turned for its factor with it. Each is what spills
     least: the compiler keeps all that chunks have in common, and their tiles need the registers.
     """
-    if keys.low_rank_a is None or keys.low_rank_a.shape[3] == 0 or not packed:
+    if keys.low_rank_a is None or not packed:
         return "kept"
     if not has_outliers(keys):
         return "turned"

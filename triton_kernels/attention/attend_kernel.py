@@ -24,8 +24,6 @@ _NOT_SPECIALIZED = [
     "tiles_per_split",
     "key_rank",
     "value_rank",
-    "key_low_rank_start",
-    "value_low_rank_start",
     "num_rows",
     "num_queries",
     *(f"mask_stride_{dimension}" for dimension in "bhq"),
@@ -59,7 +57,7 @@ def attend_kernel(
     value_b_ptr, value_b_stride_b, value_b_stride_h, value_b_stride_m, value_entry_index_ptr, value_entry_value_ptr,
     value_entry_stride_b, value_entry_stride_m, value_offset_ptr, value_offset_stride_b, value_offset_stride_m,
     num_heads, num_rows, num_queries, length, chunk_length, num_tiles, tiles_per_chunk, tiles_per_split, key_rank,
-    value_rank, key_low_rank_start, value_low_rank_start, scale, KEY: tl.constexpr, VALUE: tl.constexpr,
+    value_rank, scale, KEY: tl.constexpr, VALUE: tl.constexpr,
     QUERIES: tl.constexpr, PLANES: tl.constexpr, TOKENS_PER_STRETCH: tl.constexpr, STORED_TILES: tl.constexpr,
     MASK: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -120,7 +118,7 @@ def attend_kernel(
             if len(KEY.ranks) > 0:
                 coefficients = load_coefficients(
                     key_a_ptr + batch * key_a_stride_b + head * key_a_stride_h + chunk_64 * key_a_stride_m,
-                    key_rank, first_token - key_low_rank_start, token_in_use, KEY, BLOCK_T)
+                    key_rank, first_token, token_in_use, KEY, BLOCK_T)
                 no_product = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
                 scores += dot_parts(coefficients, query_in_basis, no_product, PARTS) * basis_power[None, :]
             if KEY.has_outliers:
@@ -149,7 +147,7 @@ def attend_kernel(
             if len(VALUE.ranks) > 0:
                 coefficients = load_coefficients(
                     value_a_ptr + batch * value_a_stride_b + head * value_a_stride_h + chunk_64 * value_a_stride_m,
-                    value_rank, first_token - value_low_rank_start, token_in_use, VALUE, BLOCK_T)
+                    value_rank, first_token, token_in_use, VALUE, BLOCK_T)
                 output_in_basis = dot_parts(
                     tl.trans(coefficients), probabilities, output_in_basis * decay[None, :], PARTS)
             if VALUE.has_outliers:

@@ -151,8 +151,6 @@ def side_arguments(name: str, side: StoredGroups) -> dict[str, object]:
     """The kernel arguments for the keys or the values."""
     if side.scale.stride() != side.zero.stride():
         raise ValueError("`scale` and `zero` must have the same strides")
-    chunk_length = side.codes.shape[3]
-    covered, rank = _low_rank_size(side)
     return {
         **tensor_arguments(f"{name}_codes", side.codes, "bhm"),
         f"{name}_scale_ptr": side.scale,
@@ -161,8 +159,7 @@ def side_arguments(name: str, side: StoredGroups) -> dict[str, object]:
         **tensor_arguments(f"{name}_a", side.low_rank_a, "bhm"),
         **tensor_arguments(f"{name}_b", side.low_rank_b, "bhm"),
         **_entry_arguments(name, side),
-        f"{name}_rank": rank,
-        f"{name}_low_rank_start": chunk_length - covered,
+        f"{name}_rank": _rank(side),
         name.upper(): side_layout(side),
     }
 
@@ -171,7 +168,7 @@ def side_layout(side: StoredGroups) -> SideLayout:
     """Makes the constants that a kernel is compiled for of a side's tensors."""
     by_channel = side.axis == "channel"
     num_groups = 1 if by_channel else side.scale.shape[4]
-    covered, rank = _low_rank_size(side)
+    rank = _rank(side)
     return SideLayout(
         dim=side.head_dim,
         pieces=_pieces(side.head_dim, side.nbits, side.head_dim // num_groups, _is_even(side.codes)),
@@ -180,7 +177,7 @@ def side_layout(side: StoredGroups) -> SideLayout:
         by_channel=by_channel,
         num_groups=0 if by_channel else num_groups,
         tokens_per_group=tokens_per_group(side),
-        ranks=() if covered == 0 else _RANKS if rank in _RANKS else (rank,),
+        ranks=() if rank == 0 else _RANKS if rank in _RANKS else (rank,),
         block_rank=block_size(rank),
         has_outliers=has_outliers(side),
         channel_bits=(side.head_dim - 1).bit_length(),
@@ -198,14 +195,14 @@ def _scale_strides(side: StoredGroups) -> list[int]:
     return [stride // row for stride in strides]
 
 
-def _low_rank_size(side: StoredGroups) -> tuple[int, int]:
-    """Tokens that the low-rank part covers, and R; zeros without it."""
+def _rank(side: StoredGroups) -> int:
+    """R, 0 without a low-rank part."""
     a, b = side.low_rank_a, side.low_rank_b
-    if a is None or b is None or a.shape[3] == 0:
-        return 0, 0
+    if a is None or b is None:
+        return 0
     if any(factor.stride()[3:] != (factor.shape[4], 1) for factor in (a, b)):
         raise ValueError("rows of `low_rank_a` and of `low_rank_b` must lie behind each other")
-    return a.shape[3], a.shape[4]
+    return a.shape[4]
 
 
 def has_outliers(side: StoredGroups) -> bool:
@@ -225,7 +222,7 @@ def tokens_per_group(side: StoredGroups) -> int:
 def join_chunks(side: StoredGroups) -> StoredGroups:
     """The side with all chunks as one, where chunks hold nothing but codes and scales that lie behind each other."""
     tensors = (side.codes, side.scale, side.zero)
-    is_plain = not has_outliers(side) and (side.low_rank_a is None or side.low_rank_a.shape[3] == 0)
+    is_plain = not has_outliers(side) and side.low_rank_a is None
     if not is_plain or any(each.shape[2] > 1 and each.stride(2) != each.shape[3] * each.stride(3) for each in tensors):
         return side
     codes, scale, zero = (each.flatten(2, 3).unsqueeze(2) for each in tensors)

@@ -104,7 +104,7 @@ def _add_from_basis(
 
 @triton.jit
 def load_coefficients(a_ptr, rank, first_token, token_in_use, SIDE: tl.constexpr, BLOCK_T: tl.constexpr):
-    """The factor `A` `[tokens, ranks]` of a tile; zero for tokens before 0, where the low-rank part begins."""
+    """The factor `A` `[tokens, ranks]` of a tile."""
     # Of one rank the other branch is not compiled, which a `return` would leave to be
     if len(SIDE.ranks) == 1 or rank == SIDE.ranks[0]:
         rows = _load_rows(a_ptr, first_token, token_in_use, SIDE.ranks[0], SIDE.block_rank, BLOCK_T)
@@ -121,6 +121,6 @@ def _load_rows(
     ranks = tl.arange(0, BLOCK_RANK)
     return tl.load(
         a_ptr + tl.cast(first_token, tl.int64) * RANK + (tokens[:, None] * RANK + ranks[None, :]),
-        mask=(token_in_use & (first_token + tokens >= 0))[:, None] & (ranks < RANK)[None, :],
+        mask=token_in_use[:, None] & (ranks < RANK)[None, :],
         other=0.0,
     )

@@ -10,7 +10,6 @@ from .comparison import distance, require, require_length, require_same_tokens
 from .subject import (
     LONG_APPEND,
     LONG_CONTEXT,
-    RECORDS_PAST,
     SHORT_CONTEXT,
     Subject,
     contract_check,
@@ -171,10 +170,8 @@ def _check_drafting(subject: Subject, **options: object) -> None:
         cache = subject.make_cache()
         crops = record_calls(cache, "crop")
         tokens = subject.generate(cache, prompt, NUM_NEW, **options)[:, :NUM_NEW]
-        if RECORDS_PAST:
-            require_length(cache, prompt.shape[1] + NUM_NEW - 1, f"after assisted generation in {context}")
-        # Older releases of Transformers ask for the length to keep
-        num_removed += sum(-n if n <= 0 else length - n for (n,), length, _ in crops)
+        require_length(cache, prompt.shape[1] + NUM_NEW - 1, f"after assisted generation in {context}")
+        num_removed += sum(-n for (n,), *_ in crops)
         # The first forward takes in drafts with the prompt, and both may be compressed together
         prompt_and_drafts = torch.cat([prompt, tokens[:, :-2]], dim=1)
         followed = [

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from .checks_generation import check_greedy, check_prompt_lookup
 from .checks_state import check_crop_recent, check_left_padding, check_lengths, check_reorder, check_reset
 from .comparison import distance, require_close, require_same_tokens
-from .subject import LONG_APPEND, LONG_CONTEXT, RECORDS_PAST, SHORT_CONTEXT, Subject, contract_check
+from .subject import LONG_APPEND, LONG_CONTEXT, SHORT_CONTEXT, Subject, contract_check
 
 
 NUM_STEPS = 4
@@ -22,10 +22,10 @@ _HYBRID_CHECKS = {
     "reorder": check_reorder,
     "left padding": check_left_padding,
     "lengths": check_lengths,
+    "prompt lookup": check_prompt_lookup,
+    "crop": check_crop_recent,
+    "reset": check_reset,
 }
-# Sliding layers of older releases of Transformers can neither be rolled back nor emptied
-if RECORDS_PAST:
-    _HYBRID_CHECKS |= {"prompt lookup": check_prompt_lookup, "crop": check_crop_recent, "reset": check_reset}
 
 
 @contract_check("`eager` attention gives what `sdpa` gives")

@@ -32,11 +32,6 @@ LONG_CONTEXT = 230
 """Tokens of a prompt that is long enough to be compressed, and no multiple of any group."""
 LONG_APPEND = 70
 """Tokens that fill a buffer of 64 when appended."""
-RECORDS_PAST = "activate_past_recording" in vars(Cache)
-"""
-Whether this release of Transformers records the past of sliding windows for a rollback. Older ones cannot roll those
-back, and leave the last drafts of assisted generation in the tokens and in the cache.
-"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,8 +98,7 @@ class Subject:
     def cache(self, *chunks: torch.Tensor) -> Cache:
         """A fresh cache that has seen `chunks`, one forward each, and records the past as if it may be cropped."""
         cache = self.make_cache()
-        if RECORDS_PAST:
-            cache.activate_past_recording()
+        cache.activate_past_recording()
         for chunk in chunks:
             self.feed(cache, chunk)
         return cache

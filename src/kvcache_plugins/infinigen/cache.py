@@ -63,26 +63,16 @@ class InfiniGenCache(AttentionListener, ModelMatchMixin, ReportingMixin, Cache):
             weighed the same. Broad heads get more tokens than sharp ones.
         alpha (`float`, *optional*):
             Rule 2, the paper's: tokens whose score is at most `alpha` below the largest one of their head are counted,
-            and every head fetches the average count.
-        share (`float`, *optional*):
-            Rule 3: every head fetches this share of the tokens.
-        mass (`float`, *optional*):
-            Rule 4, a budget that follows the scores: every head fetches as many tokens as weigh this much together
-            with those attended to anyway, within `max_fetch_ratio`; `stats()` tells how often that was too few
-            (`choices_short`). One rule can be given.
+            and every head fetches the average count. One rule can be given.
         max_fetch_ratio (`float`, *optional*, defaults to 0.2):
             The most that a head fetches, as a share of the tokens.
-        landmarks (`int`, *optional*):
-            Tokens are scored by the mean key of the page of so many neighbours that they are in, as in ArkVale and
-            Quest, not each by its own: to compare with.
         scoring_nbits (`int`, *optional*, defaults to 4):
             Bits a number, 2, 4 or 8, of the copy of the keys that stays on the accelerator for scoring.
         partial_ratio (`float`, *optional*):
             Instead of that, the paper's copy: this share of the keys' columns, in full precision.
         skewing (`str`, *optional*, defaults to `"none"`):
             With `partial_ratio`: `"query-svd"` turns keys and queries to the singular vectors of the prompt's queries
-            before columns are chosen, after the rotary embedding; `"key-svd"` to those of the keys, which are then of
-            low rank, as in ShadowKV and LRQK. Attention itself is not touched.
+            before columns are chosen, after the rotary embedding. Attention itself is not touched.
         recent (`int`, *optional*, defaults to 32):
             Newest tokens that are always attended to. A few more wait beside them to move into the pool together.
         sink (`int`, *optional*, defaults to 4):
@@ -97,10 +87,6 @@ class InfiniGenCache(AttentionListener, ModelMatchMixin, ReportingMixin, Cache):
         speculate (`bool`, *optional*):
             Whether a layer's tokens are chosen and fetched ahead, by queries that are guessed, or by its own query. By
             default they are ahead where they have to be brought from elsewhere: to an accelerator.
-        track_hits (`bool`, *optional*, defaults to `False`):
-            Whether `stats()` compares what was fetched with the true top tokens, which reads all keys at every step.
-        track_times (`bool`, *optional*, defaults to `False`):
-            Whether `stats()` tells, for a GPU, how long transfers took and how long attention had to wait for them.
         calibration (`Calibration`, `str` or `Path`, *optional*):
             What `calibrate` found out about the model, or the file that holds it.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
@@ -199,7 +185,7 @@ class InfiniGenCache(AttentionListener, ModelMatchMixin, ReportingMixin, Cache):
     def on_attention_input(self, attachment: Attachment, layer_idx: int, inputs: AttentionInputs) -> None:
         if attachment.model() is not self._model() or not self._speculates:
             return
-        # In older releases of Transformers layers that share the states of others have none here
+        # In Transformers 5.20 layers that share the states of others have none here
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if isinstance(layer, InfiniGenLayer) and inputs.hidden_states.shape[1] > 1:
             layer.check_queries = attachment.check_once(layer_idx, inputs)
@@ -249,13 +235,6 @@ class InfiniGenCache(AttentionListener, ModelMatchMixin, ReportingMixin, Cache):
             )
         if module is not None:
             self._known_caller = weakref.ref(module)
-
-    def reset(self) -> None:
-        super().reset()
-        # Older releases of Transformers fill these with zeros and keep their length
-        self.layers = [
-            DynamicLayer() if type(layer) is DynamicLayer and layer.is_initialized else layer for layer in self.layers
-        ]
 
     def _warn_if_detached(self) -> None:
         if self._is_attached or self._has_warned or not self._wants_speculation:
@@ -316,21 +295,15 @@ class InfiniGenCache(AttentionListener, ModelMatchMixin, ReportingMixin, Cache):
             those, `selected_calls` (of one new token, over chosen tokens) and `exact_calls` (over everything); on
             a CPU, of the selected calls, `fused_calls` (by a fused kernel) and `kernel_fallbacks` (those for which the
             kernel that was wanted could not be had); `speculated_calls` (choices made ahead), `tokens_fetched` of
-            `tokens_fetchable` (over items and key/value heads), `bytes_fetched`, `tokens_evicted`, `hits` of
-            `hits_possible` (with `track_hits`), `choices` (of a sequence and key/value head in a step) and, of those,
-            `choices_short` (that `max_fetch_ratio` ended before they had the rule's `mass`), `dense_reads` (times a
-            side of a layer was made dense for something other than `sdpa`) and `prompts_without_mask` (prompts stored
-            without having seen a mask). With `track_times`, seconds on GPUs: `transfer_s`, `stalled_s` (that attention
-            waited for transfers), and `hidden_share`, the share of the first that was not waited for.
+            `tokens_fetchable` (over items and key/value heads), `bytes_fetched`, `tokens_evicted`, `dense_reads`
+            (times a side of a layer was made dense for something other than `sdpa`) and `prompts_without_mask`
+            (prompts stored without having seen a mask).
         """
         layers, attachment, speculating = self._offloaded, self._attachment, 0
         if attachment is not None and self._speculates:
             known = attachment.projections.keys()
             speculating = sum(source in attachment.heard and each in known for source, each in self._targets.items())
         total: dict[str, float] = {**add_stats(self.layers, lambda index: layers[index])}
-        if self.infinigen_config.track_times:
-            transfer = total["transfer_s"]
-            total["hidden_share"] = max(1 - total["stalled_s"] / transfer, 0.0) if transfer else 0.0
         return {
             "num_layers": len(self.layers),
             "layers_offloaded": len(layers),

@@ -13,14 +13,13 @@ from kvcache_plugins.option_checks import check_bool, check_choice, check_intege
 from .pool import EVICTIONS
 
 
-SKEWINGS = ("none", "query-svd", "key-svd")
+SKEWINGS = ("none", "query-svd")
 SCORING_NBITS = (2, 4, 8)
-# What none of the four rules being given means
+# The rule where none is given
 DEFAULT_MIN_WEIGHT = 0.5
 DEFAULT_SCORING_NBITS = 4
 # The paper's first speculated layer is the third: the inputs of the first two have little in common with their own
 NUM_FIRST_LAYERS = 2
-_RULES = ("min_weight", "alpha", "share", "mass")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,10 +28,7 @@ class InfiniGenConfig:
 
     min_weight: float | None = None
     alpha: float | None = None
-    share: float | None = None
-    mass: float | None = None
     max_fetch_ratio: float = 0.2
-    landmarks: int | None = None
     scoring_nbits: int | None = None
     partial_ratio: float | None = None
     skewing: str | None = None
@@ -42,25 +38,22 @@ class InfiniGenConfig:
     eviction: str = "counter"
     full_layers: tuple[int, ...] | None = None
     speculate: bool | None = None
-    track_hits: bool = False
-    track_times: bool = False
 
     def __post_init__(self) -> None:
-        given = [name for name in _RULES if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"only one of `min_weight`, `alpha`, `share` and `mass` can be given, but got {given}")
-        if not given:
+        if self.min_weight is not None and self.alpha is not None:
+            raise ValueError(
+                f"only one of `min_weight` and `alpha` can be given, but got {self.min_weight} and {self.alpha}"
+            )
+        if self.min_weight is None and self.alpha is None:
             object.__setattr__(self, "min_weight", DEFAULT_MIN_WEIGHT)
         for name in ("min_weight", "alpha"):
             check_number(name, getattr(self, name), above=0.0, is_finite=False, is_optional=True)
-        for name in ("share", "mass", "partial_ratio"):
-            check_number(name, getattr(self, name), above=0.0, most=1.0, is_optional=True)
+        check_number("partial_ratio", self.partial_ratio, above=0.0, most=1.0, is_optional=True)
         check_number("max_fetch_ratio", self.max_fetch_ratio, above=0.0, most=1.0)
         self._check_scoring()
         for name, least in (("recent", 1), ("sink", 0)):
             check_integer(name, getattr(self, name), least)
-        for name in ("landmarks", "pool_tokens"):
-            check_integer(name, getattr(self, name), 1, is_optional=True)
+        check_integer("pool_tokens", self.pool_tokens, 1, is_optional=True)
         if self.pool_tokens is not None and self.pool_tokens <= self.sink:
             raise ValueError(
                 f"`pool_tokens` has to be more than the `sink` tokens that are never evicted, {self.sink}, but got "
@@ -75,8 +68,6 @@ class InfiniGenConfig:
             object.__setattr__(self, "full_layers", tuple(layers))
         check_choice("eviction", self.eviction, tuple(EVICTIONS))
         check_bool("speculate", self.speculate, is_optional=True)
-        for name in ("track_hits", "track_times"):
-            check_bool(name, getattr(self, name))
 
     def _check_scoring(self) -> None:
         is_partial = self.partial_ratio is not None

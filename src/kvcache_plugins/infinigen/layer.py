@@ -28,8 +28,8 @@ from .coded_rows import CodedRows
 from .config import InfiniGenConfig
 from .pool import TokenPool
 from .scoring import NUM_FITTED, ScoringCodes, ScoringColumns, ScoringStates
-from .selection import Selection, always_attended, attended_columns, bounds_of, count_hits, most_chosen, select_tokens
-from .staging import StagedRows, TransferTimes, start_fetch
+from .selection import Selection, always_attended, attended_columns, bounds_of, most_chosen, select_tokens
+from .staging import StagedRows, start_fetch
 
 
 # Decoded tokens move into the pool so many at a time
@@ -52,8 +52,8 @@ class InfiniGenLayer(LazyLayer):
 
     counter_names = (
         *("attend_calls", "selected_calls", "speculated_calls", "exact_calls", "fused_calls", "kernel_fallbacks"),
-        *("tokens_fetched", "tokens_fetchable", "bytes_fetched", "tokens_evicted", "hits", "hits_possible"),
-        *("choices", "choices_short", "prompts_without_mask"),
+        *("tokens_fetched", "tokens_fetchable", "bytes_fetched", "tokens_evicted"),
+        "prompts_without_mask",
     )
 
     def __init__(
@@ -91,7 +91,6 @@ class InfiniGenLayer(LazyLayer):
     def _start_counting(self) -> None:
         # Sums of integers that only the device knows
         self._sums: dict[str, torch.Tensor] = {}
-        self._times = TransferTimes(are_tracked=self.config.track_times)
 
     @property
     def needs_prompt_attention(self) -> bool:  # type: ignore[override]
@@ -198,12 +197,11 @@ class InfiniGenLayer(LazyLayer):
             # Channels' statistics are told anew as long as they are those of few tokens
             num_real = max(scoring.length - self._left_padding.ends()[1], 0)
             if num_real > scoring.num_fitted:
-                keys = self._pooled_keys()
+                keys = self.pooled_keys()
                 scoring.refit(keys, self._valid_tokens(0, keys.shape[2]), num_real)
         self._counters["tokens_evicted"] = 0 if pool.usage is None else pool.usage.num_evicted
         # What is held does not depend on whether a token has been fetched yet
-        for name in ("tokens_fetched", "choices_short")[: 1 if config.mass is None else 2]:
-            self._sums.setdefault(name, torch.zeros((), dtype=torch.int64, device=self.device))
+        self._sums.setdefault("tokens_fetched", torch.zeros((), dtype=torch.int64, device=self.device))
 
     def _make_scoring(self, keys: torch.Tensor, queries: torch.Tensor | None) -> ScoringStates:
         """Tells from the first keys that go into the pool how they will be scored."""
@@ -259,7 +257,7 @@ class InfiniGenLayer(LazyLayer):
                 slots = torch.arange(start, stop, dtype=torch.int64, device=rows.device).expand(*rows.shape[:2], -1)
                 yield *scoring.dense(rows, slots, pool), start, stop
 
-    def _pooled_keys(self) -> torch.Tensor:
+    def pooled_keys(self) -> torch.Tensor:
         """Returns the keys of all slots of the pool, `[B, H, slots, D]`, where they are attended to."""
         return torch.cat([keys for keys, *_ in self._dense_pages()], dim=2)
 
@@ -314,7 +312,7 @@ class InfiniGenLayer(LazyLayer):
             resident = resident.masked_fill(~columns[:, None, None, self.num_pooled : stop], -torch.inf)
             num_tokens = columns.sum(dim=1)
         selection = select_tokens(scoring.scores(query, pool), resident, allowed, forced, num_tokens, length, config)
-        return selection, start_fetch(pool, selection, self._times), length
+        return selection, start_fetch(pool, selection), length
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         query, attn_mask = call.query, call.mask
@@ -357,18 +355,18 @@ class InfiniGenLayer(LazyLayer):
             mask = mask.reshape(*by_heads, self._length)
         rows = query.reshape(*by_heads, query.shape[3])
         # A copy of a fetch has its choice and no rows
-        staged = staged or start_fetch(pool, selection, self._times)
+        staged = staged or start_fetch(pool, selection)
         sinks = None if call.sinks is None else call.sinks.reshape(-1, *rows.shape[1:3], 1)
         own = AttentionCall(rows, mask, scale=scale, softcap=call.softcap, sinks=sinks)
         output = self.attend_selection(own, selection, staged)
-        self._note(selection, rows, scale)
+        self._note(selection)
         return output.reshape(*query.shape[:3], -1)
 
     def _prepare_call(self, query: torch.Tensor, scale: float) -> None:
         """Describes the next steps at once if two in a row were alike, as they are not of beams that are reordered."""
         pool, window, scoring, config = self.pool, self.window, self.scoring, self.config
-        is_alike = config.min_weight is not None and config.landmarks is None and self.padding is None
-        if is_alike and not config.track_hits and not config.speculates_on(query.device):
+        is_alike = config.min_weight is not None and self.padding is None
+        if is_alike and not config.speculates_on(query.device):
             assert pool is not None and window is not None and scoring is not None
             if pool.usage is None and self._was_alike:
                 self._call = scoring.prepare(query, scale, pool, window.tensors())
@@ -389,7 +387,6 @@ class InfiniGenLayer(LazyLayer):
             counters["fused_calls"] += 1
             counters["tokens_fetchable"] += num_tokens * num_rows
             counters["tokens_fetched"] += call.num_chosen
-            counters["choices"] += num_rows
         return output
 
     def attend_selection(self, call: AttentionCall, selection: Selection, staged: StagedRows | None) -> torch.Tensor:
@@ -416,28 +413,17 @@ class InfiniGenLayer(LazyLayer):
             query, keys, values, selection.count, *newest, call.scale, mask, positions, start, call.softcap, call.sinks
         )
 
-    def _note(self, selection: Selection, query: torch.Tensor, scale: float) -> None:
-        """Counts what was fetched, and how much of it was right."""
+    def _note(self, selection: Selection) -> None:
+        """Counts what was fetched."""
         pool, num_rows = self.pool, selection.count.numel()
         assert pool is not None
         self._counters["selected_calls"] += 1
         self._counters["tokens_fetchable"] += self._length * num_rows
-        self._counters["choices"] += num_rows
         if self.padding is not None:
             self._add("tokens_fetchable", -pool.num_heads * self.padding.sum())
         self._add("tokens_fetched", selection.count.sum())
-        if selection.is_short is not None:
-            self._add("choices_short", selection.is_short.sum())
         if pool.usage is not None:
             pool.usage.touch(selection.slots.to("cpu"), selection.valid.to("cpu"))
-        if self.config.track_hits:
-            keys = self._pooled_keys()
-            scores = query.float() * scale @ keys.float().transpose(2, 3)
-            if self.padding is not None:
-                is_padding = pool.positions(keys.device) < self.padding[:, None, None]
-                scores = scores.masked_fill(is_padding[:, :, None], -torch.inf)
-            self._add("hits", count_hits(selection, scores))
-            self._add("hits_possible", selection.count.sum())
 
     def _add(self, name: str, amount: torch.Tensor) -> None:
         """Adds an integer, a tensor without dimensions, to what the device counts."""
@@ -510,7 +496,7 @@ class InfiniGenLayer(LazyLayer):
         if pool is not None:
             counters["bytes_fetched"] = counters["tokens_fetched"] * pool.row_dim * pool.dtype.itemsize
         held = {"tokens_cached": self._length, "tokens_pooled": 0 if pool is None else pool.num_slots}
-        return {**held, **counters, "dense_reads": self.dense_reads, **self._times.seconds()}
+        return {**held, **counters, "dense_reads": self.dense_reads}
 
 
 def _warn_of_all() -> None:

@@ -184,7 +184,7 @@ class ScoringColumns(ScoringStates):
 
     They are the columns in which the prompt's queries `[B, H * G, prompt length, D]`, if known, and the first keys are
     large, where `valid`: with the skewing `"query-svd"` after both were turned to the right singular vectors of a
-    group's queries, if known; with `"key-svd"` after keys were turned to their own: of low rank, as in ShadowKV, LRQK.
+    group's queries, if known.
     """
 
     def __init__(
@@ -201,9 +201,7 @@ class ScoringColumns(ScoringStates):
         turn = turn.expand(batch_size, num_heads, head_dim, head_dim)
         keys_used = keys.float() if valid is None else keys.float() * valid[:, None, :count, None]
         query_sums = torch.zeros_like(keys_used[:, :, 0])
-        if skewing == "key-svd":
-            turn = torch.linalg.eigh(keys_used.transpose(2, 3) @ keys_used).eigenvectors
-        elif queries is not None:
+        if queries is not None:
             grouped = queries.float().unflatten(1, (num_heads, -1))
             if valid is not None:
                 grouped = grouped * valid[:, None, None, :, None]

@@ -6,10 +6,9 @@ computed where the scores are, and the host asks for none of it: on a GPU it wou
 Legend: B batch, H key/value heads, G query heads a key/value head, N slots of the pool in use.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
 
 from kvcache_plugins.kernels.engine import choose_token_kernel
 from kvcache_plugins.kernels.tokens import ChoiceBounds, choose_heaviest, largest
@@ -19,21 +18,17 @@ from .config import InfiniGenConfig
 
 # Added to the weight, a probability, of a token that is fetched whatever it is; and of one that never is
 _FORCED, _NEVER = 2.0, -1.0
-# Of a sum of probabilities
-_ROUNDING = 1e-5
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Selection:
     """
     Tokens of the pool for one step: slots `[B, H, tokens]`, int64, those that matter most first, and how many of them
-    each head takes, `[B, H]`, int64; the others are filling. `is_short` `[B, H]` is where the cap ended a choice
-    before `mass`.
+    each head takes, `[B, H]`, int64; the others are filling.
     """
 
     slots: torch.Tensor
     count: torch.Tensor
-    is_short: torch.Tensor | None = None
 
     @property
     def valid(self) -> torch.Tensor:
@@ -72,13 +67,11 @@ def select_tokens(
         allowed (bool, broadcasts to `[B, H, N]`, *optional*): slots that may be chosen: no padding, nothing masked.
         forced (bool, broadcasts to `[B, H, N]`, *optional*): slots of those that are chosen whatever their score:
             `config.sink + config.recent` at most. By default the first and the newest, in the order of their tokens.
-        num_tokens (`[B]`, or `int` if all sequences have the same): real tokens cached, which shares are shares of.
+        num_tokens (`[B]`, or `int` if all sequences have the same): real tokens cached.
         most_tokens (`int`): no sequence has more of them, as far as the host knows.
         config (`InfiniGenConfig`): the rule.
     """
     num_slots = scores.shape[3]
-    if config.landmarks is not None:
-        scores = _page_means(scores, config.landmarks)
     limit = most_chosen(config, most_tokens, num_slots)
     if forced is None:
         is_plain = allowed is None and isinstance(num_tokens, int) and config.min_weight is not None and num_slots > 0
@@ -100,22 +93,11 @@ def select_tokens(
     top, slots = largest(keys, limit, None if config.min_weight is None else _least_key(config.min_weight, held))
     is_forced = top >= _FORCED
     num_forced = is_forced.sum(dim=2)
-    cap = torch.maximum(_share_of(held, config.max_fetch_ratio).clamp(min=1), num_forced)
-    weights = torch.where(is_forced, top - _FORCED, top)
-    wanted = _num_wanted(config, scores, top, weights, probabilities[..., num_slots:], held)
-    count = torch.minimum(torch.maximum(wanted, num_forced), cap)
-    selection = Selection(slots, torch.minimum(count, (top >= 0).sum(dim=2)))
-    if config.mass is None:
-        return selection
-    reached = probabilities[..., num_slots:].sum(dim=2) + (weights * selection.valid).sum(dim=2)
-    return replace(selection, is_short=reached < config.mass - _ROUNDING)
-
-
-def _page_means(scores: torch.Tensor, page: int) -> torch.Tensor:
-    """Gives all tokens of a page the mean of their scores `[B, H, G, N]`, which is the score of their mean key."""
-    num_slots = scores.shape[3]
-    pages = F.pad(scores, (0, -num_slots % page), value=torch.nan).unflatten(3, (-1, page))
-    return pages.nanmean(dim=4).repeat_interleave(page, dim=3)[..., :num_slots]
+    # Rounded down in float64, as Python does
+    cap = (held.double() * config.max_fetch_ratio).long()[:, None].clamp(min=1)
+    wanted = _num_wanted(config, scores, top, held)
+    count = torch.minimum(torch.maximum(wanted, num_forced), torch.maximum(cap, num_forced))
+    return Selection(slots, torch.minimum(count, (top >= 0).sum(dim=2)))
 
 
 def bounds_of(config: InfiniGenConfig, num_tokens: int, num_slots: int) -> ChoiceBounds:
@@ -131,33 +113,17 @@ def most_chosen(config: InfiniGenConfig, most_tokens: int, num_slots: int) -> in
     return min(max(int(config.max_fetch_ratio * most_tokens), config.sink + config.recent, 1), num_slots)
 
 
-def _share_of(num_tokens: torch.Tensor, share: float) -> torch.Tensor:
-    """Counts whole tokens of a share, `[B or 1, 1]`: rounded down in float64, as Python does."""
-    return (num_tokens.double() * share).long()[:, None]
-
-
 def _num_wanted(
-    config: InfiniGenConfig,
-    scores: torch.Tensor,
-    keys: torch.Tensor,
-    weights: torch.Tensor,
-    resident: torch.Tensor,
-    num_tokens: torch.Tensor,
+    config: InfiniGenConfig, scores: torch.Tensor, keys: torch.Tensor, num_tokens: torch.Tensor
 ) -> torch.Tensor:
     """
-    Counts the tokens that the rule wants, `[B, H]` or broadcast to it, of candidates in the order of their `keys`, of
-    `weights` `[B, H, tokens]` beside those `[B, H, R]` of what is resident; scores are -inf where not allowed.
+    Counts the tokens that the rule wants, `[B, H]` or broadcast to it, of candidates in the order of their `keys`
+    `[B, H, tokens]`; scores are -inf where not allowed.
     """
-    if config.share is not None:
-        return _share_of(num_tokens, config.share)
     if config.alpha is not None:
         # Counted for every query head below its own maximum, averaged over heads
         limit = scores.amax(dim=3, keepdim=True) - config.alpha
         return ((scores >= limit) & (scores > -torch.inf)).sum(dim=3).double().mean(dim=(1, 2)).ceil().long()[:, None]
-    if config.mass is not None:
-        # Tokens are taken until they and the resident ones weigh enough
-        before = resident.sum(dim=2, keepdim=True) + weights.cumsum(dim=2) - weights
-        return (before < config.mass).sum(dim=2)
     assert config.min_weight is not None
     return (keys >= _least_key(config.min_weight, num_tokens)).sum(dim=2)
 
@@ -165,12 +131,3 @@ def _num_wanted(
 def _least_key(min_weight: float, num_tokens: torch.Tensor) -> torch.Tensor:
     """Tells the least that a token of the rule's weight, or a forced one, is sorted by, `[B or 1, 1, 1]`."""
     return (min_weight * num_tokens.float().reciprocal()[:, None, None]).clamp(max=_FORCED)
-
-
-def count_hits(selection: Selection, scores: torch.Tensor) -> torch.Tensor:
-    """Counts the tokens chosen that are among as many with the highest true weights, by scores `[B, H, G, N]`."""
-    best = scores.softmax(dim=3).mean(dim=2).topk(selection.slots.shape[2], dim=2).indices
-    ranks = torch.arange(best.shape[2], dtype=torch.int64, device=best.device) < selection.count[..., None]
-    is_best = torch.zeros(*best.shape[:2], scores.shape[3], dtype=torch.bool, device=best.device)
-    is_best.scatter_(2, best, ranks)
-    return (is_best.gather(2, selection.slots) & selection.valid).sum()

@@ -391,8 +391,8 @@ def _group_side(states: CompressedStates) -> Structure:
     rows, columns = (groups, dim) if by_channel else (length, groups)
     fields: dict[str, Any] = dict(states.named_tensors())
     if states.low_rank_a is not None:
-        fields |= {"a_tokens": states.low_rank_a.shape[3], "rank": states.low_rank_a.shape[4]}
-        if fields["a_tokens"] > length or fields["rank"] > MOST_CHANNELS:
+        fields["rank"] = states.low_rank_a.shape[4]
+        if fields["rank"] > MOST_CHANNELS:
             raise ValueError(f"low rank of shape {tuple(states.low_rank_a.shape)} for chunks of {length} tokens")
     if states.outlier_indices is not None:
         fields |= {"num_outliers": states.outlier_indices.shape[3], "num_offsets": num_offsets(length, num_heads)}

@@ -6,13 +6,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import nn
 from transformers import AutoModel, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -200,33 +199,6 @@ def _least_squares(columns: Array) -> list[float]:
     return best.tolist()  # type: ignore[no-any-return]
 
 
-def predict_ttft(lengths: ArrayLike, cost: CostModel, link: Link, bytes_per_token: float, num_layers: int) -> Array:
-    """
-    Simulates the seconds `[...]` until the last of a chain of ranks has the last token's hidden state, for slices
-    `[..., num_ranks]`: in every layer a rank projects its slice, waits for the states of everything before it, sends
-    both on, one message at a time, and attends meanwhile. For `bytes_per_token`, of one layer, see `bytes_of_token`.
-    """
-    lengths = np.asarray(lengths, dtype=np.float64)
-    num_ranks, ends = lengths.shape[-1], lengths.cumsum(axis=-1)
-    # Keys and values of a slice do not depend on the prefix
-    projecting = cost.projection_share * (cost.fixed + cost.per_token * lengths) / num_layers
-    attending = cost.seconds(lengths, ends - lengths) / num_layers - projecting
-    sending = link.seconds(ends * bytes_per_token)
-    # When a rank has done a layer, when its link is free again, and when its prefix is there
-    done, sent, arrived = (np.zeros(lengths.shape) for _ in range(3))
-    # A wave: in step `s` rank `i` is in layer `s - i`, so everything that it waits for belongs to the step before
-    for step in range(num_layers + num_ranks - 1):
-        active = np.s_[..., max(0, step - num_layers + 1) : min(num_ranks, step + 1)]
-        ready = np.maximum(done[active] + projecting[active], arrived[active])
-        sent[active] = np.maximum(ready, sent[active]) + sending[active]
-        done[active] = ready + attending[active]
-        arrived[..., 1:] = sent[..., :-1]
-    if link.shared:
-        # A bound, as if the link were never idle: who sends when is not simulated
-        return np.maximum(done[..., -1], num_layers * sending[..., :-1].sum(axis=-1))
-    return done[..., -1]
-
-
 # Table
 
 FORMAT = Format("kvcache_plugins.kv_runahead", 2, "plan and save anew")
@@ -312,11 +284,7 @@ class PartitionTable:
 
 # Partitions
 
-# The share of the time that ranks have to save, or they are left free
-_WORTH_A_RANK = 0.01
 _BISECTIONS = 60
-# A planned boundary is exact to this share of the prompt
-_FINEST = 4096
 # The paper's grid: values tried of every boundary, and what the step is divided by from level to level
 _OFFSETS, _STEP_DIVISOR = (-2, -1, 0, 1, 2), 4
 
@@ -376,40 +344,23 @@ def predicted(length: int, table: PartitionTable) -> Partition:
     return _by_ratios(length, np.add(lower, weight * np.subtract(upper, lower)))
 
 
-def planned(
-    length: int,
-    num_ranks: int,
-    cost: CostModel,
-    *,
-    link: Link | None = None,
-    bytes_per_token: float | None = None,
-    num_layers: int | None = None,
-    allow_fewer: bool = True,
-) -> Partition:
-    """
-    Cuts the slices that a cost model says are fastest: without a link those of equal compute; with one (then
-    `bytes_per_token` and `num_layers` are needed, see `predict_ttft`) `searched` moves their boundaries by the
-    simulated time to first token, for one rank more after the other, if `allow_fewer`, until two in a row save
-    nothing.
-    """
+def planned(length: int, num_ranks: int, cost: CostModel) -> Partition:
+    """Cuts the slices of equal compute by a cost model."""
     _check_length(length, num_ranks)
-    if link is None:
-        return _balanced(length, num_ranks, cost)
-    if bytes_per_token is None or num_layers is None:
-        raise ValueError("`link` needs `bytes_per_token` and `num_layers`: without them it has no time of transfers")
-    predict = partial(predict_ttft, cost=cost, link=link, bytes_per_token=bytes_per_token, num_layers=num_layers)
-    found: dict[Partition, float] = {}
-    num_useless = 0
-    for count in range(1 if allow_fewer else num_ranks, num_ranks + 1):
-        before = min(found.values(), default=math.inf)
-        lengths, seconds = searched(_balanced(length, count, cost), predict, last_step=max(length // _FINEST, 1))
-        found[lengths] = seconds
-        num_useless = 0 if seconds * (1 + _WORTH_A_RANK) < before else num_useless + 1
-        # A search takes longer the more ranks there are
-        if num_useless == 2:
-            break
-    enough = (1 + _WORTH_A_RANK) * min(found.values())
-    return min((lengths for lengths, seconds in found.items() if seconds <= enough), key=len)
+
+    def cut(seconds: float) -> Array:
+        ends = itertools.accumulate(
+            range(num_ranks), lambda end, _: end + cost.length_within(seconds, end), initial=0.0
+        )
+        return np.array([*ends][1:])
+
+    least, enough = 0.0, cost.seconds(float(length), 0.0)
+    for _ in range(_BISECTIONS):
+        middle = (least + enough) / 2
+        least, enough = (middle, enough) if cut(middle)[-1] < length else (least, middle)
+    ends = cut(enough)
+    # All within rounding of `length` but where one rank alone already is enough
+    return _rounded(ends * length / ends[-1])
 
 
 def searched(
@@ -460,23 +411,6 @@ def _grid(step: int, boundaries: tuple[int, ...], middle: Partition) -> Iterator
         moved = [end + offset * step for end, offset in zip(fixed, (0, *offsets, 0), strict=True)]
         if all(begin < end for begin, end in itertools.pairwise(moved)):
             yield _rounded(np.interp(ends[1:], fixed, moved))
-
-
-def _balanced(length: int, num_ranks: int, cost: CostModel) -> Partition:
-
-    def cut(seconds: float) -> Array:
-        ends = itertools.accumulate(
-            range(num_ranks), lambda end, _: end + cost.length_within(seconds, end), initial=0.0
-        )
-        return np.array([*ends][1:])
-
-    least, enough = 0.0, cost.seconds(float(length), 0.0)
-    for _ in range(_BISECTIONS):
-        middle = (least + enough) / 2
-        least, enough = (middle, enough) if cut(middle)[-1] < length else (least, middle)
-    ends = cut(enough)
-    # All within rounding of `length` but where one rank alone already is enough
-    return _rounded(ends * length / ends[-1])
 
 
 def _by_ratios(length: int, ratios: Sequence[float] | Array) -> Partition:

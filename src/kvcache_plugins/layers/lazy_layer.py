@@ -5,7 +5,6 @@ computed as in a dense cache, and only then is it stored, the padding of every i
 """
 
 import copy
-import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +13,7 @@ from typing import Any, ClassVar
 from weakref import ref
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from kvcache_plugins.kernels.attention import OnlineAttention
 from kvcache_plugins.kernels.attention_call import AttentionCall
@@ -24,8 +23,6 @@ from .contexts import in_own_context, is_foreign_context
 from .lazy_states import STORED, HandedOut, LazyScores, LazyStates, stored_states
 
 
-# Before 5.15 `crop(n)` with a positive `n` means "down to n tokens"; since then only "remove -n tokens" exists
-_CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 # Keys and values `[B, H, tokens, D]`, and their columns of a mask
 MaskedTiles = Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
 # The end of an error of a prompt that does not go on from what is held
@@ -281,9 +278,6 @@ class LazyLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1 if self.sliding_window is None else self.sliding_window
 
-    # The name of `get_max_length` in earlier releases of Transformers 5
-    get_max_cache_shape = get_max_length
-
     def lazy_length(self) -> int:
         """Tokens that the newest lazy states report; older ones, of before a `crop`, report others."""
         return self.get_seq_length() if self.sliding_window is None else self._length - self._first_visible
@@ -450,11 +444,9 @@ class LazyLayer(CacheLayerMixin):
         """Removes the newest `-tokens_to_remove` tokens; 0 changes nothing."""
         tokens_to_remove = index(tokens_to_remove)
         if tokens_to_remove > 0:
-            if not _CROP_TAKES_LENGTH:
-                raise ValueError(
-                    f"`tokens_to_remove` has to be a negative number of tokens, or 0, but got {tokens_to_remove}"
-                )
-            tokens_to_remove = min(tokens_to_remove - self.get_seq_length(), 0)
+            raise ValueError(
+                f"`tokens_to_remove` has to be a negative number of tokens, or 0, but got {tokens_to_remove}"
+            )
         count = min(-tokens_to_remove, self.get_seq_length())
         if count > 0:
             self.crop_tokens(count)

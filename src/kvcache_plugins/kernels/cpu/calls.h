@@ -100,12 +100,12 @@ typedef struct {
 typedef struct {
     const uint8_t *codes;           /* [batch, heads, chunks, chunk_length, row_size] */
     const uint16_t *scale, *zero;   /* [batch, scale_heads, chunks, scale_rows, scale_columns] */
-    const uint16_t *low_rank_a;     /* [batch, heads, chunks, a_tokens, rank] */
+    const uint16_t *low_rank_a;     /* [batch, heads, chunks, chunk_length, rank] */
     const uint16_t *low_rank_b;     /* [batch, heads, chunks, dim, rank] */
     const void *outlier_indices;    /* int16 or int32 [batch, 1, chunks, num_outliers] */
     const uint16_t *outlier_values; /* [batch, 1, chunks, num_outliers] */
     const int32_t *outlier_offsets; /* [batch, 1, chunks, num_offsets] */
-    int64_t dim, nbits, row_size, by_channel, groups, scale_heads, rotation_size, rank, a_tokens;
+    int64_t dim, nbits, row_size, by_channel, groups, scale_heads, rotation_size, rank;
     int64_t num_outliers, num_offsets, is_wide, channel_bits;
     int64_t batch, heads, chunks, chunk_length, scale_rows, scale_columns;
 } GroupSide;

@@ -261,11 +261,8 @@ INLINE Outliers outliers_here(const Work *work, const GroupSide *side, const Pie
 INLINE const uint8_t *codes_of(const Work *work, const GroupSide *side, const Piece *p) {
     return side->codes + (chunk_of(work, p->chunk) * work->groups->chunk_length + p->start + p->skipped) * side->row_size;
 }
-/* Rows of A, which begins at some token of the chunk: the first of the piece's that it has, and where that is */
-INLINE const uint16_t *rows_of_a(const Work *work, const GroupSide *side, const Piece *p, int *first) {
-    int64_t at = p->start + p->skipped - (work->groups->chunk_length - side->a_tokens);
-    *first = at >= 0 ? 0 : -at < p->tokens ? (int)-at : p->tokens;
-    return side->low_rank_a + (chunk_of(work, p->chunk) * side->a_tokens + (at > 0 ? at : 0)) * side->rank;
+INLINE const uint16_t *rows_of_a(const Work *work, const GroupSide *side, const Piece *p) {
+    return side->low_rank_a + (chunk_of(work, p->chunk) * work->groups->chunk_length + p->start + p->skipped) * side->rank;
 }
 
 static void round_for_planes(Work *work, const GroupSide *keys, const float (*query)[MOST_CHANNELS]) {
@@ -343,14 +340,10 @@ static void score_codes(Work *work, const GroupSide *keys, const Piece *p, float
 static void score(Work *work, const Piece *p, float (*scores)[TILE]) {
     const GroupSide *keys = work->groups->keys;
     f4 more[TILE] = {{0}};
-    int first;
     score_codes(work, keys, p, scores);
     if (!keys->rank && !keys->num_outliers) return;
     add_outliers(outliers_here(work, keys, p), (uint32_t)p->skipped, (uint32_t)p->tokens, more, work->by_channel, 1);
-    if (keys->rank) {
-        const uint16_t *a = rows_of_a(work, keys, p, &first);
-        add_products(a, (int)keys->rank, p->tokens - first, work->projected, more + first);
-    }
+    if (keys->rank) add_products(rows_of_a(work, keys, p), (int)keys->rank, p->tokens, work->projected, more);
     for (int r = 0; r < work->unit.rows; r++)
         for (int t = 0; t < p->tokens; t++) scores[r][t] += more[t][r];
 }
@@ -363,7 +356,7 @@ INLINE int is_packed_by_vectors(const GroupSide *side) {
 }
 static void add_values(Work *work, const Piece *p, const float (*weights)[TILE], float (*sums)[MOST_CHANNELS]) {
     const GroupSide *values = work->groups->values;
-    int stride = stride_of(values), dim = (int)values->dim, groups = (int)values->groups, rows = work->unit.rows, first;
+    int stride = stride_of(values), dim = (int)values->dim, groups = (int)values->groups, rows = work->unit.rows;
     int64_t at = scales_of(work, values, p->chunk) + (p->start + p->skipped) * groups;
     const uint8_t *codes = codes_of(work, values, p);
     int is_packed = is_packed_by_vectors(values);
@@ -396,9 +389,7 @@ static void add_values(Work *work, const Piece *p, const float (*weights)[TILE],
     for (int t = 0; t < p->tokens; t++)
         by_token[t] = (f4){weights[0][t], rows > 1 ? weights[1][t] : 0, rows > 2 ? weights[2][t] : 0, rows > 3 ? weights[3][t] : 0};
     add_outliers(outliers_here(work, values, p), (uint32_t)p->skipped, (uint32_t)p->tokens, by_token, work->sums, 0);
-    if (!values->rank) return;
-    const uint16_t *a = rows_of_a(work, values, p, &first);
-    sum_products(a, (int)values->rank, p->tokens - first, by_token + first, work->weighted_a);
+    if (values->rank) sum_products(rows_of_a(work, values, p), (int)values->rank, p->tokens, by_token, work->weighted_a);
 }
 /* What a chunk's tokens share: queries times B before they are scored, and sums of weighted rows of A times B behind */
 static void begin_chunk(Work *work, int64_t chunk) {

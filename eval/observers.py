@@ -1,0 +1,104 @@
+"""Observe InfiniGen caches from outside: how many of the tokens chosen were right, and how long transfers took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from kvcache_plugins.infinigen import InfiniGenCache, staging
+from kvcache_plugins.infinigen.layer import InfiniGenLayer
+from kvcache_plugins.infinigen.selection import Selection
+from kvcache_plugins.infinigen.staging import StagedRows
+from kvcache_plugins.kernels.attention_call import AttentionCall
+
+
+class HitCounter:
+    """
+    Counts how many of the tokens that a cache chooses from now on are among as many with the highest true weights.
+    All keys are read in every step; a copy of the cache is not counted.
+
+    Attributes:
+        hits, possible (`int`): tokens that were right, and tokens that were chosen.
+    """
+
+    def __init__(self, cache: InfiniGenCache) -> None:
+        self.hits = self.possible = 0
+        for layer in cache.layers:
+            if isinstance(layer, InfiniGenLayer):
+                self._observe(layer)
+
+    def _observe(self, layer: InfiniGenLayer) -> None:
+        attend = layer.attend_selection
+
+        def attend_and_count(call: AttentionCall, selection: Selection, staged: StagedRows | None) -> torch.Tensor:
+            output = attend(call, selection, staged)
+            self._count(layer, call, selection)
+            return output
+
+        # A prepared call would choose and attend in one, and show no choice
+        vars(layer).update(attend_selection=attend_and_count, _prepare_call=lambda query, scale: None)
+
+    def _count(self, layer: InfiniGenLayer, call: AttentionCall, selection: Selection) -> None:
+        assert layer.pool is not None and call.scale is not None
+        keys = layer.pooled_keys()
+        scores = call.query.float() * call.scale @ keys.float().transpose(2, 3)
+        if layer.padding is not None:
+            is_padding = layer.pool.positions(keys.device) < layer.padding[:, None, None]
+            scores = scores.masked_fill(is_padding[:, :, None], -torch.inf)
+        self.hits += int(count_hits(selection, scores))
+        self.possible += int(selection.count.sum())
+
+
+def count_hits(selection: Selection, scores: torch.Tensor) -> torch.Tensor:
+    """Counts the tokens chosen that are among as many with the highest true weights, by scores `[B, H, G, N]`."""
+    best = scores.softmax(dim=3).mean(dim=2).topk(selection.slots.shape[2], dim=2).indices
+    ranks = torch.arange(best.shape[2], dtype=torch.int64, device=best.device) < selection.count[..., None]
+    is_best = torch.zeros(*best.shape[:2], scores.shape[3], dtype=torch.bool, device=best.device)
+    is_best.scatter_(2, best, ranks)
+    return (is_best.gather(2, selection.slots) & selection.valid).sum()
+
+
+class TransferTimes:
+    """
+    Sums seconds that a GPU spends, inside of the `with` block, on transfers of InfiniGen caches (`transfer_s`) and on
+    waiting for them (`stalled_s`), between pairs of events. The host waits for nothing before `seconds`.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._patches = ExitStack()
+
+    def __enter__(self) -> TransferTimes:
+        for name, owner, function in (("transfer_s", staging, "_gather"), ("stalled_s", StagedRows, "wait")):
+            timed = self._timed(name, getattr(owner, function))
+            self._patches.enter_context(patch.object(owner, function, timed))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patches.close()
+
+    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a function that gives work to the current stream."""
+
+        def timed(*arguments: Any) -> Any:
+            stream = torch.cuda.current_stream()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record(stream)
+            result = function(*arguments)
+            end.record(stream)
+            self._events.append((name, begin, end))
+            return result
+
+        return timed
+
+    def seconds(self) -> dict[str, float]:
+        """Sums seconds under each name. Waits for all of it; the little time that two events take is in it."""
+        total = {"transfer_s": 0.0, "stalled_s": 0.0}
+        for name, begin, end in self._events:
+            end.synchronize()
+            total[name] += begin.elapsed_time(end) / 1e3
+        return total
