@@ -31,7 +31,6 @@ def weights(model, cache):
     return [model(part, **as_argument(cache), output_attentions=True).attentions for part in parts]
 
 
-@pytest.mark.filterwarnings("ignore")
 def make_finest(name, model):
     """Make a cache in the form that loses next to nothing."""
     finest = own_cases()[name].finest
@@ -39,6 +38,7 @@ def make_finest(name, model):
     return finest.prepare(model)()
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "family",
     [pytest.param(name, marks=() if name in DAILY else pytest.mark.long) for name in family_names()],
