@@ -185,8 +185,7 @@ DOCUMENTS = [
 
 def test_results_are_shown():
     results = {
-        f"docs/results/{name}.md"
-        for name in ("contract", "transform", "infinigen_results", "peers", "runahead_results")
+        f"docs/results/{name}.md" for name in ("contract", "gear", "infinigen_results", "peers", "runahead_results")
     }
     assert results <= set(DOCUMENTS)
 
