@@ -59,7 +59,9 @@ def test_how_tables_were_measured_is_folded_away(site):
     html = (site / "results" / "gear.html").read_text(encoding="utf-8")
     folded = re.findall(r"<details[^>]*>\s*<summary>How it was measured</summary>(.*?)</details>", html, re.DOTALL)
     assert any("<code>overview.json</code>" in each for each in folded)
-    assert "markdown=" not in html and "overview.json" not in re.sub(r"<details.*?</details>", "", html, flags=re.DOTALL)
+    assert "markdown=" not in html and "overview.json" not in re.sub(
+        r"<details.*?</details>", "", html, flags=re.DOTALL
+    )
 
 
 @pytest.mark.parametrize("name", ["GEARCache", "InfiniGenCache", "H2OCache", "runahead_prefill", "create_cache"])
