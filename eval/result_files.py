@@ -9,7 +9,7 @@ from kvcache_plugins.registry import RENAMED_CACHES
 
 
 # Before, `gear` was the default, transform coding, and `gear-t*`, `gear-c*` were its presets
-RENAMED_AT = "2026-11-28T17:20"
+RENAMED_AT = "2026-11-28T17:24"
 _OLD_NAME = re.compile(r"(?<![\w-])(infinigen-gear|gear-t\d+|gear-c\d+|gear(?=$|[:,]))")
 
 
