@@ -34,8 +34,6 @@ _BITS = re.compile(r"-(\d)bit")
 _BITS_OF_SIDES = re.compile(r"-k\dv\d(-g\d+)?|-q\d_\d")
 # Percent of 16 bits, of transform coding: without a calibration and with one, and by which quantizer
 _PERCENT_OF_BITS = re.compile(r"(?:(?<=^transform)|(?<=^calibrated))-\d+(?=$|-trellis$)")
-# Of a legend
-_MOST_NAMES = 18
 
 Content = Mapping[str, Any]
 
@@ -124,6 +122,13 @@ def _method(cache: str) -> str:
     return name.partition("-")[0] if name.startswith("llamacpp-") else _BITS_OF_SIDES.sub("-k-v", name)
 
 
+def _own_name(cache: str) -> str:
+    """The part of a name that tells a cache from the others of its method; the whole where it has none."""
+    name = cache.partition(":")[0]
+    found = _BITS_OF_SIDES.search(name) or _PERCENT_OF_BITS.search(name) or _BITS.search(name)
+    return found.group().strip("-") if found else cache
+
+
 def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
     """A method's settings share a colour and a line; hollow marks are those of at most 2 bits."""
     name = _score(group[0])[0]
@@ -136,31 +141,29 @@ def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
         cache = content["settings"]["cache"]
         if content["memory"] and not (is_logarithmic and value <= 0):
             methods[_method(cache)].append((*_percent_held(content), value, error, cache))
-    # So many that a name for each would be a page: one for each method then, and its bits beside the mark
-    is_crowded = sum(map(len, methods.values())) > _MOST_NAMES
     for number, (method, points) in enumerate(methods.items()):
         style = _style(number)
         colour = style["color"]
         points.sort()
         axes.plot([each[0] for each in points], [each[2] for each in points], color=colour)
+        # One name for the method then, and what tells its settings apart beside the marks
+        has_line = len(points) > 1
         for percent, with_shared, value, error, cache in points:
             bits = _BITS.search(cache)
             face = "white" if bits and int(bits[1]) <= 2 else colour
-            label = cache if not is_crowded else method if cache == points[0][-1] else None
+            label = cache if not has_line else method if cache == points[0][-1] else None
             axes.errorbar(percent, value, yerr=error, linestyle="", capsize=2, label=label, mfc=face, **style)
             if with_shared > percent:
                 # What it would be if there were no other cache
                 axes.plot([percent, with_shared], [value, value], ":|", color=colour, linewidth=0.8)
-            sides = _BITS_OF_SIDES.search(cache) or _PERCENT_OF_BITS.search(cache.partition(":")[0])
-            sides = sides or (bits if is_crowded else None)
-            if sides:
+            if has_line:
                 # They share all but the number of bits. Lines fall to the right: there is room below on the left, and
                 # above on the right. A rim of white keeps apart what is close together all the same
-                is_below = is_crowded and number % 2 == 0
+                is_below = number % 2 == 0
                 place: dict[str, Any] = {"xytext": (-6, -10) if is_below else (6, 4), "fontsize": 7, "color": colour}
                 place |= {"ha": "right" if is_below else "left", "textcoords": "offset points", "zorder": 5}
                 place["path_effects"] = [withStroke(linewidth=1.5, foreground="white")]
-                axes.annotate(sides.group().strip("-"), (percent, value), **place)
+                axes.annotate(_own_name(cache), (percent, value), **place)
     lowest, highest = axes.get_xlim()
     if highest > 2 * lowest > 0:
         axes.set_xscale("log")

@@ -4,10 +4,10 @@
 
 Six parts, each in a process of its own, so that one that crashes or hangs takes nothing with it:
 
-- `checks`: on the GPU the kernels' tests, and attention of every GEAR preset over what it has stored;
+- `checks`: on the GPU the kernels' tests, and attention of every compressed preset over what it has stored;
 - `attention`: decode attention alone, from compressed storage and by PyTorch's own kernels;
 - `step`: whole decode steps of a model with the shapes of an 8B Llama and random weights, caches taking turns;
-- `captured`: steps of a quarter of its layers as CUDA graphs, with GEAR caches and `StaticCache`, also of batches;
+- `captured`: steps of a quarter of its layers as CUDA graphs, with coded caches and `StaticCache`, also of batches;
 - `infinigen`: decode steps over 32768 tokens in host memory, against offloading all of them and having all at hand;
 - `batch`: the largest batch that fits into 40 GiB, its throughput and its peak.
 

@@ -47,8 +47,8 @@ def plain_pytorch() -> Iterator[None]:
 
 def require_close_layers(name: str, cache: Cache, num_query_heads: int) -> float | None:
     """
-    The largest error of decode attention over the GEAR layers of a cache as they stand, for one random query each,
-    `None` if there are none; a `MismatchError` if one is above the tolerance.
+    The largest error of decode attention over a cache's compressed layers as they stand, for one random query each;
+    `None` if there are none, a `MismatchError` if one is above the tolerance.
     """
     errors = []
     for index, layer in enumerate(cache.layers):

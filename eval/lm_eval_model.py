@@ -60,10 +60,9 @@ class KVCacheLM(HFLM):
         cache_check (`bool`, *optional*, defaults to `True`): whether it is an error that a cache was never exercised:
             that it held exact states only, because contexts are shorter than its buffer, so that scores say nothing
             about it. Otherwise it is a warning.
-        batch_size (`int` or `str`, *optional*, defaults to 1): contexts that are prefilled together. `auto` is the
-            most that fit on a GPU, and 1 on a CPU.
         kwargs:
-            `cache_` and an option's name sets that option of the cache: `cache_rank=8`. Everything else is of `HFLM`.
+            `cache_` and an option's name sets that option of the cache: `cache_rank=8`. Everything else is of `HFLM`;
+            `batch_size="auto"` is the most contexts that fit on a GPU, and 1 on a CPU.
 
     Raises:
         ValueError: for an unknown cache, option or mode, naming what is accepted, before the model is loaded; for

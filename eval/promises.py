@@ -85,7 +85,7 @@ def measure_fidelity(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, A
 
 @torch.no_grad()
 def measure_speed(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Decode steps of the frozen table's caches, as times as fast as `dynamic`, by the length of the context."""
+    """Decode steps of the frozen table's caches, as speed-ups over `dynamic`, by the length of the context."""
     torch.set_num_threads(1)
     model, tokenizer, text = _load()
     ids = tokenizer(text * 3, return_tensors="pt").input_ids
@@ -118,7 +118,7 @@ _HOLDS: dict[str, Callable[[Any, Any], bool]] = {
 _LOST = {
     "bytes": "bytes of {outer} after {inner} tokens: {before} -> {after}",
     "fidelity": "KL of {outer}, {inner}: {before} -> {after}",
-    "speed": "speed of {inner} at {outer} tokens: {before} -> {after} times `dynamic`",
+    "speed": "speed-up of {inner} over `dynamic` at {outer} tokens: {before} -> {after}",
 }
 
 

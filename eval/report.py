@@ -22,33 +22,33 @@ from .tables import RESULTS, read_sweep, render_result
 
 
 FIGURE = Path("docs/figures/fidelity_1024_smollm2.png")
-# Of the same windows of the same text; the first that has a cache is taken, and what was not measured yet left out
-_AT_1024 = "fidelity_{}_1024_smollm2.json".format
-PROMPT = (*map(_AT_1024, ("presets", "transform", "transform_calibrated", "peers")), "fidelity_wikitext2_smollm2.json")
-DECODED = tuple(map(_AT_1024, ("transform_decoded", "trellis_decoded", "presets_decoded", "peers_decoded")))
+# Of the same windows of the same text, 16 tokens a forward; the first that has a cache is taken
+_PARTS = ("transform", "trellis", "presets", "peers")
+DECODED = tuple(f"fidelity_{part}_decoded_1024_smollm2.json" for part in _PARTS)
 STEPS = "step_transform_4096_smollm2.json"
 MODEL, CONTEXT = "smollm2", 4096
 CACHES = {
-    "dynamic": "Transformers' default",
+    "dynamic": "Transformers' default, dense",
     "llamacpp-q8_0": "llama.cpp's type",
     "llamacpp-q4_0": "llama.cpp's type",
     "turboquant-4bit": "TurboQuant",
-    "quanto-4bit": "Transformers' `QuantizedCache`",
     "kivi-4bit": "KIVI",
-    "gear-4bit": "GEAR as in its paper",
-    "transform-30": "this package, nearest to dense",
-    "transform": "this package's default, `transform`",
-    "transform-22": "this package",
-    "transform-16": "this package, smallest",
-    "calibrated-16": "this package, calibrated",
+    "gear": "GEAR as in its paper",
+    "transform": "this package's method",
+    "transform-16": "this package's method, smallest without a calibration",
 }
-# Parts of GEAR alone, which nobody takes, and what would make the figure a thicket
-_NOT_DRAWN = ("per-token-*", "gear-l-*", "kcvt-*", "*trellis", "*:*")
+# Measured by a name that has the same options
+MEASURED_AS = {"gear": "gear-4bit"}
+# What nobody takes and what is no preset; it would make the figure a thicket
+_NOT_DRAWN = (
+    *("per-token-*", "gear-l-*", "kcvt-*", "hqq-*", "quanto-*"),
+    *("gear-k2*", "gear-k3*", "gear-k4v4*", "*trellis", "*:*"),
+)
 
 
 def merge_fidelity(results: Path, names: Sequence[str]) -> dict[str, Any]:
     """
-    Merges results of `eval fidelity`; of a cache that several have the first counts, and files that are not there are
+    Merge results of `eval fidelity`; of a cache that several have the first counts, and files that are not there are
     left out. Results that were not measured in the same way are a `ValueError`.
     """
     found = [results / name for name in names if (results / name).is_file()]
@@ -65,27 +65,24 @@ def merge_fidelity(results: Path, names: Sequence[str]) -> dict[str, Any]:
 
 
 def select_drawn(merged: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out the rows that are in tables alone."""
+    """Leave out the rows that are in tables alone."""
     rows = [row for row in merged["rows"] if not any(fnmatchcase(row["cache"], each) for each in _NOT_DRAWN)]
     return {**merged, "rows": rows}
 
 
 def compile_overview(results: Path) -> dict[str, Any]:
-    """Compiles for each cache percent of 16 bits, KL behind a prompt and decoded, and speed beside `dynamic`."""
-    merged = {"prompt": merge_fidelity(results, PROMPT), "decoded": merge_fidelity(results, DECODED)}
-    prompt, decoded = ({"dynamic": 0.0, **{row["cache"]: row["kl"] for row in one["rows"]}} for one in merged.values())
+    """Compile for each cache percent of 16 bits, KL while decoding, and speed beside `dynamic`."""
+    merged = merge_fidelity(results, DECODED)
+    kl = {"dynamic": 0.0, **{row["cache"]: row["kl"] for row in merged["rows"]}}
     steps = read_result(results / STEPS)
     speeds = {row["cache"]: row["speed_against_first"] for row in steps["rows"] if row["context"] == CONTEXT}
     rows = []
     for cache, what in CACHES.items():
-        if cache not in prompt:
-            continue
         held = predict_memory(MODEL, cache, CONTEXT, dtype="bfloat16", device="cpu")
-        sizes = {name: getattr(held, name) for name in ("kv_percent", "kv_percent_with_shared")}
-        row = {"cache": cache, "what": what, **sizes, "kl": prompt[cache], "kl_decoded": decoded.get(cache)}
-        rows.append({**row, "speed_against_dynamic": speeds.get(cache)})
-    sources: dict[str, object] = {name: ", ".join(each["files"]) for name, each in merged.items()}
-    sources |= {"steps": STEPS, "context": CONTEXT, "model": MODEL}
+        measured = MEASURED_AS.get(cache, cache)
+        row = {"cache": cache, "what": what, "kv_percent": held.kv_percent, "kl": kl[measured]}
+        rows.append({**row, "speed_against_dynamic": speeds.get(cache, speeds.get(measured))})
+    sources = {"kl": ", ".join(merged["files"]), "steps": STEPS, "context": CONTEXT, "model": MODEL}
     return {"benchmark": "overview", **provenance(torch.device("cpu")), "settings": sources, "rows": rows}
 
 
@@ -102,7 +99,7 @@ def write_report(
     \b
     Examples:
         kvcache-plugins eval report eval/results/gear --figures docs/figures
-        kvcache-plugins eval report eval/results/step_smollm2_cpu.json --figures docs/figures
+        kvcache-plugins eval report eval/results/step_short_smollm2.json --figures docs/figures
     """
     if result.is_file() and result.suffix != ".json":
         raise ValueError(f"`result` has to be a folder or a .json file but is {result}")
@@ -124,7 +121,7 @@ def write_report(
 
 
 def main() -> None:
-    """Writes `eval/results/overview.json` and draws the figure, of what was decoded."""
+    """Write `eval/results/overview.json` and draw the figure, of what was decoded."""
     from .figures import draw_result
 
     path = RESULTS / "overview.json"

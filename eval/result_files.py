@@ -8,8 +8,8 @@ from typing import Any
 from kvcache_plugins.registry import RENAMED_CACHES
 
 
-# Until then `gear` was the default, transform coding, and `gear-t*`, `gear-c*` were its presets
-RENAMED_AT = "2026-11-28T17:30"
+# Before, `gear` was the default, transform coding, and `gear-t*`, `gear-c*` were its presets
+RENAMED_AT = "2026-11-28T17:24"
 _OLD_NAME = re.compile(r"(?<![\w-])(infinigen-gear|gear-t\d+|gear-c\d+|gear(?=$|[:,]))")
 
 

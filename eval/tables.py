@@ -97,6 +97,11 @@ def number(
     return Column(head, show, when)
 
 
+def speed_up(over: str, path: str, missing: str = "-") -> Column:
+    """Makes a column of speeds divided by that of what `over` names."""
+    return number(f"speed-up over {over} (greater is better)", path, ".2f", missing=missing)
+
+
 def quartiles(head: str, scale: float = 1e3) -> Column:
     """Makes a column of medians with their quartiles, of seconds times a scale."""
 
@@ -332,12 +337,6 @@ def _one_line(text: str) -> str:
 
 # Of one row, by the kind of the result
 
-
-def _percent_held(row: Row) -> str:
-    own, shared = row["kv_percent"], row["kv_percent_with_shared"]
-    return f"{own:.1f}" + (f" ({shared:.1f})" if shared > own else "")
-
-
 _READ = {"prompt": "at once", "chunks": "in chunks of {chunk}", "behind": "behind {context} tokens"}
 CONTEXT = number("context", "context", "")
 
@@ -354,10 +353,9 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
     "overview": table(
         code(),
         name("what it is", "what"),
-        Column("% of 16 bits", _percent_held),
-        number("KL, decoded", "kl_decoded", ".4f"),
-        number("KL, one forward", "kl", ".4f"),
-        number("decode step, times as fast", "speed_against_dynamic", ".2f"),
+        number("% of 16 bits", "kv_percent"),
+        number("KL", "kl", ".4f"),
+        speed_up("`dynamic`", "speed_against_dynamic"),
     ),
     "families": render_families,
     "context": render_context,
@@ -371,14 +369,14 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         code(),
         number("MB", "bytes", ".1f", 1e-6),
         quartiles("ms a token (quartiles)"),
-        number("times `{cache}`", "speed_against_first", ".2f"),
+        speed_up("`{cache}`", "speed_against_first"),
     ),
     "kernels": table(
         name("attention over", "name"),
         number("MB read", "bytes", ".1f", 1e-6),
         quartiles("ms (quartiles)"),
         number("% of copy bandwidth", "share_of_copy_bandwidth", ".0f", 100),
-        number("times dense", "speed_against_dense", ".2f"),
+        speed_up("dense", "speed_against_dense"),
     ),
     "memory": render_memory,
     "prompts": table(
@@ -386,7 +384,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         Column("read", lambda row: _READ[row["what"]].format_map(row)),
         code(),
         quartiles("s (quartiles)", 1),
-        number("times `{cache}`'s", "time_against_first", ".2f"),
+        number("time / `{cache}`'s (less is better)", "time_against_first", ".2f"),
         number("% coding", "coding_share", ".1f", 100),
         number("error of logits", "relative_error", ".1e"),
     ),
@@ -401,15 +399,15 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         number("bytes spilled", "spilled", ""),
         number("shared memory", "shared", ""),
         number("% of copy bandwidth, bound", "share_of_copy_bandwidth", ".0f", 100),
-        number("times dense, bound", "times_dense", ".2f"),
+        speed_up("dense, at most", "times_dense"),
     ),
     "offloading": table(
         CONTEXT,
         code(),
         quartiles("ms a token (quartiles)"),
         number("tokens/s", "tokens_per_s"),
-        number("times `offloaded`", "speed_against_offloaded", ".2f", missing=""),
-        number("of the time with all resident", "time_against_resident", ".2f", missing=""),
+        speed_up("`offloaded`", "speed_against_offloaded", missing=""),
+        number("time / that with all resident (less is better)", "time_against_resident", ".2f", missing=""),
         Column(
             "transfers hidden",
             lambda row: f"{100 * row['hidden_share']:.0f} %" if "time_against_resident" in row else "",
@@ -428,7 +426,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         code(),
         number("largest batch", "largest_batch", ""),
         number("tokens/s", "tokens_per_s", ".0f"),
-        number("times first", "throughput_against_first", ".2f"),
+        speed_up("the first", "throughput_against_first"),
         number("MB a sequence", "bytes_per_sequence", ".1f", 1e-6),
         number("peak, GiB", "peak_bytes", ".2f", 2**-30),
     ),
@@ -437,7 +435,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         name("way", "method"),
         Column("slices", lambda row: " + ".join(map(str, row["lengths"]))),
         quartiles("seconds to the first token (quartiles)", 1),
-        number("times one rank", "speed_against_one_rank", ".2f"),
+        speed_up("one rank", "speed_against_one_rank"),
         number("MB sent", "bytes_sent", ".1f", 1e-6),
         number("predicted, s", "predicted_s", ".2f", when=any_has("predicted_s")),
     ),
@@ -479,8 +477,13 @@ def render_sweep(folder: Path) -> str:
             {"cache": each["settings"]["cache"], "memory_at_end": each["memory"], **each["result"]}
             for each in contents
         ]
-        parts.append(f"**{measure}**, {model}\n\n{RENDERERS[settings['kind']](rows)}\n{source}\n")
+        parts.append(f"**{measure}**, {model}\n\n{RENDERERS[settings['kind']](rows)}\n{fold(source)}")
     return "\n".join(parts)
+
+
+def fold(source: str) -> str:
+    """Folds away how a table was measured; the attribute lets the site render what is inside as Markdown."""
+    return f'<details markdown="1"><summary>How it was measured</summary>\n\n{source}\n\n</details>\n'
 
 
 def _listed(fields: Mapping[str, Any]) -> str:
@@ -514,7 +517,7 @@ def render_result(results: Path, name: str) -> str:
     settings = {key: value for key, value in content["settings"].items() if value is not None}
     origin = f"commit {content['commit']}, {content['date'][:10]}, {content['device']}"
     source = f"`{data.name}`: {origin}; {_listed(content['versions'])}; {_listed(settings)}."
-    return f"{RENDERERS[kind](content['rows'])}{failures}\n{source}\n"
+    return f"{RENDERERS[kind](content['rows'])}{failures}\n{fold(source)}"
 
 
 def main(files: Annotated[list[Path], typer.Argument(help="Markdown files whose tables to render.")]) -> None:

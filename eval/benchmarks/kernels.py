@@ -7,7 +7,7 @@ call, with its launches, stands beside it.
 
 What a GPU that is not there would have to issue is counted, preset by preset. A warp instruction takes one of four
 slots that a multiprocessor has a clock, and reading a dense number of 16 bits so many clocks: what of the copy
-bandwidth the slots allow, and how many times as fast that is, are bounds, as no waiting is in them. A loop over
+bandwidth the slots allow, and the speed-up over dense, are bounds, as no waiting is in them. A loop over
 outliers counts as often as the preset's own lists make it run. Triton's assembler compiles; it must not interpret.
 """
 
@@ -205,7 +205,9 @@ def benchmark_kernels(
     num_heads: Annotated[int, typer.Option(help="Key/value heads.", min=1)] = 8,
     groups: Annotated[int, typer.Option(help="Query heads a key/value head.", min=1)] = 4,
     head_dim: Annotated[int, typer.Option(help="Channels of a head.", min=1)] = 128,
-    cache: Annotated[list[str] | None, typer.Option(help="A GEAR preset; repeatable; by default one a kind.")] = None,
+    cache: Annotated[
+        list[str] | None, typer.Option(help="A compressed preset; repeatable; by default one a kind.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, of queries and dense states.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     num_threads: NumThreadsOption = None,
@@ -456,7 +458,7 @@ def _count_tile(listing: Listing, part: CompressedPart, block_entries: int) -> C
 
 @benchmark("machine-code", "Counted in machine code, not measured; bounds for an H200")
 def benchmark_machine_code(
-    cache: Annotated[list[str] | None, typer.Option(help="A GEAR preset; repeatable; by default all.")] = None,
+    cache: Annotated[list[str] | None, typer.Option(help="A compressed preset; repeatable; by default all.")] = None,
     head_dim: Annotated[
         list[int] | None, typer.Option(help="Channels of a head; repeatable; by default 128, of rows 64 too.", min=1)
     ] = None,

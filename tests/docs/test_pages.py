@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Where a document may start from when it names a file
 STARTS = (ROOT, ROOT / "src" / "kvcache_plugins", ROOT / "triton_kernels", ROOT / "eval")
 TOP_FOLDERS = ("src", "eval", "triton_kernels", "tests", "docs", "notebooks")
+# Columns of a line of code; `docs/layout.md` is a drawn tree
+CODE_WIDTH = 88
 # Made by a command, or of a user's own cache
 NOT_KEPT = {"site/", "build/"}
 PAGES = [
@@ -94,6 +96,12 @@ def test_paths_lead_somewhere(page: str) -> None:
     names = {span for span in _SPAN.findall(_FENCE.sub("", text)) if _BARE_FILE.fullmatch(span)}
     missing |= {name for name in names if not any(any((ROOT / folder).rglob(name)) for folder in TOP_FOLDERS)}
     assert missing == set()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/") and page != "docs/layout.md"])
+def test_code_fits_a_narrow_page(page: str) -> None:
+    blocks = _FENCE.findall((ROOT / page).read_text(encoding="utf-8"))
+    assert [line for block in blocks for line in block.splitlines() if len(line) > CODE_WIDTH] == []
 
 
 @pytest.mark.parametrize("page", PAGES)

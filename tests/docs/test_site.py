@@ -55,6 +55,15 @@ def test_pages_load_nothing_from_elsewhere(site):
         assert not re.search(r"(?:url\(|@import)[\"' ]*(?:https?:)?//", sheet.read_text(encoding="utf-8")), sheet
 
 
+def test_how_tables_were_measured_is_folded_away(site):
+    html = (site / "results" / "gear.html").read_text(encoding="utf-8")
+    folded = re.findall(r"<details[^>]*>\s*<summary>How it was measured</summary>(.*?)</details>", html, re.DOTALL)
+    assert any("<code>overview.json</code>" in each for each in folded)
+    assert "markdown=" not in html and "overview.json" not in re.sub(
+        r"<details.*?</details>", "", html, flags=re.DOTALL
+    )
+
+
 @pytest.mark.parametrize("name", ["GEARCache", "InfiniGenCache", "H2OCache", "runahead_prefill", "create_cache"])
 def test_public_names_are_in_the_reference(site, name):
     html = "".join(page.read_text(encoding="utf-8") for page in (site / "reference").glob("*.html"))

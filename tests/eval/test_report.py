@@ -3,12 +3,14 @@ tables in Markdown come from result files, and those of documents are the ones t
 """
 
 import json
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 from kvcache_plugins.eval.figures import _draw_fidelity, _draw_steps, _percent_held, draw_result
 from kvcache_plugins.eval.report import merge_fidelity, select_drawn
+from kvcache_plugins.eval.result_files import read_result
 from kvcache_plugins.eval.tables import RENDERERS, print_markdown, render
 
 
@@ -79,7 +81,15 @@ def test_peers_have_lines_and_bits_of_their_own():
     legend = [text.get_text() for text in axes.get_legend().get_texts()]
     assert legend == ["kivi", "quanto", "hqq", "gear", "turboquant", "llamacpp", "transform", "fp8"]
     shown = {text.get_text() for text in axes.texts}
-    assert {"2bit", "3bit", "4bit", "q4_0", "q5_1", "q8_0", "16", "22", "25", "30"} <= shown
+    assert shown == {"2bit", "3bit", "4bit", "q4_0", "q5_1", "q8_0", "16", "22", "transform", "30"}
+
+
+def test_a_method_of_one_cache_has_its_whole_name_in_the_legend():
+    rows = [make_row("turboquant-4bit", 26, 0.05), make_row("transform-16", 15, 0.02), make_row("transform", 24, 0.01)]
+    (axes,) = _draw_fidelity({"settings": SETTINGS, "rows": rows}).axes
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == ["turboquant-4bit", "transform"]
+    assert {text.get_text() for text in axes.texts} == {"16", "transform"}
 
 
 def test_trellis_codes_and_parts_are_in_tables_alone():
@@ -88,19 +98,48 @@ def test_trellis_codes_and_parts_are_in_tables_alone():
     assert [row["cache"] for row in drawn["rows"]] == ["transform-16", "llamacpp-q4_0"]
 
 
-def test_what_was_not_measured_is_left_open():
-    row = {"cache": "calibrated-16", "what": "calibrated", "kv_percent": 15.1, "kv_percent_with_shared": 16.9}
-    row |= {"kl": 0.006, "kl_decoded": None, "speed_against_dynamic": None}
-    assert "| `calibrated-16` | calibrated | 15.1 (16.9) | - | 0.0060 | - |" in RENDERERS["overview"]([row])
+def test_speed_that_was_not_measured_is_left_open():
+    row = {"cache": "kivi-4bit", "what": "KIVI", "kv_percent": 28.1, "kl": 0.006, "speed_against_dynamic": None}
+    assert "| `kivi-4bit` | KIVI | 28.1 | 0.0060 | - |" in RENDERERS["overview"]([row])
+
+
+@pytest.mark.parametrize("kind", ["step", "kernels", "prompts", "offloading", "batch", "runahead", "overview"])
+def test_heads_of_speeds_and_times_say_which_is_better(kind):
+    rows = defaultdict(lambda: 1.0, cache="dynamic", what="prompt", lengths=[1], counted={})
+    head = RENDERERS[kind]([rows]).splitlines()[0]
+    compared = [each for each in head.strip("| ").split(" | ") if "speed-up" in each or "time /" in each]
+    assert compared and "times" not in head
+    assert all(each.endswith(("(greater is better)", "(less is better)")) for each in compared)
+
+
+def test_names_of_before_the_two_classes_are_mapped(tmp_path):
+    path = tmp_path / "old.json"
+    names = [
+        "gear",
+        "gear:nbits=2",
+        "gear, captured",
+        "gear-t25",
+        "gear-t16:quantizer=trellis",
+        "gear-c12",
+        "gear-4bit",
+    ]
+    content = {"date": "2026-11-27T00:00", "rows": [{"cache": name} for name in [*names, "infinigen-gear"]]}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert [row["cache"] for row in read_result(path)["rows"]] == [
+        *("transform", "transform:nbits=2", "transform, captured", "transform", "transform-16:quantizer=trellis"),
+        *("calibrated-12", "gear-4bit", "infinigen-transform"),
+    ]
+    path.write_text(json.dumps({**content, "date": "2026-11-29T00:00"}), encoding="utf-8")
+    assert read_result(path)["rows"][0]["cache"] == "gear"
 
 
 RESULTS = Path(__file__).resolve().parents[2] / "eval" / "results"
 
 
-@pytest.mark.parametrize("name", ["step_smollm2_cpu", "fidelity_sinks_smollm2"])
+@pytest.mark.parametrize("name", ["step_short_smollm2", "fidelity_sinks_smollm2"])
 def test_a_report_draws_what_it_prints(name, tmp_path, run):
     shown = run("eval", "report", str(RESULTS / f"{name}.json"), "--figures", str(tmp_path)).stdout
-    rows = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    rows = read_result(RESULTS / f"{name}.json")["rows"]
     assert all(f"| `{row['cache']}` |" in shown for row in rows)
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -146,8 +185,7 @@ DOCUMENTS = [
 
 def test_results_are_shown():
     results = {
-        f"docs/results/{name}.md"
-        for name in ("contract", "transform", "infinigen_results", "peers", "runahead_results")
+        f"docs/results/{name}.md" for name in ("contract", "gear", "infinigen_results", "peers", "runahead_results")
     }
     assert results <= set(DOCUMENTS)
 

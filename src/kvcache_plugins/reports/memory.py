@@ -135,9 +135,9 @@ class ReportingMixin:
 
     def __repr__(self) -> str:
         memory = self.memory()
-        held = f"{memory.bits_per_value:.2f} bits a value, {self._num_tokens()} tokens, {memory.total_bytes} bytes"
+        held = f"{self._num_tokens()} tokens, {memory.total_bytes / 1e6:.1f} MB, {memory.kv_percent:.1f} % of 16 bits"
         if memory.shared:
-            held += f", and {sum(memory.shared.values())} that all caches of the model share"
+            held += f", and {sum(memory.shared.values()) / 1e6:.1f} MB that all caches of the model share"
         return f"{type(self).__name__}({held if memory.total_bytes else 'empty'})"
 
     def _repr_html_(self) -> str:
