@@ -161,7 +161,7 @@ class InexactCache(DynamicCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        layer = self.layers[layer_idx]
+        layer: Any = self.layers[layer_idx]
         if not layer.is_sliding:
             kept, new = (layer.keys, layer.values), (key_states, value_states)
             layer.keys, layer.values = map(self._inexact, kept, new, self._errors)
@@ -212,7 +212,12 @@ def generate(
 ) -> Run:
     """Generates tokens after a prompt `[batch, length]`: those that are `forced`, or the likeliest."""
     picker = _Picker(cache, forced)
-    options = {"do_sample": False, "pad_token_id": 0, "output_logits": True, "return_dict_in_generate": True}
+    options: dict[str, Any] = {
+        "do_sample": False,
+        "pad_token_id": 0,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
     options |= {"prefill_chunk_size": chunk_size}
     model.generation_config = GenerationConfig(max_new_tokens=num_new, min_new_tokens=num_new, **options)
     output = model.generate(  # type: ignore[operator]

@@ -76,9 +76,7 @@ def test_an_assistant_that_reads_the_states_of_the_model(name, gemma4, prompt, g
 
 def test_an_assistant_is_refused_states_of_which_tokens_were_dropped(gemma4, prompt, generate):
     model, assistant = gemma4
-    with pytest.raises(
-        ValueError, match="dropped tokens, .*an assistant.*`heavy_ratio` and `recent_ratio`"
-    ):
+    with pytest.raises(ValueError, match="dropped tokens, .*an assistant.*`heavy_ratio` and `recent_ratio`"):
         generate(model, prompt(200), create_cache("h2o", model), assistant_model=assistant, max_new_tokens=20)
 
 

@@ -39,8 +39,10 @@ EXTRAS = {
 # Relative RMS error of attention in float32 that rounding explains
 _MAX_ERROR = 1e-3
 _IMPORT_NAMES = {"optimum-quanto": "optimum.quanto"}
-_SETTINGS = "KVCACHE_PLUGINS_KERNELS", "KVCACHE_PLUGINS_HOME", "TRITON_INTERPRET", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"
-_SETTINGS += ("HF_HUB_OFFLINE",)
+_SETTINGS = (
+    *("KVCACHE_PLUGINS_KERNELS", "KVCACHE_PLUGINS_HOME", "TRITON_INTERPRET"),
+    *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "HF_HUB_OFFLINE"),
+)
 # What importing or running somebody else's code can raise; a library that cannot be loaded is an `OSError`
 _FAILURES: tuple[type[Exception], ...] = (ImportError, AttributeError, NameError, TypeError, ValueError, OSError)
 _FAILURES += (RuntimeError, LookupError, SyntaxError, AssertionError)

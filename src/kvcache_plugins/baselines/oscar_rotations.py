@@ -72,7 +72,7 @@ def _bit_reversed(size: int) -> list[int]:
 
 def save_rotations(rotations: Rotations, path: str | Path) -> None:
     """Write rotations to a safetensors file."""
-    stored = {}
+    stored: dict[str, torch.Tensor] = {}
     for index, (keys, values) in rotations.items():
         stored |= {f"{index}.keys": keys, f"{index}.values": values}
     save_file(stored, path)

@@ -359,9 +359,9 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
             firsts, counts, pasts, tables = zip(*members, strict=True)
             most = max(map(len, tables))
             rows = ([own + [0] * (most - len(own)) for own in tables], firsts, pasts)
-            padded, first, past = (torch.tensor(each, dtype=torch.int64, device=device) for each in rows)
-            tokens = first[:, None] + torch.arange(counts[0], dtype=torch.int64, device=device)
-            found.append(Requests.of(tokens, past, padded, self))
+            padded, starts, held = (torch.tensor(each, dtype=torch.int64, device=device) for each in rows)
+            tokens = starts[:, None] + torch.arange(counts[0], dtype=torch.int64, device=device)
+            found.append(Requests.of(tokens, held, padded, self))
         return found
 
     def _make_newest(self, table: list[int], past: int) -> None:

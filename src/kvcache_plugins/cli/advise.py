@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 _ENGINES = {"compiled": "compiled kernels", "triton": "Triton kernels", "torch": "plain PyTorch, which is slower"}
 # What `list` sizes caches for: SmolLM2's layers and heads, and tokens
-_SHAPE = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
+_SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "hidden_size": 576,
+}
 _LISTED_TOKENS = 1024
 # Columns from which a table has room for the options behind a name
 _WIDE = 110
@@ -41,7 +46,7 @@ def list_registered(
     \b
     Examples:
         kvcache-plugins list
-        kvcache-plugins list 'gear*'
+        kvcache-plugins list 'transform*'
         kvcache-plugins list --json | jq -r '.caches[] | select(.is_available) | .name'
     """
     entries = describe_caches(pattern)
@@ -52,11 +57,11 @@ def list_registered(
     sizes = _measure_sizes(entries)
     if as_json:
         names = ("name", "summary", "requires", "is_available", "options")
-        rows = []
+        listed = []
         for entry in entries:
             described = {name: getattr(entry, name) for name in names}
-            rows.append({**described, **sizes[entry.name], "kl": MEASURED_KL.get(entry.name)})
-        print_json({"caches": rows})
+            listed.append({**described, **sizes[entry.name], "kl": MEASURED_KL.get(entry.name)})
+        print_json({"caches": listed})
         return
     console = open_console()
     columns = {"cache": "word", "KV %": "number", "KL": "number", "what it is": "name"}

@@ -324,8 +324,8 @@ class CompressedLayer(LazyLayer):
                 # The codec is fitted to all tokens so far
                 assert split is not None
                 start, end, pending = split.first, padding + split.num_exact, split.pending
-                tokens = torch.arange(start, num_exact, dtype=torch.int64, device="cpu")
-                valid = (tokens >= end[:, None]) & ~pending[:, None]
+                numbers = torch.arange(start, num_exact, dtype=torch.int64, device="cpu")
+                valid = (numbers >= end[:, None]) & ~pending[:, None]
                 packed, positions = (keys[:, :, start:], values[:, :, start:]), Positions(start, counts)
                 self.codec = self._unfitted.fit(Sample(*packed, valid, self._moments, positions))
                 if packing.residual_length:

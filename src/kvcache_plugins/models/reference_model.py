@@ -74,7 +74,7 @@ def load_model(
     has_device_map = from_pretrained_kwargs.get("device_map") is not None
     if has_device_map and torch.device(device) != torch.device("cpu"):
         raise ValueError(f"`device` has to be left at its default when `device_map` is given, but got {device}")
-    source = resolve_model(name_or_path, from_pretrained_kwargs.get("cache_dir"))
+    source = resolve_model(name_or_path, from_pretrained_kwargs.get("cache_dir"))  # type: ignore[arg-type]
     source_options = {name: from_pretrained_kwargs[name] for name in _SOURCE_OPTIONS if name in from_pretrained_kwargs}
     tokenizer = AutoTokenizer.from_pretrained(source, **source_options)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **from_pretrained_kwargs)

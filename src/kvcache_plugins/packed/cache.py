@@ -112,7 +112,7 @@ class PackedCache(ModelMatchMixin, ReportingMixin, Cache):
         """
         config = unwrap_model(model).config
         for sizes in sizes_of(config, model.dtype, model.device, is_padded=padded):
-            warm_up(self.layers or [self._layer(0, config)], sizes)
+            warm_up(self.layers or [self._layer(0, config)], sizes)  # type: ignore[call-arg]
 
     def fork(self: CacheT, count: int) -> list[CacheT]:
         """
@@ -171,15 +171,17 @@ class PackedCache(ModelMatchMixin, ReportingMixin, Cache):
         return cls._load(path, model)
 
     @classmethod
-    def _load(cls: type[CacheT], path: str | Path, model: PreTrainedModel | PreTrainedConfig, **given: Any) -> CacheT:
-        """Load a file; `given` are passed on to `_read_options`."""
+    def _load(
+        cls: type[CacheT], path: str | Path, model: PreTrainedModel | PreTrainedConfig, given: object = None
+    ) -> CacheT:
+        """Load a file; `given` is passed on to `_read_options`."""
         if not isinstance(model, PreTrainedConfig):
             model = unwrap_model(model)
         with refusals("path", path):
             snapshot = read_record(path, cls._format, cls._snapshot_class)
             check_snapshot(snapshot, model)
             config = get_config(model) if snapshot.has_config else None
-            cache = cls(config, **cls._read_options(snapshot, model, **given))
+            cache = cls(config, **cls._read_options(snapshot, model, given))
             cache.choice = snapshot.choice
             if not snapshot.has_config:
                 for _ in snapshot.layers:
@@ -189,7 +191,9 @@ class PackedCache(ModelMatchMixin, ReportingMixin, Cache):
         return cache
 
     @classmethod
-    def _read_options(cls, snapshot: Any, model: PreTrainedModel | PreTrainedConfig, **given: Any) -> dict[str, Any]:
+    def _read_options(
+        cls, snapshot: Any, model: PreTrainedModel | PreTrainedConfig, given: Any = None
+    ) -> dict[str, Any]:
         """Return the options of the cache that a file holds."""
         options: dict[str, Any] = snapshot.config.to_options()
         return options

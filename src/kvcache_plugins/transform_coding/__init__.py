@@ -26,7 +26,7 @@ __getattr__, __dir__ = lazy_attributes(
 )
 
 # Where 128 would take more bytes while decoding than eight or twenty exact tokens in the place of recent rows do
-_FEWER_RECENT = {"recent_length": 80}
+_FEWER_RECENT: dict[str, Any] = {"recent_length": 80}
 # A preset's number is the largest percentage of a 16-bit cache that it takes after 1024 tokens in bfloat16 with head
 # dimension 64, all that it holds included, but bases and means of a calibration, which all caches of a model share.
 # Bytes that are left below it go to exact tokens.

@@ -220,9 +220,9 @@ class TransformCodingCache(PackedCache):
     @classmethod
     def _read_options(
         cls,
-        snapshot: TransformCodingSnapshot,
+        snapshot: Any,
         model: PreTrainedModel | PreTrainedConfig,
-        given: TransformCalibration | None = None,
+        given: Any = None,
     ) -> dict[str, Any]:
         return calibration_of_file(snapshot.config, snapshot.calibration, given, model)
 
