@@ -359,9 +359,11 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
             firsts, counts, pasts, tables = zip(*members, strict=True)
             most = max(map(len, tables))
             rows = ([own + [0] * (most - len(own)) for own in tables], firsts, pasts)
-            padded, starts, held = (torch.tensor(each, dtype=torch.int64, device=device) for each in rows)
-            tokens = starts[:, None] + torch.arange(counts[0], dtype=torch.int64, device=device)
-            found.append(Requests.of(tokens, held, padded, self))
+            padded, first_tokens, past_lengths = (
+                torch.tensor(each, dtype=torch.int64, device=device) for each in rows
+            )
+            tokens = first_tokens[:, None] + torch.arange(counts[0], dtype=torch.int64, device=device)
+            found.append(Requests.of(tokens, past_lengths, padded, self))
         return found
 
     def _make_newest(self, table: list[int], past: int) -> None:
