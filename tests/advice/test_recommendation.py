@@ -29,7 +29,7 @@ from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin
 
 
 ROOT = Path(__file__).resolve().parents[2]
-README = ROOT / "README.md"
+INDEX = ROOT / "docs" / "index.md"
 RESULTS = [
     ROOT / "eval" / "results" / f"fidelity_{name}_1024_smollm2.json"
     for name in ("transform", "transform_calibrated", "peers")
@@ -151,11 +151,11 @@ def test_weights_are_counted_when_asked_for(contract_model: PreTrainedModel) -> 
         recommend(config, "1GB", 100, caches=["dynamic"], with_weights=True)
 
 
-def test_caches_of_the_readme_by_default(contract_model: PreTrainedModel) -> None:
+def test_default_caches_are_those_of_the_first_page(contract_model: PreTrainedModel) -> None:
     announced: list[str] = []
     found = ask(contract_model, "1MB", caches=None, on_progress=announced.append, context=300)
     assert {*by_name(found), *found.not_sized} == {*DEFAULT_CACHES} == {*announced} <= {*list_caches()}
-    assert all(f"`{name}`" in README.read_text(encoding="utf-8") for name in DEFAULT_CACHES)
+    assert all(f"`{name}`" in INDEX.read_text(encoding="utf-8") for name in DEFAULT_CACHES)
     # What is shown explains the order
     kl = [MEASURED_KL[fit.cache] for fit in found.caches]
     assert kl == sorted(kl)
