@@ -161,7 +161,7 @@ def test_infinigen_is_decoded(tiny_loaded: Loaded) -> None:
     ("options", "complaint"),
     [
         ({"cache": "gaer"}, "Unknown cache `gaer`.*gear"),
-        ({"cache": "transform", "cache_rnak": 2}, "Unknown option `rnak`.*Did you mean `rank`"),
+        ({"cache": "gear", "cache_rnak": 2}, "Unknown option `rnak`.*Did you mean `rank`"),
         ({"cache_mode": "fast"}, "`cache_mode` has to be one of .'auto', 'prefix', 'chunk', 'decode'. but got 'fast'"),
         ({"cache_chunk": 0}, "`cache_chunk`.*at least 1"),
         ({"cache_chunk": "many"}, "`cache_chunk`.*at least 1"),
@@ -199,13 +199,13 @@ def test_names_and_argument_strings(saved_with_tokenizer: Callable[..., str]) ->
     assert get_model("hf") is HFLM
     folder = saved_with_tokenizer("llama")
     lm = KVCacheLM.create_from_arg_string(
-        f"pretrained={folder},cache=transform,cache_nbits=2,cache_rank=3,dtype=bfloat16",
+        f"pretrained={folder},cache=gear,cache_nbits=2,cache_rank=3,dtype=bfloat16",
         {"batch_size": 2, "device": None},
     )
     assert lm.cache_options == {"nbits": 2, "rank": 3}
     assert lm.model.dtype == torch.bfloat16 and lm.batch_size == 2
     spec = KVCacheLM(folder, cache="gear:nbits=2,rank=3", device="cpu")
-    assert (spec.cache_name, spec.cache_options) == ("transform", {"nbits": 2, "rank": 3})
+    assert (spec.cache_name, spec.cache_options) == ("gear", {"nbits": 2, "rank": 3})
 
 
 def test_two_settings_cannot_share_stored_responses(tiny_loaded: Loaded, tmp_path, make_task) -> None:

@@ -102,6 +102,6 @@ def test_a_cache_is_printed_in_one_line(name: str, tiny_llama: PreTrainedModel) 
     with torch.no_grad():
         tiny_llama(torch.randint(2, 128, (1, 150)), past_key_values=cache)
     memory = cache.memory()
-    size = f"{memory.total_bytes / 1e6:.1f} MB, {memory.kv_percent:.1f} % of 16 bits"
+    size = f"{memory.total_bytes / 1e3:.1f} kB, {memory.kv_percent:.1f} % of 16 bits"
     assert repr(cache) == f"{kind}(150 tokens, {size})"
     assert re.fullmatch(r"\w+\([^\n]+\)", str(cache))

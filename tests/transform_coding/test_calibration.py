@@ -185,7 +185,7 @@ def test_what_caches_share_is_told_once(model, calibration, window):
     assert "calibration" not in memory.parts and sum(memory.devices.values()) == memory.total_bytes
     held = memory.total_bytes + stored + own
     assert memory.kv_percent_with_shared == pytest.approx(memory.kv_percent * held / memory.total_bytes)
-    assert f"and {stored + own} that all caches of the model share" in repr(cache)
+    assert f"and {(stored + own) / 1e3:.1f} kB that all caches of the model share" in repr(cache)
     assert "shared by all caches" in memory._repr_html_()
     assert measure_memory([cache, copy.deepcopy(cache), *cache.fork(2)]).shared == memory.shared
     both = measure_memory([cache, other_rate]).shared["calibration"]

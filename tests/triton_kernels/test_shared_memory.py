@@ -91,7 +91,7 @@ def require_counts(stats, most):
 @pytest.mark.parametrize("most", [SMALL, LARGE])
 def test_a_layer_stands_still_with_kernels_alone(most, model, make_cache, limit, monkeypatch):
     monkeypatch.setattr("kvcache_plugins.layers.static_layer.compiles_kernels", lambda states: True)
-    monkeypatch.setattr("kvcache_plugins.gear.cache.has_gpu_kernels", lambda: True)
+    monkeypatch.setattr("kvcache_plugins.transform_coding.cache.has_gpu_kernels", lambda: True)
     limit(most)
     cache, cache_of_room = make_cache(), make_cache(max_cache_len=300)
     read(model, cache, PROMPT, 1, 1)

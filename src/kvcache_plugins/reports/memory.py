@@ -135,13 +135,17 @@ class ReportingMixin:
 
     def __repr__(self) -> str:
         memory = self.memory()
-        held = f"{self._num_tokens()} tokens, {memory.total_bytes / 1e6:.1f} MB, {memory.kv_percent:.1f} % of 16 bits"
+        held = f"{self._num_tokens()} tokens, {_show(memory.total_bytes)}, {memory.kv_percent:.1f} % of 16 bits"
         if memory.shared:
-            held += f", and {sum(memory.shared.values()) / 1e6:.1f} MB that all caches of the model share"
+            held += f", and {_show(sum(memory.shared.values()))} that all caches of the model share"
         return f"{type(self).__name__}({held if memory.total_bytes else 'empty'})"
 
     def _repr_html_(self) -> str:
         return render_memory(type(self).__name__, self.memory(), self.stats())
+
+
+def _show(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 10**6 else f"{num_bytes / 1e3:.1f} kB"
 
 
 def add_stats(layers: Sequence[object], make_layer: Callable[[int], LazyLayer]) -> dict[str, int]:
