@@ -12,14 +12,6 @@ from kvcache_plugins.layers.listening_layer import ListeningLayer, listen
 
 
 @pytest.fixture
-def layer():
-    layer = GEARCache(nbits=2)._next_layer()
-    layer.update(torch.randn(2, 2, 150, 32), torch.randn(2, 2, 150, 32))
-    layer.settle_prompt()
-    return layer
-
-
-@pytest.fixture
 def lazy(layer):
     return layer.update(torch.randn(2, 2, 1, 32), torch.randn(2, 2, 1, 32))
 

@@ -15,14 +15,6 @@ SCALE = 0.3
 
 
 @pytest.fixture
-def layer():
-    layer = GEARCache(nbits=2)._next_layer()
-    layer.update(torch.randn(2, 2, 150, 32), torch.randn(2, 2, 150, 32))
-    layer.settle_prompt()
-    return layer
-
-
-@pytest.fixture
 def lazy(layer):
     return layer.update(torch.randn(2, 2, 3, 32), torch.randn(2, 2, 3, 32))
 
