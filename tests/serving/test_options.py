@@ -3,8 +3,6 @@
 import inspect
 import json
 import re
-import threading
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -90,21 +88,8 @@ def rows_of_guide():
     return rows
 
 
-@contextmanager
-def running(server):
-    """Runs a server on a thread."""
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        yield
-    finally:
-        server.stop()
-        thread.join(timeout=600)
-    assert not thread.is_alive()
-
-
 @pytest.fixture(scope="module")
-def server(saved_with_tokenizer, tmp_path_factory):
+def server(serving, saved_with_tokenizer, tmp_path_factory):
     from kvcache_plugins.serving import CacheServer
 
     folder = saved_with_tokenizer("llama", max_position_embeddings=1024)
@@ -112,7 +97,7 @@ def server(saved_with_tokenizer, tmp_path_factory):
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     made = CacheServer(folder, store=tmp_path_factory.mktemp("store"), port=0, device="cpu", dtype="float32")
-    with running(made):
+    with serving(made):
         yield made
 
 
@@ -323,7 +308,7 @@ def test_a_prompt_is_left_at_the_next_layer_once_its_client_has_gone(tiny_loaded
     manager.stop()
 
 
-def test_a_batch_refuses_what_its_pages_have_no_room_for_and_answers_on(saved_with_tokenizer):
+def test_a_batch_refuses_what_its_pages_have_no_room_for_and_answers_on(serving, saved_with_tokenizer):
     from kvcache_plugins.serving import CacheServer
 
     folder, said = saved_with_tokenizer("gemma3-hybrid", max_position_embeddings=9999), []
@@ -331,7 +316,7 @@ def test_a_batch_refuses_what_its_pages_have_no_room_for_and_answers_on(saved_wi
     sizes = {"num_blocks": 1, "max_batch_tokens": 512, "device": "cpu", "dtype": "float32", "port": 0}
     made = CacheServer(folder, "transform-30", continuous_batching=True, text=text, say=said.append, **sizes)
     assert re.fullmatch(r"pages take \d+ MB, for about \d+ tokens of all .*`--num-blocks`.*", said[0])
-    with running(made):
+    with serving(made):
         client = openai.OpenAI(base_url=made.url, api_key="none", max_retries=0, timeout=600)
 
         def usage(start, length):

@@ -7,10 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -35,25 +33,12 @@ def connect(url):
 
 
 @pytest.fixture(scope="module")
-def server(smollm2, tmp_path_factory):
+def server(serving, smollm2, tmp_path_factory):
     from kvcache_plugins.serving import CacheServer
 
     store = tmp_path_factory.mktemp("store")
     with serving(CacheServer("smollm2", store=store, port=0, **ON_CPU)) as server:
         yield server
-
-
-@contextmanager
-def serving(server):
-    """Runs a server on a thread."""
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.stop()
-        thread.join(timeout=600)
-    assert not thread.is_alive()
 
 
 @pytest.fixture
@@ -218,7 +203,7 @@ def test_wrong_options_are_refused(words, message, tiny_folder, refuse):
 
 
 @pytest.fixture(scope="module")
-def batching(smollm2):
+def batching(serving, smollm2):
     from kvcache_plugins.serving import CacheServer
 
     sizes = {"continuous_batching": True, "num_blocks": 6, "max_batch_tokens": 256}
@@ -284,7 +269,7 @@ def free_share(server):
 
 @pytest.mark.long
 @pytest.mark.parametrize("is_batched", [False, True], ids=["store", "batched"])
-def test_many_clients(is_batched, tiny_folder, tmp_path):
+def test_many_clients(serving, is_batched, tiny_folder, tmp_path):
     """Sends 200 requests of 8 clients, some of which go, to three servers in turn: each answer is as it is alone."""
     from kvcache_plugins.serving import CacheServer
 
