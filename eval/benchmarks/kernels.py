@@ -185,7 +185,7 @@ def compress(
         cache.update(keys, values, 0)
         layer = cache.layers[0]
         layer.settle_prompt()
-        num_exact = num_tokens - sum(block.length for block in layer.blocks)
+        num_exact = num_tokens - sum(block.length for block in layer.storage.segments)
         if num_exact == 0 or not isinstance(layer, StaticLayer):
             break
         keys, values = (torch.cat([each, each[:, :, :num_exact]], dim=2) for each in (keys, values))
@@ -193,8 +193,8 @@ def compress(
         shortest, group = cache.cache_config.shortest_prompt, cache.cache_config.token_group
         accepted = f"at least {shortest}" if group == 1 else f"a multiple of {group}"
         raise ValueError(f"`context` has to be {accepted} for `{name}`")
-    (block,) = layer.blocks
-    return block.part(layer.codec, None, None)
+    (segment,) = layer.storage.segments
+    return layer._part(segment, None)
 
 
 @benchmark("kernels", "Attention over {batch_size} x {context} tokens, {dtype}, `{kernel}` kernels, {timed}")

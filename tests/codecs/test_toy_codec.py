@@ -8,7 +8,7 @@ import torch
 from kvcache_plugins import TransformCodingCache
 from kvcache_plugins.codecs.codec import Codec, Positions
 from kvcache_plugins.contract import CONTRACT, run_check
-from kvcache_plugins.layers.compressed_layer import CompressedLayer
+from kvcache_plugins.layers.row_layer import RowLayer
 
 
 # Of the contract's models
@@ -49,8 +49,8 @@ class ToyCache(TransformCodingCache):
     def __init__(self, config: Any = None, **options: Any):
         super().__init__(config, **{"calibration": None, **options})
 
-    def _layer(self, index: int, config: Any = None, window: int | None = None) -> CompressedLayer:
-        return CompressedLayer(self.cache_config.packing(None, AbsmaxCodec(HEAD_DIM)), index, self._given_mask, window)
+    def _layer(self, index: int, config: Any = None, window: int | None = None) -> RowLayer:
+        return RowLayer(self.cache_config.policy(None, AbsmaxCodec(HEAD_DIM)), index, self._given_mask, window)
 
 
 # Of the layer and the model all others are too, which `tests/contract` says of `transform`
@@ -74,7 +74,7 @@ def test_its_rows_are_read_by_attention_forked_and_saved(contract_models, tmp_pa
         mask[1, :30] = 0
         for first, last in ((0, 120), *((at, at + 1) for at in range(120, 140))):
             model(ids[:, first:last], attention_mask=mask[:, :last], past_key_values=cache)
-        assert all(block.keys.shape[3] == HEAD_DIM + 2 for layer in cache.layers for block in layer.blocks)
+        assert all(block.keys.shape[3] == HEAD_DIM + 2 for layer in cache.layers for block in layer.storage.segments)
         assert cache.stats()["tokens_compressed"] > 0 and cache.stats()["attend_calls"] > 0
         cache.save(tmp_path / "toy.safetensors", model)
         twins = [cache.fork(1)[0], ToyCache.load(tmp_path / "toy.safetensors", model)]

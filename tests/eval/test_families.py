@@ -36,7 +36,7 @@ from kvcache_plugins.eval.families import (
     try_family,
 )
 from kvcache_plugins.eval.tables import render_families
-from kvcache_plugins.layers.compressed_layer import CompressedLayer
+from kvcache_plugins.layers.row_layer import RowLayer
 
 
 # Full attention with rotary positions and with learned ones, latent, sparse, windows, recurrences, experts
@@ -110,7 +110,7 @@ def shifted(model: PreTrainedModel) -> CacheMaker:
     return make_cache
 
 
-class RolledLayer(CompressedLayer):
+class RolledLayer(RowLayer):
     """Packs every key at the next token's position."""
 
     def _pack(self, keys: torch.Tensor, *args: Any, **kwargs: Any) -> None:

@@ -120,18 +120,18 @@ def test_decoded_nan_is_refused_until_it_is_cropped(preset: str) -> None:
     """Keeps a decoded NaN exact, as a dense cache does, and names it when its chunk is to be compressed."""
     layer, dtype = make_layer(preset), torch.float32
     attend(layer, queries(PROMPT, dtype), *states_of(torch.clone, PROMPT, dtype))
-    fine, kept = states_of(torch.clone, 1, dtype), layer.packing.num_kept
+    fine, kept = states_of(torch.clone, 1, dtype), layer.policy.num_kept
     for _ in range(RESIDUAL - 1 - kept):
         attend(layer, queries(1, dtype), *fine)
     assert attend(layer, queries(1, dtype), fine[0], torch.full_like(fine[1], torch.nan)).isnan().all()
     for _ in range(kept):
         attend(layer, queries(1, dtype), *fine)
-    exact = layer.buffer.values.clone()
+    exact = layer.storage.tail.values.clone()
     for _ in range(2):
         with pytest.raises(ValueError, match="the values to be compressed hold NaN or infinity.* `crop`"):
             attend(layer, queries(1, dtype), *fine)
         assert layer.get_seq_length() == PROMPT + RESIDUAL and layer.stats()["chunks_compressed"] == 1
-        torch.testing.assert_close(layer.buffer.values, exact, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(layer.storage.tail.values, exact, rtol=0, atol=0, equal_nan=True)
     layer.crop(-1 - kept)
     for _ in range(2 + kept):
         assert attend(layer, queries(1, dtype), *fine).isfinite().all()

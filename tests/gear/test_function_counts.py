@@ -15,7 +15,7 @@ from kvcache_plugins.models.cache_argument import as_argument
 ROOT = Path(kvcache_plugins.__file__).parent
 # Functions and files, at most
 STEP, PLAIN_STEP, CODING = (13, 4), (2, 2), (25, 8)
-COMMIT = "CompressedLayer._commit"
+COMMIT = "RowLayer._commit"
 
 
 def functions_of_a_layer(run, *, is_coding, layer_idx=1):

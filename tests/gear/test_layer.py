@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from feeding import HEAD_DIM, NUM_HEADS, feed, states
 
 from kvcache_plugins.gear import GEARCache
-from kvcache_plugins.layers.compressed_layer import CompressedLayer
+from kvcache_plugins.layers.group_layer import GroupLayer
 
 
 GROUP = 64
@@ -23,7 +23,7 @@ METHODS = {
 }
 
 
-def make_layer(**options) -> CompressedLayer:
+def make_layer(**options) -> GroupLayer:
     return GEARCache(**options)._next_layer()
 
 
@@ -42,9 +42,9 @@ def test_prompt_is_compressed_right_after_its_attention(method, length):
         assert "codes" not in parts
         assert layer.stats()["tokens_compressed"] == 0
     else:
-        whole = length - length % GROUP if layer.packing.has_whole_groups else length
+        whole = length - length % GROUP if layer.policy.has_whole_groups else length
         assert layer.stats()["tokens_compressed"] == whole
-        exact = max(length - whole, min(layer.packing.num_sink_tokens, length))
+        exact = max(length - whole, min(layer.policy.num_sink_tokens, length))
         assert layer.stats()["tokens_exact"] == exact
     assert layer.get_seq_length() == length
     assert layer.get_mask_sizes(3) == (length + 3, 0)
@@ -122,7 +122,7 @@ def test_each_token_is_compressed_once_and_history_never_changes(residual_length
     before = layer.materialize("keys")[:, :, :100].clone()
     decode(layer, 5 * residual_length + 1)
     # Tokens of the prompt that do not fill a group stay exact
-    exact_prefix = 128 % layer.packing.least_tokens if backbone == "kivi" else 0
+    exact_prefix = 128 % layer.policy.least_tokens if backbone == "kivi" else 0
     assert layer.stats()["tokens_compressed"] == 128 - exact_prefix + 5 * residual_length
     assert layer.stats()["chunks_compressed"] == 6
     assert torch.equal(layer.materialize("keys")[:, :, :100], before)
@@ -134,11 +134,11 @@ def test_growth_copies_rarely():
     addresses = set()
     for _ in range(64 * 16):
         decode(layer, 1)
-        if len(layer.blocks) > 1:
-            addresses.add(layer.blocks[1].keys.codes.data_ptr())
+        if len(layer.storage.segments) > 1:
+            addresses.add(layer.storage.segments[1].keys.codes.data_ptr())
     # Capacity doubles: 63 chunks need 7 allocations, not 63
-    assert layer.blocks[1].num_chunks == 63
-    assert layer.blocks[1].keys.num_chunks == 64
+    assert layer.storage.segments[1].num_chunks == 63
+    assert layer.storage.segments[1].keys.num_chunks == 64
     assert len(addresses) <= 7
 
 
@@ -147,8 +147,8 @@ def test_long_later_update_is_a_prompt_of_its_own():
     feed(layer, *states(1, 128))
     decode(layer, 10)
     assert feed(layer, *states(1, 300)).isfinite().all()
-    assert [block.length for block in layer.blocks] == [128, 256]
-    assert layer.buffer.length == 310 - 256
+    assert [block.length for block in layer.storage.segments] == [128, 256]
+    assert layer.storage.tail.length == 310 - 256
     decode(layer, 100)
     assert layer.stats()["tokens_compressed"] == 128 + 256 + 128
 

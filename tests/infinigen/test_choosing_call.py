@@ -22,7 +22,7 @@ def filled(
     packing = None
     if key_nbits is not None:
         coding = TransformCodingConfig(key_nbits=key_nbits, value_nbits=3.25, num_sink_tokens=config.sink)
-        packing = coding.packing(tuple((10000.0 ** -(torch.arange(0, 16, 2) / 16)).tolist()))
+        packing = coding.policy(tuple((10000.0 ** -(torch.arange(0, 16, 2) / 16)).tolist()))
     layer = InfiniGenLayer(config, 0, packing=packing)
     layer.update(*(torch.randn(batch_size, 3, count, dim, dtype=dtype) for dim in dims))
     layer.settle_prompt()

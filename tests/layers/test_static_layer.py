@@ -43,9 +43,9 @@ def decode(model, cache, ids, num_tokens):
 def stored(cache):
     """Rows in use and exact tokens of all layers."""
     for layer in cache.layers:
-        block = layer.blocks[-1]
+        block = layer.storage.segments[-1]
         yield from (rows[:, :, : block.length] for rows in (block.keys, block.values))
-        yield from (layer.buffer.keys, layer.buffer.values)
+        yield from (layer.storage.tail.keys, layer.storage.tail.values)
 
 
 def require_same_storage(cache, other):
@@ -80,7 +80,7 @@ def test_a_token_is_coded_as_it_leaves_the_exact_ones(make_cache):
     states, at_once, one_by_one = make_states(130), make_cache(), make_cache()
     fill(one_by_one, states, 90, *[1] * 40)
     layer = one_by_one.layers[0]
-    (block,), buffer = layer.blocks, layer.buffer
+    (block,), buffer = layer.storage.segments, layer.storage.tail
     assert (block.start, block.length, buffer.length) == (4, 130 - 4 - BUFFER, BUFFER)
     assert torch.equal(buffer.keys, states[0][:, :, -BUFFER:])
     # By the tables of a prompt that is the same, in one update after it
@@ -104,10 +104,10 @@ def test_what_is_taken_back_leaves_no_trace(make_cache):
 def test_storage_stays_where_it_is_until_there_is_no_room(make_cache):
     states, cache = make_states(190), make_cache(max_cache_len=120)
     fill(cache, states, 90, 1)
-    form, place = cache.layers[0].form, cache.layers[0].blocks[-1].keys.data_ptr()
+    form, place = cache.layers[0].form, cache.layers[0].storage.segments[-1].keys.data_ptr()
     assert form.num_columns == 120 and cache.layers[0].get_mask_sizes(1) == (120, 0)
     fill(cache, states, *[1] * 10, 3, 1)
-    assert cache.layers[0].form is form and cache.layers[0].blocks[-1].keys.data_ptr() == place
+    assert cache.layers[0].form is form and cache.layers[0].storage.segments[-1].keys.data_ptr() == place
     fill(cache, states, *[1] * 80)
     assert cache.layers[0].form is not form and cache.layers[0].form.num_columns > 180
     expected = make_cache()

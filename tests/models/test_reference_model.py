@@ -245,5 +245,5 @@ def test_decoding_is_near_a_dense_cache(model_name, request, divergence):
         layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
         # The layout of the rotary embedding is told from keys alone
         assert {layer.codec.rope.name for layer in layers} == {"half-split"}
-        assert sum(block.length for block in layers[0].blocks) > PREFIX
+        assert sum(block.length for block in layers[0].storage.segments) > PREFIX
     assert kl["transform-30"] < kl["transform-16"] / 4

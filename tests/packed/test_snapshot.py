@@ -136,7 +136,7 @@ def test_file_is_one_of_safetensors(tiny_llama, path):
     cache, _ = filled(tiny_llama, "gear-2bit")
     cache.save(path, tiny_llama)
     stored = load_file(str(path))
-    block = cache.layers[1].blocks[0]
+    block = cache.layers[1].storage.segments[0]
     assert torch.equal(stored["layers.1.blocks.0.keys.codes"], block.keys.codes)
     assert len(stored) == sum(1 for layer in cache.layers for _ in layer.named_tensors() if _[0] != "spare")
 

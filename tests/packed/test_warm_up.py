@@ -116,14 +116,14 @@ def test_goes_through_packing_and_attention(tiny_llama, exercised):
     for _ in range(2):
         cache.warm_up(tiny_llama)
     # A prompt whose sinks stand within its first group, and one whose sinks stand before it; once a process
-    assert [[block.length for block in layer.blocks] for layer in exercised] == [[128, 64], [128, 64]]
+    assert [[block.length for block in layer.storage.segments] for layer in exercised] == [[128, 64], [128, 64]]
     assert all(layer.stats()["attend_calls"] == 2 for layer in exercised)
 
 
 def test_every_length_of_rows_is_warmed_up_once(tiny_llama, random_windows, exercised):
     calibration = calibrate_transform(tiny_llama, random_windows(1, 200), num_draws=1)
     cache = create_cache("calibrated-16", tiny_llama, calibration=calibration)
-    sizes = {layer.packing.fixed.row_sizes for layer in cache.layers}
+    sizes = {layer.policy.shared_codec.row_sizes for layer in cache.layers}
     assert len(sizes) > 1
     for _ in range(2):
         cache.warm_up(tiny_llama)
@@ -135,4 +135,4 @@ def test_every_length_of_rows_is_warmed_up_once(tiny_llama, random_windows, exer
 def test_options_that_wait_for_long_are_coded_too(tiny_llama, exercised):
     cache = create_cache("transform-22", tiny_llama, residual_length=200)
     cache.warm_up(tiny_llama)
-    assert [block.length for block in exercised[0].blocks] == [319, 96]
+    assert [block.length for block in exercised[0].storage.segments] == [319, 96]

@@ -7,7 +7,7 @@ import pytest
 from transformers import LlamaConfig
 
 from kvcache_plugins import TransformCodingCache, create_cache
-from kvcache_plugins.layers.compressed_layer import CompressedLayer
+from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.registry import RENAMED_CACHES, check_caches, list_caches
 from kvcache_plugins.transform_coding import calibrate_transform
 from kvcache_plugins.transform_coding.calibration import calibration_path
@@ -127,8 +127,8 @@ def test_bits_are_rounded_to_whole_blocks():
 def test_presets_and_frequencies_of_a_config():
     config = LlamaConfig(hidden_size=128, num_attention_heads=2, num_hidden_layers=2, rope_parameters=None)
     cache = create_cache("transform-16", config)
-    assert all(isinstance(layer, CompressedLayer) for layer in cache.layers)
-    assert all(len(layer.packing.codecs.frequencies) == 32 for layer in cache.layers)
+    assert all(isinstance(layer, RowLayer) for layer in cache.layers)
+    assert all(len(layer.policy.make_codec.frequencies) == 32 for layer in cache.layers)
     assert cache.cache_config == TransformCodingConfig(key_nbits=2.375, value_nbits=2.0, recent_length=80)
     assert TransformCodingCache()._next_layer().packing.codecs.frequencies is None
 

@@ -177,7 +177,7 @@ def test_what_caches_share_is_told_once(model, calibration, window):
             model(window[None, :150], past_key_values=each)
     # Two layers of two heads of twenty channels: mean, factors, basis and its steps of keys and of values
     stored = 2 * 2 * 2 * 20 * (2 + 4 + 20 + 4)
-    tables = [table for layer in cache.layers for table in layer.packing.fixed.tables()]
+    tables = [table for layer in cache.layers for table in layer.policy.shared_codec.tables()]
     own = sum(table.basis.inverse.nbytes + table.widths.nbytes for table in tables)
     memory = cache.memory()
     assert memory.shared == {"calibration": stored + own} and own <= 2 * 2 * 2 * (20 * 20 + 3)
@@ -379,7 +379,9 @@ def test_layers_of_a_window_take_part(hybrid, of_hybrid, tmp_path):
     read = TransformCalibration.load(path, hybrid)
     assert read.digest == of_hybrid.digest
     assert [layer.window for layer in read.layers.values()] == [WINDOW, None, WINDOW, None]
-    assert all(layer.packing.fixed is not None for layer in make_cache(hybrid, read, sliding="compressed").layers)
+    assert all(
+        layer.policy.shared_codec is not None for layer in make_cache(hybrid, read, sliding="compressed").layers
+    )
 
 
 def test_what_no_query_sees_does_not_count(hybrid, random_windows):
@@ -428,7 +430,9 @@ def test_a_saved_cache_goes_on_when_windows_have_let_go(hybrid, of_hybrid, windo
         hybrid(window[None, position : position + 1], past_key_values=cache)
     cache.save(path, hybrid)
     loaded = TransformCodingCache.load(path, hybrid, calibration=of_hybrid)
-    assert (loaded.layers[0].prefix is None) == (length > WINDOW) and loaded.layers[1].prefix is not None
+    assert (loaded.layers[0].storage.prefix is None) == (length > WINDOW) and loaded.layers[
+        1
+    ].storage.prefix is not None
     for position in range(40):
         logits = [
             hybrid(window[None, position : position + 1], past_key_values=each).logits for each in (cache, loaded)

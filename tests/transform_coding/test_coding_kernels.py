@@ -49,7 +49,10 @@ def fill(model, cache, batch_size=2):
 
 def stored_rows(layer):
     """Lists first tokens, key rows and value rows of blocks, joined where a layer that stands still has others."""
-    blocks = [(each.start, *(rows[:, :, : each.length] for rows in (each.keys, each.values))) for each in layer.blocks]
+    blocks = [
+        (each.start, *(rows[:, :, : each.length] for rows in (each.keys, each.values)))
+        for each in layer.storage.segments
+    ]
     return (
         [(blocks[0][0], *(torch.cat([b[side] for b in blocks], dim=2) for side in (1, 2)))] if STANDS_STILL else blocks
     )
@@ -68,7 +71,7 @@ def test_rows_are_those_of_pytorch(name, tiny_model, kernels):
     cache = fill(model, create_cache(name, model, **options))
     assert cache.stats()["kernel_fallbacks"] == 0
     for layer, other in zip(cache.layers, expected.layers, strict=True):
-        least = sum(CALLS[:2]) - 4 - (layer.packing.residual_length if STANDS_STILL else layer.packing.num_kept)
+        least = sum(CALLS[:2]) - 4 - (layer.policy.residual_length if STANDS_STILL else layer.policy.num_kept)
         numbers = [each.stats()["tokens_compressed"] for each in (layer, other)]
         assert min(numbers) >= least and (STANDS_STILL or numbers[0] == numbers[1])
         for block, known in zip(stored_rows(layer), stored_rows(other), strict=True):

@@ -13,8 +13,8 @@ from kvcache_plugins import TransformCodingCache, create_cache, measure_memory
 from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.files.schema import pack, unpack
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.layer_state import LayerState
+from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.transform_coding.config import MIN_TOKENS, TransformCodingConfig
 
 
@@ -31,12 +31,12 @@ def kernel(monkeypatch, request):
     torch.manual_seed(0)
 
 
-def make_layer(config: TransformCodingConfig = CONFIG) -> CompressedLayer:
-    return CompressedLayer(config.packing(FREQUENCIES), 0)
+def make_layer(config: TransformCodingConfig = CONFIG) -> RowLayer:
+    return RowLayer(config.policy(FREQUENCIES), 0)
 
 
 def num_coded(layer):
-    return sum(block.length for block in layer.blocks)
+    return sum(block.length for block in layer.storage.segments)
 
 
 @pytest.mark.each_value
@@ -94,20 +94,25 @@ def test_life_of_a_token():
     assert num_coded(layer) == 0
     # Enough tokens now: coded when the next one comes
     feed(layer, *states(1, 1))
-    assert num_coded(layer) == MIN_TOKENS and layer.prefix.num_slots == SINKS and layer.buffer.length == 1
+    assert (
+        num_coded(layer) == MIN_TOKENS and layer.storage.prefix.num_slots == SINKS and layer.storage.tail.length == 1
+    )
     assert torch.equal(layer.materialize("keys")[:, :, :SINKS], keys_and_values[0][:, :, :SINKS])
     assert layer.codec.rope.name in ("half-split", "interleaved", "none")
     for _ in range(BUFFER - 1):
         feed(layer, *states(1, 1))
-    assert layer.buffer.length == BUFFER
+    assert layer.storage.tail.length == BUFFER
     feed(layer, *states(1, 1))
     # The newer ones stay
-    kept = layer.packing.num_kept
-    assert 0 < kept < BUFFER and layer.buffer.length == kept + 1
-    assert [(each.length, each.is_recent) for each in layer.blocks] == [(MIN_TOKENS, False), (BUFFER - kept, True)]
+    kept = layer.policy.num_kept
+    assert 0 < kept < BUFFER and layer.storage.tail.length == kept + 1
+    assert [(each.length, each.is_recent) for each in layer.storage.segments] == [
+        (MIN_TOKENS, False),
+        (BUFFER - kept, True),
+    ]
     # A long update is coded as soon as attention has seen it
     feed(layer, *states(1, 100))
-    assert num_coded(layer) == layer.get_seq_length() - SINKS and layer.buffer is None
+    assert num_coded(layer) == layer.get_seq_length() - SINKS and layer.storage.tail is None
     assert layer.stats()["tokens_exact"] == SINKS
 
 
@@ -124,9 +129,9 @@ def test_the_newest_coded_tokens_have_more_bits_until_others_are_newer():
         keys, values = states(1, count)
         fed.append(keys)
         feed(layer, keys, values)
-        assert all(not block.is_recent for block in layer.blocks[:-1])
-        assert layer.blocks[-1].length <= most or not layer.blocks[-1].is_recent
-    (older, recent), lost = layer.blocks, errors(layer)
+        assert all(not block.is_recent for block in layer.storage.segments[:-1])
+        assert layer.storage.segments[-1].length <= most or not layer.storage.segments[-1].is_recent
+    (older, recent), lost = layer.storage.segments, errors(layer)
     first, last = recent.start, recent.start + recent.length
     assert recent.is_recent and most // 2 <= recent.length <= most and first > 100
     # Two bits more are a twelfth of the errors and less, but for tokens that are larger than those before
@@ -147,7 +152,7 @@ def test_the_newest_coded_tokens_have_more_bits_until_others_are_newer():
         assert torch.equal(layer.materialize("keys"), before[0][:, :, :length])
     # A prompt behind them leaves no recent ones
     feed(copied, *states(1, 100))
-    assert [each.is_recent for each in copied.blocks] == [False] and copied.buffer is None
+    assert [each.is_recent for each in copied.storage.segments] == [False] and copied.storage.tail is None
 
 
 def test_the_newest_update_is_exact():
@@ -168,37 +173,40 @@ def test_an_item_may_begin_in_a_later_chunk(padding):
         feed(layer, keys[:, :, chunk], values[:, :, chunk], [0, padding], query[:, :, chunk])
     feed(alone, *(each[1:, :, padding:] for each in (keys, values)), None, query[1:, :, padding:])
     is_waiting = 200 - padding < SINKS + MIN_TOKENS
-    assert (layer._pending_sequences is not None) is is_waiting and layer.prefix.start.tolist() == [0, padding]
-    assert layer.prefix.count.tolist() == [SINKS, 200 - padding if is_waiting else SINKS]
+    assert (layer._unfitted_sequences is not None) is is_waiting and layer.storage.prefix.start.tolist() == [
+        0,
+        padding,
+    ]
+    assert layer.storage.prefix.count.tolist() == [SINKS, 200 - padding if is_waiting else SINKS]
     for side, exact in (("keys", keys), ("values", values)):
         held = layer.materialize(side)[1:, :, padding:]
         torch.testing.assert_close(held, alone.materialize(side), atol=1e-3, rtol=0)
         assert torch.equal(held[:, :, :SINKS], exact[1:, :, padding : padding + SINKS])
     for _ in range(MIN_TOKENS):
         feed(layer, *states(2, 1), [0, padding])
-    assert layer._pending_sequences is None and layer.prefix.start.tolist() == [0, padding]
+    assert layer._unfitted_sequences is None and layer.storage.prefix.start.tolist() == [0, padding]
 
 
 def test_a_short_item_waits_in_the_prefix():
     layer, (keys, values) = make_layer(), states(2, 100)
     feed(layer, keys, values, [0, 90])
-    assert layer._pending_sequences is not None and layer.prefix.count.tolist() == [SINKS, 10]
+    assert layer._unfitted_sequences is not None and layer.storage.prefix.count.tolist() == [SINKS, 10]
     new = [states(2, 1) for _ in range(BUFFER + 1)]
     for each in new:
         feed(layer, *each, [0, 90])
     # What the others have packed
-    num_old = BUFFER - layer.packing.num_kept
-    assert layer.prefix.count.tolist() == [SINKS, 10 + num_old]
+    num_old = BUFFER - layer.policy.num_kept
+    assert layer.storage.prefix.count.tolist() == [SINKS, 10 + num_old]
     held = layer.materialize("values")[1, :, 90:]
     assert torch.equal(held, torch.cat([values[1, :, 90:], *(each[1][1] for each in new)], dim=1))
     # A copy and a selection take the waiting ones along
     layer.batch_select_indices(torch.tensor([1, 0, 1]))
-    assert layer.prefix.count.tolist() == [10 + num_old, SINKS, 10 + num_old]
+    assert layer.storage.prefix.count.tolist() == [10 + num_old, SINKS, 10 + num_old]
     for _ in range(MIN_TOKENS):
         feed(layer, *states(3, 1), [90, 0, 90])
-    assert layer._pending_sequences is None
+    assert layer._unfitted_sequences is None
     # What it has no more takes no room behind a view
-    assert layer.prefix.keys.untyped_storage().nbytes() == layer.prefix.keys.nbytes
+    assert layer.storage.prefix.keys.untyped_storage().nbytes() == layer.storage.prefix.keys.nbytes
     materialized = layer.materialize("values")
     assert torch.equal(materialized[0, :, 90 : 100 + num_old], held[:, : 10 + num_old])
 
@@ -250,9 +258,7 @@ SCALE_PRECISION = 0.02
 
 
 def steady_layer(nbits=2.25, quantizer="lloyd-max"):
-    return CompressedLayer(
-        TransformCodingConfig(key_nbits=nbits, value_nbits=nbits, quantizer=quantizer).packing(None), 0
-    )
+    return RowLayer(TransformCodingConfig(key_nbits=nbits, value_nbits=nbits, quantizer=quantizer).policy(None), 0)
 
 
 def randn(length, batch_size=1):
@@ -305,7 +311,7 @@ def test_an_item_that_waited_may_be_steady():
     feed(layer, keys, values, padding=[0, PROMPT - 20])
     for _ in range(80):
         feed(layer, randn(1, 2), torch.full((2, 2, 1, HEAD_DIM), 3.0), padding=[0, PROMPT - 20])
-    assert layer.codec.tables()[1].mean is not None and layer._pending_sequences is None
+    assert layer.codec.tables()[1].mean is not None and layer._unfitted_sequences is None
     held = layer.materialize("values")[1, :, PROMPT - 20 :]
     assert (held - 3).abs().max() < SCALE_PRECISION
 
@@ -407,5 +413,5 @@ def test_what_waits_and_pads_has_no_say_in_scales_and_errors():
     queries = torch.randn(2, 4, PROMPT, HEAD_DIM)
     feed(padded, keys, values, [0, 100], queries)
     feed(alone, keys[:1], values[:1], query=queries[:1])
-    assert padded._pending_sequences is not None and padded.codec.tables()[1].mean is None
+    assert padded._unfitted_sequences is not None and padded.codec.tables()[1].mean is None
     torch.testing.assert_close(padded.materialize("values")[:1], alone.materialize("values"), atol=1e-5, rtol=0)

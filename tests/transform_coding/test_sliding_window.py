@@ -77,10 +77,10 @@ def test_memory_is_bounded_and_counted():
         sizes.append(sum(tensor.nbytes for _, tensor in named))
         spare = max(spare, sum(tensor.nbytes for part, tensor in named if part == "spare"))
         assert sizes[-1] == reachable_bytes(layer)
-        held = sum(block.length for block in layer.blocks)
+        held = sum(block.length for block in layer.storage.segments)
         assert held <= window - 1 + 64 + CHUNK
     assert max(sizes[100:]) <= max(sizes[:100]) and spare <= max(sizes) // 5
-    assert layer.prefix is None and layer.num_values() == 2 * 2 * NUM_HEADS * (window - 1) * HEAD_DIM
+    assert layer.storage.prefix is None and layer.num_values() == 2 * 2 * NUM_HEADS * (window - 1) * HEAD_DIM
 
 
 def test_rollback():
@@ -97,7 +97,7 @@ def test_rollback():
             layer.crop(-rejected)
         assert layers[0].get_seq_length() == layers[1].get_seq_length()
     feed(layers, window, 1, padding, "at last")
-    assert layers[1]._held_start > 0
+    assert layers[1].storage.first_held > 0
 
 
 def test_newest_update_can_be_taken_back_and_more_is_refused():

@@ -10,8 +10,8 @@ import torch
 from kvcache_plugins import TransformCodingCache
 from kvcache_plugins.files.schema import pack, unpack
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.layer_state import LayerState
+from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.transform_coding.config import TransformCodingConfig
 
 
@@ -20,9 +20,9 @@ FREQUENCIES = tuple((100.0 ** -(torch.arange(10) / 10)).tolist())
 CONFIG = TransformCodingConfig(key_nbits=3, value_nbits=2.5)
 
 
-def filled_layer(lengths=(200, 150), num_decoded=11, dtype=torch.float32, frequencies=FREQUENCIES) -> CompressedLayer:
+def filled_layer(lengths=(200, 150), num_decoded=11, dtype=torch.float32, frequencies=FREQUENCIES) -> RowLayer:
     """A layer that took in a left-padded prompt of items of these lengths, and tokens one by one."""
-    layer, longest = CompressedLayer(CONFIG.packing(frequencies), 0), max(lengths)
+    layer, longest = RowLayer(CONFIG.policy(frequencies), 0), max(lengths)
     padding = longest - torch.tensor(lengths)
     for count in (longest, *[1] * num_decoded):
         shape = len(lengths), NUM_HEADS, count, HEAD_DIM
@@ -39,8 +39,8 @@ def written(layer) -> tuple[dict, dict]:
     return document, {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def read(document, tensors, frequencies=FREQUENCIES, config=CONFIG) -> CompressedLayer:
-    layer = CompressedLayer(config.packing(frequencies), 0)
+def read(document, tensors, frequencies=FREQUENCIES, config=CONFIG) -> RowLayer:
+    layer = RowLayer(config.policy(frequencies), 0)
     layer.restore(unpack(LayerState, document, tensors), torch.device("cpu"))
     return layer
 
@@ -66,13 +66,13 @@ def test_a_layer_goes_on_exactly(lengths, dtype):
             assert torch.equal(*outputs)
         for side in ("keys", "values"):
             assert torch.equal(layer.materialize(side), twin.materialize(side))
-    assert layer.codec is not None and layer._pending_sequences is None
+    assert layer.codec is not None and layer._unfitted_sequences is None
 
 
 def test_nothing_but_rows_in_use_and_tables_is_written():
     layer = filled_layer((300,), num_decoded=9)
     document, tensors = written(layer)
-    block, recent = layer.blocks
+    block, recent = layer.storage.segments
     assert document["blocks"] == [
         {"start": 4, "length": block.length, "is_recent": False},
         {"start": recent.start, "length": recent.length, "is_recent": True},
@@ -192,7 +192,7 @@ FORGED = {
 @pytest.mark.parametrize("name", FORGED)
 def test_what_no_layer_can_be_is_refused(name):
     layer = filled_layer((200, 15), num_decoded=9)
-    assert layer._pending_sequences is not None
+    assert layer._unfitted_sequences is not None
     document, tensors = written(layer)
     read(*written(layer))
     forge, message = FORGED[name]

@@ -86,7 +86,7 @@ def test_they_compute_what_pytorch_does(case, monkeypatch):
     hidden = torch.rand(len(query), 1, 1, layer.form.num_columns, device=DEVICE) < 0.3
     hidden[..., : seen.shape[1]] |= ~seen[:, None, None]
     masked = attend(query, layer.form.parts(~hidden), 2, None, "triton")
-    block, exact = layer.blocks[-1], [states.clone() for states in layer.buffer.tensors()]
+    block, exact = layer.storage.segments[-1], [states.clone() for states in layer.storage.tail.tensors()]
     with plain_pytorch():
         for output in outputs:
             require_close(output, layer.attend(AttentionCall(query, seen[:, None, None])))
@@ -101,7 +101,7 @@ def test_they_compute_what_pytorch_does(case, monkeypatch):
         assert (rows[:, :, block.length] != own[:, :, 0]).any(dim=-1).sum() <= 1
         rows[:, :, block.length] = kept[:, :, block.length]
         assert torch.equal(rows, kept)
-    for moved, were, one in zip(layer.buffer.tensors(), exact, new, strict=True):
+    for moved, were, one in zip(layer.storage.tail.tensors(), exact, new, strict=True):
         assert torch.equal(moved, torch.cat((were[:, :, 1:], one), dim=2))
 
 

@@ -9,8 +9,10 @@ from transformers import Cache, PreTrainedConfig
 
 from kvcache_plugins.codecs.codec import TokenCodec
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
+from kvcache_plugins.layers.group_layer import GroupLayer
 from kvcache_plugins.layers.model_match import ModelMatchMixin
-from kvcache_plugins.layers.packing import Packing, RowPacking
+from kvcache_plugins.layers.policies import GroupPolicy, RowPolicy
+from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.option_checks import check_bool, check_choice
 from kvcache_plugins.registry import get_config
 from kvcache_plugins.reports.memory import ReportingMixin, add_stats
@@ -25,14 +27,19 @@ _WIDTHS_WITH_RESIDUAL = (2, 3, 4, 5, 6)
 
 
 class CodedTokensCache(ModelMatchMixin, ReportingMixin, Cache):
-    """Base of baselines whose layers differ in their packing; with a config bounded layers stay Transformers' own."""
+    """Base of baselines whose layers differ in their policy; with a config bounded layers stay Transformers' own."""
 
-    def __init__(self, packing: Packing, config: PreTrainedConfig | torch.nn.Module | None):
-        self._packing = packing
+    def __init__(
+        self,
+        policy: RowPolicy | GroupPolicy,
+        config: PreTrainedConfig | torch.nn.Module | None,
+        layer_class: type[RowLayer] | type[GroupLayer] = RowLayer,
+    ):
+        self._make_layer = partial(layer_class, policy)
         self._init_layers(get_config(config, "config"))
 
-    def _layer(self, layer_idx: int) -> CompressedLayer:
-        return CompressedLayer(self._packing, layer_idx)
+    def _layer(self, layer_idx: int) -> RowLayer | GroupLayer:
+        return self._make_layer(layer_idx)
 
     def stats(self) -> dict[str, int]:
         """
@@ -44,7 +51,7 @@ class CodedTokensCache(ModelMatchMixin, ReportingMixin, Cache):
             however many items the batch has), `attend_calls` (attentions over coded tokens), `prompts_without_mask`
             and `dense_reads` (times a side of a layer was made dense for something other than attention).
         """
-        compressing = sum(bool(getattr(layer, "blocks", ())) for layer in self.layers)
+        compressing = sum(isinstance(layer, CompressedLayer) and bool(layer.storage.segments) for layer in self.layers)
         return {**add_stats(self.layers, self._layer), "layers_compressing": compressing}
 
 
@@ -92,7 +99,7 @@ class TurboQuantCache(CodedTokensCache):
         check_bool("residual", residual)
         check_choice("key_nbits/nbits", key_nbits, _WIDTHS_WITH_RESIDUAL if residual else _WIDTHS)
         check_choice("value_nbits/nbits", value_nbits, _WIDTHS)
-        super().__init__(RowPacking(partial(_turboquant_codec, key_nbits, value_nbits, residual)), config)
+        super().__init__(RowPolicy(partial(_turboquant_codec, key_nbits, value_nbits, residual)), config)
 
 
 def _turboquant_codec(key_nbits: int, value_nbits: int, residual: bool, key_dim: int, value_dim: int) -> TokenCodec:
@@ -139,7 +146,7 @@ class LlamaCppCache(CodedTokensCache):
         check_choice("key_type/type", key_type, BLOCK_TYPES)
         check_choice("value_type/type", value_type, BLOCK_TYPES)
         check_bool("rotate", rotate)
-        super().__init__(RowPacking(partial(_llamacpp_codec, key_type, value_type, rotate)), config)
+        super().__init__(RowPolicy(partial(_llamacpp_codec, key_type, value_type, rotate)), config)
 
 
 def _llamacpp_codec(key_type: str, value_type: str, rotate: bool, key_dim: int, value_dim: int) -> TokenCodec:

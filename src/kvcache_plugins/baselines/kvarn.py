@@ -22,7 +22,8 @@ from kvcache_plugins.codecs.quantization import (
     pack,
     quantize,
 )
-from kvcache_plugins.layers.packing import GroupPacking
+from kvcache_plugins.layers.group_layer import GroupLayer
+from kvcache_plugins.layers.policies import GroupPolicy
 from kvcache_plugins.option_checks import check_choice
 
 from .coded_cache import CodedTokensCache
@@ -105,13 +106,13 @@ class KVarNCache(CodedTokensCache):
     ):
         check_choice("key_nbits", key_nbits, SUPPORTED_NBITS)
         check_choice("value_nbits", value_nbits, SUPPORTED_NBITS)
-        packing = GroupPacking(
+        policy = GroupPolicy(
             partial(_make_codec, key_nbits, value_nbits),
             residual_length=TILE_LENGTH,
             least_tokens=TILE_LENGTH,
             has_whole_groups=True,
         )
-        super().__init__(packing, config)
+        super().__init__(policy, config, GroupLayer)
 
 
 def _make_codec(key_nbits: int, value_nbits: int, key_dim: int, value_dim: int) -> KVarNCodec:

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvcache_plugins.codecs.codec import TokenCodec
-from kvcache_plugins.layers.compressed_layer import CompressedLayer
-from kvcache_plugins.layers.packing import RowPacking
+from kvcache_plugins.layers.policies import RowPolicy
+from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.user_warnings import warn_user
 
 from .affine_coder import AffineCoder, block_hadamard
@@ -22,12 +22,6 @@ from .oscar_rotations import Rotations, load_rotations
 _NBITS = 2
 _KEY_CLIP, _VALUE_CLIP = 0.96, 0.92
 _NUM_SINKS, _NUM_RECENT = 64, 256
-
-
-class ExactTailLayer(CompressedLayer):
-    """A layer whose newest tokens, as many as its `residual_length`, are exact at any time."""
-
-    _stands_still = True
 
 
 class OscarCodec(TokenCodec):
@@ -82,13 +76,13 @@ class OscarCache(CodedTokensCache):
             warn_user("`oscar-2bit` goes without a calibration: `kvcache-plugins calibrate --cache oscar` makes one")
         else:
             self._rotations = load_rotations(calibration)
-        super().__init__(RowPacking(_make_plain_codec), config)
+        super().__init__(RowPolicy(_make_plain_codec), config)
 
-    def _layer(self, layer_idx: int) -> CompressedLayer:
+    def _layer(self, layer_idx: int) -> RowLayer:
         rotations = self._rotations.get(layer_idx)
         codec = _make_plain_codec if rotations is None else OscarCodec(*_make_coders(*rotations))
-        packing = RowPacking(codec, residual_length=_NUM_RECENT, num_sink_tokens=_NUM_SINKS)
-        return ExactTailLayer(packing, layer_idx)
+        policy = RowPolicy(codec, residual_length=_NUM_RECENT, num_sink_tokens=_NUM_SINKS, keeps_whole_tail=True)
+        return RowLayer(policy, layer_idx)
 
 
 def _make_plain_codec(key_dim: int, value_dim: int) -> TokenCodec:

@@ -4,7 +4,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvcache_plugins.codecs.codec import TokenCodec
-from kvcache_plugins.layers.packing import RowPacking
+from kvcache_plugins.layers.policies import RowPolicy
 
 from .affine_coder import AffineCoder, block_hadamard
 from .coded_cache import CodedTokensCache
@@ -32,7 +32,7 @@ class SawInt4Cache(CodedTokensCache):
     """
 
     def __init__(self, config: PreTrainedConfig | torch.nn.Module | None = None):
-        super().__init__(RowPacking(_make_codec), config)
+        super().__init__(RowPolicy(_make_codec), config)
 
 
 def _make_codec(key_dim: int, value_dim: int) -> TokenCodec:

@@ -18,6 +18,7 @@ from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_kernel
 from kvcache_plugins.layers.lazy_states import stored_states
+from kvcache_plugins.layers.policies import RowPolicy
 from kvcache_plugins.models.cache_argument import CACHE_NAMES, as_argument, find_cache
 from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.registry import create_cache
@@ -226,8 +227,10 @@ def _recipe(model: PreTrainedModel, name: str, text: torch.Tensor | None, num_re
             model(text.to(model.device), **as_argument(cache), logits_to_keep=1)
     codecs = {}
     for layer_idx, layer in layers.items():
-        packing = getattr(layer, "packing", None)
-        codec = packing.fixed if packing is not None and text is None else getattr(layer, "codec", None)
+        policy = getattr(layer, "policy", None)
+        codec = (
+            policy.shared_codec if isinstance(policy, RowPolicy) and text is None else getattr(layer, "codec", None)
+        )
         if isinstance(codec, RowCodec):
             codecs[layer_idx] = codec if codec.is_shared else RowCodec(SharedTables(*codec.tables()))
     if not codecs:
@@ -237,8 +240,8 @@ def _recipe(model: PreTrainedModel, name: str, text: torch.Tensor | None, num_re
             "`transform-16` to `transform-30` with a `text` (`--text-file`) to make tables of (these alone "
             "under tensor parallelism)"
         )
-    packing = next(layer.packing for layer in layers.values() if hasattr(layer, "packing"))
-    return Recipe(codecs, packing.num_sink_tokens, num_recent_tokens)
+    policy = next(layer.policy for layer in layers.values() if hasattr(layer, "policy"))
+    return Recipe(codecs, policy.num_sink_tokens, num_recent_tokens)
 
 
 @contextmanager

@@ -173,6 +173,14 @@ class Codec(PackingCodec, ABC):
         """Returns the codec to read with, given rows of the sample that it was fitted to."""
         return self
 
+    def finer(self, nbits: int) -> Codec | None:
+        """Return the codec with `nbits` more bits a number; `None` if rows have one size only."""
+        return None
+
+    def recode(self, rows: Rows, finer: Codec) -> Rows:
+        """Return rows of a codec that `finer` has made as rows of this one."""
+        raise NotImplementedError
+
     def too_large(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
         """Marks tokens `[B, T]` that rows `[B, H, T, R]` cannot hold, if there may be such."""
         return None

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvcache_plugins.files.records import Format
-from kvcache_plugins.layers.compressed_layer import CompressedLayer
+from kvcache_plugins.layers.group_layer import GroupLayer
 from kvcache_plugins.layers.model_match import replace_full_attention
 from kvcache_plugins.models.layer_config import head_dims
 from kvcache_plugins.option_checks import split_nbits
@@ -137,8 +137,8 @@ class GEARCache(PackedCache):
         )
         super().__init__(get_config(config, "config"), attention_mask)
 
-    def _layer(self, layer_idx: int, config: PreTrainedConfig | None = None) -> CompressedLayer:
-        layer = CompressedLayer(self.cache_config.packing(), layer_idx, self._given_mask)
+    def _layer(self, layer_idx: int, config: PreTrainedConfig | None = None) -> GroupLayer:
+        layer = GroupLayer(self.cache_config.policy(), layer_idx, self._given_mask)
         layer.on_first_prompt = warm_up_for_prompt
         return layer
 

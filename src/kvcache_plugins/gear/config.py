@@ -5,7 +5,7 @@ from typing import Any
 
 from kvcache_plugins.codecs.groups import GroupCodec, SideCodec
 from kvcache_plugins.codecs.quantization import SUPPORTED_NBITS, Grouping
-from kvcache_plugins.layers.packing import GroupPacking
+from kvcache_plugins.layers.policies import GroupPolicy
 from kvcache_plugins.option_checks import check_bool, check_choice, check_integer, check_number
 
 
@@ -100,9 +100,9 @@ class GEARConfig:
         """Number of tokens of the shortest prompt that is compressed."""
         return self.token_group
 
-    def packing(self) -> GroupPacking:
-        """Make the packing of a layer."""
-        return GroupPacking(
+    def policy(self) -> GroupPolicy:
+        """Make the policy of a layer."""
+        return GroupPolicy(
             self.codec,
             residual_length=self.residual_length,
             num_sink_tokens=self.num_sink_tokens,

@@ -16,7 +16,7 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvcache_plugins.layers.model_match import ModelMatchMixin, replace_full_attention, watches_order
-from kvcache_plugins.layers.packing import RowPacking
+from kvcache_plugins.layers.policies import RowPolicy
 from kvcache_plugins.models.layer_config import decoder_config
 from kvcache_plugins.option_checks import check_mask
 from kvcache_plugins.registry import unwrap_model
@@ -167,7 +167,7 @@ class InfiniGenCache(AttentionListener, ModelMatchMixin, ReportingMixin, Cache):
         packing = self._packing(self._decoder_config, index)
         return InfiniGenLayer(self.infinigen_config, index, self._given_mask, packing)
 
-    def _packing(self, config: PreTrainedConfig, index: int) -> RowPacking | None:
+    def _packing(self, config: PreTrainedConfig, index: int) -> RowPolicy | None:
         """Says how tokens of a layer of a model's config are coded; `None` if they are in the pool as they are."""
         return None
 

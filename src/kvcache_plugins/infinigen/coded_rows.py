@@ -20,8 +20,10 @@ from kvcache_plugins.codecs.parts import TILE_TOKENS, RowTokens, SinkStates
 from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.tokens import ChoosingCall, attend_chosen, choose_by_rows, score_rows
+from kvcache_plugins.layers.exact_tokens import States
+from kvcache_plugins.layers.finite_check import check_finite
 from kvcache_plugins.layers.lazy_layer import LeftPadding
-from kvcache_plugins.layers.packing import RowPacking, States, check_finite
+from kvcache_plugins.layers.policies import RowPolicy
 
 from .pool import TokenPool
 from .scoring import Encoded, ScoringStates
@@ -36,7 +38,7 @@ class CodedRows(ScoringStates):
 
     growth = (1 + 1 / 64, 32)
 
-    def __init__(self, packing: RowPacking, head_dims: tuple[int, int], layer_idx: int, padding: LeftPadding):
+    def __init__(self, packing: RowPolicy, head_dims: tuple[int, int], layer_idx: int, padding: LeftPadding):
         super().__init__()
         self.packing, self.layer_idx, self.padding = packing, layer_idx, padding
         codec = packing.codec(*head_dims)
@@ -51,7 +53,7 @@ class CodedRows(ScoringStates):
 
     def needs_queries(self, length: int) -> bool:
         """Tells whether queries that make a sequence `length` long are to be heard: those of few tokens are not."""
-        is_long = length > self.packing.least_tokens - self.packing.num_heard
+        is_long = length > self.packing.least_tokens - self.packing.num_recorded_queries
         return not self.is_fitted and bool(self.codec.layouts) and is_long
 
     def hear(self, query: torch.Tensor, num_heads: int, valid: torch.Tensor | None) -> None:
@@ -79,11 +81,11 @@ class CodedRows(ScoringStates):
             rows = codec.encode(keys, values, positions)
         except ValueError as error:
             raise ValueError(f"layer {self.layer_idx}: {error}") from error
-        is_beyond = codec.too_large(*rows)
-        if is_beyond is not None:
-            is_beyond = (is_beyond if valid is None else is_beyond & valid).any()
+        overflow = codec.too_large(*rows)
+        if overflow is not None:
+            overflow = (overflow if valid is None else overflow & valid).any()
         real = None if valid is None else self._real(number[:, :count])
-        check_finite(keys, values, real, self.layer_idx, self.packing.largest, is_beyond)
+        check_finite(keys, values, real, self.layer_idx, self.packing.largest, overflow)
         if not self.is_fitted:
             codec = codec.without_shared_errors(rows, Sample(keys, values, valid, None, positions))
         self._encoded = codec, sinks, moments

@@ -20,8 +20,9 @@ from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.masks import slice_mask
 from kvcache_plugins.kernels.tokens import ChoosingCall, attend_staged, choose_rows_kernel
 from kvcache_plugins.layers.contexts import in_own_context, is_foreign_context
+from kvcache_plugins.layers.exact_tokens import ExactTail
 from kvcache_plugins.layers.lazy_layer import LazyLayer, MaskedTiles, kind_of
-from kvcache_plugins.layers.packing import ResidualBuffer, RowPacking
+from kvcache_plugins.layers.policies import RowPolicy
 from kvcache_plugins.user_warnings import warn_user
 
 from .coded_rows import CodedRows
@@ -61,7 +62,7 @@ class InfiniGenLayer(LazyLayer):
         config: InfiniGenConfig,
         layer_idx: int,
         attention_mask: torch.Tensor | None = None,
-        packing: RowPacking | None = None,
+        packing: RowPolicy | None = None,
     ):
         self.config, self.packing = config, packing
         super().__init__(layer_idx, attention_mask)
@@ -69,7 +70,7 @@ class InfiniGenLayer(LazyLayer):
 
     def _clear(self) -> None:
         super()._clear()
-        self.window: ResidualBuffer | None = None
+        self.window: ExactTail | None = None
         self.pool: TokenPool | None = None
         self.scoring: ScoringStates | None = None
         self.num_pooled = 0
@@ -119,7 +120,7 @@ class InfiniGenLayer(LazyLayer):
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if self.window is None:
-            self.window = ResidualBuffer(keys, values, self._window_limit)
+            self.window = ExactTail(keys, values, self._window_limit)
         else:
             self.window.append(keys, values)
 
@@ -151,15 +152,15 @@ class InfiniGenLayer(LazyLayer):
         exact: tuple[torch.Tensor, torch.Tensor] | None = None
         if window is None or self._num_new != 1 or torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled():
             return super().update(key_states, value_states)
-        has_room = window.left is None and window.length < min(window.capacity, window.limit)
+        has_room = window.unwritten is None and window.length < min(window.capacity, window.limit)
         if call is not None and has_room and call.accept(key_states, value_states) is not None:
-            window.left, window.length = (key_states, value_states), window.length + 1
+            window.unwritten, window.length = (key_states, value_states), window.length + 1
         elif self._is_window_full or is_foreign_context() or self._token_kind != kind_of(key_states, value_states):
             return super().update(key_states, value_states)
         elif self.pool is not None:
             window.append(key_states, value_states)
         else:
-            exact, is_lazy = window.append_exactly(key_states, value_states), self._needs_queries
+            exact, is_lazy = window.append_exactly(key_states, value_states), self._records_queries
         self._length += 1
         return self._lazy(exact) if exact is None or is_lazy else exact
 
@@ -214,7 +215,7 @@ class InfiniGenLayer(LazyLayer):
         return ScoringCodes(config.scoring_nbits, keys, valid, max(count - self._left_padding.ends()[1], 0))
 
     @property
-    def _needs_queries(self) -> bool:
+    def _records_queries(self) -> bool:
         """Tells whether the codec that is to come is fitted to the newest queries."""
         scoring = self.scoring
         return isinstance(scoring, CodedRows) and scoring.needs_queries(self._length + (self._pending is None))
@@ -229,7 +230,7 @@ class InfiniGenLayer(LazyLayer):
                 check(call.query)
             if self.needs_prompt_attention and self._pending is not None:
                 self._prompt_queries = call.query
-            if isinstance(self.scoring, CodedRows) and self._needs_queries:
+            if isinstance(self.scoring, CodedRows) and self._records_queries:
                 query = call.query[:, :, -_NUM_QUERIES:]
                 valid = self._valid_tokens(self._length - query.shape[2], query.shape[2])
                 self.scoring.hear(query, self._shapes["keys"][1], valid)
@@ -377,10 +378,10 @@ class InfiniGenLayer(LazyLayer):
         if call is None or window is None or self._num_new != 1 or num_tokens != self._length or query.requires_grad:
             return None
         bounds = bounds_of(self.config, num_tokens, self.num_pooled)
-        output = call.attend(query, scale, window.storage, window.length, window.left, bounds)
+        output = call.attend(query, scale, window.storage, window.length, window.unwritten, bounds)
         if output is not None:
             # It has been written
-            window.left = None
+            window.unwritten = None
             counters, num_rows = self._counters, self.batch_size * self._shapes["keys"][1]
             counters["attend_calls"] += 1
             counters["selected_calls"] += 1

@@ -14,7 +14,7 @@ import torch
 from kvcache_plugins.codecs.quantization import pack
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.tokens import ChoosingCall, attend_chosen, choose_by_codes, code_scores
-from kvcache_plugins.layers.packing import States
+from kvcache_plugins.layers.exact_tokens import States
 
 from .pool import TokenPool
 from .selection import Selection

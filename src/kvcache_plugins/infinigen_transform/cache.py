@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.infinigen.config import check_options as check_infinigen
-from kvcache_plugins.layers.packing import RowPacking
+from kvcache_plugins.layers.policies import RowPolicy
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 from kvcache_plugins.transform_coding.config import DEFAULT_NBITS, TransformCodingConfig
 
@@ -67,10 +67,10 @@ class InfiniGenTransformCache(InfiniGenCache):
         check_options(key_nbits=key_nbits, value_nbits=value_nbits, **options)
         super().__init__(model, **options)
 
-    def _packing(self, config: PreTrainedConfig, index: int) -> RowPacking:
+    def _packing(self, config: PreTrainedConfig, index: int) -> RowPolicy:
         sink, (key_nbits, value_nbits) = self.infinigen_config.sink, self._nbits
         own = TransformCodingConfig(key_nbits=key_nbits, value_nbits=value_nbits, num_sink_tokens=sink)
-        return own.packing(rotary_frequencies(config, index))
+        return own.policy(rotary_frequencies(config, index))
 
 
 def check_options(*, key_nbits: float = KEY_NBITS, value_nbits: float = VALUE_NBITS, **options: Any) -> None:

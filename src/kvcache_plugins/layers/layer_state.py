@@ -1,11 +1,11 @@
 """State of a layer between two updates, as tensors and numbers: the schema of files, stores and copies.
 
 A state may come from anywhere. `files.schema` sees to it that every field is what its annotation says;
-`restore_blocks` to what holds between fields, under the options of a cache.
+`restore_row_segments` and `restore_group_segments` to what holds between fields, under the options of a cache.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 
@@ -14,7 +14,9 @@ from kvcache_plugins.codecs.groups import GroupCodec
 from kvcache_plugins.codecs.parts import SIDES
 from kvcache_plugins.files.schema import FLOATS, MAX_INTEGER, Range, Stored, check_layout
 
-from .packing import ROWS, Block, ExactPrefix, GroupBlock, GroupPacking, Packing, RowBlock
+from .exact_tokens import ExactPrefix
+from .policies import GroupPolicy, RowPolicy
+from .segments import ROWS, GroupSegment, RowSegment
 
 
 Size = Annotated[int, Range(1, 2**20)]
@@ -36,8 +38,8 @@ class ExactStates:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class BlockState:
-    """Consecutive tokens, compressed: a `Block`, with tensors of both sides by name, without spare capacity."""
+class SegmentState:
+    """Tokens of a `Segment`: tensors of both sides by name, without spare capacity."""
 
     start: int
     length: Annotated[int, Range(1)]
@@ -60,7 +62,7 @@ class LayerState:
         counters (`dict[str, int]`): what `stats()` counts.
         padding (`torch.Tensor` of shape `[batch_size]`, *optional*): left padding of every sequence.
         prefix (`ExactPrefix`, *optional*): exact tokens in front.
-        blocks (`list[BlockState]`): compressed tokens.
+        blocks (`list[SegmentState]`): compressed tokens.
         buffer (`ExactStates`, *optional*): exact tokens behind.
         tables (`CodecState`, *optional*): how rows are read, once the layer has made tables of its prompt.
         moments (`QueryMoments`, *optional*): of the queries so far, while a sequence has no table.
@@ -79,7 +81,7 @@ class LayerState:
     counters: dict[str, int]
     padding: Annotated[torch.Tensor, Stored(("batch_size",), torch.int64, least=0, most=MAX_INTEGER)] | None
     prefix: ExactPrefix | None
-    blocks: list[BlockState]
+    blocks: list[SegmentState]
     buffer: ExactStates | None
     tables: CodecState | None = None
     moments: QueryMoments | None = None
@@ -139,68 +141,106 @@ def _check_order(state: LayerState, sliding_window: int | None, path: str) -> No
         raise ValueError(f"`{path}`: an item that waits for a table has to have all its tokens in front")
 
 
-def restore_blocks(
-    state: LayerState, packing: Packing, sliding_window: int | None, path: str
-) -> tuple[Codec | GroupCodec | None, list[Block]]:
+def restore_row_segments(
+    state: LayerState, policy: RowPolicy, sliding_window: int | None, path: str
+) -> tuple[Codec | None, list[RowSegment]]:
     """
-    Makes the codec and the blocks of a layer, of a state that may come from anywhere; a `ValueError`, with the `path`
-    that a file has it at, if no layer that packs like that can be in this state.
+    Make codec and segments of a `RowLayer` of a state that may come from anywhere; a `ValueError`, with the `path` that
+    a file has it at, if no layer of that policy can be in this state.
     """
-    heads, head_dims = (state.batch_size, state.num_heads), (state.key_head_dim, state.value_head_dim)
-    unfitted, fixed = packing.codec(*head_dims), packing.fixed
-    codec: Any = None
-    if isinstance(packing, GroupPacking):
-        if any(each is not None for each in (state.tables, state.moments, state.pending)):
-            raise ValueError(f"`{path}` has tables, which groups do not have")
-        codec = unfitted if state.prefix is not None else None
-    elif fixed is not None:
-        if state.tables is not None:
-            raise ValueError(f"`{path}` has tables of its own, but the cache a calibration")
-        keys, values = (torch.empty(*heads, 0, dim, dtype=torch.float32, device="meta") for dim in head_dims)
-        fixed.check_shapes(keys, values)
-        # Coded from where the exact tokens in front end, of which a window may have let go
-        codec = fixed if state.prefix is not None or state.held_start else None
+    heads = state.batch_size, state.num_heads
+    unfitted = policy.codec(state.key_head_dim, state.value_head_dim)
+    codec = None
+    if policy.shared_codec is not None:
+        codec = _shared_codec(state, policy.shared_codec, path)
     elif state.tables is not None:
         codec = unfitted.restore(state.tables, heads, f"{path}.tables")
     if state.moments is not None and state.moments.products.shape[2] != len(unfitted.layouts):
         raise ValueError(f"`{path}.moments.products` has to be of {len(unfitted.layouts)} rotary embeddings")
-    what = "exact tokens in front" if isinstance(packing, GroupPacking) else "tables"
     if codec is None:
-        if state.prefix is not None or state.pending is not None or state.is_open or state.blocks or state.exact_start:
-            raise ValueError(f"`{path}` has no {what}, but not all tokens are exact ones in the buffer")
+        _check_all_exact(state, "tables", path)
         return None, []
+    _check_begin(state, "tables", path)
+    _check_order(state, sliding_window, path)
+    segments = []
+    for number, segment in enumerate(state.blocks):
+        where = f"{path}.blocks.{number}"
+        own: Codec | None = codec
+        if segment.is_recent:
+            own = (
+                codec.finer(policy.recent_nbits) if policy.recent_length and number + 1 == len(state.blocks) else None
+            )
+        if own is None:
+            raise ValueError(f"`{where}.is_recent` asks for a last block, of a cache that has recent rows")
+        for side, tensors, size in zip(SIDES, (segment.keys, segment.values), own.row_sizes, strict=True):
+            layout = {ROWS: Stored((*heads, segment.length, size), torch.uint8)}
+            check_layout(f"{where}.{side}", tensors, layout)
+        rows = segment.keys[ROWS], segment.values[ROWS]
+        segments.append(RowSegment(*rows, segment.start, segment.length, segment.is_recent, state.is_open))
+    return codec, segments
+
+
+def _shared_codec(state: LayerState, codec: Codec, path: str) -> Codec | None:
+    """Return the codec that a model's caches share, if tokens of the state are packed by it."""
+    if state.tables is not None:
+        raise ValueError(f"`{path}` has tables of its own, but the cache a calibration")
+    keys, values = (
+        torch.empty(state.batch_size, state.num_heads, 0, dim, dtype=torch.float32, device="meta")
+        for dim in (state.key_head_dim, state.value_head_dim)
+    )
+    codec.check_shapes(keys, values)
+    # Tokens are packed behind the prefix, which a window may have evicted
+    return codec if state.prefix is not None or state.held_start else None
+
+
+def restore_group_segments(
+    state: LayerState, policy: GroupPolicy, path: str
+) -> tuple[GroupCodec | None, list[GroupSegment]]:
+    """Make codec and segments of a `GroupLayer`, like `restore_row_segments`."""
+    if any(each is not None for each in (state.tables, state.moments, state.pending)):
+        raise ValueError(f"`{path}` has tables, which groups do not have")
+    what = "exact tokens in front"
+    if state.prefix is None:
+        _check_all_exact(state, what, path)
+        return None, []
+    _check_begin(state, what, path)
+    _check_order(state, None, path)
+    codec = policy.codec(state.key_head_dim, state.value_head_dim)
+    segments = []
+    for number, segment in enumerate(state.blocks):
+        where = f"{path}.blocks.{number}"
+        if segment.is_recent:
+            raise ValueError(f"`{where}.is_recent` asks for a last block, of a cache that has recent rows")
+        is_open = state.is_open and number + 1 == len(state.blocks)
+        heads = state.batch_size, state.num_heads
+        segments.append(_read_groups(segment, codec, policy.residual_length, heads, where, is_open=is_open))
+    return codec, segments
+
+
+def _check_all_exact(state: LayerState, what: str, path: str) -> None:
+    """Raise a `ValueError` unless a state without a codec has all its tokens in the tail."""
+    if state.prefix is not None or state.pending is not None or state.is_open or state.blocks or state.exact_start:
+        raise ValueError(f"`{path}` has no {what}, but not all tokens are exact ones in the buffer")
+
+
+def _check_begin(state: LayerState, what: str, path: str) -> None:
+    """Raise a `ValueError` unless a state with a codec has what a fitted layer begins with."""
     has_begin = state.prefix is not None or (state.held_start > 0 and state.pending is None)
     has_moments = state.moments is not None and state.pending is None
     if not has_begin or has_moments or (state.is_open and not state.blocks):
         raise ValueError(f"`{path}` has {what}, but not what goes with them")
-    _check_order(state, sliding_window, path)
-    blocks: list[Block] = []
-    for number, block in enumerate(state.blocks):
-        own, where = packing.recent_codec(codec) if block.is_recent else codec, f"{path}.blocks.{number}"
-        if own is None or (block.is_recent and number + 1 < len(state.blocks)):
-            raise ValueError(f"`{where}.is_recent` asks for a last block, of a cache that has recent rows")
-        if isinstance(packing, GroupPacking):
-            is_open = state.is_open and number + 1 == len(state.blocks)
-            blocks.append(_read_groups(block, own, packing.residual_length, heads, where, is_open=is_open))
-            continue
-        for side, tensors, size in zip(SIDES, (block.keys, block.values), own.row_sizes, strict=True):
-            layout = {ROWS: Stored((*heads, block.length, size), torch.uint8)}
-            check_layout(f"{where}.{side}", tensors, layout)
-        rows = block.keys[ROWS], block.values[ROWS]
-        blocks.append(RowBlock(*rows, block.start, block.length, block.is_recent, state.is_open))
-    return codec, blocks
 
 
 def _read_groups(
-    block: BlockState, codec: GroupCodec, decoded_length: int, heads: tuple[int, int], path: str, *, is_open: bool
-) -> GroupBlock:
-    keys = codec.keys.read(f"{path}.keys", block.keys, *heads, decoded_length)
-    values = codec.values.read(f"{path}.values", block.values, *heads, decoded_length)
+    segment: SegmentState, codec: GroupCodec, decoded_length: int, heads: tuple[int, int], path: str, *, is_open: bool
+) -> GroupSegment:
+    keys = codec.keys.read(f"{path}.keys", segment.keys, *heads, decoded_length)
+    values = codec.values.read(f"{path}.values", segment.values, *heads, decoded_length)
     chunks = keys.num_chunks, keys.chunk_length
-    if (values.num_chunks, values.chunk_length) != chunks or -(-block.length // chunks[1]) != chunks[0]:
-        raise ValueError(f"`{path}`: {block.length} tokens do not fit {chunks[0]} chunks of {chunks[1]}")
-    # Chunks of decoded tokens are written into an open block, which has to be of such
-    is_whole = chunks[1] == decoded_length and block.length % decoded_length == 0
+    if (values.num_chunks, values.chunk_length) != chunks or -(-segment.length // chunks[1]) != chunks[0]:
+        raise ValueError(f"`{path}`: {segment.length} tokens do not fit {chunks[0]} chunks of {chunks[1]}")
+    # Chunks of decoded tokens are written into an open segment, which has to be of such
+    is_whole = chunks[1] == decoded_length and segment.length % decoded_length == 0
     if is_open and not (is_whole and codec.keys.is_of_decoded(keys) and codec.values.is_of_decoded(values)):
         raise ValueError(f"`{path}` is open, and has to be of whole chunks of decoded tokens")
-    return GroupBlock(keys, values, block.start, block.length, is_open=is_open)
+    return GroupSegment(keys, values, segment.start, segment.length, is_open=is_open)

@@ -21,6 +21,7 @@ from kvcache_plugins.kernels.masks import leading_padding
 
 from .contexts import in_own_context, is_foreign_context
 from .lazy_states import STORED, HandedOut, LazyScores, LazyStates, stored_states
+from .phase import Phase
 
 
 # Keys and values `[B, H, tokens, D]`, and their columns of a mask
@@ -145,7 +146,19 @@ class LazyLayer(CacheLayerMixin):
 
     @padding.setter
     def padding(self, padding: torch.Tensor | None) -> None:
+        self.invalidate_plan()
         self._left_padding.set(padding)
+
+    def invalidate_plan(self) -> None:
+        """Invalidate what a layer has prepared for stored tokens, as these or their padding will change."""
+        return None
+
+    @property
+    def phase(self) -> Phase:
+        """State of the layer between two calls."""
+        if self._pending is not None:
+            return Phase.PROMPT
+        return Phase.STORED if self._length else Phase.EMPTY
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -211,7 +224,7 @@ class LazyLayer(CacheLayerMixin):
             states, self._token_kind = self._exact_states(), kind_of(key_states, value_states)
             if states is not None:
                 # As attention is given them: as they are, unless the layer has to hear of the queries
-                return self._lazy(states) if self._needs_queries else states
+                return self._lazy(states) if self._records_queries else states
         return self._lazy(exact)
 
     # Nothing that `torch.compile` could trace
@@ -292,7 +305,7 @@ class LazyLayer(CacheLayerMixin):
         self.settle_prompt()
 
     @property
-    def _needs_queries(self) -> bool:
+    def _records_queries(self) -> bool:
         """Whether attention of a token over exact states tells the layer anything."""
         return False
 

@@ -29,12 +29,17 @@ from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_token_kernel, compiles_kernels, explain_kernel
 from kvcache_plugins.kernels.masks import combine_masks, mask_columns, slice_mask
 
-from .compressed_layer import CompressedLayer
 from .contexts import in_own_context
+from .finite_check import check_finite
 from .layer_state import LayerState
 from .lazy_layer import kind_of
 from .lazy_states import stored_states
-from .packing import NotCopied, Packing, RowBlock, RowPacking, check_finite
+from .phase import Phase
+from .policies import RowPolicy
+from .row_layer import RowLayer
+from .segments import RowSegment
+from .step_plan import DroppedOnCopy
+from .storage import LayerStorage
 
 
 # Capacity that is added when there is none left: a share of the rows held, and at least so many
@@ -48,7 +53,7 @@ _FORMS: "WeakValueDictionary[int, StaticForm]" = WeakValueDictionary()
 _NUMBERS = itertools.count(1)
 
 
-class StaticForm(NotCopied):
+class StaticForm(DroppedOnCopy):
     """
     Where a layer that stands still, whose buffer is full and whose last block is open, has its tokens, and what
     changes from step to step, on the device.
@@ -64,7 +69,7 @@ class StaticForm(NotCopied):
     def __init__(self, layer: "StaticLayer"):
         self.layer, self.number, self._codec = ref(layer), next(_NUMBERS), layer.codec
         _FORMS[self.number] = self
-        self._block, self.storage, self._places = layer.blocks[-1], layer._buffer_storage(), layer._places()
+        self._block, self.storage, self._places = layer.storage.segments[-1], layer._buffer_storage(), layer._places()
         self._num_exact = self.storage[0].shape[2]
         self._last = self._block.start + self._block.capacity
         self.num_columns = self._last + self._num_exact
@@ -77,11 +82,11 @@ class StaticForm(NotCopied):
         torch._dynamo.mark_static_address(self.order)
         self._newest = torch.arange(-self._num_exact, 0, dtype=torch.int64, device=layer.device)
         # Parts before the buffer with all their capacity, and the positions of their tokens or that of the first
-        block, prefix, parts = self._block, layer.prefix, list[Any](layer.packed_parts(None))
-        opened = parts.pop() if block.length else block.part(layer.codec, layer.padding, None)
+        block, prefix, parts = self._block, layer.storage.prefix, list[Any](layer.packed_parts(None))
+        opened = parts.pop() if block.length else layer._part(block, None)
         parts.append(replace(opened, length=block.capacity, num_tokens=self._stored))
         parts = [replace(part, mask=slice_mask(part.mask, 0, part.length)) for part in parts]
-        starts: list[Any] = [each.start for each in layer.blocks if each.length or each is block]
+        starts: list[Any] = [each.start for each in layer.storage.segments if each.length or each is block]
         in_front = [] if prefix is None or not prefix.num_slots else [prefix.positions]
         self._parts = list(zip(parts, [*in_front, *starts], strict=True))
         self._steps: dict[tuple[object, ...], Callable[[torch.Tensor], torch.Tensor] | None] = {}
@@ -151,15 +156,14 @@ class StaticForm(NotCopied):
         return self._steps[kind]
 
 
-class StaticLayer(CompressedLayer):
+class StaticLayer(RowLayer):
     """
     A layer of rows that stands still while tokens are decoded one by one, with as many of the newest tokens exact.
 
     Args:
-        packing, layer_idx, attention_mask: see `CompressedLayer`.
+        policy, layer_idx, attention_mask: see `RowLayer`.
         max_length (`int`, *optional*): tokens that there is capacity for from the first one on. By default capacity
             grows with them, and only where kernels of a GPU compute the layer stands still.
-
     Attributes:
         form (`StaticForm`, *optional*): where it stands, if the next token can be taken in there.
     """
@@ -171,12 +175,12 @@ class StaticLayer(CompressedLayer):
 
     def __init__(
         self,
-        packing: Packing,
+        policy: RowPolicy,
         layer_idx: int,
         attention_mask: torch.Tensor | None = None,
         max_length: int | None = None,
     ):
-        super().__init__(packing, layer_idx, attention_mask)
+        super().__init__(policy, layer_idx, attention_mask)
         self.max_length, self.is_compileable = max_length, max_length is not None
 
     def _clear(self) -> None:
@@ -203,11 +207,13 @@ class StaticLayer(CompressedLayer):
         if self.max_length is not None and reason is not None:
             raise ValueError(f"`max_cache_len` needs Triton's kernels: {reason}")
         self._stands_still = has_kernels or self.max_length is not None
-        if self._stands_still and isinstance(self.packing, RowPacking) and self.packing.recent_length:
+        if self._stands_still and not self.policy.keeps_whole_tail:
             # In the place of rows of more bits, which are coded twice
-            self._age()
-            num_exact = max(self.packing.residual_length, _NUM_EXACT)
-            self.packing = replace(self.packing, recent_length=0, residual_length=num_exact)
+            num_exact = self.policy.residual_length
+            if self.policy.recent_length:
+                self._requantize_recent()
+                num_exact = max(num_exact, _NUM_EXACT)
+            self.policy = replace(self.policy, recent_length=0, residual_length=num_exact, keeps_whole_tail=True)
 
     # Tokens of the sequence and of the blocks, which a replayed graph adds to
 
@@ -221,13 +227,13 @@ class StaticLayer(CompressedLayer):
         self._num_tokens, self._is_ahead = length, False
 
     @property
-    def blocks(self) -> list[Any]:  # type: ignore[override]
+    def storage(self) -> LayerStorage[RowSegment]:  # type: ignore[override]
         self._catch_up()
-        return self._blocks
+        return self._storage
 
-    @blocks.setter
-    def blocks(self, blocks: list[Any]) -> None:
-        self._blocks = blocks
+    @storage.setter
+    def storage(self, storage: LayerStorage[RowSegment]) -> None:
+        self._storage = storage
 
     def _catch_up(self) -> None:
         """Counts the tokens that graphs have stored and attended to. The host waits for the device."""
@@ -243,8 +249,8 @@ class StaticLayer(CompressedLayer):
 
     def _note_pushed(self, count: int) -> None:
         """Counts coded tokens, and looks at them now and then: a `ValueError` if one was too large."""
-        block, before = self._blocks[-1], self._blocks[-1].length
-        block.length, self._prepared, self._num_new = before + count, None, 1
+        block, before = self._storage.segments[-1], self._storage.segments[-1].length
+        block.length, self._num_new, self.plan = before + count, 1, None
         for name in ("tokens_compressed", "chunks_compressed"):
             self._counters[name] += count
         first = before // _CHECK_STEP * _CHECK_STEP
@@ -252,36 +258,38 @@ class StaticLayer(CompressedLayer):
             rows = slice(first, block.length)
             too_large = self.codec.too_large(block.keys[:, :, rows], block.values[:, :, rows])
             nothing = self._buffer_storage()[0][:, :, :0]
-            check_finite(nothing, nothing, None, self.layer_idx, is_beyond=too_large.any())
+            check_finite(nothing, nothing, None, self.layer_idx, overflow=too_large.any())
 
     def _buffer_storage(self) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.buffer is not None
-        return self.buffer.tensors()
+        assert self._storage.tail is not None
+        return self._storage.tail.tensors()
 
     def _places(self) -> list[object]:
         """Lists what would be another if something stood elsewhere."""
-        prefix = () if self.prefix is None else (self.prefix.keys, self.prefix.count)
-        blocks = (each for block in self.blocks for each in (block, block.keys))
+        own = self.storage.prefix
+        prefix = () if own is None else (own.keys, own.count)
+        blocks = (each for block in self.storage.segments for each in (block, block.keys))
         return [self.padding, self.codec, *blocks, *prefix, *self._buffer_storage()]
 
     def _stand(self) -> None:
         """Stands still if the next token changes nothing but the buffer and the open block."""
-        buffer, limit, self.form = self._buffer, self.packing.residual_length, None
-        if not self._stands_still or self._plain is not None or buffer is None or buffer.length != limit:
+        storage, limit, self.form = self.storage, self.policy.residual_length, None
+        buffer = storage.tail
+        if not self._stands_still or self.phase is not Phase.STORED or buffer is None or buffer.length != limit:
             return
-        if self._pending is not None or self._needs_queries or not isinstance(self.codec, RowCodec):
+        if self._records_queries or not isinstance(self.codec, RowCodec):
             return
-        first = next((block for block in self.blocks if block.length), None)
+        first = next((block for block in storage.segments if block.length), None)
         # Padding is of the first prompt, and hidden by masks of its own part
         if first is None or (self.padding is not None and int(self.padding.max()) > first.start + first.length):
             return
-        if not self.blocks[-1].is_open:
+        if not storage.segments[-1].is_open:
             keys, values = (
                 torch.zeros(self.batch_size, self._shapes["keys"][1], 0, size, dtype=torch.uint8, device=self.device)
                 for size in self.codec.row_sizes
             )
-            self.blocks.append(RowBlock(keys, values, self.exact_start, 0))
-        newest = self.blocks[-1]
+            storage.segments.append(RowSegment(keys, values, self.exact_start, 0))
+        newest = storage.segments[-1]
         wanted = 0 if self.max_length is None else self.max_length - newest.start - limit
         if newest.capacity < max(wanted, newest.length + 1):
             more = newest.length + max(newest.length // _SHARE, _LEAST)
@@ -289,9 +297,9 @@ class StaticLayer(CompressedLayer):
         form, states = self._form, [each[:, :, :limit] for each in buffer.tensors()]
         if form is not None and kind_of(*states) == kind_of(*form.storage):
             # An update of several tokens has moved them
-            buffer.put_into(*form.storage)
+            buffer.move_to(*form.storage)
         elif buffer.capacity != limit:
-            buffer.put_into(*(each.clone() for each in states))
+            buffer.move_to(*(each.clone() for each in states))
         if self._form is None or not self._form.holds(self):
             self._form = StaticForm(self)
         else:
@@ -317,7 +325,7 @@ class StaticLayer(CompressedLayer):
         return stored_states(self, key_states.shape, value_states.shape, self._length, self.dtype, self.device)
 
     def _push(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        newest = self.blocks[-1]
+        newest = self.storage.segments[-1]
         if newest.length == newest.capacity:
             self._stand()
         assert self.form is not None
@@ -330,7 +338,7 @@ class StaticLayer(CompressedLayer):
         if keys.shape[2] == 1 and self.form is not None:
             self._push(keys, values)
             return
-        self.form = None
+        self.invalidate_plan()
         super()._append(keys, values)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -370,8 +378,9 @@ class StaticLayer(CompressedLayer):
             return self.form.num_columns, 0
         return super().get_mask_sizes(query_length)
 
-    def _forget_places(self) -> None:
-        super()._forget_places()
+    def invalidate_plan(self) -> None:
+        """See `CompressedLayer.invalidate_plan`: the layer stands elsewhere, too."""
+        super().invalidate_plan()
         self.form = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

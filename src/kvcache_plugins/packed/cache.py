@@ -13,7 +13,7 @@ from kvcache_plugins.files.atomic import refusals
 from kvcache_plugins.files.records import Format, read_record, write_record
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.model_match import ModelMatchMixin
-from kvcache_plugins.layers.packing import Packing
+from kvcache_plugins.layers.policies import GroupPolicy, RowPolicy
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 from kvcache_plugins.option_checks import check_integer, check_mask
 from kvcache_plugins.registry import check_cache, get_config, parse_cache_spec, unwrap_model
@@ -46,8 +46,8 @@ class CacheConfig(Protocol):
     @property
     def token_group(self) -> int: ...
 
-    def packing(self) -> Packing:
-        """Make the packing of a layer."""
+    def policy(self) -> RowPolicy | GroupPolicy:
+        """Make the policy of a layer."""
 
     def to_options(self) -> dict[str, Any]:
         """Return the arguments of the cache's class that make the same cache."""
@@ -96,13 +96,12 @@ class PackedCache(ModelMatchMixin, ReportingMixin, Cache):
         layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         choice: dict[str, StatValue] = {} if self.choice is None else self.choice.stats()
         kinds = {
-            "layers_compressing": sum(1 for layer in layers if layer.blocks),
+            "layers_compressing": sum(1 for layer in layers if layer.storage.segments),
             "layers_windowed": sum(layer.is_sliding for layer in layers),
             "layers_left": len(self.layers) - len(layers),
         }
         # A new layer, where there is none yet, lends the names of counters
-        packing = self.cache_config.packing()
-        return {**kinds, **add_stats(self.layers, lambda index: CompressedLayer(packing, index)), **choice}
+        return {**kinds, **add_stats(self.layers, self._layer), **choice}
 
     def warm_up(self, model: PreTrainedModel, *, padded: bool = False) -> None:
         """

@@ -13,8 +13,9 @@ from transformers import PreTrainedConfig
 
 from kvcache_plugins.kernels.engine import compiles_kernels
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
+from kvcache_plugins.layers.group_layer import GroupLayer
 from kvcache_plugins.layers.model_match import key_value_heads
-from kvcache_plugins.layers.packing import GroupPacking
+from kvcache_plugins.layers.policies import RowPolicy
 from kvcache_plugins.models.layer_config import configs_of_layers, decoder_config, head_dims
 
 
@@ -62,21 +63,22 @@ def warm_up(layers: Iterable[object], sizes: Sizes) -> None:
     for layer in layers:
         if not isinstance(layer, CompressedLayer):
             continue
-        packing = layer.packing
+        policy = layer.policy
+        shared = policy.shared_codec if isinstance(policy, RowPolicy) else None
         # Layers themselves are not kept, as they may have a calibration
-        kind = packing if packing.fixed is None else packing.fixed.kernel_kind
-        key = type(layer), kind, packing.residual_length, packing.num_sink_tokens, sizes
-        if key in _KNOWN_KINDS or getattr(packing.fixed, "head_shapes", shapes) != shapes:
+        kind = policy if shared is None else shared.kernel_kind
+        key = type(layer), kind, policy.residual_length, policy.num_sink_tokens, sizes
+        if key in _KNOWN_KINDS or getattr(shared, "head_shapes", shapes) != shapes:
             continue
         _KNOWN_KINDS.add(key)
         # A token of what may be padded is padding
-        lengths = {packing.least_tokens + packing.residual_length + 1}
-        if isinstance(packing, GroupPacking):
+        lengths = {policy.least_tokens + policy.residual_length + 1}
+        if isinstance(layer, GroupLayer):
             # Sinks may stand within the first group, and then parts of it are hidden, or before it
-            group = packing.least_tokens
-            lengths = {2 * group, 2 * group + packing.num_sink_tokens % group}
+            group = policy.least_tokens
+            lengths = {2 * group, 2 * group + policy.num_sink_tokens % group}
         for length in sorted(lengths):
-            exercise(type(layer)(packing, 0), sizes, length)
+            exercise(type(layer)(policy, 0), sizes, length)
 
 
 def exercise(layer: CompressedLayer, sizes: Sizes, prompt_length: int) -> None:
@@ -89,7 +91,7 @@ def exercise(layer: CompressedLayer, sizes: Sizes, prompt_length: int) -> None:
         return (numbers * 1000).cos().view(batch_size, num_heads, count, dim).to(sizes.dtype)
 
     # The decoded tokens come at once, and the update after them packs them
-    for count in (prompt_length, layer.packing.residual_length, 1, 1):
+    for count in (prompt_length, layer.policy.residual_length, 1, 1):
         first = layer.get_seq_length()
         keys, values = layer.update(states(count, sizes.key_dim), states(count, sizes.value_dim))
         query, hidden = states(count, sizes.key_dim, sizes.num_query_heads), None

@@ -32,9 +32,11 @@ from kvcache_plugins.files.records import Format, read_record
 from kvcache_plugins.files.schema import pack
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
-from kvcache_plugins.layers.layer_state import BlockState, DenseState, LayerState, State
+from kvcache_plugins.layers.group_layer import GroupLayer
+from kvcache_plugins.layers.layer_state import DenseState, LayerState, SegmentState, State
 from kvcache_plugins.layers.model_match import holds_nothing
-from kvcache_plugins.layers.packing import ROWS
+from kvcache_plugins.layers.row_layer import RowLayer
+from kvcache_plugins.layers.segments import ROWS
 from kvcache_plugins.models.fingerprint import fingerprint
 from kvcache_plugins.packed.cache import CacheConfig, PackedCache
 from kvcache_plugins.packed.snapshot import check_number, restore_layers, state_of
@@ -162,7 +164,7 @@ class PromptCache(PackedCache):
         self.model_name = str(model.config.name_or_path)
         super().__init__(model, **options)  # type: ignore[arg-type, call-arg]
         for index, layer in enumerate(self.layers):
-            is_known = type(layer) in (CompressedLayer, DynamicLayer, DynamicSlidingWindowLayer)
+            is_known = type(layer) in (GroupLayer, RowLayer, DynamicLayer, DynamicSlidingWindowLayer)
             if not is_known and not holds_nothing(layer):
                 raise ValueError(
                     f"`model`: layer {index} has states of another kind than keys and values "
@@ -249,7 +251,7 @@ def _cut(state: LayerState | DenseState | None, index: int, tokens: slice) -> La
             # Coded one by one
             rows, count = slice(start - block.start, tokens.stop - block.start), tokens.stop - start
             keys, values = ({ROWS: each[ROWS][:, :, rows]} for each in (block.keys, block.values))
-            found = BlockState(start, count, keys, values)
+            found = SegmentState(start, count, keys, values)
         elif (
             ROWS not in block.keys
             and (block.start, stop) == (start, tokens.stop)
@@ -284,7 +286,7 @@ def _join(states: Sequence[LayerState], num_tokens: int, counter_names: Sequence
         keys, values = (
             {ROWS: _cat([getattr(block, side).get(ROWS) for block in blocks])} for side in ("keys", "values")
         )
-        blocks = [BlockState(blocks[0].start, num_compressed, keys, values)]
+        blocks = [SegmentState(blocks[0].start, num_compressed, keys, values)]
     counters = dict.fromkeys(counter_names, 0) | {"tokens_compressed": num_compressed}
     counters["chunks_compressed"] = len(states)
     return dataclasses.replace(first, length=num_tokens, is_open=is_rows, counters=counters, blocks=blocks)

@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcache_plugins.files.records import Format
 from kvcache_plugins.kernels.engine import has_gpu_kernels
-from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.model_match import replace_full_attention
+from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 from kvcache_plugins.option_checks import check_integer, split_nbits
@@ -156,23 +156,21 @@ class TransformCodingCache(PackedCache):
         if max_cache_len is not None and not self.is_compileable:
             raise ValueError("`max_cache_len` is for models whose layers all are of full attention")
 
-    def _layer(
-        self, layer_idx: int, config: PreTrainedConfig | None = None, window: int | None = None
-    ) -> CompressedLayer:
+    def _layer(self, layer_idx: int, config: PreTrainedConfig | None = None, window: int | None = None) -> RowLayer:
         options, codec = self.cache_config, None
         frequencies = None if config is None else rotary_frequencies(config, layer_idx)
         # A calibration without a layer of a window leaves it to its prompt
         if self.calibration is not None and (window is None or layer_idx in self.calibration.layers):
             codec = self.calibration.codec(layer_idx, options.key_nbits, options.quantizer, frequencies)
-        packing = options.packing(frequencies, codec)
+        policy = options.policy(frequencies, codec)
         if window is None and options.quantizer == "lloyd-max" and (self._max_cache_len or has_gpu_kernels()):
-            return StaticLayer(packing, layer_idx, self._given_mask, self._max_cache_len)
-        return CompressedLayer(packing, layer_idx, self._given_mask, window)
+            return StaticLayer(policy, layer_idx, self._given_mask, self._max_cache_len)
+        return RowLayer(policy, layer_idx, self._given_mask, window)
 
     def _layers_for(self, config: PreTrainedConfig) -> list[Any]:
         options = self.cache_config
 
-        def make_windowed(index: int, window: int) -> CompressedLayer | None:
+        def make_windowed(index: int, window: int) -> RowLayer | None:
             is_compressed = options.sliding == "compressed"
             if options.sliding == "auto":
                 is_compressed = window >= options.least_window

@@ -7,7 +7,8 @@ from kvcache_plugins.codecs.codec import Codec
 from kvcache_plugins.codecs.prompt_codec import PromptCodec
 from kvcache_plugins.codecs.quantizers import QUANTIZERS, num_blocks
 from kvcache_plugins.codecs.rope import candidate_layouts
-from kvcache_plugins.layers.packing import DROP_STEP, RowPacking
+from kvcache_plugins.layers.policies import RowPolicy
+from kvcache_plugins.layers.row_layer import DROP_STEP
 from kvcache_plugins.option_checks import check_choice, check_integer, check_number
 
 
@@ -88,21 +89,22 @@ class TransformCodingConfig:
         keys, values = (min(max(round(nbits * count), LEAST_BYTES), self.max_width * count) for count, nbits in blocks)
         return keys, values
 
-    def packing(self, frequencies: tuple[float, ...] | None = None, fixed: Codec | None = None) -> RowPacking:
+    def policy(self, frequencies: tuple[float, ...] | None = None, fixed: Codec | None = None) -> RowPolicy:
         """
-        Make the packing of a layer.
+        Make the policy of a layer.
 
         Args:
             frequencies (`tuple[float, ...]`, *optional*): of the keys' rotary embedding, in radians a token, of every
                 pair of channels.
             fixed (`Codec`, *optional*): codec that does not depend on the prompt, as a calibration makes it.
         """
-        return RowPacking(
-            fixed if fixed is not None else PromptCodecs(self, frequencies),
+        return RowPolicy(
+            PromptCodecs(self, frequencies),
+            shared_codec=fixed,
             residual_length=self.residual_length,
             num_sink_tokens=self.num_sink_tokens,
             least_tokens=self.shortest_prompt if fixed is None else self.num_sink_tokens + 1,
-            num_heard=_NUM_RECORDED_QUERIES,
+            num_recorded_queries=_NUM_RECORDED_QUERIES,
             largest=_LARGEST,
             recent_length=self.recent_length,
             recent_nbits=self.recent_nbits,

@@ -1,4 +1,4 @@
-"""Attention of token after token by one prepared call is what attention prepared anew for every token is."""
+"""Attention of token after token by one plan equals attention that is planned anew for every token."""
 
 import copy
 
@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 
 from kvcache_plugins.kernels.attention import attend as kernel_attend
 from kvcache_plugins.kernels.compiled import PreparedCall
+from kvcache_plugins.layers.phase import Phase
 from kvcache_plugins.registry import create_cache, parse_cache_spec
 
 
@@ -55,7 +56,7 @@ def two_filled(preset, count=PROMPT, dtype=torch.float32, batch_size=1):
 def attend_anew(layer, query, keys, values):
     """Attends with nothing prepared."""
     states = layer.update(keys, values)
-    layer._prepared = None
+    layer.plan = None
     return F.scaled_dot_product_attention(query, *states, enable_gqa=True)
 
 
@@ -83,7 +84,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("preset", PRESETS)
 @torch.no_grad()
-def test_prepared_calls_equal_those_made_anew(preset, dtype, batch_size, calls):
+def test_one_plan_equals_plans_made_anew(preset, dtype, batch_size, calls):
     first, second = two_filled(preset, PROMPT, dtype, batch_size)
     steps = PRESETS[preset]
     for _ in range(steps):
@@ -98,7 +99,7 @@ def test_prepared_calls_equal_those_made_anew(preset, dtype, batch_size, calls):
     ("preset", "most"), [("gear-2bit:residual_length=4", 4), ("gear-k4v3:num_sink_tokens=3,residual_length=9", 9)]
 )
 @torch.no_grad()
-def test_launches_that_are_kept_equal_those_made_anew(preset, most, monkeypatch):
+def test_one_triton_plan_equals_plans_made_anew(preset, most, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
     from kvcache_plugins.kernels.triton import KeptAttention
 
@@ -120,7 +121,7 @@ def test_launches_that_are_kept_equal_those_made_anew(preset, most, monkeypatch)
 
 @pytest.mark.parametrize("preset", ["gear-k4v3", "transform"])
 @torch.no_grad()
-def test_copies_and_what_comes_between_have_calls_of_their_own(preset, calls):
+def test_copies_and_rollbacks_make_plans_of_their_own(preset, calls):
     layer, reference = two_filled(preset)
     for step in range(40):
         token = tokens(1)
@@ -147,7 +148,7 @@ def test_copies_and_what_comes_between_have_calls_of_their_own(preset, calls):
 
 @pytest.mark.parametrize("preset", ["gear-k4v3", "transform:residual_length=20"])
 @torch.no_grad()
-def test_a_token_that_attention_did_not_write_is_there_all_the_same(preset, calls):
+def test_unwritten_token_is_read_by_others(preset, calls):
     layer, reference = two_filled(preset)
     token = tokens(1)
     for each in (layer, reference):
@@ -155,7 +156,7 @@ def test_a_token_that_attention_did_not_write_is_there_all_the_same(preset, call
     for step in range(8):
         query, keys, values = tokens(1)
         layer.update(keys, values)
-        assert layer.buffer.left is not None
+        assert layer.storage.tail.unwritten is not None
         newest = layer.materialize("keys")[:, :, -1:] if step % 2 else None
         attend_anew(reference, query, keys, values)
         # Of two tokens in turn the first was not attended to
@@ -163,34 +164,39 @@ def test_a_token_that_attention_did_not_write_is_there_all_the_same(preset, call
         expected = attend_anew(reference, *token)
         assert torch.equal(attend(layer, *token), expected)
         assert newest is None or torch.equal(newest, keys)
-        assert layer.buffer.left is None
+        assert layer.storage.tail.unwritten is None
     assert calls
 
 
 @torch.no_grad()
-def test_other_queries_and_other_threads_find_no_call(calls):
+def test_other_queries_and_thread_counts_are_planned_anew(calls):
     layer, _ = two_filled("gear-k4v3")
     attend(layer, *tokens(1))
     attend(layer, *tokens(1))
     assert len(calls) == 2
+    plans = [layer.plan]
     query, keys, values = tokens(1)
     attend(layer, torch.cat([query, query], dim=1), keys, values)
+    plans.append(layer.plan)
     states = layer.update(keys, values)
     F.scaled_dot_product_attention(query, *states, scale=0.5, enable_gqa=True)
+    plans.append(layer.plan)
     num_threads = torch.get_num_threads()
     try:
         torch.set_num_threads(num_threads + 1)
         attend(layer, query, keys, values)
+        plans.append(layer.plan)
     finally:
         torch.set_num_threads(num_threads)
-    assert len(calls) == 2
+    # Each is planned anew, and answers
+    assert len(calls) == 5 and len(set(plans)) == 4
 
 
 @torch.no_grad()
-def test_a_call_accepts_tokens_of_its_kind_alone(calls):
+def test_plan_accepts_only_tokens_of_its_shape_and_dtype(calls):
     layer, _ = two_filled("transform")
     attend(layer, *tokens(1))
-    call, buffer = layer._prepared.call, layer.buffer
+    call, buffer = layer.plan._call, layer.storage.tail
     query, keys, values = tokens(1)
     wide = torch.cat([values, values], dim=3)[..., ::2]
     others = [(keys.bfloat16(), values.bfloat16()), (keys, values.half()), (keys, wide), (keys[:, :1], values[:, :1])]
@@ -227,17 +233,16 @@ def test_inference_mode_and_gradients_take_turns(preset):
 
 @pytest.mark.parametrize("preset", ["gear-k4v3", "transform"])
 @torch.no_grad()
-def test_plain_tokens_are_there_for_whoever_asks(preset):
-    """Until something is compressed a layer holds two tensors, which nothing but time tells."""
+def test_dense_phase_is_left_by_no_reader(preset):
     layer, reference = make_layer(preset), make_layer(preset)
     for step, given in enumerate([tokens(5), *(tokens(1) for _ in range(40))]):
         expected, found = attend(reference, *given), attend(layer, *given)
         assert torch.equal(found, expected)
         if step % 8 == 3:
-            assert layer._plain is not None
+            assert layer.phase is Phase.DENSE
             held = {part: tensor.shape for part, tensor in layer.named_tensors()}
             assert torch.equal(layer.materialize("values"), reference.materialize("values"))
-            assert layer._plain is None
+            assert layer.phase is Phase.DENSE
             assert held == {part: tensor.shape for part, tensor in layer.named_tensors()}
         if step == 20:
             layer = copy.deepcopy(layer)
@@ -251,21 +256,23 @@ def test_plain_tokens_are_there_for_whoever_asks(preset):
 
 @pytest.mark.parametrize("number", [float("nan"), 1e30])
 @torch.no_grad()
-def test_tokens_that_cannot_be_stored_are_refused_where_all_else_is_prepared(number):
+def test_plan_refuses_tokens_that_overflow(number):
     layer, _ = two_filled("transform")
     for _ in range(20):
         attend(layer, *tokens(1))
-    assert layer._prepared.coding is not None
-    length = layer.blocks[-1].length
-    held = [side[:, :, :length].clone() for side in (layer.blocks[-1].keys, layer.blocks[-1].values)]
+    assert layer.plan._encoder is not None
+    length = layer.storage.segments[-1].length
+    held = [
+        side[:, :, :length].clone() for side in (layer.storage.segments[-1].keys, layer.storage.segments[-1].values)
+    ]
     query, keys, values = tokens(1)
     values[0, 1, 0, 3] = number
     attend(layer, query, keys, values)
     with pytest.raises(ValueError, match="layer 0: "):
         for _ in range(10):
             attend(layer, *tokens(1))
-    now = [side[:, :, :length] for side in (layer.blocks[-1].keys, layer.blocks[-1].values)]
+    now = [side[:, :, :length] for side in (layer.storage.segments[-1].keys, layer.storage.segments[-1].values)]
     assert all(map(torch.equal, held, now))
-    layer.crop(-layer.buffer.length)
+    layer.crop(-layer.storage.tail.length)
     for _ in range(10):
         attend(layer, *tokens(1))

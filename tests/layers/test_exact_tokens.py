@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from kvcache_plugins.layers.packing import ResidualBuffer
+from kvcache_plugins.layers.exact_tokens import ExactTail
 
 
 HEADS, DIM, HELD, LIMIT = 2, 5, 3, 20
@@ -27,7 +27,7 @@ def tokens(count, seed, dtype=torch.float32):
 
 
 def make_buffer():
-    buffer = ResidualBuffer(*(states[:, :, :0] for states in tokens(1, seed=0)), LIMIT)
+    buffer = ExactTail(*(states[:, :, :0] for states in tokens(1, seed=0)), LIMIT)
     buffer.append(*tokens(HELD, seed=1))
     return buffer
 
@@ -40,9 +40,9 @@ def results(door, buffer):
 def test_a_token_that_was_left_is_there_for_whoever_asks(door):
     buffer, reference = make_buffer(), make_buffer()
     # As an update leaves it there
-    assert buffer.left is None and buffer.length < buffer.capacity
-    buffer.left, buffer.length = tokens(1, seed=2), buffer.length + 1
+    assert buffer.unwritten is None and buffer.length < buffer.capacity
+    buffer.unwritten, buffer.length = tokens(1, seed=2), buffer.length + 1
     reference.append(*tokens(1, seed=2))
-    assert buffer.left is not None and buffer.length == reference.length == HELD + 1
+    assert buffer.unwritten is not None and buffer.length == reference.length == HELD + 1
     for found, expected in zip(results(door, buffer), results(door, reference), strict=True):
         assert torch.equal(found, expected)

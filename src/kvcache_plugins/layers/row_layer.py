@@ -1,0 +1,454 @@
+"""Layers that pack every token by itself, as a row of bytes.
+
+    [ prefix ] [ rows of prompts and older tokens ] [ recent rows, with more bits ] [ tail: exact, newest ]
+
+Rows of a prompt and of older decoded tokens have the codec's bits. Newly packed decoded tokens have more bits, as they
+are read most; once there are more than `recent_length` of them, the oldest are requantized.
+
+Where the model's layer attends to a window, positions stay those of the sequence; states, masks and tiles begin at the
+first token that the newest queries see, as in Transformers' own sliding layer. Tokens that no later query sees are
+evicted before the next update, some rows at a time, so that the newest update can always be taken back unless it was
+longer than the window; with `activate_past_recording` nothing is evicted before a `crop`.
+
+Legend: B batch, H key/value heads, T tokens, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments, Sample
+from kvcache_plugins.codecs.parts import CodedPart
+from kvcache_plugins.kernels.engine import MAX_NUM_QUERIES
+from kvcache_plugins.kernels.structs import TILE
+
+from .compressed_layer import CompressedLayer
+from .exact_tokens import ExactPrefix
+from .finite_check import check_finite
+from .layer_state import LayerState, restore_row_segments
+from .policies import RowPolicy
+from .segments import RowSegment
+from .step_plan import StepPlan
+
+
+# Rows that a window evicts together: few enough to cost little memory, and enough that moving the others is cheap
+DROP_STEP = 64
+# Recent tokens that are requantized at a time, at most
+_MOST_REQUANTIZED = 32
+# Newest queries of a prompt that are recorded
+_NUM_QUERIES = 256
+
+
+class Split(NamedTuple):
+    """
+    Division of a first prompt: first tokens of every sequence that stay exact `[B]`, on the CPU; position of the first
+    packed token; and sequences `[B]` that are too short for a table, and stay exact whole.
+    """
+
+    num_exact: torch.Tensor
+    first: int
+    unfitted: torch.Tensor
+
+
+class RowLayer(CompressedLayer[RowSegment, Codec]):
+    """
+    A layer of rows.
+
+    Args:
+        policy (`RowPolicy`): when tokens are packed.
+        layer_idx, attention_mask: as in `LazyLayer`.
+        sliding_window (`int`, *optional*): tokens that a query sees, itself among them; all by default.
+    """
+
+    policy: RowPolicy
+    max_compiled_queries = MAX_NUM_QUERIES
+
+    def __init__(
+        self,
+        policy: RowPolicy,
+        layer_idx: int,
+        attention_mask: torch.Tensor | None = None,
+        sliding_window: int | None = None,
+    ) -> None:
+        self.sliding_window = sliding_window
+        self.is_sliding = sliding_window is not None
+        # Largest capacity that is reserved ahead for a segment of a windowed layer
+        self._max_capacity = None if sliding_window is None else sliding_window - 1 + DROP_STEP
+        super().__init__(policy, layer_idx, attention_mask)
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._moments: QueryMoments | None = None
+        # Queries of single tokens that the moments do not count yet
+        self._newest_queries: list[torch.Tensor] = []
+        # True for sequences that had too few tokens for a table when others got theirs, `[B]`
+        self._unfitted_sequences: torch.Tensor | None = None
+
+    def _before_update(self) -> None:
+        super()._before_update()
+        if not self.record_past:
+            self._evict_out_of_window()
+
+    def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
+        super()._store_prompt(keys, values, is_first=is_first)
+        if not is_first and not self.record_past:
+            self._evict_out_of_window()
+
+    def _commit(self, keys: torch.Tensor, values: torch.Tensor, *, is_prompt: bool) -> None:
+        num_exact = keys.shape[2]
+        start = self._length - num_exact
+        is_first = self.codec is None
+        first_end = None
+        num_kept = 0
+        if self.policy.keeps_whole_tail or not (is_prompt or is_first):
+            num_kept = min(self.policy.num_kept, num_exact)
+        if is_first:
+            split = self._split(num_exact)
+            if split is None:
+                self._set_tail(keys, values, num_exact)
+                return
+            first_end = self._fit(keys, values, split)
+            start = split.first
+        elif self._unfitted_sequences is not None:
+            self._fit_late_sequences(keys[:, :, : num_exact - num_kept], values[:, :, : num_exact - num_kept], start)
+        # Tokens that no later query sees are not packed, and no padding that all sequences have
+        has_passed = self.sliding_window is not None and not self.record_past
+        first_seen = max(start, self._first_seen(self._length)) if has_passed else start
+        first = first_seen
+        if self.padding is not None:
+            first = min(max(first, self._left_padding.ends()[0]), self._length)
+        skipped = num_exact - (self._length - first)
+        count = max(self._length - first - num_kept, 0)
+        if count:
+            tokens = slice(skipped, skipped + count)
+            try:
+                self._pack(keys[:, :, tokens], values[:, :, tokens], first, first_end, is_prompt=is_prompt)
+            except ValueError:
+                if is_first:
+                    self.codec = self._unfitted_sequences = None
+                    self.storage.set_prefix(None)
+                raise
+        if first_seen > start:
+            self._mark_evicted(first_seen)
+        self._set_tail(keys, values, num_exact - skipped - count)
+
+    def _split(self, length: int) -> Split | None:
+        """Divide a first prompt, or return `None` if all sequences are too short to fit the codec."""
+        padding = self._padding_on_host()
+        num_real = length - padding
+        # Where tokens are packed as they come, no sequence waits for more
+        has_enough = num_real >= (self.policy.least_tokens if self.policy.residual_length else 0)
+        if not bool(has_enough.any()):
+            return None
+        # Padding may be longer than the sequence so far
+        num_exact = torch.where(has_enough, self.policy.num_sink_tokens, num_real.clamp(min=0))
+        return Split(num_exact, int((padding + num_exact)[has_enough].min()), ~has_enough)
+
+    def _padding_on_host(self) -> torch.Tensor:
+        counts = self.padding
+        return torch.zeros(self.batch_size, dtype=torch.int64, device="cpu") if counts is None else counts.cpu()
+
+    def _fit(self, keys: torch.Tensor, values: torch.Tensor, split: Split) -> torch.Tensor:
+        """Fit the codec to a first prompt, and make the prefix; return the positions `[B]` where that ends."""
+        num_exact = keys.shape[2]
+        if self._newest_queries:
+            self._add_newest_queries()
+        check_finite(keys, values, self._valid_tokens(0, num_exact), self.layer_idx, self.policy.largest)
+        padding = self._padding_on_host()
+        end = padding + split.num_exact
+        positions = torch.arange(split.first, num_exact, dtype=torch.int64, device="cpu")
+        valid = (positions >= end[:, None]) & ~split.unfitted[:, None]
+        packed = keys[:, :, split.first :], values[:, :, split.first :]
+        sample = Sample(*packed, valid, self._moments, Positions(split.first, self.padding))
+        self.codec = self._unfitted.fit(sample)
+        if self.policy.residual_length:
+            prefix = ExactPrefix.of(keys, values, padding, split.num_exact)
+            self.storage.set_prefix(prefix, int(end.max()))
+        self._set_unfitted(split.unfitted)
+        return end
+
+    def _set_unfitted(self, unfitted: torch.Tensor) -> None:
+        self._unfitted_sequences = unfitted.to(self.device) if bool(unfitted.any()) else None
+        if self._unfitted_sequences is None:
+            self._moments = None
+
+    def _fit_late_sequences(self, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
+        """Fit tables of sequences that have enough tokens now; the prefix holds all tokens of the others."""
+        prefix = self.storage.prefix
+        assert prefix is not None and self._unfitted_sequences is not None and self.codec is not None
+        self.invalidate_plan()
+        self._add_newest_queries()
+        valid = self._valid_tokens(start, keys.shape[2])
+        check_finite(keys, values, valid, self.layer_idx, self.policy.largest)
+        split, padding = self._split(start + keys.shape[2]), self._padding_on_host()
+        unfitted = self._unfitted_sequences.cpu()
+        held = prefix.joined(keys, values, start, padding, unfitted)
+        fitted = torch.zeros_like(unfitted) if split is None else unfitted & ~split.unfitted
+        sinks = self.policy.num_sink_tokens
+        for number in fitted.nonzero().flatten().tolist():
+            tokens = slice(int(held.count[number]))
+            own = held.keys[number, None, :, tokens], held.values[number, None, :, tokens]
+            valid = (torch.arange(own[0].shape[2], dtype=torch.int64, device="cpu") >= sinks)[None]
+            self.codec = self.codec.refit(number, Sample(*own, valid, self._moments))
+        kept = prefix.count.cpu().clamp(min=sinks)
+        limits = torch.where(fitted, kept, start + keys.shape[2])
+        shortened = held.shortened(limits)
+        self.storage.set_prefix(shortened, int(shortened.end.max()))
+        self._set_unfitted(unfitted & ~fitted)
+
+    def _pack(
+        self, keys: torch.Tensor, values: torch.Tensor, start: int, first_end: torch.Tensor | None, *, is_prompt: bool
+    ) -> None:
+        """
+        Encode tokens from position `start` on. If they cannot be stored, nothing changes. The prefix of a first
+        prompt ends at `first_end` `[B]`, on the CPU.
+        """
+        assert self.codec is not None
+        is_first = first_end is not None
+        valid = self._packed_tokens(start, keys, first_end)
+        is_recent = not is_prompt and not is_first and self._recent_codec is not None
+        codec, where = self._codec_of(is_recent), Positions(start, self.padding)
+        try:
+            rows = codec.encode(keys, values, where)
+        except ValueError as error:
+            # The codec notices, and this says, what is not finite
+            check_finite(keys, values, valid, self.layer_idx)
+            raise ValueError(f"layer {self.layer_idx}: {error}") from error
+        overflow = codec.too_large(*rows)
+        if overflow is not None:
+            # Padding may be anything, and tokens of the prefix are exact as well
+            overflow = (overflow if valid is None else overflow & valid).any()
+        # Tokens that the codec is fitted to have been checked
+        new = slice(0) if is_first else slice(None)
+        check_finite(keys[:, :, new], values[:, :, new], valid, self.layer_idx, self.policy.largest, overflow)
+        if is_first:
+            self.codec = self.codec.without_shared_errors(rows, Sample(keys, values, valid, None, where))
+        self._counters["tokens_compressed"] += keys.shape[2]
+        self._counters["chunks_compressed"] += 1
+        if not is_recent and not is_first:
+            self._requantize_recent()
+        segment = RowSegment(*rows, start, keys.shape[2], is_recent=is_recent)
+        self.storage.add(segment, self.policy.recent_length if is_recent else self._max_capacity)
+        newest = self.storage.newest
+        if is_recent and newest is not None:
+            self._requantize_recent(self._num_to_requantize(newest.length))
+
+    def _num_to_requantize(self, length: int) -> int:
+        """Number of `length` recent tokens that get the bits of the older ones."""
+        most = self.policy.recent_length
+        return length - max(most // 2, most - _MOST_REQUANTIZED) if length > most else 0
+
+    def _requantize_recent(self, count: int | None = None) -> None:
+        """Requantize the first `count` recent tokens, by default all, to the bits of the older ones."""
+        recent = self.storage.newest
+        if recent is None or not recent.is_recent or count == 0:
+            return
+        assert self.codec is not None
+        count = recent.length if count is None else count
+        rows = recent.keys[:, :, :count], recent.values[:, :, :count]
+        older = RowSegment(*self.codec.recode(rows, self._codec_of(is_recent=True)), recent.start, count)
+        self.storage.segments.pop()
+        self.storage.add(older, self._max_capacity)
+        if count < recent.length:
+            recent.drop_first(count)
+            self.storage.segments.append(recent)
+
+    def _codec_of(self, is_recent: bool) -> Codec:
+        """Return the codec of recent rows, or of all others."""
+        codec = self._recent_codec if is_recent else self.codec
+        assert codec is not None
+        return codec
+
+    @property
+    def _recent_codec(self) -> Codec | None:
+        """Codec of recent rows; `None` if they have no more bits than others."""
+        if self.codec is None or not self.policy.recent_length:
+            return None
+        return self.codec.finer(self.policy.recent_nbits)
+
+    def _part(self, segment: RowSegment, mask: torch.Tensor | None) -> CodedPart:
+        codec, positions = self._codec_of(segment.is_recent), Positions(segment.start, self.padding)
+        return CodedPart(segment.keys, segment.values, codec, positions, segment.length, mask)
+
+    # Packing in place, by the plan of a step
+
+    def _pack_by_plan(self, plan: StepPlan) -> bool:
+        storage, policy = self.storage, self.policy
+        tail, newest = storage.tail, storage.newest
+        if policy.keeps_whole_tail or tail is None or newest is None or not newest.is_open:
+            return False
+        start, count = self._length - tail.length, tail.length - policy.num_kept
+        if newest.is_recent != (self._recent_codec is not None) or newest.stop != start or start < storage.prefix_stop:
+            return False
+        num_requantized = self._num_to_requantize(newest.length + count) if newest.is_recent else 0
+        older = storage.segments[-2] if num_requantized and len(storage.segments) > 1 else None
+        if num_requantized and (older is None or not older.is_open or num_requantized > newest.length):
+            return False
+        # The kernel takes no mask, and at most a tile
+        if self._valid_tokens(start, count) is not None or max(count, num_requantized) > TILE:
+            return False
+        growth = newest.plan_growth(count, policy.recent_length or self._max_capacity, num_requantized)
+        older_growth = None if older is None else older.plan_growth(num_requantized, self._max_capacity)
+        codecs = self._codec_of(newest.is_recent), self._codec_of(is_recent=False)
+        rows = plan.encode(tail, codecs, policy.num_kept, start, (growth, older_growth), self.padding, policy.largest)
+        if rows is None:
+            return False
+        newest.adopt(rows[:2], growth, count)
+        self._counters["tokens_compressed"] += count
+        self._counters["chunks_compressed"] += 1
+        changed = [newest]
+        if older is not None and older_growth is not None:
+            older.adopt(rows[2:], older_growth, num_requantized)
+            changed = [older, newest]
+        storage.version += 1
+        return plan.replace_rows([self._part(segment, None) for segment in changed], storage.version)
+
+    # Windows
+
+    def activate_past_recording(self) -> None:
+        """Evict nothing from now on until a `crop`, which can then take back all updates since the last one."""
+        self.record_past = True
+
+    def _evict_out_of_window(self) -> None:
+        """Drop tokens that no later query sees, some rows at a time."""
+        storage = self.storage
+        first, count = self._first_seen(self._length), len(storage.segments)
+        if first <= storage.first_held:
+            return
+        storage.segments = [segment for segment in storage.segments if segment.stop > first]
+        oldest = storage.segments[0] if storage.segments else None
+        num_dropped = 0 if oldest is None else max(first - oldest.start, 0) // DROP_STEP * DROP_STEP
+        if oldest is not None and num_dropped:
+            oldest.drop_first(num_dropped)
+        if num_dropped or len(storage.segments) < count:
+            storage.version += 1
+            self._mark_evicted(self.exact_start if oldest is None else oldest.start)
+
+    def _mark_evicted(self, position: int) -> None:
+        # Sequences without a table have all their tokens in the prefix
+        self.storage.mark_evicted(position, keeps_prefix=self._unfitted_sequences is not None)
+
+    def can_crop(self, count: int) -> bool:
+        length = self._length - count
+        return length <= 0 or self._is_uncommitted(count) or self._first_seen(length) >= self.storage.first_held
+
+    def _is_uncommitted(self, count: int) -> bool:
+        """True if the newest `count` tokens, not all, are an uncommitted prompt."""
+        return self._pending is not None and self._pending[0].shape[2] == count < self._length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """See `LazyLayer.crop`; a layer that records the past evicts what it need not hold any more."""
+        super().crop(tokens_to_remove)
+        if self.record_past and self.is_initialized:
+            self.settle_prompt()
+            self._evict_out_of_window()
+
+    def crop_tokens(self, count: int) -> None:
+        if self.sliding_window is None:
+            super().crop_tokens(count)
+            return
+        is_uncommitted = self._is_uncommitted(count)
+        if not is_uncommitted:
+            self.settle_prompt()
+        if not self.can_crop(count):
+            raise ValueError(
+                f"`crop` of {count} tokens would go back to {self._length - count}, but a window of "
+                f"{self.sliding_window} tokens has let go of what was seen there: call "
+                "`activate_past_recording()` of the cache before the tokens that are to be taken back"
+            )
+        if is_uncommitted:
+            self._pending = None
+            self._shorten(self._length - count)
+            self._num_new = 0
+            return
+        super().crop_tokens(count)
+
+    # Queries that the codec is fitted to
+
+    @property
+    def _records_queries(self) -> bool:
+        return bool(self._unfitted.layouts) and (self.codec is None or self._unfitted_sequences is not None)
+
+    @property
+    def _num_recorded_queries(self) -> int:
+        return self.policy.num_recorded_queries if self._records_queries else 0
+
+    def _record_queries(self, query: torch.Tensor) -> None:
+        if query.shape[2] > 1 or self.padding is not None:
+            query = query[:, :, -_NUM_QUERIES:]
+            self._add_moments(query, self._valid_tokens(self._length - query.shape[2], query.shape[2]))
+            return
+        # A new list, as a copy of the layer may hold the same; single queries are added up several at a time
+        self._newest_queries = [*self._newest_queries, query]
+        if len(self._newest_queries) == self.policy.residual_length:
+            self._add_newest_queries()
+
+    def _add_newest_queries(self) -> None:
+        self._moments, self._newest_queries = self._all_moments(), []
+
+    def _all_moments(self) -> QueryMoments | None:
+        """Return the moments with those of the newest queries."""
+        if not self._newest_queries:
+            return self._moments
+        return self._with_moments(torch.cat(self._newest_queries, dim=2), None)
+
+    def _with_moments(self, query: torch.Tensor, valid: torch.Tensor | None) -> QueryMoments:
+        moments = QueryMoments.of(query, self._shapes["keys"][1], self._unfitted.layouts, valid)
+        return moments if self._moments is None else self._moments.plus(moments)
+
+    def _add_moments(self, query: torch.Tensor, valid: torch.Tensor | None) -> None:
+        self._moments = self._with_moments(query, valid)
+
+    # Everything stored
+
+    def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super()._map_stored(function)
+        self._add_newest_queries()
+        if self._moments is not None:
+            self._moments = self._moments.map(function)
+        if self._unfitted_sequences is not None:
+            self._unfitted_sequences = function(self._unfitted_sequences)
+
+    def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from super()._stored_tensors()
+        moments = self._all_moments()
+        if moments is not None:
+            yield from (("scales", tensor) for tensor in (moments.squares, moments.products))
+        if self._unfitted_sequences is not None:
+            yield "index", self._unfitted_sequences
+
+    def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.policy.shared_codec is not None:
+            yield from (("calibration", tensor) for tensor in self.policy.shared_codec.shared_tensors())
+
+    @property
+    def _shares_codec(self) -> bool:
+        return self._unfitted_sequences is None
+
+    @property
+    def _num_exact_in_front(self) -> int:
+        if self.storage.prefix is None or self.sliding_window is not None:
+            return super()._num_exact_in_front
+        return min(self.policy.num_sink_tokens, self._length)
+
+    def state(self) -> LayerState:
+        state = super().state()
+        unfitted = self._unfitted_sequences
+        return replace(
+            state,
+            tables=None if self.codec is None else self.codec.state(),
+            moments=self._all_moments(),
+            pending=None if unfitted is None else unfitted.to(torch.uint8),
+        )
+
+    def restore(self, state: LayerState, device: torch.device, path: str = "state") -> None:
+        self._moments = state.moments
+        self._unfitted_sequences = None if state.pending is None else state.pending.bool()
+        super().restore(state, device, path)
+
+    def _restore_packed(self, state: LayerState, path: str) -> tuple[Codec | None, list[RowSegment]]:
+        return restore_row_segments(state, self.policy, self.sliding_window, path)
