@@ -15,8 +15,9 @@ import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from kvcache_plugins.layers.model_match import ModelMatchMixin, replace_full_attention, watches_order
+from kvcache_plugins.layers.layer_factory import replace_full_attention
 from kvcache_plugins.layers.packing import RowPacking
+from kvcache_plugins.layers.usage_checks import UsageChecksMixin
 from kvcache_plugins.models.layer_config import decoder_config
 from kvcache_plugins.option_checks import check_mask
 from kvcache_plugins.registry import unwrap_model
@@ -38,7 +39,7 @@ from .hooks import (
 from .layer import InfiniGenLayer
 
 
-class InfiniGenCache(AttentionListener, ModelMatchMixin, ReportingMixin, Cache):
+class InfiniGenCache(AttentionListener, UsageChecksMixin, ReportingMixin, Cache):
     """
     A cache in host memory, of which every decode step fetches only the tokens that matter.
 
@@ -147,8 +148,7 @@ class InfiniGenCache(AttentionListener, ModelMatchMixin, ReportingMixin, Cache):
         self._known_caller: Callable[[], torch.nn.Module | None] = self._model
         self._wants_speculation = self.infinigen_config.speculates_on(model.device)
         self._is_attached, self._has_warned = True, False
-        super().__init__(layers=layers)
-        self._is_watched = watches_order(config, len(layers))
+        super().__init__(layers, config=config)
         if self._wants_speculation:
             reason = attach(model, self).why_unknown()
             if reason is not None:
@@ -219,7 +219,7 @@ class InfiniGenCache(AttentionListener, ModelMatchMixin, ReportingMixin, Cache):
         return super().get_mask_sizes(query_length, layer_idx)
 
     def _begin_forward(self, layer_idx: int) -> None:
-        """See `ModelMatchMixin`; a `ValueError` too if another model begins."""
+        """See `UsageChecksMixin`; a `ValueError` too if another model begins."""
         super()._begin_forward(layer_idx)
         self._check_caller(layer_idx)
         self._warn_if_detached()

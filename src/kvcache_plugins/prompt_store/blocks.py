@@ -32,8 +32,8 @@ from kvcache_plugins.files.records import Format, read_record
 from kvcache_plugins.files.schema import pack
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
+from kvcache_plugins.layers.layer_factory import holds_nothing
 from kvcache_plugins.layers.layer_state import BlockState, DenseState, LayerState, State
-from kvcache_plugins.layers.model_match import holds_nothing
 from kvcache_plugins.layers.packing import ROWS
 from kvcache_plugins.models.fingerprint import fingerprint
 from kvcache_plugins.packed.cache import CacheConfig, PackedCache

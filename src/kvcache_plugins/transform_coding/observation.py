@@ -26,8 +26,8 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 from kvcache_plugins.codecs.codec import Positions, QueryMoments
 from kvcache_plugins.codecs.prompt_codec import make_key_table
 from kvcache_plugins.codecs.rope import RotaryLayout, candidate_layouts
+from kvcache_plugins.layers.layer_factory import replace_full_attention
 from kvcache_plugins.layers.listening_layer import ListeningLayer
-from kvcache_plugins.layers.model_match import replace_full_attention
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 
