@@ -28,10 +28,9 @@ from kvcache_plugins.kernels.engine import choose_kernel
 from kvcache_plugins.kernels.masks import combine_masks, hide_first, mask_columns, slice_mask
 from kvcache_plugins.kernels.structs import TILE
 
-from .contexts import in_own_context
 from .layer_state import BlockState, ExactStates, LayerState, restore_blocks
+from .lazy_kv import make_lazy_kv
 from .lazy_layer import LazyLayer, MaskedTiles
-from .lazy_states import stored_states
 from .packing import (
     DROP_STEP,
     Block,
@@ -46,6 +45,7 @@ from .packing import (
     check_finite,
     num_too_old,
 )
+from .torch_contexts import without_caller_contexts
 
 
 # An update of this many times `residual_length` tokens is a prompt of its own
@@ -139,7 +139,7 @@ class CompressedLayer(LazyLayer):
         self._buffer: ResidualBuffer | None = buffer
         self._plain: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    @in_own_context
+    @without_caller_contexts
     def _end_plain(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         first = 0 if self.prefix is None else self.prefix.num_slots
         self.buffer = ResidualBuffer(keys[:, :, first:], values[:, :, first:], self._buffer_limit)
@@ -194,7 +194,7 @@ class CompressedLayer(LazyLayer):
         else:
             buffer.append(key_states, value_states)
         self._length += 1
-        return stored_states(self, kind[0], kind[1], self._length, self.dtype, self.device)
+        return make_lazy_kv(self, kind[0], kind[1], self._length, self.dtype, self.device)
 
     def _before_update(self) -> None:
         if self._num_new > 1:
@@ -242,7 +242,7 @@ class CompressedLayer(LazyLayer):
         if is_moved:
             buffer.length -= count
         else:
-            in_own_context(buffer.drop_first)(count)
+            without_caller_contexts(buffer.drop_first)(count)
         self._counters["tokens_compressed"] += count
         self._counters["chunks_compressed"] += 1
         if older is not None and joined is not None:
@@ -779,7 +779,7 @@ class CompressedLayer(LazyLayer):
             pending=None if pending is None else pending.to(torch.uint8),
         )
 
-    @in_own_context
+    @without_caller_contexts
     def restore(self, state: LayerState, device: torch.device, path: str = "state") -> None:
         """Takes over a state that may come from anywhere, or raises a `ValueError` that names `path`."""
         if state.counters.keys() != set(self.counter_names):

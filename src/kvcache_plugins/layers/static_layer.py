@@ -30,11 +30,11 @@ from kvcache_plugins.kernels.engine import choose_token_kernel, compiles_kernels
 from kvcache_plugins.kernels.masks import combine_masks, mask_columns, slice_mask
 
 from .compressed_layer import CompressedLayer
-from .contexts import in_own_context
 from .layer_state import LayerState
+from .lazy_kv import make_lazy_kv
 from .lazy_layer import kind_of
-from .lazy_states import stored_states
 from .packing import NotCopied, Packing, RowBlock, RowPacking, check_finite
+from .torch_contexts import without_caller_contexts
 
 
 # Capacity that is added when there is none left: a share of the rows held, and at least so many
@@ -96,7 +96,7 @@ class StaticForm(NotCopied):
         stored, total = self._block.length, layer.exact_start + self._num_exact
         self._numbers.copy_(torch.tensor([stored, total], dtype=torch.int64, device="cpu"))
 
-    @in_own_context
+    @without_caller_contexts
     def _keep_push(self) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
         """Prepares what a step keeps: what it would make first while a CUDA graph is recorded were the graph's own."""
         if choose_token_kernel(self.storage[0])[0] != "triton":
@@ -112,7 +112,7 @@ class StaticForm(NotCopied):
             self._pushing = self._keep_push()
         (self._pushing or self._push_by_pytorch)(keys, values)
 
-    @in_own_context
+    @without_caller_contexts
     def _push_by_pytorch(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         # A position behind those of all rows, of which padding leaves the one that is meant
         padding = self._last - self._block.start - self._stored.expand(len(keys))
@@ -298,7 +298,7 @@ class StaticLayer(CompressedLayer):
             self._form.set_numbers(self)
         self.form = self._form
 
-    @in_own_context
+    @without_caller_contexts
     def settle_prompt(self) -> None:
         """See `LazyLayer.settle_prompt`; the layer stands still before the first token is decoded."""
         is_settled = self._pending is None
@@ -314,7 +314,7 @@ class StaticLayer(CompressedLayer):
             return super().update(key_states, value_states)
         self._push(key_states, value_states)
         self._length += 1
-        return stored_states(self, key_states.shape, value_states.shape, self._length, self.dtype, self.device)
+        return make_lazy_kv(self, key_states.shape, value_states.shape, self._length, self.dtype, self.device)
 
     def _push(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         newest = self.blocks[-1]
