@@ -27,7 +27,7 @@ from kvcache_plugins.eval.benchmark import benchmark, loaded_settings, say
 from kvcache_plugins.eval.harness import spread, take_turns, time_call
 from kvcache_plugins.eval.rows import Found
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.layers.lazy_states import stored_states
+from kvcache_plugins.layers.lazy_kv import make_lazy_kv
 from kvcache_plugins.option_checks import check_choice
 
 from .step import SHAPES, load_or_make
@@ -38,7 +38,7 @@ _TABLE_TOKENS = 1024
 
 
 class RequestStates:
-    """Dense keys and values `[B, H, T, D]` of requests of one length, as `LazyStates` ask a layer for them."""
+    """Dense keys and values `[B, H, T, D]` of requests of one length, as `LazyKV` ask a layer for them."""
 
     has_gradients = False
     handed_out = None
@@ -78,7 +78,7 @@ def dense_update(context: int) -> Callable[..., Any]:
         keys, values = layers[layer_idx]
         keys[:, :, -1], values[:, :, -1] = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
         shape = 1, heads, batch_size * length, head_dim
-        return stored_states(RequestStates(keys, values), shape, shape, shape[2], keys.dtype, keys.device)
+        return make_lazy_kv(RequestStates(keys, values), shape, shape, shape[2], keys.dtype, keys.device)
 
     return update
 

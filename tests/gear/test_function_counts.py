@@ -30,7 +30,7 @@ def functions_of_a_layer(run, *, is_coding, layer_idx=1):
         path, name = Path(frame.f_code.co_filename), frame.f_code.co_qualname
         if event in ("call", "return") and is_coding and name == COMMIT:
             is_inside = event == "call"
-        if event == "call" and path.is_relative_to(ROOT) and (is_inside or name == "ModelMatchMixin.update"):
+        if event == "call" and path.is_relative_to(ROOT) and (is_inside or name == "UsageChecksMixin.update"):
             calls.append((str(path.relative_to(ROOT)), name))
 
     sys.setprofile(note)
@@ -38,7 +38,9 @@ def functions_of_a_layer(run, *, is_coding, layer_idx=1):
         run()
     finally:
         sys.setprofile(None)
-    starts = [index for index, call in enumerate(calls) if call == ("layers/model_match.py", "ModelMatchMixin.update")]
+    starts = [
+        index for index, call in enumerate(calls) if call == ("layers/usage_checks.py", "UsageChecksMixin.update")
+    ]
     return calls[starts[layer_idx] + is_coding : starts[layer_idx + 1]]
 
 

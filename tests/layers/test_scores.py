@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from kvcache_plugins import GEARCache
-from kvcache_plugins.layers.lazy_states import LazyScores
+from kvcache_plugins.layers.lazy_kv import LazyScores
 
 
 SCALE = 0.3

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvcache_plugins import predict_memory
 from kvcache_plugins.kv_runahead.planner import CostModel, bytes_of_token
-from kvcache_plugins.layers.model_match import key_value_heads
+from kvcache_plugins.layers.layer_factory import key_value_heads
 from kvcache_plugins.models.fingerprint import config_fingerprint
 from kvcache_plugins.models.layer_config import config_of_layer, configs_of_layers, head_dims
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
-from kvcache_plugins.layers.listening_layer import ListeningLayer, listen
+from kvcache_plugins.layers.query_recorder import QueryRecordingLayer, record_queries
 from kvcache_plugins.models.cache_argument import reading_options
 from kvcache_plugins.option_checks import check_left_padding, check_number
 from kvcache_plugins.packed.cache import PackedCache, makes_packed_cache
@@ -92,15 +92,17 @@ class HeldOutPrompt:
     def prefill(self) -> None:
         """Feeds the prompt, in two parts, to a dense cache."""
         dense = DynamicCache(config=self.config)
-        listen(dense, of_windows=True)
+        record_queries(dense, of_windows=True)
         self.feed(dense, self.prefix_length)
-        self.queries = [layer.queries if isinstance(layer, ListeningLayer) else None for layer in dense.layers]
+        self.queries = [layer.queries if isinstance(layer, QueryRecordingLayer) else None for layer in dense.layers]
         # Bounded layers forget, and may write in place: they are copied. Others are cut back, so that the prompt
         # stands in memory once.
-        self.layers = [layer if isinstance(layer, ListeningLayer) else copy.deepcopy(layer) for layer in dense.layers]
+        self.layers = [
+            layer if isinstance(layer, QueryRecordingLayer) else copy.deepcopy(layer) for layer in dense.layers
+        ]
         self.logits = self.feed(dense, self.length)
         for layer in self.layers:
-            if isinstance(layer, ListeningLayer) and layer.is_initialized:
+            if isinstance(layer, QueryRecordingLayer) and layer.is_initialized:
                 layer.crop(-self.held_out)
 
     def bytes_held(self, cache: PackedCache) -> int:
@@ -110,7 +112,7 @@ class HeldOutPrompt:
         """
         calls: list[list[RecordedCall]] = [
             [RecordedCall("update", (layer.keys.to("meta"), layer.values.to("meta")), 2)]
-            if isinstance(layer, ListeningLayer) and layer.keys is not None and layer.values is not None
+            if isinstance(layer, QueryRecordingLayer) and layer.keys is not None and layer.values is not None
             else []
             for layer in self.layers
         ]
@@ -123,8 +125,8 @@ class HeldOutPrompt:
         """Puts the prefix into an empty cache, compressed, of a window its part, or as a copy of the layer."""
         for index, (layer, queries) in enumerate(zip(self.layers, self.queries, strict=True)):
             own = cache.layers[index]
-            is_held = isinstance(layer, ListeningLayer) and layer.is_initialized
-            if type(own) is DynamicSlidingWindowLayer and isinstance(layer, ListeningLayer):
+            is_held = isinstance(layer, QueryRecordingLayer) and layer.is_initialized
+            if type(own) is DynamicSlidingWindowLayer and isinstance(layer, QueryRecordingLayer):
                 if layer.keys is not None and layer.values is not None:
                     own.update(layer.keys, layer.values)
             elif not isinstance(own, CompressedLayer):

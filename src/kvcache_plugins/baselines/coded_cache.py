@@ -10,9 +10,9 @@ from transformers import Cache, PreTrainedConfig
 from kvcache_plugins.codecs.codec import TokenCodec
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.group_layer import GroupLayer
-from kvcache_plugins.layers.model_match import ModelMatchMixin
 from kvcache_plugins.layers.policies import GroupPolicy, RowPolicy
 from kvcache_plugins.layers.row_layer import RowLayer
+from kvcache_plugins.layers.usage_checks import UsageChecksMixin
 from kvcache_plugins.option_checks import check_bool, check_choice
 from kvcache_plugins.registry import get_config
 from kvcache_plugins.reports.memory import ReportingMixin, add_stats
@@ -26,7 +26,7 @@ _WIDTHS = (1, 2, 3, 4, 5, 6, 8)
 _WIDTHS_WITH_RESIDUAL = (2, 3, 4, 5, 6)
 
 
-class CodedTokensCache(ModelMatchMixin, ReportingMixin, Cache):
+class CodedTokensCache(UsageChecksMixin, ReportingMixin, Cache):
     """Base of baselines whose layers differ in their policy; with a config bounded layers stay Transformers' own."""
 
     def __init__(

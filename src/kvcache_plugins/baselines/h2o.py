@@ -29,7 +29,7 @@ from transformers import Cache, PreTrainedConfig
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.masks import slice_mask
 from kvcache_plugins.layers.lazy_layer import LazyLayer
-from kvcache_plugins.layers.model_match import ModelMatchMixin
+from kvcache_plugins.layers.usage_checks import UsageChecksMixin
 from kvcache_plugins.option_checks import check_bool, check_integer, check_number
 from kvcache_plugins.registry import get_config
 from kvcache_plugins.reports.memory import ReportingMixin, add_stats
@@ -457,7 +457,7 @@ class H2OLayer(LazyLayer):
         }
 
 
-class H2OCache(ModelMatchMixin, ReportingMixin, Cache):
+class H2OCache(UsageChecksMixin, ReportingMixin, Cache):
     """
     A cache that keeps the tokens with the largest accumulated attention weights and the newest ones, and drops all
     others for good.

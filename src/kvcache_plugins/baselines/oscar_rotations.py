@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, PreTrainedModel
 
-from kvcache_plugins.layers.listening_layer import ListeningLayer, listen
+from kvcache_plugins.layers.query_recorder import QueryRecordingLayer, record_queries
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import unwrap_model
 
@@ -36,10 +36,10 @@ def calibrate_rotations(
         if on_progress is not None:
             on_progress(f"window {number}")
         cache = DynamicCache(config=inner.config)
-        listen(cache)
+        record_queries(cache)
         inner(window[None].to(inner.device), **as_argument(cache), logits_to_keep=1)
         for index, layer in enumerate(cache.layers):
-            if isinstance(layer, ListeningLayer) and layer.queries is not None:
+            if isinstance(layer, QueryRecordingLayer) and layer.queries is not None:
                 own = _covariances(layer.queries, layer.keys, layer.values)  # type: ignore[arg-type]
                 sums[index] = [a + b for a, b in zip(sums[index], own, strict=True)] if index in sums else list(own)
     return {index: (_rotation_of(own[0]), _rotation_of(own[1])) for index, own in sums.items()}

@@ -17,7 +17,7 @@ from kvcache_plugins.codecs.rows import RowCodec, SharedTables
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_kernel
-from kvcache_plugins.layers.lazy_states import stored_states
+from kvcache_plugins.layers.lazy_kv import make_lazy_kv
 from kvcache_plugins.layers.policies import RowPolicy
 from kvcache_plugins.models.cache_argument import CACHE_NAMES, as_argument, find_cache
 from kvcache_plugins.option_checks import check_integer
@@ -105,7 +105,7 @@ class CompressedBatching:
             return key_states, value_states
         states = PagedStates(self, allocator, layer_idx, requests, exact, (key_states, value_states))
         sizes = states.states_shape("keys"), states.states_shape("values")
-        return stored_states(states, *sizes, states.lazy_length(), key_states.dtype, key_states.device)  # type: ignore[arg-type]
+        return make_lazy_kv(states, *sizes, states.lazy_length(), key_states.dtype, key_states.device)  # type: ignore[arg-type]
 
     def check_pass(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Raises a `RuntimeError` after a pass of a batch, by the model's forward hook, if no tokens were coded."""
@@ -129,7 +129,7 @@ def own_states(requests: Requests, *states: torch.Tensor) -> list[torch.Tensor]:
 @dataclass(eq=False)
 class PagedStates:
     """
-    Holds one layer's states in one pass as `LazyStates` ask for them: new ones `[1, H, Q, D]`, and what stands in
+    Holds one layer's states in one pass as `LazyKV` ask for them: new ones `[1, H, Q, D]`, and what stands in
     pages, `exact` being what `CodedAllocator.exact` returned.
     """
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from kvcache_plugins.files.records import Format
 from kvcache_plugins.layers.group_layer import GroupLayer
-from kvcache_plugins.layers.model_match import replace_full_attention
+from kvcache_plugins.layers.layer_factory import replace_full_attention
 from kvcache_plugins.models.layer_config import head_dims
 from kvcache_plugins.option_checks import split_nbits
 from kvcache_plugins.packed.cache import ADVICE, PackedCache

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -15,8 +14,9 @@ import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from kvcache_plugins.layers.model_match import ModelMatchMixin, replace_full_attention, watches_order
+from kvcache_plugins.layers.layer_factory import replace_full_attention
 from kvcache_plugins.layers.policies import RowPolicy
+from kvcache_plugins.layers.usage_checks import UsageChecksMixin
 from kvcache_plugins.models.layer_config import decoder_config
 from kvcache_plugins.option_checks import check_mask
 from kvcache_plugins.registry import unwrap_model
@@ -32,13 +32,18 @@ from .hooks import (
     ModelReference,
     attach,
     attachment_of,
-    caller,
     unknown_queries_warning,
 )
 from .layer import InfiniGenLayer
 
 
-class InfiniGenCache(AttentionListener, ModelMatchMixin, ReportingMixin, Cache):
+_ANOTHER_MODEL = (
+    "`model`: the cache was made for another model than the one that it is used with; make one with "
+    "`InfiniGenCache(model)` for each model"
+)
+
+
+class InfiniGenCache(AttentionListener, UsageChecksMixin, ReportingMixin, Cache):
     """
     A cache in host memory, of which every decode step fetches only the tokens that matter.
 
@@ -143,12 +148,9 @@ class InfiniGenCache(AttentionListener, ModelMatchMixin, ReportingMixin, Cache):
         # A layer's attention input comes from the layer before it
         self._targets = {index - 1: index for index, layer in enumerate(layers) if isinstance(layer, InfiniGenLayer)}
         self._model = ModelReference(model)
-        # The module of the model that called last
-        self._known_caller: Callable[[], torch.nn.Module | None] = self._model
         self._wants_speculation = self.infinigen_config.speculates_on(model.device)
         self._is_attached, self._has_warned = True, False
-        super().__init__(layers=layers)
-        self._is_watched = watches_order(config, len(layers))
+        super().__init__(layers, config=config)
         if self._wants_speculation:
             reason = attach(model, self).why_unknown()
             if reason is not None:
@@ -183,7 +185,9 @@ class InfiniGenCache(AttentionListener, ModelMatchMixin, ReportingMixin, Cache):
 
     @torch.no_grad()
     def on_attention_input(self, attachment: Attachment, layer_idx: int, inputs: AttentionInputs) -> None:
-        if attachment.model() is not self._model() or not self._speculates:
+        if attachment.model() is not self._model():
+            raise ValueError(_ANOTHER_MODEL)
+        if not self._speculates:
             return
         # In Transformers 5.20 layers that share the states of others have none here
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
@@ -219,22 +223,11 @@ class InfiniGenCache(AttentionListener, ModelMatchMixin, ReportingMixin, Cache):
         return super().get_mask_sizes(query_length, layer_idx)
 
     def _begin_forward(self, layer_idx: int) -> None:
-        """See `ModelMatchMixin`; a `ValueError` too if another model begins."""
+        """See `UsageChecksMixin`; a `ValueError` too if the cache's model is gone, so that another one begins."""
         super()._begin_forward(layer_idx)
-        self._check_caller(layer_idx)
+        if self._model() is None:
+            raise ValueError(_ANOTHER_MODEL)
         self._warn_if_detached()
-
-    def _check_caller(self, layer_idx: int) -> None:
-        """Refuses the states that begin a forward if they come from another model."""
-        model, module = self._model(), caller()
-        is_known = model is not None and module in (None, self._known_caller())
-        if model is None or not is_known and all(module is not own for own in model.modules()):
-            raise ValueError(
-                "`model`: the cache was made for another model than the one that it is used with; make one with "
-                "`InfiniGenCache(model)` for each model"
-            )
-        if module is not None:
-            self._known_caller = weakref.ref(module)
 
     def _warn_if_detached(self) -> None:
         if self._is_attached or self._has_warned or not self._wants_speculation:

@@ -12,7 +12,6 @@ the two are the same.
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -255,17 +254,6 @@ def _on_listener_gone(attachment: weakref.ref[Attachment]) -> None:
 def attachment_of(model: PreTrainedModel) -> Attachment | None:
     """Returns the attachment of a model, if it has one."""
     return _ATTACHMENTS.get(model)
-
-
-def caller() -> nn.Module | None:
-    """Returns the innermost module that is calling, if any, not compiled."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module):
-            return module
-    return None
 
 
 def mask_of_tokens(mask: Any) -> torch.Tensor | None:

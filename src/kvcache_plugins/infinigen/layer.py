@@ -19,10 +19,10 @@ from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.masks import slice_mask
 from kvcache_plugins.kernels.tokens import ChoosingCall, attend_staged, choose_rows_kernel
-from kvcache_plugins.layers.contexts import in_own_context, is_foreign_context
 from kvcache_plugins.layers.exact_tokens import ExactTail
 from kvcache_plugins.layers.lazy_layer import LazyLayer, MaskedTiles, kind_of
 from kvcache_plugins.layers.policies import RowPolicy
+from kvcache_plugins.layers.torch_contexts import in_caller_context, without_caller_contexts
 from kvcache_plugins.user_warnings import warn_user
 
 from .coded_rows import CodedRows
@@ -155,7 +155,7 @@ class InfiniGenLayer(LazyLayer):
         has_room = window.unwritten is None and window.length < min(window.capacity, window.limit)
         if call is not None and has_room and call.accept(key_states, value_states) is not None:
             window.unwritten, window.length = (key_states, value_states), window.length + 1
-        elif self._is_window_full or is_foreign_context() or self._token_kind != kind_of(key_states, value_states):
+        elif self._is_window_full or in_caller_context() or self._token_kind != kind_of(key_states, value_states):
             return super().update(key_states, value_states)
         elif self.pool is not None:
             window.append(key_states, value_states)
@@ -267,7 +267,7 @@ class InfiniGenLayer(LazyLayer):
             _warn_of_all()
         super().on_dense_read(side)
 
-    @in_own_context
+    @without_caller_contexts
     def speculate(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float) -> None:
         """Starts to fetch for a next token that is expected to ask with `query` `[B, H * G, 1, D]` under a mask."""
         # So that what moves into the pool before this step is a candidate already

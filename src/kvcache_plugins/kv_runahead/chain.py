@@ -21,8 +21,8 @@ from transformers import Cache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.layers.lazy_kv import make_lazy_kv
 from kvcache_plugins.layers.lazy_layer import LazyLayer
-from kvcache_plugins.layers.lazy_states import stored_states
 
 from .attention import attend_behind_prefix
 from .messages import MessageLayout
@@ -155,7 +155,7 @@ class RunaheadLayer(LazyLayer):
         if not self._is_lazy:
             return keys, values
         shapes = key_states.shape, value_states.shape
-        return stored_states(self, *shapes, part.num_tokens, self.dtype, self.device)
+        return make_lazy_kv(self, *shapes, part.num_tokens, self.dtype, self.device)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         assert self.states is not None

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from kvcache_plugins.kernels.attention import OnlineAttention
 from kvcache_plugins.kernels.attention_call import AttentionCall
 
-from .lazy_states import LazyStates, attend_lazily
+from .lazy_kv import LazyKV, attend_lazily
 
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -45,7 +45,7 @@ def _wrap(attend: Attention, read_mask: _MaskReader) -> Attention:
         *args: Any,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        is_lazy = isinstance(key, LazyStates) or isinstance(value, LazyStates)
+        is_lazy = isinstance(key, LazyKV) or isinstance(value, LazyKV)
         return (attend_to_lazy if is_lazy else attend)(module, query, key, value, *args, **options)
 
     @torch.compiler.disable
@@ -65,7 +65,7 @@ def _wrap(attend: Attention, read_mask: _MaskReader) -> Attention:
             sinks = sinks.detach().reshape(1, -1, 1, 1)
         call = AttentionCall(query, mask, options["is_causal"], options.get("scaling"), softcap, sinks)
         output = None
-        if isinstance(key, LazyStates) and isinstance(value, LazyStates):
+        if isinstance(key, LazyKV) and isinstance(value, LazyKV):
             output = attend_lazily(call, key, value, partial(_attend_densely, call))
         if output is None:
             output = _attend_densely(call, key + 0, value + 0)

@@ -25,16 +25,16 @@ from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_kernel
 from kvcache_plugins.kernels.masks import combine_masks, hide_first, mask_columns, slice_mask
 
-from .contexts import in_own_context
 from .exact_tokens import ExactPrefix, ExactTail
 from .layer_state import ExactStates, LayerState, SegmentState
+from .lazy_kv import make_lazy_kv
 from .lazy_layer import LazyLayer, MaskedTiles
-from .lazy_states import stored_states
 from .phase import Phase
 from .policies import LayerPolicy
 from .segments import Segment
 from .step_plan import StepPlan
 from .storage import LayerStorage
+from .torch_contexts import without_caller_contexts
 
 
 AnySegment = TypeVar("AnySegment", bound=Segment[Any])
@@ -149,7 +149,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
                 return super().update(key_states, value_states)
             tail.append(key_states, value_states)
         self._length += 1
-        return stored_states(self, kind[0], kind[1], self._length, self.dtype, self.device)
+        return make_lazy_kv(self, kind[0], kind[1], self._length, self.dtype, self.device)
 
     def _pack_by_plan(self, plan: StepPlan) -> bool:
         """Pack the oldest tokens of the tail in place. Return False if that takes `_commit`."""
@@ -489,7 +489,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             buffer=None if tail is None else ExactStates(tail.keys, tail.values),
         )
 
-    @in_own_context
+    @without_caller_contexts
     def restore(self, state: LayerState, device: torch.device, path: str = "state") -> None:
         """Take over a state that may come from anywhere, or raise a `ValueError` that names `path`."""
         if state.counters.keys() != set(self.counter_names):

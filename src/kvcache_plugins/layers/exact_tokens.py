@@ -84,7 +84,7 @@ class ExactPrefix:
 
     @property
     def end(self) -> torch.Tensor:
-        """Position behind the last token of each sequence, `[B]`; the first segment's tokens before it do not count."""
+        """Position behind the last token of each sequence, `[B]`."""
         return self.start + self.count
 
     def truncate(self, length: int) -> None:
@@ -116,8 +116,8 @@ class ExactPrefix:
         self, keys: torch.Tensor, values: torch.Tensor, first: int, padding: torch.Tensor, unfitted: torch.Tensor
     ) -> ExactPrefix:
         """
-        Return a prefix with all further tokens `[B, H, T, D]`, from position `first` on, of `unfitted` sequences `[B]`.
-        The `padding` `[B]` of a sequence without real tokens may have grown.
+        Return a prefix with all further tokens `[B, H, T, D]`, from position `first` on, of the `unfitted` sequences
+        `[B]`. The `padding` `[B]` of a sequence without real tokens may have grown.
         """
         start, count = self.start.cpu(), self.count.cpu()
         start = torch.where(unfitted & (count == 0), torch.maximum(start, padding), start)

@@ -145,8 +145,8 @@ def restore_row_segments(
     state: LayerState, policy: RowPolicy, sliding_window: int | None, path: str
 ) -> tuple[Codec | None, list[RowSegment]]:
     """
-    Make codec and segments of a `RowLayer` of a state that may come from anywhere; a `ValueError`, with the `path` that
-    a file has it at, if no layer of that policy can be in this state.
+    Make codec and segments of a `RowLayer` of a state that may come from anywhere; a `ValueError`, with the `path` in
+    its file, if no layer of that policy can be in this state.
     """
     heads = state.batch_size, state.num_heads
     unfitted = policy.codec(state.key_head_dim, state.value_head_dim)

@@ -19,9 +19,9 @@ from kvcache_plugins.kernels.attention import OnlineAttention
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.masks import leading_padding
 
-from .contexts import in_own_context, is_foreign_context
-from .lazy_states import STORED, HandedOut, LazyScores, LazyStates, stored_states
+from .lazy_kv import STORED, HandedOut, LazyKV, LazyScores, make_lazy_kv
 from .phase import Phase
+from .torch_contexts import in_caller_context, without_caller_contexts
 
 
 # Keys and values `[B, H, tokens, D]`, and their columns of a mask
@@ -60,7 +60,7 @@ class LeftPadding:
 
 class LazyLayer(CacheLayerMixin):
     """
-    A layer that hands out `LazyStates`, and whose prompt waits until attention has seen it. A subclass stores what it
+    A layer that hands out `LazyKV`, and whose prompt waits until attention has seen it. A subclass stores what it
     likes, says how to attend to it (`attend`) and how to make it dense (`materialize`), and implements what `update`,
     `crop` and batch operations call (`_append`, `_store_prompt`, `_drop_newest`, `_map_stored`, `_stored_tensors`), or
     these themselves.
@@ -123,7 +123,7 @@ class LazyLayer(CacheLayerMixin):
             "their own: make the cache for the model's config, which says whether it can be used"
         )
 
-    @in_own_context
+    @without_caller_contexts
     def __deepcopy__(self, memo: dict[int, Any]) -> "LazyLayer":
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
@@ -132,11 +132,11 @@ class LazyLayer(CacheLayerMixin):
         return made
 
     @property
-    def keys(self) -> LazyStates | None:  # type: ignore[override]
+    def keys(self) -> LazyKV | None:  # type: ignore[override]
         return self._lazy()[0] if self.is_initialized else None
 
     @property
-    def values(self) -> LazyStates | None:  # type: ignore[override]
+    def values(self) -> LazyKV | None:  # type: ignore[override]
         return self._lazy()[1] if self.is_initialized else None
 
     @property
@@ -176,11 +176,11 @@ class LazyLayer(CacheLayerMixin):
         """
         if torch.compiler.is_dynamo_compiling():
             return self._update_outside_of_graphs(key_states, value_states)
-        if is_foreign_context() or key_states.dtype is not value_states.dtype:
-            return in_own_context(self._update)(*self._as_stored(key_states, value_states))
+        if in_caller_context() or key_states.dtype is not value_states.dtype:
+            return without_caller_contexts(self._update)(*self._as_stored(key_states, value_states))
         return self._update(key_states, value_states)
 
-    @in_own_context
+    @without_caller_contexts
     def _as_stored(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # `torch.autocast` leaves keys float32 by the rotary embedding and makes values of half precision
         dtype = self.dtype if self.is_initialized else torch.promote_types(key_states.dtype, value_states.dtype)
@@ -230,9 +230,9 @@ class LazyLayer(CacheLayerMixin):
     # Nothing that `torch.compile` could trace
     _update_outside_of_graphs = torch.compiler.disable(_update)
 
-    def _lazy(self, exact: tuple[torch.Tensor, torch.Tensor] | None = None) -> tuple[LazyStates, LazyStates]:
+    def _lazy(self, exact: tuple[torch.Tensor, torch.Tensor] | None = None) -> tuple[LazyKV, LazyKV]:
         shapes = self.states_shape("keys"), self.states_shape("values")
-        return stored_states(self, *shapes, self.lazy_length(), self.dtype, self.device, exact)
+        return make_lazy_kv(self, *shapes, self.lazy_length(), self.dtype, self.device, exact)
 
     def _check_continues(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Raises a `ValueError` unless new states fit those stored, which kernels read by address."""
@@ -400,7 +400,7 @@ class LazyLayer(CacheLayerMixin):
         # The next update is a whole one
         self._token_kind = None
 
-    @in_own_context
+    @without_caller_contexts
     def read_weights(self) -> None:
         """Make scores dense that somebody still holds, before what they are of changes."""
         for scores in [each() for each in self._unread]:
@@ -416,7 +416,7 @@ class LazyLayer(CacheLayerMixin):
         if self._pending is not None and len(self._sides_read) == 2:
             self.settle_prompt()
 
-    @in_own_context
+    @without_caller_contexts
     def settle_prompt(self) -> None:
         """Stores a prompt that still waits, so that what is stored is complete."""
         if self._pending is None:
@@ -443,7 +443,7 @@ class LazyLayer(CacheLayerMixin):
         tokens = torch.arange(start, start + count, dtype=torch.int64, device=self.device)
         return tokens >= padding.first_tokens(1, self.device)
 
-    @in_own_context
+    @without_caller_contexts
     def _keep_handed_out(self) -> None:
         """Make dense what lazy states that somebody still holds are of, as it is about to change."""
         dense = None if self.handed_out is None else self.handed_out()
@@ -464,7 +464,7 @@ class LazyLayer(CacheLayerMixin):
         if count > 0:
             self.crop_tokens(count)
 
-    @in_own_context
+    @without_caller_contexts
     def crop_tokens(self, count: int) -> None:
         """Removes the newest `count` tokens, at least 1 and at most all of them."""
         self.read_weights()
@@ -487,7 +487,7 @@ class LazyLayer(CacheLayerMixin):
         if self.padding is not None and self._left_padding.ends()[1] > length:
             self.padding = self.padding.clamp(max=length)
 
-    @in_own_context
+    @without_caller_contexts
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every stored tensor by `function` of it; the batch is the first dimension of each."""
         self.read_weights()

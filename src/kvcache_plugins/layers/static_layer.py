@@ -29,17 +29,17 @@ from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_token_kernel, compiles_kernels, explain_kernel
 from kvcache_plugins.kernels.masks import combine_masks, mask_columns, slice_mask
 
-from .contexts import in_own_context
 from .finite_check import check_finite
 from .layer_state import LayerState
+from .lazy_kv import make_lazy_kv
 from .lazy_layer import kind_of
-from .lazy_states import stored_states
 from .phase import Phase
 from .policies import RowPolicy
 from .row_layer import RowLayer
 from .segments import RowSegment
 from .step_plan import DroppedOnCopy
 from .storage import LayerStorage
+from .torch_contexts import without_caller_contexts
 
 
 # Capacity that is added when there is none left: a share of the rows held, and at least so many
@@ -101,7 +101,7 @@ class StaticForm(DroppedOnCopy):
         stored, total = self._block.length, layer.exact_start + self._num_exact
         self._numbers.copy_(torch.tensor([stored, total], dtype=torch.int64, device="cpu"))
 
-    @in_own_context
+    @without_caller_contexts
     def _keep_push(self) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
         """Prepares what a step keeps: what it would make first while a CUDA graph is recorded were the graph's own."""
         if choose_token_kernel(self.storage[0])[0] != "triton":
@@ -117,7 +117,7 @@ class StaticForm(DroppedOnCopy):
             self._pushing = self._keep_push()
         (self._pushing or self._push_by_pytorch)(keys, values)
 
-    @in_own_context
+    @without_caller_contexts
     def _push_by_pytorch(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         # A position behind those of all rows, of which padding leaves the one that is meant
         padding = self._last - self._block.start - self._stored.expand(len(keys))
@@ -306,7 +306,7 @@ class StaticLayer(RowLayer):
             self._form.set_numbers(self)
         self.form = self._form
 
-    @in_own_context
+    @without_caller_contexts
     def settle_prompt(self) -> None:
         """See `LazyLayer.settle_prompt`; the layer stands still before the first token is decoded."""
         is_settled = self._pending is None
@@ -322,7 +322,7 @@ class StaticLayer(RowLayer):
             return super().update(key_states, value_states)
         self._push(key_states, value_states)
         self._length += 1
-        return stored_states(self, key_states.shape, value_states.shape, self._length, self.dtype, self.device)
+        return make_lazy_kv(self, key_states.shape, value_states.shape, self._length, self.dtype, self.device)
 
     def _push(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         newest = self.storage.segments[-1]

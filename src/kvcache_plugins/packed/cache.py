@@ -12,8 +12,8 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from kvcache_plugins.files.atomic import refusals
 from kvcache_plugins.files.records import Format, read_record, write_record
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
-from kvcache_plugins.layers.model_match import ModelMatchMixin
 from kvcache_plugins.layers.policies import GroupPolicy, RowPolicy
+from kvcache_plugins.layers.usage_checks import UsageChecksMixin
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 from kvcache_plugins.option_checks import check_integer, check_mask
 from kvcache_plugins.registry import check_cache, get_config, parse_cache_spec, unwrap_model
@@ -53,7 +53,7 @@ class CacheConfig(Protocol):
         """Return the arguments of the cache's class that make the same cache."""
 
 
-class PackedCache(ModelMatchMixin, ReportingMixin, Cache):
+class PackedCache(UsageChecksMixin, ReportingMixin, Cache):
     """
     A list of layers that pack tokens, beside Transformers' own layers for what is not full attention.
 

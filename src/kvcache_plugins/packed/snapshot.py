@@ -16,8 +16,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from kvcache_plugins.files.atomic import RefusedFile
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.group_layer import GroupLayer
+from kvcache_plugins.layers.layer_factory import holds_nothing
 from kvcache_plugins.layers.layer_state import DenseState, LayerState, State
-from kvcache_plugins.layers.model_match import holds_nothing
 from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from kvcache_plugins.kernels.engine import compiles_kernels
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.group_layer import GroupLayer
-from kvcache_plugins.layers.model_match import key_value_heads
+from kvcache_plugins.layers.layer_factory import key_value_heads
 from kvcache_plugins.layers.policies import RowPolicy
 from kvcache_plugins.models.layer_config import configs_of_layers, decoder_config, head_dims
 

@@ -33,8 +33,8 @@ from kvcache_plugins.files.schema import pack
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.group_layer import GroupLayer
+from kvcache_plugins.layers.layer_factory import holds_nothing
 from kvcache_plugins.layers.layer_state import DenseState, LayerState, SegmentState, State
-from kvcache_plugins.layers.model_match import holds_nothing
 from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.layers.segments import ROWS
 from kvcache_plugins.models.fingerprint import fingerprint

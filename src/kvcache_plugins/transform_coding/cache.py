@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcache_plugins.files.records import Format
 from kvcache_plugins.kernels.engine import has_gpu_kernels
-from kvcache_plugins.layers.model_match import replace_full_attention
+from kvcache_plugins.layers.layer_factory import replace_full_attention
 from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies

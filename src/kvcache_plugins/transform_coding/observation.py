@@ -26,8 +26,8 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 from kvcache_plugins.codecs.codec import Positions, QueryMoments
 from kvcache_plugins.codecs.prompt_codec import make_key_table
 from kvcache_plugins.codecs.rope import RotaryLayout, candidate_layouts
-from kvcache_plugins.layers.listening_layer import ListeningLayer
-from kvcache_plugins.layers.model_match import replace_full_attention
+from kvcache_plugins.layers.layer_factory import replace_full_attention
+from kvcache_plugins.layers.query_recorder import QueryRecordingLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 
@@ -114,16 +114,16 @@ def observe_window(
         raise ValueError("`model` has layers of attention beside a recurrence, which cannot be calibrated")
     windows: dict[int, int] = {}
 
-    def listen_to_window(index: int, window: int) -> ListeningLayer:
+    def record_window(index: int, window: int) -> QueryRecordingLayer:
         windows[index] = window
-        return ListeningLayer()
+        return QueryRecordingLayer()
 
-    cache = Cache(layers=replace_full_attention(config, lambda _: ListeningLayer(), listen_to_window))
+    cache = Cache(layers=replace_full_attention(config, lambda _: QueryRecordingLayer(), record_window))
     # A copy, as one from inference mode cannot be used where gradients are taken
     window = window.to(model.device, copy=True)[None]
     with torch.no_grad():
         model(window[:, :prefix_length], **as_argument(cache), use_cache=True)
-    observed = {index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, ListeningLayer)}
+    observed = {index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, QueryRecordingLayer)}
     for index, layer in observed.items():
         _add_states(layer, rotary_frequencies(config, index), windows.get(index), num_sinks, sums, index)
     rest = window[:, prefix_length:].split(_NUM_TOGETHER, dim=1)
@@ -146,7 +146,7 @@ def _without_rotary(keys: torch.Tensor, layout: RotaryLayout, first: int) -> tor
 
 
 def _add_states(
-    layer: ListeningLayer,
+    layer: QueryRecordingLayer,
     frequencies: tuple[float, ...] | None,
     window: int | None,
     num_sinks: int,
@@ -194,7 +194,7 @@ def _gradients(
     model: PreTrainedModel,
     token_ids: torch.Tensor,
     cache: Cache,
-    observed: dict[int, ListeningLayer],
+    observed: dict[int, QueryRecordingLayer],
     num_draws: int,
     generator: torch.Generator,
 ) -> Iterator[dict[int, tuple[torch.Tensor, torch.Tensor]]]:

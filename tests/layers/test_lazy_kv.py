@@ -7,8 +7,8 @@ from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from kvcache_plugins import GEARCache, TransformCodingCache
-from kvcache_plugins.layers.lazy_states import LazyStates
-from kvcache_plugins.layers.listening_layer import ListeningLayer, listen
+from kvcache_plugins.layers.lazy_kv import LazyKV
+from kvcache_plugins.layers.query_recorder import QueryRecordingLayer, record_queries
 
 
 @pytest.fixture
@@ -23,14 +23,14 @@ def test_reports_what_the_dense_tensor_would(layer, lazy):
     assert keys.size(2) == 151
     assert (keys.dim(), keys.ndim, keys.numel(), len(keys)) == (4, 4, 2 * 2 * 151 * 32, 2)
     assert (keys.dtype, keys.device, keys.requires_grad) == (torch.float32, torch.device("cpu"), False)
-    assert "LazyStates" in repr(keys)
+    assert "LazyKV" in repr(keys)
     assert layer.dense_reads == 0
 
 
 def test_repeated_heads_stay_lazy(layer, lazy):
     query = torch.randn(2, 6, 1, 32)
     repeated = [repeat_kv(states, 3) for states in lazy]
-    assert all(isinstance(states, LazyStates) and states.shape == (2, 6, 151, 32) for states in repeated)
+    assert all(isinstance(states, LazyKV) and states.shape == (2, 6, 151, 32) for states in repeated)
     output = F.scaled_dot_product_attention(query, *repeated)
     assert layer.dense_reads == 0
     dense = [repeat_kv(layer.materialize(side), 3) for side in ("keys", "values")]
@@ -96,7 +96,7 @@ def test_states_that_are_held_stay_what_they_were(change, layer, lazy):
     CHANGES[change](layer)
     # As many tokens as before, but others
     layer.update(*torch.randn(2, layer.batch_size, 2, 151 - layer.get_seq_length(), 32))
-    assert isinstance(turned, LazyStates)
+    assert isinstance(turned, LazyKV)
     assert torch.equal(turned + 0, expected[0].mT)
     for states, dense in zip(lazy, expected, strict=True):
         assert torch.equal(states + 0, dense)
@@ -151,19 +151,19 @@ def test_causal_mask_without_a_mask_is_aligned_upper_left(layer):
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3-hybrid", "gpt2"])
 @torch.no_grad()
-def test_a_dense_cache_that_listens_changes_nothing(tiny_model, architecture, implementation):
+def test_recording_queries_changes_nothing(tiny_model, architecture, implementation):
     model = tiny_model(architecture, attn_implementation=implementation)
     token_ids, mask = torch.randint(2, 128, (2, 300)), torch.ones(2, 300, dtype=torch.long)
     mask[1, :50] = 0
     cache, dense = (DynamicCache(config=model.config) for _ in range(2))
-    listen(cache)
-    listening = [layer for layer in cache.layers if isinstance(layer, ListeningLayer)]
-    assert len(listening) == 2
+    record_queries(cache)
+    recording = [layer for layer in cache.layers if isinstance(layer, QueryRecordingLayer)]
+    assert len(recording) == 2
     for part in (slice(0, 280), slice(280, 300)):
         logits, expected = (
             model(token_ids[:, part], attention_mask=mask[:, : part.stop], past_key_values=each).logits
             for each in (cache, dense)
         )
         assert torch.equal(logits * mask[:, part, None], expected * mask[:, part, None])
-        for layer in listening:
+        for layer in recording:
             assert layer.queries.shape == (2, 4, min(256, part.stop - part.start), layer.keys.shape[3])

@@ -1,4 +1,4 @@
-"""A dense cache that sees the queries which attend to it, as caches need that are made of a prompt's queries too."""
+"""Dense layers that record queries: caches that are fitted to a prompt need its queries beside its states."""
 
 from typing import Any
 
@@ -8,17 +8,20 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
 
-from .lazy_states import stored_states
+from .lazy_kv import make_lazy_kv
 
 
-# As many of the newest as any cache looks at
+# Largest number of queries that a cache is fitted to
 _NUM_QUERIES = 256
 
 
-class ListeningLayer(DynamicLayer):
+class QueryRecordingLayer(DynamicLayer):
     """
-    A dense layer that keeps the newest queries of the last attention over it, if attention is `sdpa`'s; any other
-    gets its states and says nothing of queries. They are `[batch_size, num_heads, at most 256, head_dim]`.
+    A dense layer that keeps the newest queries of the last attention over it.
+
+    Attributes:
+        queries (`torch.Tensor` of shape `[batch_size, num_heads, at most 256, head_dim]`, *optional*): `None` until
+            an attention that asks lazy states has come.
     """
 
     has_gradients = False
@@ -28,36 +31,36 @@ class ListeningLayer(DynamicLayer):
         self.queries: torch.Tensor | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """As `DynamicLayer.lazy_initialization`, with the dtype that lazy states ask for."""
+        """See `DynamicLayer.lazy_initialization`; set the dtype that lazy states ask for."""
         super().lazy_initialization(key_states, value_states)
         self.dtype = key_states.dtype
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes in new states and returns all, through which attention comes by."""
+        """Append new states, and return all of them as lazy ones, which hand attention to this layer."""
         keys, values = states = super().update(key_states, value_states)
         own: Any = self
-        return stored_states(own, keys.shape, values.shape, keys.shape[2], keys.dtype, keys.device, states)
+        return make_lazy_kv(own, keys.shape, values.shape, keys.shape[2], keys.dtype, keys.device, states)
 
     def on_exact_attention(self, call: AttentionCall) -> None:
-        """Keep the newest queries, if they are of the heads that are stored."""
+        """Keep the newest queries, unless they attend to projections of what is stored."""
         if call.project is None:
             self.queries = call.query[:, :, -_NUM_QUERIES:].clone()
 
     def on_dense_read(self, side: str) -> None:
-        """Do nothing: it is dense."""
+        """Do nothing: the layer is dense."""
 
     def states_shape(self, side: str) -> torch.Size:
-        """Tell the shape of one side."""
+        """Return the shape of one side."""
         states = self.keys if side == "keys" else self.values
         assert states is not None
         return states.shape
 
 
-def listen(cache: DynamicCache, *, of_windows: bool = False) -> None:
-    """Has layers of an empty cache that hold all tokens listen, and those of a window too, which then hold all."""
+def record_queries(cache: DynamicCache, *, of_windows: bool = False) -> None:
+    """Replace layers of an empty cache that hold all tokens; windowed ones too if asked, which then hold all."""
     kinds = (DynamicLayer, DynamicSlidingWindowLayer) if of_windows else (DynamicLayer,)
     for index, layer in enumerate(cache.layers):
         if type(layer) in kinds:
-            cache.layers[index] = ListeningLayer()
+            cache.layers[index] = QueryRecordingLayer()

@@ -1,7 +1,7 @@
 """The seam between caches and attention: states that stay lazy until attention asks for them.
 
 `Cache.update` gets no query and the attention function gets no cache, so a compressed cache would have to hand back
-dense tensors, or patch models. `LazyStates` is the third way: a tensor that reports the dense shape, dtype and device
+dense tensors, or patch models. `LazyKV` is the third way: a tensor that reports the dense shape, dtype and device
 but only refers to its layer. Given to `torch.nn.functional.scaled_dot_product_attention`, or to a function of
 `attention_functions`, it has the layer attend: nothing is made dense. Attention that is written out in steps, such as
 `eager`, is the layer's too: a product of queries and keys gives `LazyScores`, which follow the steps (`scores.py`) up
@@ -27,11 +27,11 @@ import torch.nn.functional as F
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
 
-from .contexts import in_own_context, is_foreign_context, without_gradients
 from .scores import Scores, follow, functions
+from .torch_contexts import in_caller_context, without_caller_contexts, without_gradients
 
 
-_Lazy = TypeVar("_Lazy", bound="LazyStates")
+_Lazy = TypeVar("_Lazy", bound="LazyKV")
 
 # In the place of a number of tokens among recorded arguments
 TOKENS = object()
@@ -178,7 +178,7 @@ class HandedOut(ref[DenseSides]):
         return type(None), ()
 
 
-class LazyStates(torch.Tensor):
+class LazyKV(torch.Tensor):
     """
     Keys or values of a layer, `[batch_size, num_heads, seq_len, head_dim]`, or what has been made of them, that become
     dense only when something needs them to.
@@ -192,7 +192,7 @@ class LazyStates(torch.Tensor):
         dense (`DenseSides`, *optional*): what the layer stored, once it stores something else.
         num_repeats (`int`): how many query heads each head has been expanded to; 0 if these are no longer what the
             layer's `attend` is over.
-        transposed (`LazyStates`, *optional*): of keys `[batch_size, num_heads, head_dim, seq_len]`, those that they
+        transposed (`LazyKV`, *optional*): of keys `[batch_size, num_heads, head_dim, seq_len]`, those that they
             were before their last two dimensions were exchanged.
     """
 
@@ -202,7 +202,7 @@ class LazyStates(torch.Tensor):
     exact: torch.Tensor | None = None
     dense: DenseSides | None = None
     num_repeats: int = 1
-    transposed: "LazyStates | None" = None
+    transposed: "LazyKV | None" = None
     _size: torch.Size
     _sample: torch.Tensor | None = None
 
@@ -251,7 +251,7 @@ class LazyStates(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             sides = " and ".join(sorted(self.operation.sides()))
-            return f"LazyStates({sides}, shape={tuple(self._size)}, dtype={self.dtype}, layer={self.layer})"
+            return f"LazyKV({sides}, shape={tuple(self._size)}, dtype={self.dtype}, layer={self.layer})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -267,18 +267,18 @@ class LazyStates(torch.Tensor):
         return func(*_densify(args), **_densify(kwargs or {}))
 
 
-class LazyScores(LazyStates):
+class LazyScores(LazyKV):
     """
     Scores `[batch_size, num_heads, num_queries, seq_len]` of queries over lazy keys, or the weights made of them, that
     become dense only when something needs them to: when somebody reads attention weights, or still holds them before
     the layer's tokens change.
 
     Attributes:
-        keys (`LazyStates`): the keys `[batch_size, num_heads, seq_len, head_dim]`.
+        keys (`LazyKV`): the keys `[batch_size, num_heads, seq_len, head_dim]`.
         scores (`Scores`, *optional*): the steps of attention so far; `None` once the tensor is dense.
     """
 
-    keys: LazyStates
+    keys: LazyKV
     scores: Scores | None
 
     @property
@@ -296,7 +296,7 @@ class LazyScores(LazyStates):
         return repr(self.read())
 
 
-def stored_states(
+def make_lazy_kv(
     layer: Any,
     key_shape: Sequence[int],
     value_shape: Sequence[int],
@@ -304,7 +304,7 @@ def stored_states(
     dtype: torch.dtype,
     device: torch.device,
     exact: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[LazyStates, LazyStates]:
+) -> tuple[LazyKV, LazyKV]:
     """Make all keys and all values of a layer, lazily, of `num_tokens` tokens and else of the shapes given."""
     # For every layer and token, so nothing of it is in a function of its own
     make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
@@ -312,8 +312,8 @@ def stored_states(
     key_size = value_size = torch.Size((batch_size, num_heads, num_tokens, head_dim))
     if value_shape != key_shape:
         value_size = torch.Size((batch_size, value_shape[1], num_tokens, value_shape[3]))
-    keys: LazyStates = make(LazyStates, key_size, dtype=dtype, device=device)
-    values: LazyStates = make(LazyStates, value_size, dtype=dtype, device=device)
+    keys: LazyKV = make(LazyKV, key_size, dtype=dtype, device=device)
+    values: LazyKV = make(LazyKV, value_size, dtype=dtype, device=device)
     keys.layer, keys.operation, keys._size = layer, STORED_KEYS, key_size
     values.layer, values.operation, values._size = layer, STORED_VALUES, value_size
     if exact is not None:
@@ -328,7 +328,7 @@ def stored_states(
 
 
 def attend_lazily(
-    call: AttentionCall, key: LazyStates, value: LazyStates, attend_exactly: Callable[[Any, Any], Any]
+    call: AttentionCall, key: LazyKV, value: LazyKV, attend_exactly: Callable[[Any, Any], Any]
 ) -> Any | None:
     """
     Have the layer of keys and values answer a call without `project`, or `attend_exactly` to dense ones that it has at
@@ -348,8 +348,8 @@ def attend_lazily(
     if key.num_tokens != layer.lazy_length() or value.num_tokens != key.num_tokens or key.dense or value.dense:
         return None
     attend = layer.attend if call.project is None else layer.attend_projected
-    if is_foreign_context():
-        attend = in_own_context(attend)
+    if in_caller_context():
+        attend = without_caller_contexts(attend)
     if not torch.is_grad_enabled():
         return attend(call)
     with torch.no_grad():
@@ -376,10 +376,10 @@ def _scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Attend by the layer where keys and values are both its lazy states, otherwise by PyTorch over dense states."""
-    lazy_elsewhere = isinstance(query, LazyStates) or isinstance(attn_mask, LazyStates)
+    lazy_elsewhere = isinstance(query, LazyKV) or isinstance(attn_mask, LazyKV)
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     # Dropout belongs to training, where nothing is compressed
-    if isinstance(key, LazyStates) and isinstance(value, LazyStates) and not lazy_elsewhere and dropout_p == 0.0:
+    if isinstance(key, LazyKV) and isinstance(value, LazyKV) and not lazy_elsewhere and dropout_p == 0.0:
         output = None
         is_stored = key.layer is value.layer and key.num_repeats > 0 and value.num_repeats > 0 and not key.dense
         if is_stored and attn_mask is None and not is_causal and key.exact is None:
@@ -415,9 +415,9 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 _answer_outside_of_graphs = torch.compiler.disable(_answer)
 
 
-def _map_lazy(function: Callable[[LazyStates], Any], value: Any) -> Any:
+def _map_lazy(function: Callable[[LazyKV], Any], value: Any) -> Any:
     """Apply a function to all lazy states in `value`."""
-    return map_nested(lambda each: function(each) if isinstance(each, LazyStates) else each, value)
+    return map_nested(lambda each: function(each) if isinstance(each, LazyKV) else each, value)
 
 
 def _densify(value: Any) -> Any:
@@ -430,19 +430,19 @@ def _refuse_access(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
     name = func.__name__
     is_writing = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     states = args[0] if args and not isinstance(args[0], LazyScores) else None
-    if (is_writing or name == "data_ptr") and isinstance(states, LazyStates) and states.exact is None:
+    if (is_writing or name == "data_ptr") and isinstance(states, LazyKV) and states.exact is None:
         access = "writes into" if is_writing else "asks for the address of"
         message = f"the model {access} the keys or values that a cache returned (`{name}`), stored compressed"
         raise (NotImplementedError if is_writing else ValueError)(message)
 
 
-def _repeat_heads(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyStates | None:
+def _repeat_heads(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyKV | None:
     """
     Answer the three steps by which Transformers repeats grouped heads (index with `None`, expand, reshape): the layer
     still attends to what they make; `None` of anything else.
     """
     states = args[0] if args else None
-    if not isinstance(states, LazyStates) or states.num_repeats == 0:
+    if not isinstance(states, LazyKV) or states.num_repeats == 0:
         return None
     size, sizes = states._size, args[1:]
     if func is torch.Tensor.__getitem__ and len(size) == 4 and states.num_repeats == 1 and sizes == (_REPEAT_INDEX,):
@@ -454,12 +454,10 @@ def _repeat_heads(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return None
 
 
-def _repeated(
-    func: Callable[..., Any], states: LazyStates, shape: Sequence[int], num_repeats: int, *args: Any
-) -> LazyStates:
+def _repeated(func: Callable[..., Any], states: LazyKV, shape: Sequence[int], num_repeats: int, *args: Any) -> LazyKV:
     exact = None if states.exact is None else func(states.exact, *args)
     operation = Operation(func, (states.operation, *args))
-    made = _derive(states, operation, shape, states.dtype, exact, len(shape) - 2, LazyStates)
+    made = _derive(states, operation, shape, states.dtype, exact, len(shape) - 2, LazyKV)
     made.num_repeats = num_repeats
     return made
 
@@ -472,8 +470,8 @@ def _attend_in_steps(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
         first, second = args
         if isinstance(first, LazyScores):
             return _multiply_with_values(func, first, second)
-        return _multiply_with_keys(func, first, second) if isinstance(second, LazyStates) else None
-    found: list[LazyStates] = []
+        return _multiply_with_keys(func, first, second) if isinstance(second, LazyKV) else None
+    found: list[LazyKV] = []
     _map_lazy(found.append, (args, kwargs))
     states = next((each for each in found if isinstance(each, LazyScores)), None)
     if states is None or not all(isinstance(each, LazyScores) and each.scores is not None for each in found):
@@ -494,20 +492,20 @@ def _attend_in_steps(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     return torch.return_types.max((maximum, index))
 
 
-def _transpose(func: Callable[..., Any], args: tuple[Any, ...]) -> LazyStates | None:
+def _transpose(func: Callable[..., Any], args: tuple[Any, ...]) -> LazyKV | None:
     states, dims = args[0], args[1:]
     if states.token_dim != 2 or len(states.shape) != 4 or {each % 4 for each in dims} != {2, 3}:
         return None
     shape = *states.shape[:2], states.shape[3], states.shape[2]
     exact = None if states.exact is None else func(states.exact, *dims)
-    made = _derive(states, Operation(func, (states.operation, *dims)), shape, states.dtype, exact, 3, LazyStates)
+    made = _derive(states, Operation(func, (states.operation, *dims)), shape, states.dtype, exact, 3, LazyKV)
     made.transposed = states
     return made
 
 
-def _multiply_with_keys(func: Callable[..., Any], query: Any, transposed: LazyStates) -> LazyScores | None:
+def _multiply_with_keys(func: Callable[..., Any], query: Any, transposed: LazyKV) -> LazyScores | None:
     keys = transposed.transposed
-    if keys is None or isinstance(query, LazyStates) or not isinstance(query, torch.Tensor) or query.dim() != 4:
+    if keys is None or isinstance(query, LazyKV) or not isinstance(query, torch.Tensor) or query.dim() != 4:
         return None
     if query.shape[:2] != keys.shape[:2] or query.shape[3] != keys.shape[3] or query.dtype != keys.dtype:
         return None
@@ -519,7 +517,7 @@ def _multiply_with_keys(func: Callable[..., Any], query: Any, transposed: LazySt
 def _multiply_with_values(func: Callable[..., Any], weights: LazyScores, values: Any) -> torch.Tensor | None:
     """Have the layer attend."""
     scores = weights.scores
-    if scores is None or not scores.is_attention or not isinstance(values, LazyStates):
+    if scores is None or not scores.is_attention or not isinstance(values, LazyKV):
         return None
     if len(values.shape) != 4 or values.token_dim != 2 or values.shape[:2] != weights.shape[:2]:
         return None
@@ -536,7 +534,7 @@ def _multiply_with_values(func: Callable[..., Any], weights: LazyScores, values:
     return output
 
 
-def _derive_scores(keys: LazyStates, operation: Operation, scores: Scores, exact: torch.Tensor | None) -> LazyScores:
+def _derive_scores(keys: LazyKV, operation: Operation, scores: Scores, exact: torch.Tensor | None) -> LazyScores:
     dtype = scores.dtype if exact is None else exact.dtype
     made = _derive(keys, operation, scores.shape, dtype, exact, 3, LazyScores)
     made.keys, made.scores = keys, scores
@@ -546,7 +544,7 @@ def _derive_scores(keys: LazyStates, operation: Operation, scores: Scores, exact
 
 
 def _derive(
-    states: LazyStates,
+    states: LazyKV,
     operation: Operation,
     shape: Sequence[int],
     dtype: torch.dtype,
@@ -566,7 +564,7 @@ def _record(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     """Answer an operation that leaves every token by itself; `None` of another."""
     if func not in RECORDABLE:
         return None
-    sources: list[LazyStates] = []
+    sources: list[LazyKV] = []
     _map_lazy(sources.append, (args, kwargs))
     first, num_exact = sources[0], sum(each.exact is not None for each in sources)
     if any(isinstance(each, LazyScores) for each in sources):
@@ -581,14 +579,14 @@ def _record(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
 
     def sample_of(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value.sample() if isinstance(value, LazyStates) else value.to("meta")
+            return value.sample() if isinstance(value, LazyKV) else value.to("meta")
         return count_for(first.num_tokens) if value is TOKENS else value
 
     try:
         samples = func(*map_nested(sample_of, marked), **map_nested(sample_of, kwargs))
     except (IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return None
-    if func is torch.Tensor.copy_ and not (isinstance(args[0], LazyStates) and write(args[0].operation, operation)):
+    if func is torch.Tensor.copy_ and not (isinstance(args[0], LazyKV) and write(args[0].operation, operation)):
         return None
     exact = func(*_map_lazy(_EXACT, args), **_map_lazy(_EXACT, kwargs)) if num_exact else None
     # Some return what they are given, if nothing is to be done
@@ -605,12 +603,12 @@ def _record(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _recorded(
-    func: Callable[..., Any], states: LazyStates, operation: Operation, sample: torch.Tensor, exact: Any
-) -> LazyStates | None:
+    func: Callable[..., Any], states: LazyKV, operation: Operation, sample: torch.Tensor, exact: Any
+) -> LazyKV | None:
     token_dim = find_tokens(func, states, sample)
     if token_dim is None:
         return None
     shape = *sample.shape[:token_dim], states.num_tokens, *sample.shape[token_dim + 1 :]
-    made = _derive(states, operation, shape, sample.dtype, exact, token_dim, LazyStates)
+    made = _derive(states, operation, shape, sample.dtype, exact, token_dim, LazyKV)
     made._sample = sample
     return made

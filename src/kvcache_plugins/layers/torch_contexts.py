@@ -1,4 +1,4 @@
-"""Contexts of PyTorch that do not reach into a cache; gradients end at the tokens that it has stored."""
+"""Run a cache's code outside of `inference_mode` and `autocast`, and stop gradients at stored tokens."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,17 +13,17 @@ R = TypeVar("R")
 _DEVICE_TYPES = ("cpu", "cuda")
 
 
-def in_own_context(function: Callable[P, R]) -> Callable[P, R]:
+def without_caller_contexts(function: Callable[P, R]) -> Callable[P, R]:
     """
-    Wrap a function of a cache, so that it computes as always whatever context it is called in.
+    Wrap a function of a cache, so that its caller's contexts do not change what it computes.
 
-    Under `torch.inference_mode()` it would make tensors that cannot be written to outside of it, where a cache may be
-    used further. Under `torch.autocast` products of its own, such as those that choose tokens, would be rounded.
+    Under `torch.inference_mode()` it would make tensors that cannot be written to outside of that mode, where the
+    cache may be used later. Under `torch.autocast` its products, such as those that choose tokens, would be rounded.
     """
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not is_foreign_context():
+        if not in_caller_context():
             return function(*args, **kwargs)
         with ExitStack() as stack:
             for device_type in _DEVICE_TYPES:
@@ -37,13 +37,13 @@ def in_own_context(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def is_foreign_context() -> bool:
-    """Tell whether it is `torch.inference_mode()` or `torch.autocast` that PyTorch computes in."""
+def in_caller_context() -> bool:
+    """Return True under `torch.inference_mode()` or `torch.autocast`."""
     return torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, _DEVICE_TYPES))
 
 
 def without_gradients(states: torch.Tensor) -> torch.Tensor:
-    """`states` for a forward pass that autograd records. A backward pass to them raises."""
+    """Return `states` for a forward that autograd records; a backward pass that reaches them raises."""
     states = states.detach().requires_grad_()
     states.register_hook(_refuse_gradients)
     return states
