@@ -32,8 +32,8 @@ _PLAIN = matplotlib.ticker.FormatStrFormatter("%g")
 _BITS = re.compile(r"-(\d)bit")
 # Bits of keys and of values, and llama.cpp's types: one method, whatever they are
 _BITS_OF_SIDES = re.compile(r"-k\dv\d(-g\d+)?|-q\d_\d")
-# Percent of 16 bits, of transform coding: without a calibration and with one, and by which quantizer
-_PERCENT_OF_BITS = re.compile(r"(?:(?<=^transform)|(?<=^calibrated))-\d+(?=$|-trellis$)")
+# Percent of 16 bits, of transform coding: without a calibration and with one
+_PERCENT_OF_BITS = re.compile(r"(?:(?<=^transform)|(?<=^calibrated))-\d+$")
 
 Content = Mapping[str, Any]
 

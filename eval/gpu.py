@@ -188,7 +188,7 @@ def count_outcomes(results: Path, report: Result) -> dict[str, int]:
 def time_attention(
     run: Run,
     shapes: Mapping[str, Shape] = SHAPES,
-    caches: Sequence[str] = (*CACHES, "transform-16", "transform-16:quantizer=trellis"),
+    caches: Sequence[str] = (*CACHES, "transform-16"),
     rounds: int = 50,
 ) -> None:
     """Times decode attention alone, a file a shape. What is not right is not timed; the others are."""

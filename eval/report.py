@@ -23,7 +23,7 @@ from .tables import RESULTS, read_sweep, render_result
 
 FIGURE = Path("docs/figures/fidelity_1024_smollm2.png")
 # Of the same windows of the same text, 16 tokens a forward; the first that has a cache is taken
-_PARTS = ("transform", "trellis", "presets", "peers")
+_PARTS = ("transform", "presets", "peers")
 DECODED = tuple(f"fidelity_{part}_decoded_1024_smollm2.json" for part in _PARTS)
 STEPS = "step_transform_4096_smollm2.json"
 MODEL, CONTEXT = "smollm2", 4096
@@ -42,7 +42,7 @@ MEASURED_AS = {"gear": "gear-4bit"}
 # What nobody takes and what is no preset; it would make the figure a thicket
 _NOT_DRAWN = (
     *("per-token-*", "gear-l-*", "kcvt-*", "hqq-*", "quanto-*"),
-    *("gear-k2*", "gear-k3*", "gear-k4v4*", "*trellis", "*:*"),
+    *("gear-k2*", "gear-k3*", "gear-k4v4*", "*:*"),
 )
 
 

@@ -16,7 +16,7 @@ WRONG: dict[str, dict[str, list[object]]] = {
     },
     "transform": {
         **{"nbits": ["2", True], "key_nbits": ["2"], "value_nbits": [True], "residual_length": ["64", 64.0]},
-        **{"num_sink_tokens": ["4"], "quantizer": [1, "e8"], "sliding": [True, "window"], "recent_length": ["x", 2.0]},
+        **{"num_sink_tokens": ["4"], "sliding": [True, "window"], "recent_length": ["x", 2.0]},
         **{"recent_nbits": [None, 1.5], "attention_mask": ["x"], "max_cache_len": ["x", 2.0], "calibration": [5]},
     },
     "infinigen": {
@@ -84,12 +84,10 @@ OUT_OF_RANGE = {
     "transform": [
         ({"nbits": 0}, "`key_nbits`/`nbits`.*0"),
         ({"nbits": 9}, "`key_nbits`/`nbits`.*9"),
-        ({"key_nbits": 6.5, "quantizer": "trellis"}, "`key_nbits`/`nbits`.*6.5"),
         ({"residual_length": 0}, "`residual_length`.*at least 1"),
         ({"num_sink_tokens": -1}, "`num_sink_tokens`.*at least 0"),
         ({"recent_length": -1}, "`recent_length`.*at least 0"),
         ({"sliding": "window"}, r"`sliding`.*auto.*compressed.*dense.*'window'"),
-        ({"quantizer": "e8"}, "`quantizer`.*lloyd-max.*trellis"),
         ({"max_cache_len": 0}, "`max_cache_len`.*at least 1"),
     ],
     "h2o": [

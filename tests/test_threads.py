@@ -23,7 +23,6 @@ NUM_STEPS = 20
 NAMES = (
     "transform",
     "gear-2bit",
-    "transform-16:quantizer=trellis",
     "infinigen",
     "infinigen-transform",
     "h2o",

@@ -381,7 +381,7 @@ PRESETS = (
     *("kivi-2bit", "kivi-4bit", "gear-k4v3:value_nbits=4", "gear-k4v3:value_nbits=4,q_group_size=32", "gear-k4v3"),
     *("gear-k4v3:key_nbits=3,value_nbits=2", "gear-k4v3:key_nbits=2,value_nbits=2", "kcvt-4bit", "per-token-2bit"),
     *("per-token-4bit", "gear-l-2bit", "gear-l-4bit", "gear-2bit", "gear-4bit"),
-    *("transform-16", "transform", "transform-16:quantizer=trellis", "calibrated-16"),
+    *("transform-16", "transform", "calibrated-16"),
 )
 # Channels of a head that the command counts by default, the second of rows alone
 HEAD_DIMS = (128, 64)

@@ -7,7 +7,7 @@ import torch
 
 from kvcache_plugins.codecs.basis import Basis, karhunen_loeve, round_basis
 from kvcache_plugins.codecs.prompt_codec import allocate_widths
-from kvcache_plugins.codecs.quantizers import QUANTIZERS
+from kvcache_plugins.codecs.quantizer import DISTORTIONS
 from kvcache_plugins.codecs.rope import RotaryLayout
 from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
 
@@ -26,7 +26,7 @@ def make_states(batch_size: int, length: int) -> torch.Tensor:
     return torch.randn(batch_size, NUM_HEADS, length, HEAD_DIM) @ mix + 3
 
 
-def make_table(total: int, *, is_weighted: bool, quantizer: str = "lloyd-max") -> RowTable:
+def make_table(total: int, *, is_weighted: bool) -> RowTable:
     states = make_states(1, 4000)[0].double()
     mean = states.mean(dim=1) if is_weighted else torch.zeros(NUM_HEADS, HEAD_DIM)
     centred = states - mean[:, None]
@@ -34,10 +34,10 @@ def make_table(total: int, *, is_weighted: bool, quantizer: str = "lloyd-max") -
     basis, energies = karhunen_loeve(unit, centred.mT @ centred / centred.shape[1])
     by_block = torch.nn.functional.pad(energies, (0, 4)).unflatten(-1, (3, 8)).sum(dim=-1)
     factors = torch.full((NUM_HEADS, HEAD_DIM), 0.5)
-    widths = allocate_widths(by_block[None], total, QUANTIZERS[quantizer].distortions)[0]
+    widths = allocate_widths(by_block[None], total, DISTORTIONS)[0]
     own = round_basis(basis, factors)
     rope = RotaryLayout((), "none", 0, HEAD_DIM) if is_weighted else None
-    return RowTable.in_basis(mean.half(), *Basis.for_widths(factors, *own, widths), rope, quantizer)
+    return RowTable.in_basis(mean.half(), *Basis.for_widths(factors, *own, widths), rope)
 
 
 @pytest.mark.parametrize("is_weighted", [True, False], ids=["keys", "values"])

@@ -5,12 +5,9 @@ import torch
 
 from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.prompt_codec import make_key_table, make_value_table
-from kvcache_plugins.codecs.quantizers import QUANTIZERS
+from kvcache_plugins.codecs.quantizer import DISTORTIONS
 from kvcache_plugins.codecs.rope import RotaryLayout
 from kvcache_plugins.codecs.rows import RowTable
-
-
-DISTORTIONS = QUANTIZERS["lloyd-max"].distortions
 
 
 def value_table(values: torch.Tensor, total: int) -> RowTable:

@@ -24,7 +24,6 @@ Maker = Callable[[str, PreTrainedModel], Cache]
 KINDS = (
     "transform",
     "gear-4bit",
-    "transform-16:quantizer=trellis",
     "infinigen",
     "infinigen-transform",
     "h2o",

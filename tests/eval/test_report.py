@@ -92,8 +92,8 @@ def test_a_method_of_one_cache_has_its_whole_name_in_the_legend():
     assert {text.get_text() for text in axes.texts} == {"16", "transform"}
 
 
-def test_trellis_codes_and_parts_are_in_tables_alone():
-    names = ("transform-16", "transform-16-trellis", "transform-22:quantizer=trellis", "kcvt-4bit", "llamacpp-q4_0")
+def test_options_and_parts_are_in_tables_alone():
+    names = ("transform-16", "transform-22:recent_length=0", "kcvt-4bit", "llamacpp-q4_0")
     drawn = select_drawn({"rows": [make_row(name, 20, 0.1) for name in names]})
     assert [row["cache"] for row in drawn["rows"]] == ["transform-16", "llamacpp-q4_0"]
 
@@ -119,14 +119,14 @@ def test_names_of_before_the_two_classes_are_mapped(tmp_path):
         "gear:nbits=2",
         "gear, captured",
         "gear-t25",
-        "gear-t16:quantizer=trellis",
+        "gear-t16:nbits=2",
         "gear-c12",
         "gear-4bit",
     ]
     content = {"date": "2026-11-27T00:00", "rows": [{"cache": name} for name in [*names, "infinigen-gear"]]}
     path.write_text(json.dumps(content), encoding="utf-8")
     assert [row["cache"] for row in read_result(path)["rows"]] == [
-        *("transform", "transform:nbits=2", "transform, captured", "transform", "transform-16:quantizer=trellis"),
+        *("transform", "transform:nbits=2", "transform, captured", "transform", "transform-16:nbits=2"),
         *("calibrated-12", "gear-4bit", "infinigen-transform"),
     ]
     path.write_text(json.dumps({**content, "date": "2026-11-29T00:00"}), encoding="utf-8")

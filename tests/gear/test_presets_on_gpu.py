@@ -17,13 +17,12 @@ from kvcache_plugins.transform_coding.calibration import calibrate_transform
 
 pytestmark = needs_triton
 ON_GPU = DEVICE.type == "cuda"
-INTERPRETED = ("transform", "transform-16:quantizer=trellis", "calibrated-16", "gear-2bit")
+INTERPRETED = ("transform", "calibrated-16", "gear-2bit")
 # Tiles of KVarN, a peer, are for plain PyTorch
 OURS = [
     entry.name for entry in describe_caches() if str(entry.factory).endswith((":GEARCache", ":TransformCodingCache"))
 ]
 PRESETS = [name for name in OURS if not name.startswith("kvarn")]
-PRESETS += ["transform-16:quantizer=trellis", "calibrated-16:quantizer=trellis"]
 # A prompt, decoded tokens at once that the update after them compresses, and one more
 SIZES, TOKENS = (
     ((1000, 1024, 1024, 2, 8, 2, 4096), (600, 64, 1)) if ON_GPU else ((128, 64, 64, 1, 4, 2, 1024), (70, 64, 1))

@@ -271,7 +271,7 @@ def test_plan_refuses_tokens_that_overflow(number):
     with pytest.raises(ValueError, match="layer 0: "):
         for _ in range(10):
             attend(layer, *tokens(1))
-    now = [side[:, :, :length] for side in (newest.keys, newest.values)]
+    now = [side[:, :, :length] for side in (layer.storage.segments[-1].keys, layer.storage.segments[-1].values)]
     assert all(map(torch.equal, held, now))
     layer.crop(-layer.storage.tail.length)
     for _ in range(10):

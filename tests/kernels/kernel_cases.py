@@ -16,7 +16,7 @@ from kvcache_plugins.codecs.outliers import Outliers, sort_into_tiles
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, Part
 from kvcache_plugins.codecs.prompt_codec import PromptCodec, allocate_widths
 from kvcache_plugins.codecs.quantization import Grouping, pack, quantize
-from kvcache_plugins.codecs.quantizers import QUANTIZERS, num_blocks
+from kvcache_plugins.codecs.quantizer import DISTORTIONS, MAX_WIDTH, num_blocks
 from kvcache_plugins.codecs.rope import RotaryLayout, apply_rope, candidate_layouts
 from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
 from kvcache_plugins.kernels import library
@@ -49,18 +49,16 @@ class Groups(namedtuple("Groups", [*SIZES, "chunks", "chunk_length", "keys", "va
 Case = Rows | Groups
 
 
-def basis_table(
-    num_heads: int, head_dim: int, total: int, quantizer: str, rope: RotaryLayout | None = None
-) -> RowTable:
+def basis_table(num_heads: int, head_dim: int, total: int, rope: RotaryLayout | None = None) -> RowTable:
     scales = torch.logspace(0, -1.5, head_dim)
     basis = torch.linalg.qr(torch.randn(num_heads, head_dim, head_dim))[0] * scales[:, None]
     energies = torch.nn.functional.pad(scales.square(), (0, -head_dim % 8)).unflatten(0, (num_blocks(head_dim), 8))
     # Heads differ in how steeply their energies fall
     energies = torch.stack([energies.sum(dim=1) ** (1 + head) for head in range(num_heads)])
     mean, factors = torch.randn(num_heads, head_dim).half(), torch.rand(num_heads, head_dim) + 0.1
-    own, errors = round_basis(basis, factors), QUANTIZERS[quantizer].distortions
-    widths = allocate_widths(energies[None], min(total, num_blocks(head_dim) * (len(errors) - 1)), errors)[0]
-    return RowTable.in_basis(mean, *Basis.for_widths(factors, *own, widths), rope, quantizer)
+    own = round_basis(basis, factors)
+    widths = allocate_widths(energies[None], min(total, num_blocks(head_dim) * MAX_WIDTH), DISTORTIONS)[0]
+    return RowTable.in_basis(mean, *Basis.for_widths(factors, *own, widths), rope)
 
 
 def make_layout(head_dim: int, name: str) -> RotaryLayout:
@@ -70,13 +68,12 @@ def make_layout(head_dim: int, name: str) -> RotaryLayout:
     return layouts[{"interleaved": 1, "partial": 2}.get(name, 0)]
 
 
-def row_states(
-    case, form="tables", quantizer="lloyd-max", layout="half-split", start=4, padding=None, offset=0.0, constant=True
-):
+def row_states(case, form="tables", layout="half-split", start=4, padding=None, offset=0.0, constant=True):
     """Makes keys and values, a channel of which may be constant, and their codec: by own tables, or in a basis."""
     batch_size, num_heads, _, _, length, *dims, key_total, value_total = case
-    most = len(QUANTIZERS[quantizer].distortions) - 1
-    totals = [min(total, num_blocks(dim) * most) for total, dim in zip((key_total, value_total), dims, strict=True)]
+    totals = [
+        min(total, num_blocks(dim) * MAX_WIDTH) for total, dim in zip((key_total, value_total), dims, strict=True)
+    ]
     key_dim, value_dim = dims
     rope = make_layout(key_dim, layout)
     keys = torch.randn(batch_size, num_heads, length, key_dim) * torch.rand(key_dim) + torch.randn(key_dim) + offset
@@ -87,11 +84,11 @@ def row_states(
     keys = apply_rope(keys, rope, positions)
     if form == "basis":
         tables = (
-            basis_table(num_heads, key_dim, totals[0], quantizer, rope),
-            basis_table(num_heads, value_dim, totals[1], quantizer),
+            basis_table(num_heads, key_dim, totals[0], rope),
+            basis_table(num_heads, value_dim, totals[1]),
         )
         return keys, values, RowCodec(SharedTables(*tables)), positions
-    unfitted = PromptCodec((key_dim, value_dim), (totals[0], totals[1]), [rope], quantizer)
+    unfitted = PromptCodec((key_dim, value_dim), (totals[0], totals[1]), [rope])
     codec = unfitted.fit(Sample(keys, values, torch.ones(batch_size, length, dtype=torch.bool), None, positions))
     return keys, values, codec, positions
 

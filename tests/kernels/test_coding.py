@@ -9,7 +9,6 @@ import torch
 
 from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.prompt_codec import channel_moments, make_key_table, make_value_table
-from kvcache_plugins.codecs.quantizers import QUANTIZERS
 from kvcache_plugins.codecs.rope import RotaryLayout, apply_rope, candidate_layouts
 from kvcache_plugins.codecs.rows import LAST_SCALE, KeptRows, RowCodec, RowTable, SharedTables
 from kvcache_plugins.kernels import library
@@ -49,16 +48,14 @@ def levels(monkeypatch) -> Callable[[], Iterator[str]]:
     return levels
 
 
-def fitted_tables(states: torch.Tensor, total: int, quantizer: str) -> dict[str, RowTable]:
+def fitted_tables(states: torch.Tensor, total: int) -> dict[str, RowTable]:
     layout = RotaryLayout((), "none", 0, states.shape[3])
     valid = torch.ones(states.shape[0], states.shape[2], dtype=torch.bool)
-    keys = make_key_table(states, valid, None, [layout], Positions(), total, quantizer)
-    return {"keys": keys, "values": make_value_table(states, valid, total, quantizer)}
+    keys = make_key_table(states, valid, None, [layout], Positions(), total)
+    return {"keys": keys, "values": make_value_table(states, valid, total)}
 
 
-def make_table(
-    quantizer: str, head_dim: int, *, is_key: bool, batch_size: int = 1, rope: RotaryLayout | None = None
-) -> RowTable:
+def make_table(head_dim: int, *, is_key: bool, batch_size: int = 1, rope: RotaryLayout | None = None) -> RowTable:
     blocks = -(-head_dim // 8)
     widths = torch.stack([torch.tensor([6 - (i + head) % 7 for i in range(blocks)]) for head in range(2)])
     widths[1] = widths[1].flip(0)
@@ -75,7 +72,6 @@ def make_table(
         is_weighted=is_key,
         rope=rope,
         is_rotated=not is_key,
-        quantizer=quantizer,
     )
 
 
@@ -95,43 +91,37 @@ def check_coding(in_torch, levels, table, states, positions=AT_START, atol=2e-6,
 
 @pytest.mark.parametrize("side", ["keys", "values"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize(("quantizer", "bits"), [("lloyd-max", (1.5, 4, 8)), ("trellis", (1.5, 3))], ids=str)
-def test_bytes_are_those_of_pytorch(in_torch, levels, side, head_dim, quantizer, bits):
-    # In PyTorch a search takes its time
-    num_tokens = 301 if quantizer == "lloyd-max" else 61
-    states = torch.randn(2, 2, num_tokens, head_dim) * torch.rand(head_dim) * 5 + torch.randn(head_dim)
+def test_bytes_are_those_of_pytorch(in_torch, levels, side, head_dim):
+    states = torch.randn(2, 2, 301, head_dim) * torch.rand(head_dim) * 5 + torch.randn(head_dim)
     states[:, :, 5] = 0
     states[:, :, 6] *= 1000
-    for nbits in bits:
-        table = fitted_tables(states, max(int(nbits * -(-head_dim // 8)), 3), quantizer)[side]
+    for nbits in (1.5, 4, 8):
+        table = fitted_tables(states, max(int(nbits * -(-head_dim // 8)), 3))[side]
         atol = 1e-6 * float(states.abs().max())
         check_coding(in_torch, levels, table, states, atol=atol)
 
 
 @pytest.mark.parametrize("changes", [{"num_refits": 5}, {"by_energy": True, "is_weighted": False}], ids=str)
-@pytest.mark.parametrize("quantizer", QUANTIZERS)
-def test_scales_are_fitted_as_in_pytorch(in_torch, levels, changes, quantizer):
-    table = dataclasses.replace(make_table(quantizer, 64, is_key=True), **changes)
+def test_scales_are_fitted_as_in_pytorch(in_torch, levels, changes):
+    table = dataclasses.replace(make_table(64, is_key=True), **changes)
     states = torch.randn(1, 2, 70, 64) * torch.randn(1, 2, 70, 1).exp()
     check_coding(in_torch, levels, table, states, atol=1e-6 * float(states.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("is_key", [True, False], ids=["keys", "values"])
-@pytest.mark.parametrize("quantizer", QUANTIZERS)
-def test_rotations_are_part_of_the_pass(in_torch, levels, quantizer, is_key, dtype):
-    table = make_table(quantizer, 48, is_key=is_key, batch_size=2, rope=LAYOUT if is_key else None)
+def test_rotations_are_part_of_the_pass(in_torch, levels, is_key, dtype):
+    table = make_table(48, is_key=is_key, batch_size=2, rope=LAYOUT if is_key else None)
     # Not contiguous
     states = torch.randn(2, 130, 2, 48).to(dtype).transpose(1, 2)
     positions = Positions(40, torch.tensor([0, 70]))
     check_coding(in_torch, levels, table, states, positions, atol=4e-6 if is_key else 2e-6)
 
 
-@pytest.mark.parametrize("quantizer", QUANTIZERS)
 @pytest.mark.parametrize("is_key", [True, False], ids=["keys", "values"])
 @pytest.mark.parametrize(("length", "head_dim"), [(1, 32), (300, 64), (63, 20)])
-def test_rows_become_what_pytorch_makes_of_them(in_torch, levels, quantizer, is_key, length, head_dim):
-    table = make_table(quantizer, head_dim, is_key=is_key)
+def test_rows_become_what_pytorch_makes_of_them(in_torch, levels, is_key, length, head_dim):
+    table = make_table(head_dim, is_key=is_key)
     tables = [table] if is_key else [table, dataclasses.replace(table, is_rotated=False)]
     rows = table.encode(torch.randn(1, 2, length + 3, head_dim))[:, :, 3:]
     expected = in_torch(lambda: torch.stack([each.decode(rows) for each in tables]))
@@ -176,10 +166,9 @@ def test_a_turn_is_told_by_the_position_alone(levels):
         assert torch.equal(part, whole[:, :, 17:])
 
 
-@pytest.mark.parametrize("quantizer", QUANTIZERS)
-def test_rows_are_told_by_their_token_alone(levels, quantizer, request):
+def test_rows_are_told_by_their_token_alone(levels, request):
     request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
-    table = make_table(quantizer, 48, is_key=True, batch_size=3, rope=LAYOUT)
+    table = make_table(48, is_key=True, batch_size=3, rope=LAYOUT)
     states, padding = torch.randn(3, 2, 300, 48), torch.tensor([0, 3, 17])
     positions = Positions(4, padding)
     one = table.map(lambda tensor: tensor[2:])
@@ -194,35 +183,20 @@ def test_rows_are_told_by_their_token_alone(levels, quantizer, request):
         torch.set_num_threads(1)
 
 
-def test_no_more_threads_run_than_there_is_scratch_for(monkeypatch, levels, request):
-    """Another thread of the program may ask for more of them between two lines."""
-    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
-    table, states = make_table("trellis", 48, is_key=False), torch.randn(1, 2, 900, 48)
-    for _ in levels():
-        torch.set_num_threads(1)
-        rows = table.encode(states)
-        torch.set_num_threads(4)
-        with monkeypatch.context() as patch:
-            patch.setattr("kvcache_plugins.kernels.compiled.num_threads", lambda: 1)
-            assert torch.equal(table.encode(states), rows)
-
-
 def test_forged_tables_read_and_write_what_there_is(levels):
-    table, states = make_table("trellis", 48, is_key=True, rope=LAYOUT), torch.randn(1, 2, 9, 48)
+    table, states = make_table(48, is_key=True, rope=LAYOUT), torch.randn(1, 2, 9, 48)
     assert table.order is not None
     far = Positions(5, torch.tensor([10**12]))
     for order in (torch.full_like(table.order, 255), torch.full_like(table.order, -3, dtype=torch.int16)):
         for width in (0, 7, 255):
-            for quantizer in QUANTIZERS:
-                widths = torch.full_like(table.widths, width)
-                forged = dataclasses.replace(table, order=order, widths=widths, quantizer=quantizer)
-                for _ in levels():
-                    rows = forged.encode(states, far)
-                    assert bool(forged.decode(rows, far).isfinite().all())
+            forged = dataclasses.replace(table, order=order, widths=torch.full_like(table.widths, width))
+            for _ in levels():
+                rows = forged.encode(states, far)
+                assert bool(forged.decode(rows, far).isfinite().all())
 
 
 def test_other_shapes_are_refused():
-    table = make_table("lloyd-max", 48, is_key=True)
+    table = make_table(48, is_key=True)
     for shape in ((1, 2, 9, 40), (1, 3, 9, 48)):
         with pytest.raises(ValueError, match="`states` of . heads of .., a table of 2 of 48"):
             table.encode(torch.randn(shape))
@@ -240,38 +214,27 @@ def test_other_shapes_are_refused():
 def test_heads_of_most_channels_and_more(in_torch, length):
     for head_dim in (640, 648):
         states = torch.randn(1, 1, length, head_dim)
-        table = fitted_tables(torch.randn(1, 1, 50, head_dim), 200, "lloyd-max")["keys"]
+        table = fitted_tables(torch.randn(1, 1, 50, head_dim), 200)["keys"]
         rows = table.encode(states)
         assert torch.equal(rows, in_torch(lambda table=table, states=states: table.encode(states)))
         assert table.decode(rows).shape == states.shape
 
 
-@pytest.mark.parametrize(("width", "known"), [(1, None), (2, 1.26), (3, 1.39), (4, 1.58), (5, None), (6, None)])
-def test_rows_of_64_are_within_five_percent_of_endless_trellises(width, known):
-    """Mean squared error over the Gaussian bound, beginnings, scales of a byte and all."""
-    states = torch.randn(1, 1, 10000, 64)
-    widths = torch.full((1, 1, 8), width, dtype=torch.uint8)
-    table = RowTable(None, None, torch.ones(1, 1, 1).half(), widths, 1 + 8 * width, 64, True, quantizer="trellis")
-    error = float((table.decode(table.encode(states)) - states).square().mean())
-    assert known is None or error * 4**width < 1.05 * known
-    assert error == pytest.approx(QUANTIZERS["trellis"].distortions[width], rel=0.02)
-
-
 @pytest.mark.parametrize("is_key", [True, False], ids=["keys", "values"])
 @pytest.mark.parametrize(("head_dim", "total"), [(20, 3), (48, 21), (64, 45)])
 def test_bases_are_part_of_the_pass(in_torch, levels, head_dim, total, is_key):
-    table = basis_table(3, head_dim, total, "lloyd-max", make_layout(head_dim, "half-split") if is_key else None)
+    table = basis_table(3, head_dim, total, make_layout(head_dim, "half-split") if is_key else None)
     states, positions = torch.randn(2, 3, 150, head_dim) + 1, Positions(40, torch.tensor([0, 70]))
     check_coding(in_torch, levels, table, states, positions, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [*QUANTIZERS, "basis"])
+@pytest.mark.parametrize("kind", ["tables", "basis"])
 @pytest.mark.parametrize("is_key", [True, False], ids=["keys", "values"])
 def test_finer_rows_are_coded_anew(in_torch, levels, is_key, kind):
     if kind == "basis":
-        table = basis_table(2, 48, 21, "lloyd-max", LAYOUT if is_key else None)
+        table = basis_table(2, 48, 21, LAYOUT if is_key else None)
     else:
-        table = make_table(kind, 48, is_key=is_key, rope=LAYOUT if is_key else None)
+        table = make_table(48, is_key=is_key, rope=LAYOUT if is_key else None)
     finer = table.finer(2)
     rows = finer.encode(torch.randn(1, 2, 40, 48) + 1)
     expected, states = in_torch(lambda: table.recode(rows, finer)), finer.decode(rows)
@@ -281,9 +244,9 @@ def test_finer_rows_are_coded_anew(in_torch, levels, is_key, kind):
         check_rows(table.recode(rows, finer), expected)
 
 
-def make_codec(quantizer: str = "lloyd-max", batch_size: int = 2) -> RowCodec:
+def make_codec(batch_size: int = 2) -> RowCodec:
     tables = (
-        make_table(quantizer, 48, is_key=is_key, batch_size=batch_size, rope=LAYOUT if is_key else None)
+        make_table(48, is_key=is_key, batch_size=batch_size, rope=LAYOUT if is_key else None)
         for is_key in (True, False)
     )
     return RowCodec(tuple(tables))
@@ -303,7 +266,7 @@ def kept(rows: tuple[torch.Tensor, torch.Tensor], length: int) -> KeptRows:
 @pytest.mark.parametrize("padding", [None, torch.tensor([0, 7])], ids=["", "padded"])
 def test_rows_go_behind_others_time_and_again(levels, dtype, padding, form):
     """In storage that grows or stays; those in front become older rows, and tokens behind those coded move."""
-    bases = (basis_table(2, 48, total, "lloyd-max", rope) for total, rope in ((21, LAYOUT), (13, None)))
+    bases = (basis_table(2, 48, total, rope) for total, rope in ((21, LAYOUT), (13, None)))
     older = make_codec() if form == "tables" else RowCodec(SharedTables(*bases))
     codec = older.finer(2)
     for _ in levels():
@@ -376,6 +339,5 @@ def test_rows_behind_others_are_within_their_storage():
     "states", [torch.zeros(1, 2, 5, 48, device="meta"), torch.zeros(1, 2, 5, 48).double()], ids=["meta", "float64"]
 )
 def test_what_no_kernel_codes_is_not_prepared(states):
-    codec, trellis = make_codec(batch_size=1), make_codec("trellis", 1)
+    codec = make_codec(batch_size=1)
     assert prepare_coding(codec, codec, states, None, 1e10) is None
-    assert prepare_coding(trellis, trellis, torch.zeros(1, 2, 5, 48), None, 1e10) is None

@@ -6,15 +6,14 @@ from pathlib import Path
 import pytest
 
 from kvcache_plugins import kernels
-from kvcache_plugins.codecs import quantizers
+from kvcache_plugins.codecs import quantizer
 from kvcache_plugins.triton_kernels import stored_format
 
 
 FOLDER = Path(kernels.__file__).parent / "cpu"
-NAMES = ["SCALE_STEPS", "SCALE_OFFSET", "LAST_SCALE", "LEAST_GAIN", "SEARCH_STEPS", "SEARCH_END", "NUM_STATES"]
-EXPECTED = {name: {**vars(stored_format), **vars(quantizers)}[name] for name in NAMES}
-EXPECTED |= {"MOST_WIDTH": quantizers.MAX_WIDTH, "BLOCK": quantizers.BLOCK}
-EXPECTED["MOST_TRELLIS_WIDTH"] = len(quantizers.Trellis.distortions) - 1
+NAMES = ["SCALE_STEPS", "SCALE_OFFSET", "LAST_SCALE", "LEAST_GAIN"]
+EXPECTED = {name: vars(stored_format)[name] for name in NAMES}
+EXPECTED |= {"MOST_WIDTH": quantizer.MAX_WIDTH, "BLOCK": quantizer.BLOCK}
 
 
 def constants() -> dict[str, float]:

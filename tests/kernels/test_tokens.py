@@ -1,6 +1,7 @@
 """Tokens of which a step attends to some: scores, choice, copies and attention by every engine, against float64."""
 
 import dataclasses
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -89,6 +90,17 @@ class TestLargest:
         assert torch.equal(largest(numbers, 300)[1], expected.indices[:, :300])
         values, indices = largest(torch.tensor([[torch.nan, 1.0, 2.0]]), 3)
         assert (values.tolist(), indices.tolist()) == ([[2.0, 1.0, -torch.inf]], [[2, 1, 0]])
+
+    def test_no_more_threads_run_than_there_is_memory_for(self, level, monkeypatch, request):
+        """Another thread of the program may ask PyTorch for more of them between two lines."""
+        request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+        numbers = torch.randn(40, 3000)
+        torch.set_num_threads(1)
+        expected = largest(numbers, 3000)
+        torch.set_num_threads(4)
+        monkeypatch.setattr("kvcache_plugins.kernels.tokens.num_threads", lambda: 1)
+        for found, known in zip(largest(numbers, 3000), expected, strict=True):
+            assert torch.equal(found, known)
 
 
 class Chosen(NamedTuple):

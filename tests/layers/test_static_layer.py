@@ -166,7 +166,6 @@ def test_short_prompts_wait_until_something_is_coded(tiny_llama):
     ("architecture", "options", "message"),
     [
         *(("llama", {"max_cache_len": number}, "an integer of at least 1") for number in (0, 1.5, True)),
-        ("llama", {"quantizer": "trellis"}, '`quantizer="lloyd-max"`'),
         ("gemma3-hybrid", {}, "full attention"),
         (None, {}, "model or its config"),
     ],

@@ -15,7 +15,7 @@ from kvcache_plugins.transform_coding.config import TransformCodingConfig
 
 
 CHANGED = [
-    *({"nbits": 3}, {"key_nbits": 3}, {"residual_length": 64}, {"num_sink_tokens": 0}, {"quantizer": "trellis"}),
+    *({"nbits": 3}, {"key_nbits": 3}, {"residual_length": 64}, {"num_sink_tokens": 0}),
     *({"sliding": "dense"}, {"recent_length": 0}, {"recent_nbits": 1}),
 ]
 
@@ -27,7 +27,7 @@ def test_class_and_preset_are_the_same(tiny_llama):
 
 
 def test_number_of_options():
-    assert len(inspect.signature(TransformCodingCache).parameters) == 13
+    assert len(inspect.signature(TransformCodingCache).parameters) == 12
 
 
 @pytest.mark.parametrize("options", CHANGED, ids=str)
@@ -134,5 +134,5 @@ def test_presets_and_frequencies_of_a_config():
 
 
 def test_calibrated_options_make_the_same_config():
-    config = TransformCodingConfig(key_nbits=2.23, value_nbits=2.23, quantizer="trellis")
+    config = TransformCodingConfig(key_nbits=2.23, value_nbits=2.23, num_sink_tokens=0)
     assert TransformCodingCache(**config.to_calibrated_options()).cache_config == config

@@ -165,7 +165,7 @@ def test_bytes_are_what_was_asked_for(model, calibration, window, nbits):
 
 
 def test_finer_rows_have_so_many_bits_more(model, calibration):
-    codec = calibration.codec(0, 3.0, "lloyd-max", rotary_frequencies(model.config, 0))
+    codec = calibration.codec(0, 3.0, rotary_frequencies(model.config, 0))
     more = [codec.finer(nbits).row_sizes[0] - codec.row_sizes[0] for nbits in (3, 1)]
     assert more[0] == 3 * more[1] > 0
 
@@ -199,16 +199,13 @@ def test_more_bits_and_a_calibration_bring_it_nearer_to_dense(model, calibration
     assert many < some / 4 < few / 16
     plain = divergence(model, TransformCodingCache(model, nbits=3.0), window)
     assert some < plain
-    assert divergence(model, make_cache(model, calibration, 3.0, quantizer="trellis"), window) < 0.9 * some
 
 
 @pytest.mark.parametrize("kernel", ["torch", "compiled"])
-@pytest.mark.parametrize("quantizer", ["lloyd-max", "trellis"])
-def test_rounded_bases_cost_nothing_that_can_be_seen(model, calibration, window, monkeypatch, quantizer, kernel):
+def test_rounded_bases_cost_nothing_that_can_be_seen(model, calibration, window, monkeypatch, kernel):
     """At seven bits a number all that is left is what codes lose: 2^-6 of what a key or value is."""
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
-    nbits = 7.0 if quantizer == "lloyd-max" else 6.0
-    cache, dense = make_cache(model, calibration, nbits, quantizer=quantizer), DynamicCache(config=model.config)
+    cache, dense = make_cache(model, calibration, 7.0), DynamicCache(config=model.config)
     with torch.no_grad():
         for each in (cache, dense):
             model(window[None, :200], past_key_values=each)
@@ -224,20 +221,16 @@ CHANGED = [check for check in CONTRACT if check.name not in (*OTHERS, "hybrid")]
 
 
 @pytest.mark.parametrize(
-    ("kernel", "quantizer", "checks"),
-    [
-        pytest.param("torch", "lloyd-max", CONTRACT, marks=pytest.mark.long),
-        ("compiled", "lloyd-max", CHANGED),
-        pytest.param("compiled", "trellis", CONTRACT, marks=pytest.mark.long),
-    ],
-    ids=["torch", "compiled", "trellis"],
+    ("kernel", "checks"),
+    [pytest.param("torch", CONTRACT, marks=pytest.mark.long), ("compiled", CHANGED)],
+    ids=["torch", "compiled"],
 )
-def test_contract(model, calibration, tmp_path, monkeypatch, kernel, quantizer, checks):
+def test_contract(model, calibration, tmp_path, monkeypatch, kernel, checks):
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
     # Where caches that are loaded look for it
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
     keep(calibration, model)
-    results = run_contract(model, lambda: make_cache(model, calibration, quantizer=quantizer), checks=checks)
+    results = run_contract(model, lambda: make_cache(model, calibration), checks=checks)
     failed = [f"{result.name}: {result.detail}" for result in results if result.status == "fail"]
     assert not failed
     assert "save-load" in {result.name for result in results if result.status == "pass"}
@@ -257,10 +250,9 @@ def test_a_preset_finds_the_models_own_calibration(model, other, calibration, tm
         create_cache("calibrated-16", model)
 
 
-@pytest.mark.parametrize("quantizer", ["lloyd-max", "trellis"])
-def test_a_saved_cache_goes_on_with_its_calibration(model, calibration, window, tmp_path, monkeypatch, quantizer):
+def test_a_saved_cache_goes_on_with_its_calibration(model, calibration, window, tmp_path, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
-    cache, path, given = make_cache(model, calibration, quantizer=quantizer), tmp_path / "cache", tmp_path / "c"
+    cache, path, given = make_cache(model, calibration), tmp_path / "cache", tmp_path / "c"
     with torch.no_grad():
         model(window[None, :120], past_key_values=cache)
         cache.save(path, model)
@@ -396,20 +388,18 @@ def test_what_no_query_sees_does_not_count(hybrid, random_windows):
         assert 0.4 < many / few < 2.5
 
 
-@pytest.mark.parametrize("quantizer", ["lloyd-max", "trellis"])
 @pytest.mark.parametrize("seen", [None, WINDOW], ids=["full", "window"])
-def test_layers_share_bytes_with_those_that_see_as_much(hybrid, of_hybrid, quantizer, seen):
+def test_layers_share_bytes_with_those_that_see_as_much(hybrid, of_hybrid, seen):
     """At every length of a text they hold the bytes that were asked for."""
     own = [index for index, layer in of_hybrid.layers.items() if layer.window == seen]
     alone = of_window(of_hybrid, seen)
     sizes = [
-        [each.codec(index, 3.0, quantizer, rotary_frequencies(hybrid.config, index)).row_sizes for index in own]
+        [each.codec(index, 3.0, rotary_frequencies(hybrid.config, index)).row_sizes for index in own]
         for each in (of_hybrid, alone)
     ]
     assert sizes[0] == sizes[1]
-    if quantizer == "lloyd-max":
-        # A byte of scale, and three bits for each of three blocks of eight components, of keys and values
-        assert sum(map(sum, sizes[0])) == len(own) * 2 * (1 + 3 * 3)
+    # A byte of scale, and three bits for each of three blocks of eight components, of keys and values
+    assert sum(map(sum, sizes[0])) == len(own) * 2 * (1 + 3 * 3)
 
 
 def test_it_is_nearer_to_dense_than_by_prompts_alone(hybrid, of_hybrid, window, divergence):

@@ -83,13 +83,6 @@ def test_rows_are_those_of_pytorch(name, tiny_model, kernels):
                 assert float((own != rows).any(dim=-1).float().mean()) < MOST_DIFFERENT
 
 
-def test_a_trellis_is_left_to_pytorch(tiny_model, kernels):
-    model = tiny_model("llama", num_hidden_layers=1).to(DEVICE)
-    kernels("triton")
-    with pytest.raises(AssertionError, match="plain PyTorch"):
-        fill(model, create_cache("transform-16:quantizer=trellis", model))
-
-
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="tensors on the CPU are Triton's in its interpreter alone")
 def test_the_choice(monkeypatch):
     states = torch.randn(1, 1, 1, 8)

@@ -60,30 +60,21 @@ def test_what_is_attended_to_is_what_is_held(length, dtype):
         assert float((output.float() - expected).abs().max()) < limit
 
 
-def test_trellis_codes_are_attended_to_as_they_are_held():
+def test_rows_are_attended_to_as_they_are_held():
     """Items of different lengths, one of which waits for its table; tokens that are decoded are coded too."""
-    errors = {}
-    prompt, steps = states(2, 150), [states(2, count) for count in (1, 9, 60, 1)]
-    for quantizer in ("lloyd-max", "trellis"):
-        cache = TransformCodingCache(key_nbits=3, value_nbits=2, residual_length=BUFFER, quantizer=quantizer)
-        cache.layers.append(layer := cache._next_layer())
-        feed(layer, *prompt, padding=[0, 100])
-        for keys, values in steps:
-            query, before = torch.randn(2, NUM_HEADS * 2, keys.shape[2], HEAD_DIM), num_coded(layer)
-            output = feed(layer, keys, values, padding=[0, 100], query=query)
-            held = [layer.materialize(side) for side in ("keys", "values")]
-            if keys.shape[2] < 4 * BUFFER:
-                mask = torch.arange(held[0].shape[2]) >= torch.tensor([0, 100])[:, None]
-                mask = mask[:, None, None].expand(-1, 1, keys.shape[2], -1).tril(held[0].shape[2] - keys.shape[2])
-                expected = F.scaled_dot_product_attention(query, *held, attn_mask=mask, enable_gqa=True)
-                assert float((output - expected).abs().max()) < 1e-4
-            assert num_coded(layer) >= before > 0
-        assert {table.quantizer for table in layer.codec.tables()} == {quantizer}
-        exact = (torch.cat(each, dim=2)[0] for each in zip(prompt, *steps, strict=True))
-        errors[quantizer] = [float((a[0] - b).square().mean()) for a, b in zip(held, exact, strict=True)]
-    assert all(
-        trellis < 0.85 * other for trellis, other in zip(errors["trellis"], errors["lloyd-max"], strict=True)
-    ), errors
+    cache = TransformCodingCache(key_nbits=3, value_nbits=2, residual_length=BUFFER)
+    cache.layers.append(layer := cache._next_layer())
+    feed(layer, *states(2, 150), padding=[0, 100])
+    for count in (1, 9, 60, 1):
+        query, before = torch.randn(2, NUM_HEADS * 2, count, HEAD_DIM), num_coded(layer)
+        output = feed(layer, *states(2, count), padding=[0, 100], query=query)
+        held = [layer.materialize(side) for side in ("keys", "values")]
+        if count < 4 * BUFFER:
+            mask = torch.arange(held[0].shape[2]) >= torch.tensor([0, 100])[:, None]
+            mask = mask[:, None, None].expand(-1, 1, count, -1).tril(held[0].shape[2] - count)
+            expected = F.scaled_dot_product_attention(query, *held, attn_mask=mask, enable_gqa=True)
+            assert float((output - expected).abs().max()) < 1e-4
+        assert num_coded(layer) >= before > 0
 
 
 def test_life_of_a_token():
@@ -257,8 +248,8 @@ PROMPT = 150
 SCALE_PRECISION = 0.02
 
 
-def steady_layer(nbits=2.25, quantizer="lloyd-max"):
-    return RowLayer(TransformCodingConfig(key_nbits=nbits, value_nbits=nbits, quantizer=quantizer).policy(None), 0)
+def steady_layer(nbits=2.25):
+    return RowLayer(TransformCodingConfig(key_nbits=nbits, value_nbits=nbits).policy(None), 0)
 
 
 def randn(length, batch_size=1):
@@ -267,12 +258,9 @@ def randn(length, batch_size=1):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("number", [1.0, -1e-3, 100.0, 0.0])
-@pytest.mark.parametrize(
-    ("nbits", "quantizer"),
-    [*((nbits, "lloyd-max") for nbits in (1, 1.5, 2, 3, 4, 5, 6, 7, 8)), (2, "trellis"), (6, "trellis")],
-)
-def test_constants_come_back_at_every_width(nbits, quantizer, number):
-    layer, constant = steady_layer(nbits, quantizer), torch.full((1, 2, PROMPT, HEAD_DIM), number)
+@pytest.mark.parametrize("nbits", [1, 1.5, 2, 3, 4, 5, 6, 7, 8])
+def test_constants_come_back_at_every_width(nbits, number):
+    layer, constant = steady_layer(nbits), torch.full((1, 2, PROMPT, HEAD_DIM), number)
     feed(layer, constant, constant)
     output = feed(layer, constant[:, :, :1], constant[:, :, :1])
     for each in (output, layer.materialize("keys"), layer.materialize("values")):

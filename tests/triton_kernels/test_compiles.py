@@ -53,10 +53,8 @@ ROWS = {
     "t30-d128-rows16": (128, 80, 64, HALF, 16, BRAIN, True),
     "t16-d256": (256, 76, 64, BRAIN, 4, torch.bool, False),
     "t16-d128-float32": (128, 38, 32, SINGLE, 4, None, False),
-    "t16-trellis-d64": (64, 19, 16, BRAIN, 3, None, False),
     "c16-d64": (64, 18, 18, BRAIN, 3, None, False),
     "c16-d128": (128, 36, 36, BRAIN, 4, None, False),
-    "c16-trellis-d64": (64, 18, 18, BRAIN, 3, None, False),
 }
 # Bases that want much shared memory, and components of keys where they are not as many as channels
 BASES = {
@@ -114,7 +112,7 @@ VARIANTS = {**GROUPS, **COMBINATIONS, **ROWS, **CODING, **MOVES, **SCORES}
 # By target. In daily tests one of each kernel: of groups without and with low rank, of rows without and with a basis
 DAILY = {
     "90": [
-        *("kivi-2bit-d128", "gear-l-2bit-d128", "t16-d128", "c16-trellis-d64", "code-keys-d128", "code-values-d256"),
+        *("kivi-2bit-d128", "gear-l-2bit-d128", "t16-d128", "c16-d64", "code-keys-d128", "code-values-d256"),
         *("push-d128", "gather-256", "gather-129", "write-256", "score-d128-g4", "score-8bit"),
     ],
     "gfx942": ["kivi-2bit-d128"],
@@ -131,13 +129,13 @@ LONG = {
     "90": [
         *("kcvt-2bit-d128", "kcvt-8bit-d128", "kcvt-4bit-d128-float32", "token-token-4bit-d128", "gear-3bit-d128"),
         *("gear-2bit-d256", *_RANKS, "combine-d256-bfloat16", "combine-d256", *CODING, *MOVES, *SCORES),
-        *("t16-d64", "t16-d128-float32", "t16-trellis-d64", "c16-d64", "c16-d128", "t16-d128-device", *BASES),
+        *("t16-d64", "t16-d128-float32", "c16-d64", "c16-d128", "t16-d128-device", *BASES),
     ],
     "gfx942": _CODING,
     "gfx90a": ["kivi-2bit-d128"],
 }
 # Warp instructions a cached number of the loop over whole tiles, on an H100, and how much more is taken for the same
-COUNTS = {"t16-d64": 0.223, "t16-d128": 0.198, "t16-trellis-d64": 0.310, "c16-d64": 0.268, "c16-d128": 0.246}
+COUNTS = {"t16-d64": 0.223, "t16-d128": 0.198, "c16-d64": 0.268, "c16-d128": 0.246}
 MARGIN = 0.05
 # Bytes that a thread of attention over groups may spill. Where 168 or 128 registers let one more program run at once,
 # the assembler itself puts a few into local memory rather than use another register
@@ -202,7 +200,7 @@ def of_combination(name):
     yield "combine", *combining(partials, torch.empty(2, 8, 128, head_dim, dtype=dtype))
 
 
-def make_rows(head_dim, num_bytes, is_keys, is_calibrated, is_trellis=False, num_components=None):
+def make_rows(head_dim, num_bytes, is_keys, is_calibrated, num_components=None):
     """Rows `[2, 8, 1000, row_size]` without data, and their layout."""
     from kvcache_plugins.triton_kernels.stored_format import RowBasis, RowLayout
     from kvcache_plugins.triton_kernels.transform_coding.launches import CodedRows
@@ -219,7 +217,7 @@ def make_rows(head_dim, num_bytes, is_keys, is_calibrated, is_trellis=False, num
         basis = RowBasis(factors, vectors, factors, vectors[:, :num_components])
     described = (order, mean, deviation, widths, 1 + num_bytes, head_dim, is_keys, basis)
     num_refits = 5 if is_keys and is_calibrated else 0
-    return CodedRows(rows, RowLayout(*described, num_refits), torch.empty(9, 5), is_trellis)
+    return CodedRows(rows, RowLayout(*described, num_refits), torch.empty(9, 4))
 
 
 def make_angles(head_dim):
@@ -233,7 +231,7 @@ def of_rows(name):
 
     head_dim, key_bytes, value_bytes, dtype, num_queries, mask_dtype, is_padded = ROWS[name]
     keys, values = (
-        make_rows(head_dim, num_bytes, is_keys, name.startswith("c"), "trellis" in name, COMPONENTS.get(name))
+        make_rows(head_dim, num_bytes, is_keys, name.startswith("c"), COMPONENTS.get(name))
         for num_bytes, is_keys in ((key_bytes, True), (value_bytes, False))
     )
     query = torch.empty(2, 8, num_queries, head_dim, dtype=dtype)
@@ -254,7 +252,7 @@ def of_coding(name):
     head_dim, num_bytes, dtype = CODING[name]
     is_keys, is_calibrated = "keys" in name, "calibrated" in name
     states = torch.empty(2, 1000, 8, head_dim, dtype=dtype).transpose(1, 2)
-    book = Codebook(torch.empty(9, 5), torch.empty(9, 577, dtype=torch.uint8), torch.empty(9, 577))
+    book = Codebook(torch.empty(9, 4), torch.empty(9, 577, dtype=torch.uint8), torch.empty(9, 577))
     sides = [make_rows(head_dim, num_bytes, is_keys, is_calibrated) for is_keys in (True, False)]
     padding, size = torch.zeros(2, dtype=torch.int64), (head_dim, block_channels(head_dim))
     signs = None if is_keys or is_calibrated else torch.empty(size, dtype=HALF if dtype == SINGLE else dtype)

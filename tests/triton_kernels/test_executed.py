@@ -24,7 +24,7 @@ LONG = [
     (80, "test_attention.py", "test_matches_dense_attention and kivi-64"),
     *((capability, "test_rows.py", "test_attention_is_that_of_pytorch") for capability in (80, 90)),
     *((capability, "test_rows.py", "test_rows_are_those_of_pytorch and not many") for capability in (80, 90)),
-    *((capability, "test_rows.py", "half_precision or trellis or scores") for capability in (80, 90)),
+    *((capability, "test_rows.py", "half_precision or scores") for capability in (80, 90)),
     *((capability, "test_rows.py", "masks or parts or splits or device or padding") for capability in (80, 90)),
     (86, "test_rows.py", "test_attention_is_that_of_pytorch and (unlike-dims or widest)"),
     (120, "test_rows.py", "test_attention_is_that_of_pytorch and (unlike-dims or widest)"),

@@ -10,7 +10,7 @@ import torch
 from kernel_cases import DEVICE, Rows, exact_attention, make_query, needs_triton, row_states
 
 from kvcache_plugins.codecs.parts import CodedPart, DensePart, RowTokens, SinkStates
-from kvcache_plugins.codecs.quantizers import thresholds
+from kvcache_plugins.codecs.quantizer import thresholds
 from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.eval.kernel_check import plain_pytorch
 from kvcache_plugins.kernels.attention import attend
@@ -107,14 +107,6 @@ def test_scores_alone(form, case, length, padding):
 @pytest.mark.parametrize("form", FORMS)
 def test_attention_in_half_precision(form, case, dtype):
     check_attention(case, [make_part(case, form)], dtype)
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", ["smollm2", "widest", "no-bits-for-most", "least", "one-token", "odd-dims"])
-@pytest.mark.parametrize("form", FORMS)
-def test_trellis_codes(form, case, dtype):
-    check_attention(case, [make_part(case, form, quantizer="trellis")], dtype)
 
 
 def test_means_of_values():

@@ -126,10 +126,9 @@ def prepare_rows(
         "scale": scale,
         "KEY_DIM": key_layout.head_dim,
         "BASIS": basis is not None,
-        "TRELLIS": keys.is_trellis,
         # Widths of values without a basis are the same but for one bit, which all blocks have or none here
         "TWO_BITS": packed
-        and not (is_float32 or values.is_trellis or values.layout.basis is not None)
+        and not (is_float32 or values.layout.basis is not None)
         and values.layout.row_size == 1 + num_values // 4,
         "PADDED": padding is not None,
         "SCORES": only_scores,

@@ -47,7 +47,7 @@ def attend_kernel(
     value_deviation_ptr, partner_ptr, near_ptr, far_ptr, padding_ptr, num_heads, num_rows, num_queries, position,
     length, length_ptr, tokens_per_split, scale, KEY_DIM: tl.constexpr, KEY_CODED: tl.constexpr,
     VALUE_CODED: tl.constexpr, KEY_ROW_SIZE: tl.constexpr, VALUE_ROW_SIZE: tl.constexpr, NUM_NEAR: tl.constexpr,
-    BASIS: tl.constexpr, ROTARY: tl.constexpr, TRELLIS: tl.constexpr, TWO_BITS: tl.constexpr, PADDED: tl.constexpr,
+    BASIS: tl.constexpr, ROTARY: tl.constexpr, TWO_BITS: tl.constexpr, PADDED: tl.constexpr,
     MASK: tl.constexpr, SCORES: tl.constexpr, LEAST_DEVIATION: tl.constexpr, DTYPE: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, VALUE_ROTATION: tl.constexpr,
@@ -134,13 +134,13 @@ def attend_kernel(
         own, partners, maximum, totals, output = attend_tile(
             first_token + tile * BLOCK_T, length, key_rows, basis, means, value_rows, own, partners, size, angles,
             mask_ptr, mask_rows, mask_stride_t, row_in_use, score_ptrs, maximum, totals, output, KEY_ROW_SIZE,
-            VALUE_ROW_SIZE, BASIS, ROTARY, TRELLIS, TWO_BITS, MASK, SCORES, DTYPE, PAIRS, BLOCK_R, BLOCK_T, BLOCK_K,
+            VALUE_ROW_SIZE, BASIS, ROTARY, TWO_BITS, MASK, SCORES, DTYPE, PAIRS, BLOCK_R, BLOCK_T, BLOCK_K,
             BLOCK_V, True)
     for start in range(first_token + num_whole * BLOCK_T, last_token, BLOCK_T):
         own, partners, maximum, totals, output = attend_tile(
             start, length, key_rows, basis, means, value_rows, own, partners, size, angles, mask_ptr, mask_rows,
             mask_stride_t, row_in_use, score_ptrs, maximum, totals, output, KEY_ROW_SIZE, VALUE_ROW_SIZE, BASIS,
-            ROTARY, TRELLIS, TWO_BITS, MASK, SCORES, DTYPE, PAIRS, BLOCK_R, BLOCK_T, BLOCK_K, BLOCK_V, False)
+            ROTARY, TWO_BITS, MASK, SCORES, DTYPE, PAIRS, BLOCK_R, BLOCK_T, BLOCK_K, BLOCK_V, False)
     # fmt: on
     if not SCORES:
         places = (matrix * tl.num_programs(1) + tl.program_id(1)) * num_rows + rows

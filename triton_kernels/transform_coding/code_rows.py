@@ -316,7 +316,7 @@ def prepare_coding(
 
     Args:
         states (`torch.Tensor` of shape `[B, H, T, D]`): float32, float16 or bfloat16.
-        layout (`RowLayout`): how they are coded; a trellis is for plain PyTorch.
+        layout (`RowLayout`): how they are coded.
         codebook (`Codebook`): codes of all widths.
         signs (`torch.Tensor` of shape `[D, channels of a tile]`, *optional*): what states are multiplied with before:
             a Hadamard matrix of ones, of their dtype or else of float16, its columns at their places of a tile. The

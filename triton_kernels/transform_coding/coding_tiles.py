@@ -119,7 +119,7 @@ def store_rows(
 @triton.jit
 def _load_codebook(widths, coefficient_ptr, cell_code_ptr, cell_bound_ptr):
     """Of every number's width: coefficients of its points, `[1, BLOCK_K]` each, and where its cells begin."""
-    own_ptr = (coefficient_ptr + widths * 5)[None, :]
+    own_ptr = (coefficient_ptr + widths * 4)[None, :]
     factor, first = tl.load(own_ptr), tl.load(own_ptr + 1)
     second, third = tl.load(own_ptr + 2), tl.load(own_ptr + 3)
     cells = (widths * NUM_CELLS)[None, :]

@@ -18,16 +18,13 @@ class CodedRows(NamedTuple):
         rows (`torch.Tensor` of shape `[B, H, at least T, R]`, uint8): `[scale | block | block | ...]`; a head's rows
             follow each other without gaps.
         layout (`RowLayout`): what they mean.
-        coefficients (`torch.Tensor` of shape `[9, 5]`, float32): what a code of every width stands for: of the number
-            `c = (2 code + 1) factor - 1` it is `c (first + c^2 (second + c^2 third))`. Of a trellis the code is the
-            state times the last one, modulo 256.
-        is_trellis (`bool`): whether codes are those of a trellis.
+        coefficients (`torch.Tensor` of shape `[9, 4]`, float32): `factor, first, second, third` of every width, by
+            which a code stands for `c (first + c^2 (second + c^2 third))` of the number `c = (2 code + 1) factor - 1`.
     """
 
     rows: torch.Tensor
     layout: RowLayout
     coefficients: torch.Tensor
-    is_trellis: bool
 
 
 class RotaryAngles(NamedTuple):
@@ -55,7 +52,7 @@ class Codebook(NamedTuple):
     Codes of numbers, by the width of their block, see `coding_tiles`.
 
     Args:
-        coefficients (`torch.Tensor` of shape `[9, 5]`, float32): what they stand for, as in `CodedRows`.
+        coefficients (`torch.Tensor` of shape `[9, 4]`, float32): what they stand for, as in `CodedRows`.
         cell_codes (`torch.Tensor` of shape `[9, cells]`, uint8): how many bounds lie below all of a cell.
         cell_bounds (`torch.Tensor` of shape `[9, cells]`, float32): the bound in a cell, infinite where there is none.
     """

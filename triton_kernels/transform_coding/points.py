@@ -4,8 +4,7 @@ A block of width w is w bytes at any byte of a row: three aligned words hold it,
 it to the beginning of 64 bits, the first code with its top at bit 8, and three more its second, third and fourth
 quarter, each two codes of at most 16 bits. Two quarters share a word, so two codes at a time are masked and, as they
 stand, are halves below the smallest normal one, which go through the polynomial together: on a GPU one instruction for
-both. Of a trellis (`codecs.quantizers.Trellis`) every number has eight bits, its state, of which two are multiplied
-together as well. Where all codes have two bits no polynomial is needed. Nothing else depends on the widths but
+both. Where all codes have two bits no polynomial is needed. Nothing else depends on the widths but
 numbers that a thread, which has the same block of every token, keeps in registers. Loops over blocks of one width
 would need other loops for every head, and a table of points a load for every number.
 
@@ -39,19 +38,17 @@ def row_slots(BLOCK: tl.constexpr):
 @triton.jit
 def load_codebook(width_ptr, coefficient_ptr, NUM_BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr):
     """
-    Of a head's blocks: widths, their first bytes, the coefficients of their points, and what states are multiplied by,
-    each `[BLOCK_N]`.
+    Loads, of a head's blocks, widths, their first bytes and the coefficients of their points, each `[BLOCK_N]`.
     """
     blocks = tl.arange(0, BLOCK_N)
     widths = tl.load(width_ptr + blocks, mask=blocks < NUM_BLOCKS, other=0).to(tl.int32)
     first_bytes = 1 + tl.cumsum(widths, axis=0) - widths
-    own_ptr = coefficient_ptr + widths * 5
+    own_ptr = coefficient_ptr + widths * 4
     term = ((tl.load(own_ptr) - 1.0) / 4).to(DTYPE)
     first = (tl.load(own_ptr + 1) * 4).to(DTYPE)
     second = (tl.load(own_ptr + 2) * 64).to(DTYPE)
     third = (tl.load(own_ptr + 3) * 1024).to(DTYPE)
-    multipliers = tl.load(own_ptr + 4).to(tl.int32).to(tl.uint32)
-    return widths, first_bytes, term, first, second, third, multipliers
+    return widths, first_bytes, term, first, second, third
 
 
 @triton.jit
@@ -65,7 +62,7 @@ def aligned_rows(rows_ptr):
 @triton.jit
 def load_points(
     rows, first_token, length, ROW_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    TRELLIS: tl.constexpr, DTYPE: tl.constexpr, PAIRS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    DTYPE: tl.constexpr, PAIRS: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """
     Points `[BLOCK_T, BLOCK_N, 8]` of rows, a pointer and their codebook, from a token on, in the order of `row_slots`;
@@ -73,14 +70,14 @@ def load_points(
     behind it.
     """
     word_ptr, remainder = aligned_rows(rows[0])
-    widths, first_bytes, term, first, second, third, multipliers = rows[1]
+    widths, first_bytes, term, first, second, third = rows[1]
     TURN: tl.constexpr = min(max(128 // BLOCK_N, 4), BLOCK_T)
     start = tl.cast(first_token, tl.int64) * ROW_SIZE + remainder
     first_word = start >> 2
     # Four rows are whole words: a thread's tokens lie alike, and their words at a distance that is known
     turns = tl.arange(0, BLOCK_T // TURN)[:, None, None]
     tokens = tl.arange(0, TURN)[None, :, None]
-    first_bits = 8 * first_bytes if TRELLIS else 8 * first_bytes - 8 + widths
+    first_bits = 8 * first_bytes - 8 + widths
     bits = ((start & 3) << 3).to(tl.int32) + ((tokens & 3) * (8 * ROW_SIZE) + first_bits[None, None, :])
     words = (bits >> 5) + (tokens >> 2) * ROW_SIZE
     words_ptr = word_ptr + first_word + words + turns * (TURN // 4 * ROW_SIZE)
@@ -98,22 +95,13 @@ def load_points(
         word_2 = tl.load(words_ptr + 2, mask=words + 2 <= last_word, other=0)
     shifts = bits & 31
     block = _join_words(_shift_words(word_0, word_1, shifts), _shift_words(word_1, word_2, shifts))
-    if TRELLIS:
-        # What a state lacks at a row's end are zeros
-        behind = tl.minimum(tl.maximum(8 * (ROW_SIZE - first_bytes), 1), 64)
-        block &= (0xFFFFFFFFFFFFFFFF >> (64 - behind).to(tl.uint64))[None, None, :]
     quarter = 2 * widths[None, None, :]
     even = join_halves(block.to(tl.uint32), _shift(block, 2 * quarter), PAIRS)
     odd = join_halves(_shift(block, quarter), _shift(block, 3 * quarter), PAIRS)
     later = widths.to(tl.uint32)[None, None, :]
-    if TRELLIS:
-        factors = multipliers[None, None, :]
-        pairs_0, pairs_1 = _order_states(even, factors), _order_states(even >> later, factors)
-        pairs_2, pairs_3 = _order_states(odd, factors), _order_states(odd >> later, factors)
-    else:
-        fields = ((256 - (256 >> widths)) * 0x00010001).to(tl.uint32)[None, None, :]
-        pairs_0, pairs_1 = even & fields, (even >> later) & fields
-        pairs_2, pairs_3 = odd & fields, (odd >> later) & fields
+    fields = ((256 - (256 >> widths)) * 0x00010001).to(tl.uint32)[None, None, :]
+    pairs_0, pairs_1 = even & fields, (even >> later) & fields
+    pairs_2, pairs_3 = odd & fields, (odd >> later) & fields
     pairs = tl.join(tl.join(pairs_0, pairs_2), tl.join(pairs_1, pairs_3))
     # Halves of a word next to each other, so that arithmetic is on both at a time
     numbers = tl.join(pairs.to(tl.uint16), (pairs >> 16).to(tl.uint16)).to(tl.float16, bitcast=True)
@@ -127,7 +115,7 @@ def load_points(
 @triton.jit
 def load_levels(coefficient_ptr):
     """The four points of codes of two bits, as bytes of two words."""
-    own_ptr = coefficient_ptr + 2 * 5
+    own_ptr = coefficient_ptr + 2 * 4
     first, second, third = tl.load(own_ptr + 1), tl.load(own_ptr + 2), tl.load(own_ptr + 3)
     near = _bits(0.25 * (first + 0.0625 * (second + 0.0625 * third)))
     far = _bits(0.75 * (first + 0.5625 * (second + 0.5625 * third)))
@@ -181,13 +169,6 @@ def _look_up(codes, levels):
     # A nibble for each of the bytes `2 code` and `2 code + 1`
     places = (codes & 0x03030303) * 0x22 + 0x10101010
     return tl.join(permute_bytes(levels[0], levels[1], places), permute_bytes(levels[0], levels[1], places >> 16))
-
-
-@triton.jit
-def _order_states(pairs, multipliers):
-    """Which points the states in the low bytes of two halves mean."""
-    # A product of two bytes does not reach beyond its half
-    return ((pairs & 0x00FF00FF) * multipliers) & 0x00FF00FF
 
 
 @triton.jit

@@ -76,7 +76,7 @@ def attend_tile(
     start, length, key_rows, basis, means, value_rows, own, partners, size, angles, mask_ptr, mask_rows, mask_stride_t,
     row_in_use, score_ptrs, maximum, totals, output,
     KEY_ROW_SIZE: tl.constexpr, VALUE_ROW_SIZE: tl.constexpr, BASIS: tl.constexpr, ROTARY: tl.constexpr,
-    TRELLIS: tl.constexpr, TWO_BITS: tl.constexpr, MASK: tl.constexpr, SCORES: tl.constexpr, DTYPE: tl.constexpr,
+    TWO_BITS: tl.constexpr, MASK: tl.constexpr, SCORES: tl.constexpr, DTYPE: tl.constexpr,
     PAIRS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +89,7 @@ def attend_tile(
     # fmt: off
     scales = load_scales(key_rows[0], start, length, KEY_ROW_SIZE, BLOCK_T, IS_WHOLE).to(DTYPE)
     keys = load_points(
-        key_rows, start, length, KEY_ROW_SIZE, BLOCK_T, BLOCK_K // 8, TRELLIS, DTYPE, PAIRS, IS_WHOLE)
+        key_rows, start, length, KEY_ROW_SIZE, BLOCK_T, BLOCK_K // 8, DTYPE, PAIRS, IS_WHOLE)
     if BASIS:
         keys = keep_halves(tl.reshape(keys, [BLOCK_T, BLOCK_K]), PAIRS)
         # Scales come after the product: a thread then has those of two tokens
@@ -132,7 +132,7 @@ def attend_tile(
             values = look_up_points(value_rows, start, length, VALUE_ROW_SIZE, BLOCK_T, BLOCK_V // 8, IS_WHOLE)
         else:
             values = load_points(
-                value_rows, start, length, VALUE_ROW_SIZE, BLOCK_T, BLOCK_V // 8, TRELLIS, DTYPE, PAIRS, IS_WHOLE)
+                value_rows, start, length, VALUE_ROW_SIZE, BLOCK_T, BLOCK_V // 8, DTYPE, PAIRS, IS_WHOLE)
         values = tl.trans(keep_halves(tl.reshape(values, [BLOCK_T, BLOCK_V]), PAIRS))
         weights = keep_halves((weights * scales[:, None]).to(DTYPE), PAIRS)
         output = tl.dot(values, weights, output * decay, input_precision="ieee")

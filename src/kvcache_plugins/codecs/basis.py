@@ -22,7 +22,7 @@ import torch
 
 from kvcache_plugins.triton_kernels.stored_format import RowBasis
 
-from .quantizers import BLOCK
+from .quantizer import BLOCK
 
 
 # Of a metric's mean diagonal: what keeps directions that nothing was seen of from being free

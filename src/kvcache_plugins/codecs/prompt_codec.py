@@ -26,7 +26,7 @@ from kvcache_plugins.files.schema import Stored, check_layout
 from kvcache_plugins.kernels.engine import choose_coding_kernel
 
 from .codec import CodecState, Positions, QueryMoments, Rows, Sample
-from .quantizers import BLOCK, QUANTIZERS, num_blocks
+from .quantizer import BLOCK, DISTORTIONS, MAX_WIDTH, num_blocks
 from .rope import START, RotaryLayout, apply_rope, channels_of
 from .rows import RowCodec, RowTable
 
@@ -59,14 +59,12 @@ class PromptCodec(RowCodec):
     Args:
         head_dims, sizes (two `int`): channels of a key and of a value, and bytes of their codes.
         layouts (`Sequence[RotaryLayout]`): those that the model's keys may have.
-        quantizer (`str`): one of `QUANTIZERS`.
     """
 
     _tables: tuple[RowTable, RowTable] | None = dataclasses.field(default=None, kw_only=True)
     head_dims: tuple[int, int]
     sizes: tuple[int, int]
-    layouts: Sequence[RotaryLayout] = dataclasses.field()
-    quantizer: str
+    layouts: Sequence[RotaryLayout]
 
     @property
     def row_sizes(self) -> tuple[int, int]:
@@ -79,8 +77,8 @@ class PromptCodec(RowCodec):
         keys, values, valid, moments, positions = sample
         assert valid is not None, "a cache knows which of its tokens count"
         valid, (size, value_size) = valid.to(keys.device), self.sizes
-        table = make_key_table(keys, valid, moments, self.layouts, positions, size, self.quantizer)
-        tables = table, make_value_table(values, valid, value_size, self.quantizer)
+        table = make_key_table(keys, valid, moments, self.layouts, positions, size)
+        tables = table, make_value_table(values, valid, value_size)
         return dataclasses.replace(self, _tables=tables)
 
     def refit(self, number: int, sample: Sample) -> PromptCodec:
@@ -140,8 +138,8 @@ class PromptCodec(RowCodec):
                 f"`{path}`: keys were coded with another rotary embedding than the model's config describes"
             )
         (key_dim, value_dim), (size, value_size) = self.head_dims, self.sizes
-        keys = _table(f"{path}.keys", state.keys, heads, key_dim, size, self.quantizer, layout)
-        values = _table(f"{path}.values", state.values, heads, value_dim, value_size, self.quantizer)
+        keys = _table(f"{path}.keys", state.keys, heads, key_dim, size, layout)
+        values = _table(f"{path}.values", state.values, heads, value_dim, value_size)
         return dataclasses.replace(self, _tables=(keys, values))
 
 
@@ -152,7 +150,6 @@ def make_key_table(
     layouts: Sequence[RotaryLayout],
     positions: Positions,
     total: int,
-    quantizer: str = "lloyd-max",
 ) -> RowTable:
     """
     Makes the table of a prompt's keys `[B, H, T, D]`, after the rotary embedding, with widths of `total` in a head.
@@ -163,7 +160,6 @@ def make_key_table(
         layouts (`Sequence[RotaryLayout]`): those that keys may have, of which the one of the least error to be
             expected is taken, if that is clearly less than the first one's.
     """
-    distortions = QUANTIZERS[quantizer].distortions
     number = 0
     if keys.is_meta:
         # Nothing is known of what has no data but how large its table is
@@ -175,7 +171,7 @@ def make_key_table(
             # How keys vary that hardly do tells layouts apart, but says nothing of those to come
             _, variance, queried = _key_moments(*newest, layouts, other)
             energies.append(variance * queried)
-        errors, *_ = allocate_channels(torch.stack(energies, dim=2), total, distortions)
+        errors, *_ = allocate_channels(torch.stack(energies, dim=2), total, DISTORTIONS)
         # Where it makes no difference the first is taken, so that sequences do not choose for each other
         logarithms = errors.clamp(min=torch.finfo(errors.dtype).tiny).log().mean(dim=(0, 1))
         logarithms[1:] += _LEAST_GAIN
@@ -187,8 +183,8 @@ def make_key_table(
     least = torch.full_like(variance, _LEAST_OF_CHANNEL).masked_fill_(~(variance > 0), 0)
     least = least.masked_fill_(is_steady, _LEAST_OF_STEADY)
     variance = variance.maximum(least.square() * size)
-    _, order, widths = allocate_channels(variance * queried, total, distortions)
-    return _make_table(keys.shape[3], quantizer, total, mean, variance.sqrt(), widths, order, layouts[number])
+    _, order, widths = allocate_channels(variance * queried, total, DISTORTIONS)
+    return _make_table(keys.shape[3], total, mean, variance.sqrt(), widths, order, layouts[number])
 
 
 def _key_moments(
@@ -221,7 +217,7 @@ def _key_moments(
     return mean, variance, queried.clamp(min=0)
 
 
-def make_value_table(values: torch.Tensor, valid: torch.Tensor, total: int, quantizer: str = "lloyd-max") -> RowTable:
+def make_value_table(values: torch.Tensor, valid: torch.Tensor, total: int) -> RowTable:
     """
     Makes the table of a prompt's values `[B, H, T, D]`: one deviation a head, and bits alike for all channels.
 
@@ -244,12 +240,11 @@ def make_value_table(values: torch.Tensor, valid: torch.Tensor, total: int, quan
     shape = batch_size, num_heads, -(-head_dim // BLOCK)
     widths = torch.full(shape, width, dtype=torch.int64, device=values.device)
     widths[..., :rest] += 1
-    return _make_table(head_dim, quantizer, total, stored_mean, deviation[:, :, None], widths)
+    return _make_table(head_dim, total, stored_mean, deviation[:, :, None], widths)
 
 
 def _make_table(
     head_dim: int,
-    quantizer: str,
     size: int,
     mean: torch.Tensor | None,
     deviation: torch.Tensor,
@@ -262,7 +257,7 @@ def _make_table(
     deviation = torch.where(deviation > 0, deviation.clamp(_TINY, _LARGEST), 0).half()
     is_of_keys = rope is not None
     own = order, mean, deviation, widths.to(torch.uint8), 1 + size, head_dim, is_of_keys
-    return RowTable(*own, rope=rope, is_rotated=not is_of_keys, quantizer=quantizer)
+    return RowTable(*own, rope=rope, is_rotated=not is_of_keys)
 
 
 def channel_moments(
@@ -297,14 +292,13 @@ def _table(
     heads: tuple[int, int],
     head_dim: int,
     size: int,
-    quantizer: str,
     rope: RotaryLayout | None = None,
 ) -> RowTable:
     """Makes the table of keys of a rotary embedding, or of values, whose codes take `size` bytes."""
-    shape, is_of_keys, most = (*heads, head_dim), rope is not None, len(QUANTIZERS[quantizer].distortions) - 1
+    shape, is_of_keys = (*heads, head_dim), rope is not None
     layout = {
         "deviation": Stored(shape if is_of_keys else (*heads, 1), torch.float16, least=0),
-        "widths": Stored((*heads, num_blocks(head_dim)), torch.uint8, most=most),
+        "widths": Stored((*heads, num_blocks(head_dim)), torch.uint8, most=MAX_WIDTH),
     }
     if is_of_keys:
         layout["order"] = Stored(shape, _ORDER_DTYPES[head_dim > _MOST_BYTES])
@@ -320,7 +314,7 @@ def _table(
     is_wider, is_much_wider = widths[..., 1:] > widths[..., :-1], widths[..., 0] > widths[..., -1] + 1
     if not is_of_keys and bool(is_wider.any() | is_much_wider.any()):
         raise ValueError(f"`{path}.widths` have to be the same but for one bit, the wider first")
-    return _make_table(head_dim, quantizer, size, tensors.get("mean"), tensors["deviation"], widths, order, rope)
+    return _make_table(head_dim, size, tensors.get("mean"), tensors["deviation"], widths, order, rope)
 
 
 def allocate_widths(energies: torch.Tensor, total: int, distortions: tuple[float, ...]) -> torch.Tensor:

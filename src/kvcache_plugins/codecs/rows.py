@@ -29,7 +29,7 @@ from kvcache_plugins.triton_kernels.stored_format import LAST_SCALE, LEAST_GAIN,
 
 from .basis import Basis
 from .codec import START, Codec, Positions, Rows
-from .quantizers import BLOCK, QUANTIZERS, Quantizer
+from .quantizer import BLOCK, MAX_WIDTH, find_codes, pack_rows, point_gains, points_of, unpack_rows
 from .rope import RotaryLayout, apply_rope
 
 
@@ -53,19 +53,15 @@ class RowTable(RowLayout):
         is_rotated (`bool`, *optional*, defaults to `False`): whether a Hadamard matrix rotates them, see
             `codecs.rotation`.
         by_energy (`bool`): whether channels count by their energy in a scale that shrinks nothing, too.
-        quantizer (`str`, *optional*, defaults to `"lloyd-max"`): one of `QUANTIZERS`.
     """
 
     basis: Basis | None = None
     rope: RotaryLayout | None = None
     is_rotated: bool = False
     by_energy: bool = False
-    quantizer: str = "lloyd-max"
 
     @classmethod
-    def in_basis(
-        cls, mean: torch.Tensor, basis: Basis, widths: torch.Tensor, rope: RotaryLayout | None, quantizer: str
-    ) -> "RowTable":
+    def in_basis(cls, mean: torch.Tensor, basis: Basis, widths: torch.Tensor, rope: RotaryLayout | None) -> "RowTable":
         """
         Makes a table of a calibration: of a mean `[H, D]`, float16, what `Basis.for_widths` returns, and the rotary
         embedding of keys, which values do not have.
@@ -83,16 +79,11 @@ class RowTable(RowLayout):
             basis=basis,
             by_energy=not is_of_keys,
             num_refits=_NUM_REFITS if is_of_keys else 0,
-            quantizer=quantizer,
         )
 
-    @property
-    def is_trellis(self) -> bool:
-        return self.quantizer == "trellis"
-
     def finer(self, nbits: int) -> "RowTable":
-        """Returns the table of rows with `nbits` more bits a number, or as many as its quantizer has."""
-        widths = (self.widths + nbits).clamp(max=len(QUANTIZERS[self.quantizer].distortions) - 1)
+        """Returns the table of rows with `nbits` more bits a number, or as many as there are codes of."""
+        widths = (self.widths + nbits).clamp(max=MAX_WIDTH)
         # Known without asking a device: rows of heads that have the most bits already end with zeros
         return dataclasses.replace(self, widths=widths, row_size=self.row_size + nbits * widths.shape[2])
 
@@ -189,8 +180,7 @@ class RowTable(RowLayout):
 
     def has_triton(self, states: torch.Tensor) -> bool:
         """Tells whether states are coded by Triton's kernels, where these are chosen."""
-        is_small = self.head_dim <= _MOST_TRITON_CHANNELS and states.dtype in _TRITON_DTYPES
-        return is_small and self.quantizer == "lloyd-max"
+        return self.head_dim <= _MOST_TRITON_CHANNELS and states.dtype in _TRITON_DTYPES
 
     def _transform(self, states: torch.Tensor, positions: Positions) -> torch.Tensor:
         """Numbers `[B, H, T, K]`, float32, of states `[B, H, T, D]`, less the mean already if they are rotated."""
@@ -214,12 +204,12 @@ class RowTable(RowLayout):
         found, _ = _stored_scale(((normal * normal * has_bits).sum(dim=(-1, -2), keepdim=True) / count).sqrt())
         for number in range(1 + self.num_refits):
             scale = found
-            codes = self._quantizer.quantize(normal / scale, widths, self.is_weighted or self.by_energy)
+            codes = find_codes(normal / scale, widths)
             found, stored = _stored_scale(self._fitting_scale(normal, widths, self._points(codes, widths), scale))
             # Asked for only where it saves something: the host would wait for a GPU
             if number < self.num_refits and bool((found == scale).all()):
                 break
-        return self._quantizer.pack(codes, stored.flatten(3), widths, self.row_size)
+        return pack_rows(codes, stored.flatten(3), widths, self.row_size)
 
     def _fitting_scale(
         self, normal: torch.Tensor, widths: torch.Tensor, points: torch.Tensor, scale: torch.Tensor
@@ -238,7 +228,7 @@ class RowTable(RowLayout):
 
     def _decode(self, rows: torch.Tensor) -> torch.Tensor:
         widths = self.widths.expand(len(rows), -1, -1)
-        codes = self._quantizer.unpack(rows, widths)
+        codes = unpack_rows(rows, widths)
         points = self._points(codes, widths).flatten(3)[..., : self.num_coded]
         if self.order is not None:
             order = self.order.long()[:, :, None].expand_as(points)
@@ -256,16 +246,12 @@ class RowTable(RowLayout):
             numbers = numbers.gather(3, self.order.long()[:, :, None].expand_as(numbers))
         return F.pad(numbers, (0, -self.num_coded % BLOCK)).unflatten(3, (-1, BLOCK))
 
-    @property
-    def _quantizer(self) -> Quantizer:
-        return QUANTIZERS[self.quantizer]
-
     def _points(self, codes: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
         """The points of codes `[B, H, T, N, 8]`, of values as large as what they stand for."""
-        points = self._quantizer.points(codes, widths)
+        points = points_of(codes, widths)
         if self.is_weighted:
             return points
-        gains = self._quantizer.gains().to(points.device)
+        gains = point_gains().to(points.device)
         return points * gains[widths.long()][:, :, None, :, None]
 
 

@@ -99,9 +99,8 @@ def prepare_coding(
     """
     if not isinstance(codec, RowCodec) or not isinstance(older, RowCodec) or states.dtype not in KINDS:
         return None
-    tables = codec.tables(states.device)
-    heads = max(table.head_dim for table in tables)
-    if choose_coding_kernel(states, heads) != "compiled" or any(table.is_trellis for table in tables):
+    heads = max(table.head_dim for table in codec.tables(states.device))
+    if choose_coding_kernel(states, heads) != "compiled":
         return None
     return PreparedCoding(codec, older, padding, limit)
 

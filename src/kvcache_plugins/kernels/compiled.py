@@ -27,7 +27,7 @@ from kvcache_plugins.codecs.groups import CompressedStates
 from kvcache_plugins.codecs.outliers import channel_bits, num_offsets
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, PagedPart, Part
 from kvcache_plugins.codecs.quantization import packed_size
-from kvcache_plugins.codecs.quantizers import BLOCK, MAX_WIDTH, NUM_STATES, QUANTIZERS, state_points, thresholds
+from kvcache_plugins.codecs.quantizer import BLOCK, COEFFICIENTS, MAX_WIDTH, point_gains, thresholds
 from kvcache_plugins.codecs.rope import START, Positions, RotaryLayout, channels_of
 from kvcache_plugins.codecs.rotation import rotation_size
 from kvcache_plugins.codecs.rows import KeptRows, RowCodec, RowTable, scale_of
@@ -52,8 +52,8 @@ _LEAST_TILES = 64
 _GROUP, _WORD_GROUP = 4, 8
 _NUM_WIDTHS = MAX_WIDTH + 1
 _ROWS_OF_SIDE = STRUCTURES["RowSide"].arrays["rows"]
-# As in `coding.c`; minima of a step of the search for a trellis are at most so many
-_TASK_TOKENS, _MOST_LANES, _MOST_MINIMA = 128, 16, NUM_STATES // 2
+# As in `coding.c`
+_TASK_TOKENS = 128
 # As in `coding.h`
 _LEVELS, _ALL_LEVELS = (0, 16, 32, 48, 64, 80, 112), 192
 # Of tables that live
@@ -466,8 +466,8 @@ def table_of(table: RowTable, batch_size: int) -> Structure:
         return found
     num_heads, num_coded, basis = table.widths.shape[1], table.num_coded, table.basis
     fields: dict[str, Any] = {"batch": batch_size, "heads": num_heads, "dim": num_coded, "row_size": table.row_size}
-    fields |= {"is_trellis": table.is_trellis, "is_weighted": table.is_weighted}
-    fields |= {"by_energy": table.by_energy, "refits": table.num_refits, "blocks": -(-num_coded // BLOCK)}
+    fields |= {"is_weighted": table.is_weighted, "by_energy": table.by_energy}
+    fields |= {"refits": table.num_refits, "blocks": -(-num_coded // BLOCK)}
     fields |= {"rotation": rotation_size(table.head_dim) if table.is_rotated else 1, "channels": table.head_dim}
     if table.order is not None:
         fields |= {"order": table.order.contiguous(), "order_size": table.order.element_size()}
@@ -482,7 +482,7 @@ def table_of(table: RowTable, batch_size: int) -> Structure:
     if deviation is None:
         deviation = torch.ones(batch_size, num_heads, 1, dtype=torch.float16, device="cpu")
     fields |= {"deviation": deviation.contiguous(), "deviations": num_coded if deviation.shape[2] > 1 else 1}
-    fields |= {"widths": widths.contiguous(), "codebook": _codebook(table.quantizer, table.is_weighted)}
+    fields |= {"widths": widths.contiguous(), "codebook": _codebook(table.is_weighted)}
     found = make("Table", fields)
     # A copy would not see what is written into a table for another sequence
     for own in () if basis is not None else (table.order, table.mean, table.deviation, table.widths):
@@ -493,16 +493,12 @@ def table_of(table: RowTable, batch_size: int) -> Structure:
 
 
 @cache
-def _codebook(quantizer: str, is_weighted: bool) -> torch.Tensor:
+def _codebook(is_weighted: bool) -> torch.Tensor:
     """Makes `Codebook` of `coding.h`."""
     with torch.inference_mode(False):
-        own, count = QUANTIZERS[quantizer], len(QUANTIZERS[quantizer].distortions)
         coefficients = torch.zeros(_NUM_WIDTHS, 4, dtype=torch.float32, device="cpu")
-        multipliers = torch.zeros(_NUM_WIDTHS, dtype=torch.int32, device="cpu")
-        coefficients[:count, :3] = torch.tensor(own.coefficients, dtype=torch.float32, device="cpu")
-        coefficients[:count, 3] = 1 if is_weighted else own.gains()
-        if quantizer == "trellis":
-            multipliers[:count] = torch.tensor(own.multipliers, dtype=torch.int32, device="cpu")
+        coefficients[:, :3] = torch.tensor(COEFFICIENTS, dtype=torch.float32, device="cpu")
+        coefficients[:, 3] = 1 if is_weighted else point_gains()
         bounds = torch.zeros(_NUM_WIDTHS, _ALL_LEVELS, dtype=torch.float32, device="cpu")
         for width in range(1, _NUM_WIDTHS):
             half = 2 ** (width - 1)
@@ -510,16 +506,8 @@ def _codebook(quantizer: str, is_weighted: bool) -> torch.Tensor:
         halfway = torch.exp2((torch.arange(16, dtype=torch.float64, device="cpu") + 0.5) / 16).float()
         scale_bounds = _by_levels(halfway[:15])
         scale_bounds[15] = halfway[15]
-        points = state_points(bounds.device)
-        parts = (
-            bounds,
-            scale_bounds,
-            scale_of(torch.arange(256, dtype=torch.int64, device="cpu")),
-            coefficients,
-            points,
-            multipliers.view(torch.float32),
-        )
-        return torch.cat([part.flatten() for part in parts])
+        scales = scale_of(torch.arange(256, dtype=torch.int64, device="cpu"))
+        return torch.cat([part.flatten() for part in (bounds, scale_bounds, scales, coefficients)])
 
 
 def _by_levels(bounds: torch.Tensor) -> torch.Tensor:
@@ -584,7 +572,6 @@ def code(
             coded instead of states.
         **others: what the kernel writes and reads besides, by field.
     """
-    threads = None
     fields: dict[str, Any] = {"is_back": name != "decode_rows", "rows": rows, **others}
     if source is not None:
         own, finer = source[0].contiguous(), source[1]
@@ -616,11 +603,6 @@ def code(
             wanted = f"{described.heads} of {described.channels}"
             raise ValueError(f"`states` of {shape[1]} heads of {shape[3]}, a table of {wanted}")
         fields["table"] = described
-        if table.is_trellis and name == "encode_rows":
-            threads = num_threads()
-            size = (described.blocks * BLOCK * _MOST_MINIMA + 1) * _MOST_LANES
-            scratch = torch.empty(threads, size, dtype=torch.float32, device="cpu")
-            fields |= {"scratch": scratch, "threads": threads, "scratch_size": size}
     if shape[3] > MOST_CHANNELS:
         raise ValueError(f"at most {MOST_CHANNELS} channels are coded, but got {shape[3]}")
     call = make("Coding", fields, dict(zip(_SIZES, shape, strict=True)), sizes=sizes)
@@ -631,7 +613,7 @@ def code(
     if name != "measure_channels":
         count *= -(-(shape[2] + TILE - 1) // _TASK_TOKENS)
     if is_run:
-        run(name, call, count, threads)
+        run(name, call, count)
     return call
 
 
@@ -641,7 +623,7 @@ class PreparedCoding:
     ones: what stays the same is checked once.
 
     Args:
-        codec, older (`RowCodec`): whose rows tokens become, of scalar quantizers, and whose rows these become.
+        codec, older (`RowCodec`): whose rows tokens become, and whose rows these become.
         limit (`float`): what all numbers have to be below.
     """
 

@@ -2,9 +2,8 @@
 
 Attention is one launch a coded part, and one at the end that merges them and attends to the exact parts. Of a layer
 that stands still the launches are kept, with lengths on the device, and the host takes a fraction of the time so.
-Nothing is read back from the device, so a step can be captured in a graph. Coding is one launch a side. Not coded
-here but in plain PyTorch are a trellis, whose codes are found one after the other, heads of more than 256 channels,
-and float64.
+Nothing is read back from the device, so a step can be captured in a graph. Coding is one launch a side. Plain PyTorch
+codes heads of more than 256 channels, and float64.
 
 Legend: B batch, H key/value heads, T tokens, D head dim, R bytes of a row.
 """
@@ -21,7 +20,7 @@ from triton.runtime import driver
 
 from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, PagedPart, Part, RowTokens
-from kvcache_plugins.codecs.quantizers import QUANTIZERS, thresholds
+from kvcache_plugins.codecs.quantizer import COEFFICIENTS, MAX_WIDTH, point_gains, thresholds
 from kvcache_plugins.codecs.rope import RotaryLayout, channels_of
 from kvcache_plugins.codecs.rotation import hadamard_matrix, rotate, rotation_size
 from kvcache_plugins.codecs.rows import RowCodec, RowTable
@@ -144,7 +143,7 @@ def prepare_part(
     by_pairs = keys.basis is not None
     angles = rotary_angles(part.codec.rope, first + part.length, rows.device, by_pairs=by_pairs)
     coded_keys, coded_values = (
-        CodedRows(own, table, _coefficients(table.quantizer, table.is_weighted, rows.device), table.is_trellis)
+        CodedRows(own, table, _coefficients(table.is_weighted, rows.device))
         for own, table in ((part.keys, keys), (part.values, keys if only_scores else values))
     )
     finish = None if values.basis is None and values.mean is None else values.combine
@@ -295,17 +294,14 @@ def _signs_for(table: RowTable, states: torch.Tensor) -> torch.Tensor | None:
 
 
 @cache
-def _coefficients(quantizer: str, is_weighted: bool, device: torch.device) -> torch.Tensor:
+def _coefficients(is_weighted: bool, device: torch.device) -> torch.Tensor:
     """Returns the coefficients of `CodedRows`; points of values have their gain corrected."""
-    own = QUANTIZERS[quantizer]
     with torch.inference_mode(False):
-        points = torch.tensor(own.coefficients, dtype=torch.float64, device="cpu")
+        points = torch.tensor(COEFFICIENTS, dtype=torch.float64, device="cpu")
         if not is_weighted:
-            points = points * own.gains()[:, None]
-        factor = 0.5 ** torch.tensor(own.number_bits, dtype=torch.int64, device="cpu").double()
-        multipliers = torch.tensor(own.multipliers, dtype=torch.int64, device="cpu").double()
-        columns = [factor, *points.unbind(dim=1), multipliers]
-        return torch.stack(columns, dim=1).float().to(device)
+            points = points * point_gains()[:, None]
+        factor = 0.5 ** torch.arange(MAX_WIDTH + 1, dtype=torch.float64, device="cpu")
+        return torch.cat([factor[:, None], points], dim=1).float().to(device)
 
 
 def rotary_angles(

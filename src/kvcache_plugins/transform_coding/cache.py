@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from kvcache_plugins.codecs.quantizer import NAME
+from kvcache_plugins.files.atomic import RefusedFile
 from kvcache_plugins.files.records import Format
 from kvcache_plugins.kernels.engine import has_gpu_kernels
 from kvcache_plugins.layers.layer_factory import replace_full_attention
@@ -64,9 +66,6 @@ class TransformCodingCache(PackedCache):
         num_sink_tokens (`int`, *optional*, defaults to 4):
             First tokens of a sequence that stay exact
             ([StreamingLLM](https://huggingface.co/papers/2309.17453)).
-        quantizer (`str`, *optional*, defaults to `"lloyd-max"`):
-            `"lloyd-max"` quantizes channels one by one, `"trellis"` (up to 6 bits) each with those before it, which
-            makes errors a third smaller and coding slower.
         sliding (`str`, *optional*, defaults to `"auto"`):
             Treatment of layers whose attention has a window or goes by chunks: `"compressed"`, where tokens that no
             later query sees are dropped, some at a time; `"dense"`, which leaves them Transformers' own; or `"auto"`,
@@ -122,7 +121,6 @@ class TransformCodingCache(PackedCache):
         value_nbits: float | None = None,
         residual_length: int = 5,
         num_sink_tokens: int = 4,
-        quantizer: str = "lloyd-max",
         sliding: str = "auto",
         recent_length: int = 128,
         recent_nbits: int = 2,
@@ -139,7 +137,6 @@ class TransformCodingCache(PackedCache):
             value_nbits=value_nbits,
             residual_length=residual_length,
             num_sink_tokens=num_sink_tokens,
-            quantizer=quantizer,
             sliding=sliding,
             recent_length=recent_length,
             recent_nbits=recent_nbits,
@@ -148,8 +145,6 @@ class TransformCodingCache(PackedCache):
         self._max_cache_len = max_cache_len
         if max_cache_len is not None:
             check_integer("max_cache_len", max_cache_len, 1)
-            if quantizer != "lloyd-max":
-                raise ValueError('`max_cache_len` needs `quantizer="lloyd-max"`')
             if config is None:
                 raise ValueError("`max_cache_len` needs the model or its config, which the cache is made with")
         super().__init__(config, attention_mask)
@@ -161,9 +156,9 @@ class TransformCodingCache(PackedCache):
         frequencies = None if config is None else rotary_frequencies(config, layer_idx)
         # A calibration without a layer of a window leaves it to its prompt
         if self.calibration is not None and (window is None or layer_idx in self.calibration.layers):
-            codec = self.calibration.codec(layer_idx, options.key_nbits, options.quantizer, frequencies)
+            codec = self.calibration.codec(layer_idx, options.key_nbits, frequencies)
         policy = options.policy(frequencies, codec)
-        if window is None and options.quantizer == "lloyd-max" and (self._max_cache_len or has_gpu_kernels()):
+        if window is None and (self._max_cache_len or has_gpu_kernels()):
             return StaticLayer(policy, layer_idx, self._given_mask, self._max_cache_len)
         return RowLayer(policy, layer_idx, self._given_mask, window)
 
@@ -222,6 +217,9 @@ class TransformCodingCache(PackedCache):
         model: PreTrainedModel | PreTrainedConfig,
         given: Any = None,
     ) -> dict[str, Any]:
+        quantizer = snapshot.config.quantizer
+        if quantizer != NAME:
+            raise RefusedFile(f"holds {quantizer} codes, which only earlier versions read: prefill and `save` anew")
         return calibration_of_file(snapshot.config, snapshot.calibration, given, model)
 
 

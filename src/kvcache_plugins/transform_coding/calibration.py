@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcache_plugins.codecs.basis import Basis, karhunen_loeve, round_basis
 from kvcache_plugins.codecs.prompt_codec import allocate_widths, share_bytes
-from kvcache_plugins.codecs.quantizers import BLOCK, QUANTIZERS, num_blocks
+from kvcache_plugins.codecs.quantizer import BLOCK, DISTORTIONS, num_blocks
 from kvcache_plugins.codecs.rope import candidate_layouts
 from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
 from kvcache_plugins.files.atomic import RefusedFile, refusals
@@ -158,18 +158,18 @@ class TransformCalibration(nn.Module):
         self.content, self.config, self.weights = content, content.config, content.weights
         self.layers = {layer.layer_idx: layer for layer in content.layers}
         self.digest = content.digest()
-        self._codecs: dict[tuple[float, str, int], RowCodec] = {}
-        self._shares: dict[tuple[float, str, int | None], list[int]] = {}
+        self._codecs: dict[tuple[float, int], RowCodec] = {}
+        self._shares: dict[tuple[float, int | None], list[int]] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> TransformCalibration:
         return self
 
-    def codec(self, layer_idx: int, nbits: float, quantizer: str, frequencies: tuple[float, ...] | None) -> RowCodec:
+    def codec(self, layer_idx: int, nbits: float, frequencies: tuple[float, ...] | None) -> RowCodec:
         """
         Makes the codec of a layer, with `nbits` bits a number, on average over all heads and both sides of layers that
         see as much; a `ValueError` if it knows nothing of that layer, or of its rotary embedding.
         """
-        key = nbits, quantizer, layer_idx
+        key = nbits, layer_idx
         if key in self._codecs:
             return self._codecs[key]
         if layer_idx not in self.layers:
@@ -179,23 +179,22 @@ class TransformCalibration(nn.Module):
         rope = next((each for each in layouts if (each.name, each.first) == (layer.layout, layer.first_channel)), None)
         if rope is None:
             raise ValueError(f"`calibration` has another rotary embedding in layer {layer_idx} than `config`")
-        sizes = self._bytes_of_heads(nbits, quantizer, layer.window)
+        sizes = self._bytes_of_heads(nbits, layer.window)
         place = 2 * [index for index, _ in self._layers_of(layer.window)].index(layer_idx)
         tables = []
         for number, side in enumerate((layer.keys, layer.values)):
-            errors = QUANTIZERS[quantizer].distortions
-            widths = allocate_widths(side.energies.double()[None], sizes[place + number], errors)[0]
+            widths = allocate_widths(side.energies.double()[None], sizes[place + number], DISTORTIONS)[0]
             own = Basis.for_widths(side.factors, side.basis, side.steps, widths)
-            tables.append(RowTable.in_basis(side.mean, *own, None if number else rope, quantizer))
+            tables.append(RowTable.in_basis(side.mean, *own, None if number else rope))
         self._codecs[key] = RowCodec(SharedTables(*tables))
         return self._codecs[key]
 
     def _layers_of(self, window: int | None) -> list[tuple[int, LayerCalibration]]:
         return [(index, layer) for index, layer in self.layers.items() if layer.window == window]
 
-    def _bytes_of_heads(self, nbits: float, quantizer: str, window: int | None) -> list[int]:
+    def _bytes_of_heads(self, nbits: float, window: int | None) -> list[int]:
         """Bytes of a head's codes, of keys and values of every layer of a window, which share nothing with others."""
-        if (nbits, quantizer, window) not in self._shares:
+        if (nbits, window) not in self._shares:
             sides = [side for _, layer in self._layers_of(window) for side in (layer.keys, layer.values)]
             energies = [side.energies.double() for side in sides]
             mean = torch.cat([each.sum(dim=1).log() for each in energies]).mean()
@@ -203,9 +202,8 @@ class TransformCalibration(nn.Module):
                 each * torch.exp((_TEMPER - 1) * (each.sum(dim=1, keepdim=True).log() - mean)) for each in energies
             ]
             total = sum(each.numel() for each in energies) * nbits
-            errors = QUANTIZERS[quantizer].distortions
-            self._shares[nbits, quantizer, window] = share_bytes(tempered, round(total), LEAST_BYTES, errors)
-        return self._shares[nbits, quantizer, window]
+            self._shares[nbits, window] = share_bytes(tempered, round(total), LEAST_BYTES, DISTORTIONS)
+        return self._shares[nbits, window]
 
     def save(self, path: str | Path) -> None:
         """Writes the calibration to a safetensors file, which takes its place when it is complete."""

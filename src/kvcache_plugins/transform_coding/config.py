@@ -5,7 +5,7 @@ from typing import Any
 
 from kvcache_plugins.codecs.codec import Codec
 from kvcache_plugins.codecs.prompt_codec import PromptCodec
-from kvcache_plugins.codecs.quantizers import QUANTIZERS, num_blocks
+from kvcache_plugins.codecs.quantizer import MAX_WIDTH, NAME, num_blocks
 from kvcache_plugins.codecs.rope import candidate_layouts
 from kvcache_plugins.layers.policies import RowPolicy
 from kvcache_plugins.layers.row_layer import DROP_STEP
@@ -40,22 +40,24 @@ class TransformCodingConfig:
     value_nbits: float
     residual_length: int = 5
     num_sink_tokens: int = 4
-    quantizer: str = "lloyd-max"
+    # No option: files name their quantizer, and those of earlier versions may have another
+    quantizer: str = NAME
     sliding: str = "auto"
     recent_length: int = 128
     recent_nbits: int = 2
 
     def __post_init__(self) -> None:
-        check_choice("quantizer", self.quantizer, list(QUANTIZERS))
         for name in ("key_nbits", "value_nbits"):
-            check_number(f"{name}/nbits", getattr(self, name), above=0, most=self.max_width)
+            check_number(f"{name}/nbits", getattr(self, name), above=0, most=MAX_WIDTH)
         for name, least in (("residual_length", 1), ("num_sink_tokens", 0), ("recent_length", 0), ("recent_nbits", 0)):
             check_integer(name, getattr(self, name), least)
         check_choice("sliding", self.sliding, SLIDING)
 
     def to_options(self) -> dict[str, Any]:
         """Return the arguments of `TransformCodingCache` that make the same cache, without a calibration."""
-        return asdict(self)
+        options = asdict(self)
+        del options["quantizer"]
+        return options
 
     def to_calibrated_options(self) -> dict[str, Any]:
         """Return the arguments that make the same cache with a calibration, which shares the bits of both sides."""
@@ -78,15 +80,10 @@ class TransformCodingConfig:
         """Number of tokens of the smallest window that is coded if `sliding` is `"auto"`."""
         return max(_LEAST_WINDOW, _WINDOW_FACTOR * (max(self.residual_length, DROP_STEP) + self.residual_length))
 
-    @property
-    def max_width(self) -> int:
-        """Largest number of bits of a channel."""
-        return len(QUANTIZERS[self.quantizer].distortions) - 1
-
     def code_bytes(self, key_dim: int, value_dim: int) -> tuple[int, int]:
         """Return the bytes of the codes of a key and of a value: the sums of their blocks' widths."""
         blocks = (num_blocks(key_dim), self.key_nbits), (num_blocks(value_dim), self.value_nbits)
-        keys, values = (min(max(round(nbits * count), LEAST_BYTES), self.max_width * count) for count, nbits in blocks)
+        keys, values = (min(max(round(nbits * count), LEAST_BYTES), MAX_WIDTH * count) for count, nbits in blocks)
         return keys, values
 
     def policy(self, frequencies: tuple[float, ...] | None = None, fixed: Codec | None = None) -> RowPolicy:
@@ -121,4 +118,4 @@ class PromptCodecs:
     def __call__(self, key_dim: int, value_dim: int) -> PromptCodec:
         layouts = candidate_layouts(self.frequencies, key_dim)
         sizes = self.config.code_bytes(key_dim, value_dim)
-        return PromptCodec((key_dim, value_dim), sizes, layouts, self.config.quantizer)
+        return PromptCodec((key_dim, value_dim), sizes, layouts)

@@ -59,7 +59,7 @@ typedef struct {
 typedef struct {
     int64_t batch, heads, channels;
     int64_t dim;                    /* numbers of a token that are coded: channels, or components in a basis */
-    int64_t row_size, blocks, is_trellis, is_weighted, by_energy, refits;
+    int64_t row_size, blocks, is_weighted, by_energy, refits;
     const void *codebook;           /* float32 [any]; see `Codebook` */
     const uint8_t *widths;          /* [batch, heads, blocks] */
     const void *order;              /* uint8 or int16 [batch, heads, dim]; or 0 */
@@ -134,8 +134,6 @@ typedef struct {
     int64_t is_back;
     const uint8_t *valid;           /* bool [batch, tokens]; tokens that count, or 0 */
     float *means, *variances;       /* each [batch, heads, channels]; written */
-    float *scratch;                 /* [threads, scratch_size]; of trellises */
-    int64_t threads, scratch_size, entered;
     double limit;                   /* where numbers are too large to be coded, if that is to be told */
     int64_t is_unfit;               /* told: whether a token has NaN, such a number, or the last scale */
 } Coding;

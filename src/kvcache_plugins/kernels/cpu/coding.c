@@ -97,9 +97,9 @@ static void load_head(const Coding *c, int64_t matrix, Head *head) {
     }
     int64_t left = c->table->row_size - 1;
     for (int v = 0; v < head->blocks; v++) {
-        int width = c->table->widths[matrix * head->blocks + v], most = c->table->is_trellis ? MOST_TRELLIS_WIDTH : MOST_WIDTH;
+        int width = c->table->widths[matrix * head->blocks + v];
         /* Wider than there are codes, or beyond the row: of no bits */
-        head->widths[v] = (uint8_t)(width > most || width > left ? 0 : width);
+        head->widths[v] = (uint8_t)(width > MOST_WIDTH || width > left ? 0 : width);
         left -= head->widths[v];
         head->coded += head->widths[v] ? BLOCK : 0;
     }
@@ -308,41 +308,6 @@ static vf code_numbers(const Coding *c, const Head *head, const vf *normal, vf e
     }
     return fitting_scale(c, energy, all_over, all_under, scale);
 }
-/* The same along the best paths of a trellis, whose stream begins with the last channel */
-static vf code_paths(
-    const Coding *c, const Head *head, const Grids grids, const float *factors, float *scratch, const vf *normal, vf energy,
-    vf scale, Bits bits) {
-    ALIGNED vf numbers[MOST_CHANNELS];
-    uint8_t states[MOST_CHANNELS][L], widths[MOST_CHANNELS];
-    const vf magic = splat(12582912.0f);
-    vf inverse = 1 / scale, over = {0}, under = {0};
-    int steps = 0;
-    for (int i = head->blocks * BLOCK; i-- > 0;) {
-        int width = head->widths[i / BLOCK];
-        if (!width) continue;
-        vf number = normal[i] * inverse;
-        number = choose(number < SEARCH_END, larger_of(number, -SEARCH_END), splat(SEARCH_END));
-        widths[steps] = (uint8_t)width, numbers[steps++] = number * factors[width] + magic - magic;
-    }
-    KVC_NAME(search_trellis, KVC_LEVEL)(steps, numbers, widths, grids, scratch, states);
-    for (int v = 0; v < head->blocks; v++) {
-        int width = head->widths[v];
-        if (!width) continue;
-        const float *p = book_of(c->table)->coefficients[width];
-        float weight = weight_of(c, width);
-        memset(bits[v], 0, sizeof bits[v]);
-        for (int i = 0; i < BLOCK; i++) {
-            const uint8_t *state = states[--steps];
-            vf point;
-            for (int t = 0; t < L; t++) {
-                point[t] = book_of(c->table)->search_points[width][state[t]] * p[3];
-                bits[v][i / 4][t] |= (state[t] & ((1u << width) - 1)) << i % 4 * width;
-            }
-            over += normal[v * BLOCK + i] * weight * point, under += point * weight * point;
-        }
-    }
-    return fitting_scale(c, energy, over, under, scale);
-}
 static void write_rows(const Coding *c, const Head *head, Group g, vu stored, Bits bits) {
     for (int t = 0; t < g.count; t++) {
         uint8_t *row = c->rows + (g.matrix * c->capacity + c->used + g.first + t) * c->table->row_size, *end = row + c->table->row_size;
@@ -383,21 +348,19 @@ static void decode_group(const Coding *c, const Head *head, Group g, vf *x) {
     }
     vf scale = gather(book_of(c->table)->scales, stored);
     for (int v = 0; v < head->blocks; v++) {
-        int width = head->widths[v], states = c->table->is_trellis ? 8 : width;
-        const float *own = book_of(c->table)->coefficients[width], step = 2.0f / (float)(1 << states);
+        int width = head->widths[v];
+        const float *own = book_of(c->table)->coefficients[width], step = 2.0f / (float)(1 << width);
         const float p[3] = {own[0] * own[3], own[1] * own[3], own[2] * own[3]};
-        uint32_t mask = (1u << states) - 1, multiplier = (uint32_t)book_of(c->table)->multipliers[width];
+        uint32_t mask = (1u << width) - 1;
         for (int i = v * BLOCK; i < (v + 1) * BLOCK && i < head->dim; i++) {
-            vu number = load_u(bits[v][i % BLOCK / 4]) >> (uint32_t)(i % 4 * width) & mask;
-            if (c->table->is_trellis) number = number * multiplier & mask;
-            vf point = point_at(to_float(number) * step + splat(step / 2 - 1), p) * scale;
+            vu code = load_u(bits[v][i % BLOCK / 4]) >> (uint32_t)(i % 4 * width) & mask;
+            vf point = point_at(to_float(code) * step + splat(step / 2 - 1), p) * scale;
             x[head->own[i]] = width ? point * head->deviations[i] + head->means[i] : splat(head->means[i]);
         }
     }
 }
 
-static void encode_group(
-    Coding *c, const Head *head, const Head *finer, Group g, const Grids grids, const float *factors, float *scratch) {
+static void encode_group(Coding *c, const Head *head, const Head *finer, Group g) {
     ALIGNED vf x[MOST_CHANNELS], components[MOST_CHANNELS], normal[MOST_CHANNELS];
     Bits bits;
     vf energy;
@@ -415,10 +378,9 @@ static void encode_group(
     }
     vf found = normalize(c, head, c->table->basis && !finer ? components : x, normal, &energy);
     for (int64_t pass = 0; pass <= c->table->refits; pass++) {
-        vf scale = found, fitting;
+        vf scale = found;
+        vf fitting = code_numbers(c, head, normal, energy, scale, bits);
         int is_settled = 1;
-        fitting = c->table->is_trellis ? code_paths(c, head, grids, factors, scratch, normal, energy, scale, bits)
-                                : code_numbers(c, head, normal, energy, scale, bits);
         stored = stored_scales(book_of(c->table), fitting);
         found = gather(book_of(c->table)->scales, stored);
         /* Coded again with the same scale a token gets the same codes */
@@ -429,17 +391,6 @@ static void encode_group(
         if (!fits[t] || stored[t] == LAST_SCALE) __atomic_store_n(&c->is_unfit, 1, __ATOMIC_RELAXED);
     write_rows(c, head, g, stored, bits);
 }
-/* What numbers are multiplied by to be searched for at every width, and the points in the same steps */
-static void make_grids(const Coding *c, const Head *head, Grids grids, float *factors) {
-    int finest = 0;
-    for (int v = 0; v < head->blocks; v++) finest = head->widths[v] > finest ? head->widths[v] : finest;
-    for (int width = 1; width <= MOST_TRELLIS_WIDTH; width++) {
-        factors[width] = (float)(SEARCH_STEPS << (c->table->is_weighted || c->table->by_energy ? width : finest));
-        for (int s = 0; s < NUM_STATES; s++)
-            grids[width][s] = rintf(book_of(c->table)->search_points[width][s] * factors[width]);
-    }
-}
-
 /* Tokens of a task, as places from the start of the first tile of their item, whose number is `tile` */
 typedef struct { int64_t matrix, shift, tile, from, to; } Span;
 INLINE Span span_of(const Coding *c, int64_t task) {
@@ -469,20 +420,16 @@ static void move_rows(const Coding *c, int64_t matrix) {
     memcpy(to, c->moved + (matrix * c->moved_capacity + c->moved_first) * size, (size_t)(c->used * size));
     memset(to + end * size, 0, (size_t)((c->capacity - end) * size));
 }
-static void encode_task(Coding *c, int64_t task, float *scratch) {
+static void encode_task(Coding *c, int64_t task) {
     Span s = span_of(c, task);
     Head head, finer;
-    ALIGNED Grids grids;
-    float factors[NUM_WIDTHS];
     load_head(c, s.matrix, &head);
     if (c->source) load_head(c->source, s.matrix, &finer);
-    if (c->table->is_trellis) make_grids(c, &head, grids, factors);
     if (c->moved && task < c->batch * c->heads) move_rows(c, s.matrix);
-    for (Group g; take_group(&s, &g);) encode_group(c, &head, c->source ? &finer : 0, g, grids, factors, scratch);
+    for (Group g; take_group(&s, &g);) encode_group(c, &head, c->source ? &finer : 0, g);
 }
 EXPORT(encode_rows)(Coding *c) {
-    int64_t thread = __atomic_fetch_add(&c->entered, 1, __ATOMIC_RELAXED);
-    FOR_TASKS(c, task) encode_task(c, task, c->scratch + thread * c->scratch_size);
+    FOR_TASKS(c, task) encode_task(c, task);
 }
 /* Tokens behind those that have been coded move to the front */
 static void move_states(const Coding *c, int64_t left) {
@@ -497,7 +444,7 @@ EXPORT(append_rows)(Appended *a) {
     Coding *all = a->codings;
     int64_t matrices = all->batch * all->heads;
     FOR_TASKS(a, task) {
-        encode_task(all + task / matrices, task % matrices, 0);
+        encode_task(all + task / matrices, task % matrices);
         if (!ends_last(&a->tasks)) continue;
         a->is_unfit = all[0].is_unfit | all[1].is_unfit;
         for (int side = 0; side < 2 && a->left && !a->is_unfit; side++) move_states(all + side, a->left);

@@ -6,12 +6,12 @@
    16 entries, in runs of 16 lanes, give the four bytes of a float32, and interleaving them gives four vectors of floats,
    for a third of a look-up of floats; token v L + 4 h + k is then byte 16 h + 4 v + k of a plane.
 
-   There codes of five bits use that points are odd: a look-up of magnitudes, and a sign. Wider ones, and states of a
-   trellis, are put into the polynomial that the tables are made of. */
+   There codes of five bits use that points are odd: a look-up of magnitudes, and a sign. Wider ones are put into the
+   polynomial that the tables are made of. */
 #pragma once
 #include "coding.h"
 
-enum { STRIP = 4 * L, MOST_ROW = MOST_CHANNELS + 1, STATES = 16 };
+enum { STRIP = 4 * L, MOST_ROW = MOST_CHANNELS + 1 };
 
 typedef uint8_t vb __attribute__((vector_size(STRIP)));
 typedef int8_t vsb __attribute__((vector_size(STRIP)));
@@ -113,22 +113,22 @@ enum { ENTRIES = 16 };
 typedef union { ALIGNED uint8_t bytes[4][16]; float c[5]; } Points;
 #endif
 
-/* Where a block of eight channels is, and how it is coded: a width, or STATES + a width, or 0 for nothing */
-typedef struct { int kind, offset; } Block;
-/* The same of a channel: how many bits, from which bit of which byte on */
-typedef struct { int kind, bits, byte, shift; } Lane;
+/* Bits of a code in a block of eight channels, 0 for nothing, and its first byte */
+typedef struct { int width, offset; } Block;
+/* Bits of a channel's code, and its first bit of its first byte */
+typedef struct { int width, byte, shift; } Lane;
 
 INLINE Lane lane_of(Block block, int lane) {
-    int bit = block.kind % STATES * lane;
-    return (Lane){block.kind, block.kind > STATES ? 8 : block.kind, block.offset + bit / 8, bit % 8};
+    int bit = block.width * lane;
+    return (Lane){block.width, block.offset + bit / 8, bit % 8};
 }
 /* Blocks of a row; widths that no row has, or that reach beyond the row, are taken for 0 */
-APART void make_blocks(const uint8_t *widths, int count, int64_t size, const int32_t *multipliers, Block *blocks) {
+APART void make_blocks(const uint8_t *widths, int count, int64_t size, Block *blocks) {
     int64_t offset = 1;
     for (int v = 0; v < count; v++) {
-        int width = widths[v], is_state = width <= MOST_WIDTH && multipliers[width] != 0;
-        if (width > (is_state ? MOST_TRELLIS_WIDTH : MOST_WIDTH) || offset + width > size) width = 0;
-        blocks[v] = (Block){width && is_state ? STATES + width : width, (int)offset};
+        int width = widths[v];
+        if (width > MOST_WIDTH || offset + width > size) width = 0;
+        blocks[v] = (Block){width, (int)offset};
         offset += width;
     }
 }
@@ -136,20 +136,19 @@ INLINE float polynomial(const float *c, float code) {
     float x = code * c[0] + c[1], square = x * x;
     return x * (c[2] + square * (c[3] + square * c[4]));
 }
-/* The points of a kind as numbers that are looked up, the larger half of them where there is room for no more, or five
+/* The points of a width as numbers that are looked up, the larger half of them where there is room for no more, or five
    coefficients */
-APART void base_points(int kind, const Codebook *book, float *base) {
-    int width = kind % STATES;
-    float codes = (float)(1 << (kind > STATES ? 8 : width));
+APART void base_points(int width, const Codebook *book, float *base) {
+    float codes = (float)(1 << width);
     const float *own = book->coefficients[width];
     float c[5] = {2 / codes, 1 / codes - 1, own[0] * own[3], own[1] * own[3], own[2] * own[3]};
-    if (kind > 5) memcpy(base, c, sizeof c);
-    else for (int i = 0; i < ENTRIES; i++) base[i] = polynomial(c, (float)(kind == 5 ? 32 - ENTRIES + i : i % (1 << width)));
+    if (width > 5) memcpy(base, c, sizeof c);
+    else for (int i = 0; i < ENTRIES; i++) base[i] = polynomial(c, (float)(width == 5 ? 32 - ENTRIES + i : i % (1 << width)));
 }
 /* The same times a factor */
-APART Points points_of(int kind, const float *base, float factor) {
+APART Points points_of(int width, const float *base, float factor) {
     Points points;
-    if (kind > 5) {
+    if (width > 5) {
         for (int i = 0; i < 5; i++) points.c[i] = i < 2 ? base[i] : base[i] * factor;
         return points;
     }
@@ -178,7 +177,7 @@ APART Points points_of(int kind, const float *base, float factor) {
 INLINE vb codes_of(const Lane *lane, const uint8_t (*planes)[STRIP]) {
     int own = 8 - lane->shift;
     vb at = (vb)((vh)load_bytes(planes[lane->byte]) >> (uint16_t)lane->shift);
-    if (lane->bits <= own) return at;
+    if (lane->width <= own) return at;
     vb low = all_bytes((uint8_t)((1 << own) - 1)), next = (vb)((vh)load_bytes(planes[lane->byte + 1]) << (uint16_t)own);
     return (at & low) | (next & ~low);
 }
@@ -192,16 +191,16 @@ INLINE void spread_bytes(vb x, vu *to) {
     to[2] = (vu)low_pairs(high, zero), to[3] = (vu)high_pairs(high, zero);
 #endif
 }
-INLINE void look_up_points(int kind, const Points *points, vb at, vf *to) {
+INLINE void look_up_points(int width, const Points *points, vb at, vf *to) {
 #if defined(KVC_IS_AVX512)
     __m512 low = _mm512_load_ps(points->table), high = _mm512_load_ps(points->table + 16);
     for (uint32_t u = 0; u < 4; u++) {
         __m512i own = (__m512i)((vu)at >> (8 * u));
-        to[u] = kind == 5 ? (vf)_mm512_permutex2var_ps(low, own, high) : (vf)_mm512_permutexvar_ps(own, low);
+        to[u] = width == 5 ? (vf)_mm512_permutex2var_ps(low, own, high) : (vf)_mm512_permutexvar_ps(own, low);
     }
 #else
     vb sign = {0};
-    if (kind == 5) sign = (vb)((vsb)(at & all_bytes(31)) < 16), at ^= sign;
+    if (width == 5) sign = (vb)((vsb)(at & all_bytes(31)) < 16), at ^= sign;
     at &= all_bytes(15);
     vb a = look_up_bytes(points->bytes[0], at), b = look_up_bytes(points->bytes[1], at);
     vb c = look_up_bytes(points->bytes[2], at), d = look_up_bytes(points->bytes[3], at) ^ (sign & all_bytes(0x80));
@@ -211,19 +210,14 @@ INLINE void look_up_points(int kind, const Points *points, vb at, vf *to) {
 #endif
 }
 /* The points of a channel's codes, L tokens four times */
-INLINE void read_points(
-    const Lane *lane, const int32_t *multipliers, const uint8_t (*planes)[STRIP], const Points *points, vf *to) {
+INLINE void read_points(const Lane *lane, const uint8_t (*planes)[STRIP], const Points *points, vf *to) {
     vb at = codes_of(lane, planes);
-    if (lane->kind <= 5) {
-        if (lane->kind == 5) look_up_points(5, points, at, to);
+    if (lane->width <= 5) {
+        if (lane->width == 5) look_up_points(5, points, at, to);
         else look_up_points(4, points, at, to);
         return;
     }
-    at &= all_bytes((uint8_t)((1 << lane->bits) - 1));
-    if (lane->kind > STATES) {
-        uint16_t multiplier = (uint16_t)multipliers[lane->kind % STATES];
-        at = (vb)(((vh)at * multiplier & 0xff) | (((vh)at >> 8) * multiplier << 8));
-    }
+    at &= all_bytes((uint8_t)((1 << lane->width) - 1));
     vu codes[4];
     const float *c = points->c;
     spread_bytes(at, codes);
@@ -234,9 +228,9 @@ INLINE void read_points(
 }
 #if defined(KVC_IS_AVX512)
 /* Points times a factor as words, in the upper half of a lane if `is_upper`; wide ones are rounded when they are read */
-INLINE Points words_of(int kind, const float *base, float factor, int is_upper) {
-    Points points = points_of(kind, base, factor);
-    for (int i = 0; i < 32 && kind <= 5; i += 16) {
+INLINE Points words_of(int width, const float *base, float factor, int is_upper) {
+    Points points = points_of(width, base, factor);
+    for (int i = 0; i < 32 && width <= 5; i += 16) {
         __m512i word = _mm512_cvtps_epi32(_mm512_load_ps(points.table + i));
         word = is_upper ? _mm512_slli_epi32(word, 16) : _mm512_and_si512(word, _mm512_set1_epi32(0xffff));
         _mm512_store_si512(points.table + i, word);
@@ -244,21 +238,21 @@ INLINE Points words_of(int kind, const float *base, float factor, int is_upper) 
     return points;
 }
 INLINE void read_words(
-    const Lane *lane, const int32_t *multipliers, const uint8_t (*planes)[STRIP], const Points *points, int is_upper, vu *to) {
+    const Lane *lane, const uint8_t (*planes)[STRIP], const Points *points, int is_upper, vu *to) {
     vf x[4];
-    read_points(lane, multipliers, planes, points, x);
+    read_points(lane, planes, points, x);
     for (int u = 0; u < 4; u++) {
-        if (lane->kind <= 5) to[u] = (vu)x[u];
+        if (lane->width <= 5) to[u] = (vu)x[u];
         else to[u] = (vu)_mm512_cvtps_epi32((__m512)x[u]), to[u] = is_upper ? to[u] << 16 : to[u] & 0xffff;
     }
 }
 #else
 /* The points of a block's eight channels, which all have the same */
-APART void widen(Block block, const int32_t *multipliers, const Planes planes, const Points *points, float (*to)[STRIP]) {
+APART void widen(Block block, const Planes planes, const Points *points, float (*to)[STRIP]) {
     for (int i = 0; i < 8; i++) {
         Lane lane = lane_of(block, i);
         vf x[4];
-        read_points(&lane, multipliers, planes, points, x);
+        read_points(&lane, planes, points, x);
         for (int u = 0; u < 4; u++) store(to[i] + u * L, x[u]);
     }
 }

@@ -81,12 +81,11 @@ INLINE void dot_strip(
     const int rows, const Rows *part, const Pair *pairs, const Lane *lanes, const Points *points,
     const uint8_t (*planes)[STRIP], const float *scales, const float *angles, const Turned q, float (*scores)[TILE]) {
     vf sums[ROWS][4] = {{{0}}};
-    const int32_t *multipliers = book_of(part->keys.table)->multipliers;
     for (int p = 0, end = (int)part->rotary->num_pairs; p < end; p++) {
         vf a[4] = {{0}}, b[4] = {{0}};
         int i = pairs[p].a, j = pairs[p].b;
-        if (lanes[i].kind) read_points(&lanes[i], multipliers, planes, &points[i], a);
-        if (lanes[j].kind) read_points(&lanes[j], multipliers, planes, &points[j], b);
+        if (lanes[i].width) read_points(&lanes[i], planes, &points[i], a);
+        if (lanes[j].width) read_points(&lanes[j], planes, &points[j], b);
         for (int u = 0; u < 4; u++) {
             const float *angle = angles + 2 * ANGLES * p + u * L;
             vf scale = load(scales + u * L), c = load(angle), s = load(angle + ANGLES);
@@ -155,7 +154,7 @@ static void load_places(
         if (d >= dim) continue;
         place[d] = i;
         lanes[i] = lane_of(blocks[i / 8], i % 8);
-        if (blocks[i / 8].kind) points[i] = points_of(blocks[i / 8].kind, base[blocks[i / 8].kind], float_of_half(deviation[table->deviations > 1 ? d : 0]));
+        if (blocks[i / 8].width) points[i] = points_of(blocks[i / 8].width, base[blocks[i / 8].width], float_of_half(deviation[table->deviations > 1 ? d : 0]));
     }
     for (int p = 0; p < part->rotary->num_pairs; p++) {
         int a = part->rotary->pairs[2 * p], b = part->rotary->pairs[2 * p + 1];
@@ -167,8 +166,8 @@ static void load_places(
 static void load_base(const Block *blocks, int count, const Codebook *book, float (*base)[ENTRIES]) {
     int known = 0;
     for (int v = 0; v < count; v++)
-        if (blocks[v].kind && !(known >> blocks[v].kind & 1))
-            base_points(blocks[v].kind, book, base[blocks[v].kind]), known |= 1 << blocks[v].kind;
+        if (blocks[v].width && !(known >> blocks[v].width & 1))
+            base_points(blocks[v].width, book, base[blocks[v].width]), known |= 1 << blocks[v].width;
 }
 
 /* Of a strip's tokens; well before they are read, as stores narrower than the load that follows hold it up */
@@ -179,7 +178,7 @@ INLINE void load_scales(const Rows *part, const uint8_t *rows, int64_t size, int
 
 /* ---- values ---- */
 INLINE void add_block(
-    const int rows, Block block, const int32_t *multipliers, const uint8_t (*planes)[STRIP], const Points *points,
+    const int rows, Block block, const uint8_t (*planes)[STRIP], const Points *points,
     const float (*restrict weights)[TILE], float (*restrict sums)[ROWS][L]) {
     vf own[ROWS][4];
     for (int r = 0; r < rows; r++)
@@ -187,7 +186,7 @@ INLINE void add_block(
     for (int d = 0; d < 8; d++) {
         Lane lane = lane_of(block, d);
         vf x[4];
-        read_points(&lane, multipliers, planes, points, x);
+        read_points(&lane, planes, points, x);
         for (int r = 0; r < rows; r++) {
             vf sum = load(sums[d][r]);
             for (int u = 0; u < 4; u++) sum += x[u] * own[r][u];
@@ -241,7 +240,7 @@ typedef struct {
     int64_t used;                   /* components that have bits */
     float step;                     /* of words */
     Block keys[MOST_CHANNELS / 8], values[MOST_CHANNELS / 8];
-    Points key_points[MOST_CHANNELS], value_points[2 * STATES];
+    Points key_points[MOST_CHANNELS], value_points[NUM_WIDTHS];
     Lane lanes[MOST_CHANNELS + 8];
     Pair pairs[MOST_PAIRS];
     ALIGNED Turning turning;
@@ -250,10 +249,10 @@ typedef struct {
 } Work;
 
 #if defined(KVC_IS_AVX512)
-static float largest_point(int kind, const float *base) {
+static float largest_point(int width, const float *base) {
     float c[5], most = 0;
     memcpy(c, base, sizeof c);
-    if (kind > 5) return fabsf(polynomial(c, 0));
+    if (width > 5) return fabsf(polynomial(c, 0));
     for (int i = 0; i < ENTRIES; i++) most = fabsf(base[i]) > most ? fabsf(base[i]) : most;
     return most;
 }
@@ -265,9 +264,9 @@ static void load_words(Work *work, float (*base)[ENTRIES]) {
         for (int i = 0; i < work->used; i++) {
             Block block = work->keys[i / 8];
             work->lanes[i] = lane_of(block, i % 8);
-            if (!block.kind) continue;
-            float end = largest_point(block.kind, base[block.kind]) * steps[i];
-            if (pass) work->key_points[i] = words_of(block.kind, base[block.kind], steps[i] / most * 32766, i % 2);
+            if (!block.width) continue;
+            float end = largest_point(block.width, base[block.width]) * steps[i];
+            if (pass) work->key_points[i] = words_of(block.width, base[block.width], steps[i] / most * 32766, i % 2);
             else most = end > most ? end : most;
         }
     work->step = most / 32766;
@@ -276,16 +275,16 @@ static void load_words(Work *work, float (*base)[ENTRIES]) {
 static void start_keys(Work *work, const Rows *part, Unit unit, const Queries query, int dim) {
     const Table *table = part->keys.table;
     int blocks = (int)table->blocks, is_basis = table->basis != 0;
-    ALIGNED float base[2 * STATES][ENTRIES];
+    ALIGNED float base[NUM_WIDTHS][ENTRIES];
     work->part = part, work->unit = unit, work->is_basis = is_basis, work->dim = dim, work->key_blocks = blocks, work->used = 0, work->step = 0;
-    make_blocks(table->widths + unit.matrix * blocks, blocks, part->keys.size, book_of(table)->multipliers, work->keys);
+    make_blocks(table->widths + unit.matrix * blocks, blocks, part->keys.size, work->keys);
     load_base(work->keys, blocks, book_of(table), base);
     if (!is_basis) load_places(part, unit, dim, work->keys, base, 8 * blocks, work->key_points, work->lanes, work->pairs);
     else for (int v = 0; v < blocks; v++) {
-        if (!work->keys[v].kind) continue;
+        if (!work->keys[v].width) continue;
         work->used = 8 * (v + 1) < table->dim ? 8 * (v + 1) : table->dim;
 #if !defined(KVC_IS_AVX512)
-        work->key_points[v] = points_of(work->keys[v].kind, base[work->keys[v].kind], 1);
+        work->key_points[v] = points_of(work->keys[v].width, base[work->keys[v].width], 1);
 #endif
     }
 #if defined(KVC_IS_AVX512)
@@ -298,18 +297,17 @@ static void start_keys(Work *work, const Rows *part, Unit unit, const Queries qu
 static void start_values(Work *work) {
     const Table *table = work->part->values.table;
     int blocks = work->value_blocks = (int)table->blocks;
-    ALIGNED float base[2 * STATES][ENTRIES];
-    make_blocks(table->widths + work->unit.matrix * blocks, blocks, work->part->values.size, book_of(table)->multipliers, work->values);
+    ALIGNED float base[NUM_WIDTHS][ENTRIES];
+    make_blocks(table->widths + work->unit.matrix * blocks, blocks, work->part->values.size, work->values);
     load_base(work->values, blocks, book_of(table), base);
     for (int v = 0; v < blocks; v++)
-        if (work->values[v].kind) work->value_points[work->values[v].kind] = points_of(work->values[v].kind, base[work->values[v].kind], 1);
+        if (work->values[v].width) work->value_points[work->values[v].width] = points_of(work->values[v].width, base[work->values[v].width], 1);
     memset(work->sums, 0, sizeof work->sums[0] * 8 * (size_t)blocks);
 }
 /* Scores of a strip's tokens, whose rows follow each other: products with queries that were turned back by as much as
    angles leave out */
 static void score_strip(Work *work, const uint8_t *at, int tokens, const float *angles, const Turned turned, float (*to)[TILE]) {
     const Rows *part = work->part;
-    const int32_t *multipliers = book_of(part->keys.table)->multipliers;
     load_scales(part, at, part->keys.size, tokens, work->scales);
     make_planes(at, part->keys.size, tokens, work->planes);
 #if defined(KVC_IS_AVX512)
@@ -317,12 +315,12 @@ static void score_strip(Work *work, const uint8_t *at, int tokens, const float *
     for (int i = 0; i < work->used && work->is_basis; i += 2) {
         vu x[2][4] = {{{0}}};
         for (int k = 0; k < 2 && i + k < work->used; k++)
-            if (work->lanes[i + k].kind) read_words(&work->lanes[i + k], multipliers, work->planes, &work->key_points[i + k], k, x[k]);
+            if (work->lanes[i + k].width) read_words(&work->lanes[i + k], work->planes, &work->key_points[i + k], k, x[k]);
         for (int u = 0; u < 4; u++) store_u(words[i / 2] + u * L, x[0][u] | x[1][u]);
     }
 #else
     for (int v = 0; v < work->key_blocks && work->is_basis; v++)
-        if (work->keys[v].kind) widen(work->keys[v], multipliers, work->planes, &work->key_points[v], work->points + 8 * v);
+        if (work->keys[v].width) widen(work->keys[v], work->planes, &work->key_points[v], work->points + 8 * v);
 #endif
     if (work->is_basis) BY_ROWS(work->unit.rows, dot_components, part, work->unit.head, work->used, work->points, work->step, work->scales, angles, turned, to)
     else BY_ROWS(work->unit.rows, dot_strip, part, work->pairs, work->lanes, work->key_points, work->planes, work->scales, angles, turned, to)
@@ -357,9 +355,9 @@ static void add_values(Work *work, const uint8_t *at, int tokens, float (*weight
     for (int r = 0; r < work->unit.rows; r++)
         for (int i = 0; i < STRIP; i += L) store(weights[r] + i, load(weights[r] + i) * load(work->scales + i));
     for (int v = 0; v < work->value_blocks; v++) {
-        const Points *points = &work->value_points[work->values[v].kind];
-        if (work->values[v].kind)
-            BY_ROWS(work->unit.rows, add_block, work->values[v], book_of(part->values.table)->multipliers, work->planes, points, (const float(*)[TILE])weights, work->sums + 8 * v)
+        const Points *points = &work->value_points[work->values[v].width];
+        if (work->values[v].width)
+            BY_ROWS(work->unit.rows, add_block, work->values[v], work->planes, points, (const float(*)[TILE])weights, work->sums + 8 * v)
     }
 }
 static void end_unit_values(Work *work, int dim, State *state) {

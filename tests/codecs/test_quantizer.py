@@ -1,16 +1,15 @@
-"""The quantizers of a normal variable: errors by integration, how far they are from Lloyd-Max's, and bits."""
+"""The quantizer of a normal variable: errors by integration, how far they are from Lloyd-Max's, and bits."""
 
 import math
 
 import pytest
 import torch
 
-from kvcache_plugins.codecs.quantizers import MAX_WIDTH, QUANTIZERS, block_offsets, thresholds
+from kvcache_plugins.codecs.quantizer import DISTORTIONS, MAX_WIDTH, block_offsets, levels, pack_rows, thresholds
 
 
 # Max, "Quantizing for minimum distortion" (1960), for 2, 4, 8, 16 and 32 levels
 LLOYD_MAX = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499}
-DISTORTIONS, levels = QUANTIZERS["lloyd-max"].distortions, QUANTIZERS["lloyd-max"].levels
 WIDTHS = range(1, MAX_WIDTH + 1)
 
 
@@ -43,15 +42,14 @@ def test_thresholds_lead_to_the_nearest_point(width):
     assert torch.equal(codes, nearest)
 
 
-@pytest.mark.parametrize("quantizer", QUANTIZERS)
-def test_further_bits_are_worth_less_and_less(quantizer):
-    gains = -torch.tensor(QUANTIZERS[quantizer].distortions).diff()
+def test_further_bits_are_worth_less_and_less():
+    gains = -torch.tensor(DISTORTIONS).diff()
     assert bool((gains.diff() < 0).all())
 
 
 def test_a_block_is_its_codes_lowest_bits_first():
     widths = torch.tensor([[[3, 1]]], dtype=torch.uint8)
     codes = torch.tensor([[7, 0, 0, 0, 0, 0, 0, 1], [1, 0, 0, 0, 0, 0, 0, 1]])[None, None, None]
-    rows = QUANTIZERS["lloyd-max"].pack(codes, torch.zeros(1, 1, 1, 1, dtype=torch.uint8), widths, 5)
+    rows = pack_rows(codes, torch.zeros(1, 1, 1, 1, dtype=torch.uint8), widths, 5)
     assert rows.flatten().tolist() == [0, 0b00000111, 0, 0b00100000, 0b10000001]
     assert block_offsets(widths).tolist() == [[[1, 4]]]

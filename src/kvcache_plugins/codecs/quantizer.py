@@ -1,0 +1,141 @@
+"""Quantizer of rows: numbers become codes, every number that of its nearest point, and codes become bytes.
+
+A row is a head's token: first a byte that is its scale, then a block of eight channels after the other. A block of
+width w is w bytes, and holds eight codes of w bits one after another, lowest bits first. All heads have rows of the
+same size, so rows are one tensor, though blocks stand at other places in every head.
+
+Codes stand for points: a point is an odd polynomial `c (a + b c^2 + e c^4)` of `c = (2 u + 1) / 2^w - 1`, of a code
+`u` of w bits: two to five multiply-adds in registers and no table that has to be gathered from, on a CPU and on a GPU
+alike. The coefficients were fitted to the least squared error over a normal variable. Over Lloyd-Max's quantizers,
+which are the best there are, that is 0, 0, 0.2, 2.0, 1.2 and 3.2 % more at 1 to 6 bits; with two coefficients alone it
+would be 6 and 11 % at 5 and 6 bits.
+
+Legend: B batch, H heads, T tokens, N blocks of eight channels, R bytes of a row.
+"""
+
+from functools import cache
+
+import torch
+
+
+# Name in files, where it tells these codes from those of the trellis, a quantizer of earlier versions
+NAME = "lloyd-max"
+# Channels that share a width, so that a block of width w is w bytes
+BLOCK = 8
+MAX_WIDTH = 8
+# Mean squared errors over a normal variable, at all widths from 0 on
+DISTORTIONS = (1.0, 0.36338, 0.11748, 0.034623, 0.0096878, 0.0025339, 0.00066493, 0.00017328, 0.000044952)
+# Polynomials of the points, by width
+COEFFICIENTS = (
+    (0.0, 0.0, 0.0),
+    (1.595769, 0.0, 0.0),
+    (1.785774, 0.40554, 0.0),
+    (1.885821, 0.74143, 0.0),
+    (1.924058, 1.073936, 0.0),
+    (2.211255, -0.234025, 1.51223),
+    (2.299583, -0.503396, 2.005214),
+    (2.374041, -0.735169, 2.456839),
+    (2.438726, -0.936702, 2.878641),
+)
+
+
+def num_blocks(head_dim: int) -> int:
+    """Blocks that the channels of a head take, the last one perhaps not full."""
+    return -(-head_dim // BLOCK)
+
+
+def block_offsets(widths: torch.Tensor) -> torch.Tensor:
+    """The first byte of every block, `[B, H, N]`, of widths `[B, H, N]`."""
+    widths = widths.long()
+    return 1 + widths.cumsum(dim=-1) - widths
+
+
+def _shifts(widths: torch.Tensor) -> torch.Tensor:
+    """The first bit of the codes of a block, `[B, H, 1, N, 8]`."""
+    return (widths.long()[..., None] * torch.arange(BLOCK, dtype=torch.int64, device=widths.device))[:, :, None]
+
+
+def levels(width: int) -> torch.Tensor:
+    """The points of all codes of a width, `[2^width]`, float32."""
+    count = 2**width
+    centred = (2 * torch.arange(count, dtype=torch.int64, device="cpu").double() + 1) / count - 1
+    first, second, third = COEFFICIENTS[width]
+    square = centred * centred
+    return (centred * (first + square * (second + square * third))).float()
+
+
+@cache
+def thresholds(device: torch.device) -> torch.Tensor:
+    """
+    The upper bounds of the codes of every width, `[9, 255]`, infinite behind the last but one code: a value's code is
+    the number of them that lie below it.
+    """
+    with torch.inference_mode(False):
+        bounds = torch.full((MAX_WIDTH + 1, 2**MAX_WIDTH - 1), torch.inf, dtype=torch.float32, device="cpu")
+        for width in range(1, MAX_WIDTH + 1):
+            points = levels(width)
+            bounds[width, : len(points) - 1] = (points[1:] + points[:-1]) / 2
+        return bounds.to(device)
+
+
+def find_codes(normal: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
+    """Finds codes `[B, H, T, N, 8]`, int64, of numbers of variance 1, in blocks of `widths` `[B, H, N]` bits."""
+    bounds = thresholds(normal.device)[widths.long()]
+    by_block = normal.transpose(2, 3).flatten(3).contiguous()
+    codes = torch.searchsorted(bounds, by_block)
+    return codes.unflatten(3, (-1, normal.shape[4])).transpose(2, 3)
+
+
+@cache
+def _coefficients(device: torch.device) -> torch.Tensor:
+    """Makes a tensor `[9, 3]` of `COEFFICIENTS`."""
+    with torch.inference_mode(False):
+        return torch.tensor(COEFFICIENTS, dtype=torch.float32, device=device)
+
+
+def points_of(codes: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
+    """Computes the numbers that codes `[B, H, T, N, 8]` stand for."""
+    widths = widths.long()
+    first, second, third = _coefficients(codes.device)[widths][:, :, None, :, None].unbind(-1)
+    centred = (2 * codes + 1).float() * 0.5 ** widths.float()[:, :, None, :, None] - 1
+    square = centred * centred
+    return centred * (first + square * (second + square * third))
+
+
+def point_gains() -> torch.Tensor:
+    """
+    Computes gain corrections: factors of the points of every width that make them as large as what they stand for.
+    Points are means, which lie further in.
+    """
+    factors = [0.0] + [1 / (1 - distortion) for distortion in DISTORTIONS[1:]]
+    return torch.tensor(factors, dtype=torch.float32, device="cpu")
+
+
+def pack_rows(codes: torch.Tensor, scales: torch.Tensor, widths: torch.Tensor, row_size: int) -> torch.Tensor:
+    """
+    Makes rows `[B, H, T, R]`, uint8, of scales `[B, H, T, 1]`, uint8, and the lowest bits of codes `[B, H, T, N, 8]`,
+    as many as `widths` `[B, H, N]` say: the code of NaN has more.
+    """
+    codes = codes & ((1 << widths.long()) - 1)[:, :, None, :, None]
+    blocks = (codes << _shifts(widths)).sum(dim=-1)
+    blocks_as_bytes = blocks.view(torch.uint8).unflatten(-1, (-1, BLOCK)).flatten(-2)
+    # Byte r of a row is byte `r - offset` of the last block that begins at or before it
+    places = torch.arange(1, row_size, dtype=torch.int64, device=codes.device)
+    places = places.expand(*widths.shape[:2], -1).contiguous()
+    offsets = block_offsets(widths)
+    block = torch.searchsorted(offsets.contiguous(), places, right=True) - 1
+    source = block * BLOCK + places - offsets.gather(-1, block)
+    index = source[:, :, None].expand(-1, -1, codes.shape[2], -1)
+    return torch.cat([scales, blocks_as_bytes.gather(3, index)], dim=3)
+
+
+def unpack_rows(rows: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
+    """Reads the codes `[B, H, T, N, 8]`, int64, of rows; where there are no bits, any."""
+    lanes = torch.arange(BLOCK, dtype=torch.int64, device=rows.device)
+    places = block_offsets(widths)[..., None] + lanes
+    in_block = lanes < widths[..., None]
+    places = places.clamp(max=rows.shape[3] - 1).flatten(2)[:, :, None].expand(-1, -1, rows.shape[2], -1)
+    blocks = rows.gather(3, places) * in_block.flatten(2)[:, :, None]
+    blocks = blocks.unflatten(3, (-1, BLOCK)).contiguous().view(torch.int64)
+    masks = (1 << widths.long()) - 1
+    return (blocks >> _shifts(widths)) & masks[:, :, None, :, None]
