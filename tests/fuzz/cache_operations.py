@@ -26,6 +26,8 @@ from kvcache_plugins import create_cache, measure_memory
 from kvcache_plugins.contract import tiny_models
 from kvcache_plugins.contract.comparison import distance, reachable_bytes, require_close, require_length
 from kvcache_plugins.contract.subject import Subject
+from kvcache_plugins.layers.lazy_layer import LazyLayer
+from kvcache_plugins.layers.phase import Phase
 
 
 MOST_TOKENS = 400
@@ -36,6 +38,12 @@ _PROMPT_LENGTHS = (1, 2, 12, 15, 16, 17, 63, 64, 65, 130, 200)
 # The last one fills and overflows buffers, and is a prompt of its own to some
 _UPDATE_LENGTHS = (2, 5, 17, 64, 70, 130)
 _REFUSED = ("other rows", "reorder", "select", "crop(3)")
+# Phases of a layer after a forward or a rollback, by its phase before
+_NEXT_PHASES = {
+    Phase.EMPTY: {Phase.EMPTY, Phase.DENSE, Phase.STORED},
+    Phase.DENSE: {Phase.DENSE, Phase.STORED, Phase.EMPTY},
+    Phase.STORED: {Phase.STORED, Phase.EMPTY},
+}
 _SEEDS = st.integers(0, 1000)
 # Contexts of PyTorch that calls are made in
 _CONTEXTS = {
@@ -96,6 +104,7 @@ class CacheOperations(RuleBasedStateMachine):
         self.cache = self.subject.make_cache()
         self.set_aside: list[tuple[Cache, list[torch.Tensor]]] = []
         self.context = "plain"
+        self.phases: list[Phase] = []
         self._prompt(*self._draw_prompt(data))
 
     @rule(context=st.sampled_from([*_CONTEXTS]))
@@ -119,6 +128,7 @@ class CacheOperations(RuleBasedStateMachine):
         drawn = self._draw_prompt(data)
         self.cache.reset() if how == "reset" else self.cache.crop(-self.length)
         require_length(self.cache, 0, how)
+        self._require_phases()
         if hasattr(self.cache, "save"):
             self._copy("save")
         self._prompt(*drawn)
@@ -232,6 +242,7 @@ class CacheOperations(RuleBasedStateMachine):
             made = makers[how]()
         self.set_aside = [*self.set_aside[-2:], (self.cache, stored(self.cache))]
         self.cache = made
+        self.phases = []
 
     def _saved_and_loaded(self) -> Cache:
         with tempfile.TemporaryDirectory() as folder:
@@ -273,8 +284,21 @@ class CacheOperations(RuleBasedStateMachine):
         for layer_idx in range(len(self.cache.layers)):
             assert self.cache.get_seq_length(layer_idx) == self.length
             assert self.cache.get_mask_sizes(3, layer_idx) == (self.length + 3, 0)
+        self._require_phases()
         report, held = measure_memory(self.cache), reachable_bytes(self.cache)
         assert report.total_bytes == held, f"`memory()` says {report}, but {held} bytes are reachable"
+
+    def _phases(self) -> list[Phase]:
+        return [layer.phase for layer in self.cache.layers if isinstance(layer, LazyLayer)]
+
+    def _require_phases(self) -> None:
+        """Require that each layer is in a phase that may follow the last one, and that no report changes it."""
+        phases = self._phases()
+        for before, phase in zip(self.phases or phases, phases, strict=True):
+            assert phase in _NEXT_PHASES[before], f"{before} was followed by {phase}"
+        measure_memory(self.cache)
+        assert phases == self._phases()
+        self.phases = phases
 
     def teardown(self) -> None:
         for each, before in getattr(self, "set_aside", []):

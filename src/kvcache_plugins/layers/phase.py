@@ -15,12 +15,3 @@ class Phase(Enum):
     PROMPT = "holds an update that waits for its attention, and is committed then"
     DENSE = "holds too few tokens to pack any: two tensors, as in a dense cache"
     STORED = "holds tokens in the layer's own form"
-
-
-# Phases that a layer may be in after one call, by its phase before
-NEXT_PHASES = {
-    Phase.EMPTY: {Phase.EMPTY, Phase.PROMPT},
-    Phase.PROMPT: {Phase.PROMPT, Phase.DENSE, Phase.STORED, Phase.EMPTY},
-    Phase.DENSE: {Phase.DENSE, Phase.PROMPT, Phase.STORED, Phase.EMPTY},
-    Phase.STORED: {Phase.STORED, Phase.PROMPT, Phase.EMPTY},
-}

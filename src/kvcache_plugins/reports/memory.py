@@ -13,6 +13,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcache_plugins.layers.lazy_layer import LazyLayer
+from kvcache_plugins.layers.step_plan import DroppedOnCopy
 
 
 # What a cache says of itself: counters, and perhaps how it was chosen
@@ -158,12 +159,12 @@ def add_stats(layers: Sequence[object], make_layer: Callable[[int], LazyLayer]) 
     return {"num_layers": len(layers), **total, "tokens_cached": longest}
 
 
-# What may be referred to without being held: the model, and what is no data
-_NOT_HELD = (torch.nn.Module, type, str, bytes, int, float, complex, torch.dtype, torch.device)
+# Objects that a cache refers to and does not hold: the model, plans with their scratch memory, and values without data
+_NOT_HELD = (torch.nn.Module, DroppedOnCopy, type, str, bytes, int, float, complex, torch.dtype, torch.device)
 
 
 def reachable_tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yields every tensor with data that can be reached from `value`, once each; modules are not entered."""
+    """Yield every tensor with data that `value` refers to, once each, but for those of modules and plans."""
     # Kept alive, so that no other object can get the same id
     seen: dict[int, object] = {}
     stack = [value]
