@@ -20,12 +20,14 @@ from typing import Any
 
 import torch
 
-from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments, Sample
-from kvcache_plugins.codecs.parts import DensePart
+from kvcache_plugins.codecs.codec import Codec, QueryMoments, Sample
+from kvcache_plugins.formats.parts import DensePart
+from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.kernels.attention import attend, prepare_coding, prepare_tokens
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_kernel
 from kvcache_plugins.kernels.masks import combine_masks, hide_first, mask_columns, slice_mask
+from kvcache_plugins.kernels.ops import decode_tiles
 from kvcache_plugins.kernels.structs import TILE
 
 from .layer_state import BlockState, ExactStates, LayerState, restore_blocks
@@ -226,9 +228,10 @@ class CompressedLayer(LazyLayer):
         # The call takes no mask, and not more than a tile
         if self._valid_tokens(start, count) is not None or max(count, num_aged) > TILE:
             return False
-        codec, coding, states = self._codec_of(block), prepared.coding, buffer.tensors()
-        if coding is None or coding.codec is not codec or coding.padding is not self.padding:
-            coding = prepare_coding(codec, self.codec, states[0], self.padding, packing.largest)
+        formats, coding, states = self._codec_of(block).formats(self.device), prepared.coding, buffer.tensors()
+        if coding is None or coding.formats is not formats or coding.padding is not self.padding:
+            older_formats = self.codec.formats(self.device)
+            coding = prepare_coding(formats, older_formats, states[0], self.padding, packing.largest)
             prepared.coding = coding
         if coding is None:
             return False
@@ -406,15 +409,15 @@ class CompressedLayer(LazyLayer):
             check_finite(keys, values, valid, self.layer_idx)
             raise ValueError(f"layer {self.layer_idx}: {error}") from error
         if isinstance(block, RowBlock):
-            too_large = codec.too_large(block.keys, block.values)
-            if too_large is not None:
+            overflow = codec.overflow(block.keys, block.values)
+            if overflow is not None:
                 # What stands for padding, or is exact as well, may be anything
-                too_large = (too_large if valid is None else too_large & valid).any()
+                overflow = (overflow if valid is None else overflow & valid).any()
             # Tokens that the codec is fitted to have been read
             new = slice(None) if first_end is None else slice(0)
-            check_finite(keys[:, :, new], values[:, :, new], valid, self.layer_idx, packing.largest, too_large)
+            check_finite(keys[:, :, new], values[:, :, new], valid, self.layer_idx, packing.largest, overflow)
             if first_end is not None:
-                self.codec = self.codec.without_shared_errors(rows, Sample(keys, values, valid, None, positions))
+                self.codec = self.codec.with_bias_correction(rows, Sample(keys, values, valid, None, positions))
         self._counters["tokens_compressed"] += block.length
         self._counters["chunks_compressed"] += 1 if isinstance(block, RowBlock) else block.num_chunks
         prepared, self._prepared = self._prepared, None
@@ -459,7 +462,7 @@ class CompressedLayer(LazyLayer):
         recent = self.blocks.pop()
         count, self._prepared = recent.length if count is None else count, None
         rows = recent.keys[:, :, :count], recent.values[:, :, :count]
-        keys, values = self.codec.recode(rows, self._codec_of(recent))
+        keys, values = self.codec.requantize(rows, self._codec_of(recent))
         self._add(RowBlock(keys, values, recent.start, count))
         if count < recent.length:
             recent.drop_first(count)
@@ -499,7 +502,7 @@ class CompressedLayer(LazyLayer):
         query, mask, heads = call.query, call.full_mask(self.lazy_length()), self._shapes["keys"][1]
         kernel, is_fallback = "torch", False
         if call.is_plain and self._unfitted.has_kernels:
-            kernel, is_fallback = choose_kernel(query, self.packing.most_compiled, self._unfitted)
+            kernel, is_fallback = choose_kernel(query, self.packing.most_compiled, self._unfitted.shared_formats)
         output = self._attend_prepared(query, call.scale, kernel) if mask is None and kernel != "torch" else None
         if output is None:
             output = attend(query, self._parts(mask), heads, call.scale, kernel, call.softcap, call.sinks)
@@ -607,7 +610,7 @@ class CompressedLayer(LazyLayer):
             held.append((position, DensePart(keys, values, length, None)))
             position += length
         for position, part in held:
-            for keys, values, start, stop in part.tiles({side}):
+            for keys, values, start, stop in decode_tiles(part, {side}):
                 states = (keys if side == "keys" else values)[:, :, max(first - position - start, 0) :]
                 end = max(position + stop - first, 0)
                 dense[:, :, end - states.shape[2] : end] = states
@@ -618,7 +621,7 @@ class CompressedLayer(LazyLayer):
 
     def dense_tiles(self, mask: torch.Tensor | None) -> MaskedTiles:
         for part in self._parts(mask):
-            for keys, values, start, stop in part.tiles():
+            for keys, values, start, stop in decode_tiles(part):
                 yield keys.to(self.dtype), values.to(self.dtype), slice_mask(part.mask, start, stop)
 
     def activate_past_recording(self) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from kvcache_plugins.codecs.codec import Codec, CodecState, QueryMoments
 from kvcache_plugins.codecs.groups import GroupCodec
-from kvcache_plugins.codecs.parts import SIDES
 from kvcache_plugins.files.schema import FLOATS, MAX_INTEGER, Range, Stored, check_layout
+from kvcache_plugins.formats.parts import SIDES
 
 from .packing import ROWS, Block, ExactPrefix, GroupBlock, GroupPacking, Packing, RowBlock
 

@@ -12,30 +12,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from kvcache_plugins.codecs.codec import Codec, Positions
-from kvcache_plugins.codecs.groups import CompressedStates, GroupCodec, keep_tokens
-from kvcache_plugins.codecs.parts import CodedPart, CompressedPart
-from kvcache_plugins.codecs.rows import KeptRows, RowCodec
+from kvcache_plugins.codecs.codec import Codec
+from kvcache_plugins.codecs.groups import GroupCodec
+from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.files.schema import FLOATS, MAX_INTEGER, Stored
+from kvcache_plugins.formats.groups import QuantizedChunks, keep_tokens
+from kvcache_plugins.formats.parts import GroupPart, OpaqueRowPart, RowPart
+from kvcache_plugins.formats.positions import Positions
+from kvcache_plugins.formats.rows import KeptRows
 from kvcache_plugins.kernels.engine import MAX_NUM_COMPILED_QUERIES, MAX_NUM_QUERIES
 
-
-if TYPE_CHECKING:
-    from kvcache_plugins.kernels.compiled import PreparedCall, PreparedCoding
-    from kvcache_plugins.kernels.triton import KeptAttention
 
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 # Keys and values
 States = tuple[torch.Tensor, torch.Tensor]
 # Rows that a window lets go of together: few enough to be no burden, and enough that moving the others is none
 DROP_STEP = 64
-# The tensor of a side of rows, in a layer's state; groups have those of `CompressedStates`
+# The tensor of a side of rows, in a layer's state; groups have those of `QuantizedChunks`
 ROWS = "rows"
 # Of the exact tokens in front, in a layer's state
 _SLOTS = "batch_size", "num_heads", "num_slots"
@@ -234,18 +233,18 @@ class RowBlock(Block):
         self.start += count
         self.length -= count
 
-    def part(self, codec: Codec, padding: torch.Tensor | None, mask: torch.Tensor | None) -> CodedPart:
-        return CodedPart(self.keys, self.values, codec, Positions(self.start, padding), self.length, mask)
+    def part(self, codec: Codec, padding: torch.Tensor | None, mask: torch.Tensor | None) -> RowPart | OpaqueRowPart:
+        return codec.part(self.keys, self.values, Positions(self.start, padding), self.length, mask)
 
 
 class GroupBlock(Block):
     """
-    A block of chunks of equal length, keys and values `CompressedStates`: one chunk of a prompt, or a run of decoded
+    A block of chunks of equal length, keys and values `QuantizedChunks`: one chunk of a prompt, or a run of decoded
     ones that grows by doubling its capacity.
     """
 
-    keys: CompressedStates
-    values: CompressedStates
+    keys: QuantizedChunks
+    values: QuantizedChunks
 
     @property
     def chunk_length(self) -> int:  # type: ignore[override]
@@ -269,8 +268,8 @@ class GroupBlock(Block):
             kept = self.chunk_length if group is None else -(-length // group) * group
             self.keys, self.values = keep_tokens(self.keys, kept), keep_tokens(self.values, kept)
 
-    def part(self, codec: GroupCodec, padding: torch.Tensor | None, mask: torch.Tensor | None) -> CompressedPart:
-        return CompressedPart(self.keys, self.values, self.length, mask)
+    def part(self, codec: GroupCodec, padding: torch.Tensor | None, mask: torch.Tensor | None) -> GroupPart:
+        return GroupPart(self.keys, self.values, self.length, mask)
 
 
 def num_too_old(length: int, most: int) -> int:
@@ -514,7 +513,7 @@ class PreparedParts(NotCopied):
     Attributes:
         parts (`list`): those.
         limit (`int`): tokens that the buffer may hold before anything changes.
-        call (`PreparedCall` or `KeptAttention`, *optional*): attention over them and the buffer.
+        call (`PreparedCall` or `triton.KeptAttention`, *optional*): attention over them and the buffer.
         coding (`PreparedCoding`, *optional*): how tokens of the buffer become rows of the newest block.
         is_tried (`bool`): whether there is a call, if there can be one.
     """
@@ -523,8 +522,8 @@ class PreparedParts(NotCopied):
 
     def __init__(self, parts: list[Any], limit: int):
         self.parts, self.limit = parts, limit
-        self.call: PreparedCall | KeptAttention | None = None
-        self.coding: PreparedCoding | None = None
+        self.call: Any = None
+        self.coding: Any = None
         self.is_tried = False
 
     def extend(self, blocks: Sequence[Block]) -> bool:
@@ -537,7 +536,9 @@ class PreparedParts(NotCopied):
             if part.mask is not None and block.start != part.positions.first:
                 # Its columns would be others
                 return False
-            self.parts[place] = block.part(part.codec, part.positions.padding, part.mask)
+            positions = Positions(block.start, part.positions.padding)
+            own = {"keys": block.keys, "values": block.values, "positions": positions, "length": block.length}
+            self.parts[place] = replace(part, **own)
         return self.call.extend(self.parts[first:])
 
 
@@ -615,7 +616,7 @@ class RowPacking(Packing):
         return self.residual_length // 4 if self.recent_length else 3 * self.residual_length // 5
 
     def recent_codec(self, codec: Codec) -> Codec | None:
-        return codec.finer(self.recent_nbits) if self.recent_length and isinstance(codec, RowCodec) else None
+        return codec.with_more_bits(self.recent_nbits) if self.recent_length and isinstance(codec, RowCodec) else None
 
     def split(self, padding: torch.Tensor, length: int) -> Split | None:
         # Where tokens are packed as they come, no sequence waits for more
