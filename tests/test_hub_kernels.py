@@ -13,6 +13,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "hub" / "kernels" / "build.py"
 PREAMBLE = """
 import importlib.util
 import sys
+from types import SimpleNamespace
 
 import torch
 
@@ -50,7 +51,9 @@ def check(module):
     codes = torch.randint(256, (2, *sizes, 32), dtype=torch.uint8)
     scale, zero = torch.rand(2, *sizes, 2).half() / 8, -torch.rand(2, *sizes, 2).half()
     sides = zip(codes, scale, zero)
-    keys, values = (module.StoredGroups(*side, *[None] * 5, 4, "token", 32, 64) for side in sides)
+    parts = dict.fromkeys(("low_rank_a", "low_rank_b", "outlier_indices", "outlier_values", "outlier_offsets"))
+    parts |= {"nbits": 4, "axis": "token", "group_size": 32, "head_dim": 64}
+    keys, values = (SimpleNamespace(codes=side[0], scale=side[1], zero=side[2], **parts) for side in sides)
     exact, query = torch.randn(2, 1, 2, 5, 64), torch.randn(1, 2, 3, 64)
     launch = module.prepare_groups(query, keys, values, num_chunks=1, length=100, scale=0.125, packed=False)
     found = module.prepare_combination([launch()], [module.DensePart(*exact)], query, 0.125)()

@@ -24,9 +24,10 @@ _LAZY = re.compile(rf"{ROOT_PACKAGE}(\.\w+)+:\w+")
 # Floors from the ground up.
 METHODS = {"gear", "transform_coding", "infinigen", "kv_runahead", "baselines"}
 FLOORS: tuple[set[str], ...] = (
-    {"files", "option_checks", "lazy_imports", "user_warnings", "triton_kernels"},
+    {"files", "option_checks", "lazy_imports", "user_warnings", "formats", "triton_kernels"},
     {"registry", "models"},
-    {"codecs", "kernels"},
+    {"kernels"},
+    {"codecs"},
     {"layers"},
     {"reports"},
     {"packed"},
@@ -39,8 +40,6 @@ FLOORS: tuple[set[str], ...] = (
     # Options and help of all commands. It stands on `eval`, not in it: a command may measure, choose and show
     {"cli"},
 )
-# No circle: kernels know the data of operations and codecs, which call them where there are any, within functions.
-CALLS = {("codecs", "kernels")}
 # `eval/` is a house of its own.
 EVAL_FLOORS: tuple[set[str], ...] = (
     {"context_tasks", "harness", "kernel_check", "observers", "result_files", "rows"},
@@ -54,7 +53,7 @@ EVAL_FLOORS: tuple[set[str], ...] = (
 )
 # Foreign packages that one unit alone may import, and all that a unit may import beside Python's own and itself.
 ONLY_IN = {"lm_eval": "eval"}
-ALL_OF = {"triton_kernels": {"torch", "triton"}}
+ALL_OF = {"formats": {"torch"}, "triton_kernels": {"torch", "triton"}}
 
 
 def read_sources() -> dict[str, str]:
@@ -152,11 +151,7 @@ def find_cycles(sources: dict[str, str]) -> list[str]:
     """The circles of modules, and of rooms, that import each other, directly or through others: the first of each."""
     # What a package offers is imported from it by others, and by the package from its modules: no circle of jobs
     graph = {
-        module: {
-            target
-            for target in imported
-            if not target.endswith(".__init__") and (room_of(module), room_of(target)) not in CALLS
-        }
+        module: {target for target in imported if not target.endswith(".__init__")}
         for module, imported in import_graph(sources).items()
     }
     rooms: dict[str, set[str]] = {}
@@ -204,6 +199,8 @@ BAD_EXAMPLES = {
     "in eval": (ORDER, {"eval.harness": "from @.eval.tasks import y", "eval.tasks": ""}, "`tasks` stands above"),
     "lm-eval": (FOREIGN, {"cli": "from lm_eval.models import y"}, "only `eval` may"),
     "in kernels": (FOREIGN, {"triton_kernels.x": "import transformers"}, "`triton_kernels` must not"),
+    "codecs in kernels": (ORDER, {"kernels.x": "from @.codecs import y", "codecs.y": ""}, "`codecs` stands above"),
+    "in formats": (FOREIGN, {"formats.x": "import transformers"}, "`formats` must not"),
     "of ours": (FOREIGN, {"triton_kernels.x": "from @.files import y", "files": ""}, "`triton_kernels` must not"),
     "circle of modules": (
         find_cycles,
@@ -223,8 +220,9 @@ ALLOWED = {
     "gear.y": "from @.registry import register_cache",
     "__init__": "from @.gear import x",
     "eval.tasks": "import lm_eval\nfrom @ import create_cache",
-    "codecs.y": "def f():\n    from @.kernels import z",
-    "kernels.z": "import @.codecs.y",
+    "codecs.y": "from @.kernels import z",
+    "kernels.z": "import @.formats.w",
+    "formats.w": "import torch",
     "triton_kernels.x": "import math\nimport triton.language as tl\nfrom .y import z",
     "triton_kernels.y": "",
 }

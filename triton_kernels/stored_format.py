@@ -1,25 +1,26 @@
-"""Stored codes and rows, without Triton: constants, which tests compare with those in C, and the tensors of codecs.
+"""The stored tokens that kernels read: constants, and protocols of the objects that hold the tensors.
+
+The package's own objects are those of `kvcache_plugins.formats`; a test compares the constants. Any objects with these
+attributes will do.
 
 Legend: B batch, H key/value heads, M chunks, L tokens a chunk, D head dim, P bytes of a token's codes, R rank, N
 outliers of a chunk or blocks of eight numbers, K numbers of a token that are coded.
 """
 
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 
-# Of the byte that is a token's scale: steps an octave, the byte of a scale of one, the last one that tokens may exceed
+# The byte that is a token's scale: steps an octave, the byte of a scale of one, and the last byte
 SCALE_STEPS, SCALE_OFFSET, LAST_SCALE = 16.0, 128, 255
-# Below that share of what it would be without error, `z.q` says nothing about a scale
+# Below that share of its value without error, `z.q` says nothing about a scale
 LEAST_GAIN = 0.3
-# Tokens whose outliers are stored together: a place within a tile of up to 512 channels then fits 16 bits
+# Tokens whose outliers are stored together
 OUTLIER_TILE = 64
 
 
-# Equal if the same object: kernels keep what they have prepared for one in dictionaries
-@dataclass(frozen=True, eq=False)
-class StoredGroups:
+class StoredGroups(Protocol):
     """
     Chunks of keys or values in codes that share scales. The batch is the first dimension of tensors, the chunk the
     third.
@@ -29,88 +30,106 @@ class StoredGroups:
         scale, zero (`torch.Tensor` of shape `[B, H, M, groups, D]` or `[B, H or 1, M, L, groups]`, float16): a group's
             step and minimum.
         low_rank_a, low_rank_b (`torch.Tensor` of shape `[B, H, M, L, R]` and `[B, H, M, D, R]`, float16, *optional*):
-            factors of what is added to the chunk's tokens.
+            factors of the low-rank correction.
         outlier_indices, outlier_values (`torch.Tensor` of shape `[B, 1, M, N]`, int16 or int32 and float16,
             *optional*): token within a tile of `OUTLIER_TILE` times the next power of two from D on, plus the channel;
-            and what is added there. Tiles follow each other, and of a tile the heads.
-        outlier_offsets (`torch.Tensor` of shape `[B, 1, M, tiles * H + 1]`, int32, *optional*): where those of a tile
-            and head begin and end.
+            and the correction there. Tiles follow each other, and within a tile the heads.
+        outlier_offsets (`torch.Tensor` of shape `[B, 1, M, tiles * H + 1]`, int32, *optional*): first and last outlier
+            of each tile and head.
         nbits (`int`): bits a code.
         axis (`str`): `"channel"` where tokens of a channel share a scale, `"token"` where channels of a token do.
-        group_size (`int`, *optional*): how many do, where it is not all.
+        group_size (`int`, *optional*): values of a group, where it is not all.
         head_dim (`int`): D.
     """
 
-    codes: torch.Tensor
-    scale: torch.Tensor
-    zero: torch.Tensor
-    low_rank_a: torch.Tensor | None
-    low_rank_b: torch.Tensor | None
-    outlier_indices: torch.Tensor | None
-    outlier_values: torch.Tensor | None
-    outlier_offsets: torch.Tensor | None
-    nbits: int
-    axis: str
-    group_size: int | None
-    head_dim: int
+    @property
+    def codes(self) -> torch.Tensor: ...
+    @property
+    def scale(self) -> torch.Tensor: ...
+    @property
+    def zero(self) -> torch.Tensor: ...
+    @property
+    def low_rank_a(self) -> torch.Tensor | None: ...
+    @property
+    def low_rank_b(self) -> torch.Tensor | None: ...
+    @property
+    def outlier_indices(self) -> torch.Tensor | None: ...
+    @property
+    def outlier_values(self) -> torch.Tensor | None: ...
+    @property
+    def outlier_offsets(self) -> torch.Tensor | None: ...
+    @property
+    def nbits(self) -> int: ...
+    @property
+    def axis(self) -> str: ...
+    @property
+    def group_size(self) -> int | None: ...
+    @property
+    def head_dim(self) -> int: ...
 
 
-@dataclass(frozen=True, eq=False)
-class RowBasis:
+class RowBasis(Protocol):
     """
     A basis for every head, in which tokens are coded; K components have bits.
 
     Attributes:
-        factors (`torch.Tensor` of shape `[H, D]`, float32): what channels are multiplied by.
+        factors (`torch.Tensor` of shape `[H, D]`, float32): factors of the channels.
         vectors (`torch.Tensor` of shape `[H, D, D]`, int8): rows of the basis of such products, those of most energy
             first.
-        steps (`torch.Tensor` of shape `[H, D]`, float32): what its rows are in units of.
+        steps (`torch.Tensor` of shape `[H, D]`, float32): units of the basis' rows.
         inverse (`torch.Tensor` of shape `[H, K, D]`, int8): columns of the inverse, in units such that products with
             rows of the basis are 1.
+        num_components (`int`): components that are coded, K.
     """
-
-    factors: torch.Tensor
-    vectors: torch.Tensor
-    steps: torch.Tensor
-    inverse: torch.Tensor
 
     @property
-    def num_components(self) -> int:
-        """Components that are coded, K."""
-        return self.inverse.shape[1]
+    def factors(self) -> torch.Tensor: ...
+    @property
+    def vectors(self) -> torch.Tensor: ...
+    @property
+    def steps(self) -> torch.Tensor: ...
+    @property
+    def inverse(self) -> torch.Tensor: ...
+    @property
+    def num_components(self) -> int: ...
 
 
-@dataclass(frozen=True, eq=False)
-class RowLayout:
+class RowLayout(Protocol):
     """
-    How the tokens of one side are coded as rows. B is 1 where all sequences share it, as they do a basis.
+    The format of one side's rows. B is 1 where all sequences share it, as they do a basis.
 
     Attributes:
         order (`torch.Tensor` of shape `[B, H, D]`, uint8 or int16, *optional*): the channels by falling energy, as
             rows have them.
-        mean (`torch.Tensor` of shape `[B, H, D]`, float16, *optional*): what is taken off first.
-        deviation (`torch.Tensor` of shape `[B, H, D or 1]`, float16, *optional*): what channels are divided by.
+        mean (`torch.Tensor` of shape `[B, H, D]`, float16, *optional*): the mean that is subtracted first.
+        deviation (`torch.Tensor` of shape `[B, H, D or 1]`, float16, *optional*): divisors of the channels.
         widths (`torch.Tensor` of shape `[B, H, N]`, uint8): bits of the blocks of eight numbers, in that order.
         row_size (`int`): bytes of a row, one more than the sum of a head's widths.
         head_dim (`int`): D.
-        is_weighted (`bool`): whether the scale is the one of least weighted error, as of keys, or shrinks nothing.
-        basis (`RowBasis`, *optional*): in which they are coded.
-        num_refits (`int`): times that codes are found anew for the scale that was found. Few tokens need it: those of
-            which one channel is far larger than the others. Their codes would end before it, and they are the ones
-            that many others attend to.
+        is_weighted (`bool`): True if the scale is the one of least weighted error, as of keys; otherwise it shrinks
+            nothing.
+        basis (`RowBasis`, *optional*): the basis that tokens are coded in.
+        num_refits (`int`): times that codes are found anew for the scale that was found.
+        num_coded (`int`): numbers of a token that are coded, K.
     """
 
-    order: torch.Tensor | None
-    mean: torch.Tensor | None
-    deviation: torch.Tensor | None
-    widths: torch.Tensor
-    row_size: int
-    head_dim: int
-    is_weighted: bool
-    basis: RowBasis | None = None
-    num_refits: int = 0
-
     @property
-    def num_coded(self) -> int:
-        """Numbers of a token that are coded, K."""
-        return self.head_dim if self.basis is None else self.basis.num_components
+    def order(self) -> torch.Tensor | None: ...
+    @property
+    def mean(self) -> torch.Tensor | None: ...
+    @property
+    def deviation(self) -> torch.Tensor | None: ...
+    @property
+    def widths(self) -> torch.Tensor: ...
+    @property
+    def row_size(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def is_weighted(self) -> bool: ...
+    @property
+    def basis(self) -> RowBasis | None: ...
+    @property
+    def num_refits(self) -> int: ...
+    @property
+    def num_coded(self) -> int: ...

@@ -29,14 +29,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from kvcache_plugins.codecs.parts import CodedPart, CompressedPart
 from kvcache_plugins.console.inputs import NumThreadsOption, parse_device
 from kvcache_plugins.eval.benchmark import benchmark, say
 from kvcache_plugins.eval.harness import read_states, spread, take_turns, time_call, time_on_gpu
 from kvcache_plugins.eval.kernel_check import require_close
 from kvcache_plugins.eval.rows import Content, Failure, Found, Settings
+from kvcache_plugins.formats.parts import GroupPart, RowPart
 from kvcache_plugins.kernels.attention import attend
-from kvcache_plugins.kernels.engine import choose_kernel
+from kvcache_plugins.kernels.engine import choose_kernel, load_triton
 from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.reference_model import parse_dtype
 from kvcache_plugins.packed.cache import makes_packed_cache
@@ -124,7 +124,9 @@ class Contest:
         error = require_close(f"{cache_name} by the `{self.kernel}` kernel", function(), expected())
         say(f"{cache_name}: relative error {error:.1e} against plain PyTorch")
         self.functions[cache_name], self.errors[cache_name] = function, error
-        tensors = [*part.codec.tensors()] if isinstance(part, CodedPart) else []
+        # Formats in bases are a model's, not the cache's
+        own = [each for each in part.formats if each.basis is None] if isinstance(part, RowPart) else []
+        tensors = [tensor for each in own for tensor in each.tensors()]
         for side in (part.keys, part.values):
             tensors += [side] if isinstance(side, torch.Tensor) else [each for _, each in side.named_tensors()]
         self.num_bytes[cache_name] = sum(tensor.nbytes for tensor in tensors)
@@ -173,7 +175,7 @@ class Contest:
 
 def compress(
     name: str, keys: torch.Tensor, values: torch.Tensor, model: Any = None, **options: Any
-) -> CompressedPart | CodedPart:
+) -> GroupPart | RowPart:
     """Compress all tokens as a prompt of a layer; a `ValueError` if some, beyond whole groups, stay exact."""
     num_tokens, config = keys.shape[2], _config(keys) if model is None else model
     if not makes_packed_cache(name):
@@ -393,7 +395,7 @@ _CLOCKS_A_DENSE_NUMBER = 2 * 132 * 1.8e9 / 4.3e12
 _SLOTS, _DENSE_BITS = 4, 16
 
 
-def compress_random(cache: str, head_dim: int) -> CompressedPart | CodedPart:
+def compress_random(cache: str, head_dim: int) -> GroupPart | RowPart:
     """Compresses the prompt of one layer of random states, of a model with random weights."""
     if not check_cache(cache.partition(":")[0]).options.get("calibration"):
         shape = Shape(context=_CONTEXT, num_heads=_NUM_HEADS, head_dim=head_dim)
@@ -408,16 +410,13 @@ def compress_random(cache: str, head_dim: int) -> CompressedPart | CodedPart:
         return compress(cache, keys.bfloat16(), values.bfloat16(), model, calibration=calibration)
 
 
-def count_attention(part: CompressedPart | CodedPart, head_dim: int, num_rows: int, capability: int) -> dict[str, Any]:
+def count_attention(part: GroupPart | RowPart, head_dim: int, num_rows: int, capability: int) -> dict[str, Any]:
     """Counts warp instructions of decode attention a cached number, and what they allow at best."""
-    # Imported late, as Triton need not be there
-    from kvcache_plugins.kernels.triton import prepare_part
-
     query = torch.empty(1, _NUM_HEADS, num_rows, head_dim, dtype=torch.bfloat16, device="cpu")
-    launch: Any = prepare_part(query, part, 1.0, packed=True).launch
+    launch: Any = load_triton().prepare_part(query, part, 1.0, packed=True).launch
     compiled = compile_for(launch.kernel, launch.arguments, capability, **launch.options)
     listing = Listing(run_tool("nvdisasm", "-c", compiled))
-    if isinstance(part, CodedPart):
+    if isinstance(part, RowPart):
         # There is another loop, for what is left of a tile
         kinds = listing.count(listing.shortest_loop())
         # Tables of rows, which do not grow, and spare room are left out
@@ -443,7 +442,7 @@ def count_attention(part: CompressedPart | CodedPart, head_dim: int, num_rows: i
     }
 
 
-def _count_tile(listing: Listing, part: CompressedPart, block_entries: int) -> Counter[str]:
+def _count_tile(listing: Listing, part: GroupPart, block_entries: int) -> Counter[str]:
     """Counts instructions of a tile, those of its outliers as often as the lists of the part make them run."""
     tile_loop = listing.tile_loop()
     inner = listing.loops_within(tile_loop)
@@ -479,7 +478,7 @@ def benchmark_machine_code(
     for size in head_dim or HEAD_DIMS:
         for name in check_caches(cache or PRESETS):
             part = compress_random(name, size)
-            if head_dim is None and size != HEAD_DIMS[0] and not isinstance(part, CodedPart):
+            if head_dim is None and size != HEAD_DIMS[0] and not isinstance(part, RowPart):
                 continue
             say(f"{name}, {size} channels")
             for num_rows in query_heads:

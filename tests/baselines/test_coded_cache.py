@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from kvcache_plugins import create_cache
 from kvcache_plugins.baselines import LlamaCppCache, TurboQuantCache
 from kvcache_plugins.baselines.coded_cache import CodedTokensCache
-from kvcache_plugins.codecs import parts
+from kvcache_plugins.kernels import ops
 from kvcache_plugins.registry import list_caches
 
 
@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_attention_is_that_over_what_rows_stand_for(head_dim, dtype, monkeypatch):
-    monkeypatch.setattr(parts, "TILE_TOKENS", 16)
+    monkeypatch.setattr(ops, "TILE_TOKENS", 16)
     for cache in (*map(create_cache, NAMES), TurboQuantCache(nbits=3, residual=True)):
         for count in (37, 1, 5):
             keys, values = (torch.randn(2, 2, count, head_dim).to(dtype) for _ in range(2))

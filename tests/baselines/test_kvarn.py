@@ -8,7 +8,7 @@ from transformers import Cache
 
 from kvcache_plugins import GEARCache, create_cache
 from kvcache_plugins.baselines import KVarNCache
-from kvcache_plugins.codecs.rotation import hadamard_matrix
+from kvcache_plugins.formats.hadamard import hadamard_matrix
 
 
 NAMES = ("kvarn-k4v4", "kvarn-k4v3", "kvarn-k4v2", "kvarn-k2v2")

@@ -21,10 +21,11 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 from kvcache_plugins.batching import compressed_batching
 from kvcache_plugins.batching.context import CompressedBatching, PagedStates, own_states
 from kvcache_plugins.batching.pages import CodedAllocator, Recipe, _fit_page
-from kvcache_plugins.codecs.codec import Positions
-from kvcache_plugins.codecs.parts import PagedPart
-from kvcache_plugins.codecs.rows import RowCodec, SharedTables
+from kvcache_plugins.codecs.rows import RowCodec, SharedFormats
+from kvcache_plugins.formats.parts import PagedRowPart
+from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.kernels.ops import decode_tiles
 from kvcache_plugins.registry import create_cache
 
 
@@ -230,7 +231,7 @@ def make_codec(model):
     cache = create_cache("transform", model)
     with torch.no_grad():
         model(torch.randint(3, 97, (1, 120)), past_key_values=cache)
-    return RowCodec(SharedTables(*cache.layers[0].codec.tables()))
+    return RowCodec(SharedFormats(*cache.layers[0].codec.formats()))
 
 
 def make_allocator(codec, num_recent, dtype, num_blocks=40):
@@ -317,7 +318,7 @@ def held(allocator, name, past, new):
     """All that a new token of a request attends to, and its pass."""
     (requests,) = find_requests(allocator, [(past, 1, name)])
     parts = allocator.parts(0, requests, allocator.exact(0, requests), *new)
-    tiles = ((part.gathered() if isinstance(part, PagedPart) else part).tiles() for part in parts)
+    tiles = (decode_tiles(part.gathered() if isinstance(part, PagedRowPart) else part) for part in parts)
     return [tile[side] for tile in itertools.chain(*tiles) for side in range(2)], requests
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcache_plugins.codecs.prompt_codec import allocate_widths, make_value_table, share_bytes
-from kvcache_plugins.codecs.quantizer import DISTORTIONS, num_blocks
+from kvcache_plugins.formats.quantizer import DISTORTIONS, num_blocks
 
 
 def expected_distortion(energies, widths):

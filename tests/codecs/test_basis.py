@@ -5,11 +5,13 @@ import copy
 import pytest
 import torch
 
-from kvcache_plugins.codecs.basis import Basis, karhunen_loeve, round_basis
+from kvcache_plugins.codecs.basis import basis_for_widths, format_in_basis, karhunen_loeve, round_basis
 from kvcache_plugins.codecs.prompt_codec import allocate_widths
-from kvcache_plugins.codecs.quantizer import DISTORTIONS
-from kvcache_plugins.codecs.rope import RotaryLayout
-from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
+from kvcache_plugins.codecs.rows import RowCodec, SharedFormats
+from kvcache_plugins.formats.quantizer import DISTORTIONS
+from kvcache_plugins.formats.rotary import RotaryLayout
+from kvcache_plugins.formats.rows import RowFormat
+from kvcache_plugins.kernels.ops import decode_rows, encode_rows
 
 
 NUM_HEADS, HEAD_DIM = 2, 20
@@ -26,7 +28,7 @@ def make_states(batch_size: int, length: int) -> torch.Tensor:
     return torch.randn(batch_size, NUM_HEADS, length, HEAD_DIM) @ mix + 3
 
 
-def make_table(total: int, *, is_weighted: bool) -> RowTable:
+def make_table(total: int, *, is_weighted: bool) -> RowFormat:
     states = make_states(1, 4000)[0].double()
     mean = states.mean(dim=1) if is_weighted else torch.zeros(NUM_HEADS, HEAD_DIM)
     centred = states - mean[:, None]
@@ -37,18 +39,18 @@ def make_table(total: int, *, is_weighted: bool) -> RowTable:
     widths = allocate_widths(by_block[None], total, DISTORTIONS)[0]
     own = round_basis(basis, factors)
     rope = RotaryLayout((), "none", 0, HEAD_DIM) if is_weighted else None
-    return RowTable.in_basis(mean.half(), *Basis.for_widths(factors, *own, widths), rope)
+    return format_in_basis(mean.half(), *basis_for_widths(factors, *own, widths), rope)
 
 
 @pytest.mark.parametrize("is_weighted", [True, False], ids=["keys", "values"])
 @pytest.mark.parametrize("total", [3, 7, 12, 24])
 def test_a_token_is_coded_by_itself(total, is_weighted):
     table, states = make_table(total, is_weighted=is_weighted), make_states(3, 65)
-    rows = table.encode(states)
+    rows = encode_rows(states, table)
     assert rows.shape == (3, NUM_HEADS, 65, 1 + total) and rows.dtype == torch.uint8
-    assert torch.equal(table.encode(states[1:2, :, 7:8]), rows[1:2, :, 7:8])
-    torch.testing.assert_close(table.decode(rows[1:2, :, 7:8]), table.decode(rows)[1:2, :, 7:8])
-    assert table.decode(rows).shape == states.shape
+    assert torch.equal(encode_rows(states[1:2, :, 7:8], table), rows[1:2, :, 7:8])
+    torch.testing.assert_close(decode_rows(rows[1:2, :, 7:8], table), decode_rows(rows, table)[1:2, :, 7:8])
+    assert decode_rows(rows, table).shape == states.shape
 
 
 def test_a_token_unlike_all_others_is_not_cut_off():
@@ -58,7 +60,7 @@ def test_a_token_unlike_all_others_is_not_cut_off():
     basis = table.basis
     difference = 50 * (basis.vectors[:, 2:3] * basis.steps[:, 2:3, None]) / basis.factors[:, None]
     states = table.mean[0, :, None] + difference
-    decoded = table.decode(table.encode(states[None]))[0]
+    decoded = decode_rows(encode_rows(states[None], table), table)[0]
     assert float((decoded - states).norm() / difference.norm()) < 0.15
 
 
@@ -77,11 +79,11 @@ def test_components_are_those_of_the_rounded_basis(total):
 
 def test_copies_share_tables_and_devices_have_their_own():
     keys, values = (make_table(8, is_weighted=is_weighted) for is_weighted in (True, False))
-    tables = SharedTables(keys, values)
-    assert copy.deepcopy(tables) is tables and copy.deepcopy(RowCodec(tables)).tables() == (keys, values)
+    tables = SharedFormats(keys, values)
+    assert copy.deepcopy(tables) is tables and copy.deepcopy(RowCodec(tables)).formats() == (keys, values)
     cpu, meta = torch.device("cpu"), torch.device("meta")
     assert tables.on(cpu) == (keys, values) and tables.on(meta)[0].basis.vectors.is_meta
     assert tables.on(meta)[0] is tables.on(meta)[0]
-    rows = tables.on(meta)[0].encode(torch.zeros(1, NUM_HEADS, 5, HEAD_DIM, device=meta))
+    rows = encode_rows(torch.zeros(1, NUM_HEADS, 5, HEAD_DIM, device=meta), tables.on(meta)[0])
     assert rows.shape == (1, NUM_HEADS, 5, 9)
-    assert tables.on(meta)[0].decode(rows).shape == (1, NUM_HEADS, 5, HEAD_DIM)
+    assert decode_rows(rows, tables.on(meta)[0]).shape == (1, NUM_HEADS, 5, HEAD_DIM)

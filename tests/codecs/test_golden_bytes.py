@@ -9,11 +9,12 @@ import torch
 
 from kvcache_plugins.baselines.llamacpp import BlockCoder
 from kvcache_plugins.baselines.turboquant import TurboQuantCoder
-from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments, Sample, TokenCodec
+from kvcache_plugins.codecs.codec import Codec, QueryMoments, Sample, TokenCodec
 from kvcache_plugins.codecs.groups import GroupCodec, SideCodec
 from kvcache_plugins.codecs.prompt_codec import PromptCodec
-from kvcache_plugins.codecs.quantization import Grouping
-from kvcache_plugins.codecs.rope import RotaryLayout
+from kvcache_plugins.formats.groups import Grouping
+from kvcache_plugins.formats.positions import Positions
+from kvcache_plugins.formats.rotary import RotaryLayout
 
 
 # Small, so that no number lies as near to a bound as sums in another order are apart

@@ -7,24 +7,10 @@ import torch
 
 from kvcache_plugins.codecs.groups import SideCodec
 from kvcache_plugins.codecs.low_rank import power_iteration
-from kvcache_plugins.codecs.outliers import (
-    Outliers,
-    add_outliers,
-    select_outliers,
-    sort_into_tiles,
-)
-from kvcache_plugins.codecs.quantization import (
-    SUPPORTED_NBITS,
-    Grouping,
-    are_in_range,
-    check_range,
-    dequantize,
-    expand_groups,
-    pack,
-    packed_size,
-    quantize,
-    unpack,
-)
+from kvcache_plugins.codecs.outliers import Outliers, select_outliers, sort_into_tiles
+from kvcache_plugins.codecs.quantization import SUPPORTED_NBITS, are_in_range, check_range, quantize
+from kvcache_plugins.formats.bits import pack, packed_size, unpack
+from kvcache_plugins.formats.groups import Grouping, add_outliers, dequantize, expand_groups
 
 
 LAYOUTS_OF_SCALES = {

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvcache_plugins.codecs.quantizer import DISTORTIONS, MAX_WIDTH, block_offsets, levels, pack_rows, thresholds
+from kvcache_plugins.formats.quantizer import DISTORTIONS, MAX_WIDTH, block_offsets, levels, pack_rows, thresholds
 
 
 # Max, "Quantizing for minimum distortion" (1960), for 2, 4, 8, 16 and 32 levels

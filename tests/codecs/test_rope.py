@@ -5,8 +5,8 @@ import torch
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as apply_interleaved
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as apply_half_split
 
-from kvcache_plugins.codecs.rope import RotaryLayout, candidate_layouts
-from kvcache_plugins.codecs.rotation import hadamard_matrix, rotate, rotation_size
+from kvcache_plugins.formats.hadamard import hadamard_matrix, rotate, rotation_size
+from kvcache_plugins.formats.rotary import RotaryLayout, candidate_layouts
 
 
 FREQUENCIES = (1.0, 0.3, 0.01, 0.0001)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.codecs.prompt_codec import QueryMoments, make_key_table
-from kvcache_plugins.codecs.rope import candidate_layouts
+from kvcache_plugins.formats.positions import Positions
+from kvcache_plugins.formats.rotary import candidate_layouts
 
 
 HEAD_DIM, LENGTH, TOTAL = 32, 400, 10

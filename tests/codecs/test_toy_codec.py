@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kvcache_plugins import TransformCodingCache
-from kvcache_plugins.codecs.codec import Codec, Positions
+from kvcache_plugins.codecs.codec import Codec
 from kvcache_plugins.contract import CONTRACT, run_check
+from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.layers.row_layer import RowLayer
 
 

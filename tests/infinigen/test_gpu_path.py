@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from kvcache_plugins import InfiniGenCache, InfiniGenTransformCache
-from kvcache_plugins.codecs.rotation import hadamard_matrix
 from kvcache_plugins.eval.observers import TransferTimes
+from kvcache_plugins.formats.hadamard import hadamard_matrix
 from kvcache_plugins.infinigen import layer as layers
 from kvcache_plugins.infinigen import staging
 from kvcache_plugins.infinigen.hooks import attachment_of

@@ -9,18 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache_plugins.codecs.basis import Basis, round_basis
-from kvcache_plugins.codecs.codec import Positions, Sample
-from kvcache_plugins.codecs.groups import CompressedStates
+from kvcache_plugins.codecs.basis import basis_for_widths, format_in_basis, round_basis
+from kvcache_plugins.codecs.codec import Sample
 from kvcache_plugins.codecs.outliers import Outliers, sort_into_tiles
-from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, Part
 from kvcache_plugins.codecs.prompt_codec import PromptCodec, allocate_widths
-from kvcache_plugins.codecs.quantization import Grouping, pack, quantize
-from kvcache_plugins.codecs.quantizer import DISTORTIONS, MAX_WIDTH, num_blocks
-from kvcache_plugins.codecs.rope import RotaryLayout, apply_rope, candidate_layouts
-from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
+from kvcache_plugins.codecs.quantization import quantize
+from kvcache_plugins.codecs.rows import RowCodec, SharedFormats
+from kvcache_plugins.formats.bits import pack
+from kvcache_plugins.formats.groups import Grouping, QuantizedChunks
+from kvcache_plugins.formats.parts import DensePart, GroupPart, Part, RowPart
+from kvcache_plugins.formats.positions import Positions
+from kvcache_plugins.formats.quantizer import DISTORTIONS, MAX_WIDTH, num_blocks
+from kvcache_plugins.formats.rotary import RotaryLayout, candidate_layouts
+from kvcache_plugins.formats.rows import RowFormat
 from kvcache_plugins.kernels import library
 from kvcache_plugins.kernels.masks import slice_mask
+from kvcache_plugins.kernels.ops import apply_rope, decode_tiles
 
 
 # Triton reads the variable when it is imported, which is before this file is
@@ -49,7 +53,7 @@ class Groups(namedtuple("Groups", [*SIZES, "chunks", "chunk_length", "keys", "va
 Case = Rows | Groups
 
 
-def basis_table(num_heads: int, head_dim: int, total: int, rope: RotaryLayout | None = None) -> RowTable:
+def basis_table(num_heads: int, head_dim: int, total: int, rope: RotaryLayout | None = None) -> RowFormat:
     scales = torch.logspace(0, -1.5, head_dim)
     basis = torch.linalg.qr(torch.randn(num_heads, head_dim, head_dim))[0] * scales[:, None]
     energies = torch.nn.functional.pad(scales.square(), (0, -head_dim % 8)).unflatten(0, (num_blocks(head_dim), 8))
@@ -58,7 +62,7 @@ def basis_table(num_heads: int, head_dim: int, total: int, rope: RotaryLayout | 
     mean, factors = torch.randn(num_heads, head_dim).half(), torch.rand(num_heads, head_dim) + 0.1
     own = round_basis(basis, factors)
     widths = allocate_widths(energies[None], min(total, num_blocks(head_dim) * MAX_WIDTH), DISTORTIONS)[0]
-    return RowTable.in_basis(mean, *Basis.for_widths(factors, *own, widths), rope)
+    return format_in_basis(mean, *basis_for_widths(factors, *own, widths), rope)
 
 
 def make_layout(head_dim: int, name: str) -> RotaryLayout:
@@ -87,16 +91,16 @@ def row_states(case, form="tables", layout="half-split", start=4, padding=None, 
             basis_table(num_heads, key_dim, totals[0], rope),
             basis_table(num_heads, value_dim, totals[1]),
         )
-        return keys, values, RowCodec(SharedTables(*tables)), positions
+        return keys, values, RowCodec(SharedFormats(*tables)), positions
     unfitted = PromptCodec((key_dim, value_dim), (totals[0], totals[1]), [rope])
     codec = unfitted.fit(Sample(keys, values, torch.ones(batch_size, length, dtype=torch.bool), None, positions))
     return keys, values, codec, positions
 
 
-def row_part(case: Rows, *args: Any, mask: torch.Tensor | None = None, **options: Any) -> CodedPart:
+def row_part(case: Rows, *args: Any, mask: torch.Tensor | None = None, **options: Any) -> RowPart:
     """Rows of `row_states`."""
     keys, values, codec, positions = row_states(case, *args, **options)
-    return CodedPart(*codec.encode(keys, values, positions), codec, positions, case.length, mask)
+    return RowPart(*codec.encode(keys, values, positions), codec.formats(), positions, case.length, mask)
 
 
 def group_side(case: Groups, side: tuple[Any, ...], rank: int, sparsity: float) -> Any:
@@ -113,16 +117,16 @@ def group_side(case: Groups, side: tuple[Any, ...], rank: int, sparsity: float) 
         bounds = (case.num_heads, length, dim)
         places = Outliers(*(torch.randint(0, most, shape) for most in bounds), torch.rand(shape) < 0.9)
         indices, values, offsets = sort_into_tiles(places, torch.randn(shape).half(), case.num_heads, length, dim)
-    return CompressedStates(
+    return QuantizedChunks(
         pack(codes, nbits), scale, zero, a, b, indices, values, offsets, nbits, grouping.axis, grouping.group_size, dim
     )
 
 
-def group_part(case, *, rank=0, sparsity=0.0, is_rotated=False, mask=None) -> CompressedPart:
+def group_part(case, *, rank=0, sparsity=0.0, is_rotated=False, mask=None) -> GroupPart:
     """Groups whose codes, low rank and outliers are made up."""
     keys, values = (group_side(case, side, rank, sparsity) for side in (case.keys, case.values))
     values = dataclasses.replace(values, is_rotated=is_rotated)
-    return CompressedPart(keys, values, case.length, mask)
+    return GroupPart(keys, values, case.length, mask)
 
 
 def random_codes(case: Scored) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -178,7 +182,7 @@ def exact_attention(query: torch.Tensor, parts: Sequence[Part], num_heads: int) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVCACHE_PLUGINS_KERNELS", "torch")
         for part in parts:
-            for tile in part.tiles():
+            for tile in decode_tiles(part):
                 keys.append(tile[0].double())
                 values.append(tile[1].double())
             mask = torch.zeros(*query.shape[:3], part.length, dtype=torch.double, device=query.device)
@@ -198,9 +202,9 @@ def rounding_of(part: Part, engine: str) -> float:
     with AVX-512 of points in bases."""
     if engine != "compiled" or isinstance(part, DensePart):
         return 0.0
-    if isinstance(part, CompressedPart):
+    if isinstance(part, GroupPart):
         return 2e-4
-    return 2e-3 if part.codec.tables()[0].basis is not None and library.level() == "avx512" else 0.0
+    return 2e-3 if part.formats[0].basis is not None and library.level() == "avx512" else 0.0
 
 
 # Products of heads and queries that kernels are written for: MHA, GQA, MQA; odd lengths, heads of 8 to 640 channels

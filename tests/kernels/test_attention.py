@@ -17,13 +17,13 @@ from kernel_cases import (
     row_part,
 )
 
-from kvcache_plugins.codecs.outliers import index_dtype
-from kvcache_plugins.codecs.parts import CompressedPart, DensePart
-from kvcache_plugins.codecs.rows import RowCodec
-from kvcache_plugins.kernels.attention import OnlineAttention, attend, prepare_tokens
+from kvcache_plugins.formats.groups import index_dtype
+from kvcache_plugins.formats.parts import DensePart, GroupPart
+from kvcache_plugins.kernels.attention import attend, prepare_tokens
 from kvcache_plugins.kernels.compiled import PreparedCall
 from kvcache_plugins.kernels.engine import choose_flash
 from kvcache_plugins.kernels.masks import combine_masks, leading_padding, mask_columns, slice_mask
+from kvcache_plugins.kernels.online_attention import OnlineAttention
 
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 8e-3}
@@ -144,7 +144,7 @@ def test_what_is_copied_is_attended_to_but_not_prepared(case):
     part = any_part(case)
     if isinstance(case, Groups):
         twice = [side.map(lambda each: torch.stack([each, each], dim=-1)[..., 0]) for side in (part.keys, part.values)]
-        part = CompressedPart(*twice, part.length, None)
+        part = GroupPart(*twice, part.length, None)
     else:
         part = dataclasses.replace(part, keys=part.keys[:, :, :77], length=77)
     check(case, [part], "compiled")
@@ -159,10 +159,10 @@ class TestForged:
     def test_tables(self, row_case, level, widths):
         part = row_part(row_case)
         keys, values = (
-            dataclasses.replace(table, widths=torch.full_like(table.widths, widths)) for table in part.codec.tables()
+            dataclasses.replace(table, widths=torch.full_like(table.widths, widths)) for table in part.formats
         )
         keys = dataclasses.replace(keys, order=torch.full_like(keys.order, 255))
-        forged = dataclasses.replace(part, codec=RowCodec((keys, values)))
+        forged = dataclasses.replace(part, formats=(keys, values))
         assert attend(make_query(row_case), [forged], 2, kernel="compiled").isfinite().all()
 
     @pytest.mark.parametrize("offsets", [[2**31 - 1, -(2**31)], [-(2**31), 2**31 - 1], None])
@@ -176,7 +176,7 @@ class TestForged:
             if offsets is not None:
                 places.view(-1).copy_(torch.tensor(offsets).repeat(places.numel())[: places.numel()])
             forged[name] = dataclasses.replace(side, outlier_indices=random, outlier_offsets=places)
-        parts = [CompressedPart(**forged, length=part.length, mask=None)]
+        parts = [GroupPart(**forged, length=part.length, mask=None)]
         assert attend(make_query(group_case), parts, 2, kernel="compiled").isfinite().all()
 
 
@@ -184,14 +184,14 @@ class TestRefused:
     @pytest.mark.cases("wide")
     def test_rows_and_tables_of_other_sizes(self, row_case):
         part, query = row_part(row_case), make_query(row_case)
-        table, values = part.codec.tables()
+        table, values = part.formats
         few, few_values = (dataclasses.replace(each, widths=each.widths[:, :, :1]) for each in (table, values))
         no_mean = dataclasses.replace(table, mean=table.mean[:, :1])
         wrong = [
             {"length": part.length + 1},
             {"keys": part.keys[:1]},
             {"keys": part.keys.short()},
-            *({"codec": RowCodec(each)} for each in ((few, values), (table, few_values), (no_mean, values))),
+            *({"formats": each} for each in ((few, values), (table, few_values), (no_mean, values))),
         ]
         for changes in wrong:
             with pytest.raises(ValueError):
@@ -309,7 +309,7 @@ class TestOnlineAttention:
         monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "torch")
         expected = F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
         for most in (1, 12 * 50 * 7 + 1):
-            monkeypatch.setattr("kvcache_plugins.kernels.attention._MOST_SCORES", most)
+            monkeypatch.setattr("kvcache_plugins.kernels.online_attention._MOST_SCORES", most)
             output = attend(query, [DensePart(keys, values, 50, mask)], 2)
             torch.testing.assert_close(output, expected)
 

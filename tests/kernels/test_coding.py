@@ -7,12 +7,14 @@ from functools import partial
 import pytest
 import torch
 
-from kvcache_plugins.codecs.codec import Positions
-from kvcache_plugins.codecs.prompt_codec import channel_moments, make_key_table, make_value_table
-from kvcache_plugins.codecs.rope import RotaryLayout, apply_rope, candidate_layouts
-from kvcache_plugins.codecs.rows import LAST_SCALE, KeptRows, RowCodec, RowTable, SharedTables
+from kvcache_plugins.codecs.prompt_codec import make_key_table, make_value_table
+from kvcache_plugins.codecs.rows import RowCodec, SharedFormats
+from kvcache_plugins.formats.positions import Positions
+from kvcache_plugins.formats.rotary import RotaryLayout, candidate_layouts
+from kvcache_plugins.formats.rows import LAST_SCALE, KeptRows, RowFormat
 from kvcache_plugins.kernels import library
 from kvcache_plugins.kernels.attention import prepare_coding
+from kvcache_plugins.kernels.ops import apply_rope, channel_moments, decode_rows, encode_rows, recode_rows
 
 from .kernel_cases import basis_table, make_layout
 
@@ -48,21 +50,21 @@ def levels(monkeypatch) -> Callable[[], Iterator[str]]:
     return levels
 
 
-def fitted_tables(states: torch.Tensor, total: int) -> dict[str, RowTable]:
+def fitted_tables(states: torch.Tensor, total: int) -> dict[str, RowFormat]:
     layout = RotaryLayout((), "none", 0, states.shape[3])
     valid = torch.ones(states.shape[0], states.shape[2], dtype=torch.bool)
     keys = make_key_table(states, valid, None, [layout], Positions(), total)
     return {"keys": keys, "values": make_value_table(states, valid, total)}
 
 
-def make_table(head_dim: int, *, is_key: bool, batch_size: int = 1, rope: RotaryLayout | None = None) -> RowTable:
+def make_table(head_dim: int, *, is_key: bool, batch_size: int = 1, rope: RotaryLayout | None = None) -> RowFormat:
     blocks = -(-head_dim // 8)
     widths = torch.stack([torch.tensor([6 - (i + head) % 7 for i in range(blocks)]) for head in range(2)])
     widths[1] = widths[1].flip(0)
     # Heads have rows of one size
     widths[1, 0] += widths[0].sum() - widths[1].sum()
     order = torch.stack([torch.randperm(head_dim) for _ in range(2)]).to(torch.uint8)
-    return RowTable(
+    return RowFormat(
         order=order.repeat(batch_size, 1, 1) if is_key else None,
         mean=torch.randn(batch_size, 2, head_dim).half() if is_key else None,
         deviation=torch.rand(batch_size, 2, head_dim if is_key else 1).half() + 0.5,
@@ -82,11 +84,11 @@ def check_rows(rows: torch.Tensor, expected: torch.Tensor) -> None:
 
 def check_coding(in_torch, levels, table, states, positions=AT_START, atol=2e-6, rtol=2e-6) -> None:
     """Compares rows, and what they are decoded to, at all levels with those of plain PyTorch."""
-    rows = in_torch(lambda: table.encode(states, positions))
-    dense = in_torch(lambda: table.decode(rows, positions))
+    rows = in_torch(lambda: encode_rows(states, table, positions))
+    dense = in_torch(lambda: decode_rows(rows, table, positions))
     for _ in levels():
-        check_rows(table.encode(states, positions), rows)
-        torch.testing.assert_close(table.decode(rows, positions), dense, atol=atol, rtol=rtol)
+        check_rows(encode_rows(states, table, positions), rows)
+        torch.testing.assert_close(decode_rows(rows, table, positions), dense, atol=atol, rtol=rtol)
 
 
 @pytest.mark.parametrize("side", ["keys", "values"])
@@ -123,17 +125,17 @@ def test_rotations_are_part_of_the_pass(in_torch, levels, is_key, dtype):
 def test_rows_become_what_pytorch_makes_of_them(in_torch, levels, is_key, length, head_dim):
     table = make_table(head_dim, is_key=is_key)
     tables = [table] if is_key else [table, dataclasses.replace(table, is_rotated=False)]
-    rows = table.encode(torch.randn(1, 2, length + 3, head_dim))[:, :, 3:]
-    expected = in_torch(lambda: torch.stack([each.decode(rows) for each in tables]))
+    rows = encode_rows(torch.randn(1, 2, length + 3, head_dim), table)[:, :, 3:]
+    expected = in_torch(lambda: torch.stack([decode_rows(rows, each) for each in tables]))
     for _ in levels():
-        own = torch.stack([each.decode(rows) for each in tables])
+        own = torch.stack([decode_rows(rows, each) for each in tables])
         torch.testing.assert_close(own, expected, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("number", range(len(candidate_layouts(FREQUENCIES, 48))))
 @pytest.mark.parametrize("is_back", [True, False])
 def test_keys_are_turned_as_in_pytorch(in_torch, levels, number, is_back):
-    layout, turn = candidate_layouts(FREQUENCIES, 48)[number], partial(apply_rope, is_undone=is_back)
+    layout, turn = candidate_layouts(FREQUENCIES, 48)[number], partial(apply_rope, inverse=is_back)
     keys = torch.randn(2, 3, 100, 48).transpose(1, 2).contiguous().transpose(1, 2)
     positions = Positions(40, torch.tensor([0, 70]))
     expected = in_torch(lambda: turn(keys, layout, positions))
@@ -161,8 +163,8 @@ def test_channels_are_measured_as_in_pytorch(in_torch, levels, dtype):
 def test_a_turn_is_told_by_the_position_alone(levels):
     layout, keys = candidate_layouts(FREQUENCIES, 32)[0], torch.randn(1, 2, 90, 32)
     for _ in levels():
-        whole = apply_rope(keys, layout, Positions(5), is_undone=True)
-        part = apply_rope(keys[:, :, 17:], layout, Positions(30, torch.tensor([8])), is_undone=True)
+        whole = apply_rope(keys, layout, Positions(5), inverse=True)
+        part = apply_rope(keys[:, :, 17:], layout, Positions(30, torch.tensor([8])), inverse=True)
         assert torch.equal(part, whole[:, :, 17:])
 
 
@@ -173,13 +175,13 @@ def test_rows_are_told_by_their_token_alone(levels, request):
     positions = Positions(4, padding)
     one = table.map(lambda tensor: tensor[2:])
     for _ in levels():
-        rows = table.encode(states, positions)
-        part = one.encode(states[2:, :, 101:], Positions(105, padding[2:]))
+        rows = encode_rows(states, table, positions)
+        part = encode_rows(states[2:, :, 101:], one, Positions(105, padding[2:]))
         assert torch.equal(part, rows[2:, :, 101:])
-        dense = table.decode(rows, positions)
+        dense = decode_rows(rows, table, positions)
         torch.set_num_threads(2)
-        assert torch.equal(table.encode(states, positions), rows)
-        assert torch.equal(table.decode(rows, positions), dense)
+        assert torch.equal(encode_rows(states, table, positions), rows)
+        assert torch.equal(decode_rows(rows, table, positions), dense)
         torch.set_num_threads(1)
 
 
@@ -191,23 +193,23 @@ def test_forged_tables_read_and_write_what_there_is(levels):
         for width in (0, 7, 255):
             forged = dataclasses.replace(table, order=order, widths=torch.full_like(table.widths, width))
             for _ in levels():
-                rows = forged.encode(states, far)
-                assert bool(forged.decode(rows, far).isfinite().all())
+                rows = encode_rows(states, forged, far)
+                assert bool(decode_rows(rows, forged, far).isfinite().all())
 
 
 def test_other_shapes_are_refused():
     table = make_table(48, is_key=True)
     for shape in ((1, 2, 9, 40), (1, 3, 9, 48)):
         with pytest.raises(ValueError, match="`states` of . heads of .., a table of 2 of 48"):
-            table.encode(torch.randn(shape))
+            encode_rows(torch.randn(shape), table)
     with pytest.raises(ValueError, match="`valid` has to be 1 x 9 of torch.bool"):
         channel_moments(torch.randn(1, 2, 9, 48), torch.ones(1, 8, dtype=torch.bool))
     with pytest.raises(ValueError, match="`rows` has to be 1 x 2 x 9 x"):
-        table.decode(torch.zeros(1, 2, 9, 5, dtype=torch.uint8))
+        decode_rows(torch.zeros(1, 2, 9, 5, dtype=torch.uint8), table)
     with pytest.raises(ValueError, match="keys of 40 channels, a rotary embedding of 48"):
-        apply_rope(torch.randn(1, 2, 9, 40), LAYOUT, Positions(), is_undone=True)
+        apply_rope(torch.randn(1, 2, 9, 40), LAYOUT, Positions(), inverse=True)
     with pytest.raises(ValueError, match="`padding` has to be 2"):
-        apply_rope(torch.randn(2, 2, 9, 48), LAYOUT, Positions(0, torch.zeros(3)), is_undone=True)
+        apply_rope(torch.randn(2, 2, 9, 48), LAYOUT, Positions(0, torch.zeros(3)), inverse=True)
 
 
 @pytest.mark.parametrize("length", [0, 3])
@@ -215,9 +217,9 @@ def test_heads_of_most_channels_and_more(in_torch, length):
     for head_dim in (640, 648):
         states = torch.randn(1, 1, length, head_dim)
         table = fitted_tables(torch.randn(1, 1, 50, head_dim), 200)["keys"]
-        rows = table.encode(states)
-        assert torch.equal(rows, in_torch(lambda table=table, states=states: table.encode(states)))
-        assert table.decode(rows).shape == states.shape
+        rows = encode_rows(states, table)
+        assert torch.equal(rows, in_torch(lambda table=table, states=states: encode_rows(states, table)))
+        assert decode_rows(rows, table).shape == states.shape
 
 
 @pytest.mark.parametrize("is_key", [True, False], ids=["keys", "values"])
@@ -235,13 +237,13 @@ def test_finer_rows_are_coded_anew(in_torch, levels, is_key, kind):
         table = basis_table(2, 48, 21, LAYOUT if is_key else None)
     else:
         table = make_table(48, is_key=is_key, rope=LAYOUT if is_key else None)
-    finer = table.finer(2)
-    rows = finer.encode(torch.randn(1, 2, 40, 48) + 1)
-    expected, states = in_torch(lambda: table.recode(rows, finer)), finer.decode(rows)
+    finer = table.with_more_bits(2)
+    rows = encode_rows(torch.randn(1, 2, 40, 48) + 1, finer)
+    expected, states = in_torch(lambda: recode_rows(rows, finer, table)), decode_rows(rows, finer)
     # What is taken off, turned and rotated comes back
-    assert kind == "basis" or float((table.encode(states) != expected).float().mean()) < 2e-3
+    assert kind == "basis" or float((encode_rows(states, table) != expected).float().mean()) < 2e-3
     for _ in levels():
-        check_rows(table.recode(rows, finer), expected)
+        check_rows(recode_rows(rows, finer, table), expected)
 
 
 def make_codec(batch_size: int = 2) -> RowCodec:
@@ -253,7 +255,7 @@ def make_codec(batch_size: int = 2) -> RowCodec:
 
 
 def make_rows(codec: RowCodec, capacity: int, batch_size: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    keys, values = (torch.full((batch_size, 2, capacity, table.row_size), 99).byte() for table in codec.tables())
+    keys, values = (torch.full((batch_size, 2, capacity, table.row_size), 99).byte() for table in codec.formats())
     return keys, values
 
 
@@ -267,11 +269,11 @@ def kept(rows: tuple[torch.Tensor, torch.Tensor], length: int) -> KeptRows:
 def test_rows_go_behind_others_time_and_again(levels, dtype, padding, form):
     """In storage that grows or stays; those in front become older rows, and tokens behind those coded move."""
     bases = (basis_table(2, 48, total, rope) for total, rope in ((21, LAYOUT), (13, None)))
-    older = make_codec() if form == "tables" else RowCodec(SharedTables(*bases))
-    codec = older.finer(2)
+    older = make_codec() if form == "tables" else RowCodec(SharedFormats(*bases))
+    codec = older.with_more_bits(2)
     for _ in levels():
         states = tuple(torch.randn(2, 2, 2, 64, 48).to(dtype))
-        coding = prepare_coding(codec, older, states[0], padding, 1e10)
+        coding = prepare_coding(codec.formats(), older.formats(), states[0], padding, 1e10)
         rows, old = make_rows(codec, 20), make_rows(older, 9)
         done, first, num_old = 0, 40, 3
         for count, num_left, num_aged in ((1, 0, 0), (4, 3, 0), (4, 60, 0), (64, 0, 5), (1, 2, 0), (30, 9, 64)):
@@ -282,7 +284,7 @@ def test_rows_go_behind_others_time_and_again(levels, dtype, padding, form):
             aged = KeptRows(old, 0, num_old, num_old + num_aged) if num_aged else None
             made = coding.append(states, count, first, new, num_left, aged)
             expected = codec.encode(*now, Positions(first, padding))
-            again = older.recode(tuple(each[:, :, :num_aged] for each in rows), codec)
+            again = older.requantize(tuple(each[:, :, :num_aged] for each in rows), codec)
             for side in (0, 1):
                 assert torch.equal(states[side][:, :, :num_left], before[side][:, :, count : count + num_left])
                 parts = rows[side][:, :, num_aged:done], expected[side], made[side][:, :, new.length + count :]
@@ -300,7 +302,7 @@ def test_rows_behind_others_tell_of_what_they_cannot_hold(levels, number):
     for _ in levels():
         for side in (0, 1):
             states = tuple(torch.randn(2, 2, 2, 5, 48))
-            coding = prepare_coding(codec, codec, states[0], None, 1e10)
+            coding = prepare_coding(codec.formats(), codec.formats(), states[0], None, 1e10)
             rows = kept(make_rows(codec, 9), 0)
             assert coding.append(states, 5, 0, rows)
             states[side][1, 0, 4, 47] = number
@@ -314,7 +316,7 @@ def test_rows_behind_others_tell_of_what_they_cannot_hold(levels, number):
 
 def test_rows_behind_others_are_within_their_storage():
     codec, states = make_codec(), tuple(torch.randn(2, 2, 2, 5, 48))
-    coding, rows = prepare_coding(codec, codec, states[0], None, 1e10), make_rows(codec, 9)
+    coding, rows = prepare_coding(codec.formats(), codec.formats(), states[0], None, 1e10), make_rows(codec, 9)
     for length in (-1, 5, 9):
         with pytest.raises(ValueError, match=f"5 tokens behind rows 0 to {length} of 9"):
             coding.append(states, 5, 0, kept(rows, length))
@@ -340,4 +342,4 @@ def test_rows_behind_others_are_within_their_storage():
 )
 def test_what_no_kernel_codes_is_not_prepared(states):
     codec = make_codec(batch_size=1)
-    assert prepare_coding(codec, codec, states, None, 1e10) is None
+    assert prepare_coding(codec.formats(), codec.formats(), states, None, 1e10) is None

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcache_plugins.codecs.parts import DensePart
+from kvcache_plugins.formats.parts import DensePart
 from kvcache_plugins.kernels import build, library
 from kvcache_plugins.kernels.compiled import PreparedCall
 from kvcache_plugins.kernels.structs import STRUCTURES, Array, check

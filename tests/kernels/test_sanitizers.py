@@ -17,7 +17,7 @@ FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1
 BAD_CALL = """
 import torch
 from kvcache_plugins.kernels.compiled import PreparedCall
-from kvcache_plugins.codecs.parts import DensePart
+from kvcache_plugins.formats.parts import DensePart
 
 query, part = torch.zeros(1, 1, 1, 64), DensePart(torch.zeros(1, 1, 100, 64), torch.zeros(1, 1, 100, 64), 100, None)
 call = PreparedCall(query, [part], 1, 1.0)

@@ -1,4 +1,4 @@
-"""Constants of stored rows in C are those of the codecs and of Triton's kernels."""
+"""Constants of stored tokens in C and in Triton's kernels equal those of `formats`."""
 
 import re
 from pathlib import Path
@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from kvcache_plugins import kernels
-from kvcache_plugins.codecs import quantizer
+from kvcache_plugins.formats import groups, quantizer, rows
 from kvcache_plugins.triton_kernels import stored_format
 
 
 FOLDER = Path(kernels.__file__).parent / "cpu"
 NAMES = ["SCALE_STEPS", "SCALE_OFFSET", "LAST_SCALE", "LEAST_GAIN"]
-EXPECTED = {name: vars(stored_format)[name] for name in NAMES}
+EXPECTED = {name: vars(rows)[name] for name in NAMES}
 EXPECTED |= {"MOST_WIDTH": quantizer.MAX_WIDTH, "BLOCK": quantizer.BLOCK}
 
 
@@ -23,5 +23,10 @@ def constants() -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_c_has_the_constants_of_the_codecs(name):
+def test_c_has_the_constants_of_formats(name):
     assert constants()[name] == EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", ["SCALE_STEPS", "SCALE_OFFSET", "LAST_SCALE", "LEAST_GAIN", "OUTLIER_TILE"])
+def test_triton_has_the_constants_of_formats(name):
+    assert getattr(stored_format, name) == {**vars(rows), **vars(groups)}[name]

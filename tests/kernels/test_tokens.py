@@ -8,7 +8,8 @@ import pytest
 import torch
 from kernel_cases import Scored, random_codes, rounding_of, row_part
 
-from kvcache_plugins.codecs.parts import RowTokens, SinkStates
+from kvcache_plugins.formats.parts import SelectableRows, SinkStates
+from kvcache_plugins.kernels.ops import decode_tiles
 from kvcache_plugins.kernels.tokens import attend_chosen, attend_staged, code_scores, gather_rows, largest, score_rows
 
 
@@ -285,7 +286,7 @@ def tokens_of(part, length, *exact):
     pages[-1] = torch.nn.functional.pad(pages[-1], (0, 0, 0, pages[0].shape[2] - pages[-1].shape[2]))
     none = [part.keys.new_zeros(*part.keys.shape[:2], 0, dim, dtype=torch.float32) for dim in part.head_dims]
     sinks = SinkStates(part.positions.padding, *(exact or none))
-    return RowTokens(part.keys, length, pages, part.codec, part.positions, sinks)
+    return SelectableRows(part.keys, length, pages, part.formats, part.positions, sinks)
 
 
 class TestChosenRows:
@@ -300,7 +301,7 @@ class TestChosenRows:
         query = torch.randn(row_case.batch_size, row_case.num_heads, row_case.groups, row_case.key_dim)
         length = max(row_case.length - 3, 1)
         scores = score_rows(query, tokens_of(part, length))
-        keys = torch.cat([tile[0] for tile in part.tiles()], dim=2)[:, :, :length].double()
+        keys = torch.cat([tile[0] for tile in decode_tiles(part)], dim=2)[:, :, :length].double()
         assert_near(scores, query.double() @ keys.transpose(2, 3), max(SCORE_TOLERANCE, rounding_of(part, engine)))
 
     @pytest.mark.parametrize("mask_kind", ["none", "boolean", "added"])
@@ -309,7 +310,7 @@ class TestChosenRows:
     def test_attention_matches_float64(self, part, row_case, level, dtype, mask_kind):
         batch_size, num_heads, length = row_case.batch_size, row_case.num_heads, row_case.length
         most, sinks, sizes = -(-length // 2), min(length, 3), (batch_size, num_heads)
-        keys, values = (torch.cat([tile[side] for tile in part.tiles()], dim=2) for side in (0, 1))
+        keys, values = (torch.cat([tile[side] for tile in decode_tiles(part)], dim=2) for side in (0, 1))
         first = torch.tensor([0, 40][:batch_size])
         exact = [torch.randn(*sizes, sinks, dim).to(dtype) for dim in (row_case.key_dim, row_case.value_dim)]
         tokens = tokens_of(part, length, *exact)
@@ -336,7 +337,7 @@ class TestChosenRows:
     @pytest.mark.cases("wide")
     def test_what_is_forged_reads_nothing_else(self, part, row_case, level):
         sinks = SinkStates(None, *torch.ones(2, 2, 2, 1, 64))
-        tokens = RowTokens(part.keys, 129, [part.values], part.codec, part.positions, sinks)
+        tokens = SelectableRows(part.keys, 129, [part.values], part.formats, part.positions, sinks)
         window, query = torch.ones(2, 2, 1, 64), torch.randn(2, 2, 3, 64)
         for forged in (*FORGED, 10**12):
             slots, count = torch.full((2, 2, 5), forged), torch.full((2, 2), forged)

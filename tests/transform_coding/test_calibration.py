@@ -166,7 +166,7 @@ def test_bytes_are_what_was_asked_for(model, calibration, window, nbits):
 
 def test_finer_rows_have_so_many_bits_more(model, calibration):
     codec = calibration.codec(0, 3.0, rotary_frequencies(model.config, 0))
-    more = [codec.finer(nbits).row_sizes[0] - codec.row_sizes[0] for nbits in (3, 1)]
+    more = [codec.with_more_bits(nbits).row_sizes[0] - codec.row_sizes[0] for nbits in (3, 1)]
     assert more[0] == 3 * more[1] > 0
 
 
@@ -177,7 +177,7 @@ def test_what_caches_share_is_told_once(model, calibration, window):
             model(window[None, :150], past_key_values=each)
     # Two layers of two heads of twenty channels: mean, factors, basis and its steps of keys and of values
     stored = 2 * 2 * 2 * 20 * (2 + 4 + 20 + 4)
-    tables = [table for layer in cache.layers for table in layer.policy.shared_codec.tables()]
+    tables = [table for layer in cache.layers for table in layer.policy.shared_codec.formats()]
     own = sum(table.basis.inverse.nbytes + table.widths.nbytes for table in tables)
     memory = cache.memory()
     assert memory.shared == {"calibration": stored + own} and own <= 2 * 2 * 2 * (20 * 20 + 3)
@@ -190,7 +190,7 @@ def test_what_caches_share_is_told_once(model, calibration, window):
     assert measure_memory([cache, copy.deepcopy(cache), *cache.fork(2)]).shared == memory.shared
     both = measure_memory([cache, other_rate]).shared["calibration"]
     assert both == stored + own + other_rate.memory().shared["calibration"] - stored
-    assert copy.deepcopy(cache).layers[0].codec.tables() is cache.layers[0].codec.tables()
+    assert copy.deepcopy(cache).layers[0].codec.formats() is cache.layers[0].codec.formats()
     assert measure_memory(TransformCodingCache(model)).shared == {}
 
 

@@ -5,8 +5,7 @@ import torch
 from kernel_cases import DEVICE, needs_triton
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.codecs.rows import RowTable
-from kvcache_plugins.kernels import engine
+from kvcache_plugins.kernels import engine, reference
 
 
 pytestmark = needs_triton
@@ -21,13 +20,13 @@ MOST_DIFFERENT = 0.005
 @pytest.fixture
 def kernels(monkeypatch):
     """Chooses what codes; what Triton is to code must not come by plain PyTorch."""
-    plain = RowTable._encode
+    plain = reference.encode_rows
 
     def choose(kernel):
         monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
-        monkeypatch.setattr(RowTable, "_encode", refuse if kernel == "triton" else plain)
+        monkeypatch.setattr(reference, "encode_rows", refuse if kernel == "triton" else plain)
 
-    def refuse(table, numbers):
+    def refuse(*_):
         raise AssertionError("coded by plain PyTorch")
 
     return choose

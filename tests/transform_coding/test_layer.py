@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from feeding import HEAD_DIM, NUM_HEADS, feed, states
 
 from kvcache_plugins import TransformCodingCache, create_cache, measure_memory
-from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.files.schema import pack, unpack
+from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.layer_state import LayerState
 from kvcache_plugins.layers.row_layer import RowLayer
@@ -129,7 +129,7 @@ def test_the_newest_coded_tokens_have_more_bits_until_others_are_newer():
     assert lost[first:last].mean() < 0.12 * lost[SINKS:100].mean()
     assert lost[100:first].mean() > 0.7 * lost[SINKS:100].mean()
     # Coded anew from their own rows, one by one
-    codec, at = layer.codec.finer(CONFIG.recent_nbits), slice(100, first)
+    codec, at = layer.codec.with_more_bits(CONFIG.recent_nbits), slice(100, first)
     once = codec.encode(fed_keys := torch.cat(fed, dim=2)[:, :, at], fed_keys, Positions(100))[0]
     again = layer.codec.encode(codec.decode_keys(once, Positions(100)), fed_keys, Positions(100))[0]
     assert torch.equal(older.keys[:, :, 100 - older.start : older.length], again)
@@ -221,7 +221,7 @@ def test_dense_states_are_the_same_tile_by_tile(monkeypatch):
     feed(layer, *states(2, 300), padding=[0, 37])
     feed(layer, *states(2, 1), padding=[0, 37])
     whole = [layer.materialize(side) for side in ("keys", "values")]
-    monkeypatch.setattr("kvcache_plugins.codecs.parts.TILE_TOKENS", 64)
+    monkeypatch.setattr("kvcache_plugins.kernels.ops.TILE_TOKENS", 64)
     for dense, side in zip(whole, ("keys", "values"), strict=True):
         torch.testing.assert_close(layer.materialize(side), dense, atol=1e-5, rtol=0)
 
@@ -276,7 +276,7 @@ def test_a_steady_item_changes_nothing_of_others():
         layer = steady_layer()
         feed(layer, keys[rows], values[rows], query=queries[rows])
         outputs.append(feed(layer, *(each[rows] for each in step), query=queries[rows, :, :1]))
-        assert (layer.codec.tables()[1].mean is None) == (rows.stop == 1)
+        assert (layer.codec.formats()[1].mean is None) == (rows.stop == 1)
     torch.testing.assert_close(outputs[0][:1], outputs[1], atol=1e-5, rtol=0)
 
 
@@ -299,7 +299,7 @@ def test_an_item_that_waited_may_be_steady():
     feed(layer, keys, values, padding=[0, PROMPT - 20])
     for _ in range(80):
         feed(layer, randn(1, 2), torch.full((2, 2, 1, HEAD_DIM), 3.0), padding=[0, PROMPT - 20])
-    assert layer.codec.tables()[1].mean is not None and layer._unfitted_sequences is None
+    assert layer.codec.formats()[1].mean is not None and layer._unfitted_sequences is None
     held = layer.materialize("values")[1, :, PROMPT - 20 :]
     assert (held - 3).abs().max() < SCALE_PRECISION
 
@@ -401,5 +401,5 @@ def test_what_waits_and_pads_has_no_say_in_scales_and_errors():
     queries = torch.randn(2, 4, PROMPT, HEAD_DIM)
     feed(padded, keys, values, [0, 100], queries)
     feed(alone, keys[:1], values[:1], query=queries[:1])
-    assert padded._unfitted_sequences is not None and padded.codec.tables()[1].mean is None
+    assert padded._unfitted_sequences is not None and padded.codec.formats()[1].mean is None
     torch.testing.assert_close(padded.materialize("values")[:1], alone.materialize("values"), atol=1e-5, rtol=0)

@@ -92,8 +92,8 @@ def test_nothing_but_rows_in_use_and_tables_is_written():
 def test_another_rotary_embedding_is_refused():
     layer = filled_layer()
     # That has no say where keys are coded as they come
-    keys, values = layer.codec.tables()
-    layer.codec._tables = dataclasses.replace(keys, rope=layer._unfitted.layouts[0]), values
+    keys, values = layer.codec.formats()
+    layer.codec._formats = dataclasses.replace(keys, rope=layer._unfitted.layouts[0]), values
     for frequencies in (None, FREQUENCIES[:5], tuple(1.001 * each for each in FREQUENCIES)):
         with pytest.raises(ValueError, match=r"rotary"):
             read(*written(layer), frequencies=frequencies)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernel_cases import DEVICE, Groups, dense_part, exact_attention, group_part, make_mask, make_query, needs_triton
 
-from kvcache_plugins.codecs.parts import CompressedPart, DensePart
+from kvcache_plugins.formats.parts import DensePart, GroupPart
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.triton import prepare_part
 
@@ -88,7 +88,7 @@ def with_spare(tensor):
 def make_part(case, options, mask=None):
     part = group_part(case, **options)
     keys, values = (side.map(with_spare) for side in (part.keys, part.values))
-    return CompressedPart(keys, values, case.length, None if mask is None else mask.to(DEVICE))
+    return GroupPart(keys, values, case.length, None if mask is None else mask.to(DEVICE))
 
 
 def check(case, parts, dtype, scale=1.0):

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from kvcache_plugins.eval.benchmarks.kernels import Listing, compile_for, resources, run_tool
+from kvcache_plugins.formats.groups import QuantizedChunks
+from kvcache_plugins.formats.rows import Basis, RowFormat
 
 
 BRAIN, HALF, SINGLE = torch.bfloat16, torch.float16, torch.float32
@@ -157,7 +159,6 @@ VECTORS = re.compile(r"(?:ld|st)\.global\S*\.v4\.b32")
 def of_groups(name, is_packed):
     """Launches over a prompt of 1024 tokens in one chunk of three, with 8 heads, and what merges two such blocks."""
     from kvcache_plugins.triton_kernels.attention import attend
-    from kvcache_plugins.triton_kernels.stored_format import StoredGroups
 
     nbits, sides, head_dim, dtype, mask_dtype = GROUPS[name]
 
@@ -170,7 +171,7 @@ def of_groups(name, is_packed):
         factors = [torch.empty(*chunk, size, rank, dtype=HALF) if rank else None for size in (length, head_dim)]
         offsets = torch.empty(2, 1, 3, 129, dtype=torch.int32)
         stored = (entries.to(torch.int16), entries.to(HALF), offsets) if outliers else (None, None, None)
-        return StoredGroups(codes, scale, scale, *factors, *stored, nbits, axis, None, head_dim)
+        return QuantizedChunks(codes, scale, scale, *factors, *stored, nbits, axis, None, head_dim)
 
     query = torch.empty(2, 8, 4, head_dim, dtype=dtype)
     mask = None if mask_dtype is None else torch.empty(2, 1, 1, 1024, dtype=mask_dtype)
@@ -202,7 +203,6 @@ def of_combination(name):
 
 def make_rows(head_dim, num_bytes, is_keys, is_calibrated, num_components=None):
     """Rows `[2, 8, 1000, row_size]` without data, and their layout."""
-    from kvcache_plugins.triton_kernels.stored_format import RowBasis, RowLayout
     from kvcache_plugins.triton_kernels.transform_coding.launches import CodedRows
 
     num_heads = 8
@@ -214,10 +214,10 @@ def make_rows(head_dim, num_bytes, is_keys, is_calibrated, num_components=None):
     if is_calibrated:
         order, mean, deviation = None, by_channel[:1], None
         factors, vectors = by_channel[0].float(), torch.empty(num_heads, head_dim, head_dim, dtype=torch.int8)
-        basis = RowBasis(factors, vectors, factors, vectors[:, :num_components])
+        basis = Basis(factors, vectors, factors, vectors[:, :num_components])
     described = (order, mean, deviation, widths, 1 + num_bytes, head_dim, is_keys, basis)
     num_refits = 5 if is_keys and is_calibrated else 0
-    return CodedRows(rows, RowLayout(*described, num_refits), torch.empty(9, 4))
+    return CodedRows(rows, RowFormat(*described, num_refits), torch.empty(9, 4))
 
 
 def make_angles(head_dim):

@@ -9,11 +9,11 @@ import pytest
 import torch
 from kernel_cases import DEVICE, Rows, exact_attention, make_query, needs_triton, row_states
 
-from kvcache_plugins.codecs.parts import CodedPart, DensePart, RowTokens, SinkStates
-from kvcache_plugins.codecs.quantizer import thresholds
-from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.eval.kernel_check import plain_pytorch
+from kvcache_plugins.formats.parts import DensePart, RowPart, SelectableRows, SinkStates
+from kvcache_plugins.formats.quantizer import thresholds
 from kvcache_plugins.kernels.attention import attend
+from kvcache_plugins.kernels.ops import decode_rows
 from kvcache_plugins.kernels.triton import TOO_LARGE, codebook_of, has_room, score_rows
 
 
@@ -51,7 +51,7 @@ def _seeded():
 
 def on_device(codec):
     # Tables that caches share are moved by themselves
-    return codec if codec.tables()[0].basis is not None else codec.map(lambda tensor: tensor.to(DEVICE))
+    return codec if codec.formats()[0].basis is not None else codec.map(lambda tensor: tensor.to(DEVICE))
 
 
 def make_part(case, form="tables", length=None, **options):
@@ -61,12 +61,12 @@ def make_part(case, form="tables", length=None, **options):
     rows = [torch.cat([each.new_zeros(3), each.flatten()])[3:].view_as(each).to(DEVICE) for each in rows]
     padding = None if positions.padding is None else positions.padding.to(DEVICE)
     positions = dataclasses.replace(positions, padding=padding)
-    return CodedPart(*rows, on_device(codec), positions, length or ALL[case].length, None)
+    return RowPart(*rows, on_device(codec).formats(DEVICE), positions, length or ALL[case].length, None)
 
 
 def check_attention(case, parts, dtype=torch.float32, query=None):
     query = (make_query(ALL[case]).to(DEVICE) if query is None else query).to(dtype)
-    if not all(has_room(part.codec, DEVICE, dtype) for part in parts if isinstance(part, CodedPart)):
+    if not all(has_room(part.formats, DEVICE, dtype) for part in parts if isinstance(part, RowPart)):
         pytest.skip(f"{TOO_LARGE}: {case}")
     expected = exact_attention(query, parts, ALL[case].num_heads)
     output = attend(query, iter(parts), ALL[case].num_heads, None, "triton")
@@ -91,9 +91,11 @@ def test_scores_alone(form, case, length, padding):
     part, sizes = make_part(case, form, padding=padding), ALL[case]
     query = torch.randn(sizes.batch_size, sizes.num_heads, sizes.groups, sizes.key_dim, device=DEVICE)
     none = [query[:, :, :0], query[:, :, :0, : sizes.value_dim]]
-    tokens = RowTokens(part.keys, length, [], part.codec, part.positions, SinkStates(part.positions.padding, *none))
+    tokens = SelectableRows(
+        part.keys, length, [], part.formats, part.positions, SinkStates(part.positions.padding, *none)
+    )
     scores = score_rows(query, tokens)
-    keys = part.codec.decode_keys(part.keys, part.positions)[:, :, :length].double()
+    keys = decode_rows(part.keys, part.formats[0], part.positions)[:, :, :length].double()
     expected = query.double() @ keys.mT
     assert scores.shape == expected.shape and scores.dtype == torch.float32
     # Over the lengths of query and key: products of which a single score is the sum may cancel
@@ -111,17 +113,17 @@ def test_attention_in_half_precision(form, case, dtype):
 
 def test_means_of_values():
     part = make_part("unlike-dims")
-    keys, values = part.codec.tables()
+    keys, values = part.formats
     mean = torch.randn(*part.values.shape[:2], values.head_dim, device=DEVICE)
-    codec = RowCodec((keys, dataclasses.replace(values, mean=mean.half())))
-    check_attention("unlike-dims", [dataclasses.replace(part, codec=codec)])
+    formats = keys, dataclasses.replace(values, mean=mean.half())
+    check_attention("unlike-dims", [dataclasses.replace(part, formats=formats)])
 
 
 @pytest.mark.parametrize("query_scale", [1e-6, 3e4])
 def test_queries_of_any_size(query_scale):
     part, case = make_part("least"), CASES["least"]
     # Large scores choose one key a query, and of two that are alike to bfloat16 rounding does: no such queries
-    keys = part.codec.decode_keys(part.keys, part.positions)
+    keys = decode_rows(part.keys, part.formats[0], part.positions)
     queries = torch.cat([make_query(case).to(DEVICE) for _ in range(3)], dim=2).unflatten(1, (case.num_heads, -1))
     largest, next_largest = (queries @ keys[:, :, None].mT).topk(2, dim=-1).values.unbind(dim=-1)
     order = ((largest - next_largest) / largest).argsort(dim=-1, descending=True)
@@ -175,7 +177,7 @@ def test_masks_of_all_exact_parts():
 
 def test_several_coded_parts():
     part = make_part("least")
-    second = CodedPart(part.keys[:, :, 20:], part.values[:, :, 20:], part.codec, part.positions.after(20), 43, None)
+    second = RowPart(part.keys[:, :, 20:], part.values[:, :, 20:], part.formats, part.positions.after(20), 43, None)
     check_attention("least", [part, second, part])
 
 
@@ -268,7 +270,7 @@ def test_coding_of_other_keys(case, options):
 
 def test_channels_that_do_not_vary_and_tokens_of_zeros():
     keys, values, codec, positions = make_states("widest")
-    codec.tables()[0].deviation[:, :, 3] = 0
+    codec.formats()[0].deviation[:, :, 3] = 0
     keys[:, :, 7], values[:, :, 7] = 0, 0
     check_coding(keys, values, codec, positions)
 

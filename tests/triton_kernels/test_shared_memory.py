@@ -13,8 +13,8 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from kvcache_plugins import TransformCodingCache
 from kvcache_plugins.batching import compressed_batching
-from kvcache_plugins.codecs.parts import RowTokens, SinkStates
 from kvcache_plugins.eval.kernel_check import plain_pytorch
+from kvcache_plugins.formats.parts import SelectableRows, SinkStates
 from kvcache_plugins.kernels import triton
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.tokens import score_rows
@@ -123,7 +123,7 @@ def test_scores(limit):
     rows, _ = codec.encode(keys, values, positions)
     query = torch.randn(1, 2, 3, 64)
     none = [query[:, :, :0]] * 2
-    tokens = RowTokens(rows, 65, [], codec, positions, SinkStates(None, *none))
+    tokens = SelectableRows(rows, 65, [], codec, positions, SinkStates(None, *none))
     limit(LARGE)
     by_kernel = score_rows(query, tokens)
     limit(SMALL)
@@ -135,7 +135,7 @@ def test_scores(limit):
     assert torch.equal(scores[0], expected) and torch.equal(scores[1], expected)
     assert not torch.equal(by_kernel, expected)
     # Products are of halves: of float32 queries the same bytes decide
-    limit(triton.shared_bytes(64, *(table.num_coded for table in codec.tables()), is_float32=False))
+    limit(triton.shared_bytes(64, *(table.num_coded for table in codec.formats()), is_float32=False))
     assert torch.equal(score_rows(query, tokens), by_kernel)
 
 

@@ -16,8 +16,8 @@ from stand_in import make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcache_plugins import TransformCodingCache
-from kvcache_plugins.codecs.codec import Positions
 from kvcache_plugins.eval.kernel_check import plain_pytorch
+from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.kernels import triton
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
@@ -81,7 +81,7 @@ def require_close(output, expected):
 )
 def test_they_compute_what_pytorch_does(case, monkeypatch):
     _, layer, seen, query = filled(case, monkeypatch)
-    assert case != "wide" or layer.codec.tables()[1].mean is not None
+    assert case != "wide" or layer.codec.formats()[1].mean is not None
     outputs = [layer.form.kept_step(query, 2, None)(query) for _ in range(2)]
     hidden = torch.rand(len(query), 1, 1, layer.form.num_columns, device=DEVICE) < 0.3
     hidden[..., : seen.shape[1]] |= ~seen[:, None, None]

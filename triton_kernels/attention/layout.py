@@ -6,9 +6,9 @@ and takes a bit field of a word at a time: that is one code each of channels as 
 channels of a field share a group, so a row is loaded in pieces that no group's border cuts.
 """
 
-import dataclasses
 import functools
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -219,6 +219,24 @@ def tokens_per_group(side: StoredGroups) -> int:
     return 0 if side.axis == "token" or num_groups == 1 else side.codes.shape[3] // num_groups
 
 
+@dataclass(frozen=True, eq=False)
+class _JoinedChunks:
+    """A `StoredGroups` of one chunk, with neither low rank nor outliers."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+    nbits: int
+    axis: str
+    group_size: int | None
+    head_dim: int
+    low_rank_a: torch.Tensor | None = None
+    low_rank_b: torch.Tensor | None = None
+    outlier_indices: torch.Tensor | None = None
+    outlier_values: torch.Tensor | None = None
+    outlier_offsets: torch.Tensor | None = None
+
+
 def join_chunks(side: StoredGroups) -> StoredGroups:
     """The side with all chunks as one, where chunks hold nothing but codes and scales that lie behind each other."""
     tensors = (side.codes, side.scale, side.zero)
@@ -226,7 +244,7 @@ def join_chunks(side: StoredGroups) -> StoredGroups:
     if not is_plain or any(each.shape[2] > 1 and each.stride(2) != each.shape[3] * each.stride(3) for each in tensors):
         return side
     codes, scale, zero = (each.flatten(2, 3).unsqueeze(2) for each in tensors)
-    return dataclasses.replace(side, codes=codes, scale=scale, zero=zero)
+    return _JoinedChunks(codes, scale, zero, side.nbits, side.axis, side.group_size, side.head_dim)
 
 
 def _is_even(codes: torch.Tensor) -> bool:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcache_plugins.codecs.quantization import bytes_of_halves, halves_of_bytes, pack, packed_size, unpack
-from kvcache_plugins.codecs.rotation import hadamard_matrix, rotation_size, turn_by
+from kvcache_plugins.formats.bits import bytes_of_halves, halves_of_bytes, pack, packed_size, unpack
+from kvcache_plugins.formats.hadamard import hadamard_matrix, multiply, rotation_size
 
 
 _GROUP_SIZE = 128
@@ -48,7 +48,7 @@ class AffineCoder:
 
     def encode(self, states: torch.Tensor) -> torch.Tensor:
         if self.rotation is not None:
-            states = turn_by(states, self.rotation.to(states.device))
+            states = multiply(states, self.rotation.to(states.device))
         groups = states.unflatten(-1, (-1, self.group_size))
         if self.clip < 1:
             rank = max(round(self.clip * self.group_size), 1)
@@ -66,7 +66,7 @@ class AffineCoder:
         scale, minimum = (halves_of_bytes(each)[..., None] for each in rows[..., : 2 * size].split(size, dim=-1))
         codes = unpack(rows[..., 2 * size :], self.nbits, self.head_dim).unflatten(-1, (-1, self.group_size))
         states = (codes.float() * scale + minimum).flatten(-2)
-        return states if self.rotation is None else turn_by(states, self.rotation.to(rows.device).mT)
+        return states if self.rotation is None else multiply(states, self.rotation.to(rows.device).mT)
 
 
 def block_hadamard(head_dim: int) -> torch.Tensor:

@@ -13,15 +13,10 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedConfig
 
-from kvcache_plugins.codecs.groups import ChunkSizes, CompressedStates, GroupCodec, Layout, SideCodec
-from kvcache_plugins.codecs.quantization import (
-    STORAGE_DTYPE,
-    SUPPORTED_NBITS,
-    Grouping,
-    expand_groups,
-    pack,
-    quantize,
-)
+from kvcache_plugins.codecs.groups import ChunkSizes, GroupCodec, Layout, SideCodec
+from kvcache_plugins.codecs.quantization import SUPPORTED_NBITS, quantize
+from kvcache_plugins.formats.bits import pack
+from kvcache_plugins.formats.groups import STORAGE_DTYPE, Grouping, QuantizedChunks, expand_groups
 from kvcache_plugins.layers.group_layer import GroupLayer
 from kvcache_plugins.layers.policies import GroupPolicy
 from kvcache_plugins.option_checks import check_choice
@@ -34,7 +29,7 @@ TILE_LENGTH = 128
 
 
 @dataclass(frozen=True, eq=False)
-class KVarNStates(CompressedStates):
+class KVarNStates(QuantizedChunks):
     """
     Chunks of keys or values, with scales along the axis that is not the groups'.
 
@@ -56,7 +51,7 @@ class KVarNStates(CompressedStates):
 class KVarNSideCodec(SideCodec):
     """Codec of keys or of values."""
 
-    states_class: ClassVar[type[CompressedStates]] = KVarNStates
+    states_class: ClassVar[type[QuantizedChunks]] = KVarNStates
 
     def layout(self, batch_size: int, num_heads: int, num_chunks: int, length: int, sizes: ChunkSizes) -> Layout:
         is_channel = self.grouping.axis == "channel"

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcache_plugins.codecs.quantization import bytes_of_halves, halves_of_bytes, pack, unpack
-from kvcache_plugins.codecs.rotation import rotate
+from kvcache_plugins.formats.bits import bytes_of_halves, halves_of_bytes, pack, unpack
+from kvcache_plugins.formats.hadamard import rotate
 
 
 BLOCK_TYPES = "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"

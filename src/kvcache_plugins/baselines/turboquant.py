@@ -13,8 +13,8 @@ from functools import cache
 
 import torch
 
-from kvcache_plugins.codecs.quantization import bytes_of_halves, halves_of_bytes, pack, packed_size, unpack
-from kvcache_plugins.codecs.rotation import turn_by
+from kvcache_plugins.formats.bits import bytes_of_halves, halves_of_bytes, pack, packed_size, unpack
+from kvcache_plugins.formats.hadamard import multiply
 
 
 _HALF_BYTES = 2
@@ -50,7 +50,7 @@ class TurboQuantCoder:
         return _HALF_BYTES + packed_size(self.head_dim, self.code_nbits) + rest
 
     def encode(self, states: torch.Tensor) -> torch.Tensor:
-        rotated = turn_by(states, random_rotation(self.head_dim, states.device))
+        rotated = multiply(states, random_rotation(self.head_dim, states.device))
         norms = rotated.norm(dim=-1, keepdim=True)
         unit = rotated / norms.clamp(min=torch.finfo(torch.float32).tiny)
         points, bounds = codebook(self.head_dim, self.code_nbits, unit.device)
@@ -58,7 +58,7 @@ class TurboQuantCoder:
         parts = [bytes_of_halves(norms), pack(codes.to(torch.uint8), self.code_nbits)]
         if self.residual:
             rest = unit - points[codes]
-            is_positive = turn_by(rest, random_projection(self.head_dim, unit.device)) >= 0
+            is_positive = multiply(rest, random_projection(self.head_dim, unit.device)) >= 0
             parts += [bytes_of_halves(rest.norm(dim=-1, keepdim=True)), pack(is_positive.to(torch.uint8), 1)]
         return torch.cat(parts, dim=-1)
 
@@ -71,9 +71,9 @@ class TurboQuantCoder:
             signs = 2 * unpack(rest[..., _HALF_BYTES:], 1, self.head_dim).float() - 1
             # Of a projection onto normal variables the signs alone give an unbiased estimate
             factor = halves_of_bytes(rest[..., :_HALF_BYTES]) * (math.sqrt(math.pi / 2) / self.head_dim)
-            unit = unit + factor * turn_by(signs, random_projection(self.head_dim, rows.device).T)
+            unit = unit + factor * multiply(signs, random_projection(self.head_dim, rows.device).T)
         rotated = halves_of_bytes(rows[..., :_HALF_BYTES]) * unit
-        return turn_by(rotated, random_rotation(self.head_dim, rows.device).T)
+        return multiply(rotated, random_rotation(self.head_dim, rows.device).T)
 
 
 @cache

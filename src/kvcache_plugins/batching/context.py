@@ -12,11 +12,12 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from kvcache_plugins.codecs.parts import PagedPart, Part
-from kvcache_plugins.codecs.rows import RowCodec, SharedTables
+from kvcache_plugins.codecs.rows import RowCodec, SharedFormats
+from kvcache_plugins.formats.parts import PagedRowPart, Part
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_kernel
+from kvcache_plugins.kernels.ops import decode_tiles
 from kvcache_plugins.layers.lazy_kv import make_lazy_kv
 from kvcache_plugins.layers.policies import RowPolicy
 from kvcache_plugins.models.cache_argument import CACHE_NAMES, as_argument, find_cache
@@ -179,8 +180,8 @@ class PagedStates:
         index, recipe, found = int(side == "values"), self.allocator.recipe, {}
         num_sinks, num_exact = recipe.num_sink_tokens, recipe.num_sink_tokens + recipe.num_recent_tokens
         for number, requests in enumerate(self.requests):
-            parts = (part.gathered() if isinstance(part, PagedPart) else part for part in self._parts(number))
-            *coded, exact = ([tile[:2][index] for tile in part.tiles()] for part in parts)
+            parts = (part.gathered() if isinstance(part, PagedRowPart) else part for part in self._parts(number))
+            *coded, exact = ([tile[:2][index] for tile in decode_tiles(part)] for part in parts)
             states = exact[0]
             rows = torch.cat(coded[0], dim=2) if coded else states[:, :, :0]
             for own, past in enumerate(requests.past.tolist()):
@@ -199,7 +200,9 @@ class PagedStates:
         codec = self.allocator.recipe.codecs[self.layer_idx]
         for number, requests in enumerate(self.requests):
             own = own_states(requests, query)[0]
-            kernel, is_fallback = choose_kernel(own, codec=codec) if call.is_plain else ("torch", False)
+            kernel, is_fallback = "torch", False
+            if call.is_plain:
+                kernel, is_fallback = choose_kernel(own, shared_formats=codec.shared_formats)
             result = attend(own, self._parts(number), heads, call.scale, kernel, call.softcap, call.sinks)
             output[0].transpose(0, 1)[requests.tokens] = result.transpose(1, 2)
             counters["attend_calls"] += len(own)
@@ -232,7 +235,7 @@ def _recipe(model: PreTrainedModel, name: str, text: torch.Tensor | None, num_re
             policy.shared_codec if isinstance(policy, RowPolicy) and text is None else getattr(layer, "codec", None)
         )
         if isinstance(codec, RowCodec):
-            codecs[layer_idx] = codec if codec.is_shared else RowCodec(SharedTables(*codec.tables()))
+            codecs[layer_idx] = codec if codec.is_shared else RowCodec(SharedFormats(*codec.formats()))
     if not codecs:
         raise ValueError(
             f"`name` is `{name}`, which has no tables of the model's, and requests share blocks: accepted are "

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvcache_plugins.codecs.codec import Positions
-from kvcache_plugins.codecs.parts import DensePart, PagedPart, Part
 from kvcache_plugins.codecs.rows import RowCodec
+from kvcache_plugins.formats.parts import DensePart, PagedRowPart, Part
+from kvcache_plugins.formats.positions import Positions
 
 
 try:
@@ -401,7 +401,7 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
         """Yields what new tokens `[B, H, Q, D]` attend to; `exact` was returned before they were written."""
         page, length = self._pages[layer_idx], int(requests.coded.max())
         if length:
-            yield PagedPart(
+            yield PagedRowPart(
                 page.key_rows,
                 page.value_rows,
                 self._memory,
@@ -409,7 +409,7 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
                 requests.coded,
                 length,
                 self.recipe.num_sink_tokens,
-                self._codec(layer_idx, len(keys)),
+                self._codec(layer_idx, len(keys)).formats(self._memory.device),
             )
         held = exact.permute(2, 0, 3, 1, 4)
         keys, values = torch.cat((held[0], keys), dim=2), torch.cat((held[1], values), dim=2)
@@ -418,7 +418,7 @@ class CodedAllocator(FullAttentionCacheAllocator):  # type: ignore[misc]
     def _codec(self, layer_idx: int, batch_size: int) -> RowCodec:
         """Finds a layer's codec for so many sequences: tables without bases have each its own, here the same."""
         codec = self.recipe.codecs[layer_idx]
-        tables = codec.tables(self._memory.device)
+        tables = codec.formats(self._memory.device)
         if tables[0].basis is not None or batch_size == 1:
             return codec
         known = self._codecs.get(layer_idx)

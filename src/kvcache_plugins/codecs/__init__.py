@@ -1,1 +1,1 @@
-"""How tokens become bytes: codecs, which know no cache, and the tables and quantizers that they are made of."""
+"""Codecs: they fit formats to tokens, and encode and decode tokens as bytes. No codec knows a cache."""

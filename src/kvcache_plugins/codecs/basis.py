@@ -14,15 +14,11 @@ best one.
 Legend: B batch, H heads, T tokens, D head dim, K components that any head has bits for.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
-
 import torch
 
-from kvcache_plugins.triton_kernels.stored_format import RowBasis
-
-from .quantizer import BLOCK
+from kvcache_plugins.formats.quantizer import BLOCK
+from kvcache_plugins.formats.rotary import RotaryLayout
+from kvcache_plugins.formats.rows import Basis, RowFormat
 
 
 # Of a metric's mean diagonal: what keeps directions that nothing was seen of from being free
@@ -31,50 +27,42 @@ _LEAST_SHARE = 1e-4
 _LEAST_ENERGY = 1e-9
 # Of a number in eight bits
 _MOST = 127
+# Times that a key's scale and codes are fitted to each other in the basis of a calibration, at most
+_NUM_REFITS = 5
 
 
-@dataclass(frozen=True, eq=False)
-class Basis(RowBasis):
-    """A basis for every head, and states in it."""
+def basis_for_widths(
+    factors: torch.Tensor, vectors: torch.Tensor, steps: torch.Tensor, widths: torch.Tensor
+) -> tuple[Basis, torch.Tensor]:
+    """
+    Makes the basis, with `factors`, `vectors` and `steps` of a `Basis`, of as many components as get bits by widths
+    `[H, all N]`, which add up to the same in every head; and widths of these `[H, N]`.
+    """
+    count = max(int((widths > 0).sum(dim=1).max()), 1)
+    inverse = _rounded_inverse(vectors)[:, : min(count * BLOCK, vectors.shape[1])]
+    own = (each.contiguous() for each in (factors, vectors, steps, inverse))
+    return Basis(*own), widths[:, :count].to(torch.uint8).contiguous()
 
-    @classmethod
-    def for_widths(
-        cls, factors: torch.Tensor, vectors: torch.Tensor, steps: torch.Tensor, widths: torch.Tensor
-    ) -> "tuple[Basis, torch.Tensor]":
-        """
-        Makes the basis, with `factors`, `vectors` and `steps` of a `RowBasis`, of as many components as get bits by
-        widths `[H, all N]`, which add up to the same in every head; and widths of these `[H, N]`.
-        """
-        count = max(int((widths > 0).sum(dim=1).max()), 1)
-        inverse = _rounded_inverse(vectors)[:, : min(count * BLOCK, vectors.shape[1])]
-        own = (each.contiguous() for each in (factors, vectors, steps, inverse))
-        return cls(*own), widths[:, :count].to(torch.uint8).contiguous()
 
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Lists everything stored."""
-        yield from vars(self).values()
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Basis":
-        """Returns the basis with `function` applied to every tensor."""
-        return Basis(*map(function, self.tensors()))
-
-    def components(self, states: torch.Tensor) -> torch.Tensor:
-        """Returns components `[B, H, T, K]` of states `[B, H, T, D]`, float32, whose mean has been taken off."""
-        basis, inverse = self._matrices()
-        scaled = states * self.factors[:, None]
-        components = _product(scaled, inverse)
-        return components + _product(scaled - _product(components, basis), inverse)
-
-    def states(self, components: torch.Tensor) -> torch.Tensor:
-        """Returns states `[B, H, T, D]`, less their mean, of components `[B, H, T, K]`."""
-        return _product(components, self._matrices()[0]) / self.factors[:, None]
-
-    def _matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """From components to channels times their factors `[H, K, D]`, and back `[H, D, K]`, float32."""
-        basis, inverse = self.vectors[:, : self.num_components].float(), self.inverse.float()
-        steps = self.steps[:, : self.num_components, None]
-        own = (basis * inverse).sum(dim=-1, keepdim=True)
-        return basis * steps, (inverse / (own * steps)).mT
+def format_in_basis(mean: torch.Tensor, basis: Basis, widths: torch.Tensor, rope: RotaryLayout | None) -> RowFormat:
+    """
+    Makes the format of a calibration from a mean `[H, D]`, float16, the results of `basis_for_widths`, and the rotary
+    embedding of keys, which values do not have.
+    """
+    is_key = rope is not None
+    return RowFormat(
+        order=None,
+        mean=mean[None].contiguous(),
+        deviation=None,
+        widths=widths[None],
+        row_size=1 + int(widths[0].sum()),
+        head_dim=mean.shape[1],
+        is_weighted=is_key,
+        rope=rope,
+        basis=basis,
+        by_energy=not is_key,
+        num_refits=_NUM_REFITS if is_key else 0,
+    )
 
 
 def karhunen_loeve(metric: torch.Tensor, moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,9 +101,3 @@ def _rounded_inverse(basis: torch.Tensor) -> torch.Tensor:
     """Columns of the inverses of matrices `[H, D, D]`, each in units of its own, `[H, D, D]`, int8."""
     columns = torch.linalg.inv(basis.double()).mT
     return (columns * (_MOST / columns.abs().amax(dim=-1, keepdim=True))).round().to(torch.int8)
-
-
-def _product(states: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-    # Autocast would round what is transformed to its dtype
-    with nullcontext() if states.is_meta else torch.autocast(states.device.type, enabled=False):
-        return states @ matrices

@@ -4,11 +4,11 @@ they mean. No codec knows a cache, and no cache knows a format.
 A cache makes a codec for each layer out of the layer's head dims. What a layer asks of it, in this order:
 
     fit(sample)                          once, with the first tokens to be coded: returns the codec to use
-    encode(keys, values, positions)      rows, for every run of tokens; `too_large(...)` looks at them
-    without_shared_errors(rows, sample)  once, behind the first `encode`: returns the codec to read with
+    encode(keys, values, positions)      rows, for every run of tokens; `overflow(...)` looks at them
+    with_bias_correction(rows, sample)  once, behind the first `encode`: returns the codec to read with
     decode_keys(rows, positions), decode_values(rows)
 
-Attention takes rows as a `CodedPart` (`codecs.parts`), and is computed by kernels where `has_kernels`.
+Attention takes rows as a part, which `part(...)` makes, and is computed by kernels where `has_kernels`.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, T tokens, Q queries, D head dim, R bytes of a row,
 C layouts.
@@ -24,18 +24,16 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, Protocol
 import torch
 
 from kvcache_plugins.files.schema import Stored
-
-from .rope import START, Positions, RotaryLayout, channels_of
-from .rotation import turn_by
+from kvcache_plugins.formats.hadamard import multiply
+from kvcache_plugins.formats.parts import OpaqueRowPart, RowPart
+from kvcache_plugins.formats.positions import START, Positions
+from kvcache_plugins.formats.rotary import RotaryLayout, channels_of
+from kvcache_plugins.formats.rows import RowFormats, Rows
 
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["START", "Codec", "CodecState", "Positions", "QueryMoments", "Rows", "Sample", "SideCoder", "TokenCodec"]
-
-# Of keys and of values
-Rows = tuple[torch.Tensor, torch.Tensor]
 # Of a layer's state
 _HEADS = "batch_size", "num_heads", "key_head_dim"
 
@@ -62,7 +60,7 @@ class QueryMoments:
         if valid is not None:
             query = query * valid[:, None, :, None]
         query = query.unflatten(1, (num_heads, -1)).flatten(2, 3)
-        gram = turn_by(query.mT, query)
+        gram = multiply(query.mT, query)
         partners = [channels_of(layout, query.device)[0] for layout in layouts]
         at = torch.arange(gram.shape[2], dtype=torch.int64, device=query.device)
         return cls(gram[:, :, at, at], torch.stack([gram[:, :, at, other] for other in partners], dim=2))
@@ -125,6 +123,11 @@ class PackingCodec:
     has_kernels = False
     layouts: Sequence[RotaryLayout] = ()
 
+    @property
+    def shared_formats(self) -> RowFormats | None:
+        """Formats of rows that all caches of a model share, if the codec has such."""
+        return None
+
     def fit(self, sample: Sample) -> Self:
         """Returns the codec that suits a sample, of which `valid` is told, and the tokens that will follow it."""
         return self
@@ -165,23 +168,38 @@ class Codec(PackingCodec, ABC):
     def decode_values(self, rows: torch.Tensor) -> torch.Tensor:
         """Decodes rows to values `[B, H, T, D]`, float32."""
 
+    def part(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        positions: Positions,
+        length: int,
+        mask: torch.Tensor | None,
+    ) -> RowPart | OpaqueRowPart:
+        """Makes the part that attention takes of `length` rows of consecutive tokens, see `OpaqueRowPart`."""
+        return OpaqueRowPart(keys, values, self.decode_keys, self.decode_values, positions, length, mask)
+
     def refit(self, number: int, sample: Sample) -> Self:
         """Returns the codec fitted anew to a sample of one sequence, all that it has, with `moments` of all."""
         return self
 
-    def without_shared_errors(self, rows: Rows, sample: Sample) -> Self:
+    def with_bias_correction(self, rows: Rows, sample: Sample) -> Self:
         """Returns the codec to read with, given rows of the sample that it was fitted to."""
         return self
 
-    def finer(self, nbits: int) -> Codec | None:
+    def with_more_bits(self, nbits: int) -> Codec | None:
         """Return the codec with `nbits` more bits a number; `None` if rows have one size only."""
         return None
 
-    def recode(self, rows: Rows, finer: Codec) -> Rows:
-        """Return rows of a codec that `finer` has made as rows of this one."""
+    def requantize(self, rows: Rows, nbits: int) -> Rows:
+        """Return rows of the codec with `nbits` more bits as rows of this one."""
         raise NotImplementedError
 
-    def too_large(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
+    def formats(self, device: torch.device | None = None) -> RowFormats | None:
+        """Return the formats of key and value rows, on a device if they are a model's; `None` without kernels."""
+        return None
+
+    def overflow(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
         """Marks tokens `[B, T]` that rows `[B, H, T, R]` cannot hold, if there may be such."""
         return None
 

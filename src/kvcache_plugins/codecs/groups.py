@@ -1,4 +1,4 @@
-"""Keys and values whose groups of values share a scale: how consecutive tokens become bytes, and a tile dense again.
+"""Encoding of keys and values in chunks whose groups of values share a scale.
 
 Codecs of [GEAR](https://huggingface.co/papers/2403.05527), KIVI and their kin: quantized codes, a low-rank correction
 `A B^T` of what they miss, and sparse outliers. The counts of outliers are taken from the axis that is filtered (the
@@ -12,110 +12,34 @@ tensors without data (`meta`) become it with nothing computed, tensors of a file
 Legend: B batch, H heads, M chunks, L tokens a chunk, D head dim, R rank, N outliers of a chunk.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from kvcache_plugins.files.schema import Stored, check_layout
-from kvcache_plugins.triton_kernels.stored_format import OUTLIER_TILE, StoredGroups
+from kvcache_plugins.formats.bits import pack, packed_size
+from kvcache_plugins.formats.groups import (
+    CHUNK_DIM,
+    OUTLIER_TILE,
+    STORAGE_DTYPE,
+    Grouping,
+    QuantizedChunks,
+    channel_bits,
+    dequantize,
+    index_dtype,
+    num_offsets,
+)
+from kvcache_plugins.formats.hadamard import rotate
 
 from .codec import PackingCodec
 from .low_rank import power_iteration
-from .outliers import (
-    add_outliers,
-    channel_bits,
-    index_dtype,
-    num_offsets,
-    num_outliers_per_side,
-    select_outliers,
-    sort_into_tiles,
-)
-from .quantization import (
-    STORAGE_DTYPE,
-    Grouping,
-    are_in_range,
-    check_range,
-    dequantize,
-    pack,
-    packed_size,
-    quantize,
-    unpack,
-)
-from .rotation import rotate
+from .outliers import num_outliers_per_side, select_outliers, sort_into_tiles
+from .quantization import are_in_range, check_range, quantize
 
 
-CHUNK_DIM = 2
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
-
-
-@dataclass(frozen=True, eq=False)
-class CompressedStates(StoredGroups):
-    """
-    Chunks of keys or values, compressed.
-
-    Attributes:
-        is_rotated (`bool`, *optional*, defaults to `False`): whether `rotation.rotate` was applied before the states
-            were quantized; a reader has to undo it.
-    """
-
-    is_rotated: bool = False
-
-    # Tensors with an entry for every token, or for every few of them
-    token_tensors: ClassVar[tuple[str, ...]] = ("codes", "scale", "zero")
-
-    @property
-    def grouping(self) -> Grouping:
-        return Grouping(self.axis, self.group_size)
-
-    @property
-    def num_chunks(self) -> int:
-        return self.codes.shape[CHUNK_DIM]
-
-    @property
-    def chunk_length(self) -> int:
-        return self.codes.shape[3]
-
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields name and tensor of everything stored."""
-        for name, value in vars(self).items():
-            if isinstance(value, torch.Tensor):
-                yield name, value
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "CompressedStates":
-        """Returns the same states with `function` applied to every tensor."""
-        changes: dict[str, Any] = {name: function(tensor) for name, tensor in self.named_tensors()}
-        return dataclasses.replace(self, **changes)
-
-    def of_tokens(self, chunks: slice, tokens: slice) -> dict[str, torch.Tensor]:
-        """Cuts the codes and scales of some chunks' tokens, which begin and end where groups do, out by name."""
-        found = {}
-        for name in self.token_tensors:
-            tensor: torch.Tensor = getattr(self, name)
-            # Each entry is of equally many tokens
-            count, length = tensor.shape[3], self.chunk_length
-            found[name] = tensor[:, :, chunks, tokens.start * count // length : -(-tokens.stop * count // length)]
-        return found
-
-    def dequantize_codes(self, tile: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the states `[B, H, chunks, tokens, D]` that codes and scales of a tile stand for, float32."""
-        codes = unpack(tile["codes"], self.nbits, self.head_dim)
-        return dequantize(codes, tile["scale"], tile["zero"], self.grouping)
-
-    def dequantize_tile(self, chunks: slice, tokens: slice) -> torch.Tensor:
-        """
-        Makes some chunks' tokens dense, `[B, H, chunks * tokens, D]`, float32; `tokens` begin and end where groups do.
-        """
-        states = self.dequantize_codes(self.of_tokens(chunks, tokens))
-        if self.low_rank_a is not None and self.low_rank_b is not None:
-            states += self.low_rank_a[:, :, chunks, tokens].float() @ self.low_rank_b[:, :, chunks].float().mT
-        if self.outlier_indices is not None:
-            stored = self.outlier_indices, self.outlier_values, self.outlier_offsets
-            indices, values, offsets = (each[:, :, chunks] for each in stored if each is not None)
-            add_outliers(states, indices, values, offsets, tokens)
-        return (rotate(states) if self.is_rotated else states).flatten(2, 3)
 
 
 class ChunkSizes(NamedTuple):
@@ -161,7 +85,7 @@ class SideCodec:
     spreads_errors: bool = False
 
     # Class of what is stored
-    states_class: ClassVar[type[CompressedStates]] = CompressedStates
+    states_class: ClassVar[type[QuantizedChunks]] = QuantizedChunks
 
     def layout(self, batch_size: int, num_heads: int, num_chunks: int, length: int, sizes: ChunkSizes) -> Layout:
         """Describes everything stored of chunks of `length` tokens: name, shape and dtype of each tensor."""
@@ -201,7 +125,7 @@ class SideCodec:
 
     def encode(
         self, states: torch.Tensor, valid: torch.Tensor | None = None, *, is_prompt: bool = False
-    ) -> tuple[CompressedStates, torch.Tensor]:
+    ) -> tuple[QuantizedChunks, torch.Tensor]:
         """
         Compresses chunks.
 
@@ -259,7 +183,7 @@ class SideCodec:
                 tensors |= dict(zip(("outlier_indices", "outlier_values", "outlier_offsets"), stored, strict=True))
         return tensors
 
-    def wrap(self, tensors: Mapping[str, torch.Tensor]) -> CompressedStates:
+    def wrap(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedChunks:
         """Makes states of the tensors of a `layout`."""
         missing = dict.fromkeys(("low_rank_a", "low_rank_b", "outlier_indices", "outlier_values", "outlier_offsets"))
         return self.states_class(
@@ -271,7 +195,7 @@ class SideCodec:
             is_rotated=self.is_rotated,
         )
 
-    def is_of_decoded(self, states: CompressedStates) -> bool:
+    def is_of_decoded(self, states: QuantizedChunks) -> bool:
         """Tells whether chunks of decoded tokens, none of them padding, can be stored behind those of `states`."""
         batch_size, num_heads, num_chunks, length, _ = states.codes.shape
         layout = self.layout(batch_size, num_heads, num_chunks, length, self.sizes(num_heads, length))
@@ -281,7 +205,7 @@ class SideCodec:
 
     def read(
         self, path: str, tensors: Mapping[str, torch.Tensor], batch_size: int, num_heads: int, decoded_length: int
-    ) -> CompressedStates:
+    ) -> QuantizedChunks:
         """
         Makes states of the tensors of a file. Kernels read what lies here by address and do not look whether an index
         leads out of it, so every index is looked at.
@@ -315,7 +239,7 @@ class SideCodec:
             self._check_outliers(path, states)
         return states
 
-    def _check_outliers(self, path: str, states: CompressedStates) -> None:
+    def _check_outliers(self, path: str, states: QuantizedChunks) -> None:
         """Raises a `ValueError` if an offset or an index of outliers leads out of what is stored."""
         indices, offsets = states.outlier_indices, states.outlier_offsets
         assert indices is not None and offsets is not None
@@ -349,7 +273,7 @@ class GroupCodec(PackingCodec):
         *,
         num_chunks: int = 1,
         is_prompt: bool = False,
-    ) -> tuple[CompressedStates, CompressedStates]:
+    ) -> tuple[QuantizedChunks, QuantizedChunks]:
         """
         Compresses consecutive tokens `[B, H, tokens, D]`, of which those `valid` `[B, tokens]` are no padding, in
         chunks of equal length; `is_prompt` is as in `SideCodec.encode`. The host waits for a device once, in the end.
@@ -370,20 +294,3 @@ def _size(tensors: Mapping[str, torch.Tensor], name: str, dim: int) -> int:
     """The size of a dimension of a tensor, 0 if it is missing or has no such dimension."""
     tensor = tensors.get(name)
     return 0 if tensor is None or tensor.dim() <= dim else tensor.shape[dim]
-
-
-def keep_tokens(states: CompressedStates, length: int) -> CompressedStates:
-    """Copies the first `length` tokens of a single chunk; factors and outliers of the others are freed too."""
-    if length == states.chunk_length:
-        return states
-    tensors = states.of_tokens(slice(None), slice(0, length))
-    if states.low_rank_a is not None:
-        tensors["low_rank_a"] = states.low_rank_a[:, :, :, :length]
-    if states.outlier_offsets is not None:
-        num_slots = -(-length // OUTLIER_TILE) * states.codes.shape[1]
-        offsets = states.outlier_offsets[..., : num_slots + 1]
-        kept = int(offsets[..., -1].max())
-        tensors["outlier_offsets"] = offsets
-        tensors |= {name: getattr(states, name)[..., :kept] for name in ("outlier_indices", "outlier_values")}
-    copies: dict[str, Any] = {name: tensor.clone() for name, tensor in tensors.items()}
-    return dataclasses.replace(states, **copies)

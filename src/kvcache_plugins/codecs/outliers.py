@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcache_plugins.triton_kernels.stored_format import OUTLIER_TILE
+from kvcache_plugins.formats.groups import OUTLIER_TILE, channel_bits, index_dtype, num_offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +42,6 @@ class Outliers:
 def num_outliers_per_side(length: int, sparsity: float) -> int:
     """Counts values kept on each side: half of `sparsity` of `length`, rounded, at most half of all."""
     return min(round(sparsity / 2 * length), length // 2)
-
-
-def channel_bits(head_dim: int) -> int:
-    """How far the token is shifted in the index of an outlier; the channel stands in the bits below."""
-    return (head_dim - 1).bit_length()
-
-
-def index_dtype(head_dim: int) -> torch.dtype:
-    """Of the stored indices: 16 bits for up to 512 channels."""
-    return torch.int16 if OUTLIER_TILE << channel_bits(head_dim) <= 2**15 else torch.int32
-
-
-def num_offsets(length: int, num_heads: int) -> int:
-    """Of the outliers of a chunk: where those of every tile and head begin, and where the last ones end."""
-    return -(-length // OUTLIER_TILE) * num_heads + 1
 
 
 def select_outliers(
@@ -129,34 +114,3 @@ def sort_into_tiles(
         values.gather(2, order).unsqueeze(1),
         offsets.unsqueeze(1),
     )
-
-
-def add_outliers(
-    states: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor, tokens: slice
-) -> None:
-    """
-    Adds what `sort_into_tiles` returned to the tokens `tokens` of the same chunks, `[B, H, M, tokens, D]`, contiguous,
-    in place.
-    """
-    batch_size, num_heads, num_chunks, length, head_dim = states.shape
-    first, last = tokens.start // OUTLIER_TILE, -(-tokens.stop // OUTLIER_TILE)
-    slots = offsets[:, 0, :, first * num_heads : last * num_heads + 1].long()
-    starts, ends = slots[..., :-1, None], slots[..., 1:, None]
-    width = int((ends - starts).max())
-    if width == 0:
-        return
-    # Entries [B, M, tiles * heads, width], as many as the fullest tile has
-    entries = starts + torch.arange(width, dtype=torch.int64, device=states.device)
-    in_use = entries < ends
-    flat = entries.clamp_(max=indices.shape[3] - 1).flatten(2)
-    index = indices[:, 0].gather(2, flat).view(in_use.shape).long()
-    value = values[:, 0].gather(2, flat).view(in_use.shape).float()
-    tiles = torch.arange(first, last, dtype=torch.int64, device=states.device).repeat_interleave(num_heads)[:, None]
-    token = tiles * OUTLIER_TILE + (index >> channel_bits(head_dim)) - tokens.start
-    in_use &= (token >= 0) & (token < length)
-    place = torch.where(in_use, token * head_dim + (index & ((1 << channel_bits(head_dim)) - 1)), 0)
-
-    def by_head(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.unflatten(2, (last - first, num_heads)).permute(0, 3, 1, 2, 4).flatten(3)
-
-    states.view(*states.shape[:3], -1).scatter_add_(3, by_head(place), by_head(torch.where(in_use, value, 0)))

@@ -23,12 +23,14 @@ import torch
 import torch.nn.functional as F
 
 from kvcache_plugins.files.schema import Stored, check_layout
-from kvcache_plugins.kernels.engine import choose_coding_kernel
+from kvcache_plugins.formats.positions import Positions
+from kvcache_plugins.formats.quantizer import BLOCK, DISTORTIONS, MAX_WIDTH, num_blocks
+from kvcache_plugins.formats.rotary import RotaryLayout, channels_of
+from kvcache_plugins.formats.rows import RowFormat, RowFormats, Rows
+from kvcache_plugins.kernels.ops import channel_moments, decode_rows
 
-from .codec import CodecState, Positions, QueryMoments, Rows, Sample
-from .quantizer import BLOCK, DISTORTIONS, MAX_WIDTH, num_blocks
-from .rope import START, RotaryLayout, apply_rope, channels_of
-from .rows import RowCodec, RowTable
+from .codec import CodecState, QueryMoments, Sample
+from .rows import RowCodec
 
 
 # Relative, of frequencies that another machine or release computed: a few roundings of float32
@@ -61,7 +63,7 @@ class PromptCodec(RowCodec):
         layouts (`Sequence[RotaryLayout]`): those that the model's keys may have.
     """
 
-    _tables: tuple[RowTable, RowTable] | None = dataclasses.field(default=None, kw_only=True)
+    _formats: RowFormats | None = dataclasses.field(default=None, kw_only=True)
     head_dims: tuple[int, int]
     sizes: tuple[int, int]
     layouts: Sequence[RotaryLayout]
@@ -78,32 +80,32 @@ class PromptCodec(RowCodec):
         assert valid is not None, "a cache knows which of its tokens count"
         valid, (size, value_size) = valid.to(keys.device), self.sizes
         table = make_key_table(keys, valid, moments, self.layouts, positions, size)
-        tables = table, make_value_table(values, valid, value_size)
-        return dataclasses.replace(self, _tables=tables)
+        formats = table, make_value_table(values, valid, value_size)
+        return dataclasses.replace(self, _formats=formats)
 
     def refit(self, number: int, sample: Sample) -> PromptCodec:
         if (moments := sample.moments) is not None:
             place = self.layouts.index(self.rope)
             moments = QueryMoments(moments.squares[number, None], moments.products[number, None, :, place, None])
         fitted = dataclasses.replace(self, layouts=[self.rope]).fit(sample._replace(moments=moments))
-        (of_keys, of_values), (one, other) = self.tables(), fitted.tables()
-        tables = of_keys.with_sequence(number, one), of_values.with_sequence(number, other)
-        return dataclasses.replace(self, _tables=tables)
+        (of_keys, of_values), (one, other) = self.formats(), fitted.formats()
+        formats = of_keys.with_sequence(number, one), of_values.with_sequence(number, other)
+        return dataclasses.replace(self, _formats=formats)
 
-    def without_shared_errors(self, rows: Rows, sample: Sample) -> PromptCodec:
+    def with_bias_correction(self, rows: Rows, sample: Sample) -> PromptCodec:
         """
         Adds to means the errors that all tokens of a prompt have in common, in heads where these are a large share of
         all errors: a prompt of few distinct tokens has few distinct errors, which attention cannot average.
         """
         keys, values, valid, _, positions = sample
-        if keys.is_meta or self._tables is None:
+        if keys.is_meta or self._formats is None:
             return self
         tail = slice(max(keys.shape[2] - _NUM_NEWEST, 0), None)
         at = Positions(positions.first + tail.start, positions.padding)
         valid = None if valid is None else valid[:, tail]
         tables = []
-        for table, states, coded in zip(self._tables, (keys, values), rows, strict=True):
-            errors = states[:, :, tail].float() - table.decode(coded[:, :, tail], at)
+        for table, states, coded in zip(self._formats, (keys, values), rows, strict=True):
+            errors = states[:, :, tail].float() - decode_rows(coded[:, :, tail], table, at)
             shared, variance = channel_moments(errors, valid, table.rope, at)
             energy = shared.square()
             shared = shared * (energy.sum(dim=2) > _LEAST_SHARED * (energy + variance).sum(dim=2))[:, :, None]
@@ -111,12 +113,12 @@ class PromptCodec(RowCodec):
                 mean = shared if table.mean is None else table.mean.float() + shared
                 table = dataclasses.replace(table, mean=mean.clamp(-_LARGEST, _LARGEST).half())
             tables.append(table)
-        return dataclasses.replace(self, _tables=(tables[0], tables[1]))
+        return dataclasses.replace(self, _formats=(tables[0], tables[1]))
 
     def state(self) -> CodecState | None:
-        if self._tables is None:
+        if self._formats is None:
             return None
-        keys, values = self.tables()
+        keys, values = self.formats()
         return CodecState(
             rotary=self.rope.name,
             first_rotated=self.rope.first,
@@ -140,7 +142,7 @@ class PromptCodec(RowCodec):
         (key_dim, value_dim), (size, value_size) = self.head_dims, self.sizes
         keys = _table(f"{path}.keys", state.keys, heads, key_dim, size, layout)
         values = _table(f"{path}.values", state.values, heads, value_dim, value_size)
-        return dataclasses.replace(self, _tables=(keys, values))
+        return dataclasses.replace(self, _formats=(keys, values))
 
 
 def make_key_table(
@@ -150,7 +152,7 @@ def make_key_table(
     layouts: Sequence[RotaryLayout],
     positions: Positions,
     total: int,
-) -> RowTable:
+) -> RowFormat:
     """
     Makes the table of a prompt's keys `[B, H, T, D]`, after the rotary embedding, with widths of `total` in a head.
 
@@ -217,7 +219,7 @@ def _key_moments(
     return mean, variance, queried.clamp(min=0)
 
 
-def make_value_table(values: torch.Tensor, valid: torch.Tensor, total: int) -> RowTable:
+def make_value_table(values: torch.Tensor, valid: torch.Tensor, total: int) -> RowFormat:
     """
     Makes the table of a prompt's values `[B, H, T, D]`: one deviation a head, and bits alike for all channels.
 
@@ -251,39 +253,13 @@ def _make_table(
     widths: torch.Tensor,
     order: torch.Tensor | None = None,
     rope: RotaryLayout | None = None,
-) -> RowTable:
+) -> RowFormat:
     """Makes the table of keys of a rotary embedding, or of values, whose codes take `size` bytes."""
     # In float16 0 stays 0, what is not 0 does not become it
     deviation = torch.where(deviation > 0, deviation.clamp(_TINY, _LARGEST), 0).half()
     is_of_keys = rope is not None
     own = order, mean, deviation, widths.to(torch.uint8), 1 + size, head_dim, is_of_keys
-    return RowTable(*own, rope=rope, is_rotated=not is_of_keys)
-
-
-def channel_moments(
-    states: torch.Tensor,
-    valid: torch.Tensor | None,
-    layout: RotaryLayout | None = None,
-    positions: Positions = START,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Computes means and variances of channels `[B, H, D]`, float32, of states `[B, H, T, D]` of any floating dtype whose
-    rotary embedding is undone, and of which all tokens count or those `valid` `[B, T]`.
-    """
-    if choose_coding_kernel(states, states.shape[3]) == "compiled":
-        from kvcache_plugins.kernels.compiled import code
-
-        # Of no tokens that count they are 0
-        means, variances = states.new_empty((2, *states.shape[:2], states.shape[3]), dtype=torch.float32).unbind()
-        valid = None if valid is None else valid.contiguous()
-        code("measure_channels", states, None, positions, layout, valid=valid, means=means, variances=variances)
-        return means, variances
-    count = states.shape[2] if valid is None else valid.sum(dim=1).clamp(min=1)[:, None, None]
-    counts = torch.ones((), dtype=torch.bool, device=states.device) if valid is None else valid[:, None, :, None]
-    states = states.float() if layout is None else apply_rope(states, layout, positions, is_undone=True)
-    mean = (torch.where(counts, states, 0).sum(dim=2, dtype=torch.float64) / count).float()
-    squares = torch.where(counts, states - mean[:, :, None], 0).square_()
-    return mean, (squares.sum(dim=2, dtype=torch.float64) / count).float()
+    return RowFormat(*own, rope=rope, is_rotated=not is_of_keys)
 
 
 def _table(
@@ -293,7 +269,7 @@ def _table(
     head_dim: int,
     size: int,
     rope: RotaryLayout | None = None,
-) -> RowTable:
+) -> RowFormat:
     """Makes the table of keys of a rotary embedding, or of values, whose codes take `size` bytes."""
     shape, is_of_keys = (*heads, head_dim), rope is not None
     layout = {

@@ -1,85 +1,20 @@
-"""Asymmetric uniform quantization of keys and values, and the packing of the codes.
+"""Asymmetric uniform quantization of keys and values in groups: see `formats.groups`.
 
-Tensors come as chunks, `[batch_size, num_heads, num_chunks, chunk_length, head_dim]` (legend: B H M L D). A group of
-values shares one step (`scale`) and one minimum (`zero`), both in float16; a value is `zero + scale * code`. Groups
-lie along one of two axes:
-
-- `"channel"`: `group_size` consecutive tokens of one channel of one head (`None`: all tokens of the chunk);
-- `"token"`: `group_size` consecutive channels of one token of one head (`None`: all channels of all heads of the
-  token).
-
-Codes are chosen against the *stored* float16 scale and zero, so that rounding those adds no second error.
-
-Packing is by slabs, not interleaved: at 2 bits, byte `j` of a token holds channels `j`, `j + D/4`, `j + D/2`,
-`j + 3D/4`. One shift and one mask then give `D/4` channels that lie side by side, for PyTorch and for a GPU alike.
-3 bits are a 2-bit plane followed by a 1-bit plane, so that nothing is wasted.
+Tensors come as chunks, `[batch_size, num_heads, num_chunks, chunk_length, head_dim]` (legend: B H M L D). Codes are
+chosen against the *stored* float16 scale and zero, so that rounding those adds no second error.
 """
 
-from dataclasses import dataclass
-
 import torch
-import torch.nn.functional as F
+
+from kvcache_plugins.formats.groups import STORAGE_DTYPE, Grouping
 
 
 # Of GEAR; other widths can be packed too
 SUPPORTED_NBITS = (2, 3, 4, 8)
-# Planes of each width, lowest bits first: (bits in the plane, shift of the plane within the code)
-_PLANES = {
-    1: ((1, 0),),
-    2: ((2, 0),),
-    3: ((2, 0), (1, 2)),
-    4: ((4, 0),),
-    5: ((4, 0), (1, 4)),
-    6: ((4, 0), (2, 4)),
-    8: ((8, 0),),
-}
 # Mean errors whose squares are such a share of the errors' own are no accident, of as many tokens
 _SHARED, _LEAST_SPREAD = 0.25, 16
 # What thresholds go on by from token to token, and from channel to channel: the golden ratio spreads them evenly
 _TOKEN_TURN, _CHANNEL_TURN = 0.6180339887498949, 0.7548776662466927
-# Of everything that is stored but codes and indices
-STORAGE_DTYPE = torch.float16
-
-
-@dataclass(frozen=True, slots=True)
-class Grouping:
-    """Which values share a scale and a zero: see the module's docstring."""
-
-    axis: str
-    group_size: int | None
-
-
-def packed_size(head_dim: int, nbits: int) -> int:
-    """Bytes that the codes of `head_dim` channels take."""
-    return sum(-(-head_dim // (8 // width)) for width, _ in _PLANES[nbits])
-
-
-def pack(codes: torch.Tensor, nbits: int) -> torch.Tensor:
-    """Packs codes `[..., head_dim]` (`uint8`, below `2**nbits`) into bytes `[..., packed_size(head_dim, nbits)]`."""
-    planes = []
-    for width, shift in _PLANES[nbits]:
-        per_byte = 8 // width
-        plane = codes if width == nbits else (codes >> shift) & (2**width - 1)
-        if plane.shape[-1] % per_byte:
-            plane = F.pad(plane, (0, -plane.shape[-1] % per_byte))
-        slabs = plane.unflatten(-1, (per_byte, -1)).unbind(-2)
-        packed = slabs[0].clone() if per_byte == 1 else slabs[0] | (slabs[1] << width)
-        for i in range(2, per_byte):
-            packed |= slabs[i] << (i * width)
-        planes.append(packed)
-    return planes[0] if len(planes) == 1 else torch.cat(planes, dim=-1)
-
-
-def unpack(packed: torch.Tensor, nbits: int, head_dim: int) -> torch.Tensor:
-    """Unpacks bytes `[..., packed_size(head_dim, nbits)]` into codes `[..., head_dim]` (`uint8`)."""
-    planes = []
-    for width, shift in _PLANES[nbits]:
-        per_byte, size = 8 // width, packed_size(head_dim, width)
-        slabs = [(packed[..., :size] >> (i * width)) & (2**width - 1) for i in range(per_byte)]
-        plane = slabs[0] if per_byte == 1 else torch.cat(slabs, dim=-1)
-        planes.append(plane[..., :head_dim] << shift if shift else plane[..., :head_dim])
-        packed = packed[..., size:]
-    return planes[0] if len(planes) == 1 else planes[0] | planes[1]
 
 
 def _by_group(states: torch.Tensor, grouping: Grouping) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -89,17 +24,6 @@ def _by_group(states: torch.Tensor, grouping: Grouping) -> tuple[torch.Tensor, t
     if grouping.group_size is None:
         return states, (1, 4)
     return states.unflatten(4, (-1, grouping.group_size)), (5,)
-
-
-def expand_groups(grouped: torch.Tensor, grouping: Grouping, states_shape: torch.Size) -> torch.Tensor:
-    """Repeats scales or zeros of groups to the shape of the states, as a view where possible."""
-    if grouping.axis == "channel":
-        size = states_shape[3] // grouped.shape[3]
-        return grouped.unsqueeze(4).expand(-1, -1, -1, -1, size, -1).flatten(3, 4)
-    if grouped.shape[4] == 1:
-        return grouped.expand(-1, states_shape[1], -1, -1, states_shape[4])
-    size = states_shape[4] // grouped.shape[4]
-    return grouped.unsqueeze(5).expand(-1, -1, -1, -1, -1, size).flatten(4, 5)
 
 
 def quantize(
@@ -189,24 +113,3 @@ def check_range(*in_range: torch.Tensor) -> None:
         raise ValueError(
             "the states exceed the range of float16 (65504), in which scales, zeros and corrections are stored"
         )
-
-
-def dequantize(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, grouping: Grouping) -> torch.Tensor:
-    """Turns what `quantize` returned into float32 states again, contiguous."""
-    states = codes.to(torch.float32, memory_format=torch.contiguous_format)
-    states *= expand_groups(scale, grouping, states.shape)
-    states += expand_groups(zero, grouping, states.shape)
-    return states
-
-
-def bytes_of_halves(numbers: torch.Tensor) -> torch.Tensor:
-    """Stores `numbers` `[..., N]` in float16, as bytes `[..., 2 N]`; a `ValueError` if one is too large for that."""
-    halves = numbers.half()
-    if not halves.is_meta and not bool(halves.isfinite().all()):
-        raise ValueError("keys or values are so large that their scale does not fit into float16 (65504)")
-    return halves.contiguous().view(torch.uint8)
-
-
-def halves_of_bytes(rows: torch.Tensor) -> torch.Tensor:
-    """Reads what `bytes_of_halves` stored, in float32."""
-    return rows.contiguous().view(torch.float16).float()

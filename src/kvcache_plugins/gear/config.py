@@ -4,7 +4,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvcache_plugins.codecs.groups import GroupCodec, SideCodec
-from kvcache_plugins.codecs.quantization import SUPPORTED_NBITS, Grouping
+from kvcache_plugins.codecs.quantization import SUPPORTED_NBITS
+from kvcache_plugins.formats.groups import Grouping
 from kvcache_plugins.layers.policies import GroupPolicy
 from kvcache_plugins.option_checks import check_bool, check_choice, check_integer, check_number
 

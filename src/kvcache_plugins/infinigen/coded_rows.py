@@ -15,10 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments, Sample
-from kvcache_plugins.codecs.parts import TILE_TOKENS, RowTokens, SinkStates
+from kvcache_plugins.codecs.codec import Codec, QueryMoments, Sample
 from kvcache_plugins.codecs.rows import RowCodec
+from kvcache_plugins.formats.parts import SelectableRows, SinkStates
+from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.kernels.ops import TILE_TOKENS
 from kvcache_plugins.kernels.tokens import ChoosingCall, attend_chosen, choose_by_rows, score_rows
 from kvcache_plugins.layers.exact_tokens import States
 from kvcache_plugins.layers.finite_check import check_finite
@@ -49,7 +51,7 @@ class CodedRows(ScoringStates):
         self.sinks: States | None = None
         # What `append` puts in force: codec, exact tokens and moments of what was encoded last
         self._encoded: tuple[Any, Any, QueryMoments | None] | None = None
-        self._tokens: RowTokens | None = None
+        self._tokens: SelectableRows | None = None
 
     def needs_queries(self, length: int) -> bool:
         """Tells whether queries that make a sequence `length` long are to be heard: those of few tokens are not."""
@@ -81,13 +83,13 @@ class CodedRows(ScoringStates):
             rows = codec.encode(keys, values, positions)
         except ValueError as error:
             raise ValueError(f"layer {self.layer_idx}: {error}") from error
-        overflow = codec.too_large(*rows)
+        overflow = codec.overflow(*rows)
         if overflow is not None:
             overflow = (overflow if valid is None else overflow & valid).any()
         real = None if valid is None else self._real(number[:, :count])
         check_finite(keys, values, real, self.layer_idx, self.packing.largest, overflow)
         if not self.is_fitted:
-            codec = codec.without_shared_errors(rows, Sample(keys, values, valid, None, positions))
+            codec = codec.with_bias_correction(rows, Sample(keys, values, valid, None, positions))
         self._encoded = codec, sinks, moments
         return {"keys": rows[0]}, (rows[1],)
 
@@ -167,14 +169,15 @@ class CodedRows(ScoringStates):
     def prepare(self, query: torch.Tensor, scale: float, pool: TokenPool, window: States) -> ChoosingCall | None:
         return choose_by_rows(query, scale, self._stored(pool), window) if pool.is_in_order else None
 
-    def _stored(self, pool: TokenPool) -> RowTokens:
+    def _stored(self, pool: TokenPool) -> SelectableRows:
         """Returns all tokens, in the same object until they are others, somewhere else, or behind other padding."""
         assert self.sinks is not None
         padding, tokens = self.padding.counts, self._tokens
         is_as_told = tokens is not None and tokens.length == self.length and tokens.pages is pool.pages
         if tokens is None or not is_as_told or tokens.sinks.first is not padding:
-            sinks, positions = SinkStates(padding, *self.sinks), Positions(0, padding)
-            self._tokens = tokens = RowTokens(self.rows["keys"], self.length, pool.pages, self.codec, positions, sinks)
+            sinks, positions, keys = SinkStates(padding, *self.sinks), Positions(0, padding), self.rows["keys"]
+            formats = self.codec.formats(keys.device)
+            self._tokens = tokens = SelectableRows(keys, self.length, pool.pages, formats, positions, sinks)
         return tokens
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from kvcache_plugins.codecs.parts import DensePart, Tile
+from kvcache_plugins.formats.parts import DensePart
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.masks import slice_mask
+from kvcache_plugins.kernels.ops import Tile
 from kvcache_plugins.kernels.tokens import ChoosingCall, attend_staged, choose_rows_kernel
 from kvcache_plugins.layers.exact_tokens import ExactTail
 from kvcache_plugins.layers.lazy_layer import LazyLayer, MaskedTiles, kind_of

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from kvcache_plugins.codecs.quantization import pack
+from kvcache_plugins.formats.bits import pack
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.tokens import ChoosingCall, attend_chosen, choose_by_codes, code_scores
 from kvcache_plugins.layers.exact_tokens import States

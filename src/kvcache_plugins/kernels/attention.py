@@ -7,30 +7,24 @@ Legend: B batch, H key/value heads, G query heads a key/value head, Q query toke
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
-from kvcache_plugins.codecs.codec import Codec
-from kvcache_plugins.codecs.parts import CompressedPart, DensePart, PagedPart, Part
-from kvcache_plugins.codecs.rows import RowCodec
+from kvcache_plugins.formats.parts import DensePart, GroupPart, OpaqueRowPart, PagedRowPart, Part
+from kvcache_plugins.formats.rows import RowFormats
 
 from .compiled import PreparedCall, PreparedCoding
-from .engine import choose_coding_kernel, choose_flash
+from .engine import choose_coding_kernel, load_triton
 from .masks import slice_mask
+from .online_attention import OnlineAttention
+from .ops import decode_tiles
 from .structs import KINDS, MOST_CHANNELS
-
-
-if TYPE_CHECKING:
-    from .triton import KeptAttention
-
-# Scores that are made at a time, float32
-_MOST_SCORES = 2**26
 
 
 def attend(
     query: torch.Tensor,
-    parts: Iterable[Part],
+    parts: Iterable[Part | OpaqueRowPart],
     num_key_value_heads: int,
     scale: float | None = None,
     kernel: str = "torch",
@@ -42,7 +36,7 @@ def attend(
 
     Args:
         query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries.
-        parts (`Iterable[DensePart | CompressedPart | CodedPart]`): what is attended to, each token in one part.
+        parts (`Iterable[Part | OpaqueRowPart]`): what is attended to, each token in one part.
         num_key_value_heads (`int`): H.
         scale (`float`, *optional*, defaults to `1 / sqrt(D)`): factor of the scores.
         kernel (`str`, *optional*, defaults to `"torch"`): what computes, as `engine.choose_kernel` says.
@@ -53,37 +47,45 @@ def attend(
         `torch.Tensor` of shape `[B, H * G, Q, value head dim]` in the queries' dtype.
     """
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    # Of PyTorch's kernel one after another: a part may come from elsewhere, and not all may fit into memory at once
-    given = [] if kernel == "torch" else list(parts)
-    if kernel == "compiled" and max(given[0].head_dims) <= MOST_CHANNELS:
-        own = (query if query.dtype in KINDS else query.float()).contiguous()
-        return PreparedCall(own, given, num_key_value_heads, scale).attend_now(own).to(query.dtype)
-    # Where nothing is coded PyTorch's own steps are the fast ones; Triton is imported late, as it may not be there
-    if kernel == "triton" and any(not isinstance(part, DensePart) for part in given):
-        from .triton import attend as attend_with_triton
-
-        return attend_with_triton(query, given, num_key_value_heads, scale)
+    if kernel != "torch":
+        native = _native(parts)
+        parts = native
+        if kernel == "compiled" and max(native[0].head_dims) <= MOST_CHANNELS:
+            own = (query if query.dtype in KINDS else query.float()).contiguous()
+            return PreparedCall(own, native, num_key_value_heads, scale).attend_now(own).to(query.dtype)
+        # Without packed parts PyTorch's own steps are the fast ones
+        if kernel == "triton" and any(not isinstance(part, DensePart) for part in native):
+            output: torch.Tensor = load_triton().attend(query, native, num_key_value_heads, scale)
+            return output
     attention = OnlineAttention(query, num_key_value_heads, scale, softcap, sinks)
-    for each in given or parts:
-        part = each.gathered() if isinstance(each, PagedPart) else each
-        for keys, values, start, stop in part.tiles():
+    # One after another: a part may be copied from elsewhere, and not all may fit into memory at once
+    for each in parts:
+        part = each.gathered() if isinstance(each, PagedRowPart) else each
+        for keys, values, start, stop in decode_tiles(part):
             attention.add_tile(keys, values, slice_mask(part.mask, start, stop))
     return attention.result()
 
 
+def _native(parts: Iterable[Part | OpaqueRowPart]) -> list[Part]:
+    """Lists parts for kernels, which read no codec's own rows."""
+    native = []
+    for part in parts:
+        assert not isinstance(part, OpaqueRowPart), "codecs without kernels are read in PyTorch"
+        native.append(part)
+    return native
+
+
 def prepare_tokens(
     query: torch.Tensor, parts: Sequence[Part], num_key_value_heads: int, scale: float | None, kernel: str
-) -> "PreparedCall | KeptAttention | None":
+) -> Any:
     """
     Prepares attention of tokens to come by a kernel, `"compiled"` or `"triton"`, whose queries are like `query`, over
     parts of which the last is exact and grows, and all others stay; `None` if what is stored cannot be read where it
     is. See `attend`. Rows are for Triton those of static layers, which prepare their own.
     """
     if kernel == "triton":
-        from .triton import keep_attention
-
-        is_of_groups = any(isinstance(part, CompressedPart) for part in parts)
-        return keep_attention(query, parts, num_key_value_heads, scale) if is_of_groups else None
+        is_of_groups = any(isinstance(part, GroupPart) for part in parts)
+        return load_triton().keep_attention(query, parts, num_key_value_heads, scale) if is_of_groups else None
     if max(parts[0].head_dims) > MOST_CHANNELS or query.dtype not in KINDS:
         return None
     call = PreparedCall(query, parts, num_key_value_heads, query.shape[3] ** -0.5 if scale is None else scale)
@@ -91,135 +93,13 @@ def prepare_tokens(
 
 
 def prepare_coding(
-    codec: Codec, older: Codec, states: torch.Tensor, padding: torch.Tensor | None, limit: float
+    formats: RowFormats, older: RowFormats, states: torch.Tensor, padding: torch.Tensor | None, limit: float
 ) -> PreparedCoding | None:
     """
-    Prepares the coding of tokens to come, states `[B, H, any, D]`, as rows behind others, and of such rows as those of
-    `older`; `None` if that is not for compiled kernels. Numbers have to be below `limit`.
+    Prepares the encoding of tokens to come, states `[B, H, any, D]`, as rows behind others, and of such rows as those
+    of `older` formats; `None` if compiled kernels do not encode them. Numbers have to be below `limit`.
     """
-    if not isinstance(codec, RowCodec) or not isinstance(older, RowCodec) or states.dtype not in KINDS:
+    most = max(each.head_dim for each in formats)
+    if states.dtype not in KINDS or choose_coding_kernel(states, most) != "compiled":
         return None
-    heads = max(table.head_dim for table in codec.tables(states.device))
-    if choose_coding_kernel(states, heads) != "compiled":
-        return None
-    return PreparedCoding(codec, older, padding, limit)
-
-
-class OnlineAttention:
-    """
-    `softmax(query keys^T * scale + mask) values`, accumulated over tiles: each by itself, and all joined by the
-    logarithms of their sums of weights, so that no tile needs to outlive its turn. Arithmetic is in float32; arguments
-    are those of `attend`.
-    """
-
-    def __init__(
-        self,
-        query: torch.Tensor,
-        num_key_value_heads: int,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ):
-        self.dtype, self.scale = query.dtype, query.shape[3] ** -0.5 if scale is None else scale
-        self._softcap, self._sinks = softcap, sinks
-        self._query = query.float().unflatten(1, (num_key_value_heads, -1))  # [B, H, G, Q, D]
-        self._output: torch.Tensor | None = None  # [B, H, G, Q, value head dim]
-        self._log_sum = self._query.new_full((), -torch.inf)  # [B, H, G, Q, 1]
-
-    def add_tile(self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """
-        Attends to one more tile.
-
-        Args:
-            keys, values (`torch.Tensor` of shape `[B, H, T, D]`): the tile's states.
-            mask (`torch.Tensor` of shape broadcastable to `[B, H * G, Q, T]`, *optional*): boolean (`True` attends) or
-                added to the scores.
-        """
-        keys, values = keys.float(), values.float()
-        if self._softcap is None and choose_flash(self._query.flatten(1, 2), values.shape[3]):
-            output, log_sum = self._by_flash(keys, values, mask)
-        else:
-            # A prompt's scores of all heads may be more than a GPU holds
-            most = max(_MOST_SCORES // max(self._query[..., :1, 0].numel() * keys.shape[2], 1), 1)
-            found = []
-            for first, query in enumerate(self._query.split(most, dim=3)):
-                own = mask[:, :, first * most :][:, :, :most] if mask is not None and mask.shape[2] > 1 else mask
-                found.append(self._by_products(query, keys, values, own))
-            output, log_sum = found[0]
-            if len(found) > 1:
-                output, log_sum = (torch.cat(each, dim=3) for each in zip(*found, strict=True))
-        if self._output is None:
-            self._output, self._log_sum = output, log_sum
-            return
-        joined = torch.logaddexp(self._log_sum, log_sum)
-        # Of a row that may attend to nothing so far nothing counts
-        reference = joined.masked_fill(joined == -torch.inf, 0)
-        self._output = torch.addcmul(
-            self._output * (self._log_sum - reference).exp(), output, (log_sum - reference).exp()
-        )
-        self._log_sum = joined
-
-    def result(self) -> torch.Tensor:
-        """
-        Returns the attention output `[B, H * G, Q, value head dim]` in the queries' dtype; zero where a query may
-        attend to nothing.
-        """
-        assert self._output is not None, "there is nothing to attend to"
-        output = self._output.flatten(1, 2)
-        if self._sinks is not None:
-            # They take the share of the weights that a token with their score would
-            output = output * (self._log_sum.flatten(1, 2) - self._sinks.float()).sigmoid()
-        return output.to(self.dtype)
-
-    def _by_products(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Heads of a group are further queries of one head."""
-        scores = (query * self.scale).flatten(2, 3) @ keys.transpose(2, 3)
-        scores = scores.view(*query.shape[:4], -1)
-        if self._softcap is not None:
-            scores = (scores / self._softcap).tanh() * self._softcap
-        if mask is not None:
-            by_head = scores.flatten(1, 2)
-            masked = by_head.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else by_head + mask.float()
-            scores = masked.view(scores.shape)
-        maximum = scores.amax(dim=4, keepdim=True)
-        maximum = maximum.masked_fill(maximum.isinf(), 0)
-        weights = (scores - maximum).exp_()
-        total = weights.sum(dim=4, keepdim=True)
-        sums = (weights.flatten(2, 3) @ values).view(*query.shape[:4], -1)
-        return sums / torch.where(total > 0, total, 1), maximum + total.log()
-
-    def _by_flash(
-        self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """By PyTorch's flash attention, which never writes a matrix of scores. No gradients."""
-        batch_size, num_heads, groups, num_queries, _ = self._query.shape
-        # It takes channels to be next to each other, which those out of a convolution are not
-        keys, values = (side if side.stride(3) == 1 else side.contiguous() for side in (keys, values))
-        if mask is None or (bool(mask.all()) if mask.dtype == torch.bool else not bool(mask.any())):
-            output, log_sum = _flash(self._query.flatten(2, 3), keys, values, None, self.scale)
-            return output.reshape(self._query.shape), log_sum.reshape(*self._query.shape[:4], 1)
-        # Heads of a group are heads, which read the same keys; items and their heads are one dimension
-        if mask.dtype == torch.bool:
-            mask = torch.zeros(mask.shape, dtype=torch.float32, device="cpu").masked_fill_(~mask, -torch.inf)
-        mask = mask.float()
-        if mask.shape[0] > 1 or mask.shape[1] > 1:
-            mask = mask.expand(batch_size, num_heads * groups, num_queries, keys.shape[2])
-            mask = mask.reshape(batch_size * num_heads, groups, num_queries, -1)
-        keys, values = (side.flatten(0, 1)[:, None].expand(-1, groups, -1, -1) for side in (keys, values))
-        output, log_sum = _flash(self._query.flatten(0, 1), keys, values, mask, self.scale)
-        # Rows that are hidden all of the tile come as zeros that weigh 1
-        is_hidden = (mask.amax(dim=3, keepdim=True) == -torch.inf).expand(*output.shape[:3], 1)
-        log_sum = log_sum[..., None].masked_fill(is_hidden, -torch.inf)
-        return output.reshape(self._query.shape), log_sum.reshape(*self._query.shape[:4], 1)
-
-
-def _flash(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output `[B, H, Q, D]`, and the logarithm of the sum of weights `[B, H, Q]`."""
-    output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query.contiguous(), keys, values, 0.0, False, attn_mask=mask, scale=scale
-    )
-    return output, log_sum
+    return PreparedCoding(formats, older, padding, limit)

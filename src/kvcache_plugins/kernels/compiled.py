@@ -22,15 +22,14 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 
-from kvcache_plugins.codecs.basis import Basis
-from kvcache_plugins.codecs.groups import CompressedStates
-from kvcache_plugins.codecs.outliers import channel_bits, num_offsets
-from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, PagedPart, Part
-from kvcache_plugins.codecs.quantization import packed_size
-from kvcache_plugins.codecs.quantizer import BLOCK, COEFFICIENTS, MAX_WIDTH, point_gains, thresholds
-from kvcache_plugins.codecs.rope import START, Positions, RotaryLayout, channels_of
-from kvcache_plugins.codecs.rotation import rotation_size
-from kvcache_plugins.codecs.rows import KeptRows, RowCodec, RowTable, scale_of
+from kvcache_plugins.formats.bits import packed_size
+from kvcache_plugins.formats.groups import QuantizedChunks, channel_bits, num_offsets
+from kvcache_plugins.formats.hadamard import rotation_size
+from kvcache_plugins.formats.parts import DensePart, GroupPart, PagedRowPart, Part, RowPart
+from kvcache_plugins.formats.positions import START, Positions
+from kvcache_plugins.formats.quantizer import BLOCK, COEFFICIENTS, MAX_WIDTH, point_gains, thresholds
+from kvcache_plugins.formats.rotary import RotaryLayout, channels_of
+from kvcache_plugins.formats.rows import Basis, KeptRows, RowFormat, RowFormats, scale_of
 
 from .library import find_threads, function, level, num_threads, run
 from .masks import slice_mask
@@ -57,11 +56,11 @@ _TASK_TOKENS = 128
 # As in `coding.h`
 _LEVELS, _ALL_LEVELS = (0, 16, 32, 48, 64, 80, 112), 192
 # Of tables that live
-_TABLES: "WeakKeyDictionary[RowTable, Structure]" = WeakKeyDictionary()
+_TABLES: "WeakKeyDictionary[RowFormat, Structure]" = WeakKeyDictionary()
 # Bases of keys and means as `calls.h` has them, of tables that live, by layout and level
 _BASES: "WeakKeyDictionary[Basis, dict[tuple[RotaryLayout, str], dict[str, torch.Tensor]]]" = WeakKeyDictionary()
 # Of states that live, where they are contiguous as they are
-_SIDES: "WeakKeyDictionary[CompressedStates, Structure]" = WeakKeyDictionary()
+_SIDES: "WeakKeyDictionary[QuantizedChunks, Structure]" = WeakKeyDictionary()
 
 
 class LayerParts:
@@ -83,15 +82,15 @@ class LayerParts:
 
     def add(self, part: Part) -> None:
         """Adds a part; the exact one that grows is the last."""
-        mask, lengths, kind = None if isinstance(part, PagedPart) else part.mask, None, "PART_ROWS"
-        if isinstance(part, CodedPart):
-            assert isinstance(part.codec, RowCodec), "only rows of tables have kernels"
-            stored = self.rows_of(part.keys, part.values, part.codec, part.positions, part.length)
-        elif isinstance(part, PagedPart):
-            stored, lengths = self.rows_of(part.keys, part.values, part.codec, START, part.length, part), part.lengths
+        mask, lengths, kind = None if isinstance(part, PagedRowPart) else part.mask, None, "PART_ROWS"
+        if isinstance(part, RowPart):
+            stored = self.rows_of(part.keys, part.values, part.formats, part.positions, part.length)
+        elif isinstance(part, PagedRowPart):
+            stored = self.rows_of(part.keys, part.values, part.formats, START, part.length, part)
+            lengths = part.lengths
             mask = torch.zeros(1, 1, 1, max(part.num_hidden, 2), dtype=torch.float32, device="cpu")
             mask[..., : part.num_hidden] = -torch.inf
-        elif isinstance(part, CompressedPart):
+        elif isinstance(part, GroupPart):
             stored, kind = self._groups_of(part), "PART_GROUPS"
         else:
             stored, kind = self._exact_of(part), "PART_EXACT"
@@ -120,7 +119,7 @@ class LayerParts:
         self.exact = stored, DensePart(keys, values, part.length, None)
         return stored
 
-    def _groups_of(self, part: CompressedPart) -> Structure:
+    def _groups_of(self, part: GroupPart) -> Structure:
         if part.values.axis == "channel" or part.keys.is_rotated:
             raise ValueError("the compiled kernel takes values in groups of a token, and keys that are not rotated")
         chunks, chunk_length = part.keys.num_chunks, part.keys.chunk_length
@@ -139,7 +138,7 @@ class LayerParts:
         self.has_copies |= own is not tensor
         return own
 
-    def _side(self, states: CompressedStates) -> Structure:
+    def _side(self, states: QuantizedChunks) -> Structure:
         """Describes one side of groups."""
         side = _SIDES.get(states)
         if side is None:
@@ -155,13 +154,13 @@ class LayerParts:
         self,
         key_rows: torch.Tensor,
         value_rows: torch.Tensor | None,
-        codec: RowCodec,
+        formats: RowFormats,
         positions: Positions,
         length: int,
-        paged: PagedPart | None = None,
+        paged: PagedRowPart | None = None,
     ) -> Structure:
         """Describes tokens that are rows, or rows in pages; without those of values, which may stand elsewhere."""
-        keys, values = codec.tables(torch.device("cpu"))
+        keys, values = formats
         layout, padding = keys.rope, positions.padding
         assert layout is not None and keys.mean is not None
         if layout.head_dim != self.sizes["key_dim"]:
@@ -179,7 +178,7 @@ class LayerParts:
         return make("Rows", fields, sizes=sizes)
 
     def _row_side(
-        self, rows: torch.Tensor | None, length: int, table: RowTable, dim_name: str, paged: PagedPart | None
+        self, rows: torch.Tensor | None, length: int, table: RowFormat, dim_name: str, paged: PagedRowPart | None
     ) -> Structure:
         fields: dict[str, Any] = {"table": table_of(table, self.sizes["batch"]), "size": table.row_size}
         described, dim = fields["table"], self.sizes[dim_name]
@@ -275,7 +274,7 @@ class PreparedCall(TokenWriter):
         if told.exact is not None:
             self._exact = as_numbers(told.exact[0])
 
-    def extend(self, parts: Sequence[CodedPart]) -> bool:
+    def extend(self, parts: Sequence[RowPart]) -> bool:
         """
         Has the last rows be those of other parts: more of them, or from another position on, of the same tables. Tells
         whether it can; if not, the call is of no use any more.
@@ -381,7 +380,7 @@ def kind_of_tokens(states: torch.Tensor) -> tuple[object, ...]:
     return states.shape[0], states.shape[1], states.shape[3], states.dtype, states.is_contiguous()
 
 
-def _group_side(states: CompressedStates) -> Structure:
+def _group_side(states: QuantizedChunks) -> Structure:
     batch_size, num_heads, chunks, length, _ = states.codes.shape
     dim, scales = states.head_dim, states.scale.shape
     by_channel = states.axis == "channel"
@@ -404,7 +403,7 @@ def _group_side(states: CompressedStates) -> Structure:
     return make("GroupSide", fields)
 
 
-def _page_fields(rows: torch.Tensor, part: PagedPart, num_heads: int, row_size: int) -> dict[str, Any]:
+def _page_fields(rows: torch.Tensor, part: PagedRowPart, num_heads: int, row_size: int) -> dict[str, Any]:
     """Tells where rows `[pages, H, tokens of a page, R]` stand in the memory of their part, to its last byte."""
     count, heads, tokens, size = rows.shape
     start, stride, most = rows.data_ptr() - part.memory.data_ptr(), rows.stride(0), part.pages.shape[1]
@@ -459,7 +458,7 @@ def _angles_at(layout: RotaryLayout, positions: torch.Tensor) -> torch.Tensor:
     return torch.stack([angles.cos(), angles.sin()], dim=-2).float()
 
 
-def table_of(table: RowTable, batch_size: int) -> Structure:
+def table_of(table: RowFormat, batch_size: int) -> Structure:
     """Describes a table for tokens of so many sequences, and keeps that while the table lives."""
     found = _TABLES.get(table)
     if found is not None and found.batch == batch_size:
@@ -553,9 +552,9 @@ def code(
     rows: torch.Tensor | None,
     positions: Positions | None,
     layout: RotaryLayout | None,
-    table: RowTable | None = None,
+    table: RowFormat | None = None,
     *,
-    source: tuple[torch.Tensor, RowTable] | None = None,
+    source: tuple[torch.Tensor, RowFormat] | None = None,
     is_run: bool = True,
     **others: Any,
 ) -> Structure:
@@ -568,7 +567,7 @@ def code(
             `"decode_rows"` writes float32.
         rows (`torch.Tensor` of shape `[B, H, T, R]`, *optional*): rows, written by `"encode_rows"`.
         positions (`Positions`, *optional*): of the tokens; without them keys are left as they are before RoPE.
-        source (`torch.Tensor` of shape `[B, H, T, R]` and `RowTable`, *optional*): rows of a finer table, which are
+        source (`torch.Tensor` of shape `[B, H, T, R]` and `RowFormat`, *optional*): rows of a finer table, which are
             coded instead of states.
         **others: what the kernel writes and reads besides, by field.
     """
@@ -623,13 +622,14 @@ class PreparedCoding:
     ones: what stays the same is checked once.
 
     Args:
-        codec, older (`RowCodec`): whose rows tokens become, and whose rows these become.
+        formats, older (two `RowFormat` each): formats that tokens are encoded in, and those that their rows are
+            encoded in later.
         limit (`float`): what all numbers have to be below.
     """
 
-    def __init__(self, codec: RowCodec, older: RowCodec, padding: torch.Tensor | None, limit: float):
-        self.codec, self.padding, self._limit = codec, padding, limit
-        self._tables, self._older = codec.tables(), older.tables()
+    def __init__(self, formats: RowFormats, older: RowFormats, padding: torch.Tensor | None, limit: float):
+        self.formats, self.padding, self._limit = formats, padding, limit
+        self._older = older
         self._states: tuple[torch.Tensor, torch.Tensor] | None = None
         self._most = 0
 
@@ -652,7 +652,7 @@ class PreparedCoding:
 
         Returns:
             `list[torch.Tensor]`: storage of rows of keys and of values, and of older ones. `None` if tokens cannot be
-            stored, of which `RowTable.encode` and whoever calls it say more: nothing has changed then.
+            stored, of which `ops.encode_rows` and whoever calls it say more: nothing has changed then.
 
         Raises:
             ValueError: if anything does not fit the tables, or is not where it should be.
@@ -680,9 +680,9 @@ class PreparedCoding:
         where: dict[str, Any] = {"positions": Positions(start, self.padding), "limit": self._limit, "is_run": False}
         calls = [
             code("encode_rows", own[:, :, :count], None, layout=table.rope, table=table, **where)
-            for own, table in zip(states, self._tables, strict=True)
+            for own, table in zip(states, self.formats, strict=True)
         ]
-        for own, table, finer in zip(kept.rows, self._older, self._tables, strict=True):
+        for own, table, finer in zip(kept.rows, self._older, self.formats, strict=True):
             calls.append(code("encode_rows", None, None, None, None, table, source=(own, finer), is_run=False))
         codings = (_CODING * len(calls))(*calls)
         self._sources = [as_numbers(call.given["source"]) for call in calls[2:]]

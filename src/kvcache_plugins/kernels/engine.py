@@ -8,12 +8,15 @@ with one warning, and the caches count it.
 import os
 from functools import cache
 from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 from packaging.version import Version
 
+from kvcache_plugins.formats.rows import RowFormats
 from kvcache_plugins.user_warnings import warn_user
 
+from . import library
 from .structs import MOST_CHANNELS
 
 
@@ -25,6 +28,13 @@ MAX_NUM_QUERIES = 16
 MAX_NUM_COMPILED_QUERIES = 32
 # The oldest that compiles all kernels: 3.4 lacks functions of constants, and small operands of `tl.dot`
 _OLDEST_TRITON = Version("3.5")
+
+
+def load_triton() -> ModuleType:
+    """Imports `kernels.triton`, for callers that have chosen it: Triton may not be installed."""
+    from kvcache_plugins.kernels import triton
+
+    return triton
 
 
 def requested_kernel() -> str:
@@ -40,10 +50,12 @@ def requested_kernel() -> str:
     return requested
 
 
-def choose_kernel(query: torch.Tensor, most_compiled: int = MAX_NUM_QUERIES, codec: object = None) -> tuple[str, bool]:
+def choose_kernel(
+    query: torch.Tensor, most_compiled: int = MAX_NUM_QUERIES, shared_formats: RowFormats | None = None
+) -> tuple[str, bool]:
     """
-    The kernel for attention of `query` `[B, heads, new tokens, D]` over states that `codec` has compressed, which
-    `"compiled"` is for up to `most_compiled` new tokens.
+    Chooses the kernel for attention of `query` `[B, heads, new tokens, D]` over packed states, rows of
+    `shared_formats` if that is what they are. `"compiled"` is for up to `most_compiled` new tokens.
 
     Returns:
         `"triton"`, `"compiled"` or `"torch"`, and whether that is less than was wanted because something is missing.
@@ -52,9 +64,8 @@ def choose_kernel(query: torch.Tensor, most_compiled: int = MAX_NUM_QUERIES, cod
     if query.shape[2] > (most_compiled if kernel == "compiled" else MAX_NUM_QUERIES):
         return "torch", False
     if kernel == "triton":
-        from .triton import has_room
-
-        return (kernel, is_fallback) if has_room(codec, query.device, query.dtype) else ("torch", True)
+        has_room = load_triton().has_room(shared_formats, query.device, query.dtype)
+        return (kernel, is_fallback) if has_room else ("torch", True)
     return kernel, is_fallback
 
 
@@ -110,6 +121,8 @@ def choose_coding_kernel(tokens: torch.Tensor, head_dim: int = 0) -> str:
     if tokens.is_meta or requested == "compiled" and device_type != "cpu":
         return "torch"
     kernel, _ = _kernel_on(device_type, requested)
+    if kernel == "triton" and not load_triton().can_encode(tokens.dtype, head_dim):
+        return "torch"
     return "torch" if kernel == "compiled" and head_dim > MOST_CHANNELS else kernel
 
 
@@ -153,9 +166,7 @@ def _why_not(kernel: str, device_type: str) -> str | None:
     if kernel == "compiled":
         if device_type != "cpu":
             return f"it runs on CPUs, and the cache is on a {device_type} device"
-        from kvcache_plugins.kernels.library import why_missing
-
-        return why_missing()
+        return library.why_missing()
     if kernel == "triton":
         if find_spec("triton") is None:
             return "Triton is not installed"

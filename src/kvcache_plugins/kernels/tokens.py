@@ -18,12 +18,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from kvcache_plugins.codecs.parts import TILE_TOKENS, RowTokens, SinkStates
-from kvcache_plugins.codecs.quantization import packed_size
+from kvcache_plugins.formats.bits import packed_size
+from kvcache_plugins.formats.parts import SelectableRows, SinkStates
 
 from .compiled import LayerParts, TokenWriter, as_numbers, kind_of_tokens, places
-from .engine import choose_token_kernel
+from .engine import choose_token_kernel, load_triton
 from .library import find_threads, function, num_threads, run
+from .ops import TILE_TOKENS, decode_rows
 from .structs import KINDS, MOST_CHANNELS, ROWS, TILE, Structure, make
 
 
@@ -31,7 +32,7 @@ _MOST_LANES = 16
 # Tokens of a task that scores
 _TOKENS_PER_TASK = 2048
 # Of keys and tokens that live
-_TOKENS: "WeakKeyDictionary[RowTokens, Structure]" = WeakKeyDictionary()
+_TOKENS: "WeakKeyDictionary[SelectableRows, Structure]" = WeakKeyDictionary()
 
 
 @torch.compiler.disable
@@ -61,12 +62,8 @@ def code_scores(
         return scores
     codes, scale = codes[:, :, :length], scale[:, :, :length]
     if kernel == "triton":
-        # Imported late, as it may not be there
-        from kvcache_plugins.triton_kernels.scores import score_codes
-
-        # Triton launches on the current device, which need not be that of a model's layer
-        with torch.cuda.device_of(query):
-            return score_codes(codes, scale, query, nbits)
+        found: torch.Tensor = load_triton().score_codes(query, codes, scale, nbits)
+        return found
     return _code_scores(query, codes, scale, nbits)
 
 
@@ -102,7 +99,7 @@ def _scoring_fields(query: torch.Tensor, length: int) -> dict[str, Any]:
 
 
 @torch.compiler.disable
-def score_rows(query: torch.Tensor, tokens: RowTokens) -> torch.Tensor:
+def score_rows(query: torch.Tensor, tokens: SelectableRows) -> torch.Tensor:
     """
     Multiplies queries `[B, H, G, D]`, float32, with keys that are rows of tables, where they stand; values and exact
     states are not read. Returns the products that attention over such rows computes, `[B, H, G, N]`, float32; on a GPU
@@ -117,14 +114,13 @@ def score_rows(query: torch.Tensor, tokens: RowTokens) -> torch.Tensor:
         run("score_rows", call, _num_units(query) * call.runs)
         return scores
     if kernel == "triton" and tokens.length:
-        from .triton import has_room
-        from .triton import score_rows as triton_scores
-
+        triton = load_triton()
         # Products are of halves
-        if has_room(tokens.codec, query.device, torch.float16):
-            return triton_scores(query, tokens)
+        if triton.has_room(tokens.formats, query.device, torch.float16):
+            found: torch.Tensor = triton.score_rows(query, tokens)
+            return found
     tiles = [
-        query @ tokens.codec.decode_keys(tile, tokens.positions.after(first * TILE_TOKENS)).transpose(2, 3)
+        query @ decode_rows(tile, tokens.formats[0], tokens.positions.after(first * TILE_TOKENS)).transpose(2, 3)
         for first, tile in enumerate(tokens.keys[:, :, : tokens.length].split(TILE_TOKENS, dim=2))
     ]
     return torch.cat(tiles, dim=3)
@@ -358,7 +354,7 @@ def choose_by_codes(
 
 
 def choose_by_rows(
-    query: torch.Tensor, scale: float, tokens: RowTokens, window: tuple[torch.Tensor, torch.Tensor]
+    query: torch.Tensor, scale: float, tokens: SelectableRows, window: tuple[torch.Tensor, torch.Tensor]
 ) -> ChoosingCall:
     """
     Prepares steps over tokens that are scored, see `score_rows`, and attended to, see `attend_chosen`, as rows.
@@ -431,7 +427,7 @@ def _mask(mask: torch.Tensor | None, batch_size: int, stop: int) -> Structure:
 @torch.compiler.disable
 def attend_chosen(
     query: torch.Tensor,
-    tokens: RowTokens | Sequence[torch.Tensor],
+    tokens: SelectableRows | Sequence[torch.Tensor],
     slots: torch.Tensor,
     count: torch.Tensor,
     window_keys: torch.Tensor,
@@ -446,7 +442,7 @@ def attend_chosen(
     `tokens.attend_staged`.
 
     Args:
-        tokens (`RowTokens` or `Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, D + E]`): rows of
+        tokens (`SelectableRows` or `Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, D + E]`): rows of
             tables, of which exact ones are in the window's dtype; or pages of keys and their values side by side.
         slots (`torch.Tensor` of shape `[B, H, K]`, int64): which tokens, in the order of all pages one behind the
             other; of those beyond all, the last one counts.
@@ -457,7 +453,7 @@ def attend_chosen(
     limit, threads, slots = slots.shape[2], num_threads(), slots.contiguous()
     scratch: dict[str, Any] = {}
     # A copy, as another thread may attend to the same tokens
-    if isinstance(tokens, RowTokens):
+    if isinstance(tokens, SelectableRows):
         stored, dtype = _stored(query, tokens), tokens.sinks.keys.dtype
         scratch["coded"] = torch.empty((threads, 2, limit), dtype=torch.int64, device="cpu")
         scratch["ends"] = torch.empty((threads, -(-tokens.length // TILE)), dtype=torch.int64, device="cpu")
@@ -484,7 +480,7 @@ def _page_fields(query: torch.Tensor, pages: Sequence[torch.Tensor], value_dim: 
     return {**fields, "pages": _pages(pages)}
 
 
-def _stored(query: torch.Tensor, tokens: RowTokens) -> Structure:
+def _stored(query: torch.Tensor, tokens: SelectableRows) -> Structure:
     """Describes tokens, which queries `[B, H, G, D]` have to fit, and keeps that while they live."""
     stored = _TOKENS.get(tokens)
     if stored is None:
@@ -503,11 +499,11 @@ def _sink_fields(sinks: SinkStates) -> dict[str, Any]:
     return {"num_sinks": sinks.keys.shape[2], "first_sinks": first.contiguous(), **states}
 
 
-def _row_fields(tokens: RowTokens) -> dict[str, Any]:
+def _row_fields(tokens: SelectableRows) -> dict[str, Any]:
     batch_size, num_heads, *_ = tokens.keys.shape
-    keys, values = tokens.codec.tables(tokens.keys.device)
+    keys, values = tokens.formats
     whole = LayerParts(torch.Size((batch_size, num_heads, 1, keys.head_dim)), num_heads, values.head_dim)
-    rows = whole.rows_of(tokens.keys, None, tokens.codec, tokens.positions, tokens.length)
+    rows = whole.rows_of(tokens.keys, None, tokens.formats, tokens.positions, tokens.length)
     return {
         **{"batch": batch_size, "heads": num_heads, "key_dim": keys.head_dim, "value_dim": values.head_dim},
         **{"rows": rows, "length": tokens.length, "row_dim": values.row_size},

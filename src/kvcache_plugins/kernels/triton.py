@@ -11,25 +11,26 @@ Legend: B batch, H key/value heads, T tokens, D head dim, R bytes of a row.
 import math
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from triton.runtime import driver
 
-from kvcache_plugins.codecs.codec import Positions
-from kvcache_plugins.codecs.parts import CodedPart, CompressedPart, DensePart, PagedPart, Part, RowTokens
-from kvcache_plugins.codecs.quantizer import COEFFICIENTS, MAX_WIDTH, point_gains, thresholds
-from kvcache_plugins.codecs.rope import RotaryLayout, channels_of
-from kvcache_plugins.codecs.rotation import hadamard_matrix, rotate, rotation_size
-from kvcache_plugins.codecs.rows import RowCodec, RowTable
+from kvcache_plugins.formats.hadamard import hadamard_matrix, rotate, rotation_size
+from kvcache_plugins.formats.parts import DensePart, GroupPart, PagedRowPart, Part, RowPart, SelectableRows
+from kvcache_plugins.formats.positions import Positions
+from kvcache_plugins.formats.quantizer import COEFFICIENTS, MAX_WIDTH, point_gains, thresholds
+from kvcache_plugins.formats.rotary import RotaryLayout, channels_of
+from kvcache_plugins.formats.rows import RowFormat, RowFormats
 from kvcache_plugins.triton_kernels.arithmetic import has_pairs
 from kvcache_plugins.triton_kernels.attention.attend import prepare_groups
 from kvcache_plugins.triton_kernels.attention.combine import prepare_combination
 from kvcache_plugins.triton_kernels.attention.dense_part import DensePart as KernelDensePart
 from kvcache_plugins.triton_kernels.attention.partials import Partials
 from kvcache_plugins.triton_kernels.launch import ALIGNMENT, KeptLaunch, Launch
+from kvcache_plugins.triton_kernels.scores import score_codes as score_codes_kernel
 from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels, prepare_rows, shared_bytes
 from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding, prepare_push
 from kvcache_plugins.triton_kernels.transform_coding.coding_tiles import GRID_END, GRID_STEPS, NUM_CELLS
@@ -44,7 +45,10 @@ _MAX_PARTS = 2
 # Positions whose angles are held one by one; of others the multiples, at least so many of them
 _NUM_NEAR = 256
 _LEAST_FAR = 64
-StoredPart = CompressedPart | CodedPart
+# States that kernels encode: more channels would not fit into registers
+_MOST_CHANNELS = 256
+_ENCODED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+StoredPart = GroupPart | RowPart
 _Pair = Sequence[torch.Tensor]
 # Why there may be no attention over rows in bases
 TOO_LARGE = "bases of heads of this size do not fit into the GPU's shared memory"
@@ -58,12 +62,14 @@ def shared_memory(device: torch.device) -> int:
     return driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"] if is_gpu else sys.maxsize
 
 
-def has_room(codec: object, device: torch.device, dtype: torch.dtype) -> bool:
-    """Tells whether attention over a codec's rows, with queries of a dtype, fits into a device's shared memory."""
-    if not isinstance(codec, RowCodec) or not codec.is_shared:
-        # Bases are a model's
+def has_room(formats: RowFormats | None, device: torch.device, dtype: torch.dtype) -> bool:
+    """
+    Returns whether attention over rows of these formats, or over groups, with queries of a dtype, fits into a device's
+    shared memory.
+    """
+    if formats is None:
         return True
-    keys, values = codec.tables()
+    keys, values = formats
     sizes, is_float32 = (keys.head_dim, keys.num_coded, values.num_coded), dtype == torch.float32
     if keys.basis is None or shared_bytes(*sizes, is_float32=is_float32) <= shared_memory(device):
         return True
@@ -83,7 +89,7 @@ def attend(query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: fl
         mask = torch.cat([each for each in masks if each is not None], dim=3) if last[0].mask is not None else None
         keys, values = (torch.cat(pieces, dim=2) for pieces in zip(*(part.in_use() for part in last), strict=True))
         dense[-2:] = [DensePart(keys, values, keys.shape[2], mask)]
-    gathered = [part.gathered() if isinstance(part, PagedPart) else part for part in parts]
+    gathered = [part.gathered() if isinstance(part, PagedRowPart) else part for part in parts]
     coded = [part for part in gathered if not isinstance(part, DensePart)]
     # Launches go to the current device, which need not be the one that this layer is on
     with torch.cuda.device_of(query):
@@ -110,13 +116,20 @@ class PartStep(NamedTuple):
         return partials if self.finish is None else partials._replace(output=self.finish(*partials[::2]))
 
 
-def score_rows(query: torch.Tensor, tokens: RowTokens) -> torch.Tensor:
+def score_rows(query: torch.Tensor, tokens: SelectableRows) -> torch.Tensor:
     """Multiplies queries with key rows; see `tokens.score_rows`."""
     # Values are not read: keys in their place
-    part = CodedPart(tokens.keys, tokens.keys, tokens.codec, tokens.positions, tokens.length, None)
+    part = RowPart(tokens.keys, tokens.keys, tokens.formats, tokens.positions, tokens.length, None)
     with torch.cuda.device_of(query):
         scores: torch.Tensor = prepare_part(query, part, math.log(2), only_scores=True).launch()
     return scores
+
+
+def score_codes(query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, nbits: int) -> torch.Tensor:
+    """Multiplies queries with the keys that codes stand for; see `tokens.code_scores`."""
+    # Launches go to the current device, which need not be the one that this layer is on
+    with torch.cuda.device_of(query):
+        return score_codes_kernel(codes, scale, query, nbits)
 
 
 def prepare_part(
@@ -132,23 +145,36 @@ def prepare_part(
         "scale": scale,
         "packed": has_pairs(rows.device.type) if packed is None else packed,
     }
-    if isinstance(part, CompressedPart):
+    if isinstance(part, GroupPart):
         where["num_chunks"] = -(-part.length // part.keys.chunk_length)
         launch = prepare_groups(rows, part.keys, part.values, **where)
         return PartStep(launch, (lambda output, _: rotate(output)) if part.values.is_rotated else None)
-    assert isinstance(part.codec, RowCodec), "only rows of tables have kernels"
-    keys, values = part.codec.tables(rows.device)
+    keys, values = part.formats
+    assert keys.rope is not None, "keys have a layout, be it one that rotates nothing"
     padding, first = part.positions.padding, part.positions.first
     where |= {"start": first, "padding": None if padding is None else padding.to(rows.device)}
     by_pairs = keys.basis is not None
-    angles = rotary_angles(part.codec.rope, first + part.length, rows.device, by_pairs=by_pairs)
+    angles = rotary_angles(keys.rope, first + part.length, rows.device, by_pairs=by_pairs)
     coded_keys, coded_values = (
         CodedRows(own, table, _coefficients(table.is_weighted, rows.device))
         for own, table in ((part.keys, keys), (part.values, keys if only_scores else values))
     )
-    finish = None if values.basis is None and values.mean is None else values.combine
+    finish = None if values.basis is None and values.mean is None else partial(_combine, values)
     where["num_tokens"] = part.num_tokens
     return PartStep(prepare_rows(rows, coded_keys, coded_values, angles, **where, only_scores=only_scores), finish)
+
+
+def _combine(row_format: RowFormat, sums: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """
+    Returns sums of states `[B, H, ..., D]`, not to be rotated any more, given those of numbers in the basis or
+    without the mean `[B, H, ..., K]`, each times its token's weight, and sums of weights `[B, H, ...]`.
+    """
+    states = sums.flatten(2, -2)
+    if row_format.basis is not None:
+        states = row_format.basis.states(states)
+    if row_format.mean is not None:
+        states = states + weights.flatten(2)[..., None] * row_format.mean.float()[:, :, None]
+    return states.reshape(*sums.shape[:-1], row_format.head_dim)
 
 
 def _prepare_end(partials: Sequence[Partials], dense: Sequence[DensePart], rows: torch.Tensor, scale: float) -> Launch:
@@ -210,7 +236,7 @@ class KeptAttention:
     def accept(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """See `compiled.PreparedCall`: the newest token is written by others, into where the exact tokens are."""
 
-    def extend(self, parts: Sequence[CodedPart]) -> bool:
+    def extend(self, parts: Sequence[RowPart]) -> bool:
         """See `compiled.PreparedCall`: other coded parts are for another call."""
         return False
 
@@ -241,27 +267,29 @@ def keep_attention(
     with lengths on the device; see `attend`. `None` if they are more than are attended to where they stand.
     """
     dense = [part for part in parts if isinstance(part, DensePart)]
-    coded = [part for part in parts if isinstance(part, CodedPart | CompressedPart)]
+    coded = [part for part in parts if isinstance(part, RowPart | GroupPart)]
     if max(len(dense), len(coded)) > _MAX_PARTS or not dense or not coded or len(dense) + len(coded) < len(parts):
         return None
     return KeptAttention(query, coded, dense, num_heads, query.shape[3] ** -0.5 if scale is None else scale)
 
 
 def keep_push(
-    exact: _Pair, rows: _Pair, numbers: torch.Tensor, tables: Sequence[RowTable], positions: Positions
+    exact: _Pair, rows: _Pair, numbers: torch.Tensor, formats: RowFormats, positions: Positions
 ) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
     """
     Keeps what takes in a new token's keys and values `[B, H, 1, D]` and codes the oldest exact one, all in one launch:
     see `code_rows.prepare_push`. Positions are those of the rows. `None` if no kernel codes such states.
     """
-    (states, _), (keys, values), first = exact, tables, positions.first
-    if not all(table.has_triton(states) for table in tables) or not all(t.is_contiguous() for t in (*exact, *rows)):
+    (states, _), (keys, values), first = exact, formats, positions.first
+    if not all(can_encode(states.dtype, each.head_dim) for each in formats):
+        return None
+    if not all(each.is_contiguous() for each in (*exact, *rows)):
         return None
     assert keys.rope is not None, "keys have a layout, be it one that rotates nothing"
-    books = [codebook_of(table.is_weighted, states.device) for table in tables]
+    books = [codebook_of(each.is_weighted, states.device) for each in formats]
     angles, signs = rotary_angles(keys.rope, first + rows[0].shape[2], states.device), _signs_for(values, states)
     with torch.cuda.device_of(states):
-        launch = prepare_push(exact, rows, numbers, tables, books, signs, angles, first, positions.padding)
+        launch = prepare_push(exact, rows, numbers, formats, books, signs, angles, first, positions.padding)
         pushing = KeptLaunch(launch, ["new_keys_ptr", "new_values_ptr"])
 
     def push(keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -271,8 +299,15 @@ def keep_push(
     return push
 
 
-def encode(states: torch.Tensor, table: RowTable, positions: Positions) -> torch.Tensor:
-    """Codes states `[B, H, T, D]` as rows `[B, H, T, R]`; if they are rotated, the mean has been taken off."""
+def can_encode(dtype: torch.dtype, head_dim: int) -> bool:
+    """Returns whether kernels encode states of a dtype and head dim."""
+    return head_dim <= _MOST_CHANNELS and dtype in _ENCODED_DTYPES
+
+
+def encode(states: torch.Tensor, table: RowFormat, positions: Positions) -> torch.Tensor:
+    """Encodes states `[B, H, T, D]` as rows `[B, H, T, R]`."""
+    if table.is_rotated and table.mean is not None:
+        states = states.float() - table.mean.float()[:, :, None]
     states, where, padding = states.detach(), dict[str, Any](), positions.padding
     if table.rope is not None:
         where["angles"] = rotary_angles(table.rope, positions.first + states.shape[2], states.device)
@@ -284,7 +319,7 @@ def encode(states: torch.Tensor, table: RowTable, positions: Positions) -> torch
     return rows
 
 
-def _signs_for(table: RowTable, states: torch.Tensor) -> torch.Tensor | None:
+def _signs_for(table: RowFormat, states: torch.Tensor) -> torch.Tensor | None:
     """Returns the matrix that states are rotated by, or `None` where they are not."""
     if not table.is_rotated:
         return None

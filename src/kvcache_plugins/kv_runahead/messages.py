@@ -15,16 +15,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from kvcache_plugins.codecs.quantization import (
-    Grouping,
-    are_in_range,
-    check_range,
-    dequantize,
-    pack,
-    packed_size,
-    quantize,
-    unpack,
-)
+from kvcache_plugins.codecs.quantization import are_in_range, check_range, quantize
+from kvcache_plugins.formats.bits import pack, packed_size, unpack
+from kvcache_plugins.formats.groups import Grouping, dequantize
 from kvcache_plugins.models.cache_argument import as_argument
 
 

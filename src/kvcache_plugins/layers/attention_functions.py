@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from kvcache_plugins.kernels.attention import OnlineAttention
 from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.kernels.online_attention import OnlineAttention
 
 from .lazy_kv import LazyKV, attend_lazily
 

@@ -19,11 +19,12 @@ import torch
 
 from kvcache_plugins.codecs.codec import Codec
 from kvcache_plugins.codecs.groups import GroupCodec
-from kvcache_plugins.codecs.parts import DensePart, Part
+from kvcache_plugins.formats.parts import DensePart, OpaqueRowPart, Part
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_kernel
 from kvcache_plugins.kernels.masks import combine_masks, hide_first, mask_columns, slice_mask
+from kvcache_plugins.kernels.ops import decode_tiles
 
 from .exact_tokens import ExactPrefix, ExactTail
 from .layer_state import ExactStates, LayerState, SegmentState
@@ -285,7 +286,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         query, mask, heads = call.query, call.full_mask(self.lazy_length()), self._shapes["keys"][1]
         kernel, is_fallback = "torch", False
         if call.is_plain and self._unfitted.has_kernels:
-            kernel, is_fallback = choose_kernel(query, self.max_compiled_queries, self._unfitted)
+            kernel, is_fallback = choose_kernel(query, self.max_compiled_queries, self._unfitted.shared_formats)
         output = self._attend_by_plan(query, call.scale, kernel) if mask is None and kernel != "torch" else None
         if output is None:
             output = attend(query, self._parts(mask), heads, call.scale, kernel, call.softcap, call.sinks)
@@ -343,10 +344,10 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         raise NotImplementedError
 
     @abstractmethod
-    def _part(self, segment: AnySegment, mask: torch.Tensor | None) -> Part:
+    def _part(self, segment: AnySegment, mask: torch.Tensor | None) -> Part | OpaqueRowPart:
         """Make the part that attention over a segment reads, with its columns of the mask."""
 
-    def _parts(self, attn_mask: torch.Tensor | None) -> Iterator[Part]:
+    def _parts(self, attn_mask: torch.Tensor | None) -> Iterator[Part | OpaqueRowPart]:
         """Yield everything held, each token once, with its columns of the mask."""
         yield from self.packed_parts(attn_mask)
         position, first = self.exact_start, self._first_visible
@@ -355,7 +356,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
                 yield DensePart(keys, values, length, self._columns(attn_mask, position, position + length))
             position += length
 
-    def packed_parts(self, attn_mask: torch.Tensor | None) -> Iterator[Part]:
+    def packed_parts(self, attn_mask: torch.Tensor | None) -> Iterator[Part | OpaqueRowPart]:
         """Yield prefix and segments, with their columns of the mask."""
         storage, first = self.storage, self._first_visible
         prefix = storage.prefix
@@ -394,7 +395,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             held.append((position, DensePart(keys, values, length, None)))
             position += length
         for position, part in held:
-            for keys, values, start, stop in part.tiles({side}):
+            for keys, values, start, stop in decode_tiles(part, {side}):
                 states = (keys if side == "keys" else values)[:, :, max(first - position - start, 0) :]
                 end = max(position + stop - first, 0)
                 dense[:, :, end - states.shape[2] : end] = states
@@ -405,7 +406,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
 
     def dense_tiles(self, mask: torch.Tensor | None) -> MaskedTiles:
         for part in self._parts(mask):
-            for keys, values, start, stop in part.tiles():
+            for keys, values, start, stop in decode_tiles(part):
                 yield keys.to(self.dtype), values.to(self.dtype), slice_mask(part.mask, start, stop)
 
     def _drop_newest(self, count: int) -> None:

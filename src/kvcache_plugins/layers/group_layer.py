@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from kvcache_plugins.codecs.groups import GroupCodec
-from kvcache_plugins.codecs.parts import CompressedPart
+from kvcache_plugins.formats.parts import GroupPart
 from kvcache_plugins.kernels.engine import MAX_NUM_COMPILED_QUERIES
 
 from .compressed_layer import CompressedLayer
@@ -101,8 +101,8 @@ class GroupLayer(CompressedLayer[GroupSegment, GroupCodec]):
         self._counters["chunks_compressed"] += num_chunks
         self.storage.add(GroupSegment(*chunks, start, length, is_open=not is_prompt), None)
 
-    def _part(self, segment: GroupSegment, mask: torch.Tensor | None) -> CompressedPart:
-        return CompressedPart(segment.keys, segment.values, segment.length, mask)
+    def _part(self, segment: GroupSegment, mask: torch.Tensor | None) -> GroupPart:
+        return GroupPart(segment.keys, segment.values, segment.length, mask)
 
     def _restore_packed(self, state: LayerState, path: str) -> tuple[GroupCodec | None, list[GroupSegment]]:
         return restore_group_segments(state, self.policy, path)

@@ -11,8 +11,8 @@ import torch
 
 from kvcache_plugins.codecs.codec import Codec, CodecState, QueryMoments
 from kvcache_plugins.codecs.groups import GroupCodec
-from kvcache_plugins.codecs.parts import SIDES
 from kvcache_plugins.files.schema import FLOATS, MAX_INTEGER, Range, Stored, check_layout
+from kvcache_plugins.formats.parts import SIDES
 
 from .exact_tokens import ExactPrefix
 from .policies import GroupPolicy, RowPolicy
@@ -168,7 +168,9 @@ def restore_row_segments(
         own: Codec | None = codec
         if segment.is_recent:
             own = (
-                codec.finer(policy.recent_nbits) if policy.recent_length and number + 1 == len(state.blocks) else None
+                codec.with_more_bits(policy.recent_nbits)
+                if policy.recent_length and number + 1 == len(state.blocks)
+                else None
             )
         if own is None:
             raise ValueError(f"`{where}.is_recent` asks for a last block, of a cache that has recent rows")

@@ -15,9 +15,9 @@ from weakref import ref
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcache_plugins.kernels.attention import OnlineAttention
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.masks import leading_padding
+from kvcache_plugins.kernels.online_attention import OnlineAttention
 
 from .lazy_kv import STORED, HandedOut, LazyKV, LazyScores, make_lazy_kv
 from .phase import Phase

@@ -21,8 +21,9 @@ from typing import NamedTuple
 
 import torch
 
-from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments, Sample
-from kvcache_plugins.codecs.parts import CodedPart
+from kvcache_plugins.codecs.codec import Codec, QueryMoments, Sample
+from kvcache_plugins.formats.parts import OpaqueRowPart, RowPart
+from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.kernels.engine import MAX_NUM_QUERIES
 from kvcache_plugins.kernels.structs import TILE
 
@@ -218,7 +219,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
             # The codec notices, and this says, what is not finite
             check_finite(keys, values, valid, self.layer_idx)
             raise ValueError(f"layer {self.layer_idx}: {error}") from error
-        overflow = codec.too_large(*rows)
+        overflow = codec.overflow(*rows)
         if overflow is not None:
             # Padding may be anything, and tokens of the prefix are exact as well
             overflow = (overflow if valid is None else overflow & valid).any()
@@ -226,7 +227,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         new = slice(0) if is_first else slice(None)
         check_finite(keys[:, :, new], values[:, :, new], valid, self.layer_idx, self.policy.largest, overflow)
         if is_first:
-            self.codec = self.codec.without_shared_errors(rows, Sample(keys, values, valid, None, where))
+            self.codec = self.codec.with_bias_correction(rows, Sample(keys, values, valid, None, where))
         self._counters["tokens_compressed"] += keys.shape[2]
         self._counters["chunks_compressed"] += 1
         if not is_recent and not is_first:
@@ -250,7 +251,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         assert self.codec is not None
         count = recent.length if count is None else count
         rows = recent.keys[:, :, :count], recent.values[:, :, :count]
-        older = RowSegment(*self.codec.recode(rows, self._codec_of(is_recent=True)), recent.start, count)
+        older = RowSegment(*self.codec.requantize(rows, self.policy.recent_nbits), recent.start, count)
         self.storage.segments.pop()
         self.storage.add(older, self._max_capacity)
         if count < recent.length:
@@ -268,11 +269,12 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         """Codec of recent rows; `None` if they have no more bits than others."""
         if self.codec is None or not self.policy.recent_length:
             return None
-        return self.codec.finer(self.policy.recent_nbits)
+        return self.codec.with_more_bits(self.policy.recent_nbits)
 
-    def _part(self, segment: RowSegment, mask: torch.Tensor | None) -> CodedPart:
-        codec, positions = self._codec_of(segment.is_recent), Positions(segment.start, self.padding)
-        return CodedPart(segment.keys, segment.values, codec, positions, segment.length, mask)
+    def _part(self, segment: RowSegment, mask: torch.Tensor | None) -> RowPart | OpaqueRowPart:
+        positions = Positions(segment.start, self.padding)
+        codec = self._codec_of(segment.is_recent)
+        return codec.part(segment.keys, segment.values, positions, segment.length, mask)
 
     # Packing in place, by the plan of a step
 
@@ -293,8 +295,8 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
             return False
         growth = newest.plan_growth(count, policy.recent_length or self._max_capacity, num_requantized)
         older_growth = None if older is None else older.plan_growth(num_requantized, self._max_capacity)
-        codecs = self._codec_of(newest.is_recent), self._codec_of(is_recent=False)
-        rows = plan.encode(tail, codecs, policy.num_kept, start, (growth, older_growth), self.padding, policy.largest)
+        formats = self._codec_of(newest.is_recent).formats(self.device), self._codec_of(False).formats(self.device)
+        rows = plan.encode(tail, formats, policy.num_kept, start, (growth, older_growth), self.padding, policy.largest)
         if rows is None:
             return False
         newest.adopt(rows[:2], growth, count)

@@ -12,13 +12,13 @@ from typing import Generic, TypeVar
 
 import torch
 
-from kvcache_plugins.codecs.groups import CompressedStates, keep_tokens
-from kvcache_plugins.codecs.rows import KeptRows
+from kvcache_plugins.formats.groups import QuantizedChunks, keep_tokens
+from kvcache_plugins.formats.rows import KeptRows
 
 from .exact_tokens import TensorFunction
 
 
-# Name of the rows of a side in a layer's state; groups have the names of `CompressedStates`
+# Name of the rows of a side in a layer's state; groups have the names of `QuantizedChunks`
 ROWS = "rows"
 # Growth: an append of at most 1/64 of a segment reserves about 1/256 of its rows, a larger one reserves nothing. Spare
 # rows are memory too, and moving rows is cheap
@@ -177,7 +177,7 @@ class RowSegment(Segment[torch.Tensor]):
         self.length -= count
 
 
-class GroupSegment(Segment[CompressedStates]):
+class GroupSegment(Segment[QuantizedChunks]):
     """
     A segment of chunks of equal length: one chunk of a prompt, or a run of decoded ones whose capacity doubles as it
     grows.

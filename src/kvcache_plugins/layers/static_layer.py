@@ -21,12 +21,12 @@ from weakref import WeakValueDictionary, ref
 import torch
 import torch.nn.functional as F
 
-from kvcache_plugins.codecs.codec import Positions
-from kvcache_plugins.codecs.parts import DensePart, Part
 from kvcache_plugins.codecs.rows import RowCodec
+from kvcache_plugins.formats.parts import DensePart, Part
+from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.engine import choose_token_kernel, compiles_kernels, explain_kernel
+from kvcache_plugins.kernels.engine import choose_token_kernel, compiles_kernels, explain_kernel, load_triton
 from kvcache_plugins.kernels.masks import combine_masks, mask_columns, slice_mask
 
 from .finite_check import check_finite
@@ -106,10 +106,11 @@ class StaticForm(DroppedOnCopy):
         """Prepares what a step keeps: what it would make first while a CUDA graph is recorded were the graph's own."""
         if choose_token_kernel(self.storage[0])[0] != "triton":
             return None
-        from kvcache_plugins.kernels.triton import keep_push
-
-        tables, positions = self._codec.tables(self.storage[0].device), Positions(self._block.start, self._offsets)
-        return keep_push(self.storage, (self._block.keys, self._block.values), self._numbers, tables, positions)
+        formats, positions = self._codec.formats(self.storage[0].device), Positions(self._block.start, self._offsets)
+        rows = self._block.keys, self._block.values
+        push: Callable[[torch.Tensor, torch.Tensor], None] | None
+        push = load_triton().keep_push(self.storage, rows, self._numbers, formats, positions)
+        return push
 
     def push(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Takes in a token `[B, H, 1, D]`, for which the oldest one of the buffer is coded."""
@@ -150,9 +151,7 @@ class StaticForm(DroppedOnCopy):
         """Finds or prepares attention of queries like `query`, with nothing hidden, by kernels of a GPU, or `None`."""
         kind = query.shape, query.dtype, scale
         if kind not in self._steps:
-            from kvcache_plugins.kernels.triton import keep_attention
-
-            self._steps[kind] = keep_attention(query, self.parts(None), num_heads, scale)
+            self._steps[kind] = load_triton().keep_attention(query, self.parts(None), num_heads, scale)
         return self._steps[kind]
 
 
@@ -198,10 +197,9 @@ class StaticLayer(RowLayer):
     def _look_for_kernels(self) -> None:
         has_kernels, reason = compiles_kernels(torch.empty(0, dtype=torch.float32, device=self.device)), None
         if has_kernels:
-            from kvcache_plugins.kernels.triton import TOO_LARGE, has_room
-
-            if not has_room(self._unfitted, self.device, self.dtype):
-                has_kernels, reason = False, TOO_LARGE
+            triton = load_triton()
+            if not triton.has_room(self._unfitted.shared_formats, self.device, self.dtype):
+                has_kernels, reason = False, triton.TOO_LARGE
         elif self.device.type == "cuda":
             reason = explain_kernel("cuda")[1] or "not chosen"
         if self.max_length is not None and reason is not None:
@@ -256,9 +254,9 @@ class StaticLayer(RowLayer):
         first = before // _CHECK_STEP * _CHECK_STEP
         if block.length >= first + _CHECK_STEP:
             rows = slice(first, block.length)
-            too_large = self.codec.too_large(block.keys[:, :, rows], block.values[:, :, rows])
+            overflow = self.codec.overflow(block.keys[:, :, rows], block.values[:, :, rows])
             nothing = self._buffer_storage()[0][:, :, :0]
-            check_finite(nothing, nothing, None, self.layer_idx, overflow=too_large.any())
+            check_finite(nothing, nothing, None, self.layer_idx, overflow=overflow.any())
 
     def _buffer_storage(self) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._storage.tail is not None

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from kvcache_plugins.codecs.codec import Codec
-from kvcache_plugins.codecs.parts import CodedPart, Part
-from kvcache_plugins.codecs.rows import KeptRows
+from kvcache_plugins.formats.parts import Part, RowPart
+from kvcache_plugins.formats.rows import KeptRows, RowFormats
 from kvcache_plugins.kernels.attention import prepare_coding, prepare_tokens
 
 from .exact_tokens import ExactTail
@@ -88,7 +87,7 @@ class StepPlan(DroppedOnCopy):
     def encode(
         self,
         tail: ExactTail,
-        codecs: tuple[Codec, Codec],
+        formats: tuple[RowFormats | None, RowFormats | None],
         num_kept: int,
         start: int,
         growth: tuple[KeptRows, KeptRows | None],
@@ -96,12 +95,13 @@ class StepPlan(DroppedOnCopy):
         largest: float,
     ) -> list[torch.Tensor] | None:
         """Encode all but the newest `num_kept` tokens of the tail behind the newest rows."""
-        if self._call is None:
+        own, older = formats
+        if self._call is None or own is None or older is None:
             return None
         states, count = tail.tensors(), tail.length - num_kept
         encoder = self._encoder
-        if encoder is None or encoder.codec is not codecs[0] or encoder.padding is not padding:
-            encoder = prepare_coding(codecs[0], codecs[1], states[0], padding, largest)
+        if encoder is None or encoder.formats is not own or encoder.padding is not padding:
+            encoder = prepare_coding(own, older, states[0], padding, largest)
             self._encoder = encoder
         if encoder is None:
             return None
@@ -115,12 +115,12 @@ class StepPlan(DroppedOnCopy):
                     tail.drop_first(count)
         return rows
 
-    def replace_rows(self, parts: Sequence[CodedPart], version: int) -> bool:
+    def replace_rows(self, parts: Sequence[RowPart], version: int) -> bool:
         """Replace the newest row parts. Return False if they do not fit; the plan is of no use then."""
         first = len(self._packed) - len(parts)
         for index, part in enumerate(parts, start=first):
             before = self._packed[index]
-            assert isinstance(before, CodedPart)
+            assert isinstance(before, RowPart)
             if before.mask is not None and part.positions.first != before.positions.first:
                 # Its columns would be others
                 return False

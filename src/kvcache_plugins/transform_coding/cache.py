@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvcache_plugins.codecs.quantizer import NAME
 from kvcache_plugins.files.atomic import RefusedFile
 from kvcache_plugins.files.records import Format
+from kvcache_plugins.formats.quantizer import NAME
 from kvcache_plugins.kernels.engine import has_gpu_kernels
 from kvcache_plugins.layers.layer_factory import replace_full_attention
 from kvcache_plugins.layers.row_layer import RowLayer

@@ -22,14 +22,14 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvcache_plugins.codecs.basis import Basis, karhunen_loeve, round_basis
+from kvcache_plugins.codecs.basis import basis_for_widths, format_in_basis, karhunen_loeve, round_basis
 from kvcache_plugins.codecs.prompt_codec import allocate_widths, share_bytes
-from kvcache_plugins.codecs.quantizer import BLOCK, DISTORTIONS, num_blocks
-from kvcache_plugins.codecs.rope import candidate_layouts
-from kvcache_plugins.codecs.rows import RowCodec, RowTable, SharedTables
+from kvcache_plugins.codecs.rows import RowCodec, SharedFormats
 from kvcache_plugins.files.atomic import RefusedFile, refusals
 from kvcache_plugins.files.records import Format, read_content, read_record, write_record
 from kvcache_plugins.files.schema import Range, Stored
+from kvcache_plugins.formats.quantizer import BLOCK, DISTORTIONS, num_blocks
+from kvcache_plugins.formats.rotary import candidate_layouts
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint, weight_samples
 from kvcache_plugins.models.reference_model import find_user_folder, user_folder
 from kvcache_plugins.registry import unwrap_model
@@ -184,9 +184,9 @@ class TransformCalibration(nn.Module):
         tables = []
         for number, side in enumerate((layer.keys, layer.values)):
             widths = allocate_widths(side.energies.double()[None], sizes[place + number], DISTORTIONS)[0]
-            own = Basis.for_widths(side.factors, side.basis, side.steps, widths)
-            tables.append(RowTable.in_basis(side.mean, *own, None if number else rope))
-        self._codecs[key] = RowCodec(SharedTables(*tables))
+            own = basis_for_widths(side.factors, side.basis, side.steps, widths)
+            tables.append(format_in_basis(side.mean, *own, None if number else rope))
+        self._codecs[key] = RowCodec(SharedFormats(*tables))
         return self._codecs[key]
 
     def _layers_of(self, window: int | None) -> list[tuple[int, LayerCalibration]]:

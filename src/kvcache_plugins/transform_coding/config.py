@@ -5,8 +5,8 @@ from typing import Any
 
 from kvcache_plugins.codecs.codec import Codec
 from kvcache_plugins.codecs.prompt_codec import PromptCodec
-from kvcache_plugins.codecs.quantizer import MAX_WIDTH, NAME, num_blocks
-from kvcache_plugins.codecs.rope import candidate_layouts
+from kvcache_plugins.formats.quantizer import MAX_WIDTH, NAME, num_blocks
+from kvcache_plugins.formats.rotary import candidate_layouts
 from kvcache_plugins.layers.policies import RowPolicy
 from kvcache_plugins.layers.row_layer import DROP_STEP
 from kvcache_plugins.option_checks import check_choice, check_integer, check_number

@@ -23,9 +23,10 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from kvcache_plugins.codecs.codec import Positions, QueryMoments
+from kvcache_plugins.codecs.codec import QueryMoments
 from kvcache_plugins.codecs.prompt_codec import make_key_table
-from kvcache_plugins.codecs.rope import RotaryLayout, candidate_layouts
+from kvcache_plugins.formats.positions import Positions
+from kvcache_plugins.formats.rotary import RotaryLayout, candidate_layouts
 from kvcache_plugins.layers.layer_factory import replace_full_attention
 from kvcache_plugins.layers.query_recorder import QueryRecordingLayer
 from kvcache_plugins.models.cache_argument import as_argument

@@ -1,46 +1,18 @@
-"""The rotary position embedding of keys, undone and done again.
+"""The rotary position embedding of keys: which channels it rotates, and by which angles.
 
-Before it, a channel of a key has a mean and a variance that stay what they are over the whole text, so that one width
-and one scale serve all tokens; after it, two channels of different energy have been mixed by ever other angles. The
-angles are those of an *assumed* position, a token's index without its padding. They are undone when a key is coded and
-done again, the very same, when it is read: if the model computed with others, nothing is wrong, only less is gained.
+Before it, a channel of a key has a mean and a variance that stay the same over the whole text, so that one width and
+one scale serve all tokens; after it, two channels of different energy have been mixed by ever other angles. The angles
+are those of an *assumed* position, a token's index without its padding. They are undone when a key is encoded and
+applied again, the very same, when it is decoded: if the model computed with others, nothing is wrong, only less is
+gained.
 
-Legend: B batch, H heads, T tokens, D head dim.
+Legend: D head dim.
 """
 
 from dataclasses import dataclass
 from functools import cache
 
 import torch
-
-from kvcache_plugins.kernels.engine import choose_coding_kernel
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Positions:
-    """
-    The positions that consecutive tokens are assumed to have: their indices, counted from behind the padding.
-
-    Attributes:
-        first (`int`): index of the first token.
-        padding (`torch.Tensor` of shape `[B]`, *optional*): tokens at the start of every sequence that have no
-            position.
-    """
-
-    first: int = 0
-    padding: torch.Tensor | None = None
-
-    def of(self, count: int, device: torch.device) -> torch.Tensor:
-        """Lists the positions of `count` tokens, `[1 or B, T]`, int64."""
-        positions = torch.arange(self.first, self.first + count, dtype=torch.int64, device=device)[None]
-        return positions if self.padding is None else positions - self.padding.to(device)[:, None]
-
-    def after(self, count: int) -> "Positions":
-        """Returns the positions behind the first `count` tokens."""
-        return Positions(self.first + count, self.padding)
-
-
-START = Positions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,20 +97,3 @@ def candidate_layouts(frequencies: tuple[float, ...] | None, head_dim: int) -> l
         for first in sorted({0, head_dim - rotated}):
             layouts += [RotaryLayout(frequencies, name, first, head_dim) for name in ("half-split", "interleaved")]
     return [*layouts, RotaryLayout((), "none", 0, head_dim)]
-
-
-def apply_rope(
-    keys: torch.Tensor, layout: RotaryLayout, positions: Positions, *, is_undone: bool = False
-) -> torch.Tensor:
-    """Returns keys `[B, H, T, D]`, float32, with the rotary embedding of their positions, or without it again."""
-    if not layout.frequencies:
-        return keys.float()
-    if choose_coding_kernel(keys, layout.head_dim) == "compiled":
-        # Imported late, as it imports modules beside this one
-        from kvcache_plugins.kernels.compiled import code
-
-        turned = torch.empty(keys.shape, dtype=torch.float32, device="cpu")
-        code("turn_states", keys, None, positions, layout, result=turned, is_back=is_undone)
-        return turned
-    cosines, sines = (each[:, None] for each in layout.angles(positions.of(keys.shape[2], keys.device)))
-    return layout.rotate(keys.float(), cosines, -sines if is_undone else sines)

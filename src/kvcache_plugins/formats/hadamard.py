@@ -33,11 +33,11 @@ def rotate(states: torch.Tensor) -> torch.Tensor:
     """`states` `[..., head_dim]` rotated, or rotated back, in float32."""
     size = rotation_size(states.shape[-1])
     # With more dimensions it may be as many products of matrices as there are tokens
-    return turn_by(states.reshape(-1, size), hadamard_matrix(size, states.device)).view(states.shape)
+    return multiply(states.reshape(-1, size), hadamard_matrix(size, states.device)).view(states.shape)
 
 
-def turn_by(states: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Every vector of `states` `[..., D]` multiplied with a matrix `[D, D]` in float32."""
+def multiply(states: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Multiplies `states` `[..., D]` with matrices `[..., D, K]` in float32, whatever autocast asks for."""
     # Autocast would round what is rotated to its dtype, the partial sums of attention among it
     # There is none on `meta`, where sizes are predicted
     with nullcontext() if states.is_meta else torch.autocast(states.device.type, enabled=False):

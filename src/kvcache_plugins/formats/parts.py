@@ -1,24 +1,19 @@
-"""Parts: a layer's tokens in the forms that attention takes, one behind the other, and tokens to choose from.
+"""Parts: a layer's tokens in the forms that attention takes, in the order of the tokens, and tokens to select from.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, Q query tokens, T tokens of a part, D and E head
 dims of keys and values, R bytes of a row, S sink tokens.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from .codec import START, Codec, Positions
-from .groups import CompressedStates
-from .rows import RowCodec
+from .groups import QuantizedChunks
+from .positions import START, Positions
+from .rows import RowFormats
 
 
-# Dense float32 values of one tile stay within the processor's caches
-TILE_TOKENS = 1024
-# Keys and values `[B, H, tokens, D or E]`, and the tokens of a part that they are of, from the one up to the other: of
-# parts that are not exact dense in float32. A side that is not asked for may be another tensor of as many tokens
-Tile = tuple[torch.Tensor, torch.Tensor, int, int]
 SIDES = "keys", "values"
 
 
@@ -46,16 +41,13 @@ class DensePart:
     def in_use(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
-    def tiles(self, sides: Collection[str] = SIDES) -> Iterator[Tile]:
-        yield *self.in_use(), 0, self.length
-
 
 @dataclass(frozen=True, eq=False, slots=True)
-class CompressedPart:
+class GroupPart:
     """States in groups, whose chunks may have capacity for more tokens; `length` and `mask` as in `DensePart`."""
 
-    keys: CompressedStates
-    values: CompressedStates
+    keys: QuantizedChunks
+    values: QuantizedChunks
     length: int
     mask: torch.Tensor | None
 
@@ -63,38 +55,24 @@ class CompressedPart:
     def head_dims(self) -> tuple[int, int]:
         return self.keys.head_dim, self.values.head_dim
 
-    def tiles(self, sides: Collection[str] = SIDES) -> Iterator[Tile]:
-        stored = [each for name, each in zip(SIDES, (self.keys, self.values), strict=True) if name in sides]
-        size, num_chunks = self.keys.chunk_length, -(-self.length // self.keys.chunk_length)
-        group = self.keys.group_size if self.keys.axis == "channel" and self.keys.group_size else 1
-        # Several short chunks, or whole groups of a long one
-        step, stride = max(TILE_TOKENS // size, 1), min(max(TILE_TOKENS // group, 1) * group, size)
-        for chunk in range(0, num_chunks, step):
-            chunks = slice(chunk, min(chunk + step, num_chunks))
-            for first in range(0, size, stride):
-                start, tokens = chunk * size + first, slice(first, min(first + stride, size))
-                # Chunks may not be in use to their end
-                stop = min(start + (chunks.stop - chunk) * (tokens.stop - first), self.length)
-                if start < stop:
-                    made = [side.dequantize_tile(chunks, tokens)[:, :, : stop - start] for side in stored]
-                    yield made[0], made[-1], start, stop
-
 
 @dataclass(frozen=True, eq=False)
-class CodedPart:
+class RowPart:
     """
-    Tokens that are rows.
+    Tokens that are rows of formats that kernels know.
 
     Attributes:
         keys, values (`torch.Tensor` of shape `[B, H, at least T, R]`, uint8): rows; there may be capacity for more.
-        codec, positions, length, mask: what they mean, where the tokens stand, and as in `DensePart`.
+        formats (two `RowFormat`): formats of keys and of values.
+        positions (`Positions`): positions of the tokens.
+        length, mask: as in `DensePart`.
         num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*): tokens in use where the host does not know
             them, at most `length`: for Triton's kernels alone.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
-    codec: Codec
+    formats: RowFormats
     positions: Positions
     length: int
     mask: torch.Tensor | None
@@ -102,23 +80,32 @@ class CodedPart:
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        assert isinstance(self.codec, RowCodec), "only rows of tables have kernels"
-        keys, values = self.codec.tables()
+        keys, values = self.formats
         return keys.head_dim, values.head_dim
-
-    def tiles(self, sides: Collection[str] = SIDES) -> Iterator[Tile]:
-        for first in range(0, self.length, TILE_TOKENS):
-            last = min(first + TILE_TOKENS, self.length)
-            keys, values = self.keys[:, :, first:last], self.values[:, :, first:last]
-            if "keys" in sides:
-                keys = self.codec.decode_keys(keys, self.positions.after(first))
-            if "values" in sides:
-                values = self.codec.decode_values(values)
-            yield keys, values, first, last
 
 
 @dataclass(frozen=True, eq=False)
-class PagedPart:
+class OpaqueRowPart:
+    """
+    Tokens that are rows which only their codec reads, tile by tile in PyTorch.
+
+    Attributes:
+        keys, values, positions, length, mask: as in `RowPart`.
+        decode_keys, decode_values (`Callable`): decode rows, of keys at their positions, to states `[B, H, T, D]`,
+            float32.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    decode_keys: Callable[[torch.Tensor, Positions], torch.Tensor]
+    decode_values: Callable[[torch.Tensor], torch.Tensor]
+    positions: Positions
+    length: int
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class PagedRowPart:
     """
     Rows of several sequences in pages of one memory, which they may share: a page has rows of keys and of values,
     `[H, tokens of a page, R]` each.
@@ -131,7 +118,7 @@ class PagedPart:
         lengths (`torch.Tensor` of shape `[B]`, int64): tokens of every sequence; its first is at position 0.
         length (`int`): the most of them, T.
         num_hidden (`int`): tokens at every sequence's beginning that are not attended to.
-        codec (`RowCodec`): what rows mean; tables without bases are those of B sequences.
+        formats (two `RowFormat`): formats of keys and of values; those without bases are of B sequences.
     """
 
     keys: torch.Tensor
@@ -141,22 +128,22 @@ class PagedPart:
     lengths: torch.Tensor
     length: int
     num_hidden: int
-    codec: RowCodec
+    formats: RowFormats
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        keys, values = self.codec.tables()
+        keys, values = self.formats
         return keys.head_dim, values.head_dim
 
-    def gathered(self) -> CodedPart:
+    def gathered(self) -> RowPart:
         """Returns the rows of every sequence one behind the other, copied, and a mask of what is attended to."""
         keys, values = (side[self.pages].transpose(1, 2).flatten(2, 3) for side in (self.keys, self.values))
         columns = torch.arange(self.length, dtype=torch.int64, device=self.lengths.device)
         mask = ((columns >= self.num_hidden) & (columns < self.lengths[:, None]))[:, None, None]
-        return CodedPart(keys, values, self.codec, START, self.length, mask)
+        return RowPart(keys, values, self.formats, START, self.length, mask)
 
 
-Part = DensePart | CompressedPart | CodedPart | PagedPart
+Part = DensePart | GroupPart | RowPart | PagedRowPart
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,22 +159,23 @@ class SinkStates:
 
 
 @dataclass(frozen=True, eq=False)
-class RowTokens:
+class SelectableRows:
     """
-    Keys and values of tokens in slots as rows of tables, and states of those that are exact: one object as long as
-    none is added or dropped, so that what was told from it once can be kept beside it.
+    Keys and values of tokens in slots as rows, and the states of exact ones: one object as long as none is added or
+    dropped, so that kernels can keep what they prepare for it.
 
     Attributes:
         keys (`torch.Tensor` of shape `[B, H, at least N, R]`, uint8): key rows, slot `i` is row `i`.
         length (`int`): slots in use, N.
         pages (`Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, R]`, uint8): value rows: slot `i` is
             row `i` of all pages one behind the other.
-        codec, positions, sinks: what rows mean, where the slots' tokens stand, and those of them that are exact.
+        formats (two `RowFormat`): formats of keys and of values.
+        positions, sinks: positions of the slots' tokens, and the exact ones among them.
     """
 
     keys: torch.Tensor
     length: int
     pages: Sequence[torch.Tensor]
-    codec: RowCodec
+    formats: RowFormats
     positions: Positions
     sinks: SinkStates

@@ -1,0 +1,136 @@
+"""Operations on rows and parts: each chooses an engine (C, Triton or plain PyTorch) and calls it.
+
+Legend: B batch, H heads, T tokens, D channels, R bytes of a row.
+"""
+
+from collections.abc import Collection, Iterator
+
+import torch
+
+from kvcache_plugins.formats.parts import SIDES, DensePart, GroupPart, OpaqueRowPart, RowPart
+from kvcache_plugins.formats.positions import START, Positions
+from kvcache_plugins.formats.rotary import RotaryLayout
+from kvcache_plugins.formats.rows import RowFormat
+
+from . import reference
+from .compiled import code
+from .engine import choose_coding_kernel, load_triton
+
+
+# Dense float32 values of one tile stay within the processor's caches
+TILE_TOKENS = 1024
+# Keys and values `[B, H, tokens, D or E]` of the tokens of a part from the first number up to the second, in float32
+# unless they are exact. A side that is not asked for may be another tensor of as many tokens
+Tile = tuple[torch.Tensor, torch.Tensor, int, int]
+
+
+def encode_rows(states: torch.Tensor, row_format: RowFormat, positions: Positions = START) -> torch.Tensor:
+    """Encodes states `[B, H, T, D]` of any floating dtype as rows `[B, H, T, R]`, uint8."""
+    if states.is_meta:
+        return states.new_empty(*states.shape[:3], row_format.row_size, dtype=torch.uint8)
+    kernel = choose_coding_kernel(states, row_format.head_dim)
+    if kernel == "compiled":
+        rows = torch.empty(*states.shape[:3], row_format.row_size, dtype=torch.uint8, device="cpu")
+        code("encode_rows", states, rows, positions, row_format.rope, row_format)
+        return rows
+    if kernel == "triton":
+        encoded: torch.Tensor = load_triton().encode(states, row_format, positions)
+        return encoded
+    return reference.encode_rows(states, row_format, positions)
+
+
+def recode_rows(rows: torch.Tensor, finer: RowFormat, row_format: RowFormat) -> torch.Tensor:
+    """Encodes rows `[B, H, T, R]` of `finer`, which `row_format` made by `with_more_bits`, as rows of `row_format`."""
+    recoded = rows.new_empty(*rows.shape[:3], row_format.row_size)
+    if rows.is_meta:
+        return recoded
+    if choose_coding_kernel(rows, row_format.head_dim) == "compiled":
+        code("encode_rows", None, recoded, None, None, row_format, source=(rows, finer))
+        return recoded
+    return reference.recode_rows(rows, finer, row_format)
+
+
+def decode_rows(rows: torch.Tensor, row_format: RowFormat, positions: Positions | None = START) -> torch.Tensor:
+    """Decodes rows `[B, H, T, R]` to states `[B, H, T, D]`, float32; keys before RoPE if positions are `None`."""
+    if rows.is_meta:
+        return rows.new_empty(*rows.shape[:3], row_format.head_dim, dtype=torch.float32)
+    if choose_coding_kernel(rows, row_format.head_dim) == "compiled":
+        states = torch.empty(*rows.shape[:3], row_format.head_dim, dtype=torch.float32, device="cpu")
+        code("decode_rows", states, rows, positions, row_format.rope, row_format)
+        return states
+    return reference.decode_rows(rows, row_format, positions)
+
+
+def apply_rope(
+    keys: torch.Tensor, layout: RotaryLayout, positions: Positions, *, inverse: bool = False
+) -> torch.Tensor:
+    """Returns keys `[B, H, T, D]`, float32, with the rotary embedding of their positions applied, or undone."""
+    if not layout.frequencies:
+        return keys.float()
+    if choose_coding_kernel(keys, layout.head_dim) == "compiled":
+        rotated = torch.empty(keys.shape, dtype=torch.float32, device="cpu")
+        code("turn_states", keys, None, positions, layout, result=rotated, is_back=inverse)
+        return rotated
+    return reference.apply_rope(keys, layout, positions, inverse=inverse)
+
+
+def channel_moments(
+    states: torch.Tensor,
+    valid: torch.Tensor | None,
+    layout: RotaryLayout | None = None,
+    positions: Positions = START,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Computes means and variances of channels `[B, H, D]`, float32, of states `[B, H, T, D]` of any floating dtype whose
+    rotary embedding is undone, over all tokens or those that are `valid` `[B, T]`. They are 0 where no token is.
+    """
+    if choose_coding_kernel(states, states.shape[3]) == "compiled":
+        means, variances = states.new_empty((2, *states.shape[:2], states.shape[3]), dtype=torch.float32).unbind()
+        valid = None if valid is None else valid.contiguous()
+        code("measure_channels", states, None, positions, layout, valid=valid, means=means, variances=variances)
+        return means, variances
+    return reference.channel_moments(states, valid, layout, positions)
+
+
+def decode_tiles(
+    part: DensePart | GroupPart | RowPart | OpaqueRowPart, sides: Collection[str] = SIDES
+) -> Iterator[Tile]:
+    """Decodes a part tile by tile, or only some of its `sides`."""
+    if isinstance(part, DensePart):
+        yield *part.in_use(), 0, part.length
+    elif isinstance(part, GroupPart):
+        yield from _tiles_of_groups(part, sides)
+    else:
+        yield from _tiles_of_rows(part, sides)
+
+
+def _tiles_of_groups(part: GroupPart, sides: Collection[str]) -> Iterator[Tile]:
+    stored = [each for name, each in zip(SIDES, (part.keys, part.values), strict=True) if name in sides]
+    size, num_chunks = part.keys.chunk_length, -(-part.length // part.keys.chunk_length)
+    group = part.keys.group_size if part.keys.axis == "channel" and part.keys.group_size else 1
+    # Several short chunks, or whole groups of a long one
+    step, stride = max(TILE_TOKENS // size, 1), min(max(TILE_TOKENS // group, 1) * group, size)
+    for chunk in range(0, num_chunks, step):
+        chunks = slice(chunk, min(chunk + step, num_chunks))
+        for first in range(0, size, stride):
+            start, tokens = chunk * size + first, slice(first, min(first + stride, size))
+            # Chunks may not be in use to their end
+            stop = min(start + (chunks.stop - chunk) * (tokens.stop - first), part.length)
+            if start < stop:
+                made = [side.dequantize_tile(chunks, tokens)[:, :, : stop - start] for side in stored]
+                yield made[0], made[-1], start, stop
+
+
+def _tiles_of_rows(part: RowPart | OpaqueRowPart, sides: Collection[str]) -> Iterator[Tile]:
+    for first in range(0, part.length, TILE_TOKENS):
+        last = min(first + TILE_TOKENS, part.length)
+        keys, values = part.keys[:, :, first:last], part.values[:, :, first:last]
+        if "keys" in sides:
+            positions = part.positions.after(first)
+            if isinstance(part, RowPart):
+                keys = decode_rows(keys, part.formats[0], positions)
+            else:
+                keys = part.decode_keys(keys, positions)
+        if "values" in sides:
+            values = decode_rows(values, part.formats[1]) if isinstance(part, RowPart) else part.decode_values(values)
+        yield keys, values, first, last
