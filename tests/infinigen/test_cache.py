@@ -17,7 +17,7 @@ from kvcache_plugins import InfiniGenCache, InfiniGenTransformCache, create_cach
 from kvcache_plugins.eval.families import build_family
 from kvcache_plugins.eval.observers import HitCounter
 from kvcache_plugins.infinigen.config import InfiniGenConfig
-from kvcache_plugins.infinigen.hooks import attachment_of
+from kvcache_plugins.infinigen.hooks import hooks_of
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
 
 
@@ -124,7 +124,7 @@ def test_a_copy_outlives_what_it_was_copied_from(llama: PreTrainedModel) -> None
     assert other.stats()["speculated_calls"] > 0
     del other
     gc.collect()
-    assert attachment_of(llama) is None
+    assert hooks_of(llama) is None
 
 
 def test_hooks_are_shared_and_leave_nothing_behind() -> None:

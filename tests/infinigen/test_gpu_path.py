@@ -21,7 +21,7 @@ from kvcache_plugins.eval.observers import TransferTimes
 from kvcache_plugins.formats.hadamard import hadamard_matrix
 from kvcache_plugins.infinigen import layer as layers
 from kvcache_plugins.infinigen import staging
-from kvcache_plugins.infinigen.hooks import attachment_of
+from kvcache_plugins.infinigen.hooks import hooks_of
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
 from kvcache_plugins.infinigen.selection import Selection
 
@@ -224,7 +224,7 @@ def test_a_decode_step_reads_nothing_from_the_device(meta_llama, cuda, monkeypat
     hadamard_matrix(meta_llama.config.head_dim, torch.device("meta"))
     with (InfiniGenTransformCache if is_coded else InfiniGenCache)(meta_llama, **options, full_layers=(0,)) as cache:
         # Once for a model and at a prompt, queries are compared
-        attachment_of(meta_llama).checked.update(range(3))
+        hooks_of(meta_llama).checked.update(range(3))
         meta_llama(prompt, past_key_values=cache)
         if is_padded:
             for layer in cache.layers[1:]:
