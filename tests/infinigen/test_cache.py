@@ -181,7 +181,7 @@ def test_latent_attention_is_exact() -> None:
 def test_host_memory_exhausted_is_said_and_nothing_lost() -> None:
     small = torch.randn(64, 16, 8, 128)
     pool = TokenPool((small, small))
-    pool.append((small, small), 0, None)
+    pool.append((small, small), None)
     held = [page.clone() for page in pool.pages]
     many = small[:, :, :1].expand(-1, -1, 3 * PAGE_TOKENS, -1)
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -190,7 +190,7 @@ def test_host_memory_exhausted_is_said_and_nothing_lost() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, limits[1]))
     try:
         with pytest.raises(MemoryError, match=r"8 are held and usable. With `pool_tokens`"):
-            pool.append((many, many), 8, None)
+            pool.append((many, many), None)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
     assert pool.num_slots == 8

@@ -130,7 +130,7 @@ def test_tokens_and_pages_are_written(gpu):
     pool, start = TokenPool((keys, values)), 0
     for count in (PAGE_TOKENS + 20, 32, 1, PAGE_TOKENS - 40, 47):
         stop = start + count
-        pool.append((keys[:, :, start:stop], values[:, :, start:stop]), start, None)
+        pool.append((keys[:, :, start:stop], values[:, :, start:stop]), None)
         start = stop
     for number, expected in enumerate((keys, values)):
         parts = [rows.split([5, 4], dim=3)[number] for rows, *_ in pool.iter_pages()]
@@ -175,7 +175,7 @@ def test_the_host_waits_before_it_touches_pages(gpu, use):
     keys = torch.randn(1, 2, PAGE_TOKENS + 50, 8)
     pool = TokenPool((keys, keys))
     gpu.compute.do("states")
-    pool.append((keys, keys), 0, None)
+    pool.append((keys, keys), None)
     list(pool.iter_pages())
     assert gpu.synchronized == []
     pool = {
@@ -243,7 +243,7 @@ def make_pool(num_tokens=PAGE_TOKENS + 100, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(2, 3, num_tokens, dim, generator=generator).to(dtype) for dim in (8, 5)]
     pool = TokenPool(parts)
-    pool.append(parts, 0, None)
+    pool.append(parts, None)
     return pool
 
 
