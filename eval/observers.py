@@ -40,7 +40,7 @@ class HitCounter:
             return output
 
         # A prepared call would choose and attend in one, and show no choice
-        vars(layer).update(attend_selection=attend_and_count, _prepare_call=lambda query, scale: None)
+        vars(layer).update(attend_selection=attend_and_count, _plan_next_steps=lambda query, scale: None)
 
     def _count(self, layer: InfiniGenLayer, call: AttentionCall, selection: Selection) -> None:
         assert layer.pool is not None and call.scale is not None

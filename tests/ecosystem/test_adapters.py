@@ -7,7 +7,7 @@ import torch
 from packaging.version import Version
 
 from kvcache_plugins import InfiniGenCache, TransformCodingCache, create_cache
-from kvcache_plugins.infinigen.hooks import attachment_of
+from kvcache_plugins.infinigen.hooks import hooks_of
 from kvcache_plugins.models.cache_argument import IS_RENAMED
 from kvcache_plugins.registry import unwrap_model
 
@@ -42,22 +42,22 @@ def test_lora_gives_what_the_merged_model_gives(tiny_model, make_cache, prompt, 
     assert cache.stats()["attend_calls"] == 14
 
 
-def test_infinigen_listens_to_the_model_inside(tiny_model, prompt, generate):
+def test_infinigen_observes_the_model_inside(tiny_model, prompt, generate):
     adapted = with_lora(tiny_model("llama"))
     with InfiniGenCache(adapted, full_layers=(), speculate=True) as cache:
         generate(adapted, prompt(), cache)
-        attachment = attachment_of(adapted.get_base_model())
-        assert attachment is not None
+        hooks = hooks_of(adapted.get_base_model())
+        assert hooks is not None
         hidden_states = torch.randn(1, 3, 128)
         # The adapter is part of the query that is expected
-        inner = attachment.projections[1]._project(hidden_states)
+        inner = hooks.projections[1]._project(hidden_states)
         assert torch.allclose(inner, adapted.get_base_model().model.layers[1].self_attn.q_proj(hidden_states))
         assert cache.stats()["speculated_calls"] == 7
-    assert attachment_of(adapted.get_base_model()) is None
+    assert hooks_of(adapted.get_base_model()) is None
 
 
 @pytest.mark.skipif(PEFT_IS_OLD, reason="this release of Transformers wants PEFT 0.22 or newer")
-def test_infinigen_hears_of_an_adapter_that_comes_later(tiny_llama, make_cache, prompt, generate):
+def test_infinigen_uses_an_adapter_that_comes_later(tiny_llama, make_cache, prompt, generate):
     with make_cache("infinigen", tiny_llama) as before:
         generate(tiny_llama, prompt(), before)
         torch.manual_seed(1)

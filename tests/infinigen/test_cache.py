@@ -17,7 +17,7 @@ from kvcache_plugins import InfiniGenCache, InfiniGenTransformCache, create_cach
 from kvcache_plugins.eval.families import build_family
 from kvcache_plugins.eval.observers import HitCounter
 from kvcache_plugins.infinigen.config import InfiniGenConfig
-from kvcache_plugins.infinigen.hooks import attachment_of
+from kvcache_plugins.infinigen.hooks import hooks_of
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
 
 
@@ -124,7 +124,7 @@ def test_a_copy_outlives_what_it_was_copied_from(llama: PreTrainedModel) -> None
     assert other.stats()["speculated_calls"] > 0
     del other
     gc.collect()
-    assert attachment_of(llama) is None
+    assert hooks_of(llama) is None
 
 
 def test_hooks_are_shared_and_leave_nothing_behind() -> None:
@@ -181,7 +181,7 @@ def test_latent_attention_is_exact() -> None:
 def test_host_memory_exhausted_is_said_and_nothing_lost() -> None:
     small = torch.randn(64, 16, 8, 128)
     pool = TokenPool((small, small))
-    pool.append((small, small), 0, None)
+    pool.append((small, small), None)
     held = [page.clone() for page in pool.pages]
     many = small[:, :, :1].expand(-1, -1, 3 * PAGE_TOKENS, -1)
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -190,7 +190,7 @@ def test_host_memory_exhausted_is_said_and_nothing_lost() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, limits[1]))
     try:
         with pytest.raises(MemoryError, match=r"8 are held and usable. With `pool_tokens`"):
-            pool.append((many, many), 8, None)
+            pool.append((many, many), None)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
     assert pool.num_slots == 8

@@ -95,7 +95,7 @@ def forged_factors(change):
 
 
 FORGED = {
-    "tells of layer 99": lambda content, tensors: content["reports"][0].update(layer_idx=99),
+    "has layer 99": lambda content, tensors: content["reports"][0].update(layer_idx=99),
     "oracle": lambda content, tensors: content["reports"][0].update(oracle=0),
     "by_input": lambda content, tensors: content["reports"][0].update(by_input=3),
     "choice": lambda content, tensors: content["reports"][0].update(choice="more"),

@@ -55,7 +55,7 @@ def test_prepared_steps_are_those_of_single_kernels(count, options, shape, mode,
     scale, groups = options.pop("scale", None), shape.pop("groups", 3)
     prepared = filled(InfiniGenConfig(**options), count, **shape)
     single = copy.deepcopy(prepared)
-    monkeypatch.setattr(single, "_prepare_call", lambda *given: None)
+    monkeypatch.setattr(single, "_plan_next_steps", lambda *given: None)
     size, dtype = prepared.batch_size, prepared.dtype
     dims = [prepared.states_shape(side)[3] for side in ("keys", "keys", "values")]
     with mode():
@@ -70,7 +70,7 @@ def test_prepared_steps_are_those_of_single_kernels(count, options, shape, mode,
                     layer.crop_tokens(5)
     assert prepared.stats() == single.stats()
     # Not of one that never prepares a call, however often it is told
-    assert prepared._call is not None and single._call is None
+    assert prepared._plan is not None and single._plan is None
     # What a call is made of is held already
     held = {(each.data_ptr(), each.nbytes) for _, each in prepared.named_tensors()}
     assert reachable_bytes(prepared) == sum(size for _, size in held)
@@ -85,9 +85,9 @@ def test_a_token_left_for_the_call_is_stored_whoever_asks(monkeypatch) -> None:
             attend(layer, tuple(torch.randn(1, 3, 1, 16) for _ in range(3)), None)
         key, value = torch.randn(2, 1, 3, 1, 16)
         keys, values = layer.update(key, value)
-    assert layer.window.left is not None
+    assert layer.tail.left is not None
     assert torch.equal(keys[:, :, -1:], key) and torch.equal(values[:, :, -1:], value)
-    assert layer.window.left is None
+    assert layer.tail.left is None
 
 
 @pytest.mark.parametrize("options", [{"pool_tokens": 60}, {"alpha": 4.0}, {"speculate": True}], ids=str)
@@ -96,18 +96,18 @@ def test_other_rules_and_pools_prepare_nothing(options) -> None:
     with torch.no_grad():
         for _ in range(3):
             attend(layer, tuple(torch.randn(1, 3, 1, 16) for _ in range(3)), None)
-    assert layer._call is None
+    assert layer._plan is None
 
 
 def test_beams_that_are_reordered_in_each_step_prepare_nothing() -> None:
     layer = filled(InfiniGenConfig(), 100)
     with torch.no_grad():
         for is_reordered in (True, True, True, False, False):
-            assert layer._call is None
+            assert layer._plan is None
             attend(layer, tuple(torch.randn(1, 3, 1, 16) for _ in range(3)), None)
             if is_reordered:
                 layer.reorder_cache(torch.tensor([0]))
-    assert layer._call is not None
+    assert layer._plan is not None
 
 
 @pytest.mark.parametrize("num_threads", [2], indirect=True)
@@ -118,7 +118,7 @@ def test_threads_make_no_difference(num_threads: int) -> None:
         torch.set_num_threads(count)
         cache = InfiniGenCache(model, full_layers=())
         logits.append(decode_logits(model, cache, prompt, steps))
-    assert cache.layers[0]._call is not None
+    assert cache.layers[0]._plan is not None
     assert_same(*logits)
 
 
@@ -128,7 +128,7 @@ def test_a_call_refuses_what_it_was_not_made_for() -> None:
     with torch.no_grad():
         for _ in range(2):
             attend(layer, new, None)
-    call, window = layer._call, layer.window
+    call, window = layer._plan, layer.tail
     assert isinstance(call, ChoosingCall)
     bounds, query = ChoiceBounds(first=0, newest=90, least=0.0, cap=5, limit=10), new[0]
     given = {"scale": None, "window": window.storage, "length": window.length, "newest": None}
@@ -149,7 +149,7 @@ def test_a_call_refuses_what_it_was_not_made_for() -> None:
         with pytest.raises(ValueError, match="window"):
             choose_by_codes(*made, layer.scoring.length, 4, layer.pool.pages, other)
     with pytest.raises(ValueError, match="`length` has to be from 1"):
-        choose_by_codes(*made, 0, 4, layer.pool.pages, layer.window.storage)
+        choose_by_codes(*made, 0, 4, layer.pool.pages, layer.tail.storage)
     for changed in wrong:
         with pytest.raises(ValueError, match="window|tokens in use"):
             call.attend(query, **{**given, **changed}, bounds=bounds)

@@ -90,7 +90,7 @@ def test_as_many_distinct_victims_as_evictions(policy: str) -> None:
     for position in range(400):
         assert pool.usage is not None
         before = [set(row.tolist()) - {-1} for row in pool.usage.positions[0]]
-        pool.append((states[:, :, position : position + 1], states[:, :, position : position + 1]), position, None)
+        pool.append((states[:, :, position : position + 1], states[:, :, position : position + 1]), None)
         for head, row in enumerate(pool.usage.positions[0]):
             victims = before[head] - set(row.tolist())
             assert not victims & gone[head]
@@ -113,7 +113,7 @@ def test_rows_are_gathered_from_all_pages() -> None:
     pool = TokenPool((keys, values))
     for start in range(0, count, 600):
         stop = min(start + 600, count)
-        assert pool.append((keys[:, :, start:stop], values[:, :, start:stop]), start, None) == (stop - start, [])
+        assert pool.append((keys[:, :, start:stop], values[:, :, start:stop]), None) == (stop - start, [])
     slots = torch.randint(0, count, (2, 3, 200), generator=torch.Generator().manual_seed(0))
     expected = torch.cat([keys, values], dim=3).gather(2, slots[..., None].expand(-1, -1, -1, 12))
     assert torch.equal(pool.gather(slots), expected)
@@ -128,7 +128,7 @@ def test_a_first_page_is_as_large_as_its_tokens_need(counts):
     pool, done = TokenPool((keys, keys)), 0
     for count in counts:
         new = keys[:, :, done : done + count]
-        pool.append((new, -new), done, None)
+        pool.append((new, -new), None)
         done += count
         room = sum(page.shape[2] for page in pool.pages)
         assert room == max(64, 1 << (done - 1).bit_length()) if done <= PAGE_TOKENS else room % PAGE_TOKENS == 0

@@ -21,7 +21,7 @@ from kvcache_plugins.eval.observers import TransferTimes
 from kvcache_plugins.formats.hadamard import hadamard_matrix
 from kvcache_plugins.infinigen import layer as layers
 from kvcache_plugins.infinigen import staging
-from kvcache_plugins.infinigen.hooks import attachment_of
+from kvcache_plugins.infinigen.hooks import hooks_of
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
 from kvcache_plugins.infinigen.selection import Selection
 
@@ -130,7 +130,7 @@ def test_tokens_and_pages_are_written(gpu):
     pool, start = TokenPool((keys, values)), 0
     for count in (PAGE_TOKENS + 20, 32, 1, PAGE_TOKENS - 40, 47):
         stop = start + count
-        pool.append((keys[:, :, start:stop], values[:, :, start:stop]), start, None)
+        pool.append((keys[:, :, start:stop], values[:, :, start:stop]), None)
         start = stop
     for number, expected in enumerate((keys, values)):
         parts = [rows.split([5, 4], dim=3)[number] for rows, *_ in pool.iter_pages()]
@@ -175,7 +175,7 @@ def test_the_host_waits_before_it_touches_pages(gpu, use):
     keys = torch.randn(1, 2, PAGE_TOKENS + 50, 8)
     pool = TokenPool((keys, keys))
     gpu.compute.do("states")
-    pool.append((keys, keys), 0, None)
+    pool.append((keys, keys), None)
     list(pool.iter_pages())
     assert gpu.synchronized == []
     pool = {
@@ -224,7 +224,7 @@ def test_a_decode_step_reads_nothing_from_the_device(meta_llama, cuda, monkeypat
     hadamard_matrix(meta_llama.config.head_dim, torch.device("meta"))
     with (InfiniGenTransformCache if is_coded else InfiniGenCache)(meta_llama, **options, full_layers=(0,)) as cache:
         # Once for a model and at a prompt, queries are compared
-        attachment_of(meta_llama).checked.update(range(3))
+        hooks_of(meta_llama).checked.update(range(3))
         meta_llama(prompt, past_key_values=cache)
         if is_padded:
             for layer in cache.layers[1:]:
@@ -243,7 +243,7 @@ def make_pool(num_tokens=PAGE_TOKENS + 100, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(2, 3, num_tokens, dim, generator=generator).to(dtype) for dim in (8, 5)]
     pool = TokenPool(parts)
-    pool.append(parts, 0, None)
+    pool.append(parts, None)
     return pool
 
 

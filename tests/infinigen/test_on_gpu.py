@@ -57,13 +57,13 @@ def test_rows_are_written_and_staged(kernel, must_not_wait, dtype):
             must_not_wait()
         torch.cuda._sleep(_LONG)
         for start, stop in ((0, 1000), (1000, 1032), (1032, PAGE_TOKENS + 60)):
-            pool.append((keys[:, :, start:stop], values[:, :, start:stop]), start, None)
+            pool.append((keys[:, :, start:stop], values[:, :, start:stop]), None)
         rows = start_fetch(pool, selection)
         staged = (pool.gather(slots) if rows is None else rows.wait()).clone()
     torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(staged[selection.valid], expected[selection.valid])
     assert torch.equal(torch.cat([rows[..., :32] for rows, *_ in pool.iter_pages()], dim=2), keys)
-    pool.wait()
+    pool.synchronize()
     assert torch.equal(torch.cat(pool.pages, dim=2)[:, :, : PAGE_TOKENS + 60], states.cpu())
 
 

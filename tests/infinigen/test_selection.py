@@ -4,11 +4,27 @@ import pytest
 import torch
 
 from kvcache_plugins.infinigen.config import InfiniGenConfig
-from kvcache_plugins.infinigen.scoring import ScoringCodes, ScoringColumns
+from kvcache_plugins.infinigen.pool import TokenPool
+from kvcache_plugins.infinigen.scoring import Scoring, ScoringCodes, ScoringColumns
 from kvcache_plugins.infinigen.selection import always_attended, select_tokens
+from kvcache_plugins.layers.lazy_layer import LeftPadding
 
 
 NOTHING = torch.empty(1, 1, 1, 0)
+
+
+def store(scoring: Scoring, keys: torch.Tensor, pool: TokenPool | None = None) -> TokenPool:
+    """Store keys, which are their own values, in a pool and its scoring data."""
+    rows, parts = scoring.encode(keys, keys, keys.shape[2], 0 if pool is None else pool.num_tokens)
+    pool = pool or TokenPool(parts)
+    scoring.store(rows, *pool.append(parts, scoring.padding.counts), pool)
+    return pool
+
+
+def padding_of(*counts: int) -> LeftPadding:
+    padding = LeftPadding()
+    padding.set(torch.tensor(counts))
+    return padding
 
 
 def chosen(weights: list[float], *, forced=(), allowed=None, resident=(), num_tokens=None, **options) -> list[int]:
@@ -79,43 +95,49 @@ def test_codes_tell_scores(nbits: int, limit: float, head_dim: int) -> None:
     spread = torch.rand(head_dim, generator=generator) * 4 + 0.1
     keys = torch.randn(2, 3, 150, head_dim, generator=generator) * spread + 10 * spread
     query = torch.randn(2, 3, 4, head_dim, generator=generator) / spread
-    scoring = ScoringCodes(nbits, keys[:, :, :100], None, 100)
+    scoring, pool = ScoringCodes(InfiniGenConfig(scoring_nbits=nbits), LeftPadding()), None
     for start in range(0, 150, 50):
-        scoring.append(scoring.encode_keys(keys[:, :, start : start + 50]))
-    scores, expected = scoring.scores(query, None), query @ keys.transpose(2, 3)
+        pool = store(scoring, keys[:, :, start : start + 50], pool)
+    assert pool is not None
+    scores, expected = scoring.scores(query, pool), query @ keys.transpose(2, 3)
     assert scores.shape == (2, 3, 4, 150)
     scores, expected = (each - each.mean(dim=3, keepdim=True) for each in (scores, expected))
     assert (scores - expected).norm() / expected.norm() < limit
 
 
 def test_codes_are_written_anew_where_tokens_are_replaced() -> None:
-    keys = torch.randn(1, 2, 60, 16, generator=torch.Generator().manual_seed(0))
-    query = torch.randn(1, 2, 3, 16, generator=torch.Generator().manual_seed(1))
-    replaced, direct = ScoringCodes(4, keys, None, 100), ScoringCodes(4, keys, None, 100)
-    replaced.append(replaced.encode_keys(keys[:, :, :50]))
+    keys = torch.randn(1, 2, 52, 16, generator=torch.Generator().manual_seed(0))
+    scoring = ScoringCodes(InfiniGenConfig(pool_tokens=50), LeftPadding())
+    rows, parts = scoring.encode(keys, keys, 52, 0)
     slots = torch.tensor([[[3, 17], [40, 0]]])
-    replaced.write(slots, replaced.encode_keys(keys[:, :, 50:52]))
+    scoring.store(rows, 50, [slots], TokenPool(parts))
     order = torch.arange(50).repeat(1, 2, 1).scatter(2, slots, torch.tensor([50, 51]).expand(1, 2, 2))
-    direct.append(direct.encode_keys(keys.gather(2, order[..., None].expand(-1, -1, -1, 16))))
-    assert torch.equal(replaced.scores(query, None), direct.scores(query, None))
+    in_order = keys.gather(2, order[..., None].expand(-1, -1, -1, 16))
+    expected, _ = scoring.encode(in_order, in_order, 50, 0)
+    assert scoring.rows.keys() == expected.keys() == {"codes", "scale"}
+    assert all(torch.equal(scoring.rows[name], expected[name]) for name in expected)
 
 
 def test_padding_does_not_enter_the_statistics() -> None:
     keys = torch.randn(1, 2, 80, 16, generator=torch.Generator().manual_seed(0))
     padded = torch.cat([torch.full((1, 2, 20, 16), 1e3), keys], dim=2)
-    alone, beside = ScoringCodes(4, keys, None, 80), ScoringCodes(4, padded, (torch.arange(100) >= 20)[None], 80)
+    alone, beside = (ScoringCodes(InfiniGenConfig(), each) for each in (LeftPadding(), padding_of(20)))
+    alone.encode(keys, keys, 80, 0)
+    beside.encode(padded, padded, 100, 0)
     torch.testing.assert_close(beside.fitted, alone.fitted)
     assert beside.fitted.keys() == {"mean", "spread"}
 
 
 def test_items_that_are_all_padding_at_first_are_scored_later() -> None:
-    """A limited pool is full by then, and its statistics are never told anew."""
+    """A limited pool is full by then, and its statistics are never fitted anew."""
     keys = torch.randn(1, 2, 80, 64, generator=torch.Generator().manual_seed(0))
     query = torch.randn(1, 2, 3, 64, generator=torch.Generator().manual_seed(1))
-    scoring = ScoringCodes(4, keys[:, :, :30], torch.zeros(1, 30, dtype=torch.bool), 0)
-    scoring.append(scoring.encode_keys(keys))
-    expected = query @ keys.transpose(2, 3)
-    assert (scoring.scores(query, None) - expected).norm() / expected.norm() < 0.15
+    scoring = ScoringCodes(InfiniGenConfig(pool_tokens=30), padding_of(30))
+    pool = store(scoring, keys, TokenPool((keys, keys), max_tokens=30))
+    positions = pool.positions(keys.device)
+    assert positions.min() >= 30
+    expected = query @ keys.gather(2, positions[..., None].expand(-1, -1, -1, 64)).transpose(2, 3)
+    assert (scoring.scores(query, pool) - expected).norm() / expected.norm() < 0.15
 
 
 @pytest.mark.parametrize("skewing", ["none", "query-svd"])
@@ -124,9 +146,10 @@ def test_all_columns_tell_scores_exactly(skewing: str) -> None:
     generator = torch.Generator().manual_seed(0)
     keys, queries = torch.randn(2, 3, 90, 16, generator=generator), torch.randn(2, 6, 90, 16, generator=generator)
     query = torch.randn(2, 3, 2, 16, generator=generator)
-    scoring = ScoringColumns(keys, queries, None, 1.0, skewing)
-    scoring.append(scoring.encode_keys(keys))
-    torch.testing.assert_close(scoring.scores(query, None), query @ keys.transpose(2, 3), atol=1e-4, rtol=1e-4)
+    scoring = ScoringColumns(InfiniGenConfig(partial_ratio=1.0, skewing=skewing), LeftPadding())
+    scoring.record_queries(queries, 3, 90)
+    pool = store(scoring, keys)
+    torch.testing.assert_close(scoring.scores(query, pool), query @ keys.transpose(2, 3), atol=1e-4, rtol=1e-4)
 
 
 def test_skewing_needs_fewer_columns_for_queries_of_low_rank() -> None:
@@ -137,9 +160,10 @@ def test_skewing_needs_fewer_columns_for_queries_of_low_rank() -> None:
     query, expected = queries[:, :, :, -1], queries[:, :, :, -1] @ keys.transpose(2, 3)
     errors = {}
     for each in ("none", "query-svd"):
-        scoring = ScoringColumns(keys, queries.flatten(1, 2), None, 0.25, each)
-        scoring.append(scoring.encode_keys(keys))
-        errors[each] = float((scoring.scores(query, None) - expected).norm() / expected.norm())
+        scoring = ScoringColumns(InfiniGenConfig(partial_ratio=0.25, skewing=each), LeftPadding())
+        scoring.record_queries(queries.flatten(1, 2), 2, 200)
+        pool = store(scoring, keys)
+        errors[each] = float((scoring.scores(query, pool) - expected).norm() / expected.norm())
     assert errors["query-svd"] < 1e-3 < 0.3 < errors["none"]
 
 

@@ -1,4 +1,4 @@
-"""`InfiniGenCache`: a list of InfiniGen layers, beside Transformers' own for what is not offloaded."""
+"""`InfiniGenCache`: a list of InfiniGen layers, and Transformers' own layers where nothing is offloaded."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from kvcache_plugins.user_warnings import warn_user
 from .calibration import Calibration, choose_full_layers, resolve_calibration
 from .config import InfiniGenConfig, option_parameters
 from .hooks import (
-    Attachment,
     AttentionInputs,
-    AttentionListener,
+    AttentionObserver,
+    ModelHooks,
     ModelReference,
     attach,
-    attachment_of,
+    hooks_of,
     unknown_queries_warning,
 )
 from .layer import InfiniGenLayer
@@ -43,25 +43,25 @@ _ANOTHER_MODEL = (
 )
 
 
-class InfiniGenCache(AttentionListener, UsageChecksMixin, ReportingMixin, Cache):
+class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache):
     """
-    A cache in host memory, of which every decode step fetches only the tokens that matter.
+    A cache in host memory. Every decode step fetches only the tokens that matter.
 
     Implements [InfiniGen: Efficient Generative Inference of Large Language Models with Dynamic KV Cache
     Management](https://www.usenix.org/conference/osdi24/presentation/lee). Keys and values of full-attention layers
     live in a pool in host memory (page-locked if the model is on a GPU). While a layer computes, the queries of the
-    next one are told from what stands at this one, tokens are chosen by their scores against a small copy of the keys,
-    and fetched. Attention is over those and the newest tokens, be it `sdpa`'s or `eager`. Several new tokens at once,
+    next layer are predicted from this layer's input, tokens are chosen by their scores against a small copy of the
+    keys, and fetched. Attention, `sdpa` or `eager`, is over those and the newest tokens. Several new tokens at once,
     and latent attention, attend to everything: exact, and slower.
 
-    The model is not patched: forward hooks, shared by all caches of a model, listen; `detach` takes them off, and so
-    does leaving a `with` block or dropping the cache. Threads can share the model, each with a cache of its own.
+    The model is not patched: all caches of a model share forward hooks. `detach`, the end of a `with` block and
+    dropping the cache remove them. Threads can share the model, each with a cache of its own.
 
     Args:
         model (`PreTrainedModel`):
-            The model that the cache is for: any decoder, itself or in a wrapper such as a `PeftModel`. Where it is
-            not known how a layer makes its queries, it chooses by its own, as with `speculate=False`, and a warning
-            says why.
+            The model that the cache is for: any decoder, itself or in a wrapper such as a `PeftModel`. A layer whose
+            queries cannot be predicted chooses tokens by its own query, as with `speculate=False`, and a warning says
+            why.
         min_weight (`float`, *optional*, defaults to 0.5):
             Rule 1, the default: a token is fetched for a key/value head if its speculated attention weight, averaged
             over the query heads of the group, is at least this many times the weight it would have if all tokens
@@ -74,26 +74,27 @@ class InfiniGenCache(AttentionListener, UsageChecksMixin, ReportingMixin, Cache)
         scoring_nbits (`int`, *optional*, defaults to 4):
             Bits a number, 2, 4 or 8, of the copy of the keys that stays on the accelerator for scoring.
         partial_ratio (`float`, *optional*):
-            Instead of that, the paper's copy: this share of the keys' columns, in full precision.
+            The paper's copy instead: this share of the keys' columns, in full precision.
         skewing (`str`, *optional*, defaults to `"none"`):
-            With `partial_ratio`: `"query-svd"` turns keys and queries to the singular vectors of the prompt's queries
-            before columns are chosen, after the rotary embedding. Attention itself is not touched.
+            With `partial_ratio`: `"query-svd"` rotates keys and queries to the singular vectors of the prompt's
+            queries before columns are chosen, after the rotary embedding. Attention itself is not changed.
         recent (`int`, *optional*, defaults to 32):
             Newest tokens that are always attended to. A few more wait beside them to move into the pool together.
         sink (`int`, *optional*, defaults to 4):
             First tokens that are always fetched and never evicted.
         pool_tokens (`int`, *optional*):
-            Tokens that the pool holds at most, for every item and head. A new token then takes a victim's place. Which
-            tokens are used is noted on the host, which has to wait for a GPU in every layer of every step.
+            Tokens that the pool holds at most, for every sequence and head. A new token then replaces a victim. The
+            host records the use of tokens, so it has to wait for a GPU in every layer of every step.
         eviction (`str`, *optional*, defaults to `"counter"`):
-            Who that is: `"counter"` (fetched least often), `"lru"` (least recently) or `"fifo"` (oldest).
+            Policy that chooses the victim: `"counter"` (fetched least often), `"lru"` (least recently) or `"fifo"`
+            (oldest).
         full_layers (`tuple[int, ...]`, *optional*):
-            Layers that stay whole where they are computed. Defaults to what the calibration says, or the first two.
+            Layers that stay whole where they are computed. Defaults to those of the calibration, or the first two.
         speculate (`bool`, *optional*):
-            Whether a layer's tokens are chosen and fetched ahead, by queries that are guessed, or by its own query. By
-            default they are ahead where they have to be brought from elsewhere: to an accelerator.
+            True to choose and fetch a layer's tokens ahead, by predicted queries; False to choose by its own query. By
+            default tokens are fetched ahead if they have to be transferred: to an accelerator.
         calibration (`Calibration`, `str` or `Path`, *optional*):
-            What `calibrate` found out about the model, or the file that holds it.
+            Findings of `calibrate` about the model, or their file.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
             Padding of the prompt, needed for batches of unequal length under an attention implementation that reads
             dense states, such as one of your own.
@@ -117,7 +118,7 @@ class InfiniGenCache(AttentionListener, UsageChecksMixin, ReportingMixin, Cache)
     ```
     """
 
-    # Tokens are chosen in steps of one new token: what evaluates this cache has to decode token by token
+    # Tokens are chosen in steps of one new token: an evaluation of this cache has to decode token by token
     is_exact_for_many = True
 
     def __init__(
@@ -149,7 +150,8 @@ class InfiniGenCache(AttentionListener, UsageChecksMixin, ReportingMixin, Cache)
         self._targets = {index - 1: index for index, layer in enumerate(layers) if isinstance(layer, InfiniGenLayer)}
         self._model = ModelReference(model)
         self._wants_speculation = self.infinigen_config.speculates_on(model.device)
-        self._is_attached, self._has_warned = True, False
+        self._is_attached = True
+        self._has_warned = False
         super().__init__(layers, config=config)
         if self._wants_speculation:
             reason = attach(model, self).why_unknown()
@@ -157,7 +159,7 @@ class InfiniGenCache(AttentionListener, UsageChecksMixin, ReportingMixin, Cache)
                 warn_user(unknown_queries_warning(reason))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A copy needs the hooks as long as it is there itself
+        # A copy needs hooks of its own
         self.__dict__.update(state)
         model = self._model()
         if self._speculates and model is not None:
@@ -170,55 +172,56 @@ class InfiniGenCache(AttentionListener, UsageChecksMixin, ReportingMixin, Cache)
         return InfiniGenLayer(self.infinigen_config, index, self._given_mask, packing)
 
     def _packing(self, config: PreTrainedConfig, index: int) -> RowPolicy | None:
-        """Says how tokens of a layer of a model's config are coded; `None` if they are in the pool as they are."""
+        """Return how a layer's tokens are coded, given the model's config; `None` if they stay exact."""
         return None
 
     @property
-    def _attachment(self) -> Attachment | None:
+    def _hooks(self) -> ModelHooks | None:
         model = self._model()
-        return None if model is None else attachment_of(model)
+        return None if model is None else hooks_of(model)
 
     @property
     def _speculates(self) -> bool:
-        # A detached cache does not, even where the hooks of others are still there
+        # A detached cache does not, even if the hooks of other caches are left
         return self._is_attached and self._wants_speculation
 
     @torch.no_grad()
-    def on_attention_input(self, attachment: Attachment, layer_idx: int, inputs: AttentionInputs) -> None:
-        if attachment.model() is not self._model():
+    def on_attention_input(self, hooks: ModelHooks, layer_idx: int, inputs: AttentionInputs) -> None:
+        if hooks.model() is not self._model():
             raise ValueError(_ANOTHER_MODEL)
         if not self._speculates:
             return
-        # In Transformers 5.20 layers that share the states of others have none here
+        # In Transformers 5.20 layers that share the states of other layers are not in the list
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if isinstance(layer, InfiniGenLayer) and inputs.hidden_states.shape[1] > 1:
-            layer.check_queries = attachment.check_once(layer_idx, inputs)
+            layer.check_queries = hooks.check_once(layer_idx, inputs)
         target = self._targets.get(layer_idx, -1)
-        projection, following = attachment.projections.get(target), self.layers[target]
+        projection = hooks.projections.get(target)
+        following = self.layers[target]
         if projection is None or not isinstance(following, InfiniGenLayer) or not following.wants_speculation:
             return
-        # Of another number of sequences is another prompt, and refused as it comes
+        # Another number of sequences is another prompt, which `update` refuses
         if inputs.hidden_states.shape[:2] != (following.batch_size, 1):
             return
         device = following.device
         try:
-            embeddings = attachment.embeddings_for(target, layer_idx, inputs)
+            embeddings = hooks.embeddings_for(target, layer_idx, inputs)
         except LookupError:
             return
         if embeddings is not None:
             embeddings = embeddings[0].to(device), embeddings[1].to(device)
-        hidden_states = attachment.expected_hidden_states(target, layer_idx, inputs, device)
+        hidden_states = hooks.expected_hidden_states(target, layer_idx, inputs, device)
         if self.calibration is not None:
             hidden_states = self.calibration.corrected(target, hidden_states)
-        mask = inputs.attention_mask if attachment.same_type(target, layer_idx) else None
+        mask = inputs.attention_mask if hooks.same_type(target, layer_idx) else None
         mask = None if mask is None else mask.to(device)
         following.speculate(projection(hidden_states, embeddings), mask, projection.scaling)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """As `Cache.get_mask_sizes`; a `ValueError` if a forward has no new tokens behind those that are held."""
+        """See `Cache.get_mask_sizes`; a `ValueError` if a forward has no new tokens behind those that are held."""
         layer = self.layers[next(iter(self._targets.values()))]
         if query_length == 0 and isinstance(layer, InfiniGenLayer):
-            # One that is kept whole is Transformers' own, and refuses nothing
+            # A layer that is kept whole is Transformers' own, and refuses nothing
             layer.get_mask_sizes(query_length)
         return super().get_mask_sizes(query_length, layer_idx)
 
@@ -241,13 +244,13 @@ class InfiniGenCache(AttentionListener, UsageChecksMixin, ReportingMixin, Cache)
 
     def detach(self) -> None:
         """
-        Takes the hooks off the model, unless another cache still listens. What is cached stays usable: tokens are then
-        chosen by a layer's own query, when attention is about to need them, and a warning says so once.
+        Remove the hooks from the model, unless another cache needs them. The cache stays usable: a layer then chooses
+        tokens by its own query, right before attention needs them, and a warning says so once.
         """
         self._is_attached = False
-        attachment = self._attachment
-        if attachment is not None:
-            attachment.detach(self)
+        hooks = self._hooks
+        if hooks is not None:
+            hooks.detach(self)
 
     def __enter__(self) -> InfiniGenCache:
         return self
@@ -257,11 +260,13 @@ class InfiniGenCache(AttentionListener, UsageChecksMixin, ReportingMixin, Cache)
 
     def memory(self) -> MemoryReport:
         """
-        What the cache holds. The calibration's corrections are counted as `correction`; as `staging`, what a next step
-        fetches to a GPU at most at a time: of one layer, or of two where one fetches while the other attends.
+        Report the memory that the cache holds. `correction` counts the calibration's corrections; `staging` is the
+        most that a next step fetches to a GPU at a time: for one layer, or for two if one fetches while the other
+        attends.
         """
         report = super().memory()
-        parts, devices = Counter(report.parts), Counter(report.devices)
+        parts = Counter(report.parts)
+        devices = Counter(report.devices)
         for tensor in chain.from_iterable(() if self.calibration is None else self.calibration.corrections.values()):
             parts["correction"] += tensor.nbytes
             devices[str(tensor.device)] += tensor.nbytes
@@ -279,23 +284,26 @@ class InfiniGenCache(AttentionListener, UsageChecksMixin, ReportingMixin, Cache)
 
     def stats(self) -> Mapping[str, float]:
         """
-        Sums counters over all offloaded layers. A GPU is waited for.
+        Sum counters over all offloaded layers. A GPU is waited for.
 
         Returns:
-            `dict[str, int | float]`: `num_layers` and, of those, `layers_offloaded`, of which tokens are chosen ahead
-            for `layers_speculating` and by a layer's own query for `layers_by_own_query`; `tokens_cached` (tokens of
-            the sequence); and, summed over layers, `tokens_pooled` (slots of the pool in use), `attend_calls` and, of
-            those, `selected_calls` (of one new token, over chosen tokens) and `exact_calls` (over everything); on
-            a CPU, of the selected calls, `fused_calls` (by a fused kernel) and `kernel_fallbacks` (those for which the
-            kernel that was wanted could not be had); `speculated_calls` (choices made ahead), `tokens_fetched` of
-            `tokens_fetchable` (over items and key/value heads), `bytes_fetched`, `tokens_evicted`, `dense_reads`
-            (times a side of a layer was made dense for something other than `sdpa`) and `prompts_without_mask`
-            (prompts stored without having seen a mask).
+            `dict[str, int | float]`: `num_layers` and, among them, `layers_offloaded`, which are `layers_speculating`
+            (tokens are chosen ahead) and `layers_by_own_query`; `tokens_cached` (tokens of the sequence); and, summed
+            over layers, `tokens_pooled` (slots of the pool in use), `attend_calls` and, among them, `selected_calls`
+            (one new token, over chosen tokens) and `exact_calls` (over everything); on a CPU, among the selected
+            calls, `fused_calls` (by a fused kernel) and `kernel_fallbacks` (the wanted kernel was missing);
+            `speculated_calls` (choices made ahead), `tokens_fetched` out of `tokens_fetchable` (over sequences and
+            key/value heads), `bytes_fetched`, `tokens_evicted`, `dense_reads` (times a side of a layer was made dense
+            for something other than `sdpa`) and `prompts_without_mask` (prompts that were stored before a mask was
+            seen).
         """
-        layers, attachment, speculating = self._offloaded, self._attachment, 0
-        if attachment is not None and self._speculates:
-            known = attachment.projections.keys()
-            speculating = sum(source in attachment.heard and each in known for source, each in self._targets.items())
+        layers = self._offloaded
+        hooks = self._hooks
+        speculating = 0
+        if hooks is not None and self._speculates:
+            observed = hooks.observed_layers
+            known = hooks.projections.keys()
+            speculating = sum(source in observed and target in known for source, target in self._targets.items())
         total: dict[str, float] = {**add_stats(self.layers, lambda index: layers[index])}
         return {
             "num_layers": len(self.layers),
@@ -306,7 +314,7 @@ class InfiniGenCache(AttentionListener, UsageChecksMixin, ReportingMixin, Cache)
         }
 
 
-# Options are declared once, and a misspelt one is told before anything is built
+# Options are declared once, and `create_cache` refuses a misspelt one before anything is built
 _OWN = inspect.signature(InfiniGenCache).parameters
 InfiniGenCache.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     [_OWN["model"], *option_parameters(), _OWN["calibration"], _OWN["attention_mask"]]

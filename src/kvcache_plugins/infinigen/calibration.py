@@ -1,10 +1,10 @@
-"""Calibration of InfiniGen: how well each layer of a model is speculated, and a correction that helps.
+"""Calibration of InfiniGen: how well the queries of each layer are predicted, and a correction of the prediction.
 
 A text goes through the model. For every layer the attention input that is expected at the layer before is compared
-with the true one; a low-rank linear map is fitted that brings the first nearer to the second (ridge regression, cut to
-the directions in which its predictions vary most). On text that was not used for fitting, the attention mass is
-measured that a tenth of the tokens has if they are chosen by the expected queries, with and without the correction,
-as a share of what the true queries would have chosen. Layers that are speculated badly stay whole on the accelerator.
+with the true one, and a low-rank linear map is fitted to the difference (ridge regression, cut to the directions in
+which its predictions vary most). Other text shows the attention mass of the tenth of the tokens that the expected
+queries choose, with and without the correction, as a share of the mass that the true queries choose. Layers that are
+predicted badly stay whole on the accelerator.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.fingerprint import fingerprint
 
 from .config import NUM_FIRST_LAYERS
-from .hooks import Attachment, AttentionInputs, AttentionListener, attach
+from .hooks import AttentionInputs, AttentionObserver, ModelHooks, attach
 from .queries import PositionEmbeddings
 
 
 FORMAT = Format("kvcache_plugins.infinigen", 3, "run `calibrate` and `save` anew")
-# The newest queries of a window that are measured with, and the share of tokens that they choose
+# Newest queries of a window that measure, and the share of tokens that they choose
 NUM_QUERIES = 64
 _SHARE = 0.1
 _RIDGE = 1e-2
-# A correction is worth its products if it is right by so much more of the mass
+# Least gain in mass that makes up for the products of a correction
 _MIN_GAIN = 0.002
-# A share of 1, summed up of rounded numbers
 Choice = Literal["stream", "corrected", "full"]
+# Sum of rounded probabilities: may exceed 1 a little
 Mass = Annotated[float, Range(0, 1.01)]
-# Of a correction: `[hidden size, rank]` and `[rank, hidden size]`
+# Factors of a correction, `[hidden size, rank]` and `[rank, hidden size]`
 Factors = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerReport:
     """
-    Tells how well a layer is speculated, each figure the attention mass captured by a tenth of the tokens, averaged.
+    Mean attention mass of the tenth of a layer's tokens that queries choose.
 
     Attributes:
-        oracle (`float`): captured by the true queries.
-        by_input, by_stream (`float`): by the paper's guess, the attention input of the layer before; and by the
-            residual stream there, normed as this layer norms it.
-        corrected (`float`): by the stream with the correction.
+        oracle (`float`): mass for the true queries.
+        by_input (`float`): mass for the paper's prediction, from the attention input of the layer before.
+        by_stream (`float`): mass for the prediction from the residual stream there, normed as this layer norms it.
+        corrected (`float`): mass for the stream with the correction.
         choice (`str`): `"stream"`, `"corrected"`, or `"full"` for a layer that stays whole.
     """
 
@@ -66,7 +66,7 @@ class LayerReport:
 
     @property
     def recall(self) -> float:
-        """Mass captured by the guess that is used, as a share of the oracle's."""
+        """Mass for the prediction that is used, as a share of the oracle's."""
         return (self.corrected if self.choice == "corrected" else self.by_stream) / self.oracle
 
 
@@ -92,15 +92,15 @@ class _Content:
     corrections: list[_Correction]
 
     def check_fits(self, model: PreTrainedModel) -> None:
-        """Raises a `ValueError` if it is not of a model, or corrects other layers than those that it says."""
+        """Raise a `ValueError` if the content is of another model, or corrects other layers than its reports say."""
         if self.model != fingerprint(model):
             raise RefusedFile("was made for another model, or for the same one in another dtype")
         config = model.config.get_text_config(decoder=True)
         layers = [report.layer_idx for report in self.reports]
         if len(set(layers)) < len(layers):
-            raise ValueError("`reports` tells of a layer twice")
+            raise ValueError("`reports` has a layer twice")
         if max(layers, default=0) >= config.num_hidden_layers:
-            raise ValueError(f"`reports` tells of layer {max(layers)}, but there are {config.num_hidden_layers}")
+            raise ValueError(f"`reports` has layer {max(layers)}, but there are {config.num_hidden_layers}")
         corrected = [report.layer_idx for report in self.reports if report.choice == "corrected"]
         if sorted(each.layer_idx for each in self.corrections) != sorted(corrected):
             raise ValueError(f"`corrections` have to be of layers {corrected}")
@@ -111,8 +111,13 @@ class _Content:
 @dataclass(frozen=True, eq=False, slots=True)
 class Calibration:
     """
-    Findings of `calibrate` about a model: its fingerprint, reports layer by layer, and by layer the factors
-    `[hidden size, rank]` and `[rank, hidden size]` of what is added to its expected attention input.
+    Findings of `calibrate` about a model.
+
+    Attributes:
+        model (`str`): fingerprint of the model.
+        reports (`tuple[LayerReport, ...]`): a report of each layer.
+        corrections (`dict[int, Factors]`): by layer, factors `[hidden size, rank]` and `[rank, hidden size]` of the
+            linear map that corrects the expected attention input.
     """
 
     model: str
@@ -125,22 +130,22 @@ class Calibration:
         return tuple(report.layer_idx for report in self.reports if report.choice == "full")
 
     def corrected(self, layer_idx: int, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Brings the expected attention input of a layer nearer to the true one."""
+        """Correct the expected attention input of a layer, if there is a correction for it."""
         return _corrected(hidden_states, self.corrections.get(layer_idx))
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Calibration:
-        """Copies the calibration with corrections on `device` and in `dtype`."""
+        """Copy the calibration, with corrections on `device` and in `dtype`."""
         moved = {key: (down.to(device, dtype), up.to(device, dtype)) for key, (down, up) in self.corrections.items()}
         return Calibration(self.model, self.reports, moved)
 
     def save(self, path: str | Path) -> None:
-        """Writes the calibration to a safetensors file, which takes its place when it is complete."""
+        """Write the calibration to a safetensors file, which replaces an older one when it is complete."""
         corrections = [_Correction(index, *factors) for index, factors in self.corrections.items()]
         write_record(path, FORMAT, _Content(self.model, self.reports, corrections))
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> Calibration:
-        """Reads what `save` wrote; a `ValueError` names a file that is damaged, or of another version or model."""
+        """Read a file of `save`; a `ValueError` names one that is damaged, or of another version or model."""
         with refusals("calibration", path):
             content = read_record(path, FORMAT, _Content)
             content.check_fits(model)
@@ -155,22 +160,23 @@ def _corrected(hidden_states: torch.Tensor, factors: Factors | None) -> torch.Te
     return hidden_states + (hidden_states @ down) @ up
 
 
-class Recorder(AttentionListener, DynamicCache):
-    """A dense cache that hands on, for every layer, what was expected of its attention input and what it is."""
+class Recorder(AttentionObserver, DynamicCache):
+    """A dense cache that calls `on_layer` with every layer's expected and true attention input."""
 
     def __init__(self, model: PreTrainedModel, on_layer: Callable[[Observation], None]):
         super().__init__(config=model.config)
         self._on_layer = on_layer
-        # Expected of the next layer, and the input of this one
+        # Expected input of the next layer, and true input of this one
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def on_attention_input(self, attachment: Attachment, layer_idx: int, inputs: AttentionInputs) -> None:
-        true, target = inputs.hidden_states, layer_idx + 1
+    def on_attention_input(self, hooks: ModelHooks, layer_idx: int, inputs: AttentionInputs) -> None:
+        true = inputs.hidden_states
+        target = layer_idx + 1
         if self._last is not None and type(self.layers[layer_idx]) is DynamicLayer:
             self._on_layer(Observation(layer_idx, *self._last, true, inputs.position_embeddings))
         self._last = None
         if target < len(self.layers):
-            self._last = attachment.expected_hidden_states(target, layer_idx, inputs, true.device), true
+            self._last = hooks.expected_hidden_states(target, layer_idx, inputs, true.device), true
 
 
 class Observation(NamedTuple):
@@ -183,32 +189,32 @@ class Observation(NamedTuple):
     embeddings: PositionEmbeddings | None
 
     def newest(self) -> Observation:
-        """Returns the observation of the newest tokens alone, which is little to keep."""
+        """Return a copy of the newest tokens alone, which needs little memory."""
         return tree_map_only(torch.Tensor, lambda states: states[:, -NUM_QUERIES:].clone(), self)
 
 
 def observe(
     model: PreTrainedModel, window: torch.Tensor, on_layer: Callable[[Observation], None]
-) -> tuple[Recorder, Attachment]:
-    """Sends a window through the model."""
+) -> tuple[Recorder, ModelHooks]:
+    """Run the model's decoder on a window of tokens, and call `on_layer` with every layer's inputs."""
     recorder = Recorder(model, on_layer)
-    attachment = attach(model, recorder)
-    reason = attachment.why_unknown()
+    hooks = attach(model, recorder)
+    reason = hooks.why_unknown()
     if reason is not None:
-        attachment.detach(recorder)
+        hooks.detach(recorder)
         raise ValueError(reason)
-    attachment.notes.keeps_streams = True
+    hooks.record.keeps_streams = True
     try:
         model.get_decoder()(window[None].to(model.device), **as_argument(recorder), use_cache=True)
     finally:
-        attachment.notes.keeps_streams = False
-    return recorder, attachment
+        hooks.record.keeps_streams = False
+    return recorder, hooks
 
 
 def low_rank_map(own: torch.Tensor, cross: torch.Tensor, rank: int) -> Factors:
     """
-    Solves the ridge regression with moments `[hidden size, hidden size]` of the regressors with themselves (`own`) and
-    with what is predicted (`cross`), cut to the `rank` directions in which its predictions vary most.
+    Solve a ridge regression, cut to the `rank` directions in which its predictions vary most, from moments
+    `[hidden size, hidden size]` of the regressors with themselves (`own`) and with the targets (`cross`).
     """
     own, cross = own.double(), cross.double()
     ridge = _RIDGE * own.diagonal().mean() * torch.eye(own.shape[0], dtype=own.dtype, device=own.device)
@@ -218,19 +224,20 @@ def low_rank_map(own: torch.Tensor, cross: torch.Tensor, rank: int) -> Factors:
 
 
 def captured_masses(
-    attachment: Attachment, keys: torch.Tensor, observation: Observation, corrections: dict[int, Factors]
+    hooks: ModelHooks, keys: torch.Tensor, observation: Observation, corrections: dict[int, Factors]
 ) -> dict[str, float]:
-    """Measures the attention mass that a tenth of the tokens captures, chosen by each guess; see `LayerReport`."""
-    projection, expected = attachment.projections[observation.layer_idx], observation.expected
-    guesses = {"oracle": observation.true, "by_input": observation.before, "by_stream": expected}
-    guesses["corrected"] = _corrected(expected, corrections.get(observation.layer_idx))
+    """Measure the attention mass of the tenth of the tokens that each prediction chooses; see `LayerReport`."""
+    projection = hooks.projections[observation.layer_idx]
+    expected = observation.expected
+    predictions = {"oracle": observation.true, "by_input": observation.before, "by_stream": expected}
+    predictions["corrected"] = _corrected(expected, corrections.get(observation.layer_idx))
     positions = torch.arange(keys.shape[2], dtype=torch.int64, device=keys.device)
     later = positions > positions[-expected.shape[1] :, None]
     weights = {}
-    for name, guess in guesses.items():
-        query = projection(guess, observation.embeddings).float().unflatten(1, (keys.shape[1], -1))
+    for name, inputs in predictions.items():
+        query = projection(inputs, observation.embeddings).float().unflatten(1, (keys.shape[1], -1))
         scores = query @ keys.float()[:, :, None].transpose(3, 4) * projection.scaling
-        # Averaged over each group of query heads, `[1, H, queries, tokens]`
+        # Mean over each group of query heads, `[1, H, queries, tokens]`
         weights[name] = scores.masked_fill(later, -torch.inf).softmax(dim=4).mean(dim=2)
     count = max(int(_SHARE * keys.shape[2]), 1)
     true = weights["oracle"]
@@ -249,13 +256,13 @@ def calibrate(
     on_progress: Callable[[str], None] | None = None,
 ) -> Calibration:
     """
-    Measures how well a model's layers are speculated, and fits corrections.
+    Measure how well the queries of a model's layers are predicted, and fit corrections.
 
     Args:
         model (`PreTrainedModel`): the model, in eval mode.
-        windows (`Sequence[torch.Tensor]`): two at least, token ids `[tokens]` each; every other one is only measured.
-        rank (`int`, *optional*, defaults to 128): rank of a correction; 0 for none.
-        min_recall (`float`, *optional*, defaults to 0.9): a layer of which less is captured stays whole.
+        windows (`Sequence[torch.Tensor]`): at least two, token ids `[tokens]` each; every second one is only measured.
+        rank (`int`, *optional*, defaults to 128): rank of a correction; 0 for no corrections.
+        min_recall (`float`, *optional*, defaults to 0.9): least recall; a layer below stays whole.
         on_progress (`Callable[[str], None]`, *optional*): called before each window.
 
     Raises:
@@ -269,7 +276,7 @@ def calibrate(
         expected = observation.expected[0].float()
         missed = observation.true[0].float() - expected
         own, cross = moments.get(observation.layer_idx, (0, 0))
-        moments[observation.layer_idx] = (own + expected.T @ expected, cross + expected.T @ missed)
+        moments[observation.layer_idx] = own + expected.T @ expected, cross + expected.T @ missed
 
     for number, window in enumerate(windows[::2] if rank else (), start=1):
         if on_progress is not None:
@@ -286,11 +293,11 @@ def calibrate(
         def keep(each: Observation, kept: list[Observation] = observations) -> None:
             kept.append(each.newest())
 
-        cache, attachment = observe(model, window, keep)
+        cache, hooks = observe(model, window, keep)
         for observation in observations:
             layer = cache.layers[observation.layer_idx]
             assert isinstance(layer, DynamicLayer) and layer.keys is not None
-            found = captured_masses(attachment, layer.keys, observation, corrections)
+            found = captured_masses(hooks, layer.keys, observation, corrections)
             masses.setdefault(observation.layer_idx, []).append(found)
     reports = [_report(index, values, min_recall) for index, values in masses.items()]
     used = {report.layer_idx: corrections[report.layer_idx] for report in reports if report.choice == "corrected"}
@@ -298,7 +305,7 @@ def calibrate(
 
 
 def resolve_calibration(calibration: Calibration | str | Path | None, model: PreTrainedModel) -> Calibration | None:
-    """Returns a calibration or file as it is used with a model; a `ValueError` if it is neither, or of another one."""
+    """Return a calibration, or that of a file, on the model's device; a `ValueError` if it does not fit the model."""
     if isinstance(calibration, str | Path):
         calibration = Calibration.load(calibration, model)
     if isinstance(calibration, Calibration | None):
@@ -307,14 +314,14 @@ def resolve_calibration(calibration: Calibration | str | Path | None, model: Pre
 
 
 def choose_full_layers(asked_for: Sequence[int] | None, calibration: Calibration | None, num_layers: int) -> set[int]:
-    """Chooses the layers that stay whole; a `ValueError` if one that is asked for is none of the model's."""
+    """Choose the layers that stay whole; a `ValueError` if the model has no layer of an index that is asked for."""
     if asked_for is not None:
         wrong = [index for index in asked_for if not isinstance(index, int) or not 0 <= index < num_layers]
         if wrong:
             raise ValueError(f"`full_layers` has to hold indices of the model's {num_layers} layers, not {wrong}")
         return set(asked_for)
     if calibration is not None:
-        # The first layer has no layer before it, so nothing is known of it
+        # The first layer has no layer before it that could predict its queries
         return {0, *calibration.full_layers}
     return set(range(min(NUM_FIRST_LAYERS, num_layers - 1)))
 

@@ -15,16 +15,16 @@ from .pool import EVICTIONS
 
 SKEWINGS = ("none", "query-svd")
 SCORING_NBITS = (2, 4, 8)
-# The rule where none is given
+# Default rule
 DEFAULT_MIN_WEIGHT = 0.5
 DEFAULT_SCORING_NBITS = 4
-# The paper's first speculated layer is the third: the inputs of the first two have little in common with their own
+# The paper's first speculated layer is the third: inputs of the first two layers differ too much from the one before
 NUM_FIRST_LAYERS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InfiniGenConfig:
-    """All options of an `InfiniGenCache` but the model, its calibration and a mask. See there for their meaning."""
+    """Options of an `InfiniGenCache`, without the model, its calibration and a mask; see the class for each."""
 
     min_weight: float | None = None
     alpha: float | None = None
@@ -51,8 +51,8 @@ class InfiniGenConfig:
         check_number("partial_ratio", self.partial_ratio, above=0.0, most=1.0, is_optional=True)
         check_number("max_fetch_ratio", self.max_fetch_ratio, above=0.0, most=1.0)
         self._check_scoring()
-        for name, least in (("recent", 1), ("sink", 0)):
-            check_integer(name, getattr(self, name), least)
+        check_integer("recent", self.recent, 1)
+        check_integer("sink", self.sink, 0)
         check_integer("pool_tokens", self.pool_tokens, 1, is_optional=True)
         if self.pool_tokens is not None and self.pool_tokens <= self.sink:
             raise ValueError(
@@ -73,7 +73,7 @@ class InfiniGenConfig:
         is_partial = self.partial_ratio is not None
         if self.skewing is not None and not is_partial:
             raise ValueError(
-                "`skewing` turns keys before some of their columns are kept: it needs `partial_ratio`, but got "
+                "`skewing` rotates keys before some of their columns are kept: it needs `partial_ratio`, but got "
                 f"{self.skewing!r} without"
             )
         if self.scoring_nbits is not None and is_partial:
@@ -87,14 +87,14 @@ class InfiniGenConfig:
         check_choice(name, getattr(self, name), SKEWINGS if is_partial else SCORING_NBITS)
 
     def speculates_on(self, device: torch.device) -> bool:
-        """Tells whether tokens are chosen ahead for a model on a device: where bringing them can be hidden."""
+        """Return whether tokens are chosen ahead for a model on a device: by default where transfers can be hidden."""
         if self.speculate is not None:
             return self.speculate
         return device.type != "cpu"
 
 
 def option_parameters() -> list[Parameter]:
-    """Lists the options as keyword parameters, for the signatures of caches that take them."""
+    """Return the options as keyword parameters, for the signatures of caches that take them."""
     return [
         Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
         for each in fields(InfiniGenConfig)
@@ -102,7 +102,7 @@ def option_parameters() -> list[Parameter]:
 
 
 def check_options(*, calibration: object = None, attention_mask: object = None, **options: Any) -> None:
-    """Raises a `ValueError` for options of an `InfiniGenCache` that no model makes right."""
+    """Raise a `ValueError` for options of an `InfiniGenCache` that are wrong for every model."""
     InfiniGenConfig(**options)
     if isinstance(calibration, str | Path) and not Path(calibration).is_file():
         raise ValueError(f"`calibration` is `{calibration}`, but there is no such file")

@@ -1,13 +1,13 @@
-"""Forward hooks by which an InfiniGen cache hears the input of every attention of a model. Nothing is patched.
+"""Forward hooks that hand every attention's input to the model's InfiniGen caches. Nothing is patched.
 
-A model is attached once and serves all its caches that speculate, in any number of threads; a forward pass has its
-thread's `ForwardNotes`. The hooks act only when the cache at hand listens, and go with the last cache that does.
+A model gets its hooks once, for all its caches that speculate, in any number of threads; a forward pass has its
+thread's `ForwardRecord`. The hooks act only if the cache of the forward is an observer, and are removed with the last
+observer.
 
-Queries of layer i are expected from what stands at layer i-1: the paper pushes the attention input of layer i-1
-through the query projection of layer i. Both inputs are norms of the same slowly changing residual stream, but each
-layer has a norm of its own; so here it is the residual stream before layer i-1, normed as layer i norms it. Families
-share the names of that norm. A model without one (a norm after attention) hands the stream to attention itself, and
-the two are the same.
+Queries of layer i are predicted at layer i-1: the paper pushes the attention input of layer i-1 through the query
+projection of layer i. Both inputs are norms of the same slowly changing residual stream, but each layer has a norm of
+its own; so here it is the residual stream before layer i-1, normed as layer i norms it. Families share the names of
+that norm. A model without one (a norm after attention) hands the stream to attention itself, and the two are the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -30,41 +30,49 @@ from kvcache_plugins.user_warnings import warn_user
 from .queries import PositionEmbeddings, QueryProjection, UnknownQueriesError, find_attention_modules, first_of
 
 
-_ATTACHMENTS: weakref.WeakKeyDictionary[PreTrainedModel, Attachment] = weakref.WeakKeyDictionary()
-# Held while hooks are added or removed. Reentrant, as garbage may be collected, and listeners with it, at any time
+# Arguments of a module's `forward`
+Arguments = tuple[Any, ...]
+KeywordArguments = dict[str, Any]
+
+_HOOKS: weakref.WeakKeyDictionary[PreTrainedModel, ModelHooks] = weakref.WeakKeyDictionary()
+# Held while hooks are added or removed. Reentrant, as garbage, observers included, may be collected at any time
 _LOCK = threading.RLock()
 _CACHE_NAMES = (*CACHE_NAMES, "layer_past", "past_key_value")
-# Of what norms the residual stream for attention, which it stands beside; Falcon's newer form has the first two
+# Names of the norm between the residual stream and attention; Falcon's newer form has the first two
 _NORM_NAMES = ("ln_attn", "input_layernorm", "self_attn_layer_norm", "ln_1", "norm_1")
 
 
 class ModelReference(weakref.ref[PreTrainedModel]):
-    """Names the model of a cache without keeping it; a deep copy of the cache refers to the same one."""
+    """Weak reference to the model of a cache; a deep copy of the cache refers to the same model."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelReference:
+    def __deepcopy__(self, memo: dict[int, object]) -> ModelReference:
         return self
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ValueError(
-            "an InfiniGen cache cannot be pickled, nor written by `torch.save`: it listens to a model in memory. "
+            "an InfiniGen cache cannot be pickled, nor written by `torch.save`: it has hooks on a model in memory. "
             "`copy.deepcopy(cache)` copies it; to keep a prompt in a file, use a `GEARCache` and its `save`"
         )
 
 
 class AttentionInputs:
-    """Finds hidden states `[B, tokens, hidden size]`, cosine and sine, and mask that attention was called with."""
+    """Hidden states `[B, tokens, hidden size]`, cosine and sine, and mask that attention was called with."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def __init__(self, args: Arguments, kwargs: KeywordArguments):
         self.hidden_states: torch.Tensor = args[0] if args else kwargs["hidden_states"]
         pairs = (value for value in args[1:] if isinstance(value, tuple) and len(value) == 2)
         self.position_embeddings: PositionEmbeddings | None = kwargs.get("position_embeddings", next(pairs, None))
         self.attention_mask = mask_of_tokens(kwargs.get("attention_mask"))
 
 
-class ForwardNotes(threading.local):
+class ForwardRecord(threading.local):
     """
-    Notes of a thread's forward pass the residual `streams` by layer, before they are normed (of several tokens only
-    where `keeps_streams`), and `rotary` position embeddings by layer type, where types have their own.
+    Record of a thread's forward pass.
+
+    Attributes:
+        streams (`dict[int, torch.Tensor]`): residual stream by layer, before the layer's norm.
+        rotary (`dict[str, PositionEmbeddings]`): position embeddings by layer type, where types have their own.
+        keeps_streams (`bool`): True if streams of several tokens are recorded too, not only those of single ones.
     """
 
     def __init__(self) -> None:
@@ -73,22 +81,28 @@ class ForwardNotes(threading.local):
         self.rotary: dict[str, PositionEmbeddings] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Copied with a model that has hooks
-        return ForwardNotes, ()
+        # A model is copied with its hooks
+        return ForwardRecord, ()
 
 
-class AttentionListener:
-    """Base of caches for which the hooks act: they are told of every attention before its layer's `update`."""
+class AttentionObserver:
+    """Base of caches that the hooks call before every attention, ahead of its layer's `update`."""
 
-    def on_attention_input(self, attachment: Attachment, layer_idx: int, inputs: AttentionInputs) -> None:
-        """Called before the attention of a layer."""
+    def on_attention_input(self, hooks: ModelHooks, layer_idx: int, inputs: AttentionInputs) -> None:
+        """Receive the input of a layer's attention."""
         raise NotImplementedError
 
 
-class Attachment:
+class ModelHooks:
     """
-    Hooks into one model for all caches that listen. By layer, `projections` make its queries, or it is `unknown` why
-    not (-1 stands for all); `heard` layers' attention listeners are told of, `checked` ones' projections are right.
+    Hooks on one model for all caches that observe it.
+
+    Attributes:
+        projections (`dict[int, QueryProjection]`): query projection by layer.
+        unknown (`dict[int, str]`): reason by layer for which there is no projection; -1 stands for all layers.
+        observed_layers (`frozenset[int]`): layers whose attention calls the observers.
+        checked (`set[int]`): layers whose projection was compared with the queries that attention got.
+        record (`ForwardRecord`): record of this thread's forward pass.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -96,96 +110,98 @@ class Attachment:
         self.model = ModelReference(model)
         self.projections: dict[int, QueryProjection] = {}
         self.unknown: dict[int, str] = {}
+        modules: dict[int, nn.Module] = {}
         try:
             modules = find_attention_modules(model)
         except ValueError as error:
-            modules, self.unknown[-1] = {}, str(error)
+            self.unknown[-1] = str(error)
         for index, module in modules.items():
             try:
                 self.projections[index] = QueryProjection(module, config_of_layer(config, index))
             except ValueError as error:
                 self.unknown[index] = str(error)
-        self.heard = frozenset(self.projections)
+        self.observed_layers = frozenset(self.projections)
         self.layer_types: list[str] | None = getattr(config, "layer_types", None)
-        self.listeners: weakref.WeakSet[AttentionListener] = weakref.WeakSet()
+        self.observers: weakref.WeakSet[AttentionObserver] = weakref.WeakSet()
         self.checked: set[int] = set()
-        self.notes = ForwardNotes()
+        self.record = ForwardRecord()
+        # Norm of attention's input by layer: a sibling of the attention module
         decoder = model.get_decoder()
-        # By layer, the module that norms the input of attention: it stands beside it
         parents = {id(child): module for module in decoder.modules() for child in module.children()}
-        norms = {index: first_of(parents[id(modules[index])], _NORM_NAMES) for index in self.heard}
+        norms = {index: first_of(parents[id(modules[index])], _NORM_NAMES) for index in self.observed_layers}
         self._norms: dict[int, nn.Module] = {index: norm for index, norm in norms.items() if norm is not None}
-        self._handles: list[RemovableHandle] = [decoder.register_forward_pre_hook(self._before_decoder)]
-        for index in self.heard:
+        self._handles: list[RemovableHandle] = [decoder.register_forward_pre_hook(self._start_forward)]
+        for index in self.observed_layers:
             hook = partial(self._before_attention, index)
             self._handles.append(modules[index].register_forward_pre_hook(hook, with_kwargs=True))
         for index, norm in self._norms.items():
-            self._handles.append(norm.register_forward_pre_hook(partial(self._after_stream, index)))
+            self._handles.append(norm.register_forward_pre_hook(partial(self._record_stream, index)))
         for child in decoder.children():
             if "RotaryEmbedding" in type(child).__name__ and self.layer_types is not None:
-                self._handles.append(child.register_forward_hook(self._after_rotary, with_kwargs=True))
+                self._handles.append(child.register_forward_hook(self._record_rotary, with_kwargs=True))
 
     def why_unknown(self) -> str | None:
-        """Tells the first reason why the queries of a layer cannot be told ahead; `None` if those of all can."""
+        """Return the first reason why a layer's queries cannot be predicted; `None` if all layers' can."""
         return next(iter(self.unknown.values()), None)
 
-    def _before_decoder(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        # The last pass may have failed
-        self.notes.streams.clear()
-        self.notes.rotary.clear()
+    def _start_forward(self, module: nn.Module, args: Arguments) -> None:
+        # The last forward may have failed
+        self.record.streams.clear()
+        self.record.rotary.clear()
 
-    def _after_stream(self, index: int, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and (args[0].shape[1] == 1 or self.notes.keeps_streams):
-            self.notes.streams[index] = args[0]
+    def _record_stream(self, index: int, module: nn.Module, args: Arguments) -> None:
+        if args and (args[0].shape[1] == 1 or self.record.keeps_streams):
+            self.record.streams[index] = args[0]
 
-    def _after_rotary(self, module: nn.Module, args: tuple[Any, ...], *given: Any) -> None:
+    def _record_rotary(self, module: nn.Module, args: Arguments, *given: Any) -> None:
         if len(given) == 1:
-            # Without keywords: another thread has just removed the hooks
+            # No keyword arguments: another thread has just removed the hooks
             return
         kwargs, output = given
         names = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
         if len(names) == 1:
-            self.notes.rotary[names[0]] = output
+            self.record.rotary[names[0]] = output
 
-    # Not for `torch.compile` to trace: which layer's tokens are fetched is the host's business
+    # `torch.compile` must not trace this: the host decides which layer's tokens are fetched
     @torch.compiler.disable
     def _before_attention(
-        self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+        self, index: int, module: nn.Module, args: Arguments, kwargs: KeywordArguments | None = None
     ) -> None:
         if kwargs is None:
             # Another thread has just removed the hooks
             return
         caches = [kwargs.get(name) for name in _CACHE_NAMES] + list(args[1:])
-        cache = next((value for value in caches if isinstance(value, AttentionListener)), None)
+        cache = next((value for value in caches if isinstance(value, AttentionObserver)), None)
         if cache is not None:
             cache.on_attention_input(self, index, AttentionInputs(args, kwargs))
-        self.notes.streams.pop(index, None)
+        self.record.streams.pop(index, None)
 
     def expected_hidden_states(
         self, target: int, source: int, inputs: AttentionInputs, device: torch.device
     ) -> torch.Tensor:
-        """Guesses the input of attention of layer `target` on its `device`, when that of `source` is about to run."""
-        stream, norm = self.notes.streams.get(source), self._norms.get(target)
+        """Predict the attention input of layer `target`, on its `device`, right before attention of `source` runs."""
+        stream = self.record.streams.get(source)
+        norm = self._norms.get(target)
         if stream is None or norm is None:
             return inputs.hidden_states.to(device)
         expected: torch.Tensor = norm(stream.to(device))
-        # Norming it was seen by the hook of the target's norm
-        self.notes.streams.pop(target, None)
+        # Calling the target's norm has run its hook
+        self.record.streams.pop(target, None)
         return expected
 
     def embeddings_for(self, target: int, source: int, inputs: AttentionInputs) -> PositionEmbeddings | None:
-        """Returns cosine and sine of layer `target`, if any; a `LookupError` if its own have not been seen."""
+        """Return cosine and sine of layer `target`, if it has any; a `LookupError` if its own have not been seen."""
         if self.same_type(target, source) or inputs.position_embeddings is None:
             return inputs.position_embeddings
         assert self.layer_types is not None
-        return self.notes.rotary[self.layer_types[target]]
+        return self.record.rotary[self.layer_types[target]]
 
     def same_type(self, one: int, other: int) -> bool:
-        """Tells whether two layers get the same mask and position embeddings."""
+        """Return whether two layers get the same mask and position embeddings."""
         return self.layer_types is None or self.layer_types[one] == self.layer_types[other]
 
     def check_once(self, index: int, inputs: AttentionInputs) -> Callable[[torch.Tensor], None] | None:
-        """Returns a check of queries `[B, num_heads, tokens, head_dim]` against a projection of `index`, once."""
+        """Return a check of queries `[B, num_heads, tokens, head_dim]` against the projection of `index`, once."""
         if index in self.checked or index not in self.projections:
             return None
         embeddings = inputs.position_embeddings
@@ -204,58 +220,58 @@ class Attachment:
 
         return check
 
-    def detach(self, listener: AttentionListener) -> None:
-        """Removes the hooks once no cache listens any more."""
+    def detach(self, observer: AttentionObserver) -> None:
+        """Remove an observer, and the hooks with the last one."""
         with _LOCK:
-            self.listeners.discard(listener)
-            self.remove_unheard()
+            self.observers.discard(observer)
+            self.remove_if_unused()
 
-    def remove_unheard(self) -> None:
-        """Removes the hooks if no cache listens."""
+    def remove_if_unused(self) -> None:
+        """Remove the hooks if there is no observer."""
         with _LOCK:
-            # Not their number, in which one that is just being collected may still be counted
-            if any(True for _ in self.listeners):
+            # `len` may still count an observer that is being collected
+            if any(True for _ in self.observers):
                 return
             while self._handles:
                 self._handles.pop().remove()
             model = self.model()
-            if model is not None and _ATTACHMENTS.get(model) is self:
-                del _ATTACHMENTS[model]
+            if model is not None and _HOOKS.get(model) is self:
+                del _HOOKS[model]
 
 
 def unknown_queries_warning(reason: str) -> str:
-    """Words the warning of layers whose queries cannot be told ahead, for a `reason`."""
+    """Return the warning about layers whose queries cannot be predicted, for a `reason`."""
     return (
         f"`model`: {reason}. Layers of this kind choose tokens by their own query, as with `speculate=False`: right, "
         "and nothing is fetched ahead"
     )
 
 
-def attach(model: PreTrainedModel, listener: AttentionListener) -> Attachment:
-    """Attaches a model once, whatever the number of its caches, and until the last of them is detached or gone."""
+def attach(model: PreTrainedModel, observer: AttentionObserver) -> ModelHooks:
+    """Add an observer to a model's hooks, which are made for the first one and removed with the last one."""
     with _LOCK:
-        attachment = None
-        while attachment is None or _ATTACHMENTS.get(model) is not attachment:
-            attachment = _ATTACHMENTS.get(model)
-            if attachment is None:
-                attachment = _ATTACHMENTS[model] = Attachment(model)
-            # From here on garbage that is collected takes no hooks along; until here it may have
-            attachment.listeners.add(listener)
-    weakref.finalize(listener, _on_listener_gone, weakref.ref(attachment)).atexit = False
-    return attachment
+        hooks = None
+        while hooks is None or _HOOKS.get(model) is not hooks:
+            hooks = _HOOKS.get(model)
+            if hooks is None:
+                hooks = _HOOKS[model] = ModelHooks(model)
+            # From here on the hooks stay; garbage that was collected before may have removed them
+            hooks.observers.add(observer)
+    weakref.finalize(observer, _on_observer_collected, weakref.ref(hooks)).atexit = False
+    return hooks
 
 
-def _on_listener_gone(attachment: weakref.ref[Attachment]) -> None:
-    left = attachment()
-    if left is not None:
-        left.remove_unheard()
+def _on_observer_collected(reference: weakref.ref[ModelHooks]) -> None:
+    hooks = reference()
+    if hooks is not None:
+        hooks.remove_if_unused()
 
 
-def attachment_of(model: PreTrainedModel) -> Attachment | None:
-    """Returns the attachment of a model, if it has one."""
-    return _ATTACHMENTS.get(model)
+def hooks_of(model: PreTrainedModel) -> ModelHooks | None:
+    """Return the hooks of a model, if it has any."""
+    return _HOOKS.get(model)
 
 
-def mask_of_tokens(mask: Any) -> torch.Tensor | None:
-    """Returns a mask that attention was called with, if it is one over all tokens."""
+def mask_of_tokens(mask: object) -> torch.Tensor | None:
+    """Return a mask that attention was called with, if it is one over all tokens."""
     return mask if isinstance(mask, torch.Tensor) and mask.dim() == 4 else None

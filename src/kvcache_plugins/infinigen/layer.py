@@ -1,16 +1,19 @@
-"""One layer of an InfiniGen cache: its newest tokens at hand, all older ones in a pool, and what a step attends to.
+"""One layer of an InfiniGen cache: an exact tail of the newest tokens, and all older tokens in a pool.
 
-A prompt is attended to exactly and then moves into the pool, but for its newest tokens. Decoded tokens wait in the
-window, whose oldest move on in runs at the *beginning* of an update: a rollback of the newest finds its tokens there.
+A prompt is committed right after its attention: all but its newest tokens move into the pool. Decoded tokens are
+appended to the tail, and its oldest move into the pool at the beginning of the next update, so that a rollback finds
+them exact.
 
-On a GPU the host runs ahead: it asks for nothing that is computed in a step, not which tokens were chosen, nor how
-many, and waits neither for states nor for pages. A limited pool, whose use is noted on the host, is the exception.
+On a GPU the host runs ahead: it asks for no result of a step, neither for the selected tokens nor for their number,
+and waits neither for states nor for pages. A limited pool, whose use the host records, is the exception.
 
-Legend: B batch, H key/value heads, G query heads a key/value head, D and E head dimensions of keys and values, K slots
-chosen.
+Legend: B batch, H key/value heads, G query heads a key/value head, D and E head dims of keys and values, K slots of a
+selection.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -22,34 +25,45 @@ from kvcache_plugins.kernels.ops import Tile
 from kvcache_plugins.kernels.tokens import ChoosingCall, attend_staged, choose_rows_kernel
 from kvcache_plugins.layers.exact_tokens import ExactTail
 from kvcache_plugins.layers.lazy_layer import LazyLayer, MaskedTiles, kind_of
-from kvcache_plugins.layers.policies import RowPolicy
+from kvcache_plugins.layers.policies import RowPolicy, States
 from kvcache_plugins.layers.torch_contexts import in_caller_context, without_caller_contexts
 from kvcache_plugins.user_warnings import warn_user
 
-from .coded_rows import CodedRows
 from .config import InfiniGenConfig
 from .pool import TokenPool
-from .scoring import NUM_FITTED, ScoringCodes, ScoringColumns, ScoringStates
-from .selection import Selection, always_attended, attended_columns, bounds_of, most_chosen, select_tokens
+from .scoring import Scoring, ScoringCodes, ScoringColumns
+from .scoring_rows import ScoringRows
+from .selection import Selection, always_attended, attended_columns, limits_of, max_selected, select_tokens
 from .staging import StagedRows, start_fetch
 
 
-# Decoded tokens move into the pool so many at a time
+# Decoded tokens that move into the pool at once
 FLUSH_LENGTH = 32
-# Newest queries of a prompt that a codec is fitted to
-_NUM_QUERIES = 256
-# Tokens chosen for one step, rows of them on the way to a GPU, and tokens of the sequence with the step's
-_Fetch = tuple[Selection, StagedRows | None, int]
+
+
+class Prefetch(NamedTuple):
+    """Selection for a step, its rows if they are on their way to a GPU, and tokens of the sequence in that step."""
+
+    selection: Selection
+    rows: StagedRows | None
+    length: int
 
 
 class InfiniGenLayer(LazyLayer):
     """
     Keys and values of one layer, offloaded as in [InfiniGen](https://huggingface.co/papers/2406.19707).
 
-    See `LazyLayer` for `layer_idx` and `attention_mask`; by default, without a `packing`, tokens are in the pool as
-    they are. `window` has the newest tokens, `pool` rows of the `num_pooled` others, and `scoring` what is kept of
-    their keys where they are scored. `check_queries`, held for one forward, compares the prompt's queries with what
-    speculation makes of their input.
+    Args:
+        config (`InfiniGenConfig`): options.
+        layer_idx, attention_mask: see `LazyLayer`.
+        packing (`RowPolicy`, *optional*): makes the codec of tokens in the pool; exact by default.
+
+    Attributes:
+        tail (`ExactTail`, *optional*): the newest tokens, exact.
+        pool (`TokenPool`, *optional*): rows of the `num_offloaded` older tokens.
+        scoring (`Scoring`, *optional*): data of the older tokens by which they are scored.
+        check_queries (`Callable`, *optional*): compares the prompt's queries with those that their projection makes;
+            set for one forward.
     """
 
     counter_names = (
@@ -65,26 +79,25 @@ class InfiniGenLayer(LazyLayer):
         attention_mask: torch.Tensor | None = None,
         packing: RowPolicy | None = None,
     ):
-        self.config, self.packing = config, packing
+        self.config = config
+        self.packing = packing
         super().__init__(layer_idx, attention_mask)
         self._start_counting()
 
     def _clear(self) -> None:
         super()._clear()
-        self.window: ExactTail | None = None
+        self.tail: ExactTail | None = None
         self.pool: TokenPool | None = None
-        self.scoring: ScoringStates | None = None
-        self.num_pooled = 0
-        self._fetch: _Fetch | None = None
-        self._forget_call()
-        # Queries of the prompt, `[B, H * G, tokens, D]`, while its tokens' form is told by them
-        self._prompt_queries: torch.Tensor | None = None
+        self.scoring: Scoring | None = None
+        self._prefetch: Prefetch | None = None
+        self._invalidate_plan()
         self.check_queries: Callable[[torch.Tensor], None] | None = None
 
-    def _forget_call(self) -> None:
-        # A step over the pool as it is now, chosen by the layer's own query; and whether one like it was the last
-        self._call: ChoosingCall | None = None
-        self._was_alike = False
+    def _invalidate_plan(self) -> None:
+        """Drop the plan of the next steps: stored tokens will move or be dropped."""
+        self._plan: ChoosingCall | None = None
+        # True if the last step was one that a plan could have made
+        self._last_step_matched = False
 
     def reset(self) -> None:
         super().reset()
@@ -95,163 +108,162 @@ class InfiniGenLayer(LazyLayer):
         self._sums: dict[str, torch.Tensor] = {}
 
     @property
+    def num_offloaded(self) -> int:
+        """Tokens that moved into the pool, evicted ones included: the position of the tail's first token."""
+        return 0 if self.pool is None else self.pool.num_tokens
+
+    @property
     def needs_prompt_attention(self) -> bool:  # type: ignore[override]
-        """Columns of the scoring copy are chosen by the prompt's queries."""
+        """True if the prompt's queries are needed, which select columns of the scoring copy."""
         return self.config.partial_ratio is not None
 
     @property
     def wants_speculation(self) -> bool:
-        """Tells whether there is anything to fetch for a next single token."""
+        """True if there is something to fetch for a next single token."""
         return self._pending is None and self.pool is not None
 
     def most_fetched_bytes(self) -> int:
-        """Bytes that a next step fetches to a GPU at most; states without data are taken for a GPU's."""
+        """Return the most bytes that a next step fetches to a GPU; states on the meta device count as a GPU's."""
         pool = self.pool
         if pool is None or not (pool.pin_memory or pool.device.type == "meta"):
             return 0
-        most = most_chosen(self.config, self._length + 1, pool.num_slots)
-        return self.batch_size * pool.num_heads * most * pool.row_dim * pool.dtype.itemsize
+        num_slots = max_selected(self.config, self._length + 1, pool.num_slots)
+        return self.batch_size * pool.num_heads * num_slots * pool.row_dim * pool.dtype.itemsize
 
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
-        count = max(keys.shape[2] - self.config.recent, 0) if keys.shape[2] >= self._least_tokens else 0
-        if count:
-            self._move(keys, values, count, self._prompt_queries)
+        assert self.scoring is not None
+        count = max(keys.shape[2] - self.config.recent, 0)
+        if count and keys.shape[2] >= self.scoring.least_tokens:
+            self._move_to_pool(keys, values, count)
+        else:
+            count = 0
         self._append(keys[:, :, count:], values[:, :, count:])
-        self._prompt_queries = self.check_queries = None
+        self.check_queries = None
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if self.window is None:
-            self.window = ExactTail(keys, values, self._window_limit)
+        if self.tail is None:
+            self.tail = ExactTail(keys, values, self._tail_limit)
         else:
-            self.window.append(keys, values)
+            self.tail.append(keys, values)
 
     @property
-    def _least_tokens(self) -> int:
-        """Tokens with which the first move into the pool: those that a codec is fitted to, padding aside."""
-        if not isinstance(self.scoring, CodedRows) or self.pool is not None:
-            return 0
-        return self.scoring.packing.least_tokens + self._left_padding.ends()[0]
+    def _tail_limit(self) -> int:
+        """Tokens of a tail whose oldest move into the pool at the next update."""
+        least = 0 if self.scoring is None else self.scoring.least_tokens
+        return max(self.config.recent + FLUSH_LENGTH, least)
 
     @property
-    def _window_limit(self) -> int:
-        """Tokens in the window with which its oldest move into the pool."""
-        return max(self.config.recent + FLUSH_LENGTH, self._least_tokens)
+    def _is_tail_full(self) -> bool:
+        return self.tail is not None and self.tail.length >= self._tail_limit
 
-    @property
-    def _is_window_full(self) -> bool:
-        return self.window is not None and self.window.length >= self._window_limit
-
-    def _exact_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        window = self.window
-        return None if self.pool is not None or window is None else (window.keys, window.values)
+    def _exact_states(self) -> States | None:
+        tail = self.tail
+        return None if self.pool is not None or tail is None else (tail.keys, tail.values)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `LazyLayer.update`: a token like the last one is stored here, or left for the kernel that attends."""
-        call, window, is_lazy = self._call, self.window, True
-        exact: tuple[torch.Tensor, torch.Tensor] | None = None
-        if window is None or self._num_new != 1 or torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled():
+        """See `LazyLayer.update`. A token like the last one is stored here, or staged for the plan that attends."""
+        tail = self.tail
+        plan = self._plan
+        if (
+            tail is None
+            or self._num_new != 1
+            or self._is_tail_full
+            or torch.compiler.is_dynamo_compiling()
+            or torch.is_grad_enabled()
+        ):
             return super().update(key_states, value_states)
-        has_room = window.unwritten is None and window.length < min(window.capacity, window.limit)
-        if call is not None and has_room and call.accept(key_states, value_states) is not None:
-            window.unwritten, window.length = (key_states, value_states), window.length + 1
-        elif self._is_window_full or in_caller_context() or self._token_kind != kind_of(key_states, value_states):
+        has_room = tail.unwritten is None and tail.length < tail.capacity
+        if plan is not None and has_room and plan.accept(key_states, value_states) is not None:
+            tail.unwritten = key_states, value_states
+            tail.length += 1
+        elif in_caller_context() or self._token_kind != kind_of(key_states, value_states):
             return super().update(key_states, value_states)
-        elif self.pool is not None:
-            window.append(key_states, value_states)
+        elif self.pool is None:
+            exact = tail.append_exactly(key_states, value_states)
+            self._length += 1
+            return self._lazy(exact) if self._records_queries else exact
         else:
-            exact, is_lazy = window.append_exactly(key_states, value_states), self._records_queries
+            tail.append(key_states, value_states)
         self._length += 1
-        return self._lazy(exact) if exact is None or is_lazy else exact
+        return self._lazy()
 
     def _before_update(self) -> None:
-        """Moves on what has waited in the window for long enough."""
-        window = self.window
-        if self.scoring is None and self.packing is not None:
-            head_dims = self._shapes["keys"][3], self._shapes["values"][3]
-            self.scoring = CodedRows(self.packing, head_dims, self.layer_idx, self._left_padding)
-        if window is None or not self._is_window_full:
-            return
-        count = window.length - self.config.recent
-        self._move(window.keys, window.values, count)
-        window.drop_first(count)
+        """Move the oldest tokens of a full tail into the pool."""
+        if self.scoring is None:
+            self.scoring = self._make_scoring()
+        tail = self.tail
+        if tail is not None and self._is_tail_full:
+            count = tail.length - self.config.recent
+            self._move_to_pool(tail.keys, tail.values, count)
+            tail.drop_first(count)
 
-    def _move(self, keys: torch.Tensor, values: torch.Tensor, count: int, queries: torch.Tensor | None = None) -> None:
+    def _make_scoring(self) -> Scoring:
+        if self.packing is not None:
+            head_dims = self._shapes["keys"][3], self._shapes["values"][3]
+            return ScoringRows(self.packing, head_dims, self.layer_idx, self._left_padding)
+        if self.config.partial_ratio is not None:
+            return ScoringColumns(self.config, self._left_padding)
+        return ScoringCodes(self.config, self._left_padding)
+
+    def _move_to_pool(self, keys: torch.Tensor, values: torch.Tensor, count: int) -> None:
         """
-        Moves the first `count` of the tokens `[B, H, tokens, D or E]` that are not in the pool there, or none
-        (`MemoryError`, `ValueError`); `queries` `[B, H * G, tokens, D]` are their prompt's.
+        Move the first `count` of the tokens `[B, H, tokens, D or E]` that follow those of the pool there; with a
+        `MemoryError` or `ValueError`, none.
         """
-        self._forget_call()
-        config, pool, position = self.config, self.pool, self.num_pooled
-        scoring = self.scoring or self._make_scoring(keys[:, :, : min(count, config.pool_tokens or count)], queries)
-        encoded, parts = scoring.encode(keys, values, count, position)
+        self._invalidate_plan()
+        config = self.config
+        pool = self.pool
+        # A copy takes the fitted parameters, so that an error leaves the layer as it was
+        scoring = copy.copy(self.scoring)
+        assert scoring is not None
+        rows, parts = scoring.encode(keys, values, count, self.num_offloaded)
         if pool is None:
             pool = TokenPool(parts, config.pool_tokens, config.eviction, config.sink)
-        free, taken = pool.append(parts, position, self.padding)
-        self.pool, self.scoring, self.num_pooled = pool, scoring, position + count
-        scoring.append({name: rows[:, :, :free] for name, rows in encoded.items()})
-        for slots in taken:
-            stop = free + slots.shape[2]
-            scoring.write(slots, {name: rows[:, :, free:stop] for name, rows in encoded.items()})
-            free = stop
-        if not taken and isinstance(scoring, ScoringCodes) and scoring.num_fitted < NUM_FITTED:
-            # Channels' statistics are told anew as long as they are those of few tokens
-            num_real = max(scoring.length - self._left_padding.ends()[1], 0)
-            if num_real > scoring.num_fitted:
-                keys = self.pooled_keys()
-                scoring.refit(keys, self._valid_tokens(0, keys.shape[2]), num_real)
+        num_appended, taken = pool.append(parts, self.padding)
+        scoring.store(rows, num_appended, taken, pool)
+        self.pool = pool
+        self.scoring = scoring
         self._counters["tokens_evicted"] = 0 if pool.usage is None else pool.usage.num_evicted
-        # What is held does not depend on whether a token has been fetched yet
+        # From now on, so that memory does not depend on whether a token was fetched yet
         self._sums.setdefault("tokens_fetched", torch.zeros((), dtype=torch.int64, device=self.device))
-
-    def _make_scoring(self, keys: torch.Tensor, queries: torch.Tensor | None) -> ScoringStates:
-        """Tells from the first keys that go into the pool how they will be scored."""
-        config, count = self.config, keys.shape[2]
-        valid = self._valid_tokens(0, count if queries is None else queries.shape[2])
-        if config.partial_ratio is not None:
-            assert config.skewing is not None
-            return ScoringColumns(keys, queries, valid, config.partial_ratio, config.skewing)
-        assert config.scoring_nbits is not None
-        return ScoringCodes(config.scoring_nbits, keys, valid, max(count - self._left_padding.ends()[1], 0))
 
     @property
     def _records_queries(self) -> bool:
-        """Tells whether the codec that is to come is fitted to the newest queries."""
+        """True if queries of the newest update are to be recorded."""
         scoring = self.scoring
-        return isinstance(scoring, CodedRows) and scoring.needs_queries(self._length + (self._pending is None))
+        return scoring is not None and scoring.needs_queries(self._length, is_prompt=self._pending is not None)
 
     def on_exact_attention(self, call: AttentionCall) -> None:
-        self._forget_call()
+        self._invalidate_plan()
         self._learn_padding(call.mask)
-        # Queries of what is projected are of other heads
+        # Queries of projected states have other heads
         if call.project is None:
             if self.check_queries is not None:
                 check, self.check_queries = self.check_queries, None
                 check(call.query)
-            if self.needs_prompt_attention and self._pending is not None:
-                self._prompt_queries = call.query
-            if isinstance(self.scoring, CodedRows) and self._records_queries:
-                query = call.query[:, :, -_NUM_QUERIES:]
-                valid = self._valid_tokens(self._length - query.shape[2], query.shape[2])
-                self.scoring.hear(query, self._shapes["keys"][1], valid)
+            if self.scoring is not None and self._records_queries:
+                self.scoring.record_queries(call.query, self._shapes["keys"][1], self._length)
         self.settle_prompt()
 
     def dense_tiles(self, mask: torch.Tensor | None) -> MaskedTiles:
         self._refuse_evicted()
         if self.pool is not None and self._num_new == 1:
-            _warn_of_all()
+            _warn_of_fetching_all()
         self._counters["exact_calls"] += 1
         for keys, values, start, stop in self._iter_dense():
             yield keys, values, slice_mask(mask, start, stop)
 
     def _iter_dense(self) -> Iterator[Tile]:
-        """Lists keys and values `[B, H, tokens, D or E]` in order, with the positions or slots that they span."""
+        """Yield keys and values `[B, H, tokens, D or E]` in order, with their range of positions or slots."""
         if self._pending is not None:
             yield *self._pending, 0, self._length
         yield from self._dense_pages()
-        if self.window is not None and self.window.length:
-            yield self.window.keys, self.window.values, self.num_pooled, self.num_pooled + self.window.length
+        tail = self.tail
+        if tail is not None and tail.length:
+            start = self.num_offloaded
+            yield tail.keys, tail.values, start, start + tail.length
 
     def _dense_pages(self) -> Iterator[Tile]:
         if (pool := self.pool) is not None and (scoring := self.scoring) is not None:
@@ -260,48 +272,51 @@ class InfiniGenLayer(LazyLayer):
                 yield *scoring.dense(rows, slots, pool), start, stop
 
     def pooled_keys(self) -> torch.Tensor:
-        """Returns the keys of all slots of the pool, `[B, H, slots, D]`, where they are attended to."""
+        """Return the keys of all slots of the pool, `[B, H, slots, D]`, on the layer's device."""
         return torch.cat([keys for keys, *_ in self._dense_pages()], dim=2)
 
     def on_dense_read(self, side: str) -> None:
         if self.pool is not None:
-            _warn_of_all()
+            _warn_of_fetching_all()
         super().on_dense_read(side)
 
     @without_caller_contexts
     def speculate(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float) -> None:
-        """Starts to fetch for a next token that is expected to ask with `query` `[B, H * G, 1, D]` under a mask."""
-        # So that what moves into the pool before this step is a candidate already
+        """Start to fetch for a next token, whose predicted query is `query` `[B, H * G, 1, D]`, under a mask."""
+        # Tokens that move into the pool before the next step can be selected for it
         self._before_update()
         length = self._length + 1
         # Without a mask it is not known yet, and will hide padding
         columns = self._valid_tokens(0, length) if attn_mask is None else self._attended(attn_mask, length)
-        self._fetch = self._choose(query, columns, scale, length)
+        self._prefetch = self._select_tokens(query, columns, scale, length)
         self._counters["speculated_calls"] += 1
 
     def _attended(self, attn_mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
-        """Marks what a step may choose under a mask `[B or 1, heads or 1, tokens, length]`: `[B, length]`, or all."""
+        """
+        Return a mask `[B, length]` of tokens that a step may select under an attention mask
+        `[B or 1, heads or 1, tokens, length]`; `None` if it may select all.
+        """
         if attn_mask is None:
             return None
         if attn_mask.shape[1] > 1:
-            # Each head has a mask of its own, such as a bias of positions, which takes no part in the choice
+            # A mask for each head, such as a bias of positions, takes no part in the selection
             return self._valid_tokens(0, length)
         return attended_columns(attn_mask, length, self.batch_size)
 
-    def _choose(self, query: torch.Tensor, columns: torch.Tensor | None, scale: float, length: int) -> _Fetch:
+    def _select_tokens(self, query: torch.Tensor, columns: torch.Tensor | None, scale: float, length: int) -> Prefetch:
         """
-        Chooses tokens for a query when the sequence has `length` tokens, and starts to fetch them: of those that it
-        may attend to, `columns` `[B, length]` (bool), or of all. The newest of them may not be held yet.
+        Select tokens for a query when the sequence has `length` tokens, and start to fetch them. `columns`
+        `[B, length]` (bool) are the tokens that it may attend to, by default all; the newest may not be stored yet.
         """
-        pool, scoring, window, config = self.pool, self.scoring, self.window, self.config
-        assert pool is not None and scoring is not None and window is not None
+        pool, scoring, tail = self._stored()
+        config = self.config
         query = query.reshape(self.batch_size, pool.num_heads, -1, query.shape[3]).float() * scale
         if columns is None and pool.usage is not None:
-            # Slots that are not in the order of tokens are told apart by positions, all of which may be attended to
+            # Slots are not in order, so that the rule needs their positions; all tokens may be attended to
             columns = torch.ones(self.batch_size, length, dtype=torch.bool, device=query.device)
         allowed: torch.Tensor | None = None
         forced: torch.Tensor | None = None
-        resident = query @ window.keys.float().transpose(2, 3)
+        tail_scores = query @ tail.keys.float().transpose(2, 3)
         num_tokens: torch.Tensor | int = length
         if columns is not None:
             positions = pool.positions(query.device)
@@ -310,18 +325,24 @@ class InfiniGenLayer(LazyLayer):
                 each[:, None].expand(-1, index.shape[1], -1).gather(2, index) & (positions >= 0)
                 for each in (columns, always_attended(columns, config))
             )
-            stop = self.num_pooled + window.length
-            resident = resident.masked_fill(~columns[:, None, None, self.num_pooled : stop], -torch.inf)
+            tail_columns = columns[:, None, None, pool.num_tokens : pool.num_tokens + tail.length]
+            tail_scores = tail_scores.masked_fill(~tail_columns, -torch.inf)
             num_tokens = columns.sum(dim=1)
-        selection = select_tokens(scoring.scores(query, pool), resident, allowed, forced, num_tokens, length, config)
-        return selection, start_fetch(pool, selection), length
+        scores = scoring.scores(query, pool)
+        selection = select_tokens(scores, tail_scores, allowed, forced, num_tokens, length, config)
+        return Prefetch(selection, start_fetch(pool, selection), length)
+
+    def _stored(self) -> tuple[TokenPool, Scoring, ExactTail]:
+        """Return the pool, scoring data and the tail of a layer that has a pool."""
+        assert self.pool is not None and self.scoring is not None and self.tail is not None
+        return self.pool, self.scoring, self.tail
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        query, attn_mask = call.query, call.mask
+        query = call.query
         scale = query.shape[3] ** -0.5 if call.scale is None else call.scale
         self._counters["attend_calls"] += 1
         # Queries of a group may come as tokens, under a mask that all heads share
-        is_shared = attn_mask is None or attn_mask.shape[:-2][-1:] in ((), (1,))
+        is_shared = call.mask is None or call.mask.shape[:-2][-1:] in ((), (1,))
         if self._num_new == 1 and self.wants_speculation and (is_shared or query.shape[2] == 1):
             return self._attend_selected(call, scale)
         num_heads = self._shapes["keys"][1]
@@ -332,95 +353,100 @@ class InfiniGenLayer(LazyLayer):
         return output
 
     def _parts(self, attn_mask: torch.Tensor | None, groups: int) -> Iterator[DensePart]:
-        """Lists everything held, with its columns of the mask."""
+        """Yield everything stored, with its columns of the mask."""
         pool = self.pool
         for keys, values, start, stop in self._iter_dense():
             mask = slice_mask(attn_mask, start, stop)
-            if pool is not None and pool.usage is not None and start < self.num_pooled:
+            if pool is not None and pool.usage is not None and start < self.num_offloaded:
                 positions = pool.positions(keys.device)[:, :, start:stop]
                 mask = _mask_of_slots(attn_mask, positions, self._length, groups)
             yield DensePart(keys, values, stop - start, mask)
 
     def _attend_selected(self, call: AttentionCall, scale: float) -> torch.Tensor:
-        """Attends with one new token to what was fetched for it and the window."""
-        query, mask, pool = call.query, call.mask, self.pool
-        assert pool is not None
-        by_heads = self.batch_size, pool.num_heads, -1
+        """Attend with one new token to the tokens selected for it and the tail."""
+        query = call.query
+        mask = call.mask
+        pool, _, _ = self._stored()
         if mask is not None:
             mask = mask.expand(self.batch_size, *mask.shape[-3:-2] or (1,), mask.shape[-2], self._length)[:, :, :1]
-        # What was speculated for this token; if nothing was, what its own query chooses
-        fetch, self._fetch = self._fetch, None
-        if fetch is None or fetch[2] != self._length:
-            fetch = self._choose(query, self._attended(mask, self._length), scale, self._length)
-        selection, staged, _ = fetch
+        # Without a prefetch for this token, its own query selects
+        prefetch, self._prefetch = self._prefetch, None
+        if prefetch is None or prefetch.length != self._length:
+            prefetch = self._select_tokens(query, self._attended(mask, self._length), scale, self._length)
+        selection = prefetch.selection
+        # The copy of a prefetch has no rows
+        fetched = prefetch.rows or start_fetch(pool, selection)
+        rows = query.reshape(self.batch_size, pool.num_heads, -1, query.shape[3])
         if mask is not None and mask.shape[1] > 1:
-            mask = mask.reshape(*by_heads, self._length)
-        rows = query.reshape(*by_heads, query.shape[3])
-        # A copy of a fetch has its choice and no rows
-        staged = staged or start_fetch(pool, selection)
+            mask = mask.reshape(self.batch_size, pool.num_heads, -1, self._length)
         sinks = None if call.sinks is None else call.sinks.reshape(-1, *rows.shape[1:3], 1)
-        own = AttentionCall(rows, mask, scale=scale, softcap=call.softcap, sinks=sinks)
-        output = self.attend_selection(own, selection, staged)
-        self._note(selection)
+        grouped = AttentionCall(rows, mask, scale=scale, softcap=call.softcap, sinks=sinks)
+        output = self.attend_selection(grouped, selection, fetched)
+        self._record_use(selection)
         return output.reshape(*query.shape[:3], -1)
 
-    def _prepare_call(self, query: torch.Tensor, scale: float) -> None:
-        """Describes the next steps at once if two in a row were alike, as they are not of beams that are reordered."""
-        pool, window, scoring, config = self.pool, self.window, self.scoring, self.config
-        is_alike = config.min_weight is not None and self.padding is None
-        if is_alike and not config.speculates_on(query.device):
-            assert pool is not None and window is not None and scoring is not None
-            if pool.usage is None and self._was_alike:
-                self._call = scoring.prepare(query, scale, pool, window.tensors())
-            self._was_alike = True
-
-    def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
-        call, window = self._call, self.window
-        if call is None or window is None or self._num_new != 1 or num_tokens != self._length or query.requires_grad:
-            return None
-        bounds = bounds_of(self.config, num_tokens, self.num_pooled)
-        output = call.attend(query, scale, window.storage, window.length, window.unwritten, bounds)
-        if output is not None:
-            # It has been written
-            window.unwritten = None
-            counters, num_rows = self._counters, self.batch_size * self._shapes["keys"][1]
-            counters["attend_calls"] += 1
-            counters["selected_calls"] += 1
-            counters["fused_calls"] += 1
-            counters["tokens_fetchable"] += num_tokens * num_rows
-            counters["tokens_fetched"] += call.num_chosen
-        return output
-
-    def attend_selection(self, call: AttentionCall, selection: Selection, staged: StagedRows | None) -> torch.Tensor:
+    def attend_selection(self, call: AttentionCall, selection: Selection, fetched: StagedRows | None) -> torch.Tensor:
         """
-        Attends with one new token to the tokens that were chosen for it and the window, `[B, H, G, E]`; a call's
-        queries are `[B, H, G, D]`, its mask `[B, H or 1, G or 1, tokens]`, its sinks `[B or 1, H, G, 1]`, and it has a
-        scale.
+        Attend with one new token to the tokens selected for it and the tail, `[B, H, G, E]`. The call's queries are
+        `[B, H, G, D]`, its mask `[B, H or 1, G or 1, tokens]`, its sinks `[B or 1, H, G, 1]`, and it has a scale.
         """
-        pool, window, scoring, start = self.pool, self.window, self.scoring, self.num_pooled
-        assert pool is not None and window is not None and scoring is not None and call.scale is not None
-        query, mask, newest, slots = call.query, call.mask, (window.keys, window.values), selection.slots
+        pool, scoring, tail = self._stored()
+        assert call.scale is not None
+        query = call.query
+        mask = call.mask
+        newest = tail.keys, tail.values
+        slots = selection.slots
         kernel, is_fallback = choose_rows_kernel(query, newest[1].shape[3], newest[0].dtype)
         self._counters["kernel_fallbacks"] += is_fallback and not pool.pin_memory
-        if staged is None and kernel == "compiled" and call.is_plain and (mask is None or mask.shape[1:3] == (1, 1)):
-            output = scoring.attend(call, selection, pool, newest, start)
+        if fetched is None and kernel == "compiled" and call.is_plain and (mask is None or mask.shape[1:3] == (1, 1)):
+            output = scoring.attend(call, selection, pool, newest, pool.num_tokens)
             if output is not None:
                 self._counters["fused_calls"] += not pool.pin_memory
                 if mask is None:
-                    self._prepare_call(query, call.scale)
+                    self._plan_next_steps(query, call.scale)
                 return output
-        keys, values = scoring.dense(pool.gather(slots) if staged is None else staged.wait(), slots, pool)
+        rows = pool.gather(slots) if fetched is None else fetched.wait()
+        keys, values = scoring.dense(rows, slots, pool)
         positions = None if mask is None else pool.positions_of(slots)
         return attend_staged(
-            query, keys, values, selection.count, *newest, call.scale, mask, positions, start, call.softcap, call.sinks
+            *(query, keys, values, selection.count, *newest, call.scale, mask, positions, pool.num_tokens),
+            softcap=call.softcap,
+            sinks=call.sinks,
         )
 
-    def _note(self, selection: Selection) -> None:
-        """Counts what was fetched."""
-        pool, num_rows = self.pool, selection.count.numel()
-        assert pool is not None
+    def _plan_next_steps(self, query: torch.Tensor, scale: float) -> None:
+        """Plan the next steps if the last two matched; they do not while beams are reordered after each step."""
+        pool, scoring, tail = self._stored()
+        config = self.config
+        is_plain = config.min_weight is not None and self.padding is None and pool.usage is None
+        if is_plain and not config.speculates_on(query.device):
+            if self._last_step_matched:
+                self._plan = scoring.plan(query, scale, pool, tail.tensors())
+            self._last_step_matched = True
+
+    def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
+        plan = self._plan
+        tail = self.tail
+        if plan is None or tail is None or self._num_new != 1 or num_tokens != self._length or query.requires_grad:
+            return None
+        limits = limits_of(self.config, num_tokens, self.num_offloaded)
+        output = plan.attend(query, scale, tail.storage, tail.length, tail.unwritten, limits)
+        if output is not None:
+            # The plan has written it
+            tail.unwritten = None
+            counters = self._counters
+            counters["attend_calls"] += 1
+            counters["selected_calls"] += 1
+            counters["fused_calls"] += 1
+            counters["tokens_fetchable"] += num_tokens * self.batch_size * self._shapes["keys"][1]
+            counters["tokens_fetched"] += plan.num_chosen
+        return output
+
+    def _record_use(self, selection: Selection) -> None:
+        """Count the tokens that were fetched, and record their use in a limited pool."""
+        pool, _, _ = self._stored()
         self._counters["selected_calls"] += 1
-        self._counters["tokens_fetchable"] += self._length * num_rows
+        self._counters["tokens_fetchable"] += self._length * selection.count.numel()
         if self.padding is not None:
             self._add("tokens_fetchable", -pool.num_heads * self.padding.sum())
         self._add("tokens_fetched", selection.count.sum())
@@ -428,9 +454,9 @@ class InfiniGenLayer(LazyLayer):
             pool.usage.touch(selection.slots.to("cpu"), selection.valid.to("cpu"))
 
     def _add(self, name: str, amount: torch.Tensor) -> None:
-        """Adds an integer, a tensor without dimensions, to what the device counts."""
+        """Add an integer, a tensor without dimensions, to a counter on the device."""
         before = self._sums.get(name)
-        # Not in place: what was made in inference mode could not be written to outside of it
+        # Not in place: a tensor of inference mode cannot be written to outside of it
         self._sums[name] = amount if before is None else before.to(amount.device, non_blocking=True) + amount
 
     def _refuse_evicted(self) -> None:
@@ -447,26 +473,26 @@ class InfiniGenLayer(LazyLayer):
         return dense
 
     def _drop_newest(self, count: int) -> None:
-        self._forget_call()
-        self._fetch, left = None, self._length - count
-        if self.window is not None:
-            self.window.drop_last(min(count, self.window.length))
-        if left < self.num_pooled:
-            assert self.pool is not None and self.scoring is not None
-            self.num_pooled = left
-            self.pool.truncate(left)
-            self.scoring.truncate(self.pool.num_slots)
+        self._invalidate_plan()
+        self._prefetch = None
+        length = self._length - count
+        if self.tail is not None:
+            self.tail.drop_last(min(count, self.tail.length))
+        if length < self.num_offloaded:
+            pool, scoring, _ = self._stored()
+            pool.truncate(length)
+            scoring.truncate(pool.num_slots)
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._forget_call()
-        self._fetch = None
-        for stored in (self.pool, self.scoring, self.window):
+        self._invalidate_plan()
+        self._prefetch = None
+        for stored in (self.pool, self.scoring, self.tail):
             if stored is not None:
                 stored.map(function)
 
     def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self.window is not None:
-            for tensor in self.window.tensors():
+        if self.tail is not None:
+            for tensor in self.tail.tensors():
                 yield "residual", tensor
         for stored in (self.pool, self.scoring):
             if stored is not None:
@@ -479,29 +505,31 @@ class InfiniGenLayer(LazyLayer):
         return (tensor for _, tensor in tensors if not tensor.is_cuda)
 
     def offload(self) -> None:
-        """Does nothing: what can stand in host memory does so already."""
+        """Do nothing: all that can be in host memory is there already."""
 
     prefetch = offload
 
     def _move_to(self, device: torch.device) -> None:
-        self.device, self._token_kind, pool, self.pool = device, None, self.pool, None
+        self.device = device
+        self._token_kind = None
+        pool, self.pool = self.pool, None
         self._map_stored(lambda tensor: tensor.to(device))
         self.pool = pool
         if pool is not None:
-            pool.serve(device)
+            pool.move_to_device(device)
         if self.padding is not None:
             self.padding = self.padding.to(device)
 
     def stats(self) -> Mapping[str, float]:
-        pool, sums = self.pool, self._sums
-        counters = {name: count + int(sums.get(name, 0)) for name, count in self._counters.items()}
+        pool = self.pool
+        counters = {name: count + int(self._sums.get(name, 0)) for name, count in self._counters.items()}
         if pool is not None:
             counters["bytes_fetched"] = counters["tokens_fetched"] * pool.row_dim * pool.dtype.itemsize
         held = {"tokens_cached": self._length, "tokens_pooled": 0 if pool is None else pool.num_slots}
         return {**held, **counters, "dense_reads": self.dense_reads}
 
 
-def _warn_of_all() -> None:
+def _warn_of_fetching_all() -> None:
     warn_user(
         "the whole cache is fetched for every token, as attention weights are read, or attention does not show its "
         "queries to the cache, or is over projections of what is cached: exact, and slow. Leave `output_attentions` "
@@ -510,7 +538,7 @@ def _warn_of_all() -> None:
 
 
 def _mask_of_slots(attn_mask: torch.Tensor | None, positions: torch.Tensor, length: int, groups: int) -> torch.Tensor:
-    """Returns columns of a mask for slots whose tokens differ from head to head, `[B, H * G, Q or 1, slots]`."""
+    """Return the columns of a mask for slots whose positions depend on the head, `[B, H * G, Q or 1, slots]`."""
     positions = positions.repeat_interleave(groups, dim=1)[:, :, None]
     held = positions >= 0
     if attn_mask is None:

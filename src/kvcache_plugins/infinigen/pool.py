@@ -1,21 +1,20 @@
-"""Rows of one layer's tokens in host memory: pages that are only ever appended to, and a limit if there is one.
+"""Rows of one layer's tokens in host memory: pages to which rows are only ever appended, and an optional limit.
 
-A row holds all that a step fetches of a token of one head, side by side, so that one transfer fetches it: its key and
-value as they are, or bytes that a codec made of them. Pages have one size: what is stored does not move when the pool
-grows. Only where no GPU uses it, a first page that is alone has but the capacity that its tokens need, and moves to
-twice as much. With `max_tokens` the pool stops growing there, each head on its own: a new token then takes the slot of
-a victim, and slots no longer stand in the order of positions.
+A row holds all that a step fetches of one token and head, side by side, so that one transfer fetches it: key and value
+as they are, or the bytes into which a codec encoded them. All pages have one size, so stored rows do not move when the
+pool grows. The one exception is a single first page that no GPU uses: its capacity doubles with its tokens. With
+`max_tokens` the pool stops growing there, for each head on its own: a new token then takes the slot of a victim, and
+slots are no longer in the order of positions.
 
-For a GPU pages are page-locked: it writes and reads them while the host goes on. What it was told to do and may not
-have done yet is known by events, and the host waits for those before it touches a page itself or gives one back. Where
-a part of a page does not lie in one piece PyTorch's copies make the host wait: a kernel writes it, or head by head.
+For a GPU pages are page-locked: it writes and reads them while the host goes on. Events mark the work that may not be
+done yet, and the host waits for them before it touches or frees a page itself. PyTorch's copies make the host wait if
+a part of a page is not contiguous: there a kernel writes it, or each head is copied separately.
 
 Legend: B batch, H key/value heads, R numbers of a row.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
-from typing import Any
 
 import torch
 
@@ -24,18 +23,19 @@ from kvcache_plugins.kernels.tokens import gather_rows
 
 
 PAGE_TOKENS = 1024
-# Of a first page that is not whole
+# Least capacity of a first page that is not whole
 _LEAST_TOKENS = 64
-# Of a full pool, the share that may be replaced at once
+# Share of a full pool that may be replaced at once, as its reciprocal
 _REPLACED_AT_ONCE = 8
 EVICTIONS = ("counter", "lru", "fifo")
 _MAX_COUNT = 255
-# Ranks of what goes before any token: padding, and slots whose token was rolled back
-_FREE_RANK, _PADDING_RANK = -2, -1
+# Ranks of slots that are replaced before any real token: rolled back ones, and padding
+_FREE_RANK = -2
+_PADDING_RANK = -1
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Tells whether a device works on its own, so that the host must neither wait for it nor run ahead of it."""
+    """Return whether a device works asynchronously, so that the host must not wait for it in a step."""
     return device.type == "cuda"
 
 
@@ -43,9 +43,17 @@ class TokenPool:
     """
     Rows of a layer's tokens, `[B, H, slots, R]`, in host memory.
 
-    Rows are like the `parts` `[B, H, any, any]` side by side, none of which is stored. Slots a head are limited by
-    `max_tokens`, see `UsageRecord`; `usage` then says which token each slot holds, else that is its position. `pages`
-    are `[B, H, PAGE_TOKENS, R]`, page-locked with `pin_memory`.
+    Args:
+        parts (`Sequence[torch.Tensor]`, each of shape `[B, H, any, any]`): parts of rows, side by side; an example for
+            sizes, dtype and device, not stored.
+        max_tokens (`int`, *optional*): limit of slots a head.
+        eviction, num_protected: see `UsageRecord`.
+
+    Attributes:
+        pages (`list[torch.Tensor]`, each of shape `[B, H, PAGE_TOKENS, R]`): storage, page-locked with `pin_memory`.
+        num_slots (`int`): slots in use.
+        num_tokens (`int`): tokens of the sequence that were stored so far, evicted ones included.
+        usage (`UsageRecord`, *optional*): token of each slot, with `max_tokens`; else a slot is its token's position.
     """
 
     def __init__(
@@ -55,80 +63,89 @@ class TokenPool:
         eviction: str = "counter",
         num_protected: int = 0,
     ):
-        # What GPUs were told to do with pages and may not have done
-        self._pending: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+        # Last event of each stream that uses the pages
+        self._events: dict[torch.cuda.Stream, torch.cuda.Event] = {}
         self.batch_size, self.num_heads = parts[0].shape[:2]
         self.dims = [part.shape[3] for part in parts]
         self.row_dim = sum(self.dims)
-        self.dtype, self.device = parts[0].dtype, parts[0].device
+        self.dtype = parts[0].dtype
+        self.device = parts[0].device
         self.pin_memory = is_gpu(self.device)
-        # States without data, on which caches are sized, have pages without
+        # Caches are sized on states without data, whose pages have no data either
         self._host = torch.device("meta" if self.device.type == "meta" and not self.pin_memory else "cpu")
         self.max_tokens = max_tokens
         self.pages: list[torch.Tensor] = []
-        # Where the pages lie, as the host knows it and for kernels
+        # Addresses of the pages, for the host and for kernels
         self._addresses: tuple[tuple[int, ...], torch.Tensor] | None = None
         self.num_slots = 0
+        self.num_tokens = 0
         self.usage = None
         if max_tokens is not None:
             self.usage = UsageRecord(eviction, num_protected, self.batch_size, self.num_heads, max_tokens)
 
     @property
     def is_in_order(self) -> bool:
-        """Tells whether a slot is the position of its token."""
+        """True if a slot is the position of its token."""
         return self.usage is None or self.usage.in_order
 
-    def note(self, stream: torch.cuda.Stream) -> None:
-        """Adds what a stream has been told so far to what the host waits for."""
-        self._pending[stream] = stream.record_event(self._pending.get(stream))
+    def record_event(self, stream: torch.cuda.Stream) -> None:
+        """Have `synchronize` wait for the work that a stream has got so far."""
+        self._events[stream] = stream.record_event(self._events.get(stream))
 
-    def wait(self) -> None:
-        """Has the host wait for all that GPUs may still do with the pages."""
-        while self._pending:
-            self._pending.popitem()[1].synchronize()
+    def synchronize(self) -> None:
+        """Have the host wait for all work of GPUs on the pages."""
+        while self._events:
+            self._events.popitem()[1].synchronize()
 
-    def append(
-        self, parts: Sequence[torch.Tensor], position: int, padding: torch.Tensor | None
-    ) -> tuple[int, list[torch.Tensor]]:
+    def append(self, parts: Sequence[torch.Tensor], padding: torch.Tensor | None) -> tuple[int, list[torch.Tensor]]:
         """
-        Stores parts `[B, H, tokens, any]` of rows that follow those held, or, with a `MemoryError`, nothing. Returns
-        how many went behind those held, and the slots `[B, H, tokens]` that the others took, in order: the last token
-        that took a slot is in it. Padding at the start of sequences, `[B]`, goes first.
+        Store parts of rows `[B, H, tokens, any]` of the tokens that follow; with a `MemoryError`, store nothing.
+
+        `padding` `[B]` counts the padding at the start of sequences, which is evicted first.
+
+        Returns:
+            `tuple[int, list[torch.Tensor]]`: tokens that got slots behind those in use, and slots
+            `[B, H, tokens]` that the other tokens took from victims, in order; a slot that is taken twice holds the
+            later token.
         """
         count = parts[0].shape[2]
-        free = count if self.max_tokens is None else min(count, self.max_tokens - self.num_slots)
-        self._grow(self.num_slots + free)
-        self._write(self.num_slots, [part[:, :, :free] for part in parts])
+        position = self.num_tokens
+        num_appended = count if self.max_tokens is None else min(count, self.max_tokens - self.num_slots)
+        self._grow(self.num_slots + num_appended)
+        self._write(self.num_slots, [part[:, :, :num_appended] for part in parts])
         if self.usage is not None:
-            self.usage.add(self.num_slots, free, position)
-        self.num_slots += free
+            self.usage.add(self.num_slots, num_appended, position)
+        self.num_slots += num_appended
+        self.num_tokens += count
         taken: list[torch.Tensor] = []
         if self._host.type == "meta":
-            # Whose place a token takes changes no size
-            return free, taken
+            # Sizes do not depend on the victims
+            return num_appended, taken
         at_once = max((self.max_tokens or 0) // _REPLACED_AT_ONCE, 1)
-        for start in range(free, count, at_once):
+        for start in range(num_appended, count, at_once):
             assert self.usage is not None
-            self.wait()
+            self.synchronize()
             stop = min(start + at_once, count)
             slots = self.usage.replace(stop - start, position + start, padding)
             rows = torch.cat([part[:, :, start:stop] for part in parts], dim=3).to("cpu")
             for page, first, end in self._spans(0, self.num_slots):
-                places = ((slots >= first) & (slots < end)).nonzero(as_tuple=True)
-                page[places[0], places[1], slots[places] - first] = rows[places]
+                indices = ((slots >= first) & (slots < end)).nonzero(as_tuple=True)
+                page[indices[0], indices[1], slots[indices] - first] = rows[indices]
             taken.append(slots)
-        return free, taken
+        return num_appended, taken
 
     def _grow(self, num_slots: int) -> None:
         capacity = sum(page.shape[2] for page in self.pages)
         if num_slots <= capacity:
             return
-        num_pages, page_tokens = -(-num_slots // PAGE_TOKENS), PAGE_TOKENS
+        num_pages = -(-num_slots // PAGE_TOKENS)
+        page_tokens = PAGE_TOKENS
         if num_pages == 1 and not self.pin_memory:
             page_tokens = min(max(_LEAST_TOKENS, 1 << (num_slots - 1).bit_length()), PAGE_TOKENS)
         elif self._host.type == "meta":
-            # Nobody looks for a token in a page without data: a long context is sized as fast as a short one
-            num_pages, page_tokens = 1, num_pages * PAGE_TOKENS
+            # One page without data stands for all, so that a long context is sized as fast as a short one
+            page_tokens = num_pages * PAGE_TOKENS
+            num_pages = 1
         kept = [page for page in self.pages if page.shape[2] == page_tokens]
         try:
             new = [self._new_page(page_tokens) for _ in range(num_pages - len(kept))]
@@ -147,10 +164,10 @@ class TokenPool:
         return torch.zeros(shape, dtype=self.dtype, device=self._host, pin_memory=self.pin_memory)
 
     def _write(self, first: int, parts: Sequence[torch.Tensor]) -> None:
-        """Writes parts of rows `[B, H, tokens, any]` into consecutive slots."""
+        """Write parts of rows `[B, H, tokens, any]` into consecutive slots."""
         if self._host.type == "meta":
             return
-        # Before anything is written: pages may have to be locked first
+        # Before anything is written, as pages may have to be locked first
         addresses = self.addresses_for(parts[0]) if self.pin_memory else None
         for page, start, stop in self._spans(first, first + parts[0].shape[2]):
             own = [part[:, :, start - first : stop - first] for part in parts]
@@ -163,64 +180,65 @@ class TokenPool:
             if stop - start == PAGE_TOKENS:
                 page.copy_(rows, non_blocking=True)
             elif addresses is not None:
-                # Triton is not everywhere
+                # Triton may be missing
                 from kvcache_plugins.triton_kernels.gather import write_rows
 
-                numbers = torch.arange(start, stop, dtype=torch.int64, device=rows.device).expand(rows.shape[:3])
+                all_slots = torch.arange(start, stop, dtype=torch.int64, device=rows.device).expand(rows.shape[:3])
                 with torch.cuda.device_of(rows):
-                    write_rows(addresses, numbers, None, rows, PAGE_TOKENS)
+                    write_rows(addresses, all_slots, None, rows, PAGE_TOKENS)
             else:
-                for item, head in product(range(self.batch_size), range(self.num_heads)):
-                    page[item, head, slots].copy_(rows[item, head], non_blocking=True)
+                for sequence, head in product(range(self.batch_size), range(self.num_heads)):
+                    page[sequence, head, slots].copy_(rows[sequence, head], non_blocking=True)
         if self.pin_memory:
-            self.note(torch.cuda.current_stream(parts[0].device))
+            self.record_event(torch.cuda.current_stream(parts[0].device))
 
     def addresses_for(self, states: torch.Tensor) -> torch.Tensor | None:
-        """Lists where the pages lie, for kernels on the device of `states`; `None` if these cannot be used."""
+        """Return addresses of the pages for kernels on the device of `states`; `None` if it has no such kernel."""
         if choose_copy_kernel(states) != "triton":
             return None
         pointers = tuple(page.data_ptr() for page in self.pages)
         if self._addresses is None or self._addresses[0] != pointers:
-            # Triton is not everywhere
+            # Triton may be missing
             from kvcache_plugins.triton_kernels.gather import page_addresses
 
             self._addresses = pointers, page_addresses(self.pages, states.device)
         return self._addresses[1]
 
     def _spans(self, first: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """Lists the pages of slots from `first` to `stop`, each with its first and the one behind its last of them."""
+        """Yield the pages of the slots from `first` up to `stop`, each with the range of slots that is in it."""
         for number in range(first // PAGE_TOKENS, -(-stop // PAGE_TOKENS)):
             offset = number * PAGE_TOKENS
             yield self.pages[number], max(first, offset), min(stop, offset + PAGE_TOKENS)
 
     def iter_pages(self) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """Lists rows `[B, H, slots, R]` by page, on `device`, with first slot and the one behind the last."""
+        """Yield rows `[B, H, slots, R]` by page, on `device`, with first slot and the one behind the last."""
         for page, start, stop in self._spans(0, self.num_slots):
             whole = page
             if self.pin_memory:
                 whole = page.to(self.device, non_blocking=True)
-                self.note(torch.cuda.current_stream(self.device))
+                self.record_event(torch.cuda.current_stream(self.device))
             yield whole[:, :, : stop - start], start, stop
 
     def gather(self, slots: torch.Tensor) -> torch.Tensor:
-        """Has the host copy the rows `[B, H, tokens, R]` of slots in use, `[B, H, tokens]`, to where these are."""
-        self.wait()
+        """Copy rows `[B, H, tokens, R]` of slots in use, `[B, H, tokens]`, to the slots' device. The host waits."""
+        self.synchronize()
         return gather_rows(self.pages, slots.to("cpu")).to(slots.device)
 
     def positions(self, device: torch.device) -> torch.Tensor:
-        """Lists positions of the tokens in slots in use, -1 where there is none, broadcasting to `[B, H, slots]`."""
+        """Return positions of all slots' tokens, -1 for a free slot, broadcasting to `[B, H, slots]`."""
         if self.usage is None:
             return torch.arange(self.num_slots, dtype=torch.int64, device=device)[None, None]
         return self.usage.positions[:, :, : self.num_slots].to(device).long()
 
     def positions_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns the positions of the tokens in slots `[B, H, tokens]`."""
+        """Return the positions of the tokens in slots `[B, H, tokens]`."""
         if self.usage is None:
             return slots
         return self.usage.positions.to(slots.device).gather(2, slots).long()
 
     def truncate(self, length: int) -> None:
-        """Forgets the tokens at position `length` and beyond; whole pages without any are given back."""
+        """Drop tokens at position `length` and beyond, and free pages without any token."""
+        self.num_tokens = min(self.num_tokens, length)
         if self.usage is not None:
             self.usage.truncate(length)
             if not self.usage.in_order:
@@ -228,12 +246,12 @@ class TokenPool:
         self.num_slots = min(self.num_slots, length)
         num_pages = -(-self.num_slots // PAGE_TOKENS)
         if num_pages < len(self.pages):
-            self.wait()
-            del self.pages[num_pages:]
+            self.synchronize()
+            self.pages = self.pages[:num_pages]
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replaces every tensor by `function` of it; the result stays in host memory."""
-        self.wait()
+        """Replace every tensor by `function` of it; the result stays in host memory."""
+        self.synchronize()
         self._addresses = None
         self.pages = [self._in_host_memory(function(page)) for page in self.pages]
         if self.usage is not None:
@@ -245,15 +263,16 @@ class TokenPool:
         is_locked = not self.pin_memory or page.device.type == "cuda" or page.is_pinned()
         return page if is_locked else page.pin_memory()
 
-    def serve(self, device: torch.device) -> None:
-        """Takes rows from another device from now on."""
-        self.device, self.pin_memory = device, is_gpu(device)
+    def move_to_device(self, device: torch.device) -> None:
+        """Take rows from another device, and lend them to it, from now on."""
+        self.device = device
+        self.pin_memory = is_gpu(device)
         if self.pin_memory and self.pages and self.pages[0].shape[2] < PAGE_TOKENS:
             self._grow(PAGE_TOKENS)
         self.map(lambda tensor: tensor)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Lists part and tensor of everything stored."""
+        """Yield memory category and tensor of everything stored."""
         for number, page in enumerate(self.pages):
             used = min(max(self.num_slots - number * PAGE_TOKENS, 0), page.shape[2])
             yield "pool", page[:, :, :used]
@@ -265,52 +284,56 @@ class TokenPool:
             yield "index", self._addresses[1]
 
     def __getstate__(self) -> dict[str, object]:
-        # Who copies the pages reads them
-        self.wait()
+        # A copy reads the pages
+        self.synchronize()
         return {**self.__dict__, "_addresses": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         # Copies of pages are in ordinary memory
         self.pages = [self._in_host_memory(page) for page in self.pages]
 
     def __del__(self) -> None:
-        # PyTorch, which does not know that kernels use the pages, would give their memory away. A copy that failed
-        # half-way has none.
-        if "_pending" in self.__dict__:
-            self.wait()
+        # PyTorch does not know that kernels use the pages, and would free them. A copy that failed half-way has no
+        # events
+        if "_events" in self.__dict__:
+            self.synchronize()
 
 
 class UsageRecord:
     """
-    Notes positions of the tokens in a pool's slots `[B, H, slots]`, -1 where there is none, and their use.
+    Positions of the tokens in a pool's slots `[B, H, slots]`, -1 for a free slot, and their use.
 
-    The policy is `"counter"` (out goes the token that was fetched least often; all counts of a head are halved when
-    one saturates), `"lru"` (the one whose last fetch is longest ago) or `"fifo"` (the oldest). Ties go to the oldest;
-    the first `num_protected` tokens of every item stay. Other than in the paper's code a victim's slot starts anew.
+    The policy is `"counter"` (evict the token that was fetched least often; all counts of a head are halved when one
+    saturates), `"lru"` (evict the token whose last fetch is longest ago) or `"fifo"` (evict the oldest). Among equals
+    the oldest is evicted; the first `num_protected` tokens of every sequence stay. Unlike in the paper's code, the
+    count of a victim's slot starts anew.
     """
 
     def __init__(self, policy: str, num_protected: int, batch_size: int, num_heads: int, num_slots: int):
-        self.policy, self.num_protected = policy, num_protected
+        self.policy = policy
+        self.num_protected = num_protected
         self.positions = torch.full((batch_size, num_heads, num_slots), -1, dtype=torch.int32, device="cpu")
-        # Fetches, or the step of the last one; of `"fifo"` nothing is noted
+        # Number of fetches, or the step of the last one; unused for `"fifo"`
         dtype = torch.int32 if policy == "lru" else torch.uint8
         self.usage = torch.zeros(batch_size, num_heads, num_slots, dtype=dtype, device="cpu")
         self.num_steps = 0
         self.num_evicted = 0
-        # Whether slots still stand in the order of positions
+        # True if slots are in the order of positions
         self.in_order = True
 
     def add(self, first_slot: int, count: int, position: int) -> None:
-        """Notes tokens from `position` on that went into free slots at the end."""
+        """Record tokens from `position` on in free slots at the end."""
         slots = slice(first_slot, first_slot + count)
         self.positions[:, :, slots] = torch.arange(position, position + count, dtype=torch.int32, device="cpu")
         self.usage[:, :, slots] = self._usage_of_new_tokens(first_slot)
 
     def replace(self, count: int, position: int, padding: torch.Tensor | None) -> torch.Tensor:
         """
-        Chooses victims for `count` tokens from `position` on and notes the new tokens in their slots; returns these,
-        distinct, `[B, H, count]`, those of the oldest victims first.
+        Choose victims for `count` tokens from `position` on, and record the new tokens in their slots.
+
+        Returns:
+            `torch.Tensor` of shape `[B, H, count]`: distinct slots, those of the oldest victims first.
         """
         num_slots = self.positions.shape[2]
         first = 0 if padding is None else padding.to("cpu")[:, None, None]
@@ -328,7 +351,7 @@ class UsageRecord:
         return victims
 
     def _usage_of_new_tokens(self, num_slots: int) -> torch.Tensor:
-        """Tells a new token's usage, `[B, H, 1]`: the average, or now; with none it would be the next victim."""
+        """Return a new token's usage `[B, H, 1]`: the average, or the current step; with 0 it would be next to go."""
         if self.policy == "lru":
             return torch.full((*self.usage.shape[:2], 1), self.num_steps, dtype=torch.int32, device="cpu")
         if num_slots == 0:
@@ -336,7 +359,7 @@ class UsageRecord:
         return self.usage[:, :, :num_slots].float().mean(dim=2, keepdim=True).round().to(torch.uint8)
 
     def touch(self, slots: torch.Tensor, valid: torch.Tensor) -> None:
-        """Notes that tokens in those slots `[B, H, tokens]` that are valid were fetched; valid slots are distinct."""
+        """Count a fetch of the tokens in those slots `[B, H, tokens]` that are `valid`; these are distinct."""
         self.num_steps += 1
         if self.policy == "fifo":
             return
@@ -349,9 +372,10 @@ class UsageRecord:
         self.usage.scatter_add_(2, slots, valid.to(torch.uint8))
 
     def truncate(self, length: int) -> None:
-        """Frees the slots of tokens at position `length` and beyond."""
+        """Free the slots of tokens at position `length` and beyond."""
         self.positions.masked_fill_(self.positions >= length, -1)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replaces every tensor by `function` of it."""
-        self.positions, self.usage = function(self.positions), function(self.usage)
+        """Replace every tensor by `function` of it."""
+        self.positions = function(self.positions)
+        self.usage = function(self.usage)

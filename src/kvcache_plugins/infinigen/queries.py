@@ -1,14 +1,13 @@
-"""The queries of a decoder layer from its attention's input, without keys, values or attention.
+"""Queries of a decoder layer from its attention's input, without keys, values or attention.
 
-Speculation needs the queries of a layer before the layer runs. `QueryProjection` reads off an attention module of
-Transformers how it makes its queries, and repeats just these steps on any hidden states:
+Speculation needs the queries of a layer before the layer runs. `QueryProjection` finds out how an attention module of
+Transformers makes its queries, and repeats just these steps on any hidden states:
 
     projection - norm over the whole width - clipping - norm of every head - rotary embedding - factor
 
-What a module does is told by its attributes, which families of models share: a query projection of a known name, the
-size of the query norm's weight, the parameters of `forward`. What is known to make attention differ from products of
-keys and queries is refused when a projection is made; `QueryProjection.check` compares with the queries that attention
-was given, and catches the rest.
+The steps follow from attributes that families of models share: the name of the query projection, the size of the query
+norm's weight, the parameters of `forward`. A projection is refused if attention is known to differ from products of
+keys and queries; `QueryProjection.check` compares with the queries that attention got, and catches the rest.
 
 B: batch size, T: tokens, H: query heads, D: size of a head.
 """
@@ -26,9 +25,9 @@ from transformers.pytorch_utils import Conv1D
 
 PROJECTION_NAMES = ("q_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv")
 _COMPRESSED_NAMES = ("q_a_proj", "kv_a_proj_with_mqa")
-# Positions that a module looks up itself: nothing that its caller could be asked for
+# Attributes of modules that look up positions themselves, where the caller has no position embeddings
 _OWN_POSITION_NAMES = ("rotary_emb", "embed_positions", "rotary_dim")
-# Layers without rotary embedding in models that have one. Others say so by `use_rope`, or get no position embeddings.
+# Layers without rotary embedding, in models that have one. Other models have `use_rope`, or no position embeddings.
 _IS_WITHOUT_ROTARY: dict[str, Callable[[Any], bool]] = {
     "afmoe": lambda module: not module.is_local_attention,
     "cohere2": lambda module: module.sliding_window is None,
@@ -45,15 +44,21 @@ PositionEmbeddings = tuple[torch.Tensor, torch.Tensor]
 
 
 class UnknownQueriesError(ValueError):
-    """Attention was given other queries than a projection makes."""
+    """Attention got other queries than a projection makes."""
 
 
 class QueryProjection:
     """
-    Makes, from the input of an attention module, the queries that the module hands to
-    `torch.nn.functional.scaled_dot_product_attention`, with the module's own parameters and submodules; a `ValueError`
-    says why they cannot be made from its input and position embeddings, on its device, alone. `has_rotary` says
-    whether they depend on the latter, `scaling` what attention multiplies their products with keys by.
+    Makes the queries that an attention module hands to `torch.nn.functional.scaled_dot_product_attention` from the
+    module's input, with the module's own parameters and submodules.
+
+    Attributes:
+        num_heads, head_dim (`int`): sizes of the queries.
+        has_rotary (`bool`): True if queries depend on position embeddings.
+        scaling (`float`): factor of attention scores.
+
+    Raises:
+        ValueError: if the queries cannot be made, on the module's device, from input and position embeddings alone.
     """
 
     def __init__(self, module: nn.Module, layer_config: PreTrainedConfig):
@@ -85,17 +90,17 @@ class QueryProjection:
         )
         self.has_rotary = takes_positions and not is_without(module)
 
-        # Falcon keeps it under a name of its own, and for ALiBi alone: attention takes its default, which is the same
+        # Falcon has a name of its own, for ALiBi alone; otherwise attention takes its default, which is the same
         scaling: float | None = first_of(module, ("scaling", "inv_norm_factor"))
         if scaling is None:
-            raise ValueError(f"{self._name} does not tell by what it scales attention scores: it has no `scaling`")
+            raise ValueError(f"{self._name} does not say how it scales attention scores: it has no `scaling`")
         is_folded = layer_config.model_type in _SCALES_QUERIES
         self._factor = scaling if is_folded else None
         self.scaling = 1.0 if is_folded else scaling
 
     @property
     def _projection(self) -> Any:
-        """Returns the projection of now: quantization and adapters replace it, by what is only known to be called."""
+        """Current projection: quantization and adapters replace the module, and only calls are sure to work."""
         return getattr(self._module, self._projection_name)
 
     @property
@@ -104,8 +109,8 @@ class QueryProjection:
 
     def __call__(self, hidden_states: torch.Tensor, position_embeddings: PositionEmbeddings | None) -> torch.Tensor:
         """
-        Makes the queries `[B, H, T, D]` of what the attention module gets: hidden states `[B, T, hidden_size]` after
-        the layer's input norm, and cosine and sine of positions, `None` where the model gives none.
+        Make queries `[B, H, T, D]` from the attention module's input: hidden states `[B, T, hidden_size]` after the
+        layer's input norm, and cosine and sine of positions, or `None` if the model has none.
         """
         states = self._normed("projected", self._project(hidden_states))  # [B, T, H * D]
         if self._clip is not None:
@@ -121,8 +126,8 @@ class QueryProjection:
         self, hidden_states: torch.Tensor, position_embeddings: PositionEmbeddings | None, query: torch.Tensor
     ) -> None:
         """
-        Compares with the queries `[B, H, T, D]` that attention was given; an `UnknownQueriesError` if they differ by
-        more than rounding, a `ValueError` if they hold NaN or infinity.
+        Compare with the queries `[B, H, T, D]` that attention got; an `UnknownQueriesError` if they differ by more
+        than rounding, a `ValueError` if they hold NaN or infinity.
         """
         with torch.no_grad():
             own = self(hidden_states, position_embeddings)
@@ -149,9 +154,10 @@ class QueryProjection:
         if not _is_plain(self._projection):
             fused = self._projection(hidden_states).unflatten(-1, (self._num_groups, -1))
             return fused[..., :num_features].flatten(-2)
-        weight, bias = self._projection.weight, self._projection.bias
+        weight = self._projection.weight
+        bias = self._projection.bias
         weight = weight.T if isinstance(self._projection, Conv1D) else weight
-        # By groups, because the query rows of all of them can only be one matrix as a copy
+        # One product a group, as joining the query rows of all groups would copy them
         weight = weight.unflatten(0, (self._num_groups, -1))[:, :num_features]
         tokens = hidden_states.flatten(0, 1).expand(self._num_groups, -1, -1)
         states = torch.bmm(tokens, weight.mT)
@@ -164,16 +170,16 @@ class QueryProjection:
 
     def _rotated(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         assert self._rotate is not None
-        rotary, rest = states[..., : self._rotary_size], states[..., self._rotary_size :]
-        rotary = self._rotate(rotary, cos, sin)
+        rest = states[..., self._rotary_size :]
+        rotary = self._rotate(states[..., : self._rotary_size], cos, sin)
         return torch.cat((rotary, rest), dim=-1) if rest.shape[-1] > 0 else rotary
 
     def _count_groups(self, module: nn.Module, num_key_value_heads: int) -> int:
-        """Counts the equal parts of the projection's output that begin with queries, heads being in order."""
+        """Count the equal parts of the projection's output that begin with queries; heads are in order."""
         width = first_of(self._projection, ("out_features", "nf"))
         own_width = self.num_heads * self.head_dim
         if self._projection_name == "q_proj":
-            # Queries alone or, from Qwen3-Next on, every head's queries with its gate
+            # Queries alone or, from Qwen3-Next on, queries and gate of each head
             expected = [own_width, 2 * own_width]
         else:
             expected = [own_width + 2 * num_key_value_heads * self.head_dim]
@@ -187,7 +193,7 @@ class QueryProjection:
         return self.num_heads if is_by_heads and not getattr(module, "multi_query", False) else 1
 
     def _find_norm_stage(self) -> str:
-        """Tells the step that the query norm is applied before: its weight's size says what it is a norm of."""
+        """Return the stage at which the query norm is applied, by the size of the norm's weight."""
         weight = getattr(self._norm, "weight", None)
         if self._norm is not None and self._norm is getattr(self._module, "query_layernorm", None):
             return "rotated"
@@ -196,7 +202,7 @@ class QueryProjection:
         return "projected" if weight.shape == (self.num_heads * self.head_dim,) else "split"
 
     def _find_rotary_function(self, module: nn.Module) -> Callable[..., torch.Tensor]:
-        """Returns the function by which the model's own code rotates, of queries, cosine and sine."""
+        """Return the model's own rotary function, of queries, cosine and sine."""
         function: Callable[..., Any] | None
         function = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
         if function is not None:
@@ -204,7 +210,7 @@ class QueryProjection:
             if names[:3] == ["x", "cos", "sin"]:
                 return function
             if names[:4] == ["q", "k", "cos", "sin"]:
-                # The function has to be given keys: of no head
+                # The function needs keys: those of no head
                 return lambda states, cos, sin: function(states, states[:, :0], cos, sin)[0]
         raise ValueError(
             f"{self._name} takes position embeddings, but its code has no function `apply_rotary_pos_emb` of queries, "
@@ -213,21 +219,21 @@ class QueryProjection:
 
 
 def _is_plain(projection: Any) -> bool:
-    """Tells whether a projection is its weight and bias alone: not quantized, adapted, hooked or sharded."""
+    """Return whether a projection is its weight and bias alone: not quantized, adapted, hooked or sharded."""
     return (
         type(projection) in (nn.Linear, Conv1D)
         and type(projection.weight) is nn.Parameter
         and not projection._forward_hooks
         and not projection._forward_pre_hooks
-        # What Accelerate replaces
+        # Accelerate replaces it
         and "forward" not in vars(projection)
     )
 
 
 def find_attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
     """
-    Lists the self-attention modules, linear ones aside, of a model's text decoder by their `layer_idx`, in that order.
-    A `ValueError` says that the model is an encoder-decoder, has none, or several with the same index.
+    Return the self-attention modules of a model's text decoder by their `layer_idx`, in that order, without linear
+    attention; a `ValueError` if the model is an encoder-decoder, has no such module, or two with the same index.
     """
     if model.config.is_encoder_decoder:
         raise ValueError(f"`{type(model).__name__}` has an encoder: only the attention of decoders is known")
@@ -254,12 +260,12 @@ def find_attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
 
 
 def _reason_to_refuse(module: nn.Module, layer_config: PreTrainedConfig, parameters: set[str]) -> str | None:
-    """Says why attention of `module` is known to differ from products of keys and queries of its input, if it does."""
+    """Return why attention of `module` is no product of keys with queries that follow from its input; else `None`."""
     if first_of(module, _COMPRESSED_NAMES) is not None:
         return "makes its queries and keys of a compressed part (multi-head latent attention)"
     if first_of(module, PROJECTION_NAMES) is None:
         return f"has none of the query projections {_quoted(PROJECTION_NAMES)}"
-    # Bloom and MPT have no option to do without; Falcon has
+    # Bloom and MPT always add them; Falcon has an option
     if {"alibi", "position_bias"} & parameters and getattr(layer_config, "alibi", True):
         return "adds positions to attention scores (ALiBi), which queries do not hold"
     if first_of(module, ("rel_logits_proj",)) is not None:
@@ -268,7 +274,7 @@ def _reason_to_refuse(module: nn.Module, layer_config: PreTrainedConfig, paramet
         return "looks up positions itself: it takes no `position_embeddings`"
     rope_parameters = getattr(layer_config, "rope_parameters", None) or {}
     if "attention_scaling" in parameters or rope_parameters.get("llama_4_scaling_beta") is not None:
-        return "scales its queries by their positions, which position embeddings do not tell"
+        return "scales its queries by their positions, which position embeddings do not hold"
     if first_of(module, ("sinks",)) is not None:
         return "has attention sinks (`sinks`): probabilities do not follow from queries and keys alone"
     softcap = first_of(module, ("attn_logit_softcapping",))
@@ -278,7 +284,7 @@ def _reason_to_refuse(module: nn.Module, layer_config: PreTrainedConfig, paramet
 
 
 def first_of(module: nn.Module, names: tuple[str, ...]) -> Any:
-    """Returns the first of these attributes that a module has and that is not `None`."""
+    """Return the first of these attributes that a module has and that is not `None`."""
     return next((value for name in names if (value := getattr(module, name, None)) is not None), None)
 
 

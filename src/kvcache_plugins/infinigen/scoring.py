@@ -1,11 +1,13 @@
-"""Keeps on the accelerator what of the pool's tokens scores need, so that scores can be told without fetching keys.
+"""Scoring data on the model's device, by which queries score the pool's tokens without their keys being fetched.
 
-Of exact keys that is a copy: `ScoringCodes` has all columns in a few bits, `ScoringColumns` the paper's partial key
-cache. `coded_rows` has the keys themselves.
+Of exact keys in the pool a copy stays on the device: `ScoringCodes` has all columns in a few bits, `ScoringColumns` is
+the paper's partial key cache. `ScoringRows`, in `scoring_rows`, has the keys themselves as rows of a codec.
 
-Legend: B batch, H key/value heads, G query heads a key/value head, D head dim, N slots in use.
+Legend: B batch, H key/value heads, G query heads a key/value head, D and E head dims of keys and values, K slots of a
+selection, N slots in use, W tokens of the tail.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
@@ -15,76 +17,113 @@ from kvcache_plugins.formats.bits import pack
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.tokens import ChoosingCall, attend_chosen, choose_by_codes, code_scores
 from kvcache_plugins.layers.exact_tokens import States
+from kvcache_plugins.layers.lazy_layer import LeftPadding
 
+from .config import InfiniGenConfig
 from .pool import TokenPool
 from .selection import Selection
 
 
-# Tokens from which a channel's mean and spread are told
-NUM_FITTED = 512
+# Tokens to which mean and spread of a channel are fitted
+_NUM_FITTED = 512
 _TINY = 1e-6
-# A Gaussian in four levels is told best with steps of about its spread
+# Four levels represent a Gaussian best with steps of about its spread
 _TWO_BIT_STEP = 1.0
 
-# What is kept here of tokens, by name, and the parts of the pool's rows
+# Rows by name, which stay here, and parts of the pool's rows
 Encoded = tuple[Mapping[str, torch.Tensor], Sequence[torch.Tensor]]
 
 
-class ScoringStates:
+class Scoring(ABC):
     """
-    Rows `[B, H, capacity, ...]` by name, the first `length` in use, that grow and are written anew where tokens are
-    replaced. The pool's rows are keys and values as they are, side by side, unless a subclass says otherwise.
+    Rows `[B, H, capacity, ...]` by name: row i is that of the token in slot i of the pool.
+
+    A token is encoded, stored in the pool, and then stored here (`encode`, `TokenPool.append`, `store`). By default
+    the pool's rows are exact keys and values side by side.
+
+    Attributes:
+        padding (`LeftPadding`): the layer's.
+        length (`int`): rows in use, N.
+        rows (`dict[str, torch.Tensor]`): the rows.
+        fitted (`dict[str, torch.Tensor]`): parameters `[B, H, ...]` that `encode` has fitted to the first tokens.
     """
 
-    # By which factor, and how many rows beside, capacity grows that is used up
+    # Growth of a full capacity: factor, and rows in addition
     growth: ClassVar[tuple[float, int]] = (1.25, 64)
 
-    def __init__(self) -> None:
+    def __init__(self, padding: LeftPadding):
+        self.padding = padding
         self.length = 0
         self.rows: dict[str, torch.Tensor] = {}
-        # What was told from the first tokens, `[B, H, ...]` each
         self.fitted: dict[str, torch.Tensor] = {}
 
-    def encode(self, keys: torch.Tensor, values: torch.Tensor, count: int, start: int) -> Encoded:
-        """Makes what is stored of the first `count` exact tokens `[B, H, T, D or E]` from position `start` on."""
-        return self.encode_keys(keys[:, :, :count]), (keys[:, :, :count], values[:, :, :count])
+    @property
+    def least_tokens(self) -> int:
+        """Number of tokens that the next `encode` needs."""
+        return 0
 
-    def encode_keys(self, keys: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Makes the rows of keys `[B, H, tokens, D]`."""
+    def needs_queries(self, length: int, *, is_prompt: bool) -> bool:
+        """Return whether to record queries, of a prompt or not, when the sequence has `length` tokens."""
+        return False
+
+    def record_queries(self, query: torch.Tensor, num_heads: int, length: int) -> None:
+        """Record the newest queries `[B, H * G, Q, D]` of a sequence of `length` tokens, for the next `encode`."""
         raise NotImplementedError
 
+    @abstractmethod
+    def encode(self, keys: torch.Tensor, values: torch.Tensor, count: int, start: int) -> Encoded:
+        """
+        Encode the first `count` of exact tokens `[B, H, T, D or E]` from position `start` on; a `ValueError` if they
+        cannot be stored. Parameters are fitted, so that this is to be called on a copy if the pool may be full.
+        """
+
+    @abstractmethod
+    def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
+        """Multiply queries `[B, H, G, D]` with all keys, up to a constant of each query: `[B, H, G, N]`."""
+
     def dense(self, rows: torch.Tensor, slots: torch.Tensor, pool: TokenPool) -> States:
-        """Returns keys and values `[B, H, K, D or E]` of the pool's rows in slots `[B, H, K]`."""
+        """Return keys and values `[B, H, K, D or E]` of the pool's rows in slots `[B, H, K]`."""
         keys, values = rows.split(pool.dims, dim=3)
         return keys, values
 
-    def prepare(self, query: torch.Tensor, scale: float, pool: TokenPool, window: States) -> ChoosingCall | None:
-        """Describes steps with queries like these `[B, H, G, D]` over the pool as it is; `None` if no kernel does."""
-        return None
-
     def attend(
-        self, call: AttentionCall, selection: Selection, pool: TokenPool, newest: States, start: int
+        self, call: AttentionCall, selection: Selection, pool: TokenPool, tail: States, tail_start: int
     ) -> torch.Tensor | None:
         """
-        Attends as `InfiniGenLayer.attend_selection` to the tokens chosen and to the `newest` `[B, H, W, D or E]` from
-        position `start` on, by the kernel that reads all where they stand, under a mask of `[B, 1, 1, tokens]`; `None`
-        if it cannot.
+        Attend as `InfiniGenLayer.attend_selection` to selected tokens and the `tail` `[B, H, W, D or E]` from position
+        `tail_start` on, under a mask `[B, 1, 1, tokens]`, by the kernel that reads rows where they are stored; `None`
+        if there is no such kernel.
         """
-        slots, count = selection.slots, selection.count
+        assert call.scale is not None
+        slots = selection.slots
         mask = None if call.mask is None else call.mask[:, 0, 0]
         positions = None if mask is None else pool.positions_of(slots)
-        assert call.scale is not None
-        return attend_chosen(call.query, pool.pages, slots, count, *newest, call.scale, mask, start, positions)
+        return attend_chosen(
+            call.query, pool.pages, slots, selection.count, *tail, call.scale, mask, tail_start, positions
+        )
 
-    def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
-        """Multiplies queries `[B, H, G, D]` with the pool's keys, but for what all have in common: `[B, H, G, N]`."""
-        raise NotImplementedError
+    def plan(self, query: torch.Tensor, scale: float, pool: TokenPool, tail: States) -> ChoosingCall | None:
+        """Plan steps with queries like these `[B, H, G, D]` over the current pool; `None` if no kernel can."""
+        return None
 
-    def append(self, encoded: Mapping[str, torch.Tensor]) -> None:
-        """Adds rows `[B, H, tokens, ...]`, as `encode` made them, with more capacity if need be."""
+    def store(
+        self, rows: Mapping[str, torch.Tensor], num_appended: int, taken: Sequence[torch.Tensor], pool: TokenPool
+    ) -> None:
+        """
+        Store rows `[B, H, tokens, ...]` of `encode`: the first `num_appended` behind those in use, the others in the
+        slots `[B, H, tokens]` that were `taken`, in order.
+        """
+        start = num_appended
+        self._append({name: new[:, :, :start] for name, new in rows.items()})
+        for slots in taken:
+            stop = start + slots.shape[2]
+            self._write(slots, {name: new[:, :, start:stop] for name, new in rows.items()})
+            start = stop
+
+    def _append(self, new_rows: Mapping[str, torch.Tensor]) -> None:
         used = self.length
-        total = used + next(iter(encoded.values())).shape[2]
-        for name, new in encoded.items():
+        total = used + next(iter(new_rows.values())).shape[2]
+        for name, new in new_rows.items():
             rows = self.rows.get(name)
             if rows is None or rows.shape[2] < total:
                 factor, least = self.growth
@@ -96,69 +135,96 @@ class ScoringStates:
             rows[:, :, used:total] = new
         self.length = total
 
-    def write(self, slots: torch.Tensor, encoded: Mapping[str, torch.Tensor]) -> None:
-        """Writes rows `[B, H, tokens, ...]` into slots `[B, H, tokens]`."""
-        for name, new in encoded.items():
+    def _write(self, slots: torch.Tensor, new_rows: Mapping[str, torch.Tensor]) -> None:
+        for name, new in new_rows.items():
             rows = self.rows[name]
             index = slots.to(rows.device).reshape(*slots.shape, *[1] * (rows.dim() - 3)).expand_as(new)
             rows.scatter_(2, index, new)
 
     def truncate(self, length: int) -> None:
-        """Forgets the rows from `length` on."""
+        """Drop the rows from `length` on."""
         self.length = min(self.length, length)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replaces every tensor by `function` of it."""
+        """Replace every tensor by `function` of it."""
         self.rows = {name: function(rows) for name, rows in self.rows.items()}
         self.fitted = {name: function(tensor) for name, tensor in self.fitted.items()}
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Lists part and tensor of everything stored."""
+        """Yield memory category and tensor of everything stored."""
         for rows in self.rows.values():
             yield "scoring", rows[:, :, : self.length]
             yield "spare", rows[:, :, self.length :]
         yield from (("scoring", tensor) for tensor in self.fitted.values())
 
+    def _valid_tokens(self, start: int, count: int, device: torch.device) -> torch.Tensor | None:
+        """Return a mask `[B, count]` of tokens from position `start` on: False for padding; `None` without any."""
+        if self.padding.ends()[1] <= start:
+            return None
+        positions = torch.arange(start, start + count, dtype=torch.int64, device=device)
+        return positions >= self.padding.first_tokens(1, device)
 
-class ScoringCodes(ScoringStates):
+
+class ScoringCodes(Scoring):
     """
-    Keys in 2, 4 or 8 bits a number and one float16 scale a token.
+    Keys in 2, 4 or 8 bits a number, and one float16 scale a token.
 
-    Channels are first brought to mean 0 and spread 1 (statistics of the first tokens, per head). The mean adds the
-    same to every score of a query and drops out of the softmax; the spread goes into the query. So a key needs no zero
-    point, and its row can be written anew when another token takes its slot.
+    Channels are normalized to mean 0 and spread 1 (by statistics of the first tokens, per head). The mean adds the
+    same to every score of a query and drops out of the softmax; queries are multiplied with the spread. So a key needs
+    no zero point, and its row can be replaced when another token takes its slot.
     """
 
-    def __init__(self, nbits: int, keys: torch.Tensor, valid: torch.Tensor | None, num_real: int):
-        super().__init__()
-        self.nbits = nbits
-        self.refit(keys, valid, num_real)
+    def __init__(self, config: InfiniGenConfig, padding: LeftPadding):
+        super().__init__(padding)
+        assert config.scoring_nbits is not None
+        self.nbits = config.scoring_nbits
+        self._pool_tokens = config.pool_tokens
+        # Tokens of the shortest sequence to which mean and spread were fitted
+        self._num_fitted = 0
 
-    def refit(self, keys: torch.Tensor, valid: torch.Tensor | None, num_real: int) -> None:
+    def encode(self, keys: torch.Tensor, values: torch.Tensor, count: int, start: int) -> Encoded:
+        keys, values = keys[:, :, :count], values[:, :, :count]
+        if not self.fitted:
+            first = keys[:, :, : self._pool_tokens]
+            self._fit(first, max(first.shape[2] - self.padding.ends()[1], 0))
+        return self._encode(keys), (keys, values)
+
+    def store(
+        self, rows: Mapping[str, torch.Tensor], num_appended: int, taken: Sequence[torch.Tensor], pool: TokenPool
+    ) -> None:
+        super().store(rows, num_appended, taken, pool)
+        num_real = max(self.length - self.padding.ends()[1], 0)
+        if taken or self._num_fitted >= min(num_real, _NUM_FITTED):
+            return
+        # Statistics of few tokens are replaced as long as all tokens are in the pool
+        keys = torch.cat([page.split(pool.dims, dim=3)[0] for page, *_ in pool.iter_pages()], dim=2)
+        self._fit(keys, num_real)
+        for name, new in self._encode(keys).items():
+            self.rows[name][:, :, : self.length] = new
+
+    def _fit(self, keys: torch.Tensor, num_real: int) -> None:
         """
-        Takes mean and spread of channels from sequences' first valid `[B, tokens]` keys `[B, H, tokens, D]` and writes
-        the rows of all keys anew; the sequence that has the fewest valid ones has `num_real`.
+        Fit mean and spread of channels to the first real tokens of keys `[B, H, tokens, D]`, which begin at position
+        0; the shortest sequence has `num_real` real tokens.
         """
-        self.num_fitted = num_real
+        self._num_fitted = num_real
         keys = keys.float()
+        valid = self._valid_tokens(0, keys.shape[2], keys.device)
         if valid is None:
-            first = keys[:, :, :NUM_FITTED]
-            weight = keys.new_ones(keys.shape[0], 1, first.shape[2], 1)
+            keys = keys[:, :, :_NUM_FITTED]
+            weight = keys.new_ones(keys.shape[0], 1, keys.shape[2], 1)
         else:
-            first, weight = keys, (valid & (valid.cumsum(dim=1) <= NUM_FITTED))[:, None, :, None].float()
+            weight = (valid & (valid.cumsum(dim=1) <= _NUM_FITTED))[:, None, :, None].float()
         is_known = weight.sum(dim=2, keepdim=True) > 0
         count = weight.sum(dim=2, keepdim=True).clamp(min=1)
-        mean = (first * weight).sum(dim=2, keepdim=True) / count
-        spread = ((first - mean).square() * weight).sum(dim=2, keepdim=True).div(count).sqrt()
-        # Of a channel that does not move nothing is known: its size stands in
+        mean = (keys * weight).sum(dim=2, keepdim=True) / count
+        spread = ((keys - mean).square() * weight).sum(dim=2, keepdim=True).div(count).sqrt()
+        # A constant channel has no spread: its size stands in
         spread = torch.maximum(spread, mean.abs() * 0.01 + _TINY)
-        # Nor of a sequence that is all padding so far: divided by next to nothing its keys would overflow
+        # A sequence without real tokens has none either: divided by next to nothing its keys would overflow
         self.fitted = {"mean": mean, "spread": torch.where(is_known, spread, 1.0)}
-        if self.length:
-            for name, new in self.encode_keys(keys).items():
-                self.rows[name][:, :, : self.length] = new
 
-    def encode_keys(self, keys: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    def _encode(self, keys: torch.Tensor) -> Mapping[str, torch.Tensor]:
         normal = (keys.float() - self.fitted["mean"]) / self.fitted["spread"]
         top = 2 ** (self.nbits - 1) - 0.5
         if self.nbits == 2:
@@ -169,57 +235,73 @@ class ScoringCodes(ScoringStates):
         codes = (normal / scale.float()).floor().clamp(-(top + 0.5), top - 0.5) + (top + 0.5)
         return {"codes": pack(codes.to(torch.uint8), self.nbits), "scale": scale[..., 0]}
 
-    def prepare(self, query: torch.Tensor, scale: float, pool: TokenPool, window: States) -> ChoosingCall:
+    def plan(self, query: torch.Tensor, scale: float, pool: TokenPool, tail: States) -> ChoosingCall:
         codes = self.rows["codes"], self.rows["scale"], self.fitted["spread"]
-        return choose_by_codes(query, scale, *codes, self.length, self.nbits, pool.pages, window)
+        return choose_by_codes(query, scale, *codes, self.length, self.nbits, pool.pages, tail)
 
     def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
-        query, rows = query * self.fitted["spread"], self.rows
-        return code_scores(query, rows["codes"], rows["scale"], self.length, self.nbits)
+        query = query * self.fitted["spread"]
+        return code_scores(query, self.rows["codes"], self.rows["scale"], self.length, self.nbits)
 
 
-class ScoringColumns(ScoringStates):
+class ScoringColumns(Scoring):
     """
     The paper's partial key cache: a share of the keys' columns, in their own dtype.
 
-    They are the columns in which the prompt's queries `[B, H * G, prompt length, D]`, if known, and the first keys are
-    large, where `valid`: with the skewing `"query-svd"` after both were turned to the right singular vectors of a
-    group's queries, if known.
+    These are the columns in which the first keys and the prompt's queries, if they were recorded, are large. With the
+    skewing `"query-svd"` both are first rotated to the right singular vectors of the queries of each key/value head.
     """
 
-    def __init__(
-        self,
-        keys: torch.Tensor,
-        queries: torch.Tensor | None,
-        valid: torch.Tensor | None,
-        partial_ratio: float,
-        skewing: str,
-    ):
-        super().__init__()
-        batch_size, num_heads, count, head_dim = keys.shape
-        turn = torch.eye(head_dim, dtype=torch.float32, device=keys.device)
-        turn = turn.expand(batch_size, num_heads, head_dim, head_dim)
-        keys_used = keys.float() if valid is None else keys.float() * valid[:, None, :count, None]
-        query_sums = torch.zeros_like(keys_used[:, :, 0])
-        if queries is not None:
-            grouped = queries.float().unflatten(1, (num_heads, -1))
-            if valid is not None:
-                grouped = grouped * valid[:, None, None, :, None]
-            groups = grouped.shape[2]
-            grouped = grouped.flatten(2, 3)
-            if skewing == "query-svd":
-                # Eigenvectors of what queries have with themselves are their right singular vectors
-                turn = torch.linalg.eigh(grouped.transpose(2, 3) @ grouped).eigenvectors
-            query_sums = (grouped @ turn).abs().sum(dim=2) / groups
-        sums = query_sums + (keys_used @ turn).abs().sum(dim=2)
-        columns = sums.topk(max(1, round(partial_ratio * head_dim)), dim=2).indices
-        # `[B, H, D, columns]`: what turns keys and picks columns at once
-        turn = turn.gather(3, columns[:, :, None].expand(-1, -1, head_dim, -1))
-        self.fitted = {"turn": turn.to(keys.dtype)}
+    def __init__(self, config: InfiniGenConfig, padding: LeftPadding):
+        super().__init__(padding)
+        self._config = config
+        # Rotation `[B, H, D, D]` by skewing, and sums of the rotated queries' magnitudes `[B, H, D]`
+        self._query_statistics: States | None = None
 
-    def encode_keys(self, keys: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return {"columns": keys @ self.fitted["turn"]}
+    def needs_queries(self, length: int, *, is_prompt: bool) -> bool:
+        # The prompt's only, if some of its tokens move into the pool at once
+        return is_prompt and length > self._config.recent
+
+    def record_queries(self, query: torch.Tensor, num_heads: int, length: int) -> None:
+        """See `Scoring.record_queries`: keeps the rotation that belongs to the queries, and their sizes by column."""
+        valid = self._valid_tokens(length - query.shape[2], query.shape[2], query.device)
+        grouped = query.float().unflatten(1, (num_heads, -1))
+        if valid is not None:
+            grouped = grouped * valid[:, None, None, :, None]
+        groups = grouped.shape[2]
+        grouped = grouped.flatten(2, 3)
+        rotation = _identity(grouped)
+        if self._config.skewing == "query-svd":
+            # Right singular vectors of queries are eigenvectors of their second moments
+            rotation = torch.linalg.eigh(grouped.transpose(2, 3) @ grouped).eigenvectors
+        self._query_statistics = rotation, (grouped @ rotation).abs().sum(dim=2) / groups
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor, count: int, start: int) -> Encoded:
+        keys, values = keys[:, :, :count], values[:, :, :count]
+        if not self.fitted:
+            self._fit(keys[:, :, : self._config.pool_tokens])
+        return {"columns": keys @ self.fitted["rotation"]}, (keys, values)
+
+    def _fit(self, keys: torch.Tensor) -> None:
+        """Choose columns for keys `[B, H, tokens, D]`, which begin at position 0."""
+        valid = self._valid_tokens(0, keys.shape[2], keys.device)
+        real = keys.float() if valid is None else keys.float() * valid[:, None, :, None]
+        rotation, query_sizes = self._query_statistics or (_identity(real), torch.zeros_like(real[:, :, 0]))
+        self._query_statistics = None
+        sizes = query_sizes + (real @ rotation).abs().sum(dim=2)
+        assert self._config.partial_ratio is not None
+        head_dim = keys.shape[3]
+        columns = sizes.topk(max(1, round(self._config.partial_ratio * head_dim)), dim=2).indices
+        # Rotates keys and selects columns at once, `[B, H, D, columns]`
+        rotation = rotation.gather(3, columns[:, :, None].expand(-1, -1, head_dim, -1))
+        self.fitted = {"rotation": rotation.to(keys.dtype)}
 
     def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
         columns = self.rows["columns"][:, :, : self.length]
-        return (query @ self.fitted["turn"].to(query.dtype)) @ columns.to(query.dtype).transpose(2, 3)
+        return (query @ self.fitted["rotation"].to(query.dtype)) @ columns.to(query.dtype).transpose(2, 3)
+
+
+def _identity(states: torch.Tensor) -> torch.Tensor:
+    """Return identity matrices `[B, H, D, D]` for states `[B, H, any, D]`."""
+    dim = states.shape[3]
+    return torch.eye(dim, dtype=torch.float32, device=states.device).expand(*states.shape[:2], dim, dim)

@@ -1,7 +1,7 @@
-"""Which tokens of the pool a step attends to, told from speculated scores.
+"""Selection of the pool's tokens that a step attends to, by speculated scores.
 
-Query heads of a group share what is fetched: a token's weight is its probability, averaged over them. All of it is
-computed where the scores are, and the host asks for none of it: on a GPU it would have to wait.
+Query heads of a group share the tokens that are fetched: a token's weight is its attention probability, averaged over
+them. Everything is computed on the scores' device, and the host asks for no result: on a GPU it would have to wait.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, N slots of the pool in use.
 """
@@ -16,15 +16,20 @@ from kvcache_plugins.kernels.tokens import ChoiceBounds, choose_heaviest, larges
 from .config import InfiniGenConfig
 
 
-# Added to the weight, a probability, of a token that is fetched whatever it is; and of one that never is
-_FORCED, _NEVER = 2.0, -1.0
+# Added to the weight of a token that is selected in any case; a weight is a probability, so at most 1
+_FORCED = 2.0
+# Weight of a token that is never selected
+_NEVER = -1.0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Selection:
     """
-    Tokens of the pool for one step: slots `[B, H, tokens]`, int64, those that matter most first, and how many of them
-    each head takes, `[B, H]`, int64; the others are filling.
+    Tokens of the pool for one step.
+
+    Attributes:
+        slots (`torch.Tensor` of shape `[B, H, tokens]`, int64): slots, those with the largest weights first.
+        count (`torch.Tensor` of shape `[B, H]`, int64): slots that a head attends to; the others are filling.
     """
 
     slots: torch.Tensor
@@ -32,18 +37,18 @@ class Selection:
 
     @property
     def valid(self) -> torch.Tensor:
-        """Marks slots that are no filling, `[B, H, tokens]`."""
+        """Mask `[B, H, tokens]` of slots that are not filling."""
         return torch.arange(self.slots.shape[2], dtype=torch.int64, device=self.slots.device) < self.count[..., None]
 
 
 def attended_columns(attn_mask: torch.Tensor, length: int, batch_size: int) -> torch.Tensor:
-    """Marks which of `length` tokens the last query of a mask attends to, `[B, length]`, bool."""
+    """Return a mask `[B, length]` of the tokens to which the last query of an attention mask attends."""
     row = attn_mask.expand(batch_size, *attn_mask.shape[1:3], length)[:, 0, -1]
     return row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min / 2
 
 
 def always_attended(columns: torch.Tensor, config: InfiniGenConfig) -> torch.Tensor:
-    """Marks the first and the newest of the tokens attended to `[B, length]`, which are always fetched."""
+    """Return a mask `[B, length]` of the first and newest of the attended tokens, which are always selected."""
     from_start = columns.cumsum(dim=1)
     from_end = from_start[:, -1:] - from_start
     return columns & ((from_start <= config.sink) | (from_end < config.recent))
@@ -51,7 +56,7 @@ def always_attended(columns: torch.Tensor, config: InfiniGenConfig) -> torch.Ten
 
 def select_tokens(
     scores: torch.Tensor,
-    resident_scores: torch.Tensor,
+    tail_scores: torch.Tensor,
     allowed: torch.Tensor | None,
     forced: torch.Tensor | None,
     num_tokens: torch.Tensor | int,
@@ -59,75 +64,72 @@ def select_tokens(
     config: InfiniGenConfig,
 ) -> Selection:
     """
-    Chooses tokens for every sequence and key/value head.
+    Select tokens for every sequence and key/value head.
 
     Args:
         scores (`[B, H, G, N]`, float32): speculated scores of the pool's tokens, scaled as attention scales them.
-        resident_scores (`[B, H, G, R]`): the same of tokens that are attended to anyway; R may be 0, padding -inf.
-        allowed (bool, broadcasts to `[B, H, N]`, *optional*): slots that may be chosen: no padding, nothing masked.
-        forced (bool, broadcasts to `[B, H, N]`, *optional*): slots of those that are chosen whatever their score:
-            `config.sink + config.recent` at most. By default the first and the newest, in the order of their tokens.
-        num_tokens (`[B]`, or `int` if all sequences have the same): real tokens cached.
-        most_tokens (`int`): no sequence has more of them, as far as the host knows.
+        tail_scores (`[B, H, G, W]`): scores of tokens that are attended to in any case; W may be 0, padding is -inf.
+        allowed (bool, broadcasts to `[B, H, N]`, *optional*): slots that may be selected: no padding, nothing masked.
+        forced (bool, broadcasts to `[B, H, N]`, *optional*): slots that are selected whatever their score, if allowed:
+            at most `config.sink + config.recent`. By default the first and the newest, for slots in order.
+        num_tokens (`[B]`, or `int` for all sequences): real tokens cached.
+        most_tokens (`int`): upper bound of `num_tokens` that the host knows.
         config (`InfiniGenConfig`): the rule.
     """
     num_slots = scores.shape[3]
-    limit = most_chosen(config, most_tokens, num_slots)
     if forced is None:
         is_plain = allowed is None and isinstance(num_tokens, int) and config.min_weight is not None and num_slots > 0
         if is_plain and choose_token_kernel(scores)[0] == "compiled":
             assert isinstance(num_tokens, int)
-            return Selection(*choose_heaviest(scores, resident_scores, bounds_of(config, num_tokens, num_slots)))
+            return Selection(*choose_heaviest(scores, tail_scores, limits_of(config, num_tokens, num_slots)))
         slots = torch.arange(num_slots, dtype=torch.int64, device=scores.device)
         forced = (slots < config.sink) | (slots >= most_tokens - config.recent)
     if allowed is not None:
         scores = scores.masked_fill(~allowed.unsqueeze(-2), -torch.inf)
         forced = forced & allowed
-    probabilities = torch.cat([scores, resident_scores], dim=3).softmax(dim=3).mean(dim=2)
-    keys = probabilities[..., :num_slots]
-    keys = torch.where(forced, keys + _FORCED, keys)
+    weights = torch.cat([scores, tail_scores], dim=3).softmax(dim=3).mean(dim=2)[..., :num_slots]
+    weights = torch.where(forced, weights + _FORCED, weights)
     if allowed is not None:
-        keys = keys.masked_fill(~allowed, _NEVER)
+        weights = weights.masked_fill(~allowed, _NEVER)
     held = scores.new_full((1,), num_tokens, dtype=torch.int64) if isinstance(num_tokens, int) else num_tokens
-    # What is beyond a sequence's own cap, below, is filling
-    top, slots = largest(keys, limit, None if config.min_weight is None else _least_key(config.min_weight, held))
-    is_forced = top >= _FORCED
-    num_forced = is_forced.sum(dim=2)
+    least = None if config.min_weight is None else _least_weight(config.min_weight, held)
+    top, slots = largest(weights, max_selected(config, most_tokens, num_slots), least)
+    num_forced = (top >= _FORCED).sum(dim=2)
+    wanted = _num_within_alpha(config, scores) if least is None else (top >= least).sum(dim=2)
     # Rounded down in float64, as Python does
     cap = (held.double() * config.max_fetch_ratio).long()[:, None].clamp(min=1)
-    wanted = _num_wanted(config, scores, top, held)
     count = torch.minimum(torch.maximum(wanted, num_forced), torch.maximum(cap, num_forced))
     return Selection(slots, torch.minimum(count, (top >= 0).sum(dim=2)))
 
 
-def bounds_of(config: InfiniGenConfig, num_tokens: int, num_slots: int) -> ChoiceBounds:
-    """Tells what the rule of a least weight chooses of a pool in order when there are so many tokens."""
+def limits_of(config: InfiniGenConfig, num_tokens: int, num_slots: int) -> ChoiceBounds:
+    """Return the limits of the rule `min_weight` for a pool in order, when the sequence has `num_tokens` tokens."""
     assert config.min_weight is not None
-    least, cap = min(config.min_weight / num_tokens, _FORCED), max(int(num_tokens * config.max_fetch_ratio), 1)
-    limit = most_chosen(config, num_tokens, num_slots)
-    return ChoiceBounds(config.sink, num_tokens - config.recent, least, cap, limit)
+    return ChoiceBounds(
+        first=config.sink,
+        newest=num_tokens - config.recent,
+        least=min(config.min_weight / num_tokens, _FORCED),
+        cap=max(int(num_tokens * config.max_fetch_ratio), 1),
+        limit=max_selected(config, num_tokens, num_slots),
+    )
 
 
-def most_chosen(config: InfiniGenConfig, most_tokens: int, num_slots: int) -> int:
-    """Tells the most tokens that a head is given, filling among them: see `select_tokens`."""
+def max_selected(config: InfiniGenConfig, most_tokens: int, num_slots: int) -> int:
+    """Return the number of slots of a selection, filling included; see `select_tokens`."""
     return min(max(int(config.max_fetch_ratio * most_tokens), config.sink + config.recent, 1), num_slots)
 
 
-def _num_wanted(
-    config: InfiniGenConfig, scores: torch.Tensor, keys: torch.Tensor, num_tokens: torch.Tensor
-) -> torch.Tensor:
+def _num_within_alpha(config: InfiniGenConfig, scores: torch.Tensor) -> torch.Tensor:
     """
-    Counts the tokens that the rule wants, `[B, H]` or broadcast to it, of candidates in the order of their `keys`
-    `[B, H, tokens]`; scores are -inf where not allowed.
+    Count tokens by the paper's rule, `[B, 1]`: those at most `alpha` below the largest of their query head's `scores`,
+    averaged over heads.
     """
-    if config.alpha is not None:
-        # Counted for every query head below its own maximum, averaged over heads
-        limit = scores.amax(dim=3, keepdim=True) - config.alpha
-        return ((scores >= limit) & (scores > -torch.inf)).sum(dim=3).double().mean(dim=(1, 2)).ceil().long()[:, None]
-    assert config.min_weight is not None
-    return (keys >= _least_key(config.min_weight, num_tokens)).sum(dim=2)
+    assert config.alpha is not None
+    limit = scores.amax(dim=3, keepdim=True) - config.alpha
+    counts = ((scores >= limit) & (scores > -torch.inf)).sum(dim=3)
+    return counts.double().mean(dim=(1, 2)).ceil().long()[:, None]
 
 
-def _least_key(min_weight: float, num_tokens: torch.Tensor) -> torch.Tensor:
-    """Tells the least that a token of the rule's weight, or a forced one, is sorted by, `[B or 1, 1, 1]`."""
+def _least_weight(min_weight: float, num_tokens: torch.Tensor) -> torch.Tensor:
+    """Return the least weight of a token that the rule `min_weight` selects, `[B or 1, 1, 1]`; a forced one has it."""
     return (min_weight * num_tokens.float().reciprocal()[:, None, None]).clamp(max=_FORCED)

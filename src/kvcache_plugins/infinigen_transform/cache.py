@@ -20,24 +20,24 @@ _EXCLUDED = frozenset({"scoring_nbits", "partial_ratio", "skewing"})
 
 class InfiniGenTransformCache(InfiniGenCache):
     """
-    A cache of transform-coded rows, of which every decode step fetches only what matters from host memory.
+    A cache of transform-coded rows. Every decode step fetches only the rows that matter from host memory.
 
     Combines [InfiniGen](https://www.usenix.org/conference/osdi24/presentation/lee) with the rows of
-    [`TransformCodingCache`]. Keys are rows where the model computes: they are scored and attended to there, and never
-    fetched. Values are rows in the pool in host memory; rows of selected tokens cross the bus as codes. The first
+    [`TransformCodingCache`]. Keys are rows on the model's device: they are scored and attended to there, and never
+    fetched. Values are rows in the pool in host memory; rows of selected tokens are transferred as codes. The first
     `sink` tokens and the newest are exact.
 
     Args:
         model (`PreTrainedModel`):
             The model that the cache is for, see `InfiniGenCache`.
         key_nbits (`float`, *optional*, defaults to 4), value_nbits (`float`, *optional*, defaults to 3.25):
-            Bits of a number on average, of keys where the model is and of values in the pool.
+            Bits of a number on average, of keys on the model's device and of values in the pool.
         options:
-            Options of `InfiniGenCache`, but for those of its own copy for scoring (`scoring_nbits`, `partial_ratio`,
+            Options of `InfiniGenCache`, except those of its copy for scoring (`scoring_nbits`, `partial_ratio`,
             `skewing`).
 
     Raises:
-        ValueError: as `InfiniGenCache`; and if states that are to be stored are not finite, or too large.
+        ValueError: as `InfiniGenCache`, and if keys or values are not finite or too large.
 
     Example:
 
@@ -68,13 +68,14 @@ class InfiniGenTransformCache(InfiniGenCache):
         super().__init__(model, **options)
 
     def _packing(self, config: PreTrainedConfig, index: int) -> RowPolicy:
-        sink, (key_nbits, value_nbits) = self.infinigen_config.sink, self._nbits
-        own = TransformCodingConfig(key_nbits=key_nbits, value_nbits=value_nbits, num_sink_tokens=sink)
-        return own.policy(rotary_frequencies(config, index))
+        key_nbits, value_nbits = self._nbits
+        num_sinks = self.infinigen_config.sink
+        coding = TransformCodingConfig(key_nbits=key_nbits, value_nbits=value_nbits, num_sink_tokens=num_sinks)
+        return coding.policy(rotary_frequencies(config, index))
 
 
 def check_options(*, key_nbits: float = KEY_NBITS, value_nbits: float = VALUE_NBITS, **options: Any) -> None:
-    """Raises a `ValueError` for options of an `InfiniGenTransformCache` that no model makes right."""
+    """Raise a `ValueError` for options of an `InfiniGenTransformCache` that are wrong for every model."""
     excluded = sorted(_EXCLUDED & options.keys())
     if excluded:
         raise ValueError(
@@ -85,7 +86,7 @@ def check_options(*, key_nbits: float = KEY_NBITS, value_nbits: float = VALUE_NB
     check_infinigen(**options)
 
 
-# A misspelt option is told before anything is built
+# `create_cache` refuses a misspelt option before anything is built
 _OWN = list(inspect.signature(InfiniGenTransformCache.__init__).parameters.values())[1:-1]
 _KNOWN = {each.name for each in _OWN} | _EXCLUDED
 InfiniGenTransformCache.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

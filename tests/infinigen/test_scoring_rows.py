@@ -49,7 +49,7 @@ def filled(layer: InfiniGenLayer, dims: tuple[int, int], padding=None, cropped: 
 def random_choice(layer: InfiniGenLayer) -> Selection:
     """Slots in any order, first tokens among them, and no padding; of the first head all, and of the last none."""
     generator = torch.Generator().manual_seed(3)
-    numbers = layer.scoring._numbers(layer.pool, torch.arange(layer.pool.num_slots).expand(2, 3, -1))
+    numbers = layer.scoring._index_of(layer.pool, torch.arange(layer.pool.num_slots).expand(2, 3, -1))
     chances = torch.rand(numbers.shape, generator=generator).masked_fill(numbers < 0, -1)
     count = (chances >= 0).sum(dim=2)
     count[1] = (count[1] * torch.rand(3, generator=generator)).long()
@@ -80,7 +80,7 @@ def test_the_kernel_attends_as_pytorch_does(name: str, dtype: torch.dtype, maski
     # Scores are those of the keys that are attended to, first tokens aside
     slots = torch.arange(layer.pool.num_slots).expand(2, 3, -1)
     keys, _ = layer.scoring.dense(layer.pool.gather(slots), slots, layer.pool)
-    numbers = layer.scoring._numbers(layer.pool, slots)
+    numbers = layer.scoring._index_of(layer.pool, slots)
     is_other = (numbers >= layer.config.sink)[:, :, None].expand_as(scores[0])
     expected = query.float() @ keys.float().transpose(2, 3)
     torch.testing.assert_close(scores[0][is_other], expected[is_other], atol=5 * tolerance, rtol=5 * tolerance)

@@ -1,0 +1,243 @@
+"""Scoring by rows of a codec: keys stay on the model's device, are scored and attended to there; values are fetched.
+
+A row of bytes depends on its token alone, so that another token can take its slot. The first tokens of every sequence
+stay exact. The codec is fitted to a sequence's tokens when the first of them behind the exact ones is encoded.
+
+Legend: B batch, H key/value heads, G query heads a key/value head, D and E head dims of keys and values, T tokens, K
+slots of a selection, S exact first tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from kvcache_plugins.codecs.codec import QueryMoments, Sample
+from kvcache_plugins.codecs.rows import RowCodec
+from kvcache_plugins.formats.parts import SelectableRows, SinkStates
+from kvcache_plugins.formats.positions import Positions
+from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.kernels.ops import TILE_TOKENS
+from kvcache_plugins.kernels.tokens import ChoosingCall, attend_chosen, choose_by_rows, score_rows
+from kvcache_plugins.layers.exact_tokens import States
+from kvcache_plugins.layers.finite_check import check_finite
+from kvcache_plugins.layers.lazy_layer import LeftPadding
+from kvcache_plugins.layers.policies import RowPolicy
+
+from .pool import TokenPool
+from .scoring import Encoded, Scoring
+from .selection import Selection
+
+
+# Newest queries of a prompt to which a codec is fitted
+_NUM_QUERIES = 256
+
+
+class ScoringRows(Scoring):
+    """
+    Rows of keys, exact first tokens, and the codec of keys and values.
+
+    Args:
+        packing (`RowPolicy`): makes the codec.
+        head_dims (`tuple[int, int]`): D and E.
+        layer_idx (`int`): index of the layer, for error messages.
+        padding (`LeftPadding`): the layer's.
+
+    Attributes:
+        codec (`RowCodec`): codec, fitted once there are `sinks`.
+        sinks (two `torch.Tensor` of shape `[B, H, S, D or E]`, *optional*): exact first tokens, once any are encoded.
+        moments (`QueryMoments`, *optional*): statistics of recorded queries, to which the codec will be fitted.
+    """
+
+    growth = (1 + 1 / 64, 32)
+
+    def __init__(self, packing: RowPolicy, head_dims: tuple[int, int], layer_idx: int, padding: LeftPadding):
+        super().__init__(padding)
+        self.packing = packing
+        self.layer_idx = layer_idx
+        codec = packing.codec(*head_dims)
+        assert isinstance(codec, RowCodec)
+        self.codec = codec
+        self.sinks: States | None = None
+        self.moments: QueryMoments | None = None
+        self._tokens: SelectableRows | None = None
+
+    @property
+    def least_tokens(self) -> int:
+        return 0 if self.sinks is not None else self.packing.least_tokens + self.padding.ends()[0]
+
+    def needs_queries(self, length: int, *, is_prompt: bool) -> bool:
+        # A codec that is fitted to few tokens does without
+        is_long = length > self.packing.least_tokens - self.packing.num_recorded_queries
+        return self.sinks is None and bool(self.codec.layouts) and is_long
+
+    def record_queries(self, query: torch.Tensor, num_heads: int, length: int) -> None:
+        """See `Scoring.record_queries`: adds the newest queries to the `moments`."""
+        query = query[:, :, -_NUM_QUERIES:].detach()
+        valid = self._valid_tokens(length - query.shape[2], query.shape[2], query.device)
+        moments = QueryMoments.of(query, num_heads, self.codec.layouts, valid)
+        self.moments = moments if self.moments is None else self.moments.plus(moments)
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor, count: int, start: int) -> Encoded:
+        is_first = self.sinks is None
+        is_real: torch.Tensor | None = None
+        valid: torch.Tensor | None = None
+        own_keys, own_values = keys[:, :, :count], values[:, :, :count]
+        # Position behind the exact tokens of every sequence
+        sinks_stop = self.padding.ends()[1] + self.packing.num_sink_tokens
+        if is_first or start <= sinks_stop:
+            # With data even if states are on the meta device
+            device = torch.device("cpu") if keys.is_meta else keys.device
+            index = torch.arange(start, start + keys.shape[2], dtype=torch.int64, device=device)
+            index = index - self.padding.first_tokens(keys.shape[0], device)
+            check_finite(keys, values, self._is_real(index), self.layer_idx, self.packing.largest)
+            self._fit(keys, values, count, start, index)
+            self._store_sinks(own_keys, own_values, index[:, :count])
+            valid = index[:, :count] >= self.packing.num_sink_tokens
+            is_real = self._is_real(index[:, :count])
+            if start + count > sinks_stop:
+                self.moments = None
+        positions = Positions(start, self.padding.counts)
+        try:
+            rows = self.codec.encode(own_keys, own_values, positions)
+        except ValueError as error:
+            raise ValueError(f"layer {self.layer_idx}: {error}") from error
+        overflow = self.codec.overflow(*rows)
+        if overflow is not None:
+            overflow = (overflow if valid is None else overflow & valid).any()
+        check_finite(own_keys, own_values, is_real, self.layer_idx, self.packing.largest, overflow)
+        if is_first:
+            sample = Sample(own_keys, own_values, valid, None, positions)
+            self.codec = self.codec.with_bias_correction(rows, sample)
+        return {"keys": rows[0]}, (rows[1],)
+
+    def _is_real(self, index: torch.Tensor) -> torch.Tensor | None:
+        return None if self.padding.counts is None else index >= 0
+
+    def _fit(self, keys: torch.Tensor, values: torch.Tensor, count: int, start: int, index: torch.Tensor) -> None:
+        """
+        Fit the codec to all sequences whose tokens are encoded from now on. `index` `[B, T]` counts the tokens of
+        each sequence, from below 0 for padding; see `encode` for the others.
+        """
+        num_sinks = self.packing.num_sink_tokens
+        is_encoded = index[:, count - 1] >= num_sinks
+        if self.sinks is None:
+            valid = (index >= num_sinks) & is_encoded[:, None]
+            positions = Positions(start, self.padding.counts)
+            self.codec = self.codec.fit(Sample(keys, values, valid, self.moments, positions))
+            return
+        for sequence in (is_encoded & (index[:, 0] <= num_sinks)).nonzero().flatten().tolist():
+            # Exact tokens that are not among these are replaced by zeros, which are not valid
+            skip = int(index[sequence, 0])
+            own_keys, own_values = (
+                F.pad(states[sequence, None], (0, 0, max(skip, 0), 0))[:, :, max(-skip, 0) :]
+                for states in (keys, values)
+            )
+            valid = torch.arange(own_keys.shape[2], dtype=torch.int64, device="cpu")[None] >= num_sinks
+            self.codec = self.codec.refit(sequence, Sample(own_keys, own_values, valid, self.moments))
+
+    def _store_sinks(self, keys: torch.Tensor, values: torch.Tensor, index: torch.Tensor) -> None:
+        """Store the exact first tokens among `[B, H, T, D or E]`, whose `index` in each sequence is `[B, T]`."""
+        count = self.packing.num_sink_tokens
+        held = self.sinks
+        if held is None:
+            shape = *keys.shape[:2], count
+            held = keys.new_zeros(*shape, keys.shape[3]), values.new_zeros(*shape, values.shape[3])
+        source = torch.arange(count, dtype=torch.int64, device=keys.device) - index[:, :1].to(keys.device)
+        self.sinks = _take((keys, values), source[:, None].expand(-1, keys.shape[1], -1), held)
+
+    def store(
+        self, rows: Mapping[str, torch.Tensor], num_appended: int, taken: Sequence[torch.Tensor], pool: TokenPool
+    ) -> None:
+        super().store(rows, num_appended, taken, pool)
+        self._tokens = None
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        self._tokens = None
+
+    def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
+        if pool.is_in_order:
+            return score_rows(query, self._stored(pool))
+        scores: list[torch.Tensor] = []
+        keys = self.rows["keys"][:, :, : self.length]
+        slots = torch.arange(self.length, dtype=torch.int64, device=query.device)
+        for rows, own_slots in zip(keys.split(TILE_TOKENS, dim=2), slots.split(TILE_TOKENS), strict=True):
+            index = self._index_of(pool, own_slots.expand(*rows.shape[:3]))
+            scores.append(query @ self.codec.decode_keys_at(rows, index).transpose(2, 3))
+        return torch.cat(scores, dim=3)
+
+    def _index_of(self, pool: TokenPool, slots: torch.Tensor) -> torch.Tensor:
+        """Return the indices, in their sequences without padding, of the tokens in slots `[B, H, K]`."""
+        return pool.positions_of(slots) - self.padding.first_tokens(len(slots), slots.device)[:, None]
+
+    def dense(self, rows: torch.Tensor, slots: torch.Tensor, pool: TokenPool) -> States:
+        assert self.sinks is not None
+        index = self._index_of(pool, slots)
+        key_rows = self.rows["keys"].gather(2, slots[..., None].expand(-1, -1, -1, self.rows["keys"].shape[3]))
+        dtype = self.sinks[0].dtype
+        keys = self.codec.decode_keys_at(key_rows, index).to(dtype)
+        values = self.codec.decode_values(rows).to(dtype)
+        return _take(self.sinks, index, (keys, values))
+
+    def attend(
+        self, call: AttentionCall, selection: Selection, pool: TokenPool, tail: States, tail_start: int
+    ) -> torch.Tensor | None:
+        if not pool.is_in_order:
+            return None
+        assert call.scale is not None
+        mask = None if call.mask is None else call.mask[:, 0, 0]
+        return attend_chosen(
+            call.query, self._stored(pool), selection.slots, selection.count, *tail, call.scale, mask, tail_start
+        )
+
+    def plan(self, query: torch.Tensor, scale: float, pool: TokenPool, tail: States) -> ChoosingCall | None:
+        return choose_by_rows(query, scale, self._stored(pool), tail) if pool.is_in_order else None
+
+    def _stored(self, pool: TokenPool) -> SelectableRows:
+        """Return all tokens as one object, for which C descriptors are made once; tokens and padding may change it."""
+        assert self.sinks is not None
+        padding = self.padding.counts
+        if self._tokens is None or self._tokens.positions.padding is not padding:
+            keys = self.rows["keys"]
+            formats = self.codec.formats(keys.device)
+            sinks = SinkStates(padding, *self.sinks)
+            self._tokens = SelectableRows(keys, self.length, pool.pages, formats, Positions(0, padding), sinks)
+        return self._tokens
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().map(function)
+        self._tokens = None
+        if self.moments is not None:
+            self.moments = self.moments.map(function)
+        if self.sinks is not None:
+            self.codec = self.codec.map(function)
+            self.sinks = function(self.sinks[0]), function(self.sinks[1])
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from super().named_tensors()
+        if self.sinks is not None:
+            yield from (("scales", tensor) for tensor in self.codec.tensors())
+            yield from (("residual", tensor) for tensor in self.sinks)
+        if self.moments is not None:
+            yield from (("scales", tensor) for tensor in (self.moments.squares, self.moments.products))
+
+    def __getstate__(self) -> dict[str, object]:
+        # A copy has other pages
+        return {**self.__dict__, "_tokens": None}
+
+
+def _take(states: States, index: torch.Tensor, others: States) -> States:
+    """Return states `[B, H, T, D or E]` at `index` `[B, H, K]`, and the `others` where it is out of range."""
+    count = states[0].shape[2]
+    if count == 0 or index.shape[2] == 0:
+        return others
+    is_inside = ((index >= 0) & (index < count))[..., None]
+    index = index.clamp(0, count - 1)[..., None]
+    keys, values = (
+        torch.where(is_inside, own.gather(2, index.expand(-1, -1, -1, own.shape[3])), other)
+        for own, other in zip(states, others, strict=True)
+    )
+    return keys, values
