@@ -373,7 +373,7 @@ def _angles_of(layout: RotaryLayout, num_far: int, device: torch.device, by_pair
 
 @cache
 def codebook_of(is_weighted: bool, device: torch.device) -> Codebook:
-    """Returns what numbers become that are coded one by one, weighted or with their gain corrected."""
+    """Returns the codes of numbers and their points, weighted or with their gain corrected."""
     with torch.inference_mode(False):
         bounds = thresholds(torch.device("cpu"))
         # As the kernel computes it, so that a number is above all bounds of the cells before its own
@@ -382,9 +382,7 @@ def codebook_of(is_weighted: bool, device: torch.device) -> Codebook:
             cells, torch.arange(NUM_CELLS.value, dtype=torch.int32, device="cpu").expand(len(cells), -1).contiguous()
         )
         own = torch.full(codes.shape, torch.inf, dtype=torch.float32, device="cpu").scatter_(1, cells.long(), bounds)
-        return Codebook(
-            _coefficients("lloyd-max", is_weighted, device), codes.to(torch.uint8).to(device), own.to(device)
-        )
+        return Codebook(_coefficients(is_weighted, device), codes.to(torch.uint8).to(device), own.to(device))
 
 
 def _cells(numbers: torch.Tensor) -> torch.Tensor:
