@@ -85,9 +85,9 @@ def test_a_token_left_for_the_call_is_stored_whoever_asks(monkeypatch) -> None:
             attend(layer, tuple(torch.randn(1, 3, 1, 16) for _ in range(3)), None)
         key, value = torch.randn(2, 1, 3, 1, 16)
         keys, values = layer.update(key, value)
-    assert layer.tail.left is not None
+    assert layer.tail.unwritten is not None
     assert torch.equal(keys[:, :, -1:], key) and torch.equal(values[:, :, -1:], value)
-    assert layer.tail.left is None
+    assert layer.tail.unwritten is None
 
 
 @pytest.mark.parametrize("options", [{"pool_tokens": 60}, {"alpha": 4.0}, {"speculate": True}], ids=str)

@@ -80,8 +80,14 @@ class OscarCache(CodedTokensCache):
 
     def _layer(self, layer_idx: int) -> RowLayer:
         rotations = self._rotations.get(layer_idx)
-        codec = _make_plain_codec if rotations is None else OscarCodec(*_make_coders(*rotations))
-        policy = RowPolicy(codec, residual_length=_NUM_RECENT, num_sink_tokens=_NUM_SINKS, keeps_whole_tail=True)
+        codec = None if rotations is None else OscarCodec(*_make_coders(*rotations))
+        policy = RowPolicy(
+            _make_plain_codec,
+            residual_length=_NUM_RECENT,
+            num_sink_tokens=_NUM_SINKS,
+            shared_codec=codec,
+            keeps_whole_tail=True,
+        )
         return RowLayer(policy, layer_idx)
 
 

@@ -23,9 +23,9 @@ from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.masks import slice_mask
 from kvcache_plugins.kernels.ops import Tile
 from kvcache_plugins.kernels.tokens import ChoosingCall, attend_staged, choose_rows_kernel
-from kvcache_plugins.layers.exact_tokens import ExactTail
+from kvcache_plugins.layers.exact_tokens import ExactTail, States
 from kvcache_plugins.layers.lazy_layer import LazyLayer, MaskedTiles, kind_of
-from kvcache_plugins.layers.policies import RowPolicy, States
+from kvcache_plugins.layers.policies import RowPolicy
 from kvcache_plugins.layers.torch_contexts import in_caller_context, without_caller_contexts
 from kvcache_plugins.user_warnings import warn_user
 

@@ -34,6 +34,11 @@ class LayerPolicy(Generic[AnyCodec]):
         """Make the codec of a layer's heads, not fitted yet; a `ValueError` if options do not fit them."""
         return self.make_codec(key_dim, value_dim)
 
+    @property
+    def num_kept(self) -> int:
+        """Newest tokens of a full tail that stay exact when the others are packed."""
+        return 0
+
 
 @dataclass(frozen=True)
 class RowPolicy(LayerPolicy[Codec]):
@@ -62,7 +67,6 @@ class RowPolicy(LayerPolicy[Codec]):
 
     @property
     def num_kept(self) -> int:
-        """Newest tokens of a full tail that stay exact when the others are packed."""
         if self.keeps_whole_tail:
             return self.residual_length
         # The newest tokens are read most: with tails that are emptied whole, KL is a quarter to a half higher

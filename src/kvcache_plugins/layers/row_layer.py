@@ -417,9 +417,9 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
 
     def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from super()._stored_tensors()
-        moments = self._all_moments()
-        if moments is not None:
-            yield from (("scales", tensor) for tensor in (moments.squares, moments.products))
+        if self._moments is not None:
+            yield from (("scales", tensor) for tensor in (self._moments.squares, self._moments.products))
+        yield from (("scales", query) for query in self._newest_queries)
         if self._unfitted_sequences is not None:
             yield "index", self._unfitted_sequences
 
