@@ -133,7 +133,7 @@ class HeldOutPrompt:
                 cache.layers[index] = copy.deepcopy(layer)
             elif is_held:
                 within = None if self.padding is None else self.padding.clamp(max=self.prefix_length)
-                if own.num_recorded_queries and queries is not None:
+                if own.policy.num_recorded_queries and queries is not None:
                     # Tables are made of queries too: as if attention had just computed with them
                     own.update(layer.keys, layer.values)
                     own.padding = within

@@ -23,12 +23,14 @@ class LayerPolicy(Generic[AnyCodec]):
         residual_length (`int`): decoded tokens that stay exact until they are packed; 0 packs tokens as they come.
         num_sink_tokens (`int`): first tokens of a sequence that stay exact.
         least_tokens (`int`): tokens of the shortest sequence that is packed.
+        num_recorded_queries (`int`): tokens before the first packing whose queries are recorded to fit the codec.
     """
 
     make_codec: Callable[[int, int], AnyCodec]
     residual_length: int = 0
     num_sink_tokens: int = 0
     least_tokens: int = 1
+    num_recorded_queries: int = 0
 
     def codec(self, key_dim: int, value_dim: int) -> AnyCodec:
         """Make the codec of a layer's heads, not fitted yet; a `ValueError` if options do not fit them."""
@@ -47,7 +49,6 @@ class RowPolicy(LayerPolicy[Codec]):
 
     Attributes:
         shared_codec (`Codec`, *optional*): codec that all caches of a model share, in the place of `make_codec`'s.
-        num_recorded_queries (`int`): tokens before the first packing whose queries are recorded to fit the codec.
         recent_length (`int`): largest number of newest packed decoded tokens whose rows have more bits.
         recent_nbits (`int`): additional bits a number of recent rows.
         largest (`float`): exclusive bound on the magnitude of keys and values.
@@ -55,7 +56,6 @@ class RowPolicy(LayerPolicy[Codec]):
     """
 
     shared_codec: Codec | None = None
-    num_recorded_queries: int = 0
     recent_length: int = 0
     recent_nbits: int = 0
     largest: float = float("inf")

@@ -380,7 +380,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         return self.policy.num_recorded_queries if self._records_queries else 0
 
     def _record_queries(self, query: torch.Tensor) -> None:
-        if query.shape[2] > 1 or self.padding is not None:
+        if query.shape[2] > 1 or self._pending is not None or self.padding is not None:
             query = query[:, :, -_NUM_QUERIES:]
             self._add_moments(query, self._valid_tokens(self._length - query.shape[2], query.shape[2]))
             return
