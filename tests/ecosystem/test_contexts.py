@@ -124,10 +124,10 @@ def through_torch(cache: Cache) -> Cache:
 
 @pytest.mark.parametrize("family", ["llama", "falcon_h1"])
 @pytest.mark.parametrize("name", FILED_NAMES)
-def test_a_layer_is_of_three_classes_of_ours_at_most(name: str, family: str, make_any) -> None:
+def test_a_layer_has_at_most_four_classes_of_ours(name: str, family: str, make_any) -> None:
     for kind in (StaticLayer, *map(type, make_any(name, build_family(family)).layers)):
         ours = [each.__name__ for each in kind.__mro__ if each.__module__.startswith("kvcache_plugins")]
-        assert len(ours) <= 3, ours
+        assert len(ours) <= 4, ours
 
 
 @pytest.mark.each_value

@@ -36,6 +36,7 @@ from kvcache_plugins.eval.families import (
     try_family,
 )
 from kvcache_plugins.eval.tables import render_families
+from kvcache_plugins.layers.group_layer import GroupLayer
 from kvcache_plugins.layers.row_layer import RowLayer
 
 
@@ -117,6 +118,13 @@ class RolledLayer(RowLayer):
         super()._pack(keys.roll(1, dims=2), *args, **kwargs)
 
 
+class RolledGroupLayer(GroupLayer):
+    """Packs every key at the next token's position."""
+
+    def _pack(self, keys: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        super()._pack(keys.roll(1, dims=2), *args, **kwargs)
+
+
 class RolledH2OLayer(H2OLayer):
     """Keeps every key of a prompt at the next token's position."""
 
@@ -128,9 +136,10 @@ def rolled(name: str, **options: object) -> Prepare:
     def prepare(model: PreTrainedModel) -> CacheMaker:
         def make_cache() -> Cache:
             cache = create_cache(name, model, **options)
+            rolled_classes = {RowLayer: RolledLayer, GroupLayer: RolledGroupLayer, H2OLayer: RolledH2OLayer}
             for layer in cache.layers:
                 if not layer.is_sliding:
-                    layer.__class__ = RolledH2OLayer if name == "h2o" else RolledLayer
+                    layer.__class__ = rolled_classes[type(layer)]
             return cache
 
         return make_cache

@@ -372,12 +372,17 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
     # Queries that the codec is fitted to
 
     @property
-    def _records_queries(self) -> bool:
+    def _uses_queries(self) -> bool:
+        """True if a codec is still to be fitted to queries."""
         return bool(self._unfitted.layouts) and (self.codec is None or self._unfitted_sequences is not None)
 
     @property
+    def _records_queries(self) -> bool:
+        return self._uses_queries and self._length > self._first_recorded
+
+    @property
     def _num_recorded_queries(self) -> int:
-        return self.policy.num_recorded_queries if self._records_queries else 0
+        return self.policy.num_recorded_queries if self._uses_queries else 0
 
     def _record_queries(self, query: torch.Tensor) -> None:
         if query.shape[2] > 1 or self._pending is not None or self.padding is not None:
