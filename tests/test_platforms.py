@@ -85,4 +85,4 @@ def test_what_needs_a_folder_names_the_variable_without_a_home(no_home: None, ti
     with pytest.raises(ValueError, match="`folder` has to be named in full"):
         PromptStore("~/prompts")
     assert PromptStore(tmp_path).read(tiny_llama, torch.randint(3, 128, (1, 300))).get_seq_length() == 300
-    assert not any(each["is_converted"] for each in examine(check=False)["models"])
+    assert not any(each.is_converted for each in examine(check=False).models)

@@ -7,13 +7,13 @@
 >>> model.generate(**inputs, past_key_values=create_cache("transform-16", model))
 ```
 
-Importing this costs next to nothing: the caches' names are registered, and Torch and Transformers are imported with
-the first name that needs them.
+Importing this package is cheap: it registers the caches' names. Torch and Transformers are imported with the first
+name that needs them.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-# They register their caches
+# These packages register their caches
 from . import baselines, gear, infinigen, infinigen_transform, transform_coding  # noqa: F401
 from .lazy_imports import lazy_attributes
 from .registry import create_cache, list_caches, register_cache
@@ -60,7 +60,7 @@ __all__ = ["create_cache", "list_caches", "register_cache", *_LAZY]
 _get_lazily, _list_attributes = lazy_attributes(__name__, _LAZY)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "__version__":
         from importlib import metadata
 

@@ -1,13 +1,13 @@
-"""Caches for tools that hand arguments to `generate` and nothing else: Transformers' `custom_generate`.
+"""`custom_generate` of Transformers: a fresh cache for every call of `generate`.
 
-A cache object is for one prompt; pipelines, chat loops and evaluations call `generate` again and again with the same
-arguments. What stands in those arguments here makes a new cache for each call.
+A cache object serves one prompt, but pipelines, chat loops and evaluations call `generate` many times with the same
+arguments. A callable from `generate_with` among them makes a new cache for each call.
 """
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
@@ -16,8 +16,14 @@ from kvcache_plugins.models.cache_argument import as_argument, find_cache
 from kvcache_plugins.registry import check_cache, create_cache
 
 
-# That can be reached through a callable
+if TYPE_CHECKING:
+    from transformers.generation.utils import GenerateOutput
+
+
+# Modes that a callable can serve
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
+# Token ids, or an output with `return_dict_in_generate=True`
+Generated: TypeAlias = "GenerateOutput | torch.LongTensor"
 
 
 def _decode(
@@ -26,9 +32,9 @@ def _decode(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
     generation_config: GenerationConfig,
-    **arguments: Any,
-) -> Any:
-    """Decodes in place of `model.generate`, which calls this."""
+    **arguments: object,
+) -> Generated:
+    """Decode through a fresh cache; `model.generate` calls this function."""
     mode = generation_config.get_generation_mode().value
     if mode not in _MODES:
         raise ValueError(
@@ -38,30 +44,30 @@ def _decode(
     _refuse_other_cache(arguments)
     cache = create_cache(name, model, **options)
     decode = getattr(model, "_beam_search" if mode.startswith("beam") else "_sample")
-    with listening(cache):
+    with attached(cache):
         return decode(input_ids, generation_config=generation_config, **{**arguments, **as_argument(cache)})
 
 
-def generate_with(name: str, **options: object) -> Callable[..., Any]:
+def generate_with(name: str, **options: object) -> Callable[..., Generated]:
     """
-    A `custom_generate` for `model.generate` that gives every call a fresh cache of the registry.
+    Return a `custom_generate` for `model.generate` that gives every call a fresh cache of the registry.
 
-    Greedy search, sampling and beam search are Transformers' own. Transformers hands no `streamer` and no
-    `assistant_model` to a callable, and drops them without a word: for those pass
+    Greedy search, sampling and beam search are Transformers' own. Transformers passes no `streamer` and no
+    `assistant_model` to a callable, and drops them silently. To use one, pass
     `past_key_values=create_cache(name, model)`, or the folder that the guide describes. `generate_batch` calls no
     callable at all.
 
     Args:
-        name (`str`): One of `list_caches()`.
-        options: Of the cache, as `create_cache` takes them.
+        name (`str`): one of `list_caches()`.
+        options: the cache's options, as in `create_cache`.
 
     Returns:
-        A callable that can be pickled. With `return_dict_in_generate=True` the cache that was used is the output's
-        `past_key_values`.
+        A callable that can be pickled. With `return_dict_in_generate=True` the output's `past_key_values` is the cache
+        that was used.
 
     Raises:
-        ValueError: for an unknown name or option. When it is called, also where `generate` is told of a cache in
-            another way, or not to use any.
+        ValueError: for an unknown name or option. The callable raises it if `generate` is also given another cache, or
+            `use_cache=False`.
 
     Example:
 
@@ -75,8 +81,8 @@ def generate_with(name: str, **options: object) -> Callable[..., Any]:
     return partial(_decode, name, options)
 
 
-def _refuse_other_cache(arguments: Mapping[str, Any]) -> None:
-    """Refuses a cache among `arguments` but the empty `DynamicCache` that `generate` prepares by itself."""
+def _refuse_other_cache(arguments: Mapping[str, object]) -> None:
+    """Raise a `ValueError` for a cache among `arguments`, except the empty `DynamicCache` that `generate` prepares."""
     if not arguments.get("use_cache", True):
         raise ValueError("`use_cache=False` beside `custom_generate=generate_with(...)`: leave one of them out")
     prepared = find_cache(arguments)
@@ -87,6 +93,6 @@ def _refuse_other_cache(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def listening(cache: Cache) -> AbstractContextManager[object]:
-    """Has a cache that listens to its model do so until a call ends; others need nothing."""
+def attached(cache: Cache) -> AbstractContextManager[object]:
+    """Return a context that detaches the cache from its model at its end, if the cache has hooks on the model."""
     return cache if isinstance(cache, AbstractContextManager) else nullcontext()

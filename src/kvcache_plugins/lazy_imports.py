@@ -1,7 +1,7 @@
-"""Names that are imported when they are first asked for, so that what needs Torch costs nothing until it is used.
+"""Import a name when it is first used, so that code which needs Torch costs nothing before.
 
-What is named is `module:attribute`, as entry points are written. `tests/test_import_rule.py` reads such texts as the
-imports that they are.
+A name is given as `module:attribute`, the form of entry points. `tests/test_import_rule.py` treats such a text as an
+import.
 """
 
 import sys
@@ -11,19 +11,21 @@ from typing import Any
 
 
 def load(target: str) -> Any:
-    """Imports what `module:attribute` names; an `ImportError` or `AttributeError` if there is none."""
+    """Import the object that `module:attribute` names; raise an `ImportError` or `AttributeError` if there is none."""
     module, _, attribute = target.partition(":")
     return getattr(import_module(module), attribute)
 
 
-def lazy_attributes(module: str, targets: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_attributes(
+    module: str, targets: Mapping[str, str]
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return a module's `__getattr__`, which imports a name on first use, and `__dir__`, which lists its `__all__`."""
 
-    def get_attribute(name: str) -> Any:
+    def get_attribute(name: str) -> object:
         if name not in targets:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         value = load(targets[name])
-        # Found at once from now on
+        # Later accesses find the name without this function
         setattr(sys.modules[module], name, value)
         return value
 

@@ -1,9 +1,9 @@
-"""Caches by name: the one table that `create_cache`, the console script and the evaluations read.
+"""Caches by name, for `create_cache`, the console script and the evaluations.
 
-A cache is registered as a class or another factory, `factory(model_or_config_or_None, **options) -> Cache`, and the
-options that its name stands for; a user's are checked against its signature. Methods register their own names when
-they are imported, third parties theirs in the entry-point group `kvcache_plugins.caches`. No code is loaded before its
-cache is asked for where a factory is `module:attribute`: names can be listed without Torch or Transformers.
+A name stands for a factory, `factory(model_or_config_or_None, **options) -> Cache`, and preset options. The user's
+options are checked against the factory's signature. Methods register their names on import, third parties register
+theirs in the entry-point group `kvcache_plugins.caches`. A factory may be given as `module:attribute`, which is
+imported when the cache is created: names can be listed without Torch or Transformers.
 """
 
 from __future__ import annotations
@@ -30,22 +30,25 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 
-# Third parties name their factories in this group: the entry point's name is the cache's
+# Entry points of third parties: the name is the cache's, the object its factory
 ENTRY_POINT_GROUP = "kvcache_plugins.caches"
 CUDA = "a CUDA device"
 SEE_ALL_CACHES = "See `kvcache-plugins list`, or `list_caches()` in Python"
-# What importing somebody else's module can raise. It must not take the other caches with it.
+# Errors of importing a third party's module, which must not break the other caches
 _LOADING_ERRORS = (ImportError, AttributeError, NameError, SyntaxError, TypeError, ValueError, RuntimeError, OSError)
-CacheFactory: TypeAlias = "Callable[..., Cache]"
+# `create_cache` checks that the object is a `Cache`
+CacheFactory: TypeAlias = Callable[..., object]
 OptionValue: TypeAlias = bool | int | float | str | None
 ModelOrConfig: TypeAlias = "PreTrainedModel | PreTrainedConfig | None"
-# A model may also be wrapped
+# The model may be wrapped, as in a `PeftModel`
 WrappedOrConfig: TypeAlias = "torch.nn.Module | PreTrainedConfig | None"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheEntry:
-    """Describes a name as `register_cache` does, with `options` as defaults that a user's options override."""
+    """
+    Registered name. `register_cache` explains the fields; `options` are the preset's, which a user's options override.
+    """
 
     name: str
     factory: CacheFactory | str
@@ -55,12 +58,12 @@ class CacheEntry:
     check: Callable[..., object] | str | None = None
 
     def load_factory(self) -> CacheFactory:
-        """Returns the factory, imported if need be."""
-        return load(self.factory) if isinstance(self.factory, str) else self.factory  # type: ignore[no-any-return]
+        """Return the factory, imported if it is `module:attribute`."""
+        return load(self.factory) if isinstance(self.factory, str) else self.factory
 
     @property
     def is_available(self) -> bool:
-        """Whether the requirement of the cache is there."""
+        """True if the required package or device is present."""
         if self.requires is None:
             return True
         if self.requires == CUDA:
@@ -79,14 +82,14 @@ class CacheEntry:
 
     @property
     def accepted_options(self) -> list[str] | None:
-        """Names of the factory's options; `None` where it takes any (`**kwargs`) and has to check them itself."""
+        """Names of the factory's options; `None` if it takes any (`**kwargs`), and so checks them itself."""
         parameters = list(inspect.signature(self.load_factory()).parameters.values())[1:]
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return None
         return [parameter.name for parameter in parameters]
 
     def check_options(self, options: Mapping[str, object]) -> None:
-        """Raises a `ValueError` naming the accepted options if one of `options` is not among them."""
+        """Raise a `ValueError` that names the accepted options if one of `options` is not among them."""
         accepted = self.accepted_options
         unknown = [name for name in options if accepted is not None and name not in accepted]
         if unknown:
@@ -97,7 +100,7 @@ class CacheEntry:
             )
 
     def check_values(self, options: Mapping[str, object]) -> None:
-        """Raises a `ValueError` if one of `options`, which are known ones, has a value that no model makes right."""
+        """Raise a `ValueError` if one of the known `options` has a value that is wrong for every model."""
         check = load(self.check) if isinstance(self.check, str) else self.check
         if check is None:
             return
@@ -112,7 +115,7 @@ def _suggestion(word: str, known: list[str]) -> str:
     return f" Did you mean {' or '.join(f'`{each}`' for each in close)}?" if close else ""
 
 
-# Names of before `GEARCache` and `TransformCodingCache` were two classes
+# Former names, from when `GEARCache` and `TransformCodingCache` were one class
 RENAMED_CACHES: Mapping[str, str] = MappingProxyType(
     {
         "gear-t25": "transform",
@@ -121,13 +124,13 @@ RENAMED_CACHES: Mapping[str, str] = MappingProxyType(
         "infinigen-gear": "infinigen-transform",
     }
 )
-# Those of third parties once they are asked for
+# A third party's entry is added when its cache is first used
 _ENTRIES: dict[str, CacheEntry] = {}
 
 
 @functools.cache
 def _third_party() -> dict[str, EntryPoint]:
-    """Reads third parties' entry points by name; none of their code is loaded for it."""
+    """Read third parties' entry points by name, without loading their code."""
     from importlib.metadata import entry_points
 
     found: dict[str, EntryPoint] = {}
@@ -155,19 +158,20 @@ def register_cache(
     **preset_options: object,
 ) -> None:
     """
-    Makes a cache known by name to `create_cache`, the console script and the evaluations.
+    Register a cache by name for `create_cache`, the console script and the evaluations.
 
     Args:
-        name (`str`): A word such as `mine-4bit`.
-        factory (`Callable` or `str`): Called as `factory(model, **options)` with a `PreTrainedModel`, a
-            `PreTrainedConfig` or `None`; returns a fresh `Cache`, as the class itself does that takes any of the three
-            first. Or `module:attribute`, which is imported when it is needed.
-        summary (`str`, *optional*): One line for `kvcache-plugins list`; by default the factory's docstring's first.
-        requires (`str`, *optional*): What has to be installed first, such as `hqq` or `hqq>=0.2`, or `CUDA`.
-        check (`Callable` or `str`, *optional*):
-            Called with all options by name before a command loads its model; raises a `ValueError` for a wrong value.
-        overwrite (`bool`, *optional*, defaults to `False`): Whether a taken name is replaced instead of an error.
-        preset_options: What the name stands for; a user's options override them.
+        name (`str`): a word such as `mine-4bit`.
+        factory (`Callable` or `str`): function, or class, that returns a fresh `Cache`. It is called as
+            `factory(model, **options)` with a `PreTrainedModel`, a `PreTrainedConfig` or `None`. A text
+            `module:attribute` is imported when the cache is created.
+        summary (`str`, *optional*): one line for `kvcache-plugins list`. Defaults to the first line of the factory's
+            docstring.
+        requires (`str`, *optional*): package that has to be installed, such as `hqq` or `hqq>=0.2`, or `CUDA`.
+        check (`Callable` or `str`, *optional*): function that raises a `ValueError` for a wrong value. Commands call
+            it with all options, by name, before they load a model.
+        overwrite (`bool`, *optional*, defaults to `False`): replace a registered name instead of raising.
+        preset_options: options that the name stands for; a user's options override them.
 
     Example:
 
@@ -188,7 +192,7 @@ def register_cache(
         raise ValueError(
             f"A cache named `{name}` is registered already. Choose another name or pass `overwrite=True`."
         )
-    # What is named is not imported for it
+    # A factory given as text is not imported for its docstring
     if summary is None:
         summary = "" if is_named else (inspect.getdoc(factory) or "").partition("\n")[0]
     options = MappingProxyType(dict(preset_options))
@@ -199,21 +203,24 @@ def register_cache(
 
 
 def check_cache(name: str, **options: object) -> CacheEntry:
-    """Finds a name's entry; what no model makes right is a `ValueError`, a missing package an `ImportError`."""
+    """
+    Return the entry of a name. Raise a `ValueError` for an unknown name, an unknown option or a value that is wrong
+    for every model, and an `ImportError` for a missing package.
+    """
     entry, options = _find_entry(name, options)
     entry.check_values(options)
     return entry
 
 
 def check_caches(specs: Sequence[str]) -> list[str]:
-    """Returns `specs`, each once, if all are `name` or `name:key=value,key=value` and pass `check_cache`."""
+    """Return `specs` without duplicates; each is `name` or `name:key=value,...` and has to pass `check_cache`."""
     for spec in specs:
         check_cache(spec)
     return list(dict.fromkeys(specs))
 
 
 def _find_entry(name: str, options: dict[str, object]) -> tuple[CacheEntry, dict[str, object]]:
-    """Finds the entry of a name and all options, those that are written behind the name too."""
+    """Return the entry of a name and all options, including those written behind the name."""
     if not isinstance(name, str):
         raise ValueError(
             f"`name` must be one of `list_caches()`, but got {type(name)}: write "
@@ -223,7 +230,7 @@ def _find_entry(name: str, options: dict[str, object]) -> tuple[CacheEntry, dict
     options = {**own, **options}
     entry = _entry(name)
     entry.check_options(options)
-    # A factory that needs a device knows best what to say about it
+    # The factory itself explains that a device is missing
     if not entry.is_available and entry.requires != CUDA:
         raise ImportError(f"The cache `{name}` needs `{entry.requires}`: `pip install '{entry.requires}'`.")
     return entry, options
@@ -231,16 +238,16 @@ def _find_entry(name: str, options: dict[str, object]) -> tuple[CacheEntry, dict
 
 def create_cache(name: str, model: WrappedOrConfig = None, **options: object) -> Cache:
     """
-    Returns a fresh cache to pass as `past_key_values=`.
+    Return a fresh cache, to pass as `past_key_values=`.
 
     Args:
-        name (`str`): One of `list_caches()`, or with options behind it `name:key=value,key=value`. An unknown one
+        name (`str`): one of `list_caches()`, also with options behind it: `name:key=value,key=value`. An unknown name
             raises a `ValueError` that suggests similar ones.
         model (`PreTrainedModel` or `PreTrainedConfig`, *optional*):
-            The model the cache is for, itself or in a wrapper such as a `PeftModel` or a compiled module. With it,
-            sliding and hybrid models keep Transformers' own layers where a method does not apply; caches that cannot
-            do without it say so.
-        options: Override the preset's. An unknown one raises a `ValueError` that names the accepted ones.
+            The model that the cache is for, also in a wrapper such as a `PeftModel` or a compiled module. With it,
+            sliding and hybrid models keep Transformers' own layers where a method does not apply. Caches that need a
+            model raise a `ValueError` without one.
+        options: options that override the preset's. An unknown one raises a `ValueError` that names the accepted ones.
 
     Example:
 
@@ -261,12 +268,12 @@ def create_cache(name: str, model: WrappedOrConfig = None, **options: object) ->
 
 
 def list_caches(pattern: str = "*") -> list[str]:
-    """Lists the names of the registered caches that match a shell pattern such as `transform*`, sorted."""
+    """List the registered names that match a shell pattern such as `transform*`, sorted."""
     return sorted(name for name in {*_ENTRIES, *_third_party()} if fnmatchcase(name, pattern))
 
 
 def describe_caches(pattern: str = "*") -> list[CacheEntry]:
-    """Lists the entries of `list_caches(pattern)`, without third parties' that cannot be loaded: a warning says so."""
+    """List the entries of `list_caches(pattern)`; warn of a third party's cache that cannot be loaded, and skip it."""
     found = []
     for name in list_caches(pattern):
         try:
@@ -277,7 +284,7 @@ def describe_caches(pattern: str = "*") -> list[CacheEntry]:
 
 
 def _entry(name: str) -> CacheEntry:
-    """Find a name's entry; a third party's code is loaded for it. Unknown names raise, suggesting similar ones."""
+    """Return the entry of a name, loading a third party's code; an unknown name raises, suggesting similar ones."""
     if name not in _ENTRIES:
         if name in RENAMED_CACHES:
             raise ValueError(f"The cache `{name}` has another name now: `{RENAMED_CACHES[name]}`")
@@ -292,7 +299,7 @@ def _entry(name: str) -> CacheEntry:
 
 
 def parse_option(text: str) -> tuple[str, OptionValue]:
-    """Reads `key=value` with the value typed: `none`, `true`, `false`, an integer, a float, else the text itself."""
+    """Parse `key=value`. The value is `none`, `true`, `false`, an integer or a float, or else stays text."""
     key, separator, value = (part.strip() for part in text.partition("="))
     if not separator or not key:
         raise ValueError(f"An option has the form `key=value`, but got `{text}`")
@@ -306,7 +313,7 @@ def parse_option(text: str) -> tuple[str, OptionValue]:
 
 
 def parse_cache_spec(spec: str) -> tuple[str, dict[str, OptionValue]]:
-    """Reads `name` or `name:key=value,key=value`, as commands take a cache and its options; else a `ValueError`."""
+    """Parse `name` or `name:key=value,key=value`, the form in which commands take a cache and its options."""
     name, colon, options = spec.partition(":")
     parsed = dict(parse_option(option) for option in options.split(",")) if options.strip() else {}
     is_divided_by_colon = re.search(r":\s*\w+=", options) is not None
@@ -316,7 +323,7 @@ def parse_cache_spec(spec: str) -> tuple[str, dict[str, OptionValue]]:
 
 
 def get_config(model: WrappedOrConfig, name: str = "model") -> PreTrainedConfig | None:
-    """Returns the config of what `create_cache`, or a cache's class as its argument `name`, was given."""
+    """Return the config of a model or of what wraps it; errors call the argument `name`."""
     import torch
     from transformers import PreTrainedConfig
 
@@ -332,7 +339,10 @@ def get_config(model: WrappedOrConfig, name: str = "model") -> PreTrainedConfig 
 
 
 def unwrap_model(model: torch.nn.Module) -> PreTrainedModel:
-    """Finds the model that a module is or holds, as a `PeftModel` does; none, or prefix tuning, is a `ValueError`."""
+    """
+    Return the `PreTrainedModel` that a module is or holds (a `PeftModel` holds one). Raise a `ValueError` if there is
+    none, or for prefix tuning.
+    """
     import torch
     from transformers import PreTrainedModel
 

@@ -174,7 +174,7 @@ def test_nan_never_passes(tiny_model, monkeypatch):
     ("length", "held_out", "message"),
     [
         (12, None, "12 tokens, which is too short: 16 are held out"),
-        (79, None, "of the 60 tokens before the 19 held out it compresses none, as an item needs at least 64"),
+        (79, None, "of the 60 tokens before the 19 held out it compresses none, as a sequence needs at least 64"),
         (LENGTH, 150, "of the 50 tokens before the 150 held out it compresses none"),
     ],
 )

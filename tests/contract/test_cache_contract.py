@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.contract import CONTRACT, run_check
+from kvcache_plugins.contract.cache_under_test import SHORT_CONTEXT, CacheUnderTest
 from kvcache_plugins.contract.comparison import distance
-from kvcache_plugins.contract.subject import SHORT_CONTEXT, Subject
 from kvcache_plugins.models.cache_argument import IS_RENAMED
 from kvcache_plugins.registry import CacheEntry, describe_caches
 
@@ -48,7 +48,7 @@ OPTIONS: dict[str, dict[str, object]] = {
 
 # A part of the error that was seen (transformers 5.23.0, optimum-quanto 0.2.7, hqq 0.2.8), by cache and items
 TOO_MANY, SIZES = "too many indices for tensor of dimension 1", "Sizes of tensors must match except in dimension 2"
-PADDED, OTHERS = "of a left-padded batch, and alone", "changed with the content of the other row"
+PADDED, OTHERS = "of a left-padded batch, and alone", "changed with the content of the other sequence"
 # `crop` and what moves rows are `DynamicLayer`'s, which knows the residual alone; since 5.24 drafts are refused for it
 _ROWS = {
     "prompt-lookup assisted": "requires a cache that can be cropped" if IS_RENAMED else TOO_MANY,
@@ -115,10 +115,10 @@ def test_short_contexts(cache: str, contract_models: dict[str, PreTrainedModel])
     """Methods of this project keep a short context exact, so that there they are held to `DynamicCache`'s tokens."""
     require_available(ENTRIES[cache])
     model = contract_models["llama"]
-    subject = Subject(model=model, make_cache=partial(create_cache, cache, model, **OPTIONS.get(cache, {})))
-    prompt, steps = subject.prompt(SHORT_CONTEXT, seed=1), subject.prompt(4, seed=2)
-    logits, expected = (each.feed_each(each.cache(prompt), steps) for each in (subject, subject.dense))
-    is_exact = distance(logits, expected) <= subject.rounding
+    under_test = CacheUnderTest(model=model, make_cache=partial(create_cache, cache, model, **OPTIONS.get(cache, {})))
+    prompt, steps = under_test.prompt(SHORT_CONTEXT, seed=1), under_test.prompt(4, seed=2)
+    logits, expected = (each.feed_each(each.cache(prompt), steps) for each in (under_test, under_test.dense))
+    is_exact = distance(logits, expected) <= under_test.rounding
     assert is_exact is (cache not in (*QUANTIZED, *CODED))
 
 

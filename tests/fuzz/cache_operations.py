@@ -24,8 +24,8 @@ from transformers.masking_utils import sdpa_mask
 
 from kvcache_plugins import create_cache, measure_memory
 from kvcache_plugins.contract import tiny_models
+from kvcache_plugins.contract.cache_under_test import CacheUnderTest
 from kvcache_plugins.contract.comparison import distance, reachable_bytes, require_close, require_length
-from kvcache_plugins.contract.subject import Subject
 from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.layers.phase import Phase
 
@@ -100,8 +100,8 @@ class CacheOperations(RuleBasedStateMachine):
     def start(self, data: st.DataObject) -> None:
         model = model_in(data.draw(st.sampled_from(self.kind.dtypes)))
         make_cache = partial(create_cache, self.kind.name, model, **self.kind.options)
-        self.subject = Subject(model=model, make_cache=make_cache)
-        self.cache = self.subject.make_cache()
+        self.under_test = CacheUnderTest(model=model, make_cache=make_cache)
+        self.cache = self.under_test.make_cache()
         self.set_aside: list[tuple[Cache, list[torch.Tensor]]] = []
         self.context = "plain"
         self.phases: list[Phase] = []
@@ -112,7 +112,7 @@ class CacheOperations(RuleBasedStateMachine):
         # From one half precision to the other even `DynamicCache` fails
         used = {self.context, *(step.context for row in self.rows for step in row)}
         is_second = any("autocast" in each and each != context for each in used)
-        if "autocast" not in context or self.subject.model.dtype == torch.float32 and not is_second:
+        if "autocast" not in context or self.under_test.model.dtype == torch.float32 and not is_second:
             self.context = context
 
     @property
@@ -120,7 +120,7 @@ class CacheOperations(RuleBasedStateMachine):
         """Distance between logits that rounding may make: autocast rounds as a model of half precision does."""
         is_half = any("autocast" in step.context for row in getattr(self, "rows", []) for step in row)
         is_half |= "autocast" in self.context
-        return max(self.subject.rounding, 20 * torch.finfo(torch.bfloat16).eps if is_half else 0.0)
+        return max(self.under_test.rounding, 20 * torch.finfo(torch.bfloat16).eps if is_half else 0.0)
 
     @rule(data=st.data(), how=st.sampled_from(["reset", "crop"]))
     def start_over(self, data: st.DataObject, how: str) -> None:
@@ -142,9 +142,9 @@ class CacheOperations(RuleBasedStateMachine):
     def _prompt(self, length: int, seed: int, paddings: list[int]) -> None:
         starts = torch.tensor(paddings)
         # A `DynamicCache` without tokens would keep its batch size
-        self.reference = None if self.kind.exactness is None else self.subject.dense.make_cache()
+        self.reference = None if self.kind.exactness is None else self.under_test.dense.make_cache()
         self.mask = (torch.arange(length) >= starts[:, None]).long()
-        tokens = self.subject.rows(length, len(paddings), seed)
+        tokens = self.under_test.prompts(length, len(paddings), seed)
         self.rows = []
         self._feed(tokens)
         steps = (Step(row[None, start:], context=self.context) for row, start in zip(tokens, paddings, strict=True))
@@ -153,7 +153,7 @@ class CacheOperations(RuleBasedStateMachine):
     @precondition(lambda self: self.length < MOST_TOKENS)
     @rule(seed=_SEEDS, count=st.integers(1, 12))
     def decode(self, seed: int, count: int) -> None:
-        *tokens, last = self.subject.rows(count, len(self.rows), seed).split(1, dim=1)
+        *tokens, last = self.under_test.prompts(count, len(self.rows), seed).split(1, dim=1)
         for each in tokens:
             self._update(each)
         self._update_twice(last)
@@ -161,7 +161,7 @@ class CacheOperations(RuleBasedStateMachine):
     @precondition(lambda self: self.length < MOST_TOKENS)
     @rule(seed=_SEEDS, length=st.sampled_from(_UPDATE_LENGTHS))
     def several_tokens(self, seed: int, length: int) -> None:
-        self._update_twice(self.subject.rows(length, len(self.rows), seed))
+        self._update_twice(self.under_test.prompts(length, len(self.rows), seed))
 
     def _update_twice(self, tokens: torch.Tensor) -> None:
         if not self.kind.reads_dense:
@@ -169,8 +169,8 @@ class CacheOperations(RuleBasedStateMachine):
             return
         twin = copy.deepcopy(self.cache)
         logits = self._update(tokens)
-        with attention("densified", self.subject.model), _CONTEXTS[self.context]():
-            dense = self.subject.feed(twin, tokens, self.mask)
+        with attention("densified", self.under_test.model), _CONTEXTS[self.context]():
+            dense = self.under_test.feed(twin, tokens, self.mask)
         require_close(logits, dense, 2 * self.rounding, "attention over densified states")
 
     def _update(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -183,10 +183,10 @@ class CacheOperations(RuleBasedStateMachine):
     def _feed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits of a forward through the cache, which may have to be those of the reference."""
         with _CONTEXTS[self.context]():
-            logits = self.subject.feed(self.cache, tokens, self.mask)
+            logits = self.under_test.feed(self.cache, tokens, self.mask)
         if self.reference is not None:
             with _CONTEXTS[self.context]():
-                expected = self.subject.feed(self.reference, tokens, self.mask)
+                expected = self.under_test.feed(self.reference, tokens, self.mask)
             real = self.mask[:, -tokens.shape[1] :, None]
             limit = max(self.kind.exactness or 0, self.rounding)
             require_close(logits * real, expected * real, limit, "a `DynamicCache`")
@@ -247,8 +247,8 @@ class CacheOperations(RuleBasedStateMachine):
     def _saved_and_loaded(self) -> Cache:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "cache.safetensors"
-            self.cache.save(path, self.subject.model)
-            loaded = type(self.cache).load(path, self.subject.model)
+            self.cache.save(path, self.under_test.model)
+            loaded = type(self.cache).load(path, self.under_test.model)
         if self.cache.get_seq_length():
             own, read = (
                 [layer.materialize(side) for layer in each.layers for side in ("keys", "values")]
@@ -264,7 +264,7 @@ class CacheOperations(RuleBasedStateMachine):
         missing = [0] * (num_rows - 1) + [num_rows]
         calls: dict[str, Callable[[], object]] = {
             "crop(3)": lambda: self.cache.crop(3),
-            "other rows": lambda: self.subject.feed(self.cache, self.subject.rows(1, num_rows + 1, seed=1)),
+            "other rows": lambda: self.under_test.feed(self.cache, self.under_test.prompts(1, num_rows + 1, seed=1)),
         }
         try:
             calls.get(what, lambda: _move(self.cache, what, missing))()
@@ -307,12 +307,14 @@ class CacheOperations(RuleBasedStateMachine):
             self._require_as_alone(index)
 
     def _require_as_alone(self, index: int) -> None:
-        steps = self.subject.rows(NUM_PROBES, len(self.rows), seed=7)
+        steps = self.under_test.prompts(NUM_PROBES, len(self.rows), seed=7)
         row, row_steps = self.rows[index], steps[index : index + 1]
-        logits = self.subject.feed_each(copy.deepcopy(self.cache), steps, self.mask)[index : index + 1]
-        alone, dense = (each.feed_each(_replayed(each, row), row_steps) for each in (self.subject, self.subject.dense))
+        logits = self.under_test.feed_each(copy.deepcopy(self.cache), steps, self.mask)[index : index + 1]
+        alone, dense = (
+            each.feed_each(_replayed(each, row), row_steps) for each in (self.under_test, self.under_test.dense)
+        )
         # In half precision more is turned over
-        is_half = self.subject.model.dtype != torch.float32 or any("autocast" in step.context for step in row)
+        is_half = self.under_test.model.dtype != torch.float32 or any("autocast" in step.context for step in row)
         share = max(0.5, self.kind.as_alone) if is_half else self.kind.as_alone
         limit = max(self.rounding, share * distance(alone, dense), self.kind.exactness or 0)
         require_close(logits, alone, limit, f"row {index}, and the same alone")
@@ -362,11 +364,11 @@ def _move(each: Cache, how: str, sources: list[int]) -> None:
     method(torch.tensor(sources))
 
 
-def _replayed(subject: Subject, row: list[Step]) -> Cache:
+def _replayed(under_test: CacheUnderTest, row: list[Step]) -> Cache:
     """A fresh cache that has been through what a row has."""
-    made = subject.make_cache()
+    made = under_test.make_cache()
     for step in row:
         with _CONTEXTS[step.context]():
-            subject.feed(made, step.tokens)
+            under_test.feed(made, step.tokens)
         made.crop(-step.num_removed)
     return made

@@ -1,1 +1,1 @@
-"""Which cache to take, whether it fits, how near it stays on a prompt, and whether this machine can run it."""
+"""Advice: predict a cache's memory, recommend a cache for a budget, choose one by its KL, examine the machine."""

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write and read them: `8GiB`, `500MB`."""
+"""Sizes in bytes, parsed from and shown as text: `8GiB`, `500MB`."""
 
 import re
 
@@ -9,7 +9,8 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 def parse_bytes(name: str, size: int | str) -> int:
     """
-    Parses bytes, or a text such as `8GiB` (steps of 1024) or `500MB` (1000); else a `ValueError` names the option.
+    Parse a number of bytes, or a text such as `8GiB` (units of 1024) or `500MB` (1000). `name` is the option's, for
+    the `ValueError`.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     unit = None if match is None else _UNITS.get(match[2].lower())
@@ -25,12 +26,12 @@ def parse_bytes(name: str, size: int | str) -> int:
 
 
 def in_thousands(size: int | str) -> bool:
-    """Whether a size that `parse_bytes` takes is written in units of 1000, such as `MB`."""
+    """Return true if the text of a size has a unit of 1000, such as `MB`."""
     return re.search(r"[kmgt]b\s*$", str(size).lower()) is not None
 
 
 def show_bytes(size: int, in_thousands: bool = False) -> str:
-    """A size for people, in units of 1024, or of 1000 as those are in whom they have thought of it."""
+    """Show a size in units of 1024, or of 1000."""
     units = ("TB", "GB", "MB", "kB") if in_thousands else ("TiB", "GiB", "MiB", "KiB")
     for unit in units:
         step = _UNITS[unit.lower()]

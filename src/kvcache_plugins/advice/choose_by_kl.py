@@ -1,9 +1,9 @@
-"""The cheapest preset that keeps a bound on a prompt of the user's own, found by measuring on that prompt.
+"""Choice of the cheapest preset whose KL, measured on the user's own prompt, is within a bound.
 
-How much a preset loses depends on the model and on the text. So the end of the prompt is held out, what comes before
-it is prefilled once, dense, and every candidate is filled with those very states. The held-out tokens, the prompt's
-own, then go through the candidate, and each next-token distribution is held against the dense one at the same
-position. They are fed in chunks, as decoded tokens come: all at once, each would be exact for those after it.
+The loss of a preset depends on the model and on the text. So the end of the prompt is held out. The tokens before it
+are prefilled once, dense, and these keys and values fill every candidate. The held-out tokens then go through the
+candidate, and each next-token distribution is compared with the dense one at the same position. They are fed in
+chunks, like decoded tokens: if all came at once, each would be exact for those after it.
 
     t[0] ... t[p-1]              t[p] ... t[n-1]
     prefix: one dense forward    held out: one dense forward, and a few short ones through each candidate
@@ -11,11 +11,10 @@ position. They are fed in chunks, as decoded tokens come: all at once, each woul
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
@@ -31,23 +30,28 @@ from kvcache_plugins.transform_coding.calibration import find_calibration
 from .memory_prediction import RecordedCall, fill_without_data
 
 
-# By default a quarter of the prompt is held out, within these
-_FEWEST_HELD_OUT, _MOST_HELD_OUT = 16, 128
-# Of this many tokens groups of every usual size leave none over
+# Bounds of the default number of held-out tokens, a quarter of the prompt
+_MIN_HELD_OUT = 16
+_MAX_HELD_OUT = 128
+# Multiple of all usual group sizes
 _WHOLE_GROUPS = 1024
-# Held-out tokens a forward through a candidate
+# Held-out tokens of a forward through a candidate
 _CHUNK = 16
 
 
 class HeldOutPrompt:
     """
-    Cuts a checked prompt into a prefix that fills caches and tokens that are scored. After `prefill` there are
-    `layers`, dense with the prefix, newest `queries` of each, `[B, H * G, Q, D]` or None, and `logits` `[B, held_out,
-    vocabulary]`.
+    A prompt whose prefix fills caches and whose last tokens are scored. Its arguments are those of `choose_cache`.
+
+    Attributes:
+        prefix_length, held_out (`int`): number of tokens of both parts.
+        mask (`torch.Tensor` of shape `[B, prompt length]`, *optional*): 0 for padding; `None` if there is none.
+        padding (`torch.Tensor` of shape `[B]`, *optional*): padding of every sequence.
+        layers (`list`): after `prefill`, the dense layers of the prefix.
+        logits (`torch.Tensor` of shape `[B, held_out, vocabulary]`): after `prefill`, the dense cache's logits.
     """
 
-    layers: list[Any]
-    queries: list[torch.Tensor | None]
+    layers: Sequence[object]
     logits: torch.Tensor
 
     def __init__(
@@ -57,8 +61,9 @@ class HeldOutPrompt:
         attention_mask: torch.Tensor | None,
         held_out: int | None,
     ) -> None:
-        self.model, inner = model, unwrap_model(model)
-        self.config: Any = inner.config
+        self.model = model
+        inner = unwrap_model(model)
+        self.config: PreTrainedConfig = inner.config
         if model.training:
             raise ValueError("`model` is in training mode, where dropout differs each time: call `model.eval()` first")
         if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
@@ -70,15 +75,13 @@ class HeldOutPrompt:
         self.mask = None
         if attention_mask is not None:
             check_left_padding(attention_mask, input_ids)
-            # None is padding in most batches, and attention is faster without a mask
+            # Most batches have no padding, and attention is faster without a mask
             self.mask = None if bool(attention_mask.all()) else attention_mask.to(inner.device).long()
-        # Padding of every item, `[batch_size]`
         self.padding = None if self.mask is None else (self.mask == 0).sum(dim=1)
 
     def feed(self, cache: Cache, stop: int) -> torch.Tensor:
-        """Feeds a cache the tokens up to `stop` that it does not hold: their logits `[B, tokens, vocabulary]`."""
+        """Feed a cache the tokens before `stop` that it does not hold; return logits `[B, tokens, vocabulary]`."""
         forward = unwrap_model(self.model).forward
-        # Those of the prefix are nobody's
         needs_logits = stop > self.prefix_length
         options = reading_options(forward, cache, self.input_ids, self.mask, stop, needs_logits=needs_logits)
         output = self.model(**options)
@@ -90,78 +93,88 @@ class HeldOutPrompt:
         return output.logits
 
     def prefill(self) -> None:
-        """Feeds the prompt, in two parts, to a dense cache."""
+        """Feed the prompt to a dense cache, in two parts, and keep the layers of the prefix."""
         dense = DynamicCache(config=self.config)
         record_queries(dense, of_windows=True)
         self.feed(dense, self.prefix_length)
-        self.queries = [layer.queries if isinstance(layer, QueryRecordingLayer) else None for layer in dense.layers]
-        # Bounded layers forget, and may write in place: they are copied. Others are cut back, so that the prompt
-        # stands in memory once.
+        # Bounded layers drop tokens, and may write in place: they are copied. The others are cropped after the second
+        # part, so that the prompt is in memory once
         self.layers = [
             layer if isinstance(layer, QueryRecordingLayer) else copy.deepcopy(layer) for layer in dense.layers
         ]
+        queries = [layer.queries if isinstance(layer, QueryRecordingLayer) else None for layer in dense.layers]
         self.logits = self.feed(dense, self.length)
-        for layer in self.layers:
+        for layer, own_queries in zip(self.layers, queries, strict=True):
             if isinstance(layer, QueryRecordingLayer) and layer.is_initialized:
                 layer.crop(-self.held_out)
+                layer.queries = own_queries
 
-    def bytes_held(self, cache: PackedCache) -> int:
+    def predict_bytes(self, cache: PackedCache) -> int:
         """
-        Counts the bytes, shared ones too, of a prompt as long as the prefix in whole groups: how many tokens are exact
-        for want of others says nothing of what is generated.
+        Predict the bytes, including shared ones, for a prefix in whole groups: the number of tokens that are exact
+        because they fill no group does not depend on the preset.
         """
-        calls: list[list[RecordedCall]] = [
-            [RecordedCall("update", (layer.keys.to("meta"), layer.values.to("meta")), 2)]
-            if isinstance(layer, QueryRecordingLayer) and layer.keys is not None and layer.values is not None
-            else []
-            for layer in self.layers
-        ]
+        calls: list[list[RecordedCall]] = []
+        for layer in self.layers:
+            states = _states_of(layer)
+            on_meta = [RecordedCall("update", (states[0].to("meta"), states[1].to("meta")), 2)] if states else []
+            calls.append(on_meta)
         empty = copy.deepcopy(cache)
         fill_without_data(empty, calls, len(self.logits), -(-self.prefix_length // _WHOLE_GROUPS) * _WHOLE_GROUPS)
         memory = empty.memory()
         return memory.total_bytes + sum(memory.shared.values())
 
     def fill(self, cache: PackedCache) -> None:
-        """Puts the prefix into an empty cache, compressed, of a window its part, or as a copy of the layer."""
-        for index, (layer, queries) in enumerate(zip(self.layers, self.queries, strict=True)):
-            own = cache.layers[index]
-            is_held = isinstance(layer, QueryRecordingLayer) and layer.is_initialized
-            if type(own) is DynamicSlidingWindowLayer and isinstance(layer, QueryRecordingLayer):
-                if layer.keys is not None and layer.values is not None:
-                    own.update(layer.keys, layer.values)
-            elif not isinstance(own, CompressedLayer):
-                cache.layers[index] = copy.deepcopy(layer)
-            elif is_held:
-                within = None if self.padding is None else self.padding.clamp(max=self.prefix_length)
-                if own.policy.num_recorded_queries and queries is not None:
-                    # Tables are made of queries too: as if attention had just computed with them
-                    own.update(layer.keys, layer.values)
-                    own.padding = within
-                    own.on_exact_attention(AttentionCall(queries, is_causal=True))
+        """Fill an empty cache with the prefix; layers that are not compressed become copies of the dense ones."""
+        within_prefix = None if self.padding is None else self.padding.clamp(max=self.prefix_length)
+        for index, dense in enumerate(self.layers):
+            layer = cache.layers[index]
+            states = _states_of(dense)
+            if type(layer) is DynamicSlidingWindowLayer and isinstance(dense, QueryRecordingLayer):
+                if states:
+                    layer.update(*states)
+            elif not isinstance(layer, CompressedLayer):
+                cache.layers[index] = copy.deepcopy(dense)  # type: ignore[call-overload]
+            elif states and isinstance(dense, QueryRecordingLayer):
+                if layer.policy.num_recorded_queries and dense.queries is not None:
+                    # The codec is fitted to the queries of the prompt's attention too
+                    layer.update(*states)
+                    layer.padding = within_prefix
+                    layer.on_exact_attention(AttentionCall(dense.queries, is_causal=True))
                 else:
-                    own.take_prompt(layer.keys, layer.values, within)
-                # Of a short item padding may go on behind the prefix
-                own.padding = self.padding
+                    layer.take_prompt(*states, within_prefix)
+                # Padding of a short sequence may extend into the held-out tokens
+                layer.padding = self.padding
 
     def mean_kl(self, cache: PackedCache) -> float:
-        """Computes the mean KL(dense || cache) of the held-out tokens, padding left out, through a filled cache."""
-        total, num_real, first = 0.0, 0, self.prefix_length
-        for start in range(first, self.length, _CHUNK):
+        """Return the mean KL(dense || cache) over the held-out tokens, without padding, of a filled cache."""
+        total = 0.0
+        num_real = 0
+        for start in range(self.prefix_length, self.length, _CHUNK):
             stop = min(start + _CHUNK, self.length)
             logits = self.feed(cache, stop)
-            # Item by item: in float64 the logits of a whole batch may be large
-            for item in range(len(logits)):
-                real = slice(None) if self.mask is None else self.mask[item, start:stop] != 0
-                exact = F.log_softmax(self.logits[item, start - first : stop - first][real].double(), dim=-1)
-                log_probs = F.log_softmax(logits[item][real].double(), dim=-1)
+            exact_logits = self.logits[:, start - self.prefix_length : stop - self.prefix_length]
+            # One sequence at a time, as a batch of logits in float64 may be large
+            for index in range(len(logits)):
+                real = slice(None) if self.mask is None else self.mask[index, start:stop] != 0
+                exact = F.log_softmax(exact_logits[index][real].double(), dim=-1)
+                log_probs = F.log_softmax(logits[index][real].double(), dim=-1)
                 total += F.kl_div(log_probs, exact, reduction="sum", log_target=True).item()
                 num_real += len(exact)
         return total / num_real
 
 
+def _states_of(layer: object) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return keys and values of a layer that holds all tokens, if it holds any."""
+    if not isinstance(layer, QueryRecordingLayer) or layer.keys is None or layer.values is None:
+        return None
+    return layer.keys, layer.values
+
+
 def _choose_held_out(held_out: int | None, length: int) -> int:
+    """Return the number of held-out tokens of a prompt."""
     if held_out is None:
-        held_out = max(_FEWEST_HELD_OUT, min(length // 4, _MOST_HELD_OUT))
+        held_out = max(_MIN_HELD_OUT, min(length // 4, _MAX_HELD_OUT))
         if held_out >= length:
             raise ValueError(
                 f"`input_ids` has {length} tokens, which is too short: {held_out} are held out at the end, and those "
@@ -174,7 +187,7 @@ def _choose_held_out(held_out: int | None, length: int) -> int:
     return held_out
 
 
-# Of the presets measured those than which no smaller one is nearer to a dense cache, and one that is nearer still
+# Measured presets for which no smaller one is nearer to a dense cache, and one with 8 bits
 DEFAULT_CANDIDATES = (
     "transform-16",
     "transform-22",
@@ -182,7 +195,7 @@ DEFAULT_CANDIDATES = (
     "transform-30",
     "gear-k4v3:key_nbits=8,value_nbits=8",
 )
-# The same of models that were calibrated
+# Additional ones for calibrated models
 CALIBRATED_CANDIDATES = (
     "calibrated-12",
     "calibrated-16",
@@ -203,23 +216,23 @@ def choose_cache(
     held_out: int | None = None,
 ) -> PackedCache:
     """
-    Returns an empty cache of the cheapest candidate whose divergence from a dense cache, measured on the prompt's own
-    last tokens, is at most `max_kl`. None is returned unmeasured: a prompt that is too short to tell is an error.
+    Return an empty cache of the cheapest candidate whose divergence from a dense cache, measured on the prompt's last
+    tokens, is at most `max_kl`. A prompt that is too short for a measurement is an error.
 
-    The cost is one dense forward of the prompt, in two parts, and for each candidate tried a compression of the prompt
-    and a forward of the held-out tokens. A dense cache of the prompt has to fit in memory meanwhile.
+    The cost is one dense forward of the prompt, in two parts, and for each candidate that is tried a compression of
+    the prompt and a forward of the held-out tokens. A dense cache of the prompt has to fit in memory meanwhile.
 
-    The choice stands in the cache's `stats()` as `chosen_preset`, `chosen_kl`, `max_kl` and `kl_by_preset` (the
-    candidates that were tried, the cheapest first). `reset`, copies, `fork`, and `save` and `load` keep it.
+    The cache's `stats()` have the choice as `chosen_preset`, `chosen_kl`, `max_kl` and `kl_by_preset` (the candidates
+    that were tried, the cheapest first). It is kept by `reset`, copies, `fork`, and `save` and `load`.
 
     Args:
         model (`PreTrainedModel`): the model, in eval mode.
-        input_ids (`torch.Tensor` of shape `[batch_size, prompt length]`): the prompt. With a text that is like the
-            later ones, one choice can stand for many.
+        input_ids (`torch.Tensor` of shape `[batch_size, prompt length]`): the prompt. One choice can serve many
+            similar prompts.
         max_kl (`float`, *optional*, defaults to 0.05): largest mean of KL(dense || cache), in nats, over the held-out
-            tokens of all items, padding left out.
+            tokens of all sequences, without padding.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*): 0 for padding, which has to
-            be on the left, and 1 for tokens. None is padding by default.
+            be on the left, and 1 for tokens. There is no padding by default.
         candidates (`Sequence[str]`, *optional*): presets of `TransformCodingCache` or `GEARCache`, with options as
             `name:key=value,key=value`, in any order. Defaults to the presets of transform coding (calibrated
             ones too, if the model has a calibration), and one of 8 bits.
@@ -231,7 +244,7 @@ def choose_cache(
 
     Raises:
         ValueError: if no candidate meets the bound, naming the KL of each; if the prompt is too short for a candidate
-            to compress anything of it; or if an argument is none of the accepted ones.
+            to compress anything of it; or if an argument is not accepted.
 
     Example:
 
@@ -247,17 +260,17 @@ def choose_cache(
     caches = _create_candidates(prompt, candidates)
     prompt.prefill()
     kl_by_preset: dict[str, float] = {}
-    for spec in sorted(caches, key=lambda spec: prompt.bytes_held(caches[spec])):
+    for spec in sorted(caches, key=lambda spec: prompt.predict_bytes(caches[spec])):
         cache = copy.deepcopy(caches[spec])
         prompt.fill(cache)
         if not cache.stats()["tokens_compressed"]:
             raise ValueError(
                 f"`input_ids` is too short to measure `{spec}`: of the {prompt.prefix_length} tokens before the "
-                f"{prompt.held_out} held out it compresses none, as an item needs at least "
+                f"{prompt.held_out} held out it compresses none, as a sequence needs at least "
                 f"{cache.cache_config.shortest_prompt} there. Give a longer prompt, or a smaller `held_out`"
             )
         kl_by_preset[spec] = prompt.mean_kl(cache)
-        # No comparison with NaN holds
+        # False for NaN
         if kl_by_preset[spec] <= max_kl:
             caches[spec].choice = PresetChoice(
                 preset=spec, kl=kl_by_preset[spec], max_kl=float(max_kl), kl_by_preset=kl_by_preset
@@ -271,7 +284,7 @@ def choose_cache(
 
 
 def default_candidates(model: torch.nn.Module) -> tuple[str, ...]:
-    """The presets that are tried for a model, or for what wraps it."""
+    """Return the default candidates for a model, which may be wrapped."""
     is_calibrated = find_calibration(unwrap_model(model)) is not None
     return DEFAULT_CANDIDATES + (CALIBRATED_CANDIDATES if is_calibrated else ())
 
@@ -280,9 +293,9 @@ def _create_candidates(prompt: HeldOutPrompt, candidates: Sequence[str] | None) 
     if isinstance(candidates, str) or (candidates is not None and not candidates):
         raise ValueError(f"`candidates` has to be a sequence of names of caches but got {candidates!r}")
     caches = {}
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     if prompt.mask is not None and prompt.config.get_text_config(decoder=True)._attn_implementation != "sdpa":
-        # Attention that does not show its mask to the cache
+        # Other attention implementations may not show their mask to the cache
         options["attention_mask"] = prompt.mask
     for spec in default_candidates(prompt.model) if candidates is None else candidates:
         name, own = parse_cache_spec(spec)

@@ -1,21 +1,19 @@
-"""Bytes that a cache would hold, from a model's config alone: no weights, no numbers, no GPU.
+"""Prediction of the bytes of a cache from a model's config, without weights, data or a GPU.
 
-The model is built on the device `meta`, where tensors have no data, and one token goes through it: what its layers
-hand to a dense cache tells the shapes of keys and values whatever an architecture calls its sizes. The cache itself
-is then handed the same, of as many tokens as asked for, so the bytes are those of the tensors that it would make,
-whoever wrote it. Layers that are alike are filled once.
+The model is built on the device `meta`, where tensors have no data, and one token goes through it with a dense cache.
+The layers' calls of that cache show the shapes of keys and values, whatever names the config has for them. The same
+calls, of as many tokens as asked for, then fill the cache in question, on `meta` too, and `memory()` of it counts the
+bytes. Layers that are alike are filled once.
 """
 
-import inspect
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.kernels.attention_call import AttentionCall
@@ -28,102 +26,123 @@ from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin, measure
 from kvcache_plugins.transform_coding.calibration import find_calibration
 
 
-# What a model's code, or a cache's, raises where it needs numbers that there are not
+# Errors of a model's or a cache's code that reads data, on tensors without data
 NO_DATA_ERRORS = (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """Call of a layer to its cache; `token_dim` of its tensors are tokens, `None` where tokens are summed up."""
+    """
+    Call of a cache's method by a layer, for one token of one sequence.
+
+    Attributes:
+        method (`str`): name of the method.
+        tensors (`tuple[torch.Tensor, ...]`): its first arguments; the layer's index follows.
+        token_dim (`int`, *optional*): dimension of the tokens; `None` if they are summed up in a state.
+        options (`Mapping[str, object]`): its other arguments.
+    """
 
     method: str
     tensors: tuple[torch.Tensor, ...]
     token_dim: int | None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
 
     def repeat(self, cache: Cache, layer_idx: int, batch_size: int, num_tokens: int) -> None:
-        """Hands the same to `cache`, for a batch of `num_tokens` tokens a sequence."""
-        shapes = [[batch_size, *tensor.shape[1:]] for tensor in self.tensors]
-        for shape in shapes if self.token_dim is not None else ():
-            shape[self.token_dim or 0] = num_tokens
-        given = [tensor.new_empty(shape) for tensor, shape in zip(self.tensors, shapes, strict=True)]
+        """Call the method of `cache` for `num_tokens` tokens of every sequence of a batch."""
+        tensors = [self._resize(tensor, batch_size, num_tokens) for tensor in self.tensors]
         is_first = self.method == "update" and cache.get_seq_length(layer_idx) == 0
-        getattr(cache, self.method)(*given, layer_idx, **self.options)
+        getattr(cache, self.method)(*tensors, layer_idx, **self.options)
         layer = cache.layers[layer_idx]
         if self.method != "update" or not isinstance(layer, LazyLayer):
             return
-        # As attention does. Its queries have as many heads as the keys here: none are stored.
+        # Attention follows. The number of query heads does not matter here, as no queries are stored
         if is_first:
-            layer.on_exact_attention(AttentionCall(given[0], is_causal=True))
+            layer.on_exact_attention(AttentionCall(tensors[0], is_causal=True))
         elif layer.stores_attention:
-            layer.attend(AttentionCall(given[0]))
+            layer.attend(AttentionCall(tensors[0]))
+
+    def _resize(self, tensor: torch.Tensor, batch_size: int, num_tokens: int) -> torch.Tensor:
+        shape = [batch_size, *tensor.shape[1:]]
+        if self.token_dim is not None:
+            shape[self.token_dim] = num_tokens
+        return tensor.new_empty(shape)
 
 
-# What layers hand to a cache: by method the number of tensors, and which dimension of them are tokens
-_METHODS = {
-    "update": (2, 2),
-    "update_indexer": (1, 1),
-    "update_conv_state": (1, None),
-    "update_recurrent_state": (1, None),
-}
+class _RecordingCache(DynamicCache):
+    """Dense cache that records the calls of every layer. Options of `update` have no effect on sizes."""
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config=config)
+        num_layers = config.get_text_config(decoder=True).num_hidden_layers
+        self.calls: list[list[RecordedCall]] = [[] for _ in range(num_layers)]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls[layer_idx].append(RecordedCall("update", (key_states, value_states), 2))
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        self.calls[layer_idx].append(RecordedCall("update_indexer", (indexer_key_states,), 1))
+        return super().update_indexer(indexer_key_states, layer_idx)
+
+    # Older releases have no `state_idx`
+    def update_conv_state(  # type: ignore[override]
+        self, conv_states: torch.Tensor, layer_idx: int, **options: int
+    ) -> torch.Tensor:
+        self.calls[layer_idx].append(RecordedCall("update_conv_state", (conv_states,), None, options))
+        return super().update_conv_state(conv_states, layer_idx, **options)
+
+    def update_recurrent_state(  # type: ignore[override]
+        self, recurrent_states: torch.Tensor, layer_idx: int, **options: int
+    ) -> torch.Tensor:
+        self.calls[layer_idx].append(RecordedCall("update_recurrent_state", (recurrent_states,), None, options))
+        return super().update_recurrent_state(recurrent_states, layer_idx, **options)
 
 
 @torch.no_grad()
 def record_calls(model: PreTrainedModel) -> list[list[RecordedCall]]:
-    """Records the calls that every layer of a model makes to its cache for one token."""
-    cache, padding = DynamicCache(config=model.config), getattr(model.config, "pad_token_id", None)
-    calls: list[list[RecordedCall]] = [[] for _ in range(model.config.get_text_config(decoder=True).num_hidden_layers)]
-
-    def recorded(method: Callable[..., Any], num_tensors: int, token_dim: int | None) -> Callable[..., Any]:
-        def record(*args: Any, **kwargs: Any) -> Any:
-            given = inspect.signature(method).bind(*args, **kwargs).arguments
-            options = given.pop("kwargs", {})
-            given.pop("args", None)
-            layer_idx = given.pop("layer_idx")
-            tensors = tuple(given.pop(name) for name in list(given)[:num_tensors])
-            # Of keys and values a dense cache has no use for more
-            options = {**given, **options} if token_dim is None else {}
-            calls[layer_idx].append(RecordedCall(method.__name__, tensors, token_dim, options))
-            return method(*args, **kwargs)
-
-        return record
-
-    for name, kind in _METHODS.items():
-        if hasattr(cache, name):
-            setattr(cache, name, recorded(getattr(cache, name), *kind))
+    """Record the calls of a cache by every layer of a model on `meta`, for one token."""
+    cache = _RecordingCache(model.config)
+    padding = getattr(model.config, "pad_token_id", None)
     try:
-        # Some models look for padding in what they are given
+        # Some models search their input for padding, which needs data
         model.config.pad_token_id = None
         model(torch.zeros(1, 1, dtype=torch.long, device="meta"), **as_argument(cache), use_cache=True)
     except NO_DATA_ERRORS as error:
         raise ValueError(f"`model`: a `{type(model).__name__}` does not run without data: {error}") from error
     finally:
         model.config.pad_token_id = padding
-    if not any(calls):
+    if not any(cache.calls):
         raise ValueError(f"`model`: a `{type(model).__name__}` hands nothing to a cache")
-    return calls
+    return cache.calls
 
 
 @torch.no_grad()
 def fill_without_data(
     cache: Cache, calls: Sequence[Sequence[RecordedCall]], batch_size: int, prompt_length: int, new_tokens: int = 0
 ) -> None:
-    """Hands the calls of every layer to an empty cache: a prompt, and new tokens one by one. Like layers are one."""
-    alike: dict[object, int] = {}
+    """
+    Repeat the calls of every layer on an empty cache, for a prompt and then for new tokens one by one. A layer that is
+    like an earlier one becomes that layer.
+    """
+    first_alike: dict[object, int] = {}
     filled: list[int] = []
     for layer_idx, own in enumerate(calls):
         if not own:
             continue
-        shapes = [[(each.shape, each.dtype) for each in call.tensors] for call in own]
-        key = _state_of(cache, layer_idx), str([(call.method, call.options) for call in own]), str(shapes)
-        first = alike.setdefault(key, layer_idx) if key[0] is not None else layer_idx
+        state = _state_of(cache, layer_idx)
+        shapes = [
+            (call.method, str(call.options), [(each.shape, each.dtype) for each in call.tensors]) for call in own
+        ]
+        first = layer_idx if state is None else first_alike.setdefault((state, str(shapes)), layer_idx)
         if first != layer_idx:
             cache.layers[layer_idx] = cache.layers[first]
             continue
         filled.append(layer_idx)
         for call in own:
             call.repeat(cache, layer_idx, batch_size, prompt_length)
-    # Forward by forward: caches watch whether each reaches all layers
+    # One forward after the other, as caches check that each reaches all layers
     decoded = [(index, call) for index in filled for call in calls[index] if call.token_dim is not None]
     for _ in range(new_tokens):
         for layer_idx, call in decoded:
@@ -131,14 +150,14 @@ def fill_without_data(
 
 
 DEVICES = ("cuda", "cpu")
-# What only a cache on a GPU has
+# Categories that only a cache on a GPU has
 _GPU_PARTS = ("staging",)
-# Packages whose layers are alike if their attributes are: an index names them in errors and decides nothing
+# Packages whose layers are alike if their attributes are, except for the index, which is for error messages alone
 _KNOWN_PACKAGES = ("kvcache_plugins", "transformers")
 
 
 class CacheSizingError(ValueError):
-    """Says that a cache cannot be sized for a model; the `reason` does not say again which cache."""
+    """Error of a cache whose memory cannot be predicted for a model. `reason` does not name the cache."""
 
     def __init__(self, cache: str, error: Exception) -> None:
         is_refusal = isinstance(error, (ImportError, ValueError))
@@ -157,30 +176,29 @@ def predict_memory(
     device: str = "cuda",
 ) -> MemoryReport:
     """
-    Predicts the report of a cache's `memory()` after a run, without weights and without the run.
+    Predict the report of a cache's `memory()` after a run, without weights and without the run.
 
     Args:
         model (`str`, `Path`, `PreTrainedConfig` or `PreTrainedModel`): a short name of `load_model`, a folder, a hub
-            name, a config, or a model, of which the config is used.
+            name, a config, or a model (only its config is used).
         cache (`str`): a name of `list_caches()`, or `name:key=value,key=value` with options.
-        context (`int`): tokens that the cache has taken in, for each sequence. The last of `generate` is not among
-            them.
+        context (`int`): tokens in the cache, for each sequence. The last token of `generate` is not among them.
         batch_size (`int`, *optional*, defaults to 1): sequences, all of the same length.
-        new_tokens (`int`, *optional*, defaults to 0): how many of the tokens came one by one, after the others in one
-            prompt.
-        dtype (`torch.dtype` or `str`, *optional*): of keys and values. Defaults to float32 on `"cpu"` and bfloat16 on
-            `"cuda"`.
-        device (`str`, *optional*, defaults to `"cuda"`): where the model would be, `"cuda"` or `"cpu"`. Neither has to
-            be there.
+        new_tokens (`int`, *optional*, defaults to 0): tokens of the context that were decoded one by one; the others
+            come before them, as one prompt.
+        dtype (`torch.dtype` or `str`, *optional*): dtype of keys and values. Defaults to float32 on `"cpu"` and
+            bfloat16 on `"cuda"`.
+        device (`str`, *optional*, defaults to `"cuda"`): device of the model, `"cuda"` or `"cpu"`. It need not be
+            present.
 
     Returns:
-        `MemoryReport`: its `devices` are `"cuda"` and, for caches that offload, `"cpu"`, or `"cpu"` alone. On `"cuda"`
-        the buffers for fetching that the next step would make are counted (`staging`).
+        `MemoryReport`: its `devices` are `"cpu"` alone, or `"cuda"` and, for caches that offload, `"cpu"`. On `"cuda"`
+        the fetch buffers of the next step are counted (`staging`).
 
     Raises:
-        ValueError: if an argument is none of the accepted ones, there is no such model, or the cache cannot be sized
-            for it, as one that looks at numbers while it stores them.
-        ImportError: if what the cache needs is not installed.
+        ValueError: if an argument is not accepted, there is no such model, or the cache cannot be sized for it, for
+            instance because it reads data while it stores them.
+        ImportError: if a package that the cache needs is not installed.
 
     Example:
 
@@ -194,7 +212,7 @@ def predict_memory(
 
 
 class CacheSizer:
-    """Tells what any caches of one model would hold; its arguments, and errors, are those of `predict_memory`."""
+    """Memory prediction for several caches of one model. Arguments and errors are those of `predict_memory`."""
 
     def __init__(self, model: ModelSource, *, dtype: torch.dtype | str | None = None, device: str = "cuda"):
         if device not in DEVICES:
@@ -219,26 +237,26 @@ class CacheSizer:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether there is a calibration of transform coding for a model of this config; weights are not looked at."""
+        """True if there is a calibration of transform coding for a model of this config, whatever its weights."""
         return find_calibration(self._model) is not None
 
     @property
     def max_context(self) -> int | None:
-        """Tokens that the model was made for, if its config says so."""
+        """Largest context of the model, if its config has it."""
         return getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
     def measure(self, cache: str, context: int, *, batch_size: int = 1, new_tokens: int = 0) -> MemoryReport:
-        """Predicts the memory of a cache: see `predict_memory`."""
+        """Predict the memory of a cache: see `predict_memory`."""
         check_counts(context, batch_size, new_tokens)
         name, options = parse_cache_spec(cache)
-        # Values are what a `CacheSizingError` is about
+        # An unknown option is no `CacheSizingError`; a wrong value is one
         check_cache(name).check_options(options)
         try:
-            # Caches warn of what they would do to results, and there are none
+            # Warnings of caches are about results, and here are none
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 filled = create_cache(cache, self._model)
-                # Nothing is speculated here, and the model would remember every cache
+                # No forward follows, and hooks would keep the cache alive
                 if isinstance(filled, InfiniGenCache):
                     filled.detach()
                 fill_without_data(filled, self._calls, batch_size, context - new_tokens, new_tokens)
@@ -248,7 +266,7 @@ class CacheSizer:
         return self._on_device(report, filled)
 
     def _on_device(self, report: MemoryReport, cache: Cache) -> MemoryReport:
-        """A report of tensors without data as it would be on the device."""
+        """Return the report of a cache on `meta` as of one on the device."""
         if self.device == "cpu":
             parts = {part: size for part, size in report.parts.items() if part not in _GPU_PARTS}
             return replace(report, parts=parts, devices={"cpu": sum(parts.values())})
@@ -259,7 +277,7 @@ class CacheSizer:
 
 
 def check_counts(context: int, batch_size: int, new_tokens: int) -> None:
-    """Raises a `ValueError` for numbers that `predict_memory` does not accept."""
+    """Raise a `ValueError` for numbers that `predict_memory` does not accept."""
     check_integer("context", context, 1)
     check_integer("batch_size", batch_size, 1)
     check_integer("new_tokens", new_tokens, 0)
@@ -271,7 +289,7 @@ def check_counts(context: int, batch_size: int, new_tokens: int) -> None:
 
 
 def _state_of(cache: Cache, layer_idx: int) -> object:
-    """Returns a key that only like layers share while they are empty; `None` if it cannot be told."""
+    """Return a key that two empty layers share only if they are alike; `None` if that is unknown."""
     layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
     if any(type(each).__module__.partition(".")[0] not in _KNOWN_PACKAGES for each in (cache, layer)):
         return None
@@ -285,7 +303,7 @@ def _state_of(cache: Cache, layer_idx: int) -> object:
 
 
 class _StatePickler(pickle.Pickler):
-    """Writes which module a layer has, not its numbers: these take long, and two modules seldom have the same."""
+    """Pickler of a layer's attributes that writes the identity of a module, as its weights would take long."""
 
     def persistent_id(self, obj: object) -> int | None:
         return id(obj) if isinstance(obj, torch.nn.Module) else None

@@ -1,13 +1,12 @@
-"""Which cache to take: what fits a memory budget, how far it would reach, and the most faithful of that.
+"""Recommendation of a cache for a memory budget: the most faithful one that fits, and how far each cache would reach.
 
-Bytes are those of `memory_prediction`, of the config alone. The largest context and batch are searched for with the
-same bytes, so that what is promised is what `memory()` would say.
+Bytes are predicted from the config alone, by `memory_prediction`. The largest context and batch size are searched with
+the same prediction, so `memory()` of a real run agrees with them.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -21,10 +20,10 @@ from .byte_sizes import in_thousands, parse_bytes, show_bytes
 from .memory_prediction import CacheSizer, CacheSizingError, check_counts
 
 
-# Where searches end
+# Limits of the searches
 MAX_CONTEXT = 2**24
 MAX_BATCH_SIZE = 2**16
-# Sized by default: presets of "Which cache" in docs/index.md, and the dense cache
+# Caches that are sized by default: presets of "Which cache" in docs/index.md, and the dense cache
 DEFAULT_CACHES: tuple[str, ...] = (
     "dynamic",
     "transform",
@@ -34,53 +33,8 @@ DEFAULT_CACHES: tuple[str, ...] = (
     "calibrated-12",
     "gear-2bit",
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CacheFit:
-    """
-    Stands for one cache beside a budget: bytes where the model is, shared ones included, and in host memory; the
-    largest context at the same batch size, and batch at the same context, for which it fits while for one more it does
-    not (0 for none, `None` beyond the limit). As whole groups are compressed, a little more may fit again.
-    """
-
-    cache: str
-    memory: MemoryReport
-    device_bytes: int
-    host_bytes: int
-    fits: bool
-    largest_context: int | None
-    largest_batch_size: int | None
-
-
-def find_largest(load: Callable[[int], float], start: int, limit: int) -> int | None:
-    """
-    Finds a number whose `load` is at most 1 and the next one's more; 0 for none, `None` if even that of `limit` is.
-    """
-    low, high, guess, step = 0, limit + 1, min(start, limit), 1
-    points: list[tuple[int, float]] = []
-    while True:
-        points = [*points[-1:], (guess, load(guess))]
-        if points[-1][1] <= 1:
-            low = guess
-        else:
-            high = guess
-        if high - low == 1:
-            return None if low == limit else low
-        # Where the line through the last two points, or through nothing and the only one, reaches 1, if it grows
-        (first, first_load), (last, last_load) = [(0, 0.0), *points][-2:]
-        slope = (last_load - first_load) / (last - first)
-        aim = last + int((1 - last_load) // slope) if slope > 0 else 0
-        # Beside what is known already, further away every time
-        if aim <= low:
-            aim, step = low + step, 2 * step
-        elif aim >= high:
-            aim, step = high - step, 2 * step
-        guess = aim if low < aim < high else (low + high) // 2
-
-
-# KL to the dense cache behind a prompt of 1024 tokens: SmolLM2 on WikiText-2, of docs/results/gear.md, which a test
-# compares; InfiniGen's is decoded, and on Moby Dick
+# KL to the dense cache behind a prompt of 1024 tokens: SmolLM2 on WikiText-2, as in docs/results/gear.md (a test checks).
+# InfiniGen's KL is of decoded tokens on Moby Dick
 MEASURED_KL = {
     "dynamic": 0.0,
     "llamacpp-q8_0": 0.0001,
@@ -119,17 +73,42 @@ MEASURED_KL = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CacheFit:
+    """
+    Memory of one cache, compared with a budget.
+
+    Attributes:
+        cache (`str`): the cache.
+        memory (`MemoryReport`): the predicted report.
+        device_bytes, host_bytes (`int`): bytes on the model's device, including shared ones, and in host memory.
+        fits (`bool`): True if both are within the budget.
+        largest_context, largest_batch_size (`int`, *optional*): largest number that fits, the other one being as asked
+            for, while one more does not fit; 0 if none fits, and `None` beyond the limit of the search. A slightly
+            larger number may fit again, as whole groups are compressed.
+    """
+
+    cache: str
+    memory: MemoryReport
+    device_bytes: int
+    host_bytes: int
+    fits: bool
+    largest_context: int | None
+    largest_batch_size: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Recommendation:
     """
-    What `recommend` found for what was asked; `None` of a budget is no limit.
+    Result of `recommend`, with its arguments; a budget of `None` is unlimited.
 
     Attributes:
         weights_bytes (`int`, *optional*): bytes of the weights in the dtype; `None` if they are quantized.
-        available_bytes (`int`): what of `memory_bytes` is for the cache: all of it, or what weights leave.
-        max_context (`int`, *optional*): tokens that the model was made for, if its config says so.
-        caches (`tuple[CacheFit, ...]`): the most faithful first, those that were not measured last.
-        not_sized (`dict[str, str]`): caches that could not be sized, and why.
-        recommended (`str`, *optional*): the cache to take, `None` if none fits; `reason` says why.
+        available_bytes (`int`): part of `memory_bytes` for the cache: all of it, or the rest beside the weights.
+        max_context (`int`, *optional*): largest context of the model, if its config has it.
+        caches (`tuple[CacheFit, ...]`): the most faithful first, unmeasured ones last.
+        not_sized (`dict[str, str]`): caches that cannot be sized, and the reasons.
+        recommended (`str`, *optional*): the recommended cache, `None` if none fits.
+        reason (`str`): the reason for it.
     """
 
     model: str
@@ -149,7 +128,7 @@ class Recommendation:
     reason: str
 
     def to_dict(self) -> dict[str, object]:
-        """Lists all of it for JSON; in `caches` are those of `CacheFit`, its report's, and `kl`, see `MEASURED_KL`."""
+        """Return all fields for JSON. Entries of `caches` have `kl` (see `MEASURED_KL`) and parts of the report."""
         rows = []
         for fit in self.caches:
             row = {name: getattr(fit, name) for name in CacheFit.__slots__ if name != "memory"}
@@ -174,25 +153,25 @@ def recommend(
     on_progress: Callable[[str], None] | None = None,
 ) -> Recommendation:
     """
-    Tells which caches fit a memory budget and which of them to take, from the model's config alone.
+    List the caches that fit a memory budget, and recommend one of them, from the model's config alone.
 
-    What is counted is what caches hold. Activations, logits and what a framework keeps for itself are not, and weights
-    only if asked for. `model`, `context`, `batch_size`, `new_tokens`, `dtype` and `device` are as of `predict_memory`.
+    The bytes are those of caches. Activations, logits and the framework's own memory are not counted, and weights only
+    `with_weights`. `predict_memory` explains `model`, `context`, `batch_size`, `new_tokens`, `dtype` and `device`.
 
     Args:
         memory (`int` or `str`): the budget on the device: bytes, or a text such as `"8GiB"` or `"500MB"`.
-        host_memory (`int` or `str`, *optional*): the same in host memory, which some caches use beside a GPU.
+        host_memory (`int` or `str`, *optional*): the budget in host memory, which some caches use beside a GPU.
             Unlimited by default.
-        with_weights (`bool`, *optional*, defaults to `False`): whether the model's weights, in the dtype, have to fit
-            the budget too.
-        caches (`Sequence[str]`, *optional*): names, or `name:key=value,...` with options. By default those that the
-            README names.
+        with_weights (`bool`, *optional*, defaults to `False`): the model's weights, in the dtype, have to fit the
+            budget too.
+        caches (`Sequence[str]`, *optional*): names, or `name:key=value,...` with options. Defaults to the caches that
+            the README names.
         on_progress (`Callable`, *optional*): called with each cache before it is sized.
 
     Raises:
-        ValueError: if an argument is none of the accepted ones, there is no such model, or a cache that was named
-            cannot be sized for it. Of those by default the ones that cannot be are in `not_sized`.
-        ImportError: if what a cache that was named needs is not installed.
+        ValueError: if an argument is not accepted, there is no such model, or one of `caches` cannot be sized for it.
+            Default caches that cannot be sized are in `not_sized`.
+        ImportError: if a package that one of `caches` needs is not installed.
 
     Example:
 
@@ -206,57 +185,10 @@ def recommend(
     host_budget = None if host_memory is None else parse_bytes("host_memory", host_memory)
     check_counts(context, batch_size, new_tokens)
     sizer = CacheSizer(model, dtype=dtype, device=device)
-    if with_weights and sizer.weights_bytes is None:
-        raise ValueError(
-            "`with_weights` needs to know the bytes of the weights, but they are quantized, and the config does not "
-            "say: give as `memory` what they leave"
-        )
-    available = max(budget - (sizer.weights_bytes or 0), 0) if with_weights else budget
-
-    def fit_cache(spec: str) -> CacheFit:
-        """Sizes a cache beside the budgets, and searches the largest context and batch for which it fits."""
-
-        @cache
-        def measure(context: int, batch_size: int) -> tuple[MemoryReport, int, int]:
-            # There is a prompt of one token at least
-            report = sizer.measure(spec, context, batch_size=batch_size, new_tokens=min(new_tokens, context - 1))
-            # What all caches share has to be there too
-            own = report.devices[sizer.device]
-            return report, own + sum(report.shared.values()), sum(report.devices.values()) - own
-
-        def load(context: int, batch_size: int) -> float:
-            """Returns the share of the scarcer budget that a cache takes."""
-            _, on_device, in_host = measure(context, batch_size)
-            return max(on_device / max(available, 1), 0.0 if host_budget is None else in_host / host_budget)
-
-        memory, device_bytes, host_bytes = measure(context, batch_size)
-        return CacheFit(
-            cache=spec,
-            memory=memory,
-            device_bytes=device_bytes,
-            host_bytes=host_bytes,
-            fits=load(context, batch_size) <= 1,
-            largest_context=find_largest(lambda number: load(number, batch_size), context, MAX_CONTEXT),
-            largest_batch_size=find_largest(lambda number: load(context, number), batch_size, MAX_BATCH_SIZE),
-        )
-
-    fits: list[CacheFit] = []
-    not_sized: dict[str, str] = {}
-    entries = () if sizer.is_calibrated else describe_caches()
-    without_calibration = {entry.name for entry in entries if entry.options.get("calibration") == AUTO}
-    for spec in caches or DEFAULT_CACHES:
-        if on_progress is not None:
-            on_progress(spec)
-        if not caches and spec in without_calibration:
-            not_sized[spec] = "the model has no calibration; `kvcache-plugins calibrate --cache transform` makes one"
-            continue
-        try:
-            fits.append(fit_cache(spec))
-        except (CacheSizingError, ImportError) as error:
-            if caches:
-                raise
-            not_sized[spec] = error.reason if isinstance(error, CacheSizingError) else str(error)
-    # By measured KL; of what was not measured, what holds most comes first
+    available = budget - _bytes_of_weights(sizer) if with_weights else budget
+    search = _Search(sizer, max(available, 0), host_budget, new_tokens)
+    fits, not_sized = search.fit_all(caches, context, batch_size, on_progress)
+    # By measured KL; the largest of the unmeasured caches comes first
     fits.sort(key=lambda fit: (MEASURED_KL.get(fit.cache, math.inf), -fit.memory.total_bytes))
     recommended, reason = _choose(fits, in_thousands(memory))
     return Recommendation(
@@ -269,7 +201,7 @@ def recommend(
         memory_bytes=budget,
         host_memory_bytes=host_budget,
         weights_bytes=sizer.weights_bytes,
-        available_bytes=available,
+        available_bytes=search.device_budget,
         max_context=sizer.max_context,
         caches=tuple(fits),
         not_sized=not_sized,
@@ -278,17 +210,128 @@ def recommend(
     )
 
 
-def _choose(fits: list[CacheFit], in_thousands: bool) -> tuple[str | None, str]:
-    chosen = next((fit for fit in fits if fit.fits), None)
+def _bytes_of_weights(sizer: CacheSizer) -> int:
+    if sizer.weights_bytes is None:
+        raise ValueError(
+            "`with_weights` needs to know the bytes of the weights, but they are quantized, and the config does not "
+            "say: give as `memory` what they leave"
+        )
+    return sizer.weights_bytes
+
+
+def _check_calibration(spec: str, sizer: CacheSizer) -> None:
+    """Raise a `CacheSizingError` for a preset with a calibration if the model has none."""
+    needs_one = any(entry.options.get("calibration") == AUTO for entry in describe_caches(spec))
+    if needs_one and not sizer.is_calibrated:
+        advice = "the model has no calibration; `kvcache-plugins calibrate --cache transform` makes one"
+        raise CacheSizingError(spec, ValueError(advice))
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """Search of the largest sizes of caches within two budgets."""
+
+    sizer: CacheSizer
+    device_budget: int
+    host_budget: int | None
+    new_tokens: int
+
+    def fit_all(
+        self, caches: Sequence[str] | None, context: int, batch_size: int, on_progress: Callable[[str], None] | None
+    ) -> tuple[list[CacheFit], dict[str, str]]:
+        """Fit every cache. Return also the reasons, by cache, why default ones cannot be sized; named ones raise."""
+        fits: list[CacheFit] = []
+        not_sized: dict[str, str] = {}
+        for spec in caches or DEFAULT_CACHES:
+            if on_progress is not None:
+                on_progress(spec)
+            try:
+                if not caches:
+                    _check_calibration(spec, self.sizer)
+                fits.append(self.fit(spec, context, batch_size))
+            except (CacheSizingError, ImportError) as error:
+                if caches:
+                    raise
+                not_sized[spec] = error.reason if isinstance(error, CacheSizingError) else str(error)
+        return fits, not_sized
+
+    def fit(self, spec: str, context: int, batch_size: int) -> CacheFit:
+        """Compare a cache with the budgets, and find the largest context and batch size that fit."""
+        memory = self._measure(spec, context, batch_size)
+        device_bytes, host_bytes = self._split(memory)
+        return CacheFit(
+            cache=spec,
+            memory=memory,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            fits=self._load(memory) <= 1,
+            largest_context=find_largest(
+                lambda number: self._load(self._measure(spec, number, batch_size)), context, MAX_CONTEXT
+            ),
+            largest_batch_size=find_largest(
+                lambda number: self._load(self._measure(spec, context, number)), batch_size, MAX_BATCH_SIZE
+            ),
+        )
+
+    def _measure(self, spec: str, context: int, batch_size: int) -> MemoryReport:
+        # The prompt has one token at least
+        new_tokens = min(self.new_tokens, context - 1)
+        return self.sizer.measure(spec, context, batch_size=batch_size, new_tokens=new_tokens)
+
+    def _split(self, memory: MemoryReport) -> tuple[int, int]:
+        """Return the bytes on the device, including shared ones, and in host memory."""
+        on_device = memory.devices[self.sizer.device]
+        return on_device + sum(memory.shared.values()), sum(memory.devices.values()) - on_device
+
+    def _load(self, memory: MemoryReport) -> float:
+        """Return the larger share of a budget that a cache needs."""
+        on_device, in_host = self._split(memory)
+        host_load = 0.0 if self.host_budget is None else in_host / self.host_budget
+        return max(on_device / max(self.device_budget, 1), host_load)
+
+
+def find_largest(load: Callable[[int], float], start: int, limit: int) -> int | None:
+    """
+    Find a number whose `load` is at most 1 while the next number's is more; 0 if there is none, `None` if the load of
+    `limit` is at most 1. The search follows the line through the last two points, as most loads are nearly linear.
+    """
+    low, high = 0, limit + 1
+    guess = min(start, limit)
+    last, last_load = 0, 0.0
+    step = 1
+    while True:
+        previous, previous_load = last, last_load
+        last, last_load = guess, load(guess)
+        if last_load <= 1:
+            low = guess
+        else:
+            high = guess
+        if high - low == 1:
+            return None if low == limit else low
+        slope = (last_load - previous_load) / (last - previous)
+        aim = last + int((1 - last_load) // slope) if slope > 0 else 0
+        # An aim outside of the bounds moves inside, further each time
+        if aim <= low:
+            aim = low + step
+            step *= 2
+        elif aim >= high:
+            aim = high - step
+            step *= 2
+        guess = aim if low < aim < high else (low + high) // 2
+
+
+def _choose(fits: list[CacheFit], is_decimal: bool) -> tuple[str | None, str]:
+    """Return the first cache that fits, if any, and the reason."""
     if not fits:
         return None, "No cache could be sized for this model."
+    chosen = next((fit for fit in fits if fit.fits), None)
     if chosen is None:
         least = min(fits, key=lambda fit: fit.device_bytes)
-        held = show_bytes(least.device_bytes, in_thousands)
+        held = show_bytes(least.device_bytes, is_decimal)
         return None, f"No cache fits: the smallest, `{least.cache}`, would hold {held}."
     if chosen.cache == "dynamic":
         return chosen.cache, "`dynamic`, Transformers' dense cache, fits: nothing has to be given up."
     if chosen.cache not in MEASURED_KL:
         return chosen.cache, f"`{chosen.cache}` holds most of what fits, and none of that was measured for fidelity."
-    host = f"; {show_bytes(chosen.host_bytes, in_thousands)} of it are in host memory" if chosen.host_bytes else ""
+    host = f"; {show_bytes(chosen.host_bytes, is_decimal)} of it are in host memory" if chosen.host_bytes else ""
     return chosen.cache, f"`{chosen.cache}` is nearest to the dense cache in measured KL of what fits{host}."

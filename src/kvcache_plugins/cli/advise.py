@@ -1,8 +1,8 @@
 """`kvcache-plugins list`, `doctor` and `recommend`: the caches there are, what works here, and which cache to take."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,18 +15,13 @@ from kvcache_plugins.registry import SEE_ALL_CACHES, CacheEntry, check_caches, d
 
 
 if TYPE_CHECKING:
+    from kvcache_plugins.advice.doctor import HealthReport
     from kvcache_plugins.advice.recommendation import Recommendation
 
 _ENGINES = {"compiled": "compiled kernels", "triton": "Triton kernels", "torch": "plain PyTorch, which is slower"}
-# What `list` sizes caches for: SmolLM2's layers and heads, and tokens
-_SHAPE: dict[str, Any] = {
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "hidden_size": 576,
-}
+# Tokens for which `list` shows sizes and KL
 _LISTED_TOKENS = 1024
-# Columns from which a table has room for the options behind a name
+# Width of a console that has room for a column of options
 _WIDE = 110
 
 
@@ -83,16 +78,25 @@ def list_registered(
 
 
 def _measure_sizes(entries: Sequence[CacheEntry]) -> dict[str, dict[str, float | None]]:
-    """Measures what caches hold, in percent of 16 bits, of a model without numbers."""
+    """Predict the bytes of caches, in percent of 16 bits, for a model of SmolLM2's shape."""
     from transformers import LlamaConfig
 
     from kvcache_plugins.advice.memory_prediction import CacheSizer, CacheSizingError
 
-    sizer = CacheSizer(LlamaConfig(**_SHAPE, vocab_size=8, intermediate_size=8))
+    config = LlamaConfig(
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        hidden_size=576,
+        # These two have no part in a cache
+        vocab_size=8,
+        intermediate_size=8,
+    )
+    sizer = CacheSizer(config)
     sizes: dict[str, dict[str, float | None]] = {}
     for entry in entries:
         sizes[entry.name] = {"kv_percent": None, "host_percent": None}
-        # A cache that needs what is not here, or that looks at numbers, has no size
+        # No size for a cache that needs a missing package, or that reads data
         with suppress(CacheSizingError, ImportError):
             report = sizer.measure(entry.name, _LISTED_TOKENS)
             percent = {place: report.kv_percent * size / report.total_bytes for place, size in report.devices.items()}
@@ -126,64 +130,63 @@ def show_health(
 
     report = examine(check)
     if as_json:
-        print_json(report)
+        print_json(report.to_dict())
     else:
         _print_health(report)
-    if not report["works"]:
+    if not report.works:
         raise typer.Exit(FAILED)
 
 
-def _print_health(report: Mapping[str, Any]) -> None:
+def _print_health(report: "HealthReport") -> None:
     console = open_console()
     columns = {"package": "word", "version": "name", "needed for": "name", "state": "name"}
-    found = report["packages"]
-    cells = [[each["name"], each["version"] or "-", each["needed_for"], each["detail"] or "ok"] for each in found]
-    console.print(make_table(f"kvcache-plugins {report['version']}", columns, cells))
-    console.print(make_table("This machine", {"what": "word", "found": "name"}, _machine(report)))
-    for finding in report["findings"]:
-        print_line(f"{finding['severity']}: {finding['what']}")
-        print_line(f"    {finding['advice']}")
+    cells = [[each.name, each.version or "-", each.needed_for, each.detail or "ok"] for each in report.packages]
+    console.print(make_table(f"kvcache-plugins {report.version}", columns, cells))
+    console.print(make_table("This machine", {"what": "word", "found": "name"}, _machine_rows(report)))
+    for finding in report.findings:
+        print_line(f"{finding.severity}: {finding.what}")
+        print_line(f"    {finding.advice}")
     print_line(_verdict(report), style="bold")
 
 
-def _machine(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    form = "{name}, {gigabytes:.0f} GiB, capability {capability}"
-    gpus = [form.format(**gpu, gigabytes=gpu["memory_bytes"] / 2**30) for gpu in report["gpus"]]
-    threads, triton = report["threads"], report["triton"]
-    settings = [f"{name}={value}" for name, value in report["settings"].items() if value is not None]
+def _machine_rows(report: "HealthReport") -> list[tuple[str, str]]:
+    gpus = [f"{gpu.name}, {gpu.memory_bytes / 2**30:.0f} GiB, capability {gpu.capability}" for gpu in report.gpus]
+    threads = report.threads
+    triton = report.triton
+    settings = [f"{name}={value}" for name, value in report.settings.items() if value is not None]
     rows = [
-        ("system", f"Python {report['python']}, {report['platform']}"),
+        ("system", f"Python {report.python}, {report.platform}"),
         ("GPU", "; ".join(gpus) or "none that torch finds"),
-        ("threads", f"{threads['torch']} of torch, on {threads['usable_cores'] or threads['cores']} cores"),
+        ("threads", f"{threads.torch} of torch, on {threads.usable_cores or threads.cores} cores"),
         ("Python, notebooks", "set OMP_WAIT_POLICY=PASSIVE before torch is imported, as these commands do"),
         ("environment", " ".join(settings) or "nothing set"),
-        ("Triton", triton["status"] if triton["detail"] is None else f"{triton['status']}: {triton['detail']}"),
+        ("Triton", triton.status if triton.detail is None else f"{triton.status}: {triton.detail}"),
     ]
-    for each in report["kernels"]:
-        found = f"attention by {each['attention']}, coding by {each['coding']}"
-        if each["check"] is not None:
-            found += f"; agrees with plain PyTorch within {each['check']:.0e}"
-        rows.append((f"kernels on {each['device']}", f"fails: {each['error']}" if each["error"] else found))
-    for each in report["models"]:
-        state = "converted" if each["is_converted"] else "converted at first use"
-        found = f"{each['package']} {each['version']}, {state}" if each["version"] else "from the hub"
-        rows.append((f"model {each['name']}", found))
-    usable = [each for each in report["caches"] if each["is_usable"]]
-    rows.append(("caches", f"{len(usable)} of {len(report['caches'])} can be used"))
-    for each in report["caches"]:
-        if not each["is_usable"]:
-            rows.append((f"cache {each['name'] or '(unnamed)'}", f"cannot be used: {each['reason']}"))
+    for kernels in report.kernels:
+        found = f"attention by {kernels.attention}, coding by {kernels.coding}"
+        if kernels.check is not None:
+            found += f"; agrees with plain PyTorch within {kernels.check:.0e}"
+        rows.append((f"kernels on {kernels.device}", f"fails: {kernels.error}" if kernels.error else found))
+    for model in report.models:
+        state = "converted" if model.is_converted else "converted at first use"
+        found = f"{model.package} {model.version}, {state}" if model.version else "from the hub"
+        rows.append((f"model {model.name}", found))
+    unusable = [cache for cache in report.caches if not cache.is_usable]
+    num_usable = len(report.caches) - len(unusable)
+    rows.append(("caches", f"{num_usable} of {len(report.caches)} can be used"))
+    rows += [(f"cache {cache.name or '(unnamed)'}", f"cannot be used: {cache.reason}") for cache in unusable]
     return rows
 
 
-def _verdict(report: Mapping[str, Any]) -> str:
-    severities = [finding["severity"] for finding in report["findings"]]
-    num_errors, num_hints = severities.count("error"), severities.count("hint")
-    num_usable = sum(each["is_usable"] for each in report["caches"])
-    running = [each for each in report["kernels"] if not each["error"]]
-    works = f"{num_usable} of {len(report['caches'])} caches" + "".join(
-        f", attention on {each['device']} by {_ENGINES.get(each['attention'], each['attention'])}" for each in running
-    )
+def _verdict(report: "HealthReport") -> str:
+    severities = [finding.severity for finding in report.findings]
+    num_errors = severities.count("error")
+    num_hints = severities.count("hint")
+    num_usable = sum(cache.is_usable for cache in report.caches)
+    works = f"{num_usable} of {len(report.caches)} caches"
+    for kernels in report.kernels:
+        if kernels.error is None and kernels.attention is not None:
+            works += f", attention on {kernels.device} by {_ENGINES.get(kernels.attention, kernels.attention)}"
     if num_errors:
         return f"Does not work: {num_errors} error{'s' * (num_errors > 1)} above. What does: {works}."
     if not num_hints:

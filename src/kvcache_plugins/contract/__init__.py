@@ -1,5 +1,5 @@
 """
-The cache contract: what `generate` and its users rely on from any cache, as checks that can be pointed at any cache.
+Contract of a cache: what `generate` and its users rely on, as checks for any cache.
 
 ```python
 from kvcache_plugins.contract import render_grid, run_contract, tiny_models
@@ -12,8 +12,8 @@ print(render_grid({"mine": results}))
 `python -m kvcache_plugins.contract` runs every registered cache and prints the grid.
 """
 
+from .cache_under_test import ContractCheck
 from .runner import CONTRACT, CheckResult, render_grid, run_check, run_contract, tiny_models
-from .subject import ContractCheck
 
 
 __all__ = ["CONTRACT", "CheckResult", "ContractCheck", "render_grid", "run_check", "run_contract", "tiny_models"]

@@ -1,5 +1,5 @@
-"""Files that this package writes and reads again: written whole or not at all, and nothing in them believed unchecked.
+"""Files of this package: written completely or not at all, and checked field by field when they are read.
 
-A floor below everything else, as it knows of no cache: what the numbers in a file mean is for those to check whose
-file it is (`packed.snapshot`, `infinigen.calibration`, `kv_runahead.planner`).
+This room knows no cache. The meaning of the numbers in a file is checked by the owner of the file
+(`packed.snapshot`, `infinigen.calibration`, `kv_runahead.planner`).
 """

@@ -1,4 +1,4 @@
-"""Files written whole or not at all, and refused by one `ValueError` that names them."""
+"""Files that are written completely or not at all, and refused by one `ValueError` that names them."""
 
 import os
 import secrets
@@ -10,13 +10,13 @@ from typing import BinaryIO
 
 
 class RefusedFile(ValueError):
-    """Says what is wrong with a file as a whole: the rest of a sentence that begins with its name."""
+    """Refusal of a file as a whole. The message continues a sentence that begins with the file's name."""
 
 
 @contextmanager
 def refusals(option: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns every `ValueError` and `OSError` inside into one `ValueError` that names the option and its file."""
-    # Of a path with a zero byte too, for which `os.path` may raise
+    """Turn every `ValueError` and `OSError` inside into one `ValueError` that names the option and its file."""
+    # False for a path with a zero byte too, for which `os.path` may raise
     if not Path(path).is_file():
         raise ValueError(f"`{option}`: there is no file {path}")
     try:
@@ -32,17 +32,17 @@ def refusals(option: str, path: str | os.PathLike[str]) -> Iterator[None]:
 @contextmanager
 def new_file(path: str | os.PathLike[str], mode: int | None = None) -> Iterator[BinaryIO]:
     """
-    Opens a file that takes its place at `path` when the block ends without an error: whoever reads sees the old file
-    or the new one, and a full disk or a killed process leaves the old one. Its permissions are `mode`, or those of
-    what it replaces. An `OSError` names `path` if it cannot be written, a `ValueError` a folder or a device.
+    Open a file that replaces the one at `path` when the block ends without an error. Readers see the old file or the
+    new one, and after a full disk or a killed process the old one. Permissions are `mode`, or those of the old file.
+    Raise an `OSError` that names `path` if it cannot be written, and a `ValueError` for a folder or a device.
     """
-    # Where a link leads to: the link itself stays
+    # A link stays; its target is replaced
     target = os.path.realpath(path)
     if os.path.exists(target) and not os.path.isfile(target):
         raise ValueError(f"`path`: {os.fspath(path)} is no file, and cannot be replaced by one")
     temporary = os.path.join(os.path.dirname(target), f".{secrets.token_hex(8)}.tmp")
     try:
-        # Made as any new file: what `tempfile` makes is its owner's alone
+        # Not by `tempfile`, whose files only their owner can read
         opener = None if mode is None else partial(os.open, mode=mode)
         with open(temporary, "xb", opener=opener) as file:
             try:
@@ -57,5 +57,5 @@ def new_file(path: str | os.PathLike[str], mode: int | None = None) -> Iterator[
                 os.unlink(temporary)
                 raise
     except OSError as error:
-        # What failed was asked of another name
+        # The error names the temporary file
         raise OSError(error.errno, f"cannot be written: {error.strerror}", os.fspath(path)) from error

@@ -1,7 +1,7 @@
-"""Locks of open files, which end when the file is closed or its process ends.
+"""Locks of open files. A lock ends when the file is closed or the process ends.
 
-POSIX systems lock a file by `flock`, which readers can share. Windows locks a byte, far behind all that is written so
-that others can read the file; it knows no sharing here: a reader excludes other readers too.
+POSIX systems lock a file by `flock`, which readers can share. On Windows one byte is locked, far behind all that is
+written, so that others can read the file; such a lock is never shared: a reader excludes other readers too.
 """
 
 import os
@@ -13,8 +13,8 @@ _SECONDS_BETWEEN_TRIES = 0.02
 
 
 def lock(descriptor: int, *, is_shared: bool = False, is_waiting: bool = True) -> bool:
-    """Locks an open file, for readers or for one alone; returns `False` if another has it and is not waited for."""
-    # Windows has none
+    """Lock an open file, exclusively or for readers. Return `False` if it is locked and `is_waiting` is false."""
+    # Windows has no `fcntl`
     try:
         import fcntl
     except ImportError:

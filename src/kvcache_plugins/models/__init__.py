@@ -1,1 +1,1 @@
-"""Models: their names and packages, fingerprints, and which of their layers a method may replace."""
+"""Models: names and packages, fingerprints, configs of layers, arguments of a forward."""

@@ -1,4 +1,4 @@
-"""Digests of a model and of a config, so that files made with one are not used with another."""
+"""Digests of a model and of a config, so that a file made with one is not used with another."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from .layer_config import configs_of_layers
 
 
 _SAMPLES_PER_PARAMETER = 8
-# What decides on the shapes and on the meaning of keys and values, as far as a config tells; `None` where it does not
+# Fields that decide on the shapes and the meaning of keys and values; a missing field counts as `None`
 _CONFIG_FIELDS = (
     *("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("layer_types", "sliding_window", "vocab_size", "rope_parameters", "rope_theta"),
@@ -18,21 +18,21 @@ _CONFIG_FIELDS = (
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A digest of the model's type, rotary settings, parameter names, shapes and dtypes, and a few weights of each."""
+    """Digest the model's type, rotary settings, parameter names, shapes and dtypes, and a few weights of each."""
     digest = hashlib.sha256()
     config = model.config.get_text_config(decoder=True).to_dict()
     settings = [config.get(key) for key in ("model_type", "rope_parameters", "rope_theta")]
     digest.update(json.dumps(settings, default=str).encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        # Weights that accelerate keeps elsewhere are not worth loading for this
+        # Offloaded weights are not loaded for this
         if not parameter.is_meta:
             digest.update(_samples(parameter).numpy().tobytes())
     return digest.hexdigest()
 
 
 def weight_samples(model: PreTrainedModel) -> torch.Tensor:
-    """A few weights of every parameter one behind the other, float32; not a number where they are kept elsewhere."""
+    """Return a few weights of every parameter, concatenated, float32; NaN for offloaded ones."""
     return torch.cat([_samples(each) for each in model.parameters()])
 
 
@@ -43,7 +43,7 @@ def _samples(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def config_fingerprint(config: PreTrainedConfig) -> str:
-    """A digest of a text model's type, sizes and rotary settings; it cannot tell one set of weights from another."""
+    """Digest a text model's type, sizes and rotary settings. Weights have no part in it."""
     layers = configs_of_layers(config.get_text_config(decoder=True))
     fields = []
     for key in _CONFIG_FIELDS:

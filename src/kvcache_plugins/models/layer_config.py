@@ -1,8 +1,8 @@
-"""The config of a decoder within a model's, and the configs of its layers.
+"""Configs of a model's decoder and of the decoder's layers.
 
-Transformers lets a layer have a value of its own for any field, and then refuses to read the field from the decoder's
-config, by an error that no default of `getattr` helps against. So fields that say something of a layer are read from a
-layer's config alone, which is called `layer_config` everywhere: a test looks for others in the source.
+A layer may have its own value of any field. Reading that field from the decoder's config then raises, also in a
+`getattr` with a default. So fields of a layer are read from the layer's own config alone. Such a variable is called
+`layer_config`, and a test finds reads from other variables.
 """
 
 import copy
@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 
 class Heads(NamedTuple):
-    """Numbers of a layer's query heads and key/value heads, and the head dimension."""
+    """Numbers of query heads and of key/value heads of a layer, and the head dimension."""
 
     num_query: int
     num_key_value: int
@@ -20,9 +20,9 @@ class Heads(NamedTuple):
 
 
 def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of a model's text decoder, whose `num_hidden_layers` are the decoder's."""
+    """Return the config of a model's text decoder, with the decoder's `num_hidden_layers`."""
     config = config.get_text_config(decoder=True)
-    # A name that Transformers does not take for the decoder's
+    # Some encoder-decoder models have this field, which Transformers does not read
     num_layers = getattr(config, "num_decoder_layers", None) if config.is_encoder_decoder else None
     if num_layers not in (None, config.num_hidden_layers):
         config = copy.deepcopy(config)
@@ -31,12 +31,12 @@ def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def config_of_layer(config: PreTrainedConfig, layer_idx: int) -> PreTrainedConfig:
-    """The config of a layer of a decoder: the decoder's, with what the layer has of its own."""
+    """Return the config of a decoder's layer: the decoder's with the layer's own values."""
     return config.per_layer_config[layer_idx] if _has_own_layers(config) else config
 
 
 def configs_of_layers(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """The configs of a decoder's layers in order; the decoder's alone if no layer has anything of its own."""
+    """Return the configs of a decoder's layers in order, or the decoder's alone if no layer has values of its own."""
     return list(config.per_layer_config) if _has_own_layers(config) else [config]
 
 
@@ -45,17 +45,17 @@ def _has_own_layers(config: PreTrainedConfig) -> bool:
 
 
 def heads_of(layer_config: PreTrainedConfig) -> Heads:
-    """The heads of a layer's attention."""
+    """Return the heads of a layer's attention."""
     num_heads = layer_config.num_attention_heads
     head_dim = getattr(layer_config, "head_dim", None) or layer_config.hidden_size // num_heads
     return Heads(num_heads, getattr(layer_config, "num_key_value_heads", None) or num_heads, head_dim)
 
 
 def head_dims(config: PreTrainedConfig) -> set[int]:
-    """The head dimensions that keys and values have in some layer of a decoder; none where a config does not say."""
+    """Return the head dimensions of keys and values over all layers of a decoder, as far as its config has them."""
     dims = set()
     for layer_config in configs_of_layers(config):
-        # Latent attention caches what is smaller than a head
+        # Latent attention caches states that are smaller than a head
         if getattr(layer_config, "kv_lora_rank", None) is not None:
             continue
         num_heads = getattr(layer_config, "num_attention_heads", None)

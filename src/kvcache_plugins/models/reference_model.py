@@ -1,8 +1,8 @@
-"""The small real models that the demo and the tests run on, by a short name.
+"""Load a model by a short name, a folder or a hub name.
 
-Two small models are carried by packages of the registry, as GGUF files. Reading one takes up to a minute, nearly all
-of it spent on parsing and dequantizing, so the model is written once as safetensors into the user's cache folder, and
-every later load is an ordinary `from_pretrained` of that folder.
+Two small models, on which the demo and the tests run, are distributed as Python packages with a GGUF file. Parsing and
+dequantizing one takes up to a minute. So the first load converts the model to safetensors in the user's cache folder,
+and later loads are an ordinary `from_pretrained` of that folder.
 
 The cache folder is `KVCACHE_PLUGINS_HOME`, or else `kvcache_plugins` in `XDG_CACHE_HOME`, or else in `~/.cache`.
 """
@@ -37,9 +37,9 @@ from .packaged_models import PACKAGED_MODELS, PackagedModel, check_model_name
 
 ModelSource = str | Path | PreTrainedConfig | PreTrainedModel
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# How long the hub may take for its answer
+# Time limit of a request to the hub
 _HUB_SECONDS = 10
-# What says where a checkpoint is found, as opposed to how the model is built: the tokenizer needs it too.
+# Options that locate a checkpoint, and so apply to the tokenizer too
 _SOURCE_OPTIONS = (
     *("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code"),
 )
@@ -53,15 +53,14 @@ def load_model(
     **from_pretrained_kwargs: object,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
-    Loads a causal language model, in eval mode, and its tokenizer.
+    Load a causal language model, in eval mode, and its tokenizer.
 
     Args:
-        name_or_path (`str`): `smollm2` or `gemma3-270m`, which come from the package that carries them when it is
-            installed and from the hub otherwise; anything else goes to `from_pretrained` as it is. A local folder that
-            happens to have one of these two names is reached as `./smollm2`.
-        device (`str` or `torch.device`, *optional*, defaults to `"cpu"`): Where the model goes. With a `device_map`
-            among the other keywords, leave it alone.
-        from_pretrained_kwargs (`object`, *optional*): What else `AutoModelForCausalLM.from_pretrained` understands.
+        name_or_path (`str`): `smollm2` or `gemma3-270m`, which are loaded from their package if it is installed, else
+            from the hub; any other name goes to `from_pretrained`. Write `./smollm2` for a local folder of that name.
+        device (`str` or `torch.device`, *optional*, defaults to `"cpu"`): device of the model. Not to be given
+            together with `device_map`.
+        from_pretrained_kwargs (`object`, *optional*): further options of `AutoModelForCausalLM.from_pretrained`.
 
     Example:
 
@@ -79,13 +78,13 @@ def load_model(
     tokenizer = AutoTokenizer.from_pretrained(source, **source_options)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **from_pretrained_kwargs)
     if not has_device_map:
-        # The decorator that Transformers puts on `to` loses its `self` in the eyes of mypy.
+        # mypy: the decorator that Transformers puts on `to` loses its `self`
         model = model.to(device)  # type: ignore[arg-type]
     return model.eval(), tokenizer
 
 
 def load_config(model: ModelSource) -> PreTrainedConfig:
-    """The config of a model, which is converted if need be; a `ValueError` if there is none, or it cannot be read."""
+    """Return the config of a model; raise a `ValueError` if there is no such model, or its config cannot be read."""
     if isinstance(model, PreTrainedModel):
         return model.config
     if isinstance(model, PreTrainedConfig):
@@ -102,7 +101,7 @@ def load_config(model: ModelSource) -> PreTrainedConfig:
 
 
 def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """The dtype of a key or value of `DTYPES`; any other is a `ValueError`."""
+    """Return the dtype of a name of `DTYPES`; raise a `ValueError` for other names and dtypes."""
     parsed = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if parsed not in DTYPES.values():
         accepted = ", ".join(f"`{each}`" for each in DTYPES)
@@ -112,14 +111,14 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def reference_models() -> dict[str, bool]:
-    """The short names that `load_model` knows, each with whether the package that carries the model is installed."""
+    """Return the short names that `load_model` accepts; the value is true if the model's package is installed."""
     return {name: model.installed_version() is not None for name, model in PACKAGED_MODELS.items()}
 
 
 def resolve_model(name_or_path: str, cache_dir: str | Path | None = None) -> str:
     """
-    Resolves a name for `from_pretrained`: a folder, converted here if need be, a hub name, or the name itself. A name
-    of the hub is a `ValueError` if `cache_dir`, of the hub's files, lacks the model and the hub cannot be reached.
+    Return the folder or hub name to load by `from_pretrained`, converting a packaged model first. Raise a `ValueError`
+    for a hub name if the hub's local cache (`cache_dir`) lacks the model and the hub cannot be reached.
     """
     packaged = PACKAGED_MODELS.get(name_or_path)
     version = None if packaged is None else packaged.installed_version()
@@ -135,7 +134,7 @@ def resolve_model(name_or_path: str, cache_dir: str | Path | None = None) -> str
 
 
 def _is_here(source: str, cache_dir: str | Path | None) -> bool:
-    """Tells whether a model is a folder, or in the cache of the hub's files, or named by no name of the hub."""
+    """Return true for a folder, a model in the hub's local cache, and a name that no hub model can have."""
     if os.path.isdir(source):
         return True
     try:
@@ -145,7 +144,7 @@ def _is_here(source: str, cache_dir: str | Path | None) -> bool:
 
 
 def _reaches_hub() -> bool:
-    """Asks the hub for an answer once: `from_pretrained` asks for most of a minute before it gives up."""
+    """Send one request to the hub; `from_pretrained` would retry for most of a minute."""
     if constants.HF_HUB_OFFLINE:
         return False
     try:
@@ -153,7 +152,7 @@ def _reaches_hub() -> bool:
     except HTTPError:
         return True
     except OSError as error:
-        # Certificates that the hub's own client knows may be unknown here
+        # The hub's own client may have certificates that Python does not have
         return isinstance(error, URLError) and isinstance(error.reason, ssl.SSLError)
     return True
 
@@ -168,14 +167,14 @@ def _explain_unreachable(name: str, source: str) -> str:
 
 
 def find_user_folder() -> Path | None:
-    """The folder of this package's files in the user's cache; `None` if nothing names it and the user has no home."""
+    """Return this package's folder in the user's cache; `None` if no variable names it and the user has no home."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = os.path.expanduser(os.environ.get("KVCACHE_PLUGINS_HOME") or os.path.join(cache, "kvcache_plugins"))
     return None if folder.startswith("~") else Path(folder)
 
 
 def user_folder() -> Path:
-    """The same for what needs it; a `ValueError` if there is none."""
+    """Return this package's folder in the user's cache; raise a `ValueError` if there is none."""
     folder = find_user_folder()
     if folder is None:
         raise ValueError("`KVCACHE_PLUGINS_HOME` has to name a folder in full, as this user has no home folder")
@@ -183,40 +182,40 @@ def user_folder() -> Path:
 
 
 def converted_folder(name: str, version: str) -> Path:
-    """Where the packaged model `name` of a version of its package is, once it has been converted."""
+    """Return the folder for the converted model of a version of its package."""
     return user_folder() / "models" / f"{name}-{version}-float32"
 
 
 def is_converted(name: str, version: str) -> bool:
-    """Tells whether a packaged model of a version of its package has been converted."""
+    """Return true if the model of a version of its package has been converted."""
     return find_user_folder() is not None and converted_folder(name, version).is_dir()
 
 
 def _convert_once(packaged: PackagedModel, name: str, folder: Path) -> None:
-    """Converts into a folder beside `folder` and renames it: `folder` is either whole or not there."""
+    """Convert into a temporary folder and rename it, so that `folder` is never incomplete."""
     if find_spec("gguf") is None:
         raise ImportError(
             f"Reading `{name}` from its package needs gguf: `pip install '.[reference]'` in a clone of the repository."
         )
     partial = folder.with_name(f"{folder.name}.partial")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _say(f"Converting {name} (once, about a minute; or waiting for another process that does) ...")
+    _report(f"Converting {name} (once, about a minute; or waiting for another process that does) ...")
     with FileLock(folder.with_name(f"{folder.name}.lock")):
         if folder.is_dir():
             return
-        # What is left of a process that was killed: the lock is ours, so nobody is writing it.
+        # Left by a process that was killed: no other process writes here, as this one has the lock
         shutil.rmtree(partial, ignore_errors=True)
         try:
-            # Transformers draws bars, not all of which a switch turns off. What goes wrong is raised, not printed.
+            # Transformers has progress bars without a switch; errors are raised, not printed
             with redirect_stderr(io.StringIO()):
                 _convert(packaged, partial)
             partial.rename(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-    _say(f"Converted {name} to {folder}: later loads take seconds.")
+    _report(f"Converted {name} to {folder}: later loads take seconds.")
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 

@@ -1,4 +1,4 @@
-"""How fast a model's rotary position embedding turns its pairs of channels, from the config alone."""
+"""Frequencies of a model's rotary position embedding, from its config."""
 
 import torch
 from transformers import PreTrainedConfig
@@ -7,14 +7,18 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from .layer_config import config_of_layer, heads_of
 
 
-# Whose frequencies do not depend on how long a text is
+# Types whose frequencies do not depend on the length of the text
 _STATIC_TYPES = {"linear", "llama3", "yarn", "proportional"}
 
 
 def rotary_frequencies(config: PreTrainedConfig, layer_idx: int) -> tuple[float, ...] | None:
-    """Tells the radians a token of every pair of channels that a layer rotates; `None` if none or not known."""
+    """
+    Return the radians a token by which a layer rotates each pair of channels; `None` if it rotates none, or the config
+    does not say.
+    """
     layer_config = config_of_layer(config, layer_idx)
-    parameters, layer_type = getattr(layer_config, "rope_parameters", None), None
+    parameters = getattr(layer_config, "rope_parameters", None)
+    layer_type = None
     layer_types = getattr(layer_config, "layer_types", None)
     if isinstance(parameters, dict) and layer_types and layer_types[layer_idx] in parameters:
         layer_type = layer_types[layer_idx]
@@ -26,16 +30,16 @@ def rotary_frequencies(config: PreTrainedConfig, layer_idx: int) -> tuple[float,
         base = parameters.get("rope_theta")
         if base is None:
             return None
-        # Where only some channels are rotated, as in multi-head latent attention, they are a head of their own
+        # Multi-head latent attention rotates some channels alone, as a head of their own
         head_dim = getattr(layer_config, "qk_rope_head_dim", None) or heads_of(layer_config).dim
         rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, rotated, 2, dtype=torch.float64, device="cpu") / rotated
-        # In float32, as models have them
+        # Models have them in float32
         return tuple((1.0 / base**exponents).float().tolist())
     if rope_type not in _STATIC_TYPES or rope_type not in ROPE_INIT_FUNCTIONS:
         return None
     compute = ROPE_INIT_FUNCTIONS[rope_type]
-    # Not all tensors of these functions are made on the device that they are given
+    # These functions make some tensors on the default device instead of the given one
     with torch.device("cpu") as device:
         frequencies: torch.Tensor = compute(layer_config, device, layer_type=layer_type)[0]
     return tuple(frequencies.tolist())

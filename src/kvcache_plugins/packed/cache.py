@@ -69,7 +69,7 @@ class PackedCache(UsageChecksMixin, ReportingMixin, Cache):
     _snapshot_class: ClassVar[type[Snapshot]]
 
     # Whether the codec is fitted to queries, which attention then has to show
-    learns_from_queries = False
+    uses_query_statistics = False
     cache_config: CacheConfig
 
     def __init__(self, config: PreTrainedConfig | None, attention_mask: torch.Tensor | None) -> None:

@@ -91,7 +91,7 @@ class BlockHeader:
     start: int
     token_ids: list[int]
     model_name: str
-    options: dict[str, Any]
+    options: dict[str, object]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -1,12 +1,12 @@
-"""The one definition of what a cache holds: bytes, summed from its tensors, and the ratios made of them; and its HTML:
-plain elements without styles, scripts or files besides, which any viewer of notebooks shows as its page is.
+"""Memory of a cache: bytes summed over its tensors, ratios to other caches, and a report as text or HTML.
+
+The HTML has plain elements alone, without styles, scripts or other files, so that every notebook viewer shows it.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any
 
 import torch
 from transformers import Cache
@@ -16,24 +16,23 @@ from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.layers.step_plan import DroppedOnCopy
 
 
-# What a cache says of itself: counters, and perhaps how it was chosen
+# Entry of `stats()`: a counter, or for a chosen cache a measurement
 StatValue = int | float | str | Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReport:
     """
-    What a cache holds.
+    Bytes of a cache.
 
     Attributes:
-        parts (`dict[str, int]`): bytes per part (`codes`, `scales`, `low_rank`, `outliers`, `residual`, `spare`,
+        parts (`dict[str, int]`): bytes by category (`codes`, `scales`, `low_rank`, `outliers`, `residual`, `spare`,
             `dense`, ...).
-        devices (`dict[str, int]`): bytes per device.
-        dense_bytes (`int`): bytes that `DynamicCache` would hold of the same tokens in the same dtype.
-        num_values (`int`): key and value numbers that those tokens have.
-        shared (`dict[str, int]`, *optional*): bytes by name of what all caches of a model share, each counted once
-            (`calibration`). They are in none of the numbers above, and of those below in `kv_percent_with_shared`
-            alone.
+        devices (`dict[str, int]`): bytes by device.
+        dense_bytes (`int`): bytes of a `DynamicCache` with the same tokens in the same dtype.
+        num_values (`int`): number of key and value elements of these tokens.
+        shared (`dict[str, int]`, *optional*): bytes by name (`calibration`) that all caches of a model share, each
+            counted once. `kv_percent_with_shared` includes them, all other numbers do not.
     """
 
     parts: dict[str, int]
@@ -44,32 +43,32 @@ class MemoryReport:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes stored, metadata, buffers and spare capacity included."""
+        """Bytes stored, including metadata, buffers and spare capacity."""
         return sum(self.parts.values())
 
     @property
     def compression_ratio(self) -> float:
-        """How many times smaller than `DynamicCache` in the same dtype; 1.0 for an empty cache."""
+        """Ratio of a `DynamicCache`'s bytes, in the same dtype, to these; 1.0 for an empty cache."""
         return self.dense_bytes / self.total_bytes if self.total_bytes else 1.0
 
     @property
     def kv_percent(self) -> float:
-        """Bytes stored in percent of a cache at 16 bits a value, as the papers count (float32 caches are at 200)."""
+        """Bytes stored in percent of a cache at 16 bits a value, the papers' measure (a float32 cache has 200)."""
         return 100 * self.total_bytes / (2 * self.num_values) if self.num_values else 0.0
 
     @property
     def kv_percent_with_shared(self) -> float:
-        """Share of the dense bytes with shared tensors counted too, as if there were no other cache."""
+        """`kv_percent` with shared tensors, as for the only cache of a model."""
         held = self.total_bytes + sum(self.shared.values())
         return 100 * held / (2 * self.num_values) if self.num_values else 0.0
 
     @property
     def bits_per_value(self) -> float:
-        """Bits stored for every key and value number."""
+        """Bits stored for a key or value element."""
         return 8 * self.total_bytes / self.num_values if self.num_values else 0.0
 
     def __str__(self) -> str:
-        """The size, and what each part takes of it: exact tokens are `residual` or `dense`."""
+        """Show the size and each category's share of it; exact tokens are `residual` or `dense`."""
         whole = f"{self.total_bytes / 1e6:.1f} MB, {self.kv_percent:.1f} % of a cache at 16 bits"
         if not self.num_values:
             return whole
@@ -83,9 +82,10 @@ class MemoryReport:
 
 def measure_memory(cache: Cache | Sequence[Cache]) -> MemoryReport:
     """
-    Measures any cache of this project, of Transformers or of a third party. Layers that extend `LazyLayer` name their
-    parts; of others every reachable tensor is counted, once, as `dense` or, where the layer quantizes, as `quantized`.
-    Of several caches together, what they share (see `GEARCache.fork`) is counted once.
+    Measure one or several caches of this project, of Transformers or of a third party.
+
+    A `LazyLayer` names the categories of its tensors. In any other layer every reachable tensor counts as `dense`, or
+    as `quantized` if the layer quantizes. Tensors that several of the caches share (see `GEARCache.fork`) count once.
     """
     caches = [cache] if isinstance(cache, Cache) else cache
     parts: Counter[str] = Counter()
@@ -118,20 +118,20 @@ def measure_memory(cache: Cache | Sequence[Cache]) -> MemoryReport:
 
 
 class ReportingMixin:
-    """Adds `memory()` and `stats()` to a cache of Transformers."""
+    """Mixin that adds `memory()` and `stats()` to a cache of Transformers."""
 
     def memory(self) -> MemoryReport:
-        """Measures all that the cache holds."""
+        """Measure the cache's memory."""
         return measure_memory(self)  # type: ignore[arg-type]
 
     def stats(self) -> Mapping[str, StatValue]:
-        """Counters that show the cache was used."""
-        layers: list[CacheLayerMixin] = self.layers  # type: ignore[attr-defined]
-        num_quantized = sum(getattr(layer, "_quantized_keys", None) is not None for layer in layers)
+        """Return counters that show whether the cache was used."""
+        layers: Sequence[object] = self.layers  # type: ignore[attr-defined]
+        num_quantized = sum(bool(_quantized_sides(layer)) for layer in layers)
         return {"num_layers": len(layers), "tokens_cached": self._num_tokens(), "layers_quantized": num_quantized}
 
     def _num_tokens(self) -> int:
-        layers: list[Any] = self.layers  # type: ignore[attr-defined]
+        layers: Sequence[object] = self.layers  # type: ignore[attr-defined]
         return max((layer.get_seq_length() for layer in layers if isinstance(layer, CacheLayerMixin)), default=0)
 
     def __repr__(self) -> str:
@@ -150,7 +150,10 @@ def _show(num_bytes: int) -> str:
 
 
 def add_stats(layers: Sequence[object], make_layer: Callable[[int], LazyLayer]) -> dict[str, int]:
-    """Adds up counters of the lazy layers, or of a new one if there is none; `tokens_cached` is the longest."""
+    """
+    Sum the counters of all lazy layers, or return those of a new layer if there is none. `tokens_cached` is the
+    maximum.
+    """
     own = [layer for layer in layers if isinstance(layer, LazyLayer)]
     total: Counter[str] = Counter()
     for layer in own or [make_layer(0)]:
@@ -173,7 +176,7 @@ def reachable_tensors(value: object) -> Iterator[torch.Tensor]:
         if item is None or id(item) in seen or isinstance(item, _NOT_HELD):
             continue
         seen[id(item)] = item
-        # A subclass holds its data in tensors that it refers to
+        # A tensor subclass refers to the plain tensors that hold its data
         if type(item) in (torch.Tensor, torch.nn.Parameter):
             yield item  # type: ignore[misc]
         if isinstance(item, Mapping):
@@ -188,40 +191,43 @@ def reachable_tensors(value: object) -> Iterator[torch.Tensor]:
             stack.extend(getattr(item, name, None) for name in names - {"__dict__", "__weakref__"})
 
 
+def _quantized_sides(layer: object) -> list[object]:
+    """Return the quantized keys and values of a `QuantizedLayer` of Transformers, as far as it has any."""
+    sides = [getattr(layer, name, None) for name in ("_quantized_keys", "_quantized_values")]
+    return [each for each in sides if each is not None]
+
+
 def _tensors_of_other_layer(layer: object) -> Iterator[tuple[str, torch.Tensor]]:
-    quantized = {
-        id(tensor)
-        for name in ("_quantized_keys", "_quantized_values")
-        for tensor in reachable_tensors(getattr(layer, name, None))
-    }
+    quantized = {id(tensor) for tensor in reachable_tensors(_quantized_sides(layer))}
     for tensor in reachable_tensors(layer):
         yield ("quantized" if id(tensor) in quantized else "dense"), tensor
 
 
-def _dense_equivalent(layer: Any, named: list[tuple[str, torch.Tensor]]) -> tuple[int, int]:
-    """Numbers that a dense layer would hold, and bytes a number."""
+def _dense_equivalent(layer: object, named: list[tuple[str, torch.Tensor]]) -> tuple[int, int]:
+    """Return the number of elements that a dense layer would hold, and the bytes of an element."""
     if isinstance(layer, LazyLayer):
         return (layer.num_values(), layer.dtype.itemsize) if layer.is_initialized else (0, 0)
-    quantized_keys = getattr(layer, "_quantized_keys", None)
-    if quantized_keys is not None:
-        per_token = sum(map(_quantized_numel_per_token, (quantized_keys, layer._quantized_values)))
-        # Not `dtype`, which such a layer has no more since 5.24
-        return per_token * layer.get_seq_length(), layer.keys.dtype.itemsize
+    quantized = _quantized_sides(layer)
+    if quantized:
+        assert isinstance(layer, CacheLayerMixin) and layer.keys is not None, "it has a buffer of exact tokens"
+        # Such a layer has no `dtype` since Transformers 5.24
+        return sum(map(_elements_per_token, quantized)) * layer.get_seq_length(), layer.keys.dtype.itemsize
     stored = [tensor for _, tensor in named if tensor.is_floating_point()]
     return sum(tensor.numel() for tensor in stored), (stored[0].element_size() if stored else 0)
 
 
-def _quantized_numel_per_token(states: torch.Tensor | tuple[Any, ...]) -> int:
-    """Numbers a token in what a quantized layer stores: a tensor (quanto), or one with its metadata (hqq, fp8)."""
-    shape = states.shape if isinstance(states, torch.Tensor) else states[0].shape
-    if isinstance(states, tuple) and isinstance(states[1], dict):
-        shape = states[1]["shape"]
-    return shape[0] * shape[1] * shape[3]
+def _elements_per_token(states: object) -> int:
+    """Return the elements of a token in quantized states: a tensor (quanto), or one with metadata (hqq, fp8)."""
+    tensor, metadata = states if isinstance(states, tuple) else (states, None)
+    # `tensor` may be packed, then metadata have the original shape
+    shape = metadata["shape"] if isinstance(metadata, dict) else tensor.shape
+    return int(shape[0] * shape[1] * shape[3])
 
 
 def render_memory(title: str, report: MemoryReport, counters: Mapping[str, StatValue] | None = None) -> str:
-    """Renders HTML, well-formed as XML too, of what a cache holds and of its `stats()`; all names are escaped."""
-    held, total = {part: size for part, size in report.parts.items() if size}, report.total_bytes
+    """Render a report and `stats()` as HTML, which is well-formed XML too. All names are escaped."""
+    held = {part: size for part, size in report.parts.items() if size}
+    total = report.total_bytes
     lines = [f"<b>{escape(title)}</b>: holds nothing yet"]
     if held:
         cells = (

@@ -22,7 +22,7 @@ from transformers import Cache, ContinuousBatchingConfig, GenerationConfig, PreT
 from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from kvcache_plugins.custom_generate import listening
+from kvcache_plugins.custom_generate import attached
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.prompt_store import PromptStore
 from kvcache_plugins.registry import create_cache
@@ -105,7 +105,7 @@ class CachingManager(GenerateManager):  # type: ignore[misc]
         self._limit = find_limit(model)
         self.counters = Counter[str]()
         # A cache that cannot be had is known before the first request
-        with listening(self._read(torch.zeros(1, 1, dtype=torch.int64, device="cpu"), Request())):
+        with attached(self._read(torch.zeros(1, 1, dtype=torch.int64, device="cpu"), Request())):
             pass
 
     def generate_streaming(
@@ -155,7 +155,7 @@ class CachingManager(GenerateManager):  # type: ignore[misc]
         ready = time.perf_counter()
         if request.seed is not None:
             torch.manual_seed(request.seed)
-        with listening(cache):
+        with attached(cache):
             output: torch.Tensor = self._model.generate(input_ids, **options)  # type: ignore[operator]
             num_bytes = cache.memory().total_bytes if hasattr(cache, "memory") else 0
         num_new, num_known = output.shape[1] - num_tokens, request.num_known or 0

@@ -109,7 +109,7 @@ class TransformCodingCache(PackedCache):
 
     _format = Format("kvcache_plugins.transform_coding", 1, ADVICE)
     _snapshot_class = TransformCodingSnapshot
-    learns_from_queries = True
+    uses_query_statistics = True
     cache_config: TransformCodingConfig
 
     def __init__(

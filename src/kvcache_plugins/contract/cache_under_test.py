@@ -1,19 +1,18 @@
-"""How the checks drive a model through a cache: through public doors only, so that nothing is assumed about storage.
+"""A model and caches of the kind under test, used through public methods alone, without assumptions about storage.
 
-Three rules make the checks fair to caches that lose precision and still able to fail:
+Three rules make the checks fair to lossy caches and still able to fail:
 
-- after an operation the cache must go on like one of the same kind that was built directly, to rounding;
-- where exactness cannot be asked for (a history compressed at other boundaries), the allowed error is made of the
-  cache's own error against `DynamicCache`, and is never more than half of what doing nothing would give;
-- `generate` is compared with a loop of single forwards through the same kind of cache, and with `DynamicCache` token
-  for token wherever the cache turns out to be exact.
+- After an operation a cache continues like one of the same kind that was built directly, up to rounding.
+- Exactness cannot be required where a history was compressed at other boundaries. The allowed error is then derived
+  from the cache's own error against `DynamicCache`, and is at most half of the error of skipping the operation.
+- `generate` is compared with a loop of single forwards through the same kind of cache. If the cache turns out to be
+  exact, its tokens also have to equal those of `DynamicCache`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
-from unittest.mock import patch
 
 import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
@@ -24,53 +23,53 @@ from .comparison import require, require_close
 
 
 CacheMaker = Callable[[], Cache]
-Check = Callable[["Subject"], None]
 
 SHORT_CONTEXT = 12
-"""Tokens of a prompt that a cache with any exact buffer at all keeps exact."""
+"""Tokens of a prompt that every cache with an exact buffer keeps exact."""
 LONG_CONTEXT = 230
 """Tokens of a prompt that is long enough to be compressed, and no multiple of any group."""
 LONG_APPEND = 70
-"""Tokens that fill a buffer of 64 when appended."""
+"""Tokens that fill a buffer of 64 when they are appended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
-    """Drives a decoder through fresh caches of the kind that is checked, and of one that is right by definition."""
+class CacheUnderTest:
+    """A decoder, and a function that makes the caches to check. `dense` has the reference cache in their place."""
 
     model: PreTrainedModel
     make_cache: CacheMaker
 
     @property
-    def dense(self) -> "Subject":
-        """Subject whose cache is the reference, a `DynamicCache`."""
+    def dense(self) -> "CacheUnderTest":
+        """The same model with the reference, a `DynamicCache`."""
         return replace(self, make_cache=partial(DynamicCache, config=self.model.config))
 
     @property
     def rounding(self) -> float:
-        """Distance between logits that rounding may make, in the dtype of the model."""
+        """Distance between logits that rounding may cause, in the dtype of the model."""
         return max(1e-4, 20 * torch.finfo(self.model.dtype).eps)
 
     def lossy_limit(self, noise: float, control: float) -> float:
         """
-        Distance that is right where a cache cannot be exact: twice its own from `DynamicCache`, the `noise`, as two
-        such errors may add up, and at most half of the `control`, the distance that doing nothing would give.
+        Return the distance that is allowed where a cache cannot be exact: twice its own distance from `DynamicCache`,
+        the `noise`, as two such errors may add up; and at most half of the `control`, the distance that skipping the
+        operation would cause.
         """
         return max(self.rounding, min(2 * noise, control / 2))
 
     def prompt(self, length: int, seed: int) -> torch.Tensor:
-        """A prompt `[1, length]` of random tokens."""
+        """Return a prompt `[1, length]` of random tokens."""
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(1, self._vocab_size, (1, length), generator=generator, device="cpu")
         return tokens.to(self.model.device)
 
-    def rows(self, length: int, num_rows: int, seed: int) -> torch.Tensor:
-        """A batch `[num_rows, length]` of different prompts."""
-        return torch.cat([self.prompt(length, seed + row) for row in range(num_rows)])
+    def prompts(self, length: int, num_sequences: int, seed: int) -> torch.Tensor:
+        """Return a batch `[num_sequences, length]` of different prompts."""
+        return torch.cat([self.prompt(length, seed + index) for index in range(num_sequences)])
 
     @torch.no_grad()
     def feed(self, cache: Cache, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits `[batch, new tokens, vocabulary]` of one forward. `mask` covers cached and new tokens."""
+        """Return the logits `[batch, new tokens, vocabulary]` of one forward. `mask` covers cached and new tokens."""
         options = {}
         if mask is not None:
             position_ids = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
@@ -81,22 +80,22 @@ class Subject:
         return logits
 
     def feed_each(self, cache: Cache, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """As `feed`, one forward a token. Here `mask` covers the cached tokens only."""
+        """Return the logits of one forward for each token. Here `mask` covers the cached tokens alone."""
         logits = []
         for step in range(tokens.shape[1]):
-            mask = _longer(mask)
+            mask = _extend_mask(mask)
             logits.append(self.feed(cache, tokens[:, step : step + 1], mask))
         return torch.cat(logits, dim=1)
 
     def require_alike(
         self, cache: Cache, expected: Cache, tokens: torch.Tensor, what: str, at_once: bool = False
     ) -> None:
-        """Requires that two caches go on alike, to rounding, token by token or `at_once`."""
+        """Require equal logits of two caches up to rounding, token by token or `at_once`."""
         feed = self.feed if at_once else self.feed_each
         require_close(feed(cache, tokens), feed(expected, tokens), self.rounding, what)
 
     def cache(self, *chunks: torch.Tensor) -> Cache:
-        """A fresh cache that has seen `chunks`, one forward each, and records the past as if it may be cropped."""
+        """Return a fresh cache after one forward for each chunk, which records the past so that it can be cropped."""
         cache = self.make_cache()
         cache.activate_past_recording()
         for chunk in chunks:
@@ -113,8 +112,8 @@ class Subject:
         mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Decodes as `generate` should, greedily or drawing as it does: the prompt in `chunks`, then a forward a token.
-        Returns tokens `[batch, steps]` and the logits `[batch, steps, vocabulary]` that they were picked from.
+        Decode like `generate`, greedily or by sampling: the prompt in `chunks`, then one forward for each token.
+        Return tokens `[batch, steps]` and the logits `[batch, steps, vocabulary]` that they were picked from.
         """
 
         def pick(logits: torch.Tensor) -> torch.Tensor:
@@ -124,19 +123,19 @@ class Subject:
             logits = self.feed(cache, chunk, mask)[:, -1:]
         tokens, seen = [pick(logits[:, -1])], [logits]
         while len(tokens) < num_new_tokens:
-            mask = _longer(mask)
+            mask = _extend_mask(mask)
             seen.append(self.feed(cache, tokens[-1], mask))
             tokens.append(pick(seen[-1][:, -1]))
         return torch.cat(tokens, dim=1), torch.cat(seen, dim=1)
 
     def follow(self, cache: Cache, chunks: tuple[torch.Tensor, ...], tokens: torch.Tensor) -> torch.Tensor:
-        """The logits that `decode` would have picked from, had its picks been `tokens`, two at least."""
+        """Return the logits of `decode` if it picks `tokens`, which are at least two."""
         for chunk in chunks:
             logits = self.feed(cache, chunk)[:, -1:]
         return torch.cat([logits, self.feed_each(cache, tokens[:, :-1])], dim=1)
 
     def generate(self, cache: Cache, tokens: torch.Tensor, num_new_tokens: int, **options: object) -> torch.Tensor:
-        """The new tokens of `model.generate`, the model's own generation config aside: no early end, no warping."""
+        """Return the new tokens of `generate`, without the model's own generation config: no early end, no warping."""
         plain = GenerationConfig(
             do_sample=False,
             eos_token_id=self._vocab_size,
@@ -144,7 +143,7 @@ class Subject:
             max_new_tokens=num_new_tokens,
         )
         options.setdefault("attention_mask", torch.ones_like(tokens))
-        with patch.object(self.model, "generation_config", plain):
+        with _generation_config(self.model, plain):
             output = self.model.generate(tokens, **as_argument(cache), **options)  # type: ignore[operator]
         return output[:, tokens.shape[1] :]
 
@@ -153,46 +152,34 @@ class Subject:
         return self.model.config.get_text_config(decoder=True).vocab_size
 
 
-def _longer(mask: torch.Tensor | None) -> torch.Tensor | None:
+def _extend_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a mask with one more token, which is no padding."""
     return None if mask is None else torch.cat([mask, mask.new_ones(mask.shape[0], 1)], dim=1)
 
 
-def record_calls(cache: Cache, name: str) -> list[tuple[tuple[Any, ...], int, Any]]:
-    """Returns a list that fills with arguments, length before, and result of each call of a method from now on."""
-    calls: list[tuple[tuple[Any, ...], int, Any]] = []
-    method = getattr(cache, name)
-
-    def recording(*args: Any, **kwargs: Any) -> Any:
-        length = cache.get_seq_length()
-        result = method(*args, **kwargs)
-        calls.append((args, length, result))
-        return result
-
-    setattr(cache, name, recording)
-    return calls
+@contextmanager
+def _generation_config(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+    original = model.generation_config
+    model.generation_config = config
+    try:
+        yield
+    finally:
+        model.generation_config = original
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContractCheck:
     """
-    Describes an item of the contract: its row of the grid, what has to hold, and a function that raises otherwise.
+    Item of the contract.
+
+    Attributes:
+        name (`str`): its row of the grid.
+        summary (`str`): the requirement.
+        function (`Callable`): raises an error if the requirement is not met.
+        on_hybrid (`bool`): run it on a model with a sliding-window layer.
     """
 
     name: str
     summary: str
-    function: Callable[[Subject], None]
+    function: Callable[[CacheUnderTest], None]
     on_hybrid: bool = False
-
-
-CHECKS: list[ContractCheck] = []
-
-
-def contract_check(summary: str, *, on_hybrid: bool = False) -> Callable[[Check], Check]:
-    """Adds `check_some_name` to the contract as the item `some-name`. Arguments: see `ContractCheck`."""
-
-    def add(function: Check) -> Check:
-        name = function.__name__.removeprefix("check_").replace("_", "-")
-        CHECKS.append(ContractCheck(name=name, summary=summary, function=function, on_hybrid=on_hybrid))
-        return function
-
-    return add
