@@ -29,6 +29,7 @@ from kvcache_plugins.triton_kernels.attention.attend import prepare_groups
 from kvcache_plugins.triton_kernels.attention.combine import prepare_combination
 from kvcache_plugins.triton_kernels.attention.dense_part import DensePart as KernelDensePart
 from kvcache_plugins.triton_kernels.attention.partials import Partials
+from kvcache_plugins.triton_kernels.gather import gather_rows, page_addresses, write_rows
 from kvcache_plugins.triton_kernels.launch import ALIGNMENT, KeptLaunch, Launch
 from kvcache_plugins.triton_kernels.scores import score_codes as score_codes_kernel
 from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels, prepare_rows, shared_bytes
@@ -39,6 +40,9 @@ from kvcache_plugins.user_warnings import warn_user
 
 from .masks import slice_mask
 
+
+# Kernels that are used as they are
+__all__ = ["gather_rows", "page_addresses", "write_rows"]
 
 # Parts of a kind that a launch at the end takes
 _MAX_PARTS = 2
