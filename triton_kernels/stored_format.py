@@ -110,7 +110,7 @@ class RowLayout(Protocol):
             nothing.
         basis (`RowBasis`, *optional*): the basis that tokens are coded in.
         num_refits (`int`): times that codes are found anew for the scale that was found.
-        num_coded (`int`): numbers of a token that are coded, K.
+        num_coefficients (`int`): numbers of a token that are coded, K.
     """
 
     @property
@@ -132,4 +132,4 @@ class RowLayout(Protocol):
     @property
     def num_refits(self) -> int: ...
     @property
-    def num_coded(self) -> int: ...
+    def num_coefficients(self) -> int: ...

@@ -199,7 +199,7 @@ def exact_attention(query: torch.Tensor, parts: Sequence[Part], num_heads: int) 
 
 def rounding_of(part: Part, engine: str) -> float:
     """Tells the relative error that rounding to words of 16 bits may add, in C: of queries and weights for groups, and
-    with AVX-512 of points in bases."""
+    with AVX-512 of levels in bases."""
     if engine != "compiled" or isinstance(part, DensePart):
         return 0.0
     if isinstance(part, GroupPart):

@@ -35,7 +35,7 @@ def make_layer(config: TransformCodingConfig = CONFIG) -> CompressedLayer:
     return CompressedLayer(config.packing(FREQUENCIES), 0)
 
 
-def num_coded(layer):
+def num_coefficients(layer):
     return sum(block.length for block in layer.blocks)
 
 
@@ -66,7 +66,7 @@ def test_rows_are_attended_to_as_they_are_held():
     cache.layers.append(layer := cache._next_layer())
     feed(layer, *states(2, 150), padding=[0, 100])
     for count in (1, 9, 60, 1):
-        query, before = torch.randn(2, NUM_HEADS * 2, count, HEAD_DIM), num_coded(layer)
+        query, before = torch.randn(2, NUM_HEADS * 2, count, HEAD_DIM), num_coefficients(layer)
         output = feed(layer, *states(2, count), padding=[0, 100], query=query)
         held = [layer.materialize(side) for side in ("keys", "values")]
         if count < 4 * BUFFER:
@@ -74,18 +74,18 @@ def test_rows_are_attended_to_as_they_are_held():
             mask = mask[:, None, None].expand(-1, 1, count, -1).tril(held[0].shape[2] - count)
             expected = F.scaled_dot_product_attention(query, *held, attn_mask=mask, enable_gqa=True)
             assert float((output - expected).abs().max()) < 1e-4
-        assert num_coded(layer) >= before > 0
+        assert num_coefficients(layer) >= before > 0
 
 
 def test_life_of_a_token():
     layer, keys_and_values = make_layer(), states(1, SINKS + MIN_TOKENS - 1)
     feed(layer, *keys_and_values)
-    assert layer.codec is None and num_coded(layer) == 0
+    assert layer.codec is None and num_coefficients(layer) == 0
     feed(layer, *states(1, 1))
-    assert num_coded(layer) == 0
+    assert num_coefficients(layer) == 0
     # Enough tokens now: coded when the next one comes
     feed(layer, *states(1, 1))
-    assert num_coded(layer) == MIN_TOKENS and layer.prefix.num_slots == SINKS and layer.buffer.length == 1
+    assert num_coefficients(layer) == MIN_TOKENS and layer.prefix.num_slots == SINKS and layer.buffer.length == 1
     assert torch.equal(layer.materialize("keys")[:, :, :SINKS], keys_and_values[0][:, :, :SINKS])
     assert layer.codec.rope.name in ("half-split", "interleaved", "none")
     for _ in range(BUFFER - 1):
@@ -98,7 +98,7 @@ def test_life_of_a_token():
     assert [(each.length, each.is_recent) for each in layer.blocks] == [(MIN_TOKENS, False), (BUFFER - kept, True)]
     # A long update is coded as soon as attention has seen it
     feed(layer, *states(1, 100))
-    assert num_coded(layer) == layer.get_seq_length() - SINKS and layer.buffer is None
+    assert num_coefficients(layer) == layer.get_seq_length() - SINKS and layer.buffer is None
     assert layer.stats()["tokens_exact"] == SINKS
 
 

@@ -4,7 +4,7 @@ A row is a head's token: first a byte that is its scale, then a block of eight c
 width w is w bytes, and holds eight codes of w bits one after another, lowest bits first. All heads have rows of the
 same size, so rows are one tensor, though blocks stand at other places in every head.
 
-Codes stand for points: a point is an odd polynomial `c (a + b c^2 + e c^4)` of `c = (2 u + 1) / 2^w - 1`, of a code
+Codes stand for levels: a level is an odd polynomial `c (a + b c^2 + e c^4)` of `c = (2 u + 1) / 2^w - 1`, of a code
 `u` of w bits: two to five multiply-adds in registers and no table that has to be gathered from, on a CPU and on a GPU
 alike. The coefficients were fitted to the least squared error over a normal variable. Over Lloyd-Max's quantizers,
 which are the best there are, that is 0, 0, 0.2, 2.0, 1.2 and 3.2 % more at 1 to 6 bits; with two coefficients alone it
@@ -25,7 +25,7 @@ BLOCK = 8
 MAX_WIDTH = 8
 # Mean squared errors over a normal variable, at all widths from 0 on
 DISTORTIONS = (1.0, 0.36338, 0.11748, 0.034623, 0.0096878, 0.0025339, 0.00066493, 0.00017328, 0.000044952)
-# Polynomials of the points, by width
+# Polynomials of the levels, by width
 COEFFICIENTS = (
     (0.0, 0.0, 0.0),
     (1.595769, 0.0, 0.0),
@@ -55,8 +55,8 @@ def _shifts(widths: torch.Tensor) -> torch.Tensor:
     return (widths.long()[..., None] * torch.arange(BLOCK, dtype=torch.int64, device=widths.device))[:, :, None]
 
 
-def levels(width: int) -> torch.Tensor:
-    """The points of all codes of a width, `[2^width]`, float32."""
+def levels_at(width: int) -> torch.Tensor:
+    """The levels of all codes of a width, `[2^width]`, float32."""
     count = 2**width
     centred = (2 * torch.arange(count, dtype=torch.int64, device="cpu").double() + 1) / count - 1
     first, second, third = COEFFICIENTS[width]
@@ -73,8 +73,8 @@ def thresholds(device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
         bounds = torch.full((MAX_WIDTH + 1, 2**MAX_WIDTH - 1), torch.inf, dtype=torch.float32, device="cpu")
         for width in range(1, MAX_WIDTH + 1):
-            points = levels(width)
-            bounds[width, : len(points) - 1] = (points[1:] + points[:-1]) / 2
+            levels = levels_at(width)
+            bounds[width, : len(levels) - 1] = (levels[1:] + levels[:-1]) / 2
         return bounds.to(device)
 
 
@@ -93,7 +93,7 @@ def _coefficients(device: torch.device) -> torch.Tensor:
         return torch.tensor(COEFFICIENTS, dtype=torch.float32, device=device)
 
 
-def points_of(codes: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
+def levels_of(codes: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
     """Computes the numbers that codes `[B, H, T, N, 8]` stand for."""
     widths = widths.long()
     first, second, third = _coefficients(codes.device)[widths][:, :, None, :, None].unbind(-1)
@@ -102,10 +102,10 @@ def points_of(codes: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
     return centred * (first + square * (second + square * third))
 
 
-def point_gains() -> torch.Tensor:
+def level_gains() -> torch.Tensor:
     """
-    Computes gain corrections: factors of the points of every width that make them as large as what they stand for.
-    Points are means, which lie further in.
+    Computes gain corrections: factors of the levels of every width that make them as large as what they stand for.
+    Levels are means, which lie further in.
     """
     factors = [0.0] + [1 / (1 - distortion) for distortion in DISTORTIONS[1:]]
     return torch.tensor(factors, dtype=torch.float32, device="cpu")

@@ -124,7 +124,7 @@ class RowFormat:
     by_energy: bool = False
 
     @property
-    def num_coded(self) -> int:
+    def num_coefficients(self) -> int:
         """Numbers of a token that are coded, K."""
         return self.head_dim if self.basis is None else self.basis.num_components
 
