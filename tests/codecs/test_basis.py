@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcache_plugins.codecs.basis import basis_for_widths, format_in_basis, karhunen_loeve, round_basis
-from kvcache_plugins.codecs.prompt_codec import allocate_widths
+from kvcache_plugins.codecs.bit_allocation import allocate_widths
 from kvcache_plugins.codecs.rows import RowCodec, SharedFormats
 from kvcache_plugins.formats.quantizer import DISTORTIONS
 from kvcache_plugins.formats.rotary import RotaryLayout

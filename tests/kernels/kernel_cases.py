@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from kvcache_plugins.codecs.basis import basis_for_widths, format_in_basis, round_basis
+from kvcache_plugins.codecs.bit_allocation import allocate_widths
 from kvcache_plugins.codecs.codec import Sample
 from kvcache_plugins.codecs.outliers import Outliers, sort_into_tiles
-from kvcache_plugins.codecs.prompt_codec import PromptCodec, allocate_widths
+from kvcache_plugins.codecs.prompt_codec import PromptCodec
 from kvcache_plugins.codecs.quantization import quantize
 from kvcache_plugins.codecs.rows import RowCodec, SharedFormats
 from kvcache_plugins.formats.bits import pack

@@ -1,8 +1,8 @@
-"""Quantizer of rows: numbers become codes, every number that of its nearest point, and codes become bytes.
+"""Quantizer of rows: each number becomes the code of its nearest level, and codes become bytes.
 
-A row is a head's token: first a byte that is its scale, then a block of eight channels after the other. A block of
+A row is a head's token: first a byte that is its scale, then one block after the other of eight channels. A block of
 width w is w bytes, and holds eight codes of w bits one after another, lowest bits first. All heads have rows of the
-same size, so rows are one tensor, though blocks stand at other places in every head.
+same size, so rows are one tensor, though blocks have other offsets in every head.
 
 Codes stand for levels: a level is an odd polynomial `c (a + b c^2 + e c^4)` of `c = (2 u + 1) / 2^w - 1`, of a code
 `u` of w bits: two to five multiply-adds in registers and no table that has to be gathered from, on a CPU and on a GPU
@@ -40,23 +40,23 @@ COEFFICIENTS = (
 
 
 def num_blocks(head_dim: int) -> int:
-    """Blocks that the channels of a head take, the last one perhaps not full."""
+    """Returns the number of blocks that the channels of a head take, the last one perhaps not full."""
     return -(-head_dim // BLOCK)
 
 
 def block_offsets(widths: torch.Tensor) -> torch.Tensor:
-    """The first byte of every block, `[B, H, N]`, of widths `[B, H, N]`."""
+    """Returns the first byte of every block, `[B, H, N]`, of widths `[B, H, N]`."""
     widths = widths.long()
     return 1 + widths.cumsum(dim=-1) - widths
 
 
 def _shifts(widths: torch.Tensor) -> torch.Tensor:
-    """The first bit of the codes of a block, `[B, H, 1, N, 8]`."""
+    """Returns the first bit of the codes of a block, `[B, H, 1, N, 8]`."""
     return (widths.long()[..., None] * torch.arange(BLOCK, dtype=torch.int64, device=widths.device))[:, :, None]
 
 
 def levels_at(width: int) -> torch.Tensor:
-    """The levels of all codes of a width, `[2^width]`, float32."""
+    """Returns the levels of all codes of a width, `[2^width]`, float32."""
     count = 2**width
     centred = (2 * torch.arange(count, dtype=torch.int64, device="cpu").double() + 1) / count - 1
     first, second, third = COEFFICIENTS[width]
@@ -67,8 +67,8 @@ def levels_at(width: int) -> torch.Tensor:
 @cache
 def thresholds(device: torch.device) -> torch.Tensor:
     """
-    The upper bounds of the codes of every width, `[9, 255]`, infinite behind the last but one code: a value's code is
-    the number of them that lie below it.
+    Returns the upper bounds of the codes of every width, `[9, 255]`, infinite after the last but one code: a value's
+    code is the number of bounds below it.
     """
     with torch.inference_mode(False):
         bounds = torch.full((MAX_WIDTH + 1, 2**MAX_WIDTH - 1), torch.inf, dtype=torch.float32, device="cpu")
@@ -104,8 +104,8 @@ def levels_of(codes: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
 
 def level_gains() -> torch.Tensor:
     """
-    Computes gain corrections: factors of the levels of every width that make them as large as what they stand for.
-    Levels are means, which lie further in.
+    Computes gain corrections: factors of the levels of every width that make them as large as the numbers that they
+    stand for. Levels are means, so they are smaller.
     """
     factors = [0.0] + [1 / (1 - distortion) for distortion in DISTORTIONS[1:]]
     return torch.tensor(factors, dtype=torch.float32, device="cpu")
