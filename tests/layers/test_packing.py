@@ -42,10 +42,10 @@ def test_no_tokens_and_no_data():
 def test_numbers_are_named_before_scales():
     good, bad = torch.zeros(1, 1, 3, 4), torch.full((1, 1, 3, 4), torch.nan)
     ends, reaches = torch.tensor(True), torch.tensor(False)
-    check_finite(good, good, None, 0, is_beyond=reaches)
+    check_finite(good, good, None, 0, overflow=reaches)
     with pytest.raises(ValueError, match="layer 3: tokens are too large"):
-        check_finite(good, good, None, 3, is_beyond=ends)
+        check_finite(good, good, None, 3, overflow=ends)
     with pytest.raises(ValueError, match="layer 3: the values .* hold NaN"):
-        check_finite(good, bad, None, 3, is_beyond=ends)
+        check_finite(good, bad, None, 3, overflow=ends)
     # Not the scales of padding: whoever asks leaves them out
-    check_finite(good, bad, torch.zeros(1, 3, dtype=torch.bool), 3, is_beyond=reaches)
+    check_finite(good, bad, torch.zeros(1, 3, dtype=torch.bool), 3, overflow=reaches)

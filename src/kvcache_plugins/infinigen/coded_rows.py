@@ -81,11 +81,11 @@ class CodedRows(ScoringStates):
             rows = codec.encode(keys, values, positions)
         except ValueError as error:
             raise ValueError(f"layer {self.layer_idx}: {error}") from error
-        is_beyond = codec.overflow(*rows)
-        if is_beyond is not None:
-            is_beyond = (is_beyond if valid is None else is_beyond & valid).any()
+        overflow = codec.overflow(*rows)
+        if overflow is not None:
+            overflow = (overflow if valid is None else overflow & valid).any()
         real = None if valid is None else self._real(number[:, :count])
-        check_finite(keys, values, real, self.layer_idx, self.packing.largest, is_beyond)
+        check_finite(keys, values, real, self.layer_idx, self.packing.largest, overflow)
         if not self.is_fitted:
             codec = codec.with_bias_correction(rows, Sample(keys, values, valid, None, positions))
         self._encoded = codec, sinks, moments

@@ -66,17 +66,17 @@ def check_finite(
     valid: torch.Tensor | None,
     layer_idx: int,
     largest: float = float("inf"),
-    is_beyond: torch.Tensor | None = None,
+    overflow: torch.Tensor | None = None,
 ) -> None:
     """
     Raises a `ValueError` with the layer's index if real tokens `[B, H, T, D]`, `valid` `[B, T]`, hold NaN, infinity or
-    what is not below `largest`, or if `is_beyond` says that scales ended before a token did.
+    what is not below `largest`, or if there is an `overflow`: a token beyond the largest scale.
     """
     if keys.is_meta:
         # Nothing is known of what has no data
         return
     # One answer is waited for, not one a side; what stands for padding may be anything, and seldom is
-    fits = True if is_beyond is None else ~is_beyond
+    fits = True if overflow is None else ~overflow
     for states in (keys, values):
         if states.numel():
             # Read once, and nothing as large is written: NaN is the least and the largest of what it is among
@@ -90,7 +90,7 @@ def check_finite(
         is_unfit = ~(states.abs() < largest).all(dim=3).all(dim=1)
         if bool((is_unfit if valid is None or not states.numel() else is_unfit & valid).any()):
             reasons.append(f"the {name} to be compressed hold NaN or infinity{limit}")
-    if is_beyond is not None and bool(is_beyond):
+    if overflow is not None and bool(overflow):
         reasons.append("tokens are too large beside those that the tables were made of")
     if reasons:
         raise ValueError(

@@ -250,7 +250,7 @@ class StaticLayer(CompressedLayer):
             rows = slice(first, block.length)
             overflow = self.codec.overflow(block.keys[:, :, rows], block.values[:, :, rows])
             nothing = self._buffer_storage()[0][:, :, :0]
-            check_finite(nothing, nothing, None, self.layer_idx, is_beyond=overflow.any())
+            check_finite(nothing, nothing, None, self.layer_idx, overflow=overflow.any())
 
     def _buffer_storage(self) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.buffer is not None
