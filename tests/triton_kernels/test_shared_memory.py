@@ -123,7 +123,7 @@ def test_scores(limit):
     rows, _ = codec.encode(keys, values, positions)
     query = torch.randn(1, 2, 3, 64)
     none = [query[:, :, :0]] * 2
-    tokens = SelectableRows(rows, 65, [], codec, positions, SinkStates(None, *none))
+    tokens = SelectableRows(rows, 65, [], codec.formats(), positions, SinkStates(None, *none))
     limit(LARGE)
     by_kernel = score_rows(query, tokens)
     limit(SMALL)
