@@ -53,6 +53,7 @@ EVAL_FLOORS: tuple[set[str], ...] = (
 )
 # Foreign packages that one unit alone may import, and all that a unit may import beside Python's own and itself.
 ONLY_IN = {"lm_eval": "eval"}
+ENGINE, TRITON = f"{ROOT_PACKAGE}.kernels.engine", f"{ROOT_PACKAGE}.kernels.triton"
 ALL_OF = {"formats": {"torch"}, "triton_kernels": {"torch", "triton"}}
 
 
@@ -147,6 +148,17 @@ def find_foreign_violations(sources: dict[str, str]) -> list[str]:
     return violations
 
 
+def find_triton_violations(sources: dict[str, str]) -> list[str]:
+    """The imports of Triton's kernels beside the one place that imports them late: Triton may not be installed."""
+    return [
+        f"{module} imports {target}: `kernels.engine.load_triton` may"
+        for module, imported in import_graph(sources).items()
+        for target in sorted(imported)
+        if (target == TRITON and module != ENGINE)
+        or (room_of(target) == "triton_kernels" and room_of(module) != "triton_kernels" and module != TRITON)
+    ]
+
+
 def find_cycles(sources: dict[str, str]) -> list[str]:
     """The circles of modules, and of rooms, that import each other, directly or through others: the first of each."""
     # What a package offers is imported from it by others, and by the package from its modules: no circle of jobs
@@ -171,7 +183,7 @@ def _circle(graph: dict[str, set[str]]) -> Iterator[str]:
         yield f"a circle of imports: {' -> '.join([*circle[start:], *circle[: start + 1]])}"
 
 
-CHECKS = (find_order_violations, find_foreign_violations, find_cycles)
+CHECKS = (find_order_violations, find_foreign_violations, find_triton_violations, find_cycles)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -201,6 +213,16 @@ BAD_EXAMPLES = {
     "in kernels": (FOREIGN, {"triton_kernels.x": "import transformers"}, "`triton_kernels` must not"),
     "codecs in kernels": (ORDER, {"kernels.x": "from @.codecs import y", "codecs.y": ""}, "`codecs` stands above"),
     "in formats": (FOREIGN, {"formats.x": "import transformers"}, "`formats` must not"),
+    "kernels of Triton": (
+        find_triton_violations,
+        {"kernels.x": "def f():\n    from .triton import g", "kernels.triton": ""},
+        "`kernels.engine.load_triton` may",
+    ),
+    "in the Triton folder": (
+        find_triton_violations,
+        {"layers.x": "def f():\n    import @.triton_kernels.y", "triton_kernels.y": ""},
+        "`kernels.engine.load_triton` may",
+    ),
     "of ours": (FOREIGN, {"triton_kernels.x": "from @.files import y", "files": ""}, "`triton_kernels` must not"),
     "circle of modules": (
         find_cycles,
@@ -223,6 +245,8 @@ ALLOWED = {
     "codecs.y": "from @.kernels import z",
     "kernels.z": "import @.formats.w",
     "formats.w": "import torch",
+    "kernels.engine": "def f():\n    from . import triton",
+    "kernels.triton": "from @.triton_kernels import y",
     "triton_kernels.x": "import math\nimport triton.language as tl\nfrom .y import z",
     "triton_kernels.y": "",
 }

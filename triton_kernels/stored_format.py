@@ -13,7 +13,9 @@ import torch
 
 
 # The byte that is a token's scale: steps an octave, the byte of a scale of one, and the last byte
-SCALE_STEPS, SCALE_OFFSET, LAST_SCALE = 16.0, 128, 255
+SCALE_STEPS = 16.0
+SCALE_OFFSET = 128
+LAST_SCALE = 255
 # Below that share of its value without error, `z.q` says nothing about a scale
 LEAST_GAIN = 0.3
 # Tokens whose outliers are stored together
@@ -110,7 +112,7 @@ class RowLayout(Protocol):
             nothing.
         basis (`RowBasis`, *optional*): the basis that tokens are coded in.
         num_refits (`int`): times that codes are found anew for the scale that was found.
-        num_coded (`int`): numbers of a token that are coded, K.
+        num_coefficients (`int`): numbers of a token that are coded, K.
     """
 
     @property
@@ -132,4 +134,4 @@ class RowLayout(Protocol):
     @property
     def num_refits(self) -> int: ...
     @property
-    def num_coded(self) -> int: ...
+    def num_coefficients(self) -> int: ...

@@ -155,11 +155,11 @@ def test_windows_stay_as_they_are(tiny_model, random_windows):
     )
     dense = run(model, prompts)
     with compressed_batching(model, "transform-30", text=torch.tensor(prompts[-1:])) as batching:
-        together, num_coded = run(model, prompts), batching.stats()["tokens_coded"]
+        together, num_coefficients = run(model, prompts), batching.stats()["tokens_coded"]
         alone = [run(model, [prompt])[0] for prompt in prompts]
     assert together == alone
     # Two of its four layers attend to all tokens
-    assert num_coded == 2 * (sum(map(len, prompts)) + 3 * (NUM_TOKENS - 1))
+    assert num_coefficients == 2 * (sum(map(len, prompts)) + 3 * (NUM_TOKENS - 1))
     assert agreeing(together, dense) > 24
 
 

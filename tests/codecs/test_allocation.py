@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from kvcache_plugins.codecs.prompt_codec import allocate_widths, make_value_table, share_bytes
+from kvcache_plugins.codecs.bit_allocation import allocate_widths, share_bytes
+from kvcache_plugins.codecs.prompt_codec import make_value_format
 from kvcache_plugins.formats.quantizer import DISTORTIONS, num_blocks
 
 
@@ -30,7 +31,7 @@ def test_without_energy_all_bits_are_given_all_the_same(energies):
 
 @pytest.mark.parametrize(("head_dim", "total"), [(64, 17), (64, 64), (20, 5), (1, 3)])
 def test_even_widths(head_dim, total):
-    widths = make_value_table(torch.randn(1, 1, 9, head_dim), torch.ones(1, 9).bool(), total).widths[0, 0].tolist()
+    widths = make_value_format(torch.randn(1, 1, 9, head_dim), torch.ones(1, 9).bool(), total).widths[0, 0].tolist()
     assert len(widths) == num_blocks(head_dim) and sum(widths) == total and max(widths) - min(widths) <= 1
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcache_plugins.codecs.basis import basis_for_widths, format_in_basis, karhunen_loeve, round_basis
-from kvcache_plugins.codecs.prompt_codec import allocate_widths
+from kvcache_plugins.codecs.bit_allocation import allocate_widths
 from kvcache_plugins.codecs.rows import RowCodec, SharedFormats
 from kvcache_plugins.formats.quantizer import DISTORTIONS
 from kvcache_plugins.formats.rotary import RotaryLayout
@@ -69,7 +69,7 @@ def test_components_are_those_of_the_rounded_basis(total):
     """Inverts components without codes: states in the span of the kept rows come back."""
     table, weights = make_table(total, is_weighted=True), torch.randn(NUM_HEADS, 30, HEAD_DIM)
     basis, inverse = table.basis._matrices()
-    kept = weights[..., : table.num_coded]
+    kept = weights[..., : table.num_coefficients]
     scaled = kept @ basis
     once = scaled @ inverse
     twice = once + (scaled - once @ basis) @ inverse

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvcache_plugins.codecs.prompt_codec import make_key_table, make_value_table
+from kvcache_plugins.codecs.prompt_codec import make_key_format, make_value_format
 from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.formats.quantizer import DISTORTIONS
 from kvcache_plugins.formats.rotary import RotaryLayout
@@ -12,7 +12,7 @@ from kvcache_plugins.kernels.ops import decode_rows, encode_rows
 
 
 def value_table(values: torch.Tensor, total: int) -> RowFormat:
-    return make_value_table(values, torch.ones(values.shape[0], values.shape[2], dtype=torch.bool), total)
+    return make_value_format(values, torch.ones(values.shape[0], values.shape[2], dtype=torch.bool), total)
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def test_keys_have_the_error_that_the_table_expects():
     deviations = torch.logspace(-1.5, 0.5, 64)[torch.randperm(64)]
     keys = torch.randn(1, 1, 4000, 64) * deviations + torch.randn(64)
     layout, valid = RotaryLayout((), "none", 0, 64), torch.ones(1, 4000, dtype=torch.bool)
-    table = make_key_table(keys, valid, None, [layout], Positions(), 16)
+    table = make_key_format(keys, valid, None, [layout], Positions(), 16)
     decoded = decode_rows(encode_rows(keys, table), table)
     expected = torch.tensor(DISTORTIONS)[table.widths.long()].repeat_interleave(8, dim=-1)
     expected = expected * deviations[table.order.long()[0, 0]].square()

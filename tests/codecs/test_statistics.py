@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvcache_plugins.codecs.prompt_codec import QueryMoments, make_key_table
+from kvcache_plugins.codecs.prompt_codec import QueryMoments, make_key_format
 from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.formats.rotary import candidate_layouts
 
@@ -29,7 +29,7 @@ def test_the_layout_is_found(number):
     at = angles()
     keys = LAYOUTS[number].rotate(unlike_channels(), *at[number])
     valid = torch.ones(1, LENGTH, dtype=torch.bool)
-    assert make_key_table(keys, valid, None, LAYOUTS, Positions(), TOTAL).rope == LAYOUTS[number]
+    assert make_key_format(keys, valid, None, LAYOUTS, Positions(), TOTAL).rope == LAYOUTS[number]
 
 
 def test_channels_that_queries_ask_for_get_more():
@@ -39,7 +39,7 @@ def test_channels_that_queries_ask_for_get_more():
     moments = QueryMoments.of(query, 1, LAYOUTS, None)
     valid = torch.ones(1, LENGTH, dtype=torch.bool)
     none = LAYOUTS[-1:]
-    table = make_key_table(keys, valid, QueryMoments.of(query, 1, none, None), none, Positions(), TOTAL)
+    table = make_key_format(keys, valid, QueryMoments.of(query, 1, none, None), none, Positions(), TOTAL)
     assert set(table.order[0, 0, :2].tolist()) == {5, 21}
     assert int(table.widths[0, 0, 0]) == 8
     assert moments.products.shape == (1, 1, 3, HEAD_DIM)
@@ -51,7 +51,7 @@ def test_queries_are_turned_back_by_all_positions():
     keys, at = unlike_channels(), angles()
     keys = layout.rotate(keys, *at[0])
     valid = torch.ones(1, LENGTH, dtype=torch.bool)
-    table = make_key_table(keys, valid, QueryMoments.of(query, 2, LAYOUTS, None), LAYOUTS, Positions(), TOTAL)
+    table = make_key_format(keys, valid, QueryMoments.of(query, 2, LAYOUTS, None), LAYOUTS, Positions(), TOTAL)
     plain = layout.rotate(keys, at[0][0], -at[0][1])
     turned = layout.rotate(query[:, :, :, None], at[number][0][:, :, None], -at[number][1][:, :, None])
     energies = turned.square().mean(dim=(2, 3)) * plain.var(dim=2, unbiased=False)

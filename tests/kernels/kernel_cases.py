@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from kvcache_plugins.codecs.basis import basis_for_widths, format_in_basis, round_basis
+from kvcache_plugins.codecs.bit_allocation import allocate_widths
 from kvcache_plugins.codecs.codec import Sample
 from kvcache_plugins.codecs.outliers import Outliers, sort_into_tiles
-from kvcache_plugins.codecs.prompt_codec import PromptCodec, allocate_widths
+from kvcache_plugins.codecs.prompt_codec import PromptCodec
 from kvcache_plugins.codecs.quantization import quantize
 from kvcache_plugins.codecs.rows import RowCodec, SharedFormats
 from kvcache_plugins.formats.bits import pack
@@ -199,7 +200,7 @@ def exact_attention(query: torch.Tensor, parts: Sequence[Part], num_heads: int) 
 
 def rounding_of(part: Part, engine: str) -> float:
     """Tells the relative error that rounding to words of 16 bits may add, in C: of queries and weights for groups, and
-    with AVX-512 of points in bases."""
+    with AVX-512 of levels in bases."""
     if engine != "compiled" or isinstance(part, DensePart):
         return 0.0
     if isinstance(part, GroupPart):

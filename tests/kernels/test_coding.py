@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from kvcache_plugins.codecs.prompt_codec import make_key_table, make_value_table
+from kvcache_plugins.codecs.prompt_codec import make_key_format, make_value_format
 from kvcache_plugins.codecs.rows import RowCodec, SharedFormats
 from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.formats.rotary import RotaryLayout, candidate_layouts
@@ -53,8 +53,8 @@ def levels(monkeypatch) -> Callable[[], Iterator[str]]:
 def fitted_tables(states: torch.Tensor, total: int) -> dict[str, RowFormat]:
     layout = RotaryLayout((), "none", 0, states.shape[3])
     valid = torch.ones(states.shape[0], states.shape[2], dtype=torch.bool)
-    keys = make_key_table(states, valid, None, [layout], Positions(), total)
-    return {"keys": keys, "values": make_value_table(states, valid, total)}
+    keys = make_key_format(states, valid, None, [layout], Positions(), total)
+    return {"keys": keys, "values": make_value_format(states, valid, total)}
 
 
 def make_table(head_dim: int, *, is_key: bool, batch_size: int = 1, rope: RotaryLayout | None = None) -> RowFormat:

@@ -135,7 +135,7 @@ def test_scores(limit):
     assert torch.equal(scores[0], expected) and torch.equal(scores[1], expected)
     assert not torch.equal(by_kernel, expected)
     # Products are of halves: of float32 queries the same bytes decide
-    limit(triton.shared_bytes(64, *(table.num_coded for table in codec.formats()), is_float32=False))
+    limit(triton.shared_bytes(64, *(table.num_coefficients for table in codec.formats()), is_float32=False))
     assert torch.equal(score_rows(query, tokens), by_kernel)
 
 

@@ -1,12 +1,12 @@
 """Decode attention over transform-coded rows: nothing dense is ever written to memory.
 
 A program takes one key/value head, up to 16 of its queries (8 where heads are wide) and one stretch of the sequence
-(a split), and goes through it in tiles of up to 64 tokens. A tile's codes become points in registers (`points`), keys
+(a split), and goes through it in tiles of up to 64 tokens. A tile's codes become levels in registers (`levels`), keys
 over their deviations by a multiply-add with the token's scale and the channels' means; deviations are in the queries,
-values' scales in the weights. The rotary embedding is done by the queries (`turned_queries`). Values are summed as
+values' scales in the weights. The rotary embedding is done by the queries (`rotated_queries`). Values are summed as
 they are coded, rotated by a Hadamard matrix, and what a split comes to is turned back in the end (`tiles`).
 
-In calibrated bases a tile's points of keys become channels by two products with the head's basis, of the first and of
+In calibrated bases a tile's levels of keys become channels by two products with the head's basis, of the first and of
 the second channels of rotated pairs, which are turned to the tile's start together. Values are summed as components of
 theirs, which `combine` takes back to channels once.
 
@@ -81,9 +81,9 @@ def prepare_rows(
     key_layout, basis = keys.layout, keys.layout.basis
     is_float32 = query.dtype == torch.float32 and not only_scores
     # Channels of a tile; components that tensor cores add up are at least as many
-    num_channels, num_keys, num_values = (
-        block_channels(count) for count in (key_layout.head_dim, key_layout.num_coded, values.layout.num_coded)
-    )
+    num_channels = block_channels(key_layout.head_dim)
+    num_keys = block_channels(key_layout.num_coefficients)
+    num_values = block_channels(values.layout.num_coefficients)
     widest = max(num_channels, num_values) if basis is None else num_channels
     block_rows, block_tokens, num_warps = _tile_shape(
         widest, num_rows, has_basis=basis is not None, is_float32=is_float32
@@ -103,7 +103,7 @@ def prepare_rows(
         scores = query.new_empty(batch_size, num_heads, num_rows, length, dtype=torch.float32)
         partials = Partials(scores, None, None)  # type: ignore[arg-type]
     else:
-        partials = empty_partials(query, num_splits, values.layout.num_coded)
+        partials = empty_partials(query, num_splits, values.layout.num_coefficients)
     arguments = {
         **tensor_arguments("query", query, "bhr"),
         **mask_arguments(mask, num_heads, num_rows),
@@ -155,7 +155,7 @@ def _side_arguments(name: str, side: CodedRows) -> dict[str, object]:
         f"{name}_width_ptr": contiguous(side.layout.widths),
         f"{name}_deviation_ptr": contiguous(side.layout.deviation),
         f"{name}_coefficient_ptr": side.coefficients,
-        f"{name.upper()}_CODED": side.layout.num_coded,
+        f"{name.upper()}_CODED": side.layout.num_coefficients,
     }
 
 

@@ -5,14 +5,15 @@ of which a few queries would leave most empty. Tables of a prompt are those of a
 (`BASIS`) those of a head.
 
 Legend as in `attend.py`. Blocks: `BLOCK_R` query rows, `BLOCK_T` tokens, `BLOCK_D` channels of keys, `BLOCK_K` and
-`BLOCK_V` coded numbers of keys and values in the order of `points.row_slots`, an eighth as many blocks of them.
+`BLOCK_V` coded numbers of keys and values in the order of `levels.row_slots`, an eighth as many blocks of them.
 """
 
 import triton
 import triton.language as tl
 
 from ..attention.masks import mask_row_offsets
-from .points import TOKENS_BEHIND, load_codebook, load_levels, row_slots
+from .levels import TOKENS_BEHIND, load_codebook, load_four_levels, row_slots
+from .rotated_queries import load_rotated_queries
 from .tiles import (
     WEIGHT_FACTOR,
     attend_tile,
@@ -23,7 +24,6 @@ from .tiles import (
     store_rotated,
     store_sums,
 )
-from .turned_queries import load_turned_queries
 
 
 # Changes from prompt to prompt or step to step: a kernel for each divisibility would gain nothing
@@ -101,7 +101,7 @@ def attend_kernel(
     first_token = tl.program_id(1) * tokens_per_split
     last_token = tl.minimum(first_token + tokens_per_split, length)
     # fmt: off
-    own, partners, size, angles = load_turned_queries(
+    own, partners, size, angles = load_rotated_queries(
         query_ptr, query_rows, query_stride_r, query_rows < num_rows, channels, channel_in_use, partners,
         partner_in_use, angle_columns, sizes, scale, near_ptr, far_ptr, padding_ptr, batch, position + first_token,
         NUM_ANGLES, NUM_NEAR, BLOCK_T, ROTARY, PADDED, DTYPE)
@@ -113,7 +113,7 @@ def attend_kernel(
     key_codebook = load_codebook(
         key_width_ptr + table * ((KEY_CODED + 7) // 8), key_coefficient_ptr, (KEY_CODED + 7) // 8, BLOCK_K // 8, DTYPE)
     if TWO_BITS:
-        value_codebook = load_levels(value_coefficient_ptr)
+        value_codebook = load_four_levels(value_coefficient_ptr)
     else:
         value_codebook = load_codebook(
             value_width_ptr + table * ((VALUE_CODED + 7) // 8), value_coefficient_ptr, (VALUE_CODED + 7) // 8,

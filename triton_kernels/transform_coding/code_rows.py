@@ -431,7 +431,7 @@ def _table_arguments(
         "cell_code_ptr": codebook.cell_codes,
         "cell_bound_ptr": codebook.cell_bounds,
         "HEAD_DIM": layout.head_dim,
-        "NUM_CODED": layout.num_coded,
+        "NUM_CODED": layout.num_coefficients,
         "NUM_DEVIATIONS": 0 if layout.deviation is None else layout.deviation.shape[2],
         "ROW_SIZE": layout.row_size,
         "FACTOR": size**-0.5 if is_rotated else 1.0,
@@ -441,13 +441,13 @@ def _table_arguments(
         "BY_ENERGY": basis is not None and not layout.is_weighted,
         "NUM_REFITS": layout.num_refits,
         "BLOCK_C": min(_PRODUCT_CHANNELS, block_channels(layout.head_dim)),
-        "BLOCK_K": block_channels(layout.num_coded),
+        "BLOCK_K": block_channels(layout.num_coefficients),
     }
 
 
 def _tile_shape(layout: RowLayout, *, is_rotated: bool) -> tuple[int, int]:
     """Tokens of a tile, and warps that share it: one where nothing else asks for more, which sums within itself."""
-    num_channels = block_channels(layout.num_coded)
+    num_channels = block_channels(layout.num_coefficients)
     if layout.basis is not None:
         return _BASIS_TOKENS, 4 if num_channels <= _MANY_CHANNELS else 8
     if is_rotated:

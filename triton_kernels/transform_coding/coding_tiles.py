@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from ..stored_format import LAST_SCALE, LEAST_GAIN, SCALE_OFFSET, SCALE_STEPS
-from .points import scale_of
-from .turned_queries import load_angles
+from .levels import scale_of
+from .rotated_queries import load_angles
 
 
 # A grid over numbers from `-GRID_END` to `GRID_END`, in cells of `1 / GRID_STEPS`. Every bound is nearer to 0, and
@@ -118,7 +118,7 @@ def store_rows(
 
 @triton.jit
 def _load_codebook(widths, coefficient_ptr, cell_code_ptr, cell_bound_ptr):
-    """Of every number's width: coefficients of its points, `[1, BLOCK_K]` each, and where its cells begin."""
+    """Of every number's width: coefficients of its levels, `[1, BLOCK_K]` each, and where its cells begin."""
     own_ptr = (coefficient_ptr + widths * 4)[None, :]
     factor, first = tl.load(own_ptr), tl.load(own_ptr + 1)
     second, third = tl.load(own_ptr + 2), tl.load(own_ptr + 3)
@@ -142,11 +142,11 @@ def _fitting_scale(normal, codes, weights, energy, scale, book, WEIGHTED: tl.con
     factor, first, second, third, _, _ = book
     centred = (2 * codes + 1).to(tl.float32) * factor - 1.0
     square = centred * centred
-    points = centred * (first + square * (second + square * third))
-    counted = points * weights[None, :] if WEIGHTED or BY_ENERGY else points
+    levels = centred * (first + square * (second + square * third))
+    counted = levels * weights[None, :] if WEIGHTED or BY_ENERGY else levels
     over = tl.sum(normal * counted, axis=1)
     if WEIGHTED:
-        fitting = over / tl.maximum(tl.sum(points * counted, axis=1), 1e-9)
+        fitting = over / tl.maximum(tl.sum(levels * counted, axis=1), 1e-9)
     else:
         says_something = over > _LEAST_GAIN * energy / scale
         fitting = tl.where(says_something, energy / tl.where(says_something, over, 1.0), scale)

@@ -10,8 +10,8 @@ import triton.language as tl
 
 from ..arithmetic import dot_parts, inverse_power, multiply, multiply_add, power_below, rotate_pairs, same_halves
 from ..attention.masks import mask_scores
-from .points import load_points, load_scales, look_up_points, row_slots
-from .turned_queries import turn_back
+from .levels import decode_levels, load_scales, look_up_levels, row_slots
+from .rotated_queries import rotate_back
 
 
 # Weights of values times their scales are at most 246: so much more of what is small are halves
@@ -88,7 +88,7 @@ def attend_tile(
     cosines, sines, offset_cosines, offset_sines = angles
     # fmt: off
     scales = load_scales(key_rows[0], start, length, KEY_ROW_SIZE, BLOCK_T, IS_WHOLE).to(DTYPE)
-    keys = load_points(
+    keys = decode_levels(
         key_rows, start, length, KEY_ROW_SIZE, BLOCK_T, BLOCK_K // 8, DTYPE, PAIRS, IS_WHOLE)
     if BASIS:
         keys = keep_halves(tl.reshape(keys, [BLOCK_T, BLOCK_K]), PAIRS)
@@ -110,7 +110,7 @@ def attend_tile(
         else:
             scores = tl.dot(keep_halves(keys, PAIRS), own.to(DTYPE), input_precision="ieee") * size[None, :]
     if ROTARY:
-        own, partners = turn_back(own, partners, cosines, sines)
+        own, partners = rotate_back(own, partners, cosines, sines)
     tokens = start + tl.arange(0, BLOCK_T)
     in_use = (tokens < length)[:, None] & row_in_use[None, :]
     if SCORES:
@@ -129,9 +129,9 @@ def attend_tile(
         totals = totals * decay + weights
         scales = load_scales(value_rows[0], start, length, VALUE_ROW_SIZE, BLOCK_T, IS_WHOLE) * WEIGHT_FACTOR
         if TWO_BITS:
-            values = look_up_points(value_rows, start, length, VALUE_ROW_SIZE, BLOCK_T, BLOCK_V // 8, IS_WHOLE)
+            values = look_up_levels(value_rows, start, length, VALUE_ROW_SIZE, BLOCK_T, BLOCK_V // 8, IS_WHOLE)
         else:
-            values = load_points(
+            values = decode_levels(
                 value_rows, start, length, VALUE_ROW_SIZE, BLOCK_T, BLOCK_V // 8, DTYPE, PAIRS, IS_WHOLE)
         values = tl.trans(keep_halves(tl.reshape(values, [BLOCK_T, BLOCK_V]), PAIRS))
         weights = keep_halves((weights * scales[:, None]).to(DTYPE), PAIRS)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from packaging.requirements import Requirement
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.engine import choose_coding_kernel, explain_kernel, requested_kernel
+from kvcache_plugins.kernels.engine import choose_coding_kernel, explain_kernel, load_triton, requested_kernel
 from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.models.packaged_models import PACKAGED_MODELS
 from kvcache_plugins.models.reference_model import is_converted
@@ -259,12 +259,11 @@ def _examine_triton(has_gpu: bool) -> TritonState:
 
 
 def _launch_kernel(device: torch.device) -> None:
-    from kvcache_plugins.triton_kernels.gather import gather_rows, page_addresses
-
+    triton = load_triton()
     page = torch.arange(64, dtype=torch.float32, device=device).reshape(1, 1, 16, 4)
     slots = torch.tensor([[[3, 1]]], dtype=torch.int64, device=device)
     rows = torch.zeros(1, 1, 2, 4, dtype=torch.float32, device=device)
-    gather_rows(page_addresses([page], device), slots, None, rows, 16)
+    triton.gather_rows(triton.page_addresses([page], device), slots, None, rows, 16)
     if not torch.equal(rows, page[:, :, [3, 1]]):
         raise WrongKernelError("the kernel that gathers rows returned other rows")
 

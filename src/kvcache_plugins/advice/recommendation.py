@@ -33,8 +33,8 @@ DEFAULT_CACHES: tuple[str, ...] = (
     "calibrated-12",
     "gear-2bit",
 )
-# KL to the dense cache behind a prompt of 1024 tokens: SmolLM2 on WikiText-2, as in docs/results/gear.md (a test checks).
-# InfiniGen's KL is of decoded tokens on Moby Dick
+# KL to the dense cache behind a prompt of 1024 tokens: SmolLM2 on WikiText-2, as in docs/results/gear.md (a test
+# checks). InfiniGen's KL is of decoded tokens on Moby Dick
 MEASURED_KL = {
     "dynamic": 0.0,
     "llamacpp-q8_0": 0.0001,

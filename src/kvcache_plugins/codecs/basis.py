@@ -1,15 +1,14 @@
-"""Bases of a calibration, in which states are worth coding: the Karhunen-Loeve transform, errors counted by a metric.
+"""Bases of a calibration: the Karhunen-Loeve transform, with errors weighted by a metric.
 
-Components of states in the basis are uncorrelated, and their errors do not add up in each other: the energy of a
-component is its variance times what an error there costs. No other basis needs so few bits for the same error.
+Components of states in the basis are uncorrelated, and so are their weighted errors: the energy of a component is its
+variance times the cost of an error there. No other basis needs so few bits for the same error.
 
-    token, its mean taken off -> channels times their factors -> components in the basis of its head,
+    token, less its mean -> channels times their factors -> components in the basis of its head,
     in standard deviations
 
-Components without bits vanish, in the order of the basis the last ones. The basis and its inverse stand in eight bits
-a number. The inverse is that of the rounded basis, and what it lost when it was rounded itself is made good by a
-second look, at what the first components leave. So all that rounding does is that the basis is a little beside the
-best one.
+Components without bits are the last ones, and are dropped. The basis and its inverse have eight bits a number. The
+inverse is that of the rounded basis; a second step on the residual of the first components corrects the rounding of
+the inverse itself. So rounding only makes the basis slightly worse than the best one.
 
 Legend: B batch, H heads, T tokens, D head dim, K components that any head has bits for.
 """
@@ -21,11 +20,11 @@ from kvcache_plugins.formats.rotary import RotaryLayout
 from kvcache_plugins.formats.rows import Basis, RowFormat
 
 
-# Of a metric's mean diagonal: what keeps directions that nothing was seen of from being free
+# Share of a metric's mean diagonal that every direction costs, also one that no text has shown
 _LEAST_SHARE = 1e-4
-# Of the largest energy of a head: a component that does not vary must not divide by zero
+# Least share of the largest energy of a head: a component that does not vary must not divide by zero
 _LEAST_ENERGY = 1e-9
-# Of a number in eight bits
+# Largest number in eight bits
 _MOST = 127
 # Times that a key's scale and codes are fitted to each other in the basis of a calibration, at most
 _NUM_REFITS = 5
@@ -67,8 +66,8 @@ def format_in_basis(mean: torch.Tensor, basis: Basis, widths: torch.Tensor, rope
 
 def karhunen_loeve(metric: torch.Tensor, moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Finds the basis of states of second moments `[H, D, D]`, about whatever is taken off them, of which an error `e`
-    costs `e @ metric @ e`; `metric` `[H, D, D]` is symmetric and positive.
+    Finds the basis of states with second moments `[H, D, D]` about the subtracted mean, where an error `e` costs
+    `e @ metric @ e`; `metric` `[H, D, D]` is symmetric and positive.
 
     Returns:
         `torch.Tensor` of shape `[H, D, D]`, float64: rows of the basis by falling energy, each as long as one standard
@@ -88,8 +87,8 @@ def karhunen_loeve(metric: torch.Tensor, moments: torch.Tensor) -> tuple[torch.T
 def round_basis(basis: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Rounds a basis, whose rows `[H, D, D]` are as long as a standard deviation of their component, for channels that
-    are multiplied by `factors` `[H, D]`: what rounding loses is then the same in all of them. Returns `vectors` and
-    `steps` of `Basis`.
+    are multiplied by `factors` `[H, D]`, so that all have the same rounding error. Returns `vectors` and `steps` of
+    `Basis`.
     """
     scaled = basis.double() * factors.double()[:, None]
     steps = scaled.abs().amax(dim=-1) / _MOST
@@ -98,6 +97,6 @@ def round_basis(basis: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _rounded_inverse(basis: torch.Tensor) -> torch.Tensor:
-    """Columns of the inverses of matrices `[H, D, D]`, each in units of its own, `[H, D, D]`, int8."""
+    """Returns columns of the inverses of matrices `[H, D, D]`, each in its own units, `[H, D, D]`, int8."""
     columns = torch.linalg.inv(basis.double()).mT
     return (columns * (_MOST / columns.abs().amax(dim=-1, keepdim=True))).round().to(torch.int8)

@@ -1,14 +1,15 @@
-"""The interface of every way in which a token of a head becomes a row of bytes: a layer keeps rows, a codec says what
-they mean. No codec knows a cache, and no cache knows a format.
+"""`Codec`, the interface of all codecs that encode each token of a head as a row of bytes: a layer keeps rows, and a
+codec reads them. No codec knows a cache, and no cache knows a format.
 
-A cache makes a codec for each layer out of the layer's head dims. What a layer asks of it, in this order:
+A cache makes a codec for each layer out of the layer's head dims. The layer calls, in this order:
 
-    fit(sample)                          once, with the first tokens to be coded: returns the codec to use
-    encode(keys, values, positions)      rows, for every run of tokens; `overflow(...)` looks at them
-    with_bias_correction(rows, sample)  once, behind the first `encode`: returns the codec to read with
+    fit(sample)                          once, with the first tokens to be encoded: returns the codec to use
+    encode(keys, values, positions)      rows, for every run of tokens; `overflow(...)` checks them
+    with_bias_correction(rows, sample)   once, after the first `encode`: returns the codec to read with
+    part(rows, ...)                      the rows in the form that attention takes
     decode_keys(rows, positions), decode_values(rows)
 
-Attention takes rows as a part, which `part(...)` makes, and is computed by kernels where `has_kernels`.
+Kernels compute attention over rows if `has_kernels`, PyTorch otherwise.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, T tokens, Q queries, D head dim, R bytes of a row,
 C layouts.
@@ -34,7 +35,7 @@ from kvcache_plugins.formats.rows import RowFormats, Rows
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Of a layer's state
+# Sizes of a layer's state
 _HEADS = "batch_size", "num_heads", "key_head_dim"
 
 
@@ -44,8 +45,8 @@ class QueryMoments:
     Sums over queries, by key/value head.
 
     Attributes:
-        squares (`torch.Tensor` of shape `[B, H, D]`): of squared channels.
-        products (`torch.Tensor` of shape `[B, H, C, D]`): of channels times their partners in every layout.
+        squares (`torch.Tensor` of shape `[B, H, D]`): sums of squared channels.
+        products (`torch.Tensor` of shape `[B, H, C, D]`): sums of channels times their partners in every layout.
     """
 
     squares: Annotated[torch.Tensor, Stored(_HEADS, torch.float32, least=0)]
@@ -55,7 +56,7 @@ class QueryMoments:
     def of(
         cls, query: torch.Tensor, num_heads: int, layouts: Sequence[RotaryLayout], valid: torch.Tensor | None
     ) -> QueryMoments:
-        """Sums up queries `[B, H * G, Q, D]`, after the rotary embedding, of which those `valid` `[B, Q]` count."""
+        """Sums over queries `[B, H * G, Q, D]`, after the rotary embedding: all, or those `valid` `[B, Q]`."""
         query = query.float()
         if valid is not None:
             query = query * valid[:, None, :, None]
@@ -77,7 +78,7 @@ class QueryMoments:
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class CodecState:
     """
-    What a layer's state keeps of a codec that was fitted to its tokens, beside the options.
+    State of a codec that was fitted to a layer's tokens, beside the options.
 
     Attributes:
         rotary (`str`), first_rotated (`int`): name and first channel of the keys' rotary embedding.
@@ -94,13 +95,13 @@ class CodecState:
 
 class Sample(NamedTuple):
     """
-    Tokens, one behind the other, that a codec is fitted to.
+    Consecutive tokens that a codec is fitted to.
 
     Attributes:
         keys, values (`torch.Tensor` of shape `[B, H, T, D]`): states of any floating dtype.
         valid (`torch.Tensor` of shape `[B, T]`, bool, *optional*): tokens that count; all by default.
-        moments (`QueryMoments`, *optional*): of queries; without them all channels count the same.
-        positions (`Positions`): where the tokens stand.
+        moments (`QueryMoments`, *optional*): moments of queries; without them all channels count the same.
+        positions (`Positions`): positions of the tokens.
     """
 
     keys: torch.Tensor
@@ -112,12 +113,12 @@ class Sample(NamedTuple):
 
 class PackingCodec:
     """
-    Packs tokens of a layer, as rows or in groups: what layers ask of both.
+    Base of codecs of rows and of groups.
 
     Attributes:
-        has_kernels (`bool`): whether there are kernels for attention over what it packs, beside plain PyTorch.
-        layouts (`Sequence[RotaryLayout]`): what `fit` needs of queries: `QueryMoments` of these layouts, of the
-            tokens that it is fitted to. Empty if it needs none, and is what it is whatever the tokens are.
+        has_kernels (`bool`): True if kernels compute attention over packed tokens, beside plain PyTorch.
+        layouts (`Sequence[RotaryLayout]`): layouts of the `QueryMoments` that `fit` needs. Empty if it needs none, and
+            the codec is the same whatever the tokens are.
     """
 
     has_kernels = False
@@ -129,15 +130,15 @@ class PackingCodec:
         return None
 
     def fit(self, sample: Sample) -> Self:
-        """Returns the codec that suits a sample, of which `valid` is told, and the tokens that will follow it."""
+        """Returns the codec for a sample, whose `valid` is given, and for the tokens that will follow it."""
         return self
 
     def check_shapes(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Raises a `ValueError` if states `[B, H, T, D]` are not of the model that it is for."""
+        """Raises a `ValueError` if states `[B, H, T, D]` are of another model than the codec."""
         return None
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Lists what a cache holds of it, and counts as its memory."""
+        """Lists the tensors that a cache holds for the codec, and counts as its memory."""
         return iter(())
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
@@ -146,7 +147,7 @@ class PackingCodec:
 
 
 class Codec(PackingCodec, ABC):
-    """Codes every token of a head by itself, as a row of as many bytes."""
+    """Encodes every token of a head on its own, as a row of a fixed number of bytes."""
 
     @property
     @abstractmethod
@@ -156,8 +157,8 @@ class Codec(PackingCodec, ABC):
     @abstractmethod
     def encode(self, keys: torch.Tensor, values: torch.Tensor, positions: Positions) -> Rows:
         """
-        Codes keys and values `[B, H, T, D]` of any floating dtype as rows `[B, H, T, R]`, uint8; a `ValueError` if
-        states are too large for the format, where it is found while they are coded.
+        Encodes keys and values `[B, H, T, D]` of any floating dtype as rows `[B, H, T, R]`, uint8. Raises a
+        `ValueError` if the encoding finds states too large for the format.
         """
 
     @abstractmethod
@@ -180,11 +181,11 @@ class Codec(PackingCodec, ABC):
         return OpaqueRowPart(keys, values, self.decode_keys, self.decode_values, positions, length, mask)
 
     def refit(self, number: int, sample: Sample) -> Self:
-        """Returns the codec fitted anew to a sample of one sequence, all that it has, with `moments` of all."""
+        """Returns the codec with one sequence fitted anew, to a sample of all its tokens, with `moments` of all."""
         return self
 
     def with_bias_correction(self, rows: Rows, sample: Sample) -> Self:
-        """Returns the codec to read with, given rows of the sample that it was fitted to."""
+        """Returns the codec to read with, given rows of the sample that the codec was fitted to."""
         return self
 
     def with_more_bits(self, nbits: int) -> Codec | None:
@@ -200,21 +201,21 @@ class Codec(PackingCodec, ABC):
         return None
 
     def overflow(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
-        """Marks tokens `[B, T]` that rows `[B, H, T, R]` cannot hold, if there may be such."""
+        """Marks tokens `[B, T]` that rows `[B, H, T, R]` cannot hold; `None` if rows hold all tokens."""
         return None
 
     def shared_tensors(self) -> Iterator[torch.Tensor]:
-        """Lists what all caches of a model share, on every device."""
+        """Lists the tensors that all caches of a model share, on every device."""
         return iter(())
 
     def state(self) -> CodecState | None:
-        """Returns what was fitted, of which nothing is copied; `None` for nothing."""
+        """Returns the fitted state, without a copy; `None` if nothing was fitted."""
         return None
 
     def restore(self, state: CodecState, heads: tuple[int, int], path: str) -> Codec:
         """
-        Returns the codec as another one was, fitted to B and H `heads`; a `ValueError` that names `path` if that is
-        anything that the codec of no layer under these options can have.
+        Returns the codec with the state of another one, fitted to B and H `heads`. Raises a `ValueError` that names
+        `path` if no codec of a layer under these options can have that state.
         """
         raise ValueError(f"`{path}`: rows are coded by tables that no cache has of its own")
 
@@ -225,14 +226,14 @@ class Codec(PackingCodec, ABC):
 
 
 class SideCoder(Protocol):
-    """How a token's key, or its value, becomes bytes, where that depends on nothing but the token."""
+    """Coder of keys, or of values, that depends on nothing but the token."""
 
     @property
     def row_size(self) -> int:
         """Bytes of a row, R."""
 
     def encode(self, states: torch.Tensor) -> torch.Tensor:
-        """Codes states `[..., D]`, float32, as rows `[..., R]`; a `ValueError` if they are too large."""
+        """Encodes states `[..., D]`, float32, as rows `[..., R]`; a `ValueError` if they are too large."""
 
     def decode(self, rows: torch.Tensor) -> torch.Tensor:
         """Decodes rows `[..., R]` to states `[..., D]`, float32."""
@@ -240,7 +241,7 @@ class SideCoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenCodec(Codec):
-    """Codes tokens by nothing but themselves: keys and values each by a coder."""
+    """Codec of keys and values that each have a `SideCoder`."""
 
     keys: SideCoder
     values: SideCoder

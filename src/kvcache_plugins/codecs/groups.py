@@ -1,13 +1,13 @@
 """Encoding of keys and values in chunks whose groups of values share a scale.
 
 Codecs of [GEAR](https://huggingface.co/papers/2403.05527), KIVI and their kin: quantized codes, a low-rank correction
-`A B^T` of what they miss, and sparse outliers. The counts of outliers are taken from the axis that is filtered (the
+`A B^T` of their error, and sparse outliers. The counts of outliers are taken from the axis that is filtered (the
 released code takes both from the channels), and every head and sequence is compressed on its own. Outliers are left
-out of the range of their group and clamped into it; after the low rank is known, what is missing there is stored, so
-that outliers are exact to float16 in the sum of all three parts.
+out of the range of their group and clamped into it; after the low rank is known, the error that remains there is
+stored, so that outliers are exact to float16 in the sum of all three parts.
 
-A `SideCodec` is of keys or of values, a `GroupCodec` of both. What is stored is described once, by `SideCodec.layout`:
-tensors without data (`meta`) become it with nothing computed, tensors of a file have to be it.
+A `SideCodec` is of keys or of values, a `GroupCodec` of both. `SideCodec.layout` describes the stored tensors:
+encoding tensors without data (`meta`) allocates them, and tensors of a file have to match.
 
 Legend: B batch, H heads, M chunks, L tokens a chunk, D head dim, R rank, N outliers of a chunk.
 """
@@ -64,13 +64,13 @@ class SideCodec:
         side (`str`): `"key"` or `"value"`: outliers are those of a channel of keys, of a token of values.
         head_dim (`int`): D.
         nbits (`int`): bits a code.
-        grouping (`Grouping`): which values share a scale.
+        grouping (`Grouping`): the values that share a scale.
         sparsity (`float`, *optional*, defaults to 0): share of the values kept as outliers.
         rank, decode_rank (`int`, *optional*, defaults to 0): rank of a prompt's correction, and of decoded tokens'.
         num_iterations (`int`, *optional*, defaults to 1): power iterations.
-        is_rotated (`bool`, *optional*, defaults to `False`): whether states are rotated before they are quantized.
-        spreads_errors (`bool`, *optional*, defaults to `False`): whether tokens of a chunk that would all be
-            rounded to the same side are not, see `quantize`; a token's codes then depend on the others.
+        is_rotated (`bool`, *optional*, defaults to `False`): True if states are rotated before they are quantized.
+        spreads_errors (`bool`, *optional*, defaults to `False`): True if tokens of a chunk that would all be rounded
+            to the same side are not, see `quantize`; a token's codes then depend on the others.
     """
 
     side: str
@@ -84,12 +84,13 @@ class SideCodec:
     is_rotated: bool = False
     spreads_errors: bool = False
 
-    # Class of what is stored
+    # Class of the stored chunks
     states_class: ClassVar[type[QuantizedChunks]] = QuantizedChunks
 
     def layout(self, batch_size: int, num_heads: int, num_chunks: int, length: int, sizes: ChunkSizes) -> Layout:
-        """Describes everything stored of chunks of `length` tokens: name, shape and dtype of each tensor."""
-        dims, grouping, head_dim = (batch_size, num_heads, num_chunks), self.grouping, self.head_dim
+        """Describes the tensors stored of chunks of `length` tokens: name, shape and dtype."""
+        dims = batch_size, num_heads, num_chunks
+        grouping, head_dim = self.grouping, self.head_dim
         if grouping.axis == "channel":
             scale: tuple[int, ...] = (*dims, length // (grouping.group_size or length), head_dim)
         elif grouping.group_size is None:
@@ -112,8 +113,8 @@ class SideCodec:
         self, num_heads: int, length: int, num_real: int | None = None, *, is_prompt: bool = False
     ) -> ChunkSizes:
         """
-        Computes the sizes of corrections of a chunk of `length` tokens, of which `num_real` (all by default) are no
-        padding in the sequence that has most of them.
+        Computes the sizes of corrections of a chunk of `length` tokens; the sequence with the least padding has
+        `num_real` real ones (all by default).
         """
         num_real = length if num_real is None else num_real
         num_channels = num_heads * self.head_dim
@@ -131,15 +132,15 @@ class SideCodec:
 
         Args:
             states (`torch.Tensor` of shape `[B, H, M, L, D]`, any floating dtype): M chunks of L tokens.
-            valid (`torch.Tensor` of shape `[B, M, L]`, bool, *optional*): tokens that are real; of states without data
-                it comes with its own. The others enter no range, no count of outliers and no factor, and what is
-                stored of them means nothing.
-            is_prompt (`bool`, *optional*, defaults to `False`): whether the rank of a prompt applies, or that of
+            valid (`torch.Tensor` of shape `[B, M, L]`, bool, *optional*): tokens that are real; it has data even if
+                states have none. Padding enters no range, no count of outliers and no factor, and its stored values
+                mean nothing.
+            is_prompt (`bool`, *optional*, defaults to `False`): True if the rank of a prompt applies, not that of
                 decoded tokens.
 
         Returns:
-            What is stored, and whether all of it fits float16 (`torch.Tensor` of shape `[]`, bool), which NaN and
-            infinity do not: for `check_range`, before anything is made of the first.
+            The stored chunks, and whether all numbers fit float16 (`torch.Tensor` of shape `[]`, bool), which NaN and
+            infinity do not: to be passed to `check_range` before the chunks are used.
         """
         batch_size, num_heads, num_chunks, length, _ = states.shape
         if states.is_meta:
@@ -164,7 +165,7 @@ class SideCodec:
         selected = select_outliers(states, valid, self.sparsity, self.side)
         if selected is not None:
             keep = selected[1]
-        # A low rank has what errors share
+        # A low rank holds the errors that tokens share
         spread_errors = self.spreads_errors and not rank
         codes, scale, zero = quantize(states, keep, self.nbits, self.grouping, spread_errors=spread_errors)
         tensors = {"codes": pack(codes, self.nbits), "scale": scale, "zero": zero}
@@ -177,7 +178,7 @@ class SideCodec:
                 if selected is not None:
                     missing -= a.float() @ b.float().transpose(-1, -2)
             if selected is not None:
-                flat = selected[0].places(length, self.head_dim)
+                flat = selected[0].flat_indices(length, self.head_dim)
                 values = missing.transpose(1, 2).flatten(2).gather(2, flat).to(STORAGE_DTYPE)
                 stored = sort_into_tiles(selected[0], values, num_heads, length, self.head_dim)
                 tensors |= dict(zip(("outlier_indices", "outlier_values", "outlier_offsets"), stored, strict=True))
@@ -196,7 +197,7 @@ class SideCodec:
         )
 
     def is_of_decoded(self, states: QuantizedChunks) -> bool:
-        """Tells whether chunks of decoded tokens, none of them padding, can be stored behind those of `states`."""
+        """Returns whether chunks of decoded tokens, none of them padding, can be stored after those of `states`."""
         batch_size, num_heads, num_chunks, length, _ = states.codes.shape
         layout = self.layout(batch_size, num_heads, num_chunks, length, self.sizes(num_heads, length))
         return {name: tensor.shape for name, tensor in states.named_tensors()} == {
@@ -207,16 +208,15 @@ class SideCodec:
         self, path: str, tensors: Mapping[str, torch.Tensor], batch_size: int, num_heads: int, decoded_length: int
     ) -> QuantizedChunks:
         """
-        Makes states of the tensors of a file. Kernels read what lies here by address and do not look whether an index
-        leads out of it, so every index is looked at.
+        Makes chunks of the tensors of a file. Kernels read them by address without a check of bounds, so every index
+        is checked here.
 
         Args:
-            path (`str`): where the file has them, named in errors.
-            decoded_length (`int`): L, where there are several chunks.
+            path (`str`): their path within the file, for errors.
+            decoded_length (`int`): L, if there are several chunks.
 
         Raises:
-            ValueError: if a tensor is missing, or of another shape or dtype than it has to be, or holds what cannot
-                be.
+            ValueError: if a tensor is missing, has another shape or dtype, or an impossible value.
         """
         num_chunks, length = (_size(tensors, "codes", dim) for dim in (CHUNK_DIM, 3))
         group_size = self.grouping.group_size or max(length, 1)
@@ -240,16 +240,16 @@ class SideCodec:
         return states
 
     def _check_outliers(self, path: str, states: QuantizedChunks) -> None:
-        """Raises a `ValueError` if an offset or an index of outliers leads out of what is stored."""
+        """Raises a `ValueError` if an offset or an index of outliers is out of bounds."""
         indices, offsets = states.outlier_indices, states.outlier_offsets
         assert indices is not None and offsets is not None
         counts = offsets.diff(dim=3)
-        # No place of a tile and head is there twice
+        # No index of a tile and head occurs twice
         most = OUTLIER_TILE * self.head_dim
         if bool((offsets[..., 0] != 0).any() | (counts < 0).any() | (counts > most).any()):
             raise ValueError(f"`{path}.outlier_offsets` have to rise from 0 on, by no more than a tile has places")
         if int(offsets[..., -1].max()) > indices.shape[3]:
-            raise ValueError(f"`{path}.outlier_offsets` have to be at most {indices.shape[3]}, of which there are")
+            raise ValueError(f"`{path}.outlier_offsets` have to be at most {indices.shape[3]}, the number of outliers")
         bits = channel_bits(self.head_dim)
         tokens, channels = indices >> bits, indices & ((1 << bits) - 1)
         if bool(((tokens < 0) | (tokens >= OUTLIER_TILE) | (channels >= self.head_dim)).any()):
@@ -258,7 +258,7 @@ class SideCodec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupCodec(PackingCodec):
-    """Codec of keys and values, which are compressed in the same chunks."""
+    """Codec of keys and values that are compressed in the same chunks."""
 
     keys: SideCodec
     values: SideCodec
@@ -275,11 +275,11 @@ class GroupCodec(PackingCodec):
         is_prompt: bool = False,
     ) -> tuple[QuantizedChunks, QuantizedChunks]:
         """
-        Compresses consecutive tokens `[B, H, tokens, D]`, of which those `valid` `[B, tokens]` are no padding, in
-        chunks of equal length; `is_prompt` is as in `SideCodec.encode`. The host waits for a device once, in the end.
+        Compresses consecutive tokens `[B, H, tokens, D]` in chunks of equal length; `valid` `[B, tokens]` marks those
+        that are no padding, and `is_prompt` is as in `SideCodec.encode`. The host waits for a device once, in the end.
 
         Raises:
-            ValueError: if something does not fit float16, in which everything but the codes is stored.
+            ValueError: if a number does not fit float16, the dtype of everything but the codes.
         """
         valid = None if valid is None else valid.unflatten(1, (num_chunks, -1))
         (stored_keys, keys_fit), (stored_values, values_fit) = (
@@ -291,6 +291,6 @@ class GroupCodec(PackingCodec):
 
 
 def _size(tensors: Mapping[str, torch.Tensor], name: str, dim: int) -> int:
-    """The size of a dimension of a tensor, 0 if it is missing or has no such dimension."""
+    """Returns the size of a dimension of a tensor, 0 if it is missing or has no such dimension."""
     tensor = tensors.get(name)
     return 0 if tensor is None or tensor.dim() <= dim else tensor.shape[dim]

@@ -2,7 +2,7 @@
 
 `R ~ A B^T` with `R` `[..., num_tokens, head_dim]`, `A` `[..., num_tokens, rank]` and `B` `[..., head_dim, rank]`. A
 library SVD would be exact and slow; three iterations come within a few per cent of it. The starting matrix is the same
-for every head and sequence, so the result of one sequence does not depend on what else is in its batch, and rows of
+for every head and sequence, so the result of one sequence does not depend on others of its batch, and rows of
 zeros (padding) change nothing.
 """
 
@@ -16,7 +16,7 @@ _EPSILON = 1e-30
 
 @cache
 def starting_matrix(num_rows: int, rank: int, device: torch.device) -> torch.Tensor:
-    """Makes what every power iteration begins with, `[num_rows, rank]`, float32; brought to a device once."""
+    """Makes the starting matrix of every power iteration, `[num_rows, rank]`, float32; moved to a device once."""
     # Made in inference mode it could never be part of a graph
     with torch.inference_mode(False):
         generator = torch.Generator().manual_seed(0)
@@ -25,7 +25,7 @@ def starting_matrix(num_rows: int, rank: int, device: torch.device) -> torch.Ten
 
 def orthonormalize(matrix: torch.Tensor) -> torch.Tensor:
     """
-    Orthonormal columns spanning those of `matrix` `[..., num_rows, rank]`, by Gram-Schmidt done twice.
+    Returns orthonormal columns spanning those of `matrix` `[..., num_rows, rank]`, by Gram-Schmidt done twice.
 
     A column that depends on the ones before it becomes zero, where a library QR would fill in an arbitrary direction,
     and rows of zeros stay zero.

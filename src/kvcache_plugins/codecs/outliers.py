@@ -1,12 +1,10 @@
-"""Outliers: which values of a chunk are kept exact, and how what is missing there is stored.
+"""Outliers: selection of the values of a chunk that are kept exact, and storage of their remaining errors.
 
 The largest and the smallest values of every channel (keys) or of every token (values) are kept: along the axis that
 the values of one group share, and as many as the length of that same axis says, per channel over the real tokens of
 the chunk, per token over the channels of all heads.
 
-Storage is the same for keys and values: the outliers of a chunk lie sorted by tiles of 64 tokens and by head, so that
-attention reads those of a tile in one piece wherever it begins, and a cut at the end of the sequence cuts off the end
-of the list.
+Storage is the same for keys and values, sorted by tiles of tokens and by head: see `formats.groups`.
 
 Tensors are `[batch_size, num_heads, num_chunks, chunk_length, head_dim]` (legend: B H M L D, K outliers a channel or
 token, N outliers of a chunk).
@@ -25,8 +23,8 @@ class Outliers:
     Outliers of chunks, one entry each in any order.
 
     Attributes:
-        heads, tokens, channels (`torch.Tensor` of shape `[B, M, N]`, int64): the place of each.
-        in_use (`torch.Tensor` of shape `[B, M, N]`, bool, *optional*): which entries mean anything; all by default.
+        heads, tokens, channels (`torch.Tensor` of shape `[B, M, N]`, int64): the index of each.
+        in_use (`torch.Tensor` of shape `[B, M, N]`, bool, *optional*): entries in use; all by default.
     """
 
     heads: torch.Tensor
@@ -34,8 +32,8 @@ class Outliers:
     channels: torch.Tensor
     in_use: torch.Tensor | None
 
-    def places(self, length: int, head_dim: int) -> torch.Tensor:
-        """Numbers the places `[B, M, N]` among all values of a chunk, `[H, L, D]`."""
+    def flat_indices(self, length: int, head_dim: int) -> torch.Tensor:
+        """Returns indices `[B, M, N]` into all values of a chunk, `[H, L, D]`."""
         return (self.heads * length + self.tokens) * head_dim + self.channels
 
 
@@ -48,10 +46,10 @@ def select_outliers(
     states: torch.Tensor, valid: torch.Tensor | None, sparsity: float, side: str
 ) -> tuple[Outliers, torch.Tensor] | None:
     """
-    Selects a share `sparsity` of `[B, H, M, L, D]`, half of it on each side: of every channel of a `side` `"key"`, of
-    every token of `"value"` over the channels of all heads. A sequence with fewer real tokens `valid` `[B, M, L]`
-    keeps fewer of a channel, as it would alone. Returns the outliers, and which values `[B, H, M, L, D]` are left,
-    neither outliers nor padding; `None` if there are none.
+    Selects a share `sparsity` of `[B, H, M, L, D]`, half of it on each side: from every channel if the `side` is
+    `"key"`, from every token over the channels of all heads if it is `"value"`. A sequence with fewer real tokens
+    `valid` `[B, M, L]` keeps fewer of a channel, as it would alone. Returns the outliers, and a mask of the values
+    `[B, H, M, L, D]` that are neither outliers nor padding; `None` if there are no outliers.
     """
     _, num_heads, num_chunks, length, head_dim = states.shape
     is_key, rows = side == "key", states.transpose(1, 2)
@@ -80,31 +78,31 @@ def select_outliers(
         used = used & valid[..., None]
     tokens, columns, used = (each.flatten(2) for each in ((found, others) if is_key else (others, found)) + (used,))
     outliers = Outliers(columns // head_dim, tokens, columns % head_dim, None if valid is None else used)
-    # An index that is not in use may stand at the place of one that is: it must not erase it, hence the sum
+    # An entry that is not in use may have the index of one that is, and must not erase it: hence the sum
     marks = states.new_zeros(len(states), num_chunks, states[0, :, 0].numel())
-    marks.scatter_add_(2, outliers.places(length, head_dim), used.to(marks.dtype))
+    marks.scatter_add_(2, outliers.flat_indices(length, head_dim), used.to(marks.dtype))
     keep = (marks == 0).unflatten(2, (num_heads, length, head_dim)).transpose(1, 2)
     return outliers, keep if valid is None else keep & valid[:, None, :, :, None]
 
 
 def sort_into_tiles(
-    places: Outliers, values: torch.Tensor, num_heads: int, length: int, head_dim: int
+    outliers: Outliers, values: torch.Tensor, num_heads: int, length: int, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Sorts values `[B, M, N]` of outliers of chunks of so many heads, tokens and channels as they are stored.
+    Sorts values `[B, M, N]` of outliers of chunks with these sizes in the order in which they are stored.
 
     Returns:
         Indices `[B, 1, M, N]` (int16, or int32 for a `head_dim` above 512: the token within its tile, shifted left by
         `channel_bits(head_dim)`, and the channel), values `[B, 1, M, N]`, and offsets `[B, 1, M, tiles * H + 1]`
         (int32): the outliers of tile `t` and head `h` are those from `offsets[t * H + h]` on, up to the next offset.
-        Entries that are not in use stand behind the last offset, with value 0.
+        Entries that are not in use follow the last offset, with value 0.
     """
     num_slots = num_offsets(length, num_heads) - 1
-    slots = places.tokens // OUTLIER_TILE * num_heads + places.heads
-    indices = (places.tokens % OUTLIER_TILE << channel_bits(head_dim)) + places.channels
-    if places.in_use is not None:
-        slots = torch.where(places.in_use, slots, num_slots)
-        indices, values = torch.where(places.in_use, indices, 0), torch.where(places.in_use, values, 0)
+    slots = outliers.tokens // OUTLIER_TILE * num_heads + outliers.heads
+    indices = (outliers.tokens % OUTLIER_TILE << channel_bits(head_dim)) + outliers.channels
+    if outliers.in_use is not None:
+        slots = torch.where(outliers.in_use, slots, num_slots)
+        indices, values = torch.where(outliers.in_use, indices, 0), torch.where(outliers.in_use, values, 0)
     order = slots.to(torch.int32).sort(dim=-1, stable=True).indices
     counts = slots.new_zeros(*slots.shape[:2], num_slots + 2)
     counts.scatter_add_(2, slots + 1, torch.ones_like(slots))

@@ -9,11 +9,11 @@ import torch
 from kvcache_plugins.formats.groups import STORAGE_DTYPE, Grouping
 
 
-# Of GEAR; other widths can be packed too
+# Widths of GEAR; others can be packed too
 SUPPORTED_NBITS = (2, 3, 4, 8)
-# Mean errors whose squares are such a share of the errors' own are no accident, of as many tokens
+# Least share of a mean error in the mean square of errors at which tokens share it, and least number of tokens
 _SHARED, _LEAST_SPREAD = 0.25, 16
-# What thresholds go on by from token to token, and from channel to channel: the golden ratio spreads them evenly
+# Steps of thresholds from token to token, and from channel to channel: the golden ratio spreads them evenly
 _TOKEN_TURN, _CHANNEL_TURN = 0.6180339887498949, 0.7548776662466927
 
 
@@ -38,12 +38,12 @@ def quantize(
     Quantizes chunks of keys or values.
 
     Args:
-        states (`torch.Tensor` of shape `[B, H, M, L, D]`, float32): what to quantize.
-        keep (`torch.Tensor` of shape broadcastable to `states`, bool, *optional*): which values may widen the range of
+        states (`torch.Tensor` of shape `[B, H, M, L, D]`, float32): states to quantize.
+        keep (`torch.Tensor` of shape broadcastable to `states`, bool, *optional*): values that may widen the range of
             their group. The others (padding, outliers) are clamped into it.
         nbits (`int`): bits a code, one of 2, 3, 4, 8.
-        grouping (`Grouping`): which values share a scale.
-        spread_errors (`bool`, *optional*, defaults to `False`): whether tokens of a head that would all be rounded to
+        grouping (`Grouping`): the values that share a scale.
+        spread_errors (`bool`, *optional*, defaults to `False`): True if tokens of a head that would all be rounded to
             the same side are rounded to both, so that their average is right.
 
     Returns:
@@ -58,7 +58,7 @@ def quantize(
         kept = _by_group(keep.expand_as(states), grouping)[0]
         low = torch.where(kept, grouped, torch.inf).amin(dim=dims, keepdim=True)
         high = torch.where(kept, grouped, -torch.inf).amax(dim=dims, keepdim=True)
-        # A group of which nothing is kept
+        # A group without a kept value
         low, high = torch.where(low == torch.inf, 0, low), torch.where(high == -torch.inf, 0, high)
     levels = 2**nbits - 1
     zero = low.to(STORAGE_DTYPE)
@@ -76,12 +76,11 @@ def quantize(
 
 def _spread(codes: torch.Tensor, numbers: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
     """
-    Rounds heads otherwise whose tokens would all be rounded to the same side, as where a text repeats a token.
+    Rounds heads to both sides whose tokens would all be rounded to the same side, as where a text repeats a token.
 
-    Attention averages over tokens, and so over their errors, unless they share them. Where a good part of the errors
-    of a head is shared, its numbers are rounded up and down in turns, by how near they are: to the next number above a
-    threshold of each token and channel, which are spread evenly. Thresholds are counted from the end of a chunk, where
-    sequences of a batch end together.
+    Attention averages over tokens, and so over their errors, unless they share them. Where tokens share a good part of
+    the errors of a head, its numbers are rounded up or down by thresholds of each token and channel, which are spread
+    evenly. Thresholds are counted from the end of a chunk, as sequences of a batch end together.
     """
     length = codes.shape[3]
     if length < _LEAST_SPREAD:
@@ -103,12 +102,12 @@ def _spread(codes: torch.Tensor, numbers: torch.Tensor, keep: torch.Tensor | Non
 
 
 def are_in_range(*stored: torch.Tensor) -> torch.Tensor:
-    """Tells whether all that is stored in floats is finite, `[]`, bool, on the device: for `check_range`."""
+    """Returns whether all numbers are finite, `[]`, bool, on the device: to be passed to `check_range`."""
     return torch.stack([tensor.isfinite().all() for tensor in stored]).all()
 
 
 def check_range(*in_range: torch.Tensor) -> None:
-    """Raises a `ValueError` if `are_in_range` said `False` of anything, for which the host waits for the device."""
+    """Raises a `ValueError` if a result of `are_in_range` is `False`. The host waits for the device."""
     if not bool(torch.stack(in_range).all()):
         raise ValueError(
             "the states exceed the range of float16 (65504), in which scales, zeros and corrections are stored"

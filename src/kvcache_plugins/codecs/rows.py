@@ -99,7 +99,7 @@ class RowCodec(Codec):
 
     @property
     def kernel_kind(self) -> Hashable:
-        return tuple((each.row_size, each.num_coded) for each in self.formats())
+        return tuple((each.row_size, each.num_coefficients) for each in self.formats())
 
     def check_shapes(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         for states, (num_heads, head_dim) in zip((keys, values), self.head_shapes, strict=True):

@@ -109,7 +109,7 @@ class QuantizedChunks:
         return dataclasses.replace(self, **changes)
 
     def of_tokens(self, chunks: slice, tokens: slice) -> dict[str, torch.Tensor]:
-        """Cuts the codes and scales of some chunks' tokens, which begin and end where groups do, out by name."""
+        """Slices the codes and scales of some chunks' tokens, which begin and end where groups do, by name."""
         found = {}
         for name in self.token_tensors:
             tensor: torch.Tensor = getattr(self, name)
@@ -119,13 +119,13 @@ class QuantizedChunks:
         return found
 
     def dequantize_codes(self, tile: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the states `[B, H, chunks, tokens, D]` that codes and scales of a tile stand for, float32."""
+        """Returns the states `[B, H, chunks, tokens, D]`, float32, of codes and scales of a tile."""
         codes = unpack(tile["codes"], self.nbits, self.head_dim)
         return dequantize(codes, tile["scale"], tile["zero"], self.grouping)
 
     def dequantize_tile(self, chunks: slice, tokens: slice) -> torch.Tensor:
         """
-        Makes some chunks' tokens dense, `[B, H, chunks * tokens, D]`, float32; `tokens` begin and end where groups do.
+        Decodes some chunks' tokens, `[B, H, chunks * tokens, D]`, float32; `tokens` begin and end where groups do.
         """
         states = self.dequantize_codes(self.of_tokens(chunks, tokens))
         if self.low_rank_a is not None and self.low_rank_b is not None:
@@ -153,7 +153,7 @@ def num_offsets(length: int, num_heads: int) -> int:
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, grouping: Grouping) -> torch.Tensor:
-    """Turns what `quantize` returned into float32 states again, contiguous."""
+    """Decodes the results of `codecs.quantization.quantize` to float32 states, contiguous."""
     states = codes.to(torch.float32, memory_format=torch.contiguous_format)
     states *= expand_groups(scale, grouping, states.shape)
     states += expand_groups(zero, grouping, states.shape)
@@ -175,8 +175,7 @@ def add_outliers(
     states: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor, tokens: slice
 ) -> None:
     """
-    Adds what `sort_into_tiles` returned to the tokens `tokens` of the same chunks, `[B, H, M, tokens, D]`, contiguous,
-    in place.
+    Adds outliers in place to the tokens `tokens` of their chunks, `[B, H, M, tokens, D]`, contiguous.
     """
     batch_size, num_heads, num_chunks, length, head_dim = states.shape
     first, last = tokens.start // OUTLIER_TILE, -(-tokens.stop // OUTLIER_TILE)

@@ -26,7 +26,7 @@ class DensePart:
         keys, values (`torch.Tensor` of shape `[B, H, at least T, D or E]`): the states, with capacity for more.
         length (`int`): tokens in use, T.
         mask (`torch.Tensor` of shape broadcastable to `[B, H * G, Q, T]`, *optional*): boolean (`True` attends) or
-            added to the scores. It may have fewer columns, but several: what they do not cover is attended to.
+            added to the scores. It may have fewer columns, but several: tokens without a column are attended to.
     """
 
     keys: torch.Tensor
@@ -107,16 +107,16 @@ class OpaqueRowPart:
 @dataclass(frozen=True, eq=False)
 class PagedRowPart:
     """
-    Rows of several sequences in pages of one memory, which they may share: a page has rows of keys and of values,
-    `[H, tokens of a page, R]` each.
+    Rows of several sequences in pages of one memory, which the sequences may share: a page has rows of keys and of
+    values, `[H, tokens of a page, R]` each.
 
     Attributes:
-        keys, values (`torch.Tensor` of shape `[pages, H, tokens of a page, R]`, uint8): rows of all pages, where they
-            stand in `memory`.
-        memory (`torch.Tensor` of shape `[bytes]`, uint8): what holds all pages.
+        keys, values (`torch.Tensor` of shape `[pages, H, tokens of a page, R]`, uint8): rows of all pages,
+            views of `memory`.
+        memory (`torch.Tensor` of shape `[bytes]`, uint8): storage of all pages.
         pages (`torch.Tensor` of shape `[B, most]`, int64): numbers of every sequence's pages.
         lengths (`torch.Tensor` of shape `[B]`, int64): tokens of every sequence; its first is at position 0.
-        length (`int`): the most of them, T.
+        length (`int`): the largest of the lengths, T.
         num_hidden (`int`): tokens at every sequence's beginning that are not attended to.
         formats (two `RowFormat`): formats of keys and of values; those without bases are of B sequences.
     """
@@ -136,7 +136,7 @@ class PagedRowPart:
         return keys.head_dim, values.head_dim
 
     def gathered(self) -> RowPart:
-        """Returns the rows of every sequence one behind the other, copied, and a mask of what is attended to."""
+        """Copies the rows of every sequence out of the pages, with a mask of the tokens that are attended to."""
         keys, values = (side[self.pages].transpose(1, 2).flatten(2, 3) for side in (self.keys, self.values))
         columns = torch.arange(self.length, dtype=torch.int64, device=self.lengths.device)
         mask = ((columns >= self.num_hidden) & (columns < self.lengths[:, None]))[:, None, None]
@@ -149,8 +149,8 @@ Part = DensePart | GroupPart | RowPart | PagedRowPart
 @dataclass(frozen=True, eq=False)
 class SinkStates:
     """
-    Tokens that are exact though they are in slots, `[B, H, S, D or E]`, and the slot `[B]`, int64, of every sequence's
-    `first`, which the others follow; `None` if that is slot 0 of all.
+    Exact states `[B, H, S, D or E]` of tokens that have slots, and the slot `[B]`, int64, of every sequence's `first`,
+    which the others follow; `None` if that is slot 0 of all.
     """
 
     first: torch.Tensor | None

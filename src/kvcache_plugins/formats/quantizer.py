@@ -1,10 +1,10 @@
-"""Quantizer of rows: numbers become codes, every number that of its nearest point, and codes become bytes.
+"""Quantizer of rows: each number becomes the code of its nearest level, and codes become bytes.
 
-A row is a head's token: first a byte that is its scale, then a block of eight channels after the other. A block of
+A row is a head's token: first a byte that is its scale, then one block after the other of eight channels. A block of
 width w is w bytes, and holds eight codes of w bits one after another, lowest bits first. All heads have rows of the
-same size, so rows are one tensor, though blocks stand at other places in every head.
+same size, so rows are one tensor, though blocks have other offsets in every head.
 
-Codes stand for points: a point is an odd polynomial `c (a + b c^2 + e c^4)` of `c = (2 u + 1) / 2^w - 1`, of a code
+Codes stand for levels: a level is an odd polynomial `c (a + b c^2 + e c^4)` of `c = (2 u + 1) / 2^w - 1`, of a code
 `u` of w bits: two to five multiply-adds in registers and no table that has to be gathered from, on a CPU and on a GPU
 alike. The coefficients were fitted to the least squared error over a normal variable. Over Lloyd-Max's quantizers,
 which are the best there are, that is 0, 0, 0.2, 2.0, 1.2 and 3.2 % more at 1 to 6 bits; with two coefficients alone it
@@ -25,7 +25,7 @@ BLOCK = 8
 MAX_WIDTH = 8
 # Mean squared errors over a normal variable, at all widths from 0 on
 DISTORTIONS = (1.0, 0.36338, 0.11748, 0.034623, 0.0096878, 0.0025339, 0.00066493, 0.00017328, 0.000044952)
-# Polynomials of the points, by width
+# Polynomials of the levels, by width
 COEFFICIENTS = (
     (0.0, 0.0, 0.0),
     (1.595769, 0.0, 0.0),
@@ -40,23 +40,23 @@ COEFFICIENTS = (
 
 
 def num_blocks(head_dim: int) -> int:
-    """Blocks that the channels of a head take, the last one perhaps not full."""
+    """Returns the number of blocks that the channels of a head take, the last one perhaps not full."""
     return -(-head_dim // BLOCK)
 
 
 def block_offsets(widths: torch.Tensor) -> torch.Tensor:
-    """The first byte of every block, `[B, H, N]`, of widths `[B, H, N]`."""
+    """Returns the first byte of every block, `[B, H, N]`, of widths `[B, H, N]`."""
     widths = widths.long()
     return 1 + widths.cumsum(dim=-1) - widths
 
 
 def _shifts(widths: torch.Tensor) -> torch.Tensor:
-    """The first bit of the codes of a block, `[B, H, 1, N, 8]`."""
+    """Returns the first bit of the codes of a block, `[B, H, 1, N, 8]`."""
     return (widths.long()[..., None] * torch.arange(BLOCK, dtype=torch.int64, device=widths.device))[:, :, None]
 
 
-def levels(width: int) -> torch.Tensor:
-    """The points of all codes of a width, `[2^width]`, float32."""
+def levels_at(width: int) -> torch.Tensor:
+    """Returns the levels of all codes of a width, `[2^width]`, float32."""
     count = 2**width
     centred = (2 * torch.arange(count, dtype=torch.int64, device="cpu").double() + 1) / count - 1
     first, second, third = COEFFICIENTS[width]
@@ -67,14 +67,14 @@ def levels(width: int) -> torch.Tensor:
 @cache
 def thresholds(device: torch.device) -> torch.Tensor:
     """
-    The upper bounds of the codes of every width, `[9, 255]`, infinite behind the last but one code: a value's code is
-    the number of them that lie below it.
+    Returns the upper bounds of the codes of every width, `[9, 255]`, infinite after the last but one code: a value's
+    code is the number of bounds below it.
     """
     with torch.inference_mode(False):
         bounds = torch.full((MAX_WIDTH + 1, 2**MAX_WIDTH - 1), torch.inf, dtype=torch.float32, device="cpu")
         for width in range(1, MAX_WIDTH + 1):
-            points = levels(width)
-            bounds[width, : len(points) - 1] = (points[1:] + points[:-1]) / 2
+            levels = levels_at(width)
+            bounds[width, : len(levels) - 1] = (levels[1:] + levels[:-1]) / 2
         return bounds.to(device)
 
 
@@ -93,7 +93,7 @@ def _coefficients(device: torch.device) -> torch.Tensor:
         return torch.tensor(COEFFICIENTS, dtype=torch.float32, device=device)
 
 
-def points_of(codes: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
+def levels_of(codes: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
     """Computes the numbers that codes `[B, H, T, N, 8]` stand for."""
     widths = widths.long()
     first, second, third = _coefficients(codes.device)[widths][:, :, None, :, None].unbind(-1)
@@ -102,10 +102,10 @@ def points_of(codes: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
     return centred * (first + square * (second + square * third))
 
 
-def point_gains() -> torch.Tensor:
+def level_gains() -> torch.Tensor:
     """
-    Computes gain corrections: factors of the points of every width that make them as large as what they stand for.
-    Points are means, which lie further in.
+    Computes gain corrections: factors of the levels of every width that make them as large as the numbers that they
+    stand for. Levels are means, so they are smaller.
     """
     factors = [0.0] + [1 / (1 - distortion) for distortion in DISTORTIONS[1:]]
     return torch.tensor(factors, dtype=torch.float32, device="cpu")

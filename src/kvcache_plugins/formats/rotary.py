@@ -18,7 +18,7 @@ import torch
 @dataclass(frozen=True, slots=True)
 class RotaryLayout:
     """
-    Which channels are rotated with which, and how fast.
+    Pairs of channels that are rotated together, and their frequencies.
 
     Attributes:
         frequencies (`tuple[float, ...]`): radians a token of every pair.
@@ -34,7 +34,7 @@ class RotaryLayout:
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Cosines and signed sines of the angles of every channel.
+        Computes cosines and signed sines of the angles of every channel.
 
         Args:
             positions (`torch.Tensor` of any shape, int64): assumed positions.
@@ -87,7 +87,7 @@ def channels_of(layout: RotaryLayout, device: torch.device) -> tuple[torch.Tenso
 
 def candidate_layouts(frequencies: tuple[float, ...] | None, head_dim: int) -> list[RotaryLayout]:
     """
-    The layouts that a model with these frequencies may have; the last one rotates nothing.
+    Lists the layouts that a model with these frequencies may have; the last one rotates nothing.
 
     Where only some channels are rotated, these are the first ones or the last ones.
     """

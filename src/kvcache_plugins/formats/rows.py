@@ -25,7 +25,9 @@ from .rotary import RotaryLayout
 
 # The byte that is a token's scale: steps an octave, the byte of a scale of one, and the last byte, which marks tokens
 # that may exceed it
-SCALE_STEPS, SCALE_OFFSET, LAST_SCALE = 16.0, 128, 255
+SCALE_STEPS = 16.0
+SCALE_OFFSET = 128
+LAST_SCALE = 255
 # Below that share of its value without error, `z.q` says nothing about a scale
 LEAST_GAIN = 0.3
 
@@ -124,7 +126,7 @@ class RowFormat:
     by_energy: bool = False
 
     @property
-    def num_coded(self) -> int:
+    def num_coefficients(self) -> int:
         """Numbers of a token that are coded, K."""
         return self.head_dim if self.basis is None else self.basis.num_components
 

@@ -18,7 +18,7 @@ from itertools import product
 
 import torch
 
-from kvcache_plugins.kernels.engine import choose_copy_kernel
+from kvcache_plugins.kernels.engine import choose_copy_kernel, load_triton
 from kvcache_plugins.kernels.tokens import gather_rows
 
 
@@ -180,12 +180,9 @@ class TokenPool:
             if stop - start == PAGE_TOKENS:
                 page.copy_(rows, non_blocking=True)
             elif addresses is not None:
-                # Triton may be missing
-                from kvcache_plugins.triton_kernels.gather import write_rows
-
                 all_slots = torch.arange(start, stop, dtype=torch.int64, device=rows.device).expand(rows.shape[:3])
                 with torch.cuda.device_of(rows):
-                    write_rows(addresses, all_slots, None, rows, PAGE_TOKENS)
+                    load_triton().write_rows(addresses, all_slots, None, rows, PAGE_TOKENS)
             else:
                 for sequence, head in product(range(self.batch_size), range(self.num_heads)):
                     page[sequence, head, slots].copy_(rows[sequence, head], non_blocking=True)
@@ -198,10 +195,7 @@ class TokenPool:
             return None
         pointers = tuple(page.data_ptr() for page in self.pages)
         if self._addresses is None or self._addresses[0] != pointers:
-            # Triton may be missing
-            from kvcache_plugins.triton_kernels.gather import page_addresses
-
-            self._addresses = pointers, page_addresses(self.pages, states.device)
+            self._addresses = pointers, load_triton().page_addresses(self.pages, states.device)
         return self._addresses[1]
 
     def _spans(self, first: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int]]:

@@ -15,6 +15,8 @@ from functools import cache
 
 import torch
 
+from kvcache_plugins.kernels.engine import load_triton
+
 from .pool import PAGE_TOKENS, TokenPool
 from .selection import Selection
 
@@ -76,7 +78,4 @@ def start_fetch(pool: TokenPool, selection: Selection) -> StagedRows | None:
 
 
 def _gather(addresses: torch.Tensor, selection: Selection, rows: torch.Tensor) -> None:
-    # Triton may be missing
-    from kvcache_plugins.triton_kernels.gather import gather_rows
-
-    gather_rows(addresses, selection.slots, selection.count, rows, PAGE_TOKENS)
+    load_triton().gather_rows(addresses, selection.slots, selection.count, rows, PAGE_TOKENS)

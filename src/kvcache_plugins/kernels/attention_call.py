@@ -1,4 +1,4 @@
-"""One attention as a model asks for it: made where it is answered, and handed down as it is."""
+"""`AttentionCall`: one attention as a model requests it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -27,7 +27,7 @@ from kvcache_plugins.formats.groups import QuantizedChunks, channel_bits, num_of
 from kvcache_plugins.formats.hadamard import rotation_size
 from kvcache_plugins.formats.parts import DensePart, GroupPart, PagedRowPart, Part, RowPart
 from kvcache_plugins.formats.positions import START, Positions
-from kvcache_plugins.formats.quantizer import BLOCK, COEFFICIENTS, MAX_WIDTH, point_gains, thresholds
+from kvcache_plugins.formats.quantizer import BLOCK, COEFFICIENTS, MAX_WIDTH, level_gains, thresholds
 from kvcache_plugins.formats.rotary import RotaryLayout, channels_of
 from kvcache_plugins.formats.rows import Basis, KeptRows, RowFormat, RowFormats, scale_of
 
@@ -166,7 +166,7 @@ class LayerParts:
         if layout.head_dim != self.sizes["key_dim"]:
             raise ValueError(f"a rotary embedding of {layout.head_dim} channels for keys of {self.sizes['key_dim']}")
         rotary = rotary_of(layout, positions.first + length)
-        sizes = {**self.sizes, "all_pairs": rotary.all_pairs, "num_components": keys.num_coded}
+        sizes = {**self.sizes, "all_pairs": rotary.all_pairs, "num_components": keys.num_coefficients}
         fields: dict[str, Any] = {"rotary": rotary, "first_position": positions.first}
         fields["keys"] = self._row_side(key_rows, length, keys, "key_dim", paged)
         fields["values"] = self._row_side(value_rows, length, values, "value_dim", paged)
@@ -463,7 +463,7 @@ def table_of(table: RowFormat, batch_size: int) -> Structure:
     found = _TABLES.get(table)
     if found is not None and found.batch == batch_size:
         return found
-    num_heads, num_coded, basis = table.widths.shape[1], table.num_coded, table.basis
+    num_heads, num_coded, basis = table.widths.shape[1], table.num_coefficients, table.basis
     fields: dict[str, Any] = {"batch": batch_size, "heads": num_heads, "dim": num_coded, "row_size": table.row_size}
     fields |= {"is_weighted": table.is_weighted, "by_energy": table.by_energy}
     fields |= {"refits": table.num_refits, "blocks": -(-num_coded // BLOCK)}
@@ -497,7 +497,7 @@ def _codebook(is_weighted: bool) -> torch.Tensor:
     with torch.inference_mode(False):
         coefficients = torch.zeros(_NUM_WIDTHS, 4, dtype=torch.float32, device="cpu")
         coefficients[:, :3] = torch.tensor(COEFFICIENTS, dtype=torch.float32, device="cpu")
-        coefficients[:, 3] = 1 if is_weighted else point_gains()
+        coefficients[:, 3] = 1 if is_weighted else level_gains()
         bounds = torch.zeros(_NUM_WIDTHS, _ALL_LEVELS, dtype=torch.float32, device="cpu")
         for width in range(1, _NUM_WIDTHS):
             half = 2 ** (width - 1)

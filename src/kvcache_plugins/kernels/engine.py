@@ -1,7 +1,7 @@
-"""Which kernel computes: the only place that chooses.
+"""The only place that chooses which kernel computes, and that imports Triton.
 
 `KVCACHE_PLUGINS_KERNELS` overrides: `auto` (the default), `triton` (GPUs, or anywhere under `TRITON_INTERPRET=1`),
-`compiled` (CPUs, in C) or `torch` (plain PyTorch, everywhere). What cannot be had falls back to plain PyTorch,
+`compiled` (CPUs, in C) or `torch` (plain PyTorch, everywhere). A kernel that is missing is replaced by plain PyTorch,
 with one warning, and the caches count it.
 """
 
@@ -22,11 +22,11 @@ from .structs import MOST_CHANNELS
 
 KERNELS = ("auto", "triton", "torch", "compiled")
 _VARIABLE = "KVCACHE_PLUGINS_KERNELS"
-# More new tokens than that are a prompt: products of matrices, which plain PyTorch does best
+# Most new tokens for kernels. More are a prompt: products of matrices, which plain PyTorch does best
 MAX_NUM_QUERIES = 16
-# The same of compiled attention over what costs more to dequantize than over rows
+# The same for compiled attention over groups, which cost more to dequantize than rows
 MAX_NUM_COMPILED_QUERIES = 32
-# The oldest that compiles all kernels: 3.4 lacks functions of constants, and small operands of `tl.dot`
+# Oldest Triton that compiles all kernels: 3.4 lacks functions of constants, and small operands of `tl.dot`
 _OLDEST_TRITON = Version("3.5")
 
 
@@ -39,10 +39,10 @@ def load_triton() -> ModuleType:
 
 def requested_kernel() -> str:
     """
-    What `KVCACHE_PLUGINS_KERNELS` asks for.
+    Returns the value of `KVCACHE_PLUGINS_KERNELS`.
 
     Raises:
-        ValueError: if it is none of the accepted values.
+        ValueError: if the value is not accepted.
     """
     requested = os.environ.get(_VARIABLE, "auto")
     if requested not in KERNELS:
@@ -58,7 +58,7 @@ def choose_kernel(
     `shared_formats` if that is what they are. `"compiled"` is for up to `most_compiled` new tokens.
 
     Returns:
-        `"triton"`, `"compiled"` or `"torch"`, and whether that is less than was wanted because something is missing.
+        `"triton"`, `"compiled"` or `"torch"`, and whether that is a fallback.
     """
     kernel, is_fallback = choose_token_kernel(query)
     if query.shape[2] > (most_compiled if kernel == "compiled" else MAX_NUM_QUERIES):
@@ -77,19 +77,19 @@ def choose_token_kernel(query: torch.Tensor) -> tuple[str, bool]:
 
 
 def compiles_kernels(states: torch.Tensor) -> bool:
-    """Whether what is computed on the states' device is by kernels that Triton compiles when they are first run."""
+    """Returns whether Triton's kernels, which are compiled at their first run, compute on the states' device."""
     return _device_type(states) == "cuda" and _kernel_on("cuda", requested_kernel())[0] == "triton"
 
 
 def has_gpu_kernels() -> bool:
-    """Tells whether there is a GPU that computes by Triton's kernels."""
+    """Returns whether there is a GPU that computes by Triton's kernels."""
     return torch.cuda.is_available() and _kernel_on("cuda", requested_kernel())[0] == "triton"
 
 
 def choose_flash(query: torch.Tensor, value_dim: int) -> bool:
     """
-    Whether attention of `query` over dense tiles is PyTorch's own flash attention, tile by tile: of a prompt on a CPU,
-    where keys and values, of `value_dim` channels, are of one size.
+    Returns whether attention of `query` over dense tiles is PyTorch's own flash attention, tile by tile: that of a
+    prompt on a CPU, if keys and values have equally many channels, `value_dim`.
     """
     is_prompt = query.shape[2] > MAX_NUM_QUERIES and query.device.type == "cpu"
     if not is_prompt or query.shape[3] != value_dim or requested_kernel() == "torch":
@@ -99,9 +99,8 @@ def choose_flash(query: torch.Tensor, value_dim: int) -> bool:
 
 def choose_copy_kernel(states: torch.Tensor) -> str:
     """
-    Chooses what copies rows between pages and the device of `states`: `"triton"` or `"torch"`.
-
-    On CPUs that is plain PyTorch, and not less than was wanted, unless `triton` is asked for by name.
+    Chooses the kernel that copies rows between pages and the device of `states`: `"triton"` or `"torch"`. On CPUs
+    plain PyTorch is no fallback, unless `triton` is requested by name.
     """
     requested, device_type = requested_kernel(), _device_type(states)
     wants_kernel = requested == "triton" or requested == "auto" and device_type == "cuda"
@@ -112,10 +111,8 @@ def choose_copy_kernel(states: torch.Tensor) -> str:
 
 def choose_coding_kernel(tokens: torch.Tensor, head_dim: int = 0) -> str:
     """
-    The kernels that code tokens of so many channels one by one, or decode them, given states or rows: `"compiled"`,
-    `"torch"` or `"triton"`, which only codes.
-
-    Where nothing is compiled that is plain PyTorch, and not less than was wanted.
+    Chooses the kernel that encodes states, or decodes rows, of so many channels: `"compiled"`, `"torch"` or
+    `"triton"`, which only encodes. Plain PyTorch is no fallback.
     """
     requested, device_type = os.environ.get(_VARIABLE, "auto"), tokens.device.type
     if tokens.is_meta or requested == "compiled" and device_type != "cpu":
@@ -128,10 +125,10 @@ def choose_coding_kernel(tokens: torch.Tensor, head_dim: int = 0) -> str:
 
 def explain_kernel(device_type: str) -> tuple[str, str | None]:
     """
-    What attention of a few new tokens runs on, for caches on a device of a type, and why it is not what was wanted.
+    Explains the kernel for attention of a few new tokens, for caches on a device of a type.
 
     Returns:
-        `"triton"`, `"compiled"` or `"torch"`, and the reason, or `None` where it is what was wanted.
+        `"triton"`, `"compiled"` or `"torch"`, and the reason if that is a fallback, or `None`.
     """
     wanted = _wanted_kernel(device_type, requested_kernel())
     reason = _why_not(wanted, device_type)
@@ -139,7 +136,7 @@ def explain_kernel(device_type: str) -> tuple[str, str | None]:
 
 
 def _device_type(tensor: torch.Tensor) -> str:
-    # A stand-in for a GPU has another answer: see `eval/benchmarks/kernels.py`
+    # Replaced by a stand-in for a GPU: see `eval/benchmarks/kernels.py`
     return tensor.device.type
 
 
@@ -162,7 +159,7 @@ def _kernel_on(device_type: str, requested: str) -> tuple[str, bool]:
 
 
 def _why_not(kernel: str, device_type: str) -> str | None:
-    """Why a kernel cannot run on a device, or `None`."""
+    """Returns the reason why a kernel cannot run on a device, or `None`."""
     if kernel == "compiled":
         if device_type != "cpu":
             return f"it runs on CPUs, and the cache is on a {device_type} device"

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 
 def _full_rank(mask: torch.Tensor, length: int) -> torch.Tensor:
-    """The mask with four dimensions and all its columns."""
+    """Returns the mask with four dimensions and all its columns."""
     while mask.dim() < 4:
         mask = mask.unsqueeze(0)
     return mask.expand(*mask.shape[:3], length) if mask.shape[3] == 1 else mask
@@ -17,8 +17,8 @@ def _full_rank(mask: torch.Tensor, length: int) -> torch.Tensor:
 
 def slice_mask(mask: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
     """
-    The columns from `start` to `stop`, with all four dimensions; where a mask of several columns has no more of them,
-    nothing is hidden. `None` if nothing is at all.
+    Returns the columns from `start` to `stop`, with all four dimensions; nothing is hidden behind the last column of
+    several. `None` if nothing is hidden at all.
     """
     if mask is None:
         return None
@@ -35,8 +35,8 @@ def mask_columns(
     mask: torch.Tensor | None, positions: torch.Tensor, batch_size: int, length: int
 ) -> torch.Tensor | None:
     """
-    The columns at `positions` `[batch_size, columns]` of every item; positions beyond the first or the last column
-    repeat that one.
+    Returns the columns at `positions` `[batch_size, columns]` of every sequence; positions beyond the first or the
+    last column repeat that one.
     """
     if mask is None:
         return None
@@ -47,14 +47,14 @@ def mask_columns(
 
 
 def hide_first(mask: torch.Tensor | None, count: int, length: int, device: torch.device) -> torch.Tensor:
-    """`mask` of `length - count` columns, with `count` columns in front of them that nothing attends to."""
+    """Returns `mask` of `length - count` columns with `count` hidden columns in front."""
     if mask is None:
         return (torch.arange(length, dtype=torch.int64, device=device) >= count)[None, None, None]
     return F.pad(mask, (count, 0), value=False if mask.dtype == torch.bool else -torch.inf)
 
 
 def combine_masks(mask: torch.Tensor | None, allowed: torch.Tensor) -> torch.Tensor:
-    """`mask` narrowed to the columns that `allowed` `[batch_size, columns]` (bool) names for each item."""
+    """Returns `mask` narrowed to the columns that are `allowed` `[batch_size, columns]`, bool."""
     allowed = allowed[:, None, None, :]
     if mask is None:
         return allowed
@@ -62,7 +62,7 @@ def combine_masks(mask: torch.Tensor | None, allowed: torch.Tensor) -> torch.Ten
 
 
 def _sees_itself(mask: torch.Tensor, first_new: int, first_column: int) -> torch.Tensor:
-    """Tells of every new token, `[1 or B, tokens]`, whether it may attend to itself."""
+    """Returns for every new token, `[1 or B, tokens]`, whether it may attend to itself."""
     columns = _full_rank(mask, mask.shape[-1])[:, 0]
     itself = columns.diagonal(offset=first_new - first_column, dim1=-2, dim2=-1)
     return itself if itself.dtype == torch.bool else itself > torch.finfo(itself.dtype).min / 2

@@ -14,9 +14,9 @@ _MOST_SCORES = 2**26
 
 class OnlineAttention:
     """
-    `softmax(query keys^T * scale + mask) values`, accumulated over tiles: each by itself, and all joined by the
-    logarithms of their sums of weights, so that no tile needs to outlive its turn. Arithmetic is in float32; arguments
-    are those of `attention.attend`.
+    `softmax(query keys^T * scale + mask) values`, accumulated over tiles: each tile on its own, joined to the others
+    by the logarithm of its sum of weights, so that only one tile is in memory. Arithmetic is in float32; arguments are
+    those of `attention.attend`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class OnlineAttention:
             self._output, self._log_sum = output, log_sum
             return
         joined = torch.logaddexp(self._log_sum, log_sum)
-        # Of a row that may attend to nothing so far nothing counts
+        # A row that is fully masked so far has no weight
         reference = joined.masked_fill(joined == -torch.inf, 0)
         self._output = torch.addcmul(
             self._output * (self._log_sum - reference).exp(), output, (log_sum - reference).exp()
@@ -74,14 +74,14 @@ class OnlineAttention:
         assert self._output is not None, "there is nothing to attend to"
         output = self._output.flatten(1, 2)
         if self._sinks is not None:
-            # They take the share of the weights that a token with their score would
+            # Sinks take the share of the weights that a token with their score would
             output = output * (self._log_sum.flatten(1, 2) - self._sinks.float()).sigmoid()
         return output.to(self.dtype)
 
     def _by_products(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Heads of a group are further queries of one head."""
+        """Attends by products of matrices, with heads of a group as further queries of one head."""
         scores = (query * self.scale).flatten(2, 3) @ keys.transpose(2, 3)
         scores = scores.view(*query.shape[:4], -1)
         if self._softcap is not None:
@@ -100,14 +100,14 @@ class OnlineAttention:
     def _by_flash(
         self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """By PyTorch's flash attention, which never writes a matrix of scores. No gradients."""
+        """Attends by PyTorch's flash attention, which never writes a matrix of scores. No gradients."""
         batch_size, num_heads, groups, num_queries, _ = self._query.shape
-        # It takes channels to be next to each other, which those out of a convolution are not
+        # Flash attention assumes contiguous channels, which the output of a convolution has not
         keys, values = (side if side.stride(3) == 1 else side.contiguous() for side in (keys, values))
         if mask is None or (bool(mask.all()) if mask.dtype == torch.bool else not bool(mask.any())):
             output, log_sum = _flash(self._query.flatten(2, 3), keys, values, None, self.scale)
             return output.reshape(self._query.shape), log_sum.reshape(*self._query.shape[:4], 1)
-        # Heads of a group are heads, which read the same keys; items and their heads are one dimension
+        # Heads of a group become heads, which read the same keys; sequences and their heads become one dimension
         if mask.dtype == torch.bool:
             mask = torch.zeros(mask.shape, dtype=torch.float32, device="cpu").masked_fill_(~mask, -torch.inf)
         mask = mask.float()
@@ -116,7 +116,7 @@ class OnlineAttention:
             mask = mask.reshape(batch_size * num_heads, groups, num_queries, -1)
         keys, values = (side.flatten(0, 1)[:, None].expand(-1, groups, -1, -1) for side in (keys, values))
         output, log_sum = _flash(self._query.flatten(0, 1), keys, values, mask, self.scale)
-        # Rows that are hidden all of the tile come as zeros that weigh 1
+        # Flash attention returns fully masked rows as zeros of weight 1
         is_hidden = (mask.amax(dim=3, keepdim=True) == -torch.inf).expand(*output.shape[:3], 1)
         log_sum = log_sum[..., None].masked_fill(is_hidden, -torch.inf)
         return output.reshape(self._query.shape), log_sum.reshape(*self._query.shape[:4], 1)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from kvcache_plugins.formats.hadamard import rotate
 from kvcache_plugins.formats.positions import START, Positions
-from kvcache_plugins.formats.quantizer import BLOCK, find_codes, pack_rows, point_gains, points_of, unpack_rows
+from kvcache_plugins.formats.quantizer import BLOCK, find_codes, level_gains, levels_of, pack_rows, unpack_rows
 from kvcache_plugins.formats.rotary import RotaryLayout
 from kvcache_plugins.formats.rows import (
     LAST_SCALE,
@@ -91,7 +91,7 @@ def _transform(states: torch.Tensor, row_format: RowFormat, positions: Positions
 def _split(tokens: torch.Tensor, row_format: RowFormat) -> tuple[torch.Tensor, ...]:
     batch_size, num_heads = tokens.shape[:2]
     most = _NUMBERS_ON_CPU if tokens.is_cpu else _NUMBERS_ON_GPU
-    return tokens.split(max(most // (batch_size * num_heads * row_format.num_coded), 1), dim=2)
+    return tokens.split(max(most // (batch_size * num_heads * row_format.num_coefficients), 1), dim=2)
 
 
 def _encode(numbers: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
@@ -132,7 +132,7 @@ def _decode(rows: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
     """Decodes rows to numbers `[B, H, T, K]`."""
     widths = row_format.widths.expand(len(rows), -1, -1)
     codes = unpack_rows(rows, widths)
-    levels = _levels(codes, widths, row_format).flatten(3)[..., : row_format.num_coded]
+    levels = _levels(codes, widths, row_format).flatten(3)[..., : row_format.num_coefficients]
     if row_format.order is not None:
         order = row_format.order.long()[:, :, None].expand_as(levels)
         levels = torch.empty_like(levels).scatter_(3, order, levels)
@@ -148,15 +148,15 @@ def _normalize(numbers: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
         numbers = numbers * torch.where(deviation > 0, 1 / deviation, 0)[:, :, None]
     if row_format.order is not None:
         numbers = numbers.gather(3, row_format.order.long()[:, :, None].expand_as(numbers))
-    return F.pad(numbers, (0, -row_format.num_coded % BLOCK)).unflatten(3, (-1, BLOCK))
+    return F.pad(numbers, (0, -row_format.num_coefficients % BLOCK)).unflatten(3, (-1, BLOCK))
 
 
 def _levels(codes: torch.Tensor, widths: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
     """Returns the levels of codes `[B, H, T, N, 8]`, as large on average as the numbers that they stand for."""
-    levels = points_of(codes, widths)
+    levels = levels_of(codes, widths)
     if row_format.is_weighted:
         return levels
-    gains = point_gains().to(levels.device)
+    gains = level_gains().to(levels.device)
     return levels * gains[widths.long()][:, :, None, :, None]
 
 

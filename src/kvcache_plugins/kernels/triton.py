@@ -21,7 +21,7 @@ from triton.runtime import driver
 from kvcache_plugins.formats.hadamard import hadamard_matrix, rotate, rotation_size
 from kvcache_plugins.formats.parts import DensePart, GroupPart, PagedRowPart, Part, RowPart, SelectableRows
 from kvcache_plugins.formats.positions import Positions
-from kvcache_plugins.formats.quantizer import COEFFICIENTS, MAX_WIDTH, point_gains, thresholds
+from kvcache_plugins.formats.quantizer import COEFFICIENTS, MAX_WIDTH, level_gains, thresholds
 from kvcache_plugins.formats.rotary import RotaryLayout, channels_of
 from kvcache_plugins.formats.rows import RowFormat, RowFormats
 from kvcache_plugins.triton_kernels.arithmetic import has_pairs
@@ -29,6 +29,7 @@ from kvcache_plugins.triton_kernels.attention.attend import prepare_groups
 from kvcache_plugins.triton_kernels.attention.combine import prepare_combination
 from kvcache_plugins.triton_kernels.attention.dense_part import DensePart as KernelDensePart
 from kvcache_plugins.triton_kernels.attention.partials import Partials
+from kvcache_plugins.triton_kernels.gather import gather_rows, page_addresses, write_rows
 from kvcache_plugins.triton_kernels.launch import ALIGNMENT, KeptLaunch, Launch
 from kvcache_plugins.triton_kernels.scores import score_codes as score_codes_kernel
 from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels, prepare_rows, shared_bytes
@@ -39,6 +40,9 @@ from kvcache_plugins.user_warnings import warn_user
 
 from .masks import slice_mask
 
+
+# Kernels that are used as they are
+__all__ = ["gather_rows", "page_addresses", "write_rows"]
 
 # Parts of a kind that a launch at the end takes
 _MAX_PARTS = 2
@@ -70,7 +74,7 @@ def has_room(formats: RowFormats | None, device: torch.device, dtype: torch.dtyp
     if formats is None:
         return True
     keys, values = formats
-    sizes, is_float32 = (keys.head_dim, keys.num_coded, values.num_coded), dtype == torch.float32
+    sizes, is_float32 = (keys.head_dim, keys.num_coefficients, values.num_coefficients), dtype == torch.float32
     if keys.basis is None or shared_bytes(*sizes, is_float32=is_float32) <= shared_memory(device):
         return True
     _warn_once(f"attention over states in calibrated bases runs in plain PyTorch instead of `triton`: {TOO_LARGE}")
@@ -330,13 +334,13 @@ def _signs_for(table: RowFormat, states: torch.Tensor) -> torch.Tensor | None:
 
 @cache
 def _coefficients(is_weighted: bool, device: torch.device) -> torch.Tensor:
-    """Returns the coefficients of `CodedRows`; points of values have their gain corrected."""
+    """Returns the coefficients of `CodedRows`; levels of values have their gain corrected."""
     with torch.inference_mode(False):
-        points = torch.tensor(COEFFICIENTS, dtype=torch.float64, device="cpu")
+        levels = torch.tensor(COEFFICIENTS, dtype=torch.float64, device="cpu")
         if not is_weighted:
-            points = points * point_gains()[:, None]
+            levels = levels * level_gains()[:, None]
         factor = 0.5 ** torch.arange(MAX_WIDTH + 1, dtype=torch.float64, device="cpu")
-        return torch.cat([factor[:, None], points], dim=1).float().to(device)
+        return torch.cat([factor[:, None], levels], dim=1).float().to(device)
 
 
 def rotary_angles(

@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcache_plugins.codecs.basis import basis_for_widths, format_in_basis, karhunen_loeve, round_basis
-from kvcache_plugins.codecs.prompt_codec import allocate_widths, share_bytes
+from kvcache_plugins.codecs.bit_allocation import allocate_widths, share_bytes
 from kvcache_plugins.codecs.rows import RowCodec, SharedFormats
 from kvcache_plugins.files.atomic import RefusedFile, refusals
 from kvcache_plugins.files.records import Format, read_content, read_record, write_record

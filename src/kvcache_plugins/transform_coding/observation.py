@@ -24,7 +24,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from kvcache_plugins.codecs.codec import QueryMoments
-from kvcache_plugins.codecs.prompt_codec import make_key_table
+from kvcache_plugins.codecs.prompt_codec import make_key_format
 from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.formats.rotary import RotaryLayout, candidate_layouts
 from kvcache_plugins.layers.layer_factory import replace_full_attention
@@ -165,7 +165,7 @@ def _add_states(
             moments = QueryMoments.of(layer.queries, seen.shape[1], layouts, None)
         valid = torch.ones(1, seen.shape[2], dtype=torch.bool, device=seen.device)
         size = min(_TRIAL_BYTES, seen.shape[3])
-        layout = make_key_table(seen, valid, moments, layouts, Positions(num_sinks), size).rope
+        layout = make_key_format(seen, valid, moments, layouts, Positions(num_sinks), size).rope
         assert layout is not None
         sums[index] = LayerSums(window, layout, own_keys, own_values, 0, torch.zeros_like(own_keys.products))
     own = sums[index]

@@ -46,7 +46,7 @@ def load_offsets(near_ptr, channels, KEY_DIM: tl.constexpr, BLOCK_T: tl.constexp
 
 
 @triton.jit
-def turn_back(own, partners, cosines, sines):
+def rotate_back(own, partners, cosines, sines):
     """Own and partners' channels of queries, turned back by angles of the own channels."""
     cosines, sines = cosines[:, None], sines[:, None]
     return own * cosines - partners * sines, partners * cosines + own * sines
@@ -61,7 +61,7 @@ def inverse_sizes(own, partners):
 
 
 @triton.jit
-def load_turned_queries(
+def load_rotated_queries(
     query_ptr, rows, row_stride, row_in_use, channels, channel_in_use, partner_channels, partner_in_use, angle_columns,
     sizes, scale, near_ptr, far_ptr, padding_ptr, batch, position, NUM_ANGLES: tl.constexpr, NUM_NEAR: tl.constexpr,
     BLOCK_T: tl.constexpr, ROTARY: tl.constexpr, PADDED: tl.constexpr, DTYPE: tl.constexpr,
@@ -82,7 +82,7 @@ def load_turned_queries(
         if PADDED:
             position -= tl.load(padding_ptr + batch).to(tl.int32)
         cosines, sines = load_angles(near_ptr, far_ptr, position, angle_columns, NUM_ANGLES, NUM_NEAR)
-        own, partners = turn_back(own, partners, cosines, sines)
+        own, partners = rotate_back(own, partners, cosines, sines)
         cosines, sines = load_angles(near_ptr, far_ptr, BLOCK_T, angle_columns, NUM_ANGLES, NUM_NEAR)
         offset_cosines, offset_sines = load_offsets(near_ptr, angle_columns, NUM_ANGLES, BLOCK_T, DTYPE)
     return own, partners, size, (cosines, sines, offset_cosines, offset_sines)

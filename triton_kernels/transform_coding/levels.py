@@ -1,4 +1,4 @@
-"""Codes of a tile of rows, and the points that they stand for.
+"""Codes of a tile of rows, and the levels that they stand for.
 
 A block of width w is w bytes at any byte of a row: three aligned words hold it, wherever it begins. Two shifts bring
 it to the beginning of 64 bits, the first code with its top at bit 8, and three more its second, third and fourth
@@ -6,7 +6,7 @@ quarter, each two codes of at most 16 bits. Two quarters share a word, so two co
 stand, are halves below the smallest normal one, which go through the polynomial together: on a GPU one instruction for
 both. Where all codes have two bits no polynomial is needed. Nothing else depends on the widths but
 numbers that a thread, which has the same block of every token, keeps in registers. Loops over blocks of one width
-would need other loops for every head, and a table of points a load for every number.
+would need other loops for every head, and a table of levels a load for every number.
 
 The kernel has its own order of a block's channels: what shares a word stands side by side.
 
@@ -30,7 +30,7 @@ _LEAST_LOGARITHM = tl.constexpr(SCALE_OFFSET / SCALE_STEPS)
 
 @triton.jit
 def row_slots(BLOCK: tl.constexpr):
-    """Which channel of a row, in the row's order, stands at every place of a tile."""
+    """Returns the channel of a row, in the row's order, for every slot of a tile."""
     places = tl.arange(0, BLOCK)
     return places // 8 * 8 + (places & 1) * 4 + ((places >> 1) & 3)
 
@@ -38,7 +38,7 @@ def row_slots(BLOCK: tl.constexpr):
 @triton.jit
 def load_codebook(width_ptr, coefficient_ptr, NUM_BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr):
     """
-    Loads, of a head's blocks, widths, their first bytes and the coefficients of their points, each `[BLOCK_N]`.
+    Loads, of a head's blocks, widths, their first bytes and the coefficients of their levels, each `[BLOCK_N]`.
     """
     blocks = tl.arange(0, BLOCK_N)
     widths = tl.load(width_ptr + blocks, mask=blocks < NUM_BLOCKS, other=0).to(tl.int32)
@@ -53,19 +53,19 @@ def load_codebook(width_ptr, coefficient_ptr, NUM_BLOCKS: tl.constexpr, BLOCK_N:
 
 @triton.jit
 def aligned_rows(rows_ptr):
-    """The word that a pointer to bytes points into, and at which of its bytes."""
+    """The word that a pointer to bytes points into, and its byte there."""
     address = rows_ptr.to(tl.uint64)
     remainder = address & 3
     return (address - remainder).to(tl.pointer_type(tl.uint32)), remainder.to(tl.int32)
 
 
 @triton.jit
-def load_points(
+def decode_levels(
     rows, first_token, length, ROW_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     DTYPE: tl.constexpr, PAIRS: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """
-    Points `[BLOCK_T, BLOCK_N, 8]` of rows, a pointer and their codebook, from a token on, in the order of `row_slots`;
+    Levels `[BLOCK_T, BLOCK_N, 8]` of rows, a pointer and their codebook, from a token on, in the order of `row_slots`;
     of tokens behind the `length` in use finite, but otherwise anything. A whole tile has `TOKENS_BEHIND` tokens in use
     behind it.
     """
@@ -113,8 +113,8 @@ def load_points(
 
 
 @triton.jit
-def load_levels(coefficient_ptr):
-    """The four points of codes of two bits, as bytes of two words."""
+def load_four_levels(coefficient_ptr):
+    """The four levels of codes of two bits, as bytes of two words."""
     own_ptr = coefficient_ptr + 2 * 4
     first, second, third = tl.load(own_ptr + 1), tl.load(own_ptr + 2), tl.load(own_ptr + 3)
     near = _bits(0.25 * (first + 0.0625 * (second + 0.0625 * third)))
@@ -128,13 +128,12 @@ def _bits(number):
 
 
 @triton.jit
-def look_up_points(
+def look_up_levels(
     rows, first_token, length, ROW_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """
-    Points as of `load_points`, of rows whose codes have two bits throughout: a byte permutation takes two of them from
-    all levels.
+    Levels as of `decode_levels`, of rows whose codes all have two bits: a byte permutation takes two of the four.
     """
     word_ptr, remainder = aligned_rows(rows[0])
     levels = rows[1]
@@ -165,7 +164,7 @@ def look_up_points(
 
 @triton.jit
 def _look_up(codes, levels):
-    """Points of the codes in the lowest two bits of each byte: words of two, of both halves."""
+    """Levels of the codes in the lowest two bits of each byte: words of two, of both halves."""
     # A nibble for each of the bytes `2 code` and `2 code + 1`
     places = (codes & 0x03030303) * 0x22 + 0x10101010
     return tl.join(permute_bytes(levels[0], levels[1], places), permute_bytes(levels[0], levels[1], places >> 16))
