@@ -102,8 +102,6 @@ class HeldOutPrompt:
         self.layers = [
             layer if isinstance(layer, QueryRecordingLayer) else copy.deepcopy(layer) for layer in dense.layers
         ]
-            layer if isinstance(layer, QueryRecordingLayer) else copy.deepcopy(layer) for layer in dense.layers
-        ]
         queries = [layer.queries if isinstance(layer, QueryRecordingLayer) else None for layer in dense.layers]
         self.logits = self.feed(dense, self.length)
         for layer, own_queries in zip(self.layers, queries, strict=True):
