@@ -105,13 +105,11 @@ class PagedStates:
         num_sinks, num_recent = layout.num_sink_tokens, layout.num_recent_tokens
         is_value = side == "values"
         rows = self.allocator.row_part(self.layer_idx, batch)
-        decoded = (
-            []
-            if rows is None
-            else [tile[1] if is_value else tile[0] for tile in decode_tiles(rows.gathered(), (side,))]
-        )
         states = exact[:, :, int(is_value)].transpose(1, 2)  # [B, H, S + N, D]
-        coded = torch.cat(decoded, dim=2) if decoded else states[:, :, :0]
+        coded = states[:, :, :0]
+        if rows is not None:
+            tiles = decode_tiles(rows.gathered(), (side,))
+            coded = torch.cat([values if is_value else keys for keys, values, _, _ in tiles], dim=2)
         for number, past in enumerate(batch.past.tolist()):
             own_sinks = min(num_sinks, past)
             own_recent = min(num_recent, past - own_sinks)
