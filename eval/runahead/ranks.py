@@ -1,7 +1,7 @@
 """Ranks of `torch.distributed` that a command starts and gives work to: one process each, joined by gloo on CPUs.
 
-Every rank loads the model and then does what it is told, operation by operation, so that planning and reporting stand
-in one process, and measuring in the others. The ranks end with the command, however it ends.
+Every rank loads the model and runs one operation after the other, so that one process plans and reports, and the
+others measure. The ranks end with the command, however it ends.
 """
 
 import multiprocessing
@@ -27,14 +27,21 @@ from kvcache_plugins.console.interrupts import interrupts_are_ours
 from kvcache_plugins.option_checks import check_integer
 
 
-# Of a prefill's slowest message, and of a rank that waits while another one loads
+# Timeout of a prefill's slowest message, and of a rank that waits while another one loads
 _TIMEOUT = timedelta(hours=1)
 _SECONDS_TO_END = 5.0
 
 
 @dataclass(slots=True)
 class Worker:
-    """A rank as an operation finds it; `reference` keeps logits of one rank alone, by the prompt's length."""
+    """
+    State of a rank, passed to each operation.
+
+    Attributes:
+        rank, size (`int`): number of this rank, and of all.
+        model, tokenizer: the model.
+        reference (`dict`): logits of a prefill by one rank alone, by the prompt's length.
+    """
 
     rank: int
     size: int
@@ -45,7 +52,7 @@ class Worker:
 
 class Ranks:
     """
-    `size` ranks at work, used in a `with` statement. After an error they are of no further use: some may wait for
+    Processes of `size` ranks, used in a `with` statement. They cannot be used after an error, as some may wait for
     others.
 
     Raises:
@@ -64,7 +71,7 @@ class Ranks:
         is_served = "forkserver" in multiprocessing.get_all_start_methods()
         context: Any = multiprocessing.get_context("forkserver" if is_served else "spawn")
         if is_served:
-            # Imported once, in a process that never computes anything
+            # Import once, in a process that never computes anything
             context.set_forkserver_preload([__name__, "kvcache_plugins.eval.runahead.measure"])
             with interrupts_are_ours():
                 forkserver.ensure_running()
@@ -88,14 +95,14 @@ class Ranks:
         self._end(at_once=kind is not None)
 
     def describe_machine(self, dtype: str) -> str:
-        """Describes the machine, for what is kept of measurements in a dtype."""
+        """Describe the machine, for results of measurements in a dtype."""
         threads = f"{self.num_threads} thread{'s' if self.num_threads > 1 else ''}"
         return f"{self.size} ranks of {threads} each, {os.cpu_count()} {platform.machine()} cores, gloo, {dtype}"
 
     def call(self, operation: Callable[..., Any], *args: Any) -> list[Any]:
         """
-        Calls `operation(worker, *args)`, of a module, on all ranks at once; returns all results. Errors that users can
-        cause are a `ValueError`; if a rank fails otherwise, or has ended, a `ChildProcessError`.
+        Call `operation(worker, *args)`, a module's function, on all ranks at once, and return all results. Errors that
+        users can cause are a `ValueError`; if a rank fails otherwise, or has ended, a `ChildProcessError`.
         """
         for rank, pipe in enumerate(self._pipes):
             try:
@@ -105,7 +112,7 @@ class Ranks:
         return self._answers()
 
     def _answers(self) -> list[Any]:
-        """Waits for an answer of every rank; the first that fails is raised, as the others may wait for it."""
+        """Wait for an answer of every rank; raise the first error at once, as other ranks may wait for that one."""
         answers: list[Any] = [None] * self.size
         waiting: dict[Any, int] = dict(zip(self._pipes, range(self.size), strict=True))
         while waiting:
@@ -116,7 +123,7 @@ class Ranks:
                 except (EOFError, ConnectionResetError):
                     raise self._ended(rank) from None
                 if kind is not None:
-                    # Another rank's end may be why it failed
+                    # It may have failed because another rank has ended
                     others = {each.sentinel: number for number, each in enumerate(self._processes) if number != rank}
                     ended = connections.wait(list(others), timeout=0.5) if kind is ChildProcessError else []
                     raise self._ended(others[ended[0]]) if ended else kind(f"rank {rank}: {answers[rank]}")
@@ -128,7 +135,7 @@ class Ranks:
         return ChildProcessError(f"rank {rank} has ended without an answer, with exit code {code}")
 
     def _end(self, *, at_once: bool) -> None:
-        # Without its pipe a rank that waits for work ends by itself
+        # A rank that waits for work ends when its pipe is closed
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -141,13 +148,13 @@ class Ranks:
 
 
 def _serve(setup: tuple[int, int, str, str | None, int], folder: str, pipe: Any) -> None:
-    """Serves as a rank. Its answers are pairs: the type of an error and its text, or `None` and a result."""
-    # The command that started it is interrupted as well, and ends it
+    """Serve as a rank. Answers are pairs: the type of an error and its text, or `None` and a result."""
+    # An interrupt also reaches the command, which ends this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
     if connections.wait([parent.sentinel], 0):
-        # Interrupted before this rank was there: what it would join is gone, and it would wait without letting go
+        # The command has ended before this rank started, and other ranks with it
         return
     threading.Thread(target=_end_with_parent, args=(parent.sentinel,), daemon=True).start()
     rank, size, name, dtype, num_threads = setup
@@ -171,12 +178,12 @@ def _serve(setup: tuple[int, int, str, str | None, int], folder: str, pipe: Any)
 
 
 def _answer(pipe: Any, operation: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Answers with the result of an operation, or with its error."""
+    """Send the result of an operation, or its error."""
     try:
         result = operation(*args)
     except (ValueError, ImportError, OSError) as error:
         pipe.send((ValueError, str(error)))
-    # Whatever it is, the command has to hear of it, or it would wait for ever
+    # Without an answer the command would wait for ever
     except Exception as error:
         traceback.print_exc()
         pipe.send((ChildProcessError, f"{type(error).__name__}: {error}"))

@@ -12,15 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache, GenerationConfig
+from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import cache as paged_cache
 from transformers.generation.continuous_batching.cache_allocators import CachePool
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 from kvcache_plugins.batching import compressed_batching
-from kvcache_plugins.batching.context import CompressedBatching, PagedStates, own_states
-from kvcache_plugins.batching.pages import CodedAllocator, Recipe, _fit_page
+from kvcache_plugins.batching.paged_allocator import BatchingCounters, CodedAllocator, PageCodecConfig, _fit_page
+from kvcache_plugins.batching.paged_states import PagedStates
 from kvcache_plugins.codecs.rows import RowCodec, SharedFormats
 from kvcache_plugins.formats.parts import PagedRowPart
 from kvcache_plugins.formats.positions import Positions
@@ -40,11 +40,11 @@ def config(num_new, num_blocks=24, max_batch_tokens=256, offload_space=0.0, **sa
     return {"generation_config": GenerationConfig(**options), "continuous_batching_config": paging}
 
 
-def run(model, prompts, max_batch_tokens=256, num_forks=1, num_blocks=24, offload_space=0.0, **options):
+def run(model, prompts, max_batch_tokens=256, num_forks=1, num_blocks=24, offload_space=0.0):
     # Of one token to choose from; forks are for sampling
     sampling = {"do_sample": num_forks > 1, "top_k": 1, "num_return_sequences": num_forks}
     configs = config(NUM_TOKENS, num_blocks, max_batch_tokens, offload_space, **sampling)
-    outputs = model.generate_batch(prompts, **configs, **options)
+    outputs = model.generate_batch(prompts, **configs)
     errors = [output.error for output in outputs.values() if output.error]
     assert not errors, errors
     return [output.generated_tokens for output in outputs.values()]
@@ -170,11 +170,9 @@ def test_pages_beside_windows_need_no_large_sector(size, pages, others):
     assert size <= block < 1.4 * size and math.lcm(block, others) == max(others, block)
 
 
-def test_a_dense_batch_is_an_error_and_a_dropped_cache_is_told(tiny_llama, random_windows):
+def test_a_dense_batch_is_an_error(tiny_llama, random_windows):
     prompts = [random_windows(1, 90)[0].tolist()]
     with compressed_batching(tiny_llama, "transform", text=torch.tensor(prompts)) as batching:
-        with pytest.warns(UserWarning, match="`past_key_values` is dropped by `generate_batch`"):
-            run(tiny_llama, prompts, past_key_values=DynamicCache())
         # As if Transformers no longer asked where it does
         paged_cache.ATTN_TYPE_TO_ALLOCATOR["full_attention"] = paged_cache.FullAttentionCacheAllocator
         with pytest.raises(AssertionError, match="a batch ran from a dense cache"):
@@ -235,17 +233,19 @@ def make_codec(model):
 
 
 def make_allocator(codec, num_recent, dtype, num_blocks=40):
-    recipe = Recipe({0: codec}, SINKS, num_recent)
+    codec_config = PageCodecConfig({0: codec}, SINKS, num_recent)
     options = {"index": 0, "config": None, "num_key_value_heads": HEADS, "cache_dtype": dtype, "page_size": PAGE}
-    allocator = CodedAllocator(recipe, **options, layer_indices=[0], allow_block_sharing=True)
+    allocator = CodedAllocator(
+        codec_config, BatchingCounters(), **options, layer_indices=[0], allow_block_sharing=True
+    )
     size = allocator.bytes_per_block
     memory = torch.randint(0, 256, ((num_blocks + 2) * size,), dtype=torch.uint8)
     allocator.register_cache_tensor(size, num_blocks * size, memory, CachePool(num_blocks, 1))
     return allocator
 
 
-def find_requests(allocator, members):
-    """Requests of one pass, given the tokens before it, the new ones and the name of each; they get their blocks."""
+def begin_pass(allocator, members):
+    """Allocate blocks for the tokens of a pass, given past and new tokens and the name of each request; batch them."""
     write = []
     for past, new, name in members:
         for _ in range(allocator.needs_new_sectors(name, past, new)):
@@ -254,7 +254,8 @@ def find_requests(allocator, members):
         write += allocator.get_write_indices(name, past, new)
     starts = [0, *itertools.accumulate(new for _, new, _ in members)]
     key_starts = [0, *itertools.accumulate(past + new for past, new, _ in members)]
-    return allocator.requests(starts, key_starts, torch.tensor(write))
+    allocator.begin_pass(starts, key_starts, torch.tensor(write))
+    return allocator.batches
 
 
 def expected_states(codec, keys, values, past, num_recent):
@@ -275,7 +276,6 @@ def test_attention_is_over_what_was_written(num_recent, dtype, kernel, tiny_llam
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
     codec = make_codec(tiny_llama)
     allocator, head_dim = make_allocator(codec, num_recent, dtype), codec.head_shapes[0][1]
-    batching = CompressedBatching(allocator.recipe)
     # Tokens of two requests in every pass: borders of pages, single tokens, a token alone
     names, passes = "ab", [(60, 1), (3, 5), (1, 1), (1, 1), (20, 58), (64, 1), (1, 1)]
     if kernel == "triton":
@@ -286,12 +286,9 @@ def test_attention_is_over_what_was_written(num_recent, dtype, kernel, tiny_llam
         new = [[torch.randn(1, HEADS, count, head_dim).to(dtype) for _ in range(2)] for count in counts]
         starts = [0, counts[0], sum(counts)]
         pasts = [own[0].shape[2] for own in held]
-        requests = find_requests(allocator, list(zip(pasts, counts, names, strict=True)))
+        begin_pass(allocator, list(zip(pasts, counts, names, strict=True)))
         joined = [torch.cat([states[side] for states in new], dim=2) for side in range(2)]
-        exact = [allocator.exact(0, each) for each in requests]
-        for each in requests:
-            allocator.write(0, each, *own_states(each, *joined))
-        states = PagedStates(batching, allocator, 0, requests, exact, (joined[0], joined[1]))
+        states = PagedStates.store(allocator, 0, *joined)
         query = torch.randn(1, HEADS * GROUPS, sum(counts), head_dim).to(dtype)
         output = states.attend(AttentionCall(query))
         dense = [states.materialize(side) for side in ("keys", "values")]
@@ -310,22 +307,22 @@ def test_attention_is_over_what_was_written(num_recent, dtype, kernel, tiny_llam
             )
             limit = 1e-4 if dtype == torch.float32 else 0.02
             assert float((output[:, :, tokens].float() - wanted).abs().max()) < limit
-    assert batching.stats()["attend_calls"] == len(passes) * 2
-    assert (batching.stats()["fused_calls"] > 0) == (kernel != "torch")
+    assert allocator.counters.attend_calls == len(passes) * 2
+    assert (allocator.counters.fused_calls > 0) == (kernel != "torch")
 
 
 def held(allocator, name, past, new):
-    """All that a new token of a request attends to, and its pass."""
-    (requests,) = find_requests(allocator, [(past, 1, name)])
-    parts = allocator.parts(0, requests, allocator.exact(0, requests), *new)
+    """Return all that a new token of a request attends to, and its batch."""
+    (batch,) = begin_pass(allocator, [(past, 1, name)])
+    parts = allocator.parts(0, batch, allocator.read_exact(0, batch), *new)
     tiles = (decode_tiles(part.gathered() if isinstance(part, PagedRowPart) else part) for part in parts)
-    return [tile[side] for tile in itertools.chain(*tiles) for side in range(2)], requests
+    return [tile[side] for tile in itertools.chain(*tiles) for side in range(2)], batch
 
 
 def make_request(allocator, codec, length):
     keys, values = torch.randn(2, 1, HEADS, length, codec.head_shapes[0][1])
-    (requests,) = find_requests(allocator, [(0, length, "a")])
-    allocator.write(0, requests, keys, values)
+    (batch,) = begin_pass(allocator, [(0, length, "a")])
+    allocator.write(0, batch, keys, values)
     return keys, values
 
 
@@ -340,11 +337,11 @@ def test_forks_share_first_tokens_and_whole_pages_alone(length, tiny_llama):
         allocator.pool.allocate_sector(0)
     allocator.copy_blocks(*allocator.fork_blocks("a", "b", length))
     shared = [own for own, other in zip(source, allocator.block_table["b"], strict=True) if own == other]
-    pages = length // PAGE
-    assert shared == [*source[: allocator.num_first], *source[allocator.num_lead : allocator.num_lead + pages]]
+    layout, pages = allocator.layout, length // PAGE
+    assert shared == [*source[: layout.num_sink_blocks], *source[layout.num_exact_blocks :][:pages]]
     new = torch.randn(2, 1, HEADS, 1, keys.shape[3])
-    before, requests = held(allocator, "a", length, new)
-    allocator.write(0, requests, *new)
+    before, batch = held(allocator, "a", length, new)
+    allocator.write(0, batch, *new)
     assert all(map(torch.equal, before, held(allocator, "b", length, new)[0]))
     for name in "ab":
         allocator.free_blocks(name)
@@ -371,7 +368,7 @@ def test_a_found_prefix_has_its_first_tokens_and_newest_ones_of_its_rows(tiny_ll
     allocator.free_blocks("b")
     make_request(allocator, codec, 128)
     allocator.mark_complete_blocks("a", ids, 2)
-    assert allocator.block_table["a"][allocator.num_lead :] == matched
+    assert allocator.block_table["a"][allocator.layout.num_exact_blocks :] == matched
     allocator.free_blocks("a")
     allocator.pool.free_blocks(0, allocator.ledger.evict_cached_blocks())
     assert allocator.pool.count_free_blocks(0) + allocator.pool.num_free_sectors == 40

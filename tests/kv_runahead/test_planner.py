@@ -1,12 +1,12 @@
-"""The planner: a cost model that fits what follows its formula, partitions that sum up and are never worse than what
-they began with, and the paper's where its timings are used. A table comes back as it was saved; one of another model
-or number of ranks, or a damaged one, is refused.
+"""The planner: a cost model that fits what follows its formula, partitions that sum up, and the paper's where its
+timings are used. A table comes back as it was saved; one of another model or number of ranks, or a damaged one, is
+refused.
 """
 
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +26,9 @@ from kvcache_plugins.kv_runahead.planner import (
     TableEntry,
     Timing,
     bytes_of_token,
-    even,
     planned,
     predicted,
     resolve_partition,
-    searched,
 )
 from kvcache_plugins.models.fingerprint import fingerprint
 
@@ -55,10 +53,6 @@ def timings_of(cost: CostModel, slices: list[tuple[int, int]], noise: float = 0.
         Timing(length=length, prefix=prefix, seconds=cost.seconds(length, prefix) * rng.uniform(1 - noise, 1 + noise))
         for length, prefix in slices
     ]
-
-
-def one_by_one(measure: Callable[[tuple[int, ...]], float]) -> Callable[[Sequence[tuple[int, ...]]], Iterator[float]]:
-    return lambda partitions: map(measure, partitions)
 
 
 def ratios(lengths: Sequence[int]) -> list[float]:
@@ -207,57 +201,6 @@ def test_planned_gives_every_rank_the_same_time(cost: CostModel, length: int, nu
     assert max(times) - min(times) <= 4 * token + 1e-9 * max(times)
     # With a prefix a token costs more
     assert all(first >= second - 2 for first, second in itertools.pairwise(lengths))
-
-
-def test_search_measures_the_papers_grid() -> None:
-    """Figure 6: 96 tokens, boundaries 32 and 64, the first step 8; all of five by five, then a quarter."""
-    measured: list[tuple[int, ...]] = []
-
-    def distance(lengths: tuple[int, ...]) -> float:
-        measured.append(lengths)
-        return abs(lengths[0] - 28) + abs(lengths[0] + lengths[1] - 70)
-
-    assert searched(even(96, 3), one_by_one(distance)) == ((28, 42, 26), 0)
-    assert measured[0] == (32, 32, 32)
-    first_level = {(32 + 8 * i, 64 + 8 * j) for i in range(-2, 3) for j in range(-2, 3)}
-    assert {(each[0], each[0] + each[1]) for each in measured[:24]} <= first_level
-    assert len(set(measured)) == len(measured) <= 25 + 4 * 24
-    assert all(sum(each) == 96 and min(each) >= 1 for each in measured)
-    # An optimum further away than a level reaches, as over slow links
-    assert searched(even(1024, 2), one_by_one(lambda lengths: abs(lengths[0] - 60))) == ((60, 964), 0)
-
-
-@settings(max_examples=20, deadline=None)
-@given(data=st.data(), num_ranks=st.integers(1, 6))
-def test_search_is_never_worse_than_its_start(data: st.DataObject, num_ranks: int) -> None:
-    """Measures a random number for each partition."""
-    start = tuple(data.draw(st.lists(st.integers(1, 40), min_size=num_ranks, max_size=num_ranks)))
-    seconds: dict[tuple[int, ...], float] = {}
-    random = data.draw(st.randoms(use_true_random=False))
-
-    def measure(lengths: tuple[int, ...]) -> float:
-        assert lengths not in seconds
-        return seconds.setdefault(lengths, random.random())
-
-    found, least = searched(start, one_by_one(measure))
-    assert start in seconds and seconds[found] == least == min(seconds.values())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"start": (100, 0)}, "`start` has to hold integers of at least 1"),
-        ({"first_step": 0}, "`first_step` has to be an integer of at least 1 but got 0"),
-        ({"last_step": 0}, "`last_step` has to be an integer of at least 1 but got 0"),
-        (
-            {"measure": one_by_one(lambda lengths: float("nan"))},
-            "`measure` has to return seconds but returned NaN for \\[50, 50",
-        ),
-    ],
-)
-def test_wrong_searches_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        searched(**{"start": (50, 50), "measure": one_by_one(lambda lengths: 1.0), **options})
 
 
 def test_table_interpolates_ratios() -> None:

@@ -68,26 +68,12 @@ def test_sliding_windows_send_their_window(saved_with_tokenizer):
     assert answers[0][0][1]["entries_sent"] == 2 * 2 * 31
 
 
-def test_quantized_on_the_way(saved_with_tokenizer):
-    folder, common = saved_with_tokenizer("llama"), {"batch_size": 3, "partition": "even"}
-    answers = run_ranks(prefill_each, 3, folder, [common, {**common, "hop_nbits": 8}, {**common, "hop_nbits": 4}])
-    first, last = answers[0], answers[2]
-    for number, nbits in enumerate((8, 4), start=1):
-        # Codes, and scale and zero in float16 for every head of 32, against float32
-        assert first[number][1]["bytes_sent"] * 32 * 32 == first[0][1]["bytes_sent"] * (32 * nbits + 32)
-        assert 0 < first[number][1]["hop_error"] < 1.5 / 2**nbits
-        assert "hop_error" not in last[number][1]
-        difference = (last[number][2] - last[0][2]).abs().max()
-        assert 0 < difference < last[0][2].std() * (0.05 if nbits == 8 else 0.8)
-
-
 BAD_OPTIONS = [
     ({"length": 2}, "rank 0: the context has 2 tokens, but each of 3 ranks needs one"),
     ({"partition": [100, 20, 6, 4]}, "rank 0: `partition` has 4 slices, but there are 3 ranks"),
     ({"partition": [130, 0]}, "rank 0: `partition`"),
     ({"partition": [100, 20]}, "rank 0: `partition`"),
     ({"partition": "half"}, "rank 0: `partition` has to be"),
-    ({"hop_nbits": 3}, "rank 0: `hop_nbits` has to be one of"),
 ]
 
 

@@ -20,7 +20,7 @@ import torch
 from kvcache_plugins import GEARCache, PromptStore, create_cache
 from kvcache_plugins.files.records import write_record
 from kvcache_plugins.prompt_store.blocks import FORMAT, read_block
-from kvcache_plugins.prompt_store.store import clear, list_prompts
+from kvcache_plugins.prompt_store.maintenance import clear, list_prompts
 
 
 # Rows and groups, without and with low rank and outliers; the others differ from these in bits

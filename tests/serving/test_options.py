@@ -14,8 +14,9 @@ from kvcache_plugins import PromptStore
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
+from kvcache_plugins.serving.disconnects import Request  # noqa: E402
+from kvcache_plugins.serving.managers import CachingManager  # noqa: E402
 from kvcache_plugins.serving.options import OPTIONS, check_options, options_of  # noqa: E402
-from kvcache_plugins.serving.requests import CachingManager, Request  # noqa: E402
 
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "many_requests.md"
@@ -218,8 +219,6 @@ def test_usage_says_how_many_tokens_were_known(ask):
 
 
 def test_a_prompt_is_refused_at_once_if_it_is_longer_than_the_model_takes(server, ask):
-    # Streamed answers end before they are counted, but requests are answered one after the other
-    ask("completions")
     before = server.stats()["prompt_tokens"]
     for api, name in (("completions", "prompt"), ("responses", "input")):
         for stream in ({}, {"stream": True}):
@@ -281,7 +280,7 @@ def test_requests_of_a_batch_may_ask_only_for_how_it_samples(sampling, taken, re
                 check_options(api, options, {**body, name: value}, takes_tools=False)
 
 
-def test_a_prompt_is_left_at_the_next_layer_once_its_client_has_gone(tiny_loaded, tmp_path):
+def test_a_prompt_ends_at_the_next_layer_once_its_client_has_disconnected(tiny_loaded, tmp_path):
     model, tokenizer = tiny_loaded
     ids, passes, said = tokenizer("abc " * 200, return_tensors="pt").input_ids, [], []
     manager = CachingManager(model, "transform", PromptStore(tmp_path), said.append)
@@ -291,7 +290,7 @@ def test_a_prompt_is_left_at_the_next_layer_once_its_client_has_gone(tiny_loaded
         passes.append(0)
         # Two passes of the first layer: the client goes while the second block of the store is read
         if passes.count(0) == 2:
-            request.gone.set()
+            request.disconnected.set()
 
     layers = model.model.layers
     hooks = [layers[0].register_forward_hook(leave), layers[1].register_forward_hook(lambda *args: passes.append(1))]
@@ -302,7 +301,7 @@ def test_a_prompt_is_left_at_the_next_layer_once_its_client_has_gone(tiny_loaded
             hook.remove()
     # The first block went through both layers, the second through one
     assert passes.count(1) == 1 and passes[-1] == 0 and answer is ids
-    assert said == ["800 tokens; the client has gone"] and manager.counters["cancelled"] == 1
+    assert said == ["800 tokens; the client has disconnected"] and manager.counters["cancelled"] == 1
     assert not any(layer._forward_pre_hooks for layer in layers)
     # The block that was read is known to the next request
     assert manager.generate(ids, Request(), generation_config=GenerationConfig(max_new_tokens=4)).shape == (1, 804)

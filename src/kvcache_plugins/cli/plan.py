@@ -45,16 +45,17 @@ def main(
         raise ValueError(f"`lengths` have to be at least {least} for {world_size} ranks but one is {parsed[0]}")
     if out is not None:
         prepare_file(out)
-    from kvcache_plugins.eval.runahead import measure
+    from kvcache_plugins.eval.runahead.measure import describe_model
+    from kvcache_plugins.eval.runahead.plan import plan_table, show_plan
     from kvcache_plugins.eval.runahead.ranks import Ranks
 
     print_line(f"starting {world_size} ranks", stderr=True)
     with Ranks(model, world_size, dtype=dtype, num_threads=num_threads) as ranks:
-        facts = ranks.call(measure.describe_model)[0]
-        table = measure.plan_table(ranks, facts, parsed, rounds, search=search)
+        facts = ranks.call(describe_model)[0]
+        table = plan_table(ranks, facts, parsed, rounds, search=search)
     if out is not None:
         table.save(out)
     if as_json:
         print_json(table.document())
     else:
-        measure.show_plan(table, facts)
+        show_plan(table, facts)

@@ -86,7 +86,7 @@ bench = make_app(
         "prompts": "kvcache_plugins.eval.benchmarks.step:benchmark_prompts",
         "machine-code": "kvcache_plugins.eval.benchmarks.kernels:benchmark_machine_code",
         "gpu": "kvcache_plugins.eval.gpu:run_on_gpu",
-        "runahead": "kvcache_plugins.eval.runahead.measure:benchmark_runahead",
+        "runahead": "kvcache_plugins.eval.runahead.benchmark:benchmark_runahead",
     },
     _BENCH_HELP,
 )

@@ -10,7 +10,8 @@ from kvcache_plugins.console.commands import FAILED
 from kvcache_plugins.console.display import make_table, open_console, print_line
 from kvcache_plugins.console.inputs import JsonOption
 from kvcache_plugins.console.results import print_json
-from kvcache_plugins.prompt_store.store import clear, default_folder, find_damaged, list_prompts
+from kvcache_plugins.prompt_store.maintenance import clear, find_damaged, list_prompts
+from kvcache_plugins.prompt_store.store import default_folder
 
 
 _SHOWN = 12

@@ -1,14 +1,14 @@
 """`torchrun --nproc-per-node 2 -m kvcache_plugins.kv_runahead`: all ranks prefill a prompt, the last continues it.
 
-Also under `accelerate launch`, on CPUs with `--multi_gpu`, without which it starts one process there. The last rank
-prints the text, and on standard error time to first token, partition and bytes sent; the others print nothing but
-errors.
+It also runs under `accelerate launch`, on CPUs with `--multi_gpu`, without which one process is started there. The
+last rank prints the text, and on standard error the time to the first token, the partition and the bytes sent; the
+others print nothing but errors.
 """
 
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from .transport import FailureReports, RunaheadError
 
 
 def parse_partition(text: str, model: PreTrainedModel, world_size: int) -> str | Sequence[float] | PartitionTable:
-    """Reads `even`, `planned`, lengths or shares with commas between them, or a table's file; else a `ValueError`."""
+    """Parse `even`, `planned`, lengths or shares with commas between them, or a table's file; else a `ValueError`."""
     if text in ("even", "planned"):
         return text
     try:
@@ -49,9 +49,6 @@ def main(
         str,
         typer.Option(help="even, planned, lengths or shares such as 0.6,0.4, or a file of `kvcache-plugins plan`."),
     ] = "planned",
-    hop_nbits: Annotated[
-        int | None, typer.Option(help="Bits a number between ranks, 4 or 8; exact if not given.")
-    ] = None,
     dtype: inputs.DtypeOption = None,
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda; by default a GPU for each rank, if there are.")
@@ -72,43 +69,70 @@ def main(
                 "launch --num_processes N` (on CPUs also `--multi_gpu`)"
             )
         text = inputs.read_prompt(prompt, prompt_file)
-        chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if chosen == "cuda":
-            chosen = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-            torch.cuda.set_device(chosen)
-        dist.init_process_group("nccl" if chosen.startswith("cuda") else "gloo", timeout=timedelta(seconds=timeout))
+        place = _choose_device(device)
+        dist.init_process_group("nccl" if place.startswith("cuda") else "gloo", timeout=timedelta(seconds=timeout))
         try:
-            loaded, tokenizer = inputs.load_for_evaluation(model, dtype, chosen)
+            loaded, tokenizer = inputs.load_for_evaluation(model, dtype, place)
             input_ids = inputs.encode_prompt(tokenizer, text)[None].to(loaded.device)
-            rank, size = dist.get_rank(), dist.get_world_size()
-            slices = None if partition == "planned" else parse_partition(partition, loaded, size)
-            streamer, filled = None, None
-            if rank == size - 1:
+            streamer = None
+            if _is_last():
                 streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-                filled = create_cache(cache, loaded)
-            failures = FailureReports(rank, run=-1)
-            # Ranks load at their own pace; the time to the first token is not that
-            failures.guarded(dist.barrier, "another rank", "before layer 0")
-            timer = TokenTimer()
-            generation: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "streamer": streamer}
-            generation["stopping_criteria"] = StoppingCriteriaList([timer])
-            _, output = runahead_generate(
-                loaded, input_ids, past_key_values=filled, partition=slices, hop_nbits=hop_nbits, **generation
-            )
-            sent: list[int] = [0] * size
-            own = int(output.stats.get("bytes_sent", 0))
-            failures.guarded(lambda: dist.all_gather_object(sent, own), "another rank", "behind the last layer")
-            if streamer is not None:
-                slices = " + ".join(map(str, output.partition))
-                print_line(
-                    f"{cache}: first of the tokens after {input_ids.shape[1]} in {timer.prefill_seconds:.2f} s; "
-                    f"slices of {slices} tokens; {sum(sent):,} bytes sent from rank to rank",
-                    stderr=True,
-                )
+            _generate(loaded, input_ids, cache, partition, max_new_tokens, streamer)
         except RunaheadError as error:
             raise ValueError(str(error)) from error
         finally:
             dist.destroy_process_group()
+
+
+def _choose_device(device: str | None) -> str:
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if chosen != "cuda":
+        return chosen
+    own = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    torch.cuda.set_device(own)
+    return own
+
+
+def _is_last() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def _generate(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    cache: str,
+    partition: str,
+    max_new_tokens: int,
+    streamer: TextStreamer | None,
+) -> None:
+    """Prefill and continue a prompt; the last rank streams the text, and prints a line about the prefill."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    slices = None if partition == "planned" else parse_partition(partition, model, size)
+    filled = create_cache(cache, model) if _is_last() else None
+    failures = FailureReports(rank, run=-1)
+    # Ranks load at their own pace, which does not count as time to the first token
+    failures.guarded(dist.barrier, "another rank", "before layer 0")
+    timer = TokenTimer()
+    _, output = runahead_generate(
+        model,
+        input_ids,
+        past_key_values=filled,
+        partition=slices,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        streamer=streamer,
+        stopping_criteria=StoppingCriteriaList([timer]),
+    )
+    sent = [0] * size
+    own = int(output.stats.get("bytes_sent", 0))
+    failures.guarded(lambda: dist.all_gather_object(sent, own), "another rank", "behind the last layer")
+    if _is_last():
+        lengths = " + ".join(map(str, output.partition))
+        print_line(
+            f"{cache}: first of the tokens after {input_ids.shape[1]} in {timer.prefill_seconds:.2f} s; "
+            f"slices of {lengths} tokens; {sum(sent):,} bytes sent from rank to rank",
+            stderr=True,
+        )
 
 
 if __name__ == "__main__":

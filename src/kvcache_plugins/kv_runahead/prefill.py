@@ -1,10 +1,12 @@
-"""`runahead_prefill`: ranks of `torch.distributed` fill one cache, each with its slice of the prompt."""
+"""`runahead_prefill` and `runahead_generate`: ranks of `torch.distributed` fill one cache together."""
+
+from __future__ import annotations
 
 import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,35 +17,41 @@ from kvcache_plugins.models.fingerprint import fingerprint
 from kvcache_plugins.option_checks import check_left_padding
 from kvcache_plugins.user_warnings import warn_user
 
-from .chain import Chain, PrefixExchange, PromptSlice
-from .messages import HOP_NBITS, message_layouts
+from .messages import MessageLayout, message_layouts
 from .planner import PartitionTable, resolve_partition
+from .prefix_exchange import PrefixExchange, PromptSlice
+from .runahead_layer import SlicePrefill
 from .transport import FailureReports, Neighbours, agree, digest
 
 
+if TYPE_CHECKING:
+    from transformers.generation.utils import GenerateOutput
+    from transformers.utils.generic import ModelOutput
+
+
 Partition = str | Sequence[int] | Sequence[float] | PartitionTable | None
-# Every rank counts its prefills: what is left in the group's store is told apart by it
+Result = TypeVar("Result")
+# Numbers of prefills, counted alike by every rank: reports in the group's store are by number
 _RUNS = itertools.count()
-# Where nothing was measured: the fewest tokens that are worth another rank
+# Fewest tokens that are worth another rank, unless a partition is given
 _MIN_SLICE = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunaheadOutput:
     """
-    What a prefill left on a rank.
+    Result of a prefill on one rank.
 
     Attributes:
         past_key_values (`Cache`, *optional*): the complete cache, on the last rank.
-        logits (`torch.Tensor` of shape `[batch_size, 1, vocab_size]`, *optional*): of the prompt's last token, on the
-            last rank.
+        logits (`torch.Tensor` of shape `[batch_size, 1, vocab_size]`, *optional*): logits of the prompt's last token,
+            on the last rank.
         partition (`tuple[int, ...]`): tokens of each slice; the last slice is the last rank's. Fewer slices than ranks
             leave the first ones idle.
         rank (`int`): this rank, in the group.
         stats (`dict[str, int | float]`): `seconds` of this rank's part; `seconds_waited` of them for the rank before;
             `bytes_sent` and `bytes_received`; `dot_products` (pairs of queries and keys, for one head) and
-            `entries_sent` (keys and values, counted apart, of one head), both summed over layers; `hop_error`, the
-            mean relative error of this rank's states as others see them, if they are quantized on the way.
+            `entries_sent` (keys and values, counted apart, of one head), both summed over layers.
     """
 
     past_key_values: Cache | None = None
@@ -54,7 +62,7 @@ class RunaheadOutput:
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank has the cache."""
+        """True if this rank has the cache."""
         return self.past_key_values is not None
 
 
@@ -66,28 +74,25 @@ def runahead_prefill(
     past_key_values: Cache | None = None,
     partition: Partition = None,
     group: dist.ProcessGroup | None = None,
-    *,
-    hop_nbits: int | None = None,
 ) -> RunaheadOutput:
     """
-    Prefills a prompt with all ranks of a group; called by each of them with the same prompt.
+    Prefill a prompt with all ranks of a group; called by each of them with the same prompt.
 
-    Every rank runs the whole model on its slice of the prompt. In each layer it receives keys and values of what comes
-    before from the rank before, sends them on with its own, and attends. The last rank ends with the complete cache.
+    Every rank runs the whole model on its slice of the prompt. In each layer it receives the keys and values of all
+    tokens before its slice from the previous rank, sends them on with its own, and attends. The last rank ends with
+    the complete cache.
 
     Args:
         model (`PreTrainedModel`): the same model on every rank.
         input_ids (`torch.Tensor` of shape `[batch_size, length]`): the whole prompt, on every rank.
         attention_mask (`torch.Tensor` of shape `[batch_size, length]`, *optional*): 0 for padding, which has to be on
             the left.
-        past_key_values (`Cache`, *optional*): the empty cache to fill, of any kind; looked at on the last rank only. A
-            `DynamicCache` by default.
-        partition (`str`, `Sequence` or `PartitionTable`, *optional*): which slice each rank gets: lengths of the
-            slices, shares of the prompt, `"even"`, or a table that `kvcache-plugins plan` has measured. By default
-            slices that take equally long by the model's shapes.
+        past_key_values (`Cache`, *optional*): the empty cache to fill, of any kind; ignored on all ranks but the last.
+            A `DynamicCache` by default.
+        partition (`str`, `Sequence` or `PartitionTable`, *optional*): slices of the ranks: lengths, shares of the
+            prompt, `"even"`, or a table that `kvcache-plugins plan` has measured. By default slices that take equally
+            long by the model's shapes.
         group (`dist.ProcessGroup`, *optional*): the ranks; all by default.
-        hop_nbits (`int`, *optional*): bits a number, 4 or 8, of what goes from rank to rank, for slow links. Not
-            quantized by default.
 
     Returns:
         `RunaheadOutput`: with the cache and the logits of the last token on the last rank.
@@ -105,11 +110,13 @@ def runahead_prefill(
     ...     next_token = output.logits.argmax(dim=-1)
     ```
     """
+    call = _Call(model, input_ids, attention_mask, past_key_values, partition, group)
 
     def read(cache: Cache) -> torch.Tensor:
-        return _read(model, cache, input_ids, attention_mask, input_ids.shape[1]).logits
+        logits: torch.Tensor = call.read(model, cache, input_ids.shape[1])["logits"]
+        return logits
 
-    logits, output = _take_part(model, input_ids, attention_mask, past_key_values, partition, group, hop_nbits, read)
+    logits, output = _take_part(call, read)
     return replace(output, logits=logits)
 
 
@@ -121,91 +128,122 @@ def runahead_generate(
     past_key_values: Cache | None = None,
     partition: Partition = None,
     group: dist.ProcessGroup | None = None,
-    *,
-    hop_nbits: int | None = None,
-    **generate_options: Any,
-) -> tuple[Any, RunaheadOutput]:
+    **generate_options: object,
+) -> tuple[torch.Tensor | GenerateOutput | None, RunaheadOutput]:
     """
-    As `runahead_prefill`, and the last rank goes on with `generate`, in which its own slice is the first forward, and
-    which takes `generate_options`: any way of decoding but those that run the prompt in several forwards.
+    Prefill a prompt as `runahead_prefill` does, and continue it by `generate` on the last rank, whose slice is the
+    first forward. `generate_options` are those of `generate`: any way of decoding but those that run the prompt in
+    several forwards.
 
     Returns:
-        On the last rank what `generate` returns, on the others `None`; and the `RunaheadOutput`, without logits.
+        On the last rank the result of `generate`, on the others `None`; and the `RunaheadOutput`, without logits.
     """
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
 
-    def decode(cache: Cache) -> Any:
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        # The decorators that Transformers puts on it lose its `self` in the eyes of mypy
-        generate: Any = model.generate
-        return generate(input_ids, **{"attention_mask": mask, **as_argument(cache), **generate_options})
+    def decode(cache: Cache) -> torch.Tensor | GenerateOutput:
+        options = {"attention_mask": mask, **as_argument(cache), **generate_options}
+        return model.generate(input_ids, **options)  # type: ignore[operator]
 
-    return _take_part(model, input_ids, attention_mask, past_key_values, partition, group, hop_nbits, decode)
-
-
-def _read(
-    model: torch.nn.Module, cache: Cache, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, stop: int
-) -> Any:
-    return model(**reading_options(model.forward, cache, input_ids, attention_mask, stop, needs_logits=False))
+    return _take_part(_Call(model, input_ids, attention_mask, past_key_values, partition, group), decode)
 
 
-def _take_part(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    cache: Cache | None,
-    partition: Partition,
-    group: dist.ProcessGroup | None,
-    hop_nbits: int | None,
-    finish: Callable[[Cache], Any],
-) -> tuple[Any, RunaheadOutput]:
+@dataclass(frozen=True, eq=False, slots=True)
+class _Call:
+    """Arguments of a prefill on one rank."""
+
+    model: PreTrainedModel
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor | None
+    cache: Cache | None
+    partition: Partition
+    group: dist.ProcessGroup | None
+
+    def read(self, model: torch.nn.Module, cache: Cache, stop: int) -> ModelOutput:
+        """Run a model, or its base without a head, on the prompt up to `stop`."""
+        options = reading_options(model.forward, cache, self.input_ids, self.attention_mask, stop, needs_logits=False)
+        output: ModelOutput = model(**options)
+        return output
+
+    def prompt_slice(self, slices: Sequence[int], number: int) -> PromptSlice:
+        """Return a slice by its number."""
+        start = sum(slices[:number])
+        padding = None if self.attention_mask is None else (self.attention_mask == 0).sum(dim=1).tolist()
+        batch_size = self.input_ids.shape[0]
+        return PromptSlice(start=start, stop=start + slices[number], batch_size=batch_size, padding=padding)
+
+
+class _Plan(NamedTuple):
+    """Slices of the prompt, rows of every layer, and on the last rank the cache to fill."""
+
+    slices: tuple[int, ...]
+    layouts: list[MessageLayout]
+    cache: Cache | None
+
+
+def _take_part(call: _Call, finish: Callable[[Cache], Result]) -> tuple[Result | None, RunaheadOutput]:
     """
-    Checks a call, comes to terms with the other ranks, and does this one's part: `finish` on the last rank, whose
-    result is returned too. Errors are those of `runahead_prefill`.
+    Check a call, compare it with the other ranks', and do this rank's part. The last rank calls `finish` with the
+    cache, and its result is returned too. Errors are those of `runahead_prefill`.
     """
     begun = time.perf_counter()
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("`group`: there are no ranks; call `torch.distributed.init_process_group` first")
-    rank, size, run = dist.get_rank(group), dist.get_world_size(group), next(_RUNS)
-    is_last = rank == size - 1
-    try:
-        _check_prompt(model, input_ids, attention_mask)
-        if hop_nbits is not None and hop_nbits not in HOP_NBITS:
-            raise ValueError(f"`hop_nbits` has to be one of {HOP_NBITS} or `None` but is {hop_nbits}")
-        most = size if partition is not None else max(min(size, input_ids.shape[1] // _MIN_SLICE), 1)
-        slices = resolve_partition(partition, input_ids.shape[1], most, model=model)
-        layouts = [replace(layout, nbits=hop_nbits) for layout in message_layouts(model)]
-        cache = _checked_cache(cache, model, len(slices)) if is_last else None
-        call: dict[str, object] = {"model": fingerprint(model), "dtype": str(model.dtype)}
-        call |= {"prompt": digest(input_ids, attention_mask), "partition": slices, "hop_nbits": hop_nbits}
-    except ValueError as error:
-        call = {"error": str(error)}
-    # Of an error of any rank all hear here
-    agree(call, group, FailureReports(rank, run))
-    first, result = size - len(slices), None
+    rank, size = dist.get_rank(call.group), dist.get_world_size(call.group)
+    run = next(_RUNS)
+    plan = _agree_on_plan(call, rank, size, run)
+    first = size - len(plan.slices)
     if rank < first:
-        return None, RunaheadOutput(partition=slices, rank=rank)
+        return None, RunaheadOutput(partition=plan.slices, rank=rank)
+    result: Result | None = None
     stats: dict[str, int | float] = {}
-    if len(slices) > 1:
-        start = sum(slices[: rank - first])
-        stop = start + slices[rank - first]
-        padding = None if attention_mask is None else (attention_mask == 0).sum(dim=1).tolist()
-        prompt_slice = PromptSlice(start=start, stop=stop, batch_size=input_ids.shape[0], padding=padding)
-        is_lazy = model.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
-        exchange = PrefixExchange(Neighbours(group, first, run), layouts, prompt_slice)
-        with Chain(exchange, is_lazy=is_lazy, cache=cache).running() as filled:
-            if is_last:
+    if len(plan.slices) > 1:
+        neighbours = Neighbours(call.group, first, run)
+        prompt_slice = call.prompt_slice(plan.slices, rank - first)
+        exchange = PrefixExchange(neighbours, plan.layouts, prompt_slice)
+        is_lazy = call.model.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
+        with SlicePrefill(exchange, is_lazy=is_lazy, cache=plan.cache).running() as filled:
+            if rank == size - 1:
                 result = finish(filled)
             else:
-                # Without the language-model head, for which they have no use
-                _read(model.base_model, filled, input_ids, attention_mask, stop)
+                # Logits are only needed of the last token
+                call.read(call.model.base_model, filled, prompt_slice.stop)
         stats = exchange.stats()
     else:
-        assert cache is not None
+        assert plan.cache is not None
         if size > 1:
-            warn_user(f"one rank prefills the {input_ids.shape[1]} tokens alone: more would not be faster")
-        result = finish(cache)
+            warn_user(f"one rank prefills the {call.input_ids.shape[1]} tokens alone: more would not be faster")
+        result = finish(plan.cache)
     stats = {"seconds": time.perf_counter() - begun, **stats}
-    return result, RunaheadOutput(past_key_values=cache, partition=slices, rank=rank, stats=stats)
+    return result, RunaheadOutput(past_key_values=plan.cache, partition=plan.slices, rank=rank, stats=stats)
+
+
+def _agree_on_plan(call: _Call, rank: int, size: int, run: int) -> _Plan:
+    """Plan a prefill, and compare it with the other ranks'; an error of one is a `ValueError` on all."""
+    plan = None
+    compared: dict[str, object]
+    try:
+        plan = _make_plan(call, rank, size)
+        compared = {
+            "model": fingerprint(call.model),
+            "dtype": str(call.model.dtype),
+            "prompt": digest(call.input_ids, call.attention_mask),
+            "partition": plan.slices,
+        }
+    except ValueError as error:
+        compared = {"error": str(error)}
+    agree(compared, call.group, FailureReports(rank, run))
+    assert plan is not None, "ranks that cannot take part do not agree"
+    return plan
+
+
+def _make_plan(call: _Call, rank: int, size: int) -> _Plan:
+    """Check a call, and plan the slices of the ranks."""
+    _check_prompt(call.model, call.input_ids, call.attention_mask)
+    length = call.input_ids.shape[1]
+    most = size if call.partition is not None else max(min(size, length // _MIN_SLICE), 1)
+    slices = resolve_partition(call.partition, length, most, model=call.model)
+    cache = _check_cache(call.cache, call.model, len(slices)) if rank == size - 1 else None
+    return _Plan(slices, message_layouts(call.model), cache)
 
 
 def _check_prompt(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
@@ -223,19 +261,20 @@ def _check_prompt(model: PreTrainedModel, input_ids: torch.Tensor, attention_mas
         check_left_padding(attention_mask, input_ids)
 
 
-def _checked_cache(cache: Cache | None, model: PreTrainedModel, num_slices: int) -> Cache:
-    """Returns the cache to fill, a `DynamicCache` by default; what ranks cannot fill together is a `ValueError`."""
+def _check_cache(cache: Cache | None, model: PreTrainedModel, num_slices: int) -> Cache:
+    """Return the cache to fill, a `DynamicCache` by default; a `ValueError` if ranks cannot fill it together."""
     if cache is None:
         return DynamicCache(config=model.config.get_text_config(decoder=True))
     if not isinstance(cache, Cache):
         raise ValueError(f"`past_key_values` has to be a `Cache` of Transformers but is a {type(cache).__name__}")
     if cache.get_seq_length() > 0:
         raise ValueError(f"`past_key_values` has to be empty but holds {cache.get_seq_length()} tokens")
-    make_layer: Any = cache.layer_class_to_replicate
-    layers: list[Any] = cache.layers or [make_layer()]
+    layers = list(cache.layers)
+    if not layers and cache.layer_class_to_replicate is not None:
+        layers = [cache.layer_class_to_replicate()]
     if num_slices > 1 and any(getattr(layer, "needs_prompt_attention", False) for layer in layers):
         raise ValueError(
-            f"`past_key_values`: a `{type(cache).__name__}` with these options chooses what it keeps by the attention "
-            "of the whole prompt, of which the last rank sees its own slice only"
+            f"`past_key_values`: a `{type(cache).__name__}` with these options chooses tokens by the attention of the "
+            "whole prompt, but the last rank sees its own slice only"
         )
     return cache

@@ -1,7 +1,7 @@
-"""Prompts that were read once, compressed, on disk: no process reads their beginnings again.
+"""Compressed prompts on disk: no process reads their beginnings again.
 
-`store` has the class and lists what is there, `blocks` names a block of a prompt, cuts it out of a cache and makes a
-cache of blocks, `folder` says who may do what when and which blocks go when the folder is full.
+`store` has the class, `blocks` names blocks and reads their files, `prompt_cache` cuts blocks out of a cache and makes
+a cache of blocks, `folder` locks files and evicts blocks, and `maintenance` lists, checks and removes prompts.
 """
 
 from typing import TYPE_CHECKING

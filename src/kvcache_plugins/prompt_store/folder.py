@@ -1,12 +1,12 @@
-"""The folder of a store: who may read and write when, and what goes when it is full.
+"""The folder of a store: locks of readers and writers, leases of blocks in use, and eviction when it is full.
 
-    .lock                 readers share it, whoever changes a file has it alone; the system lets go of it when a
-                          process ends, however it ends
+    .lock                 locked by readers together, and by a process that changes a file alone; the system unlocks it
+                          when a process ends, however it ends
     blocks/ab/abc...      a file for each block
-    leases/...            one for each prompt that is in use, locked by whoever uses it: names of its blocks
+    leases/...            a file for each prompt in use, locked by its process: keys of its blocks
 
-A file is touched whenever it is used, a prompt's first blocks as the newest: so the least recently used block is
-always one that no other needs.
+A file is touched whenever it is used, a prompt's first blocks as the newest, so that no block needs the least recently
+used one.
 """
 
 import os
@@ -26,7 +26,7 @@ FOLDER_OWNER_ALONE = 0o700
 
 
 class StoredFile(NamedTuple):
-    """A block's file: its path, bytes, and when it was used last, in nanoseconds."""
+    """File of a block: its path, bytes, and time of its last use in nanoseconds."""
 
     path: Path
     num_bytes: int
@@ -34,9 +34,9 @@ class StoredFile(NamedTuple):
 
 
 class StoreFolder:
-    """Keeps files of blocks by name in a folder, made for its owner alone; a `ValueError` if it cannot be made."""
+    """Files of blocks by key, in a folder for its owner alone; a `ValueError` if the folder cannot be made."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path) -> None:
         self.path = path
         try:
             for each in (path, path / "blocks", path / "leases"):
@@ -45,12 +45,12 @@ class StoreFolder:
             raise ValueError(f"`folder`: {path} cannot be made: {error.strerror}") from error
 
     def path_of(self, key: str) -> Path:
-        """Where the block of a name is, or would be."""
+        """Return the path of a block, whether it exists or not."""
         return self.path / "blocks" / key[:2] / f"{key}{_SUFFIX}"
 
     @contextmanager
     def locked(self, *, writing: bool = False) -> Iterator[None]:
-        """Nobody else changes a file inside, nor reads any if it is for `writing`; not to be called within itself."""
+        """Hold the folder's lock: shared, or exclusive for `writing`. Not reentrant."""
         descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, OWNER_ALONE)
         try:
             lock(descriptor, is_shared=not writing)
@@ -59,14 +59,14 @@ class StoreFolder:
             os.close(descriptor)
 
     def touch(self, keys: Sequence[str]) -> None:
-        """Notes that a prompt's blocks are used, the first of them as the last."""
+        """Set the time of last use of a prompt's blocks, the latest for the first."""
         now = time.time_ns()
         for number, key in enumerate(keys):
             with suppress(FileNotFoundError):
                 os.utime(self.path_of(key), ns=(now, now + len(keys) - number))
 
     def files(self) -> list[StoredFile]:
-        """All blocks, those that were used last behind."""
+        """List the files of all blocks, the least recently used first."""
         found = []
         for path in (self.path / "blocks").glob(f"*/*{_SUFFIX}"):
             with suppress(FileNotFoundError):
@@ -76,13 +76,13 @@ class StoreFolder:
 
     def make_room(self, num_bytes: int, max_bytes: int, kept: Iterable[str]) -> bool:
         """
-        Removes least recently used blocks, none in use or `kept`, until `num_bytes` more fit; returns whether they do.
+        Evict least recently used blocks, none in use or `kept`, until `num_bytes` more fit; return True if they do.
         """
         files = self.files()
         too_many = sum(file.num_bytes for file in files) + num_bytes - max_bytes
         if too_many <= 0:
             return True
-        in_use = {*kept, *self._leased()}
+        in_use = {*kept, *self._leased_keys()}
         for file in files:
             if too_many <= 0:
                 break
@@ -92,32 +92,35 @@ class StoreFolder:
         return too_many <= 0
 
     def sweep(self) -> None:
-        """Removes, where it is locked for writing, what writers that were killed have left: nobody writes now."""
+        """Remove files that killed processes have left. The caller holds the exclusive lock, so no file is in use."""
         for path in (self.path / "blocks").glob("*/.*.tmp"):
             path.unlink(missing_ok=True)
-        self._leased()
+        self._leased_keys()
 
-    def _leased(self) -> set[str]:
-        names: set[str] = set()
+    def _leased_keys(self) -> set[str]:
+        """Return the keys of all blocks in use, and remove the leases of processes that have ended."""
+        keys: set[str] = set()
         for path in (self.path / "leases").iterdir():
             with suppress(FileNotFoundError):
                 with open(path, "rb") as file:
                     is_over = lock(file.fileno(), is_shared=True, is_waiting=False)
-                    names.update(() if is_over else file.read().decode("ascii", errors="replace").split())
+                    keys.update(() if is_over else file.read().decode("ascii", errors="replace").split())
                 if is_over:
-                    # Of a process that has ended
                     path.unlink()
-        return names
+        return keys
 
 
 class Lease:
     """
-    Blocks of a store's folder that stay where they are until it is over, or this process: names in a file that is
-    locked for as long. To be made where the folder is locked.
+    Lease on blocks of a store's folder: they are not evicted until it or this process ends. Their keys are in a file
+    that the process locks.
+
+    To be made while the folder is locked.
     """
 
-    def __init__(self, folder: Path, keys: Iterable[str]):
-        self._path, self._process = folder / "leases" / secrets.token_hex(8), os.getpid()
+    def __init__(self, folder: Path, keys: Iterable[str]) -> None:
+        self._path = folder / "leases" / secrets.token_hex(8)
+        self._process = os.getpid()
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, OWNER_ALONE)
         try:
             lock(self._descriptor)
@@ -127,12 +130,12 @@ class Lease:
             raise
 
     def add(self, keys: Iterable[str]) -> None:
-        """More blocks, to be called where nobody removes any."""
+        """Add blocks, while the folder is locked."""
         os.write(self._descriptor, "".join(f"{key}\n" for key in keys).encode())
 
     def end(self) -> None:
-        """Ends the lease of all blocks; a forked process ends none of its parent's."""
-        # Windows removes no file that is open
+        """End the lease; a forked process does not end its parent's."""
+        # Windows cannot remove an open file
         os.close(self._descriptor)
         if os.getpid() == self._process:
             self._path.unlink(missing_ok=True)

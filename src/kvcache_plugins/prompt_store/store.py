@@ -1,7 +1,7 @@
-"""`PromptStore`: caches of prompts of which the beginning was read before, by whatever process.
+"""`PromptStore`: caches of prompts whose beginning was read before, by this or another process.
 
-Nothing that happens to a file ends a generation: what cannot be loaded is read by the model again, what cannot be
-written is not kept, and a warning says so.
+Nothing that happens to a file ends a generation: tokens that cannot be loaded are read by the model again, blocks that
+cannot be written are not kept, and a warning says so.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import Cache, PreTrainedModel
 
 from kvcache_plugins.advice.byte_sizes import parse_bytes
-from kvcache_plugins.files.records import read_content, write_record
-from kvcache_plugins.files.schema import unpack
+from kvcache_plugins.files.records import write_record
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.models.cache_argument import CACHE_NAMES, as_argument, find_cache, reading_options
 from kvcache_plugins.models.reference_model import user_folder
@@ -28,35 +27,29 @@ from kvcache_plugins.registry import create_cache, unwrap_model
 from kvcache_plugins.transform_coding import TransformCodingCache
 from kvcache_plugins.user_warnings import warn_user
 
-from .blocks import (
-    FORMAT,
-    BlockHeader,
-    GEARPromptCache,
-    PromptBlock,
-    PromptCache,
-    TransformCodingPromptCache,
-    block_length,
-    prompt_keys,
-    read_block,
-    root_key,
-)
-from .folder import FOLDER_OWNER_ALONE, OWNER_ALONE, Lease, StoredFile, StoreFolder
+from .blocks import FORMAT, PromptBlock, block_length, prompt_keys, read_block, root_key
+from .folder import FOLDER_OWNER_ALONE, OWNER_ALONE, Lease, StoreFolder
+from .prompt_cache import GEARPromptCache, PromptCache, TransformCodingPromptCache
+
+
+if TYPE_CHECKING:
+    from transformers.generation.utils import GenerateNonBeamOutput
 
 
 DEFAULT_BLOCK_TOKENS = 256
 DEFAULT_MAX_BYTES = "20GB"
-# Of a block's file, beside its tensors
+# Bytes of a block's file beside its tensors, at most
 _DOCUMENT_BYTES = 64 * 1024
 _COUNTERS = (
     *("prompts", "hits", "tokens_asked", "tokens_saved", "blocks_loaded", "bytes_loaded", "load_seconds"),
     *("blocks_kept", "bytes_kept", "keep_seconds", "blocks_damaged", "blocks_not_kept"),
 )
-# What says nothing of states that the tokens do not say
+# Tensors among the arguments of `generate` that do not change the states of given tokens
 _KNOWN_INPUTS = {"attention_mask", *CACHE_NAMES, "position_ids", "logits_to_keep"}
 
 
 def default_folder() -> Path:
-    """Where prompts are kept if nobody says: in the user's cache folder."""
+    """Return the default folder of prompts, in the user's cache folder."""
     return user_folder() / "prompts"
 
 
@@ -69,23 +62,22 @@ def _expanded(folder: str | Path) -> Path:
 
 class PromptStore:
     """
-    Prompts that were read once, compressed, on disk: what any process has read of a prompt, no other reads again.
+    Compressed prompts on disk: tokens that one process has read, no process reads again.
 
     A prompt is read in blocks of `block_tokens` tokens. The tokens that a block adds to a `TransformCodingCache` or a
     `GEARCache` are a file, whose name follows from the model, the cache's options and all tokens up to the block's
-    end. So prompts that begin alike share the files of what they have in
-    common, and a cache that comes from the store equals, bit for bit, the one that reading the prompt in the same
-    blocks makes. It differs from one that was filled in one go as any cache does that was filled in several: later
-    tokens have attended to compressed ones.
+    end. Prompts that begin alike share the files of their common beginning. A cache from the store equals, bit for
+    bit, one that reads the prompt in the same blocks. It differs from a cache that reads the prompt at once, since
+    later blocks have attended to compressed tokens.
 
     Several processes may use a folder at once. Files are written whole or not at all, readable by their owner alone
-    and checked before anything of them is used; a damaged one is removed with a warning, and its tokens are read
-    again. When there is no room on the disk, a warning says so and generation goes on.
+    and checked before they are used; a damaged one is removed with a warning, and its tokens are read again. If the
+    disk is full, a warning says so and generation continues.
 
     Args:
-        folder (`str` or `Path`, *optional*): where the files are; by default in the user's cache folder.
-        max_bytes (`int` or `str`, *optional*, defaults to `"20GB"`): the most that they take. The least recently used
-            ones make room for others, but never those of a cache that is there. `None` is without a limit.
+        folder (`str` or `Path`, *optional*): folder of the files; by default in the user's cache folder.
+        max_bytes (`int` or `str`, *optional*, defaults to `"20GB"`): limit of all files. The least recently used are
+            evicted, but never those of a cache in use. `None` is without a limit.
         block_tokens (`int`, *optional*, defaults to 256): tokens of a block; more if a cache needs more to compress a
             block as a prompt of its own (four times its `residual_length`, whole groups).
 
@@ -111,7 +103,7 @@ class PromptStore:
         *,
         max_bytes: int | str | None = DEFAULT_MAX_BYTES,
         block_tokens: int = DEFAULT_BLOCK_TOKENS,
-    ):
+    ) -> None:
         check_integer("block_tokens", block_tokens, 1)
         self.block_tokens = block_tokens
         self.max_bytes = None if max_bytes is None else parse_bytes("max_bytes", max_bytes)
@@ -122,12 +114,12 @@ class PromptStore:
 
     def stats(self) -> dict[str, int | float]:
         """
-        What the store has done since it was made.
+        Return counters since the store was made, and the bytes of the folder.
 
         Returns:
             `dict`: `prompts` that a cache was asked for, `hits` among them, `tokens_asked` and `tokens_saved`;
             `blocks_loaded`, `bytes_loaded` and `load_seconds`; `blocks_kept`, `bytes_kept` and `keep_seconds`;
-            `blocks_damaged` and `blocks_not_kept`; and of the folder, whoever wrote to it, `bytes_on_disk`.
+            `blocks_damaged` and `blocks_not_kept`; and `bytes_on_disk`, which count files of all processes.
         """
         return {**self._counters, "bytes_on_disk": sum(file.num_bytes for file in self._files.files())}
 
@@ -139,22 +131,22 @@ class PromptStore:
         **options: object,
     ) -> PromptCache:
         """
-        A cache with the longest beginning of a prompt that is known. Nothing is computed.
+        Return a cache with the longest beginning of a prompt that is on disk. Nothing is computed.
 
         Args:
             model (`PreTrainedModel`): the model, itself or in a wrapper.
-            input_ids (`torch.Tensor` of shape `[1, tokens]`): the prompt, of which a token at least is left to read.
+            input_ids (`torch.Tensor` of shape `[1, tokens]`): the prompt, whose last token is always left to read.
             cache (`str`, `TransformCodingCache` or `GEARCache`, *optional*, defaults to `"transform"`): a preset of
                 either class, with options as in `"gear:rank=8"`, or an empty cache whose options are used. Layers
                 with a sliding window stay dense.
             options: override those of the name.
 
         Returns:
-            `PromptCache`: also of the cache's class. The rest of the prompt can be kept if it is read in the same
-            blocks: by `prefill`, or by `generate(..., prefill_chunk_size=cache.record.length)`.
+            `PromptCache`: an instance of the cache's class too. The rest of the prompt can be kept if it is read in
+            the same blocks: by `prefill`, or by `generate(..., prefill_chunk_size=cache.record.length)`.
 
         Raises:
-            ValueError: if the prompt is a batch, or the cache none that can be kept.
+            ValueError: if the prompt is a batch, or the cache cannot be kept.
         """
         token_ids = _token_ids(input_ids)
         return self._load(unwrap_model(model), token_ids, len(token_ids) - 1, cache, options)
@@ -167,8 +159,8 @@ class PromptStore:
         **options: object,
     ) -> PromptCache:
         """
-        A cache with all of a prompt: what is known of it is loaded, and the rest is read by the model and kept. To be
-        continued by tokens that follow, or by several prompts from `fork`. Everything is given as for `cache_for`.
+        Return a cache with all of a prompt: its beginning is loaded, and the rest is read by the model and kept. It
+        can be continued, or forked for several continuations. Arguments are those of `cache_for`.
         """
         token_ids = _token_ids(input_ids)
         made = self._load(unwrap_model(model), token_ids, len(token_ids), cache, options)
@@ -179,52 +171,56 @@ class PromptStore:
 
     def prefill(self, model: torch.nn.Module, cache: PromptCache, input_ids: torch.Tensor) -> None:
         """
-        Reads, block by block, what a cache of `cache_for` does not have of its prompt `[1, tokens]`, and keeps each
-        block once it is read. What is left for `generate` is the last block, or the part of it that there is.
+        Read the rest of a prompt `[1, tokens]` into a cache of `cache_for`, and keep each block once it is read. The
+        last block, whole or in part, is left for `generate`.
         """
         self._read_blocks(model, cache, input_ids, len(_token_ids(input_ids)) - 1)
 
     def keep(self, cache: PromptCache, input_ids: torch.Tensor) -> int:
         """
-        Writes those blocks of a prompt `[1, tokens]` that a cache of this store was fed one by one, and that are not
-        there yet; returns how many.
+        Write the blocks of a prompt `[1, tokens]` that a cache of this store has read one by one and that are not on
+        disk yet; return their number.
 
         Raises:
-            ValueError: if the cache is none of this store's, or was fed its prompt in other pieces.
+            ValueError: if the cache is not from this store, or has read its prompt in other pieces.
         """
         token_ids, record = _token_ids(input_ids), cache.record
         if record.store is not self:
             raise ValueError("`cache` has to be one that `cache_for` or `read` of this store returned, and no copy")
         length = record.length
         num_whole = min(cache.get_seq_length(), len(token_ids)) // length
-        num_fed = min(record.num_blocks, num_whole)
-        if num_whole and not num_fed:
+        num_read = min(record.num_blocks, num_whole)
+        if num_whole and not num_read:
             raise ValueError(
-                f"`cache` was not fed its prompt in blocks of {length} tokens, and can only be kept in these: read it "
-                f"by `prefill`, or by `generate(..., prefill_chunk_size={length})`"
+                f"`cache` has not read its prompt in blocks of {length} tokens, and can only be kept in these: use "
+                f"`prefill`, or `generate(..., prefill_chunk_size={length})`"
             )
-        keys = prompt_keys(record.root, token_ids[: num_fed * length], length)
-        record.note_windows(cache.layers, cache.get_seq_length())
+        keys = prompt_keys(record.root, token_ids[: num_read * length], length)
+        record.record_windows(cache.layers, cache.get_seq_length())
         missing = [number for number, key in enumerate(keys[1:]) if not self._files.path_of(key).exists()]
         if any(cache.is_sliding):
-            # Windows that nobody noted have forgotten what they held
+            # Other windows have evicted tokens of their blocks
             missing = [number for number in missing if number in record.windows]
         blocks = cache.cut(keys, missing, token_ids)
         record.windows.clear()
         return self._write(keys[1:], blocks, record.lease) if blocks else 0
 
     def generate(
-        self, model: PreTrainedModel, input_ids: torch.Tensor, spec: str | PackedCache = "transform", **arguments: Any
-    ) -> Any:
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        spec: str | PackedCache = "transform",
+        **arguments: object,
+    ) -> torch.Tensor | GenerateNonBeamOutput:
         """
-        For `model.generate(**inputs, custom_generate=store.generate, spec="gear-2bit")`: generates as always, by
-        sampling or greedily, and reads of the prompt what the store does not have.
+        Generate with the store: `model.generate(**inputs, custom_generate=store.generate, spec="gear-2bit")` samples
+        or decodes greedily as without it, and reads only the part of the prompt that is not on disk.
 
-        Transformers hands no streamer to what it is given so: for one, `prefill` a cache and pass that.
+        Transformers passes no streamer to `custom_generate`: for one, `prefill` a cache and pass that.
 
         Args:
             spec (`str`, `TransformCodingCache` or `GEARCache`, *optional*, defaults to `"transform"`): the cache, as
-                for `cache_for`; `cache` is an argument of Transformers since 5.24, which gives all others.
+                for `cache_for`; `cache` is an argument of Transformers since 5.24, which passes all others.
         """
         _check_inputs(arguments)
         made = self.cache_for(model, input_ids, spec)
@@ -239,6 +235,7 @@ class PromptStore:
         cache: str | PackedCache,
         options: dict[str, object],
     ) -> PromptCache:
+        """Make a cache, and load up to `most` tokens of a prompt into it."""
         made = self._empty_cache(model, cache, options)
         length = made.record.length
         root, *keys = prompt_keys(root_key(model, made, length), token_ids[:most], length)
@@ -248,13 +245,16 @@ class PromptStore:
                 made.fill(blocks, model.device)
                 break
             except ValueError as error:
-                # Its checksum is right: somebody has made it so
+                # The checksum is right, so the file was forged
                 blocks.pop()
                 path = self._files.path_of(keys[len(blocks)])
                 with suppress(OSError):
                     self._remove_damaged(path, path.stat().st_ino, f"`folder`: {path} is damaged: {error}")
                 made = self._empty_cache(model, cache, options)
-        made.record.store, made.record.root, made.record.lease = self, root, lease
+        record = made.record
+        record.store = self
+        record.root = root
+        record.lease = lease
         if lease is not None:
             weakref.finalize(made, lease.end)
         num_saved = len(blocks) * length
@@ -266,25 +266,18 @@ class PromptStore:
             self._counters[name] += count
 
     def _read(self, keys: list[str]) -> tuple[list[PromptBlock], Lease | None]:
-        """Reads the blocks of a prompt that are there and sound, from the first on, and takes a lease on them."""
-        started, blocks = time.perf_counter(), []
-        lease, damage = None, None
+        """Read the blocks of a prompt from the first on, up to a missing or damaged one, and take a lease on them."""
+        started = time.perf_counter()
+        blocks: list[PromptBlock] = []
+        lease = None
         try:
             with self._files.locked():
                 known = list(itertools.takewhile(lambda key: self._files.path_of(key).exists(), keys))
-                # Without room for a lease: blocks may go, once they are loaded
+                # On a full disk there is no lease: blocks may be evicted once they are loaded
                 with suppress(OSError):
                     lease = Lease(self.folder, known)
                 self._files.touch(known)
-                for key in known:
-                    path = self._files.path_of(key)
-                    status = path.stat()
-                    try:
-                        blocks.append(read_block(path))
-                    except ValueError as error:
-                        damage = path, status.st_ino, str(error)
-                        break
-                    self._count(blocks_loaded=1, bytes_loaded=status.st_size)
+                damage = self._read_files(known, blocks)
             if damage is not None:
                 self._remove_damaged(*damage)
         except OSError as error:
@@ -292,17 +285,30 @@ class PromptStore:
         self._count(load_seconds=time.perf_counter() - started)
         return blocks, lease
 
+    def _read_files(self, keys: list[str], blocks: list[PromptBlock]) -> tuple[Path, int, str] | None:
+        """Append blocks to a list; return path, inode and reason of a damaged one, which is the last to be read."""
+        for key in keys:
+            path = self._files.path_of(key)
+            status = path.stat()
+            try:
+                blocks.append(read_block(path))
+            except ValueError as error:
+                return path, status.st_ino, str(error)
+            self._count(blocks_loaded=1, bytes_loaded=status.st_size)
+        return None
+
     def _remove_damaged(self, path: Path, inode: int, reason: str) -> None:
         self._count(blocks_damaged=1)
         warn_user(f"{reason}; it is removed, and its tokens are read again")
         with self._files.locked(writing=True):
-            # Somebody may have replaced it meanwhile
+            # Another process may have replaced the file
             if path.exists() and path.stat().st_ino == inode:
                 path.unlink()
 
     def _write(self, keys: list[str], blocks: dict[int, PromptBlock], lease: Lease | None) -> int:
-        """Writes blocks of a prompt by number, which the lease takes on; returns for how many there was room."""
-        started, written = time.perf_counter(), 0
+        """Write blocks of a prompt by number, and add them to its lease; return the number that had room."""
+        started = time.perf_counter()
+        num_written = 0
         try:
             with self._files.locked(writing=True):
                 self._files.sweep()
@@ -310,8 +316,8 @@ class PromptStore:
                     num_bytes = block.num_bytes() + _DOCUMENT_BYTES
                     if self.max_bytes is not None and not self._files.make_room(num_bytes, self.max_bytes, keys):
                         self._warn_once(
-                            f"`max_bytes` is {self.max_bytes}, and all that there is is in use: the prompt is read on "
-                            "without being kept"
+                            f"`max_bytes` is {self.max_bytes}, and all blocks on disk are in use: the rest of the "
+                            "prompt is read without being kept"
                         )
                         break
                     if lease is not None:
@@ -319,14 +325,14 @@ class PromptStore:
                     path = self._files.path_of(keys[number])
                     path.parent.mkdir(mode=FOLDER_OWNER_ALONE, exist_ok=True)
                     write_record(path, FORMAT, block, mode=OWNER_ALONE)
-                    written += 1
+                    num_written += 1
                     self._count(bytes_kept=path.stat().st_size)
                 self._files.touch(keys)
         except OSError as error:
-            self._warn_once(f"the disk takes no more of the prompt, which is read on without being kept: {error}")
+            self._warn_once(f"the disk takes no more of the prompt, whose rest is read without being kept: {error}")
         seconds = time.perf_counter() - started
-        self._count(blocks_kept=written, blocks_not_kept=len(blocks) - written, keep_seconds=seconds)
-        return written
+        self._count(blocks_kept=num_written, blocks_not_kept=len(blocks) - num_written, keep_seconds=seconds)
+        return num_written
 
     def _warn_once(self, reason: str) -> None:
         if not self._has_warned:
@@ -336,6 +342,7 @@ class PromptStore:
     def _empty_cache(
         self, model: PreTrainedModel, cache: str | PackedCache, options: dict[str, object]
     ) -> PromptCache:
+        """Make an empty cache of blocks, given a preset and options, or another empty cache."""
         found: Cache | str = cache
         if not isinstance(cache, str) and options:
             raise ValueError(f"`{min(options)}`: options are given with the name of a cache, not with a cache")
@@ -351,6 +358,7 @@ class PromptStore:
         return made
 
     def _read_blocks(self, model: torch.nn.Module, cache: PromptCache, input_ids: torch.Tensor, most: int) -> None:
+        """Read and keep whole blocks of a prompt, up to `most` tokens."""
         length, held = cache.record.length, cache.get_seq_length()
         if held % length or cache.record.num_blocks * length != held:
             raise ValueError(f"`cache` has to hold whole blocks of {length} tokens and no more, but holds {held}")
@@ -375,99 +383,31 @@ def _token_ids(input_ids: torch.Tensor) -> list[int]:
     if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.shape[0] != 1:
         got = list(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids)
         raise ValueError(
-            f"`input_ids` has to be one prompt of shape [1, tokens] but got {got}: of a batch, read each row by "
-            "itself, without its padding"
+            f"`input_ids` has to be one prompt of shape [1, tokens] but got {got}: read each sequence of a batch "
+            "alone, without its padding"
         )
     if input_ids.shape[1] == 0:
         raise ValueError("`input_ids` has to hold a token at least")
     return input_ids[0].tolist()
 
 
-def _check_inputs(model_kwargs: dict[str, Any]) -> None:
-    given, mask = find_cache(model_kwargs), model_kwargs.get("attention_mask")
-    if isinstance(given, Cache) and given.get_seq_length():
+def _check_inputs(arguments: dict[str, object]) -> None:
+    """Raise a `ValueError` for arguments of `generate` that change the states of a prompt's tokens."""
+    cache = find_cache(arguments)
+    if isinstance(cache, Cache) and cache.get_seq_length():
         raise ValueError("`past_key_values` holds tokens, but the store makes the cache: leave it out")
-    if mask is not None and not bool(mask.all()):
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and not bool(mask.all()):
         raise ValueError("`attention_mask` hides tokens, but the store knows prompts by all of their tokens")
-    others = {name for name, value in model_kwargs.items() if isinstance(value, torch.Tensor)} - _KNOWN_INPUTS
+    others = {name for name, value in arguments.items() if isinstance(value, torch.Tensor)} - _KNOWN_INPUTS
     if others:
         raise ValueError(f"`{min(others)}` decides on states too, but the store knows prompts by their tokens alone")
 
 
 @torch.no_grad()
 def _forward(model: torch.nn.Module, cache: PromptCache, input_ids: torch.Tensor) -> None:
-    """Has a cache take in those of the tokens that it does not hold."""
+    """Fill a cache with those of the tokens that it does not hold."""
     inner = unwrap_model(model)
     input_ids = input_ids.to(inner.device)
     mask = torch.ones_like(input_ids)
     model(**reading_options(inner.forward, cache, input_ids, mask, input_ids.shape[1], needs_logits=False))
-
-
-def list_prompts(path: Path) -> list[dict[str, Any]]:
-    """
-    Lists the prompts in a folder by their last blocks, those that were used last first; files that cannot be read are
-    left out. Of a prompt `num_missing` blocks are gone, so what follows cannot be loaded; some of its bytes other
-    prompts may share; `used_at` is in seconds since 1970.
-    """
-    folder, headers = _existing(path), dict[str, BlockHeader]()
-    with folder.locked():
-        files = {file.path.stem: file for file in folder.files()}
-        for key, file in files.items():
-            with suppress(ValueError, OSError):
-                content = read_content(file.path, FORMAT)
-                content.pop("layers", None)
-                headers[key] = unpack(BlockHeader, content)
-    followed = {header.previous for header in headers.values()}
-    prompts = [_prompt_of(key, headers, files) for key in headers.keys() - followed]
-    return sorted(prompts, key=lambda prompt: prompt["used_at"], reverse=True)
-
-
-def find_damaged(path: Path, *, remove: bool = False) -> dict[Path, str]:
-    """Finds, and may remove, the files of a folder that no cache is made of, each with what is wrong with it."""
-    folder, damaged = _existing(path), {}
-    with folder.locked(writing=remove):
-        for file in folder.files():
-            try:
-                read_block(file.path)
-            except ValueError as error:
-                damaged[file.path] = str(error)
-        if remove:
-            for each in damaged:
-                each.unlink(missing_ok=True)
-            folder.sweep()
-    return damaged
-
-
-def clear(path: Path) -> tuple[int, int]:
-    """Removes all blocks but those that are in use; returns how many and their bytes."""
-    folder = _existing(path)
-    with folder.locked(writing=True):
-        folder.sweep()
-        removed = {*folder.files()}
-        folder.make_room(0, 0, ())
-        removed -= {*folder.files()}
-    return len(removed), sum(file.num_bytes for file in removed)
-
-
-def _existing(path: Path) -> StoreFolder:
-    if not (path / "blocks").is_dir():
-        raise ValueError(f"`store`: {path} is no folder of a prompt store")
-    return StoreFolder(path)
-
-
-def _prompt_of(key: str, headers: dict[str, BlockHeader], files: dict[str, StoredFile]) -> dict[str, Any]:
-    last, chain = headers[key], [key]
-    while (previous := headers[chain[-1]].previous) in headers and headers[previous].start < headers[chain[-1]].start:
-        chain.append(previous)
-    num_blocks = last.start // max(len(last.token_ids), 1) + 1
-    return {
-        "key": key,
-        "model_name": last.model_name,
-        "options": last.options,
-        "num_tokens": last.start + len(last.token_ids),
-        "num_blocks": num_blocks,
-        "num_missing": max(num_blocks - len(chain), 0),
-        "num_bytes": sum(files[each].num_bytes for each in chain),
-        # Others may use the blocks before it
-        "used_at": files[key].used_at / 1e9,
-    }

@@ -1,29 +1,35 @@
-"""Options of a request that this server takes, API by API, and the one check of them.
+"""Options of a request that this server takes, by API, and the one check of them.
 
-OpenAI's APIs have more. An option that is not here, or has a value that would be ignored, is refused before anything
-is computed, by a `ValueError` that names it and what is accepted. A value without an effect, such as `n=1`, is
-accepted, and `null`, `[]` and `{}` are as good as left out.
+OpenAI's APIs have more. An option that is not listed, or has a value that would be ignored, is refused before anything
+is computed, by a `ValueError` that names it and the accepted values. A value without an effect, such as `n=1`, is
+accepted; `null`, `[]` and `{}` count as left out.
 """
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers import GenerationConfig
 
 
 class Option(NamedTuple):
-    """Says in words which values an option takes, and checks one."""
+    """
+    Accepted values of an option.
+
+    Attributes:
+        accepted (`str`): description of the values.
+        takes (`Callable`): test of a value.
+    """
 
     accepted: str
-    takes: Callable[[Any], bool]
+    takes: Callable[[object], bool]
 
 
 Options = Mapping[str, Option]
 
 
 def _number(low: float, high: float, words: str) -> Option:
-    def takes(value: Any) -> bool:
+    def takes(value: object) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
     return Option(words, takes)
@@ -33,7 +39,7 @@ def _integer(low: int, words: str) -> Option:
     return Option(words, lambda value: type(value) is int and low <= value < 2**63)
 
 
-def _values(*values: Any) -> Option:
+def _values(*values: object) -> Option:
     known = [json.dumps(value) for value in values]
     return Option(" or ".join(f"`{each}`" for each in known), lambda value: json.dumps(value) in known)
 
@@ -42,29 +48,31 @@ def _nothing(reason: str) -> Option:
     return Option(f"nothing, as {reason}", lambda value: False)
 
 
-def _takes_stop(value: Any) -> bool:
+def _takes_stop(value: object) -> bool:
     stops = value if isinstance(value, list) else [value]
     return len(stops) <= 4 and all(isinstance(stop, str) and stop for stop in stops)
 
 
-def _takes_bias(value: Any) -> bool:
+def _takes_bias(value: object) -> bool:
     bias = _number(-100, 100, "")
     return isinstance(value, dict) and all(key.isdecimal() and bias.takes(each) for key, each in value.items())
 
 
-def _takes_generation_config(value: Any) -> bool:
+def _takes_generation_config(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
     try:
         config = json.loads(value)
-    except (TypeError, ValueError):
+    except ValueError:
         return False
     if not isinstance(config, dict) or config.get("num_return_sequences") not in (None, 1):
         return False
-    # The first chooses a cache, the second is an output of another form
+    # The server chooses the cache, and reads the output as tokens
     others = config.get("cache_implementation"), config.get("return_dict_in_generate")
     return not any(others) and config.get("use_cache") is not False
 
 
-def _takes_functions(value: Any) -> bool:
+def _takes_functions(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(each, dict) and each.get("type") == "function" for each in value)
 
 
@@ -102,7 +110,7 @@ _CHAT = {
     "top_logprobs": _values(0),
     "chat_template_kwargs": Option("arguments of the chat template", lambda value: isinstance(value, dict)),
 }
-# The first of each API is its prompt
+# The first option of each API is its prompt
 OPTIONS: Mapping[str, Options] = {
     "chat/completions": {
         "messages": Option("messages of text", lambda value: isinstance(value, list)),
@@ -134,7 +142,7 @@ OPTIONS: Mapping[str, Options] = {
         "truncation": _values("disabled"),
     },
 }
-# Of a message, and of items and parts in the place of one, that chat templates are given
+# Keys of messages, and types of their parts and of items, that reach the chat template
 _MESSAGE_KEYS = {"role", "content", "reasoning_content", "type", "id", "status"}
 _TOOL_KEYS = {"tool_calls", "tool_call_id"}
 _TEXTS = {"text", "input_text", "output_text"}
@@ -143,8 +151,13 @@ _TOOL_ITEMS = {"function_call", "function_call_output"}
 
 def options_of(api: str, name: str, *, takes_tools: bool, sampling: GenerationConfig | None) -> Options:
     """
-    Lists the options of a server that calls its model by a name, whose chat template may take tools, and that samples
-    all requests of a batch alike, if it has one.
+    Return the options of an API of one server.
+
+    Args:
+        api (`str`): a key of `OPTIONS`.
+        name (`str`): the name of the model.
+        takes_tools (`bool`): True if the model's chat template has tools.
+        sampling (`GenerationConfig`, *optional*): how all requests are sampled, if they are batched.
     """
     options = {**OPTIONS[api], "model": _values(name)}
     if "tools" in options and not takes_tools:
@@ -162,8 +175,8 @@ def options_of(api: str, name: str, *, takes_tools: bool, sampling: GenerationCo
     return options
 
 
-def check_options(api: str, options: Options, body: Mapping[str, Any], *, takes_tools: bool) -> None:
-    """Raises a `ValueError` for the first option of a request that the server does not take, or not with its value."""
+def check_options(api: str, options: Options, body: Mapping[str, object], *, takes_tools: bool) -> None:
+    """Raise a `ValueError` for the first option of a request that is unknown or has a value that is not accepted."""
     for name, value in body.items():
         if name not in options:
             known = ", ".join(f"`{each}`" for each in sorted(options))
@@ -175,27 +188,31 @@ def check_options(api: str, options: Options, body: Mapping[str, Any], *, takes_
         raise ValueError(f"`{prompt}` is missing or empty")
     if "stream_options" in body and not body.get("stream"):
         raise ValueError("`stream_options` is given without `stream`")
-    if isinstance(body[prompt], list):
-        for message in body[prompt]:
+    messages = body[prompt]
+    if isinstance(messages, list):
+        for message in messages:
             _check_message(prompt, message, takes_tools)
-        if "instructions" in body and body[prompt][0].get("role") == "system":
+        if "instructions" in body and messages[0].get("role") == "system":
             raise ValueError(
                 "`instructions` is given with an `input` that begins with a system message: leave out one"
             )
 
 
-def _check_message(name: str, message: Any, takes_tools: bool) -> None:
-    """Refuses in a message what its chat template would not be given."""
+def _check_message(name: str, message: object, takes_tools: bool) -> None:
+    """Raise a `ValueError` for content of a message that would not reach the chat template."""
     if not isinstance(message, dict):
         raise ValueError(f"`{name}` holds {json.dumps(message)[:200]}, but accepted are messages")
-    parts, kinds = [message], _TEXTS | {"reasoning"} | (_TOOL_ITEMS if takes_tools else set())
     if "role" in message:
         keys = _MESSAGE_KEYS | (_TOOL_KEYS if takes_tools else set())
         unknown = [key for key, value in message.items() if value and key not in keys]
         if unknown:
             raise ValueError(f"`{name}` has a message with `{unknown[0]}`, but accepted are {', '.join(sorted(keys))}")
         content = message.get("content") or []
-        parts, kinds = [] if isinstance(content, str) else content, _TEXTS
+        parts = [] if isinstance(content, str) else content
+        kinds = _TEXTS
+    else:
+        parts = [message]
+        kinds = _TEXTS | {"reasoning"} | (_TOOL_ITEMS if takes_tools else set())
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else part
         if kind not in kinds:

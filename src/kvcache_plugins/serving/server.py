@@ -1,17 +1,20 @@
 """Transformers' own server, of one model whose every request has a cache of the registry.
 
-Transformers has chat templates, streaming and sampling; `handlers` check options, and `requests` gives each request
-its cache. What stands here puts them together, answers errors as JSON, counts and stops.
+Transformers has chat templates, streaming and sampling; `handlers` check options, and `managers` give each request its
+cache. `CacheServer` puts them together, answers errors as JSON, counts and stops.
 """
+
+from __future__ import annotations
 
 import logging
 import socket
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 import transformers
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serve import Serve
 
 from kvcache_plugins.batching import CompressedBatching, compressed_batching
@@ -19,35 +22,75 @@ from kvcache_plugins.models.reference_model import resolve_model
 from kvcache_plugins.prompt_store import PromptStore
 from kvcache_plugins.registry import check_cache
 
-from .handlers import HANDLERS
-from .requests import BatchingManager, CachingManager, Departures, Say
+from .disconnects import DisconnectMiddleware
+from .handlers import HANDLERS, Handler
+from .managers import BatchingManager, CachingManager, LogLine
+
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI, Request
+    from fastapi.responses import JSONResponse
 
 
 _COUNTERS = "requests", "cancelled", "failed", "prompt_tokens", "known_tokens", "generated_tokens", "cache_bytes"
-# Of a text that tables are made of
+# Tokens of a text that tables are made of
 _TEXT_TOKENS = 2048
-# Requests that are answered when the server is stopped have as long to end
+# Seconds that requests have to end once the server is stopped
 _GRACE_S = 10
-# Of a batch on a CPU, whose memory other programs share: tokens of a pass, and pages in bytes of dense blocks
-_CPU_BATCH_TOKENS, _CPU_BLOCKS = 1024, 64
+# Default tokens of a pass, and pages in dense blocks, on a CPU, whose memory other programs share
+_CPU_BATCH_TOKENS = 1024
+_CPU_BLOCKS = 64
 
 
-class _Parts(Serve):  # type: ignore[misc]
+class _UnstartedServe(Serve):
+    """Transformers' server, which starts when `CacheServer.run` is called."""
+
     def start_server(self) -> None:
-        """Leaves the start to whoever has made it."""
+        """Do nothing."""
+
+
+class _BatchOptions(NamedTuple):
+    """Options of `CacheServer` that only a batch has."""
+
+    text: str | None
+    temperature: float | None
+    num_blocks: int | None
+    max_batch_tokens: int | None
+
+    def refuse(self) -> None:
+        """Raise a `ValueError` for the first option that is given."""
+        for name, value in self._asdict().items():
+            if value is not None:
+                option = "text-file" if name == "text" else name.replace("_", "-")
+                raise ValueError(f"`--{option}` is given without `--continuous-batching`")
 
 
 class CacheServer:
     """
-    Serves a model, by the `name` that clients call it, as OpenAI's API does, by Transformers' server, with a cache of
-    the registry for each request; or, with `continuous_batching`, from coded pages: `text` makes tables for caches
-    without a calibration, `temperature` is of all requests, `num_blocks` dense blocks of 256 tokens say how many bytes
-    pages have, and `max_batch_tokens` are those of a pass (on a CPU 64 and 1024 unless they are given). In the folder
-    `store` prompts and answers are kept. `url` is what clients take for their `base_url`, and `say` takes a line for
-    each request. Errors name the command's options.
+    OpenAI's API of a model by Transformers' server, with a cache of the registry for each request, or with coded pages
+    for all requests together.
 
-    A `ValueError` refuses models that write no text and options, an `ImportError` packages or a release of
-    Transformers, an `OSError` a port that is taken.
+    Args:
+        name (`str`): the model, and the name that clients call it by.
+        cache (`str`, *optional*, defaults to `"transform"`): name of the cache.
+        store (`Path`, *optional*): folder of a prompt store that keeps prompts and answers.
+        continuous_batching (`bool`, *optional*, defaults to `False`): answer requests together, from coded pages.
+        text (`str`, *optional*): text that tables of a batch are made of, for caches without a calibration.
+        temperature (`float`, *optional*): temperature of all requests of a batch.
+        num_blocks (`int`, *optional*): memory of pages, in dense blocks of 256 tokens; 64 on a CPU.
+        max_batch_tokens (`int`, *optional*): tokens of a pass of a batch; 1024 on a CPU.
+        host (`str`, *optional*, defaults to `"127.0.0.1"`): address to listen at.
+        port (`int`, *optional*, defaults to 8000): port to listen at; 0 for any that is free.
+        device, dtype (`str`, *optional*, defaults to `"auto"`): device and dtype of the model.
+        say (`Callable`, *optional*): function that gets a line for each request.
+
+    Attributes:
+        url (`str`): `base_url` of clients.
+
+    Raises:
+        ValueError: for a model that writes no text alone, and for options, which errors name as the command does.
+        ImportError: if packages are missing, or Transformers is of another release.
+        OSError: if the port is taken.
     """
 
     def __init__(
@@ -65,24 +108,20 @@ class CacheServer:
         port: int = 8000,
         device: str = "auto",
         dtype: str = "auto",
-        say: Say = lambda line: None,
+        say: LogLine = lambda line: None,
     ) -> None:
-        if "start_server" not in vars(Serve):
-            raise ImportError(
-                f"the server of Transformers {transformers.__version__} is not known, but those of 5.23 and 5.24 are"
-            )
-        batched = {"text-file": text, "temperature": temperature, "num-blocks": num_blocks}
-        batched |= {"max-batch-tokens": max_batch_tokens}
+        _check_release()
+        options = _BatchOptions(text, temperature, num_blocks, max_batch_tokens)
         if continuous_batching:
             _check_batch(cache, store, text)
-        elif given := [option for option, value in batched.items() if value is not None]:
-            raise ValueError(f"`--{given[0]}` is given without `--continuous-batching`")
+        else:
+            options.refuse()
         self._store = None if store is None else PromptStore(store)
         self._batching: CompressedBatching | None = None
         with ExitStack() as stack:
             self._socket = stack.enter_context(closing(_bind(host, port)))
             self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}/v1"
-            self._parts = _Parts(
+            self._serve = _UnstartedServe(
                 force_model=resolve_model(name),
                 device=device,
                 dtype=dtype,
@@ -90,39 +129,34 @@ class CacheServer:
                 log_level="error",
                 non_blocking=True,
             )
-            state, sampling = self._parts._generation_state, None
-            model, tokenizer = self._take_model(name)
+            model, tokenizer = self._rename_model(name)
+            sampling = self._choose_sampling(model, temperature) if continuous_batching else None
             self._manager: CachingManager | BatchingManager
-            if continuous_batching:
-                own = {"return_tensors": "pt", "truncation": True, "max_length": _TEXT_TOKENS}
-                ids = tokenizer(text, **own).input_ids if text else None
-                self._batching = stack.enter_context(compressed_batching(model, cache, text=ids))
-                sampling = self._choose_sampling(model, temperature)
+            if sampling is not None:
+                text_ids = _encode_text(tokenizer, text)
+                self._batching = stack.enter_context(compressed_batching(model, cache, text=text_ids))
                 pages = _choose_pages(model, num_blocks, max_batch_tokens)
-                self._manager = state._cb_manager = BatchingManager(model, pages, sampling, say)
+                self._manager = BatchingManager(model, pages, sampling, say)
             else:
                 self._manager = CachingManager(model, cache, self._store, say)
             stack.callback(self._manager.stop)
-            state.get_manager = lambda model_id, use_cb=False: self._manager  # type: ignore[method-assign]
-            handlers = [kind(self._parts, name, model, tokenizer, sampling) for kind in HANDLERS]
-            self._add_routes(self._parts.server.config.app, name, handlers)
-            self._parts.server.config.timeout_graceful_shutdown = _GRACE_S
+            self._install_manager(name, model, tokenizer, sampling)
             self._open = stack.pop_all()
 
     def run(self) -> None:
-        """Serves until the process is told to stop (Ctrl-C or SIGTERM); what is being answered is answered first."""
-        # Otherwise a line to standard output for every request
+        """Serve until the process is interrupted (Ctrl-C or SIGTERM); requests that are being answered end first."""
+        # Uvicorn would write a line to standard output for every request
         logging.getLogger("uvicorn.access").handlers.clear()
-        # Ctrl-C is what it has ended by
+        # Uvicorn raises the interrupt again after it has stopped
         with self._open, suppress(KeyboardInterrupt):
-            self._parts.server.run(sockets=[self._socket])
+            self._serve.server.run(sockets=[self._socket])
 
     def stop(self) -> None:
-        """Has `run` return, from any thread."""
-        self._parts.server.should_exit = True
+        """Have `run` return, from any thread."""
+        self._serve.server.should_exit = True
 
     def stats(self) -> dict[str, int | float]:
-        """Counts what was asked and answered since the server was made."""
+        """Return counters of requests and answers since the server was made."""
         found: dict[str, int | float] = {name: self._manager.counters[name] for name in _COUNTERS}
         if self._store is not None:
             found["store_bytes"] = self._store.stats()["bytes_on_disk"]
@@ -131,60 +165,92 @@ class CacheServer:
             found["batching_free_share"] = self._manager.free_share()
         return found
 
-    def _take_model(self, name: str) -> tuple[Any, Any]:
-        """Has clients call the model that was loaded by a name; a `ValueError` if it does not write text alone."""
-        models = self._parts._model_manager
+    def _rename_model(self, name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Have clients call the loaded model by `name`; a `ValueError` if it does not write text alone."""
+        models = self._serve._model_manager
         ((_, loaded),) = models.loaded_models.items()
         if models.get_model_modality(loaded.model, processor=loaded.processor).value != "LLM":
             raise ValueError(f"`model` is `{name}`, but models of text alone are served")
-        models.force_model, models.loaded_models = name, {models.process_model_name(name): loaded}
+        models.force_model = name
+        models.loaded_models = {models.process_model_name(name): loaded}
+        assert isinstance(loaded.processor, PreTrainedTokenizerBase), "models of text alone have a tokenizer"
         return loaded.model, loaded.processor
 
-    def _choose_sampling(self, model: Any, temperature: float | None) -> GenerationConfig:
-        """Chooses how tokens of a batch are sampled, which is also what requests that say nothing begin with."""
+    def _choose_sampling(self, model: PreTrainedModel, temperature: float | None) -> GenerationConfig:
+        """Choose how tokens of a batch are sampled, which is also the default of requests."""
         if temperature is not None:
             model.generation_config.update(do_sample=temperature > 0, temperature=temperature or None)
-        chosen: GenerationConfig = self._parts._chat_handler._build_generation_config(
+        chosen: GenerationConfig = self._serve._chat_handler._build_generation_config(
             {}, model.generation_config, use_cb=True
         )
         return chosen
 
-    def _add_routes(self, app: Any, name: str, handlers: list[Any]) -> None:
-        """Leaves of Transformers' routes `/health`, and adds handlers, the list of models and errors as JSON."""
+    def _install_manager(
+        self,
+        name: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: GenerationConfig | None,
+    ) -> None:
+        """Have Transformers' server answer by the manager and by this package's handlers."""
+        state = self._serve._generation_state
+        if isinstance(self._manager, BatchingManager):
+            # `/health` asks whether it is alive
+            state._cb_manager = self._manager
+        state.get_manager = lambda model_id, use_cb=False: self._manager  # type: ignore[method-assign]
+        config = self._serve.server.config
+        config.timeout_graceful_shutdown = _GRACE_S
+        app: FastAPI = config.app  # type: ignore[assignment]
+        self._add_routes(app, name, [kind(self._serve, name, model, tokenizer, sampling) for kind in HANDLERS])
+        self._answer_errors(app)
+
+    def _add_routes(self, app: FastAPI, name: str, handlers: list[Handler]) -> None:
+        """Keep `/health` of Transformers' routes, and add handlers and the list of models."""
+        app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) == "/health"]
+        for handler in handlers:
+            app.post(f"/v1/{handler.api}", response_model=None)(handler.answer)
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "kvcache-plugins"}
+        app.get("/v1/models")(lambda: {"object": "list", "data": [model]})
+        app.add_middleware(DisconnectMiddleware)
+
+    def _answer_errors(self, app: FastAPI) -> None:
+        """Answer every error as JSON, and count it."""
         from fastapi.exceptions import RequestValidationError
         from fastapi.responses import JSONResponse
         from jinja2 import TemplateError
         from starlette.exceptions import HTTPException
-
-        app.router.routes[:] = [route for route in app.router.routes if route.path == "/health"]
-        for handler in handlers:
-            app.post(f"/v1/{handler.api}")(handler.answer)
-        model = {"id": name, "object": "model", "created": 0, "owned_by": "kvcache-plugins"}
-        app.get("/v1/models")(lambda: {"object": "list", "data": [model]})
 
         def answer(code: int, message: str) -> JSONResponse:
             self._manager.counters["failed"] += 1
             kind = "invalid_request_error" if code < 500 else "server_error"
             return JSONResponse({"error": {"message": message, "type": kind, "code": code}}, status_code=code)
 
-        async def refuse(request: Any, error: Exception) -> JSONResponse:
+        async def refuse(request: Request, error: Exception) -> JSONResponse:
             return answer(400, f"{error} is missing" if isinstance(error, KeyError) else str(error))
 
-        async def refuse_http(request: Any, error: HTTPException) -> JSONResponse:
+        async def refuse_http(request: Request, error: Exception) -> JSONResponse:
+            assert isinstance(error, HTTPException)
             return answer(error.status_code, str(error.detail))
 
-        async def fail(request: Any, error: Exception) -> JSONResponse:
+        async def fail(request: Request, error: Exception) -> JSONResponse:
             return answer(500, f"{type(error).__name__}: {error}")
 
         for kind in (ValueError, TypeError, KeyError, TemplateError, RequestValidationError):
             app.add_exception_handler(kind, refuse)
         app.add_exception_handler(HTTPException, refuse_http)
         app.add_exception_handler(Exception, fail)
-        app.add_middleware(Departures)
+
+
+def _check_release() -> None:
+    """Raise an `ImportError` if Transformers' server is not the one that this module is written for."""
+    if "start_server" not in vars(Serve):
+        raise ImportError(
+            f"the server of Transformers {transformers.__version__} is not known, but those of 5.23 and 5.24 are"
+        )
 
 
 def _check_batch(cache: str, store: Path | None, text: str | None) -> None:
-    """Refuses before anything is loaded what a batch cannot have."""
+    """Raise a `ValueError` for options that a batch cannot have, before the model is loaded."""
     if store is not None:
         raise ValueError("`--store` is given with `--continuous-batching`")
     if ":" in cache:
@@ -196,18 +262,28 @@ def _check_batch(cache: str, store: Path | None, text: str | None) -> None:
         )
 
 
-def _choose_pages(model: Any, num_blocks: int | None, max_batch_tokens: int | None) -> ContinuousBatchingConfig:
-    """Chooses the size of pages; on other devices than a CPU Transformers takes what is free, if nobody says."""
+def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str | None) -> torch.Tensor | None:
+    """Encode the beginning of a text that tables are made of."""
+    if not text:
+        return None
+    ids: torch.Tensor = tokenizer(text, return_tensors="pt", truncation=True, max_length=_TEXT_TOKENS).input_ids
+    return ids
+
+
+def _choose_pages(
+    model: PreTrainedModel, num_blocks: int | None, max_batch_tokens: int | None
+) -> ContinuousBatchingConfig:
+    """Choose the size of pages; on a GPU Transformers takes all free memory unless a size is given."""
     if model.device.type == "cpu":
         num_blocks = num_blocks or _CPU_BLOCKS
         max_batch_tokens = max_batch_tokens or _CPU_BATCH_TOKENS
-    # A request has blocks for exact tokens too, so small ones: `num_blocks` are of 256 tokens
+    # Each request has blocks for exact tokens as well, so blocks are small; `num_blocks` counts them as 256 tokens
     count = None if num_blocks is None else 2 * num_blocks
     return ContinuousBatchingConfig(page_size=128, num_blocks=count, max_batch_tokens=max_batch_tokens)
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Takes a port, before anything is loaded."""
+    """Take a port, before the model is loaded."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     taken = socket.socket(family, kind, protocol)
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,0 +1,247 @@
+"""Caches that hold a prompt in blocks: how blocks are cut out of a cache, and how a cache is made of blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from kvcache_plugins.gear import GEARCache
+from kvcache_plugins.layers.compressed_layer import CompressedLayer
+from kvcache_plugins.layers.group_layer import GroupLayer
+from kvcache_plugins.layers.layer_factory import holds_nothing
+from kvcache_plugins.layers.layer_state import DenseState, LayerState, SegmentState, State
+from kvcache_plugins.layers.row_layer import RowLayer
+from kvcache_plugins.layers.segments import ROWS
+from kvcache_plugins.packed.cache import PackedCache
+from kvcache_plugins.packed.snapshot import check_number, restore_layers, state_of
+from kvcache_plugins.transform_coding import TransformCodingCache
+
+from .blocks import PromptBlock
+from .folder import Lease
+
+
+class BlockRecord:
+    """
+    Record of the blocks that a cache was filled with, one update each.
+
+    Attributes:
+        length (`int`): tokens of a block; 0 if blocks are not recorded.
+        num_blocks (`int`): blocks from the first token on.
+        windows (`dict`): by block and layer, the tokens that layers of sliding windows held at the block's end.
+        store (`object`): store that made the cache.
+        root (`str`): key of the root of its prompts.
+        lease (`Lease`, *optional*): lease on the blocks that were loaded.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.num_blocks = 0
+        self.windows: dict[int, dict[int, DenseState]] = {}
+        self.store: object = None
+        self.root = ""
+        self.lease: Lease | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> BlockRecord:
+        # A copy continues a prompt, and does not keep its blocks a second time
+        return BlockRecord()
+
+    def before_update(self, layers: Sequence[CacheLayerMixin], held: int, count: int) -> None:
+        """Record an update by `count` tokens of a cache that holds `held`."""
+        if not self.length:
+            return
+        self.record_windows(layers, held)
+        self.num_blocks = min(self.num_blocks, held // self.length)
+        if held == self.num_blocks * self.length and count == self.length:
+            self.num_blocks += 1
+
+    def record_windows(self, layers: Sequence[CacheLayerMixin], held: int) -> None:
+        """Record the tokens of sliding windows if a block ends here; their tensors are replaced, never written to."""
+        if not self.num_blocks or held != self.num_blocks * self.length:
+            return
+        windows = self.windows[self.num_blocks - 1] = {}
+        for index, layer in enumerate(layers):
+            if isinstance(layer, DynamicSlidingWindowLayer) and layer.keys is not None and layer.values is not None:
+                newest = slice(-min(self.length, layer.sliding_window - 1), None)
+                windows[index] = DenseState(held, layer.keys[:, :, newest], layer.values[:, :, newest])
+
+
+class PromptCache(PackedCache):
+    """
+    Base of caches that hold a prompt in blocks.
+
+    Raises a `ValueError` for a model whose layers keep more than keys and values.
+
+    Attributes:
+        record (`BlockRecord`): blocks that the cache was filled with.
+    """
+
+    def __init__(self, model: PreTrainedModel, **options: object) -> None:
+        self.record = BlockRecord()
+        self.model_name = str(model.config.name_or_path)
+        super().__init__(model, **options)  # type: ignore[arg-type, call-arg]
+        for index, layer in enumerate(self.layers):
+            is_known = type(layer) in (GroupLayer, RowLayer, DynamicLayer, DynamicSlidingWindowLayer)
+            if not is_known and not holds_nothing(layer):
+                raise ValueError(
+                    f"`model`: layer {index} has states of another kind than keys and values "
+                    f"(`{type(layer).__name__}`), so that blocks of a prompt cannot be kept"
+                )
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer_idx == 0:
+            self.record.before_update(self.layers, self.get_seq_length(), key_states.shape[2])
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def cut(self, keys: Sequence[str], numbers: Sequence[int], token_ids: Sequence[int]) -> dict[int, PromptBlock]:
+        """
+        Cut blocks out of the cache, as views where possible; a `ValueError` if it was not filled with such blocks.
+
+        Args:
+            keys (`Sequence[str]`): keys of the root and of all blocks.
+            numbers (`Sequence[int]`): numbers of the blocks to cut.
+            token_ids (`Sequence[int]`): the prompt.
+        """
+        states = [state_of(layer, index) for index, layer in enumerate(self.layers)]
+        options = {"class": type(self).__name__, **self.cache_config.to_options()}
+        length = self.record.length
+        blocks = {}
+        for number in numbers:
+            tokens = slice(number * length, (number + 1) * length)
+            windows = self.record.windows.get(number, {})
+            layers: list[State] = []
+            for index, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
+                if holds_nothing(layer):
+                    layers.append(None)
+                else:
+                    layers.append(windows.get(index) or _cut(state, index, tokens))
+            blocks[number] = PromptBlock(
+                previous=keys[number],
+                start=tokens.start,
+                token_ids=list(token_ids[tokens]),
+                model_name=self.model_name,
+                options=options,
+                layers=layers,
+            )
+        return blocks
+
+    def fill(self, blocks: Sequence[PromptBlock], device: torch.device) -> None:
+        """Fill the empty cache with consecutive blocks from the first on; a `ValueError` if they do not fit it."""
+        for block in blocks:
+            check_number(block.layers, len(self.layers), is_exact=True)
+        num_tokens = len(blocks) * self.record.length
+        states = [
+            _join_layer(layer, index, [block.layers[index] for block in blocks], num_tokens)
+            for index, layer in enumerate(self.layers)
+        ]
+        restore_layers(self.layers, states, device)
+        self.record.num_blocks = len(blocks)
+
+
+class GEARPromptCache(PromptCache, GEARCache):
+    """A `GEARCache` that holds a prompt in blocks."""
+
+
+class TransformCodingPromptCache(PromptCache, TransformCodingCache):
+    """A `TransformCodingCache` that holds a prompt in blocks."""
+
+
+def _cut(state: State, index: int, tokens: slice) -> LayerState | DenseState:
+    """Return the state of a layer with `tokens` alone; with the first ones, exact tokens in front and tables too."""
+    if isinstance(state, DenseState):
+        if state.keys.shape[2] < state.length:
+            raise ValueError("a sliding window has evicted tokens that it held at a block's end")
+        return DenseState(tokens.stop, state.keys[:, :, tokens], state.values[:, :, tokens])
+    if state is None:
+        raise ValueError(f"layer {index} holds nothing")
+    if state.batch_size != 1 or any(each is not None for each in (state.padding, state.pending, state.moments)):
+        raise ValueError(f"layer {index} holds no prompt alone and without padding")
+    block = _find_block(state.blocks, tokens)
+    if block is None:
+        raise ValueError(f"layer {index} has not compressed tokens {tokens.start} to {tokens.stop} together")
+    is_first = tokens.start == 0
+    return dataclasses.replace(
+        state,
+        length=tokens.stop,
+        is_open=False,
+        counters={},
+        prefix=state.prefix if is_first else None,
+        blocks=[block],
+        buffer=None,
+        tables=state.tables if is_first else None,
+    )
+
+
+def _find_block(blocks: Sequence[SegmentState], tokens: slice) -> SegmentState | None:
+    """Return a block of `tokens` alone, less the exact ones in front of all blocks; `None` if there is none."""
+    for number, block in enumerate(blocks):
+        stop = block.start + block.length
+        start = block.start if number == 0 and tokens.start == 0 else tokens.start
+        if start < block.start:
+            return None
+        if ROWS in block.keys:
+            if start < tokens.stop <= stop and not block.is_recent:
+                rows = slice(start - block.start, tokens.stop - block.start)
+                keys, values = block.keys[ROWS][:, :, rows], block.values[ROWS][:, :, rows]
+                return SegmentState(start, tokens.stop - start, {ROWS: keys}, {ROWS: values})
+        # Tokens in groups belong together: the block has to be one chunk of these tokens
+        elif (block.start, stop) == (start, tokens.stop) and len(block.keys["codes"][0, 0]) == 1:
+            return block
+    return None
+
+
+def _join_layer(layer: CacheLayerMixin, index: int, states: Sequence[State], num_tokens: int) -> State:
+    """Join the states of a layer in consecutive blocks."""
+    compressed = [state for state in states if isinstance(state, LayerState)]
+    if isinstance(layer, CompressedLayer) and len(compressed) == len(states):
+        return _join_compressed(compressed, num_tokens, layer.counter_names)
+    dense = [state for state in states if isinstance(state, DenseState)]
+    if isinstance(layer, DynamicLayer) and len(dense) == len(states):
+        most = layer.sliding_window - 1 if isinstance(layer, DynamicSlidingWindowLayer) else num_tokens
+        return _join_dense(dense, num_tokens, most)
+    if not holds_nothing(layer):
+        raise ValueError(f"there are no such states of layer {index}")
+    return None
+
+
+def _join_compressed(states: Sequence[LayerState], num_tokens: int, counter_names: Sequence[str]) -> LayerState:
+    has_more = any(state.prefix is not None or state.tables is not None for state in states[1:])
+    is_single = all(len(state.blocks) == 1 and not state.blocks[0].is_recent for state in states)
+    if has_more or not is_single:
+        raise ValueError("blocks of a prompt do not follow each other")
+    blocks = [state.blocks[0] for state in states]
+    num_compressed = sum(block.length for block in blocks)
+    is_rows = all(ROWS in block.keys for block in blocks)
+    if is_rows:
+        # Rows are one block, to which decoded ones are appended
+        keys = _concatenate([block.keys.get(ROWS) for block in blocks])
+        values = _concatenate([block.values.get(ROWS) for block in blocks])
+        blocks = [SegmentState(blocks[0].start, num_compressed, {ROWS: keys}, {ROWS: values})]
+    counters = dict.fromkeys(counter_names, 0)
+    counters |= {"tokens_compressed": num_compressed, "chunks_compressed": len(states)}
+    return dataclasses.replace(states[0], length=num_tokens, is_open=is_rows, counters=counters, blocks=blocks)
+
+
+def _join_dense(states: Sequence[DenseState], num_tokens: int, most: int) -> DenseState:
+    """Join dense states, and keep the newest `most` tokens."""
+    first = len(states) - 1
+    while first > 0 and sum(state.keys.shape[2] for state in states[first:]) < most:
+        first -= 1
+    keys = _concatenate([state.keys for state in states[first:]])
+    values = _concatenate([state.values for state in states[first:]])
+    return DenseState(num_tokens, keys[:, :, -most:], values[:, :, -most:])
+
+
+def _concatenate(states: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Concatenate the tokens of states from files; a `ValueError` if one is missing or of another shape."""
+    given = [each for each in states if each is not None]
+    shapes = {(each.dtype, each.dim(), *each.shape[:2], *each.shape[3:]) for each in given}
+    if len(given) < len(states) or len(shapes) != 1 or given[0].dim() != 4:
+        raise ValueError("blocks of a prompt are of other shapes than each other")
+    return torch.cat(given, dim=2)
