@@ -17,7 +17,7 @@ import torch
 from transformers import Cache, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.cli.serving.utils import CBGenerateManager, CBStreamer, DirectStreamer, GenerateManager
 
-from kvcache_plugins.custom_generate import listening
+from kvcache_plugins.custom_generate import attached
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.prompt_store import PromptStore
 from kvcache_plugins.registry import create_cache
@@ -55,7 +55,7 @@ class CachingManager(GenerateManager):
         self._limit = find_limit(model)
         self.counters = Counter[str]()
         # A cache that cannot be made is an error before the first request
-        with listening(self._read(torch.zeros(1, 1, dtype=torch.int64, device="cpu"), Request())):
+        with attached(self._read(torch.zeros(1, 1, dtype=torch.int64, device="cpu"), Request())):
             pass
 
     def generate_streaming(
@@ -121,7 +121,7 @@ class CachingManager(GenerateManager):
         if request.seed is not None:
             torch.manual_seed(request.seed)
         held = None if streamer is None else _HeldStreamer(streamer)
-        with listening(cache):
+        with attached(cache):
             output: torch.Tensor = self._model.generate(  # type: ignore[operator]
                 input_ids, streamer=held, **options, **as_argument(cache)
             )
