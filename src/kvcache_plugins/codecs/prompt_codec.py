@@ -271,13 +271,9 @@ def channel_moments(
     rotary embedding is undone, and of which all tokens count or those `valid` `[B, T]`.
     """
     if choose_coding_kernel(states, states.shape[3]) == "compiled":
-        from kvcache_plugins.kernels.compiled import code
+        from kvcache_plugins.kernels import cpu_coding
 
-        # Of no tokens that count they are 0
-        means, variances = states.new_empty((2, *states.shape[:2], states.shape[3]), dtype=torch.float32).unbind()
-        valid = None if valid is None else valid.contiguous()
-        code("measure_channels", states, None, positions, layout, valid=valid, means=means, variances=variances)
-        return means, variances
+        return cpu_coding.channel_moments(states, valid, layout, positions)
     count = states.shape[2] if valid is None else valid.sum(dim=1).clamp(min=1)[:, None, None]
     counts = torch.ones((), dtype=torch.bool, device=states.device) if valid is None else valid[:, None, :, None]
     states = states.float() if layout is None else apply_rope(states, layout, positions, is_undone=True)

@@ -135,10 +135,8 @@ def apply_rope(
         return keys.float()
     if choose_coding_kernel(keys, layout.head_dim) == "compiled":
         # Imported late, as it imports modules beside this one
-        from kvcache_plugins.kernels.compiled import code
+        from kvcache_plugins.kernels import cpu_coding
 
-        turned = torch.empty(keys.shape, dtype=torch.float32, device="cpu")
-        code("turn_states", keys, None, positions, layout, result=turned, is_back=is_undone)
-        return turned
+        return cpu_coding.apply_rope(keys, layout, positions, inverse=is_undone)
     cosines, sines = (each[:, None] for each in layout.angles(positions.of(keys.shape[2], keys.device)))
     return layout.rotate(keys.float(), cosines, -sines if is_undone else sines)

@@ -123,11 +123,9 @@ class RowTable(RowLayout):
         kernel = choose_coding_kernel(states, self.head_dim)
         # Kernels are imported late: they import this module, and need packages that may not be there
         if kernel == "compiled":
-            from kvcache_plugins.kernels.compiled import code
+            from kvcache_plugins.kernels import cpu_coding
 
-            rows = torch.empty(*states.shape[:3], self.row_size, dtype=torch.uint8, device="cpu")
-            code("encode_rows", states, rows, positions, self.rope, self)
-            return rows
+            return cpu_coding.encode_rows(states, self, positions)
         if self.is_rotated and self.mean is not None:
             states = states.float() - self.mean.float()[:, :, None]
         if kernel == "triton" and self.has_triton(states):
@@ -139,25 +137,22 @@ class RowTable(RowLayout):
 
     def recode(self, rows: torch.Tensor, finer: "RowTable") -> torch.Tensor:
         """Codes rows `[B, H, T, R]` of a table that this has made by `finer` as its own, in their basis."""
-        own = rows.new_empty(*rows.shape[:3], self.row_size)
+        if rows.is_meta:
+            return rows.new_empty(*rows.shape[:3], self.row_size)
         if choose_coding_kernel(rows, self.head_dim) == "compiled":
-            from kvcache_plugins.kernels.compiled import code
+            from kvcache_plugins.kernels import cpu_coding
 
-            code("encode_rows", None, own, None, None, self, source=(rows, finer))
-        elif not rows.is_meta:
-            own = torch.cat([self._encode(finer._decode(part)) for part in self._split(rows)], dim=2)
-        return own
+            return cpu_coding.requantize_rows(rows, finer, self)
+        return torch.cat([self._encode(finer._decode(part)) for part in self._split(rows)], dim=2)
 
     def decode(self, rows: torch.Tensor, positions: Positions | None = START) -> torch.Tensor:
         """Decodes rows `[B, H, T, R]` to states `[B, H, T, D]`, float32; keys before RoPE if positions are `None`."""
         if rows.is_meta:
             return rows.new_empty(*rows.shape[:3], self.head_dim, dtype=torch.float32)
         if choose_coding_kernel(rows, self.head_dim) == "compiled":
-            from kvcache_plugins.kernels.compiled import code
+            from kvcache_plugins.kernels import cpu_coding
 
-            states = torch.empty(*rows.shape[:3], self.head_dim, dtype=torch.float32, device="cpu")
-            code("decode_rows", states, rows, positions, self.rope, self)
-            return states
+            return cpu_coding.decode_rows(rows, self, positions)
         states = torch.cat([self._decode(part) for part in self._split(rows)], dim=2)
         states = rotate(states) if self.is_rotated else states
         if self.basis is not None:

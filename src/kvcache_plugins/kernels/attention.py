@@ -15,10 +15,11 @@ from kvcache_plugins.codecs.codec import Codec
 from kvcache_plugins.codecs.parts import CompressedPart, DensePart, PagedPart, Part
 from kvcache_plugins.codecs.rows import RowCodec
 
-from .compiled import PreparedCall, PreparedCoding
+from .c_structs import KINDS, MAX_CHANNELS
+from .compiled import PreparedCall
+from .cpu_coding import PreparedCoding
 from .engine import choose_coding_kernel, choose_flash
 from .masks import slice_mask
-from .structs import KINDS, MOST_CHANNELS
 
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def attend(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     # Of PyTorch's kernel one after another: a part may come from elsewhere, and not all may fit into memory at once
     given = [] if kernel == "torch" else list(parts)
-    if kernel == "compiled" and max(given[0].head_dims) <= MOST_CHANNELS:
+    if kernel == "compiled" and max(given[0].head_dims) <= MAX_CHANNELS:
         own = (query if query.dtype in KINDS else query.float()).contiguous()
         return PreparedCall(own, given, num_key_value_heads, scale).attend_now(own).to(query.dtype)
     # Where nothing is coded PyTorch's own steps are the fast ones; Triton is imported late, as it may not be there
@@ -84,7 +85,7 @@ def prepare_tokens(
 
         is_of_groups = any(isinstance(part, CompressedPart) for part in parts)
         return keep_attention(query, parts, num_key_value_heads, scale) if is_of_groups else None
-    if max(parts[0].head_dims) > MOST_CHANNELS or query.dtype not in KINDS:
+    if max(parts[0].head_dims) > MAX_CHANNELS or query.dtype not in KINDS:
         return None
     call = PreparedCall(query, parts, num_key_value_heads, query.shape[3] ** -0.5 if scale is None else scale)
     return call if call.is_lasting else None

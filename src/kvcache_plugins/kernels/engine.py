@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from kvcache_plugins.user_warnings import warn_user
 
-from .structs import MOST_CHANNELS
+from .c_structs import MAX_CHANNELS
 
 
 KERNELS = ("auto", "triton", "torch", "compiled")
@@ -110,7 +110,7 @@ def choose_coding_kernel(tokens: torch.Tensor, head_dim: int = 0) -> str:
     if tokens.is_meta or requested == "compiled" and device_type != "cpu":
         return "torch"
     kernel, _ = _kernel_on(device_type, requested)
-    return "torch" if kernel == "compiled" and head_dim > MOST_CHANNELS else kernel
+    return "torch" if kernel == "compiled" and head_dim > MAX_CHANNELS else kernel
 
 
 def explain_kernel(device_type: str) -> tuple[str, str | None]:

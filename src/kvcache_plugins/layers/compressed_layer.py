@@ -24,9 +24,9 @@ from kvcache_plugins.codecs.codec import Codec, Positions, QueryMoments, Sample
 from kvcache_plugins.codecs.parts import DensePart
 from kvcache_plugins.kernels.attention import attend, prepare_coding, prepare_tokens
 from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.kernels.c_structs import TILE
 from kvcache_plugins.kernels.engine import choose_kernel
 from kvcache_plugins.kernels.masks import combine_masks, hide_first, mask_columns, slice_mask
-from kvcache_plugins.kernels.structs import TILE
 
 from .layer_state import BlockState, ExactStates, LayerState, restore_blocks
 from .lazy_kv import make_lazy_kv

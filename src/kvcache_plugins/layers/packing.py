@@ -27,7 +27,8 @@ from kvcache_plugins.kernels.engine import MAX_NUM_COMPILED_QUERIES, MAX_NUM_QUE
 
 
 if TYPE_CHECKING:
-    from kvcache_plugins.kernels.compiled import PreparedCall, PreparedCoding
+    from kvcache_plugins.kernels.compiled import PreparedCall
+    from kvcache_plugins.kernels.cpu_coding import PreparedCoding
     from kvcache_plugins.kernels.triton import KeptAttention
 
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
