@@ -99,6 +99,7 @@ class GEARCache(PackedCache):
     # Version 7 held transform coding too
     _format = Format("kvcache_plugins.gear", 8, ADVICE)
     _snapshot_class = GEARSnapshot
+    _layer_class = GroupLayer
     cache_config: GEARConfig
 
     def __init__(

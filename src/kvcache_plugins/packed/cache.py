@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -12,7 +13,9 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from kvcache_plugins.files.atomic import refusals
 from kvcache_plugins.files.records import Format, read_record, write_record
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
+from kvcache_plugins.layers.group_layer import GroupLayer
 from kvcache_plugins.layers.policies import GroupPolicy, RowPolicy
+from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.layers.usage_checks import UsageChecksMixin
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 from kvcache_plugins.option_checks import check_integer, check_mask
@@ -57,7 +60,7 @@ class PackedCache(UsageChecksMixin, ReportingMixin, Cache):
     """
     A list of layers that pack tokens, beside Transformers' own layers for what is not full attention.
 
-    Subclasses set `cache_config`, call `_init_layers`, and implement `_layer` and `_read_options`.
+    Subclasses set `cache_config` and `_layer_class`, call `_init_layers`, and implement `_layer` and `_read_options`.
 
     Attributes:
         cache_config (`CacheConfig`): the options.
@@ -67,6 +70,7 @@ class PackedCache(UsageChecksMixin, ReportingMixin, Cache):
     # Of a file of this class: format, and its record
     _format: ClassVar[Format]
     _snapshot_class: ClassVar[type[Snapshot]]
+    _layer_class: ClassVar[type[RowLayer] | type[GroupLayer]]
 
     # Whether the codec is fitted to queries, which attention then has to show
     uses_query_statistics = False
@@ -101,7 +105,8 @@ class PackedCache(UsageChecksMixin, ReportingMixin, Cache):
             "layers_left": len(self.layers) - len(layers),
         }
         # A new layer, where there is none yet, lends the names of counters
-        return {**kinds, **add_stats(self.layers, self._layer), **choice}
+        policy = self.cache_config.policy()
+        return {**kinds, **add_stats(self.layers, partial(self._layer_class, policy)), **choice}
 
     def warm_up(self, model: PreTrainedModel, *, padded: bool = False) -> None:
         """

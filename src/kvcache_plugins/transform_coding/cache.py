@@ -109,6 +109,7 @@ class TransformCodingCache(PackedCache):
 
     _format = Format("kvcache_plugins.transform_coding", 1, ADVICE)
     _snapshot_class = TransformCodingSnapshot
+    _layer_class = RowLayer
     uses_query_statistics = True
     cache_config: TransformCodingConfig
 
