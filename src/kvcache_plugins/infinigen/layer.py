@@ -152,10 +152,6 @@ class InfiniGenLayer(LazyLayer):
         least = 0 if self.scoring is None else self.scoring.least_tokens
         return max(self.config.recent + FLUSH_LENGTH, least)
 
-    @property
-    def _is_tail_full(self) -> bool:
-        return self.tail is not None and self.tail.length >= self._tail_limit
-
     def _exact_states(self) -> States | None:
         tail = self.tail
         return None if self.pool is not None or tail is None else (tail.keys, tail.values)
@@ -169,7 +165,7 @@ class InfiniGenLayer(LazyLayer):
         if (
             tail is None
             or self._num_new != 1
-            or self._is_tail_full
+            or tail.length >= tail.limit
             or torch.compiler.is_dynamo_compiling()
             or torch.is_grad_enabled()
         ):
@@ -194,10 +190,14 @@ class InfiniGenLayer(LazyLayer):
         if self.scoring is None:
             self.scoring = self._make_scoring()
         tail = self.tail
-        if tail is not None and self._is_tail_full:
+        if tail is None:
+            return
+        if tail.length >= self._tail_limit:
             count = tail.length - self.config.recent
             self._move_to_pool(tail.keys, tail.values, count)
             tail.drop_first(count)
+        # Another one once a codec is fitted, or padding is known
+        tail.limit = self._tail_limit
 
     def _make_scoring(self) -> Scoring:
         if self.packing is not None:
