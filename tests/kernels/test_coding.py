@@ -200,7 +200,7 @@ def test_forged_tables_read_and_write_what_there_is(levels):
 def test_other_shapes_are_refused():
     table = make_table(48, is_key=True)
     for shape in ((1, 2, 9, 40), (1, 3, 9, 48)):
-        with pytest.raises(ValueError, match="`states` of . heads of .., a table of 2 of 48"):
+        with pytest.raises(ValueError, match="`states` of . heads of .., a format of 2 of 48"):
             encode_rows(torch.randn(shape), table)
     with pytest.raises(ValueError, match="`valid` has to be 1 x 9 of torch.bool"):
         channel_moments(torch.randn(1, 2, 9, 48), torch.ones(1, 8, dtype=torch.bool))

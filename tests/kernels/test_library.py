@@ -1,4 +1,4 @@
-"""The boundary of the C kernels: what may be handed in, levels, threads, and machines without a library."""
+"""The library of C kernels: levels of instructions, threads, and machines without a library."""
 
 import ctypes
 import os
@@ -16,8 +16,8 @@ import torch
 
 from kvcache_plugins.formats.parts import DensePart
 from kvcache_plugins.kernels import build, library
+from kvcache_plugins.kernels.c_structs import STRUCTURES
 from kvcache_plugins.kernels.compiled import PreparedCall
-from kvcache_plugins.kernels.structs import STRUCTURES, Array, check
 
 
 NUM_TASKS = 2000
@@ -27,36 +27,6 @@ FLAGS_OF_LEVELS = {
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512_vnni"},
 }
 needs_library = pytest.mark.skipif(library.why_missing() is not None, reason=library.why_missing() or "")
-
-
-def address_of(name, tensor, dtypes, shape):
-    return check(name, tensor, Array(dtypes, compile(repr(shape), "", "eval")), {})
-
-
-class TestCheck:
-    def test_gives_the_address_of_what_fits(self):
-        tensor = torch.zeros(2, 3)
-        for shape in ((2, 3), (None, 3), (None, None)):
-            assert address_of("x", tensor, (torch.float32,), shape) == tensor.data_ptr()
-        assert address_of("x", tensor[1:], (torch.int64, torch.float32), (1, 3)) == tensor.data_ptr() + 12
-
-    @pytest.mark.parametrize(
-        ("tensor", "shape"),
-        {
-            "dtype": (torch.zeros(2, 3, dtype=torch.float64), (2, 3)),
-            "size": (torch.zeros(2, 4), (2, 3)),
-            "fewer-dimensions": (torch.zeros(6), (2, 3)),
-            "more-dimensions": (torch.zeros(1, 2, 3), (2, 3)),
-            "transposed": (torch.zeros(3, 2).T, (2, 3)),
-            "expanded": (torch.zeros(1, 3).expand(2, 3), (2, 3)),
-            "every-other": (torch.zeros(2, 6)[:, ::2], (None, None)),
-            "device": (torch.zeros(2, 3, device="meta"), (2, 3)),
-        }.values(),
-        ids=lambda value: None,
-    )
-    def test_refuses_anything_else(self, tensor, shape):
-        with pytest.raises(ValueError, match="`codes` has to be .* of torch.float32, contiguous, on the CPU, but got"):
-            address_of("codes", tensor, (torch.float32,), shape)
 
 
 @needs_library

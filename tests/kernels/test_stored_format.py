@@ -13,7 +13,7 @@ from kvcache_plugins.triton_kernels import stored_format
 FOLDER = Path(kernels.__file__).parent / "cpu"
 NAMES = ["SCALE_STEPS", "SCALE_OFFSET", "LAST_SCALE", "LEAST_GAIN"]
 EXPECTED = {name: vars(rows)[name] for name in NAMES}
-EXPECTED |= {"MOST_WIDTH": quantizer.MAX_WIDTH, "BLOCK": quantizer.BLOCK}
+EXPECTED |= {"MAX_WIDTH": quantizer.MAX_WIDTH, "BAND": quantizer.BLOCK}
 
 
 def constants() -> dict[str, float]:

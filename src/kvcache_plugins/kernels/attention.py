@@ -14,12 +14,13 @@ import torch
 from kvcache_plugins.formats.parts import DensePart, GroupPart, OpaqueRowPart, PagedRowPart, Part
 from kvcache_plugins.formats.rows import RowFormats
 
-from .compiled import PreparedCall, PreparedCoding
+from .c_structs import KINDS, MAX_CHANNELS
+from .compiled import PreparedCall
+from .cpu_coding import PreparedCoding
 from .engine import choose_coding_kernel, load_triton
 from .masks import slice_mask
 from .online_attention import OnlineAttention
 from .ops import decode_tiles
-from .structs import KINDS, MOST_CHANNELS
 
 
 def attend(
@@ -50,7 +51,7 @@ def attend(
     if kernel != "torch":
         native = _native(parts)
         parts = native
-        if kernel == "compiled" and max(native[0].head_dims) <= MOST_CHANNELS:
+        if kernel == "compiled" and max(native[0].head_dims) <= MAX_CHANNELS:
             own = (query if query.dtype in KINDS else query.float()).contiguous()
             return PreparedCall(own, native, num_key_value_heads, scale).attend_now(own).to(query.dtype)
         # Without packed parts PyTorch's own steps are the fast ones
@@ -86,7 +87,7 @@ def prepare_tokens(
     if kernel == "triton":
         is_of_groups = any(isinstance(part, GroupPart) for part in parts)
         return load_triton().keep_attention(query, parts, num_key_value_heads, scale) if is_of_groups else None
-    if max(parts[0].head_dims) > MOST_CHANNELS or query.dtype not in KINDS:
+    if max(parts[0].head_dims) > MAX_CHANNELS or query.dtype not in KINDS:
         return None
     call = PreparedCall(query, parts, num_key_value_heads, query.shape[3] ** -0.5 if scale is None else scale)
     return call if call.is_lasting else None

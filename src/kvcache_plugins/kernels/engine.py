@@ -17,7 +17,7 @@ from kvcache_plugins.formats.rows import RowFormats
 from kvcache_plugins.user_warnings import warn_user
 
 from . import library
-from .structs import MOST_CHANNELS
+from .c_structs import MAX_CHANNELS
 
 
 KERNELS = ("auto", "triton", "torch", "compiled")
@@ -120,7 +120,7 @@ def choose_coding_kernel(tokens: torch.Tensor, head_dim: int = 0) -> str:
     kernel, _ = _kernel_on(device_type, requested)
     if kernel == "triton" and not load_triton().can_encode(tokens.dtype, head_dim):
         return "torch"
-    return "torch" if kernel == "compiled" and head_dim > MOST_CHANNELS else kernel
+    return "torch" if kernel == "compiled" and head_dim > MAX_CHANNELS else kernel
 
 
 def explain_kernel(device_type: str) -> tuple[str, str | None]:

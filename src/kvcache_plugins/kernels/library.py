@@ -1,6 +1,6 @@
 """The compiled library of CPU kernels: which level of it runs, and on which threads.
 
-Kernels take one address: of a structure of `structs`.
+Kernels take one address: of a structure of `c_structs`.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from .build import digest, levels, library_name
-from .structs import Structure
+from .c_structs import Structure
 
 
 # Tests name another, of a library that is compiled with sanitizers

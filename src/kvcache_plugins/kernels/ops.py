@@ -12,8 +12,7 @@ from kvcache_plugins.formats.positions import START, Positions
 from kvcache_plugins.formats.rotary import RotaryLayout
 from kvcache_plugins.formats.rows import RowFormat
 
-from . import reference
-from .compiled import code
+from . import cpu_coding, reference
 from .engine import choose_coding_kernel, load_triton
 
 
@@ -30,9 +29,7 @@ def encode_rows(states: torch.Tensor, row_format: RowFormat, positions: Position
         return states.new_empty(*states.shape[:3], row_format.row_size, dtype=torch.uint8)
     kernel = choose_coding_kernel(states, row_format.head_dim)
     if kernel == "compiled":
-        rows = torch.empty(*states.shape[:3], row_format.row_size, dtype=torch.uint8, device="cpu")
-        code("encode_rows", states, rows, positions, row_format.rope, row_format)
-        return rows
+        return cpu_coding.encode_rows(states, row_format, positions)
     if kernel == "triton":
         encoded: torch.Tensor = load_triton().encode(states, row_format, positions)
         return encoded
@@ -41,12 +38,10 @@ def encode_rows(states: torch.Tensor, row_format: RowFormat, positions: Position
 
 def recode_rows(rows: torch.Tensor, finer: RowFormat, row_format: RowFormat) -> torch.Tensor:
     """Encodes rows `[B, H, T, R]` of `finer`, which `row_format` made by `with_more_bits`, as rows of `row_format`."""
-    recoded = rows.new_empty(*rows.shape[:3], row_format.row_size)
     if rows.is_meta:
-        return recoded
+        return rows.new_empty(*rows.shape[:3], row_format.row_size)
     if choose_coding_kernel(rows, row_format.head_dim) == "compiled":
-        code("encode_rows", None, recoded, None, None, row_format, source=(rows, finer))
-        return recoded
+        return cpu_coding.recode_rows(rows, finer, row_format)
     return reference.recode_rows(rows, finer, row_format)
 
 
@@ -55,9 +50,7 @@ def decode_rows(rows: torch.Tensor, row_format: RowFormat, positions: Positions 
     if rows.is_meta:
         return rows.new_empty(*rows.shape[:3], row_format.head_dim, dtype=torch.float32)
     if choose_coding_kernel(rows, row_format.head_dim) == "compiled":
-        states = torch.empty(*rows.shape[:3], row_format.head_dim, dtype=torch.float32, device="cpu")
-        code("decode_rows", states, rows, positions, row_format.rope, row_format)
-        return states
+        return cpu_coding.decode_rows(rows, row_format, positions)
     return reference.decode_rows(rows, row_format, positions)
 
 
@@ -68,9 +61,7 @@ def apply_rope(
     if not layout.frequencies:
         return keys.float()
     if choose_coding_kernel(keys, layout.head_dim) == "compiled":
-        rotated = torch.empty(keys.shape, dtype=torch.float32, device="cpu")
-        code("turn_states", keys, None, positions, layout, result=rotated, is_back=inverse)
-        return rotated
+        return cpu_coding.apply_rope(keys, layout, positions, inverse=inverse)
     return reference.apply_rope(keys, layout, positions, inverse=inverse)
 
 
@@ -85,10 +76,7 @@ def channel_moments(
     rotary embedding is undone, over all tokens or those that are `valid` `[B, T]`. They are 0 where no token is.
     """
     if choose_coding_kernel(states, states.shape[3]) == "compiled":
-        means, variances = states.new_empty((2, *states.shape[:2], states.shape[3]), dtype=torch.float32).unbind()
-        valid = None if valid is None else valid.contiguous()
-        code("measure_channels", states, None, positions, layout, valid=valid, means=means, variances=variances)
-        return means, variances
+        return cpu_coding.channel_moments(states, valid, layout, positions)
     return reference.channel_moments(states, valid, layout, positions)
 
 

@@ -11,7 +11,7 @@ tokens with codes, P bytes of a token's codes, R bytes of a row, K slots, W toke
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -19,19 +19,22 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvcache_plugins.formats.bits import packed_size
-from kvcache_plugins.formats.parts import SelectableRows, SinkStates
+from kvcache_plugins.formats.parts import SelectableRows
 
-from .compiled import LayerParts, TokenWriter, as_numbers, kind_of_tokens, places
+from .c_structs import BLOCK_QUERIES, KINDS, MAX_CHANNELS, TILE, Structure, as_words, make, word_offsets
+from .compiled import LayerParts, TokenWriter, kind_of_tokens
 from .engine import choose_token_kernel, load_triton
 from .library import find_threads, function, num_threads, run
 from .ops import TILE_TOKENS, decode_rows
-from .structs import KINDS, MOST_CHANNELS, ROWS, TILE, Structure, make
 
 
 _MOST_LANES = 16
 # Tokens of a task that scores
 _TOKENS_PER_TASK = 2048
-# Of keys and tokens that live
+# Words of structures that change from step to step
+_QUERIES, _WINDOW, _SELECTED = (word_offsets(name) for name in ("TokenQueries", "Window", "SelectedSlots"))
+_SELECTION, _ATTENTION = (word_offsets(name) for name in ("SelectionArgs", "SelectedAttentionArgs"))
+# Structures of tokens that live
 _TOKENS: "WeakKeyDictionary[SelectableRows, Structure]" = WeakKeyDictionary()
 
 
@@ -54,11 +57,10 @@ def code_scores(
         `torch.Tensor` of shape `[B, H, G, N]`, float32.
     """
     kernel, _ = choose_token_kernel(query)
-    if kernel == "compiled" and query.shape[3] <= MOST_CHANNELS:
+    if kernel == "compiled" and query.shape[3] <= MAX_CHANNELS:
         scores = torch.empty((*query.shape[:3], length), dtype=torch.float32, device="cpu")
-        fields = _code_fields(query, codes, scale, length, nbits)
-        call = make("Choice", fields, query=query.float().contiguous(), scores=scores, scale=1.0)
-        run("code_scores", call, _num_units(query) * call.runs)
+        call = _code_score_args(_queries(query, 1.0), codes, scale, length, nbits, scores=scores)
+        run("code_scores", call, _num_blocks(query) * call.splits)
         return scores
     codes, scale = codes[:, :, :length], scale[:, :, :length]
     if kernel == "triton":
@@ -79,23 +81,49 @@ def _code_scores(query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, 
     return (products - offset) * scale[:, :, None].to(query.dtype)
 
 
-def _code_fields(
-    query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, length: int, nbits: int, least: int = 0
-) -> dict[str, Any]:
-    """Checks that codes of D channels in P bytes are what integer products take, `least` tokens or more."""
-    capacity, width, head_dim = codes.shape[2], codes.shape[3], query.shape[3]
-    if nbits not in (2, 4, 8) or head_dim > MOST_CHANNELS or width != packed_size(head_dim, nbits):
+def _code_score_args(
+    queries: Structure, codes: torch.Tensor, code_scales: torch.Tensor, length: int, nbits: int, **others: Any
+) -> Structure:
+    """Describes scores of codes of D channels in P bytes, which have to be codes that integer products take."""
+    capacity, width = codes.shape[2:]
+    head_dim = queries.key_dim
+    if nbits not in (2, 4, 8) or head_dim > MAX_CHANNELS or width != packed_size(head_dim, nbits):
         raise ValueError(
             f"{width} bytes of codes of {head_dim} channels in `nbits` {nbits}, which has to be 2, 4 or 8"
         )
+    least = 0 if "scores" in others else 1
     if not least <= length <= capacity:
         raise ValueError(f"`length` has to be from {least} to {capacity}, but got {length}")
-    fields = {**_scoring_fields(query, length), "fields": 8 // nbits, "width": width, "capacity": capacity}
-    return {**fields, "codes": codes.contiguous(), "code_scales": scale.contiguous()}
+    return make(
+        "CodeScoreArgs",
+        queries.inputs,
+        queries=queries,
+        length=length,
+        splits=_num_splits(length),
+        fields=8 // nbits,
+        width=width,
+        capacity=capacity,
+        codes=codes.contiguous(),
+        code_scales=code_scales.contiguous(),
+        **others,
+    )
 
 
-def _scoring_fields(query: torch.Tensor, length: int) -> dict[str, Any]:
-    return {**_sizes_of(query), "length": length, "runs": max(-(-length // _TOKENS_PER_TASK), 1)}
+def _row_score_args(queries: Structure, stored: Structure, **others: Any) -> Structure:
+    """Describes scores of tokens that are rows."""
+    return make(
+        "RowScoreArgs",
+        queries.inputs,
+        queries=queries,
+        length=stored.length,
+        splits=_num_splits(stored.length),
+        rows=stored.inputs["rows"],
+        **others,
+    )
+
+
+def _num_splits(length: int) -> int:
+    return max(-(-length // _TOKENS_PER_TASK), 1)
 
 
 @torch.compiler.disable
@@ -106,12 +134,10 @@ def score_rows(query: torch.Tensor, tokens: SelectableRows) -> torch.Tensor:
     of halves, which is more than choosing tells apart.
     """
     kernel, _ = choose_token_kernel(query)
-    if kernel == "compiled" and query.shape[3] <= MOST_CHANNELS:
-        stored = _stored(query, tokens)
+    if kernel == "compiled" and query.shape[3] <= MAX_CHANNELS:
         scores = torch.empty((*query.shape[:3], tokens.length), dtype=torch.float32, device="cpu")
-        own = {"query": query.float().contiguous(), "scores": scores, "scale": 1.0}
-        call = make("Choice", _scoring_fields(query, tokens.length), own, base=stored)
-        run("score_rows", call, _num_units(query) * call.runs)
+        call = _row_score_args(_queries(query, 1.0), _stored(query, tokens), scores=scores)
+        run("score_rows", call, _num_blocks(query) * call.splits)
         return scores
     if kernel == "triton" and tokens.length:
         triton = load_triton()
@@ -144,19 +170,26 @@ def largest(numbers: torch.Tensor, limit: int, least: torch.Tensor | None = None
     least = numbers.new_full((), -torch.inf) if least is None else least[..., 0]
     shape = torch.Size((*numbers.shape[:-1], limit))
     values = torch.empty(shape, dtype=torch.float32, device="cpu")
-    places = torch.empty(shape, dtype=torch.int64, device="cpu")
-    least, rows = least.expand(shape[:-1]).contiguous().flatten(), (shape[:-1].numel(), limit)
+    indices = torch.empty(shape, dtype=torch.int64, device="cpu")
+    rows = shape[:-1].numel()
     call = make(
-        "Largest",
-        {"rows": rows[0], "length": length, "limit": limit, "most_threads": threads, "least": least},
-        {"numbers": numbers.contiguous().view(rows[0], length), "values": values.view(rows)},
-        {"places": places.view(rows), "pairs": torch.empty((threads, 2, length + 1), dtype=torch.int64, device="cpu")},
+        "TopKArgs",
+        {"entries": length + 1},
+        max_threads=threads,
+        rows=rows,
+        length=length,
+        limit=limit,
+        numbers=numbers.contiguous().view(rows, length),
+        least=least.expand(shape[:-1]).contiguous().flatten(),
+        values=values.view(rows, limit),
+        indices=indices.view(rows, limit),
+        scratch=torch.empty((threads, 2, length + 1), dtype=torch.int64, device="cpu"),
     )
-    run("largest", call, rows[0], threads)
-    return values, places
+    run("topk", call, rows, threads)
+    return values, indices
 
 
-def _choice_scratch(length: int, num_resident: int = 0, groups: int = 0) -> int:
+def _selection_scratch(length: int, num_resident: int = 0, groups: int = 0) -> int:
     """Counts bytes of two rows of floats in whole vectors, two of pairs, and scores of a window; in whole words."""
     return 8 * (length + _MOST_LANES) + 16 * (length + 1) + 8 * (-(-num_resident * groups // 2))
 
@@ -190,20 +223,43 @@ def choose_heaviest(
         `tuple[torch.Tensor, torch.Tensor]`: tokens `[B, H, limit]`, int64, forced ones first and then those that weigh
         most, with zeros behind them; and how many they are, `[B, H]`, int64.
     """
-    (batch_size, num_heads, groups, length), limit = scores.shape, bounds.limit
-    slots = torch.empty((batch_size, num_heads, limit), dtype=torch.int64, device="cpu")
-    count, threads = torch.empty((batch_size, num_heads), dtype=torch.int64, device="cpu"), num_threads()
-    scratch_size = _choice_scratch(length)
+    sizes = dict(zip(("batch", "heads", "query_groups", "length"), scores.shape, strict=True))
+    heads, threads = scores.shape[:2], num_threads()
+    slots = torch.empty((*heads, bounds.limit), dtype=torch.int64, device="cpu")
+    counts = torch.empty(heads, dtype=torch.int64, device="cpu")
+    scratch_size = _selection_scratch(scores.shape[3])
     call = make(
-        "Choice",
-        {"batch": batch_size, "heads": num_heads, "groups": groups, "length": length, "most_threads": threads},
-        {"num_resident": resident_scores.shape[3], "first": max(bounds.first, 0), "newest": max(bounds.newest, 0)},
-        {"cap": bounds.cap, "limit": limit, "least": bounds.least, "slots": slots, "counts": count},
-        {"scores": scores.contiguous(), "resident": resident_scores.contiguous(), "scratch_size": scratch_size},
+        "SelectionArgs",
+        max_threads=threads,
+        **sizes,
+        first=max(bounds.first, 0),
+        newest=max(bounds.newest, 0),
+        cap=bounds.cap,
+        least=bounds.least,
+        scores=scores.contiguous(),
+        num_resident=resident_scores.shape[3],
+        resident=resident_scores.contiguous(),
+        selected=make("SelectedSlots", sizes, limit=bounds.limit, slots=slots, counts=counts),
+        scratch_size=scratch_size,
         scratch=torch.empty((threads, scratch_size), dtype=torch.uint8, device="cpu"),
     )
-    run("choose_heaviest", call, batch_size * num_heads, threads)
-    return slots, count
+    run("select_by_weight", call, heads.numel(), threads)
+    return slots, counts
+
+
+class Scoring(NamedTuple):
+    """
+    Scores of stored tokens.
+
+    Attributes:
+        kernel (`str`): the kernel that computes them.
+        queries (`Structure`): queries like those to come, and the scale.
+        args (`Structure`): arguments of the kernel.
+    """
+
+    kernel: str
+    queries: Structure
+    args: Structure
 
 
 class ChoosingCall(TokenWriter):
@@ -213,36 +269,68 @@ class ChoosingCall(TokenWriter):
     checked here, and only addresses of queries, results and the window are written for each step.
 
     Args:
-        query (`torch.Tensor` of shape `[B, H, G, D]`): queries like those to come.
-        call (`Structure`): what kernels are told of the tokens, and of the scale.
-        kernel (`str`): the one that scores them.
+        scoring (`Scoring`): scores of the tokens.
+        tokens (`Structure`): the tokens to attend to.
         window (two `torch.Tensor`): the storage of the newest tokens.
         dtype (`torch.dtype`): of exact tokens.
-        alive (`object`, *optional*): what keeps memory that the structure points to, if it does not.
+        alive (`object`, *optional*): what keeps memory that the structures point to, if they do not.
     """
 
     def __init__(
         self,
-        query: torch.Tensor,
-        call: Structure,
-        kernel: str,
+        scoring: Scoring,
+        tokens: Structure,
         window: tuple[torch.Tensor, torch.Tensor],
         dtype: torch.dtype,
         alive: object = None,
     ):
-        super().__init__({**_sizes_of(query), "value_dim": call.value_dim}, dtype, call.scale)
+        queries, args = scoring.queries, scoring.args
+        value_dim = tokens.inputs["value_dim"]
+        sizes = {name: getattr(queries, name) for name in ("batch", "heads", "key_dim")}
+        super().__init__({**sizes, "value_dim": value_dim}, dtype, queries.scale)
         if tuple(map(kind_of_tokens, window)) != self._kind:
             raise ValueError(f"tokens of {dtype} and a window of {[kind_of_tokens(each) for each in window]}")
-        self._shape, self._value_dim, self._length = query.shape, call.value_dim, call.length
-        self._call, self._kept, call.most_threads = call, alive, self._threads
-        self._units = call.batch * call.heads
-        units = _num_units(query)
-        counts = {kernel: units * call.runs, "choose_heaviest": self._units, "attend_chosen": units}
-        self._kernels = [(function(name), count, min(self._threads, count)) for name, count in counts.items()]
-        self._numbers, self._floats = as_numbers(call), memoryview(call).cast("B").cast("d")
-        # Bytes for slots that are sorted, of all threads, for each that can be chosen and for all
-        tiles = -(-call.length // TILE)
-        self._sorted_size = (16 * self._threads, 8 * self._threads * tiles) if call.rows else (0, 0)
+        self._shape = torch.Size((queries.batch, queries.heads, queries.query_groups, queries.key_dim))
+        self._value_dim, self._length, self._kept = value_dim, args.length, alive
+        self._heads = queries.batch * queries.heads
+        blocks = self._heads * -(-queries.query_groups // BLOCK_QUERIES)
+        selected = make("SelectedSlots")
+        selection = make(
+            "SelectionArgs",
+            max_threads=self._threads,
+            batch=queries.batch,
+            heads=queries.heads,
+            query_groups=queries.query_groups,
+            length=args.length,
+            queries=queries,
+            value_dim=value_dim,
+            selected=selected,
+        )
+        attention = make(
+            "SelectedAttentionArgs",
+            max_threads=self._threads,
+            queries=queries,
+            value_dim=value_dim,
+            tokens=tokens.address if alive is not None else tokens,
+            selected=selected,
+        )
+        self._structures = queries, args, selected, selection, attention
+        self._kernels: list[tuple[Callable[[int], None], memoryview[int], int, int]] = []
+        for kernel, own, count in (
+            (scoring.kernel, args, blocks * args.splits),
+            ("select_by_weight", selection, self._heads),
+            ("attend_selected", attention, blocks),
+        ):
+            own.tasks.count = count
+            self._kernels.append((function(kernel), as_words(own), own.address, min(self._threads, count)))
+        self._queries, self._scoring, self._selected, self._selection, self._attention = map(
+            as_words, self._structures
+        )
+        self._scores_at = word_offsets(type(args).__name__).scores
+        self._floats = memoryview(selection).cast("B").cast("d")
+        # Bytes for slots that are sorted, of all threads, for each that can be selected and for all
+        tiles = -(-args.length // TILE)
+        self._sorted_size = (16 * self._threads, 8 * self._threads * tiles) if tokens.rows else (0, 0)
         # Of a step before
         self.num_chosen = 0
 
@@ -293,40 +381,42 @@ class ChoosingCall(TokenWriter):
             raise ValueError(f"{length} tokens in use of {self._capacity}, or a newest one of another kind")
         own = query if query.dtype is torch.float32 and query.is_contiguous() else query.float().contiguous()
         result = own.new_empty((*shape[:3], self._value_dim))
-        limit, groups, units = bounds.limit, self._shape[2], self._units
-        scratch_size, coded_size = _choice_scratch(self._length, length, groups), self._sorted_size[0] * limit
-        sizes = 8 * units * limit, 8 * units, self._threads * scratch_size, coded_size, self._sorted_size[1]
-        memory = torch.empty(sum(sizes) + 4 * units * groups * self._length, dtype=torch.uint8, device="cpu")
+        limit, groups, heads = bounds.limit, self._shape[2], self._heads
+        scratch_size, coded_size = _selection_scratch(self._length, length, groups), self._sorted_size[0] * limit
+        sizes = 8 * heads * limit, 8 * heads, self._threads * scratch_size, coded_size, self._sorted_size[1]
+        memory = torch.empty(sum(sizes) + 4 * heads * groups * self._length, dtype=torch.uint8, device="cpu")
         slots, counts, scratch, coded, ends, scores = accumulate(sizes, initial=memory.data_ptr())
         key, value = (0, 0) if newest is None else (newest[0].data_ptr(), newest[1].data_ptr())
-        numbers, at, self._floats[_AT.least] = self._numbers, _AT, bounds.least
-        numbers[at.query], numbers[at.result], numbers[at.scores] = own.data_ptr(), result.data_ptr(), scores
-        numbers[at.slots], numbers[at.counts], numbers[at.scratch] = slots, counts, scratch
-        numbers[at.coded], numbers[at.ends], numbers[at.scratch_size] = coded, ends, scratch_size
-        numbers[at.first], numbers[at.newest] = max(bounds.first, 0), max(bounds.newest, 0)
-        numbers[at.cap], numbers[at.limit], numbers[at.chosen] = bounds.cap, limit, 0
-        numbers[at.newest_key], numbers[at.newest_value] = key, value
-        numbers[at.window_length] = numbers[at.num_resident] = length
-        for kernel, count, threads in self._kernels:
-            numbers[at.next] = numbers[at.threads] = 0
-            numbers[at.count] = count
+        selected, selection, attention = self._selected, self._selection, self._attention
+        self._queries[_QUERIES.data], self._scoring[self._scores_at] = own.data_ptr(), scores
+        selected[_SELECTED.limit], selected[_SELECTED.slots], selected[_SELECTED.counts] = limit, slots, counts
+        selection[_SELECTION.scores], selection[_SELECTION.cap] = scores, bounds.cap
+        selection[_SELECTION.first], selection[_SELECTION.newest] = max(bounds.first, 0), max(bounds.newest, 0)
+        selection[_SELECTION.newest_key], selection[_SELECTION.newest_value] = key, value
+        selection[_SELECTION.scratch], selection[_SELECTION.scratch_size] = scratch, scratch_size
+        selection[_SELECTION.threads_entered] = attention[_ATTENTION.threads_entered] = 0
+        selection[_SELECTION.num_resident] = self._window[_WINDOW.length] = length
+        selection[_SELECTION.num_selected], self._floats[_SELECTION.least] = 0, bounds.least
+        attention[_ATTENTION.result], attention[_ATTENTION.coded] = result.data_ptr(), coded
+        attention[_ATTENTION.tile_ends] = ends
+        for kernel, words, address, threads in self._kernels:
+            words[_SELECTION.tasks] = 0
             if threads == 1:
-                kernel(self._call.address)
+                kernel(address)
             else:
-                find_threads()(kernel, self._call.address, threads)
-        # Once it is written the newest token is nobody's
-        self._accepted, self.num_chosen = None, numbers[at.chosen]
+                find_threads()(kernel, address, threads)
+        # The newest token is written now
+        self._accepted, self.num_chosen = None, selection[_SELECTION.num_selected]
         return result if query.dtype is torch.float32 else result.to(query.dtype)
 
     def _take_window(self, window: tuple[torch.Tensor, torch.Tensor]) -> None:
         (keys, values), found = window, tuple(map(kind_of_tokens, window))
         if found != self._kind or keys.shape[2] != values.shape[2] or not (keys.is_cpu and values.is_cpu):
             raise ValueError(f"the window has to be {self._kind} on the CPU, as when the call was made, not {found}")
-        self._call.window = _window(self._shape, keys, values, self._value_dim, keys.dtype, 0)
+        described = _window(self._shape, keys, values, self._value_dim, keys.dtype, 0)
+        self._selection[_SELECTION.window] = self._attention[_ATTENTION.window] = described.address
+        self._described, self._window = described, as_words(described)
         self._storage, self._capacity = window, keys.shape[2]
-
-
-_AT = places("Choice")
 
 
 def choose_by_codes(
@@ -347,10 +437,11 @@ def choose_by_codes(
     Raises:
         ValueError: if sizes or dtypes do not fit each other.
     """
-    fields = _code_fields(query, codes, code_scales, length, nbits, 1)
-    of_pages, spread = _page_fields(query, pages, window[1].shape[3]), spread[:, :, 0].contiguous()
-    call = make("Choice", {**of_pages, **fields}, spread=spread, scale=scale)
-    return ChoosingCall(query, call, "code_scores", window, pages[0].dtype)
+    queries = make("TokenQueries", **_sizes_of(query), scale=scale)
+    spread = spread[:, :, 0].contiguous()
+    args = _code_score_args(queries, codes, code_scales, length, nbits, spread=spread)
+    tokens = _exact_tokens(query, pages, window[1].shape[3], length)
+    return ChoosingCall(Scoring("code_scores", queries, args), tokens, window, pages[0].dtype)
 
 
 def choose_by_rows(
@@ -362,21 +453,27 @@ def choose_by_rows(
     Raises:
         ValueError: if sizes or dtypes do not fit each other.
     """
-    fields = {**_scoring_fields(query, tokens.length), "scale": scale}
-    call = make("Choice", fields, base=_stored(query, tokens))
-    # Of what is kept, which lives as long as the tokens do; tables of angles in it are of no cache
-    call.given, call.alive = {}, None
-    return ChoosingCall(query, call, "score_rows", window, tokens.sinks.keys.dtype, alive=tokens)
+    stored = _stored(query, tokens)
+    queries = make("TokenQueries", **_sizes_of(query), scale=scale)
+    args = _row_score_args(queries, stored)
+    # The structure of the tokens lives as long as they do; its tables of angles belong to no cache
+    args.inputs = {}
+    return ChoosingCall(Scoring("score_rows", queries, args), stored, window, tokens.sinks.keys.dtype, alive=tokens)
 
 
 def _sizes_of(query: torch.Tensor) -> dict[str, int]:
-    return dict(zip(("batch", "heads", "groups", "key_dim"), query.shape, strict=True))
+    return dict(zip(("batch", "heads", "query_groups", "key_dim"), query.shape, strict=True))
 
 
-def _num_units(query: torch.Tensor) -> int:
-    """Counts units of queries `[B, H, G, D]`, see `layer.h`."""
+def _queries(query: torch.Tensor, scale: float) -> Structure:
+    """Describes queries `[B, H, G, D]`."""
+    return make("TokenQueries", **_sizes_of(query), scale=scale, data=query.float().contiguous())
+
+
+def _num_blocks(query: torch.Tensor) -> int:
+    """Counts the query blocks of queries `[B, H, G, D]`, see `layer.h`."""
     batch_size, num_heads, groups, _ = query.shape
-    return batch_size * num_heads * -(-groups // ROWS)
+    return batch_size * num_heads * -(-groups // BLOCK_QUERIES)
 
 
 def _pages(pages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -408,20 +505,20 @@ def _window(
         strides[f"{name}_strides"] = tuple(stride * states.element_size() for stride in states.stride()[:2])
         strides[f"{name}s"] = states.data_ptr()
         alive.append(states)
-    window = make("Window", strides, length=keys.shape[2], kind=KINDS[dtype], start=start)
-    window.alive = alive
+    window = make("Window", length=keys.shape[2], dtype=KINDS[dtype], start=start, **strides)
+    window.keepalive = alive
     return window
 
 
-def _mask(mask: torch.Tensor | None, batch_size: int, stop: int) -> Structure:
+def _mask(mask: torch.Tensor | None, batch_size: int, stop: int) -> Structure | None:
     """Describes a mask `[B, tokens]`, boolean or added to scores, which has to have columns up to `stop`."""
     if mask is None:
-        return make("Mask")
+        return None
     mask = (mask if mask.dtype == torch.bool else mask.float()).contiguous()
     if mask.shape[1] < max(stop, 1):
         raise ValueError(f"`mask` has to have at least {max(stop, 1)} columns, but got {mask.shape[1]}")
     is_boolean = mask.dtype == torch.bool
-    return make("Mask", sizes={"batch": batch_size}, columns=mask.shape[1], is_boolean=is_boolean, numbers=mask)
+    return make("Mask", {"batch": batch_size}, columns=mask.shape[1], is_boolean=is_boolean, data=mask)
 
 
 @torch.compiler.disable
@@ -450,65 +547,86 @@ def attend_chosen(
         positions (`torch.Tensor` of shape `[B, H, K or more]`, int64, *optional*): columns of the mask that the slots'
             tokens have; by default the slots.
     """
-    limit, threads, slots = slots.shape[2], num_threads(), slots.contiguous()
-    scratch: dict[str, Any] = {}
-    # A copy, as another thread may attend to the same tokens
+    limit, threads = slots.shape[2], num_threads()
+    scratch: dict[str, torch.Tensor] = {}
     if isinstance(tokens, SelectableRows):
         stored, dtype = _stored(query, tokens), tokens.sinks.keys.dtype
+        tiles = -(-tokens.length // TILE)
         scratch["coded"] = torch.empty((threads, 2, limit), dtype=torch.int64, device="cpu")
-        scratch["ends"] = torch.empty((threads, -(-tokens.length // TILE)), dtype=torch.int64, device="cpu")
+        scratch["tile_ends"] = torch.empty((threads, tiles), dtype=torch.int64, device="cpu")
     else:
-        stored, dtype = make("Choice", _page_fields(query, tokens, window_values.shape[3])), tokens[0].dtype
-    result = torch.empty((*query.shape[:3], stored.value_dim), dtype=torch.float32, device="cpu")
+        length = len(tokens) * tokens[0].shape[2]
+        stored, dtype = _exact_tokens(query, tokens, window_values.shape[3], length), tokens[0].dtype
+        tiles = 0
+    value_dim = stored.inputs["value_dim"]
+    sizes = {**_sizes_of(query), "limit": limit, "tiles": tiles}
+    result = torch.empty((*query.shape[:3], value_dim), dtype=torch.float32, device="cpu")
     call = make(
-        "Choice",
-        {**_sizes_of(query), "limit": limit, "scale": scale, "most_threads": threads, **scratch},
-        {"query": query.float().contiguous(), "slots": slots, "counts": count.contiguous(), "result": result},
-        {"columns": None if mask is None or positions is None else positions[:, :, :limit].contiguous()},
-        window=_window(query.shape, window_keys, window_values, stored.value_dim, dtype, window_start),
+        "SelectedAttentionArgs",
+        sizes,
+        max_threads=threads,
+        queries=_queries(query, scale),
+        value_dim=value_dim,
+        tokens=stored,
+        selected=make("SelectedSlots", sizes, limit=limit, slots=slots.contiguous(), counts=count.contiguous()),
+        columns=None if mask is None or positions is None else positions[:, :, :limit].contiguous(),
+        window=_window(query.shape, window_keys, window_values, value_dim, dtype, window_start),
         mask=_mask(mask, len(query), window_start + window_keys.shape[2]),
-        base=stored,
+        result=result,
+        **scratch,
     )
-    run("attend_chosen", call, _num_units(query), threads)
+    run("attend_selected", call, _num_blocks(query), threads)
     return result if query.dtype is torch.float32 else result.to(query.dtype)
 
 
-def _page_fields(query: torch.Tensor, pages: Sequence[torch.Tensor], value_dim: int) -> dict[str, Any]:
-    """Describes pages `[B, H, tokens of a page, D + E]` of keys and values."""
-    fields = {**_sizes_of(query), "value_dim": value_dim, "row_dim": query.shape[3] + value_dim}
-    fields |= {"num_pages": len(pages), "page_tokens": pages[0].shape[2], "length": len(pages) * pages[0].shape[2]}
-    return {**fields, "pages": _pages(pages)}
+def _exact_tokens(query: torch.Tensor, pages: Sequence[torch.Tensor], value_dim: int, length: int) -> Structure:
+    """Describes pages `[B, H, tokens of a page, D + E]` of keys and values, of which `length` tokens are in use."""
+    return make(
+        "SelectableTokens",
+        {**_sizes_of(query), "value_dim": value_dim},
+        length=length,
+        num_pages=len(pages),
+        page_tokens=pages[0].shape[2],
+        row_dim=query.shape[3] + value_dim,
+        pages=_pages(pages),
+    )
 
 
 def _stored(query: torch.Tensor, tokens: SelectableRows) -> Structure:
     """Describes tokens, which queries `[B, H, G, D]` have to fit, and keeps that while they live."""
     stored = _TOKENS.get(tokens)
     if stored is None:
-        stored = _TOKENS[tokens] = make("Choice", _row_fields(tokens), _sink_fields(tokens.sinks))
-    if (query.shape[0], query.shape[1], query.shape[3]) != (stored.batch, stored.heads, stored.key_dim):
-        raise ValueError(f"queries {tuple(query.shape)} for tokens of {stored.heads} heads of {stored.key_dim}")
+        stored = _TOKENS[tokens] = _row_tokens(tokens)
+    sizes = tuple(stored.inputs[name] for name in ("batch", "heads", "key_dim"))
+    if (query.shape[0], query.shape[1], query.shape[3]) != sizes:
+        raise ValueError(f"queries {tuple(query.shape)} for tokens of {sizes[1]} heads of {sizes[2]}")
     return stored
 
 
-def _sink_fields(sinks: SinkStates) -> dict[str, Any]:
+def _row_tokens(tokens: SelectableRows) -> Structure:
+    """Describes tokens that are rows, but for the first, which are exact."""
+    sinks = tokens.sinks
     if sinks.keys.dtype not in KINDS or sinks.values.dtype is not sinks.keys.dtype:
         raise ValueError(f"exact keys and values of {sinks.keys.dtype} and {sinks.values.dtype}")
     unpadded = torch.zeros(len(sinks.keys), dtype=torch.int64, device="cpu")
     first = unpadded if sinks.first is None else sinks.first.cpu().long()
-    states = {"sink_keys": sinks.keys.contiguous(), "sink_values": sinks.values.contiguous()}
-    return {"num_sinks": sinks.keys.shape[2], "first_sinks": first.contiguous(), **states}
-
-
-def _row_fields(tokens: SelectableRows) -> dict[str, Any]:
     batch_size, num_heads, *_ = tokens.keys.shape
     keys, values = tokens.formats
-    whole = LayerParts(torch.Size((batch_size, num_heads, 1, keys.head_dim)), num_heads, values.head_dim)
-    rows = whole.rows_of(tokens.keys, None, tokens.formats, tokens.positions, tokens.length)
-    return {
-        **{"batch": batch_size, "heads": num_heads, "key_dim": keys.head_dim, "value_dim": values.head_dim},
-        **{"rows": rows, "length": tokens.length, "row_dim": values.row_size},
-        **{"num_pages": len(tokens.pages), "page_tokens": tokens.pages[0].shape[2], "pages": _pages(tokens.pages)},
-    }
+    parts = LayerParts(torch.Size((batch_size, num_heads, 1, keys.head_dim)), num_heads, values.head_dim)
+    return make(
+        "SelectableTokens",
+        parts.sizes,
+        length=tokens.length,
+        num_pages=len(tokens.pages),
+        page_tokens=tokens.pages[0].shape[2],
+        row_dim=values.row_size,
+        pages=_pages(tokens.pages),
+        rows=parts.rows_of(tokens.keys, None, tokens.formats, tokens.positions, tokens.length),
+        num_sinks=sinks.keys.shape[2],
+        first_sinks=first.contiguous(),
+        sink_keys=sinks.keys.contiguous(),
+        sink_values=sinks.values.contiguous(),
+    )
 
 
 def choose_rows_kernel(query: torch.Tensor, value_dim: int, dtype: torch.dtype) -> tuple[str, bool]:
@@ -519,7 +637,7 @@ def choose_rows_kernel(query: torch.Tensor, value_dim: int, dtype: torch.dtype) 
     kernel, is_fallback = choose_token_kernel(query)
     if kernel != "compiled":
         return "torch", is_fallback
-    can_attend = max(query.shape[3], value_dim) <= MOST_CHANNELS and dtype in KINDS
+    can_attend = max(query.shape[3], value_dim) <= MAX_CHANNELS and dtype in KINDS
     return ("compiled", False) if can_attend else ("torch", True)
 
 
@@ -598,12 +716,19 @@ def gather_rows(pages: Sequence[torch.Tensor], slots: torch.Tensor) -> torch.Ten
         if slots.numel() and not page_tokens * len(pages):
             raise ValueError(f"pages without rows for {slots.shape[2]} slots")
         call = make(
-            "Copies",
-            {"batch": batch_size, "heads": num_heads, "num_slots": slots.shape[2], "num_pages": len(pages)},
-            {"page_tokens": page_tokens, "row_dim": row_dim, "row_size": row_dim * rows.element_size()},
-            {"pages": _pages(pages), "slots": slots.contiguous(), "result": rows},
+            "GatherArgs",
+            batch=batch_size,
+            heads=num_heads,
+            num_slots=slots.shape[2],
+            num_pages=len(pages),
+            page_tokens=page_tokens,
+            row_dim=row_dim,
+            row_size=row_dim * rows.element_size(),
+            pages=_pages(pages),
+            slots=slots.contiguous(),
+            result=rows,
         )
-        run("copy_rows", call, batch_size * num_heads)
+        run("gather_rows", call, batch_size * num_heads)
         return rows
     numbers = slots // page_tokens
     for number, page in enumerate(pages):

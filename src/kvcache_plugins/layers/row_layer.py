@@ -24,8 +24,8 @@ import torch
 from kvcache_plugins.codecs.codec import Codec, QueryMoments, Sample
 from kvcache_plugins.formats.parts import OpaqueRowPart, RowPart
 from kvcache_plugins.formats.positions import Positions
+from kvcache_plugins.kernels.c_structs import TILE
 from kvcache_plugins.kernels.engine import MAX_NUM_QUERIES
-from kvcache_plugins.kernels.structs import TILE
 
 from .compressed_layer import CompressedLayer
 from .exact_tokens import ExactPrefix

@@ -1,130 +1,182 @@
-/* Attention over all parts of a layer, a `Call`: what every kind of part has in common.
+/* Attention over all parts of a layer: what every kind of part has in common.
 
-   A unit is a key/value head of an item and up to ROWS of its queries. Its parts are cut into runs, each a task: one run
-   goes through its share of the tiles of all parts, one behind the other, with one softmax. Where there is one run, it
-   writes the result; otherwise the last task that ends merges what the runs of all units have left.
+   A query block is a batch-head (a key/value head of a sequence, `bh`) and up to BLOCK_QUERIES of
+   its queries. Its tiles are divided into splits, each a task: one split attends to its share of
+   the tiles of all parts, one part after the other, with one softmax. A single split writes the
+   result; otherwise the last task that ends merges the partial results of all splits.
 
-   B batch, H key/value heads, G queries a head, Q new tokens, D and E channels of keys and of values, T tokens. */
+   B batch, H key/value heads, G query heads a key/value head, Q new tokens, D and E channels of
+   keys and of values, T tokens. */
 #pragma once
 #include "simd.h"
 
 typedef struct {
-    int64_t matrix, batch, head;    /* matrix = batch * heads + head */
-    int row, rows;                  /* first of the G Q queries, and how many */
-} Unit;
+    int64_t bh, batch, head;        /* bh = batch * heads + head */
+    int first, count;               /* queries of the G Q ones of the batch-head */
+} QueryBlock;
 
-/* The softmax of a unit. A part adds to `sums` as it reads (or to `coded`, if its kind ends with a transform), and to
-   `total` its weights; whoever raises `maximum` scales all of them. */
+/* The softmax of a query block. A part adds its weighted values to `sums`, or to `rotated` if they
+   are to be rotated back at its end, and its weights to `total`, or to `part_total`. Whenever
+   `maximum` rises, all of them are scaled. */
 typedef struct {
-    float maximum[ROWS], total[ROWS];
-    ALIGNED float sums[ROWS][MOST_CHANNELS], coded[ROWS][MOST_CHANNELS];
-    float coded_total[ROWS];        /* of the weights of the part whose values are in `coded` */
-    int sums_size, coded_size;      /* channels in use, in whole vectors */
-} State;
+    float maximum[BLOCK_QUERIES];
+    float total[BLOCK_QUERIES];
+    ALIGNED float sums[BLOCK_QUERIES][MAX_CHANNELS];
+    ALIGNED float rotated[BLOCK_QUERIES][MAX_CHANNELS];
+    float part_total[BLOCK_QUERIES]; /* of a part of rows, added to `total` at its end */
+    int sums_size, rotated_size;    /* channels in use, in whole vectors */
+} SoftmaxState;
 
 INLINE int padded(int64_t size) { return (int)((size + L - 1) / L * L); }
 
-INLINE int64_t rows_of_unit(const Call *call) {
-    int64_t all = call->groups * call->queries, blocks = (all + ROWS - 1) / ROWS;
-    return (all + blocks - 1) / blocks;
-}
-INLINE Unit unit_at(const Call *call, int64_t number) {
-    int64_t all = call->groups * call->queries, most = rows_of_unit(call), blocks = (all + most - 1) / most;
-    int64_t matrix = number / blocks, row = number % blocks * most;
-    return (Unit){matrix, matrix / call->heads, matrix % call->heads, (int)row, (int)(all - row < most ? all - row : most)};
-}
-/* A number of `size`, whatever memory says */
-INLINE int64_t clamped(int64_t x, int64_t size) { return x < 0 ? 0 : x >= size ? size - 1 : x; }
-/* Cosines of the first position of a tile, which may be below 0, with sines behind them that are to be multiplied by `sign` */
-INLINE const float *far_angles(const Rotary *rotary, int64_t tile, float *sign) {
-    *sign = tile < 0 ? -1 : 1;
-    return rotary->far + clamped(tile < 0 ? -tile : tile, rotary->tiles) * 2 * rotary->all_pairs;
-}
-INLINE int64_t length_of(const Part *part, Unit unit) {
-    return part->lengths ? clamped(part->lengths[unit.batch], part->length + 1) : part->length;
-}
-INLINE int64_t tiles_of(const Part *part, Unit unit) { return (length_of(part, unit) + TILE - 1) / TILE; }
+INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Calls an INLINE function whose first argument is how many rows there are, so that loops over them are unrolled */
-#define BY_ROWS(rows, function, ...) \
-    switch (rows) { \
+/* The query block of an index, where a batch-head has `queries` queries. Its blocks follow each
+   other. */
+INLINE QueryBlock query_block(int64_t heads, int64_t queries, int64_t index) {
+    int64_t blocks = (queries + BLOCK_QUERIES - 1) / BLOCK_QUERIES;
+    int64_t size = (queries + blocks - 1) / blocks;
+    blocks = (queries + size - 1) / size;
+    int64_t bh = index / blocks;
+    int64_t first = index % blocks * size;
+    return (QueryBlock){
+        bh, bh / heads, bh % heads, (int)first, (int)min_of(queries - first, size)};
+}
+
+/* Clamps an untrusted index to [0, size). */
+INLINE int64_t clamped(int64_t index, int64_t size) {
+    return index < 0 ? 0 : index >= size ? size - 1 : index;
+}
+
+/* Cosines of the first position of a tile, and behind them sines that have to be multiplied by
+   `sign`, which is negative for tiles before position 0. */
+INLINE const float *coarse_angles(const Rotary *rotary, int64_t tile, float *sign) {
+    *sign = tile < 0 ? -1 : 1;
+    int64_t index = clamped(tile < 0 ? -tile : tile, rotary->tiles);
+    return rotary->coarse + index * 2 * rotary->padded_pairs;
+}
+
+INLINE int64_t length_of(const Part *part, QueryBlock block) {
+    if (!part->lengths) return part->length;
+    return clamped(part->lengths[block.batch], part->length + 1);
+}
+
+INLINE int64_t tiles_of(const Part *part, QueryBlock block) {
+    return (length_of(part, block) + TILE - 1) / TILE;
+}
+
+/* Calls an INLINE function with the number of queries as a constant, so that its loops unroll. */
+#define UNROLL_QUERIES(count, function, ...) \
+    switch (count) { \
     case 1: function(1, __VA_ARGS__); break; \
     case 2: function(2, __VA_ARGS__); break; \
     case 3: function(3, __VA_ARGS__); break; \
-    default: function(ROWS, __VA_ARGS__); \
+    default: function(BLOCK_QUERIES, __VA_ARGS__); \
     }
 
-/* Adds the mask of a tile's tokens to its scores; columns that a mask lacks add nothing */
-INLINE void add_mask(const Call *call, const Part *part, Unit unit, int64_t start, int tokens, float (*scores)[TILE]) {
-    const int64_t *n = part->mask_shape;
+/* Adds the mask of a tile's tokens to its scores. Columns that the mask lacks add nothing. */
+INLINE void add_mask(
+    const AttentionArgs *args, const Part *part, QueryBlock block, int64_t start, int tokens,
+    float (*scores)[TILE]) {
+    const int64_t *shape = part->mask_shape;
     if (!part->mask) return;
-    for (int r = 0; r < unit.rows; r++) {
-        int64_t row = unit.row + r, head = unit.head * call->groups + row / call->queries, query = row % call->queries;
-        int64_t b = n[0] > 1 ? unit.batch : 0, h = n[1] > 1 ? head : 0, q = n[2] > 1 ? query : 0;
-        const float *line = part->mask + ((b * n[1] + h) * n[2] + q) * n[3] + start;
-        for (int t = 0; t < tokens && start + t < n[3]; t++) scores[r][t] += line[t];
+    for (int r = 0; r < block.count; r++) {
+        int64_t index = block.first + r;
+        int64_t head = block.head * args->query_groups + index / args->queries;
+        int64_t query = index % args->queries;
+        int64_t b = shape[0] > 1 ? block.batch : 0;
+        int64_t h = shape[1] > 1 ? head : 0;
+        int64_t q = shape[2] > 1 ? query : 0;
+        const float *line = part->mask + ((b * shape[1] + h) * shape[2] + q) * shape[3] + start;
+        for (int t = 0; t < tokens && start + t < shape[3]; t++) scores[r][t] += line[t];
     }
 }
-/* Turns scores into weights, scaling what there is where a tile has a higher maximum. Weights behind the last token
-   are 0. `total` gets their sum. Returns whether anything was scaled; factors are in `decay`. */
-INLINE int softmax_tile(State *state, int rows, int tokens, float (*scores)[TILE], float *total, float *decay) {
+
+/* Turns the scores of a tile into weights, and adds their sums to `total`. Weights behind the last
+   token are 0. Returns true if a higher maximum scaled the state: by the factors in `decay`. */
+INLINE int softmax_tile(
+    SoftmaxState *state, int count, int tokens, float (*scores)[TILE], float *total, float *decay) {
     int is_scaled = 0;
-    for (int r = 0; r < rows; r++) {
+    for (int r = 0; r < count; r++) {
         for (int t = tokens; t < TILE; t++) scores[r][t] = -INFINITY;
         vf high = load(scores[r]);
         for (int t = L; t < TILE; t += L) high = larger(load(scores[r] + t), high);
-        float most = largest_of(high);
+        float highest = largest_of(high);
         decay[r] = 1;
-        if (most > state->maximum[r]) {
-            decay[r] = state->maximum[r] == -INFINITY ? 0 : expf(state->maximum[r] - most);
-            state->maximum[r] = most, is_scaled = 1;
-            state->total[r] *= decay[r], state->coded_total[r] *= decay[r];
-            for (int d = 0; d < state->sums_size; d += L) store(state->sums[r] + d, load(state->sums[r] + d) * decay[r]);
-            for (int d = 0; d < state->coded_size; d += L)
-                store(state->coded[r] + d, load(state->coded[r] + d) * decay[r]);
+        if (highest > state->maximum[r]) {
+            float factor = state->maximum[r] == -INFINITY ? 0 : expf(state->maximum[r] - highest);
+            float *sums = state->sums[r];
+            float *rotated = state->rotated[r];
+            decay[r] = factor;
+            state->maximum[r] = highest;
+            is_scaled = 1;
+            state->total[r] *= factor;
+            state->part_total[r] *= factor;
+            for (int d = 0; d < state->sums_size; d += L) store(sums + d, load(sums + d) * factor);
+            for (int d = 0; d < state->rotated_size; d += L)
+                store(rotated + d, load(rotated + d) * factor);
         }
-        /* All of it hidden: every exponential has to be 0 */
-        vf reference = splat(state->maximum[r] == -INFINITY ? 0 : state->maximum[r]), sum = {0};
+        /* In a tile that is masked throughout, every exponential has to be 0. */
+        vf reference = splat(state->maximum[r] == -INFINITY ? 0 : state->maximum[r]);
+        vf sum = {0};
         for (int t = 0; t < TILE; t += L) {
-            vf w = exp_of(load(scores[r] + t) - reference);
-            sum += w, store(scores[r] + t, w);
+            vf weight = exp_of(load(scores[r] + t) - reference);
+            sum += weight;
+            store(scores[r] + t, weight);
         }
         total[r] += sum_of(sum);
     }
     return is_scaled;
 }
-/* Hadamard's transform of runs of `size` (a power of two) of `dim` numbers, without its factor */
-INLINE void hadamard(float *x, int64_t dim, int64_t size) {
+
+/* Applies Hadamard's transform, without its factor, to runs of `size` (a power of two) of `count`
+   numbers. */
+INLINE void hadamard(float *x, int64_t count, int64_t size) {
     for (int64_t half = 1; half < size; half *= 2)
-        for (int64_t start = 0; start + 2 * half <= dim; start += 2 * half)
-            for (int64_t d = start; d < start + half; d++) {
-                float a = x[d], b = x[d + half];
-                x[d] = a + b, x[d + half] = a - b;
+        for (int64_t start = 0; start + 2 * half <= count; start += 2 * half)
+            for (int64_t i = start; i < start + half; i++) {
+                float a = x[i];
+                float b = x[i + half];
+                x[i] = a + b;
+                x[i + half] = a - b;
             }
 }
 
-typedef float Queries[ROWS][MOST_CHANNELS];
-/* Queries [rows][D] from a row on, scaled, and zeros behind D up to a whole vector */
-static inline void load_queries(const void *from, int kind, int64_t row, int rows, double scale, int dim, Queries query) {
-    for (int r = 0; r < rows; r++) {
-        read_numbers(from, kind, (row + r) * dim, dim, padded(dim), query[r]);
+typedef float Queries[BLOCK_QUERIES][MAX_CHANNELS];
+
+/* Reads `count` queries [D] from query `first` on, times `scale`, with zeros behind them up to a
+   whole vector. */
+static inline void load_queries(
+    const void *source, int dtype, int64_t first, int count, double scale, int dim, Queries query) {
+    for (int r = 0; r < count; r++) {
+        read_floats(source, dtype, (first + r) * dim, dim, padded(dim), query[r]);
         for (int d = 0; d < dim; d++) query[r][d] *= (float)scale;
     }
 }
-/* A softmax of nothing yet */
-static inline void start_state(int rows, int64_t value_dim, State *state) {
-    for (int r = 0; r < rows; r++) {
-        state->maximum[r] = -INFINITY, state->total[r] = 0, state->coded_total[r] = 0;
+
+static inline void start_softmax(int count, int64_t value_dim, SoftmaxState *state) {
+    for (int r = 0; r < count; r++) {
+        state->maximum[r] = -INFINITY;
+        state->total[r] = 0;
+        state->part_total[r] = 0;
         memset(state->sums[r], 0, sizeof(float) * (size_t)padded(value_dim));
     }
-    state->sums_size = padded(value_dim), state->coded_size = 0;
-}
-/* Row `row` of a result [rows][E]; zero where there was nothing to attend to */
-static inline void write_result(void *result, int kind, int64_t row, int64_t value_dim, const float *sums, float total) {
-    float factor = total > 0 ? 1 / total : 0;
-    for (int64_t d = 0; d < value_dim; d++) store_number(result, kind, row * value_dim + d, sums[d] * factor);
+    state->sums_size = padded(value_dim);
+    state->rotated_size = 0;
 }
 
-/* Each kind's tokens from tile `first` up to tile `last` of a part, the queries being scaled */
-void KVC_NAME(attend_rows, KVC_LEVEL)(const Call *, const Part *, Unit, const Queries, int64_t first, int64_t last, State *);
-void KVC_NAME(attend_groups, KVC_LEVEL)(const Call *, const Part *, Unit, const Queries, int64_t, int64_t, State *);
+/* Writes the result [E] of one query: zeros if it is masked everywhere. */
+static inline void write_result(
+    void *result, int dtype, int64_t query, int64_t value_dim, const float *sums, float total) {
+    float factor = total > 0 ? 1 / total : 0;
+    for (int64_t d = 0; d < value_dim; d++)
+        store_float(result, dtype, query * value_dim + d, sums[d] * factor);
+}
+
+/* Attend to tiles `first` to `last`, exclusive, of a part, with queries that are scaled already. */
+void KVC_NAME(attend_rows, KVC_LEVEL)(
+    const AttentionArgs *, const Part *, QueryBlock, const Queries, int64_t first, int64_t last,
+    SoftmaxState *);
+void KVC_NAME(attend_groups, KVC_LEVEL)(
+    const AttentionArgs *, const Part *, QueryBlock, const Queries, int64_t first, int64_t last,
+    SoftmaxState *);
