@@ -205,7 +205,7 @@ def fill_with_states(cache: Cache, states: States, context: int, batch_size: int
         # Its hooks have announced no layer, which `cache.update` would refuse
         layers[index].update(keys, values)
         if isinstance(layers[index], InfiniGenLayer):
-            layers[index].settle_prompt()
+            layers[index].commit_prompt()
     if batch_size > 1:
         cache.batch_repeat_interleave(batch_size)
 

@@ -55,7 +55,7 @@ def require_close_layers(name: str, cache: Cache, num_query_heads: int) -> float
         if not isinstance(layer, CompressedLayer):
             continue
         # An attention that a prompt is waiting for sees it exact
-        layer.settle_prompt()
+        layer.commit_prompt()
         # It shares all that is stored, while what it learns of queries is forgotten: these are nobody's
         probed = copy.copy(layer)
         batch_size, _, _, head_dim = layer.states_shape("keys")

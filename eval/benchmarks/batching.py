@@ -50,7 +50,7 @@ class RequestStates:
         """Tells the tokens of all requests."""
         return self._keys.shape[0] * self._keys.shape[2]
 
-    def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> None:
+    def run_plan(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> None:
         """Answers that nothing is prepared."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:

@@ -186,7 +186,7 @@ def compress(
         cache: Any = create_cache(name, config, num_sink_tokens=0, **options)
         cache.update(keys, values, 0)
         layer = cache.layers[0]
-        layer.settle_prompt()
+        layer.commit_prompt()
         num_exact = num_tokens - sum(block.length for block in layer.storage.segments)
         if num_exact == 0 or not isinstance(layer, StaticLayer):
             break

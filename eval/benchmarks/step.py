@@ -212,12 +212,12 @@ def coding_seconds(cache: Cache) -> Iterator[list[float]]:
         seconds.append(harness.time_call(settle))
 
     for layer in layers:
-        layer.settle_prompt = partial(timed, layer.settle_prompt)
+        layer.commit_prompt = partial(timed, layer.commit_prompt)
     try:
         yield seconds
     finally:
         for layer in layers:
-            del layer.settle_prompt
+            del layer.commit_prompt
 
 
 def read_prompt(network: PreTrainedModel, cache: Cache, token_ids: torch.Tensor, chunk: int) -> torch.Tensor:

@@ -61,10 +61,10 @@ def test_oscar_keeps_first_and_newest_tokens_exact():
         cache = OscarCache()
     keys = torch.randn(1, 2, 500, 32)
     cache.update(keys[:, :, :450], keys[:, :, :450], 0)
-    cache.layers[0].settle_prompt()
+    cache.layers[0].commit_prompt()
     for position in range(450, 500):
         cache.update(keys[:, :, position : position + 1], keys[:, :, position : position + 1], 0)
-    found = cache.layers[0].materialize("keys")
+    found = cache.layers[0].to_dense("keys")
     assert torch.equal(found[:, :, :64], keys[:, :, :64]) and torch.equal(found[:, :, -256:], keys[:, :, -256:])
     is_exact = (found == keys).all(dim=3)
     assert not is_exact[:, :, 64:-257].any()

@@ -28,7 +28,7 @@ def test_attention_is_that_over_what_rows_stand_for(head_dim, dtype, monkeypatch
             mask = torch.ones(count, cache.get_seq_length(), dtype=torch.bool).tril(cache.get_seq_length() - count)
             output = F.scaled_dot_product_attention(query, *lazy, attn_mask=mask, enable_gqa=True)
         layer = cache.layers[0]
-        dense = [layer.materialize(side).float() for side in ("keys", "values")]
+        dense = [layer.to_dense(side).float() for side in ("keys", "values")]
         expected = F.scaled_dot_product_attention(query.float(), *dense, attn_mask=mask, enable_gqa=True)
         assert output.dtype == dtype
         torch.testing.assert_close(output.float(), expected, atol=2e-5 if dtype == torch.float32 else 2e-2, rtol=0)
@@ -39,8 +39,8 @@ def test_attention_is_that_over_what_rows_stand_for(head_dim, dtype, monkeypatch
 def coded(cache: CodedTokensCache, states: torch.Tensor, side: str) -> torch.Tensor:
     """Codes states in a cache and decodes one side."""
     cache.update(states, states, 0)
-    cache.layers[0].settle_prompt()
-    return cache.layers[0].materialize(side)
+    cache.layers[0].commit_prompt()
+    return cache.layers[0].to_dense(side)
 
 
 def test_more_bits_are_nearer() -> None:
@@ -74,7 +74,7 @@ def test_rotation_spreads_a_channel_that_stands_out() -> None:
 def test_what_cannot_be_stored_is_refused(name: str, peak: float) -> None:
     cache, states = create_cache(name), torch.randn(1, 2, 20, 64)
     cache.update(states, states, 0)
-    cache.layers[0].settle_prompt()
+    cache.layers[0].commit_prompt()
     bad = states[:, :, :1].clone()
     bad[..., 3] = peak
     message = "float16" if peak == 1e30 else "layer 0: the keys to be compressed hold NaN or infinity"
@@ -82,12 +82,12 @@ def test_what_cannot_be_stored_is_refused(name: str, peak: float) -> None:
         cache.update(bad, bad, 0)
     assert cache.get_seq_length() == 20
     cache.update(states, states, 0)
-    assert cache.layers[0].materialize("keys").isfinite().all()
+    assert cache.layers[0].to_dense("keys").isfinite().all()
     # A first prompt too
     first = create_cache(name)
     first.update(bad, bad, 0)
     with pytest.raises(ValueError, match=message):
-        first.layers[0].settle_prompt()
+        first.layers[0].commit_prompt()
     assert first.get_seq_length() == 0
 
 

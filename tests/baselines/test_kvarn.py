@@ -51,7 +51,7 @@ def published(tile: torch.Tensor, nbits: int, side: str) -> torch.Tensor:
 
 def filled(cache: Cache, keys: torch.Tensor, values: torch.Tensor) -> Cache:
     cache.update(keys, values, 0)
-    cache.layers[0].settle_prompt()
+    cache.layers[0].commit_prompt()
     return cache
 
 
@@ -60,7 +60,7 @@ def test_tiles_are_those_of_the_published_steps(name: str) -> None:
     states = {side: states_of(2, 3, 2 * TILE, DIM) for side in ("keys", "values")}
     cache = filled(create_cache(name), **states)
     for side, nbits in (("keys", int(name[7])), ("values", int(name[9]))):
-        found = cache.layers[0].materialize(side).unflatten(2, (2, TILE))
+        found = cache.layers[0].to_dense(side).unflatten(2, (2, TILE))
         wanted = states[side].unflatten(2, (2, TILE))
         for place in torch.cartesian_prod(*(torch.arange(size) for size in (2, 3, 2))):
             at = tuple(place.tolist())
@@ -77,7 +77,7 @@ def test_normalization_lowers_errors_of_keys_whose_tokens_differ_in_size() -> No
     plain = GEARCache(nbits=3, backbone="kivi", q_group_size=TILE, rank=0, sparsity=0.0, residual_length=TILE)
     for cache in (plain, KVarNCache(key_nbits=3, value_nbits=3)):
         filled(cache, keys, keys)
-        errors.append((cache.layers[0].materialize("keys") - keys).norm())
+        errors.append((cache.layers[0].to_dense("keys") - keys).norm())
     assert errors[1] < 0.85 * errors[0]
 
 
@@ -100,7 +100,7 @@ def test_a_padded_sequence_has_the_tiles_that_it_has_alone() -> None:
         cache = create_cache("kvarn-k4v4")
         layer = cache._layer(0)
         cache.layers.append(layer)
-        layer.take_prompt(own, own, torch.tensor([0, pad]) if len(rows) == 2 else None)
+        layer.load_prompt(own, own, torch.tensor([0, pad]) if len(rows) == 2 else None)
         for start, stop in ((2 * TILE + 40, 3 * TILE + 41), (3 * TILE + 41, 3 * TILE + 42)):
             cache.update(states[rows, :, start:stop], states[rows, :, start:stop], 0)
         caches.append(cache)
@@ -108,7 +108,7 @@ def test_a_padded_sequence_has_the_tiles_that_it_has_alone() -> None:
         for cache in caches:
             cache.crop(-removed)
         for side in ("keys", "values"):
-            both, alone = (cache.layers[0].materialize(side)[-1] for cache in caches)
+            both, alone = (cache.layers[0].to_dense(side)[-1] for cache in caches)
             torch.testing.assert_close(both[:, -alone.shape[1] :], alone, atol=2e-2, rtol=1e-2)
 
 

@@ -291,7 +291,7 @@ def test_attention_is_over_what_was_written(num_recent, dtype, kernel, tiny_llam
         states = PagedStates.store(allocator, 0, *joined)
         query = torch.randn(1, HEADS * GROUPS, sum(counts), head_dim).to(dtype)
         output = states.attend(AttentionCall(query))
-        dense = [states.materialize(side) for side in ("keys", "values")]
+        dense = [states.to_dense(side) for side in ("keys", "values")]
         position = 0
         for number, (past, count) in enumerate(zip(pasts, counts, strict=True)):
             held[number] = [torch.cat(each, dim=2) for each in zip(held[number], new[number], strict=True)]

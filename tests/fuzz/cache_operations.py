@@ -251,7 +251,7 @@ class CacheOperations(RuleBasedStateMachine):
             loaded = type(self.cache).load(path, self.under_test.model)
         if self.cache.get_seq_length():
             own, read = (
-                [layer.materialize(side) for layer in each.layers for side in ("keys", "values")]
+                [layer.to_dense(side) for layer in each.layers for side in ("keys", "values")]
                 for each in (self.cache, loaded)
             )
             require_same(read, own, "by saving and loading")

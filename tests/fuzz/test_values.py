@@ -143,4 +143,4 @@ def require_usable(layer: Layer, dtype: torch.dtype) -> None:
     layer.reset()
     keys, values = states_of(torch.clone, PROMPT, dtype)
     attend(layer, queries(PROMPT, dtype), keys, values)
-    assert layer.materialize("keys").sub(keys).abs().amax() < 0.1
+    assert layer.to_dense("keys").sub(keys).abs().amax() < 0.1

@@ -119,7 +119,7 @@ def test_eager_attention_can_be_told_the_padding(tiny_model):
     generate(model, input_ids, seen, attention_mask=mask)
     for told, shown in zip(cache.layers, seen.layers, strict=True):
         # What was decoded depends on the last bits of attention
-        prompts = (layer.materialize("keys")[:, :, : input_ids.shape[1]] for layer in (told, shown))
+        prompts = (layer.to_dense("keys")[:, :, : input_ids.shape[1]] for layer in (told, shown))
         assert torch.allclose(*prompts, atol=1e-3)
 
 

@@ -64,8 +64,8 @@ def test_attention_equals_attention_over_the_dense_states(method, dtype):
         query = torch.randn(2, NUM_HEADS * 2, num_queries, HEAD_DIM).to(dtype)
         expected = F.scaled_dot_product_attention(
             query.float(),
-            layer.materialize("keys").float(),
-            layer.materialize("values").float(),
+            layer.to_dense("keys").float(),
+            layer.to_dense("values").float(),
             attn_mask=mask,
             enable_gqa=True,
         )
@@ -89,7 +89,7 @@ def test_sink_tokens_are_exact_and_widen_no_range(backbone, padding):
         layer = make_layer(**options, num_sink_tokens=num_sink_tokens)
         feed(layer, keys, values, padding=padding)
         for side, exact in (("keys", keys), ("values", values)):
-            dense = layer.materialize(side)
+            dense = layer.to_dense(side)
             for item, start in enumerate(starts):
                 assert num_sink_tokens == 0 or torch.equal(
                     dense[item, :, start : start + 4], exact[item, :, start : start + 4]
@@ -110,7 +110,7 @@ def test_rotation_spreads_a_channel_that_stands_out():
             nbits=2, backbone="kivi", rank=0, sparsity=0, rotate_values=rotate_values, q_group_size=HEAD_DIM
         )
         feed(layer, keys, values)
-        errors.append((layer.materialize("values") - values).square().mean())
+        errors.append((layer.to_dense("values") - values).square().mean())
     assert errors[1] < 0.7 * errors[0]
 
 
@@ -119,13 +119,13 @@ def test_rotation_spreads_a_channel_that_stands_out():
 def test_each_token_is_compressed_once_and_history_never_changes(residual_length, backbone):
     layer = make_layer(nbits=2, backbone=backbone, residual_length=residual_length)
     feed(layer, *states(1, 128))
-    before = layer.materialize("keys")[:, :, :100].clone()
+    before = layer.to_dense("keys")[:, :, :100].clone()
     decode(layer, 5 * residual_length + 1)
     # Tokens of the prompt that do not fill a group stay exact
     exact_prefix = 128 % layer.policy.least_tokens if backbone == "kivi" else 0
     assert layer.stats()["tokens_compressed"] == 128 - exact_prefix + 5 * residual_length
     assert layer.stats()["chunks_compressed"] == 6
-    assert torch.equal(layer.materialize("keys")[:, :, :100], before)
+    assert torch.equal(layer.to_dense("keys")[:, :, :100], before)
 
 
 def test_growth_copies_rarely():
@@ -163,7 +163,7 @@ def test_padding_that_spans_several_updates_enters_no_range():
         layer = make_layer(nbits=2)
         for new in (slice(0, 256), slice(256, 512)):
             feed(layer, keys[:, :, new], values[:, :, new], [0, 400])
-        return layer.materialize("keys")
+        return layer.to_dense("keys")
 
     assert torch.equal(in_two_updates(keys, values)[1, :, 400:], in_two_updates(*spoiled)[1, :, 400:])
 
@@ -175,12 +175,12 @@ def test_crop_is_as_if_the_tokens_had_not_been(method, count):
     layer = make_layer(**METHODS[method], residual_length=32)
     feed(layer, *states(2, 200), padding=[0, 60])
     decode(layer, 100)
-    dense = {side: layer.materialize(side) for side in ("keys", "values")}
+    dense = {side: layer.to_dense(side) for side in ("keys", "values")}
     stored = sum(tensor.nbytes for _, tensor in layer.named_tensors())
     layer.crop(-count)
     assert layer.get_seq_length() == 300 - count
     for side, before in dense.items():
-        assert torch.equal(layer.materialize(side), before[:, :, : 300 - count])
+        assert torch.equal(layer.to_dense(side), before[:, :, : 300 - count])
     assert sum(tensor.nbytes for _, tensor in layer.named_tensors()) <= stored
     if count < 300:
         after = [tensor.clone() for tensor in states(2, 1)]
@@ -189,4 +189,4 @@ def test_crop_is_as_if_the_tokens_had_not_been(method, count):
         decode(layer, 70)
         # Of the 300 tokens the last 4 were still exact, and are compressed only now
         kept = min(300 - count, 296)
-        assert torch.equal(layer.materialize("keys")[:, :, :kept], dense["keys"][:, :, :kept])
+        assert torch.equal(layer.to_dense("keys")[:, :, :kept], dense["keys"][:, :, :kept])

@@ -157,7 +157,7 @@ def test_unwritten_token_is_read_by_others(preset, calls):
         query, keys, values = tokens(1)
         layer.update(keys, values)
         assert layer.storage.tail.unwritten is not None
-        newest = layer.materialize("keys")[:, :, -1:] if step % 2 else None
+        newest = layer.to_dense("keys")[:, :, -1:] if step % 2 else None
         attend_anew(reference, query, keys, values)
         # Of two tokens in turn the first was not attended to
         token = tokens(1)
@@ -228,7 +228,7 @@ def test_inference_mode_and_gradients_take_turns(preset):
         torch.testing.assert_close(found, expected)
     assert layer.stats()["tokens_compressed"] == reference.stats()["tokens_compressed"] > 0
     layer.crop(-1)
-    assert torch.equal(layer.materialize("keys"), reference.materialize("keys")[:, :, :-1])
+    assert torch.equal(layer.to_dense("keys"), reference.to_dense("keys")[:, :, :-1])
 
 
 @pytest.mark.parametrize("preset", ["gear-k4v3", "transform"])
@@ -241,7 +241,7 @@ def test_dense_phase_is_left_by_no_reader(preset):
         if step % 8 == 3:
             assert layer.phase is Phase.DENSE
             held = {part: tensor.shape for part, tensor in layer.named_tensors()}
-            assert torch.equal(layer.materialize("values"), reference.materialize("values"))
+            assert torch.equal(layer.to_dense("values"), reference.to_dense("values"))
             assert layer.phase is Phase.DENSE
             assert held == {part: tensor.shape for part, tensor in layer.named_tensors()}
         if step == 20:

@@ -25,7 +25,7 @@ def filled(
         packing = coding.policy(tuple((10000.0 ** -(torch.arange(0, 16, 2) / 16)).tolist()))
     layer = InfiniGenLayer(config, 0, packing=packing)
     layer.update(*(torch.randn(batch_size, 3, count, dim, dtype=dtype) for dim in dims))
-    layer.settle_prompt()
+    layer.commit_prompt()
     return layer
 
 
@@ -75,7 +75,7 @@ def test_prepared_steps_are_those_of_single_kernels(count, options, shape, mode,
     held = {(each.data_ptr(), each.nbytes) for _, each in prepared.named_tensors()}
     assert reachable_bytes(prepared) == sum(size for _, size in held)
     for side in ("keys", "values"):
-        assert torch.equal(prepared.materialize(side), single.materialize(side))
+        assert torch.equal(prepared.to_dense(side), single.to_dense(side))
 
 
 def test_a_token_left_for_the_call_is_stored_whoever_asks(monkeypatch) -> None:

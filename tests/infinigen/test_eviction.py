@@ -149,7 +149,7 @@ def test_each_head_attends_under_its_own_mask(is_bias: bool, pool_tokens: int | 
     layer = InfiniGenLayer(InfiniGenConfig(pool_tokens=pool_tokens, recent=8), 0)
     keys, values = torch.randn(2, 2, 2, 63, 16)
     layer.update(keys[:, :, :60], values[:, :, :60])
-    layer.settle_prompt()
+    layer.commit_prompt()
     layer.update(keys[:, :, 60:], values[:, :, 60:])
     query, mask = torch.randn(2, 4, 3, 16), torch.randn(2, 4, 3, 63)
     mask = mask if is_bias else mask > -1

@@ -38,7 +38,7 @@ def filled(layer: InfiniGenLayer, dims: tuple[int, int], padding=None, cropped: 
     def new(count: int, seed: int) -> list[torch.Tensor]:
         return [states(2, 3, count, dim, seed=seed + dim).to(dtype) for dim in dims]
 
-    layer.take_prompt(*new(700, 0), None if padding is None else torch.tensor(padding))
+    layer.load_prompt(*new(700, 0), None if padding is None else torch.tensor(padding))
     if cropped:
         layer.crop_tokens(cropped)
         layer.update(*new(cropped + 70, 1))
@@ -104,7 +104,7 @@ def test_first_tokens_are_exact_and_in_no_table(padding: list[int] | None, pool_
     keys, values = states(2, 2, 150, 32), states(2, 2, 150, 32, seed=1)
     for item in range(2):
         keys[item, :, first[item] : first[item] + 3] *= 50
-    layer.take_prompt(keys, values, None if padding is None else torch.tensor(padding))
+    layer.load_prompt(keys, values, None if padding is None else torch.tensor(padding))
     slots = torch.arange(layer.pool.num_slots).expand(2, 2, -1)
     stored_keys, stored_values = layer.scoring.dense(layer.pool.gather(slots), slots, layer.pool)
     positions = layer.pool.positions_of(slots)
@@ -121,13 +121,13 @@ def test_first_tokens_are_exact_and_in_no_table(padding: list[int] | None, pool_
 def test_an_item_is_the_same_alone_and_padded() -> None:
     keys, values = states(1, 2, 300, 32), states(1, 2, 300, 32, seed=1)
     alone, padded = make_layer(), make_layer()
-    alone.take_prompt(keys, values, None)
+    alone.load_prompt(keys, values, None)
     filling = [F.pad(each, (0, 0, 37, 0), value=1e3) for each in (keys, values)]
     # Beside one of which so far no token is coded
     beside = [torch.cat([each, each.flip(3)]) for each in filling]
-    padded.take_prompt(*beside, torch.tensor([37, 320]))
+    padded.load_prompt(*beside, torch.tensor([37, 320]))
     for side in ("keys", "values"):
-        torch.testing.assert_close(padded.materialize(side)[:1, :, 37:], alone.materialize(side))
+        torch.testing.assert_close(padded.to_dense(side)[:1, :, 37:], alone.to_dense(side))
 
 
 def test_an_item_gets_its_table_when_its_own_tokens_are_coded() -> None:
@@ -135,18 +135,18 @@ def test_an_item_gets_its_table_when_its_own_tokens_are_coded() -> None:
     layer = make_layer()
     keys, values = states(2, 2, 500, 32), states(2, 2, 500, 32, seed=1)
     keys[1] *= 5
-    layer.take_prompt(keys[:, :, :337], values[:, :, :337], torch.tensor([0, 320]))
+    layer.load_prompt(keys[:, :, :337], values[:, :, :337], torch.tensor([0, 320]))
     for start in range(337, 500):
         layer.update(keys[:, :, start : start + 1], values[:, :, start : start + 1])
     for side, given in (("keys", keys), ("values", values)):
-        errors = (layer.materialize(side) - given)[:, :, 320:460].square().mean(dim=(1, 2, 3))
+        errors = (layer.to_dense(side) - given)[:, :, 320:460].square().mean(dim=(1, 2, 3))
         errors /= given[:, :, 320:460].square().mean(dim=(1, 2, 3))
         assert errors[1] < 2 * errors[0] < 0.1
 
 
 def test_what_a_step_fetches_are_rows_of_values() -> None:
     layer = make_layer(alpha=float("inf"), max_fetch_ratio=0.25)
-    layer.take_prompt(states(1, 2, 400, 64), states(1, 2, 400, 64, seed=1), None)
+    layer.load_prompt(states(1, 2, 400, 64), states(1, 2, 400, 64, seed=1), None)
     layer.update(states(1, 2, 1, 64, seed=2), states(1, 2, 1, 64, seed=3))
     layer.attend(AttentionCall(states(1, 4, 1, 64, seed=4)))
     stats = layer.stats()
@@ -162,12 +162,12 @@ def test_what_a_step_fetches_are_rows_of_values() -> None:
 @pytest.mark.parametrize("side", [0, 1])
 def test_what_cannot_be_stored_is_said_and_nothing_lost(side: int, bad: float) -> None:
     layer = make_layer(recent=8)
-    layer.take_prompt(states(1, 2, 100, 32), states(1, 2, 100, 32, seed=1), None)
-    before = [layer.materialize(each).clone() for each in ("keys", "values")]
+    layer.load_prompt(states(1, 2, 100, 32), states(1, 2, 100, 32, seed=1), None)
+    before = [layer.to_dense(each).clone() for each in ("keys", "values")]
     new = [states(1, 2, 130, 32, seed=2), states(1, 2, 130, 32, seed=3)]
     new[side][0, 0, 40, 3] = bad
     layer.update(*new)
     with pytest.raises(ValueError, match="layer 0: .*(NaN or infinity|too large)"):
         layer.update(states(1, 2, 1, 32), states(1, 2, 1, 32))
     layer.crop_tokens(130)
-    assert all(torch.equal(layer.materialize(each), old) for each, old in zip(("keys", "values"), before, strict=True))
+    assert all(torch.equal(layer.to_dense(each), old) for each, old in zip(("keys", "values"), before, strict=True))

@@ -100,7 +100,7 @@ def test_without_the_library_it_warns_once_and_counts(monkeypatch):
     monkeypatch.setattr(library, "why_missing", lambda: "the C kernels are not compiled")
     cache, states = GEARCache(nbits=2), torch.randn(1, 2, 100, 32)
     cache.update(states, states, 0)
-    cache.layers[0].settle_prompt()
+    cache.layers[0].commit_prompt()
     with pytest.warns(UserWarning, match="plain PyTorch.*C kernels are not compiled"):
         cache.layers[0].attend(AttentionCall(torch.randn(1, 4, 1, 32)))
     with warnings.catch_warnings():

@@ -25,7 +25,7 @@ def query():
 
 
 def dense(layer):
-    return layer.materialize("keys"), layer.materialize("values")
+    return layer.to_dense("keys"), layer.to_dense("values")
 
 
 def mask():

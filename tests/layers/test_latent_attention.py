@@ -24,7 +24,7 @@ def layer():
     """A layer of latent states and rotary keys that holds packed tokens."""
     layer = TransformCodingCache(nbits=8)._next_layer()
     layer.update(torch.randn(2, 1, TOKENS, RANK), torch.randn(2, 1, TOKENS, ROTARY))
-    layer.settle_prompt()
+    layer.commit_prompt()
     return layer
 
 
@@ -58,7 +58,7 @@ def test_attention_to_expanded_states(layer, weight, attend, num_new, is_masked)
     if is_masked:
         mask = torch.zeros(2, 1, num_new, TOKENS + num_new)
         mask[1, ..., 20:50] = -torch.inf
-    dense = [layer.materialize(side) for side in ("keys", "values")]
+    dense = [layer.to_dense(side) for side in ("keys", "values")]
     output = attend(query, *expand(*lazy, weight), mask)
     assert layer.dense_reads == 0
     assert torch.allclose(output, attend(query, *expand(*dense, weight), mask), atol=1e-4)
@@ -98,7 +98,7 @@ OTHERWISE = {
 @pytest.mark.parametrize("make", OTHERWISE.values(), ids=OTHERWISE)
 def test_anything_else_gets_numbers(layer, weight, make):
     lazy = layer.update(torch.randn(2, 1, 1, RANK), torch.randn(2, 1, 1, ROTARY))
-    query, dense = torch.randn(2, HEADS, 1, NOPE + ROTARY), [layer.materialize(side) for side in ("keys", "values")]
+    query, dense = torch.randn(2, HEADS, 1, NOPE + ROTARY), [layer.to_dense(side) for side in ("keys", "values")]
     output = by_sdpa(query, *make(lazy, weight), None)
     assert layer.dense_reads > 0
     assert torch.allclose(output, by_sdpa(query, *make(dense, weight), None), atol=1e-5)
@@ -106,7 +106,7 @@ def test_anything_else_gets_numbers(layer, weight, make):
 
 def test_what_is_written_into_keys_stays(layer, weight):
     lazy = layer.update(torch.randn(2, 1, 1, RANK), torch.randn(2, 1, 1, ROTARY))
-    dense = [layer.materialize(side) for side in ("keys", "values")]
+    dense = [layer.to_dense(side) for side in ("keys", "values")]
     made = []
     for states in (lazy, dense):
         keys, values = expand(*states, weight)

@@ -33,7 +33,7 @@ def test_repeated_heads_stay_lazy(layer, lazy):
     assert all(isinstance(states, LazyKV) and states.shape == (2, 6, 151, 32) for states in repeated)
     output = F.scaled_dot_product_attention(query, *repeated)
     assert layer.dense_reads == 0
-    dense = [repeat_kv(layer.materialize(side), 3) for side in ("keys", "values")]
+    dense = [repeat_kv(layer.to_dense(side), 3) for side in ("keys", "values")]
     assert torch.allclose(output, F.scaled_dot_product_attention(query, *dense), atol=5e-5)
     assert torch.equal(repeated[0] + 0, dense[0])
 
@@ -55,13 +55,13 @@ def test_repeated_heads_stay_lazy(layer, lazy):
     ],
 )
 def test_anything_else_gets_the_dense_tensor(layer, lazy, read):
-    assert torch.equal(read(lazy[0]), layer.materialize("keys"))
+    assert torch.equal(read(lazy[0]), layer.to_dense("keys"))
     assert layer.dense_reads > 0
 
 
 def test_keys_and_values_of_a_layer_are_its_states(layer):
-    assert torch.equal(layer.keys + 0, layer.materialize("keys"))
-    assert torch.equal(layer.values + 0, layer.materialize("values"))
+    assert torch.equal(layer.keys + 0, layer.to_dense("keys"))
+    assert torch.equal(layer.values + 0, layer.to_dense("values"))
     assert GEARCache()._next_layer().keys is None
 
 
@@ -74,7 +74,7 @@ def test_prompt_is_exact_even_after_its_compression():
     # Both sides were read: an eager attention has what it needs, and the prompt is compressed
     assert layer.stats()["tokens_compressed"] == 128
     assert torch.equal(keys + 0, exact)
-    assert not torch.equal(layer.materialize("keys"), exact)
+    assert not torch.equal(layer.to_dense("keys"), exact)
 
 
 CHANGES = {
@@ -90,7 +90,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_states_that_are_held_stay_what_they_were(change, layer, lazy):
     """As the tensors of a dense cache do, whatever becomes of the cache."""
-    expected = [layer.materialize(side) for side in ("keys", "values")]
+    expected = [layer.to_dense(side) for side in ("keys", "values")]
     turned, query = lazy[0].transpose(2, 3), torch.randn(2, 2, 1, 32)
     attended = F.scaled_dot_product_attention(query, *expected)
     CHANGES[change](layer)
@@ -107,15 +107,15 @@ def test_states_that_are_held_stay_what_they_were(change, layer, lazy):
 def test_states_of_a_window_that_are_held_stay_what_they_were(tiny_model):
     layer = TransformCodingCache(tiny_model("mistral-sliding").config, sliding="compressed").layers[0]
     layer.update(*torch.randn(2, 1, 2, 100, 32))
-    layer.settle_prompt()
+    layer.commit_prompt()
     keys, _ = layer.update(*torch.randn(2, 1, 2, 1, 32))
-    expected = layer.materialize("keys")
+    expected = layer.to_dense("keys")
     layer.update(*torch.randn(2, 1, 2, 1, 32))
     assert torch.equal(keys + 0, expected)
 
 
 def test_nothing_is_made_dense_for_states_that_nobody_holds(layer, monkeypatch):
-    monkeypatch.setattr(type(layer), "materialize", lambda *_: pytest.fail("made dense"))
+    monkeypatch.setattr(type(layer), "to_dense", lambda *_: pytest.fail("made dense"))
     layer.update(*torch.randn(2, 2, 2, 1, 32))
     layer.crop(-10)
     layer.reset()
@@ -125,9 +125,9 @@ def test_some_of_very_many_tokens_are_dense():
     """More than data-free samples have: a slice may not be taken for all of them."""
     layer = GEARCache(backbone="kivi", nbits=2)._next_layer()
     layer.update(*torch.randn(2, 1, 1, 10_100, 32))
-    layer.settle_prompt()
+    layer.commit_prompt()
     keys, _ = layer.update(*torch.randn(2, 1, 1, 1, 32))
-    dense = layer.materialize("keys")
+    dense = layer.to_dense("keys")
     for tokens in (slice(10_050), slice(-10_050, None), slice(1, None)):
         assert torch.equal(keys[:, :, tokens] + 0, dense[:, :, tokens])
     assert [each.shape[2] for each in keys.split(10_050, dim=2)] == [10_050, 51]
@@ -135,7 +135,7 @@ def test_some_of_very_many_tokens_are_dense():
 
 def test_mixed_keys_and_values_fall_back_to_dense(layer, lazy):
     query, other = torch.randn(2, 2, 1, 32), torch.randn(2, 2, 151, 32)
-    expected = F.scaled_dot_product_attention(query, layer.materialize("keys"), other)
+    expected = F.scaled_dot_product_attention(query, layer.to_dense("keys"), other)
     assert torch.allclose(F.scaled_dot_product_attention(query, lazy[0], other), expected)
     assert layer.dense_reads == 1
 
@@ -143,7 +143,7 @@ def test_mixed_keys_and_values_fall_back_to_dense(layer, lazy):
 def test_causal_mask_without_a_mask_is_aligned_upper_left(layer):
     keys, values = layer.update(torch.randn(2, 2, 5, 32), torch.randn(2, 2, 5, 32))
     query = torch.randn(2, 2, 5, 32)
-    dense = layer.materialize("keys"), layer.materialize("values")
+    dense = layer.to_dense("keys"), layer.to_dense("values")
     expected = F.scaled_dot_product_attention(query, *dense, is_causal=True)
     assert torch.allclose(F.scaled_dot_product_attention(query, keys, values, is_causal=True), expected, atol=1e-5)
 

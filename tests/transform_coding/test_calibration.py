@@ -211,7 +211,7 @@ def test_rounded_bases_cost_nothing_that_can_be_seen(model, calibration, window,
             model(window[None, :200], past_key_values=each)
     for coded, exact in zip(cache.layers, dense.layers, strict=True):
         for side in ("keys", "values"):
-            error = (coded.materialize(side) - getattr(exact, side)).norm() / getattr(exact, side).norm()
+            error = (coded.to_dense(side) - getattr(exact, side)).norm() / getattr(exact, side).norm()
             assert 0 < float(error) < 2**-5
 
 

@@ -49,7 +49,7 @@ def test_what_is_attended_to_is_what_is_held(length, dtype):
     for count in (1, 3, 9, 30, 1):
         query = torch.randn(2, NUM_HEADS * 2, count, HEAD_DIM).to(dtype)
         output = feed(layer, *states(2, count, dtype), query=query)
-        held = [layer.materialize(side) for side in ("keys", "values")]
+        held = [layer.to_dense(side) for side in ("keys", "values")]
         assert held[0].dtype == dtype and held[0].shape == (2, NUM_HEADS, layer.get_seq_length(), HEAD_DIM)
         total = layer.get_seq_length()
         mask = torch.ones(count, total, dtype=torch.bool).tril(total - count)
@@ -68,7 +68,7 @@ def test_rows_are_attended_to_as_they_are_held():
     for count in (1, 9, 60, 1):
         query, before = torch.randn(2, NUM_HEADS * 2, count, HEAD_DIM), num_coded(layer)
         output = feed(layer, *states(2, count), padding=[0, 100], query=query)
-        held = [layer.materialize(side) for side in ("keys", "values")]
+        held = [layer.to_dense(side) for side in ("keys", "values")]
         if count < 4 * BUFFER:
             mask = torch.arange(held[0].shape[2]) >= torch.tensor([0, 100])[:, None]
             mask = mask[:, None, None].expand(-1, 1, count, -1).tril(held[0].shape[2] - count)
@@ -88,7 +88,7 @@ def test_life_of_a_token():
     assert (
         num_coded(layer) == MIN_TOKENS and layer.storage.prefix.num_slots == SINKS and layer.storage.tail.length == 1
     )
-    assert torch.equal(layer.materialize("keys")[:, :, :SINKS], keys_and_values[0][:, :, :SINKS])
+    assert torch.equal(layer.to_dense("keys")[:, :, :SINKS], keys_and_values[0][:, :, :SINKS])
     assert layer.codec.rope.name in ("half-split", "interleaved", "none")
     for _ in range(BUFFER - 1):
         feed(layer, *states(1, 1))
@@ -113,7 +113,7 @@ def test_the_newest_coded_tokens_have_more_bits_until_others_are_newer():
     layer, most, fed = make_layer(), CONFIG.recent_length, []
 
     def errors(layer):
-        exact, held = torch.cat(fed, dim=2), layer.materialize("keys")
+        exact, held = torch.cat(fed, dim=2), layer.to_dense("keys")
         return (held - exact[:, :, : held.shape[2]]).square().mean(dim=(0, 1, 3))
 
     for count in [100] + [1] * 100:
@@ -133,14 +133,14 @@ def test_the_newest_coded_tokens_have_more_bits_until_others_are_newer():
     once = codec.encode(fed_keys := torch.cat(fed, dim=2)[:, :, at], fed_keys, Positions(100))[0]
     again = layer.codec.encode(codec.decode_keys(once, Positions(100)), fed_keys, Positions(100))[0]
     assert torch.equal(older.keys[:, :, 100 - older.start : older.length], again)
-    before = [layer.materialize(side) for side in ("keys", "values")]
+    before = [layer.to_dense(side) for side in ("keys", "values")]
     copied = copy.deepcopy(layer)
     for _ in range(most):
         feed(copied, *states(1, 1))
-    assert all(map(torch.equal, before, (layer.materialize(side) for side in ("keys", "values"))))
+    assert all(map(torch.equal, before, (layer.to_dense(side) for side in ("keys", "values"))))
     for length in (last - 3, first - 2, 90):
         layer.crop(length - layer.get_seq_length())
-        assert torch.equal(layer.materialize("keys"), before[0][:, :, :length])
+        assert torch.equal(layer.to_dense("keys"), before[0][:, :, :length])
     # A prompt behind them leaves no recent ones
     feed(copied, *states(1, 100))
     assert [each.is_recent for each in copied.storage.segments] == [False] and copied.storage.tail is None
@@ -152,7 +152,7 @@ def test_the_newest_update_is_exact():
     new = states(1, 30)
     feed(layer, *new)
     for side, exact in zip(("keys", "values"), new, strict=True):
-        assert torch.equal(layer.materialize(side)[:, :, -30:], exact)
+        assert torch.equal(layer.to_dense(side)[:, :, -30:], exact)
 
 
 @pytest.mark.parametrize("padding", [120, 150])
@@ -170,8 +170,8 @@ def test_an_item_may_begin_in_a_later_chunk(padding):
     ]
     assert layer.storage.prefix.count.tolist() == [SINKS, 200 - padding if is_waiting else SINKS]
     for side, exact in (("keys", keys), ("values", values)):
-        held = layer.materialize(side)[1:, :, padding:]
-        torch.testing.assert_close(held, alone.materialize(side), atol=1e-3, rtol=0)
+        held = layer.to_dense(side)[1:, :, padding:]
+        torch.testing.assert_close(held, alone.to_dense(side), atol=1e-3, rtol=0)
         assert torch.equal(held[:, :, :SINKS], exact[1:, :, padding : padding + SINKS])
     for _ in range(MIN_TOKENS):
         feed(layer, *states(2, 1), [0, padding])
@@ -188,7 +188,7 @@ def test_a_short_item_waits_in_the_prefix():
     # What the others have packed
     num_old = BUFFER - layer.policy.num_kept
     assert layer.storage.prefix.count.tolist() == [SINKS, 10 + num_old]
-    held = layer.materialize("values")[1, :, 90:]
+    held = layer.to_dense("values")[1, :, 90:]
     assert torch.equal(held, torch.cat([values[1, :, 90:], *(each[1][1] for each in new)], dim=1))
     # A copy and a selection take the waiting ones along
     layer.batch_select_indices(torch.tensor([1, 0, 1]))
@@ -198,7 +198,7 @@ def test_a_short_item_waits_in_the_prefix():
     assert layer._unfitted_sequences is None
     # What it has no more takes no room behind a view
     assert layer.storage.prefix.keys.untyped_storage().nbytes() == layer.storage.prefix.keys.nbytes
-    materialized = layer.materialize("values")
+    materialized = layer.to_dense("values")
     assert torch.equal(materialized[0, :, 90 : 100 + num_old], held[:, : 10 + num_old])
 
 
@@ -206,7 +206,7 @@ def test_memory_is_rows_tables_and_exact_tokens():
     cache = TransformCodingCache(nbits=2.5, value_nbits=2)
     keys, values = states(1, 1024, torch.bfloat16, 64)
     cache.update(keys, values, 0)
-    cache.layers[0].settle_prompt()
+    cache.layers[0].commit_prompt()
     parts = measure_memory(cache).parts
     key_bits, value_bits = 20, 16
     assert parts["codes"] == NUM_HEADS * 1020 * (2 + key_bits + value_bits)
@@ -220,10 +220,10 @@ def test_dense_states_are_the_same_tile_by_tile(monkeypatch):
     layer = make_layer()
     feed(layer, *states(2, 300), padding=[0, 37])
     feed(layer, *states(2, 1), padding=[0, 37])
-    whole = [layer.materialize(side) for side in ("keys", "values")]
+    whole = [layer.to_dense(side) for side in ("keys", "values")]
     monkeypatch.setattr("kvcache_plugins.kernels.ops.TILE_TOKENS", 64)
     for dense, side in zip(whole, ("keys", "values"), strict=True):
-        torch.testing.assert_close(layer.materialize(side), dense, atol=1e-5, rtol=0)
+        torch.testing.assert_close(layer.to_dense(side), dense, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_softcaps_and_sinks_are_attended_with(extra):
     layer, query = make_layer(), 3 * torch.randn(1, 2 * NUM_HEADS, 1, HEAD_DIM)
     feed(layer, *states(1, 200))
     layer.update(*states(1, 1))
-    keys, values = (layer.materialize(side).repeat_interleave(2, dim=1) for side in ("keys", "values"))
+    keys, values = (layer.to_dense(side).repeat_interleave(2, dim=1) for side in ("keys", "values"))
     scores = query @ keys.transpose(2, 3) / HEAD_DIM**0.5
     if "softcap" in extra:
         scores = (scores / extra["softcap"]).tanh() * extra["softcap"]
@@ -263,7 +263,7 @@ def test_constants_come_back_at_every_width(nbits, number):
     layer, constant = steady_layer(nbits), torch.full((1, 2, PROMPT, HEAD_DIM), number)
     feed(layer, constant, constant)
     output = feed(layer, constant[:, :, :1], constant[:, :, :1])
-    for each in (output, layer.materialize("keys"), layer.materialize("values")):
+    for each in (output, layer.to_dense("keys"), layer.to_dense("values")):
         assert (each - number).abs().max() <= SCALE_PRECISION * abs(number) + 1e-6
 
 
@@ -288,7 +288,7 @@ def test_ordinary_tokens_behind_a_steady_prompt():
     feed(layer, keys, values)
     feed(layer, *later)
     for side, expected in zip(("keys", "values"), later, strict=True):
-        held = layer.materialize(side)[:, :, PROMPT:]
+        held = layer.to_dense(side)[:, :, PROMPT:]
         assert (held - expected).square().mean() < 0.05 * expected.var()
 
 
@@ -300,7 +300,7 @@ def test_an_item_that_waited_may_be_steady():
     for _ in range(80):
         feed(layer, randn(1, 2), torch.full((2, 2, 1, HEAD_DIM), 3.0), padding=[0, PROMPT - 20])
     assert layer.codec.formats()[1].mean is not None and layer._unfitted_sequences is None
-    held = layer.materialize("values")[1, :, PROMPT - 20 :]
+    held = layer.to_dense("values")[1, :, PROMPT - 20 :]
     assert (held - 3).abs().max() < SCALE_PRECISION
 
 
@@ -331,7 +331,7 @@ def test_huge_values_are_right_or_refused(exponent, dtype):
             feed(layer, keys, values)
     else:
         feed(layer, keys, values)
-    held = layer.materialize("values")
+    held = layer.to_dense("values")
     assert (held.double() - values.double()).square().mean() < 0.02 * values.double().square().mean()
 
 
@@ -339,7 +339,7 @@ def test_float16_is_right_to_its_end():
     largest = torch.finfo(torch.float16).max
     layer, values = steady_layer(4), torch.full((1, 2, PROMPT, HEAD_DIM), 0.97 * largest, dtype=torch.float16)
     feed(layer, randn(PROMPT).half(), values)
-    assert (layer.materialize("values") / values - 1).abs().max() < SCALE_PRECISION
+    assert (layer.to_dense("values") / values - 1).abs().max() < SCALE_PRECISION
 
 
 def test_tokens_beyond_a_prompts_scales_are_refused():
@@ -389,7 +389,7 @@ def test_tokens_in_turn_have_no_error_in_common():
     keys, values = torch.zeros(1, 2, PROMPT, HEAD_DIM), two.repeat(1, 1, PROMPT // 2, 1)
     layer = steady_layer(2)
     feed(layer, keys, values)
-    error = (layer.materialize("values") - values)[:, :, 4:]
+    error = (layer.to_dense("values") - values)[:, :, 4:]
     assert error.square().mean() > 0.01
     assert error.mean(dim=2).square().mean() < 1e-4 * error.square().mean()
 
@@ -402,4 +402,4 @@ def test_what_waits_and_pads_has_no_say_in_scales_and_errors():
     feed(padded, keys, values, [0, 100], queries)
     feed(alone, keys[:1], values[:1], query=queries[:1])
     assert padded._unfitted_sequences is not None and padded.codec.formats()[1].mean is None
-    torch.testing.assert_close(padded.materialize("values")[:1], alone.materialize("values"), atol=1e-5, rtol=0)
+    torch.testing.assert_close(padded.to_dense("values")[:1], alone.to_dense("values"), atol=1e-5, rtol=0)

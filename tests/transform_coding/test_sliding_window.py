@@ -62,7 +62,7 @@ def test_attention_is_that_of_the_dense_sliding_layer(window, padding):
     assert layers[1].stats()["tokens_compressed"] > 0 and layers[1].dense_reads == 0
     for side in ("keys", "values"):
         expected = getattr(layers[0], side)
-        dense = layers[1].materialize(side)[:, :, -expected.shape[2] :]
+        dense = layers[1].to_dense(side)[:, :, -expected.shape[2] :]
         assert (dense - expected).abs().max() < 0.1
 
 

@@ -65,7 +65,7 @@ def test_a_layer_goes_on_exactly(lengths, dtype):
                 outputs.append(each.attend(AttentionCall(query)))
             assert torch.equal(*outputs)
         for side in ("keys", "values"):
-            assert torch.equal(layer.materialize(side), twin.materialize(side))
+            assert torch.equal(layer.to_dense(side), twin.to_dense(side))
     assert layer.codec is not None and layer._unfitted_sequences is None
 
 

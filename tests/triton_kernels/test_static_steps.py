@@ -117,7 +117,7 @@ def test_a_step_makes_nothing_that_stays(monkeypatch):
     with torch.no_grad():
         model(torch.randint(32, (1, NUM_PROMPT), device=DEVICE), **as_argument(cache))
     (layer,) = cache.layers
-    layer.settle_prompt()
+    layer.commit_prompt()
     assert layer.form is not None and layer.form._pushing is not None
     made = [each.cache_info().misses for each in held]
     layer.form.push(*torch.randn(2, 1, 2, 1, 16, device=DEVICE))

@@ -142,7 +142,7 @@ class HeldOutPrompt:
                     layer.padding = within_prefix
                     layer.on_exact_attention(AttentionCall(dense.queries, is_causal=True))
                 else:
-                    layer.take_prompt(*states, within_prefix)
+                    layer.load_prompt(*states, within_prefix)
                 # Padding of a short sequence may extend into the held-out tokens
                 layer.padding = self.padding
 

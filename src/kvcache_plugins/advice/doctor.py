@@ -298,9 +298,9 @@ def check_attention(device: torch.device) -> float:
     with torch.inference_mode():
         cache.update(keys, values, 0)
         layer: LazyLayer = cache.layers[0]  # type: ignore[assignment]
-        layer.settle_prompt()
+        layer.commit_prompt()
         output = layer.attend(AttentionCall(query))
-        dense = layer.materialize("keys"), layer.materialize("values")
+        dense = layer.to_dense("keys"), layer.to_dense("values")
         expected = F.scaled_dot_product_attention(query, *dense, enable_gqa=True)
     error = float(((output - expected).square().mean() / expected.square().mean()).sqrt())
     # NaN fails too

@@ -288,7 +288,7 @@ class H2OLayer(LazyLayer):
             with torch.no_grad():
                 weights = sum_weights(call, keys, self._length, real)
             self._prompt_weights = weights if call.project is None else weights.sum(1, True)
-        self.settle_prompt()
+        self.commit_prompt()
 
     @property
     def _has_one_head(self) -> bool:
@@ -315,7 +315,7 @@ class H2OLayer(LazyLayer):
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Attends over the states in all slots, of the heads that are stored or of what the only one projects to."""
-        self.settle_prompt()
+        self.commit_prompt()
         kept, num_new = self.kept, self._num_latest
         assert kept is not None, "nothing was stored"
         keys, values = kept.keys, kept.values
@@ -404,8 +404,8 @@ class H2OLayer(LazyLayer):
         self.kept.append(keys, values, self._length)
         self._num_latest, self._attended = keys.shape[2], False
 
-    def materialize(self, side: str) -> torch.Tensor:
-        self.settle_prompt()
+    def to_dense(self, side: str) -> torch.Tensor:
+        self.commit_prompt()
         if self.kept is None:
             return torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
         if self.num_dropped():

@@ -74,7 +74,7 @@ class PagedStates:
         states = self.new[side == "values"]
         return 1, states.shape[1], self.lazy_length(), states.shape[3]
 
-    def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> None:
+    def run_plan(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> None:
         """Return `None`: no plan outlives a pass."""
 
     def on_exact_attention(self, call: AttentionCall) -> None:
@@ -83,14 +83,14 @@ class PagedStates:
     def expect_reading(self, scores: object) -> None:
         """Do nothing: scores of a pass are not kept."""
 
-    def on_dense_read(self, side: str) -> None:
+    def note_dense_read(self, side: str) -> None:
         """Count a dense read, and warn of the first."""
         counters = self.allocator.counters
         if not counters.dense_reads:
             warn_user(f"`compressed_batching`: something other than attention makes {side} dense, which is slow")
         counters.dense_reads += 1
 
-    def materialize(self, side: str) -> torch.Tensor:
+    def to_dense(self, side: str) -> torch.Tensor:
         """Make `"keys"` or `"values"` dense, `[1, H, T, D]`, one request after the other in the order of the pass."""
         found: dict[int, torch.Tensor] = {}
         for batch, exact in zip(self.batches, self.exact, strict=True):

@@ -24,7 +24,7 @@ from kvcache_plugins.kernels.masks import slice_mask
 from kvcache_plugins.kernels.ops import Tile
 from kvcache_plugins.kernels.tokens import ChoosingCall, attend_staged, choose_rows_kernel
 from kvcache_plugins.layers.exact_tokens import ExactTail, States
-from kvcache_plugins.layers.lazy_layer import LazyLayer, MaskedTiles, kind_of
+from kvcache_plugins.layers.lazy_layer import LazyLayer, MaskedTiles, tensor_signature
 from kvcache_plugins.layers.policies import RowPolicy
 from kvcache_plugins.layers.torch_contexts import in_caller_context, without_caller_contexts
 from kvcache_plugins.user_warnings import warn_user
@@ -174,7 +174,7 @@ class InfiniGenLayer(LazyLayer):
         if plan is not None and has_room and plan.accept(key_states, value_states) is not None:
             tail.unwritten = key_states, value_states
             tail.length += 1
-        elif in_caller_context() or self._token_kind != kind_of(key_states, value_states):
+        elif in_caller_context() or self._last_signature != tensor_signature(key_states, value_states):
             return super().update(key_states, value_states)
         elif self.pool is None:
             exact = tail.append_exactly(key_states, value_states)
@@ -245,9 +245,9 @@ class InfiniGenLayer(LazyLayer):
                 check(call.query)
             if self.scoring is not None and self._records_queries:
                 self.scoring.record_queries(call.query, self._shapes["keys"][1], self._length)
-        self.settle_prompt()
+        self.commit_prompt()
 
-    def dense_tiles(self, mask: torch.Tensor | None) -> MaskedTiles:
+    def iter_dense(self, mask: torch.Tensor | None) -> MaskedTiles:
         self._refuse_evicted()
         if self.pool is not None and self._num_new == 1:
             _warn_of_fetching_all()
@@ -275,10 +275,10 @@ class InfiniGenLayer(LazyLayer):
         """Return the keys of all slots of the pool, `[B, H, slots, D]`, on the layer's device."""
         return torch.cat([keys for keys, *_ in self._dense_pages()], dim=2)
 
-    def on_dense_read(self, side: str) -> None:
+    def note_dense_read(self, side: str) -> None:
         if self.pool is not None:
             _warn_of_fetching_all()
-        super().on_dense_read(side)
+        super().note_dense_read(side)
 
     @without_caller_contexts
     def speculate(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float) -> None:
@@ -424,7 +424,7 @@ class InfiniGenLayer(LazyLayer):
                 self._plan = scoring.plan(query, scale, pool, tail.tensors())
             self._last_step_matched = True
 
-    def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
+    def run_plan(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
         plan = self._plan
         tail = self.tail
         if plan is None or tail is None or self._num_new != 1 or num_tokens != self._length or query.requires_grad:
@@ -465,7 +465,7 @@ class InfiniGenLayer(LazyLayer):
                 "a cache that has evicted tokens cannot be made dense: use `sdpa` attention, or no `pool_tokens`"
             )
 
-    def materialize(self, side: str) -> torch.Tensor:
+    def to_dense(self, side: str) -> torch.Tensor:
         self._refuse_evicted()
         dense = torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
         for keys, values, start, stop in self._iter_dense():
@@ -511,7 +511,7 @@ class InfiniGenLayer(LazyLayer):
 
     def _move_to(self, device: torch.device) -> None:
         self.device = device
-        self._token_kind = None
+        self._last_signature = None
         pool, self.pool = self.pool, None
         self._map_stored(lambda tensor: tensor.to(device))
         self.pool = pool

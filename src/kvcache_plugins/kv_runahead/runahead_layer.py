@@ -105,7 +105,7 @@ class RunaheadLayer(LazyLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return (query_length, self._length) if self._is_lazy else super().get_mask_sizes(query_length)
 
-    def materialize(self, side: str) -> torch.Tensor:
+    def to_dense(self, side: str) -> torch.Tensor:
         # Dense attention would have a mask of the slice alone
         raise ValueError(
             "`model`: its attention does not go through `scaled_dot_product_attention`, though its implementation is "
@@ -212,7 +212,7 @@ class SlicePrefill:
         if isinstance(own, LazyLayer):
             padding = self.exchange.prompt_slice.padding_for(keys.shape[0])
             counts = None if padding is None else torch.tensor(padding, dtype=torch.int64, device=keys.device)
-            own.take_prompt(keys, values, counts)
+            own.load_prompt(keys, values, counts)
             return own
         own.update(keys, values)
         if isinstance(own, DynamicSlidingWindowLayer):

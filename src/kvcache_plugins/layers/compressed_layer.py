@@ -134,7 +134,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             return super().update(key_states, value_states)
         kind = key_states.shape, value_states.shape, key_states.dtype, value_states.dtype, key_states.device
         tail = self.storage.tail
-        if kind != self._token_kind or tail is None:
+        if kind != self._last_signature or tail is None:
             return super().update(key_states, value_states)
         if self._length < self._dense_limit:
             states = tail.append_exactly(key_states, value_states)
@@ -282,7 +282,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         if not self.policy.residual_length:
             # Attention is over packed tokens
             self._learn_padding(call.mask)
-            self.settle_prompt()
+            self.commit_prompt()
         query, mask, heads = call.query, call.full_mask(self.lazy_length()), self._shapes["keys"][1]
         kernel, is_fallback = "torch", False
         if call.is_plain and self._unfitted.has_kernels:
@@ -296,7 +296,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         self.on_exact_attention(call)
         return output
 
-    def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
+    def run_plan(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
         plan, tail = self.plan, self.storage.tail
         if plan is None or tail is None or num_tokens != self._length or plan.version != self.storage.version:
             return None
@@ -315,12 +315,12 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         if not is_steady or not storage.segments or not storage.tail_length or torch.compiler.is_dynamo_compiling():
             return None
         if plan is not None and plan.version == storage.version:
-            output = self.attend_again(query, self._length, scale)
+            output = self.run_plan(query, self._length, scale)
             if output is not None or not plan.is_possible:
                 return output
         parts, heads = list(self._parts(None)), self._shapes["keys"][1]
         self.plan = StepPlan(query, parts, heads, scale, kernel, self._tail_limit, storage.version)
-        return self.attend_again(query, self._length, scale)
+        return self.run_plan(query, self._length, scale)
 
     @property
     def _records_queries(self) -> bool:
@@ -337,7 +337,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             if self._records_queries:
                 self._record_queries(query)
         if self._pending is not None:
-            self.settle_prompt()
+            self.commit_prompt()
 
     def _record_queries(self, query: torch.Tensor) -> None:
         """Record queries for the fit of the codec."""
@@ -387,7 +387,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             return slice_mask(attn_mask, start - first, stop - first)
         return hide_first(slice_mask(attn_mask, 0, stop - first), first - start, stop - start, self.device)
 
-    def materialize(self, side: str) -> torch.Tensor:
+    def to_dense(self, side: str) -> torch.Tensor:
         first, position = self._first_visible, self.exact_start
         dense = torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
         held = [(segment.start, self._part(segment, None)) for segment in self.storage.segments]
@@ -404,7 +404,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             self.storage.prefix.write_dense(side, dense, first)
         return dense
 
-    def dense_tiles(self, mask: torch.Tensor | None) -> MaskedTiles:
+    def iter_dense(self, mask: torch.Tensor | None) -> MaskedTiles:
         for part in self._parts(mask):
             for keys, values, start, stop in decode_tiles(part):
                 yield keys.to(self.dtype), values.to(self.dtype), slice_mask(part.mask, start, stop)
@@ -433,7 +433,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
 
     def share(self) -> Iterator[torch.Tensor]:
         """Close all segments, and yield tensors that a copy of this layer may share: neither writes to them."""
-        self.settle_prompt()
+        self.commit_prompt()
         self.invalidate_plan()
         self.storage.close()
         for segment in self.storage.segments:
@@ -469,7 +469,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
 
     def state(self) -> LayerState:
         """Return everything that the layer holds, as it is: nothing is copied but the prefix of a dense layer."""
-        self.settle_prompt()
+        self.commit_prompt()
         batch_size, num_heads, _, key_head_dim = self.states_shape("keys")
         segments = [each for each in self.storage.segments if each.length]
         newest = self.storage.newest

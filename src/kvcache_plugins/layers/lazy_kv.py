@@ -96,7 +96,7 @@ class LazyKV(torch.Tensor):
             return dense
         dense = self._read_layer() if self.numbers is None else self.numbers
         if is_read and isinstance(self.meaning, Stored):
-            self.source.layer.on_dense_read(self.meaning.side)
+            self.source.layer.note_dense_read(self.meaning.side)
         return dense
 
     def read(self) -> torch.Tensor:
@@ -105,7 +105,7 @@ class LazyKV(torch.Tensor):
 
     def _read_layer(self) -> torch.Tensor:
         layer, side, num_tokens = self.source.layer, self.meaning.side, self.shape[2]
-        stored = self.source[side] if self.source else layer.materialize(side)
+        stored = self.source[side] if self.source else layer.to_dense(side)
         if stored.shape[2] < num_tokens:
             raise RuntimeError("these lazy states are older than the last `crop` or `reset` of their cache")
         stored = stored[:, :, :num_tokens]
@@ -132,7 +132,7 @@ class LazyKV(torch.Tensor):
             query, keys, values = args
             is_stored = isinstance(keys.meaning, Stored) and isinstance(values.meaning, Stored)
             if is_stored and keys.source is values.source and not keys.source and not keys.is_exact:
-                output = keys.source.layer.attend_again(query, keys.shape[2], kwargs.get("scale"))
+                output = keys.source.layer.run_plan(query, keys.shape[2], kwargs.get("scale"))
                 if output is not None:
                     return output
         return _scaled_dot_product_attention(*args, **kwargs)

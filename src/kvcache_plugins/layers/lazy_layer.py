@@ -61,7 +61,7 @@ class LeftPadding:
 class LazyLayer(CacheLayerMixin):
     """
     A layer that hands out `LazyKV`, and whose prompt waits until attention has seen it. A subclass stores what it
-    likes, says how to attend to it (`attend`) and how to make it dense (`materialize`), and implements what `update`,
+    likes, says how to attend to it (`attend`) and how to make it dense (`to_dense`), and implements what `update`,
     `crop` and batch operations call (`_append`, `_store_prompt`, `_drop_newest`, `_map_stored`, `_stored_tensors`), or
     these themselves.
 
@@ -110,7 +110,7 @@ class LazyLayer(CacheLayerMixin):
         # Tokens of the newest update
         self._num_new = 0
         # What it was of, if it was one token
-        self._token_kind: tuple[object, ...] | None = None
+        self._last_signature: tuple[object, ...] | None = None
         self._counters = dict.fromkeys(self.counter_names, 0)
         self.dense_reads = 0
         # Attention weights over what is stored, as long as somebody holds them
@@ -192,7 +192,7 @@ class LazyLayer(CacheLayerMixin):
     def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.is_initialized and key_states.dtype is not self.dtype:
             key_states, value_states = self._as_stored(key_states, value_states)
-        self._token_kind = None
+        self._last_signature = None
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self._length:
@@ -200,7 +200,7 @@ class LazyLayer(CacheLayerMixin):
         self.read_weights()
         if key_states.device != self.device:
             self._move_to(key_states.device)
-        self.settle_prompt()
+        self.commit_prompt()
         if self.sliding_window is not None:
             # Later states begin with another token
             self._keep_handed_out()
@@ -221,7 +221,7 @@ class LazyLayer(CacheLayerMixin):
             self._append(key_states, value_states)
         self._length += count
         if count == 1 and not is_first and not torch.is_grad_enabled():
-            states, self._token_kind = self._exact_states(), kind_of(key_states, value_states)
+            states, self._last_signature = self._exact_states(), tensor_signature(key_states, value_states)
             if states is not None:
                 # As attention is given them: as they are, unless the layer has to hear of the queries
                 return self._lazy(states) if self._records_queries else states
@@ -295,14 +295,14 @@ class LazyLayer(CacheLayerMixin):
         """Tokens that the newest lazy states report; older ones, of before a `crop`, report others."""
         return self.get_seq_length() if self.sliding_window is None else self._length - self._first_visible
 
-    def take_prompt(self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor | None) -> None:
+    def load_prompt(self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor | None) -> None:
         """Stores a first prompt that was attended to elsewhere, and its padding `[batch_size]`."""
         assert self._length == 0 and not self.needs_prompt_attention
         self.update(keys, values)
         self._mask_seen = True
         if padding is not None and bool(padding.any()):
             self.padding = padding
-        self.settle_prompt()
+        self.commit_prompt()
 
     @property
     def _records_queries(self) -> bool:
@@ -351,17 +351,17 @@ class LazyLayer(CacheLayerMixin):
         """Answer a call with `project` likewise, over what it makes of a tile of tokens at a time."""
         assert call.project is not None
         attention: OnlineAttention | None = None
-        for own_keys, own_values, mask in self.dense_tiles(call.full_mask(self.lazy_length())):
+        for own_keys, own_values, mask in self.iter_dense(call.full_mask(self.lazy_length())):
             keys, values = call.project({"keys": own_keys, "values": own_values})
             if attention is None:
                 attention = OnlineAttention(call.query, keys.shape[1], call.scale, call.softcap, call.sinks)
             attention.add_tile(keys, values, mask)
         assert attention is not None, "nothing is stored"
         self._learn_padding(call.mask)
-        self.settle_prompt()
+        self.commit_prompt()
         return attention.result()
 
-    def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
+    def run_plan(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
         """
         Attend over everything as for the token before, with nothing hidden, in any context of PyTorch; `None` if
         nothing is prepared for that. Lazy states that are attended to report `num_tokens` tokens.
@@ -369,23 +369,23 @@ class LazyLayer(CacheLayerMixin):
         return None
 
     @abstractmethod
-    def materialize(self, side: str) -> torch.Tensor:
+    def to_dense(self, side: str) -> torch.Tensor:
         """Make all `"keys"` or `"values"` dense, `[batch_size, num_heads, seq_len, head_dim]` in the layer's dtype."""
 
-    def dense_tiles(self, mask: torch.Tensor | None) -> MaskedTiles:
+    def iter_dense(self, mask: torch.Tensor | None) -> MaskedTiles:
         """
         Yield keys and values in the layer's dtype, and their columns of a mask: all tokens, some at a time, for
         attention over what is projected. A layer that need not make them whole overrides this; that is counted here.
         """
-        keys, values = self.materialize("keys"), self.materialize("values")
+        keys, values = self.to_dense("keys"), self.to_dense("values")
         for side in ("keys", "values"):
-            self.on_dense_read(side)
+            self.note_dense_read(side)
         yield keys, values, mask
 
     def on_exact_attention(self, call: AttentionCall) -> None:
         """Take note of attention over exact states that `update` handed out: they may now be stored."""
         self._learn_padding(call.mask)
-        self.settle_prompt()
+        self.commit_prompt()
 
     def _learn_padding(self, attn_mask: torch.Tensor | None) -> None:
         self._mask_seen = True
@@ -398,7 +398,7 @@ class LazyLayer(CacheLayerMixin):
         """Take note of scores over what is stored, which somebody may keep beyond the next update."""
         self._unread.append(ref(scores, self._unread.remove))
         # The next update is a whole one
-        self._token_kind = None
+        self._last_signature = None
 
     @without_caller_contexts
     def read_weights(self) -> None:
@@ -408,16 +408,16 @@ class LazyLayer(CacheLayerMixin):
                 scores.read()
         self._unread = []
 
-    def on_dense_read(self, side: str) -> None:
+    def note_dense_read(self, side: str) -> None:
         """Take note that something other than attention has made one side dense."""
         self.dense_reads += 1
         # An attention that reads both sides dense has its own references by now
         self._sides_read.add(side)
         if self._pending is not None and len(self._sides_read) == 2:
-            self.settle_prompt()
+            self.commit_prompt()
 
     @without_caller_contexts
-    def settle_prompt(self) -> None:
+    def commit_prompt(self) -> None:
         """Stores a prompt that still waits, so that what is stored is complete."""
         if self._pending is None:
             return
@@ -451,7 +451,7 @@ class LazyLayer(CacheLayerMixin):
         if dense is not None:
             # A layer that has dropped tokens has no dense states, and says so to whoever reads them
             with suppress(ValueError):
-                dense.update({side: self.materialize(side) for side in SIDES})
+                dense.update({side: self.to_dense(side) for side in SIDES})
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest `-tokens_to_remove` tokens; 0 changes nothing."""
@@ -468,7 +468,7 @@ class LazyLayer(CacheLayerMixin):
     def crop_tokens(self, count: int) -> None:
         """Removes the newest `count` tokens, at least 1 and at most all of them."""
         self.read_weights()
-        self.settle_prompt()
+        self.commit_prompt()
         self._keep_handed_out()
         if count == self._length:
             counters, reads = self._counters, self.dense_reads
@@ -491,7 +491,7 @@ class LazyLayer(CacheLayerMixin):
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every stored tensor by `function` of it; the batch is the first dimension of each."""
         self.read_weights()
-        self.settle_prompt()
+        self.commit_prompt()
         self._map_stored(function)
         self._index = {name: function(states) for name, states in self._index.items()}
         if self.padding is not None:
@@ -530,7 +530,7 @@ class LazyLayer(CacheLayerMixin):
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields part (`codes`, `scales`, `residual`, ...) and tensor of everything stored."""
-        self.settle_prompt()
+        self.commit_prompt()
         yield from self._stored_tensors()
         yield from (("indexer", tensor) for tensor in self._index.values())
         if self.padding is not None:
@@ -584,10 +584,10 @@ class LazyLayer(CacheLayerMixin):
         self.is_initialized = False
 
     def _move_to(self, device: torch.device) -> None:
-        self.device, self._token_kind = device, None
+        self.device, self._last_signature = device, None
         self.map_tensors(lambda tensor: tensor.to(device))
 
 
-def kind_of(key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[object, ...]:
+def tensor_signature(key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[object, ...]:
     """List all that states have to have in common with others to be stored as they were."""
     return key_states.shape, value_states.shape, key_states.dtype, value_states.dtype, key_states.device

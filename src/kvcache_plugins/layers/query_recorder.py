@@ -48,7 +48,7 @@ class QueryRecordingLayer(DynamicLayer):
         if call.project is None:
             self.queries = call.query[:, :, -_NUM_QUERIES:].clone()
 
-    def on_dense_read(self, side: str) -> None:
+    def note_dense_read(self, side: str) -> None:
         """Do nothing: the layer is dense."""
 
     def states_shape(self, side: str) -> torch.Size:

@@ -346,7 +346,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         """See `LazyLayer.crop`; a layer that records the past evicts what it need not hold any more."""
         super().crop(tokens_to_remove)
         if self.record_past and self.is_initialized:
-            self.settle_prompt()
+            self.commit_prompt()
             self._evict_out_of_window()
 
     def crop_tokens(self, count: int) -> None:
@@ -355,7 +355,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
             return
         is_uncommitted = self._is_uncommitted(count)
         if not is_uncommitted:
-            self.settle_prompt()
+            self.commit_prompt()
         if not self.can_crop(count):
             raise ValueError(
                 f"`crop` of {count} tokens would go back to {self._length - count}, but a window of "

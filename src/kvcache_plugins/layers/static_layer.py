@@ -1,12 +1,11 @@
-"""Layers that stand still while tokens are decoded one by one, so that eager steps, `torch.compile` and CUDA graphs
-are one path: what a step does, and where, is the same in all of them.
+"""Static layers: fixed addresses while decoding, so that eager steps, `torch.compile` and CUDA graphs share one path.
 
-    [ prefix ] [ blocks ] [ open block: rows, with capacity for more ] [ buffer: the newest tokens, always as many ]
+    [ prefix ] [ segments ] [ open segment: rows, with capacity for more ] [ tail: the newest tokens, always as many ]
 
-Every step codes the token that leaves the buffer to the end of the open block, moves the buffer on by the new token,
-and attends. How many rows are in use, and the position of the next, stand on the device and are counted on there
-(`StaticForm`). The host counts along where it runs the steps itself; behind replayed graphs it asks the device when
-somebody wants to know (`StaticLayer._catch_up`). To all else that a cache does it is an ordinary layer at any time.
+Every step encodes the token that leaves the tail to the end of the open segment, shifts the tail by the new token, and
+attends. The device counts the rows in use and the position of the next token (`StaticStepState`). The host counts too
+where it runs the steps itself; after replayed graphs it asks the device when a length is needed
+(`StaticLayer._sync_lengths`). To everything else a static layer is an ordinary layer at any time.
 
 In a graph of `torch.compile` a step of a layer is one operator, `torch.ops.kvcache_plugins.static_attention`. `update`
 is called before the query is known, so it returns `GraphStates`, which become the operator where attention gets them.
@@ -32,7 +31,7 @@ from kvcache_plugins.kernels.masks import combine_masks, mask_columns, slice_mas
 from .finite_check import check_finite
 from .layer_state import LayerState
 from .lazy_kv import make_lazy_kv
-from .lazy_layer import kind_of
+from .lazy_layer import tensor_signature
 from .phase import Phase
 from .policies import RowPolicy
 from .row_layer import RowLayer
@@ -49,27 +48,31 @@ _NUM_EXACT = 20
 # Tokens after which the host asks whether all of them could be coded
 _CHECK_STEP = 64
 # An operator is given tensors and numbers: forms by a number, as long as they are in use
-_FORMS: "WeakValueDictionary[int, StaticForm]" = WeakValueDictionary()
+_FORMS: "WeakValueDictionary[int, StaticStepState]" = WeakValueDictionary()
 _NUMBERS = itertools.count(1)
 
 
-class StaticForm(DroppedOnCopy):
+class StaticStepState(DroppedOnCopy):
     """
-    Where a layer that stands still, whose buffer is full and whose last block is open, has its tokens, and what
-    changes from step to step, on the device.
+    Device-side counters and fixed addresses of the decode steps of a layer whose tail is full and whose last segment
+    is open.
 
     Attributes:
-        number (`int`): by which the operator knows it.
-        storage (two `torch.Tensor` of shape `[B, H, exact tokens, D]`): of the buffer.
-        order (`torch.Tensor`): what the operator is said to write to, so that calls keep their order.
+        number (`int`): identifies the state to the operator.
+        storage (two `torch.Tensor` of shape `[B, H, exact tokens, D]`): keys and values of the tail.
+        order (`torch.Tensor`): dummy that the operator writes to, so that calls keep their order.
         total (`torch.Tensor` of shape `[]`): tokens of the sequence.
-        num_columns (`int`): tokens that there is capacity for.
+        num_columns (`int`): capacity in tokens.
     """
 
     def __init__(self, layer: "StaticLayer"):
-        self.layer, self.number, self._codec = ref(layer), next(_NUMBERS), layer.codec
+        self.layer = ref(layer)
+        self.number = next(_NUMBERS)
+        self._codec = layer.codec
         _FORMS[self.number] = self
-        self._block, self.storage, self._places = layer.storage.segments[-1], layer._buffer_storage(), layer._places()
+        self._block = layer.storage.segments[-1]
+        self.storage = layer._buffer_storage()
+        self._plan_inputs = layer._plan_inputs()
         self._num_exact = self.storage[0].shape[2]
         self._last = self._block.start + self._block.capacity
         self.num_columns = self._last + self._num_exact
@@ -94,7 +97,7 @@ class StaticForm(DroppedOnCopy):
         self._pushing = self._keep_push()
 
     def holds(self, layer: "StaticLayer") -> bool:
-        before, now = self._places, layer._places()
+        before, now = self._plan_inputs, layer._plan_inputs()
         return len(before) == len(now) and all(mine is theirs for mine, theirs in zip(before, now, strict=True))
 
     def set_numbers(self, layer: "StaticLayer") -> None:
@@ -103,7 +106,7 @@ class StaticForm(DroppedOnCopy):
 
     @without_caller_contexts
     def _keep_push(self) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
-        """Prepares what a step keeps: what it would make first while a CUDA graph is recorded were the graph's own."""
+        """Compile the push launch now: memory allocated during graph capture would belong to the graph."""
         if choose_token_kernel(self.storage[0])[0] != "triton":
             return None
         formats, positions = self._codec.formats(self.storage[0].device), Positions(self._block.start, self._offsets)
@@ -113,14 +116,14 @@ class StaticForm(DroppedOnCopy):
         return push
 
     def push(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Takes in a token `[B, H, 1, D]`, for which the oldest one of the buffer is coded."""
+        """Push a token `[B, H, 1, D]` into the tail, and encode the oldest one."""
         if self._pushing is None:
             self._pushing = self._keep_push()
         (self._pushing or self._push_by_pytorch)(keys, values)
 
     @without_caller_contexts
     def _push_by_pytorch(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        # A position behind those of all rows, of which padding leaves the one that is meant
+        # The position behind all rows, less padding that leaves the one of this token
         padding = self._last - self._block.start - self._stored.expand(len(keys))
         positions = Positions(self._last, padding if self._offsets is None else padding + self._offsets)
         rows = self._codec.encode(*(states[:, :, :1] for states in self.storage), positions)
@@ -164,13 +167,13 @@ class StaticLayer(RowLayer):
         max_length (`int`, *optional*): tokens that there is capacity for from the first one on. By default capacity
             grows with them, and only where kernels of a GPU compute the layer stands still.
     Attributes:
-        form (`StaticForm`, *optional*): where it stands, if the next token can be taken in there.
+        form (`StaticStepState`, *optional*): where it stands, if the next token can be taken in there.
     """
 
-    form: StaticForm | None = None
-    _form: StaticForm | None = None
+    form: StaticStepState | None = None
+    _form: StaticStepState | None = None
     _num_tokens = 0
-    _is_ahead = False
+    _host_is_behind = False
 
     def __init__(
         self,
@@ -204,8 +207,8 @@ class StaticLayer(RowLayer):
             reason = explain_kernel("cuda")[1] or "not chosen"
         if self.max_length is not None and reason is not None:
             raise ValueError(f"`max_cache_len` needs Triton's kernels: {reason}")
-        self._stands_still = has_kernels or self.max_length is not None
-        if self._stands_still and not self.policy.keeps_whole_tail:
+        self._is_static = has_kernels or self.max_length is not None
+        if self._is_static and not self.policy.keeps_whole_tail:
             # In the place of rows of more bits, which are coded twice
             num_exact = self.policy.residual_length
             if self.policy.recent_length:
@@ -217,28 +220,28 @@ class StaticLayer(RowLayer):
 
     @property
     def _length(self) -> int:  # type: ignore[override]
-        self._catch_up()
+        self._sync_lengths()
         return self._num_tokens
 
     @_length.setter
     def _length(self, length: int) -> None:
-        self._num_tokens, self._is_ahead = length, False
+        self._num_tokens, self._host_is_behind = length, False
 
     @property
     def storage(self) -> LayerStorage[RowSegment]:  # type: ignore[override]
-        self._catch_up()
+        self._sync_lengths()
         return self._storage
 
     @storage.setter
     def storage(self, storage: LayerStorage[RowSegment]) -> None:
         self._storage = storage
 
-    def _catch_up(self) -> None:
-        """Counts the tokens that graphs have stored and attended to. The host waits for the device."""
-        if not self._is_ahead:
+    def _sync_lengths(self) -> None:
+        """Count the tokens that replayed graphs have stored. The host waits for the device."""
+        if not self._host_is_behind:
             return
         assert self._form is not None
-        self._is_ahead = False
+        self._host_is_behind = False
         count = int(self._form.total) - self._num_tokens
         self._note_pushed(count)
         self._num_tokens += count
@@ -246,7 +249,7 @@ class StaticLayer(RowLayer):
             self._counters[name] += count
 
     def _note_pushed(self, count: int) -> None:
-        """Counts coded tokens, and looks at them now and then: a `ValueError` if one was too large."""
+        """Count encoded tokens, and check them now and then: a `ValueError` if one overflowed."""
         block, before = self._storage.segments[-1], self._storage.segments[-1].length
         block.length, self._num_new, self.plan = before + count, 1, None
         for name in ("tokens_compressed", "chunks_compressed"):
@@ -262,18 +265,18 @@ class StaticLayer(RowLayer):
         assert self._storage.tail is not None
         return self._storage.tail.tensors()
 
-    def _places(self) -> list[object]:
-        """Lists what would be another if something stood elsewhere."""
+    def _plan_inputs(self) -> list[object]:
+        """List the objects whose identity the step state depends on."""
         own = self.storage.prefix
         prefix = () if own is None else (own.keys, own.count)
         blocks = (each for block in self.storage.segments for each in (block, block.keys))
         return [self.padding, self.codec, *blocks, *prefix, *self._buffer_storage()]
 
-    def _stand(self) -> None:
-        """Stands still if the next token changes nothing but the buffer and the open block."""
+    def _enter_static(self) -> None:
+        """Make the layer static if the next token changes nothing but the tail and the open segment."""
         storage, limit, self.form = self.storage, self.policy.residual_length, None
         buffer = storage.tail
-        if not self._stands_still or self.phase is not Phase.STORED or buffer is None or buffer.length != limit:
+        if not self._is_static or self.phase is not Phase.STORED or buffer is None or buffer.length != limit:
             return
         if self._records_queries or not isinstance(self.codec, RowCodec):
             return
@@ -293,29 +296,29 @@ class StaticLayer(RowLayer):
             more = newest.length + max(newest.length // _SHARE, _LEAST)
             newest.resize(wanted if wanted > newest.length else more)
         form, states = self._form, [each[:, :, :limit] for each in buffer.tensors()]
-        if form is not None and kind_of(*states) == kind_of(*form.storage):
+        if form is not None and tensor_signature(*states) == tensor_signature(*form.storage):
             # An update of several tokens has moved them
             buffer.move_to(*form.storage)
         elif buffer.capacity != limit:
             buffer.move_to(*(each.clone() for each in states))
         if self._form is None or not self._form.holds(self):
-            self._form = StaticForm(self)
+            self._form = StaticStepState(self)
         else:
             self._form.set_numbers(self)
         self.form = self._form
 
     @without_caller_contexts
-    def settle_prompt(self) -> None:
-        """See `LazyLayer.settle_prompt`; the layer stands still before the first token is decoded."""
+    def commit_prompt(self) -> None:
+        """See `LazyLayer.commit_prompt`; the layer becomes static before the first token is decoded."""
         is_settled = self._pending is None
-        super().settle_prompt()
+        super().commit_prompt()
         if not is_settled:
-            self._stand()
+            self._enter_static()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        is_alike = self._token_kind == kind_of(key_states, value_states) and not torch.is_grad_enabled()
+        is_alike = self._last_signature == tensor_signature(key_states, value_states) and not torch.is_grad_enabled()
         if self.form is None or not is_alike or self._pending is not None:
             return super().update(key_states, value_states)
         self._push(key_states, value_states)
@@ -325,14 +328,14 @@ class StaticLayer(RowLayer):
     def _push(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         newest = self.storage.segments[-1]
         if newest.length == newest.capacity:
-            self._stand()
+            self._enter_static()
         assert self.form is not None
         self.form.push(keys, values)
         self._note_pushed(1)
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if keys.shape[2] == 1 and self.form is None:
-            self._stand()
+            self._enter_static()
         if keys.shape[2] == 1 and self.form is not None:
             self._push(keys, values)
             return
@@ -340,19 +343,19 @@ class StaticLayer(RowLayer):
         super()._append(keys, values)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """See `LazyLayer.attend`; a layer whose buffer is full again stands still before the next token."""
+        """See `LazyLayer.attend`; a layer whose tail is full again becomes static before the next token."""
         output = super().attend(call)
         if self.form is None:
-            self._stand()
+            self._enter_static()
         return output
 
-    def attend_again(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
-        """See `LazyLayer.attend_again`: on a GPU by launches that are kept."""
+    def run_plan(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
+        """See `LazyLayer.run_plan`: on a GPU by launches that are kept."""
         form = self.form
         if form is None or query.shape[2] != 1 or choose_token_kernel(query)[0] != "triton":
-            output = super().attend_again(query, num_tokens, scale)
+            output = super().run_plan(query, num_tokens, scale)
             if form is None and output is not None:
-                self._stand()
+                self._enter_static()
             return output
         if num_tokens != self._length:
             return None
@@ -377,16 +380,16 @@ class StaticLayer(RowLayer):
         return super().get_mask_sizes(query_length)
 
     def invalidate_plan(self) -> None:
-        """See `CompressedLayer.invalidate_plan`: the layer stands elsewhere, too."""
+        """See `CompressedLayer.invalidate_plan`: also leave the static state."""
         super().invalidate_plan()
         self.form = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self._catch_up()
+        self._sync_lengths()
         return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._catch_up()
+        self._sync_lengths()
         return self.__dict__
 
 
@@ -421,10 +424,10 @@ _REPEATING = (torch.Tensor.__getitem__, torch.Tensor.expand, torch.Tensor.reshap
 
 
 def traced_states(layer: StaticLayer, keys: torch.Tensor, values: torch.Tensor) -> tuple[GraphStates, GraphStates]:
-    """Stands for the update of a layer that stands still, by a token, while it is traced."""
+    """Stand for the update of a static layer by a token, while it is traced."""
     form = layer.form
     assert form is not None
-    layer._is_ahead = True
+    layer._host_is_behind = True
     return _stand_for(keys, form.order, form.number, keys), _stand_for(values, form.order, form.number, values)
 
 
@@ -469,7 +472,7 @@ def static_attention(
     with torch.no_grad(), torch._C._EnableTorchFunction():
         form.push(keys, values)
         if choose_token_kernel(query)[0] == "triton":
-            layer._is_ahead = True
+            layer._host_is_behind = True
             return attend(query, form.parts(mask), keys.shape[1], scale, "triton").contiguous()
         layer._note_pushed(1)
         layer._length = layer._num_tokens + 1

@@ -23,7 +23,7 @@ def test_layers_are_as_before(tiny_llama):
     with coding_seconds(cache) as seconds:
         read_prompt(tiny_llama, cache, torch.zeros(1, 70, dtype=torch.long), 70)
     assert len(seconds) >= 2
-    assert not any("settle_prompt" in vars(layer) for layer in cache.layers)
+    assert not any("commit_prompt" in vars(layer) for layer in cache.layers)
 
 
 def test_what_cannot_be_measured_is_refused(assert_refused):
