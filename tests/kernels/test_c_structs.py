@@ -1,4 +1,4 @@
-"""Structures of the C kernels: read from the header as a compiler reads it, and filled with fitting tensors alone."""
+"""Structures of the C kernels: the header is read as a compiler reads it, and tensors that do not fit are refused."""
 
 import ctypes
 import subprocess

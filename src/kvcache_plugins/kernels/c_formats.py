@@ -4,7 +4,7 @@ C reads tensors of a format where they are, and trusts nothing of them but their
 once: pairs of channels and their angles, and bases of keys in the order in which C reads them. Structures of a format
 are kept while it lives.
 
-Legend: B batch, H heads, D channels, K numbers of a token that are coded, P pairs of channels, rounded up to 16.
+Legend: B batch, H heads, D channels, K coefficients of a token, P pairs of channels, rounded up to 16.
 """
 
 from functools import cache
@@ -42,9 +42,12 @@ def c_format_of(row_format: RowFormat, batch_size: int) -> Structure:
     if known is not None and known.batch == batch_size:
         return known
     described = make("RowFormat", **_format_fields(row_format, batch_size))
-    # A copy would not see what is written into a tensor of the format later
-    if row_format.basis is not None or all(tensor.is_contiguous() for tensor in row_format.tensors()):
-        _FORMATS[row_format] = described
+    if row_format.basis is None:
+        for tensor in (row_format.order, row_format.mean, row_format.deviation, row_format.widths):
+            # A copy would not see what is written into the tensor later
+            if tensor is not None and not tensor.is_contiguous():
+                return described
+    _FORMATS[row_format] = described
     return described
 
 
@@ -55,15 +58,16 @@ def is_copied(row_format: RowFormat, described: Structure) -> bool:
 
 def _format_fields(row_format: RowFormat, batch_size: int) -> dict[str, Any]:
     num_heads = row_format.widths.shape[1]
-    num_coded = row_format.num_coefficients
-    widths, mean, deviation = row_format.widths, row_format.mean, row_format.deviation
+    num_coefficients = row_format.num_coefficients
+    widths, mean = row_format.widths, row_format.mean
+    deviation = row_format.deviation
     fields: dict[str, Any] = {
         "batch": batch_size,
         "heads": num_heads,
         "channels": row_format.head_dim,
-        "num_coded": num_coded,
+        "num_coefficients": num_coefficients,
         "row_size": row_format.row_size,
-        "bands": -(-num_coded // BLOCK),
+        "bands": -(-num_coefficients // BLOCK),
         "is_weighted": row_format.is_weighted,
         "by_energy": row_format.by_energy,
         "num_refits": row_format.num_refits,
@@ -83,7 +87,7 @@ def _format_fields(row_format: RowFormat, batch_size: int) -> dict[str, Any]:
     fields["widths"] = widths.contiguous()
     fields["mean"] = None if mean is None else mean.contiguous()
     fields["deviation"] = deviation.contiguous()
-    fields["num_deviations"] = num_coded if deviation.shape[2] > 1 else 1
+    fields["num_deviations"] = num_coefficients if deviation.shape[2] > 1 else 1
     return fields
 
 
@@ -176,14 +180,14 @@ def key_basis_fields(basis: Basis, mean: torch.Tensor, layout: RotaryLayout) -> 
     return by_layout[key]
 
 
-def key_basis_sizes(num_coded: int, padded_pairs: int) -> dict[str, int]:
+def key_basis_sizes(num_coefficients: int, padded_pairs: int) -> dict[str, int]:
     """Returns the sizes that the fields of a basis are declared with."""
     return {
-        "num_coded": num_coded,
+        "num_coefficients": num_coefficients,
         "padded_pairs": padded_pairs,
         "basis_runs": 2 * padded_pairs // _BASIS_CHANNELS,
         "word_runs": 2 * padded_pairs // _WORD_CHANNELS,
-        "word_lanes": -(-num_coded // 2),
+        "word_lanes": -(-num_coefficients // 2),
     }
 
 

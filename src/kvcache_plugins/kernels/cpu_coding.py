@@ -19,7 +19,8 @@ from .library import run
 # Tokens of a task, counted from the start of a tile: see `coding.c`
 _TASK_TOKENS = 128
 _SIZES, _POSITIONS, _TARGET = (word_offsets(name) for name in ("TokenSizes", "TokenPositions", "RowTarget"))
-_REQUANTIZE = word_offsets("RequantizeArgs")
+_RECODE = word_offsets("RecodeArgs")
+_TOKEN_SIZES = STRUCTURES["TokenSizes"]
 _TARGET_ROWS = STRUCTURES["RowTarget"].tensors["rows"]
 
 Sizes = dict[str, int]
@@ -43,13 +44,13 @@ def encode_rows(states: torch.Tensor, row_format: RowFormat, positions: Position
 
 
 @torch.compiler.disable
-def requantize_rows(rows: torch.Tensor, finer: RowFormat, row_format: RowFormat) -> torch.Tensor:
+def recode_rows(rows: torch.Tensor, finer: RowFormat, row_format: RowFormat) -> torch.Tensor:
     """Encodes rows `[B, H, T, R]` of a format with more bits as rows of `row_format`."""
     sizes = _sizes_of(torch.Size((*rows.shape[:3], finer.head_dim)))
-    requantized = torch.empty((*rows.shape[:3], row_format.row_size), dtype=torch.uint8, device="cpu")
-    call = _requantize_args(rows.contiguous(), finer, sizes, _target(row_format, sizes, requantized))
-    run("requantize_rows", call, _num_tasks(sizes))
-    return requantized
+    recoded = torch.empty((*rows.shape[:3], row_format.row_size), dtype=torch.uint8, device="cpu")
+    call = _recode_args(rows.contiguous(), finer, sizes, _target(row_format, sizes, recoded))
+    run("recode_rows", call, _num_tasks(sizes))
+    return recoded
 
 
 @torch.compiler.disable
@@ -65,7 +66,7 @@ def decode_rows(rows: torch.Tensor, row_format: RowFormat, positions: Positions 
     call = make(
         "DecodeArgs",
         {**sizes, "row_size": row_format.row_size},
-        sizes=make("TokenSizes", **sizes),
+        sizes=_TOKEN_SIZES(**sizes),
         format=_format(row_format, sizes),
         capacity=rows.shape[2],
         rows=rows.contiguous(),
@@ -89,7 +90,7 @@ def apply_rope(keys: torch.Tensor, layout: RotaryLayout, positions: Positions, *
     call = make(
         "RopeArgs",
         sizes,
-        sizes=make("TokenSizes", **sizes),
+        sizes=_TOKEN_SIZES(**sizes),
         states=_states(keys),
         positions=_positions(positions, layout, sizes),
         inverse=inverse,
@@ -116,7 +117,7 @@ def channel_moments(
     call = make(
         "MomentsArgs",
         sizes,
-        sizes=make("TokenSizes", **sizes),
+        sizes=_TOKEN_SIZES(**sizes),
         states=_states(states),
         positions=_positions(positions, layout, sizes),
         valid=None if valid is None else valid.contiguous(),
@@ -183,7 +184,7 @@ def _encode_args(
     return make(
         "EncodeArgs",
         sizes,
-        sizes=make("TokenSizes", **sizes),
+        sizes=_TOKEN_SIZES(**sizes),
         states=_states(states),
         positions=positions,
         target=target,
@@ -191,11 +192,11 @@ def _encode_args(
     )
 
 
-def _requantize_args(rows: torch.Tensor, finer: RowFormat, sizes: Sizes, target: Structure) -> Structure:
+def _recode_args(rows: torch.Tensor, finer: RowFormat, sizes: Sizes, target: Structure) -> Structure:
     return make(
-        "RequantizeArgs",
+        "RecodeArgs",
         {**sizes, "source_row_size": finer.row_size},
-        sizes=make("TokenSizes", **sizes),
+        sizes=_TOKEN_SIZES(**sizes),
         source_format=_format(finer, sizes),
         source_capacity=rows.shape[2],
         source=rows,
@@ -209,16 +210,14 @@ class PreparedCoding:
     fewer bits. Whatever stays the same is checked once.
 
     Args:
-        formats, older (two `RowFormat` each): formats that tokens are encoded in, and that their rows are encoded in
-            later.
+        formats, older (two `RowFormat` each): formats of the rows that tokens are encoded as, and that these are
+            encoded as later.
         limit (`float`): exclusive bound on the magnitude of numbers.
     """
 
     def __init__(self, formats: RowFormats, older: RowFormats, padding: torch.Tensor | None, limit: float):
-        self.formats = formats
-        self.padding = padding
-        self._older = older
-        self._limit = limit
+        self.formats, self.padding = formats, padding
+        self._older, self._limit = older, limit
         self._states: Pair | None = None
         self._most = 0
 
@@ -256,8 +255,8 @@ class PreparedCoding:
         if older is not None:
             made += [self._place(2 + number, each, older, kept.first) for number, each in enumerate(older.rows)]
             for words, rows in zip(self._sources, kept.rows, strict=True):
-                words[_REQUANTIZE.source] = rows.data_ptr()
-                words[_REQUANTIZE.source_capacity] = rows.shape[2]
+                words[_RECODE.source] = rows.data_ptr()
+                words[_RECODE.source_capacity] = rows.shape[2]
         call = self._call
         call.remaining, call.overflow = num_left, 0
         call.tasks.next = call.tasks.ended = 0
@@ -271,7 +270,7 @@ class PreparedCoding:
             if not each.is_contiguous() or not each.is_cpu or each.dtype not in KINDS:
                 raise ValueError(f"tokens in {each.dtype}, strides {each.stride()}, on {each.device}")
         positions = Positions(start, self.padding)
-        encode, requantize, targets = [], [], []
+        encode, recode, targets = [], [], []
         for side, row_format in zip(states, self.formats, strict=True):
             sizes = _sizes_of(side[:, :, :count].shape)
             placed = _positions(positions, row_format.rope, sizes)
@@ -280,18 +279,18 @@ class PreparedCoding:
         for rows, finer, row_format in zip(kept.rows, self.formats, self._older, strict=True):
             sizes = _sizes_of(torch.Size((*rows.shape[:3], finer.head_dim)))
             targets.append(_target(row_format, sizes))
-            requantize.append(_requantize_args(rows, finer, sizes, targets[-1]))
+            recode.append(_recode_args(rows, finer, sizes, targets[-1]))
         self._call = call = make(
             "AppendArgs",
             encode=(STRUCTURES["EncodeArgs"] * 2)(*encode),
-            requantize=(STRUCTURES["RequantizeArgs"] * 2)(*requantize),
+            recode=(STRUCTURES["RecodeArgs"] * 2)(*recode),
         )
-        call.keepalive = encode, requantize
-        parts = [*call.encode, *call.requantize]
+        call.keepalive = encode, recode
+        parts = [*call.encode, *call.recode]
         self._sizes = [as_words(args.sizes) for args in parts]
         self._targets = [as_words(args.target) for args in parts]
         self._positions = [as_words(args.positions) for args in call.encode]
-        self._sources = [as_words(args) for args in call.requantize]
+        self._sources = [as_words(args) for args in call.recode]
         # Sizes that the rows of each part are declared with
         self._known = [target.inputs for target in targets]
         # Positions before this one have angles

@@ -41,7 +41,7 @@ def recode_rows(rows: torch.Tensor, finer: RowFormat, row_format: RowFormat) -> 
     if rows.is_meta:
         return rows.new_empty(*rows.shape[:3], row_format.row_size)
     if choose_coding_kernel(rows, row_format.head_dim) == "compiled":
-        return cpu_coding.requantize_rows(rows, finer, row_format)
+        return cpu_coding.recode_rows(rows, finer, row_format)
     return reference.recode_rows(rows, finer, row_format)
 
 

@@ -64,7 +64,7 @@ typedef struct {
     int64_t batch;
     int64_t heads;
     int64_t channels;
-    int64_t num_coded;              /* channels, or components in a basis */
+    int64_t num_coefficients;       /* channels, or components in a basis */
     int64_t row_size;
     int64_t bands;
     int64_t is_weighted;
@@ -73,13 +73,13 @@ typedef struct {
     const float *codebook SHAPE(any); /* a `Codebook` */
     const uint8_t *widths SHAPE(batch, heads, bands);
     int64_t order_size;             /* bytes of an entry */
-    const void *order SHAPE(batch, heads, num_coded) DTYPES(uint8, int16); /* or 0 */
+    const void *order SHAPE(batch, heads, num_coefficients) DTYPES(uint8, int16); /* or 0 */
     const half *mean SHAPE(batch, heads, channels); /* or 0 */
     int64_t num_deviations;         /* of a head: 1, or one a channel */
     const half *deviation SHAPE(batch, heads, num_deviations);
     int64_t rotation_size;          /* channels of a Hadamard matrix, 1 without */
     const int8_t *basis SHAPE(heads, channels, channels); /* or 0 */
-    const int8_t *inverse SHAPE(heads, num_coded, channels);
+    const int8_t *inverse SHAPE(heads, num_coefficients, channels);
     const float *steps SHAPE(heads, channels);
     const float *factors SHAPE(heads, channels);
 } RowFormat;
@@ -176,11 +176,11 @@ typedef struct {
     int64_t first_position;
     const int64_t *padding SHAPE(batch); /* or 0 */
     /* In a basis: its vectors times steps over factors, by four channels of pairs. */
-    const float *key_basis SHAPE(heads, basis_runs, num_coded, 4);
+    const float *key_basis SHAPE(heads, basis_runs, num_coefficients, 4);
     const float *key_mean SHAPE(heads, padded_pairs, 2);
     /* With AVX-512 in its place: vectors as words, two components a lane; steps; 1 / factors. */
     const int32_t *key_words SHAPE(heads, word_runs, word_lanes, 8);
-    const float *key_steps SHAPE(heads, num_coded);
+    const float *key_steps SHAPE(heads, num_coefficients);
     const float *key_factors SHAPE(heads, padded_pairs, 2);
 } RowPart;
 
@@ -247,7 +247,7 @@ typedef struct {
     int64_t source_capacity;
     const uint8_t *source SHAPE(batch, heads, source_capacity, source_row_size);
     RowTarget target;
-} RequantizeArgs;
+} RecodeArgs;
 
 typedef struct {
     Tasks tasks;
@@ -285,7 +285,7 @@ typedef struct {
 typedef struct {
     Tasks tasks;                    /* batch-heads of one encoding after the other */
     EncodeArgs encode[2];           /* keys, values */
-    RequantizeArgs requantize[2];
+    RecodeArgs recode[2];
     int64_t remaining;              /* tokens behind those that are encoded */
     int64_t overflow;               /* written */
 } AppendArgs;

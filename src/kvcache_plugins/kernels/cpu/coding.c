@@ -11,7 +11,7 @@ enum { TASK_TOKENS = 128, SUM_TOKENS = 1024, BASIS_ROWS = 8 };
 
 /* The format of a head's rows, with numbers in the order of rows. */
 typedef struct {
-    int num_coded, channels, bands;
+    int num_coefficients, channels, bands;
     int num_with_bits;              /* numbers of bands that have bits */
     int channel_of[MAX_CHANNELS];
     uint8_t widths[MAX_BANDS];
@@ -100,10 +100,10 @@ INLINE int64_t channel_at(const RowFormat *format, int64_t entry) {
 static void load_basis(const RowFormat *format, int64_t item, HeadFormat *head) {
     int64_t first = item * format->channels;
     head->basis = format->basis + first * format->channels;
-    head->inverse = format->inverse + item * format->num_coded * format->channels;
+    head->inverse = format->inverse + item * format->num_coefficients * format->channels;
     head->steps = format->steps + first;
     head->factors = format->factors + first;
-    for (int i = 0; i < head->num_coded; i++) {
+    for (int i = 0; i < head->num_coefficients; i++) {
         const int8_t *vector = head->basis + i * head->channels;
         const int8_t *inverse = head->inverse + i * head->channels;
         int32_t product = 0;
@@ -116,16 +116,16 @@ static void load_head(const RowFormat *format, int64_t bh, HeadFormat *head) {
     int is_rotated = format->rotation_size > 1 || format->basis;
     const half *mean = format->mean ? format->mean + bh * format->channels : 0;
     const half *deviation = format->deviation + bh * format->num_deviations;
-    head->num_coded = (int)format->num_coded;
+    head->num_coefficients = (int)format->num_coefficients;
     head->channels = (int)format->channels;
-    head->bands = (int)((format->num_coded + BAND - 1) / BAND);
+    head->bands = (int)((format->num_coefficients + BAND - 1) / BAND);
     head->num_with_bits = 0;
     head->basis = 0;
-    for (int i = 0; i < head->num_coded; i++) {
-        int64_t entry = bh * format->num_coded + i;
+    for (int i = 0; i < head->num_coefficients; i++) {
+        int64_t entry = bh * format->num_coefficients + i;
         int64_t channel = format->order ? channel_at(format, entry) : i;
         /* A corrupt channel order stays in bounds. */
-        if (channel < 0 || channel >= format->num_coded) channel = 0;
+        if (channel < 0 || channel >= format->num_coefficients) channel = 0;
         float divisor = float_of_half(deviation[format->num_deviations > 1 ? channel : 0]);
         head->channel_of[i] = (int)channel;
         head->means[i] = mean && !is_rotated ? float_of_half(mean[channel]) : 0;
@@ -313,8 +313,8 @@ INLINE void convert_rows(const int8_t *matrix, int count, int size, float (*rows
 /* Adds components, times `sign`, to channels times their factors. */
 static void add_components(const HeadFormat *head, const vf *components, float sign, vf *x) {
     float rows[BASIS_ROWS][MAX_CHANNELS];
-    for (int i = 0; i < head->num_coded; i += BASIS_ROWS) {
-        int count = (int)min_of(head->num_coded - i, BASIS_ROWS);
+    for (int i = 0; i < head->num_coefficients; i += BASIS_ROWS) {
+        int count = (int)min_of(head->num_coefficients - i, BASIS_ROWS);
         vf y[BASIS_ROWS] = {{0}};
         convert_rows(head->basis + i * head->channels, count, head->channels, rows);
         for (int r = 0; r < count; r++) y[r] = components[i + r] * (head->steps[i + r] * sign);
@@ -332,8 +332,8 @@ static void find_components(const HeadFormat *head, vf *x, vf *components) {
     float rows[BASIS_ROWS][MAX_CHANNELS];
     for (int d = 0; d < head->channels; d++) x[d] *= head->factors[d];
     for (int pass = 0; pass < 2; pass++) {
-        for (int i = 0; i < head->num_coded; i += BASIS_ROWS) {
-            int count = (int)min_of(head->num_coded - i, BASIS_ROWS);
+        for (int i = 0; i < head->num_coefficients; i += BASIS_ROWS) {
+            int count = (int)min_of(head->num_coefficients - i, BASIS_ROWS);
             vf sums[BASIS_ROWS] = {{0}};
             convert_rows(head->inverse + i * head->channels, count, head->channels, rows);
             for (int d = 0; d < head->channels; d++)
@@ -362,7 +362,7 @@ static vf normalize(
         vf band = {0};
         for (int i = v * BAND; i < (v + 1) * BAND; i++) {
             normal[i] = (vf){0};
-            if (i < head->num_coded)
+            if (i < head->num_coefficients)
                 normal[i] = (x[head->channel_of[i]] - head->means[i]) * head->inverses[i];
             band += normal[i] * normal[i];
         }
@@ -533,7 +533,7 @@ static void decode_vector(
         const float p[3] = {c[0] * c[3], c[1] * c[3], c[2] * c[3]};
         float step = 2.0f / (float)(1 << width);
         uint32_t mask = (1u << width) - 1;
-        for (int i = v * BAND; i < (v + 1) * BAND && i < head->num_coded; i++) {
+        for (int i = v * BAND; i < (v + 1) * BAND && i < head->num_coefficients; i++) {
             vu code = load_u(bits[v][i % BAND / 4]) >> (uint32_t)(i % 4 * width) & mask;
             vf level = level_at(to_float(code) * step + splat(step / 2 - 1), p) * scale;
             vf number = splat(head->means[i]);
@@ -633,7 +633,7 @@ EXPORT(encode_rows)(EncodeArgs *args) {
     FOR_TASKS(args, task) encode_task(args, task);
 }
 
-static void requantize_task(const RequantizeArgs *args, int64_t task) {
+static void recode_task(const RecodeArgs *args, int64_t task) {
     TokenRange range = range_of_task(&args->sizes, 0, task);
     TokenVector vector;
     HeadFormat source, head;
@@ -648,8 +648,8 @@ static void requantize_task(const RequantizeArgs *args, int64_t task) {
     }
 }
 
-EXPORT(requantize_rows)(RequantizeArgs *args) {
-    FOR_TASKS(args, task) requantize_task(args, task);
+EXPORT(recode_rows)(RecodeArgs *args) {
+    FOR_TASKS(args, task) recode_task(args, task);
 }
 
 /* Moves the tokens behind those that were encoded to the front of their states. */
@@ -675,7 +675,7 @@ EXPORT(append_rows)(AppendArgs *args) {
         if (index < 2)
             encode_task(encode + index, task % heads);
         else
-            requantize_task(args->requantize + index - 2, task % heads);
+            recode_task(args->recode + index - 2, task % heads);
         if (!ends_last(&args->tasks)) continue;
         args->overflow = encode[0].overflow | encode[1].overflow;
         if (!args->remaining || args->overflow) continue;

@@ -516,9 +516,8 @@ static void score_by_token(
         read_scales(keys, scales + g, groups, p->tokens, TILE, scale, zero);
         for (int r = 0; r < count; r++)
             for (int t = 0; t < TILE; t += L) {
-                vf from_zero = load(zero + t) * scratch->totals[g][r];
                 vf product = load(products[r] + t) + scratch->lost[r];
-                vf x = from_zero + product * load(scale + t);
+                vf x = product * load(scale + t) + load(zero + t) * scratch->totals[g][r];
                 store(scores[r] + t, g ? load(scores[r] + t) + x : x);
             }
     }
