@@ -42,9 +42,12 @@ def c_format_of(row_format: RowFormat, batch_size: int) -> Structure:
     if known is not None and known.batch == batch_size:
         return known
     described = make("RowFormat", **_format_fields(row_format, batch_size))
-    # A copy would not see what is written into a tensor of the format later
-    if row_format.basis is not None or all(tensor.is_contiguous() for tensor in row_format.tensors()):
-        _FORMATS[row_format] = described
+    if row_format.basis is None:
+        for tensor in (row_format.order, row_format.mean, row_format.deviation, row_format.widths):
+            # A copy would not see what is written into the tensor later
+            if tensor is not None and not tensor.is_contiguous():
+                return described
+    _FORMATS[row_format] = described
     return described
 
 

@@ -166,17 +166,15 @@ def _addresses(
 
 def check(name: str, tensor: torch.Tensor, field: TensorField, sizes: Mapping[str, Any]) -> int:
     """Returns the address of a tensor that is what a field is declared to be, or raises a `ValueError`."""
-    shape = tuple(sizes[size] if isinstance(size, str) else size for size in field.shape)
-    fits = tensor.shape == shape
-    if not fits and tensor.dim() == len(shape):
-        fits = all(size is None or size == own for size, own in zip(shape, tensor.shape, strict=True))
-    if field.dtypes and tensor.dtype not in field.dtypes:
-        fits = False
+    shape = tensor.shape
+    fits = len(shape) == len(field.shape) and (not field.dtypes or tensor.dtype in field.dtypes)
+    for own, size in zip(shape, field.shape, strict=False):
+        fits = fits and (size is None or own == (sizes[size] if isinstance(size, str) else size))
     if not fits or not tensor.is_cpu or not tensor.is_contiguous():
-        wanted = " x ".join("any" if size is None else str(size) for size in shape)
+        wanted = " x ".join(str(sizes[size] if isinstance(size, str) else size or "any") for size in field.shape)
         raise ValueError(
             f"`{name}` has to be {wanted} of {' or '.join(map(str, field.dtypes)) or 'any dtype'}, contiguous, on the "
-            f"CPU, but got {' x '.join(map(str, tensor.shape))} of {tensor.dtype}, strides {tensor.stride()}, on "
+            f"CPU, but got {' x '.join(map(str, shape))} of {tensor.dtype}, strides {tensor.stride()}, on "
             f"{tensor.device}"
         )
     return tensor.data_ptr()

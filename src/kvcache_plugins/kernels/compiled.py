@@ -190,10 +190,10 @@ class LayerParts:
             or not 0 < table.row_size <= MAX_CHANNELS + 1
             or (described.heads, described.channels) != (self.sizes["heads"], dim)
             # Only components may be fewer than channels
-            or not 0 < described.num_coded <= dim
-            or (table.basis is None and described.num_coded < dim)
+            or not 0 < described.num_coefficients <= dim
+            or (table.basis is None and described.num_coefficients < dim)
         ):
-            own = described.heads, described.channels, described.num_coded
+            own = described.heads, described.channels, described.num_coefficients
             raise ValueError(f"{length} rows of {table.row_size} bytes and a table of {own} for {dim} channels")
         return make(
             "RowSide",

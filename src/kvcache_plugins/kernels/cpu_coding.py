@@ -20,6 +20,7 @@ from .library import run
 _TASK_TOKENS = 128
 _SIZES, _POSITIONS, _TARGET = (word_offsets(name) for name in ("TokenSizes", "TokenPositions", "RowTarget"))
 _RECODE = word_offsets("RecodeArgs")
+_TOKEN_SIZES = STRUCTURES["TokenSizes"]
 _TARGET_ROWS = STRUCTURES["RowTarget"].tensors["rows"]
 
 Sizes = dict[str, int]
@@ -65,7 +66,7 @@ def decode_rows(rows: torch.Tensor, row_format: RowFormat, positions: Positions 
     call = make(
         "DecodeArgs",
         {**sizes, "row_size": row_format.row_size},
-        sizes=make("TokenSizes", **sizes),
+        sizes=_TOKEN_SIZES(**sizes),
         format=_format(row_format, sizes),
         capacity=rows.shape[2],
         rows=rows.contiguous(),
@@ -89,7 +90,7 @@ def apply_rope(keys: torch.Tensor, layout: RotaryLayout, positions: Positions, *
     call = make(
         "RopeArgs",
         sizes,
-        sizes=make("TokenSizes", **sizes),
+        sizes=_TOKEN_SIZES(**sizes),
         states=_states(keys),
         positions=_positions(positions, layout, sizes),
         inverse=inverse,
@@ -116,7 +117,7 @@ def channel_moments(
     call = make(
         "MomentsArgs",
         sizes,
-        sizes=make("TokenSizes", **sizes),
+        sizes=_TOKEN_SIZES(**sizes),
         states=_states(states),
         positions=_positions(positions, layout, sizes),
         valid=None if valid is None else valid.contiguous(),
@@ -183,7 +184,7 @@ def _encode_args(
     return make(
         "EncodeArgs",
         sizes,
-        sizes=make("TokenSizes", **sizes),
+        sizes=_TOKEN_SIZES(**sizes),
         states=_states(states),
         positions=positions,
         target=target,
@@ -195,7 +196,7 @@ def _recode_args(rows: torch.Tensor, finer: RowFormat, sizes: Sizes, target: Str
     return make(
         "RecodeArgs",
         {**sizes, "source_row_size": finer.row_size},
-        sizes=make("TokenSizes", **sizes),
+        sizes=_TOKEN_SIZES(**sizes),
         source_format=_format(finer, sizes),
         source_capacity=rows.shape[2],
         source=rows,

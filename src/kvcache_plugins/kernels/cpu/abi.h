@@ -64,7 +64,7 @@ typedef struct {
     int64_t batch;
     int64_t heads;
     int64_t channels;
-    int64_t num_coefficients;              /* channels, or components in a basis */
+    int64_t num_coefficients;       /* channels, or components in a basis */
     int64_t row_size;
     int64_t bands;
     int64_t is_weighted;

@@ -194,7 +194,8 @@ INLINE void dot_components(
     int64_t pairs = BASIS_CHANNELS / 2;
     int64_t runs = (part->rotary->num_pairs + pairs - 1) / pairs;
     int64_t size = part->rotary->padded_pairs;
-    int64_t stored = (part->keys.format->num_coefficients + COMPONENTS_IN_LANE - 1) / COMPONENTS_IN_LANE;
+    int64_t num_coefficients = part->keys.format->num_coefficients;
+    int64_t stored = (num_coefficients + COMPONENTS_IN_LANE - 1) / COMPONENTS_IN_LANE;
     int64_t lanes = (used + COMPONENTS_IN_LANE - 1) / COMPONENTS_IN_LANE;
     for (int t = 0; t < STRIP; t += 2 * L) {
         vf sums[2][BLOCK_QUERIES] = {{{0}}};
@@ -386,7 +387,8 @@ static float largest_level(int width, const float *levels) {
 /* Rounds the levels of components to words, the largest of which has all bits. */
 static void load_words(RowScratch *scratch, float (*levels)[ENTRIES]) {
     const RowPart *part = scratch->part;
-    const float *steps = part->key_steps + scratch->block.head * part->keys.format->num_coefficients;
+    int64_t num_coefficients = part->keys.format->num_coefficients;
+    const float *steps = part->key_steps + scratch->block.head * num_coefficients;
     float largest = 1e-30f;
     for (int i = 0; i < scratch->used; i++) {
         int width = scratch->keys[i / 8].width;
