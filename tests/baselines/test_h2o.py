@@ -116,7 +116,7 @@ def test_equals_a_plain_simulation(tiny_model, monkeypatch, architecture, paddin
     expected = run(model, DynamicCache(), padding)
     assert torch.allclose(logits, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
     for layer_idx, layer in enumerate(cache.layers):
-        positions = layer.kept.positions
+        positions = layer.slots.positions
         for (item, head), weight_of in reference.layers[layer_idx][1].items():
             assert positions[item, head][positions[item, head] >= 0].sort().values.tolist() == sorted(weight_of)
 
@@ -150,8 +150,8 @@ def test_keeps_what_the_budget_says(tiny_llama):
         for layer in cache.layers:
             # Beside the newest token: of it, nothing is dropped before the next update
             num_kept = math.floor(0.2 * (length - 1 if length > 400 else length)) + (length > 400)
-            assert (layer.kept.count() == num_kept).all()
-            positions = layer.kept.positions
+            assert (layer.slots.count() == num_kept).all()
+            positions = layer.slots.positions
             newest = torch.arange(length - num_kept // 2, length)
             assert (positions[..., None] == newest).any(dim=2).all()
         feed(tiny_llama, cache, torch.randint(3, 128, (2, 1)))
@@ -168,11 +168,11 @@ def test_fixed_budget_stays_and_moves_nothing(tiny_llama):
     cache = H2OCache(heavy_ratio=0.1, recent_ratio=0.1, grow=False)
     feed(tiny_llama, cache, torch.randint(3, 128, (2, 400)))
     feed(tiny_llama, cache, torch.randint(3, 128, (2, 1)))
-    storage = [layer.kept.keys.data_ptr() for layer in cache.layers]
+    storage = [layer.slots.keys.data_ptr() for layer in cache.layers]
     for _ in range(40):
         feed(tiny_llama, cache, torch.randint(3, 128, (2, 1)))
-        assert all((layer.kept.count() == 81).all() for layer in cache.layers)
-    assert [layer.kept.keys.data_ptr() for layer in cache.layers] == storage
+        assert all((layer.slots.count() == 81).all() for layer in cache.layers)
+    assert [layer.slots.keys.data_ptr() for layer in cache.layers] == storage
 
 
 def test_memory_is_what_is_stored_and_small(tiny_llama):
@@ -195,9 +195,9 @@ def test_chunk_gives_its_room_back(tiny_llama):
     cache = H2OCache(heavy_ratio=0.05, recent_ratio=0.05)
     for size in (500, 500):
         feed(tiny_llama, cache, torch.randint(3, 128, (1, size)))
-    assert cache.layers[0].kept.positions.shape[2] == 550
+    assert cache.layers[0].slots.positions.shape[2] == 550
     feed(tiny_llama, cache, torch.randint(3, 128, (1, 1)))
-    assert cache.layers[0].kept.positions.shape[2] == 101
+    assert cache.layers[0].slots.positions.shape[2] == 101
 
 
 @pytest.mark.parametrize(("size", "count"), [(1, 1), (6, 4), (50, 30), (50, 50)])
@@ -224,18 +224,18 @@ def test_crop_of_the_newest_update_leaves_no_trace(tiny_llama, size, count):
 def test_crop_into_dropped_history_tells_the_truth(tiny_llama):
     cache = H2OCache(heavy_ratio=0.1, recent_ratio=0.1, min_tokens=10)
     feed(tiny_llama, cache, torch.randint(3, 128, (2, 200)))
-    before = [layer.kept.positions for layer in cache.layers]
+    before = [layer.slots.positions for layer in cache.layers]
     cache.crop(-120)
     assert cache.get_seq_length() == 80
     assert cache.get_mask_sizes(1, 0) == (81, 0)
     for layer, positions in zip(cache.layers, before, strict=True):
-        assert (layer.kept.count() == (positions >= 0).sum(dim=2)).all()
-        assert layer.kept.positions.max() < 80
+        assert (layer.slots.count() == (positions >= 0).sum(dim=2)).all()
+        assert layer.slots.positions.max() < 80
     # Below the budget nothing is dropped until new tokens have filled it
-    counts = [layer.kept.count() for layer in cache.layers]
+    counts = [layer.slots.count() for layer in cache.layers]
     feed(tiny_llama, cache, torch.randint(3, 128, (2, 3)))
     for layer, count in zip(cache.layers, counts, strict=True):
-        assert (layer.kept.count() == count.clamp(max=16) + 3).all()
+        assert (layer.slots.count() == count.clamp(max=16) + 3).all()
     assert cache.get_seq_length() == 83
     cache.crop(-83)
     assert cache.get_seq_length() == 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcache_plugins.baselines import TurboQuantCache
-from kvcache_plugins.baselines.turboquant import TurboQuantCoder, codebook, random_rotation
+from kvcache_plugins.baselines.turboquant import TurboQuantCoder, constants
 
 
 CPU = torch.device("cpu")
@@ -61,22 +61,22 @@ def test_residual_makes_scores_unbiased(nbits: int) -> None:
     assert error == pytest.approx({2: 0.56, 3: 0.18, 4: 0.047}[nbits] / dim, rel=0.15)
 
 
-def test_codebook_is_symmetric_and_each_point_the_mean_of_its_cell() -> None:
+def test_levels_are_symmetric_and_each_the_mean_of_its_cell() -> None:
     for nbits in (1, 4, 8):
-        points, _ = codebook(128, nbits, CPU)
-        assert points.shape == (2**nbits,)
-        assert bool((points.diff() > 0).all())
-        torch.testing.assert_close(points, -points.flip(0), atol=2e-4, rtol=0)
+        levels = constants(128, nbits, CPU).levels
+        assert levels.shape == (2**nbits,)
+        assert bool((levels.diff() > 0).all())
+        torch.testing.assert_close(levels, -levels.flip(0), atol=2e-4, rtol=0)
     # One bit: the mean of a half of a normal variable, nearly
-    assert codebook(128, 1, CPU)[0][1].item() == pytest.approx(math.sqrt(2 / math.pi / 128), rel=5e-3)
+    assert constants(128, 1, CPU).levels[1].item() == pytest.approx(math.sqrt(2 / math.pi / 128), rel=5e-3)
 
 
 @pytest.mark.parametrize("dim", [5, 64, 80])
 def test_rotation_is_orthogonal_and_always_the_same(dim: int) -> None:
-    matrix = random_rotation(dim, CPU)
+    matrix = constants(dim, 2, CPU).rotation
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(dim), atol=1e-5, rtol=0)
-    random_rotation.cache_clear()
-    assert torch.equal(random_rotation(dim, CPU), matrix)
+    constants.cache_clear()
+    assert torch.equal(constants(dim, 2, CPU).rotation, matrix)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Affine codes by token, as OSCAR's and SAW-INT4's: groups of a token's rotated channels with a scale and a minimum.
+"""Affine codes of OSCAR and SAW-INT4: groups of a token's rotated channels, each with a scale and a minimum.
 
 [ scales, float16 | minima, float16 | codes ]
 """
@@ -18,14 +18,14 @@ _HALF_BYTES = 2
 @dataclass(frozen=True, eq=False, slots=True)
 class AffineCoder:
     """
-    Codes keys or values.
+    Coder of keys or values.
 
     Attributes:
         head_dim (`int`): D.
         nbits (`int`): bits of a code.
-        rotation (`torch.Tensor` of shape `[D, D]` or `[H, D, D]`, float32, *optional*): orthogonal matrix that states
-            are multiplied with first.
-        clip (`float`, *optional*, defaults to 1): quantile of the magnitudes of a group at which they are clipped.
+        rotation (`torch.Tensor` of shape `[D, D]` or `[H, D, D]`, float32, *optional*): orthogonal matrix that
+            multiplies the states first.
+        clip (`float`, *optional*, defaults to 1): quantile of a group's magnitudes that clips it.
     """
 
     head_dim: int
@@ -35,7 +35,7 @@ class AffineCoder:
 
     @property
     def group_size(self) -> int:
-        """Number of channels that share a scale: 128, or all where these do not divide them."""
+        """Number of channels that share a scale: 128, or all if 128 does not divide them."""
         return _GROUP_SIZE if self.head_dim % _GROUP_SIZE == 0 else self.head_dim
 
     @property

@@ -1,7 +1,8 @@
-"""Caches that code every token by itself, beside Transformers' own layers for bounded ones: TurboQuant, llama.cpp."""
+"""Base of caches with one policy for all layers, and the caches of TurboQuant and of llama.cpp's types."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,7 +11,7 @@ from transformers import Cache, PreTrainedConfig
 from kvcache_plugins.codecs.codec import TokenCodec
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.group_layer import GroupLayer
-from kvcache_plugins.layers.policies import GroupPolicy, RowPolicy
+from kvcache_plugins.layers.policies import RowPolicy
 from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.layers.usage_checks import UsageChecksMixin
 from kvcache_plugins.option_checks import check_bool, check_choice
@@ -22,20 +23,25 @@ from .turboquant import TurboQuantCoder
 
 
 _WIDTHS = (1, 2, 3, 4, 5, 6, 8)
-# One bit is the residual's, and codes have at least one
+# One bit is for the residual, and codes have at least one
 _WIDTHS_WITH_RESIDUAL = (2, 3, 4, 5, 6)
 
 
 class CodedTokensCache(UsageChecksMixin, ReportingMixin, Cache):
-    """Base of baselines whose layers differ in their policy; with a config bounded layers stay Transformers' own."""
+    """
+    Base of baselines that differ in their layers. With a config, bounded layers are Transformers' own.
+
+    Args:
+        make_layer (`Callable`): makes the layer of an index.
+        config (`PreTrainedConfig` or `PreTrainedModel`, *optional*): the model, or its config.
+    """
 
     def __init__(
         self,
-        policy: RowPolicy | GroupPolicy,
+        make_layer: Callable[[int], RowLayer | GroupLayer],
         config: PreTrainedConfig | torch.nn.Module | None,
-        layer_class: type[RowLayer] | type[GroupLayer] = RowLayer,
     ):
-        self._make_layer = partial(layer_class, policy)
+        self._make_layer = make_layer
         self._init_layers(get_config(config, "config"))
 
     def _layer(self, layer_idx: int) -> RowLayer | GroupLayer:
@@ -43,13 +49,13 @@ class CodedTokensCache(UsageChecksMixin, ReportingMixin, Cache):
 
     def stats(self) -> dict[str, int]:
         """
-        Counters over all coded layers, 0 if there are none.
+        Return counters over all coded layers; they are 0 if there are none.
 
         Returns:
-            `dict[str, int]`: `num_layers` and, of those, `layers_compressing` that hold coded tokens; `tokens_cached`
-            (tokens of the sequence); and, summed over layers, `tokens_exact`, `tokens_compressed` (each token once,
-            however many items the batch has), `attend_calls` (attentions over coded tokens), `prompts_without_mask`
-            and `dense_reads` (times a side of a layer was made dense for something other than attention).
+            `dict[str, int]`: `num_layers`, and `layers_compressing` with coded tokens; `tokens_cached` (length of the
+            sequence); and, summed over layers, `tokens_exact`, `tokens_compressed` (each token once, whatever the
+            batch size), `attend_calls` (attentions over coded tokens), `prompts_without_mask` and `dense_reads` (sides
+            of a layer that were made dense for something other than attention).
         """
         compressing = sum(isinstance(layer, CompressedLayer) and bool(layer.storage.segments) for layer in self.layers)
         return {**add_stats(self.layers, self._layer), "layers_compressing": compressing}
@@ -57,29 +63,26 @@ class CodedTokensCache(UsageChecksMixin, ReportingMixin, Cache):
 
 class TurboQuantCache(CodedTokensCache):
     """
-    A cache that stores of every key and value its norm, and its direction after a random rotation, every coordinate
-    rounded to the nearest point of a Lloyd-Max codebook.
+    A cache that stores the norm of every key and value, and the direction after a random rotation, with coordinates in
+    Lloyd-Max codes.
 
     Implements [TurboQuant: Online Vector Quantization with Near-optimal Distortion
     Rate](https://huggingface.co/papers/2504.19874), a baseline. It needs no calibration: a coordinate of a rotated
-    unit vector has a known distribution. Every token is coded as soon as it comes; only attention over a first prompt
-    is exact. The paper's split of channels into some with more bits than others (2.5 and 3.5 bits) is not here.
+    unit vector has a known distribution. Every token is coded at once; only attention over the first prompt is exact.
+    The paper's channels of different bits (2.5 and 3.5 bits on average) are not implemented.
 
-    The rotation is a constant that all layers, heads and caches share, as are the codebooks: `memory()` does not count
-    them.
+    `memory()` does not count the rotation and the codebooks, which are constants of all layers, heads and caches.
 
     See `Cache` for details on common methods that are implemented by all cache classes.
 
     Args:
         config (`PreTrainedConfig` or `PreTrainedModel`, *optional*): the model, or its config. With it, sliding-window
-            and other bounded layers stay Transformers' own and full-attention layers only are coded; without it, every
-            layer.
-        nbits (`int`, *optional*, defaults to 4): bits a coordinate, 1 to 6 or 8. A float16 norm for every head's token
-            comes on top.
+            and other bounded layers stay Transformers' own; without it, every layer is coded.
+        nbits (`int`, *optional*, defaults to 4): bits of a coordinate, 1 to 6 or 8, beside a float16 norm for every
+            token of a head.
         key_nbits, value_nbits (`int`, *optional*): the same for keys or values alone.
-        residual (`bool`, *optional*, defaults to `False`): whether one bit of the keys' goes to signs of a random
-            projection of what the codes leave over (the paper's form for inner products): scores are then unbiased,
-            and vary more.
+        residual (`bool`, *optional*, defaults to `False`): use one of the keys' bits for signs of a random projection
+            of the codes' error (the paper's form for inner products). Scores are then unbiased, and vary more.
 
     Raises:
         ValueError: if an option is out of range, or `config` has layers that hold full-length states of a kind that
@@ -99,7 +102,8 @@ class TurboQuantCache(CodedTokensCache):
         check_bool("residual", residual)
         check_choice("key_nbits/nbits", key_nbits, _WIDTHS_WITH_RESIDUAL if residual else _WIDTHS)
         check_choice("value_nbits/nbits", value_nbits, _WIDTHS)
-        super().__init__(RowPolicy(partial(_turboquant_codec, key_nbits, value_nbits, residual)), config)
+        policy = RowPolicy(partial(_turboquant_codec, key_nbits, value_nbits, residual))
+        super().__init__(partial(RowLayer, policy), config)
 
 
 def _turboquant_codec(key_nbits: int, value_nbits: int, residual: bool, key_dim: int, value_dim: int) -> TokenCodec:
@@ -108,25 +112,22 @@ def _turboquant_codec(key_nbits: int, value_nbits: int, residual: bool, key_dim:
 
 class LlamaCppCache(CodedTokensCache):
     """
-    A cache that stores keys and values as [llama.cpp](https://github.com/ggml-org/llama.cpp) does with
+    A cache that stores keys and values like [llama.cpp](https://github.com/ggml-org/llama.cpp) with
     `--cache-type-k` and `--cache-type-v`: blocks of 32 channels of a token that share a float16 scale and, in the
     types that end in 1, a minimum.
 
-    A baseline: the bytes are those that llama.cpp stores, the arithmetic of attention is PyTorch's. Every token is
-    coded as soon as it comes; only attention over a first prompt is exact here, where llama.cpp reads its prompt
-    as stored too.
+    A baseline: the bytes are those of llama.cpp, the arithmetic of attention is PyTorch's. Every token is coded at
+    once. Attention over the first prompt is exact, unlike in llama.cpp.
 
     See `Cache` for details on common methods that are implemented by all cache classes.
 
     Args:
         config (`PreTrainedConfig` or `PreTrainedModel`, *optional*): the model, or its config. With it, sliding-window
-            and other bounded layers stay Transformers' own and full-attention layers only are coded; without it, every
-            layer.
+            and other bounded layers stay Transformers' own; without it, every layer is coded.
         type (`str`, *optional*, defaults to `"q8_0"`): `"q8_0"`, `"q5_1"`, `"q5_0"`, `"q4_1"` or `"q4_0"`.
         key_type, value_type (`str`, *optional*): the same for keys or values alone.
-        rotate (`bool`, *optional*, defaults to `True`): whether keys and values are rotated by a Hadamard matrix
-            first, as llama.cpp does since April 2026 where heads have a multiple of 64 channels
-            (`LLAMA_ATTN_ROT_DISABLE=1` turns it off there).
+        rotate (`bool`, *optional*, defaults to `True`): rotate keys and values by a Hadamard matrix first, if heads
+            have a multiple of 64 channels; llama.cpp does so since April 2026, without `LLAMA_ATTN_ROT_DISABLE=1`.
 
     Raises:
         ValueError: if an option is out of range, or `config` has layers that hold full-length states of a kind that
@@ -146,7 +147,8 @@ class LlamaCppCache(CodedTokensCache):
         check_choice("key_type/type", key_type, BLOCK_TYPES)
         check_choice("value_type/type", value_type, BLOCK_TYPES)
         check_bool("rotate", rotate)
-        super().__init__(RowPolicy(partial(_llamacpp_codec, key_type, value_type, rotate)), config)
+        policy = RowPolicy(partial(_llamacpp_codec, key_type, value_type, rotate))
+        super().__init__(partial(RowLayer, policy), config)
 
 
 def _llamacpp_codec(key_type: str, value_type: str, rotate: bool, key_dim: int, value_dim: int) -> TokenCodec:

@@ -1,16 +1,16 @@
-"""`H2OCache`, its layers and what they keep: which weights are counted when, and when tokens are dropped.
+"""`H2OCache` and its layers: when attention weights are counted, and when tokens are evicted.
 
-The life of a token: attention over the prompt is exact, its weights are summed up beside it, and right after it,
-layer by layer, all but the budget's tokens are dropped. A later token is kept at first; at the *beginning* of the next
-update the weights of the last one's queries are added, and what is beyond the budget is dropped. A rollback (`crop`)
-of the newest update, as in assisted decoding, thus finds its tokens, and takes the weights of their queries back.
+Attention over the prompt is exact, and its weights are summed meanwhile. Right after it, layer by layer, all tokens
+beyond the budget are evicted. A later token is stored at first. At the *beginning* of the next update the weights of
+the last update's queries are added, and tokens beyond the budget are evicted. So a rollback (`crop`) of the newest
+update, as in assisted decoding, finds its tokens, and revokes the weights of their queries.
 
-Fused attention never shows its weights, and the matrix of all of them would be as large as the prompt squared. So
-scores are computed for as many queries as fit a tile, over all tokens at once, in float32.
+Fused attention does not return weights, and the matrix of all weights is as large as the prompt squared. So scores are
+computed for a tile of queries at a time, over all tokens, in float32.
 
-A token stands in a slot. A slot whose token is dropped is free, and the next token goes there: a decode step moves one
-token's states instead of all. So slots are in no order, and every one says which position of the sequence it holds.
-Where many tokens are dropped at once, as after a prompt, the others are moved together.
+A token is stored in a slot. An evicted token's slot is free for the next token, so that a decode step moves the states
+of one token alone. Slots are in no order, and each has the position of its token in the sequence. If many tokens are
+evicted at once, as after a prompt, the others are compacted.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, Q queries, S slots, each with a token or free, L
 positions of the sequence, D head dim.
@@ -35,15 +35,15 @@ from kvcache_plugins.registry import get_config
 from kvcache_plugins.reports.memory import ReportingMixin, add_stats
 
 
-# Newest queries of an update whose weights can be taken back: more than any draft has
+# Newest queries of an update whose weights can be revoked: more than any draft has
 _NUM_REVOCABLE = 32
-# So that 0.29 of 100 tokens is 29 of them, whatever floating point makes of it
+# Absorbs rounding, so that 0.29 of 100 tokens are 29
 _ROUNDING = 1e-9
 FREE = -1
 """Position of a slot without a token."""
-# Scores of a tile, over the whole batch and all heads, by device: what stays in the caches of a CPU (with tiles eight
-# times as large or small a prompt's weights take half as long again), and on others enough to pay for a launch.
-# Tensors without data (`meta`), on which caches are sized, fill no cache
+# Scores of a tile, over the batch and all heads, by device. On a CPU they stay in its caches: with tiles eight times
+# as large or small a prompt's weights take 1.5 times as long. Elsewhere they are enough to pay for a launch. Tensors
+# without data (`meta`) need no tiles
 _TILE_NUMBERS = {"cpu": 1 << 21, "meta": 1 << 50}
 _MANY_NUMBERS = 1 << 25
 
@@ -52,55 +52,65 @@ def weigh(
     call: AttentionCall, keys: torch.Tensor, length: int, positions: torch.Tensor | None = None
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """
-    Computes softmax weights of a call, whose mask is over `length` positions, to keys `[B, H, S, D]` in slots of
-    `positions` `[B, H, S]` (negative for a free one; without them in order): yields a tile's queries and weights `[B,
-    H, G, queries, S]` in float32, all zero where a query may attend to nothing. Slots that none of them may attend to
-    can be missing at the end.
+    Yield the queries of a tile and their softmax weights `[B, H, G, queries, S]`, float32, for keys `[B, H, S, D]`.
+    The weights of a fully masked query are zero. Slots at the end that no query of the tile sees may be missing.
+
+    Args:
+        call (`AttentionCall`): the attention; its mask is over `length` positions.
+        positions (`torch.Tensor` of shape `[B, H, S]`, *optional*): positions of the slots, negative for a free one.
+            Without them slots are in the order of positions.
     """
-    (batch_size, num_heads, num_queries, head_dim), num_key_value_heads = call.query.shape, keys.shape[1]
+    batch_size, num_heads, num_queries, head_dim = call.query.shape
+    num_key_value_heads = keys.shape[1]
     scale = head_dim**-0.5 if call.scale is None else call.scale
-    keys, mask = keys.float().transpose(2, 3), slice_mask(None if call.is_causal else call.mask, 0, length)
+    keys = keys.float().transpose(2, 3)
+    mask = slice_mask(None if call.is_causal else call.mask, 0, length)
     tile_numbers = _TILE_NUMBERS.get(call.query.device.type, _MANY_NUMBERS)
     tile_length = max(1, tile_numbers // (batch_size * num_heads * keys.shape[3]))
     sinks = call.sinks
     if sinks is not None:
         sinks = sinks.float().expand(batch_size, num_heads, num_queries, 1).unflatten(1, (num_key_value_heads, -1))
     for start in range(0, num_queries, tile_length):
-        rows = slice(start, min(start + tile_length, num_queries))
-        tile = (call.query[:, :, rows].float() * scale).reshape(batch_size, num_key_value_heads, -1, head_dim)
-        scores = tile @ (keys[..., : rows.stop] if call.is_causal and positions is None else keys)
+        queries = slice(start, min(start + tile_length, num_queries))
+        tile = (call.query[:, :, queries].float() * scale).reshape(batch_size, num_key_value_heads, -1, head_dim)
+        scores = tile @ (keys[..., : queries.stop] if call.is_causal and positions is None else keys)
         if call.softcap is not None:
             scores = scores.div_(call.softcap).tanh_().mul_(call.softcap)
-        scores = scores.view(batch_size, num_key_value_heads, -1, rows.stop - start, scores.shape[3])
+        scores = scores.view(batch_size, num_key_value_heads, -1, queries.stop - start, scores.shape[3])
         if call.is_causal:
-            queries = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=scores.device)[:, None]
-            if positions is None:
-                # What stands before the tile's first query is seen by all of them
-                newest = scores[..., rows.start :]
-                stop = rows.start + newest.shape[4]
-                columns = torch.arange(rows.start, stop, dtype=torch.int64, device=scores.device)
-                newest.masked_fill_(columns > queries, -torch.inf)
-            else:
-                scores.masked_fill_(positions[:, :, None, None] > queries, -torch.inf)
+            _hide_future(scores, queries, positions)
         if positions is not None:
             scores.masked_fill_((positions < 0)[:, :, None, None], -torch.inf)
         if mask is not None:
-            own = _read_mask(mask, rows, num_key_value_heads, positions)
+            own = _read_mask(mask, queries, num_key_value_heads, positions)
             scores = scores.masked_fill_(~own, -torch.inf) if own.dtype == torch.bool else scores.add_(own)
         if sinks is not None:
-            yield rows, torch.cat([scores, sinks[:, :, :, rows]], dim=-1).softmax(dim=-1)[..., :-1]
+            yield queries, torch.cat([scores, sinks[:, :, :, queries]], dim=-1).softmax(dim=-1)[..., :-1]
         elif mask is None and positions is None:
-            yield rows, scores.softmax(dim=-1)
+            yield queries, scores.softmax(dim=-1)
         else:
-            nothing = scores.amax(dim=-1, keepdim=True) == -torch.inf
-            yield rows, scores.softmax(dim=-1).masked_fill_(nothing, 0)
+            is_masked = scores.amax(dim=-1, keepdim=True) == -torch.inf
+            yield queries, scores.softmax(dim=-1).masked_fill_(is_masked, 0)
+
+
+def _hide_future(scores: torch.Tensor, queries: slice, positions: torch.Tensor | None) -> None:
+    """Set scores `[B, H, G, queries, S]` of keys after their query to minus infinity; see `weigh`."""
+    own = torch.arange(queries.start, queries.stop, dtype=torch.int64, device=scores.device)[:, None]
+    if positions is not None:
+        scores.masked_fill_(positions[:, :, None, None] > own, -torch.inf)
+        return
+    # All queries of the tile see the keys before its first query
+    newest = scores[..., queries.start :]
+    stop = queries.start + newest.shape[4]
+    columns = torch.arange(queries.start, stop, dtype=torch.int64, device=scores.device)
+    newest.masked_fill_(columns > own, -torch.inf)
 
 
 def _read_mask(
-    mask: torch.Tensor, rows: slice, num_key_value_heads: int, positions: torch.Tensor | None
+    mask: torch.Tensor, queries: slice, num_key_value_heads: int, positions: torch.Tensor | None
 ) -> torch.Tensor:
-    """Reads the mask `[B or 1, heads or 1, Q or 1, L]` of some queries, broadcastable to `[B, H, G, queries, S]`."""
-    mask = mask if mask.shape[2] == 1 else mask[:, :, rows]
+    """Return the mask `[B or 1, heads or 1, Q or 1, L]` of some queries, broadcastable to `[B, H, G, queries, S]`."""
+    mask = mask if mask.shape[2] == 1 else mask[:, :, queries]
     mask = mask.unflatten(1, (1, 1) if mask.shape[1] == 1 else (num_key_value_heads, -1))
     if positions is None:
         return mask
@@ -112,11 +122,11 @@ def _read_mask(
 def sum_weights(
     call: AttentionCall, keys: torch.Tensor, length: int, real_queries: torch.Tensor | None
 ) -> torch.Tensor:
-    """Sums the weights `[B, H, L]` that a prompt's tokens get from all heads and all `real_queries` `[B, Q]`."""
+    """Sum the weights `[B, H, L]` that a prompt's tokens get from all heads and all `real_queries` `[B, Q]`."""
     total = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
-    for rows, weights in weigh(call, keys, length):
+    for queries, weights in weigh(call, keys, length):
         if real_queries is not None:
-            weights = weights * real_queries[:, None, None, rows, None]
+            weights = weights * real_queries[:, None, None, queries, None]
         total[:, :, : weights.shape[4]] += weights.sum(dim=(2, 3))
     return total
 
@@ -125,37 +135,45 @@ def attend_and_weigh(
     call: AttentionCall, keys: torch.Tensor, values: torch.Tensor, length: int, positions: torch.Tensor | None = None
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """
-    Attends, a tile of queries after another: yields them, their output `[B, H * G, queries, value head dim]` and the
-    weights `[B, H, queries, S]`, summed over the heads of a group. See `weigh`.
+    Attend, one tile of queries after the other. Yield the queries, their output `[B, H * G, queries, value head dim]`
+    and the weights `[B, H, queries, S]`, summed over the query heads of a key/value head. See `weigh`.
     """
     values = values.float()
-    for rows, weights in weigh(call, keys, length, positions):
+    for queries, weights in weigh(call, keys, length, positions):
         output = weights.flatten(2, 3) @ values[:, :, : weights.shape[4]]
-        output = output.view(*call.query.shape[:2], rows.stop - rows.start, values.shape[3])
-        yield rows, output.to(call.query.dtype), weights.sum(dim=2)
+        output = output.view(*call.query.shape[:2], queries.stop - queries.start, values.shape[3])
+        yield queries, output.to(call.query.dtype), weights.sum(dim=2)
 
 
-class KeptTokens:
+class TokenSlots:
     """
-    Keeps `keys`, `values` `[B, H, S, D]`, `positions` `[B, H, S]` (`FREE` for none) and `weights` `[B, H, S]` so far.
+    Slots of tokens.
+
+    Attributes:
+        keys, values (`torch.Tensor` of shape `[B, H, S, D]`): states.
+        positions (`torch.Tensor` of shape `[B, H, S]`, int32): positions of the tokens, `FREE` for a free slot.
+        weights (`torch.Tensor` of shape `[B, H, S]`, float32): attention weights so far.
+        num_used (`int`): upper bound of the tokens of a sequence and head.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor):
-        self.keys, self.values, self.positions, self.weights = keys, values, positions.to(torch.int32), weights.float()
-        # Slots with a token, at most, of any item and head
+        self.keys = keys
+        self.values = values
+        self.positions = positions.to(torch.int32)
+        self.weights = weights.float()
         self.num_used = keys.shape[2]
 
     def count(self) -> torch.Tensor:
-        """Counts the tokens of every item and head, `[B, H]`."""
+        """Count the tokens of every sequence and head, `[B, H]`."""
         return (self.positions != FREE).sum(dim=2)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
-        """Adds the tokens `[B, H, new tokens, D]` from position `start` on, without weights so far."""
+        """Add tokens `[B, H, new tokens, D]` from position `start` on, with weights of zero."""
         num_new = keys.shape[2]
         self.num_used += num_new
         if (missing := self.num_used - self.positions.shape[2]) > 0:
             self.map(lambda tensor: F.pad(tensor, (*[0, 0] * (tensor.dim() - 3), 0, missing), value=FREE))
-        # Free slots are the ones of the lowest position; the minimum is found faster than the least of one
+        # Free slots have the lowest position, and `argmin` is faster than `topk` of one
         if num_new == 1:
             slots = self.positions.argmin(dim=2, keepdim=True)  # [B, H, 1]
         else:
@@ -166,7 +184,7 @@ class KeptTokens:
         for stored, states in ((self.keys, keys), (self.values, values)):
             stored.scatter_(2, slots[..., None].expand(states.shape), states)
 
-    def keep(
+    def evict(
         self,
         budget: int | torch.Tensor,
         recent_start: int | torch.Tensor,
@@ -175,17 +193,18 @@ class KeptTokens:
         max_budget: int,
     ) -> None:
         """
-        Drops all but the newest tokens, from position `recent_start` on, and those with the largest weights, to a
-        `budget` an item, at most `max_budget`; before `first_real` none is kept. All are `[B, 1, 1]` or numbers.
+        Evict all tokens but those from position `recent_start` on, and those with the largest weights, up to a
+        `budget` for each sequence, at most `max_budget`. Evict all tokens before `first_real`. Arguments are numbers
+        or `[B, 1, 1]`.
         """
         wanted = self.positions >= first_real
         recent = self.positions >= recent_start
         scores = self.weights.masked_fill(recent, torch.inf).masked_fill(~wanted, -torch.inf)
-        # Stable, so that equal weights are told apart in the same way whatever stands beside an item
+        # A stable sort makes the order of equal weights independent of the other sequences
         slots = scores.sort(dim=2, descending=True, stable=True).indices
-        places = torch.arange(self.positions.shape[2], dtype=torch.int64, device=slots.device)
-        kept = (places < budget) & wanted.gather(2, slots)
-        # Moving tokens together pays where an eighth of the slots would be free
+        ranks = torch.arange(self.positions.shape[2], dtype=torch.int64, device=slots.device)
+        kept = (ranks < budget) & wanted.gather(2, slots)
+        # Compaction pays if an eighth of the slots would be free
         if self.positions.shape[2] > max_budget + max_budget // 8 + 8:
             slots, kept = slots[:, :, :max_budget], kept[:, :, :max_budget]
             self.map(lambda tensor: tensor.gather(2, _as_index(slots, tensor)))
@@ -195,22 +214,24 @@ class KeptTokens:
         self.num_used = min(self.num_used, max_budget)
 
     def drop_from(self, position: int) -> None:
-        """Drops the tokens from `position` on."""
+        """Remove the tokens from `position` on."""
         self.positions.masked_fill_(self.positions >= position, FREE)
         self.num_used = int(self.count().amax())
 
     def dense(self, side: str, length: int) -> torch.Tensor:
-        """Returns `"keys"` or `"values"` `[B, H, length, D]` at their positions, zeros where there is none."""
+        """Return `"keys"` or `"values"` `[B, H, length, D]` in the order of positions, zero for missing tokens."""
         states: torch.Tensor = getattr(self, side)
         dense = states.new_zeros(*states.shape[:2], length + 1, states.shape[3])
-        # What is free goes where it is cut off
+        # Free slots go to the column that is cut off
         index = torch.where(self.positions == FREE, length, self.positions).long()
         return dense.scatter_(2, _as_index(index, states), states)[:, :, :length]
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replaces every tensor by `function` of it."""
-        self.keys, self.values = function(self.keys), function(self.values)
-        self.positions, self.weights = function(self.positions), function(self.weights)
+        """Apply `function` to every tensor."""
+        self.keys = function(self.keys)
+        self.values = function(self.values)
+        self.positions = function(self.positions)
+        self.weights = function(self.weights)
 
 
 def _as_index(slots: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -219,7 +240,7 @@ def _as_index(slots: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class H2OConfig:
-    """How many tokens are kept. See `H2OCache` for the meaning of each field."""
+    """Budget of tokens. `H2OCache` explains each field."""
 
     heavy_ratio: float
     recent_ratio: float
@@ -229,24 +250,24 @@ class H2OConfig:
     def __post_init__(self) -> None:
         for name in ("heavy_ratio", "recent_ratio"):
             check_number(name, getattr(self, name), above=0.0, most=1.0)
-        # A heavy and a recent token
+        # One heavy and one recent token
         check_integer("min_tokens", self.min_tokens, 2)
         check_bool("grow", self.grow)
 
     def budget(self, num_tokens: int, prompt_length: int) -> tuple[int, int]:
-        """Returns how many real tokens a head keeps of `num_tokens`, and of those the newest."""
+        """Return the number of tokens that a head keeps of `num_tokens`, and the number of newest ones among them."""
         share = self.heavy_ratio + self.recent_ratio
         total = num_tokens
         if share < 1 - _ROUNDING:
             base = num_tokens if self.grow else min(prompt_length, num_tokens)
             total = min(num_tokens, max(math.floor(share * base + _ROUNDING), self.min_tokens))
         recent = math.floor(total * self.recent_ratio / share + _ROUNDING)
-        # At least one is kept for its weight and one for being the newest
+        # At least one recent token, and one heavy token
         return total, min(max(recent, 1), max(total - 1, 1))
 
 
 class H2OLayer(LazyLayer):
-    """The heavy hitters and the newest tokens of one layer, as many as `config` says; errors name `layer_idx`."""
+    """Heavy hitters and newest tokens of one layer. Errors name `layer_idx`."""
 
     counter_names = ("attend_calls", "prompts_without_mask", "updates_without_weights")
 
@@ -259,20 +280,21 @@ class H2OLayer(LazyLayer):
 
     def _clear(self) -> None:
         super()._clear()
-        self.kept: KeptTokens | None = None
+        self.slots: TokenSlots | None = None
         self._prompt_length = 0
-        # Of the prompt while it waits, `[B, H, L]`
+        # Weights `[B, H, L]` of a prompt that is not committed yet
         self._prompt_weights: torch.Tensor | None = None
-        # Of the newest queries of the last update, one by one: `[B, H, queries, S]`
+        # Weights `[B, H, queries, S]` of the newest queries of the last update
         self._revocable: torch.Tensor | None = None
-        # Tokens of the last update that are still there, and whether attention was seen since
+        # Tokens of the last update, without cropped ones
         self._num_latest = 0
+        # True if the attention of the last update was seen
         self._attended = False
-        # Whether every query's weights could be counted
+        # True if the weights of every query were counted
         self._all_weighed = True
 
     def on_exact_attention(self, call: AttentionCall) -> None:
-        # Where layers share their states, the first one's attention counts
+        # If layers share their states, the first layer's attention counts
         if self._pending is None:
             return
         if self._length > 1:
@@ -280,7 +302,7 @@ class H2OLayer(LazyLayer):
         self._mask_seen = True
         keys, values = self._pending
         if call.project is not None:
-            # All query heads are of the one head, however many its states are projected to
+            # All query heads belong to the one head that is stored
             keys = call.project({"keys": keys, "values": values})[0]
         if call.project is None or self._has_one_head:
             num_queries = call.query.shape[2]
@@ -295,71 +317,73 @@ class H2OLayer(LazyLayer):
         return self._shapes["keys"][1] == self._shapes["values"][1] == 1
 
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
-        weights, self._prompt_weights = self._prompt_weights, None
+        weights = self._prompt_weights
+        self._prompt_weights = None
         positions = torch.arange(self._length, dtype=torch.int64, device=keys.device).expand(keys.shape[:3])
         self._prompt_length = self._length
         if weights is None:
             self._miss_weights()
             weights = torch.zeros_like(positions)
-        self.kept = KeptTokens(keys, values, positions, weights)
-        # What cannot be chosen stays whole; the next update says why it cannot be
+        self.slots = TokenSlots(keys, values, positions, weights)
+        # Without weights all tokens stay, and the next update raises
         if self._all_weighed:
             self._evict()
-        if self.kept.positions.shape[2] == self._length:
-            # Views of more than is needed, perhaps
-            self.kept.map(torch.clone)
+        if self.slots.positions.shape[2] == self._length:
+            # They may be views of larger tensors
+            self.slots.map(torch.clone)
 
     def attend_projected(self, call: AttentionCall) -> torch.Tensor:
-        # Of several heads each has tokens of its own, which a projection may mix
+        # A projection may mix heads, which hold different tokens
         return self.attend(call) if self._has_one_head else super().attend_projected(call)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Attends over the states in all slots, of the heads that are stored or of what the only one projects to."""
-        self.commit_prompt()
-        kept, num_new = self.kept, self._num_latest
-        assert kept is not None, "nothing was stored"
-        keys, values = kept.keys, kept.values
+        """Attend over the states in all slots, or over a projection of the only head."""
+        self.settle_prompt()
+        slots = self.slots
+        num_new = self._num_latest
+        assert slots is not None, "nothing was stored"
+        keys, values = slots.keys, slots.values
         if call.project is not None:
             keys, values = call.project({"keys": keys, "values": values})
         if num_new > 1:
             self._learn_padding(call.mask)
-        # Transformers hands one token's query heads over as rows of their key/value head
+        # Transformers may pass one token's query heads as several queries of their key/value head
         counts = not self._attended and (num_new == 1 or num_new == call.query.shape[2])
-        positions = kept.positions.expand(-1, keys.shape[1], -1)
+        positions = slots.positions.expand(-1, keys.shape[1], -1)
         outputs = []
-        for rows, output, weights in attend_and_weigh(call, keys, values, self._length, positions):
+        for queries, output, weights in attend_and_weigh(call, keys, values, self._length, positions):
             outputs.append(output)
             if counts:
-                self._count_weights(rows, weights.detach().sum(1, True) if call.project else weights.detach())
+                self._count_weights(queries, weights.detach().sum(1, True) if call.project else weights.detach())
         self._attended = self._attended or counts
         self._counters["attend_calls"] += 1
         return torch.cat(outputs, dim=2)
 
-    def _count_weights(self, rows: slice, weights: torch.Tensor) -> None:
-        """Notes weights `[B, H, queries, S]` of the last update, those that may be taken back by themselves."""
-        assert self.kept is not None
+    def _count_weights(self, queries: slice, weights: torch.Tensor) -> None:
+        """Count weights `[B, H, queries, S]` of the last update; keep those that may be revoked apart."""
+        assert self.slots is not None
         if self._num_latest == 1:
             weights = weights.sum(dim=2, keepdim=True)
             self._revocable = weights if self._revocable is None else self._revocable + weights
             return
-        first = self._length - self._num_latest + rows.start
+        first = self._length - self._num_latest + queries.start
         real = self._valid_tokens(first, weights.shape[2])
         if real is not None:
             weights = weights * real[:, None, :, None]
-        num_final = min(max(self._num_latest - _NUM_REVOCABLE - rows.start, 0), weights.shape[2])
-        self.kept.weights.add_(weights[:, :, :num_final].sum(dim=2))
+        num_final = min(max(self._num_latest - _NUM_REVOCABLE - queries.start, 0), weights.shape[2])
+        self.slots.weights.add_(weights[:, :, :num_final].sum(dim=2))
         newest = weights[:, :, num_final:]
         self._revocable = newest if self._revocable is None else torch.cat([self._revocable, newest], dim=2)
 
     def _before_update(self) -> None:
-        """Adds the weights of the last update and drops what is beyond the budget."""
-        if self.kept is None:
+        """Add the weights of the last update, and evict tokens beyond the budget."""
+        if self.slots is None:
             return
         if self._num_latest and not self._attended:
             self._miss_weights()
         self._num_latest = 0
         if self._revocable is not None:
-            self.kept.weights.add_(self._revocable.sum(dim=2))
+            self.slots.weights.add_(self._revocable.sum(dim=2))
             self._revocable = None
         self._evict()
 
@@ -368,8 +392,7 @@ class H2OLayer(LazyLayer):
         self._counters["updates_without_weights"] += 1
 
     def _evict(self) -> None:
-        assert self.kept is not None
-        # An item is as long as the sequence without its padding
+        assert self.slots is not None
         padding = [0] if self.padding is None else self.padding.tolist()
         lengths = [self._length - pad for pad in padding]
         budgets = [
@@ -385,28 +408,30 @@ class H2OLayer(LazyLayer):
                 "`attn_implementation` to `sdpa` or `eager`, where that is not so already; for a model that writes "
                 "attention out in its own code let `heavy_ratio` and `recent_ratio` add up to 1"
             )
-        if self.kept.num_used <= min(totals):
+        if self.slots.num_used <= min(totals):
             return
-        self.kept.keep(
-            self._per_item(totals),
-            self._per_item([self._length - recent for recent in recents]),
-            self._per_item(padding),
+        self.slots.evict(
+            self._per_sequence(totals),
+            self._per_sequence([self._length - recent for recent in recents]),
+            self._per_sequence(padding),
             max_budget=max(totals),
         )
 
-    def _per_item(self, numbers: list[int] | tuple[int, ...]) -> int | torch.Tensor:
+    def _per_sequence(self, numbers: list[int] | tuple[int, ...]) -> int | torch.Tensor:
+        """Return numbers of all sequences as a tensor `[B, 1, 1]`, or as one number if they are equal."""
         if len(set(numbers)) == 1:
             return numbers[0]
         return torch.tensor(numbers, dtype=torch.int64, device=self.device)[:, None, None]
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        assert self.kept is not None, "a first update is a prompt"
-        self.kept.append(keys, values, self._length)
-        self._num_latest, self._attended = keys.shape[2], False
+        assert self.slots is not None, "a first update is a prompt"
+        self.slots.append(keys, values, self._length)
+        self._num_latest = keys.shape[2]
+        self._attended = False
 
-    def to_dense(self, side: str) -> torch.Tensor:
-        self.commit_prompt()
-        if self.kept is None:
+    def materialize(self, side: str) -> torch.Tensor:
+        self.settle_prompt()
+        if self.slots is None:
             return torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
         if self.num_dropped():
             raise ValueError(
@@ -416,38 +441,38 @@ class H2OLayer(LazyLayer):
                 "`attn_implementation` to `sdpa` or `eager`; with `heavy_ratio` and `recent_ratio` that add up to 1 "
                 "no token is dropped"
             )
-        return self.kept.dense(side, self._length)
+        return self.slots.dense(side, self._length)
 
     def num_dropped(self) -> int:
-        """Counts the tokens that are missing, at most, of any item and head."""
-        if self.kept is None:
+        """Return the largest number of evicted tokens of a sequence and head."""
+        if self.slots is None:
             return 0
         real = self._length if self.padding is None else self._length - self.padding.to(self.device)[:, None]
-        return max(int((real - self.kept.count()).amax()), 0)
+        return max(int((real - self.slots.count()).amax()), 0)
 
     def _drop_newest(self, count: int) -> None:
-        assert self.kept is not None, "a prompt is stored before it is cropped"
-        self.kept.drop_from(self._length - count)
+        assert self.slots is not None, "a prompt is stored before it is cropped"
+        self.slots.drop_from(self._length - count)
         self._num_latest = max(self._num_latest - count, 0)
         if self._revocable is not None:
-            num_left = self._revocable.shape[2] - count
-            self._revocable = self._revocable[:, :, :num_left].clone() if num_left > 0 else None
+            num_remaining = self._revocable.shape[2] - count
+            self._revocable = self._revocable[:, :, :num_remaining].clone() if num_remaining > 0 else None
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        if self.kept is not None:
-            self.kept.map(function)
+        if self.slots is not None:
+            self.slots.map(function)
         if self._revocable is not None:
             self._revocable = function(self._revocable)
 
     def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self.kept is not None:
-            yield from (("kept", states) for states in (self.kept.keys, self.kept.values))
-            yield from (("index", numbers) for numbers in (self.kept.positions, self.kept.weights))
+        if self.slots is not None:
+            yield from (("kept", states) for states in (self.slots.keys, self.slots.values))
+            yield from (("index", numbers) for numbers in (self.slots.positions, self.slots.weights))
         if self._revocable is not None:
             yield "index", self._revocable
 
     def stats(self) -> dict[str, int]:
-        kept = self._length if self.kept is None else int(self.kept.count().amax())
+        kept = self._length if self.slots is None else int(self.slots.count().amax())
         return {
             "tokens_cached": self._length,
             "tokens_kept": kept,
@@ -459,43 +484,41 @@ class H2OLayer(LazyLayer):
 
 class H2OCache(UsageChecksMixin, ReportingMixin, Cache):
     """
-    A cache that keeps the tokens with the largest accumulated attention weights and the newest ones, and drops all
-    others for good.
+    A cache that keeps the tokens with the largest accumulated attention weights and the newest ones, and evicts all
+    others.
 
     Implements [H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language
     Models](https://huggingface.co/papers/2306.14048), the baseline that other methods are measured against. Every
-    layer, item of a batch and key/value head keeps tokens of its own; weights are summed over all queries and over the
-    query heads of a group. A prompt is attended to exactly and dropped from right after its attention, layer by layer;
-    beyond it, tokens are dropped at the beginning of the next update (and of a prompt in chunks, between the chunks).
+    layer, sequence and key/value head keeps tokens of its own. Weights are summed over all queries and over the query
+    heads of a key/value head. Attention over a prompt is exact, and its tokens are evicted right after it, layer by
+    layer. Later tokens are evicted at the beginning of the next update (for a prompt in chunks, between the chunks).
     Lengths, positions and masks are those of the whole sequence.
 
     Weights are computed from queries and keys under `sdpa`, `eager`, `flex_attention` and flash attention. Under any
-    other implementation, and of families that write attention out in their own code, the first update that would have
-    to drop a token raises a `ValueError`.
+    other implementation, and in families with attention in their own code, the first update that would have to evict a
+    token raises a `ValueError`.
 
     A `crop` of up to 32 tokens of the newest update, as in assisted decoding, leaves no trace, unless that update was
-    the prompt. Any other `crop` removes what it is asked to remove, but the weights that the removed queries gave
-    stay, and tokens that were dropped in the meantime do not come back: the cache holds fewer tokens than its budget
-    until new ones come.
+    the prompt. Any other `crop` removes the tokens, but the weights from their queries stay, and tokens that were
+    evicted before do not come back: until new tokens come, the cache holds fewer than its budget.
 
     See `Cache` for details on common methods that are implemented by all cache classes.
 
     Args:
         config (`PreTrainedConfig` or `PreTrainedModel`, *optional*): the model, or its config. With it, sliding-window
-            and other bounded layers stay Transformers' own and tokens are dropped in full-attention layers only;
-            without it, in every layer.
-        heavy_ratio (`float`, *optional*, defaults to 0.1): share of the tokens, above 0, that is kept for its weights.
-        recent_ratio (`float`, *optional*, defaults to 0.1): share of the tokens, above 0, that is kept for being the
-            newest. Nothing is ever dropped if both add up to 1 or more.
-        min_tokens (`int`, *optional*, defaults to 32): tokens that are kept at least, whatever the shares, in the same
-            proportion: shorter sequences stay whole.
-        grow (`bool`, *optional*, defaults to `True`): whether both are shares of the current length, so that tokens
-            that are decoded, or come with a chunk of a prompt or another turn, enlarge the budget. Otherwise, as in
-            the paper's code, they are shares of the first update, the prompt, and stay what they are.
+            and other bounded layers stay Transformers' own; without it, tokens are evicted in every layer.
+        heavy_ratio (`float`, *optional*, defaults to 0.1): share of the tokens, above 0, that is kept by weight.
+        recent_ratio (`float`, *optional*, defaults to 0.1): share of the tokens, above 0, that is kept by age. If both
+            shares add up to 1 or more, no token is evicted.
+        min_tokens (`int`, *optional*, defaults to 32): smallest budget, divided in the same proportion. Shorter
+            sequences are kept whole.
+        grow (`bool`, *optional*, defaults to `True`): take the shares of the current length, so that decoded tokens,
+            further chunks of a prompt and further turns enlarge the budget. If false, as in the paper's code, they are
+            shares of the first update, the prompt.
 
     Raises:
         ValueError: if an option is out of range, or `config` has layers that hold full-length states of a kind that
-            tokens cannot be dropped of.
+            tokens cannot be evicted from.
 
     Example:
 
@@ -524,14 +547,14 @@ class H2OCache(UsageChecksMixin, ReportingMixin, Cache):
 
     def stats(self) -> dict[str, int]:
         """
-        Counters over all H2O layers, 0 if there are none.
+        Return counters over all H2O layers; they are 0 if there are none.
 
         Returns:
-            `dict[str, int]`: `num_layers` and, of those, `layers_dropping` that have dropped tokens; `tokens_cached`
-            (tokens of the sequence); and, summed over layers, `tokens_kept` and `tokens_dropped` (of the item and head
-            that has most of them), `attend_calls` (attentions over what was kept), `prompts_without_mask` and
-            `updates_without_weights` (those whose attention was not seen), and `dense_reads` (times a side of a layer
-            was made dense for something other than `sdpa`).
+            `dict[str, int]`: `num_layers`, and `layers_dropping` that have evicted tokens; `tokens_cached` (length of
+            the sequence); and, summed over layers, `tokens_kept` and `tokens_dropped` (the maxima over sequences and
+            heads), `attend_calls` (attentions over kept tokens), `prompts_without_mask`, `updates_without_weights`
+            (updates whose attention was not seen), and `dense_reads` (sides of a layer that were made dense for
+            something other than attention).
         """
         dropping = sum(layer.num_dropped() > 0 for layer in self.layers if isinstance(layer, H2OLayer))
         return {**add_stats(self.layers, self._layer), "layers_dropping": dropping}

@@ -2,7 +2,7 @@
 
     tile `[G, D]` = scales of tokens `[G, 1]` * scales of channels `[1, D]` * codes
 
-One axis of scales is the quantizer's own and is absorbed in its steps; the other is stored beside the codes.
+Scales of one axis are the quantizer's steps; those of the other are stored beside the codes.
 """
 
 from collections.abc import Mapping
@@ -31,11 +31,11 @@ TILE_LENGTH = 128
 @dataclass(frozen=True, eq=False)
 class KVarNStates(QuantizedChunks):
     """
-    Chunks of keys or values, with scales along the axis that is not the groups'.
+    Chunks of keys or values, with scales along the other axis than the groups'.
 
     Attributes:
-        cross_scale (`torch.Tensor` of shape `[B, H, M, L, 1]` or `[B, H, M, tiles, D]`, float16): of keys a token's,
-            of values a tile's channel's.
+        cross_scale (`torch.Tensor` of shape `[B, H, M, L, 1]` or `[B, H, M, tiles, D]`, float16): scale of a token of
+            keys, or of a channel of values within a tile.
     """
 
     cross_scale: torch.Tensor | None = None
@@ -61,7 +61,8 @@ class KVarNSideCodec(SideCodec):
 
     def _encode(self, states: torch.Tensor, valid: torch.Tensor | None, is_prompt: bool) -> dict[str, torch.Tensor]:
         keep = None if valid is None else valid[:, None, :, :, None]
-        tiles, kept = states.unflatten(3, (-1, TILE_LENGTH)), None
+        tiles = states.unflatten(3, (-1, TILE_LENGTH))
+        kept = None
         if keep is not None:
             tiles = torch.where(keep, states, 0).unflatten(3, (-1, TILE_LENGTH))
             kept = keep.expand(*states.shape[:4], 1).unflatten(3, (-1, TILE_LENGTH))
@@ -73,7 +74,7 @@ class KVarNSideCodec(SideCodec):
 
 
 class KVarNCodec(GroupCodec):
-    """Codec of both sides. Only plain PyTorch reads scales across groups."""
+    """Codec of both sides. No kernel reads scales across groups."""
 
     has_kernels = False
 
@@ -107,16 +108,15 @@ class KVarNCache(CodedTokensCache):
             least_tokens=TILE_LENGTH,
             has_whole_groups=True,
         )
-        super().__init__(policy, config, GroupLayer)
+        super().__init__(partial(GroupLayer, policy), config)
 
 
 def _make_codec(key_nbits: int, value_nbits: int, key_dim: int, value_dim: int) -> KVarNCodec:
-    key_grouping, value_grouping = Grouping("channel", TILE_LENGTH), Grouping("token", value_dim)
+    by_channel = Grouping("channel", TILE_LENGTH)
+    by_token = Grouping("token", value_dim)
     return KVarNCodec(
-        keys=KVarNSideCodec(side="key", head_dim=key_dim, nbits=key_nbits, grouping=key_grouping, is_rotated=True),
-        values=KVarNSideCodec(
-            side="value", head_dim=value_dim, nbits=value_nbits, grouping=value_grouping, is_rotated=True
-        ),
+        keys=KVarNSideCodec(side="key", head_dim=key_dim, nbits=key_nbits, grouping=by_channel, is_rotated=True),
+        values=KVarNSideCodec(side="value", head_dim=value_dim, nbits=value_nbits, grouping=by_token, is_rotated=True),
     )
 
 

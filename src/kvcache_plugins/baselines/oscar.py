@@ -1,10 +1,10 @@
-"""OSCAR, a baseline: 2-bit codes by token, in rotations that a calibration fits to how attention uses each head."""
+"""OSCAR, a baseline: 2-bit codes by token, in rotations that a calibration fits to the attention of each head."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -20,22 +20,27 @@ from .oscar_rotations import Rotations, load_rotations
 
 
 _NBITS = 2
-_KEY_CLIP, _VALUE_CLIP = 0.96, 0.92
-_NUM_SINKS, _NUM_RECENT = 64, 256
+# Quantiles of a group's magnitudes that clip it
+_KEY_CLIP = 0.96
+_VALUE_CLIP = 0.92
+_NUM_SINKS = 64
+_NUM_RECENT = 256
 
 
 class OscarCodec(TokenCodec):
     """Codec of a layer with calibrated rotations, which all caches of a model share."""
 
-    def shared_tensors(self) -> Iterator[torch.Tensor]:
-        yield from self._rotations()
+    keys: AffineCoder
+    values: AffineCoder
 
-    def _rotations(self) -> list[torch.Tensor]:
-        coders: list[Any] = [self.keys, self.values]
-        return [coder.rotation for coder in coders]
+    def shared_tensors(self) -> Iterator[torch.Tensor]:
+        for coder in (self.keys, self.values):
+            if coder.rotation is not None:
+                yield coder.rotation
 
     def check_shapes(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        for name, states, rotation in zip(("keys", "values"), (keys, values), self._rotations(), strict=True):
+        rotations = self.shared_tensors()
+        for name, states, rotation in zip(("keys", "values"), (keys, values), rotations, strict=True):
             found = states.shape[1], states.shape[3]
             if found != rotation.shape[:2]:
                 raise ValueError(
@@ -51,14 +56,14 @@ class OscarCache(CodedTokensCache):
 
     Implements [OSCAR: Offline Spectral Covariance-Aware Rotation for 2-bit KV Cache
     Quantization](https://huggingface.co/papers/2605.17757), a baseline: keys are rotated by the eigenvectors of their
-    queries' covariance, values by those of values weighted with attention, both by a Hadamard matrix then. See `Cache`
-    for details on common methods that are implemented by all cache classes.
+    queries' covariance, values by those of the attention-weighted values, and both then by a Hadamard matrix. See
+    `Cache` for details on common methods that are implemented by all cache classes.
 
     Args:
         config (`PreTrainedConfig` or `PreTrainedModel`, *optional*): the model, or its config. With it, sliding-window
             and other bounded layers stay Transformers' own; without it, every layer is coded.
-        calibration (`str` or `Path`, *optional*): file of `kvcache-plugins calibrate --cache oscar`. Without it the
-            Hadamard matrix alone rotates, with a warning.
+        calibration (`str` or `Path`, *optional*): file of `kvcache-plugins calibrate --cache oscar`. Without it
+            a Hadamard matrix is the rotation, with a warning.
 
     Raises:
         ValueError: if the calibration is not of the model's shapes, or `config` has layers that hold full-length
@@ -71,28 +76,29 @@ class OscarCache(CodedTokensCache):
         *,
         calibration: str | Path | None = None,
     ):
-        self._rotations: Rotations = {}
+        rotations: Rotations = {}
         if calibration is None:
             warn_user("`oscar-2bit` goes without a calibration: `kvcache-plugins calibrate --cache oscar` makes one")
         else:
-            self._rotations = load_rotations(calibration)
-        super().__init__(RowPolicy(_make_plain_codec), config)
+            rotations = load_rotations(calibration)
+        super().__init__(partial(_make_layer, rotations), config)
 
-    def _layer(self, layer_idx: int) -> RowLayer:
-        rotations = self._rotations.get(layer_idx)
-        codec = None if rotations is None else OscarCodec(*_make_coders(*rotations))
-        policy = RowPolicy(
-            _make_plain_codec,
-            residual_length=_NUM_RECENT,
-            num_sink_tokens=_NUM_SINKS,
-            shared_codec=codec,
-            keeps_whole_tail=True,
-        )
-        return RowLayer(policy, layer_idx)
+
+def _make_layer(rotations: Rotations, layer_idx: int) -> RowLayer:
+    """Make a layer with its calibrated rotations, or without any."""
+    own = rotations.get(layer_idx)
+    policy = RowPolicy(
+        _make_plain_codec,
+        residual_length=_NUM_RECENT,
+        num_sink_tokens=_NUM_SINKS,
+        shared_codec=None if own is None else OscarCodec(*_make_coders(*own)),
+        keeps_whole_tail=True,
+    )
+    return RowLayer(policy, layer_idx)
 
 
 def _make_plain_codec(key_dim: int, value_dim: int) -> TokenCodec:
-    """Make a codec without a calibration, which a Hadamard matrix alone rotates."""
+    """Make a codec without a calibration, with a Hadamard matrix as rotation."""
     return TokenCodec(*_make_coders(block_hadamard(key_dim), block_hadamard(value_dim)))
 
 

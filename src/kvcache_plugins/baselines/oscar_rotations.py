@@ -14,7 +14,7 @@ from kvcache_plugins.registry import unwrap_model
 from .affine_coder import block_hadamard
 
 
-# By layer: of keys and of values, `[H, D, D]`, float32
+# Rotations of keys and of values by layer, `[H, D, D]`, float32
 Rotations = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -46,26 +46,27 @@ def calibrate_rotations(
 
 
 def _covariances(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `[H, D, D]` of a head's queries `[1, H * G, Q, D]`, and of values weighted with their attention."""
+    """Return covariances `[H, D, D]` of queries `[1, H * G, Q, D]`, and of values weighted with their attention."""
     grouped = queries[0].float().unflatten(0, (keys.shape[1], -1))
     num_queries, num_tokens = queries.shape[2], keys.shape[2]
     scores = grouped @ keys[0].float().mT[:, None] * queries.shape[3] ** -0.5
     is_future = torch.ones(num_queries, num_tokens, dtype=torch.bool, device=keys.device)
     weights = scores.masked_fill(is_future.triu(num_tokens - num_queries + 1), -torch.inf).softmax(dim=-1)
     received = weights.sum(dim=(1, 2))[..., None]
-    flat, own = grouped.flatten(1, 2).double(), values[0].double()
+    flat = grouped.flatten(1, 2).double()
+    own = values[0].double()
     return (flat.mT @ flat).cpu(), (own.mT @ (own * received)).cpu()
 
 
 def _rotation_of(covariance: torch.Tensor) -> torch.Tensor:
-    """Return eigenvectors `[H, D, D]`, largest first, times a Hadamard matrix, in an order that balances groups."""
+    """Return the eigenvectors `[H, D, D]`, largest first, times a Hadamard matrix, ordered to balance groups."""
     vectors = torch.linalg.eigh(covariance).eigenvectors.flip(-1).float()
     rotation = vectors @ block_hadamard(vectors.shape[-1])
     return rotation[..., _bit_reversed(rotation.shape[-1])].contiguous()
 
 
 def _bit_reversed(size: int) -> list[int]:
-    """Return 0 to `size` - 1 by their reversed bits."""
+    """Return the numbers from 0 to `size` - 1, sorted by their reversed bits."""
     num_bits = max(size - 1, 1).bit_length()
     return sorted(range(size), key=lambda index: int(f"{index:0{num_bits}b}"[::-1], 2))
 
@@ -79,7 +80,7 @@ def save_rotations(rotations: Rotations, path: str | Path) -> None:
 
 
 def load_rotations(path: str | Path) -> Rotations:
-    """Read what `save_rotations` wrote; a `ValueError` naming `calibration` if there is no such file."""
+    """Read a file of `save_rotations`; raise a `ValueError` that names `calibration` if there is no such file."""
     if not Path(path).is_file():
         raise ValueError(f"`calibration` is `{path}`, but there is no such file")
     stored = load_file(path)

@@ -1,10 +1,13 @@
-"""SAW-INT4, a baseline: 4-bit codes by token, of keys that a block-diagonal Hadamard matrix rotates."""
+"""SAW-INT4, a baseline: 4-bit codes by token, with keys rotated by a block-diagonal Hadamard matrix."""
+
+from functools import partial
 
 import torch
 from transformers import PreTrainedConfig
 
 from kvcache_plugins.codecs.codec import TokenCodec
 from kvcache_plugins.layers.policies import RowPolicy
+from kvcache_plugins.layers.row_layer import RowLayer
 
 from .affine_coder import AffineCoder, block_hadamard
 from .coded_cache import CodedTokensCache
@@ -19,9 +22,9 @@ class SawInt4Cache(CodedTokensCache):
     with a float16 scale and minimum for every 128 channels.
 
     Implements [SAW-INT4: System-Aware 4-Bit KV-Cache Quantization for Real-World LLM
-    Serving](https://huggingface.co/papers/2604.19157), a baseline. Every token is coded as soon as it comes; only
-    attention over a first prompt is exact. See `Cache` for details on common methods that are implemented by all cache
-    classes.
+    Serving](https://huggingface.co/papers/2604.19157), a baseline. Every token is coded at once; only
+    attention over the first prompt is exact. See `Cache` for details on common methods that are implemented by all
+    cache classes.
 
     Args:
         config (`PreTrainedConfig` or `PreTrainedModel`, *optional*): the model, or its config. With it, sliding-window
@@ -32,7 +35,7 @@ class SawInt4Cache(CodedTokensCache):
     """
 
     def __init__(self, config: PreTrainedConfig | torch.nn.Module | None = None):
-        super().__init__(RowPolicy(_make_codec), config)
+        super().__init__(partial(RowLayer, RowPolicy(_make_codec)), config)
 
 
 def _make_codec(key_dim: int, value_dim: int) -> TokenCodec:

@@ -1,4 +1,4 @@
-"""Transformers' own caches by name, so that they stand in the same tables as ours, with bytes and counters."""
+"""Transformers' own caches by name, with `memory()` and `stats()`, so that the same tables can have them."""
 
 from functools import partial
 
@@ -23,8 +23,8 @@ class ReportingDynamicCache(ReportingMixin, DynamicCache):
 
 class ReportingQuantizedCache(ReportingMixin, QuantizedCache):
     """
-    Adds `memory()` and `stats()` to Transformers' `QuantizedCache`, and fills what `quanto` and `hqq` quantize up to
-    whole groups by repeating the last token: without it the axes that serve keys best raise for most lengths.
+    Transformers' `QuantizedCache` with `memory()` and `stats()`. States that `quanto` and `hqq` quantize are padded to
+    whole groups with the last token, as otherwise the axes that are best for keys raise for most lengths.
     """
 
     def __init__(self, backend: str, config: PreTrainedConfig, **layer_options: int) -> None:
@@ -35,14 +35,14 @@ class ReportingQuantizedCache(ReportingMixin, QuantizedCache):
 
 
 class _WholeGroupsLayer(QuantizedLayer):
-    """Fills the states that a quantized layer stores up to whole groups of tokens; stands before a backend's layer."""
+    """Quantized layer that pads states to whole groups of tokens; a mixin before a backend's layer."""
 
     num_quantized = 0
 
     def _quantize(self, tensor: torch.Tensor, axis: int) -> object:  # type: ignore[override]
         self.num_quantized = tensor.shape[-2]
-        filling = tensor[..., -1:, :].expand(*tensor.shape[:-2], -tensor.shape[-2] % self.q_group_size, -1)
-        return super()._quantize(torch.cat([tensor, filling], dim=-2), axis)  # type: ignore[safe-super]
+        padding = tensor[..., -1:, :].expand(*tensor.shape[:-2], -tensor.shape[-2] % self.q_group_size, -1)
+        return super()._quantize(torch.cat([tensor, padding], dim=-2), axis)  # type: ignore[safe-super]
 
     def _dequantize(self, qtensor: object) -> torch.Tensor:
         return super()._dequantize(qtensor)[..., : self.num_quantized, :]  # type: ignore[safe-super]
@@ -63,7 +63,7 @@ def create_dynamic(model: ModelOrConfig) -> Cache:
 
 def create_offloaded(model: ModelOrConfig) -> Cache:
     """Transformers' DynamicCache with all but one layer kept in CPU memory"""
-    # Transformers would only find out in its first `update`, as "Torch not compiled with CUDA enabled"
+    # Transformers would raise in the first `update`: "Torch not compiled with CUDA enabled"
     if not torch.cuda.is_available():
         raise ValueError("The `offloaded` cache needs a CUDA device, and torch finds none: use `dynamic` instead.")
     if isinstance(model, PreTrainedModel) and model.device.type != "cuda":
@@ -86,10 +86,11 @@ def _create_grouped(
     q_group_size: int = 64,
     residual_length: int = 128,
 ) -> Cache:
-    config, options = _config_for(backend, model), {"nbits": nbits, "axis_key": axis_key, "axis_value": axis_value}
+    config = _config_for(backend, model)
+    options = {"nbits": nbits, "axis_key": axis_key, "axis_value": axis_value}
     check_integer("q_group_size", q_group_size, 1)
     check_integer("residual_length", residual_length, 0)
-    # Transformers finds some of these out in the first update, and says nothing of their type
+    # Transformers checks some of these in the first update, and no types
     for name, accepted in _ACCEPTED[backend].items():
         check_choice(name, options[name], accepted)
     options |= {"q_group_size": q_group_size, "residual_length": residual_length}
