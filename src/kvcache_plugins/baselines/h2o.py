@@ -338,7 +338,7 @@ class H2OLayer(LazyLayer):
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Attend over the states in all slots, or over a projection of the only head."""
-        self.settle_prompt()
+        self.commit_prompt()
         slots = self.slots
         num_new = self._num_latest
         assert slots is not None, "nothing was stored"
@@ -429,8 +429,8 @@ class H2OLayer(LazyLayer):
         self._num_latest = keys.shape[2]
         self._attended = False
 
-    def materialize(self, side: str) -> torch.Tensor:
-        self.settle_prompt()
+    def to_dense(self, side: str) -> torch.Tensor:
+        self.commit_prompt()
         if self.slots is None:
             return torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
         if self.num_dropped():
