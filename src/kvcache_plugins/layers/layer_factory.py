@@ -86,7 +86,7 @@ def replace_full_attention(
             # Transformers' own may have more than that
             continue
         if type(own[index]) in _HYBRID_LAYERS and isinstance(layer, LazyLayer):
-            own[index] = _hybrid_class(type(layer))(layer, own[index].number_of_states)  # type: ignore[call-arg]
+            own[index] = _hybrid_class(type(layer))(layer, own[index].number_of_states)
         else:
             own[index] = layer
     return own
@@ -113,7 +113,7 @@ def key_value_heads(config: PreTrainedConfig) -> frozenset[int]:
 
 
 @cache
-def _hybrid_class(base: type[LazyLayer]) -> type[LazyLayer]:
+def _hybrid_class(base: type[LazyLayer]) -> Callable[[LazyLayer, int], LazyLayer]:
     """Make the class of hybrid layers whose keys and values are kept by layers of class `base`."""
 
     class Hybrid(LinearAttentionLayer, base):  # type: ignore[misc, valid-type]

@@ -19,7 +19,7 @@ from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.masks import leading_padding
 from kvcache_plugins.kernels.online_attention import OnlineAttention
 
-from .lazy_kv import STORED, HandedOut, LazyKV, LazyScores, make_lazy_kv
+from .lazy_kv import SIDES, HandedOut, LazyKV, make_lazy_kv
 from .phase import Phase
 from .torch_contexts import in_caller_context, without_caller_contexts
 
@@ -114,7 +114,7 @@ class LazyLayer(CacheLayerMixin):
         self._counters = dict.fromkeys(self.counter_names, 0)
         self.dense_reads = 0
         # Attention weights over what is stored, as long as somebody holds them
-        self._unread: list[ref[LazyScores]] = []
+        self._unread: list[ref[LazyKV]] = []
 
     def __getattr__(self, name: str) -> Any:
         # Only what is nowhere else: a model whose layers keep more than keys and values asks its own kind of layer
@@ -394,7 +394,7 @@ class LazyLayer(CacheLayerMixin):
             if first_new >= 0:
                 self.padding = leading_padding(attn_mask, first_new, self.padding, self.batch_size, first)
 
-    def expect_reading(self, scores: LazyScores) -> None:
+    def expect_reading(self, scores: LazyKV) -> None:
         """Take note of scores over what is stored, which somebody may keep beyond the next update."""
         self._unread.append(ref(scores, self._unread.remove))
         # The next update is a whole one
@@ -451,7 +451,7 @@ class LazyLayer(CacheLayerMixin):
         if dense is not None:
             # A layer that has dropped tokens has no dense states, and says so to whoever reads them
             with suppress(ValueError):
-                dense.update({side: self.materialize(side) for side in STORED})
+                dense.update({side: self.materialize(side) for side in SIDES})
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest `-tokens_to_remove` tokens; 0 changes nothing."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from kvcache_plugins import GEARCache
-from kvcache_plugins.layers.lazy_kv import LazyScores
+from kvcache_plugins.layers.lazy_kv import LazyKV
 
 
 SCALE = 0.3
@@ -174,6 +174,6 @@ def test_a_prompt_is_attended_to_as_it_is_without_a_cache():
     # Padding was shown by the mask, and the prompt is compressed by now
     assert layer.padding.tolist() == [0, 50]
     assert layer.stats()["prompts_without_mask"] == 0
-    assert isinstance(weights, LazyScores)
+    assert isinstance(weights, LazyKV)
     assert torch.equal(weights + 0, expected[0])
     assert layer.dense_reads == 0
