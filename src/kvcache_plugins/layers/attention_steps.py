@@ -8,9 +8,9 @@ tensors. It does not matter in which function of Transformers or of a user the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,21 @@ import torch.nn.functional as F
 from kvcache_plugins.kernels.attention_call import AttentionCall
 
 
-if TYPE_CHECKING:
-    from .lazy_kv import LazyKV
-
 Step = Callable[..., Any]
+
+
+class LazyTensor(Protocol):
+    """Keys, values or scores of a layer whose numbers are not computed yet, as steps see them: see `lazy_kv.LazyKV`."""
+
+    source: Any
+    meaning: Any
+    recipe: Any
+    numbers: torch.Tensor | None
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def derive(self, meaning: Any, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Any:
+        """Return a lazy tensor of the same layer with another meaning, and perhaps another shape and dtype."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -45,7 +56,7 @@ class Transposed:
     """Keys `[B, H, D, T]` for a product with queries; `keys` are those `[B, H, T, D]`."""
 
     is_kept: ClassVar[bool] = False
-    keys: LazyKV
+    keys: LazyTensor
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -54,14 +65,14 @@ class Scores:
     Scores `[B, H, Q, T]` of queries over keys, or the weights made of them.
 
     Attributes:
-        keys (`LazyKV`): the keys `[B, H, T, D]`.
+        keys (`LazyTensor`): the keys `[B, H, T, D]`.
         call (`AttentionCall`): the attention that the steps so far belong to.
         kind (`str`): `"scores"`, `"weights"` after the softmax, or a row's `"maximum"` or its `"index"`.
         has_sinks (`bool`): True if the scores of sinks stand behind those of the tokens.
     """
 
     is_kept: ClassVar[bool] = True
-    keys: LazyKV
+    keys: LazyTensor
     call: AttentionCall
     kind: Literal["scores", "weights", "maximum", "index"] = "scores"
     has_sinks: bool = False
@@ -90,13 +101,13 @@ def is_dense(value: object) -> bool:
 # Steps on keys and values. Transformers repeats heads by an index with `None`, `expand` and `reshape`
 
 
-def _insert_dim(states: LazyKV, index: object) -> LazyKV | None:
+def _insert_dim(states: LazyTensor, index: object) -> LazyTensor | None:
     if index != _REPEAT_INDEX or len(states.shape) != 4 or states.meaning.num_repeats != 1:
         return None
     return states.derive(states.meaning, (*states.shape[:2], 1, *states.shape[2:]))
 
 
-def _expand(states: LazyKV, *sizes: int) -> LazyKV | None:
+def _expand(states: LazyTensor, *sizes: int) -> LazyTensor | None:
     """Repeat heads, inserted as a dimension, or the only one."""
     shape = tuple(states.shape)
     if len(sizes) != len(shape) or states.meaning.num_repeats != 1:
@@ -108,32 +119,32 @@ def _expand(states: LazyKV, *sizes: int) -> LazyKV | None:
     return states.derive(replace(states.meaning, num_repeats=sizes[place]), sizes)
 
 
-def _merge_heads(states: LazyKV, *sizes: int) -> LazyKV | None:
+def _merge_heads(states: LazyTensor, *sizes: int) -> LazyTensor | None:
     shape = states.shape
     if len(shape) != 5 or sizes != (shape[0], shape[1] * shape[2], *shape[3:]):
         return None
     return states.derive(states.meaning, sizes)
 
 
-def transpose_keys(keys: LazyKV, first: int, second: int) -> LazyKV | None:
+def transpose_keys(keys: LazyTensor, first: int, second: int) -> LazyTensor | None:
     shape = keys.shape
     if len(shape) != 4 or {first % 4, second % 4} != {2, 3}:
         return None
     return keys.derive(Transposed(keys), (*shape[:2], shape[3], shape[2]))
 
 
-def _cast(states: LazyKV, dtype: object) -> LazyKV | None:
+def _cast(states: LazyTensor, dtype: object) -> LazyTensor | None:
     return states.derive(states.meaning, dtype=dtype) if isinstance(dtype, torch.dtype) else None
 
 
-def _cast_to_float(states: LazyKV) -> LazyKV:
+def _cast_to_float(states: LazyTensor) -> LazyTensor:
     return states.derive(states.meaning, dtype=torch.float32)
 
 
 # Steps on scores
 
 
-def multiply_with_queries(query: object, transposed: LazyKV) -> LazyKV | None:
+def multiply_with_queries(query: object, transposed: LazyTensor) -> LazyTensor | None:
     """Make scores by a product of queries and keys."""
     if not isinstance(query, torch.Tensor) or not is_dense(query) or query.dim() != 4:
         return None
@@ -144,7 +155,7 @@ def multiply_with_queries(query: object, transposed: LazyKV) -> LazyKV | None:
     return transposed.derive(Scores(keys, AttentionCall(query, scale=1.0)), shape)
 
 
-def _multiply(scores: LazyKV, factor: object) -> LazyKV | None:
+def _multiply(scores: LazyTensor, factor: object) -> LazyTensor | None:
     if not scores.meaning.is_product or not isinstance(factor, int | float) or factor <= 0:
         return None
     call = scores.meaning.call
@@ -152,18 +163,18 @@ def _multiply(scores: LazyKV, factor: object) -> LazyKV | None:
     return _with_call(scores, scale=call.scale * factor, softcap=softcap)
 
 
-def _divide(scores: LazyKV, divisor: object) -> LazyKV | None:
+def _divide(scores: LazyTensor, divisor: object) -> LazyTensor | None:
     return _multiply(scores, 1 / divisor) if isinstance(divisor, int | float) and divisor > 0 else None
 
 
-def _cap(scores: LazyKV) -> LazyKV | None:
+def _cap(scores: LazyTensor) -> LazyTensor | None:
     """Apply a hyperbolic tangent: a softcap of 1, until a factor follows."""
     if not scores.meaning.is_product or scores.meaning.call.softcap is not None:
         return None
     return _with_call(scores, softcap=1.0)
 
 
-def _add(scores: LazyKV, mask: object) -> LazyKV | None:
+def _add(scores: LazyTensor, mask: object) -> LazyTensor | None:
     """Add a mask, or a bias of positions."""
     if scores.meaning.kind != "scores" or scores.meaning.has_sinks or not isinstance(mask, torch.Tensor):
         return None
@@ -173,7 +184,7 @@ def _add(scores: LazyKV, mask: object) -> LazyKV | None:
     return _with_call(scores, dtype, mask=mask if before is None else before + mask)
 
 
-def _append(scores: LazyKV, sinks: object, dim: object = 0) -> LazyKV | None:
+def _append(scores: LazyTensor, sinks: object, dim: object = 0) -> LazyTensor | None:
     """Put the scores of sinks behind those of tokens."""
     if scores.meaning.kind != "scores" or scores.meaning.has_sinks or not _is_last(dim):
         return None
@@ -185,7 +196,9 @@ def _append(scores: LazyKV, sinks: object, dim: object = 0) -> LazyKV | None:
     return scores.derive(replace(scores.meaning, call=call, has_sinks=True), shape, dtype)
 
 
-def _find_maximum(scores: LazyKV, dim: object = None, keepdim: bool = False) -> tuple[LazyKV, LazyKV] | None:
+def _find_maximum(
+    scores: LazyTensor, dim: object = None, keepdim: bool = False
+) -> tuple[LazyTensor, LazyTensor] | None:
     if scores.meaning.kind != "scores" or not _is_last(dim) or not keepdim:
         return None
     shape = *scores.shape[:3], 1
@@ -193,7 +206,7 @@ def _find_maximum(scores: LazyKV, dim: object = None, keepdim: bool = False) -> 
     return maximum, scores.derive(replace(scores.meaning, kind="index"), shape, torch.int64)
 
 
-def _subtract(scores: LazyKV, maximum: object) -> LazyKV | None:
+def _subtract(scores: LazyTensor, maximum: object) -> LazyTensor | None:
     """Subtract each row's maximum, which changes no weight."""
     own, other = scores.meaning, getattr(maximum, "meaning", None)
     is_own = isinstance(other, Scores) and other.kind == "maximum" and other.call is own.call
@@ -201,14 +214,14 @@ def _subtract(scores: LazyKV, maximum: object) -> LazyKV | None:
 
 
 def _normalize(
-    scores: LazyKV, dim: object = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
-) -> LazyKV | None:
+    scores: LazyTensor, dim: object = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> LazyTensor | None:
     if scores.meaning.kind != "scores" or not _is_last(dim):
         return None
     return scores.derive(replace(scores.meaning, kind="weights"), dtype=dtype)
 
 
-def _remove_sinks(weights: LazyKV, index: object) -> LazyKV | None:
+def _remove_sinks(weights: LazyTensor, index: object) -> LazyTensor | None:
     """Take the weights of sinks off."""
     if not isinstance(index, tuple) or len(index) != 2 or index[0] is not ... or not isinstance(index[1], slice):
         return None
@@ -217,11 +230,11 @@ def _remove_sinks(weights: LazyKV, index: object) -> LazyKV | None:
     return weights.derive(replace(weights.meaning, has_sinks=False), (*weights.shape[:3], weights.shape[3] - 1))
 
 
-def _drop_out(scores: LazyKV, p: float = 0.5, training: bool = True, inplace: bool = False) -> LazyKV | None:
+def _drop_out(scores: LazyTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> LazyTensor | None:
     return None if training and p else scores.derive(scores.meaning)
 
 
-def _with_call(scores: LazyKV, dtype: torch.dtype | None = None, **changes: Any) -> LazyKV:
+def _with_call(scores: LazyTensor, dtype: torch.dtype | None = None, **changes: Any) -> LazyTensor:
     call = replace(scores.meaning.call, **changes)
     return scores.derive(replace(scores.meaning, call=call), dtype=dtype)
 

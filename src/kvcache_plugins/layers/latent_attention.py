@@ -15,18 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
 
-from .attention_steps import Step, Stored, functions, is_dense, transpose_keys
+from .attention_steps import LazyTensor, Step, Stored, functions, is_dense, transpose_keys
 from .torch_contexts import in_caller_context
-
-
-if TYPE_CHECKING:
-    from .lazy_kv import LazyKV
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -51,7 +47,7 @@ class Joined:
     """Keys `[B, H, T, D]` that are copied together: first and last channel of each part, exclusive, and the part."""
 
     is_kept: ClassVar[bool] = True
-    parts: tuple[tuple[int, int, LazyKV], ...] = ()
+    parts: tuple[tuple[int, int, LazyTensor], ...] = ()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -59,7 +55,7 @@ class Channels:
     """Channels of joined keys, which a part is copied into."""
 
     is_kept: ClassVar[bool] = True
-    whole: LazyKV
+    whole: LazyTensor
     start: int
     stop: int
 
@@ -78,7 +74,7 @@ class LatentAttention:
     key_size: int
 
     @staticmethod
-    def find(keys: LazyKV, values: LazyKV) -> LatentAttention | None:
+    def find(keys: LazyTensor, values: LazyTensor) -> LatentAttention | None:
         """Return the attention whose keys and values these are; `None` if they are not of latent attention."""
         whole, expanded = keys.meaning, values.meaning
         if not isinstance(whole, Joined) or not isinstance(expanded, Expanded) or len(whole.parts) != 2:
@@ -128,7 +124,7 @@ def _join_latent(tile: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.
 # Steps, see `attention_steps`
 
 
-def _project(latent: LazyKV, weight: object, bias: object = None) -> LazyKV | None:
+def _project(latent: LazyTensor, weight: object, bias: object = None) -> LazyTensor | None:
     is_latent = latent.meaning.side == "keys" and latent.meaning.num_repeats == 1 and latent.shape[1] == 1
     if not is_latent or len(latent.shape) != 4 or bias is not None or not isinstance(weight, torch.Tensor):
         return None
@@ -138,7 +134,7 @@ def _project(latent: LazyKV, weight: object, bias: object = None) -> LazyKV | No
     return latent.derive(Expanded(weight.detach()), (*latent.shape[:3], weight.shape[0]))
 
 
-def _split_heads(states: LazyKV, *sizes: Any) -> LazyKV | None:
+def _split_heads(states: LazyTensor, *sizes: Any) -> LazyTensor | None:
     """View flat channels by token and head."""
     batch_size, _, num_tokens, num_channels = states.shape
     sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
@@ -150,7 +146,7 @@ def _split_heads(states: LazyKV, *sizes: Any) -> LazyKV | None:
     return states.derive(replace(states.meaning, layout="by token", channels=(0, sizes[3])), shape)
 
 
-def _swap(states: LazyKV, first: int, second: int) -> LazyKV | None:
+def _swap(states: LazyTensor, first: int, second: int) -> LazyTensor | None:
     """Put heads before tokens."""
     if states.meaning.layout != "by token" or {first, second} != {1, 2}:
         return None
@@ -158,7 +154,7 @@ def _swap(states: LazyKV, first: int, second: int) -> LazyKV | None:
     return states.derive(replace(states.meaning, layout="by head"), (shape[0], shape[2], shape[1], shape[3]))
 
 
-def _split_channels(states: LazyKV, sizes: object, dim: object = 0) -> tuple[LazyKV, ...] | None:
+def _split_channels(states: LazyTensor, sizes: object, dim: object = 0) -> tuple[LazyTensor, ...] | None:
     if states.meaning.layout != "by head" or dim not in (-1, 3) or not isinstance(sizes, list | tuple):
         return None
     start, made = states.meaning.channels[0], []
@@ -169,21 +165,21 @@ def _split_channels(states: LazyKV, sizes: object, dim: object = 0) -> tuple[Laz
     return tuple(made)
 
 
-def _allocate(states: LazyKV, *sizes: Any) -> LazyKV | None:
+def _allocate(states: LazyTensor, *sizes: Any) -> LazyTensor | None:
     """Make keys that parts are then copied into."""
     if states.meaning.layout != "by head" or len(sizes) != 4 or sizes[:3] != tuple(states.shape[:3]):
         return None
     return states.derive(Joined(), sizes)
 
 
-def _take_channels(keys: LazyKV, index: object) -> LazyKV | None:
+def _take_channels(keys: LazyTensor, index: object) -> LazyTensor | None:
     if not isinstance(index, tuple) or len(index) != 2 or index[0] is not ... or not isinstance(index[1], slice):
         return None
     start, stop, step = index[1].indices(keys.shape[3])
     return keys.derive(Channels(keys, start, stop), (*keys.shape[:3], stop - start)) if step == 1 else None
 
 
-def _copy(channels: LazyKV, part: Any) -> LazyKV | None:
+def _copy(channels: LazyTensor, part: Any) -> LazyTensor | None:
     """Note a part of joined keys that are not dense yet."""
     meaning = getattr(part, "meaning", None)
     whole, start, stop = channels.meaning.whole, channels.meaning.start, channels.meaning.stop
