@@ -144,6 +144,8 @@ class PagedRowPart:
 
 
 Part = DensePart | GroupPart | RowPart | PagedRowPart
+# Parts that a layer holds
+LayerPart = DensePart | GroupPart | RowPart | OpaqueRowPart
 
 
 @dataclass(frozen=True, eq=False)

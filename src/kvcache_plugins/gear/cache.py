@@ -99,7 +99,6 @@ class GEARCache(PackedCache):
     # Version 7 held transform coding too
     _format = Format("kvcache_plugins.gear", 8, ADVICE)
     _snapshot_class = GEARSnapshot
-    _layer_class = GroupLayer
     cache_config: GEARConfig
 
     def __init__(
@@ -137,6 +136,9 @@ class GEARCache(PackedCache):
             rotate_values=rotate_values,
         )
         super().__init__(get_config(config, "config"), attention_mask)
+
+    def _make_empty_layer(self, layer_idx: int) -> GroupLayer:
+        return GroupLayer(self.cache_config.policy(), layer_idx)
 
     def _layer(self, layer_idx: int, config: PreTrainedConfig | None = None) -> GroupLayer:
         layer = GroupLayer(self.cache_config.policy(), layer_idx, self._given_mask)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvcache_plugins.formats.parts import DensePart, GroupPart, OpaqueRowPart, PagedRowPart, Part
+from kvcache_plugins.formats.parts import DensePart, GroupPart, LayerPart, OpaqueRowPart, PagedRowPart, Part
 from kvcache_plugins.formats.rows import RowFormats
 
 from .c_structs import KINDS, MAX_CHANNELS
@@ -77,13 +77,14 @@ def _native(parts: Iterable[Part | OpaqueRowPart]) -> list[Part]:
 
 
 def prepare_tokens(
-    query: torch.Tensor, parts: Sequence[Part], num_key_value_heads: int, scale: float | None, kernel: str
+    query: torch.Tensor, layer_parts: Sequence[LayerPart], num_key_value_heads: int, scale: float | None, kernel: str
 ) -> Any:
     """
     Prepares attention of tokens to come by a kernel, `"compiled"` or `"triton"`, whose queries are like `query`, over
     parts of which the last is exact and grows, and all others stay; `None` if what is stored cannot be read where it
     is. See `attend`. Rows are for Triton those of static layers, which prepare their own.
     """
+    parts = _native(layer_parts)
     if kernel == "triton":
         is_of_groups = any(isinstance(part, GroupPart) for part in parts)
         return load_triton().keep_attention(query, parts, num_key_value_heads, scale) if is_of_groups else None

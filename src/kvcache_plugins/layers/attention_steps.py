@@ -22,7 +22,7 @@ Step = Callable[..., Any]
 
 
 class LazyTensor(Protocol):
-    """Keys, values or scores of a layer whose numbers are not computed yet, as steps see them: see `lazy_kv.LazyKV`."""
+    """Keys, values or scores of a layer whose numbers are not computed yet: what steps use of `lazy_kv.LazyKV`."""
 
     source: Any
     meaning: Any

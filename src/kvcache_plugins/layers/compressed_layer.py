@@ -19,7 +19,7 @@ import torch
 
 from kvcache_plugins.codecs.codec import Codec
 from kvcache_plugins.codecs.groups import GroupCodec
-from kvcache_plugins.formats.parts import DensePart, OpaqueRowPart, Part
+from kvcache_plugins.formats.parts import DensePart, LayerPart
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_kernel
@@ -66,6 +66,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         *("tokens_compressed", "chunks_compressed", "attend_calls", "fused_calls", "kernel_fallbacks"),
         "prompts_without_mask",
     )
+    policy: LayerPolicy[AnyCodec]
     # Queries that compiled kernels take
     max_compiled_queries: int
     on_first_prompt: Callable[[CompressedLayer[AnySegment, AnyCodec], torch.Tensor], None] | None = None
@@ -92,7 +93,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             codec.check_shapes(key_states, value_states)
         except ValueError as error:
             raise ValueError(f"layer {self.layer_idx}: {error}") from None
-        self._unfitted = codec
+        self._unfitted: AnyCodec = codec
         super().lazy_initialization(key_states, value_states)
 
     @property
@@ -110,11 +111,13 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
 
     def _exact_tail(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
         """Yield keys, values and the number of tokens in use of the tail and of an uncommitted prompt."""
-        tail = self.storage.tail
+        tail: ExactTail | None = self.storage.tail
         if tail is not None and tail.length:
-            yield *tail.tensors(), tail.length
+            keys, values = tail.tensors()
+            yield keys, values, tail.length
         if self._pending is not None:
-            yield *self._pending, self._pending[0].shape[2]
+            keys, values = self._pending
+            yield keys, values, keys.shape[2]
 
     @property
     def _tail_limit(self) -> int:
@@ -344,10 +347,10 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         raise NotImplementedError
 
     @abstractmethod
-    def _part(self, segment: AnySegment, mask: torch.Tensor | None) -> Part | OpaqueRowPart:
+    def _part(self, segment: AnySegment, mask: torch.Tensor | None) -> LayerPart:
         """Make the part that attention over a segment reads, with its columns of the mask."""
 
-    def _parts(self, attn_mask: torch.Tensor | None) -> Iterator[Part | OpaqueRowPart]:
+    def _parts(self, attn_mask: torch.Tensor | None) -> Iterator[LayerPart]:
         """Yield everything held, each token once, with its columns of the mask."""
         yield from self.packed_parts(attn_mask)
         position, first = self.exact_start, self._first_visible
@@ -356,7 +359,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
                 yield DensePart(keys, values, length, self._columns(attn_mask, position, position + length))
             position += length
 
-    def packed_parts(self, attn_mask: torch.Tensor | None) -> Iterator[Part | OpaqueRowPart]:
+    def packed_parts(self, attn_mask: torch.Tensor | None) -> Iterator[LayerPart]:
         """Yield prefix and segments, with their columns of the mask."""
         storage, first = self.storage, self._first_visible
         prefix = storage.prefix
@@ -498,9 +501,12 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         self._unfitted = self.policy.codec(state.key_head_dim, state.value_head_dim)
         self.codec, segments = self._restore_packed(state, path)
         self._length, self._counters = state.length, dict(state.counters)
-        heads = state.batch_size, state.num_heads, state.length
-        self._shapes = {"keys": (*heads, state.key_head_dim), "values": (*heads, state.value_head_dim)}
-        self.dtype, self.batch_size = state.dtype, state.batch_size
+        batch_size, num_heads = state.batch_size, state.num_heads
+        self._shapes = {
+            "keys": (batch_size, num_heads, state.length, state.key_head_dim),
+            "values": (batch_size, num_heads, state.length, state.value_head_dim),
+        }
+        self.dtype, self.batch_size = state.dtype, batch_size
         self.padding = state.padding
         storage: LayerStorage[AnySegment] = LayerStorage()
         storage.segments, storage.first_held = segments, state.held_start

@@ -68,6 +68,7 @@ class StaticStepState(DroppedOnCopy):
     def __init__(self, layer: "StaticLayer"):
         self.layer = ref(layer)
         self.number = next(_NUMBERS)
+        assert layer.codec is not None
         self._codec = layer.codec
         _FORMS[self.number] = self
         self._block = layer.storage.segments[-1]
@@ -126,7 +127,8 @@ class StaticStepState(DroppedOnCopy):
         # The position behind all rows, less padding that leaves the one of this token
         padding = self._last - self._block.start - self._stored.expand(len(keys))
         positions = Positions(self._last, padding if self._offsets is None else padding + self._offsets)
-        rows = self._codec.encode(*(states[:, :, :1] for states in self.storage), positions)
+        oldest_keys, oldest_values = (states[:, :, :1] for states in self.storage)
+        rows = self._codec.encode(oldest_keys, oldest_values, positions)
         for stored, row in zip((self._block.keys, self._block.values), rows, strict=True):
             stored.index_copy_(2, self._stored, row)
         for states, new in zip(self.storage, (keys, values), strict=True):
@@ -257,7 +259,9 @@ class StaticLayer(RowLayer):
         first = before // _CHECK_STEP * _CHECK_STEP
         if block.length >= first + _CHECK_STEP:
             rows = slice(first, block.length)
+            assert self.codec is not None
             overflow = self.codec.overflow(block.keys[:, :, rows], block.values[:, :, rows])
+            assert overflow is not None
             nothing = self._buffer_storage()[0][:, :, :0]
             check_finite(nothing, nothing, None, self.layer_idx, overflow=overflow.any())
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from kvcache_plugins.formats.parts import Part, RowPart
+from kvcache_plugins.formats.parts import LayerPart, RowPart
 from kvcache_plugins.formats.rows import KeptRows, RowFormats
 from kvcache_plugins.kernels.attention import prepare_coding, prepare_tokens
+from kvcache_plugins.kernels.cpu_coding import PreparedCoding
 
 from .exact_tokens import ExactTail
 
@@ -33,7 +34,7 @@ class StepPlan(DroppedOnCopy):
 
     Args:
         query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries to plan for.
-        parts (`list[Part]`): everything held; the last is the tail.
+        parts (`Sequence[Part]`): everything held; the last is the tail.
         num_heads (`int`): key/value heads.
         scale (`float`, *optional*): factor of the scores.
         kernel (`str`): `"compiled"` or `"triton"`.
@@ -46,18 +47,18 @@ class StepPlan(DroppedOnCopy):
     def __init__(
         self,
         query: torch.Tensor,
-        parts: list[Part],
+        parts: Sequence[LayerPart],
         num_heads: int,
         scale: float | None,
         kernel: str,
         limit: int,
         version: int,
     ) -> None:
-        self._packed = parts[:-1]
+        self._packed = list(parts[:-1])
         self.limit = limit
         self.version = version
         self._call = prepare_tokens(query, parts, num_heads, scale, kernel)
-        self._encoder = None
+        self._encoder: PreparedCoding | None = None
 
     @property
     def is_possible(self) -> bool:
@@ -115,12 +116,12 @@ class StepPlan(DroppedOnCopy):
                     tail.drop_first(count)
         return rows
 
-    def replace_rows(self, parts: Sequence[RowPart], version: int) -> bool:
+    def replace_rows(self, parts: Sequence[LayerPart], version: int) -> bool:
         """Replace the newest row parts. Return False if they do not fit; the plan is of no use then."""
         first = len(self._packed) - len(parts)
         for index, part in enumerate(parts, start=first):
             before = self._packed[index]
-            assert isinstance(before, RowPart)
+            assert isinstance(before, RowPart) and isinstance(part, RowPart)
             if before.mask is not None and part.positions.first != before.positions.first:
                 # Its columns would be others
                 return False

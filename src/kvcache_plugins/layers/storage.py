@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -14,7 +14,7 @@ from .exact_tokens import ExactPrefix, ExactTail, TensorFunction
 from .segments import Segment
 
 
-AnySegment = TypeVar("AnySegment", bound=Segment)
+AnySegment = TypeVar("AnySegment", bound=Segment[Any])
 
 
 class LayerStorage(Generic[AnySegment]):
@@ -27,9 +27,13 @@ class LayerStorage(Generic[AnySegment]):
         version (`int`): raised by whatever moves, drops or reallocates tokens of prefix and segments.
     """
 
+    prefix: ExactPrefix | None
+    segments: list[AnySegment]
+    tail: ExactTail | None
+
     def __init__(self) -> None:
-        self.segments: list[AnySegment] = []
-        self.tail: ExactTail | None = None
+        self.segments = []
+        self.tail = None
         self.first_held = 0
         self.version = 0
         self.set_prefix(None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -60,7 +59,8 @@ class PackedCache(UsageChecksMixin, ReportingMixin, Cache):
     """
     A list of layers that pack tokens, beside Transformers' own layers for what is not full attention.
 
-    Subclasses set `cache_config` and `_layer_class`, call `_init_layers`, and implement `_layer` and `_read_options`.
+    Subclasses set `cache_config`, call `_init_layers`, and implement `_layer`, `_make_empty_layer` and
+    `_read_options`.
 
     Attributes:
         cache_config (`CacheConfig`): the options.
@@ -70,7 +70,6 @@ class PackedCache(UsageChecksMixin, ReportingMixin, Cache):
     # Of a file of this class: format, and its record
     _format: ClassVar[Format]
     _snapshot_class: ClassVar[type[Snapshot]]
-    _layer_class: ClassVar[type[RowLayer] | type[GroupLayer]]
 
     # Whether the codec is fitted to queries, which attention then has to show
     uses_query_statistics = False
@@ -105,8 +104,11 @@ class PackedCache(UsageChecksMixin, ReportingMixin, Cache):
             "layers_left": len(self.layers) - len(layers),
         }
         # A new layer, where there is none yet, lends the names of counters
-        policy = self.cache_config.policy()
-        return {**kinds, **add_stats(self.layers, partial(self._layer_class, policy)), **choice}
+        return {**kinds, **add_stats(self.layers, self._make_empty_layer), **choice}
+
+    def _make_empty_layer(self, layer_idx: int) -> RowLayer | GroupLayer:
+        """Make a layer that holds nothing and knows no model, whose counters are those of all layers."""
+        raise NotImplementedError
 
     def warm_up(self, model: PreTrainedModel, *, padded: bool = False) -> None:
         """

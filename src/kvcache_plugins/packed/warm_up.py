@@ -5,7 +5,7 @@ others, and a pause of seconds amid decoding is what nobody expects. Running the
 """
 
 from collections.abc import Hashable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,7 @@ def sizes_of(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device,
     ]
 
 
-def warm_up_for_prompt(layer: CompressedLayer, query: torch.Tensor) -> None:
+def warm_up_for_prompt(layer: CompressedLayer[Any, Any], query: torch.Tensor) -> None:
     """Compiles all that decoding will need, before the first prompt of a layer is packed."""
     if compiles_kernels(query):
         (_, heads, _, key_dim), value_dim = layer.states_shape("keys"), layer.states_shape("values")[3]
@@ -81,7 +81,7 @@ def warm_up(layers: Iterable[object], sizes: Sizes) -> None:
             exercise(type(layer)(policy, 0), sizes, length)
 
 
-def exercise(layer: CompressedLayer, sizes: Sizes, prompt_length: int) -> None:
+def exercise(layer: CompressedLayer[Any, Any], sizes: Sizes, prompt_length: int) -> None:
     """Takes an empty layer through a prompt, decoded tokens that are packed, and attention over all of it."""
     batch_size = 2 if sizes.is_padded else 1
 

@@ -109,7 +109,6 @@ class TransformCodingCache(PackedCache):
 
     _format = Format("kvcache_plugins.transform_coding", 1, ADVICE)
     _snapshot_class = TransformCodingSnapshot
-    _layer_class = RowLayer
     uses_query_statistics = True
     cache_config: TransformCodingConfig
 
@@ -151,6 +150,9 @@ class TransformCodingCache(PackedCache):
         super().__init__(config, attention_mask)
         if max_cache_len is not None and not self.is_compileable:
             raise ValueError("`max_cache_len` is for models whose layers all are of full attention")
+
+    def _make_empty_layer(self, layer_idx: int) -> RowLayer:
+        return RowLayer(self.cache_config.policy(), layer_idx)
 
     def _layer(self, layer_idx: int, config: PreTrainedConfig | None = None, window: int | None = None) -> RowLayer:
         options, codec = self.cache_config, None
