@@ -19,7 +19,7 @@ class FakeStream:
         self.past = set()
 
     def do(self, name):
-        """An operation; what is certain to have happened before it."""
+        """Do an operation; return all that is certain to have happened before it."""
         before = frozenset(self.past)
         self.past.add(name)
         return before
@@ -61,7 +61,7 @@ class FakeCuda:
     Attributes:
         compute, current (`FakeStream`): where models compute, and the current stream.
         synchronized (`list[frozenset[str]]`): the past of every event that the host waited for.
-        recorded (`list[tuple[int, FakeStream]]`): addresses that the allocator was told a stream uses.
+        recorded (`list[tuple[int, FakeStream]]`): addresses, and streams that use them.
     """
 
     Stream, Event = FakeStream, FakeEvent
@@ -96,13 +96,13 @@ class FakeCuda:
         finally:
             self.current = before
 
-    def serve(self, kernel):
-        """Has every pool take its tokens for a GPU's from now on, and a kernel transfer them as `use_kernel` says."""
+    def use_gpu_pools(self, kernel):
+        """Treat tokens of every pool as a GPU's from now on, transferred as in `use_kernel`."""
         self.use_kernel(kernel)
         self.monkeypatch.setattr(pool, "is_gpu", lambda device: True)
 
     def use_kernel(self, kernel):
-        """Chooses what transfers: `"triton"`, in its interpreter, or the host, `"torch"`."""
+        """Transfer by `"triton"`, in its interpreter, or by the host, `"torch"`."""
         if kernel == "triton":
             pytest.importorskip("triton")
             if os.environ.get("TRITON_INTERPRET") != "1":
@@ -126,7 +126,7 @@ def cuda(monkeypatch):
 @pytest.fixture
 def transfers(cuda, monkeypatch):
     """The past of every transfer."""
-    cuda.serve("triton")
+    cuda.use_gpu_pools("triton")
     pasts, run = [], staging._gather
 
     def noted(*args):

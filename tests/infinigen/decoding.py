@@ -1,4 +1,4 @@
-"""Makes a tiny Llama of three layers, token ids for it, and its logits token by token."""
+"""Make a tiny Llama of three layers, token ids for it, and its logits token by token."""
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel

@@ -21,19 +21,19 @@ from kvcache_plugins.infinigen.hooks import hooks_of
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
 
 
-# One of each way to make queries; that all of a cache fetched is exact: `tests/eval/test_families.py`
+# One of each way to make queries; `tests/eval/test_families.py` fetches all tokens of every family
 FAMILIES = ("llama", "qwen3", "gemma3_text", "phi3", "opt", "gpt_neox", "gpt2")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_speculation_is_like_the_truth(name: str) -> None:
+def test_predicted_queries_select_what_true_ones_select(name: str) -> None:
     """A stack whose layers change little: expected queries are near the true ones, so the same tokens are chosen."""
     model, prompt, steps = build_family(name), tokens(300).clamp(max=90), tokens(8, seed=1).clamp(max=90)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if any(part in parameter_name for part in ("o_proj", "out_proj", "down_proj", "c_proj", "dense", "fc2")):
                 parameter.mul_(0.02)
-            # Gemma 3 norms what a block adds, whatever its size
+            # Gemma 3 norms a block's output, whatever its size
             if name == "gemma3_text" and "post_" in parameter_name:
                 parameter.fill_(-0.98)
     with InfiniGenCache(model, **TENTH, full_layers=(0,), speculate=True) as cache:
@@ -90,7 +90,7 @@ def test_detached_cache_goes_on(llama: PreTrainedModel) -> None:
     speculated = cache.stats()["speculated_calls"]
     assert speculated > 0
     cache.detach()
-    # Whether another cache's hooks are still there makes no difference
+    # Hooks of another cache make no difference
     with torch.no_grad(), InfiniGenCache(llama):
         with pytest.warns(UserWarning, match=r"used after `detach\(\)`, or after the end of its `with` block"):
             assert llama(steps[:, :1], past_key_values=cache).logits.isfinite().all()
@@ -102,7 +102,7 @@ def test_detached_cache_goes_on(llama: PreTrainedModel) -> None:
     assert (stats["speculated_calls"], stats["selected_calls"]) == (speculated, 6 * 3)
 
 
-def test_nothing_is_lost_with_the_hooks_that_are_not_used(llama: PreTrainedModel) -> None:
+def test_no_warning_after_hooks_that_were_never_used(llama: PreTrainedModel) -> None:
     with InfiniGenCache(llama, speculate=False) as cache, torch.no_grad():
         llama(tokens(100), past_key_values=cache)
     with warnings.catch_warnings():
@@ -178,7 +178,7 @@ def test_latent_attention_is_exact() -> None:
     assert cache.stats()["dense_reads"] == 0
 
 
-def test_host_memory_exhausted_is_said_and_nothing_lost() -> None:
+def test_exhausted_host_memory_raises_and_keeps_the_pool() -> None:
     small = torch.randn(64, 16, 8, 128)
     pool = TokenPool((small, small))
     pool.append((small, small), None)
@@ -211,7 +211,7 @@ def assert_refused(model: PreTrainedModel, cache: InfiniGenCache, count: int) ->
 
 @pytest.mark.parametrize("is_detached", [False, True])
 def test_another_model_with_hooks_is_refused(tiny_model, is_detached: bool) -> None:
-    """Models of the same shapes: where hooks show each forward, they show whose it is."""
+    """Models of the same shapes: hooks show the model of each forward."""
     options = {"full_layers": (), "speculate": True}
     own, other = (tiny_model("llama", seed=seed) for seed in (1, 2))
     cache, expected, others = (InfiniGenCache(model, **options) for model in (own, own, other))
@@ -283,8 +283,8 @@ def test_bytes_are_a_fraction_of_infinigens(tiny_model) -> None:
 
 
 @pytest.mark.parametrize("length, padding", [(75, 8), (64, 1), (130, 66), (150, 81)])
-def test_a_padded_row_is_as_alone(length, padding, tiny_model) -> None:
-    """The host makes room for as many tokens as the batch is long, and fewer of them are real."""
+def test_padded_sequence_equals_itself_alone(length, padding, tiny_model) -> None:
+    """The host reserves room for the longest sequence, but fewer tokens are real."""
     model, prompt, steps = tiny_model("llama"), tokens(length), tokens(4, seed=1)
     mask = (torch.arange(length) >= padding).long()[None]
     with InfiniGenTransformCache(model, **EVERYTHING) as cache:
@@ -294,7 +294,7 @@ def test_a_padded_row_is_as_alone(length, padding, tiny_model) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
-def test_speculates_where_tokens_have_to_be_brought(device: str) -> None:
+def test_speculates_on_accelerators_by_default(device: str) -> None:
     where = torch.device(device)
     assert InfiniGenConfig().speculates_on(where) is (device != "cpu")
     for asked in (True, False):

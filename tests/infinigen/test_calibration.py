@@ -1,4 +1,4 @@
-"""Calibration: what it measures, what it fits, and the file that it writes."""
+"""Calibration: its measurements, its corrections, and its file."""
 
 from pathlib import Path
 
@@ -34,8 +34,8 @@ def path(calibration: Calibration, tmp_path) -> Path:
     return tmp_path / "calibration.safetensors"
 
 
-def test_corrections_bring_the_guess_nearer_to_the_truth(calibration: Calibration) -> None:
-    """Layers of random weights have little to do with each other: what can be told is told by the correction."""
+def test_corrections_improve_the_prediction(calibration: Calibration) -> None:
+    """Layers of random weights predict each other badly; the correction is what helps."""
     assert [report.layer_idx for report in calibration.reports] == [1, 2]
     for report in calibration.reports:
         assert 0.1 < report.by_input < report.oracle < 1
@@ -85,7 +85,7 @@ def test_file_of_another_model_is_refused(tiny_model, path: Path) -> None:
 
 
 def forged_factors(change):
-    """Changes the factors of the first correction."""
+    """Change the factors of the first correction."""
 
     def forge(content, tensors) -> None:
         names = "corrections.0.down", "corrections.0.up"
@@ -115,7 +115,7 @@ FORGED = {
 
 
 @pytest.mark.parametrize("message", FORGED)
-def test_what_is_forged_is_refused(model: PreTrainedModel, path: Path, message: str) -> None:
+def test_forged_files_are_refused(model: PreTrainedModel, path: Path, message: str) -> None:
     content, tensors = read_content(path, FORMAT), load_file(path)
     FORGED[message](content, tensors)
     write_tensors(path, FORMAT.stamp(content), tensors)

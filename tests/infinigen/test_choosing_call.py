@@ -1,4 +1,4 @@
-"""Steps of a layer by its own query as one prepared call: what the kernels of the single steps compute."""
+"""Planned steps of a layer that selects by its own query, beside the kernels of single steps."""
 
 import copy
 
@@ -50,7 +50,7 @@ def attend(layer: InfiniGenLayer, new: tuple[torch.Tensor, ...], scale: float | 
     ],
     ids=str,
 )
-def test_prepared_steps_are_those_of_single_kernels(count, options, shape, mode, monkeypatch) -> None:
+def test_planned_steps_equal_those_of_single_kernels(count, options, shape, mode, monkeypatch) -> None:
     options, shape = dict(options), dict(shape)
     scale, groups = options.pop("scale", None), shape.pop("groups", 3)
     prepared = filled(InfiniGenConfig(**options), count, **shape)
@@ -64,21 +64,20 @@ def test_prepared_steps_are_those_of_single_kernels(count, options, shape, mode,
             new = tuple(torch.randn(size, *each, dtype=dtype) for each in zip(heads, (1, 1, 1), dims, strict=True))
             torch.testing.assert_close(attend(prepared, new, scale), attend(single, new, scale), atol=1e-5, rtol=1e-3)
             if step == 20:
-                # Addresses in a call are of what was copied, and of tokens that are dropped nothing is left
+                # A copy has a plan of its own, and dropped tokens end a plan
                 prepared = copy.deepcopy(prepared)
                 for layer in (prepared, single):
                     layer.crop_tokens(5)
     assert prepared.stats() == single.stats()
-    # Not of one that never prepares a call, however often it is told
     assert prepared._plan is not None and single._plan is None
-    # What a call is made of is held already
+    # A plan holds no memory of its own
     held = {(each.data_ptr(), each.nbytes) for _, each in prepared.named_tensors()}
     assert reachable_bytes(prepared) == sum(size for _, size in held)
     for side in ("keys", "values"):
         assert torch.equal(prepared.to_dense(side), single.to_dense(side))
 
 
-def test_a_token_left_for_the_call_is_stored_whoever_asks(monkeypatch) -> None:
+def test_unwritten_token_is_written_for_every_reader(monkeypatch) -> None:
     layer = filled(InfiniGenConfig(), 100)
     with torch.no_grad():
         for _ in range(3):
@@ -91,7 +90,7 @@ def test_a_token_left_for_the_call_is_stored_whoever_asks(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("options", [{"pool_tokens": 60}, {"alpha": 4.0}, {"speculate": True}], ids=str)
-def test_other_rules_and_pools_prepare_nothing(options) -> None:
+def test_other_rules_and_pools_are_not_planned(options) -> None:
     layer = filled(InfiniGenConfig(**options), 100)
     with torch.no_grad():
         for _ in range(3):
@@ -99,7 +98,7 @@ def test_other_rules_and_pools_prepare_nothing(options) -> None:
     assert layer._plan is None
 
 
-def test_beams_that_are_reordered_in_each_step_prepare_nothing() -> None:
+def test_steps_are_not_planned_while_beams_are_reordered() -> None:
     layer = filled(InfiniGenConfig(), 100)
     with torch.no_grad():
         for is_reordered in (True, True, True, False, False):
@@ -122,7 +121,7 @@ def test_threads_make_no_difference(num_threads: int) -> None:
     assert_same(*logits)
 
 
-def test_a_call_refuses_what_it_was_not_made_for() -> None:
+def test_a_plan_refuses_other_inputs() -> None:
     layer = filled(InfiniGenConfig(), 100)
     new = tuple(torch.randn(1, 3, 1, 16) for _ in range(3))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Whose place a new token takes: distinct victims, by policy, attention sinks aside; and masks of slots."""
+"""Victims that new tokens replace: distinct, by policy, without attention sinks; and masks of slots."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def fetch(record: UsageRecord, *slots: int) -> None:
     record.touch(chosen, torch.ones_like(chosen, dtype=torch.bool))
 
 
-# By policy: attention sinks, what is fetched step by step, and victims of so many tokens at a time
+# By policy: attention sinks, tokens fetched in each step, and victims of as many tokens at a time
 VICTIMS = {
     "fifo": (2, [[2, 3]], [[2, 3, 4], [5, 6]]),
     "lru": (0, [[0, 1, 2, 3, 4, 5, 6, 7], [0, 2, 4, 6, 7], [1]], [[3, 5], [0, 2]]),
@@ -67,7 +67,7 @@ def test_padding_goes_first() -> None:
     record.add(0, 6, 0)
     victims = record.replace(3, 6, torch.tensor([0, 4]))
     assert victims[0, 0].tolist() == [1, 2, 3]
-    # Four paddings, of which three are taken
+    # Three of four padding tokens
     assert victims[1, 0].tolist() == [0, 1, 2]
     assert record.num_evicted == 3
 

@@ -1,8 +1,8 @@
-"""A layer on a GPU attends as on a CPU, in the right order, and its host asks for nothing; of rows on their way to it
-nothing is read before it is there, nor its memory given away before it was read.
+"""A layer on a GPU attends as on a CPU, in the right order, and the host waits for no result. Rows are read after
+their transfer to the GPU, and their memory is freed after that.
 
-There is no GPU here: see `conftest.py` for what stands in for one. Tensors on the `meta` device stand for what a host
-cannot know: they have shapes and no numbers, and whatever would wait for a GPU to read one raises.
+There is no GPU here: `conftest.py` has stand-ins. Tensors on the `meta` device stand for results that a host does not
+know: they have shapes and no numbers, and reading one raises, where a GPU would be waited for.
 """
 
 import copy
@@ -28,8 +28,8 @@ from kvcache_plugins.infinigen.selection import Selection
 
 @pytest.fixture(params=["triton", "torch"])
 def gpu(cuda, request):
-    """Transfers are by kernel or by the host."""
-    cuda.serve(request.param)
+    """Transfers by kernel or by the host."""
+    cuda.use_gpu_pools(request.param)
     return cuda
 
 
@@ -40,7 +40,7 @@ def meta_llama():
 
 
 class StagedNow:
-    """Rows under way or not dropped yet, and the most bytes that there were of them."""
+    """Rows that are staged and not dropped yet, and the most bytes that they had."""
 
     def __init__(self):
         self.held, self.most = weakref.WeakSet(), 0
@@ -60,7 +60,7 @@ def staged(monkeypatch):
 
 
 class NothingComesFromTheHost(TorchDispatchMode):
-    """Raises where a tensor of the host is used or copied: but for page-locked ones, the host waits for the copy."""
+    """Raise where a tensor of the host is used or copied: the host waits for a copy, unless memory is page-locked."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -97,7 +97,7 @@ def test_chooses_and_counts_what_a_cpu_does(cuda, llama, make_cache, rule, kerne
     cuda.use_kernel("torch")
     with make_cache(llama, **rule) as cache:
         expected, stats = decode_logits(llama, cache, prompt, steps), cache.stats()
-    cuda.serve(kernel)
+    cuda.use_gpu_pools(kernel)
     with make_cache(llama, **rule) as cache:
         assert_same(decode_logits(llama, cache, prompt, steps), expected)
         assert cache.stats() == stats
@@ -108,14 +108,14 @@ def test_chooses_and_counts_what_a_cpu_does(cuda, llama, make_cache, rule, kerne
     [{"speculate": True}, {"speculate": False}, {"speculate": True, "max_fetch_ratio": 0.5, "full_layers": (2,)}],
     ids=str,
 )
-def test_staging_is_told_before_it_is_made(cuda, meta_llama, llama, options, staged):
+def test_memory_report_predicts_staging(cuda, meta_llama, llama, options, staged):
     expected = InfiniGenCache(meta_llama, **options)
     expected.detach()
     for index in range(3):
         states = torch.empty(2, 2, 153, 16, device="meta")
         expected.update(states, states, index)
     staging = expected.memory().parts["staging"]
-    cuda.serve("triton")
+    cuda.use_gpu_pools("triton")
     with InfiniGenCache(llama, **options) as cache:
         decode_logits(llama, cache, tokens(150, rows=2), tokens(3, rows=2, seed=1))
     assert cache.memory().parts["staging"] == staging
@@ -124,7 +124,7 @@ def test_staging_is_told_before_it_is_made(cuda, meta_llama, llama, options, sta
 
 
 def test_tokens_and_pages_are_written(gpu):
-    """Whole pages, what is left of a prompt, runs of decoded tokens, and one that crosses into another page."""
+    """Whole pages, the rest of a prompt, runs of decoded tokens, and one that crosses into another page."""
     states = torch.randn(2, 2, 2 * PAGE_TOKENS + 60, 9, generator=torch.Generator().manual_seed(0))
     keys, values = states.split([5, 4], dim=3)
     pool, start = TokenPool((keys, values)), 0
@@ -154,8 +154,8 @@ def test_several_new_tokens_rollbacks_beams_and_copies(gpu, llama):
 
 
 @pytest.mark.parametrize("change", ["crop", "reorder", "reset", "move"])
-def test_a_fetch_that_is_dropped_is_held_by_nobody(cuda, llama, change, staged):
-    cuda.serve("triton")
+def test_a_dropped_fetch_is_freed(cuda, llama, change, staged):
+    cuda.use_gpu_pools("triton")
     with InfiniGenCache(llama, full_layers=()) as cache:
         decode_logits(llama, cache, tokens(100), tokens(1, seed=1))
         layer = cache.layers[1]
@@ -197,7 +197,7 @@ def test_pages_are_not_given_back_while_rows_are_read_from_them(gpu, llama):
     cache.layers[0].speculate(torch.randn(1, 4, 1, 16), None, 0.25)
     gpu.synchronized.clear()
     cache.reset()
-    # What the host gathers it has read when it goes on
+    # The host has read the rows when it goes on
     assert any("rows" in past for past in gpu.synchronized) is by_kernel
 
 
@@ -210,8 +210,8 @@ def test_pages_are_not_given_back_while_rows_are_read_from_them(gpu, llama):
 )
 @torch.no_grad()
 def test_a_decode_step_reads_nothing_from_the_device(meta_llama, cuda, monkeypatch, options, is_padded):
-    """A whole model without numbers; only transfers, and the prompt's padding, are stood in for."""
-    cuda.serve("torch")
+    """A whole model without numbers; only transfers and the prompt's padding have stand-ins."""
+    cuda.use_gpu_pools("torch")
     # A run of tokens moves into the pool among few steps
     monkeypatch.setattr(layers, "FLUSH_LENGTH", 4)
     monkeypatch.setattr(TokenPool, "addresses_for", lambda pool, states: torch.zeros(len(pool.pages)))
@@ -220,10 +220,10 @@ def test_a_decode_step_reads_nothing_from_the_device(meta_llama, cuda, monkeypat
     monkeypatch.setattr(staging, "_gather", lambda *args: transfers.append(args))
     prompt, token = (torch.zeros(2, count, dtype=torch.int64, device="meta") for count in (100, 1))
     is_coded = "value_nbits" in options
-    # Made where a prompt is coded, which states without numbers are not
+    # Encoding a prompt makes it, but states without numbers are not encoded
     hadamard_matrix(meta_llama.config.head_dim, torch.device("meta"))
     with (InfiniGenTransformCache if is_coded else InfiniGenCache)(meta_llama, **options, full_layers=(0,)) as cache:
-        # Once for a model and at a prompt, queries are compared
+        # Queries are compared once a model, at a prompt
         hooks_of(meta_llama).checked.update(range(3))
         meta_llama(prompt, past_key_values=cache)
         if is_padded:
@@ -261,13 +261,13 @@ def start(pool, selection):
     return staging.start_fetch(pool, selection)
 
 
-def test_transfers_follow_what_was_computed_and_attention_follows_them(cuda, transfers):
+def test_transfers_run_after_the_selection_and_before_attention(cuda, transfers):
     pool = make_pool()
     for number in range(6):
         cuda.compute.do(f"write of the pool, choice {number}")
         staged = start(pool, make_selection(pool, 10, seed=number))
         assert f"write of the pool, choice {number}" in transfers[number]
-        # The host has not told the computing stream to wait yet: the layer before computes
+        # The computing stream does not wait yet: the layer before computes
         assert f"transfer {number}" not in cuda.compute.do("layer before")
         staged.wait()
         assert f"transfer {number}" in cuda.compute.do(f"attention {number}")
@@ -275,8 +275,8 @@ def test_transfers_follow_what_was_computed_and_attention_follows_them(cuda, tra
 
 
 @pytest.mark.parametrize("is_read", [False, True])
-def test_memory_of_rows_is_the_computing_streams_once_they_are_written(cuda, transfers, is_read):
-    """Whoever gets it next is behind the transfer there, and before the next one."""
+def test_memory_of_rows_belongs_to_the_computing_stream(cuda, transfers, is_read):
+    """The next user of the memory comes after the transfer, and before the next one."""
     pool, other = make_pool(), cuda.Stream()
     staged = start(pool, make_selection(pool, 4))
     if is_read:
@@ -290,8 +290,8 @@ def test_memory_of_rows_is_the_computing_streams_once_they_are_written(cuda, tra
     assert "who gets the memory" in transfers[1]
 
 
-def test_what_the_stream_uses_is_not_freed_before(cuda, transfers):
-    """The allocator is told of everything that the second stream reads and others may free."""
+def test_memory_that_the_stream_uses_is_not_freed(cuda, transfers):
+    """The allocator knows all memory that the second stream reads and others may free."""
     pool, selection = make_pool(), make_selection(make_pool(), 12)
     start(pool, selection)
     side = {place for place, stream in cuda.recorded if stream is not cuda.compute}
@@ -327,7 +327,7 @@ def test_transfers_are_timed_inside_of_the_block(transfers):
     pool = make_pool()
     with TransferTimes() as times:
         start(pool, make_selection(pool, 8)).wait()
-    # A transfer is one operation, and one that the computing stream had not waited for
+    # A transfer is one operation, for which the computing stream had not waited
     assert times.seconds() == {"transfer_s": 1.0, "stalled_s": 1.0}
     start(pool, make_selection(pool, 8)).wait()
     assert times.seconds() == {"transfer_s": 1.0, "stalled_s": 1.0}

@@ -1,4 +1,4 @@
-"""An InfiniGen cache on a real GPU: exact, and no step of it waits for the host."""
+"""An InfiniGen cache on a real GPU: exact, and the host waits in no step."""
 
 import copy
 
@@ -27,7 +27,7 @@ def kernel(monkeypatch, request):
 
 @pytest.fixture
 def must_not_wait():
-    """Has whatever makes the host wait raise; used as a function, so that what is compiled first may."""
+    """Raise where the host waits; used as a function, so that compilation may wait first."""
     yield lambda: torch.cuda.set_sync_debug_mode("error")
     torch.cuda.set_sync_debug_mode("default")
 
@@ -43,7 +43,7 @@ def make_tokens(count, rows=1, seed=0):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_rows_are_written_and_staged(kernel, must_not_wait, dtype):
-    """Twice: what is compiled makes the host wait the first time."""
+    """Run twice: the host waits for compilation the first time."""
     states = torch.randn(2, 3, PAGE_TOKENS + 60, 48).to("cuda", dtype)
     keys, values = states.split([32, 16], dim=3)
     slots = torch.rand(2, 3, PAGE_TOKENS + 60, device="cuda").argsort(dim=2)[:, :, :129].contiguous()
@@ -108,7 +108,7 @@ def test_a_cache_may_be_dropped_before_its_last_step_has_run(llama):
     logits = llama(steps[:, -1:], past_key_values=cache).logits[:, -1]
     pages = [(layer.pool.pages[0].shape, layer.pool.dtype) for layer in cache.layers]
     del cache
-    # Whoever gets the memory of the pages next writes to it at once
+    # The next user of the pages' memory writes to it at once
     others = [torch.zeros(shape, dtype=dtype, pin_memory=True) for shape, dtype in pages]
     assert_same(logits, expected[:, -1], 1e-3)
     assert others

@@ -1,4 +1,4 @@
-"""A query projection makes what attention is given, in every family of models that it does not refuse."""
+"""A query projection makes the queries that attention gets, in every family of models that it does not refuse."""
 
 import math
 import types
@@ -20,14 +20,14 @@ from kvcache_plugins.infinigen.queries import QueryProjection, find_attention_mo
 from kvcache_plugins.models.layer_config import config_of_layer
 
 
-# Of the largest query; the projection may sum in another order than the model
+# Error as a share of the largest query; the projection may sum in another order than the model
 TOLERANCE = 1e-6
 TOLERANCES = {torch.float32: TOLERANCE, torch.bfloat16: 2e-2}
 
 COMMON = {"vocab_size": 128, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LAYERS = {**COMMON, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 GROUPED = {**LAYERS, "num_key_value_heads": 2}
-# Heads that are together wider than the hidden states
+# All heads together are wider than the hidden states
 ROTARY = {**GROUPED, "head_dim": 24}
 EXPERTS = {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
 HYBRID = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 8}
@@ -85,7 +85,7 @@ FAMILIES = {
     "falcon-multi-head": ("falcon", {**FALCON, "multi_query": False}),
     "dbrx": ("dbrx", DBRX),
 }
-# The part of the fused projection that is no queries, in its weight viewed by its groups
+# Part of the fused projection that makes no queries, in its weight viewed by groups
 FUSED = {"phi3": (1, 64), "gpt-neox": (4, 16), "gpt2": (1, 64), "gpt-bigcode": (4, 16), "dbrx": (1, 64)}
 
 REFUSED = {
@@ -93,7 +93,7 @@ REFUSED = {
     "bloom": ("bloom", {**COMMON, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "`BloomAttention` .*ALiBi"),
     "mpt": ("mpt", {"vocab_size": 128, "d_model": 64, "n_layers": 2, "n_heads": 4}, "`MptAttention` .*ALiBi"),
     "falcon-alibi": ("falcon", {**FALCON, "alibi": True}, "ALiBi"),
-    # Takes its angles since 5.24, and turns queries and keys each by itself
+    # Takes its angles since 5.24, and rotates queries and keys separately
     "gptj": ("gptj", {**GPT2, "rotary_dim": 8}, "looks up positions itself|no function `apply_rotary_pos_emb`"),
     "gpt-oss": ("gpt_oss", {**ROTARY, **EXPERTS}, "`sinks`"),
     "gemma2": ("gemma2", {**ROTARY, "attn_logit_softcapping": 50.0}, "`attn_logit_softcapping` .* 50.0"),
@@ -109,7 +109,7 @@ REFUSED = {
 
 
 def build(model_type, fields, attn_implementation="sdpa"):
-    """A random model whose biases and norms do something."""
+    """Make a random model whose biases and norms have an effect."""
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"this release of Transformers has no `{model_type}`")
     config = CONFIG_MAPPING[model_type](**fields)
@@ -123,7 +123,7 @@ def build(model_type, fields, attn_implementation="sdpa"):
 
 @pytest.fixture
 def capture(monkeypatch):
-    """`capture(model)` runs the model once: by layer the input of attention and the queries it was given."""
+    """`capture(model)` runs the model once: the input and the queries of attention, by layer."""
     seen, current = {}, []
 
     def note_input(layer_idx):
@@ -171,7 +171,7 @@ def projections(model):
 
 @torch.no_grad()
 def errors(made, captured):
-    """By layer, by how much the queries made differ from those that attention was given, of the largest of them."""
+    """Largest difference by layer between queries made and those of attention, as a share of the largest query."""
     assert made.keys() == captured.keys()
     found = {}
     for layer_idx, seen in captured.items():
@@ -221,7 +221,7 @@ def test_rotary_layers_are_those_that_change_with_the_position(family, expected,
 
 
 @pytest.mark.parametrize("family", FUSED)
-def test_of_a_fused_projection_only_queries_are_computed(family, capture):
+def test_fused_projections_compute_queries_alone(family, capture):
     model = build(*FAMILIES[family])
     made, captured = projections(model), capture(model)
     with FlopCounterMode(display=False) as counter:
@@ -238,14 +238,14 @@ def test_of_a_fused_projection_only_queries_are_computed(family, capture):
 
 
 class WholeWeight(nn.Parameter):
-    """A weight that cannot be taken apart, as quantized ones cannot."""
+    """A weight that cannot be split, such as a quantized one."""
 
     def __getitem__(self, index):
         raise NotImplementedError
 
 
 def replace_forward(projection):
-    """As Accelerate does, to bring weights that are elsewhere."""
+    """Replace `forward`, as Accelerate does to load weights."""
     forward = projection.forward
     projection.forward = lambda hidden_states: 2 * forward(hidden_states) + 1
 
@@ -270,7 +270,7 @@ CHANGES = {
 @pytest.mark.each_value
 @pytest.mark.parametrize("family", ["llama", *FUSED])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_whatever_a_projection_is_made_to_do_counts(family, change, capture):
+def test_changed_projections_are_called(family, change, capture):
     model = build(*FAMILIES[family])
     ids = torch.arange(3, 20)[None]
     made, before = projections(model), capture(model, ids)
@@ -292,9 +292,9 @@ def test_weights_are_not_copied(family, capture):
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_refuses_what_its_queries_do_not_tell(family):
+def test_refuses_attention_that_queries_do_not_determine(family):
     model_type, fields, message = REFUSED[family]
-    # What has no other attention has this one
+    # Every model has this attention
     model = build(model_type, fields, attn_implementation="eager")
     with pytest.raises(ValueError, match=message):
         projections(model)
@@ -339,7 +339,7 @@ def test_finds_the_text_decoder_of_a_multimodal_model():
     assert [projection.head_dim for projection in projections(model).values()] == [24, 24, 32]
 
 
-def test_refuses_models_whose_attention_modules_it_cannot_tell():
+def test_refuses_models_whose_attention_modules_are_ambiguous():
     mamba = build("mamba", {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2}, "eager")
     with pytest.raises(ValueError, match="`MambaForCausalLM` has no attention modules"):
         find_attention_modules(mamba)

@@ -1,4 +1,4 @@
-"""Layers whose tokens are rows of a codec: what they hold and hand out, by the kernel and in plain PyTorch."""
+"""Layers whose tokens are rows of a codec, by the kernel and in plain PyTorch."""
 
 import pytest
 import torch
@@ -12,12 +12,12 @@ from kvcache_plugins.transform_coding.config import TransformCodingConfig
 
 
 FREQUENCIES = tuple((10000.0 ** -(torch.arange(0, 32, 2) / 32)).tolist())
-# Key and value dims, query heads a head, options of the layer, padding of both items, tokens dropped and added anew
+# Key and value dims, query heads a head, options, padding of both sequences, tokens dropped and then added
 CASES = {
     "as by default": ((32, 32), 3, {}, None, 0),
     "unlike dims, padding": ((32, 20), 5, {}, (0, 70), 0),
     "no sinks, tokens dropped": ((32, 48), 1, {"sink": 0}, (3, 0), 100),
-    "an item that is nearly all padding": ((32, 32), 2, {}, (5, 660), 0),
+    "a sequence that is nearly all padding": ((32, 32), 2, {}, (5, 660), 0),
     "a pool that evicts": ((32, 32), 3, {"pool_tokens": 500}, (0, 9), 0),
 }
 
@@ -33,7 +33,7 @@ def make_layer(key_nbits: float = 4, value_nbits: float = 3.25, **options) -> In
 
 
 def filled(layer: InfiniGenLayer, dims: tuple[int, int], padding=None, cropped: int = 0, dtype=torch.float32):
-    """The layer with 700 tokens of two items, of which some are in its window."""
+    """Fill the layer with 700 tokens of two sequences, some of them in its tail."""
 
     def new(count: int, seed: int) -> list[torch.Tensor]:
         return [states(2, 3, count, dim, seed=seed + dim).to(dtype) for dim in dims]
@@ -47,7 +47,7 @@ def filled(layer: InfiniGenLayer, dims: tuple[int, int], padding=None, cropped: 
 
 
 def random_choice(layer: InfiniGenLayer) -> Selection:
-    """Slots in any order, first tokens among them, and no padding; of the first head all, and of the last none."""
+    """Select slots in any order, without padding: all for the first head, none for the last."""
     generator = torch.Generator().manual_seed(3)
     numbers = layer.scoring._index_of(layer.pool, torch.arange(layer.pool.num_slots).expand(2, 3, -1))
     chances = torch.rand(numbers.shape, generator=generator).masked_fill(numbers < 0, -1)
@@ -99,7 +99,7 @@ def test_threads_do_not_change_a_bit(num_threads: int, monkeypatch) -> None:
 
 @pytest.mark.parametrize("pool_tokens", [None, 60])
 @pytest.mark.parametrize("padding", [None, [0, 9]], ids=str)
-def test_first_tokens_are_exact_and_in_no_table(padding: list[int] | None, pool_tokens: int | None) -> None:
+def test_first_tokens_are_exact_and_do_not_enter_the_fit(padding: list[int] | None, pool_tokens: int | None) -> None:
     layer, first = make_layer(sink=3, pool_tokens=pool_tokens), padding or [0, 0]
     keys, values = states(2, 2, 150, 32), states(2, 2, 150, 32, seed=1)
     for item in range(2):
@@ -118,20 +118,20 @@ def test_first_tokens_are_exact_and_in_no_table(padding: list[int] | None, pool_
             assert 0 < (stored[item][others] - own[others]).abs().max() < 0.9
 
 
-def test_an_item_is_the_same_alone_and_padded() -> None:
+def test_a_sequence_is_the_same_alone_and_padded() -> None:
     keys, values = states(1, 2, 300, 32), states(1, 2, 300, 32, seed=1)
     alone, padded = make_layer(), make_layer()
     alone.load_prompt(keys, values, None)
     filling = [F.pad(each, (0, 0, 37, 0), value=1e3) for each in (keys, values)]
-    # Beside one of which so far no token is coded
+    # Beside a sequence without encoded tokens
     beside = [torch.cat([each, each.flip(3)]) for each in filling]
     padded.load_prompt(*beside, torch.tensor([37, 320]))
     for side in ("keys", "values"):
         torch.testing.assert_close(padded.to_dense(side)[:1, :, 37:], alone.to_dense(side))
 
 
-def test_an_item_gets_its_table_when_its_own_tokens_are_coded() -> None:
-    """A row of 17 tokens beside one of 337: once enough have followed it is as near as the other."""
+def test_codec_is_fitted_to_each_sequence_with_its_own_tokens() -> None:
+    """A sequence of 17 tokens beside one of 337: once enough have followed, its error is as small."""
     layer = make_layer()
     keys, values = states(2, 2, 500, 32), states(2, 2, 500, 32, seed=1)
     keys[1] *= 5
@@ -144,7 +144,7 @@ def test_an_item_gets_its_table_when_its_own_tokens_are_coded() -> None:
         assert errors[1] < 2 * errors[0] < 0.1
 
 
-def test_what_a_step_fetches_are_rows_of_values() -> None:
+def test_a_step_fetches_rows_of_values() -> None:
     layer = make_layer(alpha=float("inf"), max_fetch_ratio=0.25)
     layer.load_prompt(states(1, 2, 400, 64), states(1, 2, 400, 64, seed=1), None)
     layer.update(states(1, 2, 1, 64, seed=2), states(1, 2, 1, 64, seed=3))
@@ -160,7 +160,7 @@ def test_what_a_step_fetches_are_rows_of_values() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e7])
 @pytest.mark.parametrize("side", [0, 1])
-def test_what_cannot_be_stored_is_said_and_nothing_lost(side: int, bad: float) -> None:
+def test_tokens_that_cannot_be_stored_raise_and_nothing_is_lost(side: int, bad: float) -> None:
     layer = make_layer(recent=8)
     layer.load_prompt(states(1, 2, 100, 32), states(1, 2, 100, 32, seed=1), None)
     before = [layer.to_dense(each).clone() for each in ("keys", "values")]

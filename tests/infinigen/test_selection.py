@@ -1,4 +1,4 @@
-"""The rules by which tokens are chosen, and the copies of the keys that they are chosen by."""
+"""Rules that select tokens, and the copies of keys that score them."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def padding_of(*counts: int) -> LeftPadding:
 
 
 def chosen(weights: list[float], *, forced=(), allowed=None, resident=(), num_tokens=None, **options) -> list[int]:
-    """Slots that one head with these weights fetches."""
+    """Return the slots that one head with these weights selects."""
     count = len(weights)
     selection = select_tokens(
         torch.tensor(weights).log()[None, None, None],
@@ -61,7 +61,7 @@ WEIGHTS = [0.02, 0.4, 0.08, 0.3, 0.15, 0.05]
         ({**HALF, "allowed": [True, False, True, True, True, True]}, [3, 4, 2]),
         ({"alpha": float("inf"), "allowed": [False, False, True, True, False, False]}, [3, 2]),
         ({**HALF, "forced": (1,), "allowed": [True, False, True, True, True, True]}, [3, 4, 2]),
-        # Resident tokens have half of the weight already
+        # Tokens of the tail have half of the weight already
         ({"min_weight": 1.0, "resident": [1.0]}, [1]),
         ({**HALF, "num_tokens": 2}, [1]),
     ],
@@ -71,13 +71,13 @@ def test_rules(options: dict[str, object], expected: list[int]) -> None:
     assert chosen(WEIGHTS, **options) == expected
 
 
-def test_first_and_newest_of_what_is_attended_to_are_always_fetched() -> None:
+def test_first_and_newest_attended_tokens_are_always_selected() -> None:
     columns = torch.tensor([[0, 1, 1, 0, 1, 1, 1, 1, 0]]).bool()
     found = always_attended(columns, InfiniGenConfig(sink=2, recent=3))
     assert found.nonzero()[:, 1].tolist() == [1, 2, 5, 6, 7]
 
 
-def test_items_of_a_batch_have_their_own_budget() -> None:
+def test_sequences_of_a_batch_have_their_own_budget() -> None:
     scores = torch.randn(2, 3, 2, 40, generator=torch.Generator().manual_seed(0))
     allowed = torch.arange(40) >= torch.tensor([0, 30])[:, None, None]
     forced = torch.zeros(1, 1, 40, dtype=torch.bool)
@@ -89,8 +89,8 @@ def test_items_of_a_batch_have_their_own_budget() -> None:
 
 @pytest.mark.parametrize(("nbits", "limit"), [(2, 0.5), (4, 0.12), (8, 0.008)])
 @pytest.mark.parametrize("head_dim", [64, 18])
-def test_codes_tell_scores(nbits: int, limit: float, head_dim: int) -> None:
-    """Up to what is the same for all keys of a query, which no softmax sees."""
+def test_codes_approximate_scores(nbits: int, limit: float, head_dim: int) -> None:
+    """Scores differ by a constant of each query, which drops out of the softmax."""
     generator = torch.Generator().manual_seed(0)
     spread = torch.rand(head_dim, generator=generator) * 4 + 0.1
     keys = torch.randn(2, 3, 150, head_dim, generator=generator) * spread + 10 * spread
@@ -105,7 +105,7 @@ def test_codes_tell_scores(nbits: int, limit: float, head_dim: int) -> None:
     assert (scores - expected).norm() / expected.norm() < limit
 
 
-def test_codes_are_written_anew_where_tokens_are_replaced() -> None:
+def test_codes_of_replaced_tokens_are_replaced() -> None:
     keys = torch.randn(1, 2, 52, 16, generator=torch.Generator().manual_seed(0))
     scoring = ScoringCodes(InfiniGenConfig(pool_tokens=50), LeftPadding())
     rows, parts = scoring.encode(keys, keys, 52, 0)
@@ -128,7 +128,7 @@ def test_padding_does_not_enter_the_statistics() -> None:
     assert beside.fitted.keys() == {"mean", "spread"}
 
 
-def test_items_that_are_all_padding_at_first_are_scored_later() -> None:
+def test_sequences_that_begin_with_padding_alone_are_scored() -> None:
     """A limited pool is full by then, and its statistics are never fitted anew."""
     keys = torch.randn(1, 2, 80, 64, generator=torch.Generator().manual_seed(0))
     query = torch.randn(1, 2, 3, 64, generator=torch.Generator().manual_seed(1))
@@ -141,8 +141,8 @@ def test_items_that_are_all_padding_at_first_are_scored_later() -> None:
 
 
 @pytest.mark.parametrize("skewing", ["none", "query-svd"])
-def test_all_columns_tell_scores_exactly(skewing: str) -> None:
-    """Turning is orthogonal: queries and keys turned alike have the same products."""
+def test_all_columns_give_exact_scores(skewing: str) -> None:
+    """The rotation is orthogonal: queries and keys rotated alike have the same products."""
     generator = torch.Generator().manual_seed(0)
     keys, queries = torch.randn(2, 3, 90, 16, generator=generator), torch.randn(2, 6, 90, 16, generator=generator)
     query = torch.randn(2, 3, 2, 16, generator=generator)
@@ -180,7 +180,7 @@ def test_skewing_needs_fewer_columns_for_queries_of_low_rank() -> None:
     ],
     ids=str,
 )
-def test_compiled_choice_is_the_same(sizes, num_resident, options, num_threads, monkeypatch) -> None:
+def test_compiled_selection_equals_pytorch(sizes, num_resident, options, num_threads, monkeypatch) -> None:
     config = InfiniGenConfig(**options)
     scores, resident = 3 * torch.randn(sizes), 3 * torch.randn(*sizes[:3], num_resident)
     num_tokens = sizes[3] + num_resident
