@@ -26,9 +26,9 @@ def search_partition(
     Search the fastest slices, and return them with their seconds, which are never more than those of `start`.
 
     A level tries five values of every boundary, a step of tokens apart; the next level has a quarter of the step and
-    the best partition so far in its middle. A level is repeated while it finds a better one. Of more than two
-    boundaries two neighbouring ones are moved at a time, the others in proportion. `measure` takes partitions, none
-    twice.
+    the best partition so far in its middle. A level is repeated while it finds a better one. If there are more than
+    two boundaries, two neighbouring ones are moved at a time, the others in proportion. `measure` takes partitions,
+    none twice.
     """
     best = check_lengths("start", tuple(start), sum(start))
     step = max(1, sum(start) // (_STEP_DIVISOR * len(best))) if first_step is None else first_step

@@ -163,8 +163,8 @@ def _serve(setup: tuple[int, int, str, str | None, int], folder: str, pipe: Any)
 
     def join() -> None:
         torch.set_num_threads(num_threads)
-        place = f"file://{folder}/store"
-        dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size, timeout=_TIMEOUT)
+        store = f"file://{folder}/store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=_TIMEOUT)
         workers.append(Worker(rank, size, *load_for_evaluation(name, dtype, "cpu")))
 
     _answer(pipe, join, ())

@@ -22,7 +22,7 @@ def predict_ttft(lengths: ArrayLike, cost: CostModel, link: Link, bytes_per_toke
     Simulate the seconds `[...]` until the last rank has the last token's hidden state, for slices `[..., num_ranks]`.
 
     In every layer a rank projects its slice, waits for the states of all tokens before it, sends both on, one message
-    at a time, and attends meanwhile. For `bytes_per_token`, of one layer, see `bytes_of_token`.
+    at a time, and attends meanwhile. `bytes_per_token` are those of one layer, see `bytes_of_token`.
     """
     lengths = np.asarray(lengths, dtype=np.float64)
     num_ranks = lengths.shape[-1]

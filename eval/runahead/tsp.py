@@ -51,7 +51,7 @@ class GatheringExchange(PrefixExchange):
             raise ValueError("`model`: prompts are not folded for layers that have windows")
         self.chunks = [slice(each * self._chunk, min((each + 1) * self._chunk, length)) for each in numbers]
         stop, num_tokens = self.chunks[-1].stop, sum(each.stop - each.start for each in self.chunks)
-        # As the first rank that takes part it waits for no rank before it
+        # The first rank that takes part waits for no rank before it
         neighbours = Neighbours(None, first=rank, run=-1)
         super().__init__(neighbours, layouts, PromptSlice(start=stop - num_tokens, stop=stop, batch_size=batch_size))
         self._share = len(numbers) * self._chunk

@@ -1,5 +1,5 @@
-"""Transformers' continuous batching in `compressed_batching`: requests together are what they are alone, and
-attention over coded pages is over what was written to them: rows decoded, first and newest tokens exact.
+"""Transformers' continuous batching in `compressed_batching`: a batch equals its requests alone, and attention over
+coded pages is over the tokens written to them: decoded rows, and exact sink and recent tokens.
 """
 
 import copy
@@ -41,7 +41,7 @@ def config(num_new, num_blocks=24, max_batch_tokens=256, offload_space=0.0, **sa
 
 
 def run(model, prompts, max_batch_tokens=256, num_forks=1, num_blocks=24, offload_space=0.0):
-    # Of one token to choose from; forks are for sampling
+    # Sampling makes forks; with one token to choose from it is greedy
     sampling = {"do_sample": num_forks > 1, "top_k": 1, "num_return_sequences": num_forks}
     configs = config(NUM_TOKENS, num_blocks, max_batch_tokens, offload_space, **sampling)
     outputs = model.generate_batch(prompts, **configs)
@@ -68,7 +68,7 @@ def context(smollm2, prompts):
     return lambda name="transform-30": compressed_batching(smollm2[0], name, text=torch.tensor(prompts[-1:]))
 
 
-def test_requests_together_are_what_they_are_alone(smollm2, prompts, context):
+def test_a_batch_equals_its_requests_alone(smollm2, prompts, context):
     model = smollm2[0]
     dense = run(model, prompts)
     with context() as batching:
@@ -83,7 +83,7 @@ def test_requests_together_are_what_they_are_alone(smollm2, prompts, context):
     assert stats["tokens_coded"] == layers * new
     assert stats["fused_calls"] >= layers * 3 * (NUM_TOKENS - 2) and stats["dense_reads"] == 0
     assert stats["kernel_fallbacks"] == 0
-    # Of 28 % of the bits the text is nearly the dense one's; chunks of a prompt see each other coded
+    # At 28 % of the bits the text is nearly the dense one; chunks of a prompt attend to coded tokens of each other
     assert agreeing(together, dense) > 18 and agreeing(chunked, dense) > 18
 
 
@@ -128,7 +128,7 @@ def test_a_cancelled_request_gives_its_blocks_back(smollm2, prompts, context):
         assert again.generated_tokens == alone and batch.cache.compute_free_capacity() == 1
 
 
-def test_requests_that_make_room_go_on_as_they_were(smollm2, prompts, context, monkeypatch):
+def test_offloaded_requests_continue_as_they_were(smollm2, prompts, context, monkeypatch):
     model, offloaded = smollm2[0], []
     offload, empty = OffloadingManager._offload_to_cpu, torch.empty
 
@@ -148,18 +148,18 @@ def test_requests_that_make_room_go_on_as_they_were(smollm2, prompts, context, m
         assert run(model, growing, num_blocks=1, offload_space=0.05) == alone and offloaded[1:] == [(1, 1)]
 
 
-def test_windows_stay_as_they_are(tiny_model, random_windows):
+def test_layers_of_windows_stay_dense(tiny_model, random_windows):
     model, prompts = (
         tiny_model("gemma3-hybrid"),
         [ids[: 90 + 31 * k].tolist() for k, ids in enumerate(random_windows(3, 152))],
     )
     dense = run(model, prompts)
     with compressed_batching(model, "transform-30", text=torch.tensor(prompts[-1:])) as batching:
-        together, num_coefficients = run(model, prompts), batching.stats()["tokens_coded"]
+        together, num_coded = run(model, prompts), batching.stats()["tokens_coded"]
         alone = [run(model, [prompt])[0] for prompt in prompts]
     assert together == alone
     # Two of its four layers attend to all tokens
-    assert num_coefficients == 2 * (sum(map(len, prompts)) + 3 * (NUM_TOKENS - 1))
+    assert num_coded == 2 * (sum(map(len, prompts)) + 3 * (NUM_TOKENS - 1))
     assert agreeing(together, dense) > 24
 
 
@@ -173,14 +173,14 @@ def test_pages_beside_windows_need_no_large_sector(size, pages, others):
 def test_a_dense_batch_is_an_error(tiny_llama, random_windows):
     prompts = [random_windows(1, 90)[0].tolist()]
     with compressed_batching(tiny_llama, "transform", text=torch.tensor(prompts)) as batching:
-        # As if Transformers no longer asked where it does
+        # A release of Transformers that looks up its allocator elsewhere
         paged_cache.ATTN_TYPE_TO_ALLOCATOR["full_attention"] = paged_cache.FullAttentionCacheAllocator
         with pytest.raises(AssertionError, match="a batch ran from a dense cache"):
             run(tiny_llama, prompts)
     assert run(tiny_llama, prompts) and batching.stats()["dense_reads"] == 0
 
 
-def test_other_models_are_left_alone(smollm2, prompts, context, tiny_llama):
+def test_other_models_keep_their_cache(smollm2, prompts, context, tiny_llama):
     ids = [[3, 4, 5] * 30, [9, 8] * 20]
     expected = run(tiny_llama, ids)
     with context():
@@ -205,7 +205,7 @@ def test_two_models_in_two_threads(tiny_llama, tiny_model, random_windows):
     assert together == alone and alone[0][0] != alone[1][0]
 
 
-def test_what_cannot_be_had_is_refused(tiny_llama, smollm2):
+def test_wrong_options_are_refused(tiny_llama, smollm2):
     refused = {"`name` is `transform`, which has no tables": {}, "`num_recent_tokens`": {"num_recent_tokens": -1}}
     for message, options in refused.items():
         with pytest.raises(ValueError, match=message), compressed_batching(tiny_llama, "transform", **options):
@@ -272,7 +272,7 @@ def expected_states(codec, keys, values, past, num_recent):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_recent", [0, 8])
 @torch.no_grad()
-def test_attention_is_over_what_was_written(num_recent, dtype, kernel, tiny_llama, monkeypatch):
+def test_attention_is_over_the_tokens_written(num_recent, dtype, kernel, tiny_llama, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
     codec = make_codec(tiny_llama)
     allocator, head_dim = make_allocator(codec, num_recent, dtype), codec.head_shapes[0][1]
@@ -328,7 +328,7 @@ def make_request(allocator, codec, length):
 
 # Within a page, and at its end, where the fork has no rows to copy
 @pytest.mark.parametrize("length", [70, 128])
-def test_forks_share_first_tokens_and_whole_pages_alone(length, tiny_llama):
+def test_forks_share_sinks_and_whole_pages_alone(length, tiny_llama):
     codec = make_codec(tiny_llama)
     allocator = make_allocator(codec, 8, torch.float32)
     keys, _ = make_request(allocator, codec, length)
@@ -348,7 +348,7 @@ def test_forks_share_first_tokens_and_whole_pages_alone(length, tiny_llama):
     assert allocator.pool.count_free_blocks(0) + allocator.pool.num_free_sectors == 40
 
 
-def test_a_found_prefix_has_its_first_tokens_and_newest_ones_of_its_rows(tiny_llama):
+def test_a_shared_prefix_has_exact_sinks_and_decodes_its_recent_tokens(tiny_llama):
     codec = make_codec(tiny_llama)
     allocator = make_allocator(codec, 8, torch.float32)
     keys, values = make_request(allocator, codec, 128)

@@ -161,7 +161,7 @@ def prefill_each(rank: int, folder: str, calls: list[dict[str, Any]]) -> list[An
 
 
 def generate_with_beams(rank: int, folder: str) -> bool | None:
-    """Whether beam search, and sampling from a seed, give what one process gives."""
+    """Return True if beam search, and sampling from a seed, equal those of one process."""
     model = _load(folder, "sdpa")
     input_ids, mask = make_prompt(2, 130)
     verdict = True
@@ -176,7 +176,7 @@ def generate_with_beams(rank: int, folder: str) -> bool | None:
     return verdict
 
 
-# What the last rank does otherwise
+# Changes of the last rank
 DIFFERENCES: dict[str, Callable[[Any, torch.Tensor, dict[str, Any]], object]] = {
     "dtype": lambda model, ids, options: model.to(torch.bfloat16),
     "model": lambda model, ids, options: model.get_input_embeddings().weight.add_(1),
@@ -205,7 +205,7 @@ def differ(rank: int, folder: str, ways: list[str]) -> list[str]:
     return messages
 
 
-# What happens to a rank in the order of a prefill, and what others say when it was
+# Failures of a rank in the order of a prefill, and the moment that errors of others name
 MOMENTS = {
     "killed before it is called": "before layer 0",
     "killed while the ranks agree": "before layer 0",

@@ -21,6 +21,6 @@ def test_rows_are_the_states(dtype):
     layout.write(rows[3:], keys, values)
     read_keys, read_values = layout.read(rows[3:])
     assert torch.equal(read_keys, keys) and torch.equal(read_values, values)
-    # What belongs to the first tokens is one piece, and what is read are no copies
+    # First tokens are one piece of memory, and reading copies nothing
     assert rows[:5].is_contiguous()
     assert read_keys.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()

@@ -86,7 +86,7 @@ def test_fit_finds_what_timings_follow(cost: CostModel, slices, triangle: float 
         assert getattr(fitted, name) == pytest.approx(getattr(cost, name), rel=1e-6, abs=1e-15), name
 
 
-def test_fit_bears_noise_and_knows_nothing_negative() -> None:
+def test_fit_bears_noise_and_has_no_negative_part() -> None:
     fitted = CostModel.fit(timings_of(COST, SLICES * 3, noise=0.02))
     for length, prefix in [*SLICES, (2048, 2048)]:
         assert fitted.seconds(length, prefix) == pytest.approx(COST.seconds(length, prefix), rel=0.03)
@@ -108,7 +108,7 @@ SAME = [Timing(length=length, prefix=prefix, seconds=1.0) for length, prefix in 
         (SAME, None, "do not grow with the length"),
     ],
 )
-def test_timings_that_do_not_tell_are_refused(timings, triangle: float | None, message: str) -> None:
+def test_timings_that_determine_no_model_are_refused(timings, triangle: float | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CostModel.fit(timings, triangle=triangle)
 
@@ -224,7 +224,7 @@ def test_ratios_of_any_size_leave_no_slice_empty(weights: list[int], length: int
     assert resolve_partition(tuple(ratios(weights)), length, len(weights)) == lengths
 
 
-def test_resolves_what_a_user_gives(tiny_model) -> None:
+def test_resolves_partitions_of_a_user(tiny_model) -> None:
     model = tiny_model("llama")
     by_shapes = resolve_partition(None, 100, 2, model=model)
     assert by_shapes == planned(100, 2, CostModel.of_shapes(model.config)) != (50, 50)
@@ -257,7 +257,7 @@ def test_resolves_what_a_user_gives(tiny_model) -> None:
         ("even", {"num_ranks": 0}, "`num_ranks` has to be an integer of at least 1 but got 0"),
     ],
 )
-def test_what_fits_nothing_is_refused(partition, options: dict[str, object], message: str) -> None:
+def test_wrong_partitions_are_refused(partition, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve_partition(partition, **{"length": 100, "num_ranks": 2, **options})
 
@@ -293,7 +293,7 @@ def path(model, tmp_path: Path) -> Path:
     return tmp_path / "table.json"
 
 
-def test_what_is_saved_is_loaded(model, tiny_model, path: Path) -> None:
+def test_a_saved_table_is_loaded(model, tiny_model, path: Path) -> None:
     loaded = PartitionTable.load(path, model, 2)
     assert loaded == table_for(model) and [entry.length for entry in loaded.entries] == [1000, 2000]
     assert resolve_partition(loaded, 1500, 2) == (975, 525)
@@ -306,7 +306,7 @@ def test_what_is_saved_is_loaded(model, tiny_model, path: Path) -> None:
     assert PartitionTable.load(path, model, 1) == bare
 
 
-# What is written in the place of the table: bytes, or changed fields, `None` for one that is left out
+# Content that replaces the table: bytes, or changed fields, `None` for a missing one
 DAMAGES = [
     (b"", "is no JSON file or is damaged"),
     (b"\xff\xfe\x00\x80", "is no JSON file or is damaged"),
@@ -338,7 +338,7 @@ def test_damaged_files_are_refused(model, path: Path, damage, message: str) -> N
     assert str(error.value).startswith(f"`partition`: {path} ")
 
 
-def test_every_changed_byte_is_noticed(model, path: Path) -> None:
+def test_every_changed_byte_is_detected(model, path: Path) -> None:
     """But for what JSON does not care about, where a change is none."""
     rng, content = random.Random(0), path.read_bytes()
     for _ in range(100):

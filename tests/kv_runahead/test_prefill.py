@@ -132,7 +132,7 @@ def test_a_rank_fails(saved_with_tokenizer, moment, failing):
             assert "raises" not in moment or "no memory left" in message
             assert rank == failing or "raises" not in moment or f"rank {failing} (process" in message
         else:
-            # It may have given all that it had
+            # A rank may have sent everything before
             assert answer is None or (answer[0] == "RunaheadError" and answer[1].startswith(f"rank {rank}:"))
 
 

@@ -62,7 +62,7 @@ def test_equals_reading_in_blocks(tiny_model, tmp_path, assert_same, read_in_blo
     assert_same(loaded, expected)
 
 
-def test_prompts_share_what_they_have_in_common(tiny_llama, tmp_path, assert_same, read_in_blocks):
+def test_prompts_share_their_common_beginning(tiny_llama, tmp_path, assert_same, read_in_blocks):
     first = prompt(1100)
     # Unlike from the last token of a block on
     second = torch.cat([first[:, :767], prompt(333)], dim=1)
@@ -125,7 +125,7 @@ def test_other_settings_and_models_share_nothing(tiny_model, tmp_path):
     assert store.cache_for(model, input_ids, create_cache("transform", model)).get_seq_length() == 512
 
 
-def test_what_cannot_be_kept_is_refused(tiny_llama, tmp_path):
+def test_wrong_options_are_refused(tiny_llama, tmp_path):
     store = PromptStore(tmp_path)
     (tmp_path / "file").touch()
     for message, call in {
@@ -183,7 +183,7 @@ def test_a_folder_is_cleared(folder, tmp_path, run, refuse):
     assert not (tmp_path / "other").exists()
 
 
-def test_generate_knows_its_prompt_the_second_time(tiny_folder, tmp_path, run, refuse):
+def test_generate_loads_its_prompt_the_second_time(tiny_folder, tmp_path, run, refuse):
     options = ["--model", tiny_folder, "--cache", "transform-22", "--store", str(tmp_path / "store")]
     options += ["--prompt", "so it goes, " * 50, "--max-new-tokens", "12"]
     first, second = (run("generate", *options) for _ in range(2))
@@ -240,7 +240,7 @@ def exchange(path: Path, chance: random.Random) -> None:
 
 @pytest.mark.parametrize("harm", [truncate, flip, exchange])
 @pytest.mark.parametrize("number", [0, 1])
-def test_damage_is_reported_once_and_mended(tiny_llama, tmp_path, assert_same, harm, number):
+def test_damage_is_reported_once_and_repaired(tiny_llama, tmp_path, assert_same, harm, number):
     input_ids, store = prompt(600), PromptStore(tmp_path)
     expected = store.read(tiny_llama, input_ids)
     path = blocks_in(tmp_path)[number]
@@ -257,7 +257,7 @@ def test_damage_is_reported_once_and_mended(tiny_llama, tmp_path, assert_same, h
     assert store.stats()["tokens_saved"] == 256 * number + 512
 
 
-def test_what_was_made_to_be_wrong_is_not_loaded(tiny_llama, tmp_path, assert_same):
+def test_forged_values_are_not_loaded(tiny_llama, tmp_path, assert_same):
     """A checksum that is right, and numbers that no cache can have."""
     input_ids, store = prompt(600), PromptStore(tmp_path)
     expected = store.read(tiny_llama, input_ids, "gear-k4v3:value_nbits=4")
@@ -310,7 +310,7 @@ def test_least_recently_used_go_first_and_none_in_use(tiny_llama, tmp_path, requ
     assert list_prompts(tmp_path) == []
 
 
-def test_another_process_keeps_what_it_uses(tiny_llama, tmp_path):
+def test_blocks_in_use_by_another_process_stay(tiny_llama, tmp_path):
     input_ids, (reading, writing) = prompt(520), os.pipe()
 
     def use() -> None:

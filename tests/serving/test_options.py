@@ -28,7 +28,7 @@ PROMPTS = {
     "completions": {"prompt": "abc", "max_tokens": 1},
     "responses": {"input": "abc", "max_output_tokens": 1},
 }
-# Of each option a value that is accepted where the option is, and one that never is
+# Options: a value that is accepted if the option is known, and one that never is
 TRIED = {
     "messages": ([TURN], [{"role": "user", "content": [IMAGE]}]),
     "prompt": ("abc", ["abc", "abd"]),

@@ -110,7 +110,7 @@ def test_errors_are_json(client, wrong, message, is_streamed):
 
 
 def test_errors_of_a_stream_and_of_routes_are_json(server, client):
-    # That the tokenizer has no such token is known once tokens are chosen
+    # An unknown token is detected once tokens are chosen
     with pytest.raises(openai.APIError) as caught:
         list(client.completions.create(prompt="One,", stream=True, logit_bias={"1000000": 1}, **GREEDY))
     assert "1000000" in caught.value.body

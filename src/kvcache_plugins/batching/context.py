@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from kvcache_plugins.codecs.rows import RowCodec, SharedFormats
-from kvcache_plugins.layers.policies import RowPolicy
+from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.models.cache_argument import as_argument, find_cache
 from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.registry import create_cache
@@ -78,18 +78,17 @@ def _find_codecs(
 ) -> PageCodecConfig:
     """Find the codecs of a preset: from the model's calibration, or fitted to a text that is read once."""
     cache = create_cache(name, model)
-    layers = dict(enumerate(cache.layers))
+    layers = {layer_idx: layer for layer_idx, layer in enumerate(cache.layers) if isinstance(layer, RowLayer)}
     if text is not None:
         with torch.no_grad():
             model(text.to(model.device), **as_argument(cache), logits_to_keep=1)
     codecs = {}
+    num_sink_tokens = 0
     for layer_idx, layer in layers.items():
-        policy = getattr(layer, "policy", None)
-        codec = (
-            policy.shared_codec if isinstance(policy, RowPolicy) and text is None else getattr(layer, "codec", None)
-        )
+        codec = layer.policy.shared_codec if text is None else layer.codec
         if isinstance(codec, RowCodec):
             codecs[layer_idx] = codec if codec.is_shared else RowCodec(SharedFormats(*codec.formats()))
+            num_sink_tokens = layer.policy.num_sink_tokens
     if not codecs:
         raise ValueError(
             f"`name` is `{name}`, which has no tables of the model's, and requests share blocks: accepted are "
@@ -97,8 +96,7 @@ def _find_codecs(
             "`transform-16` to `transform-30` with a `text` (`--text-file`) to make tables of (these alone "
             "under tensor parallelism)"
         )
-    policy = next(layer.policy for layer in layers.values() if hasattr(layer, "policy"))
-    return PageCodecConfig(codecs, policy.num_sink_tokens, num_recent_tokens)
+    return PageCodecConfig(codecs, num_sink_tokens, num_recent_tokens)
 
 
 @contextmanager

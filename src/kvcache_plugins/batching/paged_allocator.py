@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-SLIDING = "sliding_attention"
+_SLIDING = "sliding_attention"
 # Rows and exact tokens begin at multiples of this many bytes
 _ALIGNMENT = 16
 # Compiled kernels read pages in tiles of this many tokens
@@ -96,54 +96,6 @@ class LayerPages(NamedTuple):
     exact: torch.Tensor
 
 
-def _fit_page(num_bytes: int, num_pages: int, sliding_bytes: int) -> int:
-    """
-    Return the bytes of a page, so that a block of `num_pages` holds `num_bytes`.
-
-    Transformers allocates sectors, the least common multiple of a block and of a block of sliding windows, which has
-    `sliding_bytes` (0 for none). A block is therefore made a divisor or a multiple of the latter.
-    """
-    unit = num_pages * _ALIGNMENT
-    block = -(-num_bytes // unit) * unit
-    if sliding_bytes:
-        counts = range(sliding_bytes // block, 0, -1)
-        divisors = (sliding_bytes // count for count in counts if sliding_bytes % (count * unit) == 0)
-        factors = range(-(-block // sliding_bytes), unit + 1)
-        multiples = (sliding_bytes * factor for factor in factors if sliding_bytes * factor % unit == 0)
-        block = next(divisors, None) or next(multiples, block)
-    return block // num_pages
-
-
-def _common_head_dim(codec_config: PageCodecConfig, options: AllocatorOptions) -> int:
-    """Return the head dim of all layers; raise a `ValueError` if pages cannot hold them."""
-    missing = [layer_idx for layer_idx in options["layer_indices"] if layer_idx not in codec_config.codecs]
-    if missing:
-        raise ValueError(f"the cache has no tables of layers {missing}, which attend to all tokens")
-    if options["page_size"] % _TILE:
-        raise ValueError(f"`page_size` has to be a multiple of {_TILE} but got {options['page_size']}")
-    num_heads = options["num_key_value_heads"]
-    head_dim = codec_config.codecs[options["layer_indices"][0]].head_shapes[0][1]
-    for layer_idx in options["layer_indices"]:
-        shapes = codec_config.codecs[layer_idx].head_shapes
-        if shapes != [(num_heads, head_dim)] * 2:
-            raise ValueError(
-                f"layer {layer_idx}: tables of keys and values of {shapes} heads and channels do not fit pages of "
-                f"{(num_heads, head_dim)}; all have to be of one size"
-            )
-    return head_dim
-
-
-def _sliding_block_bytes(options: AllocatorOptions) -> int:
-    """Return the bytes of a block of the model's layers with sliding windows; 0 if it has none."""
-    layer_types = getattr(options["config"], "layer_types", None) or ()
-    windows = [layer_idx for layer_idx, kind in enumerate(layer_types) if kind == SLIDING]
-    if not windows:
-        return 0
-    own: AllocatorOptions = {**options, "index": 0, "layer_indices": windows, "allow_block_sharing": False}
-    num_bytes: int = SlidingAttentionCacheAllocator(**own).bytes_per_block
-    return num_bytes
-
-
 class CodedAllocator(FullAttentionCacheAllocator):
     """
     Allocator of blocks of coded rows, see the module.
@@ -187,8 +139,8 @@ class CodedAllocator(FullAttentionCacheAllocator):
             exact_per_block=self.bytes_per_page // token_bytes,
             rows_per_block=page_size,
         )
-        # By the physical index of a request's first new token in a coming pass: its block table, and whether its
-        # recent tokens have to be decoded from rows
+        # Block table of a request, and True if its recent tokens have to be decoded from rows, by the physical index
+        # of its first new token in a coming pass
         self._tables: dict[int, tuple[list[int], bool]] = {}
         # Requests that share a prefix and have had no pass yet
         self._sharing: set[str] = set()
@@ -431,3 +383,52 @@ class CodedAllocator(FullAttentionCacheAllocator):
             known = batch_size, RowCodec((keys, values))
             self._repeated_codecs[layer_idx] = known
         return known[1]
+
+
+def _fit_page(num_bytes: int, num_pages: int, sliding_bytes: int) -> int:
+    """
+    Return the bytes of a page, so that a block of `num_pages` holds `num_bytes`.
+
+    Transformers allocates memory in sectors, whose size is the least common multiple of that of a block and that of a
+    block of sliding windows, `sliding_bytes` (0 for none). To keep it small, a block divides the latter or is a
+    multiple of it.
+    """
+    unit = num_pages * _ALIGNMENT
+    block = -(-num_bytes // unit) * unit
+    if sliding_bytes:
+        counts = range(sliding_bytes // block, 0, -1)
+        divisors = (sliding_bytes // count for count in counts if sliding_bytes % (count * unit) == 0)
+        factors = range(-(-block // sliding_bytes), unit + 1)
+        multiples = (sliding_bytes * factor for factor in factors if sliding_bytes * factor % unit == 0)
+        block = next(divisors, None) or next(multiples, block)
+    return block // num_pages
+
+
+def _common_head_dim(codec_config: PageCodecConfig, options: AllocatorOptions) -> int:
+    """Return the head dim of all layers; raise a `ValueError` if pages cannot hold them."""
+    missing = [layer_idx for layer_idx in options["layer_indices"] if layer_idx not in codec_config.codecs]
+    if missing:
+        raise ValueError(f"the cache has no tables of layers {missing}, which attend to all tokens")
+    if options["page_size"] % _TILE:
+        raise ValueError(f"`page_size` has to be a multiple of {_TILE} but got {options['page_size']}")
+    num_heads = options["num_key_value_heads"]
+    head_dim = codec_config.codecs[options["layer_indices"][0]].head_shapes[0][1]
+    for layer_idx in options["layer_indices"]:
+        shapes = codec_config.codecs[layer_idx].head_shapes
+        if shapes != [(num_heads, head_dim)] * 2:
+            raise ValueError(
+                f"layer {layer_idx}: tables of keys and values of {shapes} heads and channels do not fit pages of "
+                f"{(num_heads, head_dim)}; all have to be of one size"
+            )
+    return head_dim
+
+
+def _sliding_block_bytes(options: AllocatorOptions) -> int:
+    """Return the bytes of a block of the model's layers with sliding windows; 0 if it has none."""
+    layer_types = getattr(options["config"], "layer_types", None) or ()
+    windows = [layer_idx for layer_idx, kind in enumerate(layer_types) if kind == _SLIDING]
+    if not windows:
+        return 0
+    own: AllocatorOptions = {**options, "index": 0, "layer_indices": windows, "allow_block_sharing": False}
+    num_bytes: int = SlidingAttentionCacheAllocator(**own).bytes_per_block
+    return num_bytes

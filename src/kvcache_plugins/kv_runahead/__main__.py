@@ -69,10 +69,10 @@ def main(
                 "launch --num_processes N` (on CPUs also `--multi_gpu`)"
             )
         text = inputs.read_prompt(prompt, prompt_file)
-        place = _choose_device(device)
-        dist.init_process_group("nccl" if place.startswith("cuda") else "gloo", timeout=timedelta(seconds=timeout))
+        target = _choose_device(device)
+        dist.init_process_group("nccl" if target.startswith("cuda") else "gloo", timeout=timedelta(seconds=timeout))
         try:
-            loaded, tokenizer = inputs.load_for_evaluation(model, dtype, place)
+            loaded, tokenizer = inputs.load_for_evaluation(model, dtype, target)
             input_ids = inputs.encode_prompt(tokenizer, text)[None].to(loaded.device)
             streamer = None
             if _is_last():

@@ -90,8 +90,8 @@ def runahead_prefill(
         past_key_values (`Cache`, *optional*): the empty cache to fill, of any kind; ignored on all ranks but the last.
             A `DynamicCache` by default.
         partition (`str`, `Sequence` or `PartitionTable`, *optional*): slices of the ranks: lengths, shares of the
-            prompt, `"even"`, or a table that `kvcache-plugins plan` has measured. By default slices that take equally
-            long by the model's shapes.
+            prompt, `"even"`, or a table that `kvcache-plugins plan` has measured. The default is slices that take
+            equally long by the model's shapes.
         group (`dist.ProcessGroup`, *optional*): the ranks; all by default.
 
     Returns:

@@ -4,9 +4,9 @@ A layer exchanges its states with the neighbours. Under `sdpa` it reports the le
 makes masks, and returns lazy states of that length, so that no mask of slice x prefix is made. Any other
 implementation gets the prefix and the slice dense.
 
-On the last rank these layers replace those of the user's cache. As soon as one has attended, the user's layer gets the
-prompt and its place back, so that the prompt of only one layer is held dense beside the cache (of two, where attention
-does not report that it is done).
+On the last rank these layers replace those of the user's cache. Once a layer has attended, the user's layer gets the
+prompt and returns to the cache, so that the prompt of only one layer is held dense beside the cache (of two, if
+attention does not report that it is done).
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class SlicePrefill:
             for index, layout in enumerate(exchange.layouts)
         ]
         self.cache = Cache(layers=list(self._layers)) if cache is None else cache
-        # Layers of the user's cache while others are in their place
+        # Layers of the user's cache while they are replaced
         self.own_layers: list[CacheLayerMixin] = []
         # Layer whose attention may still be running
         self.unfinished: int | None = None
@@ -203,7 +203,7 @@ class SlicePrefill:
             self._given.layers[layer_idx] = self.own_layers[layer_idx]
 
     def _fill(self, own: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor) -> CacheLayerMixin:
-        """Fill a layer of the user's cache with the prompt, and return it or an exact one in its place."""
+        """Fill a layer of the user's cache with the prompt, and return it, or an exact layer instead."""
         assert self._given is not None
         length = self.exchange.prompt_slice.stop
         if isinstance(own, LazyLayer) and own.is_sliding and keys.shape[2] < length:

@@ -1,7 +1,7 @@
 """Communication of a rank with its two neighbours, and reports of failures.
 
-A rank waits only for the one before it. Receives are posted some layers ahead; sent tensors are held until they have
-left. The one collective of a prefill comes before any layer: all ranks compare their arguments.
+A rank waits only for the one before it. Receives are posted some layers ahead; tensors are held until they are
+sent. The one collective of a prefill comes before any layer: all ranks compare their arguments.
 
 A rank that fails writes the reason into the store of the process group, and ranks after it in the chain read it. Every
 communication goes through `guarded`, so that every way to fail is one kind of error.

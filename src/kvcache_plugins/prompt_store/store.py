@@ -67,8 +67,8 @@ class PromptStore:
     A prompt is read in blocks of `block_tokens` tokens. The tokens that a block adds to a `TransformCodingCache` or a
     `GEARCache` are a file, whose name follows from the model, the cache's options and all tokens up to the block's
     end. Prompts that begin alike share the files of their common beginning. A cache from the store equals, bit for
-    bit, one that reads the prompt in the same blocks. It differs from a cache that reads the prompt at once, since
-    later blocks have attended to compressed tokens.
+    bit, one that reads the prompt in the same blocks. A cache that reads the prompt at once differs, since its later
+    tokens have not attended to compressed ones.
 
     Several processes may use a folder at once. Files are written whole or not at all, readable by their owner alone
     and checked before they are used; a damaged one is removed with a warning, and its tokens are read again. If the
@@ -135,7 +135,7 @@ class PromptStore:
 
         Args:
             model (`PreTrainedModel`): the model, itself or in a wrapper.
-            input_ids (`torch.Tensor` of shape `[1, tokens]`): the prompt, whose last token is always left to read.
+            input_ids (`torch.Tensor` of shape `[1, tokens]`): the prompt; its last token is never loaded.
             cache (`str`, `TransformCodingCache` or `GEARCache`, *optional*, defaults to `"transform"`): a preset of
                 either class, with options as in `"gear:rank=8"`, or an empty cache whose options are used. Layers
                 with a sliding window stay dense.
@@ -172,7 +172,7 @@ class PromptStore:
     def prefill(self, model: torch.nn.Module, cache: PromptCache, input_ids: torch.Tensor) -> None:
         """
         Read the rest of a prompt `[1, tokens]` into a cache of `cache_for`, and keep each block once it is read. The
-        last block, whole or in part, is left for `generate`.
+        last block, whole or in part, remains for `generate`.
         """
         self._read_blocks(model, cache, input_ids, len(_token_ids(input_ids)) - 1)
 

@@ -157,8 +157,8 @@ class _Completion:
 
     def _cut(self, choice: Json, message: Json | None, *, is_last: bool) -> None:
         """End the text of a choice before a stop string; unless it `is_last`, hold back the beginning of one."""
-        place, key = (choice, "text") if message is None else (message, "content")
-        text = self._held + (place.get(key) or "")
+        holder, key = (choice, "text") if message is None else (message, "content")
+        text = self._held + (holder.get(key) or "")
         self._held = ""
         ends = [text.find(stop) for stop in self._stops if stop in text]
         if self._is_cut:
@@ -170,8 +170,8 @@ class _Completion:
             sizes = (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
             end = len(text) - max(sizes, default=0)
             text, self._held = text[:end], text[end:]
-        if text or place.get(key):
-            place[key] = text
+        if text or holder.get(key):
+            holder[key] = text
         if is_last and self._is_cut:
             choice["finish_reason"] = "stop"
 

@@ -93,7 +93,7 @@ class CachingManager(GenerateManager):
     def generate(
         self, input_ids: torch.Tensor, request: Request, streamer: DirectStreamer | None = None, **options: object
     ) -> torch.Tensor:
-        """Generate in the model's place, `[1, prompt and answer]`: Transformers calls this as `model.generate`."""
+        """Generate `[1, prompt and answer]`: Transformers calls this as `model.generate`."""
         disconnected = request.disconnected
         try:
             with stop_if_disconnected(self._model, disconnected):
