@@ -22,7 +22,7 @@ import triton.language as tl
 from .launch import OPTIONS, tensor_arguments
 
 
-# What one thread can move at once
+# Most bytes that one thread can move at once
 _VECTOR_BYTES = 16
 _WORD_TYPES = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 # Words that a program has under way at once, 16 KiB of 4 bytes each: the bus answers in a microsecond or two, and with
@@ -33,7 +33,7 @@ _MAX_BLOCK_WORDS = 512
 _NUM_PROGRAMS = 64
 
 
-# What differs from step to step: a kernel for each divisibility would gain nothing, and be compiled amid decoding
+# Arguments that differ from step to step: kernels for each divisibility would gain nothing, and be compiled amid steps
 _NOT_SPECIALIZED = [
     "num_matrices",
     "num_heads",
@@ -83,7 +83,7 @@ def _move_rows_kernel(
 
 def page_addresses(pages: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """
-    Where pages lie, for the kernels. The caller keeps the pages while a kernel may use them.
+    Return the addresses of pages, for kernels. The caller keeps the pages while a kernel may use them.
 
     Args:
         pages (`Sequence[torch.Tensor]`): of one shape `[B, H, page tokens, R]` and dtype, contiguous; page-locked if

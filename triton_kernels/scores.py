@@ -21,7 +21,7 @@ _BLOCK_BYTES = 8192
 _BLOCK_SCORES = 2048
 _MAX_BLOCK_TOKENS = 128
 _MIN_BLOCK_TOKENS = 32
-# What differs from step to step: a kernel for each divisibility would gain nothing, and be compiled amid decoding
+# Arguments that differ from step to step: kernels for each divisibility would gain nothing, and be compiled amid steps
 _NOT_SPECIALIZED = ["num_heads", "num_rows", "length"]
 
 

@@ -5,7 +5,7 @@ goes through it in tiles of up to 64 tokens that never straddle a chunk. Tokens 
 of tensor cores, queries their columns, of which 8 are enough. So no warp repeats what another does, nothing is
 exchanged between warps, and four query heads waste half of what is multiplied, not three quarters.
 
-What a key or value is made of is kept apart for as long as possible, because each part has a cheaper way than to be
+The parts of a key or value are kept apart for as long as possible, because each part has a cheaper way than to be
 added up densely:
 
 - codes: one dot a bit field, with the codes as they are stored (`codes.py`). A scale per channel multiplies the query
@@ -146,13 +146,13 @@ def _num_stages(keys: StoredGroups, values: StoredGroups, block_tokens: int) -> 
 
 def _query_registers(keys: StoredGroups, packed: bool) -> str:
     """
-    How queries outlive a chunk: kept, loaded with it, or kept but turned for its factor with it. Each is what spills
-    least: the compiler keeps all that chunks have in common, and their tiles need the registers.
+    Choose how queries outlive a chunk: `"kept"`, `"loaded"` with it, or kept but `"rotated"` for its factor with it.
+    Each is the choice that spills least: the compiler keeps all that chunks share, and tiles need the registers.
     """
     if keys.low_rank_a is None or not packed:
         return "kept"
     if not has_outliers(keys):
-        return "turned"
+        return "rotated"
     return "kept" if tokens_per_group(keys) else "loaded"
 
 

@@ -15,7 +15,7 @@ from .outliers import score_outliers, weigh_outliers
 from .values import empty_outputs, store_partials, weigh_codes
 
 
-# What differs from prompt to prompt or step to step: a kernel for each divisibility would gain nothing
+# Arguments that differ from prompt to prompt or step to step: a kernel for each divisibility would gain nothing
 _NOT_SPECIALIZED = [
     "length",
     "chunk_length",
@@ -170,7 +170,7 @@ def attend_kernel(
 
 @triton.jit
 def row_pointers(query_ptr, stride_b, stride_h, stride_r, rows, program, num_heads):
-    """Where query rows of a program begin, and its batch item and head."""
+    """Return pointers to the query rows of a program, and its batch item and head."""
     batch, head = (program // num_heads).to(tl.int64), (program % num_heads).to(tl.int64)
     return query_ptr + batch * stride_b + head * stride_h + rows * stride_r, batch, head
 

@@ -70,7 +70,7 @@ def field_channels(SIDE: tl.constexpr, PIECE: tl.constexpr, FIELD: tl.constexpr)
 
 @triton.constexpr_function
 def _has_all_channels(side, piece, field):
-    """Whether all of a block's words are in use, and all of the field's channels there."""
+    """Return whether all words of a block are in use, and all channels of the field exist."""
     words = side.pieces[piece]
     last_channel = words.fields[field].first_channel + words.unit * (words.num_words - 1)
     return words.num_words == words.block and last_channel < side.dim
@@ -78,7 +78,7 @@ def _has_all_channels(side, piece, field):
 
 @triton.jit
 def channel_mask(SIDE: tl.constexpr, PIECE: tl.constexpr, FIELD: tl.constexpr):
-    """Which of a field's channels there are."""
+    """Return a mask of the channels of a field that exist."""
     BLOCK_W: tl.constexpr = SIDE.pieces[PIECE].block
     if _has_all_channels(SIDE, PIECE, FIELD):
         return tl.full([BLOCK_W], 1, tl.int1)

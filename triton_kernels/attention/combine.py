@@ -32,7 +32,7 @@ _MAX_BYTES_AHEAD = 32768
 _ROWS_AT_ONCE = 128
 
 
-# What differs from prompt to prompt or step to step: a kernel for each divisibility would gain nothing
+# Arguments that differ from prompt to prompt or step to step: a kernel for each divisibility would gain nothing
 _NOT_SPECIALIZED = [
     "num_rows",
     *(f"{name}_{index}" for index in range(2) for name in ("num_splits", "num_tokens")),

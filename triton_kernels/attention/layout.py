@@ -1,4 +1,6 @@
-"""How keys or values are stored: constants that a kernel is compiled for, and its arguments. Legend as in `attend.py`.
+"""Layout of stored keys or values: constants that a kernel is compiled for, and its arguments.
+
+Legend as in `attend.py`.
 
 Codes are packed by slabs of channels: at 2 bits, byte `j` has those of channels `j`, `j + D/4`, `j + D/2`, `j + 3D/4`.
 3 bits are a plane of 2 and one of 1. A kernel loads words of two bytes (of one where rows or slabs are odd or narrow)
@@ -62,7 +64,7 @@ class Piece(NamedTuple):
 
 class SideLayout(NamedTuple):
     """
-    How keys or values are stored.
+    Layout of stored keys or values.
 
     Args:
         dim (`int`): D.
@@ -185,7 +187,7 @@ def side_layout(side: StoredGroups) -> SideLayout:
 
 
 def _scale_strides(side: StoredGroups) -> list[int]:
-    """How many rows of scales lie between items, heads and chunks, so that where they begin is known to be a row."""
+    """Return strides of sequences, heads and chunks in rows of scales, so that each is known to begin at a row."""
     row = side.scale.stride(3)
     strides = [
         0 if size == 1 else stride for size, stride in zip(side.scale.shape[:3], side.scale.stride(), strict=False)
@@ -206,7 +208,7 @@ def _rank(side: StoredGroups) -> int:
 
 
 def has_outliers(side: StoredGroups) -> bool:
-    """Whether a side has any."""
+    """Return whether a side has outliers."""
     return side.outlier_indices is not None and side.outlier_indices.shape[3] > 0
 
 

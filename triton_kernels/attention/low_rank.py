@@ -58,7 +58,7 @@ def _to_basis(
             if SIDE.pieces[p].plane == 0:
                 basis = _load_basis(b_ptr, RANK, SIDE, p, f)
                 query = queries[field_number(SIDE, p, f)]
-                if QUERIES == "turned":
+                if QUERIES == "rotated":
                     query = same_halves(query)
                 product = dot_parts(tl.trans(basis), query, product, PARTS)
     return product

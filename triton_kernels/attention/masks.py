@@ -31,7 +31,7 @@ def mask_arguments(
 
 @triton.jit
 def mask_row_offsets(rows, num_rows, num_queries, batch, head, stride_b, stride_h, stride_q):
-    """Where the mask of each query row begins, in elements."""
+    """Return the offset of each query row's mask, in elements."""
     query_head = head * (num_rows // num_queries) + rows // num_queries
     return batch * stride_b + query_head * stride_h + rows % num_queries * stride_q
 

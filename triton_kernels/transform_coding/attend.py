@@ -4,11 +4,11 @@ A program takes one key/value head, up to 16 of its queries (8 where heads are w
 (a split), and goes through it in tiles of up to 64 tokens. A tile's codes become levels in registers (`levels`), keys
 over their deviations by a multiply-add with the token's scale and the channels' means; deviations are in the queries,
 values' scales in the weights. The rotary embedding is done by the queries (`rotated_queries`). Values are summed as
-they are coded, rotated by a Hadamard matrix, and what a split comes to is turned back in the end (`tiles`).
+they are coded, rotated by a Hadamard matrix, and the sum of a split is rotated back in the end (`tiles`).
 
 In calibrated bases a tile's levels of keys become channels by two products with the head's basis, of the first and of
-the second channels of rotated pairs, which are turned to the tile's start together. Values are summed as components of
-theirs, which `combine` takes back to channels once.
+the second channels of pairs, which are rotated to the tile's start together. Values are summed as components of their
+basis; the caller's `finish` multiplies their sums with it.
 
 Legend: B batch, H key/value heads, T tokens, D head dim.
 """
@@ -24,7 +24,7 @@ from .attend_kernel import attend_kernel
 from .launches import CodedRows, RotaryAngles
 
 
-# What a program does before and behind its tiles is worth as much work as two of them. With 512 tokens half of an
+# The work of a program before and after its tiles is that of two tiles. With 512 tokens half of an
 # H100's multiprocessors have nothing to do of 4096 tokens and eight heads
 _MIN_TOKENS_PER_SPLIT = 128
 _PROGRAMS_PER_SM = 2

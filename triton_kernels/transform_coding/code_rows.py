@@ -376,7 +376,7 @@ def prepare_push(
     (batch_size, num_heads, num_exact, _), dtype = exact[0].shape, exact[0].dtype
     arguments: dict[str, object] = {"new_keys_ptr": exact[0], "new_values_ptr": exact[1]}
     most_warps = 1
-    # What only the other side has
+    # Arguments that only the other side has
     others = {"key": {"sign_ptr", "ROTATED"}, "value": {"partner_ptr", "near_ptr", "far_ptr", "NUM_NEAR", "ROTARY"}}
     tables = (
         _table_arguments(layouts[0], codebooks[0], None, angles, dtype),

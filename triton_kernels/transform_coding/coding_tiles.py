@@ -31,7 +31,7 @@ _ROUNDING = tl.constexpr(12582912.0)
 @triton.jit
 def row_places(BLOCK_K: tl.constexpr):
     """
-    Which number of a row stands at every place of a tile: the first ones of all blocks, the second ones, and so on, so
+    Return the number of a row at every slot of a tile: the first ones of all blocks, the second ones, and so on, so
     that a thread has numbers of one block.
     """
     numbers = tl.arange(0, BLOCK_K)
@@ -40,7 +40,7 @@ def row_places(BLOCK_K: tl.constexpr):
 
 @triton.jit
 def head_states(states_ptr, stride_t, batch, head, stride_b, stride_h, ALIGNED: tl.constexpr):
-    """Where the states of a head begin, and how far its tokens are apart, as the compiler may take them."""
+    """Return a pointer to the states of a head, and the stride of its tokens, aligned for the compiler if they are."""
     states_ptr += batch * stride_b + head * stride_h
     if ALIGNED:
         states_ptr, stride_t = tl.multiple_of(states_ptr, 16), tl.multiple_of(stride_t, 16)
@@ -59,7 +59,7 @@ def load_states(
     states_ptr, stride_t, tokens, channels, channel_in_use, positions, partner_ptr, near_ptr, far_ptr,
     HEAD_DIM: tl.constexpr, NUM_NEAR: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of tokens, `[BLOCK_T, channels]`, float32; with `ROTARY` turned back from their positions."""
+    """Some channels of tokens, `[BLOCK_T, channels]`, float32; `ROTARY` undoes the embedding of their positions."""
     token_ptrs = states_ptr + tokens.to(tl.int64)[:, None] * stride_t
     in_use = channel_in_use[None, :]
     states = tl.load(token_ptrs + channels[None, :], mask=in_use, other=0.0).to(tl.float32)
@@ -118,7 +118,7 @@ def store_rows(
 
 @triton.jit
 def _load_codebook(widths, coefficient_ptr, cell_code_ptr, cell_bound_ptr):
-    """Of every number's width: coefficients of its levels, `[1, BLOCK_K]` each, and where its cells begin."""
+    """Load coefficients of the levels of every number's width, `[1, BLOCK_K]` each, and pointers to its cells."""
     own_ptr = (coefficient_ptr + widths * 4)[None, :]
     factor, first = tl.load(own_ptr), tl.load(own_ptr + 1)
     second, third = tl.load(own_ptr + 2), tl.load(own_ptr + 3)

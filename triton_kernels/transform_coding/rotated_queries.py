@@ -1,7 +1,7 @@
-"""Queries turned back by the angles of a tile's first token, so that keys meet them before their rotary embedding.
+"""Queries rotated back by the angles of a tile's first token, so that keys meet them before their rotary embedding.
 
 A key's score is `sum k (a cos - b sin)` over its channels, with the query's own channel `a` and its partner's `b` as
-turned back to the tile's start, and cosine and sine of the token's offset in the tile. The offsets are those of every
+rotated back to the tile's start, and cosine and sine of the token's offset in the tile. The offsets are those of every
 tile: their cosines and sines are loaded once, in the order of the channels, which nothing has to restore.
 
 Legend: BLOCK_K channels, BLOCK_R rows of queries, BLOCK_T tokens of a tile, P near positions.
@@ -47,14 +47,14 @@ def load_offsets(near_ptr, channels, KEY_DIM: tl.constexpr, BLOCK_T: tl.constexp
 
 @triton.jit
 def rotate_back(own, partners, cosines, sines):
-    """Own and partners' channels of queries, turned back by angles of the own channels."""
+    """Own and partners' channels of queries, rotated back by angles of the own channels."""
     cosines, sines = cosines[:, None], sines[:, None]
     return own * cosines - partners * sines, partners * cosines + own * sines
 
 
 @triton.jit
 def inverse_sizes(own, partners):
-    """Returns the sizes that rows are scaled by and back, so that no channel is above 1 however it is turned."""
+    """Returns the sizes that rows are scaled by and back, so that no channel is above 1 however it is rotated."""
     largest = tl.max(tl.abs(own) + tl.abs(partners), axis=0)
     # A row below that throughout counts as zero: the factor that scales it might be infinite
     return tl.where(largest > 1e-30, 1.0 / tl.maximum(largest, 1e-30), 0.0), largest
@@ -67,7 +67,7 @@ def load_rotated_queries(
     BLOCK_T: tl.constexpr, ROTARY: tl.constexpr, PADDED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """
-    Queries for keys that are multiples of `sizes`, turned back to a split's first token, and partners' channels of
+    Queries for keys that are multiples of `sizes`, rotated back to a split's first token, and partners' channels of
     them; what their scores are to be multiplied by; cosines and sines from one tile to the next, and of a tile's
     offsets.
     """

@@ -1,4 +1,4 @@
-"""Tiles of `attend_kernel`: scores from keys, weights, their sum with values, and that sum turned back in the end, by
+"""Tiles of `attend_kernel`: scores from keys, weights, their sum with values, and that sum rotated back in the end, by
 a product with a Hadamard matrix whose signs are made, not loaded.
 
 Sylvester's matrix has -1 where row and column have an odd number of bits in common. Legend as in `attend.py`; a tile
@@ -81,7 +81,7 @@ def attend_tile(
     IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """
-    Carries the queries, as turned back to a tile's start, and the online softmax on through a tile; or `SCORES` are
+    Carries the queries, as rotated back to a tile's start, and the online softmax on through a tile; or `SCORES` are
     stored, of a query at each of `score_ptrs` and behind it, and there is no softmax. Rows of a `basis`, two of
     `[BLOCK_K, BLOCK_D]`, become channels by products, others `[BLOCK_K // 8, 8]` are channels.
     """
@@ -204,7 +204,7 @@ _BLOCK_CHANNELS = tl.constexpr(64)
 @triton.jit
 def store_rotated(output_ptr, places, slots, row_in_use, output, DIM: tl.constexpr, SIZE: tl.constexpr):
     """
-    Stores outputs `[BLOCK_V, rows]`, whose channels are `slots`, turned back; every `SIZE` channels, a power of two,
+    Stores outputs `[BLOCK_V, rows]`, whose channels are `slots`, rotated back; every `SIZE` channels, a power of two,
     were rotated together.
     """
     # Slots of no channel may hold anything

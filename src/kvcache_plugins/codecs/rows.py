@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -43,7 +42,7 @@ class SharedFormats(nn.Module):
                 for each in formats:
                     yield from each.tensors()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SharedFormats":
+    def __deepcopy__(self, memo: dict[int, object]) -> "SharedFormats":
         # Nothing ever changes it, and copies of a cache are to share it
         return self
 
