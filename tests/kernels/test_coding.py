@@ -14,7 +14,7 @@ from kvcache_plugins.formats.rotary import RotaryLayout, candidate_layouts
 from kvcache_plugins.formats.rows import LAST_SCALE, KeptRows, RowFormat
 from kvcache_plugins.kernels import library
 from kvcache_plugins.kernels.attention import prepare_coding
-from kvcache_plugins.kernels.ops import apply_rope, channel_moments, decode_rows, encode_rows, recode_rows
+from kvcache_plugins.kernels.ops import apply_rope, channel_moments, decode_rows, encode_rows, requantize_rows
 
 from .kernel_cases import basis_table, make_layout
 
@@ -239,11 +239,11 @@ def test_finer_rows_are_coded_anew(in_torch, levels, is_key, kind):
         table = make_table(48, is_key=is_key, rope=LAYOUT if is_key else None)
     finer = table.with_more_bits(2)
     rows = encode_rows(torch.randn(1, 2, 40, 48) + 1, finer)
-    expected, states = in_torch(lambda: recode_rows(rows, finer, table)), decode_rows(rows, finer)
+    expected, states = in_torch(lambda: requantize_rows(rows, finer, table)), decode_rows(rows, finer)
     # What is taken off, turned and rotated comes back
     assert kind == "basis" or float((encode_rows(states, table) != expected).float().mean()) < 2e-3
     for _ in levels():
-        check_rows(recode_rows(rows, finer, table), expected)
+        check_rows(requantize_rows(rows, finer, table), expected)
 
 
 def make_codec(batch_size: int = 2) -> RowCodec:

@@ -11,7 +11,7 @@ from kvcache_plugins.formats.parts import RowPart
 from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.formats.rotary import RotaryLayout
 from kvcache_plugins.formats.rows import LAST_SCALE, RowFormat, RowFormats, Rows
-from kvcache_plugins.kernels.ops import decode_rows, encode_rows, recode_rows
+from kvcache_plugins.kernels.ops import decode_rows, encode_rows, requantize_rows
 
 from .codec import Codec
 
@@ -115,7 +115,7 @@ class RowCodec(Codec):
     def requantize(self, rows: Rows, nbits: int) -> Rows:
         finer = self.with_more_bits(nbits)
         formats = zip(rows, finer.formats(rows[0].device), self.formats(rows[0].device), strict=True)
-        keys, values = (recode_rows(own, finer_format, row_format) for own, finer_format, row_format in formats)
+        keys, values = (requantize_rows(own, finer_format, row_format) for own, finer_format, row_format in formats)
         return keys, values
 
     def decode_keys(self, rows: torch.Tensor, positions: Positions) -> torch.Tensor:

@@ -19,7 +19,7 @@ from .library import run
 # Tokens of a task, counted from the start of a tile: see `coding.c`
 _TASK_TOKENS = 128
 _SIZES, _POSITIONS, _TARGET = (word_offsets(name) for name in ("TokenSizes", "TokenPositions", "RowTarget"))
-_RECODE = word_offsets("RecodeArgs")
+_REQUANTIZE = word_offsets("RequantizeArgs")
 _TOKEN_SIZES = STRUCTURES["TokenSizes"]
 _TARGET_ROWS = STRUCTURES["RowTarget"].tensors["rows"]
 
@@ -44,13 +44,13 @@ def encode_rows(states: torch.Tensor, row_format: RowFormat, positions: Position
 
 
 @torch.compiler.disable
-def recode_rows(rows: torch.Tensor, finer: RowFormat, row_format: RowFormat) -> torch.Tensor:
+def requantize_rows(rows: torch.Tensor, finer: RowFormat, row_format: RowFormat) -> torch.Tensor:
     """Encodes rows `[B, H, T, R]` of a format with more bits as rows of `row_format`."""
     sizes = _sizes_of(torch.Size((*rows.shape[:3], finer.head_dim)))
-    recoded = torch.empty((*rows.shape[:3], row_format.row_size), dtype=torch.uint8, device="cpu")
-    call = _recode_args(rows.contiguous(), finer, sizes, _target(row_format, sizes, recoded))
-    run("recode_rows", call, _num_tasks(sizes))
-    return recoded
+    requantized = torch.empty((*rows.shape[:3], row_format.row_size), dtype=torch.uint8, device="cpu")
+    call = _requantize_args(rows.contiguous(), finer, sizes, _target(row_format, sizes, requantized))
+    run("requantize_rows", call, _num_tasks(sizes))
+    return requantized
 
 
 @torch.compiler.disable
@@ -192,9 +192,9 @@ def _encode_args(
     )
 
 
-def _recode_args(rows: torch.Tensor, finer: RowFormat, sizes: Sizes, target: Structure) -> Structure:
+def _requantize_args(rows: torch.Tensor, finer: RowFormat, sizes: Sizes, target: Structure) -> Structure:
     return make(
-        "RecodeArgs",
+        "RequantizeArgs",
         {**sizes, "source_row_size": finer.row_size},
         sizes=_TOKEN_SIZES(**sizes),
         source_format=_format(finer, sizes),
@@ -255,8 +255,8 @@ class PreparedCoding:
         if older is not None:
             made += [self._place(2 + number, each, older, kept.first) for number, each in enumerate(older.rows)]
             for words, rows in zip(self._sources, kept.rows, strict=True):
-                words[_RECODE.source] = rows.data_ptr()
-                words[_RECODE.source_capacity] = rows.shape[2]
+                words[_REQUANTIZE.source] = rows.data_ptr()
+                words[_REQUANTIZE.source_capacity] = rows.shape[2]
         call = self._call
         call.remaining, call.overflow = num_left, 0
         call.tasks.next = call.tasks.ended = 0
@@ -270,7 +270,7 @@ class PreparedCoding:
             if not each.is_contiguous() or not each.is_cpu or each.dtype not in KINDS:
                 raise ValueError(f"tokens in {each.dtype}, strides {each.stride()}, on {each.device}")
         positions = Positions(start, self.padding)
-        encode, recode, targets = [], [], []
+        encode, requantize, targets = [], [], []
         for side, row_format in zip(states, self.formats, strict=True):
             sizes = _sizes_of(side[:, :, :count].shape)
             placed = _positions(positions, row_format.rope, sizes)
@@ -279,18 +279,18 @@ class PreparedCoding:
         for rows, finer, row_format in zip(kept.rows, self.formats, self._older, strict=True):
             sizes = _sizes_of(torch.Size((*rows.shape[:3], finer.head_dim)))
             targets.append(_target(row_format, sizes))
-            recode.append(_recode_args(rows, finer, sizes, targets[-1]))
+            requantize.append(_requantize_args(rows, finer, sizes, targets[-1]))
         self._call = call = make(
             "AppendArgs",
             encode=(STRUCTURES["EncodeArgs"] * 2)(*encode),
-            recode=(STRUCTURES["RecodeArgs"] * 2)(*recode),
+            requantize=(STRUCTURES["RequantizeArgs"] * 2)(*requantize),
         )
-        call.keepalive = encode, recode
-        parts = [*call.encode, *call.recode]
+        call.keepalive = encode, requantize
+        parts = [*call.encode, *call.requantize]
         self._sizes = [as_words(args.sizes) for args in parts]
         self._targets = [as_words(args.target) for args in parts]
         self._positions = [as_words(args.positions) for args in call.encode]
-        self._sources = [as_words(args) for args in call.recode]
+        self._sources = [as_words(args) for args in call.requantize]
         # Sizes that the rows of each part are declared with
         self._known = [target.inputs for target in targets]
         # Positions before this one have angles

@@ -36,13 +36,13 @@ def encode_rows(states: torch.Tensor, row_format: RowFormat, positions: Position
     return reference.encode_rows(states, row_format, positions)
 
 
-def recode_rows(rows: torch.Tensor, finer: RowFormat, row_format: RowFormat) -> torch.Tensor:
-    """Encodes rows `[B, H, T, R]` of `finer`, which `row_format` made by `with_more_bits`, as rows of `row_format`."""
+def requantize_rows(rows: torch.Tensor, finer: RowFormat, row_format: RowFormat) -> torch.Tensor:
+    """Encodes rows `[B, H, T, R]` of `finer`, which `with_more_bits` has made of `row_format`, as rows of that."""
     if rows.is_meta:
         return rows.new_empty(*rows.shape[:3], row_format.row_size)
     if choose_coding_kernel(rows, row_format.head_dim) == "compiled":
-        return cpu_coding.recode_rows(rows, finer, row_format)
-    return reference.recode_rows(rows, finer, row_format)
+        return cpu_coding.requantize_rows(rows, finer, row_format)
+    return reference.requantize_rows(rows, finer, row_format)
 
 
 def decode_rows(rows: torch.Tensor, row_format: RowFormat, positions: Positions | None = START) -> torch.Tensor:

@@ -37,8 +37,8 @@ def encode_rows(states: torch.Tensor, row_format: RowFormat, positions: Position
     return torch.cat([_encode(part, row_format) for part in parts], dim=2)
 
 
-def recode_rows(rows: torch.Tensor, finer: RowFormat, row_format: RowFormat) -> torch.Tensor:
-    """See `ops.recode_rows`."""
+def requantize_rows(rows: torch.Tensor, finer: RowFormat, row_format: RowFormat) -> torch.Tensor:
+    """See `ops.requantize_rows`."""
     return torch.cat([_encode(_decode(part, finer), row_format) for part in _split(rows, row_format)], dim=2)
 
 

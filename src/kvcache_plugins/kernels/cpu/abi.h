@@ -247,7 +247,7 @@ typedef struct {
     int64_t source_capacity;
     const uint8_t *source SHAPE(batch, heads, source_capacity, source_row_size);
     RowTarget target;
-} RecodeArgs;
+} RequantizeArgs;
 
 typedef struct {
     Tasks tasks;
@@ -285,7 +285,7 @@ typedef struct {
 typedef struct {
     Tasks tasks;                    /* batch-heads of one encoding after the other */
     EncodeArgs encode[2];           /* keys, values */
-    RecodeArgs recode[2];
+    RequantizeArgs requantize[2];
     int64_t remaining;              /* tokens behind those that are encoded */
     int64_t overflow;               /* written */
 } AppendArgs;

@@ -633,7 +633,7 @@ EXPORT(encode_rows)(EncodeArgs *args) {
     FOR_TASKS(args, task) encode_task(args, task);
 }
 
-static void recode_task(const RecodeArgs *args, int64_t task) {
+static void requantize_task(const RequantizeArgs *args, int64_t task) {
     TokenRange range = range_of_task(&args->sizes, 0, task);
     TokenVector vector;
     HeadFormat source, head;
@@ -648,8 +648,8 @@ static void recode_task(const RecodeArgs *args, int64_t task) {
     }
 }
 
-EXPORT(recode_rows)(RecodeArgs *args) {
-    FOR_TASKS(args, task) recode_task(args, task);
+EXPORT(requantize_rows)(RequantizeArgs *args) {
+    FOR_TASKS(args, task) requantize_task(args, task);
 }
 
 /* Moves the tokens behind those that were encoded to the front of their states. */
@@ -675,7 +675,7 @@ EXPORT(append_rows)(AppendArgs *args) {
         if (index < 2)
             encode_task(encode + index, task % heads);
         else
-            recode_task(args->recode + index - 2, task % heads);
+            requantize_task(args->requantize + index - 2, task % heads);
         if (!ends_last(&args->tasks)) continue;
         args->overflow = encode[0].overflow | encode[1].overflow;
         if (!args->remaining || args->overflow) continue;
