@@ -137,19 +137,20 @@ def make(name: str, sizes: Mapping[str, int] | None = None, /, **values: Any) ->
     stored = dict(values)
     keepalive: list[Any] = []
     for field, value in values.items():
-        # Classes come first: asking a tensor takes longer than all else here
+        # Tensors come last: asking whether an object is one takes longer than all else here
         if type(value) in _PLAIN:
             continue
-        if isinstance(value, torch.Tensor):
-            stored[field] = check(field, value, kind.tensors[field], known)
+        if value is None:
+            del stored[field]
         elif isinstance(value, Structure):
             if field in kind.pointers:
                 stored[field] = value.address
-        elif value is None:
-            del stored[field]
-        elif field in kind.tensors:
-            keepalive.append(_addresses(field, value, kind.tensors[field], known))
-            stored[field] = ctypes.addressof(keepalive[-1])
+        elif isinstance(value, (list, tuple)):
+            if field in kind.tensors:
+                keepalive.append(_addresses(field, value, kind.tensors[field], known))
+                stored[field] = ctypes.addressof(keepalive[-1])
+        elif isinstance(value, torch.Tensor):
+            stored[field] = check(field, value, kind.tensors[field], known)
     structure = kind(**stored)
     structure.address = ctypes.addressof(structure)
     structure.inputs = known
@@ -160,24 +161,39 @@ def make(name: str, sizes: Mapping[str, int] | None = None, /, **values: Any) ->
 def _addresses(
     name: str, tensors: Sequence[torch.Tensor], field: TensorField, sizes: Mapping[str, Any]
 ) -> "ctypes.Array[ctypes.c_void_p]":
-    """Makes an array of the addresses of tensors, each of which is what a field is declared to be."""
-    return (ctypes.c_void_p * len(tensors))(*(check(name, tensor, field, sizes) for tensor in tensors))
+    """Makes an array of the addresses of tensors that a field is declared for."""
+    shape = _shape_of(field, sizes)
+    addresses = (ctypes.c_void_p * len(tensors))()
+    for index, tensor in enumerate(tensors):
+        addresses[index] = _address_of(name, tensor, field.dtypes, shape)
+    return addresses
 
 
 def check(name: str, tensor: torch.Tensor, field: TensorField, sizes: Mapping[str, Any]) -> int:
     """Returns the address of a tensor that is what a field is declared to be, or raises a `ValueError`."""
-    shape = tensor.shape
-    fits = len(shape) == len(field.shape) and (not field.dtypes or tensor.dtype in field.dtypes)
-    for own, size in zip(shape, field.shape, strict=False):
-        fits = fits and (size is None or own == (sizes[size] if isinstance(size, str) else size))
-    if not fits or not tensor.is_cpu or not tensor.is_contiguous():
-        wanted = " x ".join(str(sizes[size] if isinstance(size, str) else size or "any") for size in field.shape)
-        raise ValueError(
-            f"`{name}` has to be {wanted} of {' or '.join(map(str, field.dtypes)) or 'any dtype'}, contiguous, on the "
-            f"CPU, but got {' x '.join(map(str, shape))} of {tensor.dtype}, strides {tensor.stride()}, on "
-            f"{tensor.device}"
-        )
-    return tensor.data_ptr()
+    return _address_of(name, tensor, field.dtypes, _shape_of(field, sizes))
+
+
+def _shape_of(field: TensorField, sizes: Mapping[str, Any]) -> tuple[int | None, ...]:
+    shape: list[int | None] = []
+    for size in field.shape:
+        shape.append(sizes[size] if isinstance(size, str) else size)
+    return tuple(shape)
+
+
+def _address_of(
+    name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]
+) -> int:
+    fits = tensor.shape == shape
+    if not fits and len(tensor.shape) == len(shape):
+        fits = all(size is None or size == own for size, own in zip(shape, tensor.shape, strict=True))
+    if fits and (not dtypes or tensor.dtype in dtypes) and tensor.is_cpu and tensor.is_contiguous():
+        return tensor.data_ptr()
+    wanted = " x ".join("any" if size is None else str(size) for size in shape)
+    raise ValueError(
+        f"`{name}` has to be {wanted} of {' or '.join(map(str, dtypes)) or 'any dtype'}, contiguous, on the CPU, but "
+        f"got {' x '.join(map(str, tensor.shape))} of {tensor.dtype}, strides {tensor.stride()}, on {tensor.device}"
+    )
 
 
 def as_words(structure: ctypes.Structure) -> "memoryview[int]":

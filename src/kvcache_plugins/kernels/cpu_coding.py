@@ -270,7 +270,9 @@ class PreparedCoding:
             if not each.is_contiguous() or not each.is_cpu or each.dtype not in KINDS:
                 raise ValueError(f"tokens in {each.dtype}, strides {each.stride()}, on {each.device}")
         positions = Positions(start, self.padding)
-        encode, requantize, targets = [], [], []
+        encode: list[Structure] = []
+        requantize: list[Structure] = []
+        targets: list[Structure] = []
         for side, row_format in zip(states, self.formats, strict=True):
             sizes = _sizes_of(side[:, :, :count].shape)
             placed = _positions(positions, row_format.rope, sizes)
