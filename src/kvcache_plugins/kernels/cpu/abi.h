@@ -116,6 +116,7 @@ typedef struct {
 
 /* ---- attention over the parts of a layer ---- */
 
+/* Tokens of a layer that are stored in one form. */
 typedef struct {
     int64_t kind;                   /* PART_EXACT, PART_ROWS or PART_GROUPS */
     int64_t length;                 /* tokens in use, or the most of any sequence */
@@ -125,6 +126,7 @@ typedef struct {
     const void *stored;             /* an ExactPart, a RowPart or a GroupPart */
 } Part;
 
+/* Arguments of `attend`. */
 typedef struct {
     Tasks tasks;                    /* splits of query blocks */
     int64_t batch;
@@ -143,6 +145,7 @@ typedef struct {
     const Part *parts;
 } AttentionArgs;
 
+/* Exact tokens. */
 typedef struct {
     int64_t dtype;
     int64_t capacity;
@@ -169,6 +172,7 @@ typedef struct {
     int64_t page_stride;
 } RowSide;
 
+/* Tokens as rows of formats. */
 typedef struct {
     RowSide keys;
     RowSide values;
@@ -184,6 +188,7 @@ typedef struct {
     const float *key_factors SHAPE(heads, padded_pairs, 2);
 } RowPart;
 
+/* Tokens as quantized chunks. */
 typedef struct {
     int64_t chunks;
     int64_t chunk_length;
@@ -193,7 +198,7 @@ typedef struct {
 
 /* ---- rows encoded and decoded, rotary embeddings, moments ---- */
 
-/* The tokens of a call, whose sizes its shapes refer to. */
+/* Sizes of the tokens of a call. */
 typedef struct {
     int64_t batch;
     int64_t heads;
@@ -201,7 +206,7 @@ typedef struct {
     int64_t channels;
 } TokenSizes;
 
-/* States that are read, with strides over sequences, heads and tokens in numbers; the numbers of a
+/* States that are read, with strides over sequences, heads and tokens in numbers. The numbers of a
    token are contiguous. Python answers for the address. */
 typedef struct {
     int64_t dtype;
@@ -209,16 +214,16 @@ typedef struct {
     const void *data;
 } States;
 
-/* Positions of tokens: `first`, less the padding of a sequence, for the first token. Without a
-   rotary embedding they do not matter. */
+/* Positions of tokens: the first one's is `first`, less the padding of its sequence. They are not
+   read without a rotary embedding. */
 typedef struct {
     const Rotary *rotary;           /* or 0 */
     int64_t first;
     const int64_t *padding SHAPE(batch); /* or 0 */
 } TokenPositions;
 
-/* Rows that are written, behind the first `used` ones. If these are in another storage, they are
-   copied from its rows from `moved_first` on. */
+/* Rows that are written, behind the first `used` ones. If `moved` is another storage, these are
+   copied from it first, from its row `moved_first` on. */
 typedef struct {
     const RowFormat *format;
     int64_t capacity;
@@ -229,6 +234,7 @@ typedef struct {
     const uint8_t *moved SHAPE(batch, heads, moved_capacity, row_size); /* or 0 */
 } RowTarget;
 
+/* Arguments of `encode_rows`. */
 typedef struct {
     Tasks tasks;                    /* ranges of tokens of batch-heads */
     TokenSizes sizes;
@@ -239,7 +245,7 @@ typedef struct {
     int64_t overflow;               /* written: NaN, beyond `limit`, or the largest scale */
 } EncodeArgs;
 
-/* Encodes rows of a format with more bits anew. */
+/* Arguments of `requantize_rows`, which encodes rows of a format with more bits anew. */
 typedef struct {
     Tasks tasks;
     TokenSizes sizes;
@@ -249,6 +255,7 @@ typedef struct {
     RowTarget target;
 } RequantizeArgs;
 
+/* Arguments of `decode_rows`. */
 typedef struct {
     Tasks tasks;
     TokenSizes sizes;
@@ -259,6 +266,7 @@ typedef struct {
     float *result SHAPE(batch, heads, tokens, channels);
 } DecodeArgs;
 
+/* Arguments of `apply_rope`. */
 typedef struct {
     Tasks tasks;
     TokenSizes sizes;
@@ -268,7 +276,7 @@ typedef struct {
     float *result SHAPE(batch, heads, tokens, channels);
 } RopeArgs;
 
-/* Means and variances of channels, over the tokens that are valid. */
+/* Arguments of `channel_moments`: means and variances over valid tokens. */
 typedef struct {
     Tasks tasks;                    /* batch-heads */
     TokenSizes sizes;
@@ -279,9 +287,9 @@ typedef struct {
     float *variances SHAPE(batch, heads, channels);
 } MomentsArgs;
 
-/* Encodes up to TILE keys and values, and moves those behind them to the front of their states. The
-   oldest rows may be encoded with fewer bits. All of it is undone by not using it if one
-   overflows. */
+/* Arguments of `append_rows`, which encodes up to TILE keys and values and then moves the tokens
+   behind them to the front of their states. Tasks may go on to requantize the oldest rows. If a
+   token overflows, no state moves, and the caller drops the new rows. */
 typedef struct {
     Tasks tasks;                    /* batch-heads of one encoding after the other */
     EncodeArgs encode[2];           /* keys, values */
@@ -343,7 +351,8 @@ typedef struct {
     const char *sink_values SHAPE(batch, heads, num_sinks, value_dim) DTYPES(any);
 } SelectableTokens;
 
-/* Scores from codes of `width` bytes a token, a byte of which has `fields` codes. */
+/* Arguments of `score_codes`: codes of `width` bytes a token, a byte of which has `fields`
+   codes. */
 typedef struct {
     Tasks tasks;                    /* splits of query blocks */
     const TokenQueries *queries;
@@ -358,7 +367,7 @@ typedef struct {
     float *scores SHAPE(batch, heads, query_groups, length);
 } CodeScoreArgs;
 
-/* Scores from rows of formats. */
+/* Arguments of `score_rows`. */
 typedef struct {
     Tasks tasks;                    /* splits of query blocks */
     const TokenQueries *queries;
@@ -368,9 +377,9 @@ typedef struct {
     float *scores SHAPE(batch, heads, query_groups, length);
 } RowScoreArgs;
 
-/* Selects the tokens of the largest weights. Beside them are resident tokens, which are attended to
-   in any case: their scores are given, or, with `queries`, they are the window, which the newest
-   token is written into and whose scores are computed. */
+/* Arguments of `select_by_weight`, which selects the tokens of the largest weights. Beside them are
+   resident tokens, which are attended to in any case. Either their scores are given, or they are
+   the window: then the newest token is written into it, and the queries score it. */
 typedef struct {
     Tasks tasks;                    /* batch-heads */
     int64_t threads_entered;
@@ -397,7 +406,7 @@ typedef struct {
     uint8_t *scratch SHAPE(max_threads, scratch_size); /* see `SelectionScratch` */
 } SelectionArgs;
 
-/* Attends to selected tokens and to the window. */
+/* Arguments of `attend_selected`, which attends to selected tokens and to the window. */
 typedef struct {
     Tasks tasks;                    /* query blocks */
     int64_t threads_entered;
@@ -414,7 +423,7 @@ typedef struct {
     float *result SHAPE(batch, heads, query_groups, value_dim);
 } SelectedAttentionArgs;
 
-/* Copies the rows in slots. */
+/* Arguments of `gather_rows`, which copies the rows in slots. */
 typedef struct {
     Tasks tasks;                    /* batch-heads */
     int64_t batch;
@@ -429,7 +438,7 @@ typedef struct {
     char *result SHAPE(batch, heads, num_slots, row_dim) DTYPES(any);
 } GatherArgs;
 
-/* The largest numbers of every row and their indices, in order. */
+/* Arguments of `topk`: the largest numbers of every row and their indices, in order. */
 typedef struct {
     Tasks tasks;                    /* rows */
     int64_t threads_entered;

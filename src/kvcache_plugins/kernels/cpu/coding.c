@@ -326,8 +326,8 @@ static void add_components(const HeadFormat *head, const vf *components, float s
     }
 }
 
-/* Computes the components of channels, which are overwritten. As the inverse is rounded, what the
-   first components leave of the channels is projected once more. */
+/* Computes the components of channels, which are overwritten. The rest that the first components
+   leave of the channels is projected once more, as the inverse is rounded. */
 static void find_components(const HeadFormat *head, vf *x, vf *components) {
     float rows[BASIS_ROWS][MAX_CHANNELS];
     for (int d = 0; d < head->channels; d++) x[d] *= head->factors[d];
@@ -361,10 +361,11 @@ static vf normalize(
     for (int v = 0; v < head->bands; v++) {
         vf band = {0};
         for (int i = v * BAND; i < (v + 1) * BAND; i++) {
-            normal[i] = (vf){0};
+            vf number = {0};
             if (i < head->num_coefficients)
-                normal[i] = (x[head->channel_of[i]] - head->means[i]) * head->inverses[i];
-            band += normal[i] * normal[i];
+                number = (x[head->channel_of[i]] - head->means[i]) * head->inverses[i];
+            normal[i] = number;
+            band += number * number;
         }
         all += band;
         if (!head->widths[v]) continue;
@@ -397,8 +398,8 @@ INLINE void encode_band(
             vf level = level_at(to_float(code) * step + splat(step / 2), p);
             *over += magnitude * level;
             *under += level * level;
-            code = ((code + half_codes) ^ (vu)is_low) & (2 * half_codes - 1);
-            all = all << (uint32_t)width | code;
+            vu stored = ((code + half_codes) ^ (vu)is_low) & (2 * half_codes - 1);
+            all = all << (uint32_t)width | stored;
         }
         memcpy(bits[part], &all, sizeof all);
     }
@@ -417,7 +418,10 @@ static vf encode_numbers(
         const vf *numbers = normal + v * BAND;
         vf over = {0};
         vf under = {0};
-#define CASE(w) case w: encode_band(numbers, inverse, book, w, &over, &under, bits[v]); break;
+#define CASE(w) \
+    case w: \
+        encode_band(numbers, inverse, book, w, &over, &under, bits[v]); \
+        break;
         switch (width) {
             CASE(1)
             CASE(2)

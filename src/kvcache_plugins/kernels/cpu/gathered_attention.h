@@ -101,17 +101,12 @@ INLINE vf load_last(const char *row, int dtype, int d, int dim) {
     return load_floats(last, dtype, 0);
 }
 
-/* Scores `width` tokens from `first` on: as many sums at once as there are registers for. The last
-   token is repeated in place of tokens that the tile lacks. */
+/* Scores `width` tokens at `keys`: as many sums at once as there are registers for. */
 INLINE void score_some(
-    const TokenRefs *refs, int dtype, int width, int count, const Queries query,
+    const char *const *keys, int dtype, int dim, int width, int count, const Queries query,
     float (*scores)[TILE], int first) {
-    int dim = refs->key_dim;
-    const char *keys[4];
     vf sums[4][BLOCK_QUERIES] = {{{0}}};
     int d = 0;
-    for (int i = 0; i < width; i++)
-        keys[i] = refs->keys[first + i < refs->tokens ? first + i : refs->tokens - 1];
     for (; d + L <= dim; d += L)
         for (int i = 0; i < width; i++) {
             vf key = load_floats(keys[i], dtype, d);
@@ -132,19 +127,26 @@ INLINE void score_some(
     }
 }
 
+/* Scores the tokens of a tile, the last of which is repeated in place of tokens that a step
+   lacks. */
 INLINE void score_tokens(
     const TokenRefs *refs, int dtype, int count, const Queries query, float (*scores)[TILE]) {
-    int key_size = (int)size_of_dtype(dtype) * refs->key_dim;
+    int dim = refs->key_dim;
+    int tokens = refs->tokens;
+    int key_size = (int)size_of_dtype(dtype) * dim;
     int value_size = (int)size_of_dtype(dtype) * refs->value_dim;
     int width = count < 4 ? 4 : 2;
-    for (int first = 0; first < refs->tokens; first += width) {
-        for (int t = first; t < first + width; t++) {
+    for (int first = 0; first < tokens; first += width) {
+        const char *keys[4];
+        for (int i = 0; i < width; i++) {
+            int t = first + i;
             if (t + PREFETCH_ROWS < refs->known)
                 prefetch_row(refs->keys[t + PREFETCH_ROWS], key_size);
             /* Values are read when all scores of the tile are there. */
-            if (t < refs->tokens) prefetch_row(refs->values[t], value_size);
+            if (t < tokens) prefetch_row(refs->values[t], value_size);
+            keys[i] = refs->keys[t < tokens ? t : tokens - 1];
         }
-        score_some(refs, dtype, width, count, query, scores, first);
+        score_some(keys, dtype, dim, width, count, query, scores, first);
     }
 }
 
@@ -183,11 +185,15 @@ INLINE void add_tokens(
 }
 
 /* Cases of a switch over `key * 8 + count`, which call with both as constants. */
+#define CASE_OF_QUERIES(CALL, key, count) \
+    case key * 8 + count: \
+        CALL(key, count); \
+        break;
 #define FOR_QUERIES(CALL, key) \
-    case key * 8 + 1: CALL(key, 1); break; \
-    case key * 8 + 2: CALL(key, 2); break; \
-    case key * 8 + 3: CALL(key, 3); break; \
-    case key * 8 + 4: CALL(key, 4); break;
+    CASE_OF_QUERIES(CALL, key, 1) \
+    CASE_OF_QUERIES(CALL, key, 2) \
+    CASE_OF_QUERIES(CALL, key, 3) \
+    CASE_OF_QUERIES(CALL, key, 4)
 #define BY_DTYPE_AND_QUERIES(CALL) \
     switch (dtype * 8 + count) { \
     FOR_QUERIES(CALL, F32) \

@@ -1,12 +1,12 @@
 /* Attention over quantized groups: codes of 1 to 8 bits that share a scale and a zero, low-rank
-   factors, and outliers. See `codecs/groups.py`.
+   factors, and outliers. See `formats/groups.py`.
 
    Codes are multiplied as integers, as they are packed: their scales are part of the queries (keys
-   by channel) or of the weights (values). What rounding these takes from a sum is added again for
-   codes that are half of the largest. If a token's keys have several groups, or groups of values
-   are not of whole vectors, the codes of a tile are unpacked to bytes in the order of channels and
-   then multiplied as floats. Zeros, low rank and outliers are terms added to scores or to channels:
-   four numbers side by side, one a query.
+   by channel) or of the weights (values). Rounding queries or weights changes their sum, which is
+   corrected as if all codes were half of the largest. If a token's keys have several groups, or
+   groups of values are not of whole vectors, the codes of a tile are unpacked to bytes in the order
+   of channels and then multiplied as floats. Zeros, low rank and outliers are terms added to scores
+   or to channels: four numbers side by side, one a query.
 
    Addresses and sizes are trusted, as Python checks them. Offsets and indices of outliers are not:
    see `Outliers`. D, E channels of keys and values, T tokens of a tile, r query of the block, d
@@ -40,7 +40,7 @@ INLINE void read_halves(const half *source, int64_t step, int count, int size, f
 }
 
 /* One bit plane of a side's codes: where it is in a row, its bytes a token, the bits of a field,
-   and their shift in a code. See `codecs/quantization.py` for the packing. */
+   and their shift in a code. See `formats/bits.py` for the packing. */
 typedef struct {
     int offset, size, bits, shift;
 } BitPlane;
@@ -368,10 +368,10 @@ typedef struct {
     IntegerQueries integers[PLANES]; /* queries, times the scales of `group` if by channel */
     ALIGNED uint8_t codes[TILE * MAX_CHANNELS];
     f4 lost;                        /* by rounding, if all codes were half of the largest */
-    f4 base;                        /* what `lost` and the zeros of the group add to a score */
+    f4 base;                        /* added to a score: `lost` and the zeros of the group */
     f4 by_channel[ALL_CHANNELS];    /* queries */
-    f4 totals[MAX_CHANNELS];       /* sums of the queries of every group of channels */
-    f4 projected[MAX_CHANNELS];    /* queries times B of the chunk */
+    f4 totals[MAX_CHANNELS];        /* sums of the queries of every group of channels */
+    f4 projected[MAX_CHANNELS];     /* queries times B of the chunk */
     f4 sums[ALL_CHANNELS];          /* of outliers and low rank, by channel */
     f4 zeros[MAX_CHANNELS], weighted_a[MAX_CHANNELS];
 } GroupScratch;

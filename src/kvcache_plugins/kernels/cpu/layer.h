@@ -68,10 +68,17 @@ INLINE int64_t tiles_of(const Part *part, QueryBlock block) {
 /* Calls an INLINE function with the number of queries as a constant, so that its loops unroll. */
 #define UNROLL_QUERIES(count, function, ...) \
     switch (count) { \
-    case 1: function(1, __VA_ARGS__); break; \
-    case 2: function(2, __VA_ARGS__); break; \
-    case 3: function(3, __VA_ARGS__); break; \
-    default: function(BLOCK_QUERIES, __VA_ARGS__); \
+    case 1: \
+        function(1, __VA_ARGS__); \
+        break; \
+    case 2: \
+        function(2, __VA_ARGS__); \
+        break; \
+    case 3: \
+        function(3, __VA_ARGS__); \
+        break; \
+    default: \
+        function(BLOCK_QUERIES, __VA_ARGS__); \
     }
 
 /* Adds the mask of a tile's tokens to its scores. Columns that the mask lacks add nothing. */

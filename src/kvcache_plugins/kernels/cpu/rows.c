@@ -10,9 +10,9 @@
    written; values stay components until the end. With AVX-512 levels are rounded to words of 16
    bits for that: one instruction multiplies and adds two of them, and sums them up exactly.
 
-   What follows from tables is computed in every call: it would take longer to load it from memory.
-   Tables are not trusted, see `place_bands` and `load_channels`; Python checks the sizes of
-   rows. */
+   Everything that follows from a format is computed in every call: loading it from memory would
+   take longer. Formats are not trusted, see `place_bands` and `load_channels`; Python checks the
+   sizes of rows. */
 #include "gathered_attention.h"
 #include "levels.h"
 
@@ -25,8 +25,31 @@ typedef struct {
 } ChannelPair;
 
 typedef float PairedQueries[2][BLOCK_QUERIES][MAX_PAIRS]; /* first and second channels of pairs */
-typedef float Strips[][STRIP];
-typedef float Sums[][BLOCK_QUERIES][L];
+
+/* Queries as they are, and rotated back by the position at which strip `strips - 1` starts. */
+typedef struct {
+    PairedQueries original, rotated;
+    int64_t strips;
+} RopeCursor;
+
+/* All that a query block works with: where codes are in rows, levels of a strip, and sums of values
+   over its tokens. */
+typedef struct {
+    const RowPart *part;
+    QueryBlock block;
+    int is_basis, dim, key_bands, value_bands;
+    int64_t used;                   /* components that have bits */
+    float step;                     /* that a word stands for */
+    Band keys[MAX_CHANNELS / 8], values[MAX_CHANNELS / 8];
+    LevelTable key_levels[MAX_CHANNELS], value_levels[NUM_WIDTHS];
+    CodeField fields[MAX_CHANNELS + 8];
+    ChannelPair pairs[MAX_PAIRS];
+    ALIGNED RopeCursor cursor;
+    ALIGNED float levels[MAX_CHANNELS + 8][STRIP];
+    ALIGNED float sums[MAX_CHANNELS][BLOCK_QUERIES][L];
+    ALIGNED float scales[STRIP];
+    ALIGNED Planes planes;
+} RowScratch;
 
 /* ---- queries ---- */
 
@@ -65,12 +88,6 @@ static void angles_at(const Rotary *rotary, int64_t position, float (*angles)[MA
 INLINE int64_t first_position(const RowPart *part, QueryBlock block) {
     return part->first_position - (part->padding ? part->padding[block.batch] : 0);
 }
-
-/* Queries as they are, and rotated back by the position at which strip `strips - 1` starts. */
-typedef struct {
-    PairedQueries original, rotated;
-    int64_t strips;
-} RopeCursor;
 
 static void start_cursor(
     int count, const RowPart *part, const Queries query, int dim, RopeCursor *cursor) {
@@ -124,18 +141,21 @@ INLINE void dot_pair(
 
 /* Scores of a strip, which the levels of a pair's channels reach in registers. */
 INLINE void dot_strip(
-    const int count, const RowPart *part, const ChannelPair *pairs, const CodeField *fields,
-    const LevelTable *levels, const uint8_t (*planes)[STRIP], const float *scales,
-    const float *angles, const PairedQueries query, float (*scores)[TILE]) {
+    const int count, const RowScratch *scratch, const float *angles, const PairedQueries query,
+    float (*scores)[TILE]) {
+    const ChannelPair *pairs = scratch->pairs;
+    const CodeField *fields = scratch->fields;
+    const LevelTable *levels = scratch->key_levels;
+    const float *scales = scratch->scales;
     vf sums[BLOCK_QUERIES][4] = {{{0}}};
-    int num_pairs = (int)part->rotary->num_pairs;
+    int num_pairs = (int)scratch->part->rotary->num_pairs;
     for (int p = 0; p < num_pairs; p++) {
         vf a[4] = {{0}};
         vf b[4] = {{0}};
         int i = pairs[p].a;
         int j = pairs[p].b;
-        if (fields[i].width) read_levels(&fields[i], planes, &levels[i], a);
-        if (fields[j].width) read_levels(&fields[j], planes, &levels[j], b);
+        if (fields[i].width) read_levels(&fields[i], scratch->planes, &levels[i], a);
+        if (fields[j].width) read_levels(&fields[j], scratch->planes, &levels[j], b);
         for (int u = 0; u < 4; u++) {
             const float *angle = angles + 2 * ANGLES * p + u * L;
             vf scale = load(scales + u * L);
@@ -188,24 +208,27 @@ INLINE vf channel_of(const RowPart *part, int64_t channel, Products sum, float s
 #endif
 
 INLINE void dot_components(
-    const int count, const RowPart *part, int64_t head, int64_t used, const Strips levels,
-    float step, const float *scales, const float *angles, const PairedQueries query,
+    const int count, const RowScratch *scratch, const float *angles, const PairedQueries query,
     float (*scores)[TILE]) {
+    const RowPart *part = scratch->part;
+    const float *scales = scratch->scales;
+    float step = scratch->step;
     int64_t pairs = BASIS_CHANNELS / 2;
     int64_t runs = (part->rotary->num_pairs + pairs - 1) / pairs;
     int64_t size = part->rotary->padded_pairs;
     int64_t num_coefficients = part->keys.format->num_coefficients;
     int64_t stored = (num_coefficients + COMPONENTS_IN_LANE - 1) / COMPONENTS_IN_LANE;
-    int64_t lanes = (used + COMPONENTS_IN_LANE - 1) / COMPONENTS_IN_LANE;
+    int64_t lanes = (scratch->used + COMPONENTS_IN_LANE - 1) / COMPONENTS_IN_LANE;
     for (int t = 0; t < STRIP; t += 2 * L) {
         vf sums[2][BLOCK_QUERIES] = {{{0}}};
         vf scale[2] = {load(scales + t), load(scales + t + L)};
         for (int64_t n = 0; n < runs; n++) {
-            int64_t first = 2 * (head * size + pairs * n);
+            int64_t first = 2 * (scratch->block.head * size + pairs * n);
             const __typeof__(*part->BASIS) *basis = part->BASIS + first * stored;
             Products x[BASIS_CHANNELS][2] = {{{0}}};
             for (int64_t i = 0; i < lanes; i++) {
-                vf z[2] = {load(levels[i] + t), load(levels[i] + t + L)};
+                const float *level = scratch->levels[i] + t;
+                vf z[2] = {load(level), load(level + L)};
                 for (int g = 0; g < BASIS_CHANNELS; g++) {
                     x[g][0] = add_products(x[g][0], z[0], basis[g]);
                     x[g][1] = add_products(x[g][1], z[1], basis[g]);
@@ -229,21 +252,21 @@ INLINE void dot_components(
     }
 }
 
-/* Finds the code of each channel, in the order of rows, and its levels times its deviation; and of
-   pairs the indices of their channels. Channels without codes have the plane of zeros, at
-   `none`. */
-static void load_channels(
-    const RowPart *part, QueryBlock block, int dim, const Band *bands, float (*base)[ENTRIES],
-    int none, LevelTable *levels, CodeField *fields, ChannelPair *pairs) {
-    int index_of[MAX_CHANNELS];
+/* Finds the code of each channel, in the order of rows, and its levels times its deviation; and the
+   indices of the channels of pairs. Channels without codes have the plane of zeros, at `none`. */
+static void load_channels(RowScratch *scratch, float (*base)[ENTRIES], int none) {
+    const RowPart *part = scratch->part;
     const RowFormat *format = part->keys.format;
-    const half *mean = format->mean + block.bh * dim;
-    const half *deviation = format->deviation + block.bh * format->num_deviations;
-    memset(fields, 0, sizeof *fields * (size_t)(none + 1));
+    int64_t bh = scratch->block.bh;
+    int dim = scratch->dim;
+    int index_of[MAX_CHANNELS];
+    const half *mean = format->mean + bh * dim;
+    const half *deviation = format->deviation + bh * format->num_deviations;
+    memset(scratch->fields, 0, sizeof *scratch->fields * (size_t)(none + 1));
     for (int d = 0; d < dim; d++) index_of[d] = none;
     for (int i = 0; i < dim; i++) {
-        int64_t entry = block.bh * dim + i;
-        int width = bands[i / 8].width;
+        Band band = scratch->keys[i / 8];
+        int64_t entry = bh * dim + i;
         int d;
         if (format->order_size > 1)
             d = ((const uint16_t *)format->order)[entry];
@@ -251,20 +274,21 @@ static void load_channels(
             d = ((const uint8_t *)format->order)[entry];
         if (d >= dim) continue;
         index_of[d] = i;
-        fields[i] = code_field(bands[i / 8], i % 8);
-        if (!width) continue;
+        scratch->fields[i] = code_field(band, i % 8);
+        if (!band.width) continue;
         float factor = float_of_half(deviation[format->num_deviations > 1 ? d : 0]);
-        levels[i] = scaled_levels(width, base[width], factor);
+        scratch->key_levels[i] = scaled_levels(band.width, base[band.width], factor);
     }
     for (int p = 0; p < part->rotary->num_pairs; p++) {
         int a = part->rotary->pairs[2 * p];
         int b = part->rotary->pairs[2 * p + 1];
         int has_a = a >= 0 && a < dim;
         int has_b = b >= 0 && b < dim;
-        pairs[p].a = has_a ? index_of[a] : none;
-        pairs[p].b = has_b ? index_of[b] : none;
-        pairs[p].mean_a = has_a ? float_of_half(mean[a]) : 0;
-        pairs[p].mean_b = has_b ? float_of_half(mean[b]) : 0;
+        ChannelPair *pair = &scratch->pairs[p];
+        pair->a = has_a ? index_of[a] : none;
+        pair->b = has_b ? index_of[b] : none;
+        pair->mean_a = has_a ? float_of_half(mean[a]) : 0;
+        pair->mean_b = has_b ? float_of_half(mean[b]) : 0;
     }
 }
 
@@ -320,58 +344,36 @@ static void add_means(int dim, const RowFormat *format, QueryBlock block, Softma
     }
 }
 
-static void end_values(
-    int dim, const RowPart *part, QueryBlock block, const Sums sums, SoftmaxState *state) {
+static void end_values(const RowScratch *scratch, int dim, SoftmaxState *state) {
     ALIGNED float x[MAX_CHANNELS];
-    const RowFormat *format = part->values.format;
-    float deviation = float_of_half(format->deviation[block.bh * format->num_deviations]);
-    float factor = deviation / sqrtf((float)format->rotation_size);
-    for (int r = 0; r < block.count; r++) {
-        for (int d = 0; d < dim; d++) x[d] = sum_of(load(sums[d][r])) * factor;
+    const RowFormat *format = scratch->part->values.format;
+    int64_t first = scratch->block.bh * format->num_deviations;
+    float factor = float_of_half(format->deviation[first]) / sqrtf((float)format->rotation_size);
+    for (int r = 0; r < scratch->block.count; r++) {
+        for (int d = 0; d < dim; d++) x[d] = sum_of(load(scratch->sums[d][r])) * factor;
         hadamard(x, dim, format->rotation_size);
         for (int d = 0; d < dim; d++) state->sums[r][d] += x[d];
     }
-    add_means(dim, format, block, state);
 }
 
-static void end_basis_values(
-    int dim, const RowPart *part, QueryBlock block, const Sums sums, SoftmaxState *state) {
-    const RowFormat *format = part->values.format;
-    int count = 8 * (int)format->bands < dim ? 8 * (int)format->bands : dim;
-    const float *factors = format->factors + block.head * dim;
-    const float *steps = format->steps + block.head * dim;
-    for (int r = 0; r < block.count; r++) {
+static void end_basis_values(const RowScratch *scratch, int dim, SoftmaxState *state) {
+    const RowFormat *format = scratch->part->values.format;
+    int64_t head = scratch->block.head;
+    int count = (int)min_of(8 * format->bands, dim);
+    const float *factors = format->factors + head * dim;
+    const float *steps = format->steps + head * dim;
+    for (int r = 0; r < scratch->block.count; r++) {
         float channels[MAX_CHANNELS] = {0};
         for (int i = 0; i < count; i++) {
-            const int8_t *basis = format->basis + (block.head * dim + i) * dim;
-            float component = sum_of(load(sums[i][r])) * steps[i];
+            const int8_t *basis = format->basis + (head * dim + i) * dim;
+            float component = sum_of(load(scratch->sums[i][r])) * steps[i];
             for (int d = 0; d < dim; d++) channels[d] += component * (float)basis[d];
         }
         for (int d = 0; d < dim; d++) state->sums[r][d] += channels[d] / factors[d];
     }
-    add_means(dim, format, block, state);
 }
 
 /* ---- parts ---- */
-
-/* All that a query block works with: where codes are in rows, levels of a strip, and sums of values
-   over its tokens. */
-typedef struct {
-    const RowPart *part;
-    QueryBlock block;
-    int is_basis, dim, key_bands, value_bands;
-    int64_t used;                   /* components that have bits */
-    float step;                     /* that a word stands for */
-    Band keys[MAX_CHANNELS / 8], values[MAX_CHANNELS / 8];
-    LevelTable key_levels[MAX_CHANNELS], value_levels[NUM_WIDTHS];
-    CodeField fields[MAX_CHANNELS + 8];
-    ChannelPair pairs[MAX_PAIRS];
-    ALIGNED RopeCursor cursor;
-    ALIGNED float levels[MAX_CHANNELS + 8][STRIP];
-    ALIGNED float sums[MAX_CHANNELS][BLOCK_QUERIES][L];
-    ALIGNED float scales[STRIP];
-    ALIGNED Planes planes;
-} RowScratch;
 
 #if L == 16
 static float largest_level(int width, const float *levels) {
@@ -423,10 +425,7 @@ static void start_keys(
     scratch->step = 0;
     place_bands(widths, bands, part->keys.row_size, scratch->keys);
     load_levels(scratch->keys, bands, book_of(format), levels);
-    if (!scratch->is_basis)
-        load_channels(
-            part, block, dim, scratch->keys, levels, 8 * bands, scratch->key_levels,
-            scratch->fields, scratch->pairs);
+    if (!scratch->is_basis) load_channels(scratch, levels, 8 * bands);
     for (int v = 0; v < bands && scratch->is_basis; v++) {
         int width = scratch->keys[v].width;
         if (!width) continue;
@@ -491,13 +490,9 @@ static void score_strip(
     make_planes(rows, part->keys.row_size, tokens, scratch->planes);
     if (scratch->is_basis) {
         read_components(scratch);
-        UNROLL_QUERIES(
-            scratch->block.count, dot_components, part, scratch->block.head, scratch->used,
-            scratch->levels, scratch->step, scratch->scales, angles, query, scores)
+        UNROLL_QUERIES(scratch->block.count, dot_components, scratch, angles, query, scores)
     } else {
-        UNROLL_QUERIES(
-            scratch->block.count, dot_strip, part, scratch->pairs, scratch->fields,
-            scratch->key_levels, scratch->planes, scratch->scales, angles, query, scores)
+        UNROLL_QUERIES(scratch->block.count, dot_strip, scratch, angles, query, scores)
     }
 }
 
@@ -556,11 +551,12 @@ static void add_values(
 }
 
 /* Adds the sums of values to the state. */
-static void end_part(RowScratch *scratch, int dim, SoftmaxState *state) {
+static void end_part(const RowScratch *scratch, int dim, SoftmaxState *state) {
     if (scratch->is_basis)
-        end_basis_values(dim, scratch->part, scratch->block, scratch->sums, state);
+        end_basis_values(scratch, dim, state);
     else
-        end_values(dim, scratch->part, scratch->block, scratch->sums, state);
+        end_values(scratch, dim, state);
+    add_means(dim, scratch->part->values.format, scratch->block, state);
 }
 
 void KVC_NAME(attend_rows, KVC_LEVEL)(
