@@ -90,13 +90,13 @@ def test_masks(case, kind, engine):
 
 
 @pytest.mark.cases("wide", "k4v3")
-def test_who_may_attend_to_nothing_gets_zeros(case, engine):
+def test_fully_masked_query_returns_zeros(case, engine):
     mask = torch.zeros(1, 1, 1, case.length, dtype=torch.bool)
     assert not attend(make_query(case), [any_part(case, mask)], case.num_heads, kernel=engine).any()
 
 
 @pytest.mark.cases("wide", "k4v3")
-def test_sequences_do_not_touch_each_other(case, engine):
+def test_sequences_are_independent(case, engine):
     part, query = any_part(case), make_query(case)
     output = attend(query, [part], case.num_heads, kernel=engine)
     query[1] = torch.randn(query.shape[1:])
@@ -121,7 +121,7 @@ def test_threads_share_a_sequence(row_case, group_case, num_threads):
 
 
 @pytest.mark.cases("wide", "k4v3", "kcvt")
-def test_a_prepared_call_attends_to_tokens_to_come(case, level):
+def test_prepared_call_attends_to_later_tokens(case, level):
     part = any_part(case) if isinstance(case, Groups) else row_part(case, padding=[0, 40])
     heads, (keys, values) = case.num_heads, torch.randn(2, 2, case.num_heads, 9, 64)
     call = prepare_tokens(make_query(case), [part, DensePart(keys, values, 1, None)], heads, 0.125, "compiled")
@@ -140,7 +140,7 @@ def test_a_prepared_call_attends_to_tokens_to_come(case, level):
 
 
 @pytest.mark.cases("wide", "k4v3")
-def test_what_is_copied_is_attended_to_but_not_prepared(case):
+def test_copies_are_attended_to_but_not_prepared(case):
     part = any_part(case)
     if isinstance(case, Groups):
         twice = [side.map(lambda each: torch.stack([each, each], dim=-1)[..., 0]) for side in (part.keys, part.values)]
@@ -292,8 +292,8 @@ class TestOnlineAttention:
 
     @pytest.mark.parametrize("num_queries", [1, 17])
     @pytest.mark.parametrize("is_masked", [False, True], ids=["", "masked"])
-    def test_channels_may_lie_apart(self, num_queries, is_masked):
-        """As those of keys and values out of a convolution, `[B, H, D, T]`."""
+    def test_strided_channels(self, num_queries, is_masked):
+        """Keys and values of a convolution are `[B, H, D, T]`."""
         query = torch.randn(2, 6, num_queries, 24)
         keys, values = torch.randn(2, 2, 24, 50).mT, torch.randn(2, 2, 24, 50).mT
         mask = torch.randn(2, 6, num_queries, 50) if is_masked else None
@@ -303,7 +303,7 @@ class TestOnlineAttention:
 
     @pytest.mark.parametrize("heads_of_mask", [None, 1, 6])
     @pytest.mark.parametrize("rows_of_mask", [1, 19])
-    def test_queries_whose_scores_are_too_many_take_turns(self, monkeypatch, heads_of_mask, rows_of_mask):
+    def test_queries_are_split_to_bound_scores(self, monkeypatch, heads_of_mask, rows_of_mask):
         query, keys, values = torch.randn(2, 6, 19, 24), torch.randn(2, 2, 50, 24), torch.randn(2, 2, 50, 24)
         mask = None if heads_of_mask is None else torch.rand(2, heads_of_mask, rows_of_mask, 50) > 0.3
         monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "torch")

@@ -112,7 +112,7 @@ def test_scales_are_fitted_as_in_pytorch(in_torch, levels, changes):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("is_key", [True, False], ids=["keys", "values"])
-def test_rotations_are_part_of_the_pass(in_torch, levels, is_key, dtype):
+def test_rotations_are_encoded_as_in_pytorch(in_torch, levels, is_key, dtype):
     table = make_table(48, is_key=is_key, batch_size=2, rope=LAYOUT if is_key else None)
     # Not contiguous
     states = torch.randn(2, 130, 2, 48).to(dtype).transpose(1, 2)
@@ -122,7 +122,7 @@ def test_rotations_are_part_of_the_pass(in_torch, levels, is_key, dtype):
 
 @pytest.mark.parametrize("is_key", [True, False], ids=["keys", "values"])
 @pytest.mark.parametrize(("length", "head_dim"), [(1, 32), (300, 64), (63, 20)])
-def test_rows_become_what_pytorch_makes_of_them(in_torch, levels, is_key, length, head_dim):
+def test_rows_are_decoded_as_in_pytorch(in_torch, levels, is_key, length, head_dim):
     table = make_table(head_dim, is_key=is_key)
     tables = [table] if is_key else [table, dataclasses.replace(table, is_rotated=False)]
     rows = encode_rows(torch.randn(1, 2, length + 3, head_dim), table)[:, :, 3:]
@@ -134,7 +134,7 @@ def test_rows_become_what_pytorch_makes_of_them(in_torch, levels, is_key, length
 
 @pytest.mark.parametrize("number", range(len(candidate_layouts(FREQUENCIES, 48))))
 @pytest.mark.parametrize("is_back", [True, False])
-def test_keys_are_turned_as_in_pytorch(in_torch, levels, number, is_back):
+def test_rope_is_that_of_pytorch(in_torch, levels, number, is_back):
     layout, turn = candidate_layouts(FREQUENCIES, 48)[number], partial(apply_rope, inverse=is_back)
     keys = torch.randn(2, 3, 100, 48).transpose(1, 2).contiguous().transpose(1, 2)
     positions = Positions(40, torch.tensor([0, 70]))
@@ -145,7 +145,7 @@ def test_keys_are_turned_as_in_pytorch(in_torch, levels, number, is_back):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_channels_are_measured_as_in_pytorch(in_torch, levels, dtype):
+def test_moments_are_those_of_pytorch(in_torch, levels, dtype):
     """Little about large means, of tokens that count alone, as of one sequence none do."""
     positions = Positions(40, torch.tensor([0, 70, 3]))
     valid = torch.rand(3, 1300) >= torch.tensor([[0.0], [0.4], [1.0]])
@@ -160,7 +160,7 @@ def test_channels_are_measured_as_in_pytorch(in_torch, levels, dtype):
             assert is_turned or bool((found[0][0, :, 5] == 2.5).all() and (found[1][0, :, 5] == 0).all())
 
 
-def test_a_turn_is_told_by_the_position_alone(levels):
+def test_rope_depends_on_the_position_only(levels):
     layout, keys = candidate_layouts(FREQUENCIES, 32)[0], torch.randn(1, 2, 90, 32)
     for _ in levels():
         whole = apply_rope(keys, layout, Positions(5), inverse=True)
@@ -168,7 +168,7 @@ def test_a_turn_is_told_by_the_position_alone(levels):
         assert torch.equal(part, whole[:, :, 17:])
 
 
-def test_rows_are_told_by_their_token_alone(levels, request):
+def test_rows_depend_on_their_token_only(levels, request):
     request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     table = make_table(48, is_key=True, batch_size=3, rope=LAYOUT)
     states, padding = torch.randn(3, 2, 300, 48), torch.tensor([0, 3, 17])
@@ -185,7 +185,7 @@ def test_rows_are_told_by_their_token_alone(levels, request):
         torch.set_num_threads(1)
 
 
-def test_forged_tables_read_and_write_what_there_is(levels):
+def test_forged_formats_stay_in_bounds(levels):
     table, states = make_table(48, is_key=True, rope=LAYOUT), torch.randn(1, 2, 9, 48)
     assert table.order is not None
     far = Positions(5, torch.tensor([10**12]))
@@ -213,7 +213,7 @@ def test_other_shapes_are_refused():
 
 
 @pytest.mark.parametrize("length", [0, 3])
-def test_heads_of_most_channels_and_more(in_torch, length):
+def test_heads_of_the_most_channels_and_more(in_torch, length):
     for head_dim in (640, 648):
         states = torch.randn(1, 1, length, head_dim)
         table = fitted_tables(torch.randn(1, 1, 50, head_dim), 200)["keys"]
@@ -224,7 +224,7 @@ def test_heads_of_most_channels_and_more(in_torch, length):
 
 @pytest.mark.parametrize("is_key", [True, False], ids=["keys", "values"])
 @pytest.mark.parametrize(("head_dim", "total"), [(20, 3), (48, 21), (64, 45)])
-def test_bases_are_part_of_the_pass(in_torch, levels, head_dim, total, is_key):
+def test_bases_are_encoded_as_in_pytorch(in_torch, levels, head_dim, total, is_key):
     table = basis_table(3, head_dim, total, make_layout(head_dim, "half-split") if is_key else None)
     states, positions = torch.randn(2, 3, 150, head_dim) + 1, Positions(40, torch.tensor([0, 70]))
     check_coding(in_torch, levels, table, states, positions, atol=1e-5, rtol=1e-5)
@@ -232,7 +232,7 @@ def test_bases_are_part_of_the_pass(in_torch, levels, head_dim, total, is_key):
 
 @pytest.mark.parametrize("kind", ["tables", "basis"])
 @pytest.mark.parametrize("is_key", [True, False], ids=["keys", "values"])
-def test_finer_rows_are_coded_anew(in_torch, levels, is_key, kind):
+def test_rows_are_requantized_as_in_pytorch(in_torch, levels, is_key, kind):
     if kind == "basis":
         table = basis_table(2, 48, 21, LAYOUT if is_key else None)
     else:
@@ -266,7 +266,7 @@ def kept(rows: tuple[torch.Tensor, torch.Tensor], length: int) -> KeptRows:
 @pytest.mark.parametrize("form", ["tables", "basis"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("padding", [None, torch.tensor([0, 7])], ids=["", "padded"])
-def test_rows_go_behind_others_time_and_again(levels, dtype, padding, form):
+def test_rows_are_appended_repeatedly(levels, dtype, padding, form):
     """In storage that grows or stays; those in front become older rows, and tokens behind those coded move."""
     bases = (basis_table(2, 48, total, rope) for total, rope in ((21, LAYOUT), (13, None)))
     older = make_codec() if form == "tables" else RowCodec(SharedFormats(*bases))
@@ -297,7 +297,7 @@ def test_rows_go_behind_others_time_and_again(levels, dtype, padding, form):
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), 2e10, -2e10])
-def test_rows_behind_others_tell_of_what_they_cannot_hold(levels, number):
+def test_append_reports_overflow(levels, number):
     codec = make_codec()
     for _ in levels():
         for side in (0, 1):
@@ -314,7 +314,7 @@ def test_rows_behind_others_tell_of_what_they_cannot_hold(levels, number):
             assert rows.rows[side][1, 0, 3, 0] == LAST_SCALE and torch.equal(before, states[0][:, :, :4])
 
 
-def test_rows_behind_others_are_within_their_storage():
+def test_append_stays_within_its_storage():
     codec, states = make_codec(), tuple(torch.randn(2, 2, 2, 5, 48))
     coding, rows = prepare_coding(codec.formats(), codec.formats(), states[0], None, 1e10), make_rows(codec, 9)
     for length in (-1, 5, 9):
@@ -340,6 +340,6 @@ def test_rows_behind_others_are_within_their_storage():
 @pytest.mark.parametrize(
     "states", [torch.zeros(1, 2, 5, 48, device="meta"), torch.zeros(1, 2, 5, 48).double()], ids=["meta", "float64"]
 )
-def test_what_no_kernel_codes_is_not_prepared(states):
+def test_states_without_a_kernel_are_not_prepared(states):
     codec = make_codec(batch_size=1)
     assert prepare_coding(codec.formats(), codec.formats(), states, None, 1e10) is None

@@ -1,4 +1,4 @@
-"""Which kernel computes, what the environment asks for, and what is said where it cannot be had."""
+"""Choice of kernels: by device, by environment variable, and with a warning if one is missing."""
 
 import warnings
 
@@ -92,7 +92,7 @@ def test_copies_by_kernels_have_no_gradients(monkeypatch):
     ],
     ids=str,
 )
-def test_what_c_cannot_read_of_rows_is_left_to_pytorch(dims, dtype, expected):
+def test_rows_that_c_cannot_read_are_left_to_pytorch(dims, dtype, expected):
     assert choose_rows_kernel(torch.randn(1, 1, 71, dims[0]), dims[1], dtype) == expected
 
 

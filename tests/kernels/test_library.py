@@ -50,7 +50,7 @@ class TestLevels:
         not Path("/proc/cpuinfo").exists() or platform.machine() != "x86_64", reason="Linux on x86-64 lists them"
     )
     @pytest.mark.parametrize("compiler", ["own", "zig"])
-    def test_is_what_the_system_says_whoever_compiled_it(self, tmp_path, compiler):
+    def test_equals_the_flags_of_the_system_for_any_compiler(self, tmp_path, compiler):
         if compiler == "zig" and find_spec("ziglang") is None:
             pytest.skip("needs `ziglang`, which wheels are made by")
         command = [*build.zig(), "-mcpu=baseline"] if compiler == "zig" else build.compiler()
@@ -129,7 +129,7 @@ class TestThreads:
         results = called_at_once(lambda: tasks_done(num_threads))
         assert [sorted(done) for done in results] == [list(range(NUM_TASKS))] * 4
 
-    def test_a_kernel_says_the_same_from_several_callers(self, num_threads, pool):
+    def test_several_callers_get_equal_results(self, num_threads, pool):
         query, keys, values = torch.randn(1, 4, 1, 64), torch.randn(1, 2, 3000, 64), torch.randn(1, 2, 3000, 48)
         expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
 

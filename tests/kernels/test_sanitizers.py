@@ -56,7 +56,7 @@ def test_kernels_stay_within_their_memory(environment: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("length", [100, 101])
-def test_a_read_behind_a_tensor_is_found(environment: dict[str, str], length: int) -> None:
+def test_a_read_behind_a_tensor_is_reported(environment: dict[str, str], length: int) -> None:
     done = run(environment, "-c", BAD_CALL.format(length))
     assert ("AddressSanitizer: heap-buffer-overflow" in done.stderr) == (length > 100), done.stderr
     assert (done.returncode != 0) == (length > 100)

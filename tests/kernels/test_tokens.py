@@ -10,7 +10,7 @@ from kernel_cases import Scored, random_codes, rounding_of, row_part
 
 from kvcache_plugins.formats.parts import SelectableRows, SinkStates
 from kvcache_plugins.kernels.ops import decode_tiles
-from kvcache_plugins.kernels.tokens import attend_chosen, attend_staged, code_scores, gather_rows, largest, score_rows
+from kvcache_plugins.kernels.tokens import attend_fetched, attend_selected, gather_rows, score_codes, score_rows, topk
 
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -47,36 +47,36 @@ SCORED = {
 @pytest.mark.parametrize("scored", SCORED.values(), ids=SCORED)
 def test_scores_of_codes(scored, engine):
     query, codes, scale, dense = random_codes(scored)
-    scores = code_scores(query, codes, scale, dense.shape[2], scored.nbits)
+    scores = score_codes(query, codes, scale, dense.shape[2], scored.nbits)
     assert_near(scores, query.double() @ dense.transpose(2, 3))
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-35, 1e20])
 def test_queries_of_any_size(size, engine):
     query, codes, scale, dense = random_codes(SCORED["more than a task"])
-    scores = code_scores(torch.full_like(query, size), codes, scale, dense.shape[2], 2)
+    scores = score_codes(torch.full_like(query, size), codes, scale, dense.shape[2], 2)
     expected = torch.full_like(query, size).double() @ dense.transpose(2, 3)
     assert torch.allclose(scores.double(), expected, atol=1e-4 * size + 1e-30)
 
 
-def test_scores_are_told_by_their_sequence_alone(num_threads):
+def test_scores_depend_on_their_sequence_only(num_threads):
     query, codes, scale, dense = random_codes(SCORED["8 bits"])
-    together, one = code_scores(query, codes, scale, dense.shape[2], 8), slice(1, 2)
-    assert torch.equal(together[one], code_scores(query[one], codes[one], scale[one], dense.shape[2], 8))
+    together, one = score_codes(query, codes, scale, dense.shape[2], 8), slice(1, 2)
+    assert torch.equal(together[one], score_codes(query[one], codes[one], scale[one], dense.shape[2], 8))
 
 
-class TestLargest:
+class TestTopK:
     @pytest.mark.parametrize("length", [1, 7, 2049])
     def test_are_in_order(self, length, engine, num_threads):
         numbers = torch.randn(2, 3, length) * 10.0 ** torch.randint(-20, 20, (2, 3, length))
         numbers[..., length // 2] = -torch.inf
-        values, indices = largest(numbers, length)
+        values, indices = topk(numbers, length)
         assert torch.equal(values, numbers.sort(dim=2, descending=True).values)
         assert torch.equal(numbers.gather(2, indices), values)
 
-    def test_what_is_not_below_the_least_is_there(self, engine):
+    def test_numbers_from_the_least_on_are_found(self, engine):
         numbers, least = torch.randn(2, 3, 200), torch.tensor([-5.0, 1.0])[:, None, None]
-        values, indices = largest(numbers, 60, least)
+        values, indices = topk(numbers, 60, least)
         expected = numbers.topk(60, dim=2)
         counts = (expected.values >= least).sum(dim=2, keepdim=True)
         assert int(counts.min()) < 60 == int(counts.max())
@@ -85,22 +85,22 @@ class TestLargest:
         assert torch.equal(values[is_wanted], expected.values[is_wanted])
         assert torch.equal(indices[is_wanted], expected.indices[is_wanted])
 
-    def test_equal_numbers_keep_their_order_and_what_is_none_is_left_out(self, level):
+    def test_topk_is_stable_and_skips_nan(self, level):
         numbers = torch.randint(-3, 3, (4, 500)).float()
         expected = numbers.sort(dim=1, descending=True, stable=True)
-        assert torch.equal(largest(numbers, 300)[1], expected.indices[:, :300])
-        values, indices = largest(torch.tensor([[torch.nan, 1.0, 2.0]]), 3)
+        assert torch.equal(topk(numbers, 300)[1], expected.indices[:, :300])
+        values, indices = topk(torch.tensor([[torch.nan, 1.0, 2.0]]), 3)
         assert (values.tolist(), indices.tolist()) == ([[2.0, 1.0, -torch.inf]], [[2, 1, 0]])
 
-    def test_no_more_threads_run_than_there_is_memory_for(self, level, monkeypatch, request):
+    def test_scratch_limits_the_threads(self, level, monkeypatch, request):
         """Another thread of the program may ask PyTorch for more of them between two lines."""
         request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
         numbers = torch.randn(40, 3000)
         torch.set_num_threads(1)
-        expected = largest(numbers, 3000)
+        expected = topk(numbers, 3000)
         torch.set_num_threads(4)
         monkeypatch.setattr("kvcache_plugins.kernels.tokens.num_threads", lambda: 1)
-        for found, known in zip(largest(numbers, 3000), expected, strict=True):
+        for found, known in zip(topk(numbers, 3000), expected, strict=True):
             assert torch.equal(found, known)
 
 
@@ -156,11 +156,11 @@ def random_step(case, dtype=torch.float32, counts=None):
 def attend(query, pages, slots, count, keys, values, scale, engine, mask=None, positions=None, window_start=0):
     """Attention over rows where they stand, or brought together."""
     if engine == "compiled":
-        return attend_chosen(query, pages, slots, count, keys, values, scale, mask, window_start, positions)
+        return attend_selected(query, pages, slots, count, keys, values, scale, mask, window_start, positions)
     rows = gather_rows(pages, slots).split([query.shape[3], values.shape[3]], dim=3)
     mask = None if mask is None else mask[:, None, None]
     positions = slots if positions is None else positions
-    return attend_staged(query, *rows, count, keys, values, scale, mask, positions, window_start)
+    return attend_fetched(query, *rows, count, keys, values, scale, mask, positions, window_start)
 
 
 def reference(query, keys, values, slots, count, window, scale, mask=None, positions=None, window_start=0):
@@ -232,7 +232,7 @@ class TestExactRows:
         output = attend(*random_step(Chosen()), engine, mask=mask, window_start=90)
         assert output[0].isfinite().all() and (output[0] != 0).any() and (output[1] == 0).all()
 
-    def test_what_stands_in_the_filling_does_not_matter(self, engine):
+    def test_filling_is_ignored(self, engine):
         outputs, arguments = [], random_step(Chosen(), counts=[[0, 40], [1, 2]])
         filling = torch.arange(arguments[2].shape[2]) >= arguments[3][..., None]
         for place in (0, 5):
@@ -253,26 +253,26 @@ class TestExactRows:
         torch.testing.assert_close(attend(*arguments, engine), together)
 
     @pytest.mark.parametrize("forged", FORGED)
-    def test_slots_positions_and_counts_out_of_range_read_nothing_else(self, forged, level):
+    def test_forged_slots_positions_and_counts_stay_in_bounds(self, forged, level):
         pages = [torch.ones(1, 1, 32, 16) for _ in range(2)]
         slots, window = torch.full((1, 1, 5), forged), torch.ones(1, 1, 3, 8)
         query, mask = torch.randn(1, 1, 2, 8), torch.ones(1, 9, dtype=torch.bool)
         for count in (5, forged):
             of_heads = torch.full((1, 1), count)
-            output = attend_chosen(query, pages, slots, of_heads, window, window, 0.3, mask, 6, slots)
+            output = attend_selected(query, pages, slots, of_heads, window, window, 0.3, mask, 6, slots)
             assert torch.allclose(output, torch.ones(1, 1, 2, 8))
         assert (gather_rows(pages, slots) == 1).all()
 
     def test_masks_without_the_columns_of_the_window_are_refused(self):
         arguments = random_step(Chosen())
         with pytest.raises(ValueError, match="`mask` has to have at least 97 columns"):
-            attend_chosen(*arguments, torch.ones(2, 96), 90)
+            attend_selected(*arguments, torch.ones(2, 96), 90)
 
     @pytest.mark.parametrize(
         ("num_pages", "page_tokens", "row_dim", "dtype"),
         [(1, 64, 128, torch.float32), (3, 64, 7, torch.uint8), (30, 16, 33, torch.bfloat16)],
     )
-    def test_copies_are_those_of_all_pages(self, engine, num_threads, num_pages, page_tokens, row_dim, dtype):
+    def test_gathers_rows_of_all_pages(self, engine, num_threads, num_pages, page_tokens, row_dim, dtype):
         pages = [torch.randint(0, 100, (2, 3, page_tokens, row_dim)).to(dtype) for _ in range(num_pages)]
         slots = torch.randint(0, num_pages * page_tokens, (2, 3, 41))
         expected = torch.cat(pages, dim=2).gather(2, slots[..., None].expand(-1, -1, -1, row_dim))
@@ -324,9 +324,9 @@ class TestChosenRows:
         mask = None if mask_kind == "none" else torch.rand(batch_size, length + 5) > 0.3
         if mask_kind == "added":
             mask = torch.randn(mask.shape).masked_fill(~mask, -torch.inf)
-        output = attend_chosen(query, tokens, slots, count, *window, 0.3, mask, length)
+        output = attend_selected(query, tokens, slots, count, *window, 0.3, mask, length)
         order = slots.masked_fill(torch.arange(most) >= count[..., None], 10**6).sort().values
-        torch.testing.assert_close(output, attend_chosen(query, tokens, order, count, *window, 0.3, mask, length))
+        torch.testing.assert_close(output, attend_selected(query, tokens, order, count, *window, 0.3, mask, length))
         for item in range(batch_size):
             for states, own in zip((keys, values), exact, strict=True):
                 states[item, :, first[item] : first[item] + sinks] = own[item].float()
@@ -335,7 +335,7 @@ class TestChosenRows:
         assert_near(output, expected, max(rounding_of(part, "compiled"), 1e-4 if dtype == torch.float32 else 5e-3))
 
     @pytest.mark.cases("wide")
-    def test_what_is_forged_reads_nothing_else(self, part, row_case, level):
+    def test_forged_tokens_stay_in_bounds(self, part, row_case, level):
         sinks = SinkStates(None, *torch.ones(2, 2, 2, 1, 64))
         tokens = SelectableRows(part.keys, 129, [part.values], part.formats, part.positions, sinks)
         window, query = torch.ones(2, 2, 1, 64), torch.randn(2, 2, 3, 64)
@@ -344,10 +344,10 @@ class TestChosenRows:
             padding = dataclasses.replace(part.positions, padding=torch.tensor([forged, 0]))
             far = dataclasses.replace(tokens, positions=padding)
             for own, of_heads in ((tokens, count), (tokens, torch.full((2, 2), 5)), (far, torch.full((2, 2), 5))):
-                output = attend_chosen(query, own, slots, of_heads, window, window, 0.3, None, 129)
+                output = attend_selected(query, own, slots, of_heads, window, window, 0.3, None, 129)
                 assert output.isfinite().all()
         with pytest.raises(ValueError, match="`pages` has to be"):
             bad = dataclasses.replace(tokens, pages=[part.values[..., 1:]])
-            attend_chosen(query, bad, slots, count, window, window, 0.3, None, 129)
+            attend_selected(query, bad, slots, count, window, window, 0.3, None, 129)
         with pytest.raises(ValueError):
             score_rows(query, dataclasses.replace(tokens, length=130))

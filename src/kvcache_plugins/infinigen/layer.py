@@ -22,7 +22,7 @@ from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.masks import slice_mask
 from kvcache_plugins.kernels.ops import Tile
-from kvcache_plugins.kernels.tokens import ChoosingCall, attend_staged, choose_rows_kernel
+from kvcache_plugins.kernels.tokens import SelectionPlan, attend_fetched, choose_rows_kernel
 from kvcache_plugins.layers.exact_tokens import ExactTail, States
 from kvcache_plugins.layers.lazy_layer import LazyLayer, MaskedTiles, tensor_signature
 from kvcache_plugins.layers.policies import RowPolicy
@@ -95,7 +95,7 @@ class InfiniGenLayer(LazyLayer):
 
     def _invalidate_plan(self) -> None:
         """Drop the plan of the next steps: stored tokens will move or be dropped."""
-        self._plan: ChoosingCall | None = None
+        self._plan: SelectionPlan | None = None
         # True if the last step was one that a plan could have made
         self._last_step_matched = False
 
@@ -408,7 +408,7 @@ class InfiniGenLayer(LazyLayer):
         rows = pool.gather(slots) if fetched is None else fetched.wait()
         keys, values = scoring.dense(rows, slots, pool)
         positions = None if mask is None else pool.positions_of(slots)
-        return attend_staged(
+        return attend_fetched(
             *(query, keys, values, selection.count, *newest, call.scale, mask, positions, pool.num_tokens),
             softcap=call.softcap,
             sinks=call.sinks,

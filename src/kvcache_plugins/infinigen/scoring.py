@@ -15,7 +15,7 @@ import torch
 
 from kvcache_plugins.formats.bits import pack
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.tokens import ChoosingCall, attend_chosen, choose_by_codes, code_scores
+from kvcache_plugins.kernels.tokens import KeyCodes, SelectionPlan, attend_selected, plan_by_codes, score_codes
 from kvcache_plugins.layers.exact_tokens import States
 from kvcache_plugins.layers.lazy_layer import LeftPadding
 
@@ -98,11 +98,11 @@ class Scoring(ABC):
         slots = selection.slots
         mask = None if call.mask is None else call.mask[:, 0, 0]
         positions = None if mask is None else pool.positions_of(slots)
-        return attend_chosen(
+        return attend_selected(
             call.query, pool.pages, slots, selection.count, *tail, call.scale, mask, tail_start, positions
         )
 
-    def plan(self, query: torch.Tensor, scale: float, pool: TokenPool, tail: States) -> ChoosingCall | None:
+    def plan(self, query: torch.Tensor, scale: float, pool: TokenPool, tail: States) -> SelectionPlan | None:
         """Plan steps with queries like these `[B, H, G, D]` over the current pool; `None` if no kernel can."""
         return None
 
@@ -235,13 +235,13 @@ class ScoringCodes(Scoring):
         codes = (normal / scale.float()).floor().clamp(-(top + 0.5), top - 0.5) + (top + 0.5)
         return {"codes": pack(codes.to(torch.uint8), self.nbits), "scale": scale[..., 0]}
 
-    def plan(self, query: torch.Tensor, scale: float, pool: TokenPool, tail: States) -> ChoosingCall:
-        codes = self.rows["codes"], self.rows["scale"], self.fitted["spread"]
-        return choose_by_codes(query, scale, *codes, self.length, self.nbits, pool.pages, tail)
+    def plan(self, query: torch.Tensor, scale: float, pool: TokenPool, tail: States) -> SelectionPlan:
+        keys = KeyCodes(self.rows["codes"], self.rows["scale"], self.length, self.nbits, self.fitted["spread"])
+        return plan_by_codes(query, scale, keys, pool.pages, tail)
 
     def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
         query = query * self.fitted["spread"]
-        return code_scores(query, self.rows["codes"], self.rows["scale"], self.length, self.nbits)
+        return score_codes(query, self.rows["codes"], self.rows["scale"], self.length, self.nbits)
 
 
 class ScoringColumns(Scoring):

@@ -20,7 +20,7 @@ from kvcache_plugins.formats.parts import SelectableRows, SinkStates
 from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.ops import TILE_TOKENS
-from kvcache_plugins.kernels.tokens import ChoosingCall, attend_chosen, choose_by_rows, score_rows
+from kvcache_plugins.kernels.tokens import SelectionPlan, attend_selected, plan_by_rows, score_rows
 from kvcache_plugins.layers.exact_tokens import States
 from kvcache_plugins.layers.finite_check import check_finite
 from kvcache_plugins.layers.lazy_layer import LeftPadding
@@ -189,12 +189,12 @@ class ScoringRows(Scoring):
             return None
         assert call.scale is not None
         mask = None if call.mask is None else call.mask[:, 0, 0]
-        return attend_chosen(
+        return attend_selected(
             call.query, self._stored(pool), selection.slots, selection.count, *tail, call.scale, mask, tail_start
         )
 
-    def plan(self, query: torch.Tensor, scale: float, pool: TokenPool, tail: States) -> ChoosingCall | None:
-        return choose_by_rows(query, scale, self._stored(pool), tail) if pool.is_in_order else None
+    def plan(self, query: torch.Tensor, scale: float, pool: TokenPool, tail: States) -> SelectionPlan | None:
+        return plan_by_rows(query, scale, self._stored(pool), tail) if pool.is_in_order else None
 
     def _stored(self, pool: TokenPool) -> SelectableRows:
         """Return all tokens as one object, for which C descriptors are made once; tokens and padding may change it."""

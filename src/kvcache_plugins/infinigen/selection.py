@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcache_plugins.kernels.engine import choose_token_kernel
-from kvcache_plugins.kernels.tokens import ChoiceBounds, choose_heaviest, largest
+from kvcache_plugins.kernels.tokens import SelectionLimits, select_by_weight, topk
 
 from .config import InfiniGenConfig
 
@@ -81,7 +81,7 @@ def select_tokens(
         is_plain = allowed is None and isinstance(num_tokens, int) and config.min_weight is not None and num_slots > 0
         if is_plain and choose_token_kernel(scores)[0] == "compiled":
             assert isinstance(num_tokens, int)
-            return Selection(*choose_heaviest(scores, tail_scores, limits_of(config, num_tokens, num_slots)))
+            return Selection(*select_by_weight(scores, tail_scores, limits_of(config, num_tokens, num_slots)))
         slots = torch.arange(num_slots, dtype=torch.int64, device=scores.device)
         forced = (slots < config.sink) | (slots >= most_tokens - config.recent)
     if allowed is not None:
@@ -93,7 +93,7 @@ def select_tokens(
         weights = weights.masked_fill(~allowed, _NEVER)
     held = scores.new_full((1,), num_tokens, dtype=torch.int64) if isinstance(num_tokens, int) else num_tokens
     least = None if config.min_weight is None else _least_weight(config.min_weight, held)
-    top, slots = largest(weights, max_selected(config, most_tokens, num_slots), least)
+    top, slots = topk(weights, max_selected(config, most_tokens, num_slots), least)
     num_forced = (top >= _FORCED).sum(dim=2)
     wanted = _num_within_alpha(config, scores) if least is None else (top >= least).sum(dim=2)
     # Rounded down in float64, as Python does
@@ -102,10 +102,10 @@ def select_tokens(
     return Selection(slots, torch.minimum(count, (top >= 0).sum(dim=2)))
 
 
-def limits_of(config: InfiniGenConfig, num_tokens: int, num_slots: int) -> ChoiceBounds:
+def limits_of(config: InfiniGenConfig, num_tokens: int, num_slots: int) -> SelectionLimits:
     """Return the limits of the rule `min_weight` for a pool in order, when the sequence has `num_tokens` tokens."""
     assert config.min_weight is not None
-    return ChoiceBounds(
+    return SelectionLimits(
         first=config.sink,
         newest=num_tokens - config.recent,
         least=min(config.min_weight / num_tokens, _FORCED),

@@ -39,7 +39,7 @@ _TOKENS: "WeakKeyDictionary[SelectableRows, Structure]" = WeakKeyDictionary()
 
 
 @torch.compiler.disable
-def code_scores(
+def score_codes(
     query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, length: int, nbits: int
 ) -> torch.Tensor:
     """
@@ -60,16 +60,16 @@ def code_scores(
     if kernel == "compiled" and query.shape[3] <= MAX_CHANNELS:
         scores = torch.empty((*query.shape[:3], length), dtype=torch.float32, device="cpu")
         call = _code_score_args(_queries(query, 1.0), codes, scale, length, nbits, scores=scores)
-        run("code_scores", call, _num_blocks(query) * call.splits)
+        run("score_codes", call, _num_blocks(query) * call.splits)
         return scores
     codes, scale = codes[:, :, :length], scale[:, :, :length]
     if kernel == "triton":
         found: torch.Tensor = load_triton().score_codes(query, codes, scale, nbits)
         return found
-    return _code_scores(query, codes, scale, nbits)
+    return _score_codes(query, codes, scale, nbits)
 
 
-def _code_scores(query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, nbits: int) -> torch.Tensor:
+def _score_codes(query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, nbits: int) -> torch.Tensor:
     # What is taken off a code is the same in all channels
     offset = query.sum(dim=3, keepdim=True) * (2 ** (nbits - 1) - 0.5)
     width = codes.shape[3]
@@ -153,7 +153,7 @@ def score_rows(query: torch.Tensor, tokens: SelectableRows) -> torch.Tensor:
 
 
 @torch.compiler.disable
-def largest(numbers: torch.Tensor, limit: int, least: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def topk(numbers: torch.Tensor, limit: int, least: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Finds the `limit` largest numbers of every row `[..., N]`, float32, the largest first. What is below `least`, which
     broadcasts to `[..., 1]`, may be left out, which takes less time.
@@ -194,9 +194,9 @@ def _selection_scratch(length: int, num_resident: int = 0, groups: int = 0) -> i
     return 8 * (length + _MOST_LANES) + 16 * (length + 1) + 8 * (-(-num_resident * groups // 2))
 
 
-class ChoiceBounds(NamedTuple):
+class SelectionLimits(NamedTuple):
     """
-    What is chosen in a step by weight; see `choose_heaviest`.
+    What is chosen in a step by weight; see `select_by_weight`.
 
     Attributes:
         first, newest (`int`): tokens before the first number, and from the second on, are chosen in any case.
@@ -212,8 +212,8 @@ class ChoiceBounds(NamedTuple):
 
 
 @torch.compiler.disable
-def choose_heaviest(
-    scores: torch.Tensor, resident_scores: torch.Tensor, bounds: ChoiceBounds
+def select_by_weight(
+    scores: torch.Tensor, resident_scores: torch.Tensor, bounds: SelectionLimits
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Chooses tokens whose weight, their probability averaged over the query heads of a key/value head, is large enough,
@@ -262,18 +262,19 @@ class Scoring(NamedTuple):
     args: Structure
 
 
-class ChoosingCall(TokenWriter):
+class SelectionPlan(TokenWriter):
     """
-    A step over `length` tokens that stay what they are, described once for queries like `query`: scores of all, the
-    choice, and attention over what was chosen and a window `[B, H, any, D or E]` that grows. What does not change is
-    checked here, and only addresses of queries, results and the window are written for each step.
+    A step over `length` tokens that stay what they are, described once for queries of one shape: scores of all tokens,
+    the selection, and attention over selected tokens and a window `[B, H, any, D or E]` that grows. Whatever does not
+    change is checked here; a step writes addresses of queries, results and the window only.
 
     Args:
         scoring (`Scoring`): scores of the tokens.
         tokens (`Structure`): the tokens to attend to.
         window (two `torch.Tensor`): the storage of the newest tokens.
         dtype (`torch.dtype`): of exact tokens.
-        alive (`object`, *optional*): what keeps memory that the structures point to, if they do not.
+        owner (`object`, *optional*): the object that keeps `tokens` and the memory that it points to alive, if this
+            call is not to hold them.
     """
 
     def __init__(
@@ -282,63 +283,63 @@ class ChoosingCall(TokenWriter):
         tokens: Structure,
         window: tuple[torch.Tensor, torch.Tensor],
         dtype: torch.dtype,
-        alive: object = None,
+        owner: object = None,
     ):
         queries, args = scoring.queries, scoring.args
-        value_dim = tokens.inputs["value_dim"]
+        self._shape = torch.Size((queries.batch, queries.heads, queries.query_groups, queries.key_dim))
+        self._value_dim = tokens.inputs["value_dim"]
         sizes = {name: getattr(queries, name) for name in ("batch", "heads", "key_dim")}
-        super().__init__({**sizes, "value_dim": value_dim}, dtype, queries.scale)
+        super().__init__({**sizes, "value_dim": self._value_dim}, dtype, queries.scale)
         if tuple(map(kind_of_tokens, window)) != self._kind:
             raise ValueError(f"tokens of {dtype} and a window of {[kind_of_tokens(each) for each in window]}")
-        self._shape = torch.Size((queries.batch, queries.heads, queries.query_groups, queries.key_dim))
-        self._value_dim, self._length, self._kept = value_dim, args.length, alive
+        self._length, self._owner = args.length, owner
         self._heads = queries.batch * queries.heads
-        blocks = self._heads * -(-queries.query_groups // BLOCK_QUERIES)
         selected = make("SelectedSlots")
+        shared = {
+            "max_threads": self._threads,
+            "queries": queries,
+            "value_dim": self._value_dim,
+            "selected": selected,
+        }
         selection = make(
             "SelectionArgs",
-            max_threads=self._threads,
             batch=queries.batch,
             heads=queries.heads,
             query_groups=queries.query_groups,
             length=args.length,
-            queries=queries,
-            value_dim=value_dim,
-            selected=selected,
+            **shared,
         )
-        attention = make(
-            "SelectedAttentionArgs",
-            max_threads=self._threads,
-            queries=queries,
-            value_dim=value_dim,
-            tokens=tokens.address if alive is not None else tokens,
-            selected=selected,
-        )
+        attention = make("SelectedAttentionArgs", tokens=tokens if owner is None else tokens.address, **shared)
         self._structures = queries, args, selected, selection, attention
-        self._kernels: list[tuple[Callable[[int], None], memoryview[int], int, int]] = []
-        for kernel, own, count in (
-            (scoring.kernel, args, blocks * args.splits),
-            ("select_by_weight", selection, self._heads),
-            ("attend_selected", attention, blocks),
-        ):
-            own.tasks.count = count
-            self._kernels.append((function(kernel), as_words(own), own.address, min(self._threads, count)))
         self._queries, self._scoring, self._selected, self._selection, self._attention = map(
             as_words, self._structures
         )
         self._scores_at = word_offsets(type(args).__name__).scores
         self._floats = memoryview(selection).cast("B").cast("d")
+        blocks = self._heads * -(-queries.query_groups // BLOCK_QUERIES)
+        self._kernels = [
+            self._prepare(scoring.kernel, args, blocks * args.splits),
+            self._prepare("select_by_weight", selection, self._heads),
+            self._prepare("attend_selected", attention, blocks),
+        ]
         # Bytes for slots that are sorted, of all threads, for each that can be selected and for all
         tiles = -(-args.length // TILE)
         self._sorted_size = (16 * self._threads, 8 * self._threads * tiles) if tokens.rows else (0, 0)
-        # Of a step before
+        # Tokens that the last step selected, over all heads
         self.num_chosen = 0
 
     def __deepcopy__(self, memo: object) -> None:
-        """A copy of a layer makes its own: addresses in a call are of what was copied."""
+        """Returns `None`: addresses in a call are those of the original layer, so its copy makes a call of its own."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
+
+    def _prepare(
+        self, kernel: str, args: Structure, num_tasks: int
+    ) -> tuple[Callable[[int], None], "memoryview[int]", int, int]:
+        """Returns a kernel, the words and the address of its arguments, and the threads that it runs on."""
+        args.tasks.count = num_tasks
+        return function(kernel), as_words(args), args.address, min(self._threads, num_tasks)
 
     def attend(
         self,
@@ -347,7 +348,7 @@ class ChoosingCall(TokenWriter):
         window: tuple[torch.Tensor, torch.Tensor],
         length: int,
         newest: tuple[torch.Tensor, torch.Tensor] | None,
-        bounds: ChoiceBounds,
+        bounds: SelectionLimits,
     ) -> torch.Tensor | None:
         """
         Attends with the queries of one new token, `[B, H * G, 1, D]` or another shape of so many numbers.
@@ -360,7 +361,7 @@ class ChoosingCall(TokenWriter):
 
         Returns:
             `torch.Tensor` like the queries, of E channels; `None` if queries, scale or threads are others than those
-            that the call was made for. `num_chosen` is then how many tokens were chosen, of all heads.
+            that the call was made for. `num_chosen` is then the number of selected tokens, over all heads.
 
         Raises:
             ValueError: if the window is not of the dtype and sizes that the call was made for.
@@ -381,74 +382,100 @@ class ChoosingCall(TokenWriter):
             raise ValueError(f"{length} tokens in use of {self._capacity}, or a newest one of another kind")
         own = query if query.dtype is torch.float32 and query.is_contiguous() else query.float().contiguous()
         result = own.new_empty((*shape[:3], self._value_dim))
-        limit, groups, heads = bounds.limit, self._shape[2], self._heads
-        scratch_size, coded_size = _selection_scratch(self._length, length, groups), self._sorted_size[0] * limit
-        sizes = 8 * heads * limit, 8 * heads, self._threads * scratch_size, coded_size, self._sorted_size[1]
-        memory = torch.empty(sum(sizes) + 4 * heads * groups * self._length, dtype=torch.uint8, device="cpu")
-        slots, counts, scratch, coded, ends, scores = accumulate(sizes, initial=memory.data_ptr())
-        key, value = (0, 0) if newest is None else (newest[0].data_ptr(), newest[1].data_ptr())
-        selected, selection, attention = self._selected, self._selection, self._attention
-        self._queries[_QUERIES.data], self._scoring[self._scores_at] = own.data_ptr(), scores
-        selected[_SELECTED.limit], selected[_SELECTED.slots], selected[_SELECTED.counts] = limit, slots, counts
-        selection[_SELECTION.scores], selection[_SELECTION.cap] = scores, bounds.cap
+        # Kernels write to it while they run
+        scratch = self._write_scratch(bounds.limit, length)
+        selection = self._selection
+        self._queries[_QUERIES.data] = own.data_ptr()
+        self._attention[_ATTENTION.result] = result.data_ptr()
+        self._window[_WINDOW.length] = selection[_SELECTION.num_resident] = length
+        self._floats[_SELECTION.least] = bounds.least
         selection[_SELECTION.first], selection[_SELECTION.newest] = max(bounds.first, 0), max(bounds.newest, 0)
-        selection[_SELECTION.newest_key], selection[_SELECTION.newest_value] = key, value
-        selection[_SELECTION.scratch], selection[_SELECTION.scratch_size] = scratch, scratch_size
-        selection[_SELECTION.threads_entered] = attention[_ATTENTION.threads_entered] = 0
-        selection[_SELECTION.num_resident] = self._window[_WINDOW.length] = length
-        selection[_SELECTION.num_selected], self._floats[_SELECTION.least] = 0, bounds.least
-        attention[_ATTENTION.result], attention[_ATTENTION.coded] = result.data_ptr(), coded
-        attention[_ATTENTION.tile_ends] = ends
+        selection[_SELECTION.cap], selection[_SELECTION.num_selected] = bounds.cap, 0
+        selection[_SELECTION.newest_key] = 0 if newest is None else newest[0].data_ptr()
+        selection[_SELECTION.newest_value] = 0 if newest is None else newest[1].data_ptr()
+        selection[_SELECTION.threads_entered] = self._attention[_ATTENTION.threads_entered] = 0
         for kernel, words, address, threads in self._kernels:
             words[_SELECTION.tasks] = 0
             if threads == 1:
                 kernel(address)
             else:
                 find_threads()(kernel, address, threads)
+        del scratch
         # The newest token is written now
         self._accepted, self.num_chosen = None, selection[_SELECTION.num_selected]
         return result if query.dtype is torch.float32 else result.to(query.dtype)
+
+    def _write_scratch(self, limit: int, num_resident: int) -> torch.Tensor:
+        """Allocates memory for scores, slots and scratch at once, and writes where they are."""
+        groups, heads = self._shape[2], self._heads
+        scratch_size = _selection_scratch(self._length, num_resident, groups)
+        sizes = (
+            8 * heads * limit,
+            8 * heads,
+            self._threads * scratch_size,
+            self._sorted_size[0] * limit,
+            self._sorted_size[1],
+        )
+        memory = torch.empty(sum(sizes) + 4 * heads * groups * self._length, dtype=torch.uint8, device="cpu")
+        slots, counts, scratch, coded, ends, scores = accumulate(sizes, initial=memory.data_ptr())
+        self._selected[_SELECTED.limit] = limit
+        self._selected[_SELECTED.slots], self._selected[_SELECTED.counts] = slots, counts
+        self._scoring[self._scores_at] = self._selection[_SELECTION.scores] = scores
+        self._selection[_SELECTION.scratch], self._selection[_SELECTION.scratch_size] = scratch, scratch_size
+        self._attention[_ATTENTION.coded], self._attention[_ATTENTION.tile_ends] = coded, ends
+        return memory
 
     def _take_window(self, window: tuple[torch.Tensor, torch.Tensor]) -> None:
         (keys, values), found = window, tuple(map(kind_of_tokens, window))
         if found != self._kind or keys.shape[2] != values.shape[2] or not (keys.is_cpu and values.is_cpu):
             raise ValueError(f"the window has to be {self._kind} on the CPU, as when the call was made, not {found}")
-        described = _window(self._shape, keys, values, self._value_dim, keys.dtype, 0)
-        self._selection[_SELECTION.window] = self._attention[_ATTENTION.window] = described.address
-        self._described, self._window = described, as_words(described)
+        self._described = _window(self._shape, keys, values, self._value_dim, keys.dtype, 0)
+        self._window = as_words(self._described)
+        self._selection[_SELECTION.window] = self._attention[_ATTENTION.window] = self._described.address
         self._storage, self._capacity = window, keys.shape[2]
 
 
-def choose_by_codes(
+class KeyCodes(NamedTuple):
+    """
+    Codes of the keys of stored tokens, see `score_codes`.
+
+    Attributes:
+        codes, scale, length, nbits: as `score_codes` takes them.
+        spread (`torch.Tensor` of shape `[B, H, 1, D]`): factors of the queries.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    length: int
+    nbits: int
+    spread: torch.Tensor
+
+
+def plan_by_codes(
     query: torch.Tensor,
     scale: float,
-    codes: torch.Tensor,
-    code_scales: torch.Tensor,
-    spread: torch.Tensor,
-    length: int,
-    nbits: int,
+    keys: KeyCodes,
     pages: Sequence[torch.Tensor],
     window: tuple[torch.Tensor, torch.Tensor],
-) -> ChoosingCall:
+) -> SelectionPlan:
     """
-    Prepares steps over tokens that are scored by their codes, see `code_scores`, with queries times `spread`
-    `[B, H, 1, D]`, and attended to in `pages`, see `attend_chosen`.
+    Plans steps over tokens that are scored by codes of their keys and attended to in `pages`, see `attend_selected`.
 
     Raises:
         ValueError: if sizes or dtypes do not fit each other.
     """
     queries = make("TokenQueries", **_sizes_of(query), scale=scale)
-    spread = spread[:, :, 0].contiguous()
-    args = _code_score_args(queries, codes, code_scales, length, nbits, spread=spread)
-    tokens = _exact_tokens(query, pages, window[1].shape[3], length)
-    return ChoosingCall(Scoring("code_scores", queries, args), tokens, window, pages[0].dtype)
+    spread = keys.spread[:, :, 0].contiguous()
+    args = _code_score_args(queries, keys.codes, keys.scale, keys.length, keys.nbits, spread=spread)
+    tokens = _exact_tokens(query, pages, window[1].shape[3], keys.length)
+    return SelectionPlan(Scoring("score_codes", queries, args), tokens, window, pages[0].dtype)
 
 
-def choose_by_rows(
+def plan_by_rows(
     query: torch.Tensor, scale: float, tokens: SelectableRows, window: tuple[torch.Tensor, torch.Tensor]
-) -> ChoosingCall:
+) -> SelectionPlan:
     """
-    Prepares steps over tokens that are scored, see `score_rows`, and attended to, see `attend_chosen`, as rows.
+    Plans steps over tokens that are scored, see `score_rows`, and attended to, see `attend_selected`, as rows.
 
     Raises:
         ValueError: if sizes or dtypes do not fit each other.
@@ -458,7 +485,7 @@ def choose_by_rows(
     args = _row_score_args(queries, stored)
     # The structure of the tokens lives as long as they do; its tables of angles belong to no cache
     args.inputs = {}
-    return ChoosingCall(Scoring("score_rows", queries, args), stored, window, tokens.sinks.keys.dtype, alive=tokens)
+    return SelectionPlan(Scoring("score_rows", queries, args), stored, window, tokens.sinks.keys.dtype, owner=tokens)
 
 
 def _sizes_of(query: torch.Tensor) -> dict[str, int]:
@@ -522,7 +549,7 @@ def _mask(mask: torch.Tensor | None, batch_size: int, stop: int) -> Structure | 
 
 
 @torch.compiler.disable
-def attend_chosen(
+def attend_selected(
     query: torch.Tensor,
     tokens: SelectableRows | Sequence[torch.Tensor],
     slots: torch.Tensor,
@@ -536,7 +563,7 @@ def attend_chosen(
 ) -> torch.Tensor:
     """
     Attends over chosen tokens where they stand, and the window; arguments that are not listed are those of
-    `tokens.attend_staged`.
+    `tokens.attend_fetched`.
 
     Args:
         tokens (`SelectableRows` or `Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, D + E]`): rows of
@@ -641,7 +668,7 @@ def choose_rows_kernel(query: torch.Tensor, value_dim: int, dtype: torch.dtype) 
     return ("compiled", False) if can_attend else ("torch", True)
 
 
-def attend_staged(
+def attend_fetched(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,

@@ -44,7 +44,7 @@ static void score_split(const CodeScoreArgs *args, QueryBlock block, int64_t spl
 }
 
 /* Blocks of a head, which read the same codes, follow each other. */
-EXPORT(code_scores)(CodeScoreArgs *args) {
+EXPORT(score_codes)(CodeScoreArgs *args) {
     const TokenQueries *queries = args->queries;
     int64_t blocks = args->tasks.count / args->splits;
     FOR_TASKS(args, task) {

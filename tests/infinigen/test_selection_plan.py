@@ -11,7 +11,7 @@ from kvcache_plugins import InfiniGenCache
 from kvcache_plugins.contract.comparison import reachable_bytes
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
-from kvcache_plugins.kernels.tokens import ChoiceBounds, ChoosingCall, choose_by_codes
+from kvcache_plugins.kernels.tokens import KeyCodes, SelectionLimits, SelectionPlan, plan_by_codes
 from kvcache_plugins.transform_coding.config import TransformCodingConfig
 
 
@@ -128,8 +128,8 @@ def test_a_plan_refuses_other_inputs() -> None:
         for _ in range(2):
             attend(layer, new, None)
     call, window = layer._plan, layer.tail
-    assert isinstance(call, ChoosingCall)
-    bounds, query = ChoiceBounds(first=0, newest=90, least=0.0, cap=5, limit=10), new[0]
+    assert isinstance(call, SelectionPlan)
+    bounds, query = SelectionLimits(first=0, newest=90, least=0.0, cap=5, limit=10), new[0]
     given = {"scale": None, "window": window.storage, "length": window.length, "newest": None}
     for other in (query[..., :8], query.expand(2, -1, -1, -1), query.repeat(1, 2, 1, 1)):
         assert call.attend(other, **given, bounds=bounds) is None
@@ -143,12 +143,13 @@ def test_a_plan_refuses_other_inputs() -> None:
         {"newest": (new[1].double(), new[2])},
         {"newest": new[1:], "length": 0},
     ]
-    made = query, 0.25, *(layer.scoring.rows[name] for name in ("codes", "scale")), layer.scoring.fitted["spread"]
+    scoring = layer.scoring
+    keys = KeyCodes(scoring.rows["codes"], scoring.rows["scale"], scoring.length, 4, scoring.fitted["spread"])
     for other in (tuple(each.half() for each in window.storage), tuple(each[:, :2] for each in window.storage)):
         with pytest.raises(ValueError, match="window"):
-            choose_by_codes(*made, layer.scoring.length, 4, layer.pool.pages, other)
+            plan_by_codes(query, 0.25, keys, layer.pool.pages, other)
     with pytest.raises(ValueError, match="`length` has to be from 1"):
-        choose_by_codes(*made, 0, 4, layer.pool.pages, layer.tail.storage)
+        plan_by_codes(query, 0.25, keys._replace(length=0), layer.pool.pages, layer.tail.storage)
     for changed in wrong:
         with pytest.raises(ValueError, match="window|tokens in use"):
             call.attend(query, **{**given, **changed}, bounds=bounds)
