@@ -19,7 +19,7 @@ from kernel_cases import (
 
 from kvcache_plugins.formats.groups import index_dtype
 from kvcache_plugins.formats.parts import DensePart, GroupPart
-from kvcache_plugins.kernels.attention import attend, prepare_tokens
+from kvcache_plugins.kernels.attention import attend, prepare_compiled
 from kvcache_plugins.kernels.compiled import PreparedCall
 from kvcache_plugins.kernels.engine import choose_flash
 from kvcache_plugins.kernels.masks import combine_masks, leading_padding, mask_columns, slice_mask
@@ -124,7 +124,7 @@ def test_threads_share_a_sequence(row_case, group_case, num_threads):
 def test_prepared_call_attends_to_later_tokens(case, level):
     part = any_part(case) if isinstance(case, Groups) else row_part(case, padding=[0, 40])
     heads, (keys, values) = case.num_heads, torch.randn(2, 2, case.num_heads, 9, 64)
-    call = prepare_tokens(make_query(case), [part, DensePart(keys, values, 1, None)], heads, 0.125, "compiled")
+    call = prepare_compiled(make_query(case), [part, DensePart(keys, values, 1, None)], heads, 0.125)
     for length in (2, 3, 9):
         query, newest = make_query(case), torch.randn(2, 2, heads, 1, 64).unbind()
         output = call.attend(query, 0.125, (keys, values), length, call.accept(*newest))
@@ -148,7 +148,7 @@ def test_copies_are_attended_to_but_not_prepared(case):
     else:
         part = dataclasses.replace(part, keys=part.keys[:, :, :77], length=77)
     check(case, [part], "compiled")
-    assert prepare_tokens(make_query(case), [part, dense_part(case, 1)], 2, None, "compiled") is None
+    assert prepare_compiled(make_query(case), [part, dense_part(case, 1)], 2, None) is None
 
 
 class TestForged:
@@ -245,7 +245,7 @@ def test_sizes_at_the_edge(group_case, level):
     check(group_case, [group_part(group_case, rank=64)], "compiled", factor=4)
     huge = group_case._replace(keys=(648, 4, "channel", 10), values=(648, 4, "token", None))
     check(huge, [group_part(huge)], "compiled")
-    assert prepare_tokens(make_query(huge), [group_part(huge), dense_part(huge, 1)], 1, None, "compiled") is None
+    assert prepare_compiled(make_query(huge), [group_part(huge), dense_part(huge, 1)], 1, None) is None
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -89,13 +89,13 @@ def require_counts(stats, most):
 
 @pytest.mark.filterwarnings("ignore:attention over states")
 @pytest.mark.parametrize("most", [SMALL, LARGE])
-def test_a_layer_stands_still_with_kernels_alone(most, model, make_cache, limit, monkeypatch):
+def test_a_layer_is_static_with_kernels_alone(most, model, make_cache, limit, monkeypatch):
     monkeypatch.setattr("kvcache_plugins.layers.static_layer.compiles_kernels", lambda states: True)
     monkeypatch.setattr("kvcache_plugins.transform_coding.cache.has_gpu_kernels", lambda: True)
     limit(most)
     cache, cache_of_room = make_cache(), make_cache(max_cache_len=300)
     read(model, cache, PROMPT, 1, 1)
-    assert isinstance(cache.layers[0], StaticLayer) and (cache.layers[0].form is None) == (most == SMALL)
+    assert isinstance(cache.layers[0], StaticLayer) and cache.layers[0]._pushes_on_device == (most == LARGE)
     require_counts(cache.stats(), most)
     refused = pytest.raises(ValueError, match="`max_cache_len` needs Triton's kernels: .*shared memory")
     with refused if most == SMALL else nullcontext():

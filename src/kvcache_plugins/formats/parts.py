@@ -27,12 +27,14 @@ class DensePart:
         length (`int`): tokens in use, T.
         mask (`torch.Tensor` of shape broadcastable to `[B, H * G, Q, T]`, *optional*): boolean (`True` attends) or
             added to the scores. It may have fewer columns, but several: tokens without a column are attended to.
+        num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*): as in `RowPart`.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     length: int
     mask: torch.Tensor | None
+    num_tokens: torch.Tensor | None = None
 
     @property
     def head_dims(self) -> tuple[int, int]:

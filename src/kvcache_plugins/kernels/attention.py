@@ -6,8 +6,10 @@ keys and values are never whole in memory, nor is the matrix of scores.
 Legend: B batch, H key/value heads, G query heads a key/value head, Q query tokens, T tokens of a tile, D head dim.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -21,6 +23,23 @@ from .engine import choose_coding_kernel, load_triton
 from .masks import slice_mask
 from .online_attention import OnlineAttention
 from .ops import decode_tiles
+
+
+class PlannedAttention(Protocol):
+    """Attention of single tokens by launches of Triton's kernels that are kept; see `triton.KeptAttention`."""
+
+    def __call__(self, query: torch.Tensor) -> torch.Tensor:
+        """Attend to all tokens."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        scale: float | None,
+        storage: tuple[torch.Tensor, torch.Tensor],
+        length: int,
+        newest: object = None,
+    ) -> torch.Tensor | None:
+        """Attend to `length` tokens of the last exact part, which is now `storage`; `None` if queries are others."""
 
 
 def attend(
@@ -76,22 +95,32 @@ def _native(parts: Iterable[Part | OpaqueRowPart]) -> list[Part]:
     return native
 
 
-def prepare_tokens(
-    query: torch.Tensor, layer_parts: Sequence[LayerPart], num_key_value_heads: int, scale: float | None, kernel: str
-) -> Any:
+def prepare_compiled(
+    query: torch.Tensor, parts: Sequence[LayerPart], num_key_value_heads: int, scale: float | None
+) -> PreparedCall | None:
     """
-    Prepares attention of tokens to come by a kernel, `"compiled"` or `"triton"`, whose queries are like `query`, over
-    parts of which the last is exact and grows, and all others stay; `None` if what is stored cannot be read where it
-    is. See `attend`. Rows are for Triton those of static layers, which prepare their own.
+    Prepare attention in C of queries like `query` over parts of which the last is exact and grows, and all others
+    stay; `None` if what is stored cannot be read in place. See `attend`.
     """
-    parts = _native(layer_parts)
-    if kernel == "triton":
-        is_of_groups = any(isinstance(part, GroupPart) for part in parts)
-        return load_triton().keep_attention(query, parts, num_key_value_heads, scale) if is_of_groups else None
-    if max(parts[0].head_dims) > MAX_CHANNELS or query.dtype not in KINDS:
+    native = _native(parts)
+    if max(native[0].head_dims) > MAX_CHANNELS or query.dtype not in KINDS:
         return None
-    call = PreparedCall(query, parts, num_key_value_heads, query.shape[3] ** -0.5 if scale is None else scale)
+    call = PreparedCall(query, native, num_key_value_heads, query.shape[3] ** -0.5 if scale is None else scale)
     return call if call.is_lasting else None
+
+
+def prepare_triton(
+    query: torch.Tensor, parts: Sequence[LayerPart], num_key_value_heads: int, scale: float | None
+) -> PlannedAttention | None:
+    """
+    Prepare attention of queries like `query` by Triton's kernels over parts like those of `prepare_compiled`. `None`
+    unless some are groups: a layer of rows has a plan of its own (`layers.device_plan`).
+    """
+    native = _native(parts)
+    if not any(isinstance(part, GroupPart) for part in native):
+        return None
+    planned: PlannedAttention | None = load_triton().keep_attention(query, native, num_key_value_heads, scale)
+    return planned
 
 
 def prepare_coding(
