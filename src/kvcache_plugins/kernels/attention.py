@@ -17,7 +17,7 @@ from kvcache_plugins.formats.parts import DensePart, GroupPart, LayerPart, Opaqu
 from kvcache_plugins.formats.rows import RowFormats
 
 from .c_structs import KINDS, MAX_CHANNELS
-from .compiled import PreparedCall
+from .compiled import GrowingStates, PreparedCall
 from .cpu_coding import PreparedCoding
 from .engine import choose_coding_kernel, load_triton
 from .masks import slice_mask
@@ -31,15 +31,8 @@ class PlannedAttention(Protocol):
     def __call__(self, query: torch.Tensor) -> torch.Tensor:
         """Attend to all tokens."""
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        scale: float | None,
-        storage: tuple[torch.Tensor, torch.Tensor],
-        length: int,
-        newest: object = None,
-    ) -> torch.Tensor | None:
-        """Attend to `length` tokens of the last exact part, which is now `storage`; `None` if queries are others."""
+    def attend(self, query: torch.Tensor, scale: float | None, tail: GrowingStates) -> torch.Tensor | None:
+        """Attend to parts and tail, the last exact part; `None` for queries that are not like the planned ones."""
 
 
 def attend(
@@ -68,11 +61,13 @@ def attend(
     """
     scale = query.shape[3] ** -0.5 if scale is None else scale
     if kernel != "torch":
-        native = _native(parts)
+        native = list_native(parts)
         parts = native
         if kernel == "compiled" and max(native[0].head_dims) <= MAX_CHANNELS:
-            own = (query if query.dtype in KINDS else query.float()).contiguous()
-            return PreparedCall(own, native, num_key_value_heads, scale).attend_now(own).to(query.dtype)
+            own = query if query.dtype in KINDS else query.float()
+            result = PreparedCall(own, native, num_key_value_heads, scale).attend(own, scale)
+            assert result is not None, "the call is for this query"
+            return result.to(query.dtype)
         # Without packed parts PyTorch's own steps are the fast ones
         if kernel == "triton" and any(not isinstance(part, DensePart) for part in native):
             output: torch.Tensor = load_triton().attend(query, native, num_key_value_heads, scale)
@@ -86,8 +81,8 @@ def attend(
     return attention.result()
 
 
-def _native(parts: Iterable[Part | OpaqueRowPart]) -> list[Part]:
-    """Lists parts for kernels, which read no codec's own rows."""
+def list_native(parts: Iterable[Part | OpaqueRowPart]) -> list[Part]:
+    """List parts for kernels, which read no rows that only a codec reads."""
     native = []
     for part in parts:
         assert not isinstance(part, OpaqueRowPart), "codecs without kernels are read in PyTorch"
@@ -95,28 +90,19 @@ def _native(parts: Iterable[Part | OpaqueRowPart]) -> list[Part]:
     return native
 
 
-def prepare_compiled(
-    query: torch.Tensor, parts: Sequence[LayerPart], num_key_value_heads: int, scale: float | None
-) -> PreparedCall | None:
-    """
-    Prepare attention in C of queries like `query` over parts of which the last is exact and grows, and all others
-    stay; `None` if what is stored cannot be read in place. See `attend`.
-    """
-    native = _native(parts)
-    if max(native[0].head_dims) > MAX_CHANNELS or query.dtype not in KINDS:
-        return None
-    call = PreparedCall(query, native, num_key_value_heads, query.shape[3] ** -0.5 if scale is None else scale)
-    return call if call.is_lasting else None
+def can_attend(query: torch.Tensor, parts: Sequence[LayerPart]) -> bool:
+    """Return True if the C kernel attends with queries like `query` over parts."""
+    return max(parts[0].head_dims) <= MAX_CHANNELS and query.dtype in KINDS
 
 
 def prepare_triton(
     query: torch.Tensor, parts: Sequence[LayerPart], num_key_value_heads: int, scale: float | None
 ) -> PlannedAttention | None:
     """
-    Prepare attention of queries like `query` by Triton's kernels over parts like those of `prepare_compiled`. `None`
-    unless some are groups: a layer of rows has a plan of its own (`layers.device_plan`).
+    Prepare attention of queries like `query` by Triton's kernels over parts of which the last is exact and grows, and
+    all others stay. `None` unless some are groups: a layer of rows has a plan of its own (`layers.device_plan`).
     """
-    native = _native(parts)
+    native = list_native(parts)
     if not any(isinstance(part, GroupPart) for part in native):
         return None
     planned: PlannedAttention | None = load_triton().keep_attention(query, native, num_key_value_heads, scale)

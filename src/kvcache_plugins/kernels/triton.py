@@ -38,6 +38,7 @@ from kvcache_plugins.triton_kernels.transform_coding.coding_tiles import GRID_EN
 from kvcache_plugins.triton_kernels.transform_coding.launches import Codebook, CodedRows, RotaryAngles
 from kvcache_plugins.user_warnings import warn_user
 
+from .compiled import GrowingStates
 from .masks import slice_mask
 
 
@@ -237,30 +238,16 @@ class KeptAttention:
             self._combining(query, result, length, *outputs)
         return result
 
-    def accept(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """See `compiled.PreparedCall`: the newest token is written by others, into where the exact tokens are."""
-
-    def extend(self, parts: Sequence[RowPart]) -> bool:
-        """See `compiled.PreparedCall`: other coded parts are for another call."""
-        return False
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        scale: float | None,
-        storage: tuple[torch.Tensor, torch.Tensor],
-        length: int,
-        newest: object = None,
-    ) -> torch.Tensor | None:
-        """See `compiled.PreparedCall`."""
+    def attend(self, query: torch.Tensor, scale: float | None, tail: GrowingStates) -> torch.Tensor | None:
+        """Attend to parts and tail, the last exact part; `None` for queries that are not like the planned ones."""
         scale = query.shape[3] ** -0.5 if scale is None else scale
         if (query.shape, query.dtype) != self._like or scale != self._scale:
             return None
-        last = self._dense[-1]
-        if storage[0] is not last.keys or storage[1] is not last.values:
-            self._dense = [*self._dense[:-1], DensePart(*storage, storage[0].shape[2], None)]
+        last, (keys, values) = self._dense[-1], tail.storage
+        if keys is not last.keys or values is not last.values:
+            self._dense = [*self._dense[:-1], DensePart(keys, values, keys.shape[2], None)]
             self._keep_end()
-        return self(query, length)
+        return self(query, tail.length)
 
 
 def keep_attention(

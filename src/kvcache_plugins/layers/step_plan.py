@@ -9,7 +9,7 @@ import torch
 
 from kvcache_plugins.formats.parts import LayerPart, RowPart
 from kvcache_plugins.formats.rows import KeptRows, RowFormats
-from kvcache_plugins.kernels.attention import PlannedAttention, prepare_coding, prepare_compiled, prepare_triton
+from kvcache_plugins.kernels.attention import PlannedAttention, can_attend, list_native, prepare_coding, prepare_triton
 from kvcache_plugins.kernels.compiled import PreparedCall
 from kvcache_plugins.kernels.cpu_coding import PreparedCoding
 
@@ -52,40 +52,29 @@ class StepPlan(DroppedOnCopy):
         return None
 
 
-class CompiledPlan(StepPlan):
+class CompiledPlan(PreparedCall, StepPlan):
     """
     Steps in C, over prefix, segments and tail, of which only the tail may grow, and the packing of its oldest tokens.
 
     Args:
-        call (`PreparedCall`): attention over all parts.
-        parts (`Sequence[LayerPart]`): the parts before the tail.
+        query, num_heads, scale: see `plan_steps`.
+        parts (`Sequence[LayerPart]`): everything held; the last is the tail.
         version, limit: see `StepPlan`.
     """
 
-    __slots__ = ("_call", "_encoder", "_packed")
-
-    def __init__(self, call: PreparedCall, parts: Sequence[LayerPart], version: int, limit: int) -> None:
-        super().__init__(version, limit)
-        self._call = call
-        self._packed = list(parts)
+    def __init__(
+        self,
+        query: torch.Tensor,
+        parts: Sequence[LayerPart],
+        num_heads: int,
+        scale: float,
+        version: int,
+        limit: int,
+    ) -> None:
+        PreparedCall.__init__(self, query, list_native(parts), num_heads, scale)
+        StepPlan.__init__(self, version, limit)
+        self._packed = list(parts[:-1])
         self._encoder: PreparedCoding | None = None
-
-    def push(self, tail: ExactTail, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """See `StepPlan.push`: attention writes the token."""
-        if tail.unwritten is not None or tail.length >= tail.capacity:
-            return False
-        newest = self._call.accept(keys, values)
-        if newest is None:
-            return False
-        tail.unwritten = newest
-        tail.length += 1
-        return True
-
-    def attend(self, query: torch.Tensor, scale: float | None, tail: ExactTail) -> torch.Tensor | None:
-        output = self._call.attend(query, scale, tail.storage, tail.length, tail.unwritten)
-        if output is not None:
-            tail.unwritten = None
-        return output
 
     def encode(
         self,
@@ -142,7 +131,7 @@ class CompiledPlan(StepPlan):
                 return False
             changed.append(replace(part, mask=before.mask))
         self._packed[first:] = changed
-        if not self._call.extend(changed):
+        if not self.extend(changed):
             return False
         self.version = version
         return True
@@ -158,7 +147,7 @@ class TritonPlan(StepPlan):
         self._attention = attention
 
     def attend(self, query: torch.Tensor, scale: float | None, tail: ExactTail) -> torch.Tensor | None:
-        return self._attention.attend(query, scale, tail.storage, tail.length, None)
+        return self._attention.attend(query, scale, tail)
 
 
 def plan_steps(
@@ -174,11 +163,12 @@ def plan_steps(
     Plan decode steps of queries like `query` `[B, H * G, Q, D]` by `"compiled"` or `"triton"` kernels, over parts of
     which the last is the tail.
     """
-    if kernel == "compiled":
-        call = prepare_compiled(query, parts, num_heads, scale)
-        if call is not None:
-            return CompiledPlan(call, parts[:-1], version, limit)
-    else:
+    if kernel == "compiled" and can_attend(query, parts):
+        scale = query.shape[3] ** -0.5 if scale is None else scale
+        plan = CompiledPlan(query, parts, num_heads, scale, version, limit)
+        if plan.is_lasting:
+            return plan
+    elif kernel == "triton":
         attention = prepare_triton(query, parts, num_heads, scale)
         if attention is not None:
             return TritonPlan(attention, version, limit)
