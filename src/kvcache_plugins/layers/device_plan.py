@@ -44,24 +44,55 @@ class StepCounts:
     total: int
 
 
+def split_open(storage: LayerStorage[RowSegment], policy: RowPolicy) -> tuple[RowSegment, RowSegment | None]:
+    """Return the open segment, and the recent rows if the policy has such."""
+    segments = storage.segments
+    return (segments[-2], segments[-1]) if policy.recent_length else (segments[-1], None)
+
+
+def count_tokens(storage: LayerStorage[RowSegment], policy: RowPolicy, total: int) -> StepCounts:
+    """Count tokens in use as the host knows them, `total` in the sequence."""
+    opened, recent = split_open(storage, policy)
+    return StepCounts(opened.length, 0 if recent is None else recent.length, storage.tail_length, total)
+
+
+def list_addresses(
+    storage: LayerStorage[RowSegment], policy: RowPolicy, codec: RowCodec, padding: torch.Tensor | None
+) -> tuple[int, ...]:
+    """List places and sizes of all that a plan reads and writes, and all that it knows by number."""
+    assert storage.tail is not None
+    tensors = [*storage.tail.storage, *codec.tensors(), *codec.shared_tensors()]
+    opened, recent = split_open(storage, policy)
+    numbers = [opened.start]
+    for segment in storage.segments:
+        tensors += [segment.keys, segment.values]
+        if segment is not opened and segment is not recent:
+            numbers += [segment.start, segment.length]
+    if storage.prefix is not None:
+        tensors += [storage.prefix.keys, storage.prefix.values, storage.prefix.count]
+    if padding is not None:
+        tensors.append(padding)
+    return *numbers, *(number for each in tensors for number in (each.data_ptr(), *each.shape))
+
+
 class DevicePlan(StepPlan):
     """
     Steps by Triton's kernels, over storage that has all its capacity.
 
     Args:
-        storage (`LayerStorage[RowSegment]`): prefix, closed segments, the open one, recent rows if there are any,
-            and the tail.
+        storage (`LayerStorage[RowSegment]`): prefix, closed segments, the open one, recent rows if there are such,
+            and tail.
         policy (`RowPolicy`): when tokens are packed.
         codec (`RowCodec`): codec of the open segment.
         padding (`torch.Tensor` of shape `[B]`, *optional*): left padding.
         packed_parts (`Sequence[LayerPart]`): prefix and segments in use, with the masks of their own.
-        addresses (`tuple[int, ...]`): places and sizes of all that the plan reads and writes.
-        counts (`StepCounts`): tokens in use.
+        total (`int`): tokens of the sequence.
         on_push (`Callable`): method that is called when the host has pushed a token; held weakly.
 
     Attributes:
         counters (`torch.Tensor` of shape `[2, B, H, 4]`, int64): `StepCounts`, for each program that counts.
         num_positions (`int`): bound on positions that fit into the capacity.
+        addresses (`tuple[int, ...]`): see `list_addresses`.
         tail_storage, recent_rows (two `torch.Tensor`): storage of the tail and of recent rows, with all capacity.
     """
 
@@ -78,19 +109,17 @@ class DevicePlan(StepPlan):
         codec: RowCodec,
         padding: torch.Tensor | None,
         packed_parts: Sequence[LayerPart],
-        addresses: tuple[int, ...],
-        counts: StepCounts,
+        total: int,
         on_push: Callable[[], None],
     ) -> None:
         super().__init__(storage.version, policy.residual_length)
-        opened = storage.segments[-2 if policy.recent_length else -1]
-        recent = storage.segments[-1] if policy.recent_length else None
+        opened, recent = split_open(storage, policy)
         assert storage.tail is not None
-        self.addresses = addresses
         self.tail_storage = storage.tail.tensors()
         self.recent_rows = None if recent is None else (recent.keys, recent.values)
         num_recent = 0 if recent is None else recent.capacity
         self.num_positions = opened.start + opened.capacity + num_recent + storage.tail.capacity
+        self.addresses = list_addresses(storage, policy, codec, padding)
         batch_size, self._num_heads = self.tail_storage[0].shape[:2]
         device = self.tail_storage[0].device
         self.counters = torch.zeros(2, batch_size, self._num_heads, 4, dtype=torch.int64, device=device)
@@ -99,35 +128,35 @@ class DevicePlan(StepPlan):
         self._on_push = WeakMethod(on_push)
         self._parts = self._fixed_parts(storage, packed_parts, opened, recent, codec)
         finer = codec.with_more_bits(policy.recent_nbits) if policy.recent_length else None
-        self._recent_part = None
-        if recent is not None and finer is not None:
-            positions = Positions(self.num_positions, self._recent_offset)
-            part = finer.part(recent.keys, recent.values, positions, recent.capacity, None)
-            self._recent_part = self._counted(part, recent.capacity, 1)
+        self._recent_part = None if finer is None else self._part_of_recent(finer)
         self._attention: PlannedAttention | None = None
         self._kind: tuple[object, ...] | None = None
-        self.set_counts(counts)
-        triton = load_triton()
-        # Prepared now: memory that is allocated during graph capture would be the graph's
-        push = triton.prepare_push(
-            triton.PushState(
-                tail=self.tail_storage,
-                older=(opened.keys, opened.values),
-                recent=self.recent_rows,
-                counters=self.counters,
-                recent_offset=None if recent is None else self._recent_offset,
-                formats=codec.formats(device),
-                finer_formats=None if finer is None else finer.formats(device),
-                padding=padding,
-                num_kept=policy.num_kept,
-                most_recent=policy.recent_length,
-                num_after=policy.num_recent_kept,
-                num_positions=self.num_positions,
-                start=self.num_positions,
-            )
+        self.set_counts(count_tokens(storage, policy, total))
+        self._push = self._prepare_push(policy, opened, codec, finer)
+
+    def _prepare_push(
+        self, policy: RowPolicy, opened: RowSegment, codec: RowCodec, finer: RowCodec | None
+    ) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """Prepare the launch of a push now: memory that is allocated during graph capture would be the graph's."""
+        triton, device = load_triton(), opened.keys.device
+        state = triton.PushState(
+            tail=self.tail_storage,
+            older=(opened.keys, opened.values),
+            recent=self.recent_rows,
+            counters=self.counters,
+            recent_offset=None if finer is None else self._recent_offset,
+            formats=codec.formats(device),
+            finer_formats=None if finer is None else finer.formats(device),
+            padding=self._padding,
+            num_kept=policy.num_kept,
+            most_recent=policy.recent_length,
+            num_after=policy.num_recent_kept,
+            num_positions=self.num_positions,
+            start=self.num_positions,
         )
-        assert push is not None, "the layer has asked whether kernels encode its states"
-        self._push: Callable[[torch.Tensor, torch.Tensor], None] = push
+        push: Callable[[torch.Tensor, torch.Tensor], None] | None = triton.prepare_push(state)
+        assert push is not None, "the layer has asked if kernels encode its states"
+        return push
 
     @property
     def total(self) -> torch.Tensor:
@@ -192,6 +221,12 @@ class DevicePlan(StepPlan):
         parts.append(self._counted(newest, opened.capacity, 0))
         starts.append(opened.start)
         return list(zip(parts, starts, strict=True))
+
+    def _part_of_recent(self, finer: RowCodec) -> RowPart:
+        assert self.recent_rows is not None
+        keys, values = self.recent_rows
+        positions = Positions(self.num_positions, self._recent_offset)
+        return self._counted(finer.part(keys, values, positions, keys.shape[2], None), keys.shape[2], 1)
 
     def _counted(self, part: RowPart, capacity: int, counter: int) -> RowPart:
         """Return a part of all capacity, whose tokens in use the device counts."""

@@ -19,7 +19,7 @@ from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_token_kernel, compiles_kernels, explain_kernel, load_triton
 
-from .device_plan import DevicePlan, StepCounts
+from .device_plan import DevicePlan, StepCounts, count_tokens, list_addresses, split_open
 from .exact_tokens import ExactTail
 from .finite_check import check_finite
 from .layer_state import LayerState
@@ -158,7 +158,7 @@ class StaticLayer(RowLayer):
         self._host_is_behind = False
         counts = self._device_plan.counts()
         num_pushed = counts.total - self._num_tokens
-        before = self._step_counts()
+        before = count_tokens(self._storage, self.policy, self._num_tokens)
         num_packed = counts.open + counts.recent - before.open - before.recent
         self._set_counts(counts)
         self._num_tokens = counts.total
@@ -174,20 +174,8 @@ class StaticLayer(RowLayer):
         """Tokens that are packed together."""
         return self.policy.residual_length - self.policy.num_kept
 
-    def _open_segments(self) -> tuple[RowSegment, RowSegment | None]:
-        """Return the open segment, and the recent rows if the policy has such."""
-        segments = self._storage.segments
-        return (segments[-2], segments[-1]) if self.policy.recent_length else (segments[-1], None)
-
-    def _step_counts(self) -> StepCounts:
-        """Return tokens in use as the host knows them."""
-        opened, recent = self._open_segments()
-        tail = self._storage.tail
-        num_recent = 0 if recent is None else recent.length
-        return StepCounts(opened.length, num_recent, 0 if tail is None else tail.length, self._num_tokens)
-
     def _set_counts(self, counts: StepCounts) -> None:
-        opened, recent = self._open_segments()
+        opened, recent = split_open(self._storage, self.policy)
         opened.length = counts.open
         if recent is not None:
             recent.length = counts.recent
@@ -197,7 +185,7 @@ class StaticLayer(RowLayer):
 
     def _count_push(self) -> None:
         """Count a token that the device stores, as the kernel does; `_length` does not count it yet."""
-        counts, policy = self._step_counts(), self.policy
+        counts, policy = count_tokens(self._storage, self.policy, self._num_tokens), self.policy
         num_open, num_recent, num_tail = counts.open, counts.recent, counts.tail
         is_full = num_tail == policy.residual_length
         if is_full:
@@ -218,7 +206,7 @@ class StaticLayer(RowLayer):
 
     def _check_packed(self) -> None:
         """Check packed tokens now and then: a `ValueError` if one overflowed."""
-        opened, recent = self._open_segments()
+        opened, recent = split_open(self._storage, self.policy)
         total = opened.length if recent is None else recent.stop - opened.start
         if total < self._num_checked + _CHECK_STEP:
             return
@@ -235,26 +223,9 @@ class StaticLayer(RowLayer):
 
     # Capacity and plans
 
-    def _step_addresses(self) -> tuple[int, ...]:
-        """List places and sizes of all that a plan reads and writes, and all that it knows by number."""
-        storage = self._storage
-        assert storage.tail is not None and isinstance(self.codec, RowCodec)
-        tensors = [*storage.tail.storage, *self.codec.tensors(), *self.codec.shared_tensors()]
-        opened, recent = self._open_segments()
-        numbers = [opened.start]
-        for segment in storage.segments:
-            tensors += [segment.keys, segment.values]
-            if segment is not opened and segment is not recent:
-                numbers += [segment.start, segment.length]
-        if storage.prefix is not None:
-            tensors += [storage.prefix.keys, storage.prefix.values, storage.prefix.count]
-        if self.padding is not None:
-            tensors.append(self.padding)
-        return *numbers, *(number for each in tensors for number in (each.data_ptr(), *each.shape))
-
     def _can_push(self) -> bool:
         """Return True if a decoded token changes nothing but open segment, recent rows and tail."""
-        if self.phase is not Phase.STORED or not self.policy.residual_length or not isinstance(self.codec, RowCodec):
+        if self.phase is not Phase.STORED or not self.policy.residual_length or self.codec is None:
             return False
         if self._records_queries or self._unfitted_sequences is not None:
             return False
@@ -340,23 +311,15 @@ class StaticLayer(RowLayer):
 
     def _plan_on_device(self) -> DevicePlan:
         """Return the plan of the next step: the last one if addresses are the same."""
-        plan, addresses = self._device_plan, self._step_addresses()
-        if plan is None or plan.addresses != addresses:
-            storage, codec = self.storage, self.codec
-            assert isinstance(codec, RowCodec)
-            plan = DevicePlan(
-                storage,
-                self.policy,
-                codec,
-                self.padding,
-                list(self.packed_parts(None)),
-                addresses,
-                self._step_counts(),
-                self._count_push,
-            )
+        storage, policy = self.storage, self.policy
+        plan, codec = self._device_plan, self.codec
+        assert isinstance(codec, RowCodec), "only such layers are static"
+        if plan is None or plan.addresses != list_addresses(storage, policy, codec, self.padding):
+            parts = list(self.packed_parts(None))
+            plan = DevicePlan(storage, policy, codec, self.padding, parts, self._length, self._count_push)
         else:
-            plan.version = self.storage.version
-            plan.set_counts(self._step_counts())
+            plan.version = storage.version
+            plan.set_counts(count_tokens(storage, policy, self._length))
         self.plan = self._device_plan = plan
         return plan
 
@@ -409,7 +372,7 @@ class StaticLayer(RowLayer):
         if not isinstance(plan, DevicePlan):
             return super()._pack_by_plan(plan)
         # The device packs; rows that it adds need capacity
-        opened, recent = self._open_segments()
+        opened, recent = split_open(self._storage, self.policy)
         count = self._num_packed
         if recent is not None:
             count = self._num_to_requantize(recent.length + self._num_packed)
