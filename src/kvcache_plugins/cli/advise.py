@@ -1,4 +1,4 @@
-"""`kvcache-plugins list`, `doctor` and `recommend`: the caches there are, what works here, and which cache to take."""
+"""`kvcache-plugins list`, `doctor` and `recommend`: registered caches, the state of this machine, and advice."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -31,9 +31,9 @@ def list_registered(
 ) -> None:
     """List the caches that --cache takes.
 
-    What each name stands for, whether what it needs is installed, the bytes that it holds in percent of 16 bits, on a
-    GPU and in host memory beside one, and its measured KL to the dense cache. Options stand beside it where there is
-    room (110 columns), and in JSON.
+    A row has the name's meaning, its requirement and whether it is installed, the cache's bytes in percent of 16 bits,
+    on a GPU and in host memory beside one, and the measured KL to the dense cache. Options are shown if there is room
+    (110 columns), and in JSON.
 
     JSON: caches, a list of name, summary, requires (or null), is_available, options, kv_percent and host_percent (null
     where a cache cannot be sized here) and kl (or null).
@@ -200,7 +200,7 @@ def recommend_caches(
     context: Annotated[int, typer.Option(help="Tokens that the cache holds, for each sequence.", min=1)],
     model: ModelOption = "smollm2",
     batch_size: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
-    new_tokens: Annotated[int, typer.Option(help="Of the context, tokens decoded after a prompt.", min=0)] = 0,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of the context that are decoded after a prompt.", min=0)] = 0,
     cache: Annotated[list[str] | None, typer.Option(help="NAME or NAME:key=value,key=value; repeatable.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 (default on cuda), float32 (on cpu) or float16.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; by default a GPU where there is one.")] = None,

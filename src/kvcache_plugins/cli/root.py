@@ -23,7 +23,7 @@ Exit codes:
          a check of doctor
     2    your error: one line says which
     130  interrupted
-    141  whoever read the output has gone, as after `| head`
+    141  the reader of the output has closed it, as `| head` does
 
 \b
 Examples:
@@ -112,4 +112,4 @@ def kvcache_plugins(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Takes the place of the group's own, which has no option."""
+    """Replace the group's own callback, which has no option."""

@@ -22,7 +22,7 @@ StoreOption = Annotated[Path | None, typer.Option(help="The folder; by default i
 def list_kept(store: StoreOption = None, as_json: JsonOption = False) -> None:
     """List the prompts that are kept.
 
-    A prompt that is the beginning of another one is not listed by itself; bytes that several share count in each.
+    A prompt that is the beginning of another one is not listed; bytes that several share count in each.
 
     \b
     Examples:
