@@ -529,9 +529,9 @@ class LazyLayer(CacheLayerMixin):
             self.map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields part (`codes`, `scales`, `residual`, ...) and tensor of everything stored."""
-        self.commit_prompt()
+        """Yield category (`codes`, `scales`, `residual`, ...) and tensor of everything held."""
         yield from self._stored_tensors()
+        yield from (("residual", states) for states in self._pending or ())
         yield from (("indexer", tensor) for tensor in self._index.values())
         if self.padding is not None:
             yield "index", self.padding

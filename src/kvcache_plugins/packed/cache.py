@@ -141,6 +141,7 @@ class PackedCache(UsageChecksMixin, ReportingMixin, Cache):
         an older one when it is complete. Raise an `OSError` that names `path` if it cannot be written.
         """
         model = unwrap_model(model)
+        self._commit_prompts()
         make_snapshot: Callable[..., Snapshot] = self._snapshot_class
         snapshot = make_snapshot(
             model=fingerprint(model),
@@ -152,6 +153,12 @@ class PackedCache(UsageChecksMixin, ReportingMixin, Cache):
             **self._options_to_save(),
         )
         write_record(path, self._format, snapshot)
+
+    def _commit_prompts(self) -> None:
+        """Commit prompts whose attention the cache has not seen, as files and stores hold packed tokens."""
+        for layer in self.layers:
+            if isinstance(layer, CompressedLayer):
+                layer.commit_prompt()
 
     def _options_to_save(self) -> dict[str, object]:
         """Return the fields that this class adds to the file's record."""
