@@ -26,7 +26,7 @@ from .harness import cache_stats, feed, was_exercised
 
 
 class Feeding(NamedTuple):
-    """How many tokens of a context and of a continuation go through a cache in a forward; all at once by default."""
+    """Numbers of tokens of a context and of a continuation in one forward; all at once by default."""
 
     context_chunk: int | None = None
     continuation_chunk: int | None = None
@@ -37,7 +37,7 @@ DECODE = Feeding(None, 1)
 
 
 class Score(NamedTuple):
-    """Log-likelihood of a continuation in nats, and how many of its tokens greedy decoding would have said."""
+    """Log-likelihood of a continuation in nats, and the number of its tokens that greedy decoding would choose."""
 
     log_likelihood: float
     num_tokens: int
@@ -45,7 +45,7 @@ class Score(NamedTuple):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether greedy decoding would have said just that."""
+        """True if greedy decoding would choose this continuation."""
         return self.num_greedy == self.num_tokens
 
 

@@ -26,14 +26,12 @@ import multiprocessing
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from fnmatch import fnmatchcase
 from functools import partial
 from logging import CRITICAL
 from multiprocessing.connection import Connection
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-import typer
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
@@ -49,13 +47,9 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from kvcache_plugins.console.display import track_progress
 from kvcache_plugins.models.cache_argument import as_argument, reading_options
 from kvcache_plugins.registry import create_cache
 from kvcache_plugins.transform_coding import calibrate_transform
-
-from .benchmark import benchmark
-from .rows import Found, Settings
 
 
 Status = Literal["works", "works, dense reads", "refuses", "FAILS"]
@@ -354,7 +348,7 @@ class Reference:
 
 
 class Comparison(NamedTuple):
-    """What a use of a cache is held to: its distance from the dense cache's logits, or from its own, and the limit."""
+    """Distance of a use of a cache from the dense cache's logits, or from its own, and the limit of the distance."""
 
     use: str
     distance: float
@@ -363,7 +357,7 @@ class Comparison(NamedTuple):
 
 
 def compare(reference: Reference, form: Form, *, with_twins: bool) -> Iterator[Comparison]:
-    """Uses a form of a cache as the dense cache was, and compares."""
+    """Use a form of a cache as the dense cache was used, and compare."""
     make_cache, limit = form.prepare(reference.model), reference.limit(form.nbits)
     own: dict[str, Run] = {}
     for name, dense in reference.runs.items():
@@ -533,35 +527,6 @@ def cases_of(specs: list[str], bits: float) -> dict[str, Case]:
     """Makes cases of caches by their specs: presets that are surveyed as they are, others held to so many `bits`."""
     own = own_cases()
     return {spec: own.get(spec) or Case(Form(prepared(spec), (bits, bits)), holds=f"{bits:g} bits") for spec in specs}
-
-
-@benchmark("families")
-def survey_families(
-    pattern: Annotated[str, typer.Argument(help="Shell pattern of `model_type`s, such as 'qwen*'.")] = "*",
-    cache: Annotated[list[str] | None, typer.Option(help="NAME or NAME:key=value,key=value; repeatable.")] = None,
-    bits: Annotated[float, typer.Option(help="Bits that caches of `--cache` are held to.", min=1, max=16)] = 2.0,
-    seconds: Annotated[float, typer.Option(help="After so many a family is given up.", min=1.0)] = 180.0,
-) -> Iterator[Found]:
-    """Try caches on a tiny random model of every decoder family.
-
-    The families are those of the installed Transformers. Each cache, by default the presets that people get, is held
-    against itself used in another way, and against DynamicCache: two turns, two prompts of unequal length, a prompt in
-    chunks. It works, works and reads whole layers dense while decoding, refuses and says why, or FAILS.
-
-    \b
-    Examples:
-        kvcache-plugins models
-        kvcache-plugins models 'gemma*' --cache gear-2bit --cache h2o
-        kvcache-plugins models --json | jq '.rows[] | select(.outcomes.transform.status != "works")'
-        kvcache-plugins models --out eval/results/families.json
-    """
-    families = [name for name in family_names() if fnmatchcase(name, pattern)]
-    if not families:
-        raise ValueError(f"`pattern` {pattern!r} matches no family; there are {', '.join(family_names())}")
-    cases = cases_of(cache, bits) if cache else own_cases()
-    yield Settings(families=pattern, caches=" ".join(cases), tokens=PROMPT_LENGTH)
-    with track_progress(len(families)) as announce:
-        yield from map(dataclasses.asdict, try_families(families, cases, announce, seconds))
 
 
 # Small configs

@@ -35,10 +35,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import typer
 from transformers import Cache, PreTrainedModel, StaticCache
 
 from kvcache_plugins import InfiniGenCache
@@ -501,21 +500,8 @@ TINY: dict[str, dict[str, Any]] = {
 _GRACE = 15.0
 
 
-def run_on_gpu(
-    out: Annotated[Path, typer.Option(help="Folder for the JSON files.")] = Path("eval/results"),
-    limit: Annotated[float, typer.Option(help="Seconds that all of it may take.", min=1)] = 570.0,
-    tiny: Annotated[bool, typer.Option("--tiny", help="Small sizes, to try the script; no GPU needed.")] = False,
-    part: Annotated[str | None, typer.Option(help="One part only, in this process: checks, attention, ...")] = None,
-) -> None:
-    """Check and time all that wants a GPU. For the root of the repository, whose tests it runs.
-
-    \b
-    Examples:
-        kvcache-plugins bench gpu
-        kvcache-plugins bench gpu --part attention --out /tmp/results
-        TRITON_INTERPRET=1 KVCACHE_PLUGINS_KERNELS=triton \\
-            kvcache-plugins bench gpu --tiny --out /tmp/results
-    """
+def run_parts(out: Path, limit: float, tiny: bool = False, part: str | None = None) -> None:
+    """Run all parts, or one in this process, within `limit` seconds, and write their files to the folder `out`."""
     if part is not None:
         check_choice("part", part, tuple(PARTS))
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -549,12 +535,8 @@ def _run_part(name: str, out: Path, seconds: float, tiny: bool, device: torch.de
         environment["TRITON_INTERPRET"] = "0"
         # Caches that grow leave holes between them otherwise, most of all the dense one
         environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    command = [sys.executable, "-m", "kvcache_plugins.eval.gpu", *arguments]
+    command = [sys.executable, "-m", "kvcache_plugins.cli", "bench", "gpu", *arguments]
     try:
         subprocess.run(command, check=True, timeout=max(seconds, 1.0), env=environment)
     except subprocess.TimeoutExpired as error:
         raise TimeIsUpError from error
-
-
-if __name__ == "__main__":
-    typer.run(run_on_gpu)

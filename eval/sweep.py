@@ -34,7 +34,8 @@ from kvcache_plugins.registry import check_caches
 
 from .benchmark import Result
 from .harness import CACHE_FAILURES
-from .measures import answers, fidelity
+from .measures import answers
+from .measures.commands import evaluate_fidelity, evaluate_perplexity, evaluate_retrieval
 from .tasks import find_task
 
 
@@ -99,9 +100,9 @@ def measure_task(
 
 MEASURES: dict[str, Callable[..., Any]] = {
     "task": measure_task,
-    "fidelity": fidelity.evaluate_fidelity,
-    "perplexity": fidelity.evaluate_perplexity,
-    "retrieval": answers.evaluate_retrieval,
+    "fidelity": evaluate_fidelity,
+    "perplexity": evaluate_perplexity,
+    "retrieval": evaluate_retrieval,
     "context": answers.measure_tasks,
 }
 

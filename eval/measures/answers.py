@@ -15,21 +15,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import typer
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_plugins.console import inputs
-from kvcache_plugins.console.display import track_progress
 from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.eval import harness
-from kvcache_plugins.eval.benchmark import benchmark, loaded_settings
 from kvcache_plugins.eval.context_tasks import TASKS, Question, make_sample
 from kvcache_plugins.eval.continuations import DECODE, ContinuationScorer, Score
-from kvcache_plugins.eval.rows import Found, Settings
 from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.reports.memory import measure_memory
 
@@ -110,34 +106,6 @@ def answer_questions(
             "memory_at_end": None if held is None else memory_fields(held),
             "stats": dict(scorers[name].record.stats),
         }
-
-
-@benchmark("retrieval", "{model} on {data_file}, questions: {num_questions}", with_dense=True)
-def evaluate_retrieval(
-    data_file: Annotated[Path, typer.Option(help="JSON lines of one of the two sets.")],
-    cache: inputs.CachesOption,
-    model: inputs.ModelOption = "smollm2",
-    questions: Annotated[int | None, typer.Option(help="The first so many; all by default.", min=1)] = None,
-    records: Annotated[int | None, typer.Option(help="Lines or pairs of each context; all by default.", min=1)] = None,
-    batch_size: Annotated[int, typer.Option(help="Questions decoded together.", min=1)] = 1,
-    dtype: inputs.DtypeOption = None,
-    device: inputs.DeviceOption = None,
-) -> Iterator[Found]:
-    """Ask for one line, or one value, of a long context. Each cache is asked, `dynamic` first.
-
-    \b
-    Examples:
-        kvcache-plugins eval retrieval --data-file 200_lines.jsonl --cache infinigen --cache h2o
-    """
-    asked = read_questions(data_file, records)[:questions]
-    if not asked:
-        raise ValueError(f"`questions`: there is none in {data_file}, or none was asked for")
-    loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
-    factories = harness.cache_factories(cache, loaded)
-    yield from loaded_settings(loaded)
-    yield Settings(num_questions=len(asked))
-    with track_progress(-(-len(asked) // batch_size) * len(factories)) as announce:
-        yield from answer_questions(loaded, tokenizer, asked, factories, announce, batch_size)
 
 
 # Tasks that need much of their context

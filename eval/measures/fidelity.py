@@ -1,4 +1,4 @@
-"""How far a cache's next-token distributions are from the dense cache's, on real text: the cheapest honest measure.
+"""Distance of a cache's next-token distributions from the dense cache's, on real text: the cheapest honest measure.
 
 A window of text is a prefix and a continuation. The prefix goes through the cache in one forward, whose logits are not
 scored: attention over it is exact in every cache that compresses afterwards, so they would show no error at all. The
@@ -20,20 +20,14 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch.nn import functional as F
-from transformers import Cache, DynamicCache, PreTrainedModel, set_seed
+from transformers import Cache, DynamicCache, PreTrainedModel
 
-from kvcache_plugins.console import inputs
-from kvcache_plugins.console.display import track_progress
 from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.eval import harness
-from kvcache_plugins.eval.benchmark import benchmark, loaded_settings
-from kvcache_plugins.eval.rows import Found, Settings
 from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
 
@@ -240,61 +234,6 @@ def fidelity_fields(cache: str, fidelity: Fidelity, stretch: int | None = None) 
     return row if stretch is None else row | trend(fidelity.windows, stretch)
 
 
-@benchmark("fidelity", "{model} on {text_file}: {windows} x {scored} tokens scored after {prefix}, fewest bytes first")
-def evaluate_fidelity(
-    text_file: Annotated[Path, typer.Option(help="The text that windows are cut from.")],
-    cache: inputs.CachesOption,
-    model: inputs.ModelOption = "smollm2",
-    windows: Annotated[int, typer.Option(help="Disjoint windows, spread evenly over the text.", min=1)] = 8,
-    prefix: Annotated[int, typer.Option(help="Tokens that fill the cache, unscored.", min=1)] = 1024,
-    scored: Annotated[int, typer.Option(help="Tokens scored through the filled cache.", min=1)] = 512,
-    chunk: Annotated[
-        int | None, typer.Option("--decoded", "--chunk", help="Tokens a forward; 1 decodes. All by default.", min=1)
-    ] = None,
-    own: Annotated[bool, typer.Option("--own", help="Score what the dense model samples, not the text.")] = False,
-    batch: Annotated[int, typer.Option(help="Windows decoded side by side: the same figures, sooner.", min=1)] = 1,
-    stretch: Annotated[
-        int | None, typer.Option(help="Report KL also by stretches of so many scored tokens, and its trend.", min=1)
-    ] = None,
-    dtype: inputs.DtypeOption = None,
-    device: inputs.DeviceOption = None,
-    seed: inputs.SeedOption = 42,
-) -> Iterator[Found]:
-    """Measure how far caches are from the dense cache on a text.
-
-    Scored in one forward, new tokens see each other exactly; with --decoded 1 they are read back from the cache one by
-    one. Bytes are those after the prefix, "% while decoding" the mean while tokens were scored, buffers included. KL
-    is of the next token from the dense cache's, the mean (plus or minus its standard error), the median and the 99.9th
-    percentile of all scored positions.
-
-    \b
-    Examples:
-        kvcache-plugins eval fidelity --text-file wiki.test.raw --cache transform --cache kivi-4bit
-        kvcache-plugins eval fidelity --text-file book.txt --windows 2 --batch 2 --decoded 1 \\
-            --cache gear-2bit --cache gear-2bit:sparsity=0,rank=8 --out eval/results/rank.json
-        kvcache-plugins eval fidelity --text-file book.txt --windows 1 --prefix 64 --scored 4096 --own \\
-            --decoded 16 --stretch 256 --cache transform --cache kivi-4bit
-    """
-    if stretch is not None and scored < 4:
-        raise ValueError(f"`stretch` compares quarters of at least 4 tokens in `scored`, but got {scored}")
-    loaded, cut = harness.load_with_windows(model, text_file, (windows, prefix, scored), dtype, device)
-    yield from loaded_settings(loaded)
-    yield Settings(device=loaded.device.type)
-    factories = harness.cache_factories(cache, loaded)
-    set_seed(seed)
-    if own:
-        writer: Any = loaded
-        read = torch.stack(cut)[:, :prefix].to(loaded.device)
-        length = {"max_new_tokens": scored + 1, "min_new_tokens": scored + 1}
-        cut = list(writer.generate(read, attention_mask=torch.ones_like(read), do_sample=True, **length))
-    with track_progress(math.ceil(windows / batch) * len(factories)) as announce:
-        found = measure_fidelity(
-            loaded, cut, factories, prefix_length=prefix, chunk=chunk, batch=batch, on_progress=announce
-        )
-    rows = [fidelity_fields(spec, result, stretch) for spec, result in found.items()]
-    yield from sorted(rows, key=lambda row: row["memory_after_prefix"]["total_bytes"])
-
-
 # Perplexity against position
 
 
@@ -339,29 +278,3 @@ def measure_perplexity(
             "memory_at_end": memory_fields(measure_memory(cache)),
             "stats": harness.cache_stats(cache),
         }
-
-
-@benchmark("perplexity", "{model} on {text_file}: {windows} x {length} tokens", with_dense=True)
-def evaluate_perplexity(
-    text_file: Annotated[Path, typer.Option(help="The text that windows are cut from.")],
-    cache: inputs.CachesOption,
-    model: inputs.ModelOption = "smollm2",
-    length: Annotated[int, typer.Option(help="Tokens scored in each window.", min=2)] = 2048,
-    windows: Annotated[int, typer.Option(help="Disjoint windows, spread evenly over the text.", min=1)] = 1,
-    chunk: Annotated[int, typer.Option(help="Tokens a forward; 1 is decode.", min=1)] = 1,
-    stretch: Annotated[int, typer.Option(help="Tokens over which scores are averaged.", min=1)] = 256,
-    dtype: inputs.DtypeOption = None,
-    device: inputs.DeviceOption = None,
-) -> Iterator[Found]:
-    """Perplexity against position. Texts are decoded through each cache from the first token on, `dynamic` first.
-
-    \b
-    Examples:
-        kvcache-plugins eval perplexity --text-file book.txt --cache transform --cache kivi-4bit --chunk 64
-    """
-    # One token comes before the first that is scored
-    loaded, cut = harness.load_with_windows(model, text_file, (windows, length - 1, 1), dtype, device)
-    yield from loaded_settings(loaded)
-    factories = harness.cache_factories(cache, loaded)
-    with track_progress(windows * len(factories)) as announce:
-        yield from measure_perplexity(loaded, cut, factories, chunk=chunk, stretch=stretch, on_progress=announce)

@@ -10,8 +10,6 @@ from kvcache_plugins.console.commands import FAILED
 from kvcache_plugins.console.display import make_table, open_console, print_line
 from kvcache_plugins.console.inputs import JsonOption
 from kvcache_plugins.console.results import print_json
-from kvcache_plugins.prompt_store.maintenance import clear, find_damaged, list_prompts
-from kvcache_plugins.prompt_store.store import default_folder
 
 
 _SHOWN = 12
@@ -29,6 +27,9 @@ def list_kept(store: StoreOption = None, as_json: JsonOption = False) -> None:
         kvcache-plugins store list
         kvcache-plugins store list --store prompts --json
     """
+    from kvcache_plugins.prompt_store.maintenance import list_prompts
+    from kvcache_plugins.prompt_store.store import default_folder
+
     prompts = list_prompts(store or default_folder())
     if as_json:
         print_json({"prompts": prompts})
@@ -49,6 +50,9 @@ def clear_kept(store: StoreOption = None) -> None:
     Examples:
         kvcache-plugins store clear --store prompts
     """
+    from kvcache_plugins.prompt_store.maintenance import clear
+    from kvcache_plugins.prompt_store.store import default_folder
+
     count, num_bytes = clear(store or default_folder())
     print_line(f"{count} blocks removed, {num_bytes / 1e6:.1f} MB")
 
@@ -69,6 +73,9 @@ def verify(
         kvcache-plugins store verify
         kvcache-plugins store verify --store prompts --remove
     """
+    from kvcache_plugins.prompt_store.maintenance import find_damaged
+    from kvcache_plugins.prompt_store.store import default_folder
+
     damaged = find_damaged(store or default_folder(), remove=remove)
     if as_json:
         print_json({"damaged": {str(path): reason for path, reason in damaged.items()}, "removed": remove})

@@ -10,12 +10,15 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 from rich.text import Text
+
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 # Width of a pipe without COLUMNS: that of most terminals
@@ -52,11 +55,13 @@ def print_line(text: str, *, stderr: bool = False, style: str | None = None) -> 
     console.print(folder.fill(whole).replace(_NO_BREAK, " "), style=style, markup=False, soft_wrap=True)
 
 
-def make_table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Table:
+def make_table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> "Table":
     """
     Make a table. Columns are a `name` (wrapped), a `word` (not wrapped), a `number` (right-aligned, not wrapped) or a
     `text` (cut).
     """
+    from rich.table import Table
+
     # `Text`, so that brackets in generated text are no markup
     table = Table(title=Text(title) if title else None, title_justify="left", box=box.SIMPLE_HEAD)
     table.padding = (0, 1, 0, 0)
@@ -95,6 +100,8 @@ def track_progress(total: int) -> Iterator[Announce]:
 
         yield announce
         return
+    from rich.progress import Progress
+
     steps = itertools.count()
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("", total=total)

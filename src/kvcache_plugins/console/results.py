@@ -4,7 +4,6 @@ With `--json` standard output holds one JSON document and nothing else; progress
 standard error. Every evaluation records where its numbers come from: see `provenance`.
 """
 
-import inspect
 import json
 import math
 import os
@@ -59,28 +58,25 @@ def free_stdout(is_needed: bool) -> Iterator[None]:
         yield
 
 
-def with_results(function: Callable[..., Mapping[str, object]]) -> Callable[..., None]:
-    """Make a command, with `--out` and `--json`, of a function that returns its results."""
+def declare_result_options(out: OutOption = None, as_json: JsonOption = False) -> None:
+    """Declare the options that `write_results` takes."""
+
+
+def write_results(function: Callable[..., Mapping[str, object]]) -> Callable[..., None]:
+    """Make a function that takes `out` and `as_json` too, and writes the results that `function` returns."""
 
     @wraps(function)
-    def command(*args: object, out: Path | None = None, as_json: bool = False, **kwargs: object) -> None:
-        if out is not None:
-            prepare_file(out)
+    def command(*, out: str | None, as_json: bool, **options: object) -> None:
+        path = None if out is None else Path(out)
+        if path is not None:
+            prepare_file(path)
         with free_stdout(as_json):
-            content = function(*args, **kwargs)
-        if out is not None:
-            write_json(out, content)
+            content = function(**options)
+        if path is not None:
+            write_json(path, content)
         if as_json:
             print_json(content)
 
-    signature = inspect.signature(function, eval_str=True)
-    added = {"out": (OutOption, None), "as_json": (JsonOption, False)}
-    kind = inspect.Parameter.KEYWORD_ONLY
-    more = [inspect.Parameter(name, kind, default=value, annotation=hint) for name, (hint, value) in added.items()]
-    # Typer reads options from it
-    command.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*signature.parameters.values(), *more], return_annotation=None
-    )
     return command
 
 
