@@ -208,13 +208,12 @@ def recommend_caches(
     with_weights: Annotated[bool, typer.Option("--with-weights", help="The budget is for weights too.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell which caches fit a memory budget.
+    """List the caches that fit a memory budget.
 
-    Also what each would hold, and how far it would reach; by default those that the README names. Nothing is loaded
-    but the model's config. Bytes are what caches hold, as `memory()` says after such a run; activations are not
-    counted, and weights only with --with-weights. The largest context and batch are those for which one more does not
-    fit, the other number staying as asked. Caches come by their measured KL to the dense one, the nearest first. Exit
-    code 1 if nothing fits.
+    Each row has the bytes of a cache, and the largest context and batch; by default for the caches of the README.
+    Only the model's config is loaded. Bytes are those of `memory()` after such a run; activations are not counted, and
+    weights only with --with-weights. The largest context and batch are those for which one more does not fit, while
+    the other number stays. Caches are sorted by their measured KL to the dense one. Exit code 1 if nothing fits.
 
     JSON: model, context, batch_size, new_tokens, dtype, device, memory_bytes, host_memory_bytes (or null),
     weights_bytes (null if they are quantized), available_bytes (for the cache), max_context (that the model was made

@@ -64,7 +64,7 @@ def verify(
 ) -> None:
     """Read every file and name those that are damaged.
 
-    Exit code 1 if there are any. They do no harm: a prompt that needs one finds it out, and is read again from there.
+    Exit code 1 if there are any. Damaged files do no harm: a prompt that needs one is read again from there.
 
     JSON: damaged (why, by file) and removed.
 

@@ -79,7 +79,7 @@ class LazyGroup(TyperGroup):
             formatter.write_dl([(name, command.get_short_help_str(_WIDTH)) for name, command in commands.items()])
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        # For newer releases of click no arguments are an error, with exit code 2
+        # Newer releases of click make it an error, with exit code 2
         if not args and not ctx.resilient_parsing:
             typer.echo(ctx.get_help())
             raise typer.Exit(DONE)

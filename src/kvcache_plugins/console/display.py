@@ -86,7 +86,8 @@ def make_table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[s
 @contextmanager
 def track_progress(total: int) -> Iterator[Announce]:
     """
-    Yield a function to call before each of `total` steps. It moves a bar on a terminal, or prints to standard error.
+    Yield a function to call before each of `total` steps: on a terminal it moves a bar, elsewhere it prints a line to
+    standard error.
     """
     console = open_console(stderr=True)
     if not console.is_terminal:

@@ -108,8 +108,8 @@ class PackedCache(UsageChecksMixin, ReportingMixin, Cache):
     def warm_up(self, model: PreTrainedModel, *, padded: bool = False) -> None:
         """
         Compile all kernels that a sequence of this cache will run on a GPU, before its first token; otherwise they are
-        compiled during the first prompt and the first decode steps. Once is enough for all caches of the model with
-        the same options; `padded` is for padded batches. On a CPU nothing is compiled.
+        compiled during the first prompt and the first decode steps. One call serves all caches of the model with the
+        same options; `padded` is for padded batches. On a CPU nothing is compiled.
         """
         config = unwrap_model(model).config
         for sizes in sizes_of(config, model.dtype, model.device, is_padded=padded):

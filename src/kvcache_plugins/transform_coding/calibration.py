@@ -373,7 +373,7 @@ def find_saved_calibration(
 
     Args:
         digest (`str`, *optional*): digest of the cache's calibration.
-        given (`TransformCalibration`, *optional*): the caller's calibration. By default it is searched among the kept
+        given (`TransformCalibration`, *optional*): the caller's calibration. The default is searched among the kept
             ones.
         model (`PreTrainedModel` or `PreTrainedConfig`): the model that continues from the cache.
 
