@@ -168,13 +168,13 @@ class InexactCache(DynamicCache):
 
 
 def dense_reads(cache: Cache) -> int:
-    """Counts how often a cache says that it has made a layer's side dense; 0 of one that says nothing."""
+    """Count how often a cache says that it has made a layer's side dense; 0 of one that says nothing."""
     stats = getattr(cache, "stats", None)
     return int(stats().get("dense_reads", 0)) if callable(stats) else 0
 
 
 def prompt(model: PreTrainedModel, length: int, seed: int) -> torch.Tensor:
-    """Draws random tokens `[1, length]`, none of them special."""
+    """Draw random tokens `[1, length]`, none of them special."""
     vocab_size = min(model.config.get_text_config(decoder=True).vocab_size, VOCAB_SIZE)
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(5, vocab_size - 1, (1, length), generator=generator, device="cpu")
@@ -204,7 +204,7 @@ def generate(
     forced: torch.Tensor | None,
     chunk_size: int | None = None,
 ) -> Run:
-    """Generates tokens after a prompt `[batch, length]`: those that are `forced`, or the likeliest."""
+    """Generate tokens after a prompt `[batch, length]`: those that are `forced`, or the likeliest."""
     picker = _Picker(cache, forced)
     options: dict[str, Any] = {
         "do_sample": False,
@@ -228,7 +228,7 @@ def generate(
 
 @torch.no_grad()
 def forward(model: PreTrainedModel, cache: Cache, tokens: torch.Tensor, chunk_size: int, forced: torch.Tensor) -> Run:
-    """Does what `generate` does, forward by forward."""
+    """Do what `generate` does, forward by forward."""
     length, all_tokens = tokens.shape[1], torch.cat([tokens, forced], dim=1)
     stops = [*range(chunk_size, length, chunk_size), *range(length, all_tokens.shape[1])]
     logits = []
@@ -327,13 +327,13 @@ class Reference:
         return control
 
     def distance(self, run: Run, other: Run) -> float:
-        """Measures how far logits are from those of the last sequences, and first tokens, of another run."""
+        """Measure how far logits are from those of the last sequences, and first tokens, of another run."""
         rows, steps, _ = run.logits.shape
         return float((run.logits - other.logits[-rows:, :steps]).pow(2).mean().sqrt()) / self._unit
 
     def limit(self, nbits: Bits | None) -> float:
         """
-        Tells how far logits may be from the dense cache's: as far as those of an `InexactCache` of as many bits, in
+        Return how far logits may be from the dense cache's: as far as those of an `InexactCache` of as many bits, in
         the use where that is farthest, and a margin.
         """
         if nbits is None:
@@ -373,7 +373,7 @@ def compare(reference: Reference, form: Form, *, with_twins: bool) -> Iterator[C
 
 
 def try_cache(reference: Reference, case: Case) -> Outcome:
-    """Runs a cache on a model and says what came of it."""
+    """Run a cache on a model, and return the outcome."""
     outcome, nearest, reads = partial(Outcome, holds=case.holds), (0.0, 1.0), 0
     try:
         for form, words in ((case.usual, ""), (case.finest, " in its finest form")):
@@ -392,26 +392,26 @@ def try_cache(reference: Reference, case: Case) -> Outcome:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Tells whether a cache has said no: neither the model nor PyTorch raised the error."""
+    """Return true if a cache has refused: neither the model nor PyTorch raised the error."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     raiser = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     return isinstance(error, ValueError | NotImplementedError) and raiser not in ("transformers", "torch")
 
 
 def family_names() -> list[str]:
-    """Lists the `model_type` of every decoder that the installed Transformers has."""
+    """List the `model_type` of every decoder that the installed Transformers has."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def build_family(family: str, seed: int = 0) -> PreTrainedModel:
-    """Builds a tiny random model of a family. PyTorch's global generator is left as it was."""
+    """Build a tiny random model of a family. PyTorch's global generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(_shrink(CONFIG_MAPPING[family]()), dtype=torch.float32).eval()
 
 
 def try_family(family: str, cases: Mapping[str, Case]) -> FamilyResult:
-    """Tries caches on a family, in this process."""
+    """Try caches on a family, in this process."""
     try:
         model = build_family(family)
         reference = Reference(model)
@@ -427,7 +427,7 @@ def try_families(
     announce: Callable[[str], None] = lambda family: None,
     seconds_a_family: float = 180,
 ) -> Iterator[FamilyResult]:
-    """Tries caches on families, each in a process of its own that is given up after some seconds."""
+    """Try caches on families, each in a process of its own that is given up after some seconds."""
     can_fork = "fork" in multiprocessing.get_all_start_methods()
     if can_fork:
         # What is loaded now is so in all processes
@@ -469,12 +469,12 @@ def _send_result(family: str, cases: Mapping[str, Case], sender: Connection) -> 
 
 
 def prepared(name: str, **options: Any) -> Prepare:
-    """Makes a registered cache with options for each model."""
+    """Make a registered cache with options for each model."""
     return lambda model: partial(create_cache, name, model, **options)
 
 
 def calibrated(name: str, **options: Any) -> Prepare:
-    """Makes a registered cache in bases that are calibrated on each model."""
+    """Make a registered cache in bases that are calibrated on each model."""
 
     def prepare(model: PreTrainedModel) -> CacheMaker:
         calibration = calibrate_transform(model, [prompt(model, _CALIBRATION_LENGTH, 9)[0]])
@@ -484,7 +484,7 @@ def calibrated(name: str, **options: Any) -> Prepare:
 
 
 def own_cases() -> dict[str, Case]:
-    """Makes cases of the presets that people get, each beside a form with 8 bits, or that drops and skips nothing."""
+    """Make cases of the presets that people get, each beside a form with 8 bits, or that drops and skips nothing."""
     # Layers that InfiniGen leaves whole are all that a tiny model has
     offload: dict[str, Any] = {"full_layers": ()}
     # Speculating as for a model on a GPU
@@ -524,7 +524,7 @@ def own_cases() -> dict[str, Case]:
 
 
 def cases_of(specs: list[str], bits: float) -> dict[str, Case]:
-    """Makes cases of caches by their specs: presets that are surveyed as they are, others held to so many `bits`."""
+    """Make cases of caches by their specs: presets that are surveyed as they are, others held to so many `bits`."""
     own = own_cases()
     return {spec: own.get(spec) or Case(Form(prepared(spec), (bits, bits)), holds=f"{bits:g} bits") for spec in specs}
 
@@ -617,7 +617,7 @@ _KINDS = ("layer_types", "layers_block_type")
 
 
 def _shrink(default: PreTrainedConfig) -> PreTrainedConfig:
-    """Makes a config of the same class as a default one, with all sizes small."""
+    """Make a config of the same class as a default one, with all sizes small."""
     fields = {field.name: _value(default, field) for field in dataclasses.fields(default) if field.init}
     small: dict[str, Any] = {}
     for name, value in fields.items():

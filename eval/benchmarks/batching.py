@@ -30,14 +30,14 @@ class RequestStates:
         self._keys, self._values, self.device, self.dtype = keys, values, keys.device, keys.dtype
 
     def lazy_length(self) -> int:
-        """Tells the tokens of all requests."""
+        """Return the tokens of all requests."""
         return self._keys.shape[0] * self._keys.shape[2]
 
     def run_plan(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> None:
-        """Answers that nothing is prepared."""
+        """Answer that nothing is prepared."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Attends request by request."""
+        """Attend request by request."""
         batch_size, heads, _, head_dim = self._keys.shape
         query = call.query.reshape(heads, -1, batch_size, head_dim).permute(2, 0, 1, 3)
         outputs = [
@@ -48,7 +48,7 @@ class RequestStates:
 
 
 def dense_update(context: int) -> Callable[..., Any]:
-    """Makes what stands for `PagedAttentionCache.update`: it stores a token of every request in dense tensors."""
+    """Make what stands for `PagedAttentionCache.update`: it stores a token of every request in dense tensors."""
     length, layers = context + 1, dict[int, torch.Tensor]()
 
     def update(key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]) -> Any:
@@ -97,7 +97,7 @@ class BatchedSteps:
         self._states = states
 
     def _prepared(self, tokens: Sequence[Sequence[int]], start: int) -> dict[str, Any]:
-        """Prepares a pass over as many tokens of every request, from position `start` on."""
+        """Prepare a pass over as many tokens of every request, from position `start` on."""
         for state, own in zip(self._states, tokens, strict=True):
             state.state.position_offset, state.state.tokens_to_process = start, list(own)
             state.query_length = len(own)
@@ -107,7 +107,7 @@ class BatchedSteps:
 
     @torch.inference_mode()
     def step(self, number: int) -> None:
-        """Decodes a token of every request."""
+        """Decode a token of every request."""
         data = self._prepared([[number]] * len(self._states), self._context)
         self._runner.compute_batch(self._network, data)
 

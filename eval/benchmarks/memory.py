@@ -52,7 +52,7 @@ def _storages(value: Any) -> list[torch.UntypedStorage]:
 
 @torch.no_grad()
 def measure_cache(model_name: str, text_file: str, context: int, spec: str, num_threads: int) -> dict[str, Any]:
-    """Reads `context` tokens of a text through a cache, decodes, and returns the bytes; for a fresh process."""
+    """Read `context` tokens of a text through a cache, decode, and return the bytes; for a fresh process."""
     torch.set_num_threads(num_threads)
     model, token_ids = load_with_tokens(model_name, Path(text_file), context + 2)
     cache = create_cache(spec, model)

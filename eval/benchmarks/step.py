@@ -29,13 +29,13 @@ from kvcache_plugins.reports.memory import measure_memory
 
 
 def llama(*sizes: int, **more: int) -> dict[str, int]:
-    """Makes the fields of a `LlamaConfig`: words, widths, layers, heads of queries and of keys, length; and `more`."""
+    """Make the fields of a `LlamaConfig`: words, widths, layers, heads of queries and of keys, length; and `more`."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     return {**dict(zip((*names, "num_key_value_heads", "max_position_embeddings"), sizes, strict=True)), **more}
 
 
 def make_shape(num_heads: int, groups: int, head_dim: int = 64, num_layers: int = 6) -> dict[str, int]:
-    """Makes the fields of a model with `num_heads` for keys and values, and SmolLM2's other proportions."""
+    """Make the fields of a model with `num_heads` for keys and values, and SmolLM2's other proportions."""
     width = num_heads * groups * head_dim if head_dim == 64 else 1024
     return llama(9830, width, width * 8 // 3, num_layers, num_heads * groups, num_heads, 32768, head_dim=head_dim)
 
@@ -96,13 +96,13 @@ def time_steps(
 
 
 def _relative_errors(logits: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Computes how far logits are from the first ones."""
+    """Compute how far logits are from the first ones."""
     first = next(iter(logits.values()), torch.empty(0, dtype=torch.float32, device="cpu"))
     return {name: float((each - first).norm() / first.norm()) for name, each in logits.items()}
 
 
 def random_model(fields: Mapping[str, int], dtype: torch.dtype, device: torch.device | None = None) -> PreTrainedModel:
-    """Makes a random Llama, always the same, on the device: nothing is downloaded or copied."""
+    """Make a random Llama, always the same, on the device: nothing is downloaded or copied."""
     config = LlamaConfig(**fields, bos_token_id=None, eos_token_id=None)  # type: ignore[arg-type]
     torch.manual_seed(0)
     with device or torch.device("cpu"):
@@ -112,7 +112,7 @@ def random_model(fields: Mapping[str, int], dtype: torch.dtype, device: torch.de
 def load_or_make(
     model: str, shape: str | None, text_file: Path | None, num_tokens: int, dtype: str | None = None
 ) -> tuple[PreTrainedModel, torch.Tensor]:
-    """Loads a model with the first tokens of a file, or makes a random one of a shape in `SHAPES` with random ones."""
+    """Load a model with the first tokens of a file, or make a random one of a shape in `SHAPES` with random ones."""
     if shape is None:
         assert text_file is not None
         return harness.load_with_tokens(model, text_file, num_tokens, dtype)
@@ -139,7 +139,7 @@ def coding_seconds(cache: Cache) -> Iterator[list[float]]:
 
 
 def read_prompt(network: PreTrainedModel, cache: Cache, token_ids: torch.Tensor, chunk: int) -> torch.Tensor:
-    """Reads tokens `[1, tokens]` into a cache, `chunk` at a time; returns the last one's logits."""
+    """Read tokens `[1, tokens]` into a cache, `chunk` at a time; return the last one's logits."""
     *_, logits = harness.feed(network, token_ids, cache, chunk, needs_logits=False)
     return logits[0, -1].float()
 

@@ -34,7 +34,7 @@ from .fidelity import continuation_logits, fill_cache, score_logits
 
 def read_questions(path: Path, num_records: int | None = None) -> list[Question]:
     """
-    Reads the questions of a JSON-lines file; a row of neither set raises a `ValueError`. With `num_records` only so
+    Read the questions of a JSON-lines file; a row of neither set raises a `ValueError`. With `num_records` only so
     many lines, or pairs, of each context are left, for models to which all are too hard: neighbours of the one that is
     asked for, which keeps its place among them.
     """
@@ -43,7 +43,7 @@ def read_questions(path: Path, num_records: int | None = None) -> list[Question]
 
 
 def _around(place: int, total: int, num_records: int | None) -> slice:
-    """Places `num_records` of `total` so that the one at `place` is as far from their start as from that of all."""
+    """Place `num_records` of `total` so that the one at `place` is as far from their start as from that of all."""
     if num_records is None or num_records >= total:
         return slice(None)
     start = place - place * num_records // total
@@ -81,7 +81,7 @@ def answer_questions(
     batch_size: int = 1,
 ) -> Iterator[dict[str, Any]]:
     """
-    Asks every cache every question, `batch_size` decoded together. Yields a row for each: `accuracy` of whole answers
+    Ask every cache every question, `batch_size` decoded together. Yield a row for each: `accuracy` of whole answers
     with its `standard_error`, `token_accuracy`, `correct` by question, and what the longest cache held and counted.
     """
     check_integer("batch_size", batch_size, 1)
@@ -116,7 +116,7 @@ _dense: WeakKeyDictionary[PreTrainedModel, dict[_Ids, torch.Tensor]] = WeakKeyDi
 
 
 def decode_answer(model: PreTrainedModel, ids: _Ids, cache: Cache) -> torch.Tensor:
-    """Feeds an answer to the model behind its prompt, and returns the logits of each token, `[tokens, vocabulary]`."""
+    """Feed an answer to the model behind its prompt, and return the logits of each token, `[tokens, vocabulary]`."""
     prompt, answer = map(torch.tensor, ids)
     fill_cache(model, prompt[:-1], cache)
     return continuation_logits(model, torch.cat([prompt[-1:], answer[:-1]]), cache, chunk=1)
@@ -133,7 +133,7 @@ def measure_tasks(
     data_file: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
     """
-    Scores caches by their specs on `samples` of each task, of `length` tokens, with `scored` tokens of answer at most,
+    Score caches by their specs on `samples` of each task, of `length` tokens, with `scored` tokens of answer at most,
     from the place `start` of it on, 0 to 1, by default samples at places spread over it. `data_file` has rows of
     `chain_of_thought` as JSON lines with `question` and `answer`.
 

@@ -52,7 +52,7 @@ class WindowScore:
 
 
 def fill_cache(model: PreTrainedModel, token_ids: torch.Tensor, cache: Cache) -> None:
-    """Feeds `[(batch,) num_tokens]` to the model in one forward through an empty cache, which must then hold them."""
+    """Feed `[(batch,) num_tokens]` to the model in one forward through an empty cache, which must then hold them."""
     harness.check_is_empty(cache)
     list(harness.feed(model, torch.atleast_2d(token_ids), cache, needs_logits=False))
 
@@ -65,7 +65,7 @@ def continuation_logits(
     percents: list[float] | None = None,
 ) -> torch.Tensor:
     """
-    Feeds `[(batch,) num_tokens]` to the model through a filled cache and returns all logits, `[(batch,) num_tokens,
+    Feed `[(batch,) num_tokens]` to the model through a filled cache, and return all logits, `[(batch,) num_tokens,
     vocabulary]`; `chunk` tokens a forward, 1 is decode; by default all, or one if the cache would be exact for many.
     What it holds after each, in percent of 16 bits, is added to `percents`.
     """
@@ -83,7 +83,7 @@ def continuation_logits(
 
 
 def score_logits(dense_logits: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> WindowScore:
-    """Compares a cache's `[num_tokens, vocabulary]` logits with the dense cache's, in float64."""
+    """Compare a cache's `[num_tokens, vocabulary]` logits with the dense cache's, in float64."""
     nll, dense_nll, num_agreeing = 0.0, 0.0, 0
     position_kl: list[float] = []
     rows = (each.split(_ROWS_AT_A_TIME) for each in (dense_logits, logits, targets.to(logits.device)))
@@ -138,7 +138,7 @@ class Fidelity:
 
 
 def _summarize(windows: Sequence[WindowScore], percents: Sequence[float], last: dict[str, Any]) -> Fidelity:
-    """Makes the result of a cache of what was measured of it window by window, and of the last one at its end."""
+    """Make the result of a cache of what was measured of it window by window, and of the last one at its end."""
     num_scored = sum(window.num_scored for window in windows)
 
     def mean(name: str) -> float:
@@ -177,7 +177,7 @@ def measure_fidelity(
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Fidelity]:
     """
-    Scores caches, by the names of their `factories`, on windows of text, each against the dense cache: behind a prefix
+    Score caches, by the names of their `factories`, on windows of text, each against the dense cache: behind a prefix
     `[prefix_length + num_scored + 1]` token ids (see `spread_windows`), `chunk` scored tokens a forward (see
     `continuation_logits`), `batch` windows in one cache.
     """
@@ -206,7 +206,7 @@ def measure_fidelity(
 
 
 def trend(windows: Sequence[WindowScore], stretch: int) -> dict[str, Any]:
-    """Describes how KL changes with depth: by stretches, by a line through all positions, and the quarters' ratio."""
+    """Describe how KL changes with depth: by stretches, by a line through all positions, and the quarters' ratio."""
 
     def mean_kl(start: int, stop: int) -> float:
         return statistics.fmean(kl for window in windows for kl in window.position_kl[start:stop])
@@ -224,7 +224,7 @@ def trend(windows: Sequence[WindowScore], stretch: int) -> dict[str, Any]:
 
 
 def fidelity_fields(cache: str, fidelity: Fidelity, stretch: int | None = None) -> dict[str, Any]:
-    """Makes a row of a result, with the trend of KL by stretches of so many scored tokens if there are any."""
+    """Make a row of a result, with the trend of KL by stretches of so many scored tokens if there are any."""
     row = {"cache": cache, **asdict(fidelity)}
     for name in ("memory_after_prefix", "memory_at_end"):
         row[name] = memory_fields(getattr(fidelity, name))
@@ -238,7 +238,7 @@ def fidelity_fields(cache: str, fidelity: Fidelity, stretch: int | None = None) 
 
 
 def score_text(model: PreTrainedModel, token_ids: torch.Tensor, cache: Cache, chunk: int) -> torch.Tensor:
-    """Feeds `[tokens]`, `chunk` a forward, through an empty cache; returns nats of all but the first, in float64."""
+    """Feed `[tokens]`, `chunk` a forward, through an empty cache; return nats of all but the first, in float64."""
     harness.check_is_empty(cache)
     fed, targets = token_ids[None, :-1], token_ids[1:].to(model.device).split(chunk)
     pairs = zip(harness.feed(model, fed, cache, chunk), targets, strict=True)
@@ -255,7 +255,7 @@ def measure_perplexity(
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[dict[str, Any]]:
     """
-    Scores windows of one length through fresh caches, `chunk` tokens a forward. Yields a row for each: perplexity over
+    Score windows of one length through fresh caches, `chunk` tokens a forward. Yield a row for each: perplexity over
     all tokens and over each stretch of all windows, negative log-likelihoods `nll` of each window's stretches, bytes
     and counters of the last cache at its end.
     """
