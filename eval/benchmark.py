@@ -7,46 +7,57 @@
 
 The decorator checks caches before anything is loaded, sets threads, prints the table that `tables` has of the kind,
 and returns what `--json` and `--out` write: commit, date, device, versions, settings and rows.
+
+Help reads this module, so it imports nothing heavy at the top.
 """
 
 import inspect
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec
 
-import torch
 import typer
 
 from kvcache_plugins.console.results import provenance, write_json
 from kvcache_plugins.registry import check_caches
 
-from .harness import REFERENCE
 from .rows import Content, Failure, Found, Settings
-from .tables import RENDERERS, print_markdown
 
 
 Options = ParamSpec("Options")
 
 
 def say(text: str) -> None:
-    """Says on standard error what is done."""
+    """Print a line of progress on standard error."""
     typer.echo(text, err=True)
 
 
 def benchmark(
-    kind: str, title: str = "", with_dense: bool = False
+    kind: str, title: str = "", *, with_dense: bool = False, in_inference_mode: bool = False
 ) -> Callable[[Callable[Options, Iterator[Found]]], Callable[Options, dict[str, Any]]]:
-    """Makes a command of a function that yields rows, shown as `kind`; `with_dense` puts the reference first."""
+    """
+    Make a command of a function that yields rows.
+
+    Args:
+        kind (`str`): name of the table in `tables` that shows the rows.
+        title (`str`): title of the table, with names of settings in braces.
+        with_dense (`bool`): measure the dense cache too, as the first one.
+        in_inference_mode (`bool`): run the function in PyTorch's inference mode.
+    """
 
     def decorate(function: Callable[Options, Iterator[Found]]) -> Callable[Options, dict[str, Any]]:
         signature = inspect.signature(function)
 
         @wraps(function)
         def run(*args: Options.args, **options: Options.kwargs) -> dict[str, Any]:
+            import torch
+
+            from .harness import REFERENCE
+
             bound = signature.bind(*args, **options)
             bound.apply_defaults()
             given = bound.arguments
@@ -58,13 +69,15 @@ def benchmark(
                 torch.set_num_threads(threads)
             plain = {key: value.name if isinstance(value, Path) else value for key, value in given.items()}
             result = Result(kind, {key: value for key, value in plain.items() if key != "cache"})
+            mode = torch.inference_mode() if in_inference_mode else nullcontext()
             try:
-                for found in function(*bound.args, **bound.kwargs):
-                    result.take(found)
+                with mode:
+                    for found in function(*bound.args, **bound.kwargs):
+                        result.take(found)
                 result.show(title)
                 return result.content()
             finally:
-                # Whoever calls it may go on in this process, as notebooks do
+                # The process may go on, as notebooks do
                 torch.set_num_threads(before)
 
         return run
@@ -88,7 +101,7 @@ class Result:
     failures: list[dict[str, str]] = field(default_factory=list)
 
     def take(self, found: Found) -> None:
-        """Takes what a benchmark yields."""
+        """Add what a benchmark yields."""
         if isinstance(found, Failure):
             self.fail(*found)
         elif isinstance(found, Settings):
@@ -99,14 +112,14 @@ class Result:
             self.add(dict(found))
 
     def add(self, row: dict[str, Any], says: str = "") -> None:
-        """Adds a row, and says it."""
+        """Add a row, and print a line about it."""
         self.rows.append(row)
         self.save()
         if says:
             say(says)
 
     def fail(self, what: str, reason: str) -> None:
-        """Notes what there is no row of, and why."""
+        """Record that there is no row of something, and why."""
         say(f"no row: {what} ({reason})")
         self.failures.append({"what": what, "reason": reason})
         self.save()
@@ -114,8 +127,8 @@ class Result:
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:
         """
-        Turns any error inside into a failure of `what`; what comes after goes on. Any, as kernels, drivers and peers'
-        caches can raise whatever they like, and what can be measured before and after is worth having.
+        Record any error inside as a failure of `what`, and go on. Kernels, drivers and other projects' caches may
+        raise errors of any kind, and rows that can be measured before and after are worth having.
         """
         try:
             yield
@@ -127,17 +140,21 @@ class Result:
             self.fail(what, f"{type(error).__name__}: {text[:500]} ({where})")
 
     def save(self) -> None:
-        """Writes the file, if there is one, as things stand."""
+        """Write the file, if there is one."""
         if self.path is not None:
             write_json(self.path, {"failures": [], **self.content()})
 
     def show(self, title: str) -> None:
-        """Prints the rows as a table."""
+        """Print the rows as a table."""
+        from .tables import RENDERERS, print_markdown
+
         if self.rows:
             print_markdown(RENDERERS[self.kind](self.rows), title.format_map({"device": "", **self.settings}))
 
     def content(self) -> dict[str, Any]:
-        """Makes what is written as JSON."""
+        """Return the content of the JSON document."""
+        import torch
+
         more = dict(self.more)
         device = more.pop("device", torch.device("cpu"))
         known = device if isinstance(device, torch.device) else torch.device("cpu")
@@ -147,6 +164,6 @@ class Result:
 
 
 def loaded_settings(network: Any) -> Iterator[Found]:
-    """Yields the dtype and the device of a model that was loaded."""
+    """Yield the dtype and the device of a model that was loaded."""
     yield Settings(dtype=str(network.dtype).removeprefix("torch."))
     yield Content(device=network.device)

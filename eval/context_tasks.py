@@ -63,7 +63,7 @@ def _people(draw: random.Random, count: int) -> list[dict[str, str | int]]:
 
 
 def make_records(draw: random.Random, size: int) -> _Made:
-    """Makes people described in prose, to be written as JSON lines."""
+    """Make people described in prose, to be written as JSON lines."""
     people = _people(draw, size + 1)
     (example, first), *rest = [(draw.choice(_SENTENCES).format_map(each), f"{json.dumps(each)}\n") for each in people]
     text = " ".join(sentence for sentence, _ in rest)
@@ -72,7 +72,7 @@ def make_records(draw: random.Random, size: int) -> _Made:
 
 
 def make_needles(draw: random.Random, size: int) -> _Made:
-    """Makes codes hidden among other sentences, all of which are asked for, in another order."""
+    """Make codes hidden among other sentences, all of which are asked for, in another order."""
     codes = [(_word(draw).title(), draw.randrange(1000, 10_000)) for _ in range(max(1, size // _NEEDLE_EVERY))]
     sentences = [draw.choice(_FILLER) for _ in range(size - len(codes))]
     for name, code in codes:
@@ -84,7 +84,7 @@ def make_needles(draw: random.Random, size: int) -> _Made:
 
 
 def make_table(draw: random.Random, size: int, html: bool = True) -> _Made:
-    """Makes a table, in HTML or tab-separated, to be written as tab-separated values."""
+    """Make a table, in HTML or tab-separated, to be written as tab-separated values."""
     people = _people(draw, size)
     head, rows = list(people[0]), [[str(cell) for cell in each.values()] for each in people]
     heading, *lines = ["\t".join(row) + "\n" for row in (head, *rows)]
@@ -96,7 +96,7 @@ def make_table(draw: random.Random, size: int, html: bool = True) -> _Made:
 
 
 def make_variables(draw: random.Random, size: int) -> _Made:
-    """Makes chains of variables among other sentences; all that have a chain's value are asked for, of every chain."""
+    """Make chains of variables among other sentences; all that have a chain's value are asked for, of every chain."""
     sentences: list[str] = []
     lines = []
     for value in draw.sample(range(10_000, 100_000), max(1, size // _CHAIN_EVERY)):
@@ -113,7 +113,7 @@ def make_variables(draw: random.Random, size: int) -> _Made:
 
 
 def make_words(draw: random.Random, size: int) -> _Made:
-    """Makes words drawn with frequencies of Zipf's law, of which the three most common are asked for."""
+    """Make words drawn with frequencies of Zipf's law, of which the three most common are asked for."""
     known = [_word(draw) for _ in range(30)]
     said = draw.choices(known, [1 / rank**1.5 for rank in range(1, len(known) + 1)], k=size)
     common = " ".join(word for word, _ in Counter(said).most_common(3))
@@ -121,7 +121,7 @@ def make_words(draw: random.Random, size: int) -> _Made:
 
 
 def make_states(draw: random.Random, size: int) -> _Made:
-    """Makes swaps of what five cups hold, to be followed step by step: each line is the one before, but for a swap."""
+    """Make swaps of what five cups hold, to be followed step by step: each line is the one before, but for a swap."""
     held, lines, swaps = ["ball", "coin", "key", "ring", "shell"], [], []
     draw.shuffle(held)
     start = " ".join(held)
@@ -134,7 +134,7 @@ def make_states(draw: random.Random, size: int) -> _Made:
 
 
 def make_chain_of_thought(rows: Sequence[Mapping[str, str]], draw: random.Random, size: int) -> _Made:
-    """Makes worked examples out of rows with `question` and `answer`, GSM8K's, and asks for the last one's answer."""
+    """Make worked examples out of rows with `question` and `answer`, GSM8K's, and ask for the last one's answer."""
     *examples, last = draw.sample(rows, min(size, len(rows)))
     shown = "".join(f"Question: {row['question']}\nAnswer: {row['answer']}\n\n" for row in examples)
     return f"{shown}Question: {last['question']}\nAnswer: ", f"{last['answer']}\n".splitlines(keepends=True)
@@ -161,7 +161,7 @@ def make_sample(
     rows: Sequence[Mapping[str, str]] = (),
 ) -> Question:
     """
-    Makes a sample of a task: as large a context as `length` tokens hold, and the answer from the line at `place`, 0
+    Make a sample of a task: as large a context as `length` tokens hold, and the answer from the line at `place`, 0
     to 1, on: as many whole lines as `scored` tokens hold, one at least. Where nothing is so short, and for tasks not
     known (`chain_of_thought` needs `rows`), it is a `ValueError`.
     """

@@ -26,7 +26,7 @@ from .harness import cache_stats, feed, was_exercised
 
 
 class Feeding(NamedTuple):
-    """How many tokens of a context and of a continuation go through a cache in a forward; all at once by default."""
+    """Numbers of tokens of a context and of a continuation in one forward; all at once by default."""
 
     context_chunk: int | None = None
     continuation_chunk: int | None = None
@@ -37,7 +37,7 @@ DECODE = Feeding(None, 1)
 
 
 class Score(NamedTuple):
-    """Log-likelihood of a continuation in nats, and how many of its tokens greedy decoding would have said."""
+    """Log-likelihood of a continuation in nats, and the number of its tokens that greedy decoding would choose."""
 
     log_likelihood: float
     num_tokens: int
@@ -45,7 +45,7 @@ class Score(NamedTuple):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether greedy decoding would have said just that."""
+        """True if greedy decoding would choose this continuation."""
         return self.num_greedy == self.num_tokens
 
 
@@ -62,7 +62,7 @@ class CacheRecord:
     stats: Mapping[str, StatValue] = field(default_factory=dict)
 
     def note(self, cache: Cache, *, num_contexts: int, exercised: bool) -> None:
-        """Counts contexts that went through a cache, and keeps what it held if none before was longer."""
+        """Count contexts that went through a cache, and keep what it held if none before was longer."""
         self.counters.update(contexts=num_contexts, contexts_exercised=num_contexts if exercised else 0)
         length = cache.get_seq_length()
         if length > self.largest_length:
@@ -91,7 +91,7 @@ class ContinuationScorer:
     def score(
         self, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[Sequence[int]]], feeding: Feeding
     ) -> list[list[Score]]:
-        """Scores a batch: of every context, of one token at least, each of its continuations, in their order."""
+        """Score a batch: of every context, of one token at least, each of its continuations, in their order."""
         filled = [list(context[:-1]) for context in contexts]
         width = max(map(len, filled))
         padding = torch.tensor([width - len(each) for each in filled], dtype=torch.int64, device=self.model.device)
@@ -146,7 +146,7 @@ class ContinuationScorer:
     def _feed(
         self, rows: list[list[int]], cache: Cache, padding: torch.Tensor, chunk: int | None, needs_logits: bool = True
     ) -> Iterator[torch.Tensor]:
-        """Feeds a batch, whose contexts have `padding` on their left `[B]`, see `feed`."""
+        """Feed a batch, whose contexts have `padding` on their left `[B]`, see `feed`."""
         token_ids = torch.tensor(rows, dtype=torch.int64, device=self.model.device)
         places = torch.arange(cache.get_seq_length() + token_ids.shape[1], dtype=torch.int64, device=self.model.device)
         mask = (places >= padding[:, None]).long() if bool(padding.any()) else None
@@ -157,7 +157,7 @@ class ContinuationScorer:
 def _group_by_fed(
     context: Sequence[int], continuations: Sequence[Sequence[int]]
 ) -> list[tuple[tuple[int, ...], list[int]]]:
-    """Groups continuations by what is fed: the last token of `context`, and all of their own but the last."""
+    """Group continuations by what is fed: the last token of `context`, and all of their own but the last."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, each in enumerate(continuations):
         groups.setdefault((context[-1], *each[:-1]), []).append(number)

@@ -26,14 +26,12 @@ import multiprocessing
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from fnmatch import fnmatchcase
 from functools import partial
 from logging import CRITICAL
 from multiprocessing.connection import Connection
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-import typer
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
@@ -49,13 +47,9 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from kvcache_plugins.console.display import track_progress
 from kvcache_plugins.models.cache_argument import as_argument, reading_options
 from kvcache_plugins.registry import create_cache
 from kvcache_plugins.transform_coding import calibrate_transform
-
-from .benchmark import benchmark
-from .rows import Found, Settings
 
 
 Status = Literal["works", "works, dense reads", "refuses", "FAILS"]
@@ -174,13 +168,13 @@ class InexactCache(DynamicCache):
 
 
 def dense_reads(cache: Cache) -> int:
-    """Counts how often a cache says that it has made a layer's side dense; 0 of one that says nothing."""
+    """Count how often a cache says that it has made a layer's side dense; 0 of one that says nothing."""
     stats = getattr(cache, "stats", None)
     return int(stats().get("dense_reads", 0)) if callable(stats) else 0
 
 
 def prompt(model: PreTrainedModel, length: int, seed: int) -> torch.Tensor:
-    """Draws random tokens `[1, length]`, none of them special."""
+    """Draw random tokens `[1, length]`, none of them special."""
     vocab_size = min(model.config.get_text_config(decoder=True).vocab_size, VOCAB_SIZE)
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(5, vocab_size - 1, (1, length), generator=generator, device="cpu")
@@ -210,7 +204,7 @@ def generate(
     forced: torch.Tensor | None,
     chunk_size: int | None = None,
 ) -> Run:
-    """Generates tokens after a prompt `[batch, length]`: those that are `forced`, or the likeliest."""
+    """Generate tokens after a prompt `[batch, length]`: those that are `forced`, or the likeliest."""
     picker = _Picker(cache, forced)
     options: dict[str, Any] = {
         "do_sample": False,
@@ -234,7 +228,7 @@ def generate(
 
 @torch.no_grad()
 def forward(model: PreTrainedModel, cache: Cache, tokens: torch.Tensor, chunk_size: int, forced: torch.Tensor) -> Run:
-    """Does what `generate` does, forward by forward."""
+    """Do what `generate` does, forward by forward."""
     length, all_tokens = tokens.shape[1], torch.cat([tokens, forced], dim=1)
     stops = [*range(chunk_size, length, chunk_size), *range(length, all_tokens.shape[1])]
     logits = []
@@ -333,13 +327,13 @@ class Reference:
         return control
 
     def distance(self, run: Run, other: Run) -> float:
-        """Measures how far logits are from those of the last sequences, and first tokens, of another run."""
+        """Measure how far logits are from those of the last sequences, and first tokens, of another run."""
         rows, steps, _ = run.logits.shape
         return float((run.logits - other.logits[-rows:, :steps]).pow(2).mean().sqrt()) / self._unit
 
     def limit(self, nbits: Bits | None) -> float:
         """
-        Tells how far logits may be from the dense cache's: as far as those of an `InexactCache` of as many bits, in
+        Return how far logits may be from the dense cache's: as far as those of an `InexactCache` of as many bits, in
         the use where that is farthest, and a margin.
         """
         if nbits is None:
@@ -354,7 +348,7 @@ class Reference:
 
 
 class Comparison(NamedTuple):
-    """What a use of a cache is held to: its distance from the dense cache's logits, or from its own, and the limit."""
+    """Distance of a use of a cache from the dense cache's logits, or from its own, and the limit of the distance."""
 
     use: str
     distance: float
@@ -363,7 +357,7 @@ class Comparison(NamedTuple):
 
 
 def compare(reference: Reference, form: Form, *, with_twins: bool) -> Iterator[Comparison]:
-    """Uses a form of a cache as the dense cache was, and compares."""
+    """Use a form of a cache as the dense cache was used, and compare."""
     make_cache, limit = form.prepare(reference.model), reference.limit(form.nbits)
     own: dict[str, Run] = {}
     for name, dense in reference.runs.items():
@@ -379,7 +373,7 @@ def compare(reference: Reference, form: Form, *, with_twins: bool) -> Iterator[C
 
 
 def try_cache(reference: Reference, case: Case) -> Outcome:
-    """Runs a cache on a model and says what came of it."""
+    """Run a cache on a model, and return the outcome."""
     outcome, nearest, reads = partial(Outcome, holds=case.holds), (0.0, 1.0), 0
     try:
         for form, words in ((case.usual, ""), (case.finest, " in its finest form")):
@@ -398,26 +392,26 @@ def try_cache(reference: Reference, case: Case) -> Outcome:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Tells whether a cache has said no: neither the model nor PyTorch raised the error."""
+    """Return true if a cache has refused: neither the model nor PyTorch raised the error."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     raiser = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     return isinstance(error, ValueError | NotImplementedError) and raiser not in ("transformers", "torch")
 
 
 def family_names() -> list[str]:
-    """Lists the `model_type` of every decoder that the installed Transformers has."""
+    """List the `model_type` of every decoder that the installed Transformers has."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def build_family(family: str, seed: int = 0) -> PreTrainedModel:
-    """Builds a tiny random model of a family. PyTorch's global generator is left as it was."""
+    """Build a tiny random model of a family. PyTorch's global generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(_shrink(CONFIG_MAPPING[family]()), dtype=torch.float32).eval()
 
 
 def try_family(family: str, cases: Mapping[str, Case]) -> FamilyResult:
-    """Tries caches on a family, in this process."""
+    """Try caches on a family, in this process."""
     try:
         model = build_family(family)
         reference = Reference(model)
@@ -433,7 +427,7 @@ def try_families(
     announce: Callable[[str], None] = lambda family: None,
     seconds_a_family: float = 180,
 ) -> Iterator[FamilyResult]:
-    """Tries caches on families, each in a process of its own that is given up after some seconds."""
+    """Try caches on families, each in a process of its own that is given up after some seconds."""
     can_fork = "fork" in multiprocessing.get_all_start_methods()
     if can_fork:
         # What is loaded now is so in all processes
@@ -475,12 +469,12 @@ def _send_result(family: str, cases: Mapping[str, Case], sender: Connection) -> 
 
 
 def prepared(name: str, **options: Any) -> Prepare:
-    """Makes a registered cache with options for each model."""
+    """Make a registered cache with options for each model."""
     return lambda model: partial(create_cache, name, model, **options)
 
 
 def calibrated(name: str, **options: Any) -> Prepare:
-    """Makes a registered cache in bases that are calibrated on each model."""
+    """Make a registered cache in bases that are calibrated on each model."""
 
     def prepare(model: PreTrainedModel) -> CacheMaker:
         calibration = calibrate_transform(model, [prompt(model, _CALIBRATION_LENGTH, 9)[0]])
@@ -490,7 +484,7 @@ def calibrated(name: str, **options: Any) -> Prepare:
 
 
 def own_cases() -> dict[str, Case]:
-    """Makes cases of the presets that people get, each beside a form with 8 bits, or that drops and skips nothing."""
+    """Make cases of the presets that people get, each beside a form with 8 bits, or that drops and skips nothing."""
     # Layers that InfiniGen leaves whole are all that a tiny model has
     offload: dict[str, Any] = {"full_layers": ()}
     # Speculating as for a model on a GPU
@@ -530,38 +524,9 @@ def own_cases() -> dict[str, Case]:
 
 
 def cases_of(specs: list[str], bits: float) -> dict[str, Case]:
-    """Makes cases of caches by their specs: presets that are surveyed as they are, others held to so many `bits`."""
+    """Make cases of caches by their specs: presets that are surveyed as they are, others held to so many `bits`."""
     own = own_cases()
     return {spec: own.get(spec) or Case(Form(prepared(spec), (bits, bits)), holds=f"{bits:g} bits") for spec in specs}
-
-
-@benchmark("families")
-def survey_families(
-    pattern: Annotated[str, typer.Argument(help="Shell pattern of `model_type`s, such as 'qwen*'.")] = "*",
-    cache: Annotated[list[str] | None, typer.Option(help="NAME or NAME:key=value,key=value; repeatable.")] = None,
-    bits: Annotated[float, typer.Option(help="Bits that caches of `--cache` are held to.", min=1, max=16)] = 2.0,
-    seconds: Annotated[float, typer.Option(help="After so many a family is given up.", min=1.0)] = 180.0,
-) -> Iterator[Found]:
-    """Try caches on a tiny random model of every decoder family.
-
-    The families are those of the installed Transformers. Each cache, by default the presets that people get, is held
-    against itself used in another way, and against DynamicCache: two turns, two prompts of unequal length, a prompt in
-    chunks. It works, works and reads whole layers dense while decoding, refuses and says why, or FAILS.
-
-    \b
-    Examples:
-        kvcache-plugins models
-        kvcache-plugins models 'gemma*' --cache gear-2bit --cache h2o
-        kvcache-plugins models --json | jq '.rows[] | select(.outcomes.transform.status != "works")'
-        kvcache-plugins models --out eval/results/families.json
-    """
-    families = [name for name in family_names() if fnmatchcase(name, pattern)]
-    if not families:
-        raise ValueError(f"`pattern` {pattern!r} matches no family; there are {', '.join(family_names())}")
-    cases = cases_of(cache, bits) if cache else own_cases()
-    yield Settings(families=pattern, caches=" ".join(cases), tokens=PROMPT_LENGTH)
-    with track_progress(len(families)) as announce:
-        yield from map(dataclasses.asdict, try_families(families, cases, announce, seconds))
 
 
 # Small configs
@@ -652,7 +617,7 @@ _KINDS = ("layer_types", "layers_block_type")
 
 
 def _shrink(default: PreTrainedConfig) -> PreTrainedConfig:
-    """Makes a config of the same class as a default one, with all sizes small."""
+    """Make a config of the same class as a default one, with all sizes small."""
     fields = {field.name: _value(default, field) for field in dataclasses.fields(default) if field.init}
     small: dict[str, Any] = {}
     for name, value in fields.items():

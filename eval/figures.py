@@ -39,7 +39,7 @@ Content = Mapping[str, Any]
 
 
 def draw_sweep(contents: Sequence[Content], folder: Path, prefix: str) -> list[Path]:
-    """Draws all figures that the results of one sweep allow into a folder, as PNG whose names begin with `prefix`."""
+    """Draw all figures that the results of one sweep allow into a folder, as PNG whose names begin with `prefix`."""
     groups: dict[tuple[str, str, str], list[Content]] = defaultdict(list)
     for content in contents:
         settings = content["settings"]
@@ -80,7 +80,7 @@ def _add_legend(axes: Axes) -> None:
 
 
 def _set_ticks(axes: Axes, ticks: Sequence[int]) -> None:
-    """Makes the axis of x logarithmic, with plain numbers at ticks alone."""
+    """Make the axis of x logarithmic, with plain numbers at ticks alone."""
     axes.set_xscale("log")
     axes.set_xticks(ticks)
     axes.xaxis.set_major_formatter(_PLAIN)
@@ -88,7 +88,7 @@ def _set_ticks(axes: Axes, ticks: Sequence[int]) -> None:
 
 
 def _score(content: Content) -> tuple[str, float, float]:
-    """Picks the measure that a result's `content` is judged by: its name, value and standard error."""
+    """Pick the measure that a result's `content` is judged by: its name, value and standard error."""
     result, kind = content["result"], content["settings"]["kind"]
     if kind == "task":
         metric = next(iter(result["metrics"]))
@@ -102,7 +102,7 @@ def _score(content: Content) -> tuple[str, float, float]:
 
 
 def _percent_held(content: Content) -> tuple[float, float]:
-    """Returns percent of 16 bits that a cache holds, and with what all share as if it were of one sequence alone."""
+    """Return percent of 16 bits that a cache holds, and with what all share as if it were of one sequence alone."""
     memory = content["result"].get("memory_after_prefix", content["memory"])
     own = memory["kv_percent"]
     shared = (memory.get("kv_percent_with_shared", own) - own) * (content["settings"].get("batch") or 1)
@@ -192,7 +192,7 @@ def _draw_against_position(group: Sequence[Content], title: str) -> Figure:
 
 
 def draw_result(content: Content, path: Path) -> Path:
-    """Draws a result of `bench step` or `eval fidelity` as PNG, its folder made; any other is a `ValueError`."""
+    """Draw a result of `bench step` or `eval fidelity` as PNG, its folder made; any other is a `ValueError`."""
     # The second was measured beside llama.cpp, by a command that there was
     if content.get("benchmark") in ("step", "llama-cpp"):
         figure = _draw_steps(content)

@@ -35,10 +35,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import typer
 from transformers import Cache, PreTrainedModel, StaticCache
 
 from kvcache_plugins import InfiniGenCache
@@ -77,7 +76,7 @@ class TimeBox:
 
     @contextmanager
     def step(self, margin: float = 1.5) -> Iterator[None]:
-        """Enters a step; a `TimeIsUpError` if less is left than `margin` times the longest step so far."""
+        """Enter a step; a `TimeIsUpError` if less is left than `margin` times the longest step so far."""
         if self.left < margin * self.longest:
             raise TimeIsUpError
         start = time.monotonic()
@@ -85,7 +84,7 @@ class TimeBox:
         self.longest = max(self.longest, time.monotonic() - start)
 
     def share(self, things: Sequence[Any]) -> Iterator[tuple[Any, "TimeBox"]]:
-        """Yields things, each with the box of its share of what is left then."""
+        """Yield things, each with the box of its share of what is left then."""
         for number, thing in enumerate(things):
             yield thing, TimeBox(self.left / (len(things) - number))
 
@@ -98,7 +97,7 @@ class Run(NamedTuple):
     box: TimeBox
 
     def open(self, name: str, kind: str, model: Fields | None = None, **settings: Any) -> Result:
-        """Opens the result `gpu_{name}.json`, measured on a model with random weights if there is one."""
+        """Open the result `gpu_{name}.json`, measured on a model with random weights if there is one."""
         if model is not None:
             settings = {"weights": "random", **model, **settings, "dtype": str(DTYPE).removeprefix("torch.")}
             settings["has_cudnn_attention"] = torch.backends.cuda.cudnn_sdp_enabled()
@@ -142,12 +141,12 @@ _NUM_WARM = 3
 
 
 def random_tokens(model: PreTrainedModel, count: int, batch_size: int = 1) -> torch.Tensor:
-    """Draws tokens `[batch_size, count]`."""
+    """Draw tokens `[batch_size, count]`."""
     return torch.randint(model.config.vocab_size, (batch_size, count), device=model.device)
 
 
 def add_timed(report: Result, timed: Iterable[Found], more: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-    """Takes timings with `more` fields of a cache's row, and says their medians and quartiles; failures too."""
+    """Take timings with `more` fields of a cache's row, and print their medians and quartiles; failures too."""
     for found in timed:
         if isinstance(found, Failure):
             report.take(found)
@@ -158,7 +157,7 @@ def add_timed(report: Result, timed: Iterable[Found], more: Mapping[str, Mapping
 
 
 def run_tests(run: Run, tests: Sequence[str] = TESTS) -> None:
-    """Runs the kernels' tests: how many passed, and which did not."""
+    """Run the kernels' tests: how many passed, and which did not."""
     report = run.open("checks", "checks", tests=" ".join(tests))
     # A GPU is stood in for in every step's; tests may bring their own `-k`, which counts then
     command = [sys.executable, "-m", "pytest", "-k", "not every_step", *tests, "-q", "-p", "no:cacheprovider"]
@@ -174,7 +173,7 @@ def run_tests(run: Run, tests: Sequence[str] = TESTS) -> None:
 
 
 def count_outcomes(results: Path, report: Result) -> dict[str, int]:
-    """Counts tests by outcome, from pytest's file. Failed ones are noted in the report."""
+    """Count tests by outcome, from pytest's file. Failed ones are noted in the report."""
     outcomes = {"passed": 0, "failed": 0, "skipped": 0}
     for case in ElementTree.parse(results).iter("testcase"):
         failure = next((child for child in case if child.tag in ("failure", "error")), None)
@@ -365,7 +364,7 @@ class Budget:
 
     @contextmanager
     def enforce(self) -> Iterator[None]:
-        """Has the allocator refuse more than the budget."""
+        """Limit the allocator to the budget."""
         if not self.is_gpu:
             yield
             return
@@ -377,7 +376,7 @@ class Budget:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
     def start(self) -> int:
-        """Frees what the last trial left and forgets its peak; returns the bytes that are not in use."""
+        """Free what the last trial left, and reset its peak; return the bytes that are not in use."""
         gc.collect()
         if not self.is_gpu:
             return self.num_bytes
@@ -386,7 +385,7 @@ class Budget:
         return self.num_bytes - torch.cuda.memory_allocated(self.device)
 
     def peaks(self, of_cache: int) -> dict[str, int]:
-        """Reads the most bytes used and held since `start`; more than the budget raises what the allocator would."""
+        """Read the most bytes used and held since `start`; more than the budget raises what the allocator would."""
         used = held = of_cache
         if self.is_gpu:
             used, held = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
@@ -398,7 +397,7 @@ class Budget:
 def run_batch(
     model: PreTrainedModel, cache: Cache, batch_size: int, context: int, steps: int, budget: Budget
 ) -> dict[str, Any]:
-    """Fills an empty cache, decodes `steps` tokens of each sequence; more than the enforced budget is an error."""
+    """Fill an empty cache, and decode `steps` tokens of each sequence; more than the enforced budget is an error."""
     model(random_tokens(model, context), **as_argument(cache), logits_to_keep=1)
     cache.batch_repeat_interleave(batch_size)
     step = partial(model, random_tokens(model, 1, batch_size), **as_argument(cache))
@@ -417,7 +416,7 @@ def run_batch(
 def measure_largest_batch(
     model: PreTrainedModel, create: Callable[[], Cache], context: int, steps: int, budget: Budget, box: TimeBox
 ) -> dict[str, Any]:
-    """Measures the largest batch that fits, of `SHARES` of what one sequence says; all tried are `trials`."""
+    """Measure the largest batch that fits, of `SHARES` of what one sequence says; all tried are `trials`."""
     available = budget.start()
     one = run_batch(model, create(), 1, context, 2, budget)["cache_bytes"]
     trials: list[tuple[int, bool]] = []
@@ -439,7 +438,7 @@ def search_largest_batches(
     steps: int = STEPS,
     caches: Sequence[str] = ("dynamic", "gear-2bit", "transform"),
 ) -> None:
-    """Searches the largest batch in a fixed budget, for each cache whose attention is right."""
+    """Search the largest batch in a fixed budget, for each cache whose attention is right."""
     network, budget = random_model(model, DTYPE, run.device), Budget(budget_bytes, run.device)
     report = run.open("largest_batch", "batch", model, context=context, steps=steps, budget_bytes=budget_bytes)
     report.settings["model_bytes"] = sum(parameter.nbytes for parameter in network.parameters())
@@ -501,21 +500,8 @@ TINY: dict[str, dict[str, Any]] = {
 _GRACE = 15.0
 
 
-def run_on_gpu(
-    out: Annotated[Path, typer.Option(help="Folder for the JSON files.")] = Path("eval/results"),
-    limit: Annotated[float, typer.Option(help="Seconds that all of it may take.", min=1)] = 570.0,
-    tiny: Annotated[bool, typer.Option("--tiny", help="Small sizes, to try the script; no GPU needed.")] = False,
-    part: Annotated[str | None, typer.Option(help="One part only, in this process: checks, attention, ...")] = None,
-) -> None:
-    """Check and time all that wants a GPU. For the root of the repository, whose tests it runs.
-
-    \b
-    Examples:
-        kvcache-plugins bench gpu
-        kvcache-plugins bench gpu --part attention --out /tmp/results
-        TRITON_INTERPRET=1 KVCACHE_PLUGINS_KERNELS=triton \\
-            kvcache-plugins bench gpu --tiny --out /tmp/results
-    """
+def run_parts(out: Path, limit: float, tiny: bool = False, part: str | None = None) -> None:
+    """Run all parts, or one in this process, within `limit` seconds, and write their files to the folder `out`."""
     if part is not None:
         check_choice("part", part, tuple(PARTS))
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -540,7 +526,7 @@ def run_on_gpu(
 
 
 def _run_part(name: str, out: Path, seconds: float, tiny: bool, device: torch.device) -> None:
-    """Runs a part in a process. Raises a `TimeIsUpError` if it had to be ended, or what says that it failed."""
+    """Run a part in a process. Raise a `TimeIsUpError` if it had to be ended, or what says that it failed."""
     arguments = ["--part", name, "--out", str(out), "--limit", str(max(seconds - _GRACE, 0.0)), *["--tiny"] * tiny]
     # The folder `triton_kernels` of the repository's root is not to be found under that name
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
@@ -549,12 +535,8 @@ def _run_part(name: str, out: Path, seconds: float, tiny: bool, device: torch.de
         environment["TRITON_INTERPRET"] = "0"
         # Caches that grow leave holes between them otherwise, most of all the dense one
         environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    command = [sys.executable, "-m", "kvcache_plugins.eval.gpu", *arguments]
+    command = [sys.executable, "-m", "kvcache_plugins.cli", "bench", "gpu", *arguments]
     try:
         subprocess.run(command, check=True, timeout=max(seconds, 1.0), env=environment)
     except subprocess.TimeoutExpired as error:
         raise TimeIsUpError from error
-
-
-if __name__ == "__main__":
-    typer.run(run_on_gpu)

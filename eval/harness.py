@@ -45,7 +45,7 @@ States = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def cache_factories(specs: Sequence[str], model: PreTrainedModel) -> dict[str, CacheFactory]:
-    """Makes factories of caches, by their specs, and calls each once: what is wrong is so before anything has run."""
+    """Make factories of caches, by their specs, and call each once: what is wrong is so before anything has run."""
     factories: dict[str, CacheFactory] = {spec: partial(create_cache, spec, model) for spec in specs}
     for factory in factories.values():
         factory()
@@ -53,12 +53,12 @@ def cache_factories(specs: Sequence[str], model: PreTrainedModel) -> dict[str, C
 
 
 def cache_stats(cache: Cache) -> dict[str, StatValue]:
-    """Reads a cache's own counters; empty for a third party's cache that keeps none."""
+    """Read a cache's own counters; empty for a third party's cache that keeps none."""
     return dict(cache.stats()) if isinstance(cache, ReportingMixin) else {}
 
 
 def was_exercised(cache: Cache) -> bool:
-    """Tells whether a cache has answered with other than exact states, or never does, so that no score misses any."""
+    """Return true if a cache has answered with other than exact states, or never does, so that no score misses any."""
     if isinstance(cache, QuantizedCache):
         return any(getattr(layer, "_quantized_keys", None) is not None for layer in cache.layers)
     stats = cache_stats(cache)
@@ -66,13 +66,13 @@ def was_exercised(cache: Cache) -> bool:
 
 
 def check_is_empty(cache: Cache) -> None:
-    """Raises a `ValueError` if a cache that a factory has returned was used before."""
+    """Raise a `ValueError` if a cache that a factory has returned was used before."""
     if cache.get_seq_length() != 0:
         raise ValueError("A cache factory must return a fresh, empty cache every time")
 
 
 def check_length(cache: Cache, expected: int) -> None:
-    """Raises a `RuntimeError` unless a cache holds what was fed: passed by, it would score as if it lost nothing."""
+    """Raise a `RuntimeError` unless a cache holds what was fed: passed by, it would score as if it lost nothing."""
     if cache.get_seq_length() != expected:
         raise RuntimeError(
             f"{type(cache).__name__} reports {cache.get_seq_length()} tokens after {expected}: the model did not go "
@@ -92,7 +92,7 @@ def feed(
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Iterator[torch.Tensor]:
     """
-    Feeds `[B, tokens]` to a model behind what a cache holds, all in one forward or `chunk` tokens in each, and yields
+    Feed `[B, tokens]` to a model behind what a cache holds, all in one forward or `chunk` tokens in each, and yield
     the logits of each; a `mask` is 0 for padding, of all tokens. See `reading_options` and `check_length`.
     """
     held, num_new = int(cache.get_seq_length()), token_ids.shape[1]
@@ -110,7 +110,7 @@ def feed(
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[torch.Tensor, list[int]]:
-    """Encodes a whole text without special tokens; returns also the special tokens that every text begins with."""
+    """Encode a whole text without special tokens; return also the special tokens that every text begins with."""
     token_ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     # Tokenizers add a beginning (and some an end) of text even around nothing; only the beginning belongs before text
     start_ids = [token for token in tokenizer("").input_ids if token == tokenizer.bos_token_id]
@@ -120,7 +120,7 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[torch.Te
 def load_with_tokens(
     model: str, text_file: Path, num_tokens: int, dtype: str | None = None
 ) -> tuple[PreTrainedModel, torch.Tensor]:
-    """Loads a model, and encodes the first tokens of a file, `[1, num_tokens]`; too short a text is a `ValueError`."""
+    """Load a model, and encode the first tokens of a file, `[1, num_tokens]`; too short a text is a `ValueError`."""
     text = inputs.read_text(text_file, "text_file")
     network, tokenizer = inputs.load_for_evaluation(model, dtype)
     token_ids: torch.Tensor = tokenizer(text, return_tensors="pt").input_ids
@@ -130,7 +130,7 @@ def load_with_tokens(
 
 
 def read_rows(path: Path, option: str) -> list[dict[str, Any]]:
-    """Reads rows of a file of JSON lines; a line that is no JSON is a `ValueError` that names it."""
+    """Read rows of a file of JSON lines; a line that is no JSON is a `ValueError` that names it."""
     rows = []
     for number, line in enumerate(inputs.read_text(path, option).splitlines(), start=1):
         try:
@@ -144,7 +144,7 @@ def spread_windows(
     token_ids: torch.Tensor, num_windows: int, prefix_length: int, num_scored: int, start_ids: Sequence[int] = ()
 ) -> list[torch.Tensor]:
     """
-    Cuts disjoint windows, spread evenly over a text `[num_tokens]` without special tokens: `prefix_length` tokens,
+    Cut disjoint windows, spread evenly over a text `[num_tokens]` without special tokens: `prefix_length` tokens,
     `start_ids` among them, `num_scored`, and one more to predict. Too short a text is a `ValueError`.
     """
     check_integer("num_windows", num_windows, 1)
@@ -164,7 +164,7 @@ def spread_windows(
 def load_with_windows(
     model: str | inputs.LoadedModel, text_file: Path, sizes: tuple[int, int, int], *place: str | None
 ) -> tuple[PreTrainedModel, list[torch.Tensor]]:
-    """Loads a model, at a `place` of dtype and device, and cuts windows of `sizes` of a file, see `spread_windows`."""
+    """Load a model, at a `place` of dtype and device, and cut windows of `sizes` of a file, see `spread_windows`."""
     text = inputs.read_text(text_file, "text_file")
     network, tokenizer = inputs.load_for_evaluation(model, *place)
     token_ids, start_ids = encode_text(tokenizer, text)
@@ -172,7 +172,7 @@ def load_with_windows(
 
 
 def stretch_stops(stretch: int, num_scored: int) -> list[int]:
-    """Lists where the stretches of `perplexity` end, in scored tokens."""
+    """List where the stretches of `perplexity` end, in scored tokens."""
     return [min(start + stretch, num_scored) for start in range(0, num_scored, stretch)]
 
 
@@ -183,7 +183,7 @@ def stretch_stops(stretch: int, num_scored: int) -> list[int]:
 
 @torch.inference_mode()
 def read_states(network: PreTrainedModel, token_ids: torch.Tensor) -> States:
-    """Reads tokens `[B, T]`; returns keys and values of every layer, `[B, H, T, D]`."""
+    """Read tokens `[B, T]`; return keys and values of every layer, `[B, H, T, D]`."""
     cache = DynamicCache(config=network.config)
     network(token_ids, **as_argument(cache), logits_to_keep=1)
     layers: list[Any] = cache.layers
@@ -194,7 +194,7 @@ def read_states(network: PreTrainedModel, token_ids: torch.Tensor) -> States:
 
 @torch.inference_mode()
 def fill_with_states(cache: Cache, states: States, context: int, batch_size: int = 1) -> None:
-    """Fills a cache with `context` tokens, states repeated as often as need be, in each of `batch_size` sequences."""
+    """Fill a cache with `context` tokens, states repeated as often as need be, in each of `batch_size` sequences."""
     layers: list[Any] = cache.layers
     for index, sides in enumerate(states):
         times = -(-context // sides[0].shape[2])
@@ -242,7 +242,7 @@ def time_on_gpu(function: Callable[[], Any], ahead: Callable[[], Any]) -> float:
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Computes median and quartiles, of fewer than three the extremes, under the names that results have."""
+    """Compute median and quartiles, of fewer than three the extremes, under the names that results have."""
     extremes = [min(seconds), statistics.median(seconds), max(seconds)]
     return dict(zip(QUARTILES, extremes if len(seconds) < 3 else statistics.quantiles(seconds, n=4), strict=True))
 

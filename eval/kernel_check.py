@@ -1,4 +1,4 @@
-"""Whether a kernel computes what plain PyTorch computes. Asked before anything is timed."""
+"""Checks that a kernel computes the same as plain PyTorch, before anything is timed."""
 
 import copy
 import os

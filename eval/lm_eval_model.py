@@ -193,7 +193,7 @@ class KVCacheLM(HFLM):
         return output
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
-        """Takes lm-eval's store of responses (`use_cache`), which knows no caches, if it is of this very setting."""
+        """Take lm-eval's store of responses (`use_cache`), which knows no caches, if it is of this very setting."""
         store = cache_hook.dbdict
         if store is not None:
             setting = json.dumps(self._describe_setting(), sort_keys=True, default=str)
@@ -207,7 +207,7 @@ class KVCacheLM(HFLM):
         super().set_cache_hook(cache_hook)
 
     def get_model_info(self) -> dict[str, Any]:
-        """Describes, for the results, the cache beside the model: how it was used and the bytes that it held."""
+        """Describe, for the results, the cache beside the model: how it was used and the bytes that it held."""
         record = self._record
         cache = {
             **self._describe_setting(),
@@ -243,7 +243,7 @@ class KVCacheLM(HFLM):
         return context[max(excess, 0) :], continuation
 
     def _batches(self, groups: list[Group], size: int | None) -> list[list[Group]]:
-        """Groups in batches of contexts that are prefilled together."""
+        """Group requests in batches of contexts that are prefilled together."""
         if not groups:
             return []
         if size is None:
@@ -284,7 +284,7 @@ class KVCacheLM(HFLM):
         return answers
 
     def _require_exercise(self, record: CacheRecord) -> None:
-        """Raises, or warns if that was wished, unless a context of a call's record has exercised the cache."""
+        """Raise an error, or warn if that was wished, unless a context of a call's record has exercised the cache."""
         if record.counters["contexts_exercised"]:
             return
         problem = (
@@ -301,7 +301,7 @@ class KVCacheLM(HFLM):
 
 def group_by_context(requests: Sequence[tuple[list[int], list[int]]]) -> list[Group]:
     """
-    Groups requests that share a context, to be prefilled once; a single token is not worth sharing. The longest come
+    Group requests that share a context, to be prefilled once; a single token is not worth sharing. The longest come
     first: what does not fit, or what no context is long enough for, shows at once.
     """
     groups: dict[tuple[tuple[int, ...], int | None], list[int]] = {}
@@ -316,7 +316,7 @@ def group_by_context(requests: Sequence[tuple[list[int], list[int]]]) -> list[Gr
 
 
 def take_cache(spec: str, kwargs: dict[str, Any]) -> tuple[str, dict[str, OptionValue]]:
-    """Takes the cache's options, which begin with `cache_`, out of model arguments; returns its name and options."""
+    """Take the cache's options, which begin with `cache_`, out of model arguments; return its name and options."""
     name, options = parse_cache_spec(spec)
     # `cache_dir` is of `from_pretrained`
     for key in [key for key in kwargs if key.startswith("cache_") and key != "cache_dir"]:
@@ -328,7 +328,7 @@ def take_cache(spec: str, kwargs: dict[str, Any]) -> tuple[str, dict[str, Option
 
 
 def find_rank(model: HFLM) -> tuple[int, int]:
-    """Finds this process' number and how many there are; without GPUs lm-eval's model has each answer everything."""
+    """Find this process' number and how many there are; without GPUs lm-eval's model has each answer everything."""
     accelerator = getattr(model, "accelerator", None)
     if accelerator is None:
         return model.rank, model.world_size
@@ -336,7 +336,7 @@ def find_rank(model: HFLM) -> tuple[int, int]:
 
 
 def merge_records(records: Sequence[CacheRecord]) -> CacheRecord:
-    """Merges records of processes, or of calls: counters summed, the longest cache of all."""
+    """Merge records of processes, or of calls: counters summed, the longest cache of all."""
     counters: Counter[str] = sum((record.counters for record in records), Counter())
     return replace(max(records, key=lambda record: record.largest_length), counters=counters)
 

@@ -123,7 +123,7 @@ _LOST = {
 
 
 def _as_named_now(frozen: dict[str, Any], part: str) -> dict[str, dict[str, Any]]:
-    """Lists the frozen rows of a part under the names that caches have now."""
+    """List the frozen rows of a part under the names that caches have now."""
     now = frozen["renamed"]
     return {
         now.get(outer, outer): {now.get(inner, inner): value for inner, value in row.items()}
@@ -132,7 +132,7 @@ def _as_named_now(frozen: dict[str, Any], part: str) -> dict[str, dict[str, Any]
 
 
 def losses(frozen: dict[str, Any], measured: dict[str, Any]) -> Iterator[str]:
-    """Yields a line for every frozen number that what is measured does not hold."""
+    """Yield a line for every frozen number that what is measured does not hold."""
     for part, found in measured.items():
         for outer, row in _as_named_now(frozen, part).items():
             for inner, before in row.items():
@@ -142,7 +142,7 @@ def losses(frozen: dict[str, Any], measured: dict[str, Any]) -> Iterator[str]:
 
 
 def main(parts: list[str]) -> int:
-    """Measures the parts named, or all, and prints what is lost; 1 if anything is."""
+    """Measure the parts named, or all, and print what is lost; 1 if anything is."""
     frozen = json.loads((FOLDER / "frozen.json").read_text(encoding="utf-8"))
     measured = {part: MEASURES[part](_as_named_now(frozen, part)) for part in parts or MEASURES}
     lost = list(losses(frozen, measured))

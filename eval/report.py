@@ -9,7 +9,7 @@ model's config alone, writes `overview.json`, from which the table is rendered, 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
@@ -18,7 +18,7 @@ from kvcache_plugins.advice.memory_prediction import predict_memory
 from kvcache_plugins.console.results import provenance, write_json
 
 from .result_files import read_result
-from .tables import RESULTS, read_sweep, render_result
+from .tables import RESULTS
 
 
 FIGURE = Path("docs/figures/fidelity_1024_smollm2.png")
@@ -84,40 +84,6 @@ def compile_overview(results: Path) -> dict[str, Any]:
         rows.append({**row, "speed_against_dynamic": speeds.get(cache, speeds.get(measured))})
     sources = {"kl": ", ".join(merged["files"]), "steps": STEPS, "context": CONTEXT, "model": MODEL}
     return {"benchmark": "overview", **provenance(torch.device("cpu")), "settings": sources, "rows": rows}
-
-
-def write_report(
-    result: Annotated[Path, typer.Argument(help="A folder that a sweep has filled, or the JSON file of one result.")],
-    out: Annotated[Path | None, typer.Option(help="Markdown file to write; printed by default.")] = None,
-    figures: Annotated[Path | None, typer.Option(help="Folder to draw figures into.")] = None,
-) -> None:
-    """Tables and figures of a result.
-
-    There are figures of a sweep, of `bench step` and of `eval fidelity`. A sweep gives accuracy against bytes and
-    perplexity against position, steps give time against context, `eval fidelity` divergence against bytes.
-
-    \b
-    Examples:
-        kvcache-plugins eval report eval/results/gear --figures docs/figures
-        kvcache-plugins eval report eval/results/step_short_smollm2.json --figures docs/figures
-    """
-    if result.is_file() and result.suffix != ".json":
-        raise ValueError(f"`result` has to be a folder or a .json file but is {result}")
-    text = render_result(result.parent, result.stem if result.is_file() else result.name)
-    if out is None:
-        typer.echo(text)
-    else:
-        out.write_text(text, encoding="utf-8")
-    if figures is None:
-        return
-    from .figures import draw_result, draw_sweep
-
-    if result.is_dir():
-        paths = draw_sweep(read_sweep(result), figures, result.name)
-    else:
-        paths = [draw_result(read_result(result), figures / f"{result.stem}.png")]
-    for path in paths:
-        typer.echo(f"drew {path}", err=True)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Yields of a benchmark: its rows, and what stands beside them. Read for help too, so nothing heavy is imported."""
+"""Yields of a benchmark: its rows, and fields beside them. Help reads this module, so it imports nothing heavy."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -34,7 +34,8 @@ from kvcache_plugins.registry import check_caches
 
 from .benchmark import Result
 from .harness import CACHE_FAILURES
-from .measures import answers, fidelity
+from .measures import answers
+from .measures.commands import evaluate_fidelity, evaluate_perplexity, evaluate_retrieval
 from .tasks import find_task
 
 
@@ -64,7 +65,7 @@ def measure_task(
     apply_chat_template: bool = False,
     metadata: Mapping[str, Any] | None = None,
 ) -> Iterator[Found]:
-    """Runs a task of lm-eval: of this project (`kv_copa`), of a YAML file, or lm-eval's own."""
+    """Run a task of lm-eval: of this project (`kv_copa`), of a YAML file, or lm-eval's own."""
     import lm_eval
 
     from .lm_eval_model import KVCacheLM
@@ -99,9 +100,9 @@ def measure_task(
 
 MEASURES: dict[str, Callable[..., Any]] = {
     "task": measure_task,
-    "fidelity": fidelity.evaluate_fidelity,
-    "perplexity": fidelity.evaluate_perplexity,
-    "retrieval": answers.evaluate_retrieval,
+    "fidelity": evaluate_fidelity,
+    "perplexity": evaluate_perplexity,
+    "retrieval": evaluate_retrieval,
     "context": answers.measure_tasks,
 }
 
@@ -124,14 +125,14 @@ class Run:
         return f"{self.name}/{self.model}/{self.cache}"
 
     def file_name(self) -> str:
-        """Makes a name that differs whenever a setting does."""
+        """Make a name that differs whenever a setting does."""
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
         words = (self.name, Path(self.model).name, self.cache)
         slug = "-".join("".join(c if c.isalnum() or c in "-." else "_" for c in word) for word in words)
         return f"{slug}-{digest}.json"
 
     def measure(self, model: LoadedModel, base: Path) -> Found:
-        """Measures the cache; relative paths begin at `base`. An unknown option raises a `ValueError`."""
+        """Measure the cache; relative paths begin at `base`. An unknown option raises a `ValueError`."""
         # A benchmark without its command: its rows alone
         function = inspect.unwrap(MEASURES[self.kind])
         accepted = {key: each for key, each in inspect.signature(function).parameters.items() if key not in _OF_ALL}
@@ -166,7 +167,7 @@ class Sweep:
 
     @classmethod
     def read(cls, path: Path) -> "Sweep":
-        """Reads a YAML file. What is missing, unknown or wrong in it is a `ValueError` that names it."""
+        """Read a YAML file. What is missing, unknown or wrong in it is a `ValueError` that names it."""
         found = yaml.safe_load(read_text(path, "config"))
         content = found if isinstance(found, dict) else {}
         unknown, missing = content.keys() - _FIELDS, _NEEDED - content.keys()
@@ -186,7 +187,7 @@ class Sweep:
         return cls(runs=runs, out=path.parent / content["out"], base=path.parent)
 
     def pending(self, only: str = "*", again: bool = False) -> list[Run]:
-        """Lists runs whose labels match, without those that have a result."""
+        """List runs whose labels match, without those that have a result."""
         chosen = [run for run in self.runs if fnmatchcase(run.label, only)]
         if not chosen:
             labels = ", ".join(run.label for run in self.runs[:3])
@@ -208,7 +209,7 @@ def _parse_measure(name: str, fields: Any) -> tuple[str, dict[str, Any]]:
 
 
 def run_sweep(sweep: Sweep, runs: list[Run], announce: Callable[[str], None]) -> Iterator[tuple[Run, str | None]]:
-    """Runs cells, loading each model once, and yields each with its error if it failed; announces the next."""
+    """Run cells, loading each model once, and yield each with its error if it failed; announce the next."""
     loaded: LoadedModel | None = None
     name, start = "", time.perf_counter()
     for number, run in enumerate(runs):

@@ -39,7 +39,7 @@ _QUARTILES = re.compile(r" \(.* to .*\)")
 
 
 def field(row: Row, path: str) -> Any:
-    """Finds a field by a path such as `memory.total_bytes` or `ppl_by_stretch.0`; `None` where it is missing."""
+    """Find a field by a path such as `memory.total_bytes` or `ppl_by_stretch.0`; `None` where it is missing."""
     found: Any = row
     for key in path.split("."):
         is_list = isinstance(found, list | tuple)
@@ -48,12 +48,12 @@ def field(row: Row, path: str) -> Any:
 
 
 def any_has(path: str) -> Callable[[Rows], bool]:
-    """Shows a column where a row has something in a field."""
+    """Show a column where a row has something in a field."""
     return lambda rows: any(field(row, path) for row in rows)
 
 
 def varies(path: str) -> Callable[[Rows], bool]:
-    """Shows a column where rows differ in a field."""
+    """Show a column where rows differ in a field."""
     return lambda rows: len({str(field(row, path)) for row in rows}) > 1
 
 
@@ -66,12 +66,12 @@ class Column(NamedTuple):
 
 
 def name(head: str, path: str = "", when: Callable[[Rows], bool] = bool) -> Column:
-    """Makes a column of words."""
+    """Make a column of words."""
     return number(head, path or head, "", when=when)
 
 
 def code(head: str = "cache", path: str = "cache", when: Callable[[Rows], bool] = bool) -> Column:
-    """Makes a column of names in backticks, which terminals do without."""
+    """Make a column of names in backticks, which terminals do without."""
     return Column(head, lambda row: f"`{field(row, path)}`", when)
 
 
@@ -86,7 +86,7 @@ def number(
     suffix: str = "",
     when: Callable[[Rows], bool] = bool,
 ) -> Column:
-    """Makes a column of numbers, each times a scale and, with `of`, as a share of that field."""
+    """Make a column of numbers, each times a scale and, with `of`, as a share of that field."""
 
     def show(row: Row) -> str:
         found, whole = field(row, path), field(row, of) if of else 1
@@ -98,12 +98,12 @@ def number(
 
 
 def speed_up(over: str, path: str, missing: str = "-") -> Column:
-    """Makes a column of speeds divided by that of what `over` names."""
+    """Make a column of speeds divided by that of what `over` names."""
     return number(f"speed-up over {over} (greater is better)", path, ".2f", missing=missing)
 
 
 def quartiles(head: str, scale: float = 1e3) -> Column:
-    """Makes a column of medians with their quartiles, of seconds times a scale."""
+    """Make a column of medians with their quartiles, of seconds times a scale."""
 
     def show(row: Row) -> str:
         lower, median, upper = (scale * row[key] for key in QUARTILES)
@@ -113,7 +113,7 @@ def quartiles(head: str, scale: float = 1e3) -> Column:
 
 
 def table(*columns: Column) -> Callable[[Rows], str]:
-    """Makes what renders rows as Markdown, a line for each."""
+    """Make a function that renders rows as Markdown, a line for each."""
 
     def render(rows: Rows) -> str:
         shown = [column for column in columns if column.when(rows)]
@@ -126,7 +126,7 @@ def table(*columns: Column) -> Callable[[Rows], str]:
 
 def print_markdown(text: str, title: str = "") -> None:
     """
-    Prints Markdown in a terminal, its tables by rich. Where one is too wide its headings are folded, then quartiles
+    Print Markdown in a terminal, its tables by rich. Where one is too wide its headings are folded, then quartiles
     left out, and then its columns go into several tables, each with the names on the left.
     """
     console = open_console()
@@ -160,7 +160,7 @@ def print_markdown(text: str, title: str = "") -> None:
 
 
 def _widths(heads: Sequence[str], sides: Sequence[Sequence[str]], kinds: Sequence[str]) -> list[int]:
-    """Measures columns, whose heads may have several lines, with what stands between them."""
+    """Measure columns, whose heads may have several lines, with what stands between them."""
     least = [1 if kind == "number" else MIN_NAME_WIDTH for kind in kinds]
     columns = zip(heads, sides, least, strict=True)
     return [max(own, *map(len, (*head.splitlines(), *cells))) + 2 for head, cells, own in columns]
@@ -170,7 +170,7 @@ def _widths(heads: Sequence[str], sides: Sequence[Sequence[str]], kinds: Sequenc
 
 
 def standard_error_of_kl(row: Row) -> float:
-    """Computes the standard error of the mean KL of windows."""
+    """Compute the standard error of the mean KL of windows."""
     return float(row["kl_spread"]) / math.sqrt(len(row["windows"]))
 
 
@@ -180,7 +180,7 @@ def _kl(row: Row) -> str:
 
 
 def _fetched_bytes(row: Row) -> str:
-    """Shows bytes fetched in all steps, in percent of what offloading whole layers at 16 bits would have moved."""
+    """Show bytes fetched in all steps, in percent of what offloading whole layers at 16 bits would have moved."""
     fetched, windows = row["stats"].get("bytes_fetched"), row.get("windows")
     if not fetched or not windows:
         return "-"
@@ -231,7 +231,7 @@ HELD = (
 
 
 def render_memory(rows: Rows) -> str:
-    """Renders bytes held and allocated, and below them what a dense layer has."""
+    """Render bytes held and allocated, and below them what a dense layer has."""
     columns = (
         number("held, MB", "cache_bytes", ".1f", 1e-6),
         number("% of 16 bits", "kv_percent"),
@@ -243,14 +243,14 @@ def render_memory(rows: Rows) -> str:
 
 
 def render_perplexity(rows: Rows) -> str:
-    """Renders perplexities, a column for each stretch."""
+    """Render perplexities, a column for each stretch."""
     stops = enumerate(stretch_stops(rows[0]["stretch"], rows[0]["num_scored"]))
     columns = [number(f"to {stop}", f"ppl_by_stretch.{index}", ".2f") for index, stop in stops]
     return table(code(), *HELD, number("PPL", "ppl", ".3f"), *columns)(rows)
 
 
 def render_context(rows: Rows) -> str:
-    """Renders tasks that need much of their context: a table for each measure, a column for each task."""
+    """Render tasks that need much of their context: a table for each measure, a column for each task."""
     fetched = (
         number("MB fetched a step", "fetched_bytes", ".2f", 1e-6),
         number("% of bytes, whole layers at 16 bits", "fetched_share", ".2f", 100),
@@ -272,7 +272,7 @@ def render_context(rows: Rows) -> str:
 
 
 def render_task(rows: Rows) -> str:
-    """Renders metrics of a task of lm-eval, each with its difference from the dense cache's."""
+    """Render metrics of a task of lm-eval, each with its difference from the dense cache's."""
     reference = next((row for row in rows if row["cache"] == REFERENCE), None)
 
     def score(metric: str, row: Row) -> str:
@@ -287,7 +287,7 @@ def render_task(rows: Rows) -> str:
 
 
 def _difference(metric: str, reference: Row | None, row: Row) -> str:
-    """Shows the difference from the dense cache, item by item: its error is far below that of either score."""
+    """Show the difference from the dense cache, item by item: its error is far below that of either score."""
     if reference is None or row is reference:
         return "-"
     ours, theirs = (each["by_item"].get(metric) for each in (row, reference))
@@ -302,7 +302,7 @@ _STATUSES = ("works", "works, dense reads", "refuses", "FAILS")
 
 
 def render_families(rows: Rows) -> str:
-    """Renders counts of what families do, and lists them with reasons of refusals, failures and those not tried."""
+    """Render counts of what families do, and list them with reasons of refusals, failures and those not tried."""
     tried = [row for row in rows if not row["dense"]]
     holds = {cache: outcome["holds"] for row in tried for cache, outcome in row["outcomes"].items()}
     counts = [
@@ -446,7 +446,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
 
 
 def read_sweep(folder: Path) -> list[Row]:
-    """Reads the results of a folder, the dense cache's first and then the largest; none at all is a `ValueError`."""
+    """Read the results of a folder, the dense cache's first and then the largest; none at all is a `ValueError`."""
     contents = [read_result(path) for path in sorted(folder.glob("*.json"))]
     contents = [each for each in contents if each.get("benchmark") == "sweep"]
     if not contents:
@@ -459,7 +459,7 @@ def read_sweep(folder: Path) -> list[Row]:
 
 
 def render_sweep(folder: Path) -> str:
-    """Renders a table for each measure and model, each with what it was made of."""
+    """Render a table for each measure and model, each with what it was made of."""
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for content in read_sweep(folder):
         groups[content["settings"]["name"], content["settings"]["model"]].append(content)
@@ -482,7 +482,7 @@ def render_sweep(folder: Path) -> str:
 
 
 def fold(source: str) -> str:
-    """Folds away how a table was measured; the attribute lets the site render what is inside as Markdown."""
+    """Fold away how a table was measured; the attribute lets the site render what is inside as Markdown."""
     return f'<details markdown="1"><summary>How it was measured</summary>\n\n{source}\n\n</details>\n'
 
 
@@ -494,12 +494,12 @@ def _listed(fields: Mapping[str, Any]) -> str:
 
 
 def render(text: str, results: Path) -> str:
-    """Renders the body of every marked table of a text anew. A missing result file raises a `ValueError`."""
+    """Render the body of every marked table of a text anew. A missing result file raises a `ValueError`."""
     return _MARKED.sub(lambda match: f"{match[1]}{render_result(results, match['name'])}{match[4]}", text)
 
 
 def render_result(results: Path, name: str) -> str:
-    """Renders one result as a Markdown table, with what it was measured with."""
+    """Render one result as a Markdown table, with what it was measured with."""
     markdown, data = results / f"{name}.md", results / f"{name}.json"
     if (results / name).is_dir():
         return render_sweep(results / name)
@@ -521,7 +521,7 @@ def render_result(results: Path, name: str) -> str:
 
 
 def main(files: Annotated[list[Path], typer.Argument(help="Markdown files whose tables to render.")]) -> None:
-    """Renders the marked tables of Markdown files in place, from eval/results."""
+    """Render the marked tables of Markdown files in place, from eval/results."""
     for file in files:
         file.write_text(render(file.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
         typer.echo(f"rendered {file}")

@@ -50,6 +50,7 @@ EVAL_FLOORS: tuple[set[str], ...] = (
     {"tasks"},
     {"benchmarks", "sweep"},
     {"gpu", "promises"},
+    {"commands"},
 )
 # Foreign packages that one unit alone may import, and all that a unit may import beside Python's own and itself.
 ONLY_IN = {"lm_eval": "eval"}

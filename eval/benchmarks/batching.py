@@ -5,36 +5,19 @@ it is no measure of what a dense cache could do: `dense, by request` attends to 
 time, every key read once for all query heads of its group. Pages hold random bytes: no time depends on them.
 """
 
-import copy
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from functools import partial
-from itertools import product
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-import typer
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from kvcache_plugins.batching import compressed_batching
-from kvcache_plugins.console.inputs import CachesOption, ModelOption, NumThreadsOption, load_for_evaluation
-from kvcache_plugins.eval.benchmark import benchmark, loaded_settings, say
-from kvcache_plugins.eval.harness import spread, take_turns, time_call
-from kvcache_plugins.eval.rows import Found
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.lazy_kv import make_lazy_kv
-from kvcache_plugins.option_checks import check_choice
-
-from .step import SHAPES, load_or_make
 
 
 BY_INDEX, BY_REQUEST = "Transformers", "dense, by request"
-_TABLE_TOKENS = 1024
 
 
 class RequestStates:
@@ -47,14 +30,14 @@ class RequestStates:
         self._keys, self._values, self.device, self.dtype = keys, values, keys.device, keys.dtype
 
     def lazy_length(self) -> int:
-        """Tells the tokens of all requests."""
+        """Return the tokens of all requests."""
         return self._keys.shape[0] * self._keys.shape[2]
 
     def run_plan(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> None:
-        """Answers that nothing is prepared."""
+        """Answer that nothing is prepared."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Attends request by request."""
+        """Attend request by request."""
         batch_size, heads, _, head_dim = self._keys.shape
         query = call.query.reshape(heads, -1, batch_size, head_dim).permute(2, 0, 1, 3)
         outputs = [
@@ -65,7 +48,7 @@ class RequestStates:
 
 
 def dense_update(context: int) -> Callable[..., Any]:
-    """Makes what stands for `PagedAttentionCache.update`: it stores a token of every request in dense tensors."""
+    """Make what stands for `PagedAttentionCache.update`: it stores a token of every request in dense tensors."""
     length, layers = context + 1, dict[int, torch.Tensor]()
 
     def update(key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]) -> Any:
@@ -114,7 +97,7 @@ class BatchedSteps:
         self._states = states
 
     def _prepared(self, tokens: Sequence[Sequence[int]], start: int) -> dict[str, Any]:
-        """Prepares a pass over as many tokens of every request, from position `start` on."""
+        """Prepare a pass over as many tokens of every request, from position `start` on."""
         for state, own in zip(self._states, tokens, strict=True):
             state.state.position_offset, state.state.tokens_to_process = start, list(own)
             state.query_length = len(own)
@@ -124,7 +107,7 @@ class BatchedSteps:
 
     @torch.inference_mode()
     def step(self, number: int) -> None:
-        """Decodes a token of every request."""
+        """Decode a token of every request."""
         data = self._prepared([[number]] * len(self._states), self._context)
         self._runner.compute_batch(self._network, data)
 
@@ -133,61 +116,3 @@ class BatchedSteps:
         """Bytes of the blocks that all requests have."""
         allocators = self.cache.cache_allocators.values()
         return sum(each.bytes_per_block * sum(map(len, each.block_table.values())) for each in allocators)
-
-
-@benchmark("step", "Decode steps of many requests, {dtype}")
-def benchmark_batching(
-    cache: CachesOption,
-    text_file: Annotated[Path | None, typer.Option(help="A text for tables of models without a calibration.")] = None,
-    model: ModelOption = "smollm2",
-    shape: Annotated[str | None, typer.Option(help="Instead of a model a random one: mha, gqa-3, gqa-4, mqa.")] = None,
-    requests: Annotated[list[int], typer.Option(help="Requests of a batch; repeatable.", min=1)] = [8],
-    context: Annotated[list[int], typer.Option(help="Tokens of every request; repeatable.", min=1)] = [1024],
-    steps: Annotated[int, typer.Option(help="Decode steps that a median is over.", min=3)] = 10,
-    page_size: Annotated[int, typer.Option(help="Tokens of a page.", min=64)] = 256,
-    num_threads: NumThreadsOption = None,
-) -> Iterator[Found]:
-    """Time decode steps of continuous batching. Transformers' own pages, dense tensors by request and coded pages.
-
-    Seconds are those of the processor, on a CPU. Speeds are against Transformers' own.
-
-    \b
-    Examples:
-        kvcache-plugins bench batching --cache calibrated-16 --context 1024 --context 4096 --num-threads 1
-        kvcache-plugins bench batching --cache transform --shape gqa-4 --requests 1 --requests 8
-    """
-    if shape is not None:
-        check_choice("shape", shape, tuple(SHAPES))
-    table_text = None
-    if shape is None and text_file is None:
-        network, _ = load_for_evaluation(model)
-    else:
-        network, table_text = load_or_make(model, shape, text_file, _TABLE_TOKENS)
-    yield from loaded_settings(network)
-    # The same weights in a model of its own: a batch of one that a context is open for has to be coded
-    dense = copy.deepcopy(network, {id(each): each for each in (*network.parameters(), *network.buffers())})
-    for count, length in product(requests, context):
-        with ExitStack() as stack:
-            ways = {name: BatchedSteps(dense, count, length, page_size) for name in (BY_INDEX, BY_REQUEST)}
-            ways[BY_REQUEST].cache.update = dense_update(length)
-            counters = {}
-            for name in cache:
-                batching = stack.enter_context(compressed_batching(network, name, text=table_text))
-                ways[name], counters[name] = BatchedSteps(network, count, length, page_size), batching
-            say(f"{count} requests of {length} tokens")
-            functions: dict[str, Callable[[int], Any]] = {name: way.step for name, way in ways.items()}
-            measured = take_turns(functions, partial(time_call, clock=time.process_time), steps, warm_up=1)
-        first = statistics.median(measured[BY_INDEX])
-        for name, times in measured.items():
-            stats = counters[name].stats() if name in counters else {}
-            if name in counters and (stats["fused_calls"] != stats["attend_calls"] or stats["dense_reads"]):
-                raise RuntimeError(f"{name} was not attended to by its kernels: {stats}")
-            yield {
-                "batch_size": count,
-                "context": length,
-                "cache": name,
-                **spread(times),
-                "speed_against_first": first / statistics.median(times),
-                "bytes": ways[name].num_bytes,
-                "stats": stats,
-            }

@@ -16,30 +16,26 @@ import statistics
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import typer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from kvcache_plugins.console.inputs import NumThreadsOption, parse_device
-from kvcache_plugins.eval.benchmark import benchmark, say
+from kvcache_plugins.eval.benchmark import say
 from kvcache_plugins.eval.harness import read_states, spread, take_turns, time_call, time_on_gpu
 from kvcache_plugins.eval.kernel_check import require_close
-from kvcache_plugins.eval.rows import Content, Failure, Found, Settings
 from kvcache_plugins.formats.parts import GroupPart, RowPart
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.engine import choose_kernel, load_triton
-from kvcache_plugins.models.reference_model import parse_dtype
 from kvcache_plugins.packed.cache import makes_packed_cache
-from kvcache_plugins.registry import check_cache, check_caches, create_cache
+from kvcache_plugins.registry import check_cache, create_cache
 from kvcache_plugins.transform_coding.calibration import calibrate_transform
 
 from .step import llama, random_model
@@ -192,47 +188,6 @@ def compress(
     return layer._part(layer.storage.segments[0], None)
 
 
-@benchmark("kernels", "Attention over {batch_size} x {context} tokens, {dtype}, `{kernel}` kernels, {timed}")
-@torch.inference_mode()
-def benchmark_kernels(
-    context: Annotated[int, typer.Option(help="Tokens, a multiple of 64.", min=1)] = 16384,
-    batch_size: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
-    num_heads: Annotated[int, typer.Option(help="Key/value heads.", min=1)] = 8,
-    groups: Annotated[int, typer.Option(help="Query heads a key/value head.", min=1)] = 4,
-    head_dim: Annotated[int, typer.Option(help="Channels of a head.", min=1)] = 128,
-    cache: Annotated[
-        list[str] | None, typer.Option(help="A compressed preset; repeatable; by default one a kind.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, of queries and dense states.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
-    num_threads: NumThreadsOption = None,
-    rounds: Annotated[int, typer.Option(help="Times that each is timed.", min=3)] = 25,
-) -> Iterator[Found]:
-    """Time decode attention alone. From compressed storage, dense, and a copy, taking turns; checked first.
-
-    \b
-    Examples:
-        kvcache-plugins bench kernels
-        kvcache-plugins bench kernels --device cuda --dtype bfloat16 --batch-size 16 --context 32768 --out kernels.json
-    """
-    place = parse_device(device)
-    shape = Shape(context=context, batch_size=batch_size, num_heads=num_heads, groups=groups, head_dim=head_dim)
-    kind = parse_dtype(dtype)
-    caches = check_caches(cache or CACHES)
-    contest = Contest(shape, kind, place)
-    for backend in BACKENDS if place.type == "cuda" else ():
-        try:
-            contest.add_backend(backend)
-        except RuntimeError as error:
-            yield Failure(backend, str(error).splitlines()[0])
-    for name in caches:
-        contest.add(name)
-    say(f"{rounds} rounds, in which each is timed once")
-    yield Settings(contest.settings(rounds))
-    yield Content(device=place)
-    yield from contest.run(rounds)
-
-
 # Machine code
 
 
@@ -380,7 +335,8 @@ PRESETS = (
 )
 # Channels of a head that the command counts by default, the second of rows alone
 HEAD_DIMS = (128, 64)
-_CONTEXT, _NUM_HEADS = 1024, 8
+CONTEXT = 1024
+NUM_HEADS = 8
 # Words of a model, and tokens of its calibration: enough for all directions of a head, or others are too large for it
 _CALIBRATION_TOKENS = 512
 # Of an H200: 132 multiprocessors at 1.8 GHz copy 4.3 TB/s, and issue four warp instructions a clock each
@@ -391,21 +347,21 @@ _SLOTS, _DENSE_BITS = 4, 16
 def compress_random(cache: str, head_dim: int) -> GroupPart | RowPart:
     """Compresses the prompt of one layer of random states, of a model with random weights."""
     if not check_cache(cache.partition(":")[0]).options.get("calibration"):
-        shape = Shape(context=_CONTEXT, num_heads=_NUM_HEADS, head_dim=head_dim)
+        shape = Shape(context=CONTEXT, num_heads=NUM_HEADS, head_dim=head_dim)
         return compress(cache, *random_states(shape, torch.bfloat16, torch.device("cpu")))
-    fields = llama(_CALIBRATION_TOKENS, _NUM_HEADS * head_dim, 64, 1, _NUM_HEADS, _NUM_HEADS, 2 * _CONTEXT)
+    fields = llama(_CALIBRATION_TOKENS, NUM_HEADS * head_dim, 64, 1, NUM_HEADS, NUM_HEADS, 2 * CONTEXT)
     with torch.random.fork_rng():
         model = random_model(fields, torch.float32)
     calibration = calibrate_transform(model, [torch.randperm(_CALIBRATION_TOKENS, device="cpu")], num_draws=1)
     # A calibration is of the model's own states, and the others would be far larger
-    ((keys, values),) = read_states(model, torch.randint(_CALIBRATION_TOKENS, (1, _CONTEXT), device="cpu"))
+    ((keys, values),) = read_states(model, torch.randint(_CALIBRATION_TOKENS, (1, CONTEXT), device="cpu"))
     with torch.inference_mode():
         return compress(cache, keys.bfloat16(), values.bfloat16(), model, calibration=calibration)
 
 
 def count_attention(part: GroupPart | RowPart, head_dim: int, num_rows: int, capability: int) -> dict[str, Any]:
     """Counts warp instructions of decode attention a cached number, and what they allow at best."""
-    query = torch.empty(1, _NUM_HEADS, num_rows, head_dim, dtype=torch.bfloat16, device="cpu")
+    query = torch.empty(1, NUM_HEADS, num_rows, head_dim, dtype=torch.bfloat16, device="cpu")
     launch: Any = load_triton().prepare_part(query, part, 1.0, packed=True).launch
     compiled = compile_for(launch.kernel, launch.arguments, capability, **launch.options)
     listing = Listing(run_tool("nvdisasm", "-c", compiled))
@@ -419,7 +375,7 @@ def count_attention(part: GroupPart | RowPart, head_dim: int, num_rows: int, cap
         num_bytes = sum(tensor.nbytes for side in (part.keys, part.values) for _, tensor in side.named_tensors())
     numbers = launch.arguments["BLOCK_T"] * 2 * head_dim / launch.grid[2]
     kinds = Counter({kind: number * launch.options["num_warps"] for kind, number in kinds.items()})
-    bits = 8 * num_bytes / (2 * _NUM_HEADS * head_dim * part.length)
+    bits = 8 * num_bytes / (2 * NUM_HEADS * head_dim * part.length)
     instructions = sum(kinds.values()) / numbers
     moved, issue = _CLOCKS_A_DENSE_NUMBER * bits / _DENSE_BITS, instructions / _SLOTS
     return {
@@ -446,33 +402,3 @@ def _count_tile(listing: Listing, part: GroupPart, block_entries: int) -> Counte
         for kind, number in listing.count(loop).items():
             kinds[kind] += number * turns  # type: ignore[assignment]
     return kinds
-
-
-@benchmark("machine-code", "Counted in machine code, not measured; bounds for an H200")
-def benchmark_machine_code(
-    cache: Annotated[list[str] | None, typer.Option(help="A compressed preset; repeatable; by default all.")] = None,
-    head_dim: Annotated[
-        list[int] | None, typer.Option(help="Channels of a head; repeatable; by default 128, of rows 64 too.", min=1)
-    ] = None,
-    query_heads: Annotated[list[int], typer.Option(help="Query heads of a key/value head; repeatable.", min=1)] = [4],
-    capability: Annotated[int, typer.Option(help="Compute capability: 80, 86, 90.", min=80)] = 90,
-) -> Iterator[Found]:
-    """Count the machine code of attention.
-
-    It is compiled for a GPU that need not be there: nothing is timed.
-
-    \b
-    Examples:
-        kvcache-plugins bench machine-code
-        kvcache-plugins bench machine-code --cache gear-k4v3 --head-dim 64 --head-dim 128 --capability 80
-    """
-    yield Settings(dtype="bfloat16", context=_CONTEXT, num_heads=_NUM_HEADS)
-    yield Content(device="compiled, not run")
-    for size in head_dim or HEAD_DIMS:
-        for name in check_caches(cache or PRESETS):
-            part = compress_random(name, size)
-            if head_dim is None and size != HEAD_DIMS[0] and not isinstance(part, RowPart):
-                continue
-            say(f"{name}, {size} channels")
-            for num_rows in query_heads:
-                yield {"cache": name, **count_attention(part, size, num_rows, capability)}

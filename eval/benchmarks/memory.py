@@ -5,23 +5,16 @@ bytes held: the most that one decode step has alive at a time, from every tensor
 peak resident memory of a process of its own that loads the model, reads the context and decodes.
 """
 
-import multiprocessing
-import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvcache_plugins.console.inputs import CachesOption, ModelOption, read_text
-from kvcache_plugins.console.interrupts import interrupts_are_ours
-from kvcache_plugins.eval.benchmark import benchmark, say
 from kvcache_plugins.eval.harness import load_with_tokens
-from kvcache_plugins.eval.rows import Found
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import create_cache
 from kvcache_plugins.reports.memory import measure_memory
@@ -59,7 +52,7 @@ def _storages(value: Any) -> list[torch.UntypedStorage]:
 
 @torch.no_grad()
 def measure_cache(model_name: str, text_file: str, context: int, spec: str, num_threads: int) -> dict[str, Any]:
-    """Reads `context` tokens of a text through a cache, decodes, and returns the bytes; for a fresh process."""
+    """Read `context` tokens of a text through a cache, decode, and return the bytes; for a fresh process."""
     torch.set_num_threads(num_threads)
     model, token_ids = load_with_tokens(model_name, Path(text_file), context + 2)
     cache = create_cache(spec, model)
@@ -89,30 +82,3 @@ def _peak_rss() -> int:
 
     # Linux counts in KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-@benchmark("memory", "Memory of {model} over {context} tokens")
-def benchmark_memory(
-    cache: CachesOption,
-    text_file: Annotated[Path, typer.Option(help="A text of at least --context tokens.")],
-    model: ModelOption = "smollm2",
-    context: Annotated[int, typer.Option(help="Tokens in the cache.", min=1)] = 4096,
-) -> Iterator[Found]:
-    """Measure the memory of decoding. What caches hold, a step allocates beside them, and a process takes; on Linux.
-
-    \b
-    Examples:
-        kvcache-plugins bench memory --cache dynamic --cache transform --text-file book.txt
-        kvcache-plugins bench memory --cache gear-2bit:rank=8 --context 1024 --text-file book.txt --out memory.json
-    """
-    read_text(text_file, "text_file")
-    # glibc otherwise keeps freed tensors for later, as many as the order of allocations left there: the peaks of equal
-    # runs were measured to differ by 400 MiB. Read when a process starts.
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**20))
-    for spec in cache:
-        # A process each: a peak never falls again
-        with interrupts_are_ours():
-            pool = multiprocessing.get_context("spawn").Pool(1)
-        with pool:
-            say(f"{spec}, in a process of its own")
-            yield pool.apply(measure_cache, (model, str(text_file), context, spec, torch.get_num_threads()))

@@ -15,21 +15,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import typer
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_plugins.console import inputs
-from kvcache_plugins.console.display import track_progress
 from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.eval import harness
-from kvcache_plugins.eval.benchmark import benchmark, loaded_settings
 from kvcache_plugins.eval.context_tasks import TASKS, Question, make_sample
 from kvcache_plugins.eval.continuations import DECODE, ContinuationScorer, Score
-from kvcache_plugins.eval.rows import Found, Settings
 from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.reports.memory import measure_memory
 
@@ -38,7 +34,7 @@ from .fidelity import continuation_logits, fill_cache, score_logits
 
 def read_questions(path: Path, num_records: int | None = None) -> list[Question]:
     """
-    Reads the questions of a JSON-lines file; a row of neither set raises a `ValueError`. With `num_records` only so
+    Read the questions of a JSON-lines file; a row of neither set raises a `ValueError`. With `num_records` only so
     many lines, or pairs, of each context are left, for models to which all are too hard: neighbours of the one that is
     asked for, which keeps its place among them.
     """
@@ -47,7 +43,7 @@ def read_questions(path: Path, num_records: int | None = None) -> list[Question]
 
 
 def _around(place: int, total: int, num_records: int | None) -> slice:
-    """Places `num_records` of `total` so that the one at `place` is as far from their start as from that of all."""
+    """Place `num_records` of `total` so that the one at `place` is as far from their start as from that of all."""
     if num_records is None or num_records >= total:
         return slice(None)
     start = place - place * num_records // total
@@ -85,7 +81,7 @@ def answer_questions(
     batch_size: int = 1,
 ) -> Iterator[dict[str, Any]]:
     """
-    Asks every cache every question, `batch_size` decoded together. Yields a row for each: `accuracy` of whole answers
+    Ask every cache every question, `batch_size` decoded together. Yield a row for each: `accuracy` of whole answers
     with its `standard_error`, `token_accuracy`, `correct` by question, and what the longest cache held and counted.
     """
     check_integer("batch_size", batch_size, 1)
@@ -112,34 +108,6 @@ def answer_questions(
         }
 
 
-@benchmark("retrieval", "{model} on {data_file}, questions: {num_questions}", with_dense=True)
-def evaluate_retrieval(
-    data_file: Annotated[Path, typer.Option(help="JSON lines of one of the two sets.")],
-    cache: inputs.CachesOption,
-    model: inputs.ModelOption = "smollm2",
-    questions: Annotated[int | None, typer.Option(help="The first so many; all by default.", min=1)] = None,
-    records: Annotated[int | None, typer.Option(help="Lines or pairs of each context; all by default.", min=1)] = None,
-    batch_size: Annotated[int, typer.Option(help="Questions decoded together.", min=1)] = 1,
-    dtype: inputs.DtypeOption = None,
-    device: inputs.DeviceOption = None,
-) -> Iterator[Found]:
-    """Ask for one line, or one value, of a long context. Each cache is asked, `dynamic` first.
-
-    \b
-    Examples:
-        kvcache-plugins eval retrieval --data-file 200_lines.jsonl --cache infinigen --cache h2o
-    """
-    asked = read_questions(data_file, records)[:questions]
-    if not asked:
-        raise ValueError(f"`questions`: there is none in {data_file}, or none was asked for")
-    loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
-    factories = harness.cache_factories(cache, loaded)
-    yield from loaded_settings(loaded)
-    yield Settings(num_questions=len(asked))
-    with track_progress(-(-len(asked) // batch_size) * len(factories)) as announce:
-        yield from answer_questions(loaded, tokenizer, asked, factories, announce, batch_size)
-
-
 # Tasks that need much of their context
 
 _Ids = tuple[tuple[int, ...], tuple[int, ...]]
@@ -148,7 +116,7 @@ _dense: WeakKeyDictionary[PreTrainedModel, dict[_Ids, torch.Tensor]] = WeakKeyDi
 
 
 def decode_answer(model: PreTrainedModel, ids: _Ids, cache: Cache) -> torch.Tensor:
-    """Feeds an answer to the model behind its prompt, and returns the logits of each token, `[tokens, vocabulary]`."""
+    """Feed an answer to the model behind its prompt, and return the logits of each token, `[tokens, vocabulary]`."""
     prompt, answer = map(torch.tensor, ids)
     fill_cache(model, prompt[:-1], cache)
     return continuation_logits(model, torch.cat([prompt[-1:], answer[:-1]]), cache, chunk=1)
@@ -165,7 +133,7 @@ def measure_tasks(
     data_file: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
     """
-    Scores caches by their specs on `samples` of each task, of `length` tokens, with `scored` tokens of answer at most,
+    Score caches by their specs on `samples` of each task, of `length` tokens, with `scored` tokens of answer at most,
     from the place `start` of it on, 0 to 1, by default samples at places spread over it. `data_file` has rows of
     `chain_of_thought` as JSON lines with `question` and `answer`.
 

@@ -47,7 +47,7 @@ def generate_with(
     on_token: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """
-    Continues a prompt `[num_tokens]` through a fresh cache, greedily or at a `temperature`, and times it. Returns new
+    Continue a prompt `[num_tokens]` through a fresh cache, greedily or at a `temperature`, and time it. Return new
     `token_ids`, seconds to the first and of a decoded one, see `TokenTimer`, `memory` and counters at the end, and
     whether the cache `was_exercised`.
     """
@@ -79,7 +79,7 @@ def generate_with(
 
 
 def choose_clock(device: torch.device) -> Callable[[], float]:
-    """Chooses the clock of a model's steps: the processor's time on a CPU, else that of the wall."""
+    """Choose the clock of a model's steps: the processor's time on a CPU, else that of the wall."""
     return time.process_time if device.type == "cpu" else time.perf_counter
 
 
@@ -93,7 +93,7 @@ def compare_caches(
     seed: int = 42,
 ) -> list[dict[str, Any]]:
     """
-    Compares caches on one prompt `[num_tokens]`, against `dynamic`, which comes first.
+    Compare caches on one prompt `[num_tokens]`, against `dynamic`, which comes first.
 
     Rows have `cache` and `error`; unless a cache failed on the way also `text`, `first_difference` (the first token
     that is not the reference's), `kl` (mean KL(dense || cache) along the reference's continuation, in nats),
@@ -147,7 +147,7 @@ def compare_caches(
 
 
 def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | None:
-    """Finds the first token that differs, the shorter one's end counting as a difference; `None` if none does."""
+    """Find the first token that differs, the shorter one's end counting as a difference; `None` if none does."""
     return next((index for index, (one, two) in enumerate(zip_longest(reference, other)) if one != two), None)
 
 
@@ -200,7 +200,7 @@ def _short_text(row: Row) -> str:
 
 
 def print_rows(title: str, rows: Sequence[Row]) -> None:
-    """Prints the rows of a comparison: numbers, bytes by part, and every text as a whole."""
+    """Print the rows of a comparison: numbers, bytes by part, and every text as a whole."""
     console = open_console()
     # A narrow terminal keeps the numbers: the texts stand below in any case
     text = Column("text", _short_text, lambda rows: console.width >= TEXT_FROM_WIDTH)

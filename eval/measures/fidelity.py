@@ -1,4 +1,4 @@
-"""How far a cache's next-token distributions are from the dense cache's, on real text: the cheapest honest measure.
+"""Distance of a cache's next-token distributions from the dense cache's, on real text: the cheapest honest measure.
 
 A window of text is a prefix and a continuation. The prefix goes through the cache in one forward, whose logits are not
 scored: attention over it is exact in every cache that compresses afterwards, so they would show no error at all. The
@@ -20,20 +20,14 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch.nn import functional as F
-from transformers import Cache, DynamicCache, PreTrainedModel, set_seed
+from transformers import Cache, DynamicCache, PreTrainedModel
 
-from kvcache_plugins.console import inputs
-from kvcache_plugins.console.display import track_progress
 from kvcache_plugins.console.results import memory_fields
 from kvcache_plugins.eval import harness
-from kvcache_plugins.eval.benchmark import benchmark, loaded_settings
-from kvcache_plugins.eval.rows import Found, Settings
 from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
 
@@ -58,7 +52,7 @@ class WindowScore:
 
 
 def fill_cache(model: PreTrainedModel, token_ids: torch.Tensor, cache: Cache) -> None:
-    """Feeds `[(batch,) num_tokens]` to the model in one forward through an empty cache, which must then hold them."""
+    """Feed `[(batch,) num_tokens]` to the model in one forward through an empty cache, which must then hold them."""
     harness.check_is_empty(cache)
     list(harness.feed(model, torch.atleast_2d(token_ids), cache, needs_logits=False))
 
@@ -71,7 +65,7 @@ def continuation_logits(
     percents: list[float] | None = None,
 ) -> torch.Tensor:
     """
-    Feeds `[(batch,) num_tokens]` to the model through a filled cache and returns all logits, `[(batch,) num_tokens,
+    Feed `[(batch,) num_tokens]` to the model through a filled cache, and return all logits, `[(batch,) num_tokens,
     vocabulary]`; `chunk` tokens a forward, 1 is decode; by default all, or one if the cache would be exact for many.
     What it holds after each, in percent of 16 bits, is added to `percents`.
     """
@@ -89,7 +83,7 @@ def continuation_logits(
 
 
 def score_logits(dense_logits: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> WindowScore:
-    """Compares a cache's `[num_tokens, vocabulary]` logits with the dense cache's, in float64."""
+    """Compare a cache's `[num_tokens, vocabulary]` logits with the dense cache's, in float64."""
     nll, dense_nll, num_agreeing = 0.0, 0.0, 0
     position_kl: list[float] = []
     rows = (each.split(_ROWS_AT_A_TIME) for each in (dense_logits, logits, targets.to(logits.device)))
@@ -144,7 +138,7 @@ class Fidelity:
 
 
 def _summarize(windows: Sequence[WindowScore], percents: Sequence[float], last: dict[str, Any]) -> Fidelity:
-    """Makes the result of a cache of what was measured of it window by window, and of the last one at its end."""
+    """Make the result of a cache of what was measured of it window by window, and of the last one at its end."""
     num_scored = sum(window.num_scored for window in windows)
 
     def mean(name: str) -> float:
@@ -183,7 +177,7 @@ def measure_fidelity(
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Fidelity]:
     """
-    Scores caches, by the names of their `factories`, on windows of text, each against the dense cache: behind a prefix
+    Score caches, by the names of their `factories`, on windows of text, each against the dense cache: behind a prefix
     `[prefix_length + num_scored + 1]` token ids (see `spread_windows`), `chunk` scored tokens a forward (see
     `continuation_logits`), `batch` windows in one cache.
     """
@@ -212,7 +206,7 @@ def measure_fidelity(
 
 
 def trend(windows: Sequence[WindowScore], stretch: int) -> dict[str, Any]:
-    """Describes how KL changes with depth: by stretches, by a line through all positions, and the quarters' ratio."""
+    """Describe how KL changes with depth: by stretches, by a line through all positions, and the quarters' ratio."""
 
     def mean_kl(start: int, stop: int) -> float:
         return statistics.fmean(kl for window in windows for kl in window.position_kl[start:stop])
@@ -230,7 +224,7 @@ def trend(windows: Sequence[WindowScore], stretch: int) -> dict[str, Any]:
 
 
 def fidelity_fields(cache: str, fidelity: Fidelity, stretch: int | None = None) -> dict[str, Any]:
-    """Makes a row of a result, with the trend of KL by stretches of so many scored tokens if there are any."""
+    """Make a row of a result, with the trend of KL by stretches of so many scored tokens if there are any."""
     row = {"cache": cache, **asdict(fidelity)}
     for name in ("memory_after_prefix", "memory_at_end"):
         row[name] = memory_fields(getattr(fidelity, name))
@@ -240,66 +234,11 @@ def fidelity_fields(cache: str, fidelity: Fidelity, stretch: int | None = None) 
     return row if stretch is None else row | trend(fidelity.windows, stretch)
 
 
-@benchmark("fidelity", "{model} on {text_file}: {windows} x {scored} tokens scored after {prefix}, fewest bytes first")
-def evaluate_fidelity(
-    text_file: Annotated[Path, typer.Option(help="The text that windows are cut from.")],
-    cache: inputs.CachesOption,
-    model: inputs.ModelOption = "smollm2",
-    windows: Annotated[int, typer.Option(help="Disjoint windows, spread evenly over the text.", min=1)] = 8,
-    prefix: Annotated[int, typer.Option(help="Tokens that fill the cache, unscored.", min=1)] = 1024,
-    scored: Annotated[int, typer.Option(help="Tokens scored through the filled cache.", min=1)] = 512,
-    chunk: Annotated[
-        int | None, typer.Option("--decoded", "--chunk", help="Tokens a forward; 1 decodes. All by default.", min=1)
-    ] = None,
-    own: Annotated[bool, typer.Option("--own", help="Score what the dense model samples, not the text.")] = False,
-    batch: Annotated[int, typer.Option(help="Windows decoded side by side: the same figures, sooner.", min=1)] = 1,
-    stretch: Annotated[
-        int | None, typer.Option(help="Report KL also by stretches of so many scored tokens, and its trend.", min=1)
-    ] = None,
-    dtype: inputs.DtypeOption = None,
-    device: inputs.DeviceOption = None,
-    seed: inputs.SeedOption = 42,
-) -> Iterator[Found]:
-    """Measure how far caches are from the dense cache on a text.
-
-    Scored in one forward, new tokens see each other exactly; with --decoded 1 they are read back from the cache one by
-    one. Bytes are those after the prefix, "% while decoding" the mean while tokens were scored, buffers included. KL
-    is of the next token from the dense cache's, the mean (plus or minus its standard error), the median and the 99.9th
-    percentile of all scored positions.
-
-    \b
-    Examples:
-        kvcache-plugins eval fidelity --text-file wiki.test.raw --cache transform --cache kivi-4bit
-        kvcache-plugins eval fidelity --text-file book.txt --windows 2 --batch 2 --decoded 1 \\
-            --cache gear-2bit --cache gear-2bit:sparsity=0,rank=8 --out eval/results/rank.json
-        kvcache-plugins eval fidelity --text-file book.txt --windows 1 --prefix 64 --scored 4096 --own \\
-            --decoded 16 --stretch 256 --cache transform --cache kivi-4bit
-    """
-    if stretch is not None and scored < 4:
-        raise ValueError(f"`stretch` compares quarters of at least 4 tokens in `scored`, but got {scored}")
-    loaded, cut = harness.load_with_windows(model, text_file, (windows, prefix, scored), dtype, device)
-    yield from loaded_settings(loaded)
-    yield Settings(device=loaded.device.type)
-    factories = harness.cache_factories(cache, loaded)
-    set_seed(seed)
-    if own:
-        writer: Any = loaded
-        read = torch.stack(cut)[:, :prefix].to(loaded.device)
-        length = {"max_new_tokens": scored + 1, "min_new_tokens": scored + 1}
-        cut = list(writer.generate(read, attention_mask=torch.ones_like(read), do_sample=True, **length))
-    with track_progress(math.ceil(windows / batch) * len(factories)) as announce:
-        found = measure_fidelity(
-            loaded, cut, factories, prefix_length=prefix, chunk=chunk, batch=batch, on_progress=announce
-        )
-    rows = [fidelity_fields(spec, result, stretch) for spec, result in found.items()]
-    yield from sorted(rows, key=lambda row: row["memory_after_prefix"]["total_bytes"])
-
-
 # Perplexity against position
 
 
 def score_text(model: PreTrainedModel, token_ids: torch.Tensor, cache: Cache, chunk: int) -> torch.Tensor:
-    """Feeds `[tokens]`, `chunk` a forward, through an empty cache; returns nats of all but the first, in float64."""
+    """Feed `[tokens]`, `chunk` a forward, through an empty cache; return nats of all but the first, in float64."""
     harness.check_is_empty(cache)
     fed, targets = token_ids[None, :-1], token_ids[1:].to(model.device).split(chunk)
     pairs = zip(harness.feed(model, fed, cache, chunk), targets, strict=True)
@@ -316,7 +255,7 @@ def measure_perplexity(
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[dict[str, Any]]:
     """
-    Scores windows of one length through fresh caches, `chunk` tokens a forward. Yields a row for each: perplexity over
+    Score windows of one length through fresh caches, `chunk` tokens a forward. Yield a row for each: perplexity over
     all tokens and over each stretch of all windows, negative log-likelihoods `nll` of each window's stretches, bytes
     and counters of the last cache at its end.
     """
@@ -339,29 +278,3 @@ def measure_perplexity(
             "memory_at_end": memory_fields(measure_memory(cache)),
             "stats": harness.cache_stats(cache),
         }
-
-
-@benchmark("perplexity", "{model} on {text_file}: {windows} x {length} tokens", with_dense=True)
-def evaluate_perplexity(
-    text_file: Annotated[Path, typer.Option(help="The text that windows are cut from.")],
-    cache: inputs.CachesOption,
-    model: inputs.ModelOption = "smollm2",
-    length: Annotated[int, typer.Option(help="Tokens scored in each window.", min=2)] = 2048,
-    windows: Annotated[int, typer.Option(help="Disjoint windows, spread evenly over the text.", min=1)] = 1,
-    chunk: Annotated[int, typer.Option(help="Tokens a forward; 1 is decode.", min=1)] = 1,
-    stretch: Annotated[int, typer.Option(help="Tokens over which scores are averaged.", min=1)] = 256,
-    dtype: inputs.DtypeOption = None,
-    device: inputs.DeviceOption = None,
-) -> Iterator[Found]:
-    """Perplexity against position. Texts are decoded through each cache from the first token on, `dynamic` first.
-
-    \b
-    Examples:
-        kvcache-plugins eval perplexity --text-file book.txt --cache transform --cache kivi-4bit --chunk 64
-    """
-    # One token comes before the first that is scored
-    loaded, cut = harness.load_with_windows(model, text_file, (windows, length - 1, 1), dtype, device)
-    yield from loaded_settings(loaded)
-    factories = harness.cache_factories(cache, loaded)
-    with track_progress(windows * len(factories)) as announce:
-        yield from measure_perplexity(loaded, cut, factories, chunk=chunk, stretch=stretch, on_progress=announce)

@@ -24,7 +24,7 @@ def task_files() -> dict[str, Path]:
 
 
 def find_task(task: str | Path, metadata: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
-    """Finds a task of this project, of a YAML file or of lm-eval, and what loads it; loaders get `metadata`."""
+    """Find a task of this project, of a YAML file or of lm-eval, and what loads it; loaders get `metadata`."""
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -36,7 +36,7 @@ def find_task(task: str | Path, metadata: Mapping[str, Any] | None = None) -> tu
 
 
 def run_lm_eval(arguments: Sequence[str]) -> None:
-    """Runs lm-eval with `arguments` as after `lm_eval`, the model `kvcache` registered and tasks known by name."""
+    """Run lm-eval with `arguments` as after `lm_eval`, the model `kvcache` registered and tasks known by name."""
     if find_spec("lm_eval") is None:
         raise ImportError("`eval` needs lm-eval: `pip install '.[eval]'` in a clone of the repository")
     from lm_eval.__main__ import cli_evaluate

@@ -36,7 +36,7 @@ def load_rows(
     files: Mapping[str, str], hub: Sequence[str], hub_test: str = "test", data_folder: str | None = None, **_: object
 ) -> DatasetDict:
     """
-    Loads the splits `train`, for examples, and `test` of a set: from `files` of JSON lines by split, the first rows of
+    Load the splits `train`, for examples, and `test` of a set: from `files` of JSON lines by split, the first rows of
     one without `train` going to it; or from the `hub`, path and name, where `test` may be called otherwise.
     """
     folder = _find_folder(data_folder)
@@ -87,7 +87,7 @@ def gsm8k_examples() -> list[Row]:
 
 
 def load_questions(file: str, data_folder: str | None = None, records: int | None = None, **_: object) -> DatasetDict:
-    """Loads questions for one of many lines, or one value of many keys; of fewer with `records`."""
+    """Load questions for one of many lines, or one value of many keys; of fewer with `records`."""
     # The last character of an answer is where generation stops
     asked = read_questions(_find_file(data_folder, file), records)
     return _as_splits({"test": [{"context": each.context, "answer": each.answer[:-1]} for each in asked]})
@@ -114,7 +114,7 @@ def passkey(
 def make_context(
     task: str, length: int = 2048, samples: int = 20, scored: int = 128, pretrained: str | None = None, **_: object
 ) -> DatasetDict:
-    """Makes samples at places spread over their answers, of tokens of `pretrained`, else of three characters each."""
+    """Make samples at places spread over their answers, of tokens of `pretrained`, else of three characters each."""
     count_tokens: Callable[[str], int] = lambda text: len(text) // 3  # noqa: E731
     if pretrained is not None:
         tokenizer = AutoTokenizer.from_pretrained(resolve_model(pretrained))
@@ -124,7 +124,7 @@ def make_context(
 
 
 def score_answer(doc: Row, results: Sequence[tuple[float, bool]]) -> dict[str, object]:
-    """Scores an answer by its bytes, so that short and long ones compare, and by whether greedy decoding gives it."""
+    """Score an answer by its bytes, so that short and long ones compare, and by whether greedy decoding gives it."""
     ((log_likelihood, is_greedy),) = results
     return {"byte_perplexity": (log_likelihood, len(doc["answer"].encode("utf-8"))), "acc": float(is_greedy)}
 

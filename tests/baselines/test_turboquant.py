@@ -95,5 +95,6 @@ def test_bytes_of_a_token(options: dict[str, int | bool], row: int) -> None:
     cache = TurboQuantCache(**options)
     states = torch.randn(2, 3, 10, 64)
     cache.update(states, states, 0)
+    cache.layers[0].commit_prompt()
     assert cache.memory().total_bytes == 2 * 3 * 10 * row
     assert cache.stats()["tokens_compressed"] == 10

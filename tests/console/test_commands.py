@@ -2,7 +2,7 @@
 several moments of its life is one line and 130, whatever is being imported or done.
 """
 
-import inspect
+import json
 import os
 import re
 import shlex
@@ -12,13 +12,13 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 import typer
 
 from kvcache_plugins import cli
-from kvcache_plugins.console.commands import DONE, INTERRUPTED, READER_GONE, USER_ERROR, read_function
+from kvcache_plugins.console.commands import DONE, INTERRUPTED, READER_GONE, USER_ERROR, make_app
 from kvcache_plugins.console.interrupts import interrupts_are_ours
 from kvcache_plugins.console.results import prepare_file
 from kvcache_plugins.models import reference_model
@@ -174,34 +174,30 @@ def test_waiting_threads_sleep_unless_the_user_says_otherwise(words, own, expect
     assert run_python("-c", WAITING, *words.split(), OMP_WAIT_POLICY=own).stdout == f"{expected}\n"
 
 
-def test_a_function_is_read_without_its_module(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "heavy_module.py").write_text(
+def test_only_what_returns_results_has_options_for_them(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_commands.py").write_text(
         '''
-import nothing_of_this_name
-from typing import Annotated, Any as Anything
-SIZES = [1, 2]
-Sizes = Annotated[list[int], "sizes"]
-
-@nothing_of_this_name.decorator
-def measure(sizes: Sizes = SIZES, **more: Anything) -> dict[str, Anything]:
+def measure(size: int = 3) -> dict[str, int]:
     """Measure."""
-    return {}
+    return {"size": size}
+
+def show(size: int = 3) -> None:
+    """Show."""
 '''
     )
     monkeypatch.syspath_prepend(tmp_path)
-    function = read_function("heavy_module:measure")
-    parameter = inspect.signature(function).parameters["sizes"]
-    assert (parameter.annotation, parameter.default) == (Annotated[list[int], "sizes"], [1, 2])
-    assert function.__doc__ == "Measure."
-    assert "heavy_module" not in sys.modules
-    with pytest.raises(ModuleNotFoundError, match="nothing_of_this_name"):
-        function()
-    assert read_function("heavy_module:SIZES") is None
-    with pytest.raises(ImportError, match="there is no module none_such"):
-        read_function("none_such:measure")
+    targets = {"measure": "some_commands:measure", "show": "some_commands:show", "none": "none_such:measure"}
+    group = typer.main.get_command(make_app(targets, "Help."))
+    names = {name: [each.name for each in group.get_command(None, name).params] for name in ("measure", "show")}
+    assert names == {"measure": ["size", "out", "as_json"], "show": ["size"]}
+    with pytest.raises(SystemExit):
+        group(["measure", "--size", "5", "--out", str(tmp_path / "folder" / "results.json")])
+    assert json.loads((tmp_path / "folder" / "results.json").read_text()) == {"size": 5}
+    with pytest.raises(ModuleNotFoundError, match="none_such"):
+        group.get_command(None, "none")
 
 
-# Command lines, of which `MODEL` stands for a tiny model's folder and `TEXT` for a short text's file; and what is said
+# Command lines, where `MODEL` stands for a tiny model's folder and `TEXT` for a short text's file; and the messages
 WRONG = {
     "lst": "No such command 'lst'. Did you mean 'list'?",
     "bench kernls": "No such command 'kernls'. Did you mean 'kernels'?",

@@ -271,7 +271,6 @@ LAUNCHERS = {"torchrun": ("--nproc-per-node", "--nproc_per_node"), "accelerate":
 MODULES = {
     "kvcache_plugins.kv_runahead": "kvcache_plugins.kv_runahead.__main__:main",
     "kvcache_plugins.eval.tables": "kvcache_plugins.eval.tables:main",
-    "kvcache_plugins.eval.gpu": "kvcache_plugins.eval.gpu:run_on_gpu",
 }
 # Modules without options
 BARE_MODULES = ("kvcache_plugins.contract",)
@@ -414,6 +413,9 @@ def check_module(name: str, words: list[str]) -> None:
         return
     if name == "kvcache_plugins.eval":
         check_lm_eval(words)
+        return
+    if name == "kvcache_plugins.cli":
+        check_kvcache_plugins(words)
         return
     command = typer.Typer(add_completion=False)
     command.command()(load(MODULES[name]))

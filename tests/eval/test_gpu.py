@@ -14,6 +14,7 @@ from kvcache_plugins import create_cache
 from kvcache_plugins.console import results
 from kvcache_plugins.eval import gpu
 from kvcache_plugins.eval.benchmark import Result, TimeIsUpError
+from kvcache_plugins.eval.commands import run_on_gpu
 from kvcache_plugins.eval.gpu import Budget, Run, TimeBox, measure_largest_batch, run_batch
 from kvcache_plugins.eval.kernel_check import MismatchError
 
@@ -56,7 +57,7 @@ def clock(monkeypatch):
 
 def run_tiny(part: str, folder: Path, name: str) -> dict:
     """Runs a part at small sizes, and reads what it has written under a name."""
-    gpu.run_on_gpu(out=folder, limit=FOREVER, tiny=True, part=part)
+    run_on_gpu(out=folder, limit=FOREVER, tiny=True, part=part)
     return read(folder, f"gpu_{name}")
 
 
@@ -137,7 +138,7 @@ def test_parts_that_fail_or_hang_do_not_end_the_run(tmp_path, replace_children, 
             raise subprocess.CalledProcessError(-11, command)
 
     replace_children(run)
-    gpu.run_on_gpu(out=tmp_path, limit=500.0, tiny=True)
+    run_on_gpu(out=tmp_path, limit=500.0, tiny=True)
     assert [command[command.index("--part") + 1] for command in commands] == list(gpu.PARTS)
     assert all("--tiny" in command for command in commands)
     content = read(tmp_path, "gpu_run")
@@ -179,9 +180,9 @@ def test_the_tests_that_are_run_are_there():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the error of a machine without CUDA")
 def test_a_whole_run_wants_a_gpu(tmp_path):
     with pytest.raises(ValueError, match="no CUDA device"):
-        gpu.run_on_gpu(out=tmp_path)
+        run_on_gpu(out=tmp_path)
     with pytest.raises(ValueError, match="`part` has to be one of"):
-        gpu.run_on_gpu(out=tmp_path, part="nonsense")
+        run_on_gpu(out=tmp_path, part="nonsense")
 
 
 # The largest batch is the first that fits of those that are tried

@@ -114,6 +114,9 @@ def test_memory_report_predicts_staging(cuda, meta_llama, llama, options, staged
     for index in range(3):
         states = torch.empty(2, 2, 153, 16, device="meta")
         expected.update(states, states, index)
+    for layer in expected.layers:
+        if isinstance(layer, layers.InfiniGenLayer):
+            layer.commit_prompt()
     staging = expected.memory().parts["staging"]
     cuda.use_gpu_pools("triton")
     with InfiniGenCache(llama, **options) as cache:

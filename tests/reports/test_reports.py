@@ -5,16 +5,23 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from kvcache_plugins import create_cache
+from kvcache_plugins.layers.lazy_layer import LazyLayer
+from kvcache_plugins.layers.phase import Phase
 from kvcache_plugins.registry import describe_caches
-from kvcache_plugins.reports.memory import MemoryReport, render_memory
+from kvcache_plugins.reports.memory import MemoryReport, reachable_tensors, render_memory
 
 
 OWN = ["gear-2bit", "gear-4bit", "h2o", "infinigen"]
 # One of each kind
 DAILY = ("dynamic", "transform", "gear-4bit", "kivi-2bit", "infinigen", "h2o", "turboquant-4bit", "fp8")
+NAMES = [
+    pytest.param(entry.name, marks=() if entry.name in DAILY else pytest.mark.long)
+    for entry in describe_caches()
+    if entry.is_available
+]
 
 
 def table(root: ElementTree.Element) -> dict[str, tuple[str, str]]:
@@ -27,7 +34,7 @@ def text_of(root: ElementTree.Element) -> str:
     return "".join(root.itertext())
 
 
-def filled(name: str, model: PreTrainedModel, num_tokens: int = 200) -> object:
+def filled(name: str, model: PreTrainedModel, num_tokens: int = 200) -> Cache:
     """A cache by name after a prompt and two steps."""
     cache = create_cache(name, model)
     tokens = torch.arange(1, num_tokens + 1).remainder(120)[None]
@@ -37,14 +44,7 @@ def filled(name: str, model: PreTrainedModel, num_tokens: int = 200) -> object:
     return cache
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(entry.name, marks=() if entry.name in DAILY else pytest.mark.long)
-        for entry in describe_caches()
-        if entry.is_available
-    ],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_cache_shows_what_memory_says(tiny_llama: PreTrainedModel, name: str) -> None:
     cache = filled(name, tiny_llama)
     root = ElementTree.fromstring(cache._repr_html_())
@@ -105,3 +105,32 @@ def test_a_cache_is_printed_in_one_line(name: str, tiny_llama: PreTrainedModel) 
     size = f"{memory.total_bytes / 1e3:.1f} kB, {memory.kv_percent:.1f} % of 16 bits"
     assert repr(cache) == f"{kind}(150 tokens, {size})"
     assert re.fullmatch(r"\w+\([^\n]+\)", str(cache))
+
+
+def held_by(cache: Cache) -> list[object]:
+    """Return phases of all layers, and copies of every tensor that these refer to."""
+    phases = [layer.phase for layer in cache.layers if isinstance(layer, LazyLayer)]
+    return [phases, *(tensor.clone() for layer in cache.layers for tensor in reachable_tensors(layer))]
+
+
+@pytest.mark.parametrize("earlier", [0, 200], ids=["first prompt", "later prompt"])
+@pytest.mark.parametrize("name", NAMES)
+def test_reports_change_nothing_before_attention(name: str, earlier: int, tiny_llama: PreTrainedModel) -> None:
+    cache = filled(name, tiny_llama, earlier) if earlier else create_cache(name, tiny_llama)
+    for index in range(tiny_llama.config.num_hidden_layers):
+        cache.update(torch.randn(1, 2, 300, 32), torch.randn(1, 2, 300, 32), index)
+    before = held_by(cache)
+    layers = [layer for layer in cache.layers if isinstance(layer, LazyLayer)]
+    named = [dict(layer.named_tensors()) for layer in layers]
+    report = cache.memory()
+    assert report == cache.memory() and repr(cache) and cache._repr_html_()
+    assert cache.stats() and cache.get_seq_length() == sum(layer.get_seq_length() for layer in cache.layers) // 2
+    after = held_by(cache)
+    assert before[0] == after[0] and len(before) == len(after)
+    assert all(map(torch.equal, before[1:], after[1:]))
+    # An uncommitted prompt is counted as its exact tokens
+    for layer, tensors in zip(layers, named, strict=True):
+        if layer.phase is Phase.PROMPT:
+            assert tensors["residual"].shape == (1, 2, 300, 32)
+    if not earlier and all(layer.phase is Phase.PROMPT for layer in layers) and layers:
+        assert report.total_bytes == report.dense_bytes

@@ -1,7 +1,7 @@
 """Commands of `kvcache-plugins`.
 
-A command is a function whose signature declares its options and whose docstring is its help: in a module here, or
-where it measures, in `kvcache_plugins.eval`. Help imports neither Torch nor Transformers: see `console.commands`.
+A command is a function, here or in `kvcache_plugins.eval`. Its signature declares the options, its docstring is the
+help. Help imports neither Torch nor Transformers: see `console.commands`.
 """
 
 import sys
@@ -21,7 +21,7 @@ __getattr__, __dir__ = lazy_attributes(__name__, {"app": "kvcache_plugins.cli.ro
 
 
 def main() -> None:
-    """The console script: Ctrl-C is one line from here on, while what it needs is imported too."""
+    """Run the console script. Ctrl-C prints one line, also during imports."""
     end_at_interrupt()
     try:
         from .root import app

@@ -1,4 +1,4 @@
-"""`kvcache-plugins list`, `doctor` and `recommend`: the caches there are, what works here, and which cache to take."""
+"""`kvcache-plugins list`, `doctor` and `recommend`: registered caches, the state of this machine, and advice."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -31,9 +31,9 @@ def list_registered(
 ) -> None:
     """List the caches that --cache takes.
 
-    What each name stands for, whether what it needs is installed, the bytes that it holds in percent of 16 bits, on a
-    GPU and in host memory beside one, and its measured KL to the dense cache. Options stand beside it where there is
-    room (110 columns), and in JSON.
+    A row has the name's meaning, its requirement and whether it is installed, the cache's bytes in percent of 16 bits,
+    on a GPU and in host memory beside one, and the measured KL to the dense cache. Options are shown if there is room
+    (110 columns), and in JSON.
 
     JSON: caches, a list of name, summary, requires (or null), is_available, options, kv_percent and host_percent (null
     where a cache cannot be sized here) and kl (or null).
@@ -200,7 +200,7 @@ def recommend_caches(
     context: Annotated[int, typer.Option(help="Tokens that the cache holds, for each sequence.", min=1)],
     model: ModelOption = "smollm2",
     batch_size: Annotated[int, typer.Option(help="Sequences.", min=1)] = 1,
-    new_tokens: Annotated[int, typer.Option(help="Of the context, tokens decoded after a prompt.", min=0)] = 0,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of the context that are decoded after a prompt.", min=0)] = 0,
     cache: Annotated[list[str] | None, typer.Option(help="NAME or NAME:key=value,key=value; repeatable.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 (default on cuda), float32 (on cpu) or float16.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; by default a GPU where there is one.")] = None,
@@ -208,13 +208,12 @@ def recommend_caches(
     with_weights: Annotated[bool, typer.Option("--with-weights", help="The budget is for weights too.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell which caches fit a memory budget.
+    """List the caches that fit a memory budget.
 
-    Also what each would hold, and how far it would reach; by default those that the README names. Nothing is loaded
-    but the model's config. Bytes are what caches hold, as `memory()` says after such a run; activations are not
-    counted, and weights only with --with-weights. The largest context and batch are those for which one more does not
-    fit, the other number staying as asked. Caches come by their measured KL to the dense one, the nearest first. Exit
-    code 1 if nothing fits.
+    Each row has the bytes of a cache, and the largest context and batch; by default for the caches of the README.
+    Only the model's config is loaded. Bytes are those of `memory()` after such a run; activations are not counted, and
+    weights only with --with-weights. The largest context and batch are those for which one more does not fit, while
+    the other number stays. Caches are sorted by their measured KL to the dense one. Exit code 1 if nothing fits.
 
     JSON: model, context, batch_size, new_tokens, dtype, device, memory_bytes, host_memory_bytes (or null),
     weights_bytes (null if they are quantized), available_bytes (for the cache), max_context (that the model was made

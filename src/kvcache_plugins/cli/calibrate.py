@@ -1,8 +1,9 @@
 """`kvcache-plugins calibrate`: fit transform coding, InfiniGen or OSCAR to a model, once."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,7 +12,14 @@ from kvcache_plugins.console.display import make_table, open_console, track_prog
 from kvcache_plugins.console.results import prepare_file, print_json, provenance
 
 
-# Windows of every text, and tokens of a window
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from kvcache_plugins.infinigen.calibration import LayerReport
+
+
+# Number of windows of every text, and tokens of a window
 _DEFAULTS = {"transform": (6, 512), "oscar": (6, 512), "infinigen": (8, 1024)}
 
 
@@ -50,6 +58,45 @@ def main(
         kvcache-plugins calibrate --cache infinigen --text-file book.txt --out smollm2.safetensors
         kvcache-plugins compare --cache infinigen:calibration=smollm2.safetensors --prompt-file book.txt
     """
+    _check_options(cache, text_file, out)
+    default_windows, default_length = _DEFAULTS[cache]
+    windows = windows or default_windows
+    length = length or default_length
+    texts = [inputs.read_text(path, "text_file") for path in text_file or ()]
+    if out is not None:
+        prepare_file(out)
+    from kvcache_plugins.eval.harness import encode_text, spread_windows
+    from kvcache_plugins.transform_coding.calibration import calibration_path
+    from kvcache_plugins.transform_coding.calibration_texts import calibration_texts
+
+    loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
+    if cache != "infinigen":
+        texts = [*calibration_texts().values(), *texts]
+    cut: list[torch.Tensor] = []
+    for token_ids, start_ids in (encode_text(tokenizer, text) for text in texts):
+        cut += spread_windows(token_ids, windows, length // 2, length - length // 2 - 1, start_ids)
+    settings: dict[str, object] = {
+        "model": model,
+        "text_file": ",".join(path.name for path in text_file) if text_file else None,
+        "windows": windows,
+        "length": length,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+    }
+    if cache == "infinigen":
+        settings |= {"rank": rank, "min_recall": min_recall}
+    path = calibration_path(loaded) if out is None else out
+    reports = _calibrate(cache, loaded, cut, path, rank, min_recall)
+    if as_json:
+        layers = [asdict(report) for report in reports]
+        print_json({**provenance(loaded.device), "settings": settings, "file": str(path), "layers": layers})
+    elif cache == "infinigen":
+        _print_reports(f"{model}: {path}", reports)
+    else:
+        typer.echo(f"{model}: {path}")
+
+
+def _check_options(cache: str, text_file: list[Path] | None, out: Path | None) -> None:
+    """Raise a `ValueError` for an unknown method, or an option that the method needs."""
     from kvcache_plugins.option_checks import check_choice
 
     check_choice("cache", cache, tuple(_DEFAULTS))
@@ -57,47 +104,34 @@ def main(
         raise ValueError(f"`out` has to be given with `cache` {cache}: a safetensors file to write")
     if not text_file and cache == "infinigen":
         raise ValueError("`text_file` has to be given with `cache` infinigen: text like what the model will read")
-    windows, length = windows or _DEFAULTS[cache][0], length or _DEFAULTS[cache][1]
-    texts = [inputs.read_text(path, "text_file") for path in text_file or ()]
-    if out is not None:
-        prepare_file(out)
-    from kvcache_plugins.baselines.oscar_rotations import calibrate_rotations, save_rotations
-    from kvcache_plugins.eval.harness import encode_text, spread_windows
-    from kvcache_plugins.infinigen.calibration import calibrate
-    from kvcache_plugins.transform_coding.calibration import calibrate_transform, calibration_path
-    from kvcache_plugins.transform_coding.calibration_texts import calibration_texts
 
-    loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
-    if cache != "infinigen":
-        texts = [*calibration_texts().values(), *texts]
-    cut: list[Any] = []
-    for token_ids, start_ids in (encode_text(tokenizer, text) for text in texts):
-        cut += spread_windows(token_ids, windows, length // 2, length - length // 2 - 1, start_ids)
-    names = ",".join(path.name for path in text_file) if text_file else None
-    settings: dict[str, object] = {"model": model, "text_file": names}
-    settings |= {"windows": windows, "length": length, "dtype": str(loaded.dtype).removeprefix("torch.")}
-    layers: list[dict[str, object]] = []
-    path = calibration_path(loaded) if out is None else out
+
+def _calibrate(
+    cache: str, model: "PreTrainedModel", windows: "list[torch.Tensor]", path: Path, rank: int, min_recall: float
+) -> "Sequence[LayerReport]":
+    """Calibrate a method, write its file, and return the reports of InfiniGen's layers."""
+    from kvcache_plugins.baselines.oscar_rotations import calibrate_rotations, save_rotations
+    from kvcache_plugins.infinigen.calibration import calibrate
+    from kvcache_plugins.transform_coding.calibration import calibrate_transform
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    with track_progress(len(cut)) as announce:
+    with track_progress(len(windows)) as announce:
         if cache == "transform":
-            calibrate_transform(loaded, cut, on_progress=announce).save(path)
-        elif cache == "oscar":
-            save_rotations(calibrate_rotations(loaded, cut, on_progress=announce), path)
-        else:
-            calibration = calibrate(loaded, cut, rank=rank, min_recall=min_recall, on_progress=announce)
-            calibration.save(path)
-            settings |= {"rank": rank, "min_recall": min_recall}
-            layers = [asdict(report) for report in calibration.reports]
-    if as_json:
-        print_json({**provenance(loaded.device), "settings": settings, "file": str(path), "layers": layers})
-    elif cache != "infinigen":
-        typer.echo(f"{model}: {path}")
-    else:
-        columns = {"layer": "number", "oracle": "number", "input": "number", "stream": "number"}
-        columns |= {"corrected": "number", "choice": "name", "recall": "number"}
-        cells = []
-        for each in calibration.reports:
-            masses = (each.oracle, each.by_input, each.by_stream, each.corrected)
-            cells.append((str(each.layer_idx), *(f"{mass:.4f}" for mass in masses), each.choice, f"{each.recall:.4f}"))
-        open_console().print(make_table(f"{model}: {path}", columns, cells))
+            calibrate_transform(model, windows, on_progress=announce).save(path)
+            return ()
+        if cache == "oscar":
+            save_rotations(calibrate_rotations(model, windows, on_progress=announce), path)
+            return ()
+        calibration = calibrate(model, windows, rank=rank, min_recall=min_recall, on_progress=announce)
+        calibration.save(path)
+        return calibration.reports
+
+
+def _print_reports(title: str, reports: "Sequence[LayerReport]") -> None:
+    columns = {"layer": "number", "oracle": "number", "input": "number", "stream": "number"}
+    columns |= {"corrected": "number", "choice": "name", "recall": "number"}
+    cells = []
+    for each in reports:
+        masses = (each.oracle, each.by_input, each.by_stream, each.corrected)
+        cells.append((str(each.layer_idx), *(f"{mass:.4f}" for mass in masses), each.choice, f"{each.recall:.4f}"))
+    open_console().print(make_table(title, columns, cells))

@@ -8,7 +8,7 @@ and needs no import of lm-eval for it.
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -35,15 +35,15 @@ app = make_app(
         "run": "kvcache_plugins.cli.evaluate:run",
         "ls": "kvcache_plugins.cli.evaluate:ls",
         "validate": "kvcache_plugins.cli.evaluate:validate",
-        "fidelity": "kvcache_plugins.eval.measures.fidelity:evaluate_fidelity",
-        "perplexity": "kvcache_plugins.eval.measures.fidelity:evaluate_perplexity",
-        "retrieval": "kvcache_plugins.eval.measures.answers:evaluate_retrieval",
+        "fidelity": "kvcache_plugins.eval.measures.commands:evaluate_fidelity",
+        "perplexity": "kvcache_plugins.eval.measures.commands:evaluate_perplexity",
+        "retrieval": "kvcache_plugins.eval.measures.commands:evaluate_retrieval",
         "sweep": "kvcache_plugins.cli.evaluate:sweep",
-        "report": "kvcache_plugins.eval.report:write_report",
+        "report": "kvcache_plugins.eval.commands:write_report",
     },
     _HELP,
 )
-# Of lm-eval: what a command does, and examples
+# Commands of lm-eval: a summary, and examples
 LM_EVAL_COMMANDS = {
     "run": (
         "Evaluate a model on tasks.\n\nThis is lm-eval's own command, with the model `kvcache`.",
@@ -96,12 +96,12 @@ def sweep(
         kvcache-plugins eval sweep eval/sweeps/gear.yaml --only 'copa/smollm2/gear-2bit' --again
     """
     from kvcache_plugins.console.display import print_line
-    from kvcache_plugins.eval.sweep import Sweep, run_sweep
+    from kvcache_plugins.eval.sweep import Run, Sweep, run_sweep
 
     plan = Sweep.read(config)
     runs = plan.pending(only, again)
     print_line(f"{len(runs)} of {len(plan.runs)} runs to do, results in {plan.out}", stderr=True)
-    done: list[tuple[Any, str | None]] = [(run, None) for run in runs] if dry_run else []
+    done: list[tuple[Run, str | None]] = [(run, None) for run in runs] if dry_run else []
     with free_stdout(as_json):
         for run, error in () if dry_run else run_sweep(plan, runs, partial(print_line, stderr=True)):
             done.append((run, error))

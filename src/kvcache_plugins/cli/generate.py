@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -18,7 +18,7 @@ from kvcache_plugins.registry import check_cache, check_caches, create_cache, pa
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
 
 DEMO_CACHES = ("dynamic", "transform", "transform-16", "gear", "kivi-2bit")
 
@@ -44,9 +44,9 @@ def generate(
 
     The text is streamed; bytes held and speed follow on standard error.
 
-    With --max-kl the prompt's last tokens tell how far each preset strays from a dense cache on this very text, and
-    the choice is printed on standard error; the prompt has to have about a hundred tokens for it. With --json the text
-    is streamed to standard error.
+    With --max-kl the KL of each preset to a dense cache is measured on the prompt's last tokens, and the choice is
+    printed on standard error; the prompt has to have about a hundred tokens for it. With --json the text is streamed
+    to standard error.
 
     \b
     Examples:
@@ -57,67 +57,93 @@ def generate(
         kvcache-plugins generate --store prompts --prompt-file LICENSE --prompt "In short, this licence"
         kvcache-plugins generate --max-kl 0.02 --prompt-file LICENSE --prompt "In short, this licence"
     """
-    if max_kl is not None and cache is not None:
-        raise ValueError("`max_kl` chooses the cache: give it, or `cache`, but not both")
-    if max_kl is not None and store is not None:
-        raise ValueError("`store` keeps prompts by the cache that they are read through: give `cache`, not `max_kl`")
+    _check_options(cache, max_kl, store, temperature)
     check_model_name(model)
     name, options = parse_cache_spec(cache or "transform")
     check_cache(name, **options)
-    if temperature is not None and temperature <= 0:
-        raise ValueError(f"`temperature` must be above 0, or left out for greedy decoding, but got {temperature}")
     text = inputs.read_prompt(prompt, prompt_file)
     from transformers import TextStreamer
 
-    from kvcache_plugins.eval.measures.comparison import choice_line, generate_with, summary_line
+    from kvcache_plugins.eval.measures.comparison import generate_with, summary_line
     from kvcache_plugins.reports.memory import measure_memory
 
     loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
     token_ids = inputs.encode_prompt(tokenizer, text, chat)
-    made: Any
-    num_known, reading_seconds = None, 0.0
-    if store is not None:
-        made, num_known, reading_seconds = _read_through(store, loaded, token_ids, name, options)
-    elif max_kl is None:
-        made = create_cache(name, loaded, **options)
-    else:
-        from kvcache_plugins.advice.choose_by_kl import choose_cache
-
-        made = choose_cache(loaded, token_ids[None], max_kl=max_kl)
-        name = made.choice.preset
-        print_line(choice_line(made.choice), stderr=True)
-    with free_stdout(as_json), _show_reading(loaded, token_ids.numel() - made.get_seq_length()):
+    made = _make(loaded, token_ids, name, options, store) if max_kl is None else _choose(loaded, token_ids, max_kl)
+    with free_stdout(as_json), _show_reading(loaded, token_ids.numel() - made.cache.get_seq_length()):
         generation = generate_with(
             loaded,
             token_ids,
-            made,
+            made.cache,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             seed=seed,
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         )
-    generation["prefill_seconds"] += reading_seconds
-    print_line(summary_line(name, token_ids.numel(), generation, measure_memory(made), num_known), stderr=True)
+    generation["prefill_seconds"] += made.reading_seconds
+    memory = measure_memory(made.cache)
+    print_line(summary_line(made.name, token_ids.numel(), generation, memory, made.num_known), stderr=True)
     if as_json:
-        settings = {"model": model, "cache": name, "options": options, "max_kl": max_kl, "chat": chat, "seed": seed}
-        settings |= {"dtype": str(loaded.dtype).removeprefix("torch."), "temperature": temperature}
-        settings.update(num_prompt_tokens=token_ids.numel(), max_new_tokens=max_new_tokens)
-        written = str(tokenizer.decode(generation["token_ids"], skip_special_tokens=True))
-        del generation["was_exercised"]
-        print_json({**provenance(loaded.device), "settings": settings, "text": written, **generation})
+        settings = {"model": model, "cache": made.name, "options": options, "max_kl": max_kl, "chat": chat}
+        settings |= {"seed": seed, "dtype": str(loaded.dtype).removeprefix("torch."), "temperature": temperature}
+        settings |= {"num_prompt_tokens": token_ids.numel(), "max_new_tokens": max_new_tokens}
+        content = {name: value for name, value in generation.items() if name != "was_exercised"}
+        text = str(tokenizer.decode(generation["token_ids"], skip_special_tokens=True))
+        print_json({**provenance(loaded.device), "settings": settings, "text": text, **content})
 
 
-def _read_through(
-    store: Path, model: "PreTrainedModel", token_ids: "torch.Tensor", name: str, options: Mapping[str, object]
-) -> tuple[Any, int, float]:
-    """Read through a store the tokens that it has not kept; return the cache, how many were known, and seconds."""
+def _check_options(cache: str | None, max_kl: float | None, store: Path | None, temperature: float | None) -> None:
+    """Raise a `ValueError` for options that exclude each other, or are out of range."""
+    if max_kl is not None and cache is not None:
+        raise ValueError("`max_kl` chooses the cache: give it, or `cache`, but not both")
+    if max_kl is not None and store is not None:
+        raise ValueError("`store` keeps prompts by the cache that they are read through: give `cache`, not `max_kl`")
+    if temperature is not None and temperature <= 0:
+        raise ValueError(f"`temperature` must be above 0, or left out for greedy decoding, but got {temperature}")
+
+
+class _Made(NamedTuple):
+    """
+    A cache and its name. From a store it has `num_known` tokens of the prompt, and the others were read in some
+    seconds.
+    """
+
+    cache: "Cache"
+    name: str
+    num_known: int | None = None
+    reading_seconds: float = 0.0
+
+
+def _choose(model: "PreTrainedModel", token_ids: "torch.Tensor", max_kl: float) -> _Made:
+    """Make the cache that `choose_cache` chooses, and print the choice."""
+    from kvcache_plugins.advice.choose_by_kl import choose_cache
+    from kvcache_plugins.eval.measures.comparison import choice_line
+
+    made = choose_cache(model, token_ids[None], max_kl=max_kl)
+    assert made.choice is not None
+    print_line(choice_line(made.choice), stderr=True)
+    return _Made(made, made.choice.preset)
+
+
+def _make(
+    model: "PreTrainedModel",
+    token_ids: "torch.Tensor",
+    name: str,
+    options: Mapping[str, object],
+    store: Path | None,
+) -> _Made:
+    """Make an empty cache, or one from a store, into which the tokens that the store lacks are read."""
+    if store is None:
+        return _Made(create_cache(name, model, **options), name)
     from kvcache_plugins.eval.harness import time_call
     from kvcache_plugins.eval.measures.comparison import choose_clock
     from kvcache_plugins.prompt_store import PromptStore
 
-    kept, prompt = PromptStore(store), token_ids[None]
+    kept = PromptStore(store)
+    prompt = token_ids[None]
     made = kept.cache_for(model, prompt, name, **options)
-    num_known, length = made.get_seq_length(), made.record.length
+    num_known = made.get_seq_length()
+    length = made.record.length
     num_blocks = (token_ids.numel() - 1) // length - num_known // length
     with _show_reading(model, num_blocks * length, num_blocks):
         seconds = time_call(lambda: kept.prefill(model, made, prompt), model.device, choose_clock(model.device))
@@ -127,12 +153,12 @@ def _read_through(
         f"{stats['blocks_kept']} blocks kept, {stats['bytes_kept'] / 1e6:.1f} MB",
         stderr=True,
     )
-    return made, num_known, seconds
+    return _Made(made, name, num_known, seconds)
 
 
 @contextmanager
 def _show_reading(model: "PreTrainedModel", num_tokens: int, num_forwards: int = 1) -> Iterator[None]:
-    """Show on standard error how far the layers have read a prompt, until the last layer begins its last forward."""
+    """Show the progress of reading a prompt, by layers, until the last layer begins its last forward."""
     from torch.nn import ModuleList
 
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers

@@ -17,7 +17,7 @@ def main(
     model: ModelOption = "smollm2",
     search: Annotated[bool, typer.Option("--search", help="Search around the plan, by whole prefills.")] = False,
     rounds: Annotated[int, typer.Option(help="Runs that a median is over.", min=1)] = 3,
-    num_threads: Annotated[int, typer.Option(help="Of every rank.", min=1)] = 1,
+    num_threads: Annotated[int, typer.Option(help="Threads of every rank.", min=1)] = 1,
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -39,7 +39,7 @@ def main(
         parsed = sorted({int(each) for each in lengths.split(",")})
     except ValueError as error:
         raise ValueError(f"`lengths` have to be numbers with commas between them but are {lengths!r}") from error
-    # Below this slices are so short that timings would not tell one from another
+    # Timings of shorter slices would not differ
     least = 16 * world_size
     if parsed[0] < least:
         raise ValueError(f"`lengths` have to be at least {least} for {world_size} ranks but one is {parsed[0]}")

@@ -23,7 +23,7 @@ Exit codes:
          a check of doctor
     2    your error: one line says which
     130  interrupted
-    141  whoever read the output has gone, as after `| head`
+    141  the reader of the output has closed it, as `| head` does
 
 \b
 Examples:
@@ -64,7 +64,7 @@ app = make_app(
     {
         "list": "kvcache_plugins.cli.advise:list_registered",
         "doctor": "kvcache_plugins.cli.advise:show_health",
-        "models": "kvcache_plugins.eval.families:survey_families",
+        "models": "kvcache_plugins.eval.commands:survey_families",
         "generate": "kvcache_plugins.cli.generate:generate",
         "serve": "kvcache_plugins.cli.serve:main",
         "store": "kvcache_plugins.cli.root:store",
@@ -79,14 +79,14 @@ app = make_app(
 )
 bench = make_app(
     {
-        "step": "kvcache_plugins.eval.benchmarks.step:benchmark_steps",
-        "batching": "kvcache_plugins.eval.benchmarks.batching:benchmark_batching",
-        "kernels": "kvcache_plugins.eval.benchmarks.kernels:benchmark_kernels",
-        "memory": "kvcache_plugins.eval.benchmarks.memory:benchmark_memory",
-        "prompts": "kvcache_plugins.eval.benchmarks.step:benchmark_prompts",
-        "machine-code": "kvcache_plugins.eval.benchmarks.kernels:benchmark_machine_code",
-        "gpu": "kvcache_plugins.eval.gpu:run_on_gpu",
-        "runahead": "kvcache_plugins.eval.runahead.benchmark:benchmark_runahead",
+        "step": "kvcache_plugins.eval.benchmarks.commands:benchmark_steps",
+        "batching": "kvcache_plugins.eval.benchmarks.commands:benchmark_batching",
+        "kernels": "kvcache_plugins.eval.benchmarks.commands:benchmark_kernels",
+        "memory": "kvcache_plugins.eval.benchmarks.commands:benchmark_memory",
+        "prompts": "kvcache_plugins.eval.benchmarks.commands:benchmark_prompts",
+        "machine-code": "kvcache_plugins.eval.benchmarks.commands:benchmark_machine_code",
+        "gpu": "kvcache_plugins.eval.commands:run_on_gpu",
+        "runahead": "kvcache_plugins.eval.runahead.commands:benchmark_runahead",
     },
     _BENCH_HELP,
 )
@@ -112,4 +112,4 @@ def kvcache_plugins(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Takes the place of the group's own, which has no option."""
+    """Replace the group's own callback, which has no option."""

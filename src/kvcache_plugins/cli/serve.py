@@ -10,7 +10,7 @@ from kvcache_plugins.models.packaged_models import check_model_name
 from kvcache_plugins.registry import check_cache
 
 
-# Other addresses can be reached from elsewhere
+# Addresses that other machines cannot reach
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -24,7 +24,9 @@ def main(
         bool, typer.Option("--continuous-batching", help="Answer requests together, from coded pages.")
     ] = False,
     text_file: Annotated[Path | None, typer.Option(help="Text for tables of a batch without a calibration.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Of batches, 0 greedy; else the model's.", min=0)] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Temperature of batches, 0 greedy; else the model's.", min=0)
+    ] = None,
     num_blocks: Annotated[
         int | None, typer.Option(help="Pages, in bytes of dense blocks of 256 tokens; 64 on a CPU.", min=1)
     ] = None,
@@ -46,8 +48,8 @@ def main(
     when its connection is closed, and one that asks for what the server cannot do is refused. A line for each goes to
     standard error.
 
-    There is no authentication: whoever reaches the address may use the model, and with --store sees by the time that
-    it takes what others have asked. Ctrl-C stops the server, once it has answered.
+    There is no authentication: everyone who can reach the address may use the model, and with --store can infer from
+    response times what others have asked. Ctrl-C stops the server, once it has answered.
 
     It needs the extra `serving`: pip install 'kvcache-plugins[serving]'.
 
@@ -61,10 +63,7 @@ def main(
     check_model_name(model)
     check_cache(cache)
     text = None if text_file is None else read_text(text_file, "--text-file")
-    from transformers.utils.import_utils import is_serve_available
-
-    if not is_serve_available():
-        raise ImportError("packages are missing: pip install 'kvcache-plugins[serving]'")
+    _check_extra()
     from kvcache_plugins.serving import CacheServer
 
     chosen_dtype, place = prepare_loading(dtype, device)
@@ -83,11 +82,21 @@ def main(
         dtype=str(chosen_dtype).removeprefix("torch."),
         say=_log,
     )
-    whom = "whoever reaches this machine" if host not in _LOCAL else "whoever uses this machine"
-    _log(f"{model} with {cache} at {server.url}, without authentication: for {whom}")
+    _log(f"{model} with {cache} at {server.url}, without authentication: for {_users(host)}")
     server.run()
 
 
+def _users(host: str) -> str:
+    return "everyone on this machine" if host in _LOCAL else "everyone who reaches this machine"
+
+
+def _check_extra() -> None:
+    from transformers.utils.import_utils import is_serve_available
+
+    if not is_serve_available():
+        raise ImportError("packages are missing: pip install 'kvcache-plugins[serving]'")
+
+
 def _log(line: str) -> None:
-    """Writes a line to standard error, whole whatever the width, so that it can be searched for."""
+    """Write a line to standard error without wrapping it, so that it can be searched."""
     typer.echo(line, err=True)

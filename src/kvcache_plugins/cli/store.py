@@ -10,8 +10,6 @@ from kvcache_plugins.console.commands import FAILED
 from kvcache_plugins.console.display import make_table, open_console, print_line
 from kvcache_plugins.console.inputs import JsonOption
 from kvcache_plugins.console.results import print_json
-from kvcache_plugins.prompt_store.maintenance import clear, find_damaged, list_prompts
-from kvcache_plugins.prompt_store.store import default_folder
 
 
 _SHOWN = 12
@@ -22,13 +20,16 @@ StoreOption = Annotated[Path | None, typer.Option(help="The folder; by default i
 def list_kept(store: StoreOption = None, as_json: JsonOption = False) -> None:
     """List the prompts that are kept.
 
-    A prompt that is the beginning of another one is not listed by itself; bytes that several share count in each.
+    A prompt that is the beginning of another one is not listed; bytes that several share count in each.
 
     \b
     Examples:
         kvcache-plugins store list
         kvcache-plugins store list --store prompts --json
     """
+    from kvcache_plugins.prompt_store.maintenance import list_prompts
+    from kvcache_plugins.prompt_store.store import default_folder
+
     prompts = list_prompts(store or default_folder())
     if as_json:
         print_json({"prompts": prompts})
@@ -49,6 +50,9 @@ def clear_kept(store: StoreOption = None) -> None:
     Examples:
         kvcache-plugins store clear --store prompts
     """
+    from kvcache_plugins.prompt_store.maintenance import clear
+    from kvcache_plugins.prompt_store.store import default_folder
+
     count, num_bytes = clear(store or default_folder())
     print_line(f"{count} blocks removed, {num_bytes / 1e6:.1f} MB")
 
@@ -60,7 +64,7 @@ def verify(
 ) -> None:
     """Read every file and name those that are damaged.
 
-    Exit code 1 if there are any. They do no harm: a prompt that needs one finds it out, and is read again from there.
+    Exit code 1 if there are any. Damaged files do no harm: a prompt that needs one is read again from there.
 
     JSON: damaged (why, by file) and removed.
 
@@ -69,6 +73,9 @@ def verify(
         kvcache-plugins store verify
         kvcache-plugins store verify --store prompts --remove
     """
+    from kvcache_plugins.prompt_store.maintenance import find_damaged
+    from kvcache_plugins.prompt_store.store import default_folder
+
     damaged = find_damaged(store or default_folder(), remove=remove)
     if as_json:
         print_json({"damaged": {str(path): reason for path, reason in damaged.items()}, "removed": remove})

@@ -34,7 +34,7 @@ def basis_for_widths(
     factors: torch.Tensor, vectors: torch.Tensor, steps: torch.Tensor, widths: torch.Tensor
 ) -> tuple[Basis, torch.Tensor]:
     """
-    Makes the basis, with `factors`, `vectors` and `steps` of a `Basis`, of as many components as get bits by widths
+    Make the basis, with `factors`, `vectors` and `steps` of a `Basis`, of as many components as get bits by widths
     `[H, all N]`, which add up to the same in every head; and widths of these `[H, N]`.
     """
     count = max(int((widths > 0).sum(dim=1).max()), 1)
@@ -45,7 +45,7 @@ def basis_for_widths(
 
 def format_in_basis(mean: torch.Tensor, basis: Basis, widths: torch.Tensor, rope: RotaryLayout | None) -> RowFormat:
     """
-    Makes the format of a calibration from a mean `[H, D]`, float16, the results of `basis_for_widths`, and the rotary
+    Make the format of a calibration from a mean `[H, D]`, float16, the results of `basis_for_widths`, and the rotary
     embedding of keys, which values do not have.
     """
     is_key = rope is not None
@@ -66,7 +66,7 @@ def format_in_basis(mean: torch.Tensor, basis: Basis, widths: torch.Tensor, rope
 
 def karhunen_loeve(metric: torch.Tensor, moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Finds the basis of states with second moments `[H, D, D]` about the subtracted mean, where an error `e` costs
+    Find the basis of states with second moments `[H, D, D]` about the subtracted mean, where an error `e` costs
     `e @ metric @ e`; `metric` `[H, D, D]` is symmetric and positive.
 
     Returns:
@@ -86,8 +86,8 @@ def karhunen_loeve(metric: torch.Tensor, moments: torch.Tensor) -> tuple[torch.T
 
 def round_basis(basis: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Rounds a basis, whose rows `[H, D, D]` are as long as a standard deviation of their component, for channels that
-    are multiplied by `factors` `[H, D]`, so that all have the same rounding error. Returns `vectors` and `steps` of
+    Round a basis, whose rows `[H, D, D]` are as long as a standard deviation of their component, for channels that
+    are multiplied by `factors` `[H, D]`, so that all have the same rounding error. Return `vectors` and `steps` of
     `Basis`.
     """
     scaled = basis.double() * factors.double()[:, None]
@@ -97,6 +97,6 @@ def round_basis(basis: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _rounded_inverse(basis: torch.Tensor) -> torch.Tensor:
-    """Returns columns of the inverses of matrices `[H, D, D]`, each in its own units, `[H, D, D]`, int8."""
+    """Return columns of the inverses of matrices `[H, D, D]`, each in its own units, `[H, D, D]`, int8."""
     columns = torch.linalg.inv(basis.double()).mT
     return (columns * (_MOST / columns.abs().amax(dim=-1, keepdim=True))).round().to(torch.int8)

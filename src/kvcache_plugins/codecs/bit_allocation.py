@@ -19,18 +19,18 @@ _ORDER_DTYPES, _MOST_BYTES = (torch.uint8, torch.int16), 256
 
 
 def order_dtype(head_dim: int) -> torch.dtype:
-    """Returns the dtype of the indices of a head's channels."""
+    """Return the dtype of the indices of a head's channels."""
     return _ORDER_DTYPES[head_dim > _MOST_BYTES]
 
 
 def allocate_widths(energies: torch.Tensor, total: int, distortions: tuple[float, ...]) -> torch.Tensor:
     """
-    Finds widths of blocks `[B, H, N]`, int64, `total` in a head, that minimize the sum of `energy *
+    Find widths of blocks `[B, H, N]`, int64, `total` in a head, that minimize the sum of `energy *
     distortion(width)`, given energies `[B, H, N]` and distortions of a normal variable at all widths from 0 on.
     """
     errors = torch.tensor(distortions, device=energies.device, dtype=energies.dtype)
     most = len(errors) - 1
-    # Where nothing has energy, all blocks are equal and get the same first
+    # Blocks of heads without energy are equal, and get bits in turn
     energies = energies.clamp(min=torch.finfo(energies.dtype).tiny)
     gains = (energies[..., None] * (errors[:-1] - errors[1:])).flatten(-2)  # [B, H, N * the largest width]
     blocks = gains.sort(dim=-1, descending=True, stable=True).indices[..., :total] // most
@@ -42,7 +42,7 @@ def allocate_channels(
     energy: torch.Tensor, total: int, distortions: tuple[float, ...]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Sorts channels of energies `[..., D]`, the largest first. Returns the expected squared error of every head `[...]`,
+    Sort channels of energies `[..., D]`, the largest first. Return the expected squared error of every head `[...]`,
     the order as it is stored, and widths of blocks `[..., N]`.
     """
     energy, order = energy.sort(dim=-1, descending=True)
@@ -54,8 +54,8 @@ def allocate_channels(
 
 def share_bytes(energies: Sequence[torch.Tensor], total: int, least: int, errors: tuple[float, ...]) -> list[int]:
     """
-    Shares `total` bytes, summed over heads, between sides of layers, given energies of their blocks `[H, N]`. Heads of
-    a side get equally many, at least `least`. Minimizes the sum of `energy * distortion(width)`, with distortions as
+    Share `total` bytes, summed over heads, between sides of layers, given energies of their blocks `[H, N]`. Heads of
+    a side get equally many, at least `least`. Minimize the sum of `energy * distortion(width)`, with distortions as
     in `allocate_widths`, and returns the bytes of a head of every side.
     """
     distortions = torch.tensor(errors, dtype=torch.float64, device="cpu")

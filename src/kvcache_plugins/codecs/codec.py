@@ -67,11 +67,11 @@ class QueryMoments:
         return cls(gram[:, :, at, at], torch.stack([gram[:, :, at, other] for other in partners], dim=2))
 
     def plus(self, other: QueryMoments) -> QueryMoments:
-        """Adds the sums over other queries."""
+        """Add the sums over other queries."""
         return QueryMoments(self.squares + other.squares, self.products + other.products)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> QueryMoments:
-        """Applies a function to both tensors."""
+        """Apply a function to both tensors."""
         return QueryMoments(function(self.squares), function(self.products))
 
 
@@ -130,19 +130,19 @@ class PackingCodec:
         return None
 
     def fit(self, sample: Sample) -> Self:
-        """Returns the codec for a sample, whose `valid` is given, and for the tokens that will follow it."""
+        """Return the codec for a sample, whose `valid` is given, and for the tokens that will follow it."""
         return self
 
     def check_shapes(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Raises a `ValueError` if states `[B, H, T, D]` are of another model than the codec."""
+        """Raise a `ValueError` if states `[B, H, T, D]` are of another model than the codec."""
         return None
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Lists the tensors that a cache holds for the codec, and counts as its memory."""
+        """List the tensors that a cache holds for the codec, and counts as its memory."""
         return iter(())
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """Returns the codec with `function` applied to every tensor that has a row for each sequence of the batch."""
+        """Return the codec with `function` applied to every tensor that has a row for each sequence of the batch."""
         return self
 
 
@@ -157,17 +157,17 @@ class Codec(PackingCodec, ABC):
     @abstractmethod
     def encode(self, keys: torch.Tensor, values: torch.Tensor, positions: Positions) -> Rows:
         """
-        Encodes keys and values `[B, H, T, D]` of any floating dtype as rows `[B, H, T, R]`, uint8. Raises a
+        Encode keys and values `[B, H, T, D]` of any floating dtype as rows `[B, H, T, R]`, uint8. Raise a
         `ValueError` if the encoding finds states too large for the format.
         """
 
     @abstractmethod
     def decode_keys(self, rows: torch.Tensor, positions: Positions) -> torch.Tensor:
-        """Decodes rows to keys `[B, H, T, D]`, float32."""
+        """Decode rows to keys `[B, H, T, D]`, float32."""
 
     @abstractmethod
     def decode_values(self, rows: torch.Tensor) -> torch.Tensor:
-        """Decodes rows to values `[B, H, T, D]`, float32."""
+        """Decode rows to values `[B, H, T, D]`, float32."""
 
     def part(
         self,
@@ -177,15 +177,15 @@ class Codec(PackingCodec, ABC):
         length: int,
         mask: torch.Tensor | None,
     ) -> RowPart | OpaqueRowPart:
-        """Makes the part that attention takes of `length` rows of consecutive tokens, see `OpaqueRowPart`."""
+        """Make the part that attention takes of `length` rows of consecutive tokens, see `OpaqueRowPart`."""
         return OpaqueRowPart(keys, values, self.decode_keys, self.decode_values, positions, length, mask)
 
     def refit(self, number: int, sample: Sample) -> Self:
-        """Returns the codec with one sequence fitted anew, to a sample of all its tokens, with `moments` of all."""
+        """Return the codec with one sequence fitted anew, to a sample of all its tokens, with `moments` of all."""
         return self
 
     def with_bias_correction(self, rows: Rows, sample: Sample) -> Self:
-        """Returns the codec to read with, given rows of the sample that the codec was fitted to."""
+        """Return the codec to read with, given rows of the sample that the codec was fitted to."""
         return self
 
     def with_more_bits(self, nbits: int) -> Codec | None:
@@ -201,27 +201,27 @@ class Codec(PackingCodec, ABC):
         return None
 
     def overflow(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
-        """Marks tokens `[B, T]` that rows `[B, H, T, R]` cannot hold; `None` if rows hold all tokens."""
+        """Mark tokens `[B, T]` that rows `[B, H, T, R]` cannot hold; `None` if rows hold all tokens."""
         return None
 
     def shared_tensors(self) -> Iterator[torch.Tensor]:
-        """Lists the tensors that all caches of a model share, on every device."""
+        """List the tensors that all caches of a model share, on every device."""
         return iter(())
 
     def state(self) -> CodecState | None:
-        """Returns the fitted state, without a copy; `None` if nothing was fitted."""
+        """Return the fitted state, without a copy; `None` if nothing was fitted."""
         return None
 
     def restore(self, state: CodecState, heads: tuple[int, int], path: str) -> Codec:
         """
-        Returns the codec with the state of another one, fitted to B and H `heads`. Raises a `ValueError` that names
+        Return the codec with the state of another one, fitted to B and H `heads`. Raise a `ValueError` that names
         `path` if no codec of a layer under these options can have that state.
         """
         raise ValueError(f"`{path}`: rows are coded by tables that no cache has of its own")
 
     @property
     def kernel_kind(self) -> Hashable:
-        """Equal for codecs that run the same kernels over states of the same sizes."""
+        """Key that is equal for codecs that run the same kernels over states of the same sizes."""
         return type(self)
 
 
@@ -233,10 +233,10 @@ class SideCoder(Protocol):
         """Bytes of a row, R."""
 
     def encode(self, states: torch.Tensor) -> torch.Tensor:
-        """Encodes states `[..., D]`, float32, as rows `[..., R]`; a `ValueError` if they are too large."""
+        """Encode states `[..., D]`, float32, as rows `[..., R]`; a `ValueError` if they are too large."""
 
     def decode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Decodes rows `[..., R]` to states `[..., D]`, float32."""
+        """Decode rows `[..., R]` to states `[..., D]`, float32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ class SideCodec:
     states_class: ClassVar[type[QuantizedChunks]] = QuantizedChunks
 
     def layout(self, batch_size: int, num_heads: int, num_chunks: int, length: int, sizes: ChunkSizes) -> Layout:
-        """Describes the tensors stored of chunks of `length` tokens: name, shape and dtype."""
+        """Return name, shape and dtype of the stored tensors of chunks of `length` tokens."""
         dims = batch_size, num_heads, num_chunks
         grouping, head_dim = self.grouping, self.head_dim
         if grouping.axis == "channel":
@@ -113,7 +113,7 @@ class SideCodec:
         self, num_heads: int, length: int, num_real: int | None = None, *, is_prompt: bool = False
     ) -> ChunkSizes:
         """
-        Computes the sizes of corrections of a chunk of `length` tokens; the sequence with the least padding has
+        Compute the sizes of corrections of a chunk of `length` tokens; the sequence with the least padding has
         `num_real` real ones (all by default).
         """
         num_real = length if num_real is None else num_real
@@ -128,7 +128,7 @@ class SideCodec:
         self, states: torch.Tensor, valid: torch.Tensor | None = None, *, is_prompt: bool = False
     ) -> tuple[QuantizedChunks, torch.Tensor]:
         """
-        Compresses chunks.
+        Compress chunks.
 
         Args:
             states (`torch.Tensor` of shape `[B, H, M, L, D]`, any floating dtype): M chunks of L tokens.
@@ -185,7 +185,7 @@ class SideCodec:
         return tensors
 
     def wrap(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedChunks:
-        """Makes states of the tensors of a `layout`."""
+        """Make stored chunks of the tensors of a `layout`."""
         missing = dict.fromkeys(("low_rank_a", "low_rank_b", "outlier_indices", "outlier_values", "outlier_offsets"))
         return self.states_class(
             **{**missing, **tensors},  # type: ignore[arg-type]
@@ -197,7 +197,7 @@ class SideCodec:
         )
 
     def is_of_decoded(self, states: QuantizedChunks) -> bool:
-        """Returns whether chunks of decoded tokens, none of them padding, can be stored after those of `states`."""
+        """Return true if chunks of decoded tokens, none of them padding, can be stored after those of `states`."""
         batch_size, num_heads, num_chunks, length, _ = states.codes.shape
         layout = self.layout(batch_size, num_heads, num_chunks, length, self.sizes(num_heads, length))
         return {name: tensor.shape for name, tensor in states.named_tensors()} == {
@@ -208,7 +208,7 @@ class SideCodec:
         self, path: str, tensors: Mapping[str, torch.Tensor], batch_size: int, num_heads: int, decoded_length: int
     ) -> QuantizedChunks:
         """
-        Makes chunks of the tensors of a file. Kernels read them by address without a check of bounds, so every index
+        Make chunks of the tensors of a file. Kernels read them by address without a check of bounds, so every index
         is checked here.
 
         Args:
@@ -240,7 +240,7 @@ class SideCodec:
         return states
 
     def _check_outliers(self, path: str, states: QuantizedChunks) -> None:
-        """Raises a `ValueError` if an offset or an index of outliers is out of bounds."""
+        """Raise a `ValueError` if an offset or an index of outliers is out of bounds."""
         indices, offsets = states.outlier_indices, states.outlier_offsets
         assert indices is not None and offsets is not None
         counts = offsets.diff(dim=3)
@@ -275,7 +275,7 @@ class GroupCodec(PackingCodec):
         is_prompt: bool = False,
     ) -> tuple[QuantizedChunks, QuantizedChunks]:
         """
-        Compresses consecutive tokens `[B, H, tokens, D]` in chunks of equal length; `valid` `[B, tokens]` marks those
+        Compress consecutive tokens `[B, H, tokens, D]` in chunks of equal length; `valid` `[B, tokens]` marks those
         that are no padding, and `is_prompt` is as in `SideCodec.encode`. The host waits for a device once, in the end.
 
         Raises:
@@ -291,6 +291,6 @@ class GroupCodec(PackingCodec):
 
 
 def _size(tensors: Mapping[str, torch.Tensor], name: str, dim: int) -> int:
-    """Returns the size of a dimension of a tensor, 0 if it is missing or has no such dimension."""
+    """Return the size of a dimension of a tensor, 0 if it is missing or has no such dimension."""
     tensor = tensors.get(name)
     return 0 if tensor is None or tensor.dim() <= dim else tensor.shape[dim]

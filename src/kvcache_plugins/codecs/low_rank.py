@@ -16,7 +16,7 @@ _EPSILON = 1e-30
 
 @cache
 def starting_matrix(num_rows: int, rank: int, device: torch.device) -> torch.Tensor:
-    """Makes the starting matrix of every power iteration, `[num_rows, rank]`, float32; moved to a device once."""
+    """Make the starting matrix of every power iteration, `[num_rows, rank]`, float32; moved to a device once."""
     # Made in inference mode it could never be part of a graph
     with torch.inference_mode(False):
         generator = torch.Generator().manual_seed(0)
@@ -25,7 +25,7 @@ def starting_matrix(num_rows: int, rank: int, device: torch.device) -> torch.Ten
 
 def orthonormalize(matrix: torch.Tensor) -> torch.Tensor:
     """
-    Returns orthonormal columns spanning those of `matrix` `[..., num_rows, rank]`, by Gram-Schmidt done twice.
+    Return orthonormal columns spanning those of `matrix` `[..., num_rows, rank]`, by Gram-Schmidt done twice.
 
     A column that depends on the ones before it becomes zero, where a library QR would fill in an arbitrary direction,
     and rows of zeros stay zero.
@@ -45,7 +45,7 @@ def orthonormalize(matrix: torch.Tensor) -> torch.Tensor:
 
 def power_iteration(residual: torch.Tensor, rank: int, num_iterations: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Approximates `residual` `[..., num_tokens, head_dim]`, float32, by `a @ b.mT` of a rank of at most the lesser size.
+    Approximate `residual` `[..., num_tokens, head_dim]`, float32, by `a @ b.mT` of a rank of at most the lesser size.
     Factors are orthonormalized in the last iteration only, as in the paper.
 
     Returns:

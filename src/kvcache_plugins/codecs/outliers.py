@@ -33,12 +33,12 @@ class Outliers:
     in_use: torch.Tensor | None
 
     def flat_indices(self, length: int, head_dim: int) -> torch.Tensor:
-        """Returns indices `[B, M, N]` into all values of a chunk, `[H, L, D]`."""
+        """Return indices `[B, M, N]` into all values of a chunk, `[H, L, D]`."""
         return (self.heads * length + self.tokens) * head_dim + self.channels
 
 
 def num_outliers_per_side(length: int, sparsity: float) -> int:
-    """Counts values kept on each side: half of `sparsity` of `length`, rounded, at most half of all."""
+    """Count values kept on each side: half of `sparsity` of `length`, rounded, at most half of all."""
     return min(round(sparsity / 2 * length), length // 2)
 
 
@@ -46,9 +46,9 @@ def select_outliers(
     states: torch.Tensor, valid: torch.Tensor | None, sparsity: float, side: str
 ) -> tuple[Outliers, torch.Tensor] | None:
     """
-    Selects a share `sparsity` of `[B, H, M, L, D]`, half of it on each side: from every channel if the `side` is
+    Select a share `sparsity` of `[B, H, M, L, D]`, half of it on each side: from every channel if the `side` is
     `"key"`, from every token over the channels of all heads if it is `"value"`. A sequence with fewer real tokens
-    `valid` `[B, M, L]` keeps fewer of a channel, as it would alone. Returns the outliers, and a mask of the values
+    `valid` `[B, M, L]` keeps fewer of a channel, as it would alone. Return the outliers, and a mask of the values
     `[B, H, M, L, D]` that are neither outliers nor padding; `None` if there are no outliers.
     """
     _, num_heads, num_chunks, length, head_dim = states.shape
@@ -89,7 +89,7 @@ def sort_into_tiles(
     outliers: Outliers, values: torch.Tensor, num_heads: int, length: int, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Sorts values `[B, M, N]` of outliers of chunks with these sizes in the order in which they are stored.
+    Sort values `[B, M, N]` of outliers of chunks with these sizes in the order in which they are stored.
 
     Returns:
         Indices `[B, 1, M, N]` (int16, or int32 for a `head_dim` above 512: the token within its tile, shifted left by

@@ -1,8 +1,8 @@
 """`PromptCodec`: rows in formats that are fitted to a prompt's own tokens, and serve those that follow.
 
-The energy of a channel of keys is its variance, which has to be coded, times the mean square of the queries at that
-channel, which weighs an error there in a score. Both are taken before the rotary embedding, as if the angles of each
-key in turn had been undone in every query. `bit_allocation` gives the bits to blocks of channels of like energy.
+The energy of a channel of keys is its variance times the mean square of the queries at that channel, which is the
+weight of an error there in a score. Both are taken before the rotary embedding: the angles of each key in turn are
+undone in every query. `bit_allocation` gives the bits to blocks of channels of similar energy.
 
 Formats are a cache's own, so they are in its files. Compiled code reads rows by the widths of a format and channels by
 its order, without a check of bounds: every number of a file is checked here.
@@ -31,15 +31,16 @@ from .rows import RowCodec
 
 # Relative tolerance of frequencies that another machine or release computed: a few roundings of float32
 _TOLERANCE = 1e-6
-# Newest tokens by which layouts are compared, and shared errors are found
+# Number of newest tokens with which layouts are compared, and shared errors are found
 _NUM_NEWEST = 256
 # Shares of a head's mean square below which its variance, of values or of the median channel of keys, is that of a
 # prompt that hardly varies. Ordinary text has .44 and .019 at least, a repeated token 1e-4 and 1e-8 at most
 _STEADY_VALUES, _STEADY_KEYS = 1 / 8, 1 / 1024
-# Least deviations there, and of any channel of keys, over a head's size: ordinary text that follows was up to 21 times
-# as large as values of newlines, scales end at 246 deviations, and of values they are up to 3 times a token's
+# Least deviations of such heads, and of any channel of keys, over a head's root mean square. Values of ordinary text
+# after newlines were up to 21 times as large as those of newlines; scales end at 246 deviations, and scales of values
+# are up to 3 times a token's
 _LEAST_OF_STEADY, _LEAST_OF_CHANNEL = 1 / 2, 1 / 256
-# Least share of the energy of errors that has to be common to all tokens
+# Least share of the energy of errors, common to all tokens, at which means are corrected
 _LEAST_SHARED = 1 / 8
 # Least and largest number of float16
 _TINY, _LARGEST = 2.0**-24, torch.finfo(torch.float16).max
@@ -88,7 +89,7 @@ class PromptCodec(RowCodec):
 
     def with_bias_correction(self, rows: Rows, sample: Sample) -> PromptCodec:
         """
-        Adds to means the errors that all tokens of a prompt share, in heads where these are a large share of all
+        Add to means the errors that all tokens of a prompt share, in heads where these are a large share of all
         errors: a prompt of few distinct tokens has few distinct errors, which attention cannot average.
         """
         keys, values, valid, _, positions = sample
@@ -148,7 +149,7 @@ def make_key_format(
     total: int,
 ) -> RowFormat:
     """
-    Makes the format of a prompt's keys `[B, H, T, D]`, after the rotary embedding, with widths of `total` in a head.
+    Make the format of a prompt's keys `[B, H, T, D]`, after the rotary embedding, with widths of `total` in a head.
 
     Args:
         valid (`torch.Tensor` of shape `[B, T]`, bool): tokens that count, which follow each other.
@@ -168,7 +169,7 @@ def make_key_format(
             _, variance, queried = _key_moments(*newest, layouts, other)
             energies.append(variance * queried)
         errors, *_ = allocate_channels(torch.stack(energies, dim=2), total, DISTORTIONS)
-        # Where it makes no difference the first is taken, so that sequences do not choose for each other
+        # Without a clear difference the first is taken, so that a sequence's layout does not depend on others
         logarithms = errors.clamp(min=torch.finfo(errors.dtype).tiny).log().mean(dim=(0, 1))
         logarithms[1:] += _LEAST_GAIN
         number = int(logarithms.argmin())
@@ -192,7 +193,7 @@ def _key_moments(
     number: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Computes means of channels as they are stored, variances about these, and mean squares of queries with the RoPE of
+    Compute means of channels as they are stored, variances about these, and mean squares of queries with the RoPE of
     keys undone, averaged over keys, up to a factor; all `[B, H, D]`, in the layout of a number.
     """
     exact, variance = channel_moments(keys, valid, layouts[number], positions)
@@ -215,7 +216,7 @@ def _key_moments(
 
 def make_value_format(values: torch.Tensor, valid: torch.Tensor, total: int) -> RowFormat:
     """
-    Makes the format of a prompt's values `[B, H, T, D]`: one deviation a head, and the same bits for all channels.
+    Make the format of a prompt's values `[B, H, T, D]`: one deviation a head, and the same bits for all channels.
 
     Heads that hardly vary, as where a prompt repeats one token, have a mean: their errors are the same in all tokens,
     so that sums do not cancel them. The mean is 0 in other heads, and `None` if no head hardly varies.
@@ -248,7 +249,7 @@ def _make_format(
     order: torch.Tensor | None = None,
     rope: RotaryLayout | None = None,
 ) -> RowFormat:
-    """Makes the format of keys with a rotary embedding, or of values, whose codes take `size` bytes."""
+    """Make the format of keys with a rotary embedding, or of values, whose codes take `size` bytes."""
     # In float16 0 stays 0, and no other number becomes 0
     deviation = torch.where(deviation > 0, deviation.clamp(_TINY, _LARGEST), 0).half()
     is_of_keys = rope is not None
@@ -264,7 +265,7 @@ def _read_format(
     size: int,
     rope: RotaryLayout | None = None,
 ) -> RowFormat:
-    """Makes the format of keys with a rotary embedding, or of values, of tensors of a file: see `_make_format`."""
+    """Make the format of keys with a rotary embedding, or of values, of tensors of a file: see `_make_format`."""
     shape, is_of_keys = (*heads, head_dim), rope is not None
     layout = {
         "deviation": Stored(shape if is_of_keys else (*heads, 1), torch.float16, least=0),

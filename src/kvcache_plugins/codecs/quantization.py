@@ -18,7 +18,7 @@ _TOKEN_TURN, _CHANNEL_TURN = 0.6180339887498949, 0.7548776662466927
 
 
 def _by_group(states: torch.Tensor, grouping: Grouping) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Views states with the values of a group along dimensions of their own, and names those."""
+    """View states with the values of a group along dimensions of their own, and return these dimensions."""
     if grouping.axis == "channel":
         return states.unflatten(3, (-1, grouping.group_size or states.shape[3])), (4,)
     if grouping.group_size is None:
@@ -35,7 +35,7 @@ def quantize(
     spread_errors: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Quantizes chunks of keys or values.
+    Quantize chunks of keys or values.
 
     Args:
         states (`torch.Tensor` of shape `[B, H, M, L, D]`, float32): states to quantize.
@@ -76,11 +76,12 @@ def quantize(
 
 def _spread(codes: torch.Tensor, numbers: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
     """
-    Rounds heads to both sides whose tokens would all be rounded to the same side, as where a text repeats a token.
+    Round values up or down in heads where all tokens would be rounded to the same side, such as in a text that repeats
+    a token.
 
-    Attention averages over tokens, and so over their errors, unless they share them. Where tokens share a good part of
-    the errors of a head, its numbers are rounded up or down by thresholds of each token and channel, which are spread
-    evenly. Thresholds are counted from the end of a chunk, as sequences of a batch end together.
+    Attention averages over tokens, and so over their errors, unless tokens share them. If tokens share a large part of
+    a head's errors, its values are rounded by thresholds of each token and channel, which are spread evenly.
+    Thresholds are counted from the end of a chunk, as sequences of a batch end together.
     """
     length = codes.shape[3]
     if length < _LEAST_SPREAD:
@@ -102,12 +103,12 @@ def _spread(codes: torch.Tensor, numbers: torch.Tensor, keep: torch.Tensor | Non
 
 
 def are_in_range(*stored: torch.Tensor) -> torch.Tensor:
-    """Returns whether all numbers are finite, `[]`, bool, on the device: to be passed to `check_range`."""
+    """Return true if all numbers are finite, `[]`, bool, on the device, for `check_range`."""
     return torch.stack([tensor.isfinite().all() for tensor in stored]).all()
 
 
 def check_range(*in_range: torch.Tensor) -> None:
-    """Raises a `ValueError` if a result of `are_in_range` is `False`. The host waits for the device."""
+    """Raise a `ValueError` if a result of `are_in_range` is `False`. The host waits for the device."""
     if not bool(torch.stack(in_range).all()):
         raise ValueError(
             "the states exceed the range of float16 (65504), in which scales, zeros and corrections are stored"

@@ -18,8 +18,8 @@ from .codec import Codec
 
 class SharedFormats(nn.Module):
     """
-    Formats of a layer's keys and values that all caches of a model share, brought once to every device that asks. As
-    a part of the model it is a module, and no cache counts it as what it holds.
+    Formats of a layer's keys and values that all caches of a model share, copied once to every device that needs them.
+    It is a module, as it belongs to the model, and no cache counts it in its memory.
     """
 
     def __init__(self, keys: RowFormat, values: RowFormat):
@@ -27,7 +27,7 @@ class SharedFormats(nn.Module):
         self._by_device = {keys.widths.device: (keys, values)}
 
     def on(self, device: torch.device | None) -> RowFormats:
-        """Returns the formats on a device, or those that it was made of."""
+        """Return the formats on a device; the original ones without a device."""
         if device is None:
             return next(iter(self._by_device.values()))
         if device not in self._by_device:
@@ -36,7 +36,7 @@ class SharedFormats(nn.Module):
         return self._by_device[device]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Lists the tensors of all devices that hold data."""
+        """List the tensors of all devices that hold data."""
         for device, formats in self._by_device.items():
             if device.type != "meta":
                 for each in formats:
@@ -68,12 +68,12 @@ class RowCodec(Codec):
         return self.formats() if self.is_shared else None
 
     def formats(self, device: torch.device | None = None) -> RowFormats:
-        """Returns the formats of keys and values, on a device if they are a model's."""
+        """Return the formats of keys and values, on a device if they are a model's."""
         assert self._formats is not None, "it has been fitted"
         return self._formats.on(device) if isinstance(self._formats, SharedFormats) else self._formats
 
     def with_more_bits(self, nbits: int) -> "RowCodec":
-        """Returns the codec of rows with `nbits` more bits a number; the same one as long as formats are the same."""
+        """Return the codec of rows with `nbits` more bits a number; the same one as long as formats are the same."""
         if nbits not in self._with_more_bits:
             keys, values = (each.with_more_bits(nbits) for each in self.formats())
             self._with_more_bits[nbits] = RowCodec(SharedFormats(keys, values) if self.is_shared else (keys, values))
@@ -122,7 +122,7 @@ class RowCodec(Codec):
         return decode_rows(rows, self.formats(rows.device)[0], positions)
 
     def decode_keys_at(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Decodes rows to keys `[B, H, T, D]`, float32, at any positions `[B, H, T]`."""
+        """Decode rows to keys `[B, H, T, D]`, float32, at any positions `[B, H, T]`."""
         cosines, sines = self.rope.angles(positions)
         return self.rope.rotate(decode_rows(rows, self.formats(rows.device)[0], None), cosines, sines)
 

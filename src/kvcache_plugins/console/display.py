@@ -10,25 +10,28 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 from rich.text import Text
 
 
-# A pipe has the width that COLUMNS says, or that of most terminals
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+# Width of a pipe without COLUMNS: that of most terminals
 PIPE_WIDTH = 80
 MIN_NAME_WIDTH = 9
 _QUOTED = re.compile("`[^`]*`")
-# Stands for a space where no line may end
+# Placeholder of a space at which no line may end
 _NO_BREAK = "\0"
 Announce = Callable[[str], None]
 
 
 def open_console(stderr: bool = False) -> Console:
-    """Opens a console, plain where there is no terminal."""
+    """Open a console, which is plain if there is no terminal."""
     console = _Console(stderr=stderr, highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = PIPE_WIDTH
@@ -37,12 +40,14 @@ def open_console(stderr: bool = False) -> Console:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        # Rich would end the process by itself, with exit code 1
+        # Rich would end the process with exit code 1
         raise
 
 
 def print_line(text: str, *, stderr: bool = False, style: str | None = None) -> None:
-    """Prints a line, folded between words to the console's width; what stands in backticks, to copy, stays whole."""
+    """
+    Print a line, wrapped between words to the console's width; a text in backticks, to be copied, is not wrapped.
+    """
     console = open_console(stderr)
     indent = text[: len(text) - len(text.lstrip())]
     whole = _QUOTED.sub(lambda found: found[0].replace(" ", _NO_BREAK), text)
@@ -50,16 +55,22 @@ def print_line(text: str, *, stderr: bool = False, style: str | None = None) -> 
     console.print(folder.fill(whole).replace(_NO_BREAK, " "), style=style, markup=False, soft_wrap=True)
 
 
-def make_table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Table:
-    """Makes a table; columns are a `name` (folded), a `word` (whole), a `number` (right, whole) or `text` (cut)."""
-    # `Text`, so that brackets in generated text are not read as markup
+def make_table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> "Table":
+    """
+    Make a table. Columns are a `name` (wrapped), a `word` (not wrapped), a `number` (right-aligned, not wrapped) or a
+    `text` (cut).
+    """
+    from rich.table import Table
+
+    # `Text`, so that brackets in generated text are no markup
     table = Table(title=Text(title) if title else None, title_justify="left", box=box.SIMPLE_HEAD)
-    table.padding, table.pad_edge = (0, 1, 0, 0), False
-    # Its edge is an empty line: before the first word of an output it would be all that `head -1` shows
+    table.padding = (0, 1, 0, 0)
+    table.pad_edge = False
+    # The edge is an empty line, and without a title `head -1` would show nothing else
     table.show_edge = bool(title)
-    for place, (heading, kind) in enumerate(columns.items()):
-        # A heading may be of several lines
-        widest = max([*map(len, heading.splitlines()), *(len(row[place]) for row in rows if kind == "word")])
+    for index, (heading, kind) in enumerate(columns.items()):
+        # A heading may have several lines
+        widest = max([*map(len, heading.splitlines()), *(len(row[index]) for row in rows if kind == "word")])
         table.add_column(
             heading,
             justify="right" if kind == "number" else "left",
@@ -74,18 +85,24 @@ def make_table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[s
 
 @contextmanager
 def track_progress(total: int) -> Iterator[Announce]:
-    """Yields a function to call before each of `total` steps: a bar on a terminal, else lines on standard error."""
+    """
+    Yield a function to call before each of `total` steps: on a terminal it moves a bar, elsewhere it prints a line to
+    standard error.
+    """
     console = open_console(stderr=True)
     if not console.is_terminal:
-        started, said = time.perf_counter(), [""]
+        started = time.perf_counter()
+        printed = [""]
 
         def announce(description: str) -> None:
-            if description != said[-1]:
-                said.append(description)
+            if description != printed[-1]:
+                printed.append(description)
                 console.print(f"[{time.perf_counter() - started:4.0f} s] {description}", markup=False, soft_wrap=True)
 
         yield announce
         return
+    from rich.progress import Progress
+
     steps = itertools.count()
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("", total=total)

@@ -1,4 +1,4 @@
-"""Options that several commands have, and what they name: texts, read before anything is loaded, and a model."""
+"""Options that several commands share, and the texts and models that they name."""
 
 import sys
 from pathlib import Path
@@ -22,12 +22,12 @@ ChatOption = Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the
 DtypeOption = Annotated[str | None, typer.Option(help="float32 (default on CPU), bfloat16 (elsewhere) or float16.")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU where there is one.")]
 SeedOption = Annotated[int, typer.Option(help="Random seed.")]
-NumThreadsOption = Annotated[int | None, typer.Option(help="Of the CPU; PyTorch's default if not given.", min=1)]
+NumThreadsOption = Annotated[int | None, typer.Option(help="CPU threads; PyTorch's default if not given.", min=1)]
 CachesOption = Annotated[list[str], typer.Option(help="NAME or NAME:key=value,key=value; repeatable.")]
 
 
 def read_text(path: Path, option: str) -> str:
-    """Reads the text of a file, `-` is standard input; a `ValueError` names the option if there is no text."""
+    """Read the text of a file, or of standard input for `-`. A `ValueError` names the option if there is no text."""
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -40,7 +40,9 @@ def read_text(path: Path, option: str) -> str:
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """Reads the text of a file (`-` is standard input) and puts the prompt after it; one of them has to be given."""
+    """
+    Return the text of a file (`-` is standard input) followed by the prompt. At least one of them has to be given.
+    """
     if prompt is None and prompt_file is None:
         raise ValueError("Give a prompt with `--prompt`, `--prompt-file` or both")
     text = prompt or ""
@@ -53,7 +55,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
 
 def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str, chat: bool = False) -> "torch.Tensor":
-    """Encodes a prompt as token ids `[num_tokens]`, as the user's turn of the chat template if `chat`."""
+    """Encode a prompt as token ids `[num_tokens]`; with `chat` it is the user's turn in the chat template."""
     if chat:
         if tokenizer.chat_template is None:
             raise ValueError("`chat` needs a tokenizer with a chat template, and this model's has none")
@@ -66,7 +68,7 @@ def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str, chat: bool 
 
 
 def load_for_evaluation(name: str | LoadedModel, dtype: str | None = None, device: str | None = None) -> LoadedModel:
-    """Loads a model, on a GPU and in bfloat16 where there is one, see `load_model`, if it is not loaded yet."""
+    """Load a model, unless it is loaded: by default on a GPU in bfloat16, or without a GPU in float32."""
     if not isinstance(name, str):
         return name
     from kvcache_plugins.models.packaged_models import check_model_name
@@ -78,7 +80,7 @@ def load_for_evaluation(name: str | LoadedModel, dtype: str | None = None, devic
 
 
 def prepare_loading(dtype: str | None, device: str | None) -> "tuple[torch.dtype, torch.device]":
-    """Parses what is given or chooses; bars of progress are for terminals alone."""
+    """Parse dtype and device, or choose them; disable progress bars if there is no terminal."""
     from transformers.utils import logging
 
     from kvcache_plugins.models.reference_model import parse_dtype
@@ -90,14 +92,14 @@ def prepare_loading(dtype: str | None, device: str | None) -> "tuple[torch.dtype
 
 
 def default_device() -> str:
-    """Chooses `cuda` where torch finds a GPU, else `cpu`."""
+    """Return `cuda` if torch finds a GPU, else `cpu`."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def parse_device(text: str) -> "torch.device":
-    """Parses a device. One that torch does not know or find is a `ValueError`."""
+    """Parse a device; raise a `ValueError` if torch does not know or find it."""
     import torch
 
     try:

@@ -13,15 +13,15 @@ INTERRUPTED = 130
 
 def end_at_interrupt() -> None:
     """
-    Has Ctrl-C end this process by `KeyboardInterrupt`, or at once while a module is imported, which would print the
-    exception or pass over it; unless it was started to ignore it, as in the background of a shell.
+    Make Ctrl-C raise `KeyboardInterrupt`, or end this process at once during an import, which would print or swallow
+    the exception. A process that was started to ignore Ctrl-C, as in the background of a shell, still ignores it.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end_or_raise)
 
 
 def end_at_once() -> None:
-    """From now on Ctrl-C ends this process without any more of Python: it is ending in any case."""
+    """Make Ctrl-C end this process without running more Python, as it is ending in any case."""
     if signal.getsignal(signal.SIGINT) is _end_or_raise:
         signal.signal(signal.SIGINT, _end)
 
@@ -42,7 +42,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def interrupts_are_ours() -> Iterator[None]:
-    """Lets processes that are started inside ignore Ctrl-C, which a terminal sends to all: this one ends them."""
+    """Start processes that ignore Ctrl-C, which a terminal sends to all processes: this one ends them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

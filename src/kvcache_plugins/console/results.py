@@ -1,10 +1,9 @@
-"""JSON for scripts, in one way for all commands: `--json` prints it, `--out` writes it to a file, both do both.
+"""JSON of all commands: `--json` prints it, and `--out` writes it to a file.
 
-With `--json` standard output holds one JSON document and nothing else. What is said on the way (progress, the lines of
-a benchmark as they come) goes to standard error. Every evaluation says where its numbers come from: see `provenance`.
+With `--json` standard output holds one JSON document and nothing else; progress and lines of a benchmark go to
+standard error. Every evaluation records where its numbers come from: see `provenance`.
 """
 
-import inspect
 import json
 import math
 import os
@@ -17,7 +16,7 @@ from datetime import datetime, timezone
 from functools import wraps
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -34,7 +33,7 @@ OutOption = Annotated[Path | None, typer.Option(help="JSON file to write.")]
 
 
 def print_json(content: Mapping[str, object]) -> None:
-    """Prints a JSON document. JSON has no infinity and no NaN: they are `null`."""
+    """Print a JSON document. Infinity and NaN, which JSON does not have, become `null`."""
     typer.echo(json.dumps(_finite(content), indent=2, allow_nan=False, default=str))
 
 
@@ -47,45 +46,42 @@ def _finite(value: object) -> object:
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Writes an indented JSON file, its folder made if need be."""
+    """Write an indented JSON file, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager
 def free_stdout(is_needed: bool) -> Iterator[None]:
-    """Sends what is printed inside to standard error, if standard output `is_needed` for JSON."""
+    """Redirect standard output to standard error, if standard output `is_needed` for JSON."""
     with redirect_stdout(sys.stderr if is_needed else sys.stdout):
         yield
 
 
-def with_results(function: Callable[..., Mapping[str, object]]) -> Callable[..., None]:
-    """Makes the command of a function that returns its results, which go where `--out` and `--json` say."""
+def declare_result_options(out: OutOption = None, as_json: JsonOption = False) -> None:
+    """Declare the options that `write_results` takes."""
+
+
+def write_results(function: Callable[..., Mapping[str, object]]) -> Callable[..., None]:
+    """Make a function that takes `out` and `as_json` too, and writes the results that `function` returns."""
 
     @wraps(function)
-    def command(*args: Any, out: Path | None = None, as_json: bool = False, **kwargs: Any) -> None:
-        if out is not None:
-            prepare_file(out)
+    def command(*, out: str | None, as_json: bool, **options: object) -> None:
+        path = None if out is None else Path(out)
+        if path is not None:
+            prepare_file(path)
         with free_stdout(as_json):
-            content = function(*args, **kwargs)
-        if out is not None:
-            write_json(out, content)
+            content = function(**options)
+        if path is not None:
+            write_json(path, content)
         if as_json:
             print_json(content)
 
-    signature = inspect.signature(function, eval_str=True)
-    added = {"out": (OutOption, None), "as_json": (JsonOption, False)}
-    kind = inspect.Parameter.KEYWORD_ONLY
-    more = [inspect.Parameter(name, kind, default=value, annotation=hint) for name, (hint, value) in added.items()]
-    # What Typer reads options from
-    command.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*signature.parameters.values(), *more], return_annotation=None
-    )
     return command
 
 
 def prepare_file(path: Path) -> None:
-    """Sees to it that a file can be written, its folder made, before anything is computed; else a `ValueError`."""
+    """Make the folder of a file; raise a `ValueError` if the file cannot be written, before anything is computed."""
     if path.is_dir():
         raise ValueError(f"`out` is to be a file, but {path} is a folder")
     try:
@@ -104,11 +100,11 @@ def prepare_file(path: Path) -> None:
 
 
 def provenance(device: "torch.device") -> dict[str, object]:
-    """Describes where a number comes from: commit, date, device and versions."""
+    """Return the commit, date, device and versions behind a number."""
     import torch
 
     where = f"{platform.machine()} CPU, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
-    # What compiles the kernels of a GPU
+    # Triton compiles the kernels of a GPU
     names = ("torch", "transformers", *(["triton"] if device.type == "cuda" else []))
     versions = {"python": platform.python_version(), **{name: metadata.version(name) for name in names}}
     return {
@@ -120,12 +116,12 @@ def provenance(device: "torch.device") -> dict[str, object]:
 
 
 def _commit() -> str | None:
-    """Finds the checkout's commit, marked if files differ; of an installed package `KVCACHE_PLUGINS_COMMIT`."""
+    """Return the checkout's commit, marked if files differ, or `KVCACHE_PLUGINS_COMMIT` for an installed package."""
     here = Path(__file__).resolve()
-    # An installed package may lie in a folder of some other repository, whose commit would say nothing about it
+    # An installed package may be inside another repository, whose commit says nothing about it
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
-        told = os.environ.get("KVCACHE_PLUGINS_COMMIT")
-        return f"{told} (told)" if told else None
+        given = os.environ.get("KVCACHE_PLUGINS_COMMIT")
+        return f"{given} (told)" if given else None
     commit = _git(here.parent, "rev-parse", "--short=12", "HEAD")
     has_changes = bool(_git(here.parent, "status", "--porcelain", "--untracked-files=no"))
     return f"{commit}-modified" if commit and has_changes else commit
@@ -140,6 +136,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def memory_fields(memory: "MemoryReport") -> dict[str, object]:
-    """Lists the fields of a `MemoryReport` for a JSON file."""
+    """Return the fields of a `MemoryReport` for a JSON file."""
     names = ("total_bytes", "dense_bytes", "parts", "devices", "kv_percent", "shared", "kv_percent_with_shared")
     return {name: getattr(memory, name) for name in (*names, "compression_ratio", "bits_per_value")}

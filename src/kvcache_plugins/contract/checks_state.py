@@ -304,7 +304,7 @@ def check_left_padding_short(under_test: CacheUnderTest) -> None:
 
 def check_row_isolation(under_test: CacheUnderTest) -> None:
     """A sequence is independent of all others, bit for bit."""
-    # Several neighbours, one of which repeats a single token: a range over the whole batch need not change with each
+    # Several neighbours, one with a single repeated token, as not every neighbour changes a range over the batch
     sequences = under_test.prompts(LONG_CONTEXT + LONG_APPEND + NUM_STEPS, 4, seed=90).split(1)
     neighbours = (*sequences[2:], sequences[2][:, :1].expand_as(sequences[2]))
     for sequence in sequences[:2]:

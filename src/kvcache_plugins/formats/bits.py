@@ -27,7 +27,7 @@ def packed_size(head_dim: int, nbits: int) -> int:
 
 
 def pack(codes: torch.Tensor, nbits: int) -> torch.Tensor:
-    """Packs codes `[..., head_dim]` (`uint8`, below `2**nbits`) into bytes `[..., packed_size(head_dim, nbits)]`."""
+    """Pack codes `[..., head_dim]` (`uint8`, below `2**nbits`) into bytes `[..., packed_size(head_dim, nbits)]`."""
     planes = []
     for width, shift in _PLANES[nbits]:
         per_byte = 8 // width
@@ -43,7 +43,7 @@ def pack(codes: torch.Tensor, nbits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, nbits: int, head_dim: int) -> torch.Tensor:
-    """Unpacks bytes `[..., packed_size(head_dim, nbits)]` into codes `[..., head_dim]` (`uint8`)."""
+    """Unpack bytes `[..., packed_size(head_dim, nbits)]` into codes `[..., head_dim]` (`uint8`)."""
     planes = []
     for width, shift in _PLANES[nbits]:
         per_byte, size = 8 // width, packed_size(head_dim, width)
@@ -55,7 +55,7 @@ def unpack(packed: torch.Tensor, nbits: int, head_dim: int) -> torch.Tensor:
 
 
 def bytes_of_halves(numbers: torch.Tensor) -> torch.Tensor:
-    """Stores `numbers` `[..., N]` in float16, as bytes `[..., 2 N]`; a `ValueError` if one is too large for that."""
+    """Store `numbers` `[..., N]` in float16, as bytes `[..., 2 N]`; a `ValueError` if one is too large for that."""
     halves = numbers.half()
     if not halves.is_meta and not bool(halves.isfinite().all()):
         raise ValueError("keys or values are so large that their scale does not fit into float16 (65504)")
@@ -63,5 +63,5 @@ def bytes_of_halves(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def halves_of_bytes(rows: torch.Tensor) -> torch.Tensor:
-    """Reads what `bytes_of_halves` stored, in float32."""
+    """Read the numbers that `bytes_of_halves` stored, in float32."""
     return rows.contiguous().view(torch.float16).float()

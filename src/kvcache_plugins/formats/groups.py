@@ -98,18 +98,18 @@ class QuantizedChunks:
         return self.codes.shape[3]
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields name and tensor of everything stored."""
+        """Yield name and tensor of everything stored."""
         for name, value in vars(self).items():
             if isinstance(value, torch.Tensor):
                 yield name, value
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "QuantizedChunks":
-        """Returns the same states with `function` applied to every tensor."""
+        """Return the same states with `function` applied to every tensor."""
         changes: dict[str, Any] = {name: function(tensor) for name, tensor in self.named_tensors()}
         return dataclasses.replace(self, **changes)
 
     def of_tokens(self, chunks: slice, tokens: slice) -> dict[str, torch.Tensor]:
-        """Slices the codes and scales of some chunks' tokens, which begin and end where groups do, by name."""
+        """Slice the codes and scales of some chunks' tokens, which begin and end where groups do, by name."""
         found = {}
         for name in self.token_tensors:
             tensor: torch.Tensor = getattr(self, name)
@@ -119,13 +119,13 @@ class QuantizedChunks:
         return found
 
     def dequantize_codes(self, tile: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Returns the states `[B, H, chunks, tokens, D]`, float32, of codes and scales of a tile."""
+        """Return the states `[B, H, chunks, tokens, D]`, float32, of codes and scales of a tile."""
         codes = unpack(tile["codes"], self.nbits, self.head_dim)
         return dequantize(codes, tile["scale"], tile["zero"], self.grouping)
 
     def dequantize_tile(self, chunks: slice, tokens: slice) -> torch.Tensor:
         """
-        Decodes some chunks' tokens, `[B, H, chunks * tokens, D]`, float32; `tokens` begin and end where groups do.
+        Decode some chunks' tokens, `[B, H, chunks * tokens, D]`, float32; `tokens` begin and end where groups do.
         """
         states = self.dequantize_codes(self.of_tokens(chunks, tokens))
         if self.low_rank_a is not None and self.low_rank_b is not None:
@@ -138,22 +138,22 @@ class QuantizedChunks:
 
 
 def channel_bits(head_dim: int) -> int:
-    """Returns the bits of the channel in the index of an outlier, which are the lowest; the token's are above."""
+    """Return the bits of the channel in the index of an outlier, which are the lowest; the token's are above."""
     return (head_dim - 1).bit_length()
 
 
 def index_dtype(head_dim: int) -> torch.dtype:
-    """Returns the dtype of the stored indices: int16 for up to 512 channels."""
+    """Return the dtype of the stored indices: int16 for up to 512 channels."""
     return torch.int16 if OUTLIER_TILE << channel_bits(head_dim) <= 2**15 else torch.int32
 
 
 def num_offsets(length: int, num_heads: int) -> int:
-    """Counts a chunk's offsets: one for the first outlier of every tile and head, and one for the end of the last."""
+    """Count a chunk's offsets: one for the first outlier of every tile and head, and one for the end of the last."""
     return -(-length // OUTLIER_TILE) * num_heads + 1
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, grouping: Grouping) -> torch.Tensor:
-    """Decodes the results of `codecs.quantization.quantize` to float32 states, contiguous."""
+    """Decode the results of `codecs.quantization.quantize` to float32 states, contiguous."""
     states = codes.to(torch.float32, memory_format=torch.contiguous_format)
     states *= expand_groups(scale, grouping, states.shape)
     states += expand_groups(zero, grouping, states.shape)
@@ -161,7 +161,7 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, gro
 
 
 def expand_groups(grouped: torch.Tensor, grouping: Grouping, states_shape: torch.Size) -> torch.Tensor:
-    """Repeats scales or zeros of groups to the shape of the states, as a view where possible."""
+    """Repeat scales or zeros of groups to the shape of the states, as a view where possible."""
     if grouping.axis == "channel":
         size = states_shape[3] // grouped.shape[3]
         return grouped.unsqueeze(4).expand(-1, -1, -1, -1, size, -1).flatten(3, 4)
@@ -175,7 +175,7 @@ def add_outliers(
     states: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor, tokens: slice
 ) -> None:
     """
-    Adds outliers in place to the tokens `tokens` of their chunks, `[B, H, M, tokens, D]`, contiguous.
+    Add outliers in place to the tokens `tokens` of their chunks, `[B, H, M, tokens, D]`, contiguous.
     """
     batch_size, num_heads, num_chunks, length, head_dim = states.shape
     first, last = tokens.start // OUTLIER_TILE, -(-tokens.stop // OUTLIER_TILE)
@@ -202,7 +202,7 @@ def add_outliers(
 
 
 def keep_tokens(states: QuantizedChunks, length: int) -> QuantizedChunks:
-    """Copies the first `length` tokens of a single chunk; factors and outliers of the others are freed too."""
+    """Copy the first `length` tokens of a single chunk; factors and outliers of the others are freed too."""
     if length == states.chunk_length:
         return states
     tensors = states.of_tokens(slice(None), slice(0, length))

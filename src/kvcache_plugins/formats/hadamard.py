@@ -2,7 +2,7 @@
 
 A group of values that shares a scale is quantized worst when one of them is far from the others. After an orthogonal
 rotation there are no such channels, and a sum of weighted values can be rotated back at the end: attention over
-rotated values is rotated attention. The matrix is Sylvester's, normalized: symmetric, so its own inverse. Where the
+rotated values is rotated attention. The matrix is Sylvester's, normalized: symmetric, so its own inverse. If the
 head dimension is no power of two, every stretch of the largest power of two that divides it is rotated on its own.
 """
 
@@ -14,13 +14,13 @@ import torch
 
 @cache
 def rotation_size(head_dim: int) -> int:
-    """Returns the number of channels that are rotated together: the largest power of two that divides `head_dim`."""
+    """Return the number of channels that are rotated together: the largest power of two that divides `head_dim`."""
     return head_dim & -head_dim
 
 
 @cache
 def hadamard_matrix(size: int, device: torch.device) -> torch.Tensor:
-    """Returns the normalized Hadamard matrix `[size, size]`, float32, of a power of two; brought to a device once."""
+    """Return the normalized Hadamard matrix `[size, size]`, float32, of a power of two; brought to a device once."""
     # Made in inference mode it could never be part of a graph
     with torch.inference_mode(False):
         matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
@@ -30,15 +30,15 @@ def hadamard_matrix(size: int, device: torch.device) -> torch.Tensor:
 
 
 def rotate(states: torch.Tensor) -> torch.Tensor:
-    """Rotates `states` `[..., head_dim]`, or rotates them back, in float32."""
+    """Rotate `states` `[..., head_dim]`, or rotate them back, in float32."""
     size = rotation_size(states.shape[-1])
     # With more dimensions it may be as many products of matrices as there are tokens
     return multiply(states.reshape(-1, size), hadamard_matrix(size, states.device)).view(states.shape)
 
 
 def multiply(states: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Multiplies `states` `[..., D]` with matrices `[..., D, K]` in float32, whatever autocast asks for."""
-    # Autocast would round what is rotated to its dtype, the partial sums of attention among it
-    # There is none on `meta`, where sizes are predicted
+    """Multiply `states` `[..., D]` with matrices `[..., D, K]` in float32, whatever autocast asks for."""
+    # Autocast would round operands to its dtype, partial sums of attention too. The device `meta`, on which sizes are
+    # predicted, has no autocast
     with nullcontext() if states.is_meta else torch.autocast(states.device.type, enabled=False):
         return states.float() @ matrix

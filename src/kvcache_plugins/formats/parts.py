@@ -26,7 +26,7 @@ class DensePart:
         keys, values (`torch.Tensor` of shape `[B, H, at least T, D or E]`): the states, with capacity for more.
         length (`int`): tokens in use, T.
         mask (`torch.Tensor` of shape broadcastable to `[B, H * G, Q, T]`, *optional*): boolean (`True` attends) or
-            added to the scores. It may have fewer columns, but several: tokens without a column are attended to.
+            added to the scores. Tokens without a column are attended to, but a mask has several columns.
         num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*): as in `RowPart`.
     """
 
@@ -138,7 +138,7 @@ class PagedRowPart:
         return keys.head_dim, values.head_dim
 
     def gathered(self) -> RowPart:
-        """Copies the rows of every sequence out of the pages, with a mask of the tokens that are attended to."""
+        """Copy the rows of every sequence out of the pages, with a mask of the tokens that are attended to."""
         keys, values = (side[self.pages].transpose(1, 2).flatten(2, 3) for side in (self.keys, self.values))
         columns = torch.arange(self.length, dtype=torch.int64, device=self.lengths.device)
         mask = ((columns >= self.num_hidden) & (columns < self.lengths[:, None]))[:, None, None]

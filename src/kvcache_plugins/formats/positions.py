@@ -20,12 +20,12 @@ class Positions:
     padding: torch.Tensor | None = None
 
     def of(self, count: int, device: torch.device) -> torch.Tensor:
-        """Lists the positions of `count` tokens, `[1 or B, T]`, int64."""
+        """List the positions of `count` tokens, `[1 or B, T]`, int64."""
         positions = torch.arange(self.first, self.first + count, dtype=torch.int64, device=device)[None]
         return positions if self.padding is None else positions - self.padding.to(device)[:, None]
 
     def after(self, count: int) -> "Positions":
-        """Returns the positions behind the first `count` tokens."""
+        """Return the positions behind the first `count` tokens."""
         return Positions(self.first + count, self.padding)
 
 

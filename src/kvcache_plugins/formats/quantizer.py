@@ -4,11 +4,10 @@ A row is a head's token: first a byte that is its scale, then one block after th
 width w is w bytes, and holds eight codes of w bits one after another, lowest bits first. All heads have rows of the
 same size, so rows are one tensor, though blocks have other offsets in every head.
 
-Codes stand for levels: a level is an odd polynomial `c (a + b c^2 + e c^4)` of `c = (2 u + 1) / 2^w - 1`, of a code
-`u` of w bits: two to five multiply-adds in registers and no table that has to be gathered from, on a CPU and on a GPU
-alike. The coefficients were fitted to the least squared error over a normal variable. Over Lloyd-Max's quantizers,
-which are the best there are, that is 0, 0, 0.2, 2.0, 1.2 and 3.2 % more at 1 to 6 bits; with two coefficients alone it
-would be 6 and 11 % at 5 and 6 bits.
+A code `u` of w bits means a level: the odd polynomial `c (a + b c^2 + e c^4)` of `c = (2 u + 1) / 2^w - 1`. These are
+two to five multiply-adds in registers, on a CPU and on a GPU, and no gathering from a table. The coefficients were
+fitted to the least squared error over a normal variable. The error is 0, 0, 0.2, 2.0, 1.2 and 3.2 % larger than that
+of Lloyd-Max's optimal quantizers at 1 to 6 bits; with two coefficients it would be 6 and 11 % larger at 5 and 6 bits.
 
 Legend: B batch, H heads, T tokens, N blocks of eight channels, R bytes of a row.
 """
@@ -18,7 +17,7 @@ from functools import cache
 import torch
 
 
-# Name in files, where it tells these codes from those of the trellis, a quantizer of earlier versions
+# Name in files, to distinguish these codes from those of the trellis, a quantizer of earlier versions
 NAME = "lloyd-max"
 # Channels that share a width, so that a block of width w is w bytes
 BLOCK = 8
@@ -40,23 +39,23 @@ COEFFICIENTS = (
 
 
 def num_blocks(head_dim: int) -> int:
-    """Returns the number of blocks that the channels of a head take, the last one perhaps not full."""
+    """Return the number of blocks that the channels of a head take, the last one perhaps not full."""
     return -(-head_dim // BLOCK)
 
 
 def block_offsets(widths: torch.Tensor) -> torch.Tensor:
-    """Returns the first byte of every block, `[B, H, N]`, of widths `[B, H, N]`."""
+    """Return the first byte of every block, `[B, H, N]`, of widths `[B, H, N]`."""
     widths = widths.long()
     return 1 + widths.cumsum(dim=-1) - widths
 
 
 def _shifts(widths: torch.Tensor) -> torch.Tensor:
-    """Returns the first bit of the codes of a block, `[B, H, 1, N, 8]`."""
+    """Return the first bit of the codes of a block, `[B, H, 1, N, 8]`."""
     return (widths.long()[..., None] * torch.arange(BLOCK, dtype=torch.int64, device=widths.device))[:, :, None]
 
 
 def levels_at(width: int) -> torch.Tensor:
-    """Returns the levels of all codes of a width, `[2^width]`, float32."""
+    """Return the levels of all codes of a width, `[2^width]`, float32."""
     count = 2**width
     centred = (2 * torch.arange(count, dtype=torch.int64, device="cpu").double() + 1) / count - 1
     first, second, third = COEFFICIENTS[width]
@@ -67,7 +66,7 @@ def levels_at(width: int) -> torch.Tensor:
 @cache
 def thresholds(device: torch.device) -> torch.Tensor:
     """
-    Returns the upper bounds of the codes of every width, `[9, 255]`, infinite after the last but one code: a value's
+    Return the upper bounds of the codes of every width, `[9, 255]`, infinite after the last but one code: a value's
     code is the number of bounds below it.
     """
     with torch.inference_mode(False):
@@ -79,7 +78,7 @@ def thresholds(device: torch.device) -> torch.Tensor:
 
 
 def find_codes(normal: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
-    """Finds codes `[B, H, T, N, 8]`, int64, of numbers of variance 1, in blocks of `widths` `[B, H, N]` bits."""
+    """Find codes `[B, H, T, N, 8]`, int64, of numbers of variance 1, in blocks of `widths` `[B, H, N]` bits."""
     bounds = thresholds(normal.device)[widths.long()]
     by_block = normal.transpose(2, 3).flatten(3).contiguous()
     codes = torch.searchsorted(bounds, by_block)
@@ -88,13 +87,13 @@ def find_codes(normal: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _coefficients(device: torch.device) -> torch.Tensor:
-    """Makes a tensor `[9, 3]` of `COEFFICIENTS`."""
+    """Make a tensor `[9, 3]` of `COEFFICIENTS`."""
     with torch.inference_mode(False):
         return torch.tensor(COEFFICIENTS, dtype=torch.float32, device=device)
 
 
 def levels_of(codes: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
-    """Computes the numbers that codes `[B, H, T, N, 8]` stand for."""
+    """Compute the levels of codes `[B, H, T, N, 8]`."""
     widths = widths.long()
     first, second, third = _coefficients(codes.device)[widths][:, :, None, :, None].unbind(-1)
     centred = (2 * codes + 1).float() * 0.5 ** widths.float()[:, :, None, :, None] - 1
@@ -104,8 +103,8 @@ def levels_of(codes: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
 
 def level_gains() -> torch.Tensor:
     """
-    Computes gain corrections: factors of the levels of every width that make them as large as the numbers that they
-    stand for. Levels are means, so they are smaller.
+    Compute gain corrections: factors of the levels of every width that make them as large as the encoded values.
+    Levels are means, so they are smaller.
     """
     factors = [0.0] + [1 / (1 - distortion) for distortion in DISTORTIONS[1:]]
     return torch.tensor(factors, dtype=torch.float32, device="cpu")
@@ -113,7 +112,7 @@ def level_gains() -> torch.Tensor:
 
 def pack_rows(codes: torch.Tensor, scales: torch.Tensor, widths: torch.Tensor, row_size: int) -> torch.Tensor:
     """
-    Makes rows `[B, H, T, R]`, uint8, of scales `[B, H, T, 1]`, uint8, and the lowest bits of codes `[B, H, T, N, 8]`,
+    Make rows `[B, H, T, R]`, uint8, of scales `[B, H, T, 1]`, uint8, and the lowest bits of codes `[B, H, T, N, 8]`,
     as many as `widths` `[B, H, N]` say: the code of NaN has more.
     """
     codes = codes & ((1 << widths.long()) - 1)[:, :, None, :, None]
@@ -130,7 +129,7 @@ def pack_rows(codes: torch.Tensor, scales: torch.Tensor, widths: torch.Tensor, r
 
 
 def unpack_rows(rows: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
-    """Reads the codes `[B, H, T, N, 8]`, int64, of rows; where there are no bits, any."""
+    """Read the codes `[B, H, T, N, 8]`, int64, of rows; codes of blocks without bits mean nothing."""
     lanes = torch.arange(BLOCK, dtype=torch.int64, device=rows.device)
     places = block_offsets(widths)[..., None] + lanes
     in_block = lanes < widths[..., None]

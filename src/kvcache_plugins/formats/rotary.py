@@ -1,10 +1,10 @@
-"""The rotary position embedding of keys: which channels it rotates, and by which angles.
+"""The rotary position embedding of keys: channels that it rotates, and its angles.
 
-Before it, a channel of a key has a mean and a variance that stay the same over the whole text, so that one width and
-one scale serve all tokens; after it, two channels of different energy have been mixed by ever other angles. The angles
-are those of an *assumed* position, a token's index without its padding. They are undone when a key is encoded and
-applied again, the very same, when it is decoded: if the model computed with others, nothing is wrong, only less is
-gained.
+Before the embedding, a channel of a key has a mean and a variance that stay the same over the whole text, so that one
+width and one scale serve all tokens; the embedding mixes two channels of different energy by angles that change from
+token to token. The angles here are those of an *assumed* position, a token's index without its padding. Encoding
+undoes them, and decoding applies the same angles again: if the model computed with others, results are still correct,
+but need more bits.
 
 Legend: D head dim.
 """
@@ -34,7 +34,7 @@ class RotaryLayout:
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Computes cosines and signed sines of the angles of every channel.
+        Compute cosines and signed sines of the angles of every channel.
 
         Args:
             positions (`torch.Tensor` of any shape, int64): assumed positions.
@@ -55,7 +55,7 @@ class RotaryLayout:
         return cosines, sines
 
     def rotate(self, states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-        """Applies the embedding of angles that `angles` returned to `states` `[..., D]`; undoes it with `-sines`."""
+        """Apply the embedding of angles that `angles` returned to `states` `[..., D]`; undo it with `-sines`."""
         if not self.frequencies:
             return states
         if self.name == "half-split" and 2 * len(self.frequencies) == self.head_dim:
@@ -69,7 +69,7 @@ class RotaryLayout:
 @cache
 def channels_of(layout: RotaryLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Lists the other channel of every channel's pair, itself where it has none, `[D]`; and radians a token of every
+    List the other channel of every channel's pair, itself where it has none, `[D]`; and radians a token of every
     channel, negative for the first of a pair, `[D]`, float64.
     """
     with torch.inference_mode(False):
@@ -87,9 +87,9 @@ def channels_of(layout: RotaryLayout, device: torch.device) -> tuple[torch.Tenso
 
 def candidate_layouts(frequencies: tuple[float, ...] | None, head_dim: int) -> list[RotaryLayout]:
     """
-    Lists the layouts that a model with these frequencies may have; the last one rotates nothing.
+    List the layouts that a model with these frequencies may have; the last one rotates nothing.
 
-    Where only some channels are rotated, these are the first ones or the last ones.
+    If only some channels are rotated, these are the first ones or the last ones.
     """
     layouts = []
     rotated = 2 * len(frequencies or ())

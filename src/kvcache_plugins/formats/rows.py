@@ -60,26 +60,26 @@ class Basis:
         return self.inverse.shape[1]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Lists everything stored."""
+        """List everything stored."""
         yield from vars(self).values()
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Basis":
-        """Returns the basis with `function` applied to every tensor."""
+        """Return the basis with `function` applied to every tensor."""
         return Basis(*map(function, self.tensors()))
 
     def components(self, states: torch.Tensor) -> torch.Tensor:
-        """Returns components `[B, H, T, K]` of states `[B, H, T, D]`, float32, whose mean has been subtracted."""
+        """Return components `[B, H, T, K]` of states `[B, H, T, D]`, float32, whose mean has been subtracted."""
         basis, inverse = self._matrices()
         scaled = states * self.factors[:, None]
         components = multiply(scaled, inverse)
         return components + multiply(scaled - multiply(components, basis), inverse)
 
     def states(self, components: torch.Tensor) -> torch.Tensor:
-        """Returns states `[B, H, T, D]`, less their mean, of components `[B, H, T, K]`."""
+        """Return states `[B, H, T, D]`, less their mean, of components `[B, H, T, K]`."""
         return multiply(components, self._matrices()[0]) / self.factors[:, None]
 
     def _matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns matrices from components to scaled channels `[H, K, D]`, and back `[H, D, K]`, float32."""
+        """Return matrices from components to scaled channels `[H, K, D]`, and back `[H, D, K]`, float32."""
         basis, inverse = self.vectors[:, : self.num_components].float(), self.inverse.float()
         steps = self.steps[:, : self.num_components, None]
         own = (basis * inverse).sum(dim=-1, keepdim=True)
@@ -131,32 +131,32 @@ class RowFormat:
         return self.head_dim if self.basis is None else self.basis.num_components
 
     def with_more_bits(self, nbits: int) -> "RowFormat":
-        """Returns the format of rows with `nbits` more bits a number, up to `MAX_WIDTH`."""
+        """Return the format of rows with `nbits` more bits a number, up to `MAX_WIDTH`."""
         widths = (self.widths + nbits).clamp(max=MAX_WIDTH)
         # Known without asking a device: rows of heads that have the most bits already end with zeros
         return dataclasses.replace(self, widths=widths, row_size=self.row_size + nbits * widths.shape[2])
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Lists everything stored but the basis."""
+        """List everything stored but the basis."""
         for name, value in vars(self).items():
             if isinstance(value, torch.Tensor):
                 yield name, value
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Lists everything stored."""
+        """List everything stored."""
         yield from (tensor for _, tensor in self.named_tensors())
         if self.basis is not None:
             yield from self.basis.tensors()
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RowFormat":
-        """Returns the format with `function` applied to every tensor."""
+        """Return the format with `function` applied to every tensor."""
         changes: dict[str, Any] = {name: function(tensor) for name, tensor in self.named_tensors()}
         if self.basis is not None:
             changes["basis"] = self.basis.map(function)
         return dataclasses.replace(self, **changes)
 
     def with_sequence(self, number: int, other: "RowFormat") -> "RowFormat":
-        """Replaces the format of one sequence by that of a single one, and returns all."""
+        """Replace the format of one sequence by that of a single one, and returns all."""
         own, changed = dict(other.named_tensors()), self
         if self.mean is None and other.mean is not None:
             shape = len(self.widths), *other.mean.shape[1:]
@@ -180,5 +180,5 @@ class KeptRows(NamedTuple):
 
 
 def scale_of(stored: torch.Tensor) -> torch.Tensor:
-    """Returns the scales that bytes stand for."""
+    """Return the scales that bytes encode."""
     return torch.exp2((stored.float() - SCALE_OFFSET) / SCALE_STEPS)

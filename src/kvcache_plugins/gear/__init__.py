@@ -1,6 +1,6 @@
 """GEAR: quantized backbone, low-rank correction and sparse outliers."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvcache_plugins.lazy_imports import lazy_attributes
 from kvcache_plugins.registry import register_cache
@@ -15,32 +15,36 @@ __all__ = ["GEARCache"]
 _CACHE = "kvcache_plugins.gear.cache:GEARCache"
 __getattr__, __dir__ = lazy_attributes(__name__, {"GEARCache": _CACHE})
 
-_PLAIN: dict[str, Any] = {"rank": 0, "sparsity": 0.0}
-_PRESETS: dict[str, tuple[dict[str, Any], str]] = {
-    "gear": ({}, "GEAR, the paper's defaults: 4 bits, low rank and outliers"),
-    # At equal bytes bits are worth more than a low rank and outliers, once sink tokens are exact and values rotated,
-    # on every model and text tried
-    "gear-k4v3": (
-        {
-            "key_nbits": 4,
-            "value_nbits": 3,
-            "backbone": "kivi",
-            "num_sink_tokens": 4,
-            "rotate_values": True,
-            **_PLAIN,
-        },
-        "Keys in 4 bits, rotated values in 3, sink tokens exact",
-    ),
-    "kcvt-4bit": ({"nbits": 4, "backbone": "kcvt", **_PLAIN}, "KCVT grouping alone"),
-}
+
+def _register(name: str, summary: str, **options: object) -> None:
+    # A cache that is made without a model checks its options
+    register_cache(name, _CACHE, summary=summary, requires=None, check=_CACHE, overwrite=False, **options)
+
+
+_register("gear", "GEAR, the paper's defaults: 4 bits, low rank and outliers")
+# At equal bytes, bits are worth more than a low rank and outliers if sink tokens are exact and values rotated: on
+# every model and text that was tried
+_register(
+    "gear-k4v3",
+    "Keys in 4 bits, rotated values in 3, sink tokens exact",
+    key_nbits=4,
+    value_nbits=3,
+    backbone="kivi",
+    num_sink_tokens=4,
+    rotate_values=True,
+    rank=0,
+    sparsity=0.0,
+)
+_register("kcvt-4bit", "KCVT grouping alone", nbits=4, backbone="kcvt", rank=0, sparsity=0.0)
 for _nbits in (4, 2):
-    _bits = {"nbits": _nbits}
-    _PRESETS |= {
-        f"gear-{_nbits}bit": (_bits, "GEAR: quantized backbone, low rank and outliers"),
-        f"gear-l-{_nbits}bit": ({**_bits, "sparsity": 0.0}, "GEAR without outliers"),
-        f"kivi-{_nbits}bit": ({**_bits, "backbone": "kivi", **_PLAIN}, "KIVI's grouping alone"),
-        f"per-token-{_nbits}bit": ({**_bits, "backbone": "per-token", **_PLAIN}, "Per-token grouping alone (FlexGen)"),
-    }
-for _name, (_options, _summary) in _PRESETS.items():
-    # A cache that is made without a model has checked its options
-    register_cache(_name, _CACHE, check=_CACHE, summary=_summary, **_options)
+    _register(f"gear-{_nbits}bit", "GEAR: quantized backbone, low rank and outliers", nbits=_nbits)
+    _register(f"gear-l-{_nbits}bit", "GEAR without outliers", nbits=_nbits, sparsity=0.0)
+    _register(f"kivi-{_nbits}bit", "KIVI's grouping alone", nbits=_nbits, backbone="kivi", rank=0, sparsity=0.0)
+    _register(
+        f"per-token-{_nbits}bit",
+        "Per-token grouping alone (FlexGen)",
+        nbits=_nbits,
+        backbone="per-token",
+        rank=0,
+        sparsity=0.0,
+    )

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from kvcache_plugins.files.records import Format
 from kvcache_plugins.layers.group_layer import GroupLayer
@@ -30,48 +31,47 @@ class GEARSnapshot(Snapshot):
 
 class GEARCache(PackedCache):
     """
-    A cache that stores keys and values as GEAR does: codes of few bits, a low-rank correction of their error, and
-    sparse outliers, all really packed.
+    A cache that stores keys and values in GEAR's form: codes of few bits, a low-rank correction of their error, and
+    sparse outliers, all packed in memory.
 
     Implements [GEAR: An Efficient KV Cache Compression Recipe for Near-Lossless Generative Inference of
     LLM](https://huggingface.co/papers/2403.05527). A prompt is compressed right after its attention, decoded tokens
-    in chunks of `residual_length`; nothing is compressed twice. Under `sdpa`, `eager`, `flex_attention` and flash
-    attention the cache is read as it is stored; any other implementation makes it dense a layer at a time. Codes are
-    `uint8`; scales, zeros, factors and outliers are float16. [`TransformCodingCache`] takes fewer bytes at the same
-    loss.
+    in chunks of `residual_length`, and no token twice. Attention of `sdpa`, `eager`, `flex_attention` and flash
+    attention is computed over compressed tokens; any other implementation makes them dense, one layer at a time. Codes
+    are `uint8`; scales, zeros, factors and outliers are float16. [`TransformCodingCache`] needs fewer bytes for the
+    same loss.
 
     Args:
         config (`PreTrainedConfig` or `PreTrainedModel`, *optional*):
-            The model, or its config. With it, layers that are bounded otherwise (sliding windows, chunks, recurrence)
-            stay Transformers' own; without it, every layer is compressed as one of full attention.
+            The model, or its config. With it, bounded layers (sliding windows, chunks, recurrence) stay Transformers'
+            own; without it, every layer is compressed as one of full attention.
         nbits (`int`, *optional*, defaults to 4):
             Bits of a code: 2, 3, 4 or 8.
         key_nbits, value_nbits (`int`, *optional*):
             The same for keys or values alone.
         backbone (`str`, *optional*):
-            Which values share a scale: `"kcvt"` (keys by channel, values by token), `"kivi"` (the same, in groups of
-            `q_group_size`) or `"per-token"` (both by token, in groups). Defaults to `"kcvt"` at 4 bits and more and
-            to `"kivi"` below.
+            Grouping of values under one scale: `"kcvt"` (keys by channel, values by token), `"kivi"` (the same, in
+            groups of `q_group_size`) or `"per-token"` (both by token, in groups). Defaults to `"kcvt"` at 4 bits and
+            more and to `"kivi"` below.
         q_group_size (`int`, *optional*):
-            Group of the `kivi` and `per-token` backbones, and the shortest prompt that is compressed. Defaults to 64,
-            or where that does not divide the head dimension (values) or `residual_length` (keys), to the largest
-            divisor below it.
+            Group of the `kivi` and `per-token` backbones, and the shortest prompt that is compressed. Defaults to the
+            largest divisor of the head dimension (values) and of `residual_length` (keys) that is at most 64.
         residual_length (`int`, *optional*, defaults to 64):
             Decoded tokens that stay exact until they are compressed as one chunk: the paper's buffer, `n_b`.
         sparsity (`float`, *optional*, defaults to 0.02):
-            Share `s` of the values kept as outliers, half of it the largest and half the smallest, by channel of keys
-            and by token of values. 0 is GEAR-L.
+            Share `s` of the values that are stored as outliers, half of them the largest and half the smallest, of a
+            channel of keys or a token of values. 0 is GEAR-L.
         rank (`int`, *optional*, defaults to 4):
-            Rank `r_p` of the prompt's low-rank correction, per head. 0 leaves the backbone and outliers.
+            Rank `r_p` of the prompt's low-rank correction, per head. 0 is no correction.
         decode_rank (`int`, *optional*):
-            Rank `r_g` of decoded chunks. Defaults to 2, or `rank` where that is smaller.
+            Rank `r_g` of decoded chunks. Defaults to the smaller of 2 and `rank`.
         num_iterations (`int`, *optional*, defaults to 3):
             Power iterations `L` that find the low-rank correction, at most 1000.
         num_sink_tokens (`int`, *optional*, defaults to 0):
             First tokens of a sequence that stay exact, as most heads attend to them and their keys and values are
             unlike all others ([StreamingLLM](https://huggingface.co/papers/2309.17453)).
         rotate_values (`bool`, *optional*, defaults to `False`):
-            Whether a Hadamard matrix rotates values before they are compressed, which evens out their channels.
+            Rotate values by a Hadamard matrix before they are compressed, which equalizes their channels.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
             Padding of the prompt, needed for batches of unequal length under an attention implementation that reads
             dense states, such as one of your own.
@@ -96,7 +96,7 @@ class GEARCache(PackedCache):
     ```
     """
 
-    # Version 7 held transform coding too
+    # Files of version 7 may be of transform coding
     _format = Format("kvcache_plugins.gear", 8, ADVICE)
     _snapshot_class = GEARSnapshot
     cache_config: GEARConfig
@@ -138,16 +138,23 @@ class GEARCache(PackedCache):
         super().__init__(get_config(config, "config"), attention_mask)
 
     def _make_empty_layer(self, layer_idx: int) -> GroupLayer:
-        return GroupLayer(self.cache_config.policy(), layer_idx)
+        return GroupLayer(self.cache_config.policy(), layer_idx, self._given_mask)
 
     def _layer(self, layer_idx: int, config: PreTrainedConfig | None = None) -> GroupLayer:
-        layer = GroupLayer(self.cache_config.policy(), layer_idx, self._given_mask)
+        layer = self._make_empty_layer(layer_idx)
         layer.on_first_prompt = warm_up_for_prompt
         return layer
 
-    def _layers_for(self, config: PreTrainedConfig) -> list[Any]:
+    def _layers_for(self, config: PreTrainedConfig) -> list[CacheLayerMixin]:
         layers = replace_full_attention(config, self._layer)
-        # Raises where an option does not fit the model's heads
+        # Raises a `ValueError` if an option does not fit the model's heads
         for head_dim in sorted(head_dims(config)):
             self.cache_config.codec(head_dim, head_dim)
         return layers
+
+    @classmethod
+    def _read_options(
+        cls, snapshot: Snapshot, model: PreTrainedModel | PreTrainedConfig, given: object
+    ) -> dict[str, Any]:
+        assert isinstance(snapshot, GEARSnapshot)
+        return snapshot.config.to_options()

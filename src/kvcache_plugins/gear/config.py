@@ -1,4 +1,4 @@
-"""Options of GEAR, validated once and immutable afterwards."""
+"""Options of GEAR, validated and immutable."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,12 +12,12 @@ from kvcache_plugins.option_checks import check_bool, check_choice, check_intege
 
 BACKBONES = ("kcvt", "kivi", "per-token")
 _DEFAULT_GROUP_SIZE = 64
-# Below this many bits scales are shared by groups of tokens, as whole channels lose too much
-_LEAST_KCVT_NBITS = 4
-# The factors converge after a few; without a limit a forged file could keep a process busy for years
+# Fewest bits for scales of whole channels; with fewer bits groups of tokens share scales
+_MIN_KCVT_NBITS = 4
+# The factors converge after a few iterations; a forged file could ask for many
 _MAX_NUM_ITERATIONS = 1000
 DEFAULT_DECODE_RANK = 2
-# Bits of keys and of values
+# Default bits of keys and of values
 DEFAULT_NBITS = (4, 4)
 
 
@@ -28,7 +28,7 @@ def largest_divisor(number: int, limit: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GEARConfig:
-    """Options of a `GEARCache`, which explains each field."""
+    """Options of a `GEARCache`, where each field is explained."""
 
     key_nbits: int = DEFAULT_NBITS[0]
     value_nbits: int = DEFAULT_NBITS[1]
@@ -67,13 +67,13 @@ class GEARConfig:
         self._check_ranks(self.token_group, self.residual_length, "the fewest tokens compressed at once")
 
     def _check_ranks(self, most: int, most_decoded: int, limit: str) -> None:
-        """Raise a `ValueError` if the rank of prompts or of decoded tokens is above what `limit` describes."""
+        """Raise a `ValueError` if a rank is above its maximum, which `limit` describes."""
         for name, value, largest in (("rank", self.rank, most), ("decode_rank", self.decode_rank, most_decoded)):
             if value > largest:
                 raise ValueError(f"`{name}` has to be at most {largest}, {limit}, but got {value}")
 
     def to_options(self) -> dict[str, Any]:
-        """Return the arguments of `GEARCache` that make the same cache."""
+        """Return the keyword arguments of `GEARCache` that make the same cache."""
         return asdict(self)
 
     @property
@@ -88,7 +88,7 @@ class GEARConfig:
 
     @property
     def has_token_groups(self) -> bool:
-        """Whether keys are quantized in groups of tokens."""
+        """True if keys are quantized in groups of tokens."""
         return self.key_backbone == "kivi"
 
     @property
@@ -167,4 +167,4 @@ def check_backbone(backbone: object) -> None:
 
 
 def _default_backbone(nbits: int) -> str:
-    return "kcvt" if nbits >= _LEAST_KCVT_NBITS else "kivi"
+    return "kcvt" if nbits >= _MIN_KCVT_NBITS else "kivi"

@@ -37,7 +37,7 @@ _BASES: "WeakKeyDictionary[Basis, dict[tuple[RotaryLayout, str], dict[str, torch
 
 
 def c_format_of(row_format: RowFormat, batch_size: int) -> Structure:
-    """Describes a format of the rows of `batch_size` sequences."""
+    """Describe a format of the rows of `batch_size` sequences."""
     known = _FORMATS.get(row_format)
     if known is not None and known.batch == batch_size:
         return known
@@ -52,7 +52,7 @@ def c_format_of(row_format: RowFormat, batch_size: int) -> Structure:
 
 
 def is_copied(row_format: RowFormat, described: Structure) -> bool:
-    """Returns true if the description of a format has copies of its tensors."""
+    """Return true if the description of a format has copies of its tensors."""
     return _FORMATS.get(row_format) is not described
 
 
@@ -93,7 +93,7 @@ def _format_fields(row_format: RowFormat, batch_size: int) -> dict[str, Any]:
 
 @cache
 def _codebook(is_weighted: bool) -> torch.Tensor:
-    """Makes a `Codebook` of `coding.h`."""
+    """Make a `Codebook` of `coding.h`."""
     with torch.inference_mode(False):
         coefficients = torch.zeros(_NUM_WIDTHS, 4, dtype=torch.float32, device="cpu")
         coefficients[:, :3] = torch.tensor(COEFFICIENTS, dtype=torch.float32, device="cpu")
@@ -110,7 +110,7 @@ def _codebook(is_weighted: bool) -> torch.Tensor:
 
 
 def _by_depth(bounds: torch.Tensor) -> torch.Tensor:
-    """Orders bounds, one less than a power of two in number, as a binary search meets them."""
+    """Order bounds, one less than a power of two in number, as a binary search meets them."""
     depths = len(bounds).bit_length()
     placed = torch.zeros(_ALL_DEPTHS, dtype=torch.float32, device="cpu")
     for depth in range(depths):
@@ -120,7 +120,7 @@ def _by_depth(bounds: torch.Tensor) -> torch.Tensor:
 
 
 def rotary_of(layout: RotaryLayout, stop: int) -> Structure:
-    """Describes a rotary embedding of positions before `stop`, and many more; and as many below 0, for padding."""
+    """Describe a rotary embedding of positions before `stop`, and many more; and as many below 0, for padding."""
     return _rotary(layout, max(2 ** (stop // TILE).bit_length(), _LEAST_TILES))
 
 
@@ -146,7 +146,7 @@ def _rotary(layout: RotaryLayout, tiles: int) -> Structure:
 
 @cache
 def _pairs(layout: RotaryLayout) -> tuple[torch.Tensor, int, int]:
-    """Returns pairs of channels `[P, 2]`, int32, -1 for none; and how many are rotated, and how many there are."""
+    """Return pairs of channels `[P, 2]`, int32, -1 for none; and how many are rotated, and how many there are."""
     partners = channels_of(layout, torch.device("cpu"))[0].tolist()
     pairs = [[channel, other] for channel, other in enumerate(partners) if other > channel]
     num_rotated = len(pairs)
@@ -158,7 +158,7 @@ def _pairs(layout: RotaryLayout) -> tuple[torch.Tensor, int, int]:
 
 
 def _angles_at(layout: RotaryLayout, positions: torch.Tensor) -> torch.Tensor:
-    """Computes cosines and signed sines of the first channel of pairs at positions, `[*positions.shape, 2, P]`."""
+    """Compute cosines and signed sines of the first channel of pairs at positions, `[*positions.shape, 2, P]`."""
     channels = _pairs(layout)[0][:, 0].long()
     frequencies = channels_of(layout, torch.device("cpu"))[1][channels.clamp(min=0)]
     angles = positions.double()[..., None] * torch.where(channels < 0, 0.0, frequencies)
@@ -166,7 +166,7 @@ def _angles_at(layout: RotaryLayout, positions: torch.Tensor) -> torch.Tensor:
 
 
 def key_basis_fields(basis: Basis, mean: torch.Tensor, layout: RotaryLayout) -> dict[str, torch.Tensor]:
-    """Returns the fields of `RowPart` for keys in a basis, whose means are `[1, H, D]`, by the channels of pairs."""
+    """Return the fields of `RowPart` for keys in a basis, whose means are `[1, H, D]`, by the channels of pairs."""
     by_layout = _BASES.setdefault(basis, {})
     key = layout, level()
     if key not in by_layout:
@@ -181,7 +181,7 @@ def key_basis_fields(basis: Basis, mean: torch.Tensor, layout: RotaryLayout) -> 
 
 
 def key_basis_sizes(num_coefficients: int, padded_pairs: int) -> dict[str, int]:
-    """Returns the sizes that the fields of a basis are declared with."""
+    """Return the sizes that the fields of a basis are declared with."""
     return {
         "num_coefficients": num_coefficients,
         "padded_pairs": padded_pairs,
@@ -200,7 +200,7 @@ def _basis_as_floats(basis: Basis, channels: torch.Tensor, has_channel: torch.Te
 
 
 def _basis_as_words(basis: Basis, channels: torch.Tensor, has_channel: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Puts the codes of two components into the halves of a word."""
+    """Put the codes of two components into the halves of a word."""
     count = basis.num_components
     codes = F.pad(basis.vectors[:, :count, channels] * has_channel, (0, 0, 0, count % 2)).int()
     words = (codes[:, ::2] & 0xFFFF) | (codes[:, 1::2] << 16)

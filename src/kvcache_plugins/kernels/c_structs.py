@@ -122,7 +122,7 @@ KINDS = {torch.float32: CONSTANTS["F32"], torch.bfloat16: CONSTANTS["BF16"], tor
 
 def make(name: str, sizes: Mapping[str, int] | None = None, /, **values: Any) -> Structure:
     """
-    Makes a structure of `abi.h`. Fields that are not given are 0.
+    Make a structure of `abi.h`. Fields that are not given are 0.
 
     Args:
         name (`str`): the structure's.
@@ -161,7 +161,7 @@ def make(name: str, sizes: Mapping[str, int] | None = None, /, **values: Any) ->
 def _addresses(
     name: str, tensors: Sequence[torch.Tensor], field: TensorField, sizes: Mapping[str, Any]
 ) -> "ctypes.Array[ctypes.c_void_p]":
-    """Makes an array of the addresses of tensors that a field is declared for."""
+    """Make an array of the addresses of tensors that a field is declared for."""
     shape = _shape_of(field, sizes)
     addresses = (ctypes.c_void_p * len(tensors))()
     for index, tensor in enumerate(tensors):
@@ -170,7 +170,7 @@ def _addresses(
 
 
 def check(name: str, tensor: torch.Tensor, field: TensorField, sizes: Mapping[str, Any]) -> int:
-    """Returns the address of a tensor that is what a field is declared to be, or raises a `ValueError`."""
+    """Return the address of a tensor that is what a field is declared to be, or raise a `ValueError`."""
     return _address_of(name, tensor, field.dtypes, _shape_of(field, sizes))
 
 
@@ -197,12 +197,12 @@ def _address_of(
 
 
 def as_words(structure: ctypes.Structure) -> "memoryview[int]":
-    """Views a structure as words of 64 bits, which are written in a third of the time that its fields take."""
+    """View a structure as words of 64 bits, which are written in a third of the time that its fields take."""
     return memoryview(structure).cast("B").cast("q")
 
 
 def word_offsets(name: str) -> SimpleNamespace:
-    """Maps the fields of a structure to their words, and the count of its tasks to `count`."""
+    """Map the fields of a structure to their words, and the count of its tasks to `count`."""
     kind = STRUCTURES[name]
     offsets = {field: getattr(kind, field).offset // 8 for field, *_ in kind._fields_}
     if "tasks" in offsets:

@@ -231,8 +231,8 @@ class PreparedCoding:
         older: KeptRows | None = None,
     ) -> list[torch.Tensor] | None:
         """
-        Encodes `count` tokens, the first of which has the index `start`, behind rows that are `kept`, and all rows in
-        front of these behind `older` ones.
+        Encode `count` tokens from index `start` on behind rows that are `kept`, and requantize all rows in front of
+        these behind `older` ones.
 
         Args:
             states (two `torch.Tensor` of shape `[B, H, at least T, D]`, contiguous): keys and values; the `num_left`

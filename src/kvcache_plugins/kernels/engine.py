@@ -31,7 +31,7 @@ _OLDEST_TRITON = Version("3.5")
 
 
 def load_triton() -> ModuleType:
-    """Imports `kernels.triton`, for callers that have chosen it: Triton may not be installed."""
+    """Import `kernels.triton`, for callers that have chosen it: Triton may not be installed."""
     from kvcache_plugins.kernels import triton
 
     return triton
@@ -39,7 +39,7 @@ def load_triton() -> ModuleType:
 
 def requested_kernel() -> str:
     """
-    Returns the value of `KVCACHE_PLUGINS_KERNELS`.
+    Return the value of `KVCACHE_PLUGINS_KERNELS`.
 
     Raises:
         ValueError: if the value is not accepted.
@@ -54,7 +54,7 @@ def choose_kernel(
     query: torch.Tensor, most_compiled: int = MAX_NUM_QUERIES, shared_formats: RowFormats | None = None
 ) -> tuple[str, bool]:
     """
-    Chooses the kernel for attention of `query` `[B, heads, new tokens, D]` over packed states, rows of
+    Choose the kernel for attention of `query` `[B, heads, new tokens, D]` over packed states, rows of
     `shared_formats` if that is what they are. `"compiled"` is for up to `most_compiled` new tokens.
 
     Returns:
@@ -70,25 +70,25 @@ def choose_kernel(
 
 
 def choose_token_kernel(query: torch.Tensor) -> tuple[str, bool]:
-    """Chooses a kernel for a single new token; `query` may have any shape. See `choose_kernel`."""
+    """Choose a kernel for a single new token; `query` may have any shape. See `choose_kernel`."""
     if torch.is_grad_enabled() and query.requires_grad:
         return "torch", False
     return _kernel_on(query.device.type, os.environ.get(_VARIABLE, "auto"))
 
 
 def compiles_kernels(states: torch.Tensor) -> bool:
-    """Returns whether Triton's kernels, which are compiled at their first run, compute on the states' device."""
+    """Return true if Triton's kernels, which are compiled at their first run, compute on the states' device."""
     return _device_type(states) == "cuda" and _kernel_on("cuda", requested_kernel())[0] == "triton"
 
 
 def has_gpu_kernels() -> bool:
-    """Returns whether there is a GPU that computes by Triton's kernels."""
+    """Return true if there is a GPU that computes by Triton's kernels."""
     return torch.cuda.is_available() and _kernel_on("cuda", requested_kernel())[0] == "triton"
 
 
 def choose_flash(query: torch.Tensor, value_dim: int) -> bool:
     """
-    Returns whether attention of `query` over dense tiles is PyTorch's own flash attention, tile by tile: that of a
+    Return true if attention of `query` over dense tiles is PyTorch's own flash attention, tile by tile: that of a
     prompt on a CPU, if keys and values have equally many channels, `value_dim`.
     """
     is_prompt = query.shape[2] > MAX_NUM_QUERIES and query.device.type == "cpu"
@@ -99,7 +99,7 @@ def choose_flash(query: torch.Tensor, value_dim: int) -> bool:
 
 def choose_copy_kernel(states: torch.Tensor) -> str:
     """
-    Chooses the kernel that copies rows between pages and the device of `states`: `"triton"` or `"torch"`. On CPUs
+    Choose the kernel that copies rows between pages and the device of `states`: `"triton"` or `"torch"`. On CPUs
     plain PyTorch is no fallback, unless `triton` is requested by name.
     """
     requested, device_type = requested_kernel(), _device_type(states)
@@ -111,7 +111,7 @@ def choose_copy_kernel(states: torch.Tensor) -> str:
 
 def choose_coding_kernel(tokens: torch.Tensor, head_dim: int = 0) -> str:
     """
-    Chooses the kernel that encodes states, or decodes rows, of so many channels: `"compiled"`, `"torch"` or
+    Choose the kernel that encodes states, or decodes rows, of so many channels: `"compiled"`, `"torch"` or
     `"triton"`, which only encodes. Plain PyTorch is no fallback.
     """
     requested, device_type = os.environ.get(_VARIABLE, "auto"), tokens.device.type
@@ -125,7 +125,7 @@ def choose_coding_kernel(tokens: torch.Tensor, head_dim: int = 0) -> str:
 
 def explain_kernel(device_type: str) -> tuple[str, str | None]:
     """
-    Explains the kernel for attention of a few new tokens, for caches on a device of a type.
+    Explain the kernel for attention of a few new tokens, for caches on a device of a type.
 
     Returns:
         `"triton"`, `"compiled"` or `"torch"`, and the reason if that is a fallback, or `None`.
@@ -146,7 +146,7 @@ def _wanted_kernel(device_type: str, requested: str) -> str:
 
 @cache
 def _kernel_on(device_type: str, requested: str) -> tuple[str, bool]:
-    """Chooses the kernel for a few queries on a device; warns the first time, as the answer is kept."""
+    """Choose the kernel for a few queries on a device; warn the first time, as the answer is kept."""
     wanted = _wanted_kernel(device_type, requested_kernel())
     reason = _why_not(wanted, device_type)
     if reason is None:
@@ -159,7 +159,7 @@ def _kernel_on(device_type: str, requested: str) -> tuple[str, bool]:
 
 
 def _why_not(kernel: str, device_type: str) -> str | None:
-    """Returns the reason why a kernel cannot run on a device, or `None`."""
+    """Return the reason why a kernel cannot run on a device, or `None`."""
     if kernel == "compiled":
         if device_type != "cpu":
             return f"it runs on CPUs, and the cache is on a {device_type} device"

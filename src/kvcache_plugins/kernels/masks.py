@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 
 def _full_rank(mask: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns the mask with four dimensions and all its columns."""
+    """Return the mask with four dimensions and all its columns."""
     while mask.dim() < 4:
         mask = mask.unsqueeze(0)
     return mask.expand(*mask.shape[:3], length) if mask.shape[3] == 1 else mask
@@ -17,7 +17,7 @@ def _full_rank(mask: torch.Tensor, length: int) -> torch.Tensor:
 
 def slice_mask(mask: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
     """
-    Returns the columns from `start` to `stop`, with all four dimensions; nothing is hidden behind the last column of
+    Return the columns from `start` to `stop`, with all four dimensions; nothing is hidden behind the last column of
     several. `None` if nothing is hidden at all.
     """
     if mask is None:
@@ -35,7 +35,7 @@ def mask_columns(
     mask: torch.Tensor | None, positions: torch.Tensor, batch_size: int, length: int
 ) -> torch.Tensor | None:
     """
-    Returns the columns at `positions` `[batch_size, columns]` of every sequence; positions beyond the first or the
+    Return the columns at `positions` `[batch_size, columns]` of every sequence; positions beyond the first or the
     last column repeat that one.
     """
     if mask is None:
@@ -47,14 +47,14 @@ def mask_columns(
 
 
 def hide_first(mask: torch.Tensor | None, count: int, length: int, device: torch.device) -> torch.Tensor:
-    """Returns `mask` of `length - count` columns with `count` hidden columns in front."""
+    """Return `mask` of `length - count` columns with `count` hidden columns in front."""
     if mask is None:
         return (torch.arange(length, dtype=torch.int64, device=device) >= count)[None, None, None]
     return F.pad(mask, (count, 0), value=False if mask.dtype == torch.bool else -torch.inf)
 
 
 def combine_masks(mask: torch.Tensor | None, allowed: torch.Tensor) -> torch.Tensor:
-    """Returns `mask` narrowed to the columns that are `allowed` `[batch_size, columns]`, bool."""
+    """Return `mask` narrowed to the columns that are `allowed` `[batch_size, columns]`, bool."""
     allowed = allowed[:, None, None, :]
     if mask is None:
         return allowed
@@ -62,7 +62,7 @@ def combine_masks(mask: torch.Tensor | None, allowed: torch.Tensor) -> torch.Ten
 
 
 def _sees_itself(mask: torch.Tensor, first_new: int, first_column: int) -> torch.Tensor:
-    """Returns for every new token, `[1 or B, tokens]`, whether it may attend to itself."""
+    """Return for every new token, `[1 or B, tokens]`, whether it may attend to itself."""
     columns = _full_rank(mask, mask.shape[-1])[:, 0]
     itself = columns.diagonal(offset=first_new - first_column, dim1=-2, dim2=-1)
     return itself if itself.dtype == torch.bool else itself > torch.finfo(itself.dtype).min / 2
@@ -72,7 +72,7 @@ def leading_padding(
     mask: torch.Tensor, first_new: int, known: torch.Tensor | None, batch_size: int, first_column: int = 0
 ) -> torch.Tensor | None:
     """
-    Learns the left padding of every sequence, `[batch_size]`, from the mask of an update of several tokens, which has
+    Learn the left padding of every sequence, `[batch_size]`, from the mask of an update of several tokens, which has
     one row per new token; `None` if there is none.
 
     A token that may not attend to itself is padding; that holds for left padding and not for sliding windows or custom

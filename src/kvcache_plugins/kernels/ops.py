@@ -19,12 +19,12 @@ from .engine import choose_coding_kernel, load_triton
 # Dense float32 values of one tile stay within the processor's caches
 TILE_TOKENS = 1024
 # Keys and values `[B, H, tokens, D or E]` of the tokens of a part from the first number up to the second, in float32
-# unless they are exact. A side that is not asked for may be another tensor of as many tokens
+# unless they are exact. A side that is not wanted may be another tensor of as many tokens
 Tile = tuple[torch.Tensor, torch.Tensor, int, int]
 
 
 def encode_rows(states: torch.Tensor, row_format: RowFormat, positions: Positions = START) -> torch.Tensor:
-    """Encodes states `[B, H, T, D]` of any floating dtype as rows `[B, H, T, R]`, uint8."""
+    """Encode states `[B, H, T, D]` of any floating dtype as rows `[B, H, T, R]`, uint8."""
     if states.is_meta:
         return states.new_empty(*states.shape[:3], row_format.row_size, dtype=torch.uint8)
     kernel = choose_coding_kernel(states, row_format.head_dim)
@@ -37,7 +37,7 @@ def encode_rows(states: torch.Tensor, row_format: RowFormat, positions: Position
 
 
 def requantize_rows(rows: torch.Tensor, finer: RowFormat, row_format: RowFormat) -> torch.Tensor:
-    """Encodes rows `[B, H, T, R]` of `finer`, which `with_more_bits` has made of `row_format`, as rows of that."""
+    """Encode rows `[B, H, T, R]` of `finer`, which is `row_format.with_more_bits(...)`, as rows of `row_format`."""
     if rows.is_meta:
         return rows.new_empty(*rows.shape[:3], row_format.row_size)
     if choose_coding_kernel(rows, row_format.head_dim) == "compiled":
@@ -46,7 +46,7 @@ def requantize_rows(rows: torch.Tensor, finer: RowFormat, row_format: RowFormat)
 
 
 def decode_rows(rows: torch.Tensor, row_format: RowFormat, positions: Positions | None = START) -> torch.Tensor:
-    """Decodes rows `[B, H, T, R]` to states `[B, H, T, D]`, float32; keys before RoPE if positions are `None`."""
+    """Decode rows `[B, H, T, R]` to states `[B, H, T, D]`, float32; keys before RoPE if positions are `None`."""
     if rows.is_meta:
         return rows.new_empty(*rows.shape[:3], row_format.head_dim, dtype=torch.float32)
     if choose_coding_kernel(rows, row_format.head_dim) == "compiled":
@@ -57,7 +57,7 @@ def decode_rows(rows: torch.Tensor, row_format: RowFormat, positions: Positions 
 def apply_rope(
     keys: torch.Tensor, layout: RotaryLayout, positions: Positions, *, inverse: bool = False
 ) -> torch.Tensor:
-    """Returns keys `[B, H, T, D]`, float32, with the rotary embedding of their positions applied, or undone."""
+    """Return keys `[B, H, T, D]`, float32, with the rotary embedding of their positions applied, or undone."""
     if not layout.frequencies:
         return keys.float()
     if choose_coding_kernel(keys, layout.head_dim) == "compiled":
@@ -72,8 +72,8 @@ def channel_moments(
     positions: Positions = START,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Computes means and variances of channels `[B, H, D]`, float32, of states `[B, H, T, D]` of any floating dtype whose
-    rotary embedding is undone, over all tokens or those that are `valid` `[B, T]`. They are 0 where no token is.
+    Compute means and variances of channels `[B, H, D]`, float32, of states `[B, H, T, D]` of any floating dtype whose
+    rotary embedding is undone, over all tokens or those that are `valid` `[B, T]`. Heads without tokens have zeros.
     """
     if choose_coding_kernel(states, states.shape[3]) == "compiled":
         return cpu_coding.channel_moments(states, valid, layout, positions)
@@ -83,7 +83,7 @@ def channel_moments(
 def decode_tiles(
     part: DensePart | GroupPart | RowPart | OpaqueRowPart, sides: Collection[str] = SIDES
 ) -> Iterator[Tile]:
-    """Decodes a part tile by tile, or only some of its `sides`."""
+    """Decode a part tile by tile, or only some of its `sides`."""
     if isinstance(part, DensePart):
         yield *part.in_use(), 0, part.length
     elif isinstance(part, GroupPart):
@@ -102,7 +102,7 @@ def _tiles_of_groups(part: GroupPart, sides: Collection[str]) -> Iterator[Tile]:
         chunks = slice(chunk, min(chunk + step, num_chunks))
         for first in range(0, size, stride):
             start, tokens = chunk * size + first, slice(first, min(first + stride, size))
-            # Chunks may not be in use to their end
+            # Tokens at the end of chunks may be unused
             stop = min(start + (chunks.stop - chunk) * (tokens.stop - first), part.length)
             if start < stop:
                 made = [side.dequantize_tile(chunks, tokens)[:, :, : stop - start] for side in stored]

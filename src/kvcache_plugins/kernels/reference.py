@@ -1,8 +1,8 @@
 """Encoding and decoding of rows in plain PyTorch: the reference that kernels are compared with. See `formats.rows`.
 
-The scale that is stored is found after the codes: for keys the one of least error where every channel counts by its
-energy, which goes with `4^width`; for values `z.z / z.q`, which keeps them as large as they were: sums of weighted
-values must not shrink with every token.
+The stored scale is found after the codes. Scales of keys have the least error, where every channel counts by its
+energy, which is proportional to `4^width`. Scales of values are `z.z / z.q`, which keeps the values' size: sums of
+weighted values must not shrink with every token.
 
 Legend: B batch, H heads, T tokens, D channels, K numbers that are coded, N blocks of eight, R bytes of a row.
 """
@@ -24,8 +24,8 @@ from kvcache_plugins.formats.rows import (
 )
 
 
-# Numbers that are coded or decoded at a time: a CPU's caches hold so many, and so many take a GPU longer than its host
-# takes to launch
+# Values that are encoded or decoded at a time: they fit into a CPU's caches, and take a GPU longer than their launch
+# takes the host
 _NUMBERS_ON_CPU, _NUMBERS_ON_GPU = 2**18, 2**23
 
 
@@ -78,7 +78,7 @@ def channel_moments(
 
 
 def _transform(states: torch.Tensor, row_format: RowFormat, positions: Positions) -> torch.Tensor:
-    """Returns numbers `[B, H, T, K]`, float32, of states `[B, H, T, D]`, less the mean already if they are rotated."""
+    """Return numbers `[B, H, T, K]`, float32, of states `[B, H, T, D]`, less the mean already if they are rotated."""
     layout = row_format.rope
     states = states.float() if layout is None else apply_rope(states, layout, positions, inverse=True)
     if row_format.is_rotated:
@@ -95,7 +95,7 @@ def _split(tokens: torch.Tensor, row_format: RowFormat) -> tuple[torch.Tensor, .
 
 
 def _encode(numbers: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
-    """Encodes numbers `[B, H, T, K]` as rows."""
+    """Encode numbers `[B, H, T, K]` as rows."""
     widths = row_format.widths.expand(len(numbers), -1, -1)
     normal = _normalize(numbers, row_format)
     has_bits = (widths > 0).float()[:, :, None, :, None]
@@ -106,7 +106,7 @@ def _encode(numbers: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
         codes = find_codes(normal / scale, widths)
         levels = _levels(codes, widths, row_format)
         found, stored = _stored_scale(_fitting_scale(normal, widths, levels, scale, row_format))
-        # Asked for only where it saves something: the host would wait for a GPU
+        # Checked only if it saves work: the host waits for a GPU
         if number < row_format.num_refits and bool((found == scale).all()):
             break
     return pack_rows(codes, stored.flatten(3), widths, row_format.row_size)
@@ -115,7 +115,7 @@ def _encode(numbers: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
 def _fitting_scale(
     normal: torch.Tensor, widths: torch.Tensor, levels: torch.Tensor, scale: torch.Tensor, row_format: RowFormat
 ) -> torch.Tensor:
-    """Returns the scale `[B, H, T, 1, 1]` for levels that were found with `scale`."""
+    """Return the scale `[B, H, T, 1, 1]` for levels that were found with `scale`."""
     has_bits = (widths > 0).float()[:, :, None, :, None]
     # Channels that reverse waterfilling has given bits to have energies in inverse proportion to its distortions
     weights = has_bits * 4.0 ** widths.float()[:, :, None, :, None]
@@ -129,7 +129,7 @@ def _fitting_scale(
 
 
 def _decode(rows: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
-    """Decodes rows to numbers `[B, H, T, K]`."""
+    """Decode rows to numbers `[B, H, T, K]`."""
     widths = row_format.widths.expand(len(rows), -1, -1)
     codes = unpack_rows(rows, widths)
     levels = _levels(codes, widths, row_format).flatten(3)[..., : row_format.num_coefficients]
@@ -141,7 +141,7 @@ def _decode(rows: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
 
 
 def _normalize(numbers: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
-    """Returns numbers over their deviations in the order of the format, `[B, H, T, N, 8]`."""
+    """Return numbers over their deviations in the order of the format, `[B, H, T, N, 8]`."""
     if row_format.deviation is not None:
         deviation = row_format.deviation.float()
         # A channel that does not vary is its mean
@@ -152,7 +152,7 @@ def _normalize(numbers: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
 
 
 def _levels(codes: torch.Tensor, widths: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
-    """Returns the levels of codes `[B, H, T, N, 8]`, as large on average as the numbers that they stand for."""
+    """Return the levels of codes `[B, H, T, N, 8]`, as large on average as the encoded values."""
     levels = levels_of(codes, widths)
     if row_format.is_weighted:
         return levels
@@ -161,7 +161,7 @@ def _levels(codes: torch.Tensor, widths: torch.Tensor, row_format: RowFormat) ->
 
 
 def _stored_scale(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a scale `[B, H, T, 1, 1]` after rounding, and the byte that it is stored as."""
+    """Return a scale `[B, H, T, 1, 1]` after rounding, and the byte that it is stored as."""
     steps = (scale.clamp(min=1e-6).log2() * SCALE_STEPS).round() + SCALE_OFFSET
     stored = steps.nan_to_num(0).clamp(0, LAST_SCALE).to(torch.uint8)
     return scale_of(stored), stored

@@ -1,4 +1,4 @@
-"""Bases of the cache layers: states that stay compressed until attention asks for them, and layers that hand them out.
+"""Bases of cache layers: states that stay compressed until attention reads them, and layers that return them.
 
 Importing this package registers `attention_functions` in the places of those of Transformers' table that would not ask
 such states.

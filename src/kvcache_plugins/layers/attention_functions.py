@@ -1,9 +1,9 @@
 """Attention functions of Transformers' table that read states themselves, over lazy states.
 
-Lazy states are asked by `sdpa`, and by `eager` attention and others that a model writes out in PyTorch. But
-`flex_attention` compiles what it is given, and a kernel of flash attention reads it: importing this module wraps these
-entries of the table. Dense states go on to what was there, with all arguments. To lazy states the layer that stores
-them attends, with the same tokens hidden, and so learns padding and queries.
+Under `sdpa`, `eager` attention and others that a model writes out in PyTorch, lazy states notice attention themselves.
+But `flex_attention` compiles functions of its arguments, and a kernel of flash attention reads their memory. Importing
+this module wraps these entries of the table. Dense states are passed on to the original function with all arguments.
+The layer of lazy states computes attention under the same mask, and learns padding and queries from it.
 """
 
 from collections.abc import Callable
@@ -23,18 +23,18 @@ from .lazy_kv import LazyKV, attend_lazily
 
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-# A mask as `sdpa` takes it, and whether a causal one applies in its place
+# Mask as in `sdpa`, and true if a causal mask applies instead
 _Mask = tuple[torch.Tensor | None, bool]
 _MaskReader = Callable[..., _Mask | None]
 
-# All layers of a forward pass are given one
+# All layers of a forward share one mask
 _DENSE_MASKS: WeakKeyDictionary[BlockMask, _Mask] = WeakKeyDictionary()
-# Rows of a mask that are made at once: a causal mask need never be there whole
+# Rows of a mask that are made at a time, so that a causal mask is never held whole
 _NUM_ROWS = 256
 
 
 def _wrap(attend: Attention, read_mask: _MaskReader) -> Attention:
-    """Wrap `attend` so that layers attend to lazy states, under the mask that is read of its arguments."""
+    """Wrap `attend` so that layers attend to lazy states, under the mask that `read_mask` finds in its arguments."""
 
     @wraps(attend)
     def forward(
@@ -54,13 +54,13 @@ def _wrap(attend: Attention, read_mask: _MaskReader) -> Attention:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         found = read_mask(module, query, key, attention_mask, **options)
         if found is None:
-            # Not hidden by a mask, but by what only this implementation understands
+            # These arguments hide tokens in ways that only this implementation supports
             return attend(module, query, key + 0, value + 0, attention_mask, **options)
         mask, options["is_causal"] = found
         softcap, sinks = options.get("softcap"), options.get("s_aux")
         if softcap is None and sinks is None:
             return sdpa_attention_forward(module, query, key, value, mask, **options)
-        # Which `scaled_dot_product_attention` does not have
+        # Options that `scaled_dot_product_attention` does not have
         if sinks is not None:
             sinks = sinks.detach().reshape(1, -1, 1, 1)
         call = AttentionCall(query, mask, options["is_causal"], options.get("scaling"), softcap, sinks)
@@ -83,7 +83,7 @@ def _attend_densely(call: AttentionCall, key: torch.Tensor, value: torch.Tensor)
 def _read_block_mask(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: BlockMask | torch.Tensor | None, **_: object
 ) -> _Mask:
-    """Read the mask of `flex_attention`, which hides nothing where there is none."""
+    """Return the mask of `flex_attention`; no token is hidden if there is none."""
     if not isinstance(mask, BlockMask):
         return None if mask is None else mask[..., : key.shape[2]], False
     if mask not in _DENSE_MASKS:
@@ -107,7 +107,7 @@ def _make_dense(mask: BlockMask, num_queries: int, num_tokens: int, device: torc
 
     starts, columns = range(0, num_queries, _NUM_ROWS), torch.arange(num_tokens, dtype=torch.int64, device=device)
     is_square = num_queries == num_tokens > 1
-    # Left at the first rows that show something else
+    # Stop at the first rows that differ from a causal mask
     if is_square and all(
         bool((rows(start) == (columns <= columns[start : start + _NUM_ROWS, None])).all()) for start in starts
     ):
@@ -131,7 +131,7 @@ def _read_padding_mask(
     """Read the mask of flash attention, `[batch_size, num_tokens]`; `None` if sequences are packed into one."""
     num_queries, num_tokens = query.shape[2], key.shape[2]
     if mask is None and num_queries > 1:
-        # As Transformers does, which looks at positions of one item alone
+        # Transformers too looks at positions of one sequence only
         positions = None if query.shape[0] > 1 else position_ids
         if cu_seq_lens_q is not None or (positions is not None and bool((positions.diff() != 1).any())):
             return None

@@ -1,9 +1,9 @@
-"""Steps of attention over lazy tensors: what functions of PyTorch make of these, without computing it.
+"""Steps of attention over lazy tensors: results of functions of PyTorch that are not computed yet.
 
 Models repeat heads before they attend, and `eager` attention is a product of queries and keys, a factor, a mask, a
 softmax and a product with values, each a function of PyTorch. A step here takes the arguments of such a function, and
-returns the lazy tensor that stands for its result, or `None` if the function means something else: then it gets dense
-tensors. It does not matter in which function of Transformers or of a user the steps are written.
+returns its result as a lazy tensor, or `None` if the function is no step: then it gets dense tensors. The steps may be
+in any function of Transformers or of a user.
 """
 
 from __future__ import annotations

@@ -472,8 +472,11 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         return self._length - start + in_front
 
     def state(self) -> LayerState:
-        """Return everything that the layer holds, as it is: nothing is copied but the prefix of a dense layer."""
-        self.commit_prompt()
+        """
+        Return everything that the layer holds, as it is: nothing is copied but the prefix of a dense layer. A prompt
+        has to be committed.
+        """
+        assert self._pending is None, "commit the prompt first"
         batch_size, num_heads, _, key_head_dim = self.states_shape("keys")
         segments = [each for each in self.storage.segments if each.length]
         newest = segments[-1] if segments else None

@@ -47,7 +47,7 @@ class ExactPrefix:
     is_uniform: bool
 
     def check(self) -> None:
-        """Raise a `ValueError` if tokens of a file go beyond its slots, or stand elsewhere than it says."""
+        """Raise a `ValueError` if tokens of a file exceed its slots, or contradict `is_uniform`."""
         if self.keys.dtype != self.values.dtype:
             raise ValueError(f"keys in {self.keys.dtype} have values in {self.values.dtype}")
         if bool((self.count > self.num_slots).any()):
@@ -146,14 +146,14 @@ class ExactPrefix:
 
 class ExactTail:
     """
-    The newest tokens, exact: keys and values `[B, H, capacity, D]`, of which the first `length` are in use.
+    The newest tokens, exact: keys and values `[B, H, capacity, D]`, where the first `length` tokens are in use.
 
-    Capacity grows in small steps, as reserved memory counts too: moving a few tokens costs less than the memory would.
-    It ends at `limit`, the number of tokens that wait in ordinary decoding; a longer update goes beyond only as far as
-    it needs.
+    Capacity grows in small steps, as reserved memory counts too: moving a few tokens costs less than the memory. The
+    capacity ends at `limit`, the largest number of tokens in ordinary decoding; a longer update reserves only the
+    tokens that it has.
 
     The newest token may be `unwritten`: the attention kernel copies it into the storage, as four small operations of
-    PyTorch take longer than the rest of an update. Every other reader has it written first.
+    PyTorch take longer than the rest of an update. Every other reader writes it first.
 
     Attributes:
         storage (two `torch.Tensor` of shape `[B, H, capacity, D]`): keys and values, without the unwritten token.

@@ -1,14 +1,14 @@
 """Latent attention (MLA) over latent states as they are stored, `[B, 1, T, rank]`, beside rotary keys `[B, 1, T, R]`.
 
-Models of DeepSeek's form cache one latent state a token, in the place of keys, and one rotary key for all heads, in
-the place of values. A linear layer `[H * E, rank]` expands latent states to `E` channels of each head, first the
-key's and then the value's; the rotary key is copied behind the key of each head:
+Models of DeepSeek's form cache one latent state a token as keys, and one rotary key for all heads as values. A linear
+layer `[H * E, rank]` expands latent states to `E` channels of each head, first the key's and then the value's; the
+rotary key is copied behind the key of each head:
 
     keys[h] = [ key rows of weight[h] @ latent, rotary ]        values[h] = value rows of weight[h] @ latent
 
 The steps below follow this expansion. Attention to its results multiplies queries with the key rows instead, attends
 to latent states with all heads, and multiplies the output with the value rows: nothing is expanded for each token.
-Where there are so many queries that expanding costs less, it is done for one tile of tokens after the other.
+If there are so many queries that expanding costs less, one tile of tokens is expanded after the other.
 """
 
 from __future__ import annotations
@@ -180,9 +180,10 @@ def _take_channels(keys: LazyTensor, index: object) -> LazyTensor | None:
 
 
 def _copy(channels: LazyTensor, part: Any) -> LazyTensor | None:
-    """Note a part of joined keys that are not dense yet."""
+    """Record a part of joined keys that are not dense yet."""
     meaning = getattr(part, "meaning", None)
-    whole, start, stop = channels.meaning.whole, channels.meaning.start, channels.meaning.stop
+    whole = channels.meaning.whole
+    start, stop = channels.meaning.start, channels.meaning.stop
     if not isinstance(meaning, Expanded | Stored) or part.shape != channels.shape or part.dtype != channels.dtype:
         return None
     if whole.numbers is not None:

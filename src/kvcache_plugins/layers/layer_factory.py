@@ -1,4 +1,4 @@
-"""Cache layers for a model's config: a method's own in the place of some of Transformers'.
+"""Cache layers for a model's config: some are a method's own, and the others Transformers'.
 
 A method may replace layers of full attention, and layers of windowed attention if it can take them; other bounded
 layers stay Transformers' own. In hybrid layers, such as Falcon-H1's, attention runs beside a convolution or a
@@ -118,8 +118,10 @@ def _hybrid_class(base: type[LazyLayer]) -> Callable[[LazyLayer, int], LazyLayer
 
     class Hybrid(LinearAttentionLayer, base):  # type: ignore[misc, valid-type]
         is_compileable = False
-        # These move or reorder tensors, and so go by `map_tensors`
-        offload, prefetch, reorder_cache = base.offload, base.prefetch, base.reorder_cache
+        # These move or reorder tensors, so they have to call `map_tensors`
+        offload = base.offload
+        prefetch = base.prefetch
+        reorder_cache = base.reorder_cache
 
         def __init__(self, layer: LazyLayer, number_of_states: int):
             """Take over an unused layer of class `base`, and add states of convolutions and recurrences."""

@@ -32,7 +32,7 @@ class ExactStates:
     values: Annotated[torch.Tensor, Stored((*_TOKENS, "value_head_dim"), *_FLOATS, is_finite=False)]
 
     def check(self) -> None:
-        """Raises a `ValueError` if keys and values are of two dtypes."""
+        """Raise a `ValueError` if keys and values are of two dtypes."""
         if self.keys.dtype != self.values.dtype:
             raise ValueError(f"keys in {self.keys.dtype} have values in {self.values.dtype}")
 
@@ -57,9 +57,9 @@ class LayerState:
         dtype (`torch.dtype`): of the states that came in.
         batch_size, num_heads, key_head_dim, value_head_dim (`int`): their sizes.
         length (`int`): tokens of the sequence, padding included.
-        held_start (`int`): position before which a layer of a window has let go of everything.
-        is_open (`bool`): whether further decoded tokens join the last block.
-        counters (`dict[str, int]`): what `stats()` counts.
+        held_start (`int`): position before which a layer of a window has evicted all tokens.
+        is_open (`bool`): True if further decoded tokens join the last block.
+        counters (`dict[str, int]`): counters of `stats()`.
         padding (`torch.Tensor` of shape `[batch_size]`, *optional*): left padding of every sequence.
         prefix (`ExactPrefix`, *optional*): exact tokens in front.
         blocks (`list[SegmentState]`): compressed tokens.
@@ -104,12 +104,12 @@ class DenseState:
     check = ExactStates.check
 
 
-# Of a layer; `None` of one without tokens
+# State of a layer, `None` without tokens
 State = LayerState | DenseState | None
 
 
 def _check_order(state: LayerState, sliding_window: int | None, path: str) -> None:
-    """Raises a `ValueError` unless prefix, blocks and buffer follow each other and end where the sequence does."""
+    """Raise a `ValueError` unless prefix, blocks and buffer follow each other and end where the sequence does."""
     first_seen = 0 if sliding_window is None else max(state.length - sliding_window + 1, 0)
     if state.held_start > first_seen:
         raise ValueError(
@@ -122,8 +122,8 @@ def _check_order(state: LayerState, sliding_window: int | None, path: str) -> No
             raise ValueError(f"`{path}`: there are tokens but none that they begin with")
     elif state.held_start:
         if position < state.held_start:
-            raise ValueError(f"`{path}`: there are tokens before what has been let go of")
-    # An item may begin behind all tokens, if `crop` has cut it to its padding
+            raise ValueError(f"`{path}`: there are tokens before those that were evicted")
+    # A sequence may begin behind all tokens, if `crop` has cut it to its padding
     elif bool(((prefix.end < position) | (prefix.end > exact_start) & (prefix.count > 0)).any()):
         raise ValueError(f"`{path}`: the exact tokens in front do not reach to those behind them, or go beyond")
     for block in state.blocks:
@@ -241,7 +241,7 @@ def _read_groups(
     chunks = keys.num_chunks, keys.chunk_length
     if (values.num_chunks, values.chunk_length) != chunks or -(-segment.length // chunks[1]) != chunks[0]:
         raise ValueError(f"`{path}`: {segment.length} tokens do not fit {chunks[0]} chunks of {chunks[1]}")
-    # Chunks of decoded tokens are written into an open segment, which has to be of such
+    # Further chunks of decoded tokens are written into an open segment, so it must consist of such chunks
     is_whole = chunks[1] == decoded_length and segment.length % decoded_length == 0
     if is_open and not (is_whole and codec.keys.is_of_decoded(keys) and codec.values.is_of_decoded(values)):
         raise ValueError(f"`{path}` is open, and has to be of whole chunks of decoded tokens")

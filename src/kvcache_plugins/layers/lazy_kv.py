@@ -1,15 +1,15 @@
-"""Lazy keys and values: tensors that stand for what a layer stores, until something needs their numbers.
+"""Lazy keys and values: tensors that refer to a layer, and become dense if something needs their values.
 
 `Cache.update` gets no query and the attention function gets no cache, so a compressed cache would have to return
 dense tensors, or patch models. A `LazyKV` is the third way: a tensor that reports the dense shape, dtype and device
-but only refers to its layer. Given to `torch.nn.functional.scaled_dot_product_attention`, or to a function of
-`attention_functions`, it has the layer attend, and nothing is made dense. Functions of PyTorch that attention is made
-of are followed step by step, whoever calls them: `attention_steps` has those of repeated heads and of attention that
-is written out, such as `eager`, and `latent_attention` those of latent states. Each step gives another `LazyKV`; the
-last one, the product with values, is answered by the layer.
+but only refers to its layer. `torch.nn.functional.scaled_dot_product_attention` and the functions of
+`attention_functions` let the layer compute attention over it, and nothing is made dense. Attention that a model writes
+out in functions of PyTorch is recorded step by step: `attention_steps` has the steps of repeated heads and of
+attention such as `eager`, and `latent_attention` those of latent states. Each step returns another `LazyKV`; for the
+last one, the product with values, the layer computes attention.
 
-Any other function gets the dense tensor, computed by the steps so far: right, and slower. Attention weights become
-dense when somebody looks at them, or when the layer changes while somebody holds them.
+Any other function gets the dense tensor, computed by the steps so far: correct, and slower. Attention weights become
+dense when they are read, or when the layer changes while a caller holds them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ _METADATA_FUNCTIONS = functions("size", "dim", "numel", "__len__", "element_size
 
 class Source(dict[str, torch.Tensor]):
     """
-    The layer that lazy tensors are of, and its dense keys and values: there are none until the layer changes what it
-    stores.
+    Layer of lazy tensors, and its dense keys and values, which are empty until the layer changes stored tokens.
     """
 
     __slots__ = ("__weakref__", "layer")
@@ -47,7 +46,7 @@ class Source(dict[str, torch.Tensor]):
 
 
 class HandedOut(ref[Source]):
-    """Refers to the source that a layer's lazy tensors share as long as any is held; a copy of the layer has none."""
+    """Weak reference to the source that a layer's lazy tensors share; a copy of the layer has none."""
 
     __slots__ = ()
 
@@ -57,15 +56,14 @@ class HandedOut(ref[Source]):
 
 class LazyKV(torch.Tensor):
     """
-    Keys or values of a layer, or what steps of attention make of them, without their numbers.
+    Keys or values of a layer, or the result of steps of attention on them, without their values.
 
     Attributes:
-        source (`Source`): the layer, or what answers attention as one does.
-        meaning (`Stored` or a meaning of a step, *optional*): what attention takes it for; `None` once it is dense for
-            good.
-        recipe (`tuple`, *optional*): function and arguments that make it; `None` for what the layer stores.
-        numbers (`torch.Tensor`, *optional*): the dense tensor, where it is at hand.
-        is_exact (`bool`): True if it is made of a prompt before its compression, whose numbers are at hand.
+        source (`Source`): the layer, or another object that computes attention.
+        meaning (`Stored` or a meaning of a step, *optional*): its role in attention; `None` once it is dense.
+        recipe (`tuple`, *optional*): function and arguments that make it; `None` for keys and values of the layer.
+        numbers (`torch.Tensor`, *optional*): the dense tensor, if it is known.
+        is_exact (`bool`): True if it is made of an uncommitted prompt, whose dense tensors are known.
     """
 
     source: Source
@@ -73,12 +71,12 @@ class LazyKV(torch.Tensor):
     recipe: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]] | None = None
     numbers: torch.Tensor | None = None
     is_exact: bool = False
-    # Attributes of each tensor, which hide those of `torch.Tensor`: models ask several times a layer
+    # Attributes of each tensor, which hide those of `torch.Tensor`: models read them several times a layer
     shape: torch.Size = torch.Size()
     dtype: torch.dtype = torch.float32
 
     def derive(self, meaning: Any, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> LazyKV:
-        """Make a tensor that a step makes of this one, of the same shape and dtype by default."""
+        """Return the result of a step on this tensor, of the same shape and dtype by default."""
         size = self.shape if shape is None else torch.Size(shape)
         made = _make(size, dtype or self.dtype, self.source, meaning)
         made.is_exact = self.is_exact
@@ -100,11 +98,12 @@ class LazyKV(torch.Tensor):
         return dense
 
     def read(self) -> torch.Tensor:
-        """Compute the dense tensor for what is no attention."""
+        """Compute the dense tensor for a function that is no attention."""
         return self.densify(is_read=True)
 
     def _read_layer(self) -> torch.Tensor:
-        layer, side, num_tokens = self.source.layer, self.meaning.side, self.shape[2]
+        layer, side = self.source.layer, self.meaning.side
+        num_tokens = self.shape[2]
         stored = self.source[side] if self.source else layer.to_dense(side)
         if stored.shape[2] < num_tokens:
             raise RuntimeError("these lazy states are older than the last `crop` or `reset` of their cache")
@@ -173,8 +172,10 @@ def make_lazy_kv(
         value_size = torch.Size((batch_size, value_shape[1], num_tokens, value_shape[3]))
     keys: LazyKV = make(LazyKV, key_size, dtype=dtype, device=device)
     values: LazyKV = make(LazyKV, value_size, dtype=dtype, device=device)
-    keys.source, keys.meaning, keys.shape, keys.dtype = source, KEYS, key_size, dtype
-    values.source, values.meaning, values.shape, values.dtype = source, VALUES, value_size, dtype
+    keys.source = values.source = source
+    keys.dtype = values.dtype = dtype
+    keys.meaning, values.meaning = KEYS, VALUES
+    keys.shape, values.shape = key_size, value_size
     if exact is not None:
         keys.numbers, values.numbers = exact
         keys.is_exact = values.is_exact = True
@@ -185,10 +186,11 @@ def attend_lazily(
     call: AttentionCall, keys: LazyKV, values: LazyKV, attend_exactly: Callable[[Any, Any], Any]
 ) -> Any | None:
     """
-    Have the layer of keys and values answer a call without `project`, or `attend_exactly` to their numbers if they are
-    exact; `None` if they are not the newest of one layer, or if steps have made something else of them.
+    Let the layer of keys and values compute attention without `project`, or `attend_exactly` over dense tensors if
+    they are exact. Return `None` if they are not the newest of one layer, or are results of other steps.
     """
-    source, num_tokens, latent = keys.source, keys.shape[2], None
+    source, num_tokens = keys.source, keys.shape[2]
+    latent = None
     layer = source.layer
     if values.source is not source or values.shape[2] != num_tokens:
         return None
@@ -227,7 +229,7 @@ def _scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Attend by the layer where keys and values are both its lazy tensors, otherwise by PyTorch over dense ones."""
+    """Let the layer attend if keys and values are both its lazy tensors, and PyTorch over dense ones otherwise."""
     lazy_elsewhere = isinstance(query, LazyKV) or isinstance(attn_mask, LazyKV)
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     # Dropout belongs to training, where nothing is compressed
@@ -241,10 +243,10 @@ def _scaled_dot_product_attention(
 
 
 def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answer a function of PyTorch that is called with lazy tensors among `args` and `kwargs`."""
+    """Compute a function of PyTorch that is called with lazy tensors among `args` and `kwargs`."""
     if func is F.scaled_dot_product_attention:
         return _scaled_dot_product_attention(*args, **kwargs)
-    # Attributes such as `device`, and none that holds the numbers themselves
+    # Attributes such as `device`, but none that holds the values
     is_getter = func.__name__ == "__get__"
     if func in _METADATA_FUNCTIONS or (
         is_getter and getattr(getattr(func, "__self__", None), "__name__", "") not in _DENSE_GETTERS
@@ -262,7 +264,7 @@ _answer_outside_of_graphs = torch.compiler.disable(_answer)
 
 
 def _follow(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
-    """Take a step of attention; `None` if the function is none."""
+    """Return the result of a step of attention, or `None` if the function is no step."""
     given = args
     if func in JOINING and args and isinstance(args[0], list | tuple):
         given = *args[0], *args[1:]
@@ -275,7 +277,7 @@ def _follow(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     try:
         made = step(*given, **kwargs)
     except TypeError:
-        # Options that no attention needs
+        # Attention never has these options
         return None
     if isinstance(made, tuple):
         for number, each in enumerate(made):
@@ -297,12 +299,12 @@ def _take_item(number: int, function: Callable[..., Any], args: Sequence[Any], k
 
 
 def _multiply_with_values(weights: LazyKV, values: object) -> torch.Tensor | None:
-    """Have the layer attend."""
+    """Let the layer attend."""
     scores = weights.meaning
     if not scores.is_attention or not isinstance(values, LazyKV) or values.shape[:2] != weights.shape[:2]:
         return None
     call, mask = scores.call, scores.call.mask
-    # A new token that nothing is hidden from needs no mask, and kernels are faster without
+    # A new token to which no token is hidden needs no mask, and kernels are faster without one
     if mask is not None and call.query.shape[2] == 1 and mask.device.type == "cpu" and not bool(mask.any()):
         call = replace(call, mask=None)
     output: torch.Tensor | None = attend_lazily(
@@ -340,7 +342,7 @@ def _read(value: Any) -> Any:
 
 
 def _refuse_access(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Refuse writing into a dense copy, where it would be lost, and its address, which would be of freed memory."""
+    """Refuse to write into a dense copy, where it would be lost, and to give its address, as it is freed at once."""
     name, states = func.__name__, args[0] if args else None
     is_writing = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     if not isinstance(states, LazyKV) or not (is_writing or name == "data_ptr"):

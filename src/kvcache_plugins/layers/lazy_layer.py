@@ -1,7 +1,7 @@
-"""The base of the layers that hand out lazy states: bookkeeping of lengths, padding and counters, and the prompt.
+"""Base of the layers that return lazy states: lengths, padding, counters, and the uncommitted prompt.
 
-`update` sees states and no mask, `attend` sees the mask: so a prompt is handed out exact, attention over it is
-computed as in a dense cache, and only then is it stored, the padding of every item being known.
+`update` gets states without a mask, and `attend` gets the mask. So `update` returns a prompt exact, attention over it
+is computed as in a dense cache, and the prompt is committed right after it, when the padding is known.
 """
 
 import copy
@@ -26,33 +26,33 @@ from .torch_contexts import in_caller_context, without_caller_contexts
 
 # Keys and values `[B, H, tokens, D]`, and their columns of a mask
 MaskedTiles = Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
-# The end of an error of a prompt that does not go on from what is held
+# End of the error for a prompt that does not continue the tokens held
 ANOTHER_PROMPT = "a new cache for each prompt, or call `reset()`"
 
 
 class LeftPadding:
     """
-    How many tokens at the start of each sequence are padding: `counts` `[batch_size]`, once any are known. A layer has
-    one and shares it with what it holds: what becomes known later, or changes with the batch, is known to all.
+    Number of padding tokens at the start of each sequence: `counts` `[batch_size]`, `None` until a mask has shown it.
+    A layer shares one object with everything it holds, so that a later change reaches all.
     """
 
     def __init__(self) -> None:
         self.set(None)
 
     def set(self, counts: torch.Tensor | None) -> None:
-        """Has other counts known; `None` if none are."""
+        """Replace the counts; `None` if they are unknown."""
         self.counts = counts
         self._ends: tuple[int, int] | None = None
 
     def ends(self) -> tuple[int, int]:
-        """Padding of the items that have least and most; the host waits for a device the first time that it asks."""
+        """Smallest and largest count. The first call after a change waits for the device."""
         if self._ends is None:
             counts = self.counts
             self._ends = (0, 0) if counts is None else (int(counts.min()), int(counts.max()))
         return self._ends
 
     def first_tokens(self, batch_size: int, device: torch.device) -> torch.Tensor:
-        """Position of every item's first real token, `[batch_size, 1]`."""
+        """Position of every sequence's first real token, `[batch_size, 1]`."""
         if self.counts is None:
             return torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         return self.counts.to(device)[:, None]
@@ -60,37 +60,36 @@ class LeftPadding:
 
 class LazyLayer(CacheLayerMixin):
     """
-    A layer that hands out `LazyKV`, and whose prompt waits until attention has seen it. A subclass stores what it
-    likes, says how to attend to it (`attend`) and how to make it dense (`to_dense`), and implements what `update`,
-    `crop` and batch operations call (`_append`, `_store_prompt`, `_drop_newest`, `_map_stored`, `_stored_tensors`), or
-    these themselves.
+    A layer that returns `LazyKV`, and commits a prompt after its attention. A subclass implements `attend` and
+    `to_dense`, and the methods that `update`, `crop` and batch operations call: `_append`, `_store_prompt`,
+    `_drop_newest`, `_map_stored` and `_stored_tensors`; or it overrides the public methods instead.
 
     Args:
-        layer_idx (`int`): Index of the layer, named in errors.
-        attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*): The prompt's padding mask,
+        layer_idx (`int`): index of the layer, named in errors.
+        attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*): the prompt's padding mask,
             for attention implementations that do not show it to the cache.
     """
 
     counter_names: ClassVar[tuple[str, ...]] = ("attend_calls", "prompts_without_mask")
     is_sliding = False
-    # Tokens that a query sees, itself among them; all by default
+    # Number of tokens that a query sees, itself among them; all by default
     sliding_window: int | None = None
     is_croppable = True
     is_compileable = False
-    # Whether attention over one new token adds to what is stored, beside what `update` stores
+    # True if attention over one new token changes what is stored
     stores_attention = False
-    # Whether storing a prompt needs its attention, so that one computed elsewhere cannot be taken in
+    # True if committing a prompt needs its attention, so that `load_prompt` is impossible
     needs_prompt_attention = False
-    # The lazy states that somebody may still hold
+    # Lazy states that a caller may still hold
     handed_out: HandedOut | None = None
     # Set from the first states, in `lazy_initialization`
     dtype: torch.dtype
     device: torch.device
 
     def __init__(self, layer_idx: int, attention_mask: torch.Tensor | None = None):
-        # Not the mixin's, which assigns `keys` and `values`: here they are views of the storage
+        # The mixin's `__init__` would assign `keys` and `values`, which are views of the storage here
         self.is_initialized = False
-        # Whether autograd records the newest states
+        # True if autograd records the newest states
         self.has_gradients = False
         self.layer_idx = layer_idx
         self._given_mask = attention_mask
@@ -98,26 +97,26 @@ class LazyLayer(CacheLayerMixin):
         self._clear()
 
     def _clear(self) -> None:
-        # An update that is stored as soon as attention has seen it
+        # Keys and values of an update that waits for its attention
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self._sides_read: set[str] = set()
-        # Of indexed sparse attention, tokens next to last: keys of the indexer, and positions where the model keeps
-        # them. They are few numbers a token, and decide which tokens are attended to at all: they stay exact
+        # Keys of the indexer of sparse attention, and positions if the model keeps them; tokens are the last but one
+        # dimension. All stay exact, as they are few values a token, and select the tokens that are attended to
         self._index: dict[str, torch.Tensor] = {}
         self._left_padding.set(None)
         self._mask_seen = False
         self._length = 0
-        # Tokens of the newest update
+        # Number of tokens of the newest update
         self._num_new = 0
-        # What it was of, if it was one token
+        # Signature of the newest update, if it was one token
         self._last_signature: tuple[object, ...] | None = None
         self._counters = dict.fromkeys(self.counter_names, 0)
         self.dense_reads = 0
-        # Attention weights over what is stored, as long as somebody holds them
+        # Lazy attention weights that a caller may still hold
         self._unread: list[ref[LazyKV]] = []
 
     def __getattr__(self, name: str) -> Any:
-        # Only what is nowhere else: a model whose layers keep more than keys and values asks its own kind of layer
+        # Called for unknown names only: a model whose layers keep more than keys and values expects its own layers
         raise AttributeError(
             f"`{type(self).__name__}` has no `{name}`. If the model asked for it, its layers keep states in a form of "
             "their own: make the cache for the model's config, which says whether it can be used"
@@ -141,7 +140,7 @@ class LazyLayer(CacheLayerMixin):
 
     @property
     def padding(self) -> torch.Tensor | None:
-        """Left padding of every item, once a mask has shown it, `[batch_size]`."""
+        """Left padding of every sequence, `[batch_size]`; `None` until a mask has shown it."""
         return self._left_padding.counts
 
     @padding.setter
@@ -150,7 +149,7 @@ class LazyLayer(CacheLayerMixin):
         self._left_padding.set(padding)
 
     def invalidate_plan(self) -> None:
-        """Invalidate what a layer has prepared for stored tokens, as these or their padding will change."""
+        """Invalidate the plan, as stored tokens or their padding will change; a layer without a plan does nothing."""
         return None
 
     @property
@@ -170,9 +169,9 @@ class LazyLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Takes in new states `[batch_size, num_heads, new tokens, head_dim]`, after the rotary embedding, and returns
-        all, lazily. A `ValueError`, if states to be stored cannot be, or are of another number of sequences, leaves
-        what is stored as it was.
+        Append new states `[batch_size, num_heads, new tokens, head_dim]`, after the rotary embedding, and return all
+        keys and values lazily. Raise a `ValueError` if states cannot be stored, or have another number of sequences;
+        stored tokens then stay as they were.
         """
         if torch.compiler.is_dynamo_compiling():
             return self._update_outside_of_graphs(key_states, value_states)
@@ -182,7 +181,7 @@ class LazyLayer(CacheLayerMixin):
 
     @without_caller_contexts
     def _as_stored(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # `torch.autocast` leaves keys float32 by the rotary embedding and makes values of half precision
+        # Under `torch.autocast` keys are float32, from the rotary embedding, and values have half precision
         dtype = self.dtype if self.is_initialized else torch.promote_types(key_states.dtype, value_states.dtype)
         states = key_states.to(dtype), value_states.to(dtype)
         if states[0].is_inference() or states[1].is_inference():
@@ -202,7 +201,7 @@ class LazyLayer(CacheLayerMixin):
             self._move_to(key_states.device)
         self.commit_prompt()
         if self.sliding_window is not None:
-            # Later states begin with another token
+            # The window moves: later states begin with another token
             self._keep_handed_out()
         self._sides_read.clear()
         self._before_update()
@@ -211,7 +210,7 @@ class LazyLayer(CacheLayerMixin):
         if is_first:
             self.batch_size = key_states.shape[0]
         exact = (key_states, value_states) if is_first else None
-        # What is stored would otherwise keep the graph of every update alive
+        # Stored tensors would otherwise keep the graph of every update alive
         self.has_gradients = key_states.requires_grad or value_states.requires_grad
         if self.has_gradients:
             key_states, value_states = key_states.detach(), value_states.detach()
@@ -223,11 +222,11 @@ class LazyLayer(CacheLayerMixin):
         if count == 1 and not is_first and not torch.is_grad_enabled():
             states, self._last_signature = self._exact_states(), tensor_signature(key_states, value_states)
             if states is not None:
-                # As attention is given them: as they are, unless the layer has to hear of the queries
+                # Plain tensors are enough, unless the layer has to see the queries
                 return self._lazy(states) if self._records_queries else states
         return self._lazy(exact)
 
-    # Nothing that `torch.compile` could trace
+    # `torch.compile` cannot trace it
     _update_outside_of_graphs = torch.compiler.disable(_update)
 
     def _lazy(self, exact: tuple[torch.Tensor, torch.Tensor] | None = None) -> tuple[LazyKV, LazyKV]:
@@ -235,7 +234,7 @@ class LazyLayer(CacheLayerMixin):
         return make_lazy_kv(self, *shapes, self.lazy_length(), self.dtype, self.device, exact)
 
     def _check_continues(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Raises a `ValueError` unless new states fit those stored, which kernels read by address."""
+        """Raise a `ValueError` unless new states fit those stored, which kernels read by address."""
         if key_states.shape[0] != self.batch_size:
             raise ValueError(
                 f"`past_key_values` holds {self.batch_size} sequences of {self._length} tokens, but got states of "
@@ -251,24 +250,24 @@ class LazyLayer(CacheLayerMixin):
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """
-        Takes in keys of an indexer `[batch_size, ..., new tokens, index head dim]`, which come before the keys and
-        values of the same tokens, and returns all.
+        Append keys of an indexer `[batch_size, ..., new tokens, index head dim]`, before the keys and values of the
+        same tokens, and return all.
         """
         held = self._index.get("keys")
         self._index["keys"] = indexer_key_states if held is None else torch.cat([held, indexer_key_states], dim=-2)
         return self._index["keys"]
 
-    # The name that one family has for it
+    # Name of the method in one model family
     update_index = update_indexer
 
     @property
     def has_index(self) -> bool:
-        """Tells whether the layer holds keys of an indexer."""
+        """True if the layer holds keys of an indexer."""
         return "keys" in self._index
 
     @property
     def indexer_position_ids(self) -> torch.Tensor | None:
-        """Positions `[position dims, batch_size, tokens]`, which some models keep with the keys of an indexer."""
+        """Positions `[position dims, batch_size, tokens]` that some models keep with the keys of an indexer."""
         positions = self._index.get("positions")
         return None if positions is None else positions.movedim(2, 0)
 
@@ -292,11 +291,11 @@ class LazyLayer(CacheLayerMixin):
         return -1 if self.sliding_window is None else self.sliding_window
 
     def lazy_length(self) -> int:
-        """Tokens that the newest lazy states report; older ones, of before a `crop`, report others."""
+        """Return the number of tokens that the newest lazy states report; those of before a `crop` differ."""
         return self.get_seq_length() if self.sliding_window is None else self._length - self._first_visible
 
     def load_prompt(self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor | None) -> None:
-        """Stores a first prompt that was attended to elsewhere, and its padding `[batch_size]`."""
+        """Commit a first prompt whose attention was computed elsewhere, with its padding `[batch_size]`."""
         assert self._length == 0 and not self.needs_prompt_attention
         self.update(keys, values)
         self._mask_seen = True
@@ -306,49 +305,52 @@ class LazyLayer(CacheLayerMixin):
 
     @property
     def _records_queries(self) -> bool:
-        """Whether attention of a token over exact states tells the layer anything."""
+        """True if the layer needs the queries of attention over exact states."""
         return False
 
     def _exact_states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """All keys and values, where they are exact and at hand: plain attention over them costs least."""
+        """Return all keys and values if they are stored as exact tensors, over which plain attention is fastest."""
         return None
 
     def _before_update(self) -> None:
-        """Does the work that the last update left, so that a `crop` right after it found its tokens exact."""
+        """Pack tokens of earlier updates; until now, a `crop` found them exact."""
 
     def _is_prompt(self, count: int) -> bool:
-        """Whether an update of `count` tokens, not the first, is stored as a prompt of its own."""
+        """Return true if an update of `count` tokens, not the first, is committed as a prompt of its own."""
         return False
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Stores tokens that follow a prompt; `get_seq_length()` does not count them yet."""
+        """Store decoded tokens; `get_seq_length()` does not count them yet."""
         raise NotImplementedError
 
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
-        """Stores a prompt that attention has seen; `get_seq_length()` counts it."""
+        """Store a prompt after its attention; `get_seq_length()` counts it."""
         raise NotImplementedError
 
     def _drop_newest(self, count: int) -> None:
-        """Drops the newest `count` tokens, not all; `get_seq_length()` still counts them."""
+        """Drop the newest `count` tokens, not all; `get_seq_length()` still counts them."""
         raise NotImplementedError
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replaces every tensor stored, the padding aside, by `function` of it."""
+        """Replace every stored tensor except the padding by `function` of it."""
         raise NotImplementedError
 
     def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Part and tensor of everything stored, the padding aside; the batch is the first dimension of the first."""
+        """
+        Yield category and tensor of everything stored except the padding. The batch is the first dimension of the
+        first tensor.
+        """
         raise NotImplementedError
 
     @abstractmethod
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """
-        Answer a call without `project` over everything the layer holds, as it is stored, by attention
+        Compute attention over everything the layer holds, in its stored form, for a call without `project`; return
         `[batch_size, num_heads, num_queries, value_head_dim]`.
         """
 
     def attend_projected(self, call: AttentionCall) -> torch.Tensor:
-        """Answer a call with `project` likewise, over what it makes of a tile of tokens at a time."""
+        """Compute attention for a call with `project`, which is applied to a tile of tokens at a time."""
         assert call.project is not None
         attention: OnlineAttention | None = None
         for own_keys, own_values, mask in self.iter_dense(call.full_mask(self.lazy_length())):
@@ -363,8 +365,8 @@ class LazyLayer(CacheLayerMixin):
 
     def run_plan(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
         """
-        Attend over everything as for the token before, with nothing hidden, in any context of PyTorch; `None` if
-        nothing is prepared for that. Lazy states that are attended to report `num_tokens` tokens.
+        Run the plan of the last step: attention over all tokens, `num_tokens` of them, without a mask. Return `None`
+        if no plan fits.
         """
         return None
 
@@ -374,8 +376,8 @@ class LazyLayer(CacheLayerMixin):
 
     def iter_dense(self, mask: torch.Tensor | None) -> MaskedTiles:
         """
-        Yield keys and values in the layer's dtype, and their columns of a mask: all tokens, some at a time, for
-        attention over what is projected. A layer that need not make them whole overrides this; that is counted here.
+        Yield keys and values in the layer's dtype, and their columns of a mask, some tokens at a time, for attention
+        with `project`. This implementation makes both sides dense, and counts it; layers with tiles override it.
         """
         keys, values = self.to_dense("keys"), self.to_dense("values")
         for side in ("keys", "values"):
@@ -383,7 +385,7 @@ class LazyLayer(CacheLayerMixin):
         yield keys, values, mask
 
     def on_exact_attention(self, call: AttentionCall) -> None:
-        """Take note of attention over exact states that `update` handed out: they may now be stored."""
+        """Commit the prompt, after attention over the exact states that `update` returned."""
         self._learn_padding(call.mask)
         self.commit_prompt()
 
@@ -395,30 +397,30 @@ class LazyLayer(CacheLayerMixin):
                 self.padding = leading_padding(attn_mask, first_new, self.padding, self.batch_size, first)
 
     def expect_reading(self, scores: LazyKV) -> None:
-        """Take note of scores over what is stored, which somebody may keep beyond the next update."""
+        """Record lazy scores, which a caller may keep beyond the next update."""
         self._unread.append(ref(scores, self._unread.remove))
-        # The next update is a whole one
+        # The next update takes the general path
         self._last_signature = None
 
     @without_caller_contexts
     def read_weights(self) -> None:
-        """Make scores dense that somebody still holds, before what they are of changes."""
+        """Make scores dense that a caller still holds, before stored tokens change."""
         for scores in [each() for each in self._unread]:
             if scores is not None:
                 scores.read()
         self._unread = []
 
     def note_dense_read(self, side: str) -> None:
-        """Take note that something other than attention has made one side dense."""
+        """Count that something other than attention has made one side dense."""
         self.dense_reads += 1
-        # An attention that reads both sides dense has its own references by now
+        # Attention that reads both sides dense has references of its own by now
         self._sides_read.add(side)
         if self._pending is not None and len(self._sides_read) == 2:
             self.commit_prompt()
 
     @without_caller_contexts
     def commit_prompt(self) -> None:
-        """Stores a prompt that still waits, so that what is stored is complete."""
+        """Commit the uncommitted prompt, if there is one."""
         if self._pending is None:
             return
         (keys, values), is_first = self._pending, self._length == self._pending[0].shape[2]
@@ -429,14 +431,14 @@ class LazyLayer(CacheLayerMixin):
         try:
             self._store_prompt(keys, values, is_first=is_first)
         except (ValueError, MemoryError):
-            # As if the update had not been
+            # Undo the update
             self._length -= keys.shape[2]
             self._pending = None
             raise
         self._pending = None
 
     def _valid_tokens(self, start: int, count: int) -> torch.Tensor | None:
-        """Which of `count` tokens from position `start` on are not padding, `[batch_size, count]`; `None` if all."""
+        """Mark tokens that are no padding, `[batch_size, count]` from position `start` on; `None` if all are none."""
         padding = self._left_padding
         if padding.counts is None or padding.ends()[1] <= start:
             return None
@@ -445,16 +447,16 @@ class LazyLayer(CacheLayerMixin):
 
     @without_caller_contexts
     def _keep_handed_out(self) -> None:
-        """Make dense what lazy states that somebody still holds are of, as it is about to change."""
+        """Make lazy states dense that a caller still holds, before stored tokens change."""
         dense = None if self.handed_out is None else self.handed_out()
         self.handed_out = None
         if dense is not None:
-            # A layer that has dropped tokens has no dense states, and says so to whoever reads them
+            # A layer that has evicted tokens has no dense states: reading the lazy states raises the error
             with suppress(ValueError):
                 dense.update({side: self.to_dense(side) for side in SIDES})
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the newest `-tokens_to_remove` tokens; 0 changes nothing."""
+        """Remove the newest `-tokens_to_remove` tokens; 0 changes nothing."""
         tokens_to_remove = index(tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(
@@ -466,7 +468,7 @@ class LazyLayer(CacheLayerMixin):
 
     @without_caller_contexts
     def crop_tokens(self, count: int) -> None:
-        """Removes the newest `count` tokens, at least 1 and at most all of them."""
+        """Remove the newest `count` tokens, at least 1 and at most all of them."""
         self.read_weights()
         self.commit_prompt()
         self._keep_handed_out()
@@ -482,14 +484,14 @@ class LazyLayer(CacheLayerMixin):
         self._shorten(self._length - count)
 
     def _shorten(self, length: int) -> None:
-        """Count so many tokens; of a sequence that has no real one among them any may come next."""
+        """Set the number of tokens. A sequence without a real token among them is all padding."""
         self._length = length
         if self.padding is not None and self._left_padding.ends()[1] > length:
             self.padding = self.padding.clamp(max=length)
 
     @without_caller_contexts
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replaces every stored tensor by `function` of it; the batch is the first dimension of each."""
+        """Replace every stored tensor by `function` of it; the batch is the first dimension of each."""
         self.read_weights()
         self.commit_prompt()
         self._map_stored(function)
@@ -500,25 +502,25 @@ class LazyLayer(CacheLayerMixin):
             self.batch_size = tensor.shape[0]
             break
 
-    def _select(self, items: torch.Tensor) -> None:
-        """Have the batch consist of some of its items, by number."""
+    def _select(self, sequences: torch.Tensor) -> None:
+        """Replace the batch by some of its sequences, by number."""
         self._keep_handed_out()
-        self.map_tensors(lambda tensor: tensor.index_select(0, items.to(tensor.device)))
+        self.map_tensors(lambda tensor: tensor.index_select(0, sequences.to(tensor.device)))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int | torch.Tensor) -> None:
         if self.get_seq_length():
-            self._select(self._item_numbers().repeat_interleave(repeats))
+            self._select(self._sequence_numbers().repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | slice) -> None:
-        """Keep the items that `indices` name in any way in which they index a tensor: numbers, or a mask."""
+        """Keep the sequences that `indices` select, in any form that indexes a tensor: numbers, a slice or a mask."""
         if self.get_seq_length():
-            self._select(self._item_numbers()[indices, ...])
+            self._select(self._sequence_numbers()[indices, ...])
 
-    def _item_numbers(self) -> torch.Tensor:
-        # Not `batch_size`, which a subclass that keeps states in a form of its own need not have
+    def _sequence_numbers(self) -> torch.Tensor:
+        # A subclass that keeps states in a form of its own need not have `batch_size`
         return torch.arange(self.states_shape("keys")[0], dtype=torch.int64, device=self.device)
 
     def offload(self) -> None:
@@ -529,27 +531,27 @@ class LazyLayer(CacheLayerMixin):
             self.map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields part (`codes`, `scales`, `residual`, ...) and tensor of everything stored."""
-        self.commit_prompt()
+        """Yield category (`codes`, `scales`, `residual`, ...) and tensor of everything held."""
         yield from self._stored_tensors()
+        yield from (("residual", states) for states in self._pending or ())
         yield from (("indexer", tensor) for tensor in self._index.values())
         if self.padding is not None:
             yield "index", self.padding
 
     def host_tensors(self) -> Iterator[torch.Tensor]:
-        """Yields the stored tensors that stand in host memory wherever the model computes; none by default."""
+        """Yield stored tensors that stay in host memory on any device of the model; none by default."""
         return iter(())
 
     def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields name and tensor of what all caches of the model share, which is none of the above."""
+        """Yield name and tensor of everything that all caches of the model share; `named_tensors` has none of it."""
         return iter(())
 
     @abstractmethod
     def stats(self) -> Mapping[str, float]:
-        """Counters that prove the layer was exercised."""
+        """Return counters that show whether the layer was used."""
 
     def num_values(self) -> int:
-        """Counts the key and value numbers that a dense cache of the same tokens would hold."""
+        """Return the number of key and value elements that a dense cache of the same tokens would hold."""
         if not self.is_initialized:
             return 0
         indexed = self._index["keys"].numel() if self.has_index else 0
@@ -558,12 +560,12 @@ class LazyLayer(CacheLayerMixin):
         return indexed + sum(shape[0] * shape[1] * length * shape[3] for shape in shapes)
 
     def states_shape(self, side: str) -> tuple[int, int, int, int]:
-        """Tells the shape that the dense states of one side have."""
+        """Return the shape of the dense states of one side."""
         _, num_heads, _, head_dim = self._shapes[side]
         return self.batch_size, num_heads, self._length - self._first_visible, head_dim
 
     def _first_seen(self, length: int) -> int:
-        """Position of the first token that a query at position `length` sees."""
+        """Return the position of the first token that a query at position `length` sees."""
         return 0 if self.sliding_window is None else max(length - self.sliding_window + 1, 0)
 
     @property
@@ -589,5 +591,5 @@ class LazyLayer(CacheLayerMixin):
 
 
 def tensor_signature(key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[object, ...]:
-    """List all that states have to have in common with others to be stored as they were."""
+    """List properties that must equal those of the last update for the fast path of `update`."""
     return key_states.shape, value_states.shape, key_states.dtype, value_states.dtype, key_states.device

@@ -47,10 +47,10 @@ class LayerPolicy(Generic[AnyCodec]):
 @dataclass(frozen=True)
 class RowPolicy(LayerPolicy[Codec]):
     """
-    Options of a layer that packs every token by itself, as a row of bytes.
+    Options of a layer that packs every token as a row of bytes of its own.
 
     Attributes:
-        shared_codec (`Codec`, *optional*): codec that all caches of a model share, in the place of `make_codec`'s.
+        shared_codec (`Codec`, *optional*): codec that all caches of a model share, instead of `make_codec`'s.
         recent_length (`int`): largest number of newest packed decoded tokens whose rows have more bits.
         recent_nbits (`int`): additional bits a number of recent rows.
         largest (`float`): exclusive bound on the magnitude of keys and values.

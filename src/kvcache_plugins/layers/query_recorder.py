@@ -1,4 +1,4 @@
-"""Dense layers that record queries: caches that are fitted to a prompt need its queries beside its states."""
+"""Dense layers that record queries, for caches that are fitted to a prompt's queries and states."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ class QueryRecordingLayer(DynamicLayer):
 
     Attributes:
         queries (`torch.Tensor` of shape `[batch_size, num_heads, at most 256, head_dim]`, *optional*): `None` until
-            an attention that asks lazy states has come.
+            attention over lazy states was computed.
     """
 
     has_gradients = False
@@ -31,14 +31,14 @@ class QueryRecordingLayer(DynamicLayer):
         self.queries: torch.Tensor | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """See `DynamicLayer.lazy_initialization`; set the dtype that lazy states ask for."""
+        """See `DynamicLayer.lazy_initialization`; set the dtype that lazy states report."""
         super().lazy_initialization(key_states, value_states)
         self.dtype = key_states.dtype
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append new states, and return all of them as lazy ones, which hand attention to this layer."""
+        """Append new states, and return all of them as lazy ones, so that attention calls this layer."""
         keys, values = states = super().update(key_states, value_states)
         own: Any = self
         return make_lazy_kv(own, keys.shape, values.shape, keys.shape[2], keys.dtype, keys.device, states)
@@ -59,7 +59,7 @@ class QueryRecordingLayer(DynamicLayer):
 
 
 def record_queries(cache: DynamicCache, *, of_windows: bool = False) -> None:
-    """Replace layers of an empty cache that hold all tokens; windowed ones too if asked, which then hold all."""
+    """Replace layers of an empty cache that hold all tokens; on request windowed ones too, which then hold all."""
     kinds = (DynamicLayer, DynamicSlidingWindowLayer) if of_windows else (DynamicLayer,)
     for index, layer in enumerate(cache.layers):
         if type(layer) in kinds:

@@ -1,7 +1,7 @@
 """Checks that a cache is used with one model, and that each forward begins where the last one ended.
 
-A cache sees states, layer by layer, and no model. Numbers of layers and heads are checked while it reads its first
-prompt; later its layers refuse states that do not fit those held. As a forward begins, the first layer has to hold as
+A cache gets states, layer by layer, and no model. Numbers of layers and heads are checked while it reads its first
+prompt; later its layers refuse states that do not fit those held. When a forward begins, the first layer must hold as
 many tokens as the last one; otherwise the forward before failed between them. When states are refused, the layers
 that have stored tokens of the same forward drop these again, so that the cache stays usable.
 """
@@ -22,7 +22,7 @@ from .lazy_layer import ANOTHER_PROMPT, LazyLayer
 from .static_layer import StaticLayer, traced_states
 
 
-# The error of a cache that an encoder's states are added to
+# Error of a cache that gets the states of an encoder
 ENCODER_STATES = (
     "`past_key_values` is a cache for the decoder's own tokens, and the encoder's would be stored among them: pass "
     "`EncoderDecoderCache(cache, DynamicCache())`"
@@ -31,7 +31,7 @@ ENCODER_STATES = (
 
 class UsageChecksMixin(Cache):
     """
-    Mixed into a cache of `LazyLayer`s, before `Cache`.
+    Mixin of caches of `LazyLayer`s, before `Cache` in the bases.
 
     Attributes:
         expected_heads (`frozenset[int]`): numbers of key/value heads that the config names, if any.
@@ -79,7 +79,7 @@ class UsageChecksMixin(Cache):
     @property
     def is_linear(self) -> list[bool]:
         """True for layers of a recurrence without attention; older Transformers count hybrid layers among them."""
-        # Not by `super()`: `torch.compile` knows no properties of bases
+        # Without `super()`, as `torch.compile` knows no properties of bases
         return [
             isinstance(layer, LinearAttentionLayer) and not isinstance(layer, CacheLayerMixin) for layer in self.layers
         ]
@@ -99,7 +99,7 @@ class UsageChecksMixin(Cache):
             self._check_model(layer_idx, key_states.shape[1])
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
 
-    # `torch.compile` could trace nothing of it
+    # `torch.compile` cannot trace it
     _update_outside_of_graphs = torch.compiler.disable(update)
 
     def _begin_forward(self, layer_idx: int) -> None:
@@ -183,8 +183,8 @@ class UsageChecksMixin(Cache):
         if self.layer_class_to_replicate is not None:
             name = type(self).__name__
             raise ValueError(
-                f"layer {layer_idx} of the model keeps states of a convolution or recurrence, which a cache has to be "
-                f"told of when it is made: write `{name}(model.config)` instead of `{name}()`"
+                f"layer {layer_idx} of the model keeps states of a convolution or recurrence, for which a cache "
+                f"has to be made from the model's config: write `{name}(model.config)` instead of `{name}()`"
             )
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Caches whose layers pack tokens: forks, files, and kernels that are compiled in advance."""
+"""Base of caches whose layers pack tokens: forks, files, and compilation of kernels in advance."""

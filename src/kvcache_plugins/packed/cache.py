@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -13,7 +14,6 @@ from kvcache_plugins.files.atomic import refusals
 from kvcache_plugins.files.records import Format, read_record, write_record
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.group_layer import GroupLayer
-from kvcache_plugins.layers.policies import GroupPolicy, RowPolicy
 from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.layers.usage_checks import UsageChecksMixin
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
@@ -35,7 +35,7 @@ class CacheConfig(Protocol):
 
     Attributes:
         residual_length (`int`): decoded tokens that stay exact until they are packed.
-        shortest_prompt (`int`): tokens of the shortest prompt of which anything is packed.
+        shortest_prompt (`int`): tokens of the shortest prompt that is packed, in part at least.
         token_group (`int`): tokens that are packed together.
     """
 
@@ -48,30 +48,26 @@ class CacheConfig(Protocol):
     @property
     def token_group(self) -> int: ...
 
-    def policy(self) -> RowPolicy | GroupPolicy:
-        """Make the policy of a layer."""
-
     def to_options(self) -> dict[str, Any]:
-        """Return the arguments of the cache's class that make the same cache."""
+        """Return the keyword arguments of the cache's class that make the same cache."""
 
 
 class PackedCache(UsageChecksMixin, ReportingMixin, Cache):
     """
-    A list of layers that pack tokens, beside Transformers' own layers for what is not full attention.
+    Cache of layers that pack tokens, beside Transformers' own layers for bounded attention and recurrence.
 
-    Subclasses set `cache_config`, call `_init_layers`, and implement `_layer`, `_make_empty_layer` and
-    `_read_options`.
+    Subclasses set `cache_config`, call `__init__`, and implement `_layer`, `_make_empty_layer` and `_read_options`.
 
     Attributes:
         cache_config (`CacheConfig`): the options.
-        choice (`PresetChoice`, *optional*): why `choose_cache` chose this cache.
+        choice (`PresetChoice`, *optional*): the measurements of `choose_cache`, if it chose this cache.
+        uses_query_statistics (`bool`): True if codecs are fitted to queries too, which attention has to show.
     """
 
-    # Of a file of this class: format, and its record
+    # Format and record of this class's files
     _format: ClassVar[Format]
     _snapshot_class: ClassVar[type[Snapshot]]
 
-    # Whether the codec is fitted to queries, which attention then has to show
     uses_query_statistics = False
     cache_config: CacheConfig
 
@@ -83,18 +79,17 @@ class PackedCache(UsageChecksMixin, ReportingMixin, Cache):
 
     def stats(self) -> dict[str, StatValue]:
         """
-        Counters over all packed layers, 0 if there are none, and for a cache of `choose_cache` its measurements.
+        Return counters over all packed layers, 0 if there are none, and the measurements of `choose_cache`, if any.
 
         Returns:
-            `dict`: `num_layers` and, of those, `layers_compressing` with at least one compressed chunk,
-            `layers_windowed` that are compressed and attend to a window, and `layers_left` as Transformers' own;
-            `tokens_cached` (tokens of the sequence); and, summed over layers, `tokens_exact`, `tokens_compressed`
-            (each token once, however many sequences the batch has), `chunks_compressed`, `attend_calls`
-            (attentions over compressed states), `fused_calls` (those of them by a fused kernel), `kernel_fallbacks`
-            (those for which the kernel that was wanted could not be had), `dense_reads` (sides made dense for
-            something other than attention) and `prompts_without_mask` (prompts compressed without having seen a mask).
-            Only of a chosen cache `chosen_preset` (a `str`), its `chosen_kl`, the bound `max_kl`, and `kl_by_preset`
-            of all that were tried.
+            `dict`: `num_layers`, and among them `layers_compressing` with compressed tokens, `layers_windowed` that
+            are compressed and attend to a window, and `layers_left` to Transformers; `tokens_cached` (length of the
+            sequence); and, summed over layers, `tokens_exact`, `tokens_compressed` (each token once, whatever the
+            batch size), `chunks_compressed`, `attend_calls` (attentions over compressed tokens), `fused_calls` (those
+            by a fused kernel), `kernel_fallbacks` (those without the kernel that was asked for), `dense_reads` (sides
+            that were made dense for something other than attention) and `prompts_without_mask` (prompts that were
+            compressed before a mask was seen). A chosen cache also has `chosen_preset` (a `str`), its `chosen_kl`, the
+            bound `max_kl`, and `kl_by_preset` of all presets that were tried.
         """
         layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         choice: dict[str, StatValue] = {} if self.choice is None else self.choice.stats()
@@ -103,18 +98,18 @@ class PackedCache(UsageChecksMixin, ReportingMixin, Cache):
             "layers_windowed": sum(layer.is_sliding for layer in layers),
             "layers_left": len(self.layers) - len(layers),
         }
-        # A new layer, where there is none yet, lends the names of counters
+        # Without layers, a new one has the names of the counters
         return {**kinds, **add_stats(self.layers, self._make_empty_layer), **choice}
 
     def _make_empty_layer(self, layer_idx: int) -> RowLayer | GroupLayer:
-        """Make a layer that holds nothing and knows no model, whose counters are those of all layers."""
+        """Make a layer without a model or a calibration."""
         raise NotImplementedError
 
     def warm_up(self, model: PreTrainedModel, *, padded: bool = False) -> None:
         """
-        Compile all kernels that a sequence of this cache will run on a GPU, before its first token. The first prompt
-        does it otherwise. Serves all caches of the model with the same options, with `padded` for padded batches. On
-        a CPU there is nothing to compile.
+        Compile all kernels that a sequence of this cache will run on a GPU, before its first token; otherwise they are
+        compiled during the first prompt and the first decode steps. One call serves all caches of the model with the
+        same options; `padded` is for padded batches. On a CPU nothing is compiled.
         """
         config = unwrap_model(model).config
         for sizes in sizes_of(config, model.dtype, model.device, is_padded=padded):
@@ -122,9 +117,9 @@ class PackedCache(UsageChecksMixin, ReportingMixin, Cache):
 
     def fork(self: CacheT, count: int) -> list[CacheT]:
         """
-        Return `count` caches that continue from here independently; this one can continue too. Packed tokens are in
-        memory once for all of them: one long prefix, many continuations. `measure_memory` of all of them counts
-        shared bytes once. Raises a `ValueError` if `count` is no positive integer.
+        Return `count` caches that continue from here independently; this one can continue too. All of them share the
+        packed tokens in memory, for many continuations of one long prefix. `measure_memory` of several caches counts
+        shared bytes once. Raise a `ValueError` if `count` is no positive integer.
 
         Example:
 
@@ -137,16 +132,18 @@ class PackedCache(UsageChecksMixin, ReportingMixin, Cache):
         """
         check_integer("count", count, 1)
         shared = [tensor for layer in self.layers if isinstance(layer, CompressedLayer) for tensor in layer.share()]
-        # `deepcopy` takes objects listed in its memo as copied
+        # `deepcopy` does not copy an object that its memo has
         return [copy.deepcopy(self, {id(tensor): tensor for tensor in shared}) for _ in range(count)]
 
     def save(self, path: str | Path, model: PreTrainedModel) -> None:
         """
-        Write the cache, packed as it is, to a safetensors file with fingerprints of its model and a checksum. The
-        file replaces an older one when it is complete. Raises an `OSError` naming `path` if it cannot be written.
+        Write the packed cache to a safetensors file with fingerprints of its model and a checksum. The file replaces
+        an older one when it is complete. Raise an `OSError` that names `path` if it cannot be written.
         """
         model = unwrap_model(model)
-        snapshot = self._snapshot_class(
+        self._commit_prompts()
+        make_snapshot: Callable[..., Snapshot] = self._snapshot_class
+        snapshot = make_snapshot(
             model=fingerprint(model),
             model_config=config_fingerprint(model.config),
             model_name=str(model.config.name_or_path),
@@ -157,22 +154,27 @@ class PackedCache(UsageChecksMixin, ReportingMixin, Cache):
         )
         write_record(path, self._format, snapshot)
 
-    def _options_to_save(self) -> dict[str, Any]:
-        """Return the fields of the file's record that only this class has."""
+    def _commit_prompts(self) -> None:
+        """Commit prompts whose attention the cache has not seen, as files and stores hold packed tokens."""
+        for layer in self.layers:
+            if isinstance(layer, CompressedLayer):
+                layer.commit_prompt()
+
+    def _options_to_save(self) -> dict[str, object]:
+        """Return the fields that this class adds to the file's record."""
         return {"config": self.cache_config}
 
     @classmethod
     def load(cls: type[CacheT], path: str | Path, model: PreTrainedModel | PreTrainedConfig) -> CacheT:
         """
-        Read a cache that `save` wrote, check all of it, and copy it into memory: later changes of the file do not
-        matter.
+        Read a file of `save`, check it, and copy it into memory, so that later changes of the file have no effect.
 
         Args:
-            model (`PreTrainedModel` or `PreTrainedConfig`): the model that continues from the cache, or its config,
-                which cannot tell whether the weights are the same.
+            model (`PreTrainedModel` or `PreTrainedConfig`): the model that continues from the cache. A config is
+                enough, but then the weights are not compared.
 
         Raises:
-            ValueError: naming `path`, if the file is damaged, of another version, or of another model or class.
+            ValueError: if the file `path` is damaged, of another version, or of another model or class.
         """
         return cls._load(path, model)
 
@@ -180,7 +182,7 @@ class PackedCache(UsageChecksMixin, ReportingMixin, Cache):
     def _load(
         cls: type[CacheT], path: str | Path, model: PreTrainedModel | PreTrainedConfig, given: object = None
     ) -> CacheT:
-        """Load a file; `given` is passed on to `_read_options`."""
+        """Load a file, and pass `given` to `_read_options`."""
         if not isinstance(model, PreTrainedConfig):
             model = unwrap_model(model)
         with refusals("path", path):
@@ -198,14 +200,13 @@ class PackedCache(UsageChecksMixin, ReportingMixin, Cache):
 
     @classmethod
     def _read_options(
-        cls, snapshot: Any, model: PreTrainedModel | PreTrainedConfig, given: Any = None
+        cls, snapshot: Snapshot, model: PreTrainedModel | PreTrainedConfig, given: object
     ) -> dict[str, Any]:
-        """Return the options of the cache that a file holds."""
-        options: dict[str, Any] = snapshot.config.to_options()
-        return options
+        """Return the keyword arguments of this class that make the cache of a file."""
+        raise NotImplementedError
 
 
 def makes_packed_cache(spec: str) -> bool:
-    """Return whether `name` or `name:key=value,...` makes a `PackedCache`, which leaves the model as it is."""
+    """Return true if `name` or `name:key=value,...` makes a `PackedCache`. Such a cache puts no hooks on a model."""
     factory = check_cache(parse_cache_spec(spec)[0]).load_factory()
     return isinstance(factory, type) and issubclass(factory, PackedCache)

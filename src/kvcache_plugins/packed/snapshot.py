@@ -1,7 +1,7 @@
-"""Contents of a file of a packed cache: one safetensors file with all layers, packed as they are.
+"""Content of a packed cache's file: the states of all layers, the options, and fingerprints of the model.
 
-A long prefix is prefilled once and reused. A file holds the state of every layer, the options, and fingerprints of the
-model. It may come from anywhere: `files.schema` checks every field, and each layer checks the state that it takes.
+A file may come from anywhere. `files.schema` checks every field, and each layer checks the state that it is restored
+from.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from kvcache_plugins.reports.memory import StatValue
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PresetChoice:
     """
-    Reason for a cache that was chosen by measuring: see `kvcache_plugins.choose_cache`.
+    Measurements for which `kvcache_plugins.choose_cache` chose a cache.
 
     Attributes:
         preset (`str`): a name of `list_caches()`, or `name:key=value,...` with options.
         kl (`float`): its mean KL(dense || cache) over the held-out tokens, in nats.
-        max_kl (`float`): the bound that it had to meet.
-        kl_by_preset (`dict[str, float]`): the same of every candidate that was tried, the cheapest first.
+        max_kl (`float`): the bound of the KL.
+        kl_by_preset (`dict[str, float]`): KL of every candidate that was tried, the cheapest first.
     """
 
     preset: str
@@ -42,7 +42,7 @@ class PresetChoice:
     kl_by_preset: dict[str, float]
 
     def stats(self) -> dict[str, StatValue]:
-        """Return the entries of `stats()` of the chosen cache."""
+        """Return entries for `stats()` of the chosen cache."""
         return {
             "chosen_preset": self.preset,
             "chosen_kl": self.kl,
@@ -58,9 +58,9 @@ class Snapshot:
 
     Attributes:
         model, model_config, model_name (`str`): fingerprints of the model and of its config, and its name.
-        has_config (`bool`): whether the cache was made for a model's config.
-        choice (`PresetChoice`, *optional*): why the cache was chosen.
-        layers (`list`): the state of each layer, `None` of one without tokens.
+        has_config (`bool`): True if the cache was made for a model's config.
+        choice (`PresetChoice`, *optional*): the measurements of `choose_cache`, if it chose the cache.
+        layers (`list`): the state of each layer, `None` for an empty one.
     """
 
     model: str
@@ -72,7 +72,7 @@ class Snapshot:
 
 
 def check_snapshot(snapshot: Snapshot, model: PreTrainedModel | PreTrainedConfig) -> None:
-    """Raise a `RefusedFile` if a file was made by another model."""
+    """Raise a `RefusedFile` if a file was made with another model."""
     name = snapshot.model_name or "unnamed"
     config = model if isinstance(model, PreTrainedConfig) else model.config
     if isinstance(model, PreTrainedConfig):
@@ -94,8 +94,8 @@ def check_number(states: Sequence[object], num_layers: int, *, is_exact: bool = 
 
 def restore_layers(layers: Sequence[CacheLayerMixin], states: Sequence[State], device: torch.device) -> None:
     """
-    Restore every layer of a new cache from its state, which may come from anywhere; a `ValueError` if a layer cannot
-    be in this state, or layers hold different tokens.
+    Restore every layer of a new cache from its state. Raise a `ValueError` if a layer cannot have its state, or if
+    layers hold different numbers of tokens.
     """
     check_number(states, len(layers), is_exact=True)
     held = set()
@@ -109,9 +109,11 @@ def restore_layers(layers: Sequence[CacheLayerMixin], states: Sequence[State], d
                 raise ValueError(
                     f"`{path}` holds {state.keys.shape[2]} of {state.length} tokens, which no such layer does"
                 )
-            keys, values = state.keys.to(device), state.values.to(device)
+            keys = state.keys.to(device)
+            values = state.values.to(device)
             layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys, values
+            layer.keys = keys
+            layer.values = values
             if layer.is_sliding:
                 layer.cumulative_length = state.length
             held.add((state.keys.shape[0], state.length))
@@ -122,7 +124,7 @@ def restore_layers(layers: Sequence[CacheLayerMixin], states: Sequence[State], d
 
 
 def state_of(layer: CacheLayerMixin, index: int) -> State:
-    """Return the state of a layer, `None` of an empty one; a `ValueError` if it holds more than keys and values."""
+    """Return the state of a layer, `None` for an empty one; raise a `ValueError` if it is no layer of attention."""
     if holds_nothing(layer):
         return None
     keeps_more = isinstance(layer, CompressedLayer) and (
@@ -131,18 +133,18 @@ def state_of(layer: CacheLayerMixin, index: int) -> State:
     if not isinstance(layer, CompressedLayer | DynamicLayer) or keeps_more:
         raise ValueError(f"`save` knows attention layers only, but layer {index} is a `{type(layer).__name__}`")
     if isinstance(layer, CompressedLayer):
-        # One that all tokens were cropped from still counts what it did
+        # A layer that was cropped to nothing has a state for its counters
         return layer.state() if layer.is_initialized else None
     length = layer.get_seq_length()
     if not length:
         return None
     assert layer.keys is not None and layer.values is not None
-    # More than a window is there while a rollback may follow, which is over
+    # A layer that records the past for a rollback has more than its window; a file does not need it
     first = layer.keys.shape[2] - _num_held(layer, length)
     return DenseState(length, layer.keys[:, :, first:], layer.values[:, :, first:])
 
 
 def _num_held(layer: DynamicLayer, length: int) -> int:
-    """Number of tokens that a layer keeps of `length`: the next token can still see them."""
+    """Return how many of `length` tokens a layer holds: those that the next token sees."""
     window = getattr(layer, "sliding_window", 1) if layer.is_sliding else 1
     return length if window == 1 else min(length, window - 1)

@@ -101,13 +101,15 @@ class PromptCache(PackedCache):
 
     def cut(self, keys: Sequence[str], numbers: Sequence[int], token_ids: Sequence[int]) -> dict[int, PromptBlock]:
         """
-        Cut blocks out of the cache, as views where possible; a `ValueError` if it was not filled with such blocks.
+        Cut blocks out of the cache, as views where possible; a `ValueError` if it was not filled with such blocks. Any
+        uncommitted prompt is committed.
 
         Args:
             keys (`Sequence[str]`): keys of the root and of all blocks.
             numbers (`Sequence[int]`): numbers of the blocks to cut.
             token_ids (`Sequence[int]`): the prompt.
         """
+        self._commit_prompts()
         states = [state_of(layer, index) for index, layer in enumerate(self.layers)]
         options = {"class": type(self).__name__, **self.cache_config.to_options()}
         length = self.record.length

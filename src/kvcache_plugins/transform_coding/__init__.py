@@ -1,6 +1,6 @@
-"""Transform coding: every token a row of bytes, with bits where channels have energy."""
+"""Transform coding: rows of bytes for tokens, with more bits for channels of more energy."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvcache_plugins.lazy_imports import lazy_attributes
 from kvcache_plugins.registry import register_cache
@@ -25,34 +25,39 @@ __getattr__, __dir__ = lazy_attributes(
     },
 )
 
-# Where 128 would take more bytes while decoding than eight or twenty exact tokens in the place of recent rows do
-_FEWER_RECENT: dict[str, Any] = {"recent_length": 80}
+# Presets for which 128 would take more bytes while decoding than eight or twenty exact tokens in place of recent rows
+_FEWER_RECENT = 80
 # A preset's number is the largest percentage of a 16-bit cache that it takes after 1024 tokens in bfloat16 with head
-# dimension 64, all that it holds included, but bases and means of a calibration, which all caches of a model share.
-# Bytes that are left below it go to exact tokens.
-_FITTED: dict[int, dict[str, Any]] = {
-    16: {"key_nbits": 2.375, "value_nbits": 2.0, **_FEWER_RECENT},
-    22: {"key_nbits": 3.25, "value_nbits": 3.0},
-    30: {"key_nbits": 4.625, "value_nbits": 4.125, **_FEWER_RECENT},
-}
+# dimension 64. All bytes count but those of a calibration, which all caches of a model share. Spare bytes go to exact
+# tokens. Here are the bits of calibrated presets
 _CALIBRATED = {12: 1.59, 16: 2.23, 20: 2.87, 28: 4.15}
 
-register_cache("transform", _CACHE, check=_CHECK, summary="Transform coding, 25 % of 16 bits")
-for _percent, _bits in _FITTED.items():
-    register_cache(
-        f"transform-{_percent}",
-        _CACHE,
-        check=_CHECK,
-        summary=f"Transform coding, {_percent} % of 16 bits",
-        **_bits,
-    )
+
+def _register(name: str, summary: str, **options: object) -> None:
+    register_cache(name, _CACHE, summary=summary, requires=None, check=_CHECK, overwrite=False, **options)
+
+
+_register("transform", "Transform coding, 25 % of 16 bits")
+_register(
+    "transform-16",
+    "Transform coding, 16 % of 16 bits",
+    key_nbits=2.375,
+    value_nbits=2.0,
+    recent_length=_FEWER_RECENT,
+)
+_register("transform-22", "Transform coding, 22 % of 16 bits", key_nbits=3.25, value_nbits=3.0)
+_register(
+    "transform-30",
+    "Transform coding, 30 % of 16 bits",
+    key_nbits=4.625,
+    value_nbits=4.125,
+    recent_length=_FEWER_RECENT,
+)
 for _percent, _nbits in _CALIBRATED.items():
-    register_cache(
+    _register(
         f"calibrated-{_percent}",
-        _CACHE,
-        check=_CHECK,
-        summary=f"Transform coding in calibrated bases, {_percent} % of 16 bits",
+        f"Transform coding in calibrated bases, {_percent} % of 16 bits",
         nbits=_nbits,
         calibration="auto",
-        **_FEWER_RECENT,
+        recent_length=_FEWER_RECENT,
     )

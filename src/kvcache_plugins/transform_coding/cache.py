@@ -1,13 +1,15 @@
-"""`TransformCodingCache`: every token a row of bytes, with bits where channels have energy."""
+"""`TransformCodingCache`: rows of bytes for tokens, with more bits for channels of more energy."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from kvcache_plugins.files.atomic import RefusedFile
 from kvcache_plugins.files.records import Format
@@ -26,8 +28,8 @@ from kvcache_plugins.reports.memory import StatValue
 from .calibration import (
     AUTO,
     TransformCalibration,
-    calibration_of_file,
     check_calibration,
+    find_saved_calibration,
     resolve_calibration,
 )
 from .config import DEFAULT_MEAN_NBITS, DEFAULT_NBITS, TransformCodingConfig
@@ -35,26 +37,32 @@ from .config import DEFAULT_MEAN_NBITS, DEFAULT_NBITS, TransformCodingConfig
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TransformCodingSnapshot(Snapshot):
-    """Content of a file of a `TransformCodingCache`: `calibration` is the digest of the one that it was made with."""
+    """
+    Content of a file of a `TransformCodingCache`. `calibration` is the digest of the cache's calibration, if any.
+    """
 
     config: TransformCodingConfig
     calibration: str | None
 
+    def check(self) -> None:
+        if self.calibration is not None and self.config.key_nbits != self.config.value_nbits:
+            raise ValueError("it names a calibration, but its options have none")
+
 
 class TransformCodingCache(PackedCache):
     """
-    A cache that stores every token of a head as a row of few bytes: channels that vary more get more bits.
+    A cache that stores every token of a head as a row of few bytes, with more bits for channels that vary more.
 
-    Keys are coded before their rotary embedding, values rotated by a Hadamard matrix; both in bits that are shared
-    among channels by their energy (reverse water-filling), one scale a token. This is a method of this package: at
-    equal bytes its loss is below that of [`GEARCache`] and of KIVI's groups. Tokens are packed a few at a time, right
-    after the first tokens and a prompt's attention. Under `sdpa`, `eager`, `flex_attention` and flash attention the
-    cache is read as it is stored; any other implementation makes it dense a layer at a time.
+    Keys are coded before their rotary embedding, and values after a Hadamard rotation. Bits are divided among channels
+    by their energy (reverse water-filling), and every token has one scale. The method is this package's own: at equal
+    bytes its loss is below that of [`GEARCache`] and of KIVI's groups. A prompt is coded right after its attention,
+    decoded tokens a few at a time. Attention of `sdpa`, `eager`, `flex_attention` and flash attention is computed over
+    coded tokens; any other implementation makes them dense, one layer at a time.
 
     Args:
         config (`PreTrainedConfig` or `PreTrainedModel`, *optional*):
-            The model, or its config. With it, keys are coded before their rotary embedding, layers whose attention
-            has a window keep no more than the window (see `sliding`), and bounded layers of other kinds stay
+            The model, or its config. With it, keys are coded before their rotary embedding, layers with a window of
+            attention keep no more than the window (see `sliding`), and bounded layers of other kinds stay
             Transformers' own; without it, every layer is coded as one of full attention.
         nbits (`float`, *optional*):
             Bits of a channel on average, up to 8. Defaults to 4 for keys and 3.25 for values, and with a calibration,
@@ -62,30 +70,30 @@ class TransformCodingCache(PackedCache):
         key_nbits, value_nbits (`float`, *optional*):
             The same for keys or values alone, without a calibration.
         residual_length (`int`, *optional*, defaults to 5):
-            Newest decoded tokens that stay exact at most; the oldest of them are coded when there are as many.
+            Largest number of newest decoded tokens that stay exact. When it is reached, the oldest of them are coded.
         num_sink_tokens (`int`, *optional*, defaults to 4):
             First tokens of a sequence that stay exact
             ([StreamingLLM](https://huggingface.co/papers/2309.17453)).
         sliding (`str`, *optional*, defaults to `"auto"`):
-            Treatment of layers whose attention has a window or goes by chunks: `"compressed"`, where tokens that no
-            later query sees are dropped, some at a time; `"dense"`, which leaves them Transformers' own; or `"auto"`,
-            which compresses windows of at least 2048 tokens, as shorter ones gain little.
+            Treatment of layers with a window, or with chunks, of attention. `"compressed"` codes them, and evicts
+            tokens that no later query sees, some at a time; `"dense"` leaves them to Transformers; `"auto"` compresses
+            windows of at least 2048 tokens, as shorter ones gain little.
         recent_length (`int`, *optional*, defaults to 128):
-            Newest of the coded tokens that were decoded, at most, whose rows have more bits, as they are read most;
-            older ones are coded again as all others. 0 for none.
+            Largest number of newest coded tokens, among the decoded ones, whose rows have more bits, as they are read
+            most. Older rows are requantized to the bits of all others. 0 for none.
         recent_nbits (`int`, *optional*, defaults to 2):
-            Additional bits of a channel of these.
+            Additional bits of a channel of recent rows.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
             Padding of the prompt, needed for batches of unequal length under an attention implementation that reads
             dense states, such as one of your own.
         max_cache_len (`int`, *optional*):
-            Tokens that memory is reserved for from the beginning. The cache is then static, as Transformers'
-            `StaticCache` is: every step of one token is the same, so `torch.compile` makes one graph of it, on a GPU
-            a CUDA graph, and `generate` compiles steps by itself there. All layers have to be of full attention.
+            Tokens that memory is reserved for. The cache is then static, like Transformers' `StaticCache`: all steps
+            of one token are the same, so `torch.compile` makes one graph of them, on a GPU a CUDA graph, and
+            `generate` compiles steps there without being asked. All layers have to be of full attention.
         calibration (`TransformCalibration`, `str` or `Path`, *optional*):
-            Result of `calibrate_transform` for the model, or its file: bases of keys and values, and how much their
-            errors cost. `"auto"` takes the file that `kvcache-plugins calibrate --cache transform` keeps of the
-            model, and goes without one, with a warning, where there is none.
+            Result of `calibrate_transform` for the model, or its file: bases of keys and values, and the cost of their
+            errors. `"auto"` is the file that `kvcache-plugins calibrate --cache transform` keeps for the model; if
+            there is none, the cache has no calibration, with a warning.
 
     Raises:
         ValueError: if an option is out of range, or `config` has layers that hold full-length states of a kind that
@@ -155,9 +163,10 @@ class TransformCodingCache(PackedCache):
         return RowLayer(self.cache_config.policy(), layer_idx)
 
     def _layer(self, layer_idx: int, config: PreTrainedConfig | None = None, window: int | None = None) -> RowLayer:
-        options, codec = self.cache_config, None
+        options = self.cache_config
+        codec = None
         frequencies = None if config is None else rotary_frequencies(config, layer_idx)
-        # A calibration without a layer of a window leaves it to its prompt
+        # A layer with a window that the calibration does not have is fitted to its prompt
         if self.calibration is not None and (window is None or layer_idx in self.calibration.layers):
             codec = self.calibration.codec(layer_idx, options.key_nbits, frequencies)
         policy = options.policy(frequencies, codec)
@@ -165,7 +174,7 @@ class TransformCodingCache(PackedCache):
             return StaticLayer(policy, layer_idx, self._given_mask, self._max_cache_len)
         return RowLayer(policy, layer_idx, self._given_mask, window)
 
-    def _layers_for(self, config: PreTrainedConfig) -> list[Any]:
+    def _layers_for(self, config: PreTrainedConfig) -> list[CacheLayerMixin]:
         options = self.cache_config
 
         def make_windowed(index: int, window: int) -> RowLayer | None:
@@ -177,13 +186,15 @@ class TransformCodingCache(PackedCache):
         return replace_full_attention(config, lambda index: self._layer(index, config), make_windowed)
 
     def stats(self) -> dict[str, StatValue]:
-        """Counters of [`PackedCache.stats`]; with a calibration `calibration_bytes` too, `shared` in `memory()`."""
+        """
+        Return the counters of [`PackedCache.stats`], and `calibration_bytes` with a calibration (`shared` bytes).
+        """
         counters = super().stats()
         if self.calibration is not None:
             counters["calibration_bytes"] = sum(self.memory().shared.values())
         return counters
 
-    def _options_to_save(self) -> dict[str, Any]:
+    def _options_to_save(self) -> dict[str, object]:
         digest = None if self.calibration is None else self.calibration.digest
         return {"config": self.cache_config, "calibration": digest}
 
@@ -196,18 +207,18 @@ class TransformCodingCache(PackedCache):
         calibration: TransformCalibration | str | Path | None = None,
     ) -> TransformCodingCache:
         """
-        Read a cache that `save` wrote, check all of it, and copy it into memory: later changes of the file do not
-        matter. The calibration is not in the file, but its digest.
+        Read a file of `save`, check it, and copy it into memory, so that later changes of the file have no effect. The
+        file has the digest of the calibration, not the calibration itself.
 
         Args:
-            model (`PreTrainedModel` or `PreTrainedConfig`): the model that continues from the cache, or its config,
-                which cannot tell whether the weights are the same.
-            calibration (`TransformCalibration`, `str` or `Path`, *optional*): the one that the cache was made with, or
-                its file. By default it is looked for where `kvcache-plugins calibrate` keeps calibrations.
+            model (`PreTrainedModel` or `PreTrainedConfig`): the model that continues from the cache. A config is
+                enough, but then the weights are not compared.
+            calibration (`TransformCalibration`, `str` or `Path`, *optional*): the cache's calibration, or its file. By
+                default it is searched among those of `kvcache-plugins calibrate`.
 
         Raises:
-            ValueError: naming `path`, if the file is damaged, of another version, model or class, or was made with
-                another calibration.
+            ValueError: if the file `path` is damaged, of another version, model or class, or was made with another
+                calibration.
         """
         if isinstance(calibration, (str, Path)):
             calibration = TransformCalibration.read(calibration)
@@ -216,19 +227,25 @@ class TransformCodingCache(PackedCache):
     @classmethod
     def _read_options(
         cls,
-        snapshot: Any,
+        snapshot: Snapshot,
         model: PreTrainedModel | PreTrainedConfig,
-        given: Any = None,
+        given: object,
     ) -> dict[str, Any]:
+        assert isinstance(snapshot, TransformCodingSnapshot)
+        assert given is None or isinstance(given, TransformCalibration)
         quantizer = snapshot.config.quantizer
         if quantizer != NAME:
             raise RefusedFile(f"holds {quantizer} codes, which only earlier versions read: prefill and `save` anew")
-        return calibration_of_file(snapshot.config, snapshot.calibration, given, model)
+        calibration = find_saved_calibration(snapshot.calibration, given, model)
+        if calibration is None:
+            return snapshot.config.to_options()
+        return {**snapshot.config.to_calibrated_options(), "calibration": calibration}
 
 
-def check_options(*, calibration: object = None, **options: Any) -> None:
-    """Raise a `ValueError` for options of a `TransformCodingCache` that no model makes right."""
-    TransformCodingCache(**options)
+def check_options(*, calibration: object = None, **options: object) -> None:
+    """Raise a `ValueError` for options of a `TransformCodingCache` that are wrong for every model."""
+    make: Callable[..., TransformCodingCache] = TransformCodingCache
+    make(**options)
     check_calibration(calibration, options.get("key_nbits"), options.get("value_nbits"))
     if isinstance(calibration, (str, Path)) and calibration != AUTO and not Path(calibration).is_file():
         raise ValueError(f"`calibration` is `{calibration}`, but there is no such file")

@@ -1,9 +1,8 @@
-"""Calibration of transform coding: a model's bases of keys and values, and the cost of their errors, found once.
+"""Calibration of transform coding: bases of a model's keys and values, and the cost of their errors.
 
-Of each layer and head the Karhunen-Loeve basis of keys before the rotary embedding, their mean taken off, and of
-values with theirs, both in a metric in which an error counts by what it does to the model's output. Energies of the
-components then are comparable over the whole model, so that bytes can be given to where they are worth most, at any
-rate: that is left to when a cache is made.
+Every layer and head has the Karhunen-Loeve bases of its centered keys, before their rotary embedding, and of its
+values. The metric of a basis is the effect of an error on the model's output. So energies of components are comparable
+over the whole model, and bytes can be divided by their worth. A cache does so, at its own rate, when it is made.
 
 Legend: H key/value heads, D head dim, N blocks of eight components.
 """
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -42,24 +41,27 @@ from .observation import LayerSums, observe_window
 FORMAT = Format("kvcache_plugins.transform_calibration", 1, "run `kvcache-plugins calibrate --cache transform` anew")
 _LAYOUTS = ("half-split", "interleaved", "none")
 _HEADS = "num_heads", "head_dim"
-# How near a weight is to itself in bfloat16, and in float16 where it is small
-_TOLERANCE, _LEAST_WEIGHT = 2**-7, 2**-24
+# Relative distance of a weight from itself in bfloat16, and absolute distance of a small one in float16
+_TOLERANCE = 2**-7
+_SMALL_WEIGHT = 2**-24
 # First tokens that stay exact
 _NUM_SINKS = TransformCodingConfig(key_nbits=1, value_nbits=1).num_sink_tokens
-# Of the costs of keys and of values, what is taken off beside the diagonal: they were estimated from few gradients
-_KEY_SHRINKAGE, _VALUE_SHRINKAGE = 0.5, 0.1
-# Share of the queries' moments in what errors of keys cost, and of the unit matrix in what those of values do
-_QUERY_SHARE, _UNIT_SHARE = 0.3, 0.1
-# Heads and sides differ by this power of what they were seen to differ by
+# Shrinkage of costs towards their diagonal, as they are estimated from few gradients
+_KEY_SHRINKAGE = 0.5
+_VALUE_SHRINKAGE = 0.1
+# Share of the queries' moments in the cost of keys, and of the unit matrix in the cost of values
+_QUERY_SHARE = 0.3
+_UNIT_SHARE = 0.1
+# Power of the measured ratios between heads and sides
 _TEMPER = 0.7
-# Of a head's largest factor
-_LEAST_FACTOR = 1e-3
-# Takes the model's own, if it was calibrated, and none otherwise
+# Smallest factor, as a share of the head's largest
+_MIN_FACTOR = 1e-3
+# The model's own calibration, or none if it has none
 AUTO = "auto"
 _DIGITS = 16
-# Of the user's calibrations, in the folder of this package's files
+# Folder of the user's calibrations, within the package's folder
 _FOLDER = "calibrations"
-# Those of the models that `load_model` has short names for
+# Calibrations of the models with short names
 _PACKAGED = Path(__file__).resolve().parent / "reference_calibrations"
 
 
@@ -69,9 +71,10 @@ class SideCalibration:
     Keys or values of a layer.
 
     Attributes:
-        mean, factors, basis, steps: what is taken off; see `Basis` for the others. Rows of the basis are as long as a
-            standard deviation of their component.
-        energies (`torch.Tensor` of shape `[H, N]`, float32): of blocks of eight components.
+        mean (`torch.Tensor` of shape `[H, D]`, float16): subtracted before the basis is applied.
+        factors, basis, steps (`torch.Tensor`): see `Basis`. The length of a row of the basis is the standard deviation
+            of its component.
+        energies (`torch.Tensor` of shape `[H, N]`, float32): energies of blocks of eight components.
     """
 
     mean: Annotated[torch.Tensor, Stored(_HEADS, torch.float16)]
@@ -93,8 +96,11 @@ class SideCalibration:
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerCalibration:
     """
-    Keys and values of a layer whose attention sees `window` tokens, or all; `layout` and `first_channel` are name and
-    first channel of the keys' rotary embedding.
+    Keys and values of a layer.
+
+    Attributes:
+        layout, first_channel: name and first channel of the keys' rotary embedding.
+        window (`int`, *optional*): window of the layer's attention.
     """
 
     layer_idx: Annotated[int, Range(0, 2**16)]
@@ -111,7 +117,7 @@ class LayerCalibration:
             raise ValueError("keys and values have to have as many heads")
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Lists all tensors by side and name."""
+        """Yield all tensors with their side and name."""
         for name, side in (("keys", self.keys), ("values", self.values)):
             yield from ((f"{name}.{field.name}", getattr(side, field.name)) for field in fields(side))
 
@@ -119,8 +125,12 @@ class LayerCalibration:
 @dataclass(frozen=True, eq=False)
 class CalibrationContent:
     """
-    What a file holds: fingerprint of the model's config, some of its weights, see `weight_samples`, and its layers of
-    full attention and of windows.
+    Content of a file.
+
+    Attributes:
+        config (`str`): fingerprint of the model's config.
+        weights (`torch.Tensor`): some of the model's weights, see `weight_samples`.
+        layers (`list[LayerCalibration]`): layers of full attention and of windows.
     """
 
     config: str
@@ -131,16 +141,16 @@ class CalibrationContent:
         if not self.layers:
             raise ValueError("`layers` is empty")
         if len({layer.layer_idx for layer in self.layers}) < len(self.layers):
-            raise ValueError("`layers` tells of a layer twice")
+            raise ValueError("`layers` has a layer twice")
 
     def digest(self) -> str:
-        """By which a calibration is known again, wherever its file is."""
+        """Return the digest that identifies a calibration in any file."""
         digest = hashlib.sha256(self.config.encode())
         digest.update(self.weights.numpy().tobytes())
         for layer in self.layers:
             layout = layer.layout, layer.first_channel
-            known = layout if layer.window is None else (*layout, layer.window)
-            digest.update(f"{layer.layer_idx} {known}".encode())
+            form = layout if layer.window is None else (*layout, layer.window)
+            digest.update(f"{layer.layer_idx} {form}".encode())
             for name, tensor in layer.named_tensors():
                 digest.update(f"{name} {tuple(tensor.shape)}".encode())
                 digest.update(tensor.numpy().tobytes())
@@ -149,13 +159,15 @@ class CalibrationContent:
 
 class TransformCalibration(nn.Module):
     """
-    What `calibrate_transform` found out about a model. Caches of the model share it, and what is made of it: as a part
-    of the model it is a module, and no cache counts it as what it holds.
+    Result of `calibrate_transform` for a model. Caches of the model share it and its codecs. It is a module, as a part
+    of the model, so that no cache counts it as its own memory.
     """
 
     def __init__(self, content: CalibrationContent):
         super().__init__()
-        self.content, self.config, self.weights = content, content.config, content.weights
+        self.content = content
+        self.config = content.config
+        self.weights = content.weights
         self.layers = {layer.layer_idx: layer for layer in content.layers}
         self.digest = content.digest()
         self._codecs: dict[tuple[float, int], RowCodec] = {}
@@ -166,8 +178,9 @@ class TransformCalibration(nn.Module):
 
     def codec(self, layer_idx: int, nbits: float, frequencies: tuple[float, ...] | None) -> RowCodec:
         """
-        Makes the codec of a layer, with `nbits` bits a number, on average over all heads and both sides of layers that
-        see as much; a `ValueError` if it knows nothing of that layer, or of its rotary embedding.
+        Return the codec of a layer with `nbits` bits an element, on average over keys and values of all heads in
+        layers with the same window. Raise a `ValueError` if the calibration lacks the layer, or has another rotary
+        embedding.
         """
         key = nbits, layer_idx
         if key in self._codecs:
@@ -180,20 +193,20 @@ class TransformCalibration(nn.Module):
         if rope is None:
             raise ValueError(f"`calibration` has another rotary embedding in layer {layer_idx} than `config`")
         sizes = self._bytes_of_heads(nbits, layer.window)
-        place = 2 * [index for index, _ in self._layers_of(layer.window)].index(layer_idx)
-        tables = []
-        for number, side in enumerate((layer.keys, layer.values)):
-            widths = allocate_widths(side.energies.double()[None], sizes[place + number], DISTORTIONS)[0]
-            own = basis_for_widths(side.factors, side.basis, side.steps, widths)
-            tables.append(format_in_basis(side.mean, *own, None if number else rope))
-        self._codecs[key] = RowCodec(SharedFormats(*tables))
+        first = 2 * [index for index, _ in self._layers_of(layer.window)].index(layer_idx)
+        formats = []
+        for offset, side in enumerate((layer.keys, layer.values)):
+            widths = allocate_widths(side.energies.double()[None], sizes[first + offset], DISTORTIONS)[0]
+            basis = basis_for_widths(side.factors, side.basis, side.steps, widths)
+            formats.append(format_in_basis(side.mean, *basis, rope if side is layer.keys else None))
+        self._codecs[key] = RowCodec(SharedFormats(*formats))
         return self._codecs[key]
 
     def _layers_of(self, window: int | None) -> list[tuple[int, LayerCalibration]]:
         return [(index, layer) for index, layer in self.layers.items() if layer.window == window]
 
     def _bytes_of_heads(self, nbits: float, window: int | None) -> list[int]:
-        """Bytes of a head's codes, of keys and values of every layer of a window, which share nothing with others."""
+        """Return the bytes of a head's codes, for keys and values of every layer with a window in turn."""
         if (nbits, window) not in self._shares:
             sides = [side for _, layer in self._layers_of(window) for side in (layer.keys, layer.values)]
             energies = [side.energies.double() for side in sides]
@@ -206,14 +219,14 @@ class TransformCalibration(nn.Module):
         return self._shares[nbits, window]
 
     def save(self, path: str | Path) -> None:
-        """Writes the calibration to a safetensors file, which takes its place when it is complete."""
+        """Write the calibration to a safetensors file, which replaces an older one when it is complete."""
         write_record(path, FORMAT, self.content)
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel | PreTrainedConfig) -> TransformCalibration:
         """
-        Reads a calibration that `save` wrote for a model, or one of a config, which cannot tell weights from others; a
-        `ValueError` naming the file if it is damaged, of another version, or of another model.
+        Read a file of `save` for a model. Raise a `ValueError` that names the file if it is damaged, of another
+        version, or of another model; with a config the weights are not compared.
         """
         calibration = cls.read(path)
         with refusals("calibration", path):
@@ -224,12 +237,12 @@ class TransformCalibration(nn.Module):
 
     @classmethod
     def read(cls, path: str | Path) -> TransformCalibration:
-        """Reads a calibration of any model from `path`."""
+        """Read a calibration of any model."""
         with refusals("calibration", path):
             return _read_once(Path(path).resolve(), Path(path).stat().st_mtime_ns)
 
     def mismatch(self, model: PreTrainedModel | PreTrainedConfig) -> str | None:
-        """Says why `model`, or that of a config, is not the calibrated one, whatever its dtype; `None` if it is."""
+        """Return the reason why `model`, in any dtype, or a config's model is another one; `None` if it is not."""
         config = model if isinstance(model, PreTrainedConfig) else model.config
         if self.config != config_fingerprint(config):
             return "was made for a model of another config"
@@ -239,11 +252,11 @@ class TransformCalibration(nn.Module):
         if weights.shape != self.weights.shape:
             return "was made for another model, of other parameters"
         known = ~(weights.isnan() | self.weights.isnan())
-        is_near = torch.isclose(weights[known], self.weights[known], rtol=_TOLERANCE, atol=_LEAST_WEIGHT)
+        is_near = torch.isclose(weights[known], self.weights[known], rtol=_TOLERANCE, atol=_SMALL_WEIGHT)
         return None if bool(is_near.all()) else "was made for another model, of other weights"
 
 
-# So that the caches of a model share one, and what is made of it
+# Caches of a model share one calibration and its codecs
 @lru_cache(maxsize=4)
 def _read_once(path: Path, changed: int) -> TransformCalibration:
     return TransformCalibration(read_record(path, FORMAT, CalibrationContent))
@@ -258,13 +271,13 @@ def calibrate_transform(
     on_progress: Callable[[str], None] | None = None,
 ) -> TransformCalibration:
     """
-    Finds the bases of a model's keys and values, and what their errors cost.
+    Find the bases of a model's keys and values, and the cost of their errors.
 
     Args:
         model (`PreTrainedModel`): the model, in eval mode.
-        windows (`Sequence[torch.Tensor]`): token ids `[tokens]`, of which the first half fills a cache.
-        num_draws (`int`, *optional*, defaults to 2): backward passes for every 16 tokens of the other half.
-        seed (`int`, *optional*, defaults to 0): of the tokens that the model draws.
+        windows (`Sequence[torch.Tensor]`): token ids `[tokens]`; the first half of each window fills a cache.
+        num_draws (`int`, *optional*, defaults to 2): backward passes for every 16 tokens of the second half.
+        seed (`int`, *optional*, defaults to 0): random seed of the tokens that the model draws.
         on_progress (`Callable[[str], None]`, *optional*): called before each window.
 
     Raises:
@@ -278,7 +291,7 @@ def calibrate_transform(
     for number, window in enumerate(windows, start=1):
         if on_progress is not None:
             on_progress(f"window {number}")
-        # Gradients are taken, wherever this is called
+        # The caller may have disabled gradients
         with torch.inference_mode(False), torch.enable_grad():
             observe_window(model, window, window.numel() // 2, _NUM_SINKS, num_draws, sums, generator)
     layers = [_calibrate_layer(index, own) for index, own in sorted(sums.items())]
@@ -297,7 +310,7 @@ def _calibrate_layer(layer_idx: int, sums: LayerSums) -> LayerCalibration:
     cost = _shrunk(sums.values.gradients / sums.values.num_scored, _VALUE_SHRINKAGE)
     unit = torch.eye(cost.shape[1], dtype=cost.dtype, device="cpu")
     cost = cost + _UNIT_SHARE * unit * (_trace(cost) / cost.shape[1])[:, None, None]
-    # A sum of values would lose what their mean has lost as often as there are tokens in it
+    # Without a mean: in a sum of values its rounding error would add up
     values = _calibrate_side(cost, sums.values.products / sums.values.count, torch.zeros_like(sums.values.states))
     return LayerCalibration(
         layer_idx=layer_idx,
@@ -311,10 +324,10 @@ def _calibrate_layer(layer_idx: int, sums: LayerSums) -> LayerCalibration:
 
 def _calibrate_side(cost: torch.Tensor, moments: torch.Tensor, mean: torch.Tensor) -> SideCalibration:
     basis, energies = karhunen_loeve(cost, moments)
-    # Rounding is to cost the same in all channels
+    # Rounding errors of all channels should cost the same
     tiny = torch.finfo(torch.float32).tiny
     factors = cost.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
-    factors = factors.maximum(_LEAST_FACTOR * factors.amax(dim=-1, keepdim=True)).clamp(min=tiny)
+    factors = factors.maximum(_MIN_FACTOR * factors.amax(dim=-1, keepdim=True)).clamp(min=tiny)
     by_block = F.pad(energies, (0, -energies.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(dim=-1)
     rounded = round_basis(basis, factors)
     return SideCalibration(mean.half(), factors.float(), *rounded, by_block.float().clamp(min=tiny))
@@ -330,52 +343,47 @@ def _trace(matrices: torch.Tensor) -> torch.Tensor:
 
 
 def calibration_path(model: PreTrainedModel) -> Path:
-    """Where in the user's cache folder a model's calibration is written to."""
+    """Return the path for a model's calibration in the user's cache folder."""
     name = f"{_prefix(model.config)}{fingerprint(model)[:_DIGITS]}.safetensors"
     return user_folder() / _FOLDER / name
 
 
 def find_calibration(model: PreTrainedModel) -> TransformCalibration | None:
-    """Return the calibration of a model in whatever dtype: the user's newest, or that of this package."""
+    """Return the calibration of a model in any dtype: the user's newest, or else the package's."""
     return next((each for each in _known(model.config) if each.mismatch(model) is None), None)
 
 
 def _known(config: PreTrainedConfig) -> Iterator[TransformCalibration]:
-    """Yield calibrations for models of `config`: the user's folder's, the newest first, then this package's."""
+    """Yield calibrations for models of `config`: the user's, the newest first, and then the package's."""
     folder = find_user_folder()
     own = [] if folder is None else (folder / _FOLDER).glob(f"{_prefix(config)}*.safetensors")
     for path in sorted(own, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         yield TransformCalibration.read(path)
     for path in sorted(_PACKAGED.glob("*.safetensors")):
-        # Checking all of a file takes seconds
+        # Reading the document alone, as a check of the whole file takes seconds
         if read_content(path, FORMAT)["config"] == config_fingerprint(config):
             yield TransformCalibration.read(path)
 
 
-def calibration_of_file(
-    config: TransformCodingConfig,
-    digest: str | None,
-    given: TransformCalibration | None,
-    model: PreTrainedModel | PreTrainedConfig,
-) -> dict[str, Any]:
+def find_saved_calibration(
+    digest: str | None, given: TransformCalibration | None, model: PreTrainedModel | PreTrainedConfig
+) -> TransformCalibration | None:
     """
-    Return the options of the cache that a file holds, with its calibration. To be called within `refusals`.
+    Return the calibration of a saved cache, or `None` if it has none. Call it in `refusals`.
 
     Args:
-        config (`TransformCodingConfig`): the file's options.
-        digest (`str`, *optional*): of the calibration that the cache was made with.
-        given (`TransformCalibration`, *optional*): the caller's; by default it is looked for among the kept ones.
+        digest (`str`, *optional*): digest of the cache's calibration.
+        given (`TransformCalibration`, *optional*): the caller's calibration. The default is searched among the kept
+            ones.
         model (`PreTrainedModel` or `PreTrainedConfig`): the model that continues from the cache.
 
     Raises:
-        ValueError: if the calibration is another one, or not found.
+        RefusedFile: if the calibration is another one, or not found.
     """
     if digest is None:
         if given is not None:
             raise RefusedFile("was made without a calibration, so `calibration` has no meaning")
-        return config.to_options()
-    if config.key_nbits != config.value_nbits:
-        raise ValueError("it names a calibration, but its options have none")
+        return None
     if given is not None and given.digest != digest:
         raise RefusedFile(f"was made with another calibration than the one given ({digest[:_DIGITS]})")
     own = model if isinstance(model, PreTrainedConfig) else model.config
@@ -385,15 +393,15 @@ def calibration_of_file(
             f"was made with a calibration ({digest[:_DIGITS]}) that is not among those kept for this user: give it as "
             "`calibration`"
         )
-    return {**config.to_calibrated_options(), "calibration": found}
+    return found
 
 
 def _prefix(config: PreTrainedConfig) -> str:
     return f"transform-{config_fingerprint(config)[:_DIGITS]}-"
 
 
-def check_calibration(calibration: object, key_nbits: float | None, value_nbits: float | None) -> None:
-    """Raise a `ValueError` for what is no calibration, and for options that have no effect beside one."""
+def check_calibration(calibration: object, key_nbits: object, value_nbits: object) -> None:
+    """Raise a `ValueError` if `calibration` is none, or an option has no effect beside it."""
     if calibration is None:
         return
     if not isinstance(calibration, (TransformCalibration, str, Path)):
@@ -409,8 +417,8 @@ def resolve_calibration(
     calibration: TransformCalibration | str | Path | None, model: PreTrainedConfig | torch.nn.Module | None
 ) -> TransformCalibration | None:
     """
-    Return the calibration of a cache for `model`, given the calibration itself, its file, `"auto"` or `None`; a
-    `ValueError` if it is another model's, or cannot be read.
+    Return the calibration for a model, given as itself, its file, `"auto"` or `None`. Raise a `ValueError` if it is
+    another model's, or cannot be read.
     """
     if calibration is None or (calibration == AUTO and model is None):
         return None
@@ -424,7 +432,7 @@ def resolve_calibration(
         return calibration
     if calibration != AUTO:
         return TransformCalibration.load(calibration, own)
-    # A config cannot tell whose weights they are
+    # A config has no weights to compare
     found = None if isinstance(own, PreTrainedConfig) else find_calibration(own)
     if found is None:
         warn_user(

@@ -1,8 +1,8 @@
-"""Texts that a calibration can be made of where nobody has one: of what is in every Python, and in this package.
+"""Texts for a calibration, from Python's standard library and from this package.
 
-A calibration of one kind of text is worth less on others, so there are three: code and reference from the sources of
-Python's standard library, which are read and not run, and prose in several languages, with letters, lists, tables and
-records among it.
+A calibration on one kind of text is worse for others, so there are three kinds: code and reference, both from the
+sources of the standard library, which are not executed, and prose in several languages, with letters, lists, tables
+and records.
 """
 
 import ast
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 _PROSE = Path(__file__).with_name("calibration_prose.txt")
-# All of them in every Python since 3.10, each of them by another hand. `argparse` is what results are measured on
+# Modules of every Python since 3.10, by different authors. `argparse` is left out, as results are measured on it
 _CODE = (
     "calendar configparser csv fractions ftplib heapq http/cookies queue shutil statistics tempfile tokenize "
     "xml/etree/ElementTree"
@@ -20,15 +20,15 @@ _CODE = (
 _REFERENCE = (
     "_pydecimal bdb codecs difflib doctest email/message mailbox optparse random subprocess turtle unittest/case"
 )
-# Of a file, so that no long one makes up most of a text
+# Limit for a file, so that no long one is most of a text
 _MAX_CHARACTERS = 12_000
 _DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def calibration_texts() -> dict[str, str]:
     """
-    Returns `code`, `reference` (what `help` says) and `prose`, tens of thousands of characters each, the same at every
-    call. What this Python does not bring along is left out, and a kind of which nothing is left.
+    Return `code`, `reference` (the text of `help`) and `prose`, tens of thousands of characters each, the same at
+    every call. Modules that this Python lacks are left out, and so is a kind of text that is then empty.
     """
     code = [source[:_MAX_CHARACTERS] for source in _sources(_CODE)]
     reference = ["".join(_help_of(ast.parse(source)))[:_MAX_CHARACTERS] for source in _sources(_REFERENCE)]
@@ -44,7 +44,7 @@ def _sources(names: str) -> Iterator[str]:
 
 
 def _help_of(node: ast.Module | _DEFINITIONS, name: str = "") -> Iterator[str]:
-    """Yields the docstrings of a module or a definition `node`, and of those in it, each below its head."""
+    """Yield the docstrings of a module or a definition `node`, and of definitions within it, each below its head."""
     text = ast.get_docstring(node)
     if text is not None:
         yield f"{_head(node, name)}{text}\n\n"

@@ -1,4 +1,4 @@
-"""Options of transform coding, validated once and immutable afterwards."""
+"""Options of transform coding, validated and immutable."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,19 +12,19 @@ from kvcache_plugins.layers.row_layer import DROP_STEP
 from kvcache_plugins.option_checks import check_choice, check_integer, check_number
 
 
-# Treatments of layers whose attention has a window
+# Treatments of layers with a window of attention
 SLIDING = ("auto", "compressed", "dense")
-# Fewest tokens that a table is fitted to; before that all are exact
+# Fewest tokens that a codec is fitted to; with fewer all are exact
 MIN_TOKENS = 64
-# A row has a scale and codes: a word at least, which is what C loads
+# With its scale a row has a word at least, which is the unit of C's loads
 LEAST_BYTES = 3
 # Default bits of keys and of values: the smallest preset whose KL was below that of `gear-k4v4` in every table
 DEFAULT_NBITS = (4.0, 3.25)
-# With a calibration keys and values share their bits
+# A calibration divides bits between keys and values
 DEFAULT_MEAN_NBITS = sum(DEFAULT_NBITS) / 2
-# In shorter windows more is lost than the bytes are worth: docs/results/gear.md
+# In shorter windows the loss outweighs the bytes: docs/results/gear.md
 _LEAST_WINDOW = 2048
-# A window that is compressed by itself holds so many chunks and buffers
+# Number of chunks and buffers in the smallest window that `"auto"` compresses
 _WINDOW_FACTOR = 4
 # Number of tokens before the first fit whose queries are recorded, for a sequence that grows token by token
 _NUM_RECORDED_QUERIES = 32
@@ -34,13 +34,15 @@ _LARGEST = 2.0**22
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransformCodingConfig:
-    """Options of a `TransformCodingCache`, which explains each field. Bits are rounded to a bit for eight channels."""
+    """
+    Options of a `TransformCodingCache`, where each field is explained. Codes of a head are rounded to whole bytes.
+    """
 
     key_nbits: float
     value_nbits: float
     residual_length: int = 5
     num_sink_tokens: int = 4
-    # No option: files name their quantizer, and those of earlier versions may have another
+    # Not an option of the cache: files of earlier versions may name another quantizer
     quantizer: str = NAME
     sliding: str = "auto"
     recent_length: int = 128
@@ -54,13 +56,13 @@ class TransformCodingConfig:
         check_choice("sliding", self.sliding, SLIDING)
 
     def to_options(self) -> dict[str, Any]:
-        """Return the arguments of `TransformCodingCache` that make the same cache, without a calibration."""
+        """Return the keyword arguments of `TransformCodingCache` that make the same cache without a calibration."""
         options = asdict(self)
         del options["quantizer"]
         return options
 
     def to_calibrated_options(self) -> dict[str, Any]:
-        """Return the arguments that make the same cache with a calibration, which shares the bits of both sides."""
+        """Return the keyword arguments that make the same cache with a calibration."""
         options = self.to_options()
         del options["value_nbits"]
         return {"nbits": options.pop("key_nbits"), **options}
@@ -81,7 +83,7 @@ class TransformCodingConfig:
         return max(_LEAST_WINDOW, _WINDOW_FACTOR * (max(self.residual_length, DROP_STEP) + self.residual_length))
 
     def code_bytes(self, key_dim: int, value_dim: int) -> tuple[int, int]:
-        """Return the bytes of the codes of a key and of a value: the sums of their blocks' widths."""
+        """Return the bytes of a key's and of a value's codes: the sums of their blocks' widths."""
         blocks = (num_blocks(key_dim), self.key_nbits), (num_blocks(value_dim), self.value_nbits)
         keys, values = (min(max(round(nbits * count), LEAST_BYTES), MAX_WIDTH * count) for count, nbits in blocks)
         return keys, values
@@ -91,9 +93,9 @@ class TransformCodingConfig:
         Make the policy of a layer.
 
         Args:
-            frequencies (`tuple[float, ...]`, *optional*): of the keys' rotary embedding, in radians a token, of every
-                pair of channels.
-            fixed (`Codec`, *optional*): codec that does not depend on the prompt, as a calibration makes it.
+            frequencies (`tuple[float, ...]`, *optional*): radians a token of every pair of channels in the keys'
+                rotary embedding.
+            fixed (`Codec`, *optional*): codec of a calibration, which is not fitted to the prompt.
         """
         return RowPolicy(
             PromptCodecs(self, frequencies),

@@ -1,16 +1,16 @@
-"""Observation of a model while it reads a text: moments of keys and values, and the cost of their errors.
+"""Statistics of a model on a text: moments of keys and values, and the cost of their errors.
 
-A window's first half fills a dense cache, and the model goes on from it, some tokens at a time. The cost of an error
-of a key or a value is what it does to the distribution of the tokens that follow: to second order, the KL divergence
-is `e @ F @ e / 2`, with `F` the Fisher information, the mean outer product of gradients of the log-likelihood of
-tokens that the model itself draws. So one backward pass gives every layer and head at once.
+The first half of a window fills a dense cache, and the model continues from it, some tokens at a time. The cost of an
+error `e` of a key or a value is the change of the distribution of the following tokens. To second order their KL
+divergence is `e @ F @ e / 2`. `F` is the Fisher information: the mean outer product of gradients of the log-likelihood
+of tokens that the model itself draws. One backward pass gives the gradients of every layer and head.
 
-Tokens that are read together are not looked at yet, as a cache keeps its newest ones exact, but all before them are.
-If only those of the prompt were, heads that look at what stands just before would seem to cost next to nothing, and
-what is decoded and read again would be coded too coarsely for them. Passes of few tokens are the better estimate too:
-their outer products have less in them that only cancels out on average.
+Gradients are taken for all tokens before those of the pass, which stand for a cache's newest, exact tokens. Gradients
+for the prompt alone would make errors nearly free in heads that attend to recent tokens, and decoded tokens would be
+coded too coarsely for these heads. Passes over few tokens also give the better estimate: their outer products have
+fewer terms that cancel on average only.
 
-Layers of a window hold all tokens here, as masks say what is seen. What is not seen any more has no gradient.
+Layers with a window hold all tokens here, and masks hide those outside of the window, so that their gradient is zero.
 
 Legend: H key/value heads, D head dim, T tokens.
 """
@@ -33,18 +33,18 @@ from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 
 
-# Positions of keys that queries are turned back by
+# Number of key positions over which products of queries are averaged
 _NUM_POSITIONS = 64
-# Tokens that are read together, about as many as caches keep exact
+# Tokens of a pass, about as many as caches keep exact
 _NUM_TOGETHER = 16
-# Bytes of a key when layouts of the rotary embedding are told apart
+# Bytes of a key in the trial that chooses the layout of the rotary embedding
 _TRIAL_BYTES = 16
 
 
 class OneForward(Cache):
     """
-    A cache for one forward with gradients. Recurrent states are not stored, as Transformers writes them in place, and
-    gradients need those from before the forward.
+    Cache for one forward with gradients. It stores no recurrent states: Transformers writes them in place, and
+    gradients need the ones from before the forward.
     """
 
     def update_recurrent_state(
@@ -55,12 +55,19 @@ class OneForward(Cache):
 
 class SideSums:
     """
-    Sums over tokens of one side: `count`; states `[H, D]`; their products, and those of gradients `[H, D, D]`, which
-    are of `num_scored` tokens that followed.
+    Sums over tokens, of keys or of values.
+
+    Attributes:
+        count (`int`): number of tokens.
+        states (`torch.Tensor` of shape `[H, D]`): sum of the states.
+        products (`torch.Tensor` of shape `[H, D, D]`): sum of the states' outer products.
+        num_scored (`int`): number of following tokens that gradients were taken of.
+        gradients (`torch.Tensor` of shape `[H, D, D]`): sum of the gradients' outer products.
     """
 
     def __init__(self, num_heads: int, head_dim: int):
-        self.count = self.num_scored = 0
+        self.count = 0
+        self.num_scored = 0
         self.states = torch.zeros(num_heads, head_dim, dtype=torch.float64, device="cpu")
         shape = 2, num_heads, head_dim, head_dim
         self.products, self.gradients = torch.zeros(shape, dtype=torch.float64, device="cpu")
@@ -71,7 +78,7 @@ class SideSums:
         self.products += (states.mT @ states).cpu()
 
     def add_gradients(self, gradients: torch.Tensor, num_scored: int) -> None:
-        """Adds those of tokens `[H, T, D]`, of one draw of as many tokens as were scored."""
+        """Add gradients for tokens `[H, T, D]`, of one draw of `num_scored` tokens."""
         self.num_scored += num_scored
         self.gradients += (gradients.mT @ gradients).cpu()
 
@@ -79,8 +86,15 @@ class SideSums:
 @dataclass(eq=False)
 class LayerSums:
     """
-    What is known of a layer: `queries` `[H, D, D]` are products of queries, turned back by the angles of keys that
-    they see, and `window` is how many these are at most.
+    Sums of a layer.
+
+    Attributes:
+        window (`int`, *optional*): window of the layer's attention.
+        layout (`RotaryLayout`): layout of the keys' rotary embedding.
+        keys, values (`SideSums`): sums over tokens.
+        num_queries (`int`): number of queries.
+        queries (`torch.Tensor` of shape `[H, D, D]`): sum of the queries' outer products, after the inverse rotary
+            embedding at the positions of keys that they see.
     """
 
     window: int | None
@@ -101,13 +115,13 @@ def observe_window(
     generator: torch.Generator,
 ) -> None:
     """
-    Adds what a window of token ids `[tokens]` shows a model in eval mode to `sums`, by layer.
+    Add the statistics of a window of token ids `[tokens]` to the `sums` by layer, for a model in eval mode.
 
     Args:
-        prefix_length (`int`): tokens that fill the cache, whose moments are taken; the others follow.
-        num_sinks (`int`): first tokens that are left out, as they stay exact.
-        num_draws (`int`): backward passes for every few tokens that follow.
-        generator (`torch.Generator`): draws tokens, on the host.
+        prefix_length (`int`): tokens that fill the cache, and whose moments are taken.
+        num_sinks (`int`): first tokens, which are left out, as they stay exact.
+        num_draws (`int`): backward passes for every few of the following tokens.
+        generator (`torch.Generator`): random numbers for drawn tokens, on the host.
     """
     config = model.config.get_text_config(decoder=True)
     kinds = {type(layer) for layer in DynamicCache(config=config).layers}
@@ -120,7 +134,7 @@ def observe_window(
         return QueryRecordingLayer()
 
     cache = Cache(layers=replace_full_attention(config, lambda _: QueryRecordingLayer(), record_window))
-    # A copy, as one from inference mode cannot be used where gradients are taken
+    # A copy, as tensors of inference mode cannot have gradients
     window = window.to(model.device, copy=True)[None]
     with torch.no_grad():
         model(window[:, :prefix_length], **as_argument(cache), use_cache=True)
@@ -131,9 +145,10 @@ def observe_window(
     for together in rest:
         for gradients in _gradients(model, together, cache, observed, num_draws, generator):
             for index, (of_keys, of_values) in gradients.items():
-                own, num_scored = sums[index], together.shape[1]
-                turned = _without_rotary(of_keys[0, :, num_sinks:].double(), own.layout, num_sinks)
-                own.keys.add_gradients(turned, num_scored)
+                own = sums[index]
+                num_scored = together.shape[1]
+                unrotated = _without_rotary(of_keys[0, :, num_sinks:].double(), own.layout, num_sinks)
+                own.keys.add_gradients(unrotated, num_scored)
                 own.values.add_gradients(of_values[0, :, num_sinks:].double(), num_scored)
         if together is not rest[-1]:
             with torch.no_grad():
@@ -141,7 +156,7 @@ def observe_window(
 
 
 def _without_rotary(keys: torch.Tensor, layout: RotaryLayout, first: int) -> torch.Tensor:
-    """Keys `[H, T, D]`, or gradients for them, of tokens from `first` on as before the rotary embedding."""
+    """Return keys `[H, T, D]`, or their gradients, of tokens from `first` on, as before the rotary embedding."""
     cosines, sines = layout.angles(Positions(first).of(keys.shape[1], keys.device))
     return layout.rotate(keys, cosines.double(), -sines.double())
 
@@ -160,7 +175,8 @@ def _add_states(
     if index not in sums:
         own_keys, own_values = (SideSums(each.shape[0], each.shape[2]) for each in (keys, values))
         seen = layer.keys.detach()[:, :, num_sinks:]
-        layouts, moments = candidate_layouts(frequencies, seen.shape[3]), None
+        layouts = candidate_layouts(frequencies, seen.shape[3])
+        moments = None
         if layer.queries is not None:
             moments = QueryMoments.of(layer.queries, seen.shape[1], layouts, None)
         valid = torch.ones(1, seen.shape[2], dtype=torch.bool, device=seen.device)
@@ -176,7 +192,7 @@ def _add_states(
 
 
 def _add_queries(queries: torch.Tensor, sums: LayerSums, num_keys: int) -> None:
-    """Adds products of queries `[H * G, Q, D]`, turned back by the angles of some of the keys in turn."""
+    """Add outer products of queries `[H * G, Q, D]`, unrotated at the positions of some of the keys."""
     num_heads, head_dim = sums.queries.shape[0], queries.shape[2]
     queries = queries.unflatten(0, (num_heads, -1)).flatten(1, 2)
     products = queries.mT @ queries
@@ -185,9 +201,9 @@ def _add_queries(queries: torch.Tensor, sums: LayerSums, num_keys: int) -> None:
     positions = torch.linspace(first, num_keys - 1, count, dtype=torch.float32, device=queries.device).long()
     cosines, sines = (angles.double()[:, None] for angles in sums.layout.angles(positions))
     unit = torch.eye(head_dim, dtype=torch.float64, device=queries.device)
-    # Rows of it are the unit vectors, turned back
-    turns = sums.layout.rotate(unit.expand(len(positions), -1, -1), cosines, -sines)
-    sums.queries += torch.einsum("nac,hab,nbd->hcd", turns, products, turns).cpu() / len(positions)
+    # The rows of a rotation are unrotated unit vectors
+    rotations = sums.layout.rotate(unit.expand(len(positions), -1, -1), cosines, -sines)
+    sums.queries += torch.einsum("nac,hab,nbd->hcd", rotations, products, rotations).cpu() / len(positions)
     sums.num_queries += queries.shape[1]
 
 
@@ -199,7 +215,10 @@ def _gradients(
     num_draws: int,
     generator: torch.Generator,
 ) -> Iterator[dict[int, tuple[torch.Tensor, torch.Tensor]]]:
-    """By layer, gradients for keys and values of the log-likelihood of tokens that the model draws, for every draw."""
+    """
+    Yield, for every draw, the gradients for keys and values by layer, of the log-likelihood of tokens that the model
+    draws.
+    """
     leaves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     layers = []
     for index, layer in enumerate(cache.layers):
@@ -217,9 +236,9 @@ def _gradients(
         logarithms = logits.log_softmax(dim=-1)
     inputs = [each for pair in leaves.values() for each in pair]
     chances = logarithms.detach().exp().cpu()
-    for number in range(num_draws):
+    for draw in range(num_draws):
         drawn = torch.multinomial(chances, 1, generator=generator).to(logarithms.device)
         with torch.enable_grad():
             total = logarithms.gather(1, drawn).sum()
-        flat = torch.autograd.grad(total, inputs, retain_graph=number + 1 < num_draws)
-        yield {index: (flat[2 * place], flat[2 * place + 1]) for place, index in enumerate(leaves)}
+        flat = torch.autograd.grad(total, inputs, retain_graph=draw + 1 < num_draws)
+        yield {index: (flat[2 * number], flat[2 * number + 1]) for number, index in enumerate(leaves)}

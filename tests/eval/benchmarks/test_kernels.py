@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kvcache_plugins.eval.benchmarks import kernels
-from kvcache_plugins.eval.benchmarks.kernels import Contest, Shape, benchmark_kernels
+from kvcache_plugins.eval.benchmarks.commands import benchmark_kernels
+from kvcache_plugins.eval.benchmarks.kernels import Contest, Shape
 
 
 SMALL = {"context": 128, "num_heads": 2, "groups": 3, "head_dim": 64, "rounds": 3}

@@ -1,0 +1,140 @@
+"""Commands of `kvcache-plugins eval` that measure a cache's answers: options, help and rows.
+
+Help reads this module, so it imports nothing heavy at the top: a command imports what it runs.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvcache_plugins.console import inputs
+from kvcache_plugins.console.display import track_progress
+from kvcache_plugins.eval.benchmark import benchmark, loaded_settings
+from kvcache_plugins.eval.rows import Found, Settings
+
+
+@benchmark("fidelity", "{model} on {text_file}: {windows} x {scored} tokens scored after {prefix}, fewest bytes first")
+def evaluate_fidelity(
+    text_file: Annotated[Path, typer.Option(help="The text that windows are cut from.")],
+    cache: inputs.CachesOption,
+    model: inputs.ModelOption = "smollm2",
+    windows: Annotated[int, typer.Option(help="Disjoint windows, spread evenly over the text.", min=1)] = 8,
+    prefix: Annotated[int, typer.Option(help="Tokens that fill the cache, unscored.", min=1)] = 1024,
+    scored: Annotated[int, typer.Option(help="Tokens scored through the filled cache.", min=1)] = 512,
+    chunk: Annotated[
+        int | None, typer.Option("--decoded", "--chunk", help="Tokens a forward; 1 decodes. All by default.", min=1)
+    ] = None,
+    own: Annotated[bool, typer.Option("--own", help="Score what the dense model samples, not the text.")] = False,
+    batch: Annotated[int, typer.Option(help="Windows decoded side by side: the same figures, sooner.", min=1)] = 1,
+    stretch: Annotated[
+        int | None, typer.Option(help="Report KL also by stretches of so many scored tokens, and its trend.", min=1)
+    ] = None,
+    dtype: inputs.DtypeOption = None,
+    device: inputs.DeviceOption = None,
+    seed: inputs.SeedOption = 42,
+) -> Iterator[Found]:
+    """Measure how far caches are from the dense cache on a text.
+
+    Scored in one forward, new tokens see each other exactly; with --decoded 1 they are read back from the cache one by
+    one. Bytes are those after the prefix, "% while decoding" the mean while tokens were scored, buffers included. KL
+    is of the next token from the dense cache's, the mean (plus or minus its standard error), the median and the 99.9th
+    percentile of all scored positions.
+
+    \b
+    Examples:
+        kvcache-plugins eval fidelity --text-file wiki.test.raw --cache transform --cache kivi-4bit
+        kvcache-plugins eval fidelity --text-file book.txt --windows 2 --batch 2 --decoded 1 \\
+            --cache gear-2bit --cache gear-2bit:sparsity=0,rank=8 --out eval/results/rank.json
+        kvcache-plugins eval fidelity --text-file book.txt --windows 1 --prefix 64 --scored 4096 --own \\
+            --decoded 16 --stretch 256 --cache transform --cache kivi-4bit
+    """
+    import torch
+    from transformers import set_seed
+
+    from kvcache_plugins.eval import harness
+
+    from .fidelity import fidelity_fields, measure_fidelity
+
+    if stretch is not None and scored < 4:
+        raise ValueError(f"`stretch` compares quarters of at least 4 tokens in `scored`, but got {scored}")
+    loaded, cut = harness.load_with_windows(model, text_file, (windows, prefix, scored), dtype, device)
+    yield from loaded_settings(loaded)
+    yield Settings(device=loaded.device.type)
+    factories = harness.cache_factories(cache, loaded)
+    set_seed(seed)
+    if own:
+        writer: Any = loaded
+        read = torch.stack(cut)[:, :prefix].to(loaded.device)
+        length = {"max_new_tokens": scored + 1, "min_new_tokens": scored + 1}
+        cut = list(writer.generate(read, attention_mask=torch.ones_like(read), do_sample=True, **length))
+    with track_progress(math.ceil(windows / batch) * len(factories)) as announce:
+        found = measure_fidelity(
+            loaded, cut, factories, prefix_length=prefix, chunk=chunk, batch=batch, on_progress=announce
+        )
+    rows = [fidelity_fields(spec, result, stretch) for spec, result in found.items()]
+    yield from sorted(rows, key=lambda row: row["memory_after_prefix"]["total_bytes"])
+
+
+@benchmark("perplexity", "{model} on {text_file}: {windows} x {length} tokens", with_dense=True)
+def evaluate_perplexity(
+    text_file: Annotated[Path, typer.Option(help="The text that windows are cut from.")],
+    cache: inputs.CachesOption,
+    model: inputs.ModelOption = "smollm2",
+    length: Annotated[int, typer.Option(help="Tokens scored in each window.", min=2)] = 2048,
+    windows: Annotated[int, typer.Option(help="Disjoint windows, spread evenly over the text.", min=1)] = 1,
+    chunk: Annotated[int, typer.Option(help="Tokens a forward; 1 is decode.", min=1)] = 1,
+    stretch: Annotated[int, typer.Option(help="Tokens over which scores are averaged.", min=1)] = 256,
+    dtype: inputs.DtypeOption = None,
+    device: inputs.DeviceOption = None,
+) -> Iterator[Found]:
+    """Perplexity against position. Texts are decoded through each cache from the first token on, `dynamic` first.
+
+    \b
+    Examples:
+        kvcache-plugins eval perplexity --text-file book.txt --cache transform --cache kivi-4bit --chunk 64
+    """
+    from kvcache_plugins.eval import harness
+
+    from .fidelity import measure_perplexity
+
+    # One token comes before the first that is scored
+    loaded, cut = harness.load_with_windows(model, text_file, (windows, length - 1, 1), dtype, device)
+    yield from loaded_settings(loaded)
+    factories = harness.cache_factories(cache, loaded)
+    with track_progress(windows * len(factories)) as announce:
+        yield from measure_perplexity(loaded, cut, factories, chunk=chunk, stretch=stretch, on_progress=announce)
+
+
+@benchmark("retrieval", "{model} on {data_file}, questions: {num_questions}", with_dense=True)
+def evaluate_retrieval(
+    data_file: Annotated[Path, typer.Option(help="JSON lines of one of the two sets.")],
+    cache: inputs.CachesOption,
+    model: inputs.ModelOption = "smollm2",
+    questions: Annotated[int | None, typer.Option(help="The first so many; all by default.", min=1)] = None,
+    records: Annotated[int | None, typer.Option(help="Lines or pairs of each context; all by default.", min=1)] = None,
+    batch_size: Annotated[int, typer.Option(help="Questions decoded together.", min=1)] = 1,
+    dtype: inputs.DtypeOption = None,
+    device: inputs.DeviceOption = None,
+) -> Iterator[Found]:
+    """Ask for one line, or one value, of a long context. Each cache is asked, `dynamic` first.
+
+    \b
+    Examples:
+        kvcache-plugins eval retrieval --data-file 200_lines.jsonl --cache infinigen --cache h2o
+    """
+    from kvcache_plugins.eval import harness
+
+    from .answers import answer_questions, read_questions
+
+    asked = read_questions(data_file, records)[:questions]
+    if not asked:
+        raise ValueError(f"`questions`: there is none in {data_file}, or none was asked for")
+    loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
+    factories = harness.cache_factories(cache, loaded)
+    yield from loaded_settings(loaded)
+    yield Settings(num_questions=len(asked))
+    with track_progress(-(-len(asked) // batch_size) * len(factories)) as announce:
+        yield from answer_questions(loaded, tokenizer, asked, factories, announce, batch_size)
