@@ -11,9 +11,9 @@ import torch
 
 from kvcache_plugins.infinigen import InfiniGenCache, staging
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
-from kvcache_plugins.infinigen.selection import Selection
 from kvcache_plugins.infinigen.staging import StagedRows
 from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.kernels.selective_attention import Selection
 
 
 class HitCounter:

@@ -11,7 +11,9 @@ from kvcache_plugins import InfiniGenCache
 from kvcache_plugins.contract.comparison import reachable_bytes
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
-from kvcache_plugins.kernels.tokens import KeyCodes, SelectionLimits, SelectionPlan, plan_by_codes
+from kvcache_plugins.kernels.selection_plan import SelectionPlan, plan_by_codes
+from kvcache_plugins.kernels.selective_attention import SelectionLimits
+from kvcache_plugins.kernels.token_scores import KeyCodes
 from kvcache_plugins.transform_coding.config import TransformCodingConfig
 
 
@@ -19,11 +21,11 @@ def filled(
     config: InfiniGenConfig, count: int, dims=(16, 16), batch_size=1, dtype=torch.float32, key_nbits=None
 ) -> InfiniGenLayer:
     """A layer of three heads that holds random tokens, as rows of a codec if their bits are given."""
-    packing = None
+    policy = None
     if key_nbits is not None:
         coding = TransformCodingConfig(key_nbits=key_nbits, value_nbits=3.25, num_sink_tokens=config.sink)
-        packing = coding.policy(tuple((10000.0 ** -(torch.arange(0, 16, 2) / 16)).tolist()))
-    layer = InfiniGenLayer(config, 0, packing=packing)
+        policy = coding.policy(tuple((10000.0 ** -(torch.arange(0, 16, 2) / 16)).tolist()))
+    layer = InfiniGenLayer(config, 0, policy=policy)
     layer.update(*(torch.randn(batch_size, 3, count, dim, dtype=dtype) for dim in dims))
     layer.commit_prompt()
     return layer
@@ -127,29 +129,29 @@ def test_a_plan_refuses_other_inputs() -> None:
     with torch.no_grad():
         for _ in range(2):
             attend(layer, new, None)
-    call, window = layer._plan, layer.tail
-    assert isinstance(call, SelectionPlan)
-    bounds, query = SelectionLimits(first=0, newest=90, least=0.0, cap=5, limit=10), new[0]
-    given = {"scale": None, "window": window.storage, "length": window.length, "newest": None}
+    plan, tail, query = layer._plan, layer.tail, new[0]
+    assert isinstance(plan, SelectionPlan)
+    limits = SelectionLimits(first=0, newest=90, least=0.0, cap=5, limit=10)
+    given = {"scale": None, "tail": tail.storage, "length": tail.length, "newest": None}
     for other in (query[..., :8], query.expand(2, -1, -1, -1), query.repeat(1, 2, 1, 1)):
-        assert call.attend(other, **given, bounds=bounds) is None
-    assert call.attend(query, **{**given, "scale": 0.5}, bounds=bounds) is None
+        assert plan.attend(other, **given, limits=limits) is None
+    assert plan.attend(query, **{**given, "scale": 0.5}, limits=limits) is None
     wrong = [
-        {"length": window.capacity + 1},
+        {"length": tail.capacity + 1},
         {"length": -1},
-        {"window": tuple(states.double() for states in window.storage)},
-        {"window": (window.storage[0], window.storage[1][:, :, 1:].contiguous())},
-        {"window": tuple(states.transpose(2, 3).contiguous().transpose(2, 3) for states in window.storage)},
+        {"tail": tuple(states.double() for states in tail.storage)},
+        {"tail": (tail.storage[0], tail.storage[1][:, :, 1:].contiguous())},
+        {"tail": tuple(states.transpose(2, 3).contiguous().transpose(2, 3) for states in tail.storage)},
         {"newest": (new[1].double(), new[2])},
         {"newest": new[1:], "length": 0},
     ]
-    scoring = layer.scoring
-    keys = KeyCodes(scoring.rows["codes"], scoring.rows["scale"], scoring.length, 4, scoring.fitted["spread"])
-    for other in (tuple(each.half() for each in window.storage), tuple(each[:, :2] for each in window.storage)):
-        with pytest.raises(ValueError, match="window"):
-            plan_by_codes(query, 0.25, keys, layer.pool.pages, other)
+    scoring, pages = layer.scoring, layer.pool.pages
+    keys = KeyCodes(scoring.rows["codes"], scoring.rows["scale"], scoring.fitted["spread"], scoring.length, 4)
+    for other in (tuple(each.half() for each in tail.storage), tuple(each[:, :2] for each in tail.storage)):
+        with pytest.raises(ValueError, match="tail"):
+            plan_by_codes(query, 0.25, keys, pages, other)
     with pytest.raises(ValueError, match="`length` has to be from 1"):
-        plan_by_codes(query, 0.25, keys._replace(length=0), layer.pool.pages, layer.tail.storage)
+        plan_by_codes(query, 0.25, keys._replace(length=0), pages, tail.storage)
     for changed in wrong:
-        with pytest.raises(ValueError, match="window|tokens in use"):
-            call.attend(query, **{**given, **changed}, bounds=bounds)
+        with pytest.raises(ValueError, match="tail|tokens in use"):
+            plan.attend(query, **{**given, **changed}, limits=limits)

@@ -17,7 +17,7 @@ from kvcache_plugins.eval.kernel_check import plain_pytorch
 from kvcache_plugins.formats.parts import SelectableRows, SinkStates
 from kvcache_plugins.kernels import triton
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.tokens import score_rows
+from kvcache_plugins.kernels.token_scores import score_rows
 from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.transform_coding.calibration import calibrate_transform

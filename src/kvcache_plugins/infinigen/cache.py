@@ -158,7 +158,7 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
             if reason is not None:
                 warn_user(unknown_queries_warning(reason))
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         # A copy needs hooks of its own
         self.__dict__.update(state)
         model = self._model()
@@ -168,10 +168,10 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
     def _layer(self, index: int) -> CacheLayerMixin:
         if index in self._full_layers:
             return DynamicLayer()
-        packing = self._packing(self._decoder_config, index)
-        return InfiniGenLayer(self.infinigen_config, index, self._given_mask, packing)
+        policy = self._policy(self._decoder_config, index)
+        return InfiniGenLayer(self.infinigen_config, index, self._given_mask, policy)
 
-    def _packing(self, config: PreTrainedConfig, index: int) -> RowPolicy | None:
+    def _policy(self, config: PreTrainedConfig, index: int) -> RowPolicy | None:
         """Return how a layer's tokens are coded, given the model's config; `None` if they stay exact."""
         return None
 

@@ -22,7 +22,8 @@ from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.masks import slice_mask
 from kvcache_plugins.kernels.ops import Tile
-from kvcache_plugins.kernels.tokens import SelectionPlan, attend_fetched, choose_rows_kernel
+from kvcache_plugins.kernels.selection_plan import SelectionPlan
+from kvcache_plugins.kernels.selective_attention import Selection, attend_fetched, choose_rows_kernel
 from kvcache_plugins.layers.exact_tokens import ExactTail, States
 from kvcache_plugins.layers.lazy_layer import LazyLayer, MaskedTiles, tensor_signature
 from kvcache_plugins.layers.policies import RowPolicy
@@ -33,7 +34,7 @@ from .config import InfiniGenConfig
 from .pool import TokenPool
 from .scoring import Scoring, ScoringCodes, ScoringColumns
 from .scoring_rows import ScoringRows
-from .selection import Selection, always_attended, attended_columns, limits_of, max_selected, select_tokens
+from .selection import always_attended, attended_columns, limits_of, max_selected, select_tokens
 from .staging import StagedRows, start_fetch
 
 
@@ -56,7 +57,7 @@ class InfiniGenLayer(LazyLayer):
     Args:
         config (`InfiniGenConfig`): options.
         layer_idx, attention_mask: see `LazyLayer`.
-        packing (`RowPolicy`, *optional*): makes the codec of tokens in the pool; exact by default.
+        policy (`RowPolicy`, *optional*): makes the codec of tokens in the pool; exact by default.
 
     Attributes:
         tail (`ExactTail`, *optional*): the newest tokens, exact.
@@ -77,10 +78,10 @@ class InfiniGenLayer(LazyLayer):
         config: InfiniGenConfig,
         layer_idx: int,
         attention_mask: torch.Tensor | None = None,
-        packing: RowPolicy | None = None,
+        policy: RowPolicy | None = None,
     ):
         self.config = config
-        self.packing = packing
+        self.policy = policy
         super().__init__(layer_idx, attention_mask)
         self._start_counting()
 
@@ -200,9 +201,9 @@ class InfiniGenLayer(LazyLayer):
         tail.limit = self._tail_limit
 
     def _make_scoring(self) -> Scoring:
-        if self.packing is not None:
+        if self.policy is not None:
             head_dims = self._shapes["keys"][3], self._shapes["values"][3]
-            return ScoringRows(self.packing, head_dims, self.layer_idx, self._left_padding)
+            return ScoringRows(self.policy, head_dims, self.layer_idx, self._left_padding)
         if self.config.partial_ratio is not None:
             return ScoringColumns(self.config, self._left_padding)
         return ScoringCodes(self.config, self._left_padding)
@@ -406,13 +407,9 @@ class InfiniGenLayer(LazyLayer):
                     self._plan_next_steps(query, call.scale)
                 return output
         rows = pool.gather(slots) if fetched is None else fetched.wait()
-        keys, values = scoring.dense(rows, slots, pool)
+        states = scoring.dense(rows, slots, pool)
         positions = None if mask is None else pool.positions_of(slots)
-        return attend_fetched(
-            *(query, keys, values, selection.count, *newest, call.scale, mask, positions, pool.num_tokens),
-            softcap=call.softcap,
-            sinks=call.sinks,
-        )
+        return attend_fetched(call, states, selection.count, newest, pool.num_tokens, positions)
 
     def _plan_next_steps(self, query: torch.Tensor, scale: float) -> None:
         """Plan the next steps if the last two matched; they do not while beams are reordered after each step."""
@@ -439,7 +436,7 @@ class InfiniGenLayer(LazyLayer):
             counters["selected_calls"] += 1
             counters["fused_calls"] += 1
             counters["tokens_fetchable"] += num_tokens * self.batch_size * self._shapes["keys"][1]
-            counters["tokens_fetched"] += plan.num_chosen
+            counters["tokens_fetched"] += plan.num_selected
         return output
 
     def _record_use(self, selection: Selection) -> None:

@@ -19,7 +19,7 @@ from itertools import product
 import torch
 
 from kvcache_plugins.kernels.engine import choose_copy_kernel, load_triton
-from kvcache_plugins.kernels.tokens import gather_rows
+from kvcache_plugins.kernels.selective_attention import gather_rows
 
 
 PAGE_TOKENS = 1024

@@ -15,13 +15,14 @@ import torch
 
 from kvcache_plugins.formats.bits import pack
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.tokens import KeyCodes, SelectionPlan, attend_selected, plan_by_codes, score_codes
+from kvcache_plugins.kernels.selection_plan import SelectionPlan, plan_by_codes
+from kvcache_plugins.kernels.selective_attention import Selection, attend_selected
+from kvcache_plugins.kernels.token_scores import KeyCodes, score_codes
 from kvcache_plugins.layers.exact_tokens import States
 from kvcache_plugins.layers.lazy_layer import LeftPadding
 
 from .config import InfiniGenConfig
 from .pool import TokenPool
-from .selection import Selection
 
 
 # Tokens to which mean and spread of a channel are fitted
@@ -94,13 +95,8 @@ class Scoring(ABC):
         `tail_start` on, under a mask `[B, 1, 1, tokens]`, by the kernel that reads rows where they are stored; `None`
         if there is no such kernel.
         """
-        assert call.scale is not None
-        slots = selection.slots
-        mask = None if call.mask is None else call.mask[:, 0, 0]
-        positions = None if mask is None else pool.positions_of(slots)
-        return attend_selected(
-            call.query, pool.pages, slots, selection.count, *tail, call.scale, mask, tail_start, positions
-        )
+        positions = None if call.mask is None else pool.positions_of(selection.slots)
+        return attend_selected(call, pool.pages, selection, tail, tail_start, positions)
 
     def plan(self, query: torch.Tensor, scale: float, pool: TokenPool, tail: States) -> SelectionPlan | None:
         """Plan steps with queries like these `[B, H, G, D]` over the current pool; `None` if no kernel can."""
@@ -235,13 +231,15 @@ class ScoringCodes(Scoring):
         codes = (normal / scale.float()).floor().clamp(-(top + 0.5), top - 0.5) + (top + 0.5)
         return {"codes": pack(codes.to(torch.uint8), self.nbits), "scale": scale[..., 0]}
 
+    @property
+    def _keys(self) -> KeyCodes:
+        return KeyCodes(self.rows["codes"], self.rows["scale"], self.fitted["spread"], self.length, self.nbits)
+
     def plan(self, query: torch.Tensor, scale: float, pool: TokenPool, tail: States) -> SelectionPlan:
-        keys = KeyCodes(self.rows["codes"], self.rows["scale"], self.length, self.nbits, self.fitted["spread"])
-        return plan_by_codes(query, scale, keys, pool.pages, tail)
+        return plan_by_codes(query, scale, self._keys, pool.pages, tail)
 
     def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
-        query = query * self.fitted["spread"]
-        return score_codes(query, self.rows["codes"], self.rows["scale"], self.length, self.nbits)
+        return score_codes(query, self._keys)
 
 
 class ScoringColumns(Scoring):

@@ -16,9 +16,9 @@ from functools import cache
 import torch
 
 from kvcache_plugins.kernels.engine import load_triton
+from kvcache_plugins.kernels.selective_attention import Selection
 
 from .pool import PAGE_TOKENS, TokenPool
-from .selection import Selection
 
 
 class StagedRows:

@@ -67,7 +67,7 @@ class InfiniGenTransformCache(InfiniGenCache):
         check_options(key_nbits=key_nbits, value_nbits=value_nbits, **options)
         super().__init__(model, **options)
 
-    def _packing(self, config: PreTrainedConfig, index: int) -> RowPolicy:
+    def _policy(self, config: PreTrainedConfig, index: int) -> RowPolicy:
         key_nbits, value_nbits = self._nbits
         num_sinks = self.infinigen_config.sink
         coding = TransformCodingConfig(key_nbits=key_nbits, value_nbits=value_nbits, num_sink_tokens=num_sinks)
