@@ -39,7 +39,7 @@ class HitCounter:
             self._count(layer, call, selection)
             return output
 
-        # A prepared call would choose and attend in one, and show no choice
+        # A plan selects and attends at once, and shows no selection
         vars(layer).update(attend_selection=attend_and_count, _plan_next_steps=lambda query, scale: None)
 
     def _count(self, layer: InfiniGenLayer, call: AttentionCall, selection: Selection) -> None:

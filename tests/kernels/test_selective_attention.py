@@ -18,7 +18,7 @@ from kvcache_plugins.kernels.selective_attention import (
     gather_rows,
     topk,
 )
-from kvcache_plugins.kernels.token_scores import KeyCodes, score_codes, score_rows
+from kvcache_plugins.kernels.token_scores import KeyCodes, PreparedRows, score_codes, score_rows
 
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -313,7 +313,7 @@ class TestChosenRows:
     def test_scores_match_float64(self, part, row_case, engine):
         query = torch.randn(row_case.batch_size, row_case.num_heads, row_case.groups, row_case.key_dim)
         length = max(row_case.length - 3, 1)
-        scores = score_rows(query, tokens_of(part, length))
+        scores = score_rows(query, PreparedRows(tokens_of(part, length)))
         keys = torch.cat([tile[0] for tile in decode_tiles(part)], dim=2)[:, :, :length].double()
         assert_near(scores, query.double() @ keys.transpose(2, 3), max(SCORE_TOLERANCE, rounding_of(part, engine)))
 
@@ -326,7 +326,7 @@ class TestChosenRows:
         keys, values = (torch.cat([tile[side] for tile in decode_tiles(part)], dim=2) for side in (0, 1))
         first = torch.tensor([0, 40][:batch_size])
         exact = [torch.randn(*sizes, sinks, dim).to(dtype) for dim in (row_case.key_dim, row_case.value_dim)]
-        tokens = tokens_of(part, length, *exact)
+        tokens = PreparedRows(tokens_of(part, length, *exact))
         # Padding is never chosen
         chances = torch.rand(*sizes, length).masked_fill(torch.arange(length) < first[:, None, None], -1)
         slots = chances.topk(most, dim=2).indices
@@ -361,10 +361,10 @@ class TestChosenRows:
             padding = dataclasses.replace(part.positions, padding=torch.tensor([forged, 0]))
             far = dataclasses.replace(tokens, positions=padding)
             for own, of_heads in ((tokens, count), (tokens, torch.full((2, 2), 5)), (far, torch.full((2, 2), 5))):
-                output = attend_selected(call, own, Selection(slots, of_heads), tail, 129)
+                output = attend_selected(call, PreparedRows(own), Selection(slots, of_heads), tail, 129)
                 assert output.isfinite().all()
         with pytest.raises(ValueError, match="`pages` has to be"):
             bad = dataclasses.replace(tokens, pages=[part.values[..., 1:]])
-            attend_selected(call, bad, Selection(slots, count), tail, 129)
+            attend_selected(call, PreparedRows(bad), Selection(slots, count), tail, 129)
         with pytest.raises(ValueError):
-            score_rows(query, dataclasses.replace(tokens, length=130))
+            score_rows(query, PreparedRows(dataclasses.replace(tokens, length=130)))

@@ -194,7 +194,7 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
         # In Transformers 5.20 layers that share the states of other layers are not in the list
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if isinstance(layer, InfiniGenLayer) and inputs.hidden_states.shape[1] > 1:
-            layer.check_queries = hooks.check_once(layer_idx, inputs)
+            layer.check_queries(hooks.check_once(layer_idx, inputs))
         target = self._targets.get(layer_idx, -1)
         projection = hooks.projections.get(target)
         following = self.layers[target]

@@ -203,11 +203,8 @@ def observe(
     if reason is not None:
         hooks.detach(recorder)
         raise ValueError(reason)
-    hooks.record.keeps_streams = True
-    try:
+    with hooks.record.of_all_tokens():
         model.get_decoder()(window[None].to(model.device), **as_argument(recorder), use_cache=True)
-    finally:
-        hooks.record.keeps_streams = False
     return recorder, hooks
 
 

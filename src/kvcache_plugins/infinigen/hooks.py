@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -79,6 +80,15 @@ class ForwardRecord(threading.local):
         self.keeps_streams = False
         self.streams: dict[int, torch.Tensor] = {}
         self.rotary: dict[str, PositionEmbeddings] = {}
+
+    @contextmanager
+    def of_all_tokens(self) -> Iterator[None]:
+        """Record the streams of several tokens too within the block."""
+        self.keeps_streams = True
+        try:
+            yield
+        finally:
+            self.keeps_streams = False
 
     def __reduce__(self) -> tuple[object, ...]:
         # A model is copied with its hooks

@@ -15,7 +15,7 @@ import torch
 
 from kvcache_plugins.formats.bits import pack
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.selection_plan import SelectionPlan, plan_by_codes
+from kvcache_plugins.kernels.prepared_selection import PreparedSelection, prepare_by_codes
 from kvcache_plugins.kernels.selective_attention import Selection, attend_selected
 from kvcache_plugins.kernels.token_scores import KeyCodes, score_codes
 from kvcache_plugins.layers.exact_tokens import States
@@ -98,8 +98,14 @@ class Scoring(ABC):
         positions = None if call.mask is None else pool.positions_of(selection.slots)
         return attend_selected(call, pool.pages, selection, tail, tail_start, positions)
 
-    def plan(self, query: torch.Tensor, scale: float, pool: TokenPool, tail: States) -> SelectionPlan | None:
-        """Plan steps with queries like these `[B, H, G, D]` over the current pool; `None` if no kernel can."""
+    def prepare_steps(
+        self, query: torch.Tensor, scale: float, pool: TokenPool, tail: States
+    ) -> PreparedSelection | None:
+        """Prepare steps with queries like `query` `[B, H, G, D]` over the current pool; `None` without a kernel."""
+        return None
+
+    def drop_prepared(self) -> None:
+        """Free what was prepared for the pool, which will change."""
         return None
 
     def store(
@@ -235,8 +241,8 @@ class ScoringCodes(Scoring):
     def _keys(self) -> KeyCodes:
         return KeyCodes(self.rows["codes"], self.rows["scale"], self.fitted["spread"], self.length, self.nbits)
 
-    def plan(self, query: torch.Tensor, scale: float, pool: TokenPool, tail: States) -> SelectionPlan:
-        return plan_by_codes(query, scale, self._keys, pool.pages, tail)
+    def prepare_steps(self, query: torch.Tensor, scale: float, pool: TokenPool, tail: States) -> PreparedSelection:
+        return prepare_by_codes(query, scale, self._keys, pool.pages, tail)
 
     def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
         return score_codes(query, self._keys)

@@ -9,7 +9,7 @@ slots of a selection, S exact first tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +20,14 @@ from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.formats.rows import RowFormats
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.ops import TILE_TOKENS, decode_rows
-from kvcache_plugins.kernels.selection_plan import SelectionPlan, plan_by_rows
+from kvcache_plugins.kernels.prepared_selection import PreparedSelection, prepare_by_rows
 from kvcache_plugins.kernels.selective_attention import Selection, attend_selected
-from kvcache_plugins.kernels.token_scores import score_rows
+from kvcache_plugins.kernels.token_scores import PreparedRows, score_rows
 from kvcache_plugins.layers.exact_tokens import States
 from kvcache_plugins.layers.finite_check import check_finite
 from kvcache_plugins.layers.lazy_layer import LeftPadding
 from kvcache_plugins.layers.policies import RowPolicy
+from kvcache_plugins.layers.step_plan import DroppedOnCopy
 
 from .pool import TokenPool
 from .scoring import Encoded, Scoring
@@ -34,6 +35,22 @@ from .scoring import Encoded, Scoring
 
 # Newest queries of a prompt to which a codec is fitted
 _NUM_QUERIES = 256
+
+
+class PlannedRows(DroppedOnCopy):
+    """
+    Rows of all tokens, prepared for kernels as long as the pool does not change.
+
+    Attributes:
+        rows (`PreparedRows`): the rows.
+        version (`int`): of the pool that they were prepared for. Rows of another version must not be used.
+    """
+
+    __slots__ = ("rows", "version")
+
+    def __init__(self, rows: PreparedRows, version: int):
+        self.rows = rows
+        self.version = version
 
 
 class ScoringRows(Scoring):
@@ -61,7 +78,7 @@ class ScoringRows(Scoring):
         self.codec: Codec = policy.codec(*head_dims)
         self.sinks: States | None = None
         self.moments: QueryMoments | None = None
-        self._tokens: SelectableRows | None = None
+        self._planned: PlannedRows | None = None
 
     @property
     def least_tokens(self) -> int:
@@ -147,19 +164,9 @@ class ScoringRows(Scoring):
         source = torch.arange(count, dtype=torch.int64, device=keys.device) - index[:, :1].to(keys.device)
         self.sinks = _take((keys, values), source[:, None].expand(-1, keys.shape[1], -1), held)
 
-    def store(
-        self, rows: Mapping[str, torch.Tensor], num_appended: int, taken: Sequence[torch.Tensor], pool: TokenPool
-    ) -> None:
-        super().store(rows, num_appended, taken, pool)
-        self._tokens = None
-
-    def truncate(self, length: int) -> None:
-        super().truncate(length)
-        self._tokens = None
-
     def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
         if pool.is_in_order:
-            return score_rows(query, self._stored(pool))
+            return score_rows(query, self._prepared(pool))
         scores: list[torch.Tensor] = []
         keys = self.rows["keys"][:, :, : self.length]
         slots = torch.arange(self.length, dtype=torch.int64, device=query.device)
@@ -197,25 +204,31 @@ class ScoringRows(Scoring):
     ) -> torch.Tensor | None:
         if not pool.is_in_order:
             return None
-        return attend_selected(call, self._stored(pool), selection, tail, tail_start)
+        return attend_selected(call, self._prepared(pool), selection, tail, tail_start)
 
-    def plan(self, query: torch.Tensor, scale: float, pool: TokenPool, tail: States) -> SelectionPlan | None:
-        return plan_by_rows(query, scale, self._stored(pool), tail) if pool.is_in_order else None
+    def prepare_steps(
+        self, query: torch.Tensor, scale: float, pool: TokenPool, tail: States
+    ) -> PreparedSelection | None:
+        return prepare_by_rows(query, scale, self._prepared(pool), tail) if pool.is_in_order else None
 
-    def _stored(self, pool: TokenPool) -> SelectableRows:
-        """Return all tokens as one object, for which C descriptors are made once; tokens and padding may change it."""
+    def _prepared(self, pool: TokenPool) -> PreparedRows:
+        """Return all tokens as kernels read them."""
         assert self.sinks is not None
-        padding = self.padding.counts
-        if self._tokens is None or self._tokens.positions.padding is not padding:
+        planned = self._planned
+        if planned is None or planned.version != pool.version:
+            padding = self.padding.counts
             keys = self.rows["keys"]
-            formats = self._formats(keys.device)
             sinks = SinkStates(padding, *self.sinks)
-            self._tokens = SelectableRows(keys, self.length, pool.pages, formats, Positions(0, padding), sinks)
-        return self._tokens
+            positions = Positions(0, padding)
+            tokens = SelectableRows(keys, self.length, pool.pages, self._formats(keys.device), positions, sinks)
+            planned = self._planned = PlannedRows(PreparedRows(tokens), pool.version)
+        return planned.rows
+
+    def drop_prepared(self) -> None:
+        self._planned = None
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().map(function)
-        self._tokens = None
         if self.moments is not None:
             self.moments = self.moments.map(function)
         if self.sinks is not None:
@@ -229,10 +242,6 @@ class ScoringRows(Scoring):
             yield from (("residual", tensor) for tensor in self.sinks)
         if self.moments is not None:
             yield from (("scales", tensor) for tensor in (self.moments.squares, self.moments.products))
-
-    def __getstate__(self) -> dict[str, object]:
-        # A copy has other pages
-        return {**self.__dict__, "_tokens": None}
 
 
 def _take(states: States, index: torch.Tensor, others: States) -> States:

@@ -13,13 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-from kvcache_plugins.formats.parts import SelectableRows
-
 from .attention_call import AttentionCall
 from .c_structs import KINDS, MAX_CHANNELS, TILE, Structure, make
 from .engine import choose_token_kernel
 from .library import num_threads, run
-from .token_scores import describe_queries, describe_rows, num_query_blocks, readable_pages, sizes_of
+from .token_scores import PreparedRows, describe_queries, num_query_blocks, readable_pages, sizes_of
 
 
 # Keys and values
@@ -102,9 +100,9 @@ def topk(numbers: torch.Tensor, limit: int, least: torch.Tensor | None = None) -
     return values, indices
 
 
-def selection_scratch(length: int, num_resident: int = 0, groups: int = 0) -> int:
-    """Return bytes of two rows of floats in whole vectors, two rows of pairs, and scores of a tail, in whole words."""
-    return 8 * (length + _MAX_LANES) + 16 * (length + 1) + 8 * (-(-num_resident * groups // 2))
+def selection_scratch(length: int) -> int:
+    """Return bytes of two rows of floats in whole vectors, and two rows of pairs."""
+    return 8 * (length + _MAX_LANES) + 16 * (length + 1)
 
 
 @torch.compiler.disable
@@ -156,7 +154,7 @@ def choose_rows_kernel(query: torch.Tensor, value_dim: int, dtype: torch.dtype) 
 @torch.compiler.disable
 def attend_selected(
     call: AttentionCall,
-    tokens: SelectableRows | Sequence[torch.Tensor],
+    tokens: PreparedRows | Sequence[torch.Tensor],
     selection: Selection,
     tail: States,
     tail_start: int,
@@ -167,7 +165,7 @@ def attend_selected(
 
     Args:
         call (`AttentionCall`): queries `[B, H, G, D]` of one token, their scale, and a mask `[B, 1, 1, tokens]`.
-        tokens (`SelectableRows` or `Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, D + E]`): rows,
+        tokens (`PreparedRows` or `Sequence[torch.Tensor]`, each of shape `[B, H, tokens of a page, D + E]`): rows,
             whose exact tokens have the tail's dtype; or pages of keys and values side by side.
         selection (`Selection`): tokens by slot, in the order of all pages; a slot beyond all is the last one.
         tail (two `torch.Tensor` of shape `[B, H, W, D or E]`): the newest tokens.
@@ -186,10 +184,10 @@ def attend_selected(
     coded: torch.Tensor | None = None
     tile_ends: torch.Tensor | None = None
     tiles = 0
-    if isinstance(tokens, SelectableRows):
-        described = describe_rows(query, tokens)
-        dtype = tokens.sinks.keys.dtype
-        tiles = -(-tokens.length // TILE)
+    if isinstance(tokens, PreparedRows):
+        described = tokens.describe(query)
+        dtype = tokens.tokens.sinks.keys.dtype
+        tiles = -(-described.length // TILE)
         coded = torch.empty((threads, 2, limit), dtype=torch.int64, device="cpu")
         tile_ends = torch.empty((threads, tiles), dtype=torch.int64, device="cpu")
     else:

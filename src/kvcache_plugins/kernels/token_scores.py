@@ -8,7 +8,6 @@ codes.
 
 from collections.abc import Sequence
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -24,8 +23,6 @@ from .ops import TILE_TOKENS, decode_rows
 
 # Tokens that a task scores
 _TOKENS_PER_TASK = 2048
-# Descriptors of rows that are in use
-_DESCRIBED_ROWS: "WeakKeyDictionary[SelectableRows, Structure]" = WeakKeyDictionary()
 
 
 class KeyCodes(NamedTuple):
@@ -111,8 +108,32 @@ def code_score_args(
     )
 
 
+class PreparedRows:
+    """
+    Tokens that are rows, as kernels read them. They are described for C once, when a kernel first needs it: in a step
+    of a model everything that is touched comes from memory.
+
+    Attributes:
+        tokens (`SelectableRows`): the tokens.
+    """
+
+    def __init__(self, tokens: SelectableRows):
+        self.tokens = tokens
+        self._described: Structure | None = None
+
+    def describe(self, query: torch.Tensor) -> Structure:
+        """Describe the tokens; a `ValueError` if queries `[B, H, G, D]` do not fit them."""
+        if self._described is None:
+            self._described = _describe_rows(self.tokens)
+        described = self._described
+        sizes = tuple(described.inputs[name] for name in ("batch", "heads", "key_dim"))
+        if (query.shape[0], query.shape[1], query.shape[3]) != sizes:
+            raise ValueError(f"queries {tuple(query.shape)} for tokens of {sizes[1]} heads of {sizes[2]}")
+        return described
+
+
 @torch.compiler.disable
-def score_rows(query: torch.Tensor, tokens: SelectableRows) -> torch.Tensor:
+def score_rows(query: torch.Tensor, rows: PreparedRows) -> torch.Tensor:
     """
     Multiply queries `[B, H, G, D]`, float32, with keys that are rows; values and exact tokens are not read.
 
@@ -120,10 +141,11 @@ def score_rows(query: torch.Tensor, tokens: SelectableRows) -> torch.Tensor:
         `torch.Tensor` of shape `[B, H, G, N]`, float32: the products of attention over such rows. On a GPU they are
         products of halves, which is enough for a selection.
     """
+    tokens = rows.tokens
     kernel, _ = choose_token_kernel(query)
     if kernel == "compiled" and query.shape[3] <= MAX_CHANNELS:
         scores = torch.empty((*query.shape[:3], tokens.length), dtype=torch.float32, device="cpu")
-        args = row_score_args(describe_queries(query, 1.0), describe_rows(query, tokens), scores=scores)
+        args = row_score_args(describe_queries(query, 1.0), rows.describe(query), scores=scores)
         run("score_rows", args, num_query_blocks(query) * args.splits)
         return scores
     if kernel == "triton" and tokens.length:
@@ -139,7 +161,7 @@ def score_rows(query: torch.Tensor, tokens: SelectableRows) -> torch.Tensor:
 
 
 def row_score_args(queries: Structure, tokens: Structure, *, scores: torch.Tensor | None = None) -> Structure:
-    """Describe scores of tokens of `describe_rows`."""
+    """Describe scores of tokens of `PreparedRows`."""
     return make(
         "RowScoreArgs",
         queries.inputs,
@@ -178,24 +200,8 @@ def readable_pages(pages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [page.contiguous() for page in pages]
 
 
-def describe_rows(query: torch.Tensor, tokens: SelectableRows) -> Structure:
-    """
-    Describe tokens that are rows, and their exact first ones. The descriptor is kept as long as the tokens live: in a
-    step of a model everything that is touched comes from memory.
-
-    Raises:
-        ValueError: if queries `[B, H, G, D]` do not fit them.
-    """
-    described = _DESCRIBED_ROWS.get(tokens)
-    if described is None:
-        described = _DESCRIBED_ROWS[tokens] = _describe_rows(tokens)
-    sizes = tuple(described.inputs[name] for name in ("batch", "heads", "key_dim"))
-    if (query.shape[0], query.shape[1], query.shape[3]) != sizes:
-        raise ValueError(f"queries {tuple(query.shape)} for tokens of {sizes[1]} heads of {sizes[2]}")
-    return described
-
-
 def _describe_rows(tokens: SelectableRows) -> Structure:
+    """Describe rows, and exact tokens among them."""
     sinks = tokens.sinks
     if sinks.keys.dtype not in KINDS or sinks.values.dtype is not sinks.keys.dtype:
         raise ValueError(f"exact keys and values of {sinks.keys.dtype} and {sinks.values.dtype}")

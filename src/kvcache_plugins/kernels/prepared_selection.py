@@ -1,4 +1,6 @@
-"""Plan of a step of one new token that attends to some of the stored tokens: scores, selection and attention in C.
+"""Steps of one new token that attends to some of the stored tokens in C: scores, selection and attention.
+
+Arguments of the three kernels are made once and hold for many steps: a step writes addresses and numbers.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, D and E head dims of keys and values, W tokens of
 the tail.
@@ -11,13 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-from kvcache_plugins.formats.parts import SelectableRows
-
 from .c_structs import BLOCK_QUERIES, TILE, Structure, as_words, make, word_offsets
 from .compiled import TokenWriter, kind_of_tokens
 from .library import find_threads, function
 from .selective_attention import SelectionLimits, States, describe_pages, describe_tail, selection_scratch
-from .token_scores import KeyCodes, code_score_args, describe_rows, row_score_args, sizes_of
+from .token_scores import KeyCodes, PreparedRows, code_score_args, row_score_args, sizes_of
 
 
 # Words of structures that change from step to step
@@ -25,13 +25,13 @@ _QUERIES, _WINDOW, _SELECTED = (word_offsets(name) for name in ("TokenQueries", 
 _SELECTION, _ATTENTION = (word_offsets(name) for name in ("SelectionArgs", "SelectedAttentionArgs"))
 
 
-class ScorePlan(NamedTuple):
+class PreparedScores(NamedTuple):
     """
     Scores of stored tokens.
 
     Attributes:
         kernel (`str`): name of the kernel that computes them.
-        queries (`Structure`): queries to plan for, and their scale.
+        queries (`Structure`): queries to prepare for, and their scale.
         args (`Structure`): arguments of the kernel.
     """
 
@@ -40,33 +40,28 @@ class ScorePlan(NamedTuple):
     args: Structure
 
 
-class SelectionPlan(TokenWriter):
+class PreparedSelection(TokenWriter):
     """
-    Plan of steps over stored tokens that do not change, and a tail that grows: scores of all tokens, a selection by
-    weight, and attention to selected tokens and the tail. Everything that does not change is checked here; a step
-    writes addresses and numbers.
+    Steps over stored tokens that do not change, and a tail that grows: scores of all tokens, a selection by weight,
+    and attention to selected tokens and the tail. Everything that does not change is checked here.
 
     Args:
-        scores (`ScorePlan`): scores of the tokens.
+        scores (`PreparedScores`): scores of the tokens.
         tokens (`Structure`): the tokens.
         tail (two `torch.Tensor` of shape `[B, H, any, D or E]`): storage of the newest tokens.
-        dtype (`torch.dtype`): of exact tokens.
-        keepalive (`object`, *optional*): owner of the memory to which `tokens` points, if the structure is not.
+        dtype (`torch.dtype`): dtype of exact tokens.
 
     Attributes:
         num_selected (`int`): tokens that the last step selected, over all heads.
     """
 
-    def __init__(
-        self, scores: ScorePlan, tokens: Structure, tail: States, dtype: torch.dtype, keepalive: object = None
-    ):
+    def __init__(self, scores: PreparedScores, tokens: Structure, tail: States, dtype: torch.dtype):
         queries, args = scores.queries, scores.args
         value_dim = tokens.inputs["value_dim"]
         sizes = {name: getattr(queries, name) for name in ("batch", "heads", "key_dim")}
         super().__init__({**sizes, "value_dim": value_dim}, dtype, queries.scale)
         if tuple(map(kind_of_tokens, tail)) != self._kind:
             raise ValueError(f"tokens of {dtype} and a tail of {[kind_of_tokens(each) for each in tail]}")
-        self._keepalive = keepalive
         self._shape = torch.Size((queries.batch, queries.heads, queries.query_groups, queries.key_dim))
         self._heads = queries.batch * queries.heads
         self._value_dim = value_dim
@@ -88,7 +83,7 @@ class SelectionPlan(TokenWriter):
             max_threads=self._threads,
             queries=queries,
             value_dim=value_dim,
-            tokens=tokens.address if keepalive is not None else tokens,
+            tokens=tokens,
             selected=selected,
         )
         self._structures = queries, args, selected, selection, attention
@@ -101,6 +96,8 @@ class SelectionPlan(TokenWriter):
             self._kernel("select_by_weight", selection, self._heads),
             self._kernel("attend_selected", attention, blocks),
         ]
+        # Bytes of a thread without those for scores of the tail
+        self._scratch_size = selection_scratch(args.length)
         # Bytes to sort the slots of rows, of all threads: for each slot of a selection, and for all tiles
         tiles = -(-args.length // TILE)
         self._sort_sizes = (16 * self._threads, 8 * self._threads * tiles) if tokens.rows else (0, 0)
@@ -113,17 +110,11 @@ class SelectionPlan(TokenWriter):
         args.tasks.count = count
         return function(name), as_words(args), args.address, min(self._threads, count)
 
-    def __deepcopy__(self, memo: object) -> None:
-        """Return `None`: a copy of a layer makes a plan of its own, with its own addresses."""
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
     def attend(
         self,
         query: torch.Tensor,
         scale: float | None,
-        tail: States,
+        storage: States,
         length: int,
         newest: States | None,
         limits: SelectionLimits,
@@ -132,25 +123,27 @@ class SelectionPlan(TokenWriter):
         Attend with the queries of one new token, `[B, H * G, 1, D]` or another shape of as many numbers.
 
         Args:
-            tail (two `torch.Tensor` of shape `[B, H, at least W, D or E]`): current storage of the tail.
+            storage (two `torch.Tensor` of shape `[B, H, at least W, D or E]`): current storage of the tail.
             length (`int`): tokens of the tail, W, with the newest one.
-            newest (two `torch.Tensor` of shape `[B, H, 1, D or E]`, *optional*): the newest token, if it has to be
-                written to the storage, as `accept` returned it.
+            newest (two `torch.Tensor` of shape `[B, H, 1, D or E]`, *optional*): the newest token as `accept` returned
+                it, to be written into the storage.
             limits (`SelectionLimits`): limits of the selection.
 
         Returns:
-            `torch.Tensor` like the queries, of E channels; `None` if queries, scale or threads are not those of the
-            plan.
+            `torch.Tensor` like the queries, of E channels; `None` if queries, scale or threads are not those that the
+            steps were prepared for.
 
         Raises:
-            ValueError: if the tail does not have the dtype and sizes of the plan.
+            ValueError: if the tail does not have the prepared dtype and sizes, or the newest token was not accepted.
         """
         if not self._fits(query, scale):
             return None
-        if tail is not self._storage:
-            self._set_tail(tail)
-        if not 0 <= length <= self._capacity or (newest is not None and (not length or self.accept(*newest) is None)):
-            raise ValueError(f"{length} tokens in use of {self._capacity}, or a newest one of another kind")
+        if storage is not self._storage:
+            self._set_storage(storage)
+        if not 0 <= length <= self._capacity:
+            raise ValueError(f"{length} tokens in use of {self._capacity}")
+        if newest is not None and (newest is not self._accepted or length == 0):
+            raise ValueError("the newest token has to be one that was accepted")
         data = query if query.dtype is torch.float32 and query.is_contiguous() else query.float().contiguous()
         result = data.new_empty((*query.shape[:3], self._value_dim))
         memory = self._reserve(limits.limit, length)
@@ -180,7 +173,7 @@ class SelectionPlan(TokenWriter):
         return result if query.dtype is torch.float32 else result.to(query.dtype)
 
     def _fits(self, query: torch.Tensor, scale: float | None) -> bool:
-        """Return whether a step's queries, scale and threads are those of the plan."""
+        """Return whether a step's queries, scale and threads are the prepared ones."""
         shape = query.shape
         batch_size, num_heads, groups, channels = self._shape
         return (
@@ -195,7 +188,8 @@ class SelectionPlan(TokenWriter):
     def _reserve(self, limit: int, tail_length: int) -> torch.Tensor:
         """Allocate scores, slots and scratch memory of a step; it has to live until the kernels are done."""
         heads, groups = self._heads, self._shape[2]
-        scratch_size = selection_scratch(self._length, tail_length, groups)
+        # Scores of the tail, in whole words
+        scratch_size = self._scratch_size + 8 * (-(-tail_length * groups // 2))
         # Whole words first, floats last
         sizes = (
             8 * heads * limit,
@@ -218,26 +212,26 @@ class SelectionPlan(TokenWriter):
         self._attention[_ATTENTION.tile_ends] = tile_ends
         return memory
 
-    def _set_tail(self, tail: States) -> None:
-        keys, values = tail
-        kind = tuple(map(kind_of_tokens, tail))
+    def _set_storage(self, storage: States) -> None:
+        keys, values = storage
+        kind = tuple(map(kind_of_tokens, storage))
         if kind != self._kind or keys.shape[2] != values.shape[2] or not (keys.is_cpu and values.is_cpu):
-            raise ValueError(f"the tail has to be {self._kind} on the CPU, as when the plan was made, not {kind}")
-        described = describe_tail(self._shape, tail, self._value_dim, keys.dtype, 0)
+            raise ValueError(f"the tail has to be {self._kind} on the CPU, as steps were prepared for, not {kind}")
+        described = describe_tail(self._shape, storage, self._value_dim, keys.dtype, 0)
         self._selection[_SELECTION.window] = described.address
         self._attention[_ATTENTION.window] = described.address
         self._described_tail = described
         self._window = as_words(described)
-        self._storage = tail
+        self._storage = storage
         self._capacity = keys.shape[2]
 
 
-def plan_by_codes(
+def prepare_by_codes(
     query: torch.Tensor, scale: float, keys: KeyCodes, pages: Sequence[torch.Tensor], tail: States
-) -> SelectionPlan:
+) -> PreparedSelection:
     """
-    Plan steps with queries like `query` `[B, H, G, D]` over tokens that are scored by their codes, see `score_codes`,
-    and attended to in `pages`, see `attend_selected`.
+    Prepare steps with queries like `query` `[B, H, G, D]` over tokens that are scored by their codes, see
+    `score_codes`, and attended to in `pages`, see `attend_selected`.
 
     Raises:
         ValueError: if sizes or dtypes do not fit each other.
@@ -245,22 +239,19 @@ def plan_by_codes(
     queries = make("TokenQueries", **sizes_of(query), scale=scale)
     args = code_score_args(queries, keys, spread=keys.spread[:, :, 0].contiguous())
     tokens = describe_pages(query, pages, tail[1].shape[3], keys.length)
-    return SelectionPlan(ScorePlan("score_codes", queries, args), tokens, tail, pages[0].dtype)
+    return PreparedSelection(PreparedScores("score_codes", queries, args), tokens, tail, pages[0].dtype)
 
 
-def plan_by_rows(query: torch.Tensor, scale: float, tokens: SelectableRows, tail: States) -> SelectionPlan:
+def prepare_by_rows(query: torch.Tensor, scale: float, rows: PreparedRows, tail: States) -> PreparedSelection:
     """
-    Plan steps with queries like `query` `[B, H, G, D]` over tokens that are scored, see `score_rows`, and attended to,
-    see `attend_selected`, as rows.
+    Prepare steps with queries like `query` `[B, H, G, D]` over tokens that are scored, see `score_rows`, and attended
+    to, see `attend_selected`, as rows.
 
     Raises:
         ValueError: if sizes or dtypes do not fit each other.
     """
-    described = describe_rows(query, tokens)
+    described = rows.describe(query)
     queries = make("TokenQueries", **sizes_of(query), scale=scale)
     args = row_score_args(queries, described)
-    # The descriptor lives as long as the tokens; its tables of angles belong to no cache
-    args.inputs = {}
-    return SelectionPlan(
-        ScorePlan("score_rows", queries, args), described, tail, tokens.sinks.keys.dtype, keepalive=tokens
-    )
+    dtype = rows.tokens.sinks.keys.dtype
+    return PreparedSelection(PreparedScores("score_rows", queries, args), described, tail, dtype)
