@@ -4,8 +4,10 @@ codec in its pool, what it attends to and costs; and where it chooses ahead unle
 
 import copy
 import gc
+import inspect
 import resource
 import warnings
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -23,6 +25,16 @@ from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
 
 # One of each way to make queries; `tests/eval/test_families.py` fetches all tokens of every family
 FAMILIES = ("llama", "qwen3", "gemma3_text", "phi3", "opt", "gpt_neox", "gpt2")
+
+
+@pytest.mark.parametrize("cache_class", [InfiniGenCache, InfiniGenTransformCache])
+def test_options_have_the_defaults_of_the_config(cache_class) -> None:
+    parameters = inspect.signature(cache_class).parameters
+    defaults = {each.name: each.default for each in fields(InfiniGenConfig)}
+    named = {name: parameter.default for name, parameter in parameters.items() if name in defaults}
+    assert named == {name: default for name, default in defaults.items() if name in named}
+    left_out = {"scoring_nbits", "partial_ratio", "skewing"} if cache_class is InfiniGenTransformCache else set()
+    assert defaults.keys() - named.keys() == left_out
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
@@ -24,7 +22,7 @@ from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin, add_sta
 from kvcache_plugins.user_warnings import warn_user
 
 from .calibration import Calibration, choose_full_layers, resolve_calibration
-from .config import InfiniGenConfig, option_parameters
+from .config import InfiniGenConfig
 from .hooks import (
     AttentionInputs,
     AttentionObserver,
@@ -125,12 +123,36 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
         self,
         model: PreTrainedModel | torch.nn.Module,
         *,
+        min_weight: float | None = None,
+        alpha: float | None = None,
+        max_fetch_ratio: float = 0.2,
+        scoring_nbits: int | None = None,
+        partial_ratio: float | None = None,
+        skewing: str | None = None,
+        recent: int = 32,
+        sink: int = 4,
+        pool_tokens: int | None = None,
+        eviction: str = "counter",
+        full_layers: tuple[int, ...] | None = None,
+        speculate: bool | None = None,
         calibration: Calibration | str | Path | None = None,
         attention_mask: torch.Tensor | None = None,
-        **options: Any,
     ):
         model = unwrap_model(model)
-        self.infinigen_config = InfiniGenConfig(**options)
+        self.infinigen_config = InfiniGenConfig(
+            min_weight=min_weight,
+            alpha=alpha,
+            max_fetch_ratio=max_fetch_ratio,
+            scoring_nbits=scoring_nbits,
+            partial_ratio=partial_ratio,
+            skewing=skewing,
+            recent=recent,
+            sink=sink,
+            pool_tokens=pool_tokens,
+            eviction=eviction,
+            full_layers=full_layers,
+            speculate=speculate,
+        )
         check_mask("attention_mask", attention_mask)
         self.calibration = resolve_calibration(calibration, model)
         self._given_mask = attention_mask
@@ -312,10 +334,3 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
             "layers_by_own_query": len(layers) - speculating,
             **total,
         }
-
-
-# Options are declared once, and `create_cache` refuses a misspelt one before anything is built
-_OWN = inspect.signature(InfiniGenCache).parameters
-InfiniGenCache.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [_OWN["model"], *option_parameters(), _OWN["calibration"], _OWN["attention_mask"]]
-)
