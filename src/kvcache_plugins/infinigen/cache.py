@@ -173,6 +173,9 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
         self._model = ModelReference(model)
         self._wants_speculation = self.infinigen_config.speculates_on(model.device)
         self._is_attached = True
+        # True from the hook of the first layer's attention up to that layer's update, then False: the hooks of the
+        # model announce each forward. `None` until they have announced one, as a compiled model may not call them
+        self._is_announced: bool | None = None
         self._has_warned = False
         super().__init__(layers, config=config)
         if self._wants_speculation:
@@ -213,6 +216,8 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
             raise ValueError(_ANOTHER_MODEL)
         if not self._speculates:
             return
+        if layer_idx == self._first_layer:
+            self._is_announced = True
         # In Transformers 5.20 layers that share the states of other layers are not in the list
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if isinstance(layer, InfiniGenLayer) and inputs.hidden_states.shape[1] > 1:
@@ -248,10 +253,12 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
         return super().get_mask_sizes(query_length, layer_idx)
 
     def _begin_forward(self, layer_idx: int) -> None:
-        """See `UsageChecksMixin`; a `ValueError` too if the cache's model is gone, so that another one begins."""
+        """See `UsageChecksMixin`; a `ValueError` too if the forward is not one of the cache's model."""
         super()._begin_forward(layer_idx)
-        if self._model() is None:
+        if self._model() is None or (self._speculates and self._is_announced is False):
             raise ValueError(_ANOTHER_MODEL)
+        if self._is_announced:
+            self._is_announced = False
         self._warn_if_detached()
 
     def _warn_if_detached(self) -> None:
