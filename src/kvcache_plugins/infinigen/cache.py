@@ -89,8 +89,8 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
         full_layers (`tuple[int, ...]`, *optional*):
             Layers that stay whole where they are computed. Defaults to those of the calibration, or the first two.
         speculate (`bool`, *optional*):
-            True to choose and fetch a layer's tokens ahead, by predicted queries; False to choose by its own query. By
-            default tokens are fetched ahead if they have to be transferred: to an accelerator.
+            True to choose and fetch a layer's tokens ahead, by predicted queries; False to choose by its own query.
+            Defaults to True if tokens have to be transferred: to an accelerator.
         calibration (`Calibration`, `str` or `Path`, *optional*):
             Findings of `calibrate` about the model, or their file.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
@@ -156,18 +156,10 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
         check_mask("attention_mask", attention_mask)
         self.calibration = resolve_calibration(calibration, model)
         self._given_mask = attention_mask
-        config = self._decoder_config = decoder_config(model.config)
-        self._full_layers = choose_full_layers(
-            self.infinigen_config.full_layers, self.calibration, config.num_hidden_layers
-        )
-        layers = replace_full_attention(config, self._layer)
-        if not any(type(layer) is DynamicLayer or isinstance(layer, InfiniGenLayer) for layer in layers):
-            raise ValueError(
-                "`model`: all of its layers attend to a window, which is small already: nothing is left to offload"
-            )
-        if not any(isinstance(layer, InfiniGenLayer) for layer in layers):
-            kept = sorted(self._full_layers)
-            raise ValueError(f"`full_layers`, or the calibration, keeps {kept} whole: nothing is left to offload")
+        config = decoder_config(model.config)
+        self._decoder_config = config
+        self._full_layers = choose_full_layers(full_layers, self.calibration, config.num_hidden_layers)
+        layers = self._layers_for(config)
         # A layer's attention input comes from the layer before it
         self._targets = {index - 1: index for index, layer in enumerate(layers) if isinstance(layer, InfiniGenLayer)}
         self._model = ModelReference(model)
@@ -189,6 +181,18 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
         model = self._model()
         if self._speculates and model is not None:
             attach(model, self)
+
+    def _layers_for(self, config: PreTrainedConfig) -> list[CacheLayerMixin]:
+        """Make all layers; a `ValueError` if nothing is left to offload."""
+        layers = replace_full_attention(config, self._layer)
+        if not any(type(layer) is DynamicLayer or isinstance(layer, InfiniGenLayer) for layer in layers):
+            raise ValueError(
+                "`model`: all of its layers attend to a window, which is small already: nothing is left to offload"
+            )
+        if not any(isinstance(layer, InfiniGenLayer) for layer in layers):
+            kept = sorted(self._full_layers)
+            raise ValueError(f"`full_layers`, or the calibration, keeps {kept} whole: nothing is left to offload")
+        return layers
 
     def _layer(self, index: int) -> CacheLayerMixin:
         if index in self._full_layers:
