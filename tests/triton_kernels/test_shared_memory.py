@@ -17,7 +17,7 @@ from kvcache_plugins.eval.kernel_check import plain_pytorch
 from kvcache_plugins.formats.parts import SelectableRows, SinkStates
 from kvcache_plugins.kernels import triton
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.tokens import score_rows
+from kvcache_plugins.kernels.token_scores import PreparedRows, score_rows
 from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.transform_coding.calibration import calibrate_transform
@@ -123,7 +123,7 @@ def test_scores(limit):
     rows, _ = codec.encode(keys, values, positions)
     query = torch.randn(1, 2, 3, 64)
     none = [query[:, :, :0]] * 2
-    tokens = SelectableRows(rows, 65, [], codec.formats(), positions, SinkStates(None, *none))
+    tokens = PreparedRows(SelectableRows(rows, 65, [], codec.formats(), positions, SinkStates(None, *none)))
     limit(LARGE)
     by_kernel = score_rows(query, tokens)
     limit(SMALL)

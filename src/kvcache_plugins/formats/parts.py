@@ -165,8 +165,7 @@ class SinkStates:
 @dataclass(frozen=True, eq=False)
 class SelectableRows:
     """
-    Keys and values of tokens in slots as rows, and the states of exact ones: one object as long as none is added or
-    dropped, so that kernels can keep what they prepare for it.
+    Tokens in slots: keys and values as rows, and the states of exact tokens.
 
     Attributes:
         keys (`torch.Tensor` of shape `[B, H, at least N, R]`, uint8): key rows, slot `i` is row `i`.

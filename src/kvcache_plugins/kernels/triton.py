@@ -131,7 +131,7 @@ def score_rows(query: torch.Tensor, tokens: SelectableRows) -> torch.Tensor:
 
 
 def score_codes(query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, nbits: int) -> torch.Tensor:
-    """Multiplies queries with the keys that codes stand for; see `tokens.score_codes`."""
+    """Multiplies queries with the keys that codes stand for; see `token_scores.score_codes`."""
     # Launches go to the current device, which need not be the one that this layer is on
     with torch.cuda.device_of(query):
         return score_codes_kernel(codes, scale, query, nbits)
