@@ -27,12 +27,15 @@ class DensePart:
         length (`int`): tokens in use, T.
         mask (`torch.Tensor` of shape broadcastable to `[B, H * G, Q, T]`, *optional*): boolean (`True` attends) or
             added to the scores. It may have fewer columns, but several: tokens without a column are attended to.
+        num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*): tokens in use where the host does not know
+            them, at most `length`: for Triton's kernels alone.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     length: int
     mask: torch.Tensor | None
+    num_tokens: torch.Tensor | None = None
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -65,9 +68,7 @@ class RowPart:
         keys, values (`torch.Tensor` of shape `[B, H, at least T, R]`, uint8): rows; there may be capacity for more.
         formats (two `RowFormat`): formats of keys and of values.
         positions (`Positions`): positions of the tokens.
-        length, mask: as in `DensePart`.
-        num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*): tokens in use where the host does not know
-            them, at most `length`: for Triton's kernels alone.
+        length, mask, num_tokens: as in `DensePart`.
     """
 
     keys: torch.Tensor
