@@ -27,7 +27,8 @@ class DensePart:
         length (`int`): tokens in use, T.
         mask (`torch.Tensor` of shape broadcastable to `[B, H * G, Q, T]`, *optional*): boolean (`True` attends) or
             added to the scores. Tokens without a column are attended to, but a mask has several columns.
-        num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*): as in `RowPart`.
+        num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*): tokens in use where the host does not know
+            them, at most `length`: for Triton's kernels alone.
     """
 
     keys: torch.Tensor
@@ -67,9 +68,7 @@ class RowPart:
         keys, values (`torch.Tensor` of shape `[B, H, at least T, R]`, uint8): rows; there may be capacity for more.
         formats (two `RowFormat`): formats of keys and of values.
         positions (`Positions`): positions of the tokens.
-        length, mask: as in `DensePart`.
-        num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*): tokens in use where the host does not know
-            them, at most `length`: for Triton's kernels alone.
+        length, mask, num_tokens: as in `DensePart`.
     """
 
     keys: torch.Tensor
