@@ -69,6 +69,10 @@ def decoded(monkeypatch):
             mask = seen[:, :stop].long() if any(padding) else None
             with torch.no_grad():
                 model(ids[:, first:stop], attention_mask=mask, **as_argument(cache))
+            if not first:
+                # Prepared for PyTorch
+                for layer in cache.layers:
+                    layer.invalidate_plan()
         monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
         return cache, seen
 
