@@ -473,7 +473,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
     def state(self) -> LayerState:
         """
         Return everything that the layer holds, as it is: nothing is copied but the prefix of a dense layer. A prompt
-        has to be committed.
+        must be committed before.
         """
         assert self._pending is None, "commit the prompt first"
         batch_size, num_heads, _, key_head_dim = self.states_shape("keys")
