@@ -28,6 +28,7 @@ from transformers import Cache, PreTrainedConfig
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.masks import slice_mask
+from kvcache_plugins.layers.lazy_kv import SIDES
 from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.layers.usage_checks import UsageChecksMixin
 from kvcache_plugins.option_checks import check_bool, check_integer, check_number
@@ -430,7 +431,8 @@ class H2OLayer(LazyLayer):
         self._attended = False
 
     def to_dense(self, side: str) -> torch.Tensor:
-        self.commit_prompt()
+        if self._pending is not None:
+            return self._pending[SIDES.index(side)]
         if self.slots is None:
             return torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
         if self.num_dropped():
