@@ -11,9 +11,9 @@ import torch
 
 from kvcache_plugins.infinigen import InfiniGenCache, staging
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
-from kvcache_plugins.infinigen.selection import Selection
 from kvcache_plugins.infinigen.staging import StagedRows
 from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.kernels.selective_attention import Selection
 
 
 class HitCounter:
@@ -39,7 +39,7 @@ class HitCounter:
             self._count(layer, call, selection)
             return output
 
-        # A prepared call would choose and attend in one, and show no choice
+        # A plan selects and attends at once, and shows no selection
         vars(layer).update(attend_selection=attend_and_count, _plan_next_steps=lambda query, scale: None)
 
     def _count(self, layer: InfiniGenLayer, call: AttentionCall, selection: Selection) -> None:

@@ -23,8 +23,9 @@ _MODULES = {
     "attention.dense_part": ("DensePart",),
     "attention.partials": ("Partials",),
     "transform_coding.attend": ("prepare_rows",),
-    "transform_coding.code_rows": ("prepare_coding", "prepare_push"),
-    "transform_coding.launches": ("Codebook", "CodedRows", "RotaryAngles"),
+    "transform_coding.code_rows": ("prepare_coding",),
+    "transform_coding.launches": ("Codebook", "CodedRows", "PushState", "RotaryAngles"),
+    "transform_coding.push": ("prepare_push",),
 }
 __all__ = [name for names in _MODULES.values() for name in names]
 

@@ -34,7 +34,6 @@ from kvcache_plugins.eval.kernel_check import require_close
 from kvcache_plugins.formats.parts import GroupPart, RowPart
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.engine import choose_kernel, load_triton
-from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.packed.cache import makes_packed_cache
 from kvcache_plugins.registry import check_cache, create_cache
 from kvcache_plugins.transform_coding.calibration import calibrate_transform
@@ -176,23 +175,17 @@ def compress(
     num_tokens, config = keys.shape[2], _config(keys) if model is None else model
     if not makes_packed_cache(name):
         raise ValueError(f"`cache` has to name presets of `GEARCache` or `TransformCodingCache`, but got `{name}`")
-    # Layers that stand still, on GPUs, keep some of the newest tokens exact: those are more, then
-    for _ in range(2):
-        # Sink tokens would stay exact, too
-        cache: Any = create_cache(name, config, num_sink_tokens=0, **options)
-        cache.update(keys, values, 0)
-        layer = cache.layers[0]
-        layer.commit_prompt()
-        num_exact = num_tokens - sum(block.length for block in layer.storage.segments)
-        if num_exact == 0 or not isinstance(layer, StaticLayer):
-            break
-        keys, values = (torch.cat([each, each[:, :, :num_exact]], dim=2) for each in (keys, values))
+    # Sink tokens would stay exact, too
+    cache: Any = create_cache(name, config, num_sink_tokens=0, **options)
+    cache.update(keys, values, 0)
+    layer = cache.layers[0]
+    layer.commit_prompt()
+    num_exact = num_tokens - sum(segment.length for segment in layer.storage.segments)
     if num_exact:
         shortest, group = cache.cache_config.shortest_prompt, cache.cache_config.token_group
         accepted = f"at least {shortest}" if group == 1 else f"a multiple of {group}"
         raise ValueError(f"`context` has to be {accepted} for `{name}`")
-    (segment,) = layer.storage.segments
-    return layer._part(segment, None)
+    return layer._part(layer.storage.segments[0], None)
 
 
 # Machine code

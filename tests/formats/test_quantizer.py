@@ -53,3 +53,11 @@ def test_a_block_is_its_codes_lowest_bits_first():
     rows = pack_rows(codes, torch.zeros(1, 1, 1, 1, dtype=torch.uint8), widths, 5)
     assert rows.flatten().tolist() == [0, 0b00000111, 0, 0b00100000, 0b10000001]
     assert block_offsets(widths).tolist() == [[[1, 4]]]
+
+
+def test_rows_longer_than_their_codes_end_with_zeros():
+    widths = torch.tensor([[[8, 3]]], dtype=torch.uint8)
+    codes = torch.full((1, 1, 2, 2, 8), 5)
+    rows = pack_rows(codes, torch.zeros(1, 1, 2, 1, dtype=torch.uint8), widths, 22)
+    assert torch.equal(rows[..., :12], pack_rows(codes, torch.zeros(1, 1, 2, 1, dtype=torch.uint8), widths, 12))
+    assert not rows[..., 12:].any()

@@ -61,13 +61,13 @@ def attend_anew(layer, query, keys, values):
 
 
 def note_lengths(kind, monkeypatch):
-    """Notes lengths of the buffer with which calls of a kind have answered."""
+    """List lengths of the tail with which planned calls of a kind have answered."""
     lengths, original = [], kind.attend
 
-    def noting(self, query, scale, storage, length, newest):
-        output = original(self, query, scale, storage, length, newest)
-        if output is not None:
-            lengths.append(length)
+    def noting(self, query, scale=None, tail=None):
+        output = original(self, query, scale, tail)
+        if output is not None and tail is not None:
+            lengths.append(tail.length)
         return output
 
     monkeypatch.setattr(kind, "attend", noting)
@@ -196,22 +196,32 @@ def test_other_queries_and_thread_counts_are_planned_anew(calls):
 def test_plan_accepts_only_tokens_of_its_shape_and_dtype(calls):
     layer, _ = two_filled("transform")
     attend(layer, *tokens(1))
-    call, buffer = layer.plan._call, layer.storage.tail
+    plan, tail = layer.plan, layer.storage.tail
     query, keys, values = tokens(1)
     wide = torch.cat([values, values], dim=3)[..., ::2]
     others = [(keys.bfloat16(), values.bfloat16()), (keys, values.half()), (keys, wide), (keys[:, :1], values[:, :1])]
     others += [(keys.to("meta"), values.to("meta")), (torch.cat([keys, keys]), torch.cat([values, values]))]
-    assert all(call.accept(*newest) is None for newest in others)
-    accepted = call.accept(keys, values)
-    assert accepted is not None
-    # What has been accepted is not believed of another
-    for newest in ((keys, values), call.accept(keys.clone(), values) and accepted):
-        with pytest.raises(ValueError, match="accepted"):
-            call.attend(query, None, buffer.storage, buffer.length, newest)
+    length = tail.length
+    assert not any(plan.push(tail, *newest) for newest in others)
+    assert tail.length == length and tail.unwritten is None
+    assert plan.push(tail, keys, values)
+    accepted = tail.unwritten
+    # One token waits at a time, and the check of one says nothing of another
+    assert not plan.push(tail, keys.clone(), values)
+    tail.unwritten = keys, values
+    with pytest.raises(ValueError, match="accepted"):
+        plan.attend(query, None, tail)
+    tail.unwritten = accepted
+    tail.length = tail.capacity + 1
     with pytest.raises(ValueError, match="tokens in use"):
-        call.attend(query, None, buffer.storage, buffer.capacity + 1, None)
+        plan.attend(query, None, tail)
+    tail.length = length + 1
+    storage = tail.storage
+    tail.storage = tuple(states.double() for states in storage)
     with pytest.raises(ValueError, match="when the call was prepared"):
-        call.attend(query, None, tuple(states.double() for states in buffer.storage), buffer.length, None)
+        plan.attend(query, None, tail)
+    tail.storage = storage
+    assert plan.attend(query, None, tail) is not None and tail.unwritten is None
 
 
 @pytest.mark.parametrize("preset", ["gear-k4v3", "transform"])

@@ -4,8 +4,10 @@ codec in its pool, what it attends to and costs; and where it chooses ahead unle
 
 import copy
 import gc
+import inspect
 import resource
 import warnings
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -23,6 +25,16 @@ from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
 
 # One of each way to make queries; `tests/eval/test_families.py` fetches all tokens of every family
 FAMILIES = ("llama", "qwen3", "gemma3_text", "phi3", "opt", "gpt_neox", "gpt2")
+
+
+@pytest.mark.parametrize("cache_class", [InfiniGenCache, InfiniGenTransformCache])
+def test_options_have_the_defaults_of_the_config(cache_class) -> None:
+    parameters = inspect.signature(cache_class).parameters
+    defaults = {each.name: each.default for each in fields(InfiniGenConfig)}
+    named = {name: parameter.default for name, parameter in parameters.items() if name in defaults}
+    assert named == {name: default for name, default in defaults.items() if name in named}
+    left_out = {"scoring_nbits", "partial_ratio", "skewing"} if cache_class is InfiniGenTransformCache else set()
+    assert defaults.keys() - named.keys() == left_out
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -209,12 +221,13 @@ def assert_refused(model: PreTrainedModel, cache: InfiniGenCache, count: int) ->
     assert cache.get_seq_length() == before
 
 
-@pytest.mark.parametrize("is_detached", [False, True])
-def test_another_model_with_hooks_is_refused(tiny_model, is_detached: bool) -> None:
-    """Models of the same shapes: hooks show the model of each forward."""
+@pytest.mark.parametrize(("is_detached", "other_has_hooks"), [(False, False), (False, True), (True, True)], ids=str)
+def test_another_model_is_refused(tiny_model, is_detached: bool, other_has_hooks: bool) -> None:
+    """Models of the same shapes: hooks of either one show whose forward it is."""
     options = {"full_layers": (), "speculate": True}
     own, other = (tiny_model("llama", seed=seed) for seed in (1, 2))
-    cache, expected, others = (InfiniGenCache(model, **options) for model in (own, own, other))
+    cache, expected = (InfiniGenCache(own, **options) for _ in range(2))
+    others = [InfiniGenCache(other, **options)] if other_has_hooks else []
     for each in (cache, expected):
         logits(own, each, tokens(150))
         if is_detached:
@@ -225,7 +238,8 @@ def test_another_model_with_hooks_is_refused(tiny_model, is_detached: bool) -> N
     assert cache.get_seq_length() == 152
     cache.reset()
     assert_refused(other, cache, 20)
-    assert others.get_seq_length() == 0
+    torch.testing.assert_close(logits(own, cache, tokens(20)), logits(own, InfiniGenCache(own, **options), tokens(20)))
+    assert all(each.get_seq_length() == 0 for each in others)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "opt"])

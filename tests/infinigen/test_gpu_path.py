@@ -23,7 +23,7 @@ from kvcache_plugins.infinigen import layer as layers
 from kvcache_plugins.infinigen import staging
 from kvcache_plugins.infinigen.hooks import hooks_of
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
-from kvcache_plugins.infinigen.selection import Selection
+from kvcache_plugins.kernels.selective_attention import Selection
 
 
 @pytest.fixture(params=["triton", "torch"])

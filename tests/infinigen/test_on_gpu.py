@@ -10,8 +10,8 @@ from transformers import DynamicCache, LlamaConfig
 from kvcache_plugins import InfiniGenCache
 from kvcache_plugins.eval.observers import TransferTimes
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool
-from kvcache_plugins.infinigen.selection import Selection
 from kvcache_plugins.infinigen.staging import start_fetch
+from kvcache_plugins.kernels.selective_attention import Selection
 
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

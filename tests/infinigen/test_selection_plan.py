@@ -11,7 +11,10 @@ from kvcache_plugins import InfiniGenCache
 from kvcache_plugins.contract.comparison import reachable_bytes
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
-from kvcache_plugins.kernels.tokens import KeyCodes, SelectionLimits, SelectionPlan, plan_by_codes
+from kvcache_plugins.infinigen.selection_plan import SelectionPlan
+from kvcache_plugins.kernels.prepared_selection import prepare_by_codes
+from kvcache_plugins.kernels.selective_attention import SelectionLimits
+from kvcache_plugins.kernels.token_scores import KeyCodes
 from kvcache_plugins.transform_coding.config import TransformCodingConfig
 
 
@@ -19,11 +22,11 @@ def filled(
     config: InfiniGenConfig, count: int, dims=(16, 16), batch_size=1, dtype=torch.float32, key_nbits=None
 ) -> InfiniGenLayer:
     """A layer of three heads that holds random tokens, as rows of a codec if their bits are given."""
-    packing = None
+    policy = None
     if key_nbits is not None:
         coding = TransformCodingConfig(key_nbits=key_nbits, value_nbits=3.25, num_sink_tokens=config.sink)
-        packing = coding.policy(tuple((10000.0 ** -(torch.arange(0, 16, 2) / 16)).tolist()))
-    layer = InfiniGenLayer(config, 0, packing=packing)
+        policy = coding.policy(tuple((10000.0 ** -(torch.arange(0, 16, 2) / 16)).tolist()))
+    layer = InfiniGenLayer(config, 0, policy=policy)
     layer.update(*(torch.randn(batch_size, 3, count, dim, dtype=dtype) for dim in dims))
     layer.commit_prompt()
     return layer
@@ -121,35 +124,84 @@ def test_threads_make_no_difference(num_threads: int) -> None:
     assert_same(*logits)
 
 
-def test_a_plan_refuses_other_inputs() -> None:
+def planned() -> InfiniGenLayer:
     layer = filled(InfiniGenConfig(), 100)
-    new = tuple(torch.randn(1, 3, 1, 16) for _ in range(3))
     with torch.no_grad():
         for _ in range(2):
-            attend(layer, new, None)
-    call, window = layer._plan, layer.tail
-    assert isinstance(call, SelectionPlan)
-    bounds, query = SelectionLimits(first=0, newest=90, least=0.0, cap=5, limit=10), new[0]
-    given = {"scale": None, "window": window.storage, "length": window.length, "newest": None}
+            attend(layer, tuple(torch.randn(1, 3, 1, 16) for _ in range(3)), None)
+    assert isinstance(layer._plan, SelectionPlan)
+    return layer
+
+
+def test_a_plan_of_another_version_is_not_run() -> None:
+    layer = planned()
+    query, key, value = torch.randn(3, 1, 3, 1, 16)
+    with torch.no_grad():
+        layer.update(key, value)
+        assert layer.run_plan(query, 103, None) is not None
+        layer.pool.raise_version()
+        assert layer.run_plan(query, 103, None) is None
+        layer.update(key, value)
+    # The token is in the storage, not left for the plan
+    assert layer.tail.unwritten is None
+    assert torch.equal(layer.tail.keys[:, :, -1:], key)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.crop_tokens(90),
+        lambda layer: layer.reorder_cache(torch.tensor([0])),
+        lambda layer: setattr(layer, "padding", torch.tensor([3])),
+    ],
+    ids=["crop", "reorder", "padding"],
+)
+def test_changes_of_the_pool_raise_its_version_and_drop_the_plan(change) -> None:
+    layer = planned()
+    before = layer.pool.version
+    change(layer)
+    assert layer.pool.version > before
+    assert layer._plan is None
+
+
+def test_a_plan_lasts_while_only_the_tail_changes() -> None:
+    layer = planned()
+    plan = layer._plan
+    layer.crop_tokens(1)
+    with torch.no_grad():
+        for _ in range(3):
+            attend(layer, tuple(torch.randn(1, 3, 1, 16) for _ in range(3)), None)
+    assert layer._plan is plan
+    assert copy.deepcopy(layer)._plan is None
+
+
+def test_prepared_steps_refuse_other_inputs() -> None:
+    layer = planned()
+    scoring, pages, tail = layer.scoring, layer.pool.pages, layer.tail
+    query, key, value = torch.randn(3, 1, 3, 1, 16)
+    steps = scoring.prepare_steps(query, 0.25, layer.pool, tail.storage)
+    limits = SelectionLimits(first=0, newest=90, least=0.0, cap=5, limit=10)
+    given = {"scale": None, "storage": tail.storage, "length": tail.length, "newest": None}
+    assert steps.attend(query, **given, limits=limits) is not None
     for other in (query[..., :8], query.expand(2, -1, -1, -1), query.repeat(1, 2, 1, 1)):
-        assert call.attend(other, **given, bounds=bounds) is None
-    assert call.attend(query, **{**given, "scale": 0.5}, bounds=bounds) is None
+        assert steps.attend(other, **given, limits=limits) is None
+    assert steps.attend(query, **{**given, "scale": 0.5}, limits=limits) is None
+    assert steps.accept(key.double(), value) is None
     wrong = [
-        {"length": window.capacity + 1},
+        {"length": tail.capacity + 1},
         {"length": -1},
-        {"window": tuple(states.double() for states in window.storage)},
-        {"window": (window.storage[0], window.storage[1][:, :, 1:].contiguous())},
-        {"window": tuple(states.transpose(2, 3).contiguous().transpose(2, 3) for states in window.storage)},
-        {"newest": (new[1].double(), new[2])},
-        {"newest": new[1:], "length": 0},
+        {"storage": tuple(states.double() for states in tail.storage)},
+        {"storage": (tail.storage[0], tail.storage[1][:, :, 1:].contiguous())},
+        {"storage": tuple(states.transpose(2, 3).contiguous().transpose(2, 3) for states in tail.storage)},
+        {"newest": (key, value)},
+        {"newest": steps.accept(key, value), "length": 0},
     ]
-    scoring = layer.scoring
-    keys = KeyCodes(scoring.rows["codes"], scoring.rows["scale"], scoring.length, 4, scoring.fitted["spread"])
-    for other in (tuple(each.half() for each in window.storage), tuple(each[:, :2] for each in window.storage)):
-        with pytest.raises(ValueError, match="window"):
-            plan_by_codes(query, 0.25, keys, layer.pool.pages, other)
-    with pytest.raises(ValueError, match="`length` has to be from 1"):
-        plan_by_codes(query, 0.25, keys._replace(length=0), layer.pool.pages, layer.tail.storage)
     for changed in wrong:
-        with pytest.raises(ValueError, match="window|tokens in use"):
-            call.attend(query, **{**given, **changed}, bounds=bounds)
+        with pytest.raises(ValueError, match="the tail has to be|tokens in use|has to be one that was accepted"):
+            steps.attend(query, **{**given, **changed}, limits=limits)
+    keys = KeyCodes(scoring.rows["codes"], scoring.rows["scale"], scoring.fitted["spread"], scoring.length, 4)
+    for other in (tuple(each.half() for each in tail.storage), tuple(each[:, :2] for each in tail.storage)):
+        with pytest.raises(ValueError, match="tail"):
+            prepare_by_codes(query, 0.25, keys, pages, other)
+    with pytest.raises(ValueError, match="`length` has to be from 1"):
+        prepare_by_codes(query, 0.25, keys._replace(length=0), pages, tail.storage)

@@ -19,11 +19,12 @@ from kernel_cases import (
 
 from kvcache_plugins.formats.groups import index_dtype
 from kvcache_plugins.formats.parts import DensePart, GroupPart
-from kvcache_plugins.kernels.attention import attend, prepare_tokens
+from kvcache_plugins.kernels.attention import attend, can_attend
 from kvcache_plugins.kernels.compiled import PreparedCall
 from kvcache_plugins.kernels.engine import choose_flash
 from kvcache_plugins.kernels.masks import combine_masks, leading_padding, mask_columns, slice_mask
 from kvcache_plugins.kernels.online_attention import OnlineAttention
+from kvcache_plugins.layers.exact_tokens import ExactTail
 
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 8e-3}
@@ -124,19 +125,23 @@ def test_threads_share_a_sequence(row_case, group_case, num_threads):
 def test_prepared_call_attends_to_later_tokens(case, level):
     part = any_part(case) if isinstance(case, Groups) else row_part(case, padding=[0, 40])
     heads, (keys, values) = case.num_heads, torch.randn(2, 2, case.num_heads, 9, 64)
-    call = prepare_tokens(make_query(case), [part, DensePart(keys, values, 1, None)], heads, 0.125, "compiled")
+    tail = ExactTail(keys, values, 9)
+    call = PreparedCall(make_query(case), [part, DensePart(keys, values, 1, None)], heads, 0.125)
+    assert call.is_lasting
     for length in (2, 3, 9):
         query, newest = make_query(case), torch.randn(2, 2, heads, 1, 64).unbind()
-        output = call.attend(query, 0.125, (keys, values), length, call.accept(*newest))
-        assert torch.equal(keys[:, :, length - 1 : length], newest[0])
-        parts = [part, DensePart(keys, values, length, None)]
+        tail.length = length - 1
+        assert call.push(tail, *newest) and tail.length == length
+        output = call.attend(query, 0.125, tail)
+        assert tail.unwritten is None and torch.equal(tail.keys[:, :, length - 1 :], newest[0])
+        parts = [part, DensePart(*tail.storage, length, None)]
         torch.testing.assert_close(output.double(), exact_attention(query, parts, heads), atol=1e-4, rtol=0)
         # And to the bit what a call made anew does
-        assert torch.equal(call.attend(query, 0.125, (keys, values), length, None), output)
+        assert torch.equal(call.attend(query, 0.125, tail), output)
         assert torch.equal(attend(query, parts, heads, 0.125, "compiled"), output)
     # Others than it was prepared for; what tokens it takes: `tests/gear/test_prepared_parts.py`
-    assert call.attend(query, 0.5, (keys, values), 9, None) is None
-    assert call.attend(query.half(), 0.125, (keys, values), 9, None) is None
+    assert call.attend(query, 0.5, tail) is None
+    assert call.attend(query.half(), 0.125, tail) is None
 
 
 @pytest.mark.cases("wide", "k4v3")
@@ -148,7 +153,7 @@ def test_copies_are_attended_to_but_not_prepared(case):
     else:
         part = dataclasses.replace(part, keys=part.keys[:, :, :77], length=77)
     check(case, [part], "compiled")
-    assert prepare_tokens(make_query(case), [part, dense_part(case, 1)], 2, None, "compiled") is None
+    assert not PreparedCall(make_query(case), [part, dense_part(case, 1)], 2, 0.125).is_lasting
 
 
 class TestForged:
@@ -245,7 +250,7 @@ def test_sizes_at_the_edge(group_case, level):
     check(group_case, [group_part(group_case, rank=64)], "compiled", factor=4)
     huge = group_case._replace(keys=(648, 4, "channel", 10), values=(648, 4, "token", None))
     check(huge, [group_part(huge)], "compiled")
-    assert prepare_tokens(make_query(huge), [group_part(huge), dense_part(huge, 1)], 1, None, "compiled") is None
+    assert not can_attend(make_query(huge), [group_part(huge), dense_part(huge, 1)])
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

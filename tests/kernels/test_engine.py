@@ -8,7 +8,7 @@ import torch
 from kvcache_plugins import GEARCache
 from kvcache_plugins.kernels import engine, library
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.tokens import choose_rows_kernel
+from kvcache_plugins.kernels.selective_attention import choose_rows_kernel
 
 
 ONE_TOKEN = torch.randn(1, 1, 1, 8)

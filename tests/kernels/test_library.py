@@ -134,7 +134,7 @@ class TestThreads:
         expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
 
         def attend():
-            return PreparedCall(query, [DensePart(keys, values, 3000, None)], 2, 64**-0.5).attend_now(query)
+            return PreparedCall(query, [DensePart(keys, values, 3000, None)], 2, 64**-0.5).attend(query)
 
         for result in called_at_once(attend):
             torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)

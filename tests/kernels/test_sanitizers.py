@@ -22,7 +22,7 @@ from kvcache_plugins.formats.parts import DensePart
 query, part = torch.zeros(1, 1, 1, 64), DensePart(torch.zeros(1, 1, 100, 64), torch.zeros(1, 1, 100, 64), 100, None)
 call = PreparedCall(query, [part], 1, 1.0)
 call._parts[0].length = {}
-call.attend_now(query)
+call.attend(query, 1.0)
 """
 pytestmark = [pytest.mark.long, pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc and its sanitizers")]
 

@@ -1,4 +1,4 @@
-"""Layers that stand still: what they store, and steps as one graph, compiled once, whose tokens are the same."""
+"""Static layers: storage of any other layer with reserved capacity, and steps as one graph that is compiled once."""
 
 import copy
 import gc
@@ -14,8 +14,9 @@ from kvcache_plugins.layers.static_layer import static_attention
 from kvcache_plugins.models.cache_argument import as_argument
 
 
-BUFFER = 8
-OPTIONS = {"max_cache_len": 300, "residual_length": BUFFER, "recent_length": 0}
+MOST = 300
+# Tails that are packed often, and few recent rows
+OPTIONS = {"max_cache_len": MOST, "residual_length": 5, "recent_length": 12}
 
 
 def prompts(batch_size, length, padding=0):
@@ -43,13 +44,18 @@ def decode(model, cache, ids, num_tokens):
 def stored(cache):
     """Rows in use and exact tokens of all layers."""
     for layer in cache.layers:
-        block = layer.storage.segments[-1]
-        yield from (rows[:, :, : block.length] for rows in (block.keys, block.values))
-        yield from (layer.storage.tail.keys, layer.storage.tail.values)
+        for segment in layer.storage.segments:
+            if segment.length:
+                yield from (rows[:, :, : segment.length] for rows in (segment.keys, segment.values))
+        tail = layer.storage.tail
+        if tail is not None and tail.length:
+            yield from (tail.keys, tail.values)
 
 
 def require_same_storage(cache, other):
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(stored(cache), stored(other), strict=True))
+    for mine, theirs in zip(cache.layers, other.layers, strict=True):
+        assert mine.get_seq_length() == theirs.get_seq_length() and mine.exact_start == theirs.exact_start
 
 
 def fill(cache, states, *counts):
@@ -76,18 +82,17 @@ def make_cache(tiny_model):
     return make
 
 
-def test_a_token_is_coded_as_it_leaves_the_exact_ones(make_cache):
-    states, at_once, one_by_one = make_states(130), make_cache(), make_cache()
-    fill(one_by_one, states, 90, *[1] * 40)
-    layer = one_by_one.layers[0]
-    (block,), buffer = layer.storage.segments, layer.storage.tail
-    assert (block.start, block.length, buffer.length) == (4, 130 - 4 - BUFFER, BUFFER)
-    assert torch.equal(buffer.keys, states[0][:, :, -BUFFER:])
-    # By the tables of a prompt that is the same, in one update after it
-    fill(at_once, states, 90, 39, 1)
-    require_same_storage(one_by_one, at_once)
-    assert layer.stats()["tokens_exact"] == 4 + BUFFER
-    assert layer.stats()["tokens_compressed"] == block.length
+@pytest.mark.parametrize("options", [{}, {"recent_length": 0}, {"residual_length": 1}, {"residual_length": 40}])
+def test_bytes_are_those_of_a_layer_that_grows(make_cache, options):
+    """At every length, through a second prompt and a few tokens at once."""
+    states, static, growing = make_states(250), make_cache(**options), make_cache(**options, max_cache_len=None)
+    for count in (90, *[1] * 60, 7, 1, 1, 50, *[1] * 41):
+        fill(static, states, count)
+        fill(growing, states, count)
+        require_same_storage(static, growing)
+    for name in ("tokens_compressed", "chunks_compressed", "tokens_exact"):
+        assert static.stats()[name] == growing.stats()[name]
+    assert static.layers[0].is_compileable and not growing.layers[0].is_compileable
 
 
 def test_what_is_taken_back_leaves_no_trace(make_cache):
@@ -101,17 +106,18 @@ def test_what_is_taken_back_leaves_no_trace(make_cache):
     require_same_storage(cache, expected)
 
 
-def test_storage_stays_where_it_is_until_there_is_no_room(make_cache):
-    states, cache = make_states(190), make_cache(max_cache_len=120)
+def test_rows_stay_in_place_until_there_is_no_room(make_cache):
+    states, cache = make_states(190), make_cache(max_cache_len=120, recent_length=0)
     fill(cache, states, 90, 1)
-    form, place = cache.layers[0].form, cache.layers[0].storage.segments[-1].keys.data_ptr()
-    assert form.num_columns == 120 and cache.layers[0].get_mask_sizes(1) == (120, 0)
+    layer = cache.layers[0]
+    graph, place = layer.graph, layer.storage.segments[0].keys.data_ptr()
+    assert graph.num_columns == 120 and layer.get_mask_sizes(1) == (120, 0)
     fill(cache, states, *[1] * 10, 3, 1)
-    assert cache.layers[0].form is form and cache.layers[0].storage.segments[-1].keys.data_ptr() == place
+    assert layer.graph is graph and layer.storage.segments[0].keys.data_ptr() == place
     fill(cache, states, *[1] * 80)
-    assert cache.layers[0].form is not form and cache.layers[0].form.num_columns > 180
-    expected = make_cache()
-    fill(expected, states, 90, *[1] * 95)
+    assert layer.graph is not graph and layer.graph.num_columns > 180
+    expected = make_cache(recent_length=0)
+    fill(expected, states, 90, *[1] * 11, 3, *[1] * 81)
     require_same_storage(cache, expected)
 
 
@@ -133,7 +139,7 @@ def test_masks_are_applied_whatever_they_hide(tiny_llama):
 def test_what_is_too_large_is_noticed(make_cache):
     cache, states = make_cache(), make_states(200)
     states[:, :, :, 120] *= 1e9
-    with pytest.raises(ValueError, match="layer 0: tokens are too large"):
+    with pytest.raises(ValueError, match="layer 0: the keys to be compressed hold NaN or infinity, or numbers of"):
         fill(cache, states, 90, *[1] * 110)
 
 
@@ -157,9 +163,9 @@ def test_it_is_an_ordinary_cache_at_any_time(tiny_llama, tmp_path):
 def test_short_prompts_wait_until_something_is_coded(tiny_llama):
     cache = TransformCodingCache(tiny_llama, **OPTIONS)
     decode(tiny_llama, cache, read(tiny_llama, cache, prompts(1, 9)["input_ids"]), 50)
-    assert cache.layers[0].form is None
+    assert cache.layers[0].graph is None
     decode(tiny_llama, cache, torch.ones(1, 1, dtype=torch.long), 30)
-    assert cache.layers[0].form is not None and cache.stats()["dense_reads"] == 0
+    assert cache.layers[0].graph is not None and cache.stats()["dense_reads"] == 0
 
 
 @pytest.mark.parametrize(
@@ -170,7 +176,7 @@ def test_short_prompts_wait_until_something_is_coded(tiny_llama):
         (None, {}, "model or its config"),
     ],
 )
-def test_what_cannot_stand_still_is_named(architecture, options, message, tiny_model):
+def test_models_without_static_steps_are_refused(architecture, options, message, tiny_model):
     model = None if architecture is None else tiny_model(architecture)
     options = {"max_cache_len": 200, **options}
     with pytest.raises(ValueError, match=f"`max_cache_len`.*{message}"):
@@ -205,7 +211,6 @@ def test_steps_are_compiled_once(architecture, tiny_model, fresh_dynamo):
         first = read(model, cache, ids)
         tokens.append(decode(step, cache, first, 60))
         cache.crop(-2)
-        # The buffer is to be full again
         decode(model, cache, first, 2)
         tokens[-1] = torch.cat([tokens[-1], decode(step, cache, first, 10)], dim=1)
     assert torch.equal(*tokens)
@@ -215,7 +220,7 @@ def test_steps_are_compiled_once(architecture, tiny_model, fresh_dynamo):
 def test_a_cache_that_is_gone_is_named(make_cache):
     cache, states = make_cache(), torch.zeros(1, 2, 1, 16)
     fill(cache, make_states(90), 90)
-    number, order = cache.layers[0].form.number, cache.layers[0].form.order
+    number, order = cache.layers[0].graph.number, cache.layers[0].graph.order
     del cache
     gc.collect()
     with pytest.raises(RuntimeError, match="the cache of this graph is gone"):

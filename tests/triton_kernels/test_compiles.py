@@ -246,8 +246,9 @@ def of_rows(name):
 
 def of_coding(name):
     from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels
-    from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding, prepare_push
-    from kvcache_plugins.triton_kernels.transform_coding.launches import Codebook
+    from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding
+    from kvcache_plugins.triton_kernels.transform_coding.launches import Codebook, PushState
+    from kvcache_plugins.triton_kernels.transform_coding.push import prepare_push
 
     head_dim, num_bytes, dtype = CODING[name]
     is_keys, is_calibrated = "keys" in name, "calibrated" in name
@@ -257,9 +258,14 @@ def of_coding(name):
     padding, size = torch.zeros(2, dtype=torch.int64), (head_dim, block_channels(head_dim))
     signs = None if is_keys or is_calibrated else torch.empty(size, dtype=HALF if dtype == SINGLE else dtype)
     if name.startswith("push"):
-        rows, layouts = [side.rows for side in sides], [side.layout for side in sides]
-        numbers, angles = torch.zeros(2, 2, 8, 2, dtype=torch.int64), make_angles(head_dim)
-        made = prepare_push([states] * 2, rows, numbers, layouts, [book] * 2, signs, angles, 4, padding)
+        older = tuple(side.layout for side in sides)
+        finer = tuple(each.with_more_bits(2) for each in older)
+        recent = tuple(torch.empty(2, 8, 136, each.row_size, dtype=torch.uint8) for each in finer)
+        tail = (torch.empty(2, 8, 5, head_dim, dtype=dtype),) * 2
+        counters, offset = torch.zeros(2, 2, 8, 4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+        rows = tuple(side.rows for side in sides)
+        state = PushState(tail, rows, recent, counters, offset, older, finer, padding, 1, 128, 96, 2000, 2000)
+        made = prepare_push(state, (book, book), signs, make_angles(head_dim))
     else:
         where = {"angles": make_angles(head_dim), "start": 4, "padding": padding} if is_keys else {}
         made = prepare_coding(states, sides[not is_keys].layout, book, signs, **where)

@@ -17,7 +17,7 @@ from kvcache_plugins.eval.kernel_check import plain_pytorch
 from kvcache_plugins.formats.parts import SelectableRows, SinkStates
 from kvcache_plugins.kernels import triton
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.tokens import score_rows
+from kvcache_plugins.kernels.token_scores import PreparedRows, score_rows
 from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.transform_coding.calibration import calibrate_transform
@@ -89,13 +89,13 @@ def require_counts(stats, most):
 
 @pytest.mark.filterwarnings("ignore:attention over states")
 @pytest.mark.parametrize("most", [SMALL, LARGE])
-def test_a_layer_stands_still_with_kernels_alone(most, model, make_cache, limit, monkeypatch):
+def test_a_layer_is_static_with_kernels_alone(most, model, make_cache, limit, monkeypatch):
     monkeypatch.setattr("kvcache_plugins.layers.static_layer.compiles_kernels", lambda states: True)
     monkeypatch.setattr("kvcache_plugins.transform_coding.cache.has_gpu_kernels", lambda: True)
     limit(most)
     cache, cache_of_room = make_cache(), make_cache(max_cache_len=300)
     read(model, cache, PROMPT, 1, 1)
-    assert isinstance(cache.layers[0], StaticLayer) and (cache.layers[0].form is None) == (most == SMALL)
+    assert isinstance(cache.layers[0], StaticLayer) and cache.layers[0]._pushes_on_device == (most == LARGE)
     require_counts(cache.stats(), most)
     refused = pytest.raises(ValueError, match="`max_cache_len` needs Triton's kernels: .*shared memory")
     with refused if most == SMALL else nullcontext():
@@ -123,7 +123,7 @@ def test_scores(limit):
     rows, _ = codec.encode(keys, values, positions)
     query = torch.randn(1, 2, 3, 64)
     none = [query[:, :, :0]] * 2
-    tokens = SelectableRows(rows, 65, [], codec.formats(), positions, SinkStates(None, *none))
+    tokens = PreparedRows(SelectableRows(rows, 65, [], codec.formats(), positions, SinkStates(None, *none)))
     limit(LARGE)
     by_kernel = score_rows(query, tokens)
     limit(SMALL)

@@ -42,19 +42,20 @@ _NOT_SPECIALIZED = [
 
 @triton.jit(
     do_not_specialize=_NOT_SPECIALIZED,
-    do_not_specialize_on_alignment=["mask_0_ptr", "mask_1_ptr"],
+    do_not_specialize_on_alignment=["mask_0_ptr", "mask_1_ptr", "num_tokens_0_ptr", "num_tokens_1_ptr"],
 )
 def combine_kernel(
     query_ptr, query_stride_b, query_stride_h, query_stride_r, result_ptr, output_0_ptr, maximum_0_ptr, total_0_ptr,
     num_splits_0, output_1_ptr, maximum_1_ptr, total_1_ptr, num_splits_1, keys_0_ptr, keys_0_stride_b, keys_0_stride_h,
     keys_0_stride_t, values_0_ptr, values_0_stride_b, values_0_stride_h, values_0_stride_t, mask_0_ptr,
-    mask_0_stride_b, mask_0_stride_h, mask_0_stride_q, mask_0_stride_t, mask_0_num_queries, num_tokens_0, keys_1_ptr,
-    keys_1_stride_b, keys_1_stride_h, keys_1_stride_t, values_1_ptr, values_1_stride_b, values_1_stride_h,
-    values_1_stride_t, mask_1_ptr, mask_1_stride_b, mask_1_stride_h, mask_1_stride_q, mask_1_stride_t,
-    mask_1_num_queries, num_tokens_1, num_heads, num_rows, scale, MASK_0: tl.constexpr, MASK_1: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr, NUM_PARTS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, MANY_ROWS: tl.constexpr,
+    mask_0_stride_b, mask_0_stride_h, mask_0_stride_q, mask_0_stride_t, mask_0_num_queries, num_tokens_0,
+    num_tokens_0_ptr, keys_1_ptr, keys_1_stride_b, keys_1_stride_h, keys_1_stride_t, values_1_ptr, values_1_stride_b,
+    values_1_stride_h, values_1_stride_t, mask_1_ptr, mask_1_stride_b, mask_1_stride_h, mask_1_stride_q,
+    mask_1_stride_t, mask_1_num_queries, num_tokens_1, num_tokens_1_ptr, num_heads, num_rows, scale,
+    MASK_0: tl.constexpr, MASK_1: tl.constexpr, NUM_BLOCKS: tl.constexpr, NUM_PARTS: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
+    MANY_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Rows and channels of one head's result, from `NUM_PARTS` exact parts and the splits of `NUM_BLOCKS` blocks."""
     batch = (tl.program_id(0) // num_heads).to(tl.int64)
@@ -84,7 +85,7 @@ def combine_kernel(
             keys_0_ptr, keys_0_stride_b, keys_0_stride_h, keys_0_stride_t,
             values_0_ptr, values_0_stride_b, values_0_stride_h, values_0_stride_t,
             mask_0_ptr, mask_0_stride_b, mask_0_stride_h, mask_0_stride_q, mask_0_stride_t, mask_0_num_queries,
-            num_tokens_0, batch, head, scale_base_2, MASK_0, KEY_DIM, VALUE_DIM, PRECISION,
+            num_tokens_0, num_tokens_0_ptr, batch, head, scale_base_2, MASK_0, KEY_DIM, VALUE_DIM, PRECISION,
             BLOCK_T, BLOCK_K, BLOCK_V)
     if NUM_PARTS > 1:
         output, maximum, total = attend_part(
@@ -92,7 +93,7 @@ def combine_kernel(
             keys_1_ptr, keys_1_stride_b, keys_1_stride_h, keys_1_stride_t,
             values_1_ptr, values_1_stride_b, values_1_stride_h, values_1_stride_t,
             mask_1_ptr, mask_1_stride_b, mask_1_stride_h, mask_1_stride_q, mask_1_stride_t, mask_1_num_queries,
-            num_tokens_1, batch, head, scale_base_2, MASK_1, KEY_DIM, VALUE_DIM, PRECISION,
+            num_tokens_1, num_tokens_1_ptr, batch, head, scale_base_2, MASK_1, KEY_DIM, VALUE_DIM, PRECISION,
             BLOCK_T, BLOCK_K, BLOCK_V)
     if BLOCK_M < BLOCK_R:
         # Products have more rows than there are queries, which merging would be a multiple of the work with

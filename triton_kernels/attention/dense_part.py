@@ -22,17 +22,20 @@ class DensePart(NamedTuple):
         keys, values (`torch.Tensor` of shape `[B, H, T, D]`): the states.
         mask (`torch.Tensor` of shape `[B or 1, H * groups or 1, query tokens or 1, T]`, *optional*): boolean (`True`
             attends) or added to the scores.
+        num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*): tokens in use, at most T, where the host does
+            not know them.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     mask: torch.Tensor | None = None
+    num_tokens: torch.Tensor | None = None
 
 
 def part_arguments(
     index: int, part: DensePart | None, num_heads: int, num_rows: int, *, is_spare: bool = False
 ) -> dict[str, object]:
-    """The arguments of `combine_kernel` for an exact part, if there is any; of one that `is_spare` no tokens count."""
+    """List the arguments of `combine_kernel` for an exact part, if there is any; one that `is_spare` has no tokens."""
     arguments: dict[str, object] = {}
     for name in ("keys", "values"):
         states = None if part is None else getattr(part, name)
@@ -44,6 +47,7 @@ def part_arguments(
         **arguments,
         **mask_arguments(mask, num_heads, num_rows, f"mask_{index}"),
         f"num_tokens_{index}": 0 if is_spare or part is None else part.keys.shape[2],
+        f"num_tokens_{index}_ptr": None if is_spare or part is None else part.num_tokens,
     }
 
 
@@ -51,11 +55,13 @@ def part_arguments(
 def attend_part(
     output, maximum, total, query, rows, first_channel, num_rows, keys_ptr, keys_stride_b, keys_stride_h,
     keys_stride_t, values_ptr, values_stride_b, values_stride_h, values_stride_t, mask_ptr, mask_stride_b,
-    mask_stride_h, mask_stride_q, mask_stride_t, num_queries, num_tokens, batch, head, scale_base_2,
+    mask_stride_h, mask_stride_q, mask_stride_t, num_queries, num_tokens, num_tokens_ptr, batch, head, scale_base_2,
     MASK: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PRECISION: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Carries output, maximum and total of the online softmax on through one exact part."""
+    """Update output, maximum and total of the online softmax by one exact part."""
+    if num_tokens_ptr is not None:
+        num_tokens = tl.load(num_tokens_ptr).to(tl.int32)
     row_in_use = rows < num_rows
     key_channels = tl.arange(0, BLOCK_K)
     value_channels = first_channel + tl.arange(0, BLOCK_V)

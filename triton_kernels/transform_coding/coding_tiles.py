@@ -1,7 +1,7 @@
-"""Tiles of the coding kernels: states are loaded, numbers become codes, and codes rows.
+"""Tiles of the coding kernels: states are loaded, numbers become codes, and codes become rows; rows become numbers.
 
-A number's code is how many bounds of its block's width lie below it. Its cell of a grid says how many lie below all
-of the cell, and which one lies in it: two loads, where looking for it among all bounds would take eight.
+A number's code is the count of bounds of its block's width that lie below it. Cells of a grid hold the count below the
+whole cell, and the bound in it: two loads, where a search among all bounds would take eight.
 
 Legend: BLOCK_T tokens of one head, BLOCK_K numbers in the order of a row, an eighth as many blocks of them.
 """
@@ -18,13 +18,13 @@ from .rotated_queries import load_angles
 # bounds of 8 bits are further apart
 GRID_END = tl.constexpr(4.5)
 GRID_STEPS = tl.constexpr(64)
-# The last one is what lies at the end
+# The last cell begins at `GRID_END`
 NUM_CELLS = tl.constexpr(577)
-# Below that share of what it would be without error, `z.q` says nothing
+# Share of its value without error below which `z.q` is no measure of a scale
 _LEAST_GAIN = tl.constexpr(LEAST_GAIN)
 _SCALE_STEPS, _SCALE_OFFSET = tl.constexpr(SCALE_STEPS), tl.constexpr(float(SCALE_OFFSET))
 _LAST_SCALE = tl.constexpr(float(LAST_SCALE))
-# Added and taken off again it rounds to whole numbers, halves to even ones
+# Added and subtracted again, it rounds to whole numbers, halves to even ones
 _ROUNDING = tl.constexpr(12582912.0)
 
 
@@ -49,7 +49,7 @@ def head_states(states_ptr, stride_t, batch, head, stride_b, stride_h, ALIGNED: 
 
 @triton.jit
 def tile_tokens(tile, length, BLOCK_T: tl.constexpr):
-    """Tokens of a tile, the last one again and again behind it, and which of them are in use."""
+    """List a tile's tokens, the last token in the place of those behind it, and a mask of the tokens in use."""
     tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     return tl.minimum(tokens, length - 1), tokens < length
 
@@ -59,7 +59,7 @@ def load_states(
     states_ptr, stride_t, tokens, channels, channel_in_use, positions, partner_ptr, near_ptr, far_ptr,
     HEAD_DIM: tl.constexpr, NUM_NEAR: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of tokens, `[BLOCK_T, channels]`, float32; `ROTARY` undoes the embedding of their positions."""
+    """Load channels of tokens, `[BLOCK_T, channels]`, float32; `ROTARY` undoes the embedding of their positions."""
     token_ptrs = states_ptr + tokens.to(tl.int64)[:, None] * stride_t
     in_use = channel_in_use[None, :]
     states = tl.load(token_ptrs + channels[None, :], mask=in_use, other=0.0).to(tl.float32)
@@ -72,15 +72,38 @@ def load_states(
 
 
 @triton.jit
+def load_rows(
+    rows_ptr, tokens, width_ptr, coefficient_ptr, ROW_SIZE: tl.constexpr, NUM_CODED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Decode rows of a head's tokens to numbers over their deviations, `[BLOCK_T, BLOCK_K]`, in `row_places`."""
+    blocks, lanes = tl.arange(0, BLOCK_K // 8), tl.arange(0, 8)[:, None]
+    widths = tl.load(width_ptr + blocks, mask=blocks < (NUM_CODED + 7) // 8, other=0).to(tl.int32)
+    first_bytes = 1 + tl.cumsum(widths, axis=0) - widths
+    first_bits = lanes * widths[None, :]
+    shifts = first_bits & 7
+    rows_ptr += tokens.to(tl.int64) * ROW_SIZE
+    byte_ptrs = rows_ptr[:, None, None] + (first_bytes[None, :] + (first_bits >> 3))[None, :, :]
+    low = tl.load(byte_ptrs, mask=(widths > 0)[None, None, :], other=0).to(tl.int32)
+    # A code of at most eight bits may end in the next byte
+    high = tl.load(byte_ptrs + 1, mask=(shifts + widths[None, :] > 8)[None, :, :], other=0).to(tl.int32)
+    codes = ((low | (high << 8)) >> shifts[None, :, :]) & ((1 << widths) - 1)[None, None, :]
+    own_ptr = (coefficient_ptr + widths * 4)[None, None, :]
+    factor, first = tl.load(own_ptr), tl.load(own_ptr + 1)
+    second, third = tl.load(own_ptr + 2), tl.load(own_ptr + 3)
+    levels = _levels(codes, factor, first, second, third)
+    levels = tl.where((8 * blocks[None, :] + lanes < NUM_CODED)[None, :, :], levels, 0.0)
+    levels *= scale_of(tl.load(rows_ptr).to(tl.float32))[:, None, None]
+    return tl.reshape(levels, [tokens.shape[0], BLOCK_K])
+
+
+@triton.jit
 def store_rows(
     normal, tokens, token_in_use, width_ptr, coefficient_ptr, cell_code_ptr, cell_bound_ptr, rows_ptr,
     ROW_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, WEIGHTED: tl.constexpr, BY_ENERGY: tl.constexpr,
     NUM_REFITS: tl.constexpr,
 ):  # fmt: skip
-    """
-    Codes tokens `[BLOCK_T, BLOCK_K]`, whose numbers are about normal and stand as `row_places` says, and stores their
-    rows of a head.
-    """
+    """Encode a head's tokens, whose numbers `[BLOCK_T, BLOCK_K]` are in `row_places`, and store their rows."""
     BLOCK_T: tl.constexpr = normal.shape[0]
     BLOCK_K: tl.constexpr = normal.shape[1]
     places = row_places(BLOCK_K)
@@ -114,6 +137,12 @@ def store_rows(
     in_row = (first_bytes[None, :] + lanes)[None, :, :]
     in_use = token_in_use[:, None, None] & (lanes < block_widths[None, :])[None, :, :]
     tl.store(rows_ptr[:, None, None] + in_row, bytes_of_words, mask=in_use)
+    row_end = 1 + tl.sum(block_widths, axis=0)
+    if row_end < ROW_SIZE:
+        # With more bits than their format, rows of blocks that have the most bits already end with zeros
+        spare = row_end + tl.arange(0, BLOCK_K)[None, :]
+        zeros = tl.zeros([BLOCK_T, BLOCK_K], tl.uint8)
+        tl.store(rows_ptr[:, None] + spare, zeros, mask=token_in_use[:, None] & (spare < ROW_SIZE))
 
 
 @triton.jit
@@ -128,7 +157,7 @@ def _load_codebook(widths, coefficient_ptr, cell_code_ptr, cell_bound_ptr):
 
 @triton.jit
 def _find_codes(normal, scale, book):
-    """The codes `[BLOCK_T, BLOCK_K]` of numbers over their tokens' scales `[BLOCK_T]`."""
+    """Find codes `[BLOCK_T, BLOCK_K]` of numbers over their tokens' scales `[BLOCK_T]`."""
     _, _, _, _, code_ptrs, bound_ptrs = book
     numbers = normal * (1.0 / scale)[:, None]
     near = tl.minimum(tl.maximum(tl.where(numbers == numbers, numbers, 0.0), -GRID_END), GRID_END)
@@ -138,23 +167,29 @@ def _find_codes(normal, scale, book):
 
 @triton.jit
 def _fitting_scale(normal, codes, weights, energy, scale, book, WEIGHTED: tl.constexpr, BY_ENERGY: tl.constexpr):
-    """The scale for codes that were found with `scale`, as the byte that is stored."""
+    """Return the scale for codes that were found with `scale`, as the byte that is stored."""
     factor, first, second, third, _, _ = book
-    centred = (2 * codes + 1).to(tl.float32) * factor - 1.0
-    square = centred * centred
-    levels = centred * (first + square * (second + square * third))
+    levels = _levels(codes, factor, first, second, third)
     counted = levels * weights[None, :] if WEIGHTED or BY_ENERGY else levels
     over = tl.sum(normal * counted, axis=1)
     if WEIGHTED:
         fitting = over / tl.maximum(tl.sum(levels * counted, axis=1), 1e-9)
     else:
-        says_something = over > _LEAST_GAIN * energy / scale
-        fitting = tl.where(says_something, energy / tl.where(says_something, over, 1.0), scale)
+        is_measured = over > _LEAST_GAIN * energy / scale
+        fitting = tl.where(is_measured, energy / tl.where(is_measured, over, 1.0), scale)
     return _stored_scale(fitting)
 
 
 @triton.jit
+def _levels(codes, factor, first, second, third):
+    """Return the levels of codes, by the coefficients of their widths."""
+    centred = (2 * codes + 1).to(tl.float32) * factor - 1.0
+    square = centred * centred
+    return centred * (first + square * (second + square * third))
+
+
+@triton.jit
 def _stored_scale(scale):
-    """The bytes of scales, as numbers; that of what is no number is 0."""
+    """Return the bytes of scales, as numbers; 0 for NaN."""
     steps = tl.log2(tl.where(scale > 1e-6, scale, 1e-6)) * _SCALE_STEPS
     return tl.minimum(tl.maximum(((steps + _ROUNDING) - _ROUNDING) + _SCALE_OFFSET, 0.0), _LAST_SCALE)

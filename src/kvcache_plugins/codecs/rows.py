@@ -121,11 +121,6 @@ class RowCodec(Codec):
     def decode_keys(self, rows: torch.Tensor, positions: Positions) -> torch.Tensor:
         return decode_rows(rows, self.formats(rows.device)[0], positions)
 
-    def decode_keys_at(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Decode rows to keys `[B, H, T, D]`, float32, at any positions `[B, H, T]`."""
-        cosines, sines = self.rope.angles(positions)
-        return self.rope.rotate(decode_rows(rows, self.formats(rows.device)[0], None), cosines, sines)
-
     def decode_values(self, rows: torch.Tensor) -> torch.Tensor:
         return decode_rows(rows, self.formats(rows.device)[1])
 

@@ -27,12 +27,15 @@ class DensePart:
         length (`int`): tokens in use, T.
         mask (`torch.Tensor` of shape broadcastable to `[B, H * G, Q, T]`, *optional*): boolean (`True` attends) or
             added to the scores. Tokens without a column are attended to, but a mask has several columns.
+        num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*): tokens in use where the host does not know
+            them, at most `length`: for Triton's kernels alone.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     length: int
     mask: torch.Tensor | None
+    num_tokens: torch.Tensor | None = None
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -65,9 +68,7 @@ class RowPart:
         keys, values (`torch.Tensor` of shape `[B, H, at least T, R]`, uint8): rows; there may be capacity for more.
         formats (two `RowFormat`): formats of keys and of values.
         positions (`Positions`): positions of the tokens.
-        length, mask: as in `DensePart`.
-        num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*): tokens in use where the host does not know
-            them, at most `length`: for Triton's kernels alone.
+        length, mask, num_tokens: as in `DensePart`.
     """
 
     keys: torch.Tensor
@@ -163,8 +164,7 @@ class SinkStates:
 @dataclass(frozen=True, eq=False)
 class SelectableRows:
     """
-    Keys and values of tokens in slots as rows, and the states of exact ones: one object as long as none is added or
-    dropped, so that kernels can keep what they prepare for it.
+    Tokens in slots: keys and values as rows, and the states of exact tokens.
 
     Attributes:
         keys (`torch.Tensor` of shape `[B, H, at least N, R]`, uint8): key rows, slot `i` is row `i`.

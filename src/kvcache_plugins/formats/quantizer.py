@@ -15,6 +15,7 @@ Legend: B batch, H heads, T tokens, N blocks of eight channels, R bytes of a row
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 
 
 # Name in files, to distinguish these codes from those of the trellis, a quantizer of earlier versions
@@ -118,12 +119,14 @@ def pack_rows(codes: torch.Tensor, scales: torch.Tensor, widths: torch.Tensor, r
     codes = codes & ((1 << widths.long()) - 1)[:, :, None, :, None]
     blocks = (codes << _shifts(widths)).sum(dim=-1)
     blocks_as_bytes = blocks.view(torch.uint8).unflatten(-1, (-1, BLOCK)).flatten(-2)
+    # Rows of heads with fewer bits than others end with zeros
+    blocks_as_bytes = F.pad(blocks_as_bytes, (0, 1))
     # Byte r of a row is byte `r - offset` of the last block that begins at or before it
     places = torch.arange(1, row_size, dtype=torch.int64, device=codes.device)
     places = places.expand(*widths.shape[:2], -1).contiguous()
     offsets = block_offsets(widths)
     block = torch.searchsorted(offsets.contiguous(), places, right=True) - 1
-    source = block * BLOCK + places - offsets.gather(-1, block)
+    source = block * BLOCK + (places - offsets.gather(-1, block)).clamp(max=BLOCK)
     index = source[:, :, None].expand(-1, -1, codes.shape[2], -1)
     return torch.cat([scales, blocks_as_bytes.gather(3, index)], dim=3)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
@@ -24,7 +22,7 @@ from kvcache_plugins.reports.memory import MemoryReport, ReportingMixin, add_sta
 from kvcache_plugins.user_warnings import warn_user
 
 from .calibration import Calibration, choose_full_layers, resolve_calibration
-from .config import InfiniGenConfig, option_parameters
+from .config import InfiniGenConfig
 from .hooks import (
     AttentionInputs,
     AttentionObserver,
@@ -91,8 +89,8 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
         full_layers (`tuple[int, ...]`, *optional*):
             Layers that stay whole where they are computed. Defaults to those of the calibration, or the first two.
         speculate (`bool`, *optional*):
-            True to choose and fetch a layer's tokens ahead, by predicted queries; False to choose by its own query. By
-            default tokens are fetched ahead if they have to be transferred: to an accelerator.
+            True to choose and fetch a layer's tokens ahead, by predicted queries; False to choose by its own query.
+            Defaults to True if tokens have to be transferred: to an accelerator.
         calibration (`Calibration`, `str` or `Path`, *optional*):
             Findings of `calibrate` about the model, or their file.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
@@ -125,19 +123,67 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
         self,
         model: PreTrainedModel | torch.nn.Module,
         *,
+        min_weight: float | None = None,
+        alpha: float | None = None,
+        max_fetch_ratio: float = 0.2,
+        scoring_nbits: int | None = None,
+        partial_ratio: float | None = None,
+        skewing: str | None = None,
+        recent: int = 32,
+        sink: int = 4,
+        pool_tokens: int | None = None,
+        eviction: str = "counter",
+        full_layers: tuple[int, ...] | None = None,
+        speculate: bool | None = None,
         calibration: Calibration | str | Path | None = None,
         attention_mask: torch.Tensor | None = None,
-        **options: Any,
     ):
         model = unwrap_model(model)
-        self.infinigen_config = InfiniGenConfig(**options)
+        self.infinigen_config = InfiniGenConfig(
+            min_weight=min_weight,
+            alpha=alpha,
+            max_fetch_ratio=max_fetch_ratio,
+            scoring_nbits=scoring_nbits,
+            partial_ratio=partial_ratio,
+            skewing=skewing,
+            recent=recent,
+            sink=sink,
+            pool_tokens=pool_tokens,
+            eviction=eviction,
+            full_layers=full_layers,
+            speculate=speculate,
+        )
         check_mask("attention_mask", attention_mask)
         self.calibration = resolve_calibration(calibration, model)
         self._given_mask = attention_mask
-        config = self._decoder_config = decoder_config(model.config)
-        self._full_layers = choose_full_layers(
-            self.infinigen_config.full_layers, self.calibration, config.num_hidden_layers
-        )
+        config = decoder_config(model.config)
+        self._decoder_config = config
+        self._full_layers = choose_full_layers(full_layers, self.calibration, config.num_hidden_layers)
+        layers = self._layers_for(config)
+        # A layer's attention input comes from the layer before it
+        self._targets = {index - 1: index for index, layer in enumerate(layers) if isinstance(layer, InfiniGenLayer)}
+        self._model = ModelReference(model)
+        self._wants_speculation = self.infinigen_config.speculates_on(model.device)
+        self._is_attached = True
+        # True from the hook of the first layer's attention up to that layer's update, then False: the hooks of the
+        # model announce each forward. `None` until they have announced one, as a compiled model may not call them
+        self._is_announced: bool | None = None
+        self._has_warned = False
+        super().__init__(layers, config=config)
+        if self._wants_speculation:
+            reason = attach(model, self).why_unknown()
+            if reason is not None:
+                warn_user(unknown_queries_warning(reason))
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        # A copy needs hooks of its own
+        self.__dict__.update(state)
+        model = self._model()
+        if self._speculates and model is not None:
+            attach(model, self)
+
+    def _layers_for(self, config: PreTrainedConfig) -> list[CacheLayerMixin]:
+        """Make all layers; a `ValueError` if nothing is left to offload."""
         layers = replace_full_attention(config, self._layer)
         if not any(type(layer) is DynamicLayer or isinstance(layer, InfiniGenLayer) for layer in layers):
             raise ValueError(
@@ -146,32 +192,15 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
         if not any(isinstance(layer, InfiniGenLayer) for layer in layers):
             kept = sorted(self._full_layers)
             raise ValueError(f"`full_layers`, or the calibration, keeps {kept} whole: nothing is left to offload")
-        # A layer's attention input comes from the layer before it
-        self._targets = {index - 1: index for index, layer in enumerate(layers) if isinstance(layer, InfiniGenLayer)}
-        self._model = ModelReference(model)
-        self._wants_speculation = self.infinigen_config.speculates_on(model.device)
-        self._is_attached = True
-        self._has_warned = False
-        super().__init__(layers, config=config)
-        if self._wants_speculation:
-            reason = attach(model, self).why_unknown()
-            if reason is not None:
-                warn_user(unknown_queries_warning(reason))
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # A copy needs hooks of its own
-        self.__dict__.update(state)
-        model = self._model()
-        if self._speculates and model is not None:
-            attach(model, self)
+        return layers
 
     def _layer(self, index: int) -> CacheLayerMixin:
         if index in self._full_layers:
             return DynamicLayer()
-        packing = self._packing(self._decoder_config, index)
-        return InfiniGenLayer(self.infinigen_config, index, self._given_mask, packing)
+        policy = self._policy(self._decoder_config, index)
+        return InfiniGenLayer(self.infinigen_config, index, self._given_mask, policy)
 
-    def _packing(self, config: PreTrainedConfig, index: int) -> RowPolicy | None:
+    def _policy(self, config: PreTrainedConfig, index: int) -> RowPolicy | None:
         """Return how a layer's tokens are coded, given the model's config; `None` if they stay exact."""
         return None
 
@@ -191,10 +220,12 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
             raise ValueError(_ANOTHER_MODEL)
         if not self._speculates:
             return
+        if layer_idx == self._first_layer:
+            self._is_announced = True
         # In Transformers 5.20 layers that share the states of other layers are not in the list
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if isinstance(layer, InfiniGenLayer) and inputs.hidden_states.shape[1] > 1:
-            layer.check_queries = hooks.check_once(layer_idx, inputs)
+            layer.check_queries(hooks.check_once(layer_idx, inputs))
         target = self._targets.get(layer_idx, -1)
         projection = hooks.projections.get(target)
         following = self.layers[target]
@@ -226,10 +257,12 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
         return super().get_mask_sizes(query_length, layer_idx)
 
     def _begin_forward(self, layer_idx: int) -> None:
-        """See `UsageChecksMixin`; a `ValueError` too if the cache's model is gone, so that another one begins."""
+        """See `UsageChecksMixin`; a `ValueError` too if the forward is not one of the cache's model."""
         super()._begin_forward(layer_idx)
-        if self._model() is None:
+        if self._model() is None or (self._speculates and self._is_announced is False):
             raise ValueError(_ANOTHER_MODEL)
+        if self._is_announced:
+            self._is_announced = False
         self._warn_if_detached()
 
     def _warn_if_detached(self) -> None:
@@ -312,10 +345,3 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
             "layers_by_own_query": len(layers) - speculating,
             **total,
         }
-
-
-# Options are declared once, and `create_cache` refuses a misspelt one before anything is built
-_OWN = inspect.signature(InfiniGenCache).parameters
-InfiniGenCache.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [_OWN["model"], *option_parameters(), _OWN["calibration"], _OWN["attention_mask"]]
-)

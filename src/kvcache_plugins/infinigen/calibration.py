@@ -1,8 +1,8 @@
 """Calibration of InfiniGen: how well the queries of each layer are predicted, and a correction of the prediction.
 
-A text goes through the model. For every layer the attention input that is expected at the layer before is compared
-with the true one, and a low-rank linear map is fitted to the difference (ridge regression, cut to the directions in
-which its predictions vary most). Other text shows the attention mass of the tenth of the tokens that the expected
+A text goes through the model. The attention input of every layer that is expected at the layer before is compared with
+the true one, and a low-rank linear map is fitted to the difference (ridge regression, cut to the directions in which
+its predictions vary most). Other text shows the attention mass of the tenth of the tokens that the expected
 queries choose, with and without the correction, as a share of the mass that the true queries choose. Layers that are
 predicted badly stay whole on the accelerator.
 """
@@ -203,11 +203,8 @@ def observe(
     if reason is not None:
         hooks.detach(recorder)
         raise ValueError(reason)
-    hooks.record.keeps_streams = True
-    try:
+    with hooks.record.of_all_tokens():
         model.get_decoder()(window[None].to(model.device), **as_argument(recorder), use_cache=True)
-    finally:
-        hooks.record.keeps_streams = False
     return recorder, hooks
 
 

@@ -1,8 +1,7 @@
 """Options of InfiniGen, validated once and immutable afterwards."""
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, fields
-from inspect import Parameter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,14 +90,6 @@ class InfiniGenConfig:
         if self.speculate is not None:
             return self.speculate
         return device.type != "cpu"
-
-
-def option_parameters() -> list[Parameter]:
-    """Return the options as keyword parameters, for the signatures of caches that take them."""
-    return [
-        Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
-        for each in fields(InfiniGenConfig)
-    ]
 
 
 def check_options(*, calibration: object = None, attention_mask: object = None, **options: Any) -> None:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -80,6 +81,15 @@ class ForwardRecord(threading.local):
         self.streams: dict[int, torch.Tensor] = {}
         self.rotary: dict[str, PositionEmbeddings] = {}
 
+    @contextmanager
+    def of_all_tokens(self) -> Iterator[None]:
+        """Record the streams of several tokens too within the block."""
+        self.keeps_streams = True
+        try:
+            yield
+        finally:
+            self.keeps_streams = False
+
     def __reduce__(self) -> tuple[object, ...]:
         # A model is copied with its hooks
         return ForwardRecord, ()
@@ -99,7 +109,7 @@ class ModelHooks:
 
     Attributes:
         projections (`dict[int, QueryProjection]`): query projection by layer.
-        unknown (`dict[int, str]`): reason by layer for which there is no projection; -1 stands for all layers.
+        unknown (`dict[int, str]`): reason by layer for which there is no projection; -1 means all layers.
         observed_layers (`frozenset[int]`): layers whose attention calls the observers.
         checked (`set[int]`): layers whose projection was compared with the queries that attention got.
         record (`ForwardRecord`): record of this thread's forward pass.

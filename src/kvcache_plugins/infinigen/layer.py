@@ -22,7 +22,7 @@ from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.masks import slice_mask
 from kvcache_plugins.kernels.ops import Tile
-from kvcache_plugins.kernels.tokens import SelectionPlan, attend_fetched, choose_rows_kernel
+from kvcache_plugins.kernels.selective_attention import Selection, attend_fetched, choose_rows_kernel
 from kvcache_plugins.layers.exact_tokens import ExactTail, States
 from kvcache_plugins.layers.lazy_layer import LazyLayer, MaskedTiles, tensor_signature
 from kvcache_plugins.layers.policies import RowPolicy
@@ -33,7 +33,8 @@ from .config import InfiniGenConfig
 from .pool import TokenPool
 from .scoring import Scoring, ScoringCodes, ScoringColumns
 from .scoring_rows import ScoringRows
-from .selection import Selection, always_attended, attended_columns, limits_of, max_selected, select_tokens
+from .selection import always_attended, attended_columns, max_selected, select_tokens
+from .selection_plan import SelectionPlan
 from .staging import StagedRows, start_fetch
 
 
@@ -56,14 +57,12 @@ class InfiniGenLayer(LazyLayer):
     Args:
         config (`InfiniGenConfig`): options.
         layer_idx, attention_mask: see `LazyLayer`.
-        packing (`RowPolicy`, *optional*): makes the codec of tokens in the pool; exact by default.
+        policy (`RowPolicy`, *optional*): makes the codec of tokens in the pool; exact by default.
 
     Attributes:
         tail (`ExactTail`, *optional*): the newest tokens, exact.
         pool (`TokenPool`, *optional*): rows of the `num_offloaded` older tokens.
         scoring (`Scoring`, *optional*): data of the older tokens by which they are scored.
-        check_queries (`Callable`, *optional*): compares the prompt's queries with those that their projection makes;
-            set for one forward.
     """
 
     counter_names = (
@@ -77,10 +76,10 @@ class InfiniGenLayer(LazyLayer):
         config: InfiniGenConfig,
         layer_idx: int,
         attention_mask: torch.Tensor | None = None,
-        packing: RowPolicy | None = None,
+        policy: RowPolicy | None = None,
     ):
         self.config = config
-        self.packing = packing
+        self.policy = policy
         super().__init__(layer_idx, attention_mask)
         self._start_counting()
 
@@ -90,14 +89,19 @@ class InfiniGenLayer(LazyLayer):
         self.pool: TokenPool | None = None
         self.scoring: Scoring | None = None
         self._prefetch: Prefetch | None = None
-        self._invalidate_plan()
-        self.check_queries: Callable[[torch.Tensor], None] | None = None
-
-    def _invalidate_plan(self) -> None:
-        """Drop the plan of the next steps: stored tokens will move or be dropped."""
         self._plan: SelectionPlan | None = None
-        # True if the last step was one that a plan could have made
-        self._last_step_matched = False
+        # Version of the pool at the last step that a plan could have made; -1 for none
+        self._matched_version = -1
+        self._check_queries: Callable[[torch.Tensor], None] | None = None
+
+    def invalidate_plan(self) -> None:
+        """Invalidate the plan: tokens of the pool, or their padding, will change."""
+        # Plans keep memory of the pool as it was
+        self._plan = None
+        if self.pool is not None:
+            self.pool.raise_version()
+        if self.scoring is not None:
+            self.scoring.drop_prepared()
 
     def reset(self) -> None:
         super().reset()
@@ -138,7 +142,7 @@ class InfiniGenLayer(LazyLayer):
         else:
             count = 0
         self._append(keys[:, :, count:], values[:, :, count:])
-        self.check_queries = None
+        self._check_queries = None
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if self.tail is None:
@@ -159,9 +163,8 @@ class InfiniGenLayer(LazyLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `LazyLayer.update`. A token like the last one is stored here, or staged for the plan that attends."""
+        """See `LazyLayer.update`. A token like the last one is stored here, or by the plan that attends."""
         tail = self.tail
-        plan = self._plan
         if (
             tail is None
             or self._num_new != 1
@@ -170,17 +173,20 @@ class InfiniGenLayer(LazyLayer):
             or torch.is_grad_enabled()
         ):
             return super().update(key_states, value_states)
-        has_room = tail.unwritten is None and tail.length < tail.capacity
-        if plan is not None and has_room and plan.accept(key_states, value_states) is not None:
-            tail.unwritten = key_states, value_states
-            tail.length += 1
-        elif in_caller_context() or self._last_signature != tensor_signature(key_states, value_states):
-            return super().update(key_states, value_states)
-        elif self.pool is None:
-            exact = tail.append_exactly(key_states, value_states)
-            self._length += 1
-            return self._lazy(exact) if self._records_queries else exact
-        else:
+        pool = self.pool
+        plan = self._plan
+        if (
+            plan is None
+            or pool is None
+            or plan.version != pool.version
+            or not plan.push(tail, key_states, value_states)
+        ):
+            if in_caller_context() or self._last_signature != tensor_signature(key_states, value_states):
+                return super().update(key_states, value_states)
+            if pool is None:
+                exact = tail.append_exactly(key_states, value_states)
+                self._length += 1
+                return self._lazy(exact) if self._records_queries else exact
             tail.append(key_states, value_states)
         self._length += 1
         return self._lazy()
@@ -196,13 +202,13 @@ class InfiniGenLayer(LazyLayer):
             count = tail.length - self.config.recent
             self._move_to_pool(tail.keys, tail.values, count)
             tail.drop_first(count)
-        # Another one once a codec is fitted, or padding is known
+        # The limit changes once a codec is fitted, or padding is known
         tail.limit = self._tail_limit
 
     def _make_scoring(self) -> Scoring:
-        if self.packing is not None:
+        if self.policy is not None:
             head_dims = self._shapes["keys"][3], self._shapes["values"][3]
-            return ScoringRows(self.packing, head_dims, self.layer_idx, self._left_padding)
+            return ScoringRows(self.policy, head_dims, self.layer_idx, self._left_padding)
         if self.config.partial_ratio is not None:
             return ScoringColumns(self.config, self._left_padding)
         return ScoringCodes(self.config, self._left_padding)
@@ -212,7 +218,7 @@ class InfiniGenLayer(LazyLayer):
         Move the first `count` of the tokens `[B, H, tokens, D or E]` that follow those of the pool there; with a
         `MemoryError` or `ValueError`, none.
         """
-        self._invalidate_plan()
+        self.invalidate_plan()
         config = self.config
         pool = self.pool
         # A copy takes the fitted parameters, so that an error leaves the layer as it was
@@ -236,12 +242,11 @@ class InfiniGenLayer(LazyLayer):
         return scoring is not None and scoring.needs_queries(self._length, is_prompt=self._pending is not None)
 
     def on_exact_attention(self, call: AttentionCall) -> None:
-        self._invalidate_plan()
         self._learn_padding(call.mask)
         # Queries of projected states have other heads
         if call.project is None:
-            if self.check_queries is not None:
-                check, self.check_queries = self.check_queries, None
+            check, self._check_queries = self._check_queries, None
+            if check is not None:
                 check(call.query)
             if self.scoring is not None and self._records_queries:
                 self.scoring.record_queries(call.query, self._shapes["keys"][1], self._length)
@@ -279,6 +284,10 @@ class InfiniGenLayer(LazyLayer):
         if self.pool is not None:
             _warn_of_fetching_all()
         super().note_dense_read(side)
+
+    def check_queries(self, check: Callable[[torch.Tensor], None] | None) -> None:
+        """Have `check` compare the prompt's queries, in this forward, with those that their projection makes."""
+        self._check_queries = check
 
     @without_caller_contexts
     def speculate(self, query: torch.Tensor, attn_mask: torch.Tensor | None, scale: float) -> None:
@@ -406,40 +415,37 @@ class InfiniGenLayer(LazyLayer):
                     self._plan_next_steps(query, call.scale)
                 return output
         rows = pool.gather(slots) if fetched is None else fetched.wait()
-        keys, values = scoring.dense(rows, slots, pool)
+        states = scoring.dense(rows, slots, pool)
         positions = None if mask is None else pool.positions_of(slots)
-        return attend_fetched(
-            *(query, keys, values, selection.count, *newest, call.scale, mask, positions, pool.num_tokens),
-            softcap=call.softcap,
-            sinks=call.sinks,
-        )
+        return attend_fetched(call, states, selection.count, newest, pool.num_tokens, positions)
 
     def _plan_next_steps(self, query: torch.Tensor, scale: float) -> None:
-        """Plan the next steps if the last two matched; they do not while beams are reordered after each step."""
+        """Plan the next steps if the last two were over one pool; they are not while beams are reordered."""
         pool, scoring, tail = self._stored()
         config = self.config
         is_plain = config.min_weight is not None and self.padding is None and pool.usage is None
         if is_plain and not config.speculates_on(query.device):
-            if self._last_step_matched:
-                self._plan = scoring.plan(query, scale, pool, tail.tensors())
-            self._last_step_matched = True
+            if self._matched_version == pool.version:
+                steps = scoring.prepare_steps(query, scale, pool, tail.tensors())
+                self._plan = None if steps is None else SelectionPlan(steps, config, pool.num_slots, pool.version)
+            self._matched_version = pool.version
 
     def run_plan(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
         plan = self._plan
+        pool = self.pool
         tail = self.tail
-        if plan is None or tail is None or self._num_new != 1 or num_tokens != self._length or query.requires_grad:
+        if plan is None or pool is None or tail is None or plan.version != pool.version:
             return None
-        limits = limits_of(self.config, num_tokens, self.num_offloaded)
-        output = plan.attend(query, scale, tail.storage, tail.length, tail.unwritten, limits)
+        if self._num_new != 1 or num_tokens != self._length or query.requires_grad:
+            return None
+        output = plan.attend(query, scale, tail)
         if output is not None:
-            # The plan has written it
-            tail.unwritten = None
             counters = self._counters
             counters["attend_calls"] += 1
             counters["selected_calls"] += 1
             counters["fused_calls"] += 1
             counters["tokens_fetchable"] += num_tokens * self.batch_size * self._shapes["keys"][1]
-            counters["tokens_fetched"] += plan.num_chosen
+            counters["tokens_fetched"] += plan.num_selected
         return output
 
     def _record_use(self, selection: Selection) -> None:
@@ -473,18 +479,18 @@ class InfiniGenLayer(LazyLayer):
         return dense
 
     def _drop_newest(self, count: int) -> None:
-        self._invalidate_plan()
         self._prefetch = None
         length = self._length - count
         if self.tail is not None:
             self.tail.drop_last(min(count, self.tail.length))
         if length < self.num_offloaded:
+            self.invalidate_plan()
             pool, scoring, _ = self._stored()
             pool.truncate(length)
             scoring.truncate(pool.num_slots)
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._invalidate_plan()
+        self.invalidate_plan()
         self._prefetch = None
         for stored in (self.pool, self.scoring, self.tail):
             if stored is not None:

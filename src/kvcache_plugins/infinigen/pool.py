@@ -6,8 +6,8 @@ pool grows. The one exception is a single first page that no GPU uses: its capac
 `max_tokens` the pool stops growing there, for each head on its own: a new token then takes the slot of a victim, and
 slots are no longer in the order of positions.
 
-For a GPU pages are page-locked: it writes and reads them while the host goes on. Events mark the work that may not be
-done yet, and the host waits for them before it touches or frees a page itself. PyTorch's copies make the host wait if
+Pages are page-locked for a GPU: it writes and reads them while the host goes on. Events mark the work that may be
+under way, and the host waits for them before it touches or frees a page itself. PyTorch's copies make the host wait if
 a part of a page is not contiguous: there a kernel writes it, or each head is copied separately.
 
 Legend: B batch, H key/value heads, R numbers of a row.
@@ -19,7 +19,7 @@ from itertools import product
 import torch
 
 from kvcache_plugins.kernels.engine import choose_copy_kernel, load_triton
-from kvcache_plugins.kernels.tokens import gather_rows
+from kvcache_plugins.kernels.selective_attention import gather_rows
 
 
 PAGE_TOKENS = 1024
@@ -54,6 +54,7 @@ class TokenPool:
         num_slots (`int`): slots in use.
         num_tokens (`int`): tokens of the sequence that were stored so far, evicted ones included.
         usage (`UsageRecord`, *optional*): token of each slot, with `max_tokens`; else a slot is its token's position.
+        version (`int`): raised by whatever adds, moves or drops tokens. Plans are of one version.
     """
 
     def __init__(
@@ -74,14 +75,22 @@ class TokenPool:
         # Caches are sized on states without data, whose pages have no data either
         self._host = torch.device("meta" if self.device.type == "meta" and not self.pin_memory else "cpu")
         self.max_tokens = max_tokens
-        self.pages: list[torch.Tensor] = []
-        # Addresses of the pages, for the host and for kernels
-        self._addresses: tuple[tuple[int, ...], torch.Tensor] | None = None
+        self.version = 0
+        self._set_pages([])
         self.num_slots = 0
         self.num_tokens = 0
-        self.usage = None
+        self.usage: UsageRecord | None = None
         if max_tokens is not None:
             self.usage = UsageRecord(eviction, num_protected, self.batch_size, self.num_heads, max_tokens)
+
+    def _set_pages(self, pages: list[torch.Tensor]) -> None:
+        self.pages = pages
+        # Addresses of the pages for kernels, on their device
+        self._addresses: torch.Tensor | None = None
+
+    def raise_version(self) -> None:
+        """Invalidate all plans, which are of the version before."""
+        self.version += 1
 
     @property
     def is_in_order(self) -> bool:
@@ -108,6 +117,7 @@ class TokenPool:
             `[B, H, tokens]` that the other tokens took from victims, in order; a slot that is taken twice holds the
             later token.
         """
+        self.raise_version()
         count = parts[0].shape[2]
         position = self.num_tokens
         num_appended = count if self.max_tokens is None else min(count, self.max_tokens - self.num_slots)
@@ -143,7 +153,7 @@ class TokenPool:
         if num_pages == 1 and not self.pin_memory:
             page_tokens = min(max(_LEAST_TOKENS, 1 << (num_slots - 1).bit_length()), PAGE_TOKENS)
         elif self._host.type == "meta":
-            # One page without data stands for all, so that a long context is sized as fast as a short one
+            # One page without data represents all, so that a long context is sized as fast as a short one
             page_tokens = num_pages * PAGE_TOKENS
             num_pages = 1
         kept = [page for page in self.pages if page.shape[2] == page_tokens]
@@ -157,7 +167,7 @@ class TokenPool:
         if len(kept) < len(self.pages):
             # The first page was short
             new[0][:, :, : self.num_slots] = self.pages[0][:, :, : self.num_slots]
-        self.pages = kept + new
+        self._set_pages(kept + new)
 
     def _new_page(self, page_tokens: int) -> torch.Tensor:
         shape = (self.batch_size, self.num_heads, page_tokens, self.row_dim)
@@ -193,10 +203,9 @@ class TokenPool:
         """Return addresses of the pages for kernels on the device of `states`; `None` if it has no such kernel."""
         if choose_copy_kernel(states) != "triton":
             return None
-        pointers = tuple(page.data_ptr() for page in self.pages)
-        if self._addresses is None or self._addresses[0] != pointers:
-            self._addresses = pointers, load_triton().page_addresses(self.pages, states.device)
-        return self._addresses[1]
+        if self._addresses is None:
+            self._addresses = load_triton().page_addresses(self.pages, states.device)
+        return self._addresses
 
     def _spans(self, first: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int]]:
         """Yield the pages of the slots from `first` up to `stop`, each with the range of slots that is in it."""
@@ -232,6 +241,7 @@ class TokenPool:
 
     def truncate(self, length: int) -> None:
         """Drop tokens at position `length` and beyond, and free pages without any token."""
+        self.raise_version()
         self.num_tokens = min(self.num_tokens, length)
         if self.usage is not None:
             self.usage.truncate(length)
@@ -241,13 +251,13 @@ class TokenPool:
         num_pages = -(-self.num_slots // PAGE_TOKENS)
         if num_pages < len(self.pages):
             self.synchronize()
-            self.pages = self.pages[:num_pages]
+            self._set_pages(self.pages[:num_pages])
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace every tensor by `function` of it; the result stays in host memory."""
+        self.raise_version()
         self.synchronize()
-        self._addresses = None
-        self.pages = [self._in_host_memory(function(page)) for page in self.pages]
+        self._set_pages([self._in_host_memory(function(page)) for page in self.pages])
         if self.usage is not None:
             self.usage.map(function)
         if self.pages:
@@ -275,7 +285,7 @@ class TokenPool:
             yield "index", self.usage.positions
             yield "index", self.usage.usage
         if self._addresses is not None:
-            yield "index", self._addresses[1]
+            yield "index", self._addresses
 
     def __getstate__(self) -> dict[str, object]:
         # A copy reads the pages
@@ -285,7 +295,7 @@ class TokenPool:
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         # Copies of pages are in ordinary memory
-        self.pages = [self._in_host_memory(page) for page in self.pages]
+        self._set_pages([self._in_host_memory(page) for page in self.pages])
 
     def __del__(self) -> None:
         # PyTorch does not know that kernels use the pages, and would free them. A copy that failed half-way has no

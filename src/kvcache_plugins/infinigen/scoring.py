@@ -1,6 +1,6 @@
 """Scoring data on the model's device, by which queries score the pool's tokens without their keys being fetched.
 
-Of exact keys in the pool a copy stays on the device: `ScoringCodes` has all columns in a few bits, `ScoringColumns` is
+A copy of the pool's exact keys stays on the device: `ScoringCodes` has all columns in a few bits, `ScoringColumns` is
 the paper's partial key cache. `ScoringRows`, in `scoring_rows`, has the keys themselves as rows of a codec.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, D and E head dims of keys and values, K slots of a
@@ -15,13 +15,14 @@ import torch
 
 from kvcache_plugins.formats.bits import pack
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.tokens import KeyCodes, SelectionPlan, attend_selected, plan_by_codes, score_codes
+from kvcache_plugins.kernels.prepared_selection import PreparedSelection, prepare_by_codes
+from kvcache_plugins.kernels.selective_attention import Selection, attend_selected
+from kvcache_plugins.kernels.token_scores import KeyCodes, score_codes
 from kvcache_plugins.layers.exact_tokens import States
 from kvcache_plugins.layers.lazy_layer import LeftPadding
 
 from .config import InfiniGenConfig
 from .pool import TokenPool
-from .selection import Selection
 
 
 # Tokens to which mean and spread of a channel are fitted
@@ -38,8 +39,8 @@ class Scoring(ABC):
     """
     Rows `[B, H, capacity, ...]` by name: row i is that of the token in slot i of the pool.
 
-    A token is encoded, stored in the pool, and then stored here (`encode`, `TokenPool.append`, `store`). By default
-    the pool's rows are exact keys and values side by side.
+    A token is encoded, stored in the pool, and then stored here (`encode`, `TokenPool.append`, `store`). The pool's
+    rows are exact keys and values side by side by default.
 
     Attributes:
         padding (`LeftPadding`): the layer's.
@@ -94,16 +95,17 @@ class Scoring(ABC):
         `tail_start` on, under a mask `[B, 1, 1, tokens]`, by the kernel that reads rows where they are stored; `None`
         if there is no such kernel.
         """
-        assert call.scale is not None
-        slots = selection.slots
-        mask = None if call.mask is None else call.mask[:, 0, 0]
-        positions = None if mask is None else pool.positions_of(slots)
-        return attend_selected(
-            call.query, pool.pages, slots, selection.count, *tail, call.scale, mask, tail_start, positions
-        )
+        positions = None if call.mask is None else pool.positions_of(selection.slots)
+        return attend_selected(call, pool.pages, selection, tail, tail_start, positions)
 
-    def plan(self, query: torch.Tensor, scale: float, pool: TokenPool, tail: States) -> SelectionPlan | None:
-        """Plan steps with queries like these `[B, H, G, D]` over the current pool; `None` if no kernel can."""
+    def prepare_steps(
+        self, query: torch.Tensor, scale: float, pool: TokenPool, tail: States
+    ) -> PreparedSelection | None:
+        """Prepare steps with queries like `query` `[B, H, G, D]` over the current pool; `None` without a kernel."""
+        return None
+
+    def drop_prepared(self) -> None:
+        """Free what was prepared for the pool, which will change."""
         return None
 
     def store(
@@ -219,7 +221,7 @@ class ScoringCodes(Scoring):
         count = weight.sum(dim=2, keepdim=True).clamp(min=1)
         mean = (keys * weight).sum(dim=2, keepdim=True) / count
         spread = ((keys - mean).square() * weight).sum(dim=2, keepdim=True).div(count).sqrt()
-        # A constant channel has no spread: its size stands in
+        # A constant channel has no spread: its size replaces it
         spread = torch.maximum(spread, mean.abs() * 0.01 + _TINY)
         # A sequence without real tokens has none either: divided by next to nothing its keys would overflow
         self.fitted = {"mean": mean, "spread": torch.where(is_known, spread, 1.0)}
@@ -235,13 +237,15 @@ class ScoringCodes(Scoring):
         codes = (normal / scale.float()).floor().clamp(-(top + 0.5), top - 0.5) + (top + 0.5)
         return {"codes": pack(codes.to(torch.uint8), self.nbits), "scale": scale[..., 0]}
 
-    def plan(self, query: torch.Tensor, scale: float, pool: TokenPool, tail: States) -> SelectionPlan:
-        keys = KeyCodes(self.rows["codes"], self.rows["scale"], self.length, self.nbits, self.fitted["spread"])
-        return plan_by_codes(query, scale, keys, pool.pages, tail)
+    @property
+    def _keys(self) -> KeyCodes:
+        return KeyCodes(self.rows["codes"], self.rows["scale"], self.fitted["spread"], self.length, self.nbits)
+
+    def prepare_steps(self, query: torch.Tensor, scale: float, pool: TokenPool, tail: States) -> PreparedSelection:
+        return prepare_by_codes(query, scale, self._keys, pool.pages, tail)
 
     def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
-        query = query * self.fitted["spread"]
-        return score_codes(query, self.rows["codes"], self.rows["scale"], self.length, self.nbits)
+        return score_codes(query, self._keys)
 
 
 class ScoringColumns(Scoring):

@@ -9,30 +9,48 @@ slots of a selection, S exact first tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 
-from kvcache_plugins.codecs.codec import QueryMoments, Sample
-from kvcache_plugins.codecs.rows import RowCodec
+from kvcache_plugins.codecs.codec import Codec, QueryMoments, Sample
 from kvcache_plugins.formats.parts import SelectableRows, SinkStates
 from kvcache_plugins.formats.positions import Positions
+from kvcache_plugins.formats.rows import RowFormats
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.kernels.ops import TILE_TOKENS
-from kvcache_plugins.kernels.tokens import SelectionPlan, attend_selected, plan_by_rows, score_rows
+from kvcache_plugins.kernels.ops import TILE_TOKENS, decode_rows
+from kvcache_plugins.kernels.prepared_selection import PreparedSelection, prepare_by_rows
+from kvcache_plugins.kernels.selective_attention import Selection, attend_selected
+from kvcache_plugins.kernels.token_scores import PreparedRows, score_rows
 from kvcache_plugins.layers.exact_tokens import States
 from kvcache_plugins.layers.finite_check import check_finite
 from kvcache_plugins.layers.lazy_layer import LeftPadding
 from kvcache_plugins.layers.policies import RowPolicy
+from kvcache_plugins.layers.step_plan import DroppedOnCopy
 
 from .pool import TokenPool
 from .scoring import Encoded, Scoring
-from .selection import Selection
 
 
 # Newest queries of a prompt to which a codec is fitted
 _NUM_QUERIES = 256
+
+
+class PlannedRows(DroppedOnCopy):
+    """
+    Rows of all tokens, prepared for kernels as long as the pool does not change.
+
+    Attributes:
+        rows (`PreparedRows`): the rows.
+        version (`int`): of the pool that they were prepared for. Rows of another version must not be used.
+    """
+
+    __slots__ = ("rows", "version")
+
+    def __init__(self, rows: PreparedRows, version: int):
+        self.rows = rows
+        self.version = version
 
 
 class ScoringRows(Scoring):
@@ -40,37 +58,35 @@ class ScoringRows(Scoring):
     Rows of keys, exact first tokens, and the codec of keys and values.
 
     Args:
-        packing (`RowPolicy`): makes the codec.
+        policy (`RowPolicy`): makes the codec.
         head_dims (`tuple[int, int]`): D and E.
         layer_idx (`int`): index of the layer, for error messages.
         padding (`LeftPadding`): the layer's.
 
     Attributes:
-        codec (`RowCodec`): codec, fitted once there are `sinks`.
+        codec (`Codec`): codec of rows that have kernels, fitted once there are `sinks`.
         sinks (two `torch.Tensor` of shape `[B, H, S, D or E]`, *optional*): exact first tokens, once any are encoded.
         moments (`QueryMoments`, *optional*): statistics of recorded queries, to which the codec will be fitted.
     """
 
     growth = (1 + 1 / 64, 32)
 
-    def __init__(self, packing: RowPolicy, head_dims: tuple[int, int], layer_idx: int, padding: LeftPadding):
+    def __init__(self, policy: RowPolicy, head_dims: tuple[int, int], layer_idx: int, padding: LeftPadding):
         super().__init__(padding)
-        self.packing = packing
+        self.policy = policy
         self.layer_idx = layer_idx
-        codec = packing.codec(*head_dims)
-        assert isinstance(codec, RowCodec)
-        self.codec = codec
+        self.codec: Codec = policy.codec(*head_dims)
         self.sinks: States | None = None
         self.moments: QueryMoments | None = None
-        self._tokens: SelectableRows | None = None
+        self._planned: PlannedRows | None = None
 
     @property
     def least_tokens(self) -> int:
-        return 0 if self.sinks is not None else self.packing.least_tokens + self.padding.ends()[0]
+        return 0 if self.sinks is not None else self.policy.least_tokens + self.padding.ends()[0]
 
     def needs_queries(self, length: int, *, is_prompt: bool) -> bool:
         # A codec that is fitted to few tokens does without
-        is_long = length > self.packing.least_tokens - self.packing.num_recorded_queries
+        is_long = length > self.policy.least_tokens - self.policy.num_recorded_queries
         return self.sinks is None and bool(self.codec.layouts) and is_long
 
     def record_queries(self, query: torch.Tensor, num_heads: int, length: int) -> None:
@@ -86,16 +102,16 @@ class ScoringRows(Scoring):
         valid: torch.Tensor | None = None
         own_keys, own_values = keys[:, :, :count], values[:, :, :count]
         # Position behind the exact tokens of every sequence
-        sinks_stop = self.padding.ends()[1] + self.packing.num_sink_tokens
+        sinks_stop = self.padding.ends()[1] + self.policy.num_sink_tokens
         if is_first or start <= sinks_stop:
             # With data even if states are on the meta device
             device = torch.device("cpu") if keys.is_meta else keys.device
             index = torch.arange(start, start + keys.shape[2], dtype=torch.int64, device=device)
             index = index - self.padding.first_tokens(keys.shape[0], device)
-            check_finite(keys, values, self._is_real(index), self.layer_idx, self.packing.largest)
+            check_finite(keys, values, self._is_real(index), self.layer_idx, self.policy.largest)
             self._fit(keys, values, count, start, index)
             self._store_sinks(own_keys, own_values, index[:, :count])
-            valid = index[:, :count] >= self.packing.num_sink_tokens
+            valid = index[:, :count] >= self.policy.num_sink_tokens
             is_real = self._is_real(index[:, :count])
             if start + count > sinks_stop:
                 self.moments = None
@@ -107,7 +123,7 @@ class ScoringRows(Scoring):
         overflow = self.codec.overflow(*rows)
         if overflow is not None:
             overflow = (overflow if valid is None else overflow & valid).any()
-        check_finite(own_keys, own_values, is_real, self.layer_idx, self.packing.largest, overflow)
+        check_finite(own_keys, own_values, is_real, self.layer_idx, self.policy.largest, overflow)
         if is_first:
             sample = Sample(own_keys, own_values, valid, None, positions)
             self.codec = self.codec.with_bias_correction(rows, sample)
@@ -121,7 +137,7 @@ class ScoringRows(Scoring):
         Fit the codec to all sequences whose tokens are encoded from now on. `index` `[B, T]` counts the tokens of
         each sequence, from below 0 for padding; see `encode` for the others.
         """
-        num_sinks = self.packing.num_sink_tokens
+        num_sinks = self.policy.num_sink_tokens
         is_encoded = index[:, count - 1] >= num_sinks
         if self.sinks is None:
             valid = (index >= num_sinks) & is_encoded[:, None]
@@ -140,7 +156,7 @@ class ScoringRows(Scoring):
 
     def _store_sinks(self, keys: torch.Tensor, values: torch.Tensor, index: torch.Tensor) -> None:
         """Store the exact first tokens among `[B, H, T, D or E]`, whose `index` in each sequence is `[B, T]`."""
-        count = self.packing.num_sink_tokens
+        count = self.policy.num_sink_tokens
         held = self.sinks
         if held is None:
             shape = *keys.shape[:2], count
@@ -148,25 +164,15 @@ class ScoringRows(Scoring):
         source = torch.arange(count, dtype=torch.int64, device=keys.device) - index[:, :1].to(keys.device)
         self.sinks = _take((keys, values), source[:, None].expand(-1, keys.shape[1], -1), held)
 
-    def store(
-        self, rows: Mapping[str, torch.Tensor], num_appended: int, taken: Sequence[torch.Tensor], pool: TokenPool
-    ) -> None:
-        super().store(rows, num_appended, taken, pool)
-        self._tokens = None
-
-    def truncate(self, length: int) -> None:
-        super().truncate(length)
-        self._tokens = None
-
     def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
         if pool.is_in_order:
-            return score_rows(query, self._stored(pool))
+            return score_rows(query, self._prepared(pool))
         scores: list[torch.Tensor] = []
         keys = self.rows["keys"][:, :, : self.length]
         slots = torch.arange(self.length, dtype=torch.int64, device=query.device)
         for rows, own_slots in zip(keys.split(TILE_TOKENS, dim=2), slots.split(TILE_TOKENS), strict=True):
             index = self._index_of(pool, own_slots.expand(*rows.shape[:3]))
-            scores.append(query @ self.codec.decode_keys_at(rows, index).transpose(2, 3))
+            scores.append(query @ self._decode_keys(rows, index).transpose(2, 3))
         return torch.cat(scores, dim=3)
 
     def _index_of(self, pool: TokenPool, slots: torch.Tensor) -> torch.Tensor:
@@ -178,38 +184,51 @@ class ScoringRows(Scoring):
         index = self._index_of(pool, slots)
         key_rows = self.rows["keys"].gather(2, slots[..., None].expand(-1, -1, -1, self.rows["keys"].shape[3]))
         dtype = self.sinks[0].dtype
-        keys = self.codec.decode_keys_at(key_rows, index).to(dtype)
+        keys = self._decode_keys(key_rows, index).to(dtype)
         values = self.codec.decode_values(rows).to(dtype)
         return _take(self.sinks, index, (keys, values))
+
+    def _decode_keys(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Decode rows to keys `[B, H, K, D]`, float32, of tokens with any `index` `[B, H, K]` in their sequences."""
+        key_format, _ = self._formats(rows.device)
+        assert key_format.rope is not None
+        return key_format.rope.rotate(decode_rows(rows, key_format, None), *key_format.rope.angles(index))
+
+    def _formats(self, device: torch.device) -> RowFormats:
+        formats = self.codec.formats(device)
+        assert formats is not None, "the codec has kernels"
+        return formats
 
     def attend(
         self, call: AttentionCall, selection: Selection, pool: TokenPool, tail: States, tail_start: int
     ) -> torch.Tensor | None:
         if not pool.is_in_order:
             return None
-        assert call.scale is not None
-        mask = None if call.mask is None else call.mask[:, 0, 0]
-        return attend_selected(
-            call.query, self._stored(pool), selection.slots, selection.count, *tail, call.scale, mask, tail_start
-        )
+        return attend_selected(call, self._prepared(pool), selection, tail, tail_start)
 
-    def plan(self, query: torch.Tensor, scale: float, pool: TokenPool, tail: States) -> SelectionPlan | None:
-        return plan_by_rows(query, scale, self._stored(pool), tail) if pool.is_in_order else None
+    def prepare_steps(
+        self, query: torch.Tensor, scale: float, pool: TokenPool, tail: States
+    ) -> PreparedSelection | None:
+        return prepare_by_rows(query, scale, self._prepared(pool), tail) if pool.is_in_order else None
 
-    def _stored(self, pool: TokenPool) -> SelectableRows:
-        """Return all tokens as one object, for which C descriptors are made once; tokens and padding may change it."""
+    def _prepared(self, pool: TokenPool) -> PreparedRows:
+        """Return all tokens as kernels read them."""
         assert self.sinks is not None
-        padding = self.padding.counts
-        if self._tokens is None or self._tokens.positions.padding is not padding:
+        planned = self._planned
+        if planned is None or planned.version != pool.version:
+            padding = self.padding.counts
             keys = self.rows["keys"]
-            formats = self.codec.formats(keys.device)
             sinks = SinkStates(padding, *self.sinks)
-            self._tokens = SelectableRows(keys, self.length, pool.pages, formats, Positions(0, padding), sinks)
-        return self._tokens
+            positions = Positions(0, padding)
+            tokens = SelectableRows(keys, self.length, pool.pages, self._formats(keys.device), positions, sinks)
+            planned = self._planned = PlannedRows(PreparedRows(tokens), pool.version)
+        return planned.rows
+
+    def drop_prepared(self) -> None:
+        self._planned = None
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().map(function)
-        self._tokens = None
         if self.moments is not None:
             self.moments = self.moments.map(function)
         if self.sinks is not None:
@@ -223,10 +242,6 @@ class ScoringRows(Scoring):
             yield from (("residual", tensor) for tensor in self.sinks)
         if self.moments is not None:
             yield from (("scales", tensor) for tensor in (self.moments.squares, self.moments.products))
-
-    def __getstate__(self) -> dict[str, object]:
-        # A copy has other pages
-        return {**self.__dict__, "_tokens": None}
 
 
 def _take(states: States, index: torch.Tensor, others: States) -> States:

@@ -6,12 +6,10 @@ them. Everything is computed on the scores' device, and the host asks for no res
 Legend: B batch, H key/value heads, G query heads a key/value head, N slots of the pool in use.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from kvcache_plugins.kernels.engine import choose_token_kernel
-from kvcache_plugins.kernels.tokens import SelectionLimits, select_by_weight, topk
+from kvcache_plugins.kernels.selective_attention import Selection, SelectionLimits, select_by_weight, topk
 
 from .config import InfiniGenConfig
 
@@ -20,25 +18,6 @@ from .config import InfiniGenConfig
 _FORCED = 2.0
 # Weight of a token that is never selected
 _NEVER = -1.0
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Selection:
-    """
-    Tokens of the pool for one step.
-
-    Attributes:
-        slots (`torch.Tensor` of shape `[B, H, tokens]`, int64): slots, those with the largest weights first.
-        count (`torch.Tensor` of shape `[B, H]`, int64): slots that a head attends to; the others are filling.
-    """
-
-    slots: torch.Tensor
-    count: torch.Tensor
-
-    @property
-    def valid(self) -> torch.Tensor:
-        """Mask `[B, H, tokens]` of slots that are not filling."""
-        return torch.arange(self.slots.shape[2], dtype=torch.int64, device=self.slots.device) < self.count[..., None]
 
 
 def attended_columns(attn_mask: torch.Tensor, length: int, batch_size: int) -> torch.Tensor:
@@ -71,7 +50,7 @@ def select_tokens(
         tail_scores (`[B, H, G, W]`): scores of tokens that are attended to in any case; W may be 0, padding is -inf.
         allowed (bool, broadcasts to `[B, H, N]`, *optional*): slots that may be selected: no padding, nothing masked.
         forced (bool, broadcasts to `[B, H, N]`, *optional*): slots that are selected whatever their score, if allowed:
-            at most `config.sink + config.recent`. By default the first and the newest, for slots in order.
+            at most `config.sink + config.recent`. Defaults to the first and the newest, for slots in order.
         num_tokens (`[B]`, or `int` for all sequences): real tokens cached.
         most_tokens (`int`): upper bound of `num_tokens` that the host knows.
         config (`InfiniGenConfig`): the rule.
@@ -81,7 +60,7 @@ def select_tokens(
         is_plain = allowed is None and isinstance(num_tokens, int) and config.min_weight is not None and num_slots > 0
         if is_plain and choose_token_kernel(scores)[0] == "compiled":
             assert isinstance(num_tokens, int)
-            return Selection(*select_by_weight(scores, tail_scores, limits_of(config, num_tokens, num_slots)))
+            return select_by_weight(scores, tail_scores, limits_of(config, num_tokens, num_slots))
         slots = torch.arange(num_slots, dtype=torch.int64, device=scores.device)
         forced = (slots < config.sink) | (slots >= most_tokens - config.recent)
     if allowed is not None:

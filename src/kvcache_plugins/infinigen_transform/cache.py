@@ -1,12 +1,13 @@
 """`InfiniGenTransformCache`: an InfiniGen cache of transform-coded rows."""
 
-import inspect
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvcache_plugins.infinigen import InfiniGenCache
+from kvcache_plugins.infinigen import Calibration, InfiniGenCache
 from kvcache_plugins.infinigen.config import check_options as check_infinigen
 from kvcache_plugins.layers.policies import RowPolicy
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
@@ -14,8 +15,6 @@ from kvcache_plugins.transform_coding.config import DEFAULT_NBITS, TransformCodi
 
 
 KEY_NBITS, VALUE_NBITS = DEFAULT_NBITS
-# Keys are scored as they are stored
-_EXCLUDED = frozenset({"scoring_nbits", "partial_ratio", "skewing"})
 
 
 class InfiniGenTransformCache(InfiniGenCache):
@@ -32,9 +31,9 @@ class InfiniGenTransformCache(InfiniGenCache):
             The model that the cache is for, see `InfiniGenCache`.
         key_nbits (`float`, *optional*, defaults to 4), value_nbits (`float`, *optional*, defaults to 3.25):
             Bits of a number on average, of keys on the model's device and of values in the pool.
-        options:
-            Options of `InfiniGenCache`, except those of its copy for scoring (`scoring_nbits`, `partial_ratio`,
-            `skewing`).
+        min_weight, alpha, max_fetch_ratio, recent, sink, pool_tokens, eviction, full_layers, speculate, calibration,
+        attention_mask:
+            See `InfiniGenCache`. There are no options of a copy for scoring: keys are scored as they are stored.
 
     Raises:
         ValueError: as `InfiniGenCache`, and if keys or values are not finite or too large.
@@ -61,34 +60,40 @@ class InfiniGenTransformCache(InfiniGenCache):
         *,
         key_nbits: float = KEY_NBITS,
         value_nbits: float = VALUE_NBITS,
-        **options: Any,
+        min_weight: float | None = None,
+        alpha: float | None = None,
+        max_fetch_ratio: float = 0.2,
+        recent: int = 32,
+        sink: int = 4,
+        pool_tokens: int | None = None,
+        eviction: str = "counter",
+        full_layers: tuple[int, ...] | None = None,
+        speculate: bool | None = None,
+        calibration: Calibration | str | Path | None = None,
+        attention_mask: torch.Tensor | None = None,
     ):
-        self._nbits = key_nbits, value_nbits
-        check_options(key_nbits=key_nbits, value_nbits=value_nbits, **options)
-        super().__init__(model, **options)
+        self._coding = TransformCodingConfig(key_nbits=key_nbits, value_nbits=value_nbits)
+        super().__init__(
+            model,
+            min_weight=min_weight,
+            alpha=alpha,
+            max_fetch_ratio=max_fetch_ratio,
+            recent=recent,
+            sink=sink,
+            pool_tokens=pool_tokens,
+            eviction=eviction,
+            full_layers=full_layers,
+            speculate=speculate,
+            calibration=calibration,
+            attention_mask=attention_mask,
+        )
 
-    def _packing(self, config: PreTrainedConfig, index: int) -> RowPolicy:
-        key_nbits, value_nbits = self._nbits
-        num_sinks = self.infinigen_config.sink
-        coding = TransformCodingConfig(key_nbits=key_nbits, value_nbits=value_nbits, num_sink_tokens=num_sinks)
+    def _policy(self, config: PreTrainedConfig, index: int) -> RowPolicy:
+        coding = replace(self._coding, num_sink_tokens=self.infinigen_config.sink)
         return coding.policy(rotary_frequencies(config, index))
 
 
 def check_options(*, key_nbits: float = KEY_NBITS, value_nbits: float = VALUE_NBITS, **options: Any) -> None:
     """Raise a `ValueError` for options of an `InfiniGenTransformCache` that are wrong for every model."""
-    excluded = sorted(_EXCLUDED & options.keys())
-    if excluded:
-        raise ValueError(
-            f"{', '.join(f'`{name}`' for name in excluded)}: not an option of `InfiniGenTransformCache`, which scores "
-            "keys in the bits of `key_nbits`"
-        )
     TransformCodingConfig(key_nbits=key_nbits, value_nbits=value_nbits)
     check_infinigen(**options)
-
-
-# `create_cache` refuses a misspelt option before anything is built
-_OWN = list(inspect.signature(InfiniGenTransformCache.__init__).parameters.values())[1:-1]
-_KNOWN = {each.name for each in _OWN} | _EXCLUDED
-InfiniGenTransformCache.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [*_OWN, *(each for each in inspect.signature(InfiniGenCache).parameters.values() if each.name not in _KNOWN)]
-)

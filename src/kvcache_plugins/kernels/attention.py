@@ -6,8 +6,10 @@ keys and values are never whole in memory, nor is the matrix of scores.
 Legend: B batch, H key/value heads, G query heads a key/value head, Q query tokens, T tokens of a tile, D head dim.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -15,12 +17,22 @@ from kvcache_plugins.formats.parts import DensePart, GroupPart, LayerPart, Opaqu
 from kvcache_plugins.formats.rows import RowFormats
 
 from .c_structs import KINDS, MAX_CHANNELS
-from .compiled import PreparedCall
+from .compiled import GrowingStates, PreparedCall
 from .cpu_coding import PreparedCoding
 from .engine import choose_coding_kernel, load_triton
 from .masks import slice_mask
 from .online_attention import OnlineAttention
 from .ops import decode_tiles
+
+
+class PlannedAttention(Protocol):
+    """Attention of single tokens by launches of Triton's kernels that are kept; see `triton.KeptAttention`."""
+
+    def __call__(self, query: torch.Tensor) -> torch.Tensor:
+        """Attend to all tokens."""
+
+    def attend(self, query: torch.Tensor, scale: float | None, tail: GrowingStates) -> torch.Tensor | None:
+        """Attend to parts and tail, the last exact part; `None` for queries that are not like the planned ones."""
 
 
 def attend(
@@ -49,11 +61,13 @@ def attend(
     """
     scale = query.shape[3] ** -0.5 if scale is None else scale
     if kernel != "torch":
-        native = _native(parts)
+        native = list_native(parts)
         parts = native
         if kernel == "compiled" and max(native[0].head_dims) <= MAX_CHANNELS:
-            own = (query if query.dtype in KINDS else query.float()).contiguous()
-            return PreparedCall(own, native, num_key_value_heads, scale).attend_now(own).to(query.dtype)
+            own = query if query.dtype in KINDS else query.float()
+            result = PreparedCall(own, native, num_key_value_heads, scale).attend(own, scale)
+            assert result is not None, "the call is for this query"
+            return result.to(query.dtype)
         # Without packed parts PyTorch's own steps are the fast ones
         if kernel == "triton" and any(not isinstance(part, DensePart) for part in native):
             output: torch.Tensor = load_triton().attend(query, native, num_key_value_heads, scale)
@@ -67,8 +81,8 @@ def attend(
     return attention.result()
 
 
-def _native(parts: Iterable[Part | OpaqueRowPart]) -> list[Part]:
-    """Lists parts for kernels, which read no codec's own rows."""
+def list_native(parts: Iterable[Part | OpaqueRowPart]) -> list[Part]:
+    """List parts for kernels, which read no rows that only a codec reads."""
     native = []
     for part in parts:
         assert not isinstance(part, OpaqueRowPart), "codecs without kernels are read in PyTorch"
@@ -76,22 +90,23 @@ def _native(parts: Iterable[Part | OpaqueRowPart]) -> list[Part]:
     return native
 
 
-def prepare_tokens(
-    query: torch.Tensor, layer_parts: Sequence[LayerPart], num_key_value_heads: int, scale: float | None, kernel: str
-) -> Any:
+def can_attend(query: torch.Tensor, parts: Sequence[LayerPart]) -> bool:
+    """Return True if the C kernel attends with queries like `query` over parts."""
+    return max(parts[0].head_dims) <= MAX_CHANNELS and query.dtype in KINDS
+
+
+def prepare_triton(
+    query: torch.Tensor, parts: Sequence[LayerPart], num_key_value_heads: int, scale: float | None
+) -> PlannedAttention | None:
     """
-    Prepares attention of tokens to come by a kernel, `"compiled"` or `"triton"`, whose queries are like `query`, over
-    parts of which the last is exact and grows, and all others stay; `None` if what is stored cannot be read where it
-    is. See `attend`. Rows are for Triton those of static layers, which prepare their own.
+    Prepare attention of queries like `query` by Triton's kernels over parts of which the last is exact and grows, and
+    all others stay. `None` unless some are groups: a layer of rows has a plan of its own (`layers.device_plan`).
     """
-    parts = _native(layer_parts)
-    if kernel == "triton":
-        is_of_groups = any(isinstance(part, GroupPart) for part in parts)
-        return load_triton().keep_attention(query, parts, num_key_value_heads, scale) if is_of_groups else None
-    if max(parts[0].head_dims) > MAX_CHANNELS or query.dtype not in KINDS:
+    native = list_native(parts)
+    if not any(isinstance(part, GroupPart) for part in native):
         return None
-    call = PreparedCall(query, parts, num_key_value_heads, query.shape[3] ** -0.5 if scale is None else scale)
-    return call if call.is_lasting else None
+    planned: PlannedAttention | None = load_triton().keep_attention(query, native, num_key_value_heads, scale)
+    return planned
 
 
 def prepare_coding(

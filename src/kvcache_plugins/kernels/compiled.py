@@ -10,7 +10,7 @@ and values, R bytes of a row.
 import ctypes
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -206,6 +206,23 @@ class LayerParts:
         )
 
 
+class GrowingStates(Protocol):
+    """
+    Exact keys and values of which a prepared call writes the newest token.
+
+    Attributes:
+        storage (two `torch.Tensor` of shape `[B, H, capacity, D or E]`): keys and values.
+        capacity, length (`int`): tokens that fit, and tokens in use, the unwritten one included.
+        unwritten (two `torch.Tensor` of shape `[B, H, 1, D or E]`, *optional*): the newest token, until a call has
+            written it.
+    """
+
+    storage: tuple[torch.Tensor, torch.Tensor]
+    capacity: int
+    length: int
+    unwritten: tuple[torch.Tensor, torch.Tensor] | None
+
+
 class TokenWriter:
     """Calls that write the newest token behind the others, if it is of the shapes and dtype that they are made for."""
 
@@ -234,11 +251,31 @@ class TokenWriter:
             return self._accepted
         return None
 
+    def push(self, tail: GrowingStates, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """
+        Count a token `[B, H, 1, D or E]` as the newest of the tail, which `attend` writes. Return False if it cannot
+        do that.
+        """
+        if (
+            tail.unwritten is None
+            and tail.length < tail.capacity
+            and (keys.shape, values.shape) == self._newest_shapes
+            and keys.dtype is values.dtype is self._exact_dtype
+            and keys.is_contiguous()
+            and values.is_contiguous()
+            and keys.is_cpu
+            and values.is_cpu
+        ):
+            self._accepted = tail.unwritten = keys, values
+            tail.length += 1
+            return True
+        return False
+
 
 class PreparedCall(TokenWriter):
     """
-    Attention of queries `[B, H * G, Q, D]` over all parts, exact ones behind the others: of these, or of others
-    of their shape and dtype, if only the last part, exact, may grow and none is a copy (`is_lasting`).
+    Attention of queries `[B, H * G, Q, D]` over all parts, exact ones behind the others: of these queries, or of later
+    ones of their shape and dtype, if only the last part, exact, may grow and none is a copy (`is_lasting`).
     """
 
     def __init__(self, query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: float):
@@ -289,8 +326,8 @@ class PreparedCall(TokenWriter):
 
     def extend(self, parts: Sequence[RowPart]) -> bool:
         """
-        Has the last rows be those of other parts: more of them, or from another position on, of the same tables. Tells
-        whether it can; if not, the call is of no use any more.
+        Replace the last rows by those of other parts: more of them, or from another position on, of the same formats.
+        Return False if the call cannot; it is of no use then.
         """
         if not 0 < len(parts) <= len(self._rows):
             return False
@@ -310,22 +347,14 @@ class PreparedCall(TokenWriter):
         return True
 
     def attend(
-        self,
-        query: torch.Tensor,
-        scale: float | None,
-        storage: tuple[torch.Tensor, torch.Tensor],
-        length: int,
-        newest: tuple[torch.Tensor, torch.Tensor] | None,
+        self, query: torch.Tensor, scale: float | None = None, tail: GrowingStates | None = None
     ) -> torch.Tensor | None:
         """
-        Attends over all parts with queries `[B, H * G, Q, D]`.
+        Attend over all parts with queries `[B, H * G, Q, D]`.
 
         Args:
-            storage (two `torch.Tensor` of shape `[B, H, at least T, D or E]`): keys and values that the last part is
-                now.
-            length (`int`): its tokens in use, T.
-            newest (two `torch.Tensor` of shape `[B, H, 1, D or E]`, *optional*): the last of them, if it is to be
-                written there, as `accept` returned it.
+            scale (`float`, *optional*, defaults to `1 / sqrt(D)`): factor of the scores.
+            tail (`GrowingStates`, *optional*): the last part as it is now; its newest token is written.
 
         Returns:
             `torch.Tensor` of shape `[B, H * G, Q, E]`, in the queries' dtype; `None` if queries, scale or threads are
@@ -342,28 +371,27 @@ class PreparedCall(TokenWriter):
             or (torch.get_num_threads(), os.getpid()) != self._origin
         ):
             return None
-        stored = self._exact
-        if storage is not self._storage:
-            keys, values = storage
-            if (kind_of_tokens(keys), kind_of_tokens(values)) != self._kind or keys.shape[2] != values.shape[2]:
-                raise ValueError(f"exact tokens have to be {self._kind}, as when the call was prepared")
-            stored[_EXACT.keys], stored[_EXACT.values] = keys.data_ptr(), values.data_ptr()
-            stored[_EXACT.capacity] = keys.shape[2]
-            self._storage, self._capacity = storage, keys.shape[2]
-        if not 0 <= length <= self._capacity:
-            raise ValueError(f"{length} tokens in use of {self._capacity}")
-        if newest is None:
-            stored[_EXACT.newest_key] = stored[_EXACT.newest_value] = 0
-        elif newest is self._accepted and length > 0:
-            stored[_EXACT.newest_key], stored[_EXACT.newest_value] = newest[0].data_ptr(), newest[1].data_ptr()
-        else:
-            raise ValueError("the newest token has to be one that the call has accepted")
-        self._last[_PART.length] = length
-        return self.attend_now(query if query.is_contiguous() else query.contiguous())
-
-    def attend_now(self, query: torch.Tensor) -> torch.Tensor:
-        """Attends with contiguous queries that fit, over the parts as they are."""
-        # What is like another tensor is made in half the time
+        if not query.is_contiguous():
+            query = query.contiguous()
+        if tail is not None:
+            stored, storage, newest = self._exact, tail.storage, tail.unwritten
+            if storage is not self._storage:
+                keys, values = storage
+                if (kind_of_tokens(keys), kind_of_tokens(values)) != self._kind or keys.shape[2] != values.shape[2]:
+                    raise ValueError(f"exact tokens have to be {self._kind}, as when the call was prepared")
+                stored[_EXACT.keys], stored[_EXACT.values] = keys.data_ptr(), values.data_ptr()
+                stored[_EXACT.capacity] = keys.shape[2]
+                self._storage, self._capacity = storage, keys.shape[2]
+            if not 0 <= tail.length <= self._capacity:
+                raise ValueError(f"{tail.length} tokens in use of {self._capacity}")
+            if newest is None:
+                stored[_EXACT.newest_key] = stored[_EXACT.newest_value] = 0
+            elif newest is self._accepted and tail.length > 0:
+                stored[_EXACT.newest_key], stored[_EXACT.newest_value] = newest[0].data_ptr(), newest[1].data_ptr()
+            else:
+                raise ValueError("the newest token has to be one that the call has accepted")
+            self._last[_PART.length] = tail.length
+        # A tensor like another is made in half the time
         result = torch.empty_like(query) if self._is_like_query else query.new_empty(self._result_shape)
         words = self._words
         words[_NEXT] = words[_ENDED] = 0
@@ -372,6 +400,8 @@ class PreparedCall(TokenWriter):
             self._kernel(self._address)
         else:
             find_threads()(self._kernel, self._address, self._running)
+        if tail is not None:
+            tail.unwritten = None
         return result
 
 

@@ -33,16 +33,18 @@ from kvcache_plugins.triton_kernels.gather import gather_rows, page_addresses, w
 from kvcache_plugins.triton_kernels.launch import ALIGNMENT, KeptLaunch, Launch
 from kvcache_plugins.triton_kernels.scores import score_codes as score_codes_kernel
 from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels, prepare_rows, shared_bytes
-from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding, prepare_push
+from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding
 from kvcache_plugins.triton_kernels.transform_coding.coding_tiles import GRID_END, GRID_STEPS, NUM_CELLS
-from kvcache_plugins.triton_kernels.transform_coding.launches import Codebook, CodedRows, RotaryAngles
+from kvcache_plugins.triton_kernels.transform_coding.launches import Codebook, CodedRows, PushState, RotaryAngles
+from kvcache_plugins.triton_kernels.transform_coding.push import prepare_push as prepare_push_launch
 from kvcache_plugins.user_warnings import warn_user
 
+from .compiled import GrowingStates
 from .masks import slice_mask
 
 
-# Kernels that are used as they are
-__all__ = ["gather_rows", "page_addresses", "write_rows"]
+# Kernels and a type that are used as they are
+__all__ = ["PushState", "gather_rows", "page_addresses", "write_rows"]
 
 # Parts of a kind that a launch at the end takes
 _MAX_PARTS = 2
@@ -86,9 +88,10 @@ def attend(query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: fl
     batch_size, num_query_heads, num_queries, head_dim = query.shape
     rows = query.reshape(batch_size, num_heads, -1, head_dim)
     dense = [part for part in parts if isinstance(part, DensePart)]
-    # What stands behind the rows may be in two pieces, which follow each other and have columns of one mask
+    # The tokens behind the rows may be in two parts, which follow each other and have columns of one mask
     while len(dense) > _MAX_PARTS:
         last = dense[-2:]
+        assert all(part.num_tokens is None for part in last), "the host knows the lengths of parts that it joins"
         masks = [slice_mask(part.mask, 0, part.length) for part in last]
         mask = torch.cat([each for each in masks if each is not None], dim=3) if last[0].mask is not None else None
         keys, values = (torch.cat(pieces, dim=2) for pieces in zip(*(part.in_use() for part in last), strict=True))
@@ -130,7 +133,7 @@ def score_rows(query: torch.Tensor, tokens: SelectableRows) -> torch.Tensor:
 
 
 def score_codes(query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, nbits: int) -> torch.Tensor:
-    """Multiplies queries with the keys that codes stand for; see `tokens.score_codes`."""
+    """Multiplies queries with the keys that codes stand for; see `token_scores.score_codes`."""
     # Launches go to the current device, which need not be the one that this layer is on
     with torch.cuda.device_of(query):
         return score_codes_kernel(codes, scale, query, nbits)
@@ -182,7 +185,7 @@ def _combine(row_format: RowFormat, sums: torch.Tensor, weights: torch.Tensor) -
 
 
 def _prepare_end(partials: Sequence[Partials], dense: Sequence[DensePart], rows: torch.Tensor, scale: float) -> Launch:
-    exact = [KernelDensePart(*part.in_use(), slice_mask(part.mask, 0, part.length)) for part in dense]
+    exact = [KernelDensePart(*part.in_use(), slice_mask(part.mask, 0, part.length), part.num_tokens) for part in dense]
     return prepare_combination(partials, exact, rows, scale)
 
 
@@ -237,30 +240,16 @@ class KeptAttention:
             self._combining(query, result, length, *outputs)
         return result
 
-    def accept(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """See `compiled.PreparedCall`: the newest token is written by others, into where the exact tokens are."""
-
-    def extend(self, parts: Sequence[RowPart]) -> bool:
-        """See `compiled.PreparedCall`: other coded parts are for another call."""
-        return False
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        scale: float | None,
-        storage: tuple[torch.Tensor, torch.Tensor],
-        length: int,
-        newest: object = None,
-    ) -> torch.Tensor | None:
-        """See `compiled.PreparedCall`."""
+    def attend(self, query: torch.Tensor, scale: float | None, tail: GrowingStates) -> torch.Tensor | None:
+        """Attend to parts and tail, the last exact part; `None` for queries that are not like the planned ones."""
         scale = query.shape[3] ** -0.5 if scale is None else scale
         if (query.shape, query.dtype) != self._like or scale != self._scale:
             return None
-        last = self._dense[-1]
-        if storage[0] is not last.keys or storage[1] is not last.values:
-            self._dense = [*self._dense[:-1], DensePart(*storage, storage[0].shape[2], None)]
+        last, (keys, values) = self._dense[-1], tail.storage
+        if keys is not last.keys or values is not last.values:
+            self._dense = [*self._dense[:-1], DensePart(keys, values, keys.shape[2], None)]
             self._keep_end()
-        return self(query, length)
+        return self(query, tail.length)
 
 
 def keep_attention(
@@ -277,28 +266,27 @@ def keep_attention(
     return KeptAttention(query, coded, dense, num_heads, query.shape[3] ** -0.5 if scale is None else scale)
 
 
-def keep_push(
-    exact: _Pair, rows: _Pair, numbers: torch.Tensor, formats: RowFormats, positions: Positions
-) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
+def prepare_push(state: PushState[RowFormat]) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
     """
-    Keeps what takes in a new token's keys and values `[B, H, 1, D]` and codes the oldest exact one, all in one launch:
-    see `code_rows.prepare_push`. Positions are those of the rows. `None` if no kernel codes such states.
+    Prepare pushes of single tokens, keys and values `[B, H, 1, D or E]`, into a layer: a launch each, which decides
+    nothing on the host, so that graphs can replay it. Return `None` if no kernel encodes such states.
     """
-    (states, _), (keys, values), first = exact, formats, positions.first
-    if not all(can_encode(states.dtype, each.head_dim) for each in formats):
+    keys, values = state.formats
+    states = state.tail[0]
+    if not all(can_encode(states.dtype, each.head_dim) for each in state.formats):
         return None
-    if not all(each.is_contiguous() for each in (*exact, *rows)):
-        return None
+    tensors = [*state.tail, *state.older, *(state.recent or ())]
+    assert all(each.is_contiguous() for each in tensors), "kernels know the strides of contiguous tensors"
     assert keys.rope is not None, "keys have a layout, be it one that rotates nothing"
-    books = [codebook_of(each.is_weighted, states.device) for each in formats]
-    angles, signs = rotary_angles(keys.rope, first + rows[0].shape[2], states.device), _signs_for(values, states)
+    codebooks = codebook_of(keys.is_weighted, states.device), codebook_of(values.is_weighted, states.device)
+    angles = rotary_angles(keys.rope, state.num_positions, states.device)
     with torch.cuda.device_of(states):
-        launch = prepare_push(exact, rows, numbers, formats, books, signs, angles, first, positions.padding)
-        pushing = KeptLaunch(launch, ["new_keys_ptr", "new_values_ptr"])
+        launch = prepare_push_launch(state, codebooks, _signs_for(values, states), angles)
+        kept = KeptLaunch(launch, ["new_keys_ptr", "new_values_ptr"])
 
     def push(keys: torch.Tensor, values: torch.Tensor) -> None:
         with torch.cuda.device_of(keys):
-            pushing(keys.to(states.dtype).contiguous(), values.to(states.dtype).contiguous())
+            kept(keys.to(states.dtype).contiguous(), values.to(states.dtype).contiguous())
 
     return push
 

@@ -33,7 +33,7 @@ from .lazy_layer import LazyLayer, MaskedTiles
 from .phase import Phase
 from .policies import LayerPolicy
 from .segments import Segment
-from .step_plan import StepPlan
+from .step_plan import StepPlan, plan_steps
 from .storage import LayerStorage
 from .torch_contexts import without_caller_contexts
 
@@ -148,7 +148,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             return super().update(key_states, value_states)
         if tail.length >= plan.limit and not self._pack_by_plan(plan):
             return super().update(key_states, value_states)
-        if not plan.stage(tail, key_states, value_states):
+        if not plan.push(tail, key_states, value_states):
             if torch.is_inference_mode_enabled():
                 return super().update(key_states, value_states)
             tail.append(key_states, value_states)
@@ -305,7 +305,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             return None
         if query.requires_grad:
             return None
-        output = plan.run(query, scale, tail)
+        output = plan.attend(query, scale, tail)
         if output is not None:
             self._counters["attend_calls"] += 1
             self._counters["fused_calls"] += 1
@@ -319,10 +319,10 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             return None
         if plan is not None and plan.version == storage.version:
             output = self.run_plan(query, self._length, scale)
-            if output is not None or not plan.is_possible:
+            if output is not None or type(plan) is StepPlan:
                 return output
-        parts, heads = list(self._parts(None)), self._shapes["keys"][1]
-        self.plan = StepPlan(query, parts, heads, scale, kernel, self._tail_limit, storage.version)
+        parts = list(self._parts(None))
+        self.plan = plan_steps(query, parts, self._shapes["keys"][1], scale, kernel, storage.version, self._tail_limit)
         return self.run_plan(query, self._length, scale)
 
     @property
@@ -413,8 +413,9 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
                 yield keys.to(self.dtype), values.to(self.dtype), slice_mask(part.mask, start, stop)
 
     def _drop_newest(self, count: int) -> None:
-        self.invalidate_plan()
         stop = self._length - count
+        if stop < self.exact_start:
+            self.invalidate_plan()
         self.storage.drop_newest(stop, self.exact_start)
         self._num_first = min(self._num_first, stop)
 
@@ -478,7 +479,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         assert self._pending is None, "commit the prompt first"
         batch_size, num_heads, _, key_head_dim = self.states_shape("keys")
         segments = [each for each in self.storage.segments if each.length]
-        newest = self.storage.newest
+        newest = segments[-1] if segments else None
         prefix, tail = self._dense_ends()
         return LayerState(
             dtype=self.dtype,
@@ -488,12 +489,12 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             value_head_dim=self._shapes["values"][3],
             length=self._length,
             held_start=self.storage.first_held,
-            is_open=newest is not None and newest.is_open and newest.length > 0,
+            is_open=newest is not None and newest.is_open,
             counters=dict(self._counters),
             padding=self.padding,
             prefix=prefix,
             blocks=[SegmentState(each.start, each.length, *each.stored(), each.is_recent) for each in segments],
-            buffer=None if tail is None else ExactStates(tail.keys, tail.values),
+            buffer=ExactStates(tail.keys, tail.values) if tail is not None and tail.length else None,
         )
 
     @without_caller_contexts

@@ -185,6 +185,11 @@ class ExactTail:
     def values(self) -> torch.Tensor:
         return self.tensors()[1][:, :, : self.length]
 
+    def reserve(self, capacity: int) -> None:
+        """Make room for exactly `capacity` tokens, of which as many as are in use are taken."""
+        if self.capacity != capacity:
+            self._reserve(self.keys, self.values, capacity)
+
     def append_exactly(self, keys: torch.Tensor, values: torch.Tensor) -> States:
         """Append tokens without spare capacity, as a dense cache does, and return all."""
         if self.unwritten is not None or self.length < self.capacity:

@@ -11,6 +11,8 @@ from kvcache_plugins.codecs.groups import GroupCodec
 
 
 AnyCodec = TypeVar("AnyCodec", Codec, GroupCodec)
+# Recent tokens that are requantized at a time, at most
+_MOST_REQUANTIZED = 32
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,11 @@ class RowPolicy(LayerPolicy[Codec]):
             return self.residual_length
         # The newest tokens are read most: with tails that are emptied whole, KL is a quarter to a half higher
         return self.residual_length // 4 if self.recent_length else 3 * self.residual_length // 5
+
+    @property
+    def num_recent_kept(self) -> int:
+        """Recent rows that keep their bits when there are more than `recent_length`."""
+        return max(self.recent_length // 2, self.recent_length - _MOST_REQUANTIZED)
 
 
 @dataclass(frozen=True)

@@ -33,13 +33,11 @@ from .finite_check import check_finite
 from .layer_state import LayerState, restore_row_segments
 from .policies import RowPolicy
 from .segments import RowSegment
-from .step_plan import StepPlan
+from .step_plan import CompiledPlan, StepPlan
 
 
 # Rows that a window evicts together: few enough to cost little memory, and enough that moving the others is cheap
 DROP_STEP = 64
-# Recent tokens that are requantized at a time, at most
-_MOST_REQUANTIZED = 32
 # Newest queries of a prompt that are recorded
 _NUM_QUERIES = 256
 
@@ -240,8 +238,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
 
     def _num_to_requantize(self, length: int) -> int:
         """Number of `length` recent tokens that get the bits of the older ones."""
-        most = self.policy.recent_length
-        return length - max(most // 2, most - _MOST_REQUANTIZED) if length > most else 0
+        return length - self.policy.num_recent_kept if length > self.policy.recent_length else 0
 
     def _requantize_recent(self, count: int | None = None) -> None:
         """Requantize the first `count` recent tokens, by default all, to the bits of the older ones."""
@@ -249,6 +246,9 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         if recent is None or not recent.is_recent or count == 0:
             return
         assert self.codec is not None
+        if not recent.length:
+            self.storage.segments.pop()
+            return
         count = recent.length if count is None else count
         rows = recent.keys[:, :, :count], recent.values[:, :, :count]
         older = RowSegment(*self.codec.requantize(rows, self.policy.recent_nbits), recent.start, count)
@@ -281,7 +281,9 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
     def _pack_by_plan(self, plan: StepPlan) -> bool:
         storage, policy = self.storage, self.policy
         tail, newest = storage.tail, storage.newest
-        if policy.keeps_whole_tail or tail is None or newest is None or not newest.is_open:
+        if not isinstance(plan, CompiledPlan) or policy.keeps_whole_tail or tail is None:
+            return False
+        if newest is None or not newest.is_open:
             return False
         start, count = self._length - tail.length, tail.length - policy.num_kept
         if newest.is_recent != (self._recent_codec is not None) or newest.stop != start or start < storage.prefix_stop:
@@ -295,7 +297,11 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
             return False
         growth = newest.plan_growth(count, policy.recent_length or self._max_capacity, num_requantized)
         older_growth = None if older is None else older.plan_growth(num_requantized, self._max_capacity)
-        formats = self._codec_of(newest.is_recent).formats(self.device), self._codec_of(False).formats(self.device)
+        own_formats = self._codec_of(newest.is_recent).formats(self.device)
+        older_formats = self._codec_of(False).formats(self.device)
+        if own_formats is None or older_formats is None:
+            return False
+        formats = own_formats, older_formats
         rows = plan.encode(tail, formats, policy.num_kept, start, (growth, older_growth), self.padding, policy.largest)
         if rows is None:
             return False

@@ -170,6 +170,12 @@ class RowSegment(Segment[torch.Tensor]):
         self.start += growth.first
         self.length = growth.length + count
 
+    def move_to(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy the rows in use into other storage, which may be their own, and use that from now on."""
+        for stored, rows in zip((keys, values), (self.keys, self.values), strict=True):
+            stored[:, :, : self.length].copy_(rows[:, :, : self.length])
+        self.keys, self.values = keys, values
+
     def drop_first(self, count: int) -> None:
         """Drop the first `count` tokens; copies may share the rows of before."""
         self.map(lambda rows: rows[:, :, count : self.length].clone())

@@ -1,19 +1,13 @@
-"""Static layers: fixed addresses while decoding, so that eager steps, `torch.compile` and CUDA graphs share one path.
+"""Static layers: `RowLayer`s of reserved capacity, for eager steps, `torch.compile` and CUDA graphs alike.
 
-    [ prefix ] [ segments ] [ open segment: rows, with capacity for more ] [ tail: the newest tokens, always as many ]
-
-Every step encodes the token that leaves the tail to the end of the open segment, shifts the tail by the new token, and
-attends. The device counts the rows in use and the position of the next token (`StaticStepState`). The host counts too
-where it runs the steps itself; after replayed graphs it asks the device when a length is needed
-(`StaticLayer._sync_lengths`). To everything else a static layer is an ordinary layer at any time.
+A static layer stores the same bytes as any other of its policy. On a GPU, Triton's kernels store and pack tokens in
+place (`DevicePlan`), so that graphs can replay steps; `max_length` reserves capacity from the first token on.
 
 In a graph of `torch.compile` a step of a layer is one operator, `torch.ops.kvcache_plugins.static_attention`. `update`
 is called before the query is known, so it returns `GraphStates`, which become the operator where attention gets them.
 """
 
 import itertools
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
@@ -21,159 +15,72 @@ import torch
 import torch.nn.functional as F
 
 from kvcache_plugins.codecs.rows import RowCodec
-from kvcache_plugins.formats.parts import DensePart, Part
-from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_token_kernel, compiles_kernels, explain_kernel, load_triton
-from kvcache_plugins.kernels.masks import combine_masks, mask_columns, slice_mask
 
+from .device_plan import DevicePlan, StepCounts, count_tokens, list_addresses, split_open
+from .exact_tokens import ExactTail
 from .finite_check import check_finite
 from .layer_state import LayerState
-from .lazy_kv import make_lazy_kv
-from .lazy_layer import tensor_signature
 from .phase import Phase
 from .policies import RowPolicy
 from .row_layer import RowLayer
 from .segments import RowSegment
-from .step_plan import DroppedOnCopy
+from .step_plan import DroppedOnCopy, StepPlan
 from .storage import LayerStorage
 from .torch_contexts import without_caller_contexts
 
 
 # Capacity that is added when there is none left: a share of the rows held, and at least so many
 _SHARE, _LEAST = 8, 64
-# Newest tokens that are exact where others would be rows of more bits
-_NUM_EXACT = 20
 # Tokens after which the host asks whether all of them could be coded
 _CHECK_STEP = 64
-# An operator is given tensors and numbers: forms by a number, as long as they are in use
-_FORMS: "WeakValueDictionary[int, StaticStepState]" = WeakValueDictionary()
+# An operator is given tensors and numbers: graph states by number, as long as they are in use
+_GRAPH_STATES: "WeakValueDictionary[int, GraphState]" = WeakValueDictionary()
 _NUMBERS = itertools.count(1)
 
 
-class StaticStepState(DroppedOnCopy):
+class GraphState(DroppedOnCopy):
     """
-    Device-side counters and fixed addresses of the decode steps of a layer whose tail is full and whose last segment
-    is open.
+    Handle of a layer in graphs, which are valid as long as it is the layer's.
 
     Attributes:
         number (`int`): identifies the state to the operator.
-        storage (two `torch.Tensor` of shape `[B, H, exact tokens, D]`): keys and values of the tail.
-        order (`torch.Tensor`): dummy that the operator writes to, so that calls keep their order.
-        total (`torch.Tensor` of shape `[]`): tokens of the sequence.
+        layer (`ref[StaticLayer]`): the layer.
+        plan (`DevicePlan`, *optional*): plan whose addresses graphs hold; `None` without Triton's kernels.
         num_columns (`int`): capacity in tokens.
+        total (`torch.Tensor` of shape `[]`): tokens of the sequence, on the device.
+        order (`torch.Tensor`): dummy that the operator writes to, so that calls keep their order.
     """
 
-    def __init__(self, layer: "StaticLayer"):
-        self.layer = ref(layer)
+    def __init__(self, layer: "StaticLayer", plan: DevicePlan | None, num_columns: int) -> None:
         self.number = next(_NUMBERS)
-        assert layer.codec is not None
-        self._codec = layer.codec
-        _FORMS[self.number] = self
-        self._block = layer.storage.segments[-1]
-        self.storage = layer._buffer_storage()
-        self._plan_inputs = layer._plan_inputs()
-        self._num_exact = self.storage[0].shape[2]
-        self._last = self._block.start + self._block.capacity
-        self.num_columns = self._last + self._num_exact
-        offsets = torch.zeros(layer.batch_size, dtype=torch.int64, device=layer.device)
-        self._offsets = None if layer.padding is None else offsets + layer.padding
-        # For every program that counts them on: rows stored and tokens of the sequence
-        self._numbers = offsets.new_zeros(2, *self.storage[0].shape[:2], 2)
-        self._stored, self.total = self._numbers[0, 0, 0, :1], self._numbers[0, 0, 0, 1]
-        self.order = offsets.new_zeros(1)
+        self.layer = ref(layer)
+        self.plan = plan
+        self.num_columns = num_columns
+        count = torch.zeros((), dtype=torch.int64, device=layer.device)
+        self.total = count if plan is None else plan.total
+        self.order = torch.zeros(1, dtype=torch.int64, device=layer.device)
         torch._dynamo.mark_static_address(self.order)
-        self._newest = torch.arange(-self._num_exact, 0, dtype=torch.int64, device=layer.device)
-        # Parts before the buffer with all their capacity, and the positions of their tokens or that of the first
-        block, prefix, parts = self._block, layer.storage.prefix, list[Any](layer.packed_parts(None))
-        opened = parts.pop() if block.length else layer._part(block, None)
-        parts.append(replace(opened, length=block.capacity, num_tokens=self._stored))
-        parts = [replace(part, mask=slice_mask(part.mask, 0, part.length)) for part in parts]
-        starts: list[Any] = [each.start for each in layer.storage.segments if each.length or each is block]
-        in_front = [] if prefix is None or not prefix.num_slots else [prefix.positions]
-        self._parts = list(zip(parts, [*in_front, *starts], strict=True))
-        self._steps: dict[tuple[object, ...], Callable[[torch.Tensor], torch.Tensor] | None] = {}
-        self.set_numbers(layer)
-        self._pushing = self._keep_push()
-
-    def holds(self, layer: "StaticLayer") -> bool:
-        before, now = self._plan_inputs, layer._plan_inputs()
-        return len(before) == len(now) and all(mine is theirs for mine, theirs in zip(before, now, strict=True))
-
-    def set_numbers(self, layer: "StaticLayer") -> None:
-        stored, total = self._block.length, layer.exact_start + self._num_exact
-        self._numbers.copy_(torch.tensor([stored, total], dtype=torch.int64, device="cpu"))
-
-    @without_caller_contexts
-    def _keep_push(self) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
-        """Compile the push launch now: memory allocated during graph capture would belong to the graph."""
-        if choose_token_kernel(self.storage[0])[0] != "triton":
-            return None
-        formats, positions = self._codec.formats(self.storage[0].device), Positions(self._block.start, self._offsets)
-        rows = self._block.keys, self._block.values
-        push: Callable[[torch.Tensor, torch.Tensor], None] | None
-        push = load_triton().keep_push(self.storage, rows, self._numbers, formats, positions)
-        return push
-
-    def push(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Push a token `[B, H, 1, D]` into the tail, and encode the oldest one."""
-        if self._pushing is None:
-            self._pushing = self._keep_push()
-        (self._pushing or self._push_by_pytorch)(keys, values)
-
-    @without_caller_contexts
-    def _push_by_pytorch(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        # The position behind all rows, less padding that leaves the one of this token
-        padding = self._last - self._block.start - self._stored.expand(len(keys))
-        positions = Positions(self._last, padding if self._offsets is None else padding + self._offsets)
-        oldest_keys, oldest_values = (states[:, :, :1] for states in self.storage)
-        rows = self._codec.encode(oldest_keys, oldest_values, positions)
-        for stored, row in zip((self._block.keys, self._block.values), rows, strict=True):
-            stored.index_copy_(2, self._stored, row)
-        for states, new in zip(self.storage, (keys, values), strict=True):
-            states.copy_(torch.cat((states[:, :, 1:], new.to(states.dtype)), dim=2))
-        self._numbers.add_(1)
-
-    def parts(self, mask: torch.Tensor | None) -> list[Part]:
-        """Lists everything held, with its columns of a mask over all positions; nothing is read from the device."""
-        parts: list[Any] = []
-        for part, where in self._parts:
-            if mask is not None and isinstance(where, torch.Tensor):
-                columns = mask_columns(mask, where, len(where), mask.shape[-1])
-            else:
-                columns = None if isinstance(where, torch.Tensor) else slice_mask(mask, where, where + part.length)
-            if part.mask is not None:
-                columns = combine_masks(columns, part.mask[:, 0, 0])
-            parts.append(replace(part, mask=columns))
-        if mask is not None:
-            mask = slice_mask(mask, 0, self.num_columns)
-            assert mask is not None
-            mask = mask.index_select(3, self.total + self._newest)
-        return [*parts, DensePart(*self.storage, self._num_exact, mask)]
-
-    def kept_step(self, query: torch.Tensor, num_heads: int, scale: float | None) -> Any:
-        """Finds or prepares attention of queries like `query`, with nothing hidden, by kernels of a GPU, or `None`."""
-        kind = query.shape, query.dtype, scale
-        if kind not in self._steps:
-            self._steps[kind] = load_triton().keep_attention(query, self.parts(None), num_heads, scale)
-        return self._steps[kind]
+        _GRAPH_STATES[self.number] = self
 
 
 class StaticLayer(RowLayer):
     """
-    A layer of rows that stands still while tokens are decoded one by one, with as many of the newest tokens exact.
+    A layer of rows whose next token changes no address, if there is capacity for it.
 
     Args:
         policy, layer_idx, attention_mask: see `RowLayer`.
         max_length (`int`, *optional*): tokens that there is capacity for from the first one on. By default capacity
-            grows with them, and only where kernels of a GPU compute the layer stands still.
+            grows with them, and is reserved only where kernels of a GPU compute.
+
     Attributes:
-        form (`StaticStepState`, *optional*): where it stands, if the next token can be taken in there.
+        graph (`GraphState`, *optional*): present if a graph can take the next token.
     """
 
-    form: StaticStepState | None = None
-    _form: StaticStepState | None = None
+    graph: GraphState | None = None
+    _is_static = False
     _num_tokens = 0
     _host_is_behind = False
 
@@ -188,8 +95,13 @@ class StaticLayer(RowLayer):
         self.max_length, self.is_compileable = max_length, max_length is not None
 
     def _clear(self) -> None:
-        self.form = self._form = None
         super()._clear()
+        self.graph = None
+        # The newest plan and graph state, which are used again if addresses are the same
+        self._device_plan: DevicePlan | None = None
+        self._graph: GraphState | None = None
+        # Packed tokens that were checked
+        self._num_checked = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -200,25 +112,25 @@ class StaticLayer(RowLayer):
         self._look_for_kernels()
 
     def _look_for_kernels(self) -> None:
-        has_kernels, reason = compiles_kernels(torch.empty(0, dtype=torch.float32, device=self.device)), None
+        """Decide if capacity is reserved; a `ValueError` if `max_length` asks for it and kernels are missing."""
+        has_kernels = compiles_kernels(torch.empty(0, dtype=torch.float32, device=self.device))
+        reason = None
         if has_kernels:
             triton = load_triton()
+            head_dim = max(self._shapes["keys"][3], self._shapes["values"][3])
             if not triton.has_room(self._unfitted.shared_formats, self.device, self.dtype):
-                has_kernels, reason = False, triton.TOO_LARGE
+                has_kernels = False
+                reason = triton.TOO_LARGE
+            elif not triton.can_encode(self.dtype, head_dim):
+                has_kernels = False
+                reason = f"none encodes heads of {head_dim} channels in {self.dtype}"
         elif self.device.type == "cuda":
             reason = explain_kernel("cuda")[1] or "not chosen"
         if self.max_length is not None and reason is not None:
             raise ValueError(f"`max_cache_len` needs Triton's kernels: {reason}")
         self._is_static = has_kernels or self.max_length is not None
-        if self._is_static and not self.policy.keeps_whole_tail:
-            # In the place of rows of more bits, which are coded twice
-            num_exact = self.policy.residual_length
-            if self.policy.recent_length:
-                self._requantize_recent()
-                num_exact = max(num_exact, _NUM_EXACT)
-            self.policy = replace(self.policy, recent_length=0, residual_length=num_exact, keeps_whole_tail=True)
 
-    # Tokens of the sequence and of the blocks, which a replayed graph adds to
+    # Lengths, which a replayed graph adds to
 
     @property
     def _length(self) -> int:  # type: ignore[override]
@@ -242,151 +154,274 @@ class StaticLayer(RowLayer):
         """Count the tokens that replayed graphs have stored. The host waits for the device."""
         if not self._host_is_behind:
             return
-        assert self._form is not None
+        assert self._device_plan is not None
         self._host_is_behind = False
-        count = int(self._form.total) - self._num_tokens
-        self._note_pushed(count)
-        self._num_tokens += count
-        for name in ("attend_calls", "fused_calls"):
-            self._counters[name] += count
+        counts = self._device_plan.counts()
+        num_pushed = counts.total - self._num_tokens
+        before = count_tokens(self._storage, self.policy, self._num_tokens)
+        num_packed = counts.open + counts.recent - before.open - before.recent
+        self._set_counts(counts)
+        self._num_tokens = counts.total
+        self._num_new = 1
+        self._counters["tokens_compressed"] += num_packed
+        self._counters["chunks_compressed"] += num_packed // self._num_packed
+        self._counters["attend_calls"] += num_pushed
+        self._counters["fused_calls"] += num_pushed
+        self._check_packed()
 
-    def _note_pushed(self, count: int) -> None:
-        """Count encoded tokens, and check them now and then: a `ValueError` if one overflowed."""
-        block, before = self._storage.segments[-1], self._storage.segments[-1].length
-        block.length, self._num_new, self.plan = before + count, 1, None
-        for name in ("tokens_compressed", "chunks_compressed"):
-            self._counters[name] += count
-        first = before // _CHECK_STEP * _CHECK_STEP
-        if block.length >= first + _CHECK_STEP:
-            rows = slice(first, block.length)
-            assert self.codec is not None
-            overflow = self.codec.overflow(block.keys[:, :, rows], block.values[:, :, rows])
-            assert overflow is not None
-            nothing = self._buffer_storage()[0][:, :, :0]
+    @property
+    def _num_packed(self) -> int:
+        """Tokens that are packed together."""
+        return self.policy.residual_length - self.policy.num_kept
+
+    def _set_counts(self, counts: StepCounts) -> None:
+        opened, recent = split_open(self._storage, self.policy)
+        opened.length = counts.open
+        if recent is not None:
+            recent.length = counts.recent
+            recent.start = opened.stop
+        assert self._storage.tail is not None
+        self._storage.tail.length = counts.tail
+
+    def _count_push(self) -> None:
+        """Count a token that the device stores, as the kernel does; `_length` does not count it yet."""
+        counts, policy = count_tokens(self._storage, self.policy, self._num_tokens), self.policy
+        num_open, num_recent, num_tail = counts.open, counts.recent, counts.tail
+        is_full = num_tail == policy.residual_length
+        if is_full:
+            num_tail = policy.num_kept
+            if policy.recent_length:
+                num_recent += self._num_packed
+                num_requantized = self._num_to_requantize(num_recent)
+                num_recent -= num_requantized
+                num_open += num_requantized
+            else:
+                num_open += self._num_packed
+            self._counters["tokens_compressed"] += self._num_packed
+            self._counters["chunks_compressed"] += 1
+        self._set_counts(StepCounts(num_open, num_recent, num_tail + 1, counts.total))
+        self._num_new = 1
+        if is_full:
+            self._check_packed()
+
+    def _check_packed(self) -> None:
+        """Check packed tokens now and then: a `ValueError` if one overflowed."""
+        opened, recent = split_open(self._storage, self.policy)
+        total = opened.length if recent is None else recent.stop - opened.start
+        if total < self._num_checked + _CHECK_STEP:
+            return
+        assert self.codec is not None
+        first = min(self._num_checked, opened.length)
+        self._num_checked = total
+        held = [(opened, first)] if recent is None else [(opened, first), (recent, 0)]
+        for segment, start in held:
+            rows = slice(start, segment.length)
+            overflow = self.codec.overflow(segment.keys[:, :, rows], segment.values[:, :, rows])
+            assert overflow is not None and self._storage.tail is not None
+            nothing = self._storage.tail.keys[:, :, :0]
             check_finite(nothing, nothing, None, self.layer_idx, overflow=overflow.any())
 
-    def _buffer_storage(self) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self._storage.tail is not None
-        return self._storage.tail.tensors()
+    # Capacity and plans
 
-    def _plan_inputs(self) -> list[object]:
-        """List the objects whose identity the step state depends on."""
-        own = self.storage.prefix
-        prefix = () if own is None else (own.keys, own.count)
-        blocks = (each for block in self.storage.segments for each in (block, block.keys))
-        return [self.padding, self.codec, *blocks, *prefix, *self._buffer_storage()]
-
-    def _enter_static(self) -> None:
-        """Make the layer static if the next token changes nothing but the tail and the open segment."""
-        storage, limit, self.form = self.storage, self.policy.residual_length, None
-        buffer = storage.tail
-        if not self._is_static or self.phase is not Phase.STORED or buffer is None or buffer.length != limit:
-            return
-        if self._records_queries or not isinstance(self.codec, RowCodec):
-            return
-        first = next((block for block in storage.segments if block.length), None)
+    def _can_push(self) -> bool:
+        """Return True if a decoded token changes nothing but open segment, recent rows and tail."""
+        if self.phase is not Phase.STORED or not self.policy.residual_length or self.codec is None:
+            return False
+        if self._records_queries or self._unfitted_sequences is not None:
+            return False
+        first = next((segment for segment in self.storage.segments if segment.length), None)
         # Padding is of the first prompt, and hidden by masks of its own part
-        if first is None or (self.padding is not None and int(self.padding.max()) > first.start + first.length):
+        return first is not None and (self.padding is None or int(self.padding.max()) <= first.stop)
+
+    @without_caller_contexts
+    def _prepare_steps(self) -> None:
+        """Reserve capacity for decoded tokens, and plan their steps."""
+        if not self._is_static or not self._can_push():
             return
-        if not storage.segments[-1].is_open:
-            keys, values = (
-                torch.zeros(self.batch_size, self._shapes["keys"][1], 0, size, dtype=torch.uint8, device=self.device)
-                for size in self.codec.row_sizes
-            )
-            storage.segments.append(RowSegment(keys, values, self.exact_start, 0))
-        newest = storage.segments[-1]
-        wanted = 0 if self.max_length is None else self.max_length - newest.start - limit
-        if newest.capacity < max(wanted, newest.length + 1):
-            more = newest.length + max(newest.length // _SHARE, _LEAST)
-            newest.resize(wanted if wanted > newest.length else more)
-        form, states = self._form, [each[:, :, :limit] for each in buffer.tensors()]
-        if form is not None and tensor_signature(*states) == tensor_signature(*form.storage):
-            # An update of several tokens has moved them
-            buffer.move_to(*form.storage)
-        elif buffer.capacity != limit:
-            buffer.move_to(*(each.clone() for each in states))
-        if self._form is None or not self._form.holds(self):
-            self._form = StaticStepState(self)
+        opened = self._reserve_open()
+        plan = None
+        if choose_token_kernel(opened.keys)[0] == "triton":
+            self._reserve_recent()
+            self._reserve_tail()
+            plan = self._plan_on_device()
+        if self.max_length is not None:
+            self._make_graph(plan)
+
+    def _most_packed(self) -> int:
+        """Rows that the open segment gets at once, at most."""
+        return self._num_packed + self.policy.recent_length - self.policy.num_recent_kept
+
+    def _empty_segment(self, start: int, *, is_recent: bool) -> RowSegment:
+        shape = self.batch_size, self._shapes["keys"][1], 0
+        keys, values = (
+            torch.zeros(*shape, size, dtype=torch.uint8, device=self.device)
+            for size in self._codec_of(is_recent).row_sizes
+        )
+        return RowSegment(keys, values, start, 0, is_recent)
+
+    def _reserve_open(self) -> RowSegment:
+        """Return the segment of older rows that grows, with capacity for more, in front of recent rows."""
+        segments = self.storage.segments
+        has_recent = segments[-1].is_recent
+        place = len(segments) - has_recent
+        if place and segments[place - 1].is_open:
+            opened = segments[place - 1]
         else:
-            self._form.set_numbers(self)
-        self.form = self._form
+            opened = self._empty_segment(segments[-1].start if has_recent else self.exact_start, is_recent=False)
+            segments.insert(place, opened)
+        least = opened.length + self._most_packed()
+        wanted = 0 if self.max_length is None else self.max_length - opened.start
+        if wanted < least:
+            wanted = least if opened.capacity >= least else least + max(opened.length // _SHARE, _LEAST)
+        if opened.capacity < wanted:
+            opened.resize(wanted)
+            self.storage.version += 1
+        return opened
+
+    def _reserve_recent(self) -> None:
+        """Give recent rows all the capacity that they need, where the last plan had them."""
+        if not self.policy.recent_length:
+            return
+        segments = self.storage.segments
+        if not segments[-1].is_recent:
+            segments.append(self._empty_segment(self.exact_start, is_recent=True))
+        recent = segments[-1]
+        capacity = self.policy.recent_length + self._num_packed
+        before = None if self._device_plan is None else self._device_plan.recent_rows
+        if before is not None and _is_alike(before, recent, capacity):
+            recent.move_to(*before)
+        elif not recent.is_open or recent.capacity != capacity:
+            recent.resize(capacity)
+        recent.is_open = True
+
+    def _reserve_tail(self) -> None:
+        """Give the tail all the capacity that it needs, where the last plan had it."""
+        storage, limit = self.storage, self.policy.residual_length
+        if storage.tail is None:
+            keys, values = (
+                torch.zeros(self.batch_size, shape[1], 0, shape[3], dtype=self.dtype, device=self.device)
+                for shape in (self._shapes["keys"], self._shapes["values"])
+            )
+            storage.tail = ExactTail(keys, values, limit)
+        before = None if self._device_plan is None else self._device_plan.tail_storage
+        if before is not None and before[0].shape[:2] == storage.tail.storage[0].shape[:2]:
+            storage.tail.move_to(*before)
+        else:
+            storage.tail.reserve(limit)
+
+    def _plan_on_device(self) -> DevicePlan:
+        """Return the plan of the next step: the last one if addresses are the same."""
+        storage, policy = self.storage, self.policy
+        plan, codec = self._device_plan, self.codec
+        assert isinstance(codec, RowCodec), "only such layers are static"
+        if plan is None or plan.addresses != list_addresses(storage, policy, codec, self.padding):
+            parts = list(self.packed_parts(None))
+            plan = DevicePlan(storage, policy, codec, self.padding, parts, self._length, self._count_push)
+        else:
+            plan.version = storage.version
+            plan.set_counts(count_tokens(storage, policy, self._length))
+        self.plan = self._device_plan = plan
+        return plan
+
+    def _make_graph(self, plan: DevicePlan | None) -> None:
+        assert self.max_length is not None
+        graph = self._graph
+        num_columns = self.max_length if graph is None else graph.num_columns
+        if self._length >= num_columns:
+            num_columns = self._length + max(self._length // _SHARE, _LEAST)
+        if graph is None or graph.plan is not plan or graph.num_columns != num_columns:
+            graph = GraphState(self, plan, num_columns)
+        if plan is None:
+            graph.total.fill_(self._length)
+        self.graph = self._graph = graph
+
+    @property
+    def _pushes_on_device(self) -> bool:
+        """True if the plan stores the next token."""
+        plan = self.plan
+        return isinstance(plan, DevicePlan) and plan.version == self.storage.version
+
+    def invalidate_plan(self) -> None:
+        """See `CompressedLayer.invalidate_plan`: graphs cannot take the next token either."""
+        super().invalidate_plan()
+        self.graph = None
+
+    # Updates and attention
 
     @without_caller_contexts
     def commit_prompt(self) -> None:
-        """See `LazyLayer.commit_prompt`; the layer becomes static before the first token is decoded."""
-        is_settled = self._pending is None
+        """See `LazyLayer.commit_prompt`; steps are prepared before the first token is decoded."""
+        is_committed = self._pending is None
         super().commit_prompt()
-        if not is_settled:
-            self._enter_static()
+        if not is_committed:
+            self._prepare_steps()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        is_alike = self._last_signature == tensor_signature(key_states, value_states) and not torch.is_grad_enabled()
-        if self.form is None or not is_alike or self._pending is not None:
-            return super().update(key_states, value_states)
-        self._push(key_states, value_states)
-        self._length += 1
-        return make_lazy_kv(self, key_states.shape, value_states.shape, self._length, self.dtype, self.device)
+        states = super().update(key_states, value_states)
+        graph = self.graph
+        if graph is not None:
+            if self._num_tokens > graph.num_columns:
+                self._prepare_steps()
+            elif graph.plan is None:
+                graph.total.fill_(self._num_tokens)
+        return states
 
-    def _push(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        newest = self.storage.segments[-1]
-        if newest.length == newest.capacity:
-            self._enter_static()
-        assert self.form is not None
-        self.form.push(keys, values)
-        self._note_pushed(1)
+    def _pack_by_plan(self, plan: StepPlan) -> bool:
+        if not isinstance(plan, DevicePlan):
+            return super()._pack_by_plan(plan)
+        # The device packs; rows that it adds need capacity
+        opened, recent = split_open(self._storage, self.policy)
+        count = self._num_packed
+        if recent is not None:
+            count = self._num_to_requantize(recent.length + self._num_packed)
+        return opened.length + count <= opened.capacity
+
+    def _before_update(self) -> None:
+        if not self._pushes_on_device:
+            super()._before_update()
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if keys.shape[2] == 1 and self.form is None:
-            self._enter_static()
-        if keys.shape[2] == 1 and self.form is not None:
-            self._push(keys, values)
+        if not self._pushes_on_device:
+            super()._append(keys, values)
             return
-        self.invalidate_plan()
-        super()._append(keys, values)
+        if keys.shape[2] != 1:
+            self.invalidate_plan()
+            super()._before_update()
+            super()._append(keys, values)
+            return
+        plan, tail = self.plan, self.storage.tail
+        assert plan is not None and tail is not None
+        if tail.length >= plan.limit and not self._pack_by_plan(plan):
+            self._prepare_steps()
+            assert self.plan is not None
+            plan = self.plan
+        plan.push(tail, keys, values)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """See `LazyLayer.attend`; a layer whose tail is full again becomes static before the next token."""
+        """See `LazyLayer.attend`; after a single token the steps of later ones are prepared."""
         output = super().attend(call)
-        if self.form is None:
-            self._enter_static()
+        if self._num_new == 1 and self.graph is None and not self._pushes_on_device:
+            self._prepare_steps()
         return output
 
-    def run_plan(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
-        """See `LazyLayer.run_plan`: on a GPU by launches that are kept."""
-        form = self.form
-        if form is None or query.shape[2] != 1 or choose_token_kernel(query)[0] != "triton":
-            output = super().run_plan(query, num_tokens, scale)
-            if form is None and output is not None:
-                self._enter_static()
-            return output
-        if num_tokens != self._length:
-            return None
-        step = form.kept_step(query, self._shapes["keys"][1], scale)
-        if step is None:
-            return None
-        output = step(query)
-        self._counters["attend_calls"] += 1
-        self._counters["fused_calls"] += 1
-        return output
+    @without_caller_contexts
+    def crop_tokens(self, count: int) -> None:
+        super().crop_tokens(count)
+        self._prepare_steps()
 
     def get_seq_length(self) -> Any:
         """See `LazyLayer.get_seq_length`; in a graph on the device, as Transformers' own static layers have it."""
-        if torch.compiler.is_dynamo_compiling() and self.form is not None:
-            return self.form.total
+        if torch.compiler.is_dynamo_compiling() and self.graph is not None:
+            return self.graph.total
         return self._length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """See `LazyLayer.get_mask_sizes`: of one token the same in every step, if steps are to be compiled."""
-        if self.form is not None and self.is_compileable and query_length == 1:
-            return self.form.num_columns, 0
+        if self.graph is not None and query_length == 1:
+            return self.graph.num_columns, 0
         return super().get_mask_sizes(query_length)
-
-    def invalidate_plan(self) -> None:
-        """See `CompressedLayer.invalidate_plan`: also leave the static state."""
-        super().invalidate_plan()
-        self.form = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._sync_lengths()
@@ -397,10 +432,20 @@ class StaticLayer(RowLayer):
         return self.__dict__
 
 
+def _is_alike(rows: tuple[torch.Tensor, torch.Tensor], segment: RowSegment, capacity: int) -> bool:
+    """Return True if storage of rows can take a segment's."""
+    own = segment.keys, segment.values
+    return all(
+        mine.shape[2] == capacity and (mine.shape[:2], mine.shape[3]) == (each.shape[:2], each.shape[3])
+        for mine, each in zip(rows, own, strict=True)
+    )
+
+
 class GraphStates(torch.Tensor):
     """
     Stands for the states that `update` returns while a step is traced: new keys or values `[B, H, 1, D]`, and `order`
-    and `number` of the layer's form. A tensor, as models repeat heads on the way; nothing else can be done with it.
+    and `number` of the layer's graph state. A tensor, as models repeat heads on the way; nothing else can be done with
+    it.
     """
 
     states: torch.Tensor
@@ -428,15 +473,15 @@ _REPEATING = (torch.Tensor.__getitem__, torch.Tensor.expand, torch.Tensor.reshap
 
 
 def traced_states(layer: StaticLayer, keys: torch.Tensor, values: torch.Tensor) -> tuple[GraphStates, GraphStates]:
-    """Stand for the update of a static layer by a token, while it is traced."""
-    form = layer.form
-    assert form is not None
-    layer._host_is_behind = True
-    return _stand_for(keys, form.order, form.number, keys), _stand_for(values, form.order, form.number, values)
+    """Return stand-ins for all states of a static layer that is updated by a token, while it is traced."""
+    graph = layer.graph
+    assert graph is not None
+    layer._host_is_behind = graph.plan is not None
+    return _stand_for(keys, graph.order, graph.number, keys), _stand_for(values, graph.order, graph.number, values)
 
 
 def _stand_for(new: torch.Tensor, order: torch.Tensor, number: int, shown: torch.Tensor) -> GraphStates:
-    """Returns new states in the place of all of a layer's, which look like `shown`."""
+    """Return new states in the place of all of a layer's, which look like `shown`."""
     states = shown.as_subclass(GraphStates)
     states.states, states.order, states.number = new, order, number
     return states
@@ -465,21 +510,20 @@ def static_attention(
     scale: float | None,
 ) -> torch.Tensor:
     """
-    Stores a token, keys and values `[B, H, 1, D]`, in a layer that stands still, whose form's `order` and `number` are
-    given, and attends to all that it holds with queries `[B, H * G, 1, D]`.
+    Store a token, keys and values `[B, H, 1, D]`, in the static layer whose graph state has `order` and `number`, and
+    attend to all that it holds with queries `[B, H * G, 1, D]`.
     """
-    form = _FORMS.get(number)
-    layer = None if form is None else form.layer()
-    if form is None or layer is None:
+    graph = _GRAPH_STATES.get(number)
+    layer = None if graph is None else graph.layer()
+    if graph is None or layer is None:
         raise RuntimeError("the cache of this graph is gone, or its storage has been moved")
     # Operators are called with lazy states switched off
     with torch.no_grad(), torch._C._EnableTorchFunction():
-        form.push(keys, values)
-        if choose_token_kernel(query)[0] == "triton":
+        if graph.plan is not None:
+            graph.plan.push_uncounted(keys, values)
             layer._host_is_behind = True
-            return attend(query, form.parts(mask), keys.shape[1], scale, "triton").contiguous()
-        layer._note_pushed(1)
-        layer._length = layer._num_tokens + 1
+            return attend(query, graph.plan.parts(mask), keys.shape[1], scale, "triton").contiguous()
+        layer.update(keys, values)
         return layer.attend(AttentionCall(query, mask, scale=scale)).contiguous()
 
 

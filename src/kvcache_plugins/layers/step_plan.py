@@ -1,4 +1,4 @@
-"""Plan of a layer's decode step: attention over everything stored, prepared once for many tokens."""
+"""Plans of a layer's decode steps: everything that an engine prepares once and uses for many tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 from kvcache_plugins.formats.parts import LayerPart, RowPart
 from kvcache_plugins.formats.rows import KeptRows, RowFormats
-from kvcache_plugins.kernels.attention import prepare_coding, prepare_tokens
+from kvcache_plugins.kernels.attention import PlannedAttention, can_attend, list_native, prepare_coding, prepare_triton
+from kvcache_plugins.kernels.compiled import PreparedCall
 from kvcache_plugins.kernels.cpu_coding import PreparedCoding
 
 from .exact_tokens import ExactTail
@@ -29,76 +30,78 @@ class DroppedOnCopy:
 
 class StepPlan(DroppedOnCopy):
     """
-    Attention of queries like `query` over prefix, segments and tail of a layer, of which only the tail may grow, and
-    the packing of the tail's oldest tokens.
+    Decode steps of a layer by one engine. This plan, of no engine, records that none can read what is stored.
 
-    Args:
-        query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries to plan for.
-        parts (`Sequence[Part]`): everything held; the last is the tail.
-        num_heads (`int`): key/value heads.
-        scale (`float`, *optional*): factor of the scores.
-        kernel (`str`): `"compiled"` or `"triton"`.
-        limit (`int`): tokens in the tail at which it is packed.
-        version (`int`): of the storage. A plan of another version must not be run.
+    Attributes:
+        version (`int`): of the storage that the plan was made for. A plan of another version must not be run.
+        limit (`int`): tokens in the tail at which the next push packs.
     """
 
-    __slots__ = ("_call", "_encoder", "_packed", "limit", "version")
+    __slots__ = ("limit", "version")
+
+    def __init__(self, version: int, limit: int) -> None:
+        self.version = version
+        self.limit = limit
+
+    def push(self, tail: ExactTail, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Store a token `[B, H, 1, D]`. Return False if it has to be appended to the tail."""
+        return False
+
+    def attend(self, query: torch.Tensor, scale: float | None, tail: ExactTail) -> torch.Tensor | None:
+        """Attend with queries `[B, H * G, Q, D]` over everything; `None` if the plan is not for such queries."""
+        return None
+
+
+class CompiledPlan(PreparedCall, StepPlan):
+    """
+    Steps in C, over prefix, segments and tail, of which only the tail may grow, and the packing of its oldest tokens.
+
+    Args:
+        query, num_heads, scale: see `plan_steps`.
+        parts (`Sequence[LayerPart]`): everything held; the last is the tail.
+        version, limit: see `StepPlan`.
+    """
 
     def __init__(
         self,
         query: torch.Tensor,
         parts: Sequence[LayerPart],
         num_heads: int,
-        scale: float | None,
-        kernel: str,
-        limit: int,
+        scale: float,
         version: int,
+        limit: int,
     ) -> None:
+        PreparedCall.__init__(self, query, list_native(parts), num_heads, scale)
+        StepPlan.__init__(self, version, limit)
         self._packed = list(parts[:-1])
-        self.limit = limit
-        self.version = version
-        self._call = prepare_tokens(query, parts, num_heads, scale, kernel)
         self._encoder: PreparedCoding | None = None
-
-    @property
-    def is_possible(self) -> bool:
-        """False if what is stored cannot be read where it is: attention is then computed without a plan."""
-        return self._call is not None
-
-    def stage(self, tail: ExactTail, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Leave a token for `run` to write into the tail. Return False if it has to be appended."""
-        if self._call is None or tail.unwritten is not None or tail.length >= tail.capacity:
-            return False
-        newest = self._call.accept(keys, values)
-        if newest is None:
-            return False
-        tail.unwritten = newest
-        tail.length += 1
-        return True
-
-    def run(self, query: torch.Tensor, scale: float | None, tail: ExactTail) -> torch.Tensor | None:
-        """Attend over everything; `None` if the plan is not for such queries."""
-        if self._call is None:
-            return None
-        output = self._call.attend(query, scale, tail.storage, tail.length, tail.unwritten)
-        if output is not None:
-            tail.unwritten = None
-        return output
 
     def encode(
         self,
         tail: ExactTail,
-        formats: tuple[RowFormats | None, RowFormats | None],
+        formats: tuple[RowFormats, RowFormats],
         num_kept: int,
         start: int,
         growth: tuple[KeptRows, KeptRows | None],
         padding: torch.Tensor | None,
         largest: float,
     ) -> list[torch.Tensor] | None:
-        """Encode all but the newest `num_kept` tokens of the tail behind the newest rows."""
+        """
+        Encode all but the newest `num_kept` tokens of the tail behind the newest rows, and rows that these replace
+        behind the older ones.
+
+        Args:
+            formats: formats of the newest rows and of older ones.
+            start (`int`): position of the tail's first token.
+            growth: rows that stay, newest and older.
+            padding (`torch.Tensor` of shape `[B]`, *optional*): left padding.
+            largest (`float`): exclusive bound on the magnitude of numbers.
+
+        Returns:
+            `list[torch.Tensor]`: storage of the rows of keys and of values, newest and older. `None` if the kernel
+            does not encode such tokens; nothing has changed then.
+        """
         own, older = formats
-        if self._call is None or own is None or older is None:
-            return None
         states, count = tail.tensors(), tail.length - num_kept
         encoder = self._encoder
         if encoder is None or encoder.formats is not own or encoder.padding is not padding:
@@ -119,14 +122,54 @@ class StepPlan(DroppedOnCopy):
     def replace_rows(self, parts: Sequence[LayerPart], version: int) -> bool:
         """Replace the newest row parts. Return False if they do not fit; the plan is of no use then."""
         first = len(self._packed) - len(parts)
+        changed: list[RowPart] = []
         for index, part in enumerate(parts, start=first):
             before = self._packed[index]
             assert isinstance(before, RowPart) and isinstance(part, RowPart)
             if before.mask is not None and part.positions.first != before.positions.first:
                 # Its columns would be others
                 return False
-            self._packed[index] = replace(part, mask=before.mask)
-        if self._call is None or not self._call.extend(self._packed[first:]):
+            changed.append(replace(part, mask=before.mask))
+        self._packed[first:] = changed
+        if not self.extend(changed):
             return False
         self.version = version
         return True
+
+
+class TritonPlan(StepPlan):
+    """Attention over groups by kept launches of Triton's kernels; PyTorch appends tokens to the tail."""
+
+    __slots__ = ("_attention",)
+
+    def __init__(self, attention: PlannedAttention, version: int, limit: int) -> None:
+        super().__init__(version, limit)
+        self._attention = attention
+
+    def attend(self, query: torch.Tensor, scale: float | None, tail: ExactTail) -> torch.Tensor | None:
+        return self._attention.attend(query, scale, tail)
+
+
+def plan_steps(
+    query: torch.Tensor,
+    parts: Sequence[LayerPart],
+    num_heads: int,
+    scale: float | None,
+    kernel: str,
+    version: int,
+    limit: int,
+) -> StepPlan:
+    """
+    Plan decode steps of queries like `query` `[B, H * G, Q, D]` by `"compiled"` or `"triton"` kernels, over parts of
+    which the last is the tail.
+    """
+    if kernel == "compiled" and can_attend(query, parts):
+        scale = query.shape[3] ** -0.5 if scale is None else scale
+        plan = CompiledPlan(query, parts, num_heads, scale, version, limit)
+        if plan.is_lasting:
+            return plan
+    elif kernel == "triton":
+        attention = prepare_triton(query, parts, num_heads, scale)
+        if attention is not None:
+            return TritonPlan(attention, version, limit)
+    return StepPlan(version, limit)

@@ -90,7 +90,7 @@ class UsageChecksMixin(Cache):
         """See `Cache.update`; a `ValueError` if the states are another model's, before they are stored."""
         if torch.compiler.is_dynamo_compiling():
             layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-            if isinstance(layer, StaticLayer) and layer.form is not None and key_states.shape[2] == 1:
+            if isinstance(layer, StaticLayer) and layer.graph is not None and key_states.shape[2] == 1:
                 return traced_states(layer, key_states, value_states)
             return self._update_outside_of_graphs(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx == self._first_layer:

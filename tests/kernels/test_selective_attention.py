@@ -1,4 +1,4 @@
-"""Tokens of which a step attends to some: scores, choice, copies and attention by every engine, against float64."""
+"""Attention to selected tokens by every engine, against float64: scores, the largest, copies and attention."""
 
 import dataclasses
 from functools import partial
@@ -9,8 +9,16 @@ import torch
 from kernel_cases import Scored, random_codes, rounding_of, row_part
 
 from kvcache_plugins.formats.parts import SelectableRows, SinkStates
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.ops import decode_tiles
-from kvcache_plugins.kernels.tokens import attend_fetched, attend_selected, gather_rows, score_codes, score_rows, topk
+from kvcache_plugins.kernels.selective_attention import (
+    Selection,
+    attend_fetched,
+    attend_selected,
+    gather_rows,
+    topk,
+)
+from kvcache_plugins.kernels.token_scores import KeyCodes, PreparedRows, score_codes, score_rows
 
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -47,22 +55,26 @@ SCORED = {
 @pytest.mark.parametrize("scored", SCORED.values(), ids=SCORED)
 def test_scores_of_codes(scored, engine):
     query, codes, scale, dense = random_codes(scored)
-    scores = score_codes(query, codes, scale, dense.shape[2], scored.nbits)
-    assert_near(scores, query.double() @ dense.transpose(2, 3))
+    spread = torch.rand(*query.shape[:2], 1, query.shape[3]) + 0.5
+    scores = score_codes(query, KeyCodes(codes, scale, spread, dense.shape[2], scored.nbits))
+    assert_near(scores, (query * spread).double() @ dense.transpose(2, 3))
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-35, 1e20])
 def test_queries_of_any_size(size, engine):
     query, codes, scale, dense = random_codes(SCORED["more than a task"])
-    scores = score_codes(torch.full_like(query, size), codes, scale, dense.shape[2], 2)
+    keys = KeyCodes(codes, scale, torch.ones(1, 2, 1, 64), dense.shape[2], 2)
+    scores = score_codes(torch.full_like(query, size), keys)
     expected = torch.full_like(query, size).double() @ dense.transpose(2, 3)
     assert torch.allclose(scores.double(), expected, atol=1e-4 * size + 1e-30)
 
 
 def test_scores_depend_on_their_sequence_only(num_threads):
     query, codes, scale, dense = random_codes(SCORED["8 bits"])
-    together, one = score_codes(query, codes, scale, dense.shape[2], 8), slice(1, 2)
-    assert torch.equal(together[one], score_codes(query[one], codes[one], scale[one], dense.shape[2], 8))
+    spread, one = torch.rand(2, 2, 1, 80), slice(1, 2)
+    together = score_codes(query, KeyCodes(codes, scale, spread, dense.shape[2], 8))
+    alone = score_codes(query[one], KeyCodes(codes[one], scale[one], spread[one], dense.shape[2], 8))
+    assert torch.equal(together[one], alone)
 
 
 class TestTopK:
@@ -99,13 +111,13 @@ class TestTopK:
         torch.set_num_threads(1)
         expected = topk(numbers, 3000)
         torch.set_num_threads(4)
-        monkeypatch.setattr("kvcache_plugins.kernels.tokens.num_threads", lambda: 1)
+        monkeypatch.setattr("kvcache_plugins.kernels.selective_attention.num_threads", lambda: 1)
         for found, known in zip(topk(numbers, 3000), expected, strict=True):
             assert torch.equal(found, known)
 
 
 class Chosen(NamedTuple):
-    """Sizes of what is attended to."""
+    """Sizes of selected tokens and a tail."""
 
     batch_size: int = 2
     num_heads: int = 2
@@ -114,15 +126,15 @@ class Chosen(NamedTuple):
     value_dim: int = 64
     num_slots: int = 90
     most: int = 40
-    window: int = 7
+    tail: int = 7
     page_tokens: int = 32
 
 
 CHOSEN = {
     "groups of three": Chosen(),
-    "one of each": Chosen(batch_size=1, num_heads=1, groups=1, num_slots=1, most=1, window=1),
+    "one of each": Chosen(batch_size=1, num_heads=1, groups=1, num_slots=1, most=1, tail=1),
     "as many heads as queries, small": Chosen(groups=1, key_dim=20, value_dim=20, most=63),
-    "one head for nine queries": Chosen(num_heads=1, groups=9, key_dim=40, value_dim=40, window=65),
+    "one head for nine queries": Chosen(num_heads=1, groups=9, key_dim=40, value_dim=40, tail=65),
     "different keys and values": Chosen(groups=4, key_dim=80, value_dim=24, num_slots=200, most=130),
     "a head as small as a vector": Chosen(key_dim=8, value_dim=9, page_tokens=1),
     "smaller than any vector": Chosen(key_dim=3, value_dim=1),
@@ -132,7 +144,7 @@ CHOSEN = {
 
 
 def random_step(case, dtype=torch.float32, counts=None):
-    """Arguments of `attend`; nobody looks at rows that were not chosen, nor at capacity beyond the window."""
+    """Make arguments of `attend`, with NaN in rows that are not selected and in spare capacity of the tail."""
     slots = torch.rand(case.batch_size, case.num_heads, case.num_slots).topk(case.most, dim=2).indices
     count = torch.randint(0, case.most + 1, slots.shape[:2])
     count[0, 0] = case.most
@@ -145,25 +157,26 @@ def random_step(case, dtype=torch.float32, counts=None):
     # In plain PyTorch filling is read, if only to count nothing
     is_chosen[:, :, 0] = True
     rows = rows.masked_fill(~is_chosen[..., None], torch.nan).to(dtype)
-    window = torch.randn(case.batch_size, case.num_heads, case.window + 3, row_dim).to(dtype)
-    window[:, :, case.window :] = torch.nan
-    keys, values = (part.contiguous() for part in window.split([case.key_dim, case.value_dim], dim=3))
+    tail = torch.randn(case.batch_size, case.num_heads, case.tail + 3, row_dim).to(dtype)
+    tail[:, :, case.tail :] = torch.nan
+    keys, values = (part.contiguous() for part in tail.split([case.key_dim, case.value_dim], dim=3))
     query = torch.randn(case.batch_size, case.num_heads, case.groups, case.key_dim).to(dtype)
     pages = [page.contiguous() for page in rows.split(case.page_tokens, dim=2)]
-    return [query, pages, slots, count, keys[:, :, : case.window], values[:, :, : case.window], 0.3]
+    return [query, pages, slots, count, keys[:, :, : case.tail], values[:, :, : case.tail], 0.3]
 
 
-def attend(query, pages, slots, count, keys, values, scale, engine, mask=None, positions=None, window_start=0):
-    """Attention over rows where they stand, or brought together."""
-    if engine == "compiled":
-        return attend_selected(query, pages, slots, count, keys, values, scale, mask, window_start, positions)
-    rows = gather_rows(pages, slots).split([query.shape[3], values.shape[3]], dim=3)
+def attend(query, pages, slots, count, keys, values, scale, engine, mask=None, positions=None, tail_start=0):
+    """Attend to rows where they are stored, or gathered."""
     mask = None if mask is None else mask[:, None, None]
+    call = AttentionCall(query, mask, scale=scale)
+    if engine == "compiled":
+        return attend_selected(call, pages, Selection(slots, count), (keys, values), tail_start, positions)
+    keys_and_values = gather_rows(pages, slots).split([query.shape[3], values.shape[3]], dim=3)
     positions = slots if positions is None else positions
-    return attend_fetched(query, *rows, count, keys, values, scale, mask, positions, window_start)
+    return attend_fetched(call, keys_and_values, count, (keys, values), tail_start, positions)
 
 
-def reference(query, keys, values, slots, count, window, scale, mask=None, positions=None, window_start=0):
+def reference(query, keys, values, slots, count, tail, scale, mask=None, positions=None, tail_start=0):
     """Head by head in float64, over keys and values in all slots."""
     output = query.new_zeros(*query.shape[:3], values.shape[3], dtype=torch.double)
     for b in range(query.shape[0]):
@@ -171,12 +184,12 @@ def reference(query, keys, values, slots, count, window, scale, mask=None, posit
             own = slots[b, h, : count[b, h]]
             all_keys, all_values = (
                 torch.cat([states[b, h, own].double(), newest[b, h].double()])
-                for states, newest in zip((keys, values), window, strict=True)
+                for states, newest in zip((keys, values), tail, strict=True)
             )
             scores = query[b, h].double() @ all_keys.T * scale
             if mask is not None:
                 columns = own if positions is None else positions[b, h, : count[b, h]]
-                line = torch.cat([mask[b, columns], mask[b, window_start : window_start + window[0].shape[2]]])
+                line = torch.cat([mask[b, columns], mask[b, tail_start : tail_start + tail[0].shape[2]]])
                 line = torch.zeros_like(scores[0]).masked_fill(~line, -torch.inf) if line.dtype == torch.bool else line
                 scores = scores + line
             output[b, h] = scores.softmax(dim=1).nan_to_num() @ all_values
@@ -184,11 +197,11 @@ def reference(query, keys, values, slots, count, window, scale, mask=None, posit
 
 
 def check(arguments, engine, **masking):
-    query, pages, slots, count, *window, scale = arguments
+    query, pages, slots, count, *tail, scale = arguments
     output = attend(*arguments, engine, **masking)
     assert output.dtype == query.dtype
-    rows = torch.cat(pages, dim=2).split([query.shape[3], window[1].shape[3]], dim=3)
-    assert_near(output, reference(query, *rows, slots, count, window, scale, **masking), TOLERANCE[query.dtype])
+    rows = torch.cat(pages, dim=2).split([query.shape[3], tail[1].shape[3]], dim=3)
+    assert_near(output, reference(query, *rows, slots, count, tail, scale, **masking), TOLERANCE[query.dtype])
 
 
 class TestExactRows:
@@ -215,7 +228,7 @@ class TestExactRows:
             "added": added.masked_fill(columns < torch.tensor([0, 50])[:, None], -torch.inf),
             "lowest": added.masked_fill(columns < torch.tensor([0, 50])[:, None], torch.finfo(torch.float32).min),
         }[kind]
-        check(random_step(Chosen()), engine, mask=mask, window_start=90)
+        check(random_step(Chosen()), engine, mask=mask, tail_start=90)
 
     @pytest.mark.parametrize("is_boolean", [True, False])
     def test_slots_in_another_order_than_positions(self, is_boolean, engine):
@@ -224,12 +237,12 @@ class TestExactRows:
         positions = torch.randint(0, 250, arguments[2].shape)
         # What is behind the counts has no token
         positions[torch.arange(130).expand_as(positions) >= arguments[3][..., None]] = -1
-        check(arguments, engine, mask=mask, positions=positions, window_start=250)
+        check(arguments, engine, mask=mask, positions=positions, tail_start=250)
 
     def test_nothing_to_attend_to_is_zero(self, engine):
         mask = torch.ones(2, 97, dtype=torch.bool)
         mask[1] = False
-        output = attend(*random_step(Chosen()), engine, mask=mask, window_start=90)
+        output = attend(*random_step(Chosen()), engine, mask=mask, tail_start=90)
         assert output[0].isfinite().all() and (output[0] != 0).any() and (output[1] == 0).all()
 
     def test_filling_is_ignored(self, engine):
@@ -255,18 +268,18 @@ class TestExactRows:
     @pytest.mark.parametrize("forged", FORGED)
     def test_forged_slots_positions_and_counts_stay_in_bounds(self, forged, level):
         pages = [torch.ones(1, 1, 32, 16) for _ in range(2)]
-        slots, window = torch.full((1, 1, 5), forged), torch.ones(1, 1, 3, 8)
-        query, mask = torch.randn(1, 1, 2, 8), torch.ones(1, 9, dtype=torch.bool)
+        slots, tail = torch.full((1, 1, 5), forged), torch.ones(1, 1, 3, 8)
+        query, mask = torch.randn(1, 1, 2, 8), torch.ones(1, 1, 1, 9, dtype=torch.bool)
         for count in (5, forged):
             of_heads = torch.full((1, 1), count)
-            output = attend_selected(query, pages, slots, of_heads, window, window, 0.3, mask, 6, slots)
+            call = AttentionCall(query, mask, scale=0.3)
+            output = attend_selected(call, pages, Selection(slots, of_heads), (tail, tail), 6, slots)
             assert torch.allclose(output, torch.ones(1, 1, 2, 8))
         assert (gather_rows(pages, slots) == 1).all()
 
-    def test_masks_without_the_columns_of_the_window_are_refused(self):
-        arguments = random_step(Chosen())
+    def test_masks_without_the_columns_of_the_tail_are_refused(self):
         with pytest.raises(ValueError, match="`mask` has to have at least 97 columns"):
-            attend_selected(*arguments, torch.ones(2, 96), 90)
+            attend(*random_step(Chosen()), "compiled", torch.ones(2, 96), tail_start=90)
 
     @pytest.mark.parametrize(
         ("num_pages", "page_tokens", "row_dim", "dtype"),
@@ -300,7 +313,7 @@ class TestChosenRows:
     def test_scores_match_float64(self, part, row_case, engine):
         query = torch.randn(row_case.batch_size, row_case.num_heads, row_case.groups, row_case.key_dim)
         length = max(row_case.length - 3, 1)
-        scores = score_rows(query, tokens_of(part, length))
+        scores = score_rows(query, PreparedRows(tokens_of(part, length)))
         keys = torch.cat([tile[0] for tile in decode_tiles(part)], dim=2)[:, :, :length].double()
         assert_near(scores, query.double() @ keys.transpose(2, 3), max(SCORE_TOLERANCE, rounding_of(part, engine)))
 
@@ -313,24 +326,26 @@ class TestChosenRows:
         keys, values = (torch.cat([tile[side] for tile in decode_tiles(part)], dim=2) for side in (0, 1))
         first = torch.tensor([0, 40][:batch_size])
         exact = [torch.randn(*sizes, sinks, dim).to(dtype) for dim in (row_case.key_dim, row_case.value_dim)]
-        tokens = tokens_of(part, length, *exact)
+        tokens = PreparedRows(tokens_of(part, length, *exact))
         # Padding is never chosen
         chances = torch.rand(*sizes, length).masked_fill(torch.arange(length) < first[:, None, None], -1)
         slots = chances.topk(most, dim=2).indices
         count = torch.randint(0, most + 1, sizes)
         count[0, 0] = most
         query = torch.randn(*sizes, row_case.groups, row_case.key_dim).to(dtype)
-        window = [torch.randn(*sizes, 5, dim).to(dtype) for dim in (row_case.key_dim, row_case.value_dim)]
+        tail = tuple(torch.randn(*sizes, 5, dim).to(dtype) for dim in (row_case.key_dim, row_case.value_dim))
         mask = None if mask_kind == "none" else torch.rand(batch_size, length + 5) > 0.3
         if mask_kind == "added":
             mask = torch.randn(mask.shape).masked_fill(~mask, -torch.inf)
-        output = attend_selected(query, tokens, slots, count, *window, 0.3, mask, length)
+        call = AttentionCall(query, None if mask is None else mask[:, None, None], scale=0.3)
+        output = attend_selected(call, tokens, Selection(slots, count), tail, length)
         order = slots.masked_fill(torch.arange(most) >= count[..., None], 10**6).sort().values
-        torch.testing.assert_close(output, attend_selected(query, tokens, order, count, *window, 0.3, mask, length))
+        in_order = attend_selected(call, tokens, Selection(order, count), tail, length)
+        torch.testing.assert_close(output, in_order)
         for item in range(batch_size):
             for states, own in zip((keys, values), exact, strict=True):
                 states[item, :, first[item] : first[item] + sinks] = own[item].float()
-        expected = reference(query, keys, values, slots, count, window, 0.3, mask, None, length)
+        expected = reference(query, keys, values, slots, count, tail, 0.3, mask, None, length)
         assert output.dtype == dtype
         assert_near(output, expected, max(rounding_of(part, "compiled"), 1e-4 if dtype == torch.float32 else 5e-3))
 
@@ -338,16 +353,18 @@ class TestChosenRows:
     def test_forged_tokens_stay_in_bounds(self, part, row_case, level):
         sinks = SinkStates(None, *torch.ones(2, 2, 2, 1, 64))
         tokens = SelectableRows(part.keys, 129, [part.values], part.formats, part.positions, sinks)
-        window, query = torch.ones(2, 2, 1, 64), torch.randn(2, 2, 3, 64)
+        tail = torch.ones(2, 2, 1, 64), torch.ones(2, 2, 1, 64)
+        query = torch.randn(2, 2, 3, 64)
+        call = AttentionCall(query, scale=0.3)
         for forged in (*FORGED, 10**12):
             slots, count = torch.full((2, 2, 5), forged), torch.full((2, 2), forged)
             padding = dataclasses.replace(part.positions, padding=torch.tensor([forged, 0]))
             far = dataclasses.replace(tokens, positions=padding)
             for own, of_heads in ((tokens, count), (tokens, torch.full((2, 2), 5)), (far, torch.full((2, 2), 5))):
-                output = attend_selected(query, own, slots, of_heads, window, window, 0.3, None, 129)
+                output = attend_selected(call, PreparedRows(own), Selection(slots, of_heads), tail, 129)
                 assert output.isfinite().all()
         with pytest.raises(ValueError, match="`pages` has to be"):
             bad = dataclasses.replace(tokens, pages=[part.values[..., 1:]])
-            attend_selected(query, bad, slots, count, window, window, 0.3, None, 129)
+            attend_selected(call, PreparedRows(bad), Selection(slots, count), tail, 129)
         with pytest.raises(ValueError):
-            score_rows(query, dataclasses.replace(tokens, length=130))
+            score_rows(query, PreparedRows(dataclasses.replace(tokens, length=130)))

@@ -1,0 +1,57 @@
+"""Plan of a layer's decode steps on a CPU: selection by a step's own query, and attention, prepared once for many."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcache_plugins.kernels.prepared_selection import PreparedSelection
+from kvcache_plugins.layers.exact_tokens import ExactTail
+from kvcache_plugins.layers.step_plan import DroppedOnCopy
+
+from .config import InfiniGenConfig
+from .selection import limits_of
+
+
+class SelectionPlan(DroppedOnCopy):
+    """
+    Decode steps in C over a pool in order, which does not change, and a tail, which may grow.
+
+    Args:
+        steps (`PreparedSelection`): steps over the tokens of the pool.
+        config (`InfiniGenConfig`): options, with the rule `min_weight`.
+        num_slots (`int`): slots of the pool in use.
+        version (`int`): see below.
+
+    Attributes:
+        version (`int`): of the pool that the plan was made for. A plan of another version must not be run.
+        num_selected (`int`): tokens that the last step selected, over all heads.
+    """
+
+    __slots__ = ("_config", "_num_slots", "_steps", "num_selected", "version")
+
+    def __init__(self, steps: PreparedSelection, config: InfiniGenConfig, num_slots: int, version: int):
+        self._steps = steps
+        self._config = config
+        self._num_slots = num_slots
+        self.version = version
+        self.num_selected = 0
+
+    def push(self, tail: ExactTail, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Leave a token `[B, H, 1, D or E]` for `attend` to write. Return False if it has to be appended."""
+        if tail.unwritten is not None or tail.length >= tail.capacity:
+            return False
+        newest = self._steps.accept(keys, values)
+        if newest is None:
+            return False
+        tail.unwritten = newest
+        tail.length += 1
+        return True
+
+    def attend(self, query: torch.Tensor, scale: float | None, tail: ExactTail) -> torch.Tensor | None:
+        """Attend with queries `[B, H * G, 1, D]` of the newest token; `None` if the plan is not for such queries."""
+        limits = limits_of(self._config, self._num_slots + tail.length, self._num_slots)
+        output = self._steps.attend(query, scale, tail.storage, tail.length, tail.unwritten, limits)
+        if output is not None:
+            tail.unwritten = None
+            self.num_selected = self._steps.num_selected
+        return output
