@@ -296,12 +296,12 @@ class H2OLayer(LazyLayer):
 
     def on_exact_attention(self, call: AttentionCall) -> None:
         # If layers share their states, the first layer's attention counts
-        if self._pending is None:
+        if self._uncommitted_prompt is None:
             return
         if self._length > 1:
             self._learn_padding(call.mask)
         self._mask_seen = True
-        keys, values = self._pending
+        keys, values = self._uncommitted_prompt
         if call.project is not None:
             # All query heads belong to the one head that is stored
             keys = call.project({"keys": keys, "values": values})[0]
@@ -431,8 +431,8 @@ class H2OLayer(LazyLayer):
         self._attended = False
 
     def to_dense(self, side: str) -> torch.Tensor:
-        if self._pending is not None:
-            return self._pending[SIDES.index(side)]
+        if self._uncommitted_prompt is not None:
+            return self._uncommitted_prompt[SIDES.index(side)]
         if self.slots is None:
             return torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
         if self.num_dropped():
