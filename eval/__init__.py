@@ -1,5 +1,5 @@
-"""Measuring caches: how near they stay to a dense one, what they hold, how fast they are, and the tables of it.
+"""Measuring caches: their distance from a dense one, their bytes, their speed, and tables of the results.
 
-`docs/layout.md` says what is where. A function that a command runs declares the command's options and help:
-`kvcache_plugins.cli` only names it.
+`docs/layout.md` lists the files. Functions of `commands`, `benchmarks.commands` and `measures.commands` declare the
+options and help of commands: `kvcache_plugins.cli` only names them.
 """

@@ -119,7 +119,7 @@ class Result:
             say(says)
 
     def fail(self, what: str, reason: str) -> None:
-        """Record that there is no row of something, and why."""
+        """Record the reason why a row is missing."""
         say(f"no row: {what} ({reason})")
         self.failures.append({"what": what, "reason": reason})
         self.save()

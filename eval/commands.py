@@ -3,18 +3,28 @@
 Help reads this module, so it imports nothing heavy at the top: a command imports what it runs.
 """
 
+import statistics
 from collections.abc import Iterator
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvcache_plugins.console.display import track_progress
+from kvcache_plugins.console.inputs import ModelOption, read_text
 
-from .benchmark import benchmark
-from .rows import Found, Settings
+from .benchmark import benchmark, say
+from .rows import Content, Found, Settings
+
+
+if TYPE_CHECKING:
+    from .runahead.measure import Prefill
+
+
+# Tokens of the first prefills of KV-Runahead, which are not timed
+_WARM_UP_TOKENS = 256
 
 
 @benchmark("families")
@@ -83,6 +93,75 @@ def write_report(
         paths = [draw_result(read_result(result), figures / f"{result.stem}.png")]
     for path in paths:
         typer.echo(f"drew {path}", err=True)
+
+
+@benchmark("runahead", "Seconds to the first token of {model}, medians of {rounds}")
+def benchmark_runahead(
+    text_file: Annotated[Path, typer.Option(help="A text of at least as many tokens as the longest --length.")],
+    length: Annotated[list[int], typer.Option(help="Tokens of the prompt; repeatable.", min=1)] = [4096, 8192],
+    model: ModelOption = "smollm2",
+    world_size: Annotated[int, typer.Option(help="Ranks, all started on this machine's CPUs.", min=1)] = 2,
+    rounds: Annotated[int, typer.Option(help="Runs of everything, taking turns.", min=3)] = 5,
+    num_threads: Annotated[int, typer.Option(help="Of every rank.", min=1)] = 1,
+    dtype: Annotated[str | None, typer.Option(help="float32 (default), bfloat16 or float16.")] = None,
+    table: Annotated[Path | None, typer.Option(help="Of `kvcache-plugins plan`; else slices are measured.")] = None,
+    partition: Annotated[list[str] | None, typer.Option(help="Shares such as 0.6,0.4; repeatable.")] = None,
+) -> Iterator[Found]:
+    """Time the first token of KV-Runahead, TSP, a zig-zag, one rank. All run on this machine and take turns.
+
+    \b
+    Examples:
+        kvcache-plugins bench runahead --text-file book.txt
+        kvcache-plugins bench runahead --text-file book.txt --length 8192 --partition 0.5,0.5 --partition 0.65,0.35
+    """
+    from kvcache_plugins.kv_runahead.planner import even
+
+    from .runahead.benchmark import list_ways, make_row, parse_shares, predict, simulate
+    from .runahead.measure import FOLDED, ONE_RANK, TSP, describe_model, encode, load_table, measure_link, prefill
+    from .runahead.plan import plan_table, worst_error
+    from .runahead.ranks import Ranks
+
+    shares = [parse_shares(each, world_size) for each in partition or []]
+    text, lengths = read_text(text_file, "text_file"), sorted(set(length))
+    if lengths[0] < 16 * world_size:
+        raise ValueError(f"`length` has to be at least {16 * world_size} for {world_size} ranks but got {lengths[0]}")
+    say(f"starting {world_size} ranks")
+    with Ranks(model, world_size, dtype=dtype, num_threads=num_threads) as ranks:
+        token_ids = ranks.call(encode, text)[0]
+        if len(token_ids) < lengths[-1]:
+            raise ValueError(f"the text has {len(token_ids)} tokens, but {lengths[-1]} are needed")
+        facts = ranks.call(describe_model)[0]
+        yield Settings(machine=ranks.describe_machine(facts.dtype))
+        short = token_ids[:_WARM_UP_TOKENS]
+        for way in dict.fromkeys((ONE_RANK, TSP, FOLDED, even(len(short), world_size))):
+            ranks.call(prefill, short, way)
+        plan = plan_table(ranks, facts, lengths) if table is None else ranks.call(load_table, str(table))[0]
+        if table is None:
+            yield Content(timings=[asdict(each) for each in plan.timings], worst_error_of_fit=worst_error(plan))
+        cost = plan.cost
+        # A table may be from another machine
+        link = plan.link if table is None else measure_link(ranks, facts, lengths[-1])
+        if link is not None:
+            say(f"link: {link.bytes_per_second / 1e9:.4f} GB/s, {1e6 * link.latency:.0f} us a message")
+        yield Content(cost=None if cost is None else asdict(cost), link=None if link is None else asdict(link))
+        if cost is not None and link is not None:
+            yield Content(simulated=[row for each in lengths for row in simulate(each, cost, link, facts)])
+        ways = {each: list_ways(each, world_size, shares, plan) for each in lengths}
+        with track_progress(rounds * sum(map(len, ways.values()))) as announce:
+            for each, own in ways.items():
+                runs: dict[str, list[list[Prefill]]] = {name: [] for name in own}
+                for turn in range(rounds):
+                    # Forwards and backwards in turn
+                    for name in list(own)[:: 1 if turn % 2 == 0 else -1]:
+                        announce(f"{each} tokens, round {turn + 1}: {name}")
+                        runs[name].append(ranks.call(prefill, token_ids[:each], own[name]))
+                alone = statistics.median(run[-1].seconds for run in runs[ONE_RANK])
+                for name, way in own.items():
+                    row = make_row(name, way, runs[name], token_ids[:each])
+                    row["speed_against_one_rank"] = alone / row["median_s"]
+                    if cost is not None and link is not None and row["num_ranks"] > 1:
+                        row["predicted_s"] = predict(row, name, cost, link, facts, world_size)
+                    yield row
 
 
 def run_on_gpu(

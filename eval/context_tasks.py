@@ -1,11 +1,11 @@
 """Tasks whose answers need much of their context, or are long, made from a seed.
 
 "KV Cache Offloading for Context-Intensive Tasks" (arXiv 2604.08426) has records and tables written anew and many
-needles at once: on those choosing tokens is doubted. Variables to track and common words are RULER's (arXiv
+needles at once, for which the selection of tokens is doubted. Variables to track and common words are RULER's (arXiv
 2404.06654). Long answers show errors that pile up: each line goes on from the one before.
 
-An answer has lines. Which of them are scored is told by a place in it, and those before are a part of the context: so
-answers of a thousand tokens need not be decoded from their first on.
+Lines of an answer from a place on are scored, and the lines before are a part of the context: so answers of a thousand
+tokens need not be decoded from their first token on.
 """
 
 import json
@@ -72,7 +72,7 @@ def make_records(draw: random.Random, size: int) -> _Made:
 
 
 def make_needles(draw: random.Random, size: int) -> _Made:
-    """Make codes hidden among other sentences, all of which are asked for, in another order."""
+    """Make codes hidden among other sentences; the question asks for all, in another order."""
     codes = [(_word(draw).title(), draw.randrange(1000, 10_000)) for _ in range(max(1, size // _NEEDLE_EVERY))]
     sentences = [draw.choice(_FILLER) for _ in range(size - len(codes))]
     for name, code in codes:
@@ -113,7 +113,7 @@ def make_variables(draw: random.Random, size: int) -> _Made:
 
 
 def make_words(draw: random.Random, size: int) -> _Made:
-    """Make words drawn with frequencies of Zipf's law, of which the three most common are asked for."""
+    """Make words drawn with frequencies of Zipf's law; the question asks for the three most common."""
     known = [_word(draw) for _ in range(30)]
     said = draw.choices(known, [1 / rank**1.5 for rank in range(1, len(known) + 1)], k=size)
     common = " ".join(word for word, _ in Counter(said).most_common(3))

@@ -14,7 +14,7 @@ nothing of the prompt. A cache is held
 
 Each family is tried in a process of its own: a model that hangs, or takes its process along, costs its own row and
 nothing else. Processes are forked where that is possible: PyTorch and Transformers are loaded once, and a cache may be
-made by any function, of which nothing has to be sent.
+made by any function, as nothing has to be sent.
 
 A tiny model has its family's own defaults, with every size that makes a model large replaced. Transformers' configs
 name the same things alike, so one table of names serves nearly all families; what a family needs beyond it stands in
@@ -86,7 +86,7 @@ CAUGHT = (
 class Form(NamedTuple):
     """
     A form of a cache: how one is made for a model, and the bits of a number of its keys and of its values. `None` is
-    for exact ones, 0 for tokens of which nothing is left, or that are not chosen.
+    for exact ones, 0 for tokens that were evicted or are not selected.
     """
 
     prepare: Prepare

@@ -8,7 +8,7 @@ Six parts, each in a process of its own, so that one that crashes or hangs takes
 - `attention`: decode attention alone, from compressed storage and by PyTorch's own kernels;
 - `step`: whole decode steps of a model with the shapes of an 8B Llama and random weights, caches taking turns;
 - `captured`: steps of a quarter of its layers as CUDA graphs, with coded caches and `StaticCache`, also of batches;
-- `infinigen`: decode steps over 32768 tokens in host memory, against offloading all of them and having all at hand;
+- `infinigen`: decode steps over 32768 tokens in host memory, against offloading them and against a GPU's memory;
 - `batch`: the largest batch that fits into 40 GiB, its throughput and its peak.
 
 What does not agree with plain PyTorch is not timed. Every part writes its JSON files row by row and has its share of
@@ -84,7 +84,7 @@ class TimeBox:
         self.longest = max(self.longest, time.monotonic() - start)
 
     def share(self, things: Sequence[Any]) -> Iterator[tuple[Any, "TimeBox"]]:
-        """Yield things, each with the box of its share of what is left then."""
+        """Yield items, each with the box of its share of the remaining time."""
         for number, thing in enumerate(things):
             yield thing, TimeBox(self.left / (len(things) - number))
 

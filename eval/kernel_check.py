@@ -56,7 +56,7 @@ def require_close_layers(name: str, cache: Cache, num_query_heads: int) -> float
             continue
         # An attention that a prompt is waiting for sees it exact
         layer.commit_prompt()
-        # It shares all that is stored, while what it learns of queries is forgotten: these are nobody's
+        # It shares all that is stored, while what it learns of queries is forgotten: these are random
         probed = copy.copy(layer)
         batch_size, _, _, head_dim = layer.states_shape("keys")
         query = torch.randn(batch_size, num_query_heads, 1, head_dim, device=layer.device, dtype=layer.dtype)

@@ -57,9 +57,9 @@ class KVCacheLM(HFLM):
             are exact for several new tokens at once (InfiniGen); for others `chunk` where there is no context (rolling
             perplexity), else `prefix`.
         cache_chunk (`int`, *optional*, defaults to 64): tokens a forward of `chunk`.
-        cache_check (`bool`, *optional*, defaults to `True`): whether it is an error that a cache was never exercised:
-            that it held exact states only, because contexts are shorter than its buffer, so that scores say nothing
-            about it. Otherwise it is a warning.
+        cache_check (`bool`, *optional*, defaults to `True`): raise an error if a cache was never exercised, that is,
+            if it held exact states only, because contexts are shorter than its buffer, and scores say nothing about
+            it. Otherwise warn.
         kwargs:
             `cache_` and an option's name sets that option of the cache: `cache_rank=8`. Everything else is of `HFLM`;
             `batch_size="auto"` is the most contexts that fit on a GPU, and 1 on a CPU.
@@ -262,7 +262,7 @@ class KVCacheLM(HFLM):
         chunk = self.cache_chunk
         return {"prefix": Feeding(), "chunk": Feeding(chunk, chunk), "decode": DECODE}[mode]
 
-    # Whether the cache was in the loop
+    # Checks that the cache was in the loop
 
     def _checked(
         self, answer: Callable[[list[Instance], bool], list[Answer]], requests: list[Instance], disable_tqdm: bool

@@ -39,7 +39,7 @@ CACHES = {
 }
 # Measured by a name that has the same options
 MEASURED_AS = {"gear": "gear-4bit"}
-# What nobody takes and what is no preset; it would make the figure a thicket
+# Caches that are rarely used, and those that are no presets: they would crowd the figure
 _NOT_DRAWN = (
     *("per-token-*", "gear-l-*", "kcvt-*", "hqq-*", "quanto-*"),
     *("gear-k2*", "gear-k3*", "gear-k4v4*", "*:*"),

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 
 class Failure(NamedTuple):
-    """Something of which there is no row, and why."""
+    """A row that is missing, and the reason."""
 
     what: str
     reason: str

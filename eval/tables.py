@@ -160,7 +160,7 @@ def print_markdown(text: str, title: str = "") -> None:
 
 
 def _widths(heads: Sequence[str], sides: Sequence[Sequence[str]], kinds: Sequence[str]) -> list[int]:
-    """Measure columns, whose heads may have several lines, with what stands between them."""
+    """Measure columns, whose heads may have several lines, with their separators."""
     least = [1 if kind == "number" else MIN_NAME_WIDTH for kind in kinds]
     columns = zip(heads, sides, least, strict=True)
     return [max(own, *map(len, (*head.splitlines(), *cells))) + 2 for head, cells, own in columns]
@@ -510,9 +510,7 @@ def render_result(results: Path, name: str) -> str:
     content = read_result(data)
     kind = content.get("benchmark", "fidelity")
     if kind not in RENDERERS:
-        raise ValueError(
-            f"{data} is a result of `{kind}`, of which there is no table; there is of {', '.join(RENDERERS)}"
-        )
+        raise ValueError(f"{data} is a result of `{kind}`, which has no table; tables are for {', '.join(RENDERERS)}")
     failures = "".join(f"\nNo row: {each['what']} ({each['reason']}).\n" for each in content.get("failures", []))
     settings = {key: value for key, value in content["settings"].items() if value is not None}
     origin = f"commit {content['commit']}, {content['date'][:10]}, {content['device']}"

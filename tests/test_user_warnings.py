@@ -1,4 +1,4 @@
-"""Warnings name the line of whoever uses a cache, however many calls of Transformers and of ours lie between."""
+"""Warnings name the line of the code that uses a cache, through any calls of Transformers and of ours."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ def require_line(text: str, call: Callable[[], object]) -> None:
 
 @pytest.fixture
 def forget_kernels(monkeypatch, tmp_path) -> Iterator[Callable[[], None]]:
-    """Forgets what is known of kernels, of which there are none."""
+    """Forget the known kernels, as there are none here."""
 
     def forget() -> None:
         library._library.cache_clear()

@@ -10,7 +10,7 @@ import pytest
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 SUFFIXES = (".py", ".c", ".h")
 # In fifties, of the day when the folder was last made lighter; raised with a reason in the commit alone
-CEILINGS = {"src": 33_600, "triton_kernels": 3_950, "eval": 7_150, "tests": 26_500}
+CEILINGS = {"src": 33_600, "triton_kernels": 3_950, "eval": 7_250, "tests": 26_500}
 
 
 def count_lines(folder: str) -> int:

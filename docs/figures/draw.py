@@ -69,7 +69,7 @@ def draw_all(folder: Path, keys: torch.Tensor) -> list[Path]:
 
 
 def source(result: str) -> str:
-    """The result that a figure shows, with a digest by which a newer one is told apart."""
+    """The result that a figure shows, with a digest that distinguishes it from a newer one."""
     path = RESULTS / f"{result}.json"
     return f"{path.name} {sha256(path.read_bytes()).hexdigest()[:16]}"
 

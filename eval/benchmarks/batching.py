@@ -48,7 +48,7 @@ class RequestStates:
 
 
 def dense_update(context: int) -> Callable[..., Any]:
-    """Make what stands for `PagedAttentionCache.update`: it stores a token of every request in dense tensors."""
+    """Make a replacement of `PagedAttentionCache.update` that stores a token of every request in dense tensors."""
     length, layers = context + 1, dict[int, torch.Tensor]()
 
     def update(key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]) -> Any:

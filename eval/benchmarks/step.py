@@ -92,7 +92,7 @@ def time_steps(
                 "stats": harness.cache_stats(caches[name]),
             }
         if len(times) < token_ids.shape[1]:
-            yield Failure(f"{name}, steps after {len(times)}", "skipped: time, or what stands above")
+            yield Failure(f"{name}, steps after {len(times)}", "skipped: time, or the error above")
 
 
 def _relative_errors(logits: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -126,8 +126,8 @@ def coding_seconds(cache: Cache) -> Iterator[list[float]]:
     seconds: list[float] = []
     layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, LazyLayer)]
 
-    def timed(settle: Callable[[], None]) -> None:
-        seconds.append(harness.time_call(settle))
+    def timed(commit: Callable[[], None]) -> None:
+        seconds.append(harness.time_call(commit))
 
     for layer in layers:
         layer.commit_prompt = partial(timed, layer.commit_prompt)

@@ -1,11 +1,11 @@
 """Answers behind long contexts: retrieval of one line or value, and tasks that need much of their context.
 
 The context with its question fills the cache in one forward but for its last token; the right answer is then fed token
-by token, so every token of it is told by a decode step. A token is right if it is the likeliest, and an answer, or a
+by token, so every token of it comes from a decode step. A token is right if it is the likeliest, and an answer, or a
 line of one, if all its tokens are: just what greedy decoding would say. Of tasks negative log-likelihoods, and KL to
 the dense cache, are measured too.
 
-Retrieval has two sets, told apart by their fields: LongChat's lines (`prompt`, `expected_number`) and
+Retrieval has two sets, which differ in their fields: LongChat's lines (`prompt`, `expected_number`) and
 lost-in-the-middle's key-value pairs (`ordered_kv_records`, `key`, `value`). Tasks are made, see `context_tasks`.
 """
 

@@ -120,7 +120,7 @@ def compare_caches(
                 on_token=lambda: announce(name),
             )
             written = torch.tensor(generation["token_ids"], dtype=torch.int64, device="cpu")
-            # What follows the last token is nobody's text; a single token has nothing else
+            # The token after the last one is no text; a single token has no other
             fed = dense.setdefault("fed", written[: max(1, written.numel() - 1)])
             cache = factories[name]()
             fill_cache(model, token_ids, cache)

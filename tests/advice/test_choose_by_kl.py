@@ -159,7 +159,7 @@ def test_nan_never_passes(tiny_model, monkeypatch):
 
     def attend_badly(self, *arguments, **options):
         output = attend(self, *arguments, **options)
-        # In the last layer: what comes after it is logits alone, and nothing to be compressed
+        # In the last layer, which only logits follow, and nothing is compressed after it
         return output * math.nan if self.policy.make_codec.config.key_nbits < 4 and self.layer_idx == 1 else output
 
     monkeypatch.setattr(CompressedLayer, "attend", attend_badly)

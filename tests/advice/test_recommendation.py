@@ -34,7 +34,7 @@ RESULTS = [
     ROOT / "eval" / "results" / f"fidelity_{name}_1024_smollm2.json"
     for name in ("transform", "transform_calibrated", "peers")
 ]
-# Caches of which one needs host memory and one none, and the dense one
+# A cache that needs host memory, one that does not, and the dense one
 CACHES = ["gear-2bit", "infinigen", "dynamic", "gear-4bit:nbits=3"]
 
 

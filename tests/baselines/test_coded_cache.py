@@ -1,4 +1,4 @@
-"""Caches that code every token by itself: equal to attention over what they decode to, and refusals without harm."""
+"""Caches that code tokens independently: equal to attention over decoded tokens, and refusals without harm."""
 
 import pytest
 import torch

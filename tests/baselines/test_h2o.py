@@ -31,7 +31,7 @@ STEPS = (1, 1, 1, 9, 1, 1, 5, 1, 1, 1)
 class PlainH2O:
     """
     H2O as Llama's eager attention over a dense cache whose dropped tokens are masked: nothing in tiles, nothing moved,
-    every item and head by itself.
+    every sequence and head independently.
     """
 
     def __init__(self, heavy_ratio, recent_ratio, min_tokens, grow, padding):

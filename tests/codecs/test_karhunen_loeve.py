@@ -1,4 +1,4 @@
-"""Bases: components that are uncorrelated, of which errors cost what the energies say."""
+"""Bases: components are uncorrelated, and the costs of their errors are the energies."""
 
 import pytest
 import torch

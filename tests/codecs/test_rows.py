@@ -1,4 +1,4 @@
-"""Tokens coded and decoded: errors are those that the widths promise, of every token by itself."""
+"""Tokens coded and decoded: errors are those that the widths promise, for every token independently."""
 
 import pytest
 import torch

@@ -46,7 +46,7 @@ def test_channels_that_queries_ask_for_get_more():
 
 
 def test_queries_are_turned_back_by_all_positions():
-    """Mean squares of channels against those of queries that were really turned back, one position after another."""
+    """Mean squares of channels against those of queries with the rotary embedding undone position by position."""
     query, layout, number = torch.randn(1, 2, 7, HEAD_DIM) * torch.rand(HEAD_DIM), LAYOUTS[0], 0
     keys, at = unlike_channels(), angles()
     keys = layout.rotate(keys, *at[0])

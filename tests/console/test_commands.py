@@ -323,7 +323,7 @@ def test_ctrl_c_ends_long_work_with_one_line(tiny_folder: str) -> None:
     # What it does is announced when it begins: from here on it takes minutes
     while not said.endswith("] dynamic\n"):
         line = process.stderr.readline()
-        assert line, f"ended by itself: {said}"
+        assert line, f"ended too early: {said}"
         said += line
     process.send_signal(signal.SIGINT)
     rest, output = process.stderr.read(), process.stdout.read()

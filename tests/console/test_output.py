@@ -278,7 +278,7 @@ def test_calibrate_for_infinigen(tiny_folder: str, tmp_path: Path, fox: str, run
     run("compare", *compared, "--cache", f"infinigen:calibration={file}")
     content = read("calibrate", *options, "--rank", "4")
     assert content["file"] == str(file) and file.is_file()
-    # The first layer has none before it to be told by
+    # No layer comes before the first one to predict it
     assert [layer["layer_idx"] for layer in content["layers"]] == [1]
     assert all(0 < layer["oracle"] <= 1 for layer in content["layers"])
 

@@ -38,7 +38,7 @@ NAMES = [
 ]
 TRANSFORMERS = ("dynamic", "offloaded", *QUANTIZED)
 
-# The models have two layers, of which these caches would keep the first whole; and of so short a context they would
+# The models have two layers, and these caches would keep the first one whole; and of so short a context they would
 # fetch too little to come near enough to `DynamicCache`. One speculates as on a GPU, one as on this CPU
 OPTIONS: dict[str, dict[str, object]] = {
     "infinigen": {"full_layers": (), "max_fetch_ratio": 0.5, "speculate": True},

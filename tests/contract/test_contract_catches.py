@@ -205,7 +205,7 @@ class RecentTokensNotSaved(SavableCache):
 
 
 def crops(change: Callable[[int], int]) -> dict[str, Callable]:
-    """Removes another number of tokens than `crop` is told."""
+    """Removes another number of tokens than the argument of `crop`."""
     return {"crop": lambda layer, count: DynamicLayer.crop(layer, change(count))}
 
 

@@ -12,7 +12,7 @@ from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ROOT / "docs" / "figures"
-# What a browser fetches by itself; links that are followed by hand are none of it
+# Files that a browser fetches automatically, without links that a reader follows
 LOADED = re.compile(
     r"<(?:script|img|iframe|source|video)\b[^>]*\bsrc=\"?(?P<src>[^\"\s>]+)|<link\b[^>]*>", re.IGNORECASE
 )

@@ -11,7 +11,7 @@ from kvcache_plugins import create_cache
 
 
 LENGTH = 100
-# The model has two layers, of which `infinigen` would keep the first whole
+# The model has two layers, and `infinigen` would keep the first one whole
 LOSSY: dict[str, dict[str, object]] = {"gear-2bit": {}, "infinigen": {"full_layers": (), "speculate": True}, "h2o": {}}
 
 
@@ -33,7 +33,7 @@ def make_cache() -> Callable[..., Cache]:
 
 @pytest.fixture
 def make_any() -> Callable[..., Cache]:
-    """`make_any(name, model)`: a cache by name without warnings, of which tests are skipped that cannot have it."""
+    """`make_any(name, model)`: a cache by name without warnings; tests that cannot have it are skipped."""
 
     def make(name: str, model: torch.nn.Module) -> Cache:
         with warnings.catch_warnings():

@@ -26,7 +26,7 @@ LIMITS = {"transform": 0.1, "infinigen": 1e-3, "h2o": 1e-3}
 
 @torch.no_grad()
 def weights(model, cache):
-    """Attention weights of some forwards, of which those before the last are read late."""
+    """Attention weights of some forwards; those before the last are read late."""
     parts = prompt(model, sum(SIZES), 1).split(SIZES, dim=1)
     return [model(part, **as_argument(cache), output_attentions=True).attentions for part in parts]
 

@@ -87,7 +87,7 @@ def test_another_batch_is_refused_and_nothing_lost(cache_name, tiny_llama, make_
             tiny_llama(prompt(), past_key_values=each)
         with pytest.raises(ValueError, match="`past_key_values` holds 1 sequences of 100 tokens, but got states of 2"):
             tiny_llama(prompt(5, num_rows=2), past_key_values=cache)
-        # A single token, of which a cache may have chosen ahead what it attends to, and several
+        # A single token, for which a cache may have selected tokens ahead, and several tokens
         for more in (prompt(1, seed=1), prompt(3, seed=2)):
             logits, expected = (tiny_llama(more, past_key_values=each).logits for each in (cache, untouched))
             assert torch.equal(logits, expected)

@@ -1,4 +1,4 @@
-"""The frozen promises: what counts as a loss, and the bytes of one cache of each kind."""
+"""The frozen promises: rules for a loss, and the bytes of one cache of each kind."""
 
 import json
 

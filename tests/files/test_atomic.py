@@ -1,4 +1,4 @@
-"""A file is written whole or not at all, whoever writes beside it and however the writing ends."""
+"""A file is written whole or not at all, with other writers and after any end of the writing."""
 
 import errno
 import os

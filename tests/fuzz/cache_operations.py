@@ -83,7 +83,7 @@ class Kind:
 @dataclass(frozen=True, slots=True)
 class Step:
     """
-    Tokens `[1, length]` that were fed to a row in a context, of which the newest `num_removed` went again.
+    Tokens `[1, length]` that were fed to a sequence in a context; the newest `num_removed` were removed again.
     """
 
     tokens: torch.Tensor

@@ -30,7 +30,7 @@ LIMIT = 0.05
 
 @pytest.fixture
 def make_model(tiny_model) -> Callable[[int, int], PreTrainedModel]:
-    """A factory of models by their head dimension and their query heads a key/value head, of which there are two."""
+    """A factory of models by their head dimension and their query heads for each of two key/value heads."""
     small = {"intermediate_size": 32, "num_key_value_heads": 2}
     return lambda head_dim, groups: tiny_model(
         "llama", **small, head_dim=head_dim, hidden_size=16 * groups, num_attention_heads=2 * groups

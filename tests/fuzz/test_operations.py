@@ -48,7 +48,7 @@ KINDS = {
     "h2o": Kind(name="h2o", options={"min_tokens": 8}, reads_dense=False),
     "h2o-exact": Kind(name="h2o", options={"heavy_ratio": 0.5, "recent_ratio": 0.5}, exactness=EXACT),
 }
-# Unlike others in options alone, of which those have more
+# These differ from others in options alone, and those have more options
 LONG = ("gear-2bit", "gear-l-2bit", "per-token-2bit")
 NUM_STEPS = 12
 

@@ -74,7 +74,7 @@ def make_layout(head_dim: int, name: str) -> RotaryLayout:
 
 
 def row_states(case, form="tables", layout="half-split", start=4, padding=None, offset=0.0, constant=True):
-    """Makes keys and values, a channel of which may be constant, and their codec: by own tables, or in a basis."""
+    """Make keys and values, perhaps with a constant channel, and their codec: with own tables, or in a basis."""
     batch_size, num_heads, _, _, length, *dims, key_total, value_total = case
     totals = [
         min(total, num_blocks(dim) * MAX_WIDTH) for total, dim in zip((key_total, value_total), dims, strict=True)
@@ -218,7 +218,7 @@ ROWS = {
     "unlike-dims": Rows(2, 2, 3, 5, 131, 80, 48, 30, 6),
     "odd-dims": Rows(1, 2, 1, 16, 65, 20, 33, 24, 40),
     "large": Rows(1, 1, 3, 2, 200, 300, 256, 64, 64),
-    # Beyond the tiles after which queries are turned back anew
+    # Beyond the tiles after which the rotation of queries is undone anew
     "long": Rows(1, 1, 3, 1, 5000, 32, 32, 12, 8),
 }
 GROUPS = {

@@ -43,7 +43,7 @@ def input_ids():
 
 
 class Traced:
-    """Eager attention under which nobody listens to the first token, as in causal tracing."""
+    """Eager attention in which no query attends to the first token, as in causal tracing."""
 
     def __init__(self):
         self.calls = []

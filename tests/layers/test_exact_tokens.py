@@ -1,4 +1,4 @@
-"""A token that is left where it was made is in the buffer for whoever asks."""
+"""An unwritten token is in the tail for every reader."""
 
 import copy
 

@@ -47,5 +47,5 @@ def test_numbers_are_named_before_scales():
         check_finite(good, good, None, 3, overflow=ends)
     with pytest.raises(ValueError, match="layer 3: the values .* hold NaN"):
         check_finite(good, bad, None, 3, overflow=ends)
-    # Not the scales of padding: whoever asks leaves them out
+    # Scales of padding do not count: the caller masks them
     check_finite(good, bad, torch.zeros(1, 3, dtype=torch.bool), 3, overflow=reaches)

@@ -91,7 +91,7 @@ def forward_all(
     return torch.cat(logits, dim=1)
 
 
-# Latent attention is over projections of all tokens, and its queries cannot be told ahead
+# Latent attention is over projections of all tokens, and its queries cannot be predicted
 @pytest.mark.filterwarnings("ignore:the whole cache is fetched", "ignore:`model`")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", FAMILIES)

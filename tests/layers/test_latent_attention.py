@@ -85,7 +85,7 @@ OTHERWISE = {
     "a bias": lambda lazy, weight: expand(*lazy, weight, torch.ones(len(weight))),
     "a factor": lambda lazy, weight: expand(lazy[0] * 2, lazy[1], weight),
     "another rotary key": lambda lazy, weight: expand(lazy[0], lazy[1] + 1, weight),
-    "one part in the place of another": lambda lazy, weight: [
+    "one part instead of another": lambda lazy, weight: [
         F.pad(each, (0, NOPE + ROTARY - each.shape[3])) for each in expand(*lazy, weight)
     ],
     "values of another layer": lambda lazy, weight: (

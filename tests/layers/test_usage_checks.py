@@ -51,7 +51,7 @@ def test_a_cache_that_another_model_has_filled(cache_class, tiny_llama, tiny_mod
     first = prompt()
     for each in (cache, untouched):
         generate(tiny_llama, first, each)
-    # What H2O lets go of without a trace has a limit
+    # H2O can undo the weights of a limited number of tokens
     longer = torch.cat([first, prompt(30)], dim=1)
     deeper, wider = tiny_model("llama", num_hidden_layers=4), tiny_model("llama-mha")
     with pytest.raises(ValueError, match=f"layer 2 holds 0 tokens, but layer 1 151: .* another model.*{ANOTHER}"):

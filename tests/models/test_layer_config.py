@@ -1,4 +1,4 @@
-"""Fields of which layers have values of their own: where the source reads them, and what is made of them."""
+"""Fields with values for each layer: the places that read them, and their results."""
 
 import ast
 import copy

@@ -243,7 +243,7 @@ def test_decoding_is_near_a_dense_cache(model_name, request, divergence):
         kl[name] = divergence(model, cache, token_ids, 1, PREFIX)
         assert 0 < kl[name] < bound
         layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
-        # The layout of the rotary embedding is told from keys alone
+        # The layout of the rotary embedding follows from keys alone
         assert {layer.codec.rope.name for layer in layers} == {"half-split"}
         assert sum(block.length for block in layers[0].storage.segments) > PREFIX
     assert kl["transform-30"] < kl["transform-16"] / 4

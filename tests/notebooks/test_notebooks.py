@@ -40,7 +40,7 @@ def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def kinds_of_output(cell: nbformat.NotebookNode) -> set[str]:
-    """`stdout` and the forms that a cell's results are in, of which a notebook shows the richest."""
+    """`stdout` and the forms of a cell's results; a notebook shows the richest form."""
     return {kind for output in cell.outputs for kind in (output.get("data") or {output.get("name", "error"): None})}
 
 

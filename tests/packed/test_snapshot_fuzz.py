@@ -125,7 +125,7 @@ def forge_document(document: dict, rng: random.Random) -> None:
 
 
 def forge_header(header: dict, rng: random.Random) -> None:
-    """Changes what is said of one tensor, or exchanges two."""
+    """Change the description of one tensor, or exchange two."""
     name, other = rng.choice(list(header)), rng.choice(list(header))
     entry = header[name]
     way = rng.randrange(6)

@@ -1,5 +1,5 @@
-"""Kernel checks: a wrong output is not timed, and NaN is wrong; `warm_up` runs what a sequence will run, and nobody
-notices it.
+"""Kernel checks: a wrong output is not timed, and NaN is wrong; `warm_up` runs the kernels of a sequence, and
+changes nothing else.
 """
 
 import os

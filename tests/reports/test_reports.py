@@ -124,6 +124,9 @@ def test_reports_change_nothing_before_attention(name: str, earlier: int, tiny_l
     named = [dict(layer.named_tensors()) for layer in layers]
     report = cache.memory()
     assert report == cache.memory() and repr(cache) and cache._repr_html_()
+    for layer in layers:
+        if layer.phase is Phase.PROMPT:
+            assert layer.to_dense("keys").shape == layer.states_shape("keys")
     assert cache.stats() and cache.get_seq_length() == sum(layer.get_seq_length() for layer in cache.layers) // 2
     after = held_by(cache)
     assert before[0] == after[0] and len(before) == len(after)

@@ -270,7 +270,7 @@ def free_share(server):
 @pytest.mark.long
 @pytest.mark.parametrize("is_batched", [False, True], ids=["store", "batched"])
 def test_many_clients(serving, is_batched, tiny_folder, tmp_path):
-    """Sends 200 requests of 8 clients, some of which go, to three servers in turn: each answer is as it is alone."""
+    """Send 200 requests of 8 clients, some of them leaving, to three servers in turn; answers are as of one alone."""
     from kvcache_plugins.serving import CacheServer
 
     licence = (Path(__file__).resolve().parents[2] / "LICENSE").read_text(encoding="ascii")

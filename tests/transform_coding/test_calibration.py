@@ -320,7 +320,7 @@ def test_the_package_has_a_calibration_of_smollm2(smollm2, licence_ids, tmp_path
     model, _ = smollm2
     cache = packaged_cache("smollm2", model)
     plain = TransformCodingCache(model, nbits=cache.cache_config.key_nbits)
-    # A basis and its inverse in bytes, of 30 layers of 3 heads of 64 channels, some of which get no bits
+    # A basis and its inverse in bytes, for 30 layers of 3 heads of 64 channels, some without bits
     assert sum(cache.memory().shared.values()) < 1.5e6
     window = licence_ids[0, :160]
     assert divergence(model, cache, window, together) < divergence(model, plain, window, together)

@@ -47,7 +47,7 @@ def fill(model, cache, batch_size=2):
 
 
 def stored_rows(layer):
-    """Lists first tokens, key rows and value rows of blocks, joined where a layer that stands still has others."""
+    """List first tokens, key rows and value rows of blocks, joined, as a static layer has other blocks."""
     blocks = [
         (each.start, *(rows[:, :, : each.length] for rows in (each.keys, each.values)))
         for each in layer.storage.segments
@@ -77,7 +77,7 @@ def test_rows_are_those_of_pytorch(name, tiny_model, kernels):
             assert block[0] == known[0]
             for own, rows in zip(block[1:], known[1:], strict=True):
                 own, rows = own[:, :, : min(numbers)].clone(), rows[:, :, : min(numbers)].clone()
-                # What padding is coded as is nobody's
+                # Codes of padding mean nothing
                 own[0, :, : 5 - block[0]], rows[0, :, : 5 - block[0]] = 0, 0
                 assert float((own != rows).any(dim=-1).float().mean()) < MOST_DIFFERENT
 

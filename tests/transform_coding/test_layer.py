@@ -61,7 +61,7 @@ def test_what_is_attended_to_is_what_is_held(length, dtype):
 
 
 def test_rows_are_attended_to_as_they_are_held():
-    """Items of different lengths, one of which waits for its table; tokens that are decoded are coded too."""
+    """Sequences of different lengths, one still without a table; decoded tokens are coded too."""
     cache = TransformCodingCache(key_nbits=3, value_nbits=2, residual_length=BUFFER)
     cache.layers.append(layer := cache._next_layer())
     feed(layer, *states(2, 150), padding=[0, 100])

@@ -32,7 +32,7 @@ def window_mask(layer, window, num_new, padding):
 
 
 def feed(layers, window, num_new, padding, what):
-    """Attends over all layers, the first of which says what the output has to be."""
+    """Attend over all layers; the output of the first one is expected of all."""
     new = torch.randn(2, len(padding), NUM_HEADS, num_new, HEAD_DIM).unbind()
     query = torch.randn(len(padding), 2 * NUM_HEADS, num_new, HEAD_DIM)
     outputs = []

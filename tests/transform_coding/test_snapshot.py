@@ -34,7 +34,7 @@ def filled_layer(lengths=(200, 150), num_decoded=11, dtype=torch.float32, freque
 
 
 def written(layer) -> tuple[dict, dict]:
-    """Document and tensors, of which nothing is the layer's own."""
+    """Document and tensors that share nothing with the layer."""
     document, tensors = pack(layer.state())
     return document, {name: tensor.clone() for name, tensor in tensors.items()}
 
@@ -84,7 +84,7 @@ def test_nothing_but_rows_in_use_and_tables_is_written():
         1 + CONFIG.code_bytes(HEAD_DIM, HEAD_DIM)[0],
     )
     assert document["tables"]["rotary"] == layer.codec.rope.name
-    # Frequencies beside what the layer itself holds, of which the widths of recent rows follow from the others
+    # Frequencies beside the tensors of the layer, without widths of recent rows, which follow from the others
     held = [tensor for part, tensor in layer.named_tensors() if part != "spare"]
     assert len(tensors) == len(held) + 1 - 2
 
@@ -171,7 +171,7 @@ FORGED = {
     "products that are none": (change("moments.products", (0, 0, 0, 0), torch.nan), "products` has to be finite"),
     "half an item waits": (change("pending", 0, 2), "`pending` has to be at most 1"),
     "another item waits": (change("pending", 0, 1), "has to have all its tokens in front"),
-    "nobody waits": (drop("pending"), "has tables, but not what goes with them"),
+    "no sequence waits": (drop("pending"), "has tables, but not what goes with them"),
     "no prefix": (without("prefix"), "not what goes with them"),
     "a prefix beyond its room": (change("prefix.count", 1, 10**6), "`prefix`: `count` has to be at most 19"),
     "a prefix without tokens": (change("prefix.count", 0, 0), "the exact tokens in front do not reach"),

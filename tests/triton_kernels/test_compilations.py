@@ -80,7 +80,7 @@ def count(name, num_prompts, num_steps, mode=""):
     }
 
 
-# Names and modes, of which those in a list share a process
+# Names and modes; those in a list share a process
 CASES = [
     [("gear-k4v3", ""), ("transform", "warm")],
     # Of what the padded ones, or others, show too

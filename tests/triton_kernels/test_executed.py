@@ -1,6 +1,6 @@
 """Compiled kernels executed without a GPU: other tests of kernels once more, on PTX that an emulator runs.
 
-Races, accesses out of bounds, and reads of what nobody has written are reported. The emulator is no part of this
+Races, accesses out of bounds, and reads of unwritten memory are reported. The emulator is no part of this
 project: without it these tests are skipped.
 """
 
@@ -45,7 +45,7 @@ def test_compiled_kernels_are_right(capability, files, which, run_python):
     output = run_python(*command, cwd=FOLDER, PYTHONPATH=f"{EMULATOR}{os.pathsep}{FOLDER}", **variables).stdout
     assert f"target sm_{capability}" in output
     _, _, reports = output.partition("reports:\n")
-    # Rows are read in aligned words, the last of which may end behind its storage, within what is allocated. What a
+    # Rows are read in aligned words, and the last one may end behind its storage, within what is allocated. What a
     # kernel needs more than Turing has is no matter: no smaller machine than sm_80 is executed here
     known = "word at the end", "SHARED MEMORY of sm_75"
     lines = [line for line in reports.splitlines() if line.startswith("  ")]

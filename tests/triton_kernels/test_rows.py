@@ -98,7 +98,7 @@ def test_scores_alone(form, case, length, padding):
     keys = decode_rows(part.keys, part.formats[0], part.positions)[:, :, :length].double()
     expected = query.double() @ keys.mT
     assert scores.shape == expected.shape and scores.dtype == torch.float32
-    # Over the lengths of query and key: products of which a single score is the sum may cancel
+    # Relative to the lengths of query and key, as the products in the sum of a score may cancel
     lengths = query.double().norm(dim=3, keepdim=True) * keys.norm(dim=3)[:, :, None]
     assert (scores.double() - expected).norm() < 5e-4 * lengths.norm()
 
@@ -206,7 +206,7 @@ def make_states(case, form="tables", dtype=torch.float32, *, offset=1.0, **optio
         for states in (keys.to(dtype), values.to(dtype))
     )
     if form == "basis":
-        # A token of which one channel is far larger than all others
+        # A token with one channel far larger than all others
         for states in (keys, values):
             states[:, :, ALL[case].length // 2, 5] *= 100
     return keys, values, on_device(codec), positions

@@ -188,7 +188,7 @@ def recommend(
     available = budget - _bytes_of_weights(sizer) if with_weights else budget
     search = _Search(sizer, max(available, 0), host_budget, new_tokens)
     fits, not_sized = search.fit_all(caches, context, batch_size, on_progress)
-    # By measured KL; the largest of the unmeasured caches comes first
+    # Sort by measured KL; the largest of the unmeasured caches comes first
     fits.sort(key=lambda fit: (MEASURED_KL.get(fit.cache, math.inf), -fit.memory.total_bytes))
     recommended, reason = _choose(fits, in_thousands(memory))
     return Recommendation(

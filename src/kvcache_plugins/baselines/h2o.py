@@ -28,6 +28,7 @@ from transformers import Cache, PreTrainedConfig
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.masks import slice_mask
+from kvcache_plugins.layers.lazy_kv import SIDES
 from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.layers.usage_checks import UsageChecksMixin
 from kvcache_plugins.option_checks import check_bool, check_integer, check_number
@@ -295,12 +296,12 @@ class H2OLayer(LazyLayer):
 
     def on_exact_attention(self, call: AttentionCall) -> None:
         # If layers share their states, the first layer's attention counts
-        if self._pending is None:
+        if self._uncommitted_prompt is None:
             return
         if self._length > 1:
             self._learn_padding(call.mask)
         self._mask_seen = True
-        keys, values = self._pending
+        keys, values = self._uncommitted_prompt
         if call.project is not None:
             # All query heads belong to the one head that is stored
             keys = call.project({"keys": keys, "values": values})[0]
@@ -430,7 +431,8 @@ class H2OLayer(LazyLayer):
         self._attended = False
 
     def to_dense(self, side: str) -> torch.Tensor:
-        self.commit_prompt()
+        if self._uncommitted_prompt is not None:
+            return self._uncommitted_prompt[SIDES.index(side)]
         if self.slots is None:
             return torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
         if self.num_dropped():

@@ -86,7 +86,7 @@ bench = make_app(
         "prompts": "kvcache_plugins.eval.benchmarks.commands:benchmark_prompts",
         "machine-code": "kvcache_plugins.eval.benchmarks.commands:benchmark_machine_code",
         "gpu": "kvcache_plugins.eval.commands:run_on_gpu",
-        "runahead": "kvcache_plugins.eval.runahead.commands:benchmark_runahead",
+        "runahead": "kvcache_plugins.eval.commands:benchmark_runahead",
     },
     _BENCH_HELP,
 )

@@ -124,7 +124,7 @@ class InfiniGenLayer(LazyLayer):
     @property
     def wants_speculation(self) -> bool:
         """True if there is something to fetch for a next single token."""
-        return self._pending is None and self.pool is not None
+        return self._uncommitted_prompt is None and self.pool is not None
 
     def most_fetched_bytes(self) -> int:
         """Return the most bytes that a next step fetches to a GPU; states on the meta device count as a GPU's."""
@@ -239,7 +239,9 @@ class InfiniGenLayer(LazyLayer):
     def _records_queries(self) -> bool:
         """True if queries of the newest update are to be recorded."""
         scoring = self.scoring
-        return scoring is not None and scoring.needs_queries(self._length, is_prompt=self._pending is not None)
+        return scoring is not None and scoring.needs_queries(
+            self._length, is_prompt=self._uncommitted_prompt is not None
+        )
 
     def on_exact_attention(self, call: AttentionCall) -> None:
         self._learn_padding(call.mask)
@@ -262,8 +264,8 @@ class InfiniGenLayer(LazyLayer):
 
     def _iter_dense(self) -> Iterator[Tile]:
         """Yield keys and values `[B, H, tokens, D or E]` in order, with their range of positions or slots."""
-        if self._pending is not None:
-            yield *self._pending, 0, self._length
+        if self._uncommitted_prompt is not None:
+            yield *self._uncommitted_prompt, 0, self._length
         yield from self._dense_pages()
         tail = self.tail
         if tail is not None and tail.length:

@@ -1,5 +1,5 @@
-"""Arithmetic on bytes, fast: kernels for CPUs in C (`cpu/`), and what calls them.
+"""Arithmetic on bytes, fast: kernels for CPUs in C (`cpu/`), and their callers.
 
-`library` finds the compiled library and checks what is handed to it; `build` compiles it. Where there is no library,
-callers compute in plain PyTorch.
+`library` finds the compiled library and runs its kernels; `build` compiles it. Without the library, callers compute in
+plain PyTorch.
 """

@@ -17,7 +17,7 @@ class AttentionCall:
             multiple of the key/value heads.
         mask (`torch.Tensor`, *optional*): as `scaled_dot_product_attention` takes it, over all positions that the
             layer reports.
-        is_causal (`bool`): whether a causal mask aligned to the upper left applies in its place.
+        is_causal (`bool`): True if a causal mask aligned to the upper left applies instead.
         scale (`float`, *optional*, defaults to `1 / sqrt(head_dim)`): factor of the scores.
         softcap (`float`, *optional*): bound that scores are kept within by a hyperbolic tangent, before the mask.
         sinks (`torch.Tensor`, *optional*): scores of a token without a value, which broadcast to

@@ -38,10 +38,10 @@ def compiler() -> list[str]:
     if os.environ.get("CC"):
         return shlex.split(os.environ["CC"])
     for name in ("cc", "gcc", "clang"):
-        # macOS has one by name that only says how to get it
+        # On macOS the name may be a stub that only prints how to install the compiler
         if shutil.which(name) and not _result([name, "-fsyntax-only", str(SOURCES / "level.c")]).returncode:
             return [name]
-    # For any processor of the kind, as other compilers do: zig's default is this one
+    # Like other compilers, compile for any processor of the architecture: the default of zig is this processor
     return [*zig(), "-mcpu=baseline"] if find_spec("ziglang") else []
 
 

@@ -1,8 +1,8 @@
 """Row formats, rotary embeddings and bases as the C kernels read them.
 
-C reads tensors of a format where they are, and trusts nothing of them but their sizes. What belongs to a model is made
-once: pairs of channels and their angles, and bases of keys in the order in which C reads them. Structures of a format
-are kept while it lives.
+C reads tensors of a format in place, and trusts only their sizes. Data of a model is made once: pairs of channels and
+their angles, and bases of keys in the order in which C reads them. Structures of a format are kept as long as the
+format.
 
 Legend: B batch, H heads, D channels, K coefficients of a token, P pairs of channels, rounded up to 16.
 """
@@ -28,7 +28,7 @@ _LEAST_TILES = 64
 # Channels of a basis that C sums up at a time, as floats and as words: see `rows.c`
 _BASIS_CHANNELS, _WORD_CHANNELS = 4, 8
 _NUM_WIDTHS = MAX_WIDTH + 1
-# Where bounds of each depth of a search start, and the numbers of all: see `coding.h`
+# Index of the first bound of each depth of a search, and the number of bounds: see `coding.h`
 _DEPTHS = (0, 16, 32, 48, 64, 80, 112)
 _ALL_DEPTHS = 192
 _FORMATS: "WeakKeyDictionary[RowFormat, Structure]" = WeakKeyDictionary()

@@ -105,8 +105,8 @@ def channel_moments(
     states: torch.Tensor, valid: torch.Tensor | None, layout: RotaryLayout | None, positions: Positions
 ) -> Pair:
     """
-    Computes means and variances of channels `[B, H, D]`, float32, of states `[B, H, T, D]` of any floating dtype whose
-    rotary embedding is undone, over all tokens or those that are `valid` `[B, T]`. They are 0 where no token is.
+    Compute means and variances of channels `[B, H, D]`, float32, of states `[B, H, T, D]` of any floating dtype whose
+    rotary embedding is undone, over all tokens or those that are `valid` `[B, T]`. Heads without tokens have zeros.
 
     Raises:
         ValueError: if tensors do not fit each other or the layout.
@@ -207,7 +207,7 @@ def _requantize_args(rows: torch.Tensor, finer: RowFormat, sizes: Sizes, target:
 class PreparedCoding:
     """
     Encodes tokens of a buffer behind the rows of a block whenever the buffer is full, and the block's oldest rows with
-    fewer bits. Whatever stays the same is checked once.
+    fewer bits. Arguments that stay the same are checked once.
 
     Args:
         formats, older (two `RowFormat` each): formats of the rows that tokens are encoded as, and that these are

@@ -136,7 +136,7 @@ def explain_kernel(device_type: str) -> tuple[str, str | None]:
 
 
 def _device_type(tensor: torch.Tensor) -> str:
-    # Replaced by a stand-in for a GPU: see `eval/benchmarks/kernels.py`
+    # `eval/benchmarks/kernels.py` replaces it to simulate a GPU
     return tensor.device.type
 
 

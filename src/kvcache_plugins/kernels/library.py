@@ -17,11 +17,11 @@ from .build import digest, levels, library_name
 from .c_structs import Structure
 
 
-# Tests name another, of a library that is compiled with sanitizers
+# Tests set it to the folder of a library that is compiled with sanitizers
 FOLDER = Path(os.environ.get("KVCACHE_PLUGINS_KERNEL_LIBRARY", Path(__file__).parent / "lib"))
-# Asks for a level by name, for instance `plain`: tests run all that the processor has
+# Name of the level to use, for instance `plain`: tests run all levels of the processor
 _LEVEL_VARIABLE = "KVCACHE_PLUGINS_CPU_LEVEL"
-# Where threads are, if any were started: not in processes that are forked from it
+# Process that has the threads, if any were started: processes forked from it have none
 _PROCESS = os.getpid()
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -87,17 +87,17 @@ def num_threads() -> int:
 
 def run(name: str, call: Structure, count: int, most_threads: int | None = None) -> None:
     """
-    Runs the kernel of a name on its structure; returns when all tasks are done.
+    Run the kernel of a name on its structure; return when all tasks are done.
 
     Args:
         name (`str`): the kernel.
         call (`Structure`): its structure.
         count (`int`): tasks.
-        most_threads (`int`, *optional*): threads that there is scratch for; by default as many as there are. They are
-            asked for once, as another thread of the program may ask PyTorch for more between two lines.
+        most_threads (`int`, *optional*): number of threads for which there is scratch; by default all of PyTorch's.
+            Their number is read once, as another thread of the program may change it between two lines.
     """
     call.tasks.count = count
-    # As `num_threads` and `function` say, which every call would have to make
+    # The body of `num_threads`, as a call would take longer
     most = torch.get_num_threads() if os.getpid() == _PROCESS else 1
     threads, kernel = min(most_threads or most, count), _function(name, os.environ.get(_LEVEL_VARIABLE))
     if threads > 1:

@@ -68,7 +68,7 @@ class Scores:
         keys (`LazyTensor`): the keys `[B, H, T, D]`.
         call (`AttentionCall`): the attention that the steps so far belong to.
         kind (`str`): `"scores"`, `"weights"` after the softmax, or a row's `"maximum"` or its `"index"`.
-        has_sinks (`bool`): True if the scores of sinks stand behind those of the tokens.
+        has_sinks (`bool`): True if the scores of sinks follow those of the tokens.
     """
 
     is_kept: ClassVar[bool] = True

@@ -106,7 +106,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
     @property
     def exact_start(self) -> int:
         """Position of the first token behind the packed ones."""
-        num_uncommitted = 0 if self._pending is None else self._pending[0].shape[2]
+        num_uncommitted = 0 if self._uncommitted_prompt is None else self._uncommitted_prompt[0].shape[2]
         return self._length - num_uncommitted - self.storage.tail_length
 
     def _exact_tail(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
@@ -115,8 +115,8 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         if tail is not None and tail.length:
             keys, values = tail.tensors()
             yield keys, values, tail.length
-        if self._pending is not None:
-            keys, values = self._pending
+        if self._uncommitted_prompt is not None:
+            keys, values = self._uncommitted_prompt
             yield keys, values, keys.shape[2]
 
     @property
@@ -314,7 +314,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
     def _attend_by_plan(self, query: torch.Tensor, scale: float | None, kernel: str) -> torch.Tensor | None:
         """Plan attention for this and later steps, and run it. `None` if more than the tail may change."""
         storage, plan = self.storage, self.plan
-        is_steady = self._pending is None and self.sliding_window is None and not self._records_queries
+        is_steady = self._uncommitted_prompt is None and self.sliding_window is None and not self._records_queries
         if not is_steady or not storage.segments or not storage.tail_length or torch.compiler.is_dynamo_compiling():
             return None
         if plan is not None and plan.version == storage.version:
@@ -335,11 +335,11 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         query = call.query.detach() if call.query.requires_grad else call.query
         if call.project is None:
             # Queries of projected states have other heads
-            if self.on_first_prompt is not None and self._pending is not None and self.codec is None:
+            if self.on_first_prompt is not None and self._uncommitted_prompt is not None and self.codec is None:
                 self.on_first_prompt(self, query)
             if self._records_queries:
                 self._record_queries(query)
-        if self._pending is not None:
+        if self._uncommitted_prompt is not None:
             self.commit_prompt()
 
     def _record_queries(self, query: torch.Tensor) -> None:
@@ -474,9 +474,9 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
     def state(self) -> LayerState:
         """
         Return everything that the layer holds, as it is: nothing is copied but the prefix of a dense layer. A prompt
-        has to be committed.
+        must be committed before.
         """
-        assert self._pending is None, "commit the prompt first"
+        assert self._uncommitted_prompt is None, "commit the prompt first"
         batch_size, num_heads, _, key_head_dim = self.states_shape("keys")
         segments = [each for each in self.storage.segments if each.length]
         newest = segments[-1] if segments else None

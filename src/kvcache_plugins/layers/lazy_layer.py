@@ -98,7 +98,7 @@ class LazyLayer(CacheLayerMixin):
 
     def _clear(self) -> None:
         # Keys and values of an update that waits for its attention
-        self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._uncommitted_prompt: tuple[torch.Tensor, torch.Tensor] | None = None
         self._sides_read: set[str] = set()
         # Keys of the indexer of sparse attention, and positions if the model keeps them; tokens are the last but one
         # dimension. All stay exact, as they are few values a token, and select the tokens that are attended to
@@ -155,7 +155,7 @@ class LazyLayer(CacheLayerMixin):
     @property
     def phase(self) -> Phase:
         """State of the layer between two calls."""
-        if self._pending is not None:
+        if self._uncommitted_prompt is not None:
             return Phase.PROMPT
         return Phase.STORED if self._length else Phase.EMPTY
 
@@ -215,7 +215,7 @@ class LazyLayer(CacheLayerMixin):
         if self.has_gradients:
             key_states, value_states = key_states.detach(), value_states.detach()
         if is_first or self._is_prompt(count):
-            self._pending = (key_states, value_states)
+            self._uncommitted_prompt = (key_states, value_states)
         else:
             self._append(key_states, value_states)
         self._length += count
@@ -415,15 +415,15 @@ class LazyLayer(CacheLayerMixin):
         self.dense_reads += 1
         # Attention that reads both sides dense has references of its own by now
         self._sides_read.add(side)
-        if self._pending is not None and len(self._sides_read) == 2:
+        if self._uncommitted_prompt is not None and len(self._sides_read) == 2:
             self.commit_prompt()
 
     @without_caller_contexts
     def commit_prompt(self) -> None:
         """Commit the uncommitted prompt, if there is one."""
-        if self._pending is None:
+        if self._uncommitted_prompt is None:
             return
-        (keys, values), is_first = self._pending, self._length == self._pending[0].shape[2]
+        (keys, values), is_first = self._uncommitted_prompt, self._length == self._uncommitted_prompt[0].shape[2]
         if self._given_mask is not None and not self._mask_seen and self.padding is None:
             self.padding = (self._given_mask.to(self.device).cumsum(dim=1) == 0).sum(dim=1)
         elif not self._mask_seen:
@@ -433,9 +433,9 @@ class LazyLayer(CacheLayerMixin):
         except (ValueError, MemoryError):
             # Undo the update
             self._length -= keys.shape[2]
-            self._pending = None
+            self._uncommitted_prompt = None
             raise
-        self._pending = None
+        self._uncommitted_prompt = None
 
     def _valid_tokens(self, start: int, count: int) -> torch.Tensor | None:
         """Mark tokens that are no padding, `[batch_size, count]` from position `start` on; `None` if all are none."""
@@ -533,7 +533,7 @@ class LazyLayer(CacheLayerMixin):
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield category (`codes`, `scales`, `residual`, ...) and tensor of everything held."""
         yield from self._stored_tensors()
-        yield from (("residual", states) for states in self._pending or ())
+        yield from (("residual", states) for states in self._uncommitted_prompt or ())
         yield from (("indexer", tensor) for tensor in self._index.values())
         if self.padding is not None:
             yield "index", self.padding

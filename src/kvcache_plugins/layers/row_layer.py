@@ -346,7 +346,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
 
     def _is_uncommitted(self, count: int) -> bool:
         """True if the newest `count` tokens, not all, are an uncommitted prompt."""
-        return self._pending is not None and self._pending[0].shape[2] == count < self._length
+        return self._uncommitted_prompt is not None and self._uncommitted_prompt[0].shape[2] == count < self._length
 
     def crop(self, tokens_to_remove: int) -> None:
         """See `LazyLayer.crop`; a layer that records the past evicts what it need not hold any more."""
@@ -369,7 +369,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
                 "`activate_past_recording()` of the cache before the tokens that are to be taken back"
             )
         if is_uncommitted:
-            self._pending = None
+            self._uncommitted_prompt = None
             self._shorten(self._length - count)
             self._num_new = 0
             return
@@ -391,7 +391,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         return self.policy.num_recorded_queries if self._uses_queries else 0
 
     def _record_queries(self, query: torch.Tensor) -> None:
-        if query.shape[2] > 1 or self._pending is not None or self.padding is not None:
+        if query.shape[2] > 1 or self._uncommitted_prompt is not None or self.padding is not None:
             query = query[:, :, -_NUM_QUERIES:]
             self._add_moments(query, self._valid_tokens(self._length - query.shape[2], query.shape[2]))
             return

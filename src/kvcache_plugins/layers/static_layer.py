@@ -351,7 +351,7 @@ class StaticLayer(RowLayer):
     @without_caller_contexts
     def commit_prompt(self) -> None:
         """See `LazyLayer.commit_prompt`; steps are prepared before the first token is decoded."""
-        is_committed = self._pending is None
+        is_committed = self._uncommitted_prompt is None
         super().commit_prompt()
         if not is_committed:
             self._prepare_steps()

@@ -11,7 +11,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.eval.measures import fidelity
+from kvcache_plugins.console import inputs
 from kvcache_plugins.eval.measures.fidelity import (
     WindowScore,
     continuation_logits,
@@ -176,7 +176,7 @@ def test_what_cannot_be_scored_is_an_error(tiny_llama: PreTrainedModel, windows:
 
 
 def test_command_writes_rows_with_their_provenance(smollm2, shared_data, tmp_path, monkeypatch, run) -> None:
-    monkeypatch.setattr(fidelity.inputs, "load_for_evaluation", lambda *_: smollm2)
+    monkeypatch.setattr(inputs, "load_for_evaluation", lambda *_: smollm2)
     text_file = tmp_path / "text.txt"
     text_file.write_text((shared_data / "wikitext2" / "wiki.test.raw").read_text(encoding="utf-8")[:6000])
     out = tmp_path / "results" / "out.json"
@@ -225,7 +225,7 @@ def test_command_writes_rows_with_their_provenance(smollm2, shared_data, tmp_pat
     ],
 )
 def test_command_errors_are_one_line(arguments, message, smollm2, monkeypatch, run, refuse) -> None:
-    monkeypatch.setattr(fidelity.inputs, "load_for_evaluation", lambda *_: smollm2)
+    monkeypatch.setattr(inputs, "load_for_evaluation", lambda *_: smollm2)
     words = "eval", "fidelity", "--prefix", "32", "--scored", "8", *arguments
     refuse(message, *words)
     assert run(*words, code=2).stderr.count("\n") == 1
