@@ -34,6 +34,6 @@ register_cache(
     alpha=4.0,
     partial_ratio=0.3,
     skewing="query-svd",
-    # By the paper on every device; else where a pool stands in the model's own memory nothing is speculated
+    # The paper speculates on every device; the default does not if the pool is in the model's own memory
     speculate=True,
 )

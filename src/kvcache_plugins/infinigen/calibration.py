@@ -1,8 +1,8 @@
 """Calibration of InfiniGen: how well the queries of each layer are predicted, and a correction of the prediction.
 
-A text goes through the model. For every layer the attention input that is expected at the layer before is compared
-with the true one, and a low-rank linear map is fitted to the difference (ridge regression, cut to the directions in
-which its predictions vary most). Other text shows the attention mass of the tenth of the tokens that the expected
+A text goes through the model. The attention input of every layer that is expected at the layer before is compared with
+the true one, and a low-rank linear map is fitted to the difference (ridge regression, cut to the directions in which
+its predictions vary most). Other text shows the attention mass of the tenth of the tokens that the expected
 queries choose, with and without the correction, as a share of the mass that the true queries choose. Layers that are
 predicted badly stay whole on the accelerator.
 """

@@ -109,7 +109,7 @@ class ModelHooks:
 
     Attributes:
         projections (`dict[int, QueryProjection]`): query projection by layer.
-        unknown (`dict[int, str]`): reason by layer for which there is no projection; -1 stands for all layers.
+        unknown (`dict[int, str]`): reason by layer for which there is no projection; -1 means all layers.
         observed_layers (`frozenset[int]`): layers whose attention calls the observers.
         checked (`set[int]`): layers whose projection was compared with the queries that attention got.
         record (`ForwardRecord`): record of this thread's forward pass.

@@ -202,7 +202,7 @@ class InfiniGenLayer(LazyLayer):
             count = tail.length - self.config.recent
             self._move_to_pool(tail.keys, tail.values, count)
             tail.drop_first(count)
-        # Another one once a codec is fitted, or padding is known
+        # The limit changes once a codec is fitted, or padding is known
         tail.limit = self._tail_limit
 
     def _make_scoring(self) -> Scoring:

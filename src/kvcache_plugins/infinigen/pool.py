@@ -6,8 +6,8 @@ pool grows. The one exception is a single first page that no GPU uses: its capac
 `max_tokens` the pool stops growing there, for each head on its own: a new token then takes the slot of a victim, and
 slots are no longer in the order of positions.
 
-For a GPU pages are page-locked: it writes and reads them while the host goes on. Events mark the work that may not be
-done yet, and the host waits for them before it touches or frees a page itself. PyTorch's copies make the host wait if
+Pages are page-locked for a GPU: it writes and reads them while the host goes on. Events mark the work that may be
+under way, and the host waits for them before it touches or frees a page itself. PyTorch's copies make the host wait if
 a part of a page is not contiguous: there a kernel writes it, or each head is copied separately.
 
 Legend: B batch, H key/value heads, R numbers of a row.
@@ -153,7 +153,7 @@ class TokenPool:
         if num_pages == 1 and not self.pin_memory:
             page_tokens = min(max(_LEAST_TOKENS, 1 << (num_slots - 1).bit_length()), PAGE_TOKENS)
         elif self._host.type == "meta":
-            # One page without data stands for all, so that a long context is sized as fast as a short one
+            # One page without data represents all, so that a long context is sized as fast as a short one
             page_tokens = num_pages * PAGE_TOKENS
             num_pages = 1
         kept = [page for page in self.pages if page.shape[2] == page_tokens]

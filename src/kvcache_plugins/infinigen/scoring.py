@@ -1,6 +1,6 @@
 """Scoring data on the model's device, by which queries score the pool's tokens without their keys being fetched.
 
-Of exact keys in the pool a copy stays on the device: `ScoringCodes` has all columns in a few bits, `ScoringColumns` is
+A copy of the pool's exact keys stays on the device: `ScoringCodes` has all columns in a few bits, `ScoringColumns` is
 the paper's partial key cache. `ScoringRows`, in `scoring_rows`, has the keys themselves as rows of a codec.
 
 Legend: B batch, H key/value heads, G query heads a key/value head, D and E head dims of keys and values, K slots of a
@@ -39,8 +39,8 @@ class Scoring(ABC):
     """
     Rows `[B, H, capacity, ...]` by name: row i is that of the token in slot i of the pool.
 
-    A token is encoded, stored in the pool, and then stored here (`encode`, `TokenPool.append`, `store`). By default
-    the pool's rows are exact keys and values side by side.
+    A token is encoded, stored in the pool, and then stored here (`encode`, `TokenPool.append`, `store`). The pool's
+    rows are exact keys and values side by side by default.
 
     Attributes:
         padding (`LeftPadding`): the layer's.
@@ -221,7 +221,7 @@ class ScoringCodes(Scoring):
         count = weight.sum(dim=2, keepdim=True).clamp(min=1)
         mean = (keys * weight).sum(dim=2, keepdim=True) / count
         spread = ((keys - mean).square() * weight).sum(dim=2, keepdim=True).div(count).sqrt()
-        # A constant channel has no spread: its size stands in
+        # A constant channel has no spread: its size replaces it
         spread = torch.maximum(spread, mean.abs() * 0.01 + _TINY)
         # A sequence without real tokens has none either: divided by next to nothing its keys would overflow
         self.fitted = {"mean": mean, "spread": torch.where(is_known, spread, 1.0)}

@@ -50,7 +50,7 @@ def select_tokens(
         tail_scores (`[B, H, G, W]`): scores of tokens that are attended to in any case; W may be 0, padding is -inf.
         allowed (bool, broadcasts to `[B, H, N]`, *optional*): slots that may be selected: no padding, nothing masked.
         forced (bool, broadcasts to `[B, H, N]`, *optional*): slots that are selected whatever their score, if allowed:
-            at most `config.sink + config.recent`. By default the first and the newest, for slots in order.
+            at most `config.sink + config.recent`. Defaults to the first and the newest, for slots in order.
         num_tokens (`[B]`, or `int` for all sequences): real tokens cached.
         most_tokens (`int`): upper bound of `num_tokens` that the host knows.
         config (`InfiniGenConfig`): the rule.

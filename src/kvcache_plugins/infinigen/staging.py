@@ -1,6 +1,6 @@
 """Rows of the pool that are fetched to a GPU while the layer before computes.
 
-The host never waits. A kernel on a stream of its own reads the selected rows from page-locked memory. That stream
+The host never waits. A kernel on a stream of its own reads the selected rows from page-locked memory. Its stream
 waits for the work that the computing stream has so far, the selection and writes of the pool included; the computing
 stream waits for the rows once attention needs them. The rows are in memory of the computing stream: its earlier users
 are done before the rows are written, and as the stream waits for the rows before they are freed, later users of the

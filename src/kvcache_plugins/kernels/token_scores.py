@@ -27,7 +27,7 @@ _TOKENS_PER_TASK = 2048
 
 class KeyCodes(NamedTuple):
     """
-    Keys in few bits: a code stands for `scale * (code - (2**(nbits - 1) - 0.5))`, times the channel's spread.
+    Keys in few bits: a code means `scale * (code - (2**(nbits - 1) - 0.5))`, times the channel's spread.
 
     Attributes:
         codes (`torch.Tensor` of shape `[B, H, capacity, P]`, uint8): channel `i * P + j` is in bit field `i`, lowest
@@ -110,8 +110,8 @@ def code_score_args(
 
 class PreparedRows:
     """
-    Tokens that are rows, as kernels read them. They are described for C once, when a kernel first needs it: in a step
-    of a model everything that is touched comes from memory.
+    Tokens that are rows, as kernels read them. Their description for C is made once, when a kernel first needs it: in
+    a step of a model everything that is touched comes from memory.
 
     Attributes:
         tokens (`SelectableRows`): the tokens.
