@@ -221,12 +221,13 @@ def assert_refused(model: PreTrainedModel, cache: InfiniGenCache, count: int) ->
     assert cache.get_seq_length() == before
 
 
-@pytest.mark.parametrize("is_detached", [False, True])
-def test_another_model_with_hooks_is_refused(tiny_model, is_detached: bool) -> None:
-    """Models of the same shapes: hooks show the model of each forward."""
+@pytest.mark.parametrize(("is_detached", "other_has_hooks"), [(False, False), (False, True), (True, True)], ids=str)
+def test_another_model_is_refused(tiny_model, is_detached: bool, other_has_hooks: bool) -> None:
+    """Models of the same shapes: hooks of either one show whose forward it is."""
     options = {"full_layers": (), "speculate": True}
     own, other = (tiny_model("llama", seed=seed) for seed in (1, 2))
-    cache, expected, others = (InfiniGenCache(model, **options) for model in (own, own, other))
+    cache, expected = (InfiniGenCache(own, **options) for _ in range(2))
+    others = [InfiniGenCache(other, **options)] if other_has_hooks else []
     for each in (cache, expected):
         logits(own, each, tokens(150))
         if is_detached:
@@ -237,7 +238,8 @@ def test_another_model_with_hooks_is_refused(tiny_model, is_detached: bool) -> N
     assert cache.get_seq_length() == 152
     cache.reset()
     assert_refused(other, cache, 20)
-    assert others.get_seq_length() == 0
+    torch.testing.assert_close(logits(own, cache, tokens(20)), logits(own, InfiniGenCache(own, **options), tokens(20)))
+    assert all(each.get_seq_length() == 0 for each in others)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "opt"])

@@ -89,8 +89,8 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
         full_layers (`tuple[int, ...]`, *optional*):
             Layers that stay whole where they are computed. Defaults to those of the calibration, or the first two.
         speculate (`bool`, *optional*):
-            True to choose and fetch a layer's tokens ahead, by predicted queries; False to choose by its own query. By
-            default tokens are fetched ahead if they have to be transferred: to an accelerator.
+            True to choose and fetch a layer's tokens ahead, by predicted queries; False to choose by its own query.
+            Defaults to True if tokens have to be transferred: to an accelerator.
         calibration (`Calibration`, `str` or `Path`, *optional*):
             Findings of `calibrate` about the model, or their file.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
@@ -118,6 +118,13 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
 
     # Tokens are chosen in steps of one new token: an evaluation of this cache has to decode token by token
     is_exact_for_many = True
+    # False after `detach`
+    _is_attached = True
+    # True if a warning has said so
+    _has_warned = False
+    # True from the hook of the first layer's attention up to that layer's update, then False: the hooks of the model
+    # announce each forward. `None` until they have announced one, as a compiled model may not call them
+    _is_announced: bool | None = None
 
     def __init__(
         self,
@@ -156,24 +163,14 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
         check_mask("attention_mask", attention_mask)
         self.calibration = resolve_calibration(calibration, model)
         self._given_mask = attention_mask
-        config = self._decoder_config = decoder_config(model.config)
-        self._full_layers = choose_full_layers(
-            self.infinigen_config.full_layers, self.calibration, config.num_hidden_layers
-        )
-        layers = replace_full_attention(config, self._layer)
-        if not any(type(layer) is DynamicLayer or isinstance(layer, InfiniGenLayer) for layer in layers):
-            raise ValueError(
-                "`model`: all of its layers attend to a window, which is small already: nothing is left to offload"
-            )
-        if not any(isinstance(layer, InfiniGenLayer) for layer in layers):
-            kept = sorted(self._full_layers)
-            raise ValueError(f"`full_layers`, or the calibration, keeps {kept} whole: nothing is left to offload")
+        config = decoder_config(model.config)
+        self._decoder_config = config
+        self._full_layers = choose_full_layers(full_layers, self.calibration, config.num_hidden_layers)
+        layers = self._layers_for(config)
         # A layer's attention input comes from the layer before it
         self._targets = {index - 1: index for index, layer in enumerate(layers) if isinstance(layer, InfiniGenLayer)}
         self._model = ModelReference(model)
         self._wants_speculation = self.infinigen_config.speculates_on(model.device)
-        self._is_attached = True
-        self._has_warned = False
         super().__init__(layers, config=config)
         if self._wants_speculation:
             reason = attach(model, self).why_unknown()
@@ -186,6 +183,18 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
         model = self._model()
         if self._speculates and model is not None:
             attach(model, self)
+
+    def _layers_for(self, config: PreTrainedConfig) -> list[CacheLayerMixin]:
+        """Make all layers; a `ValueError` if nothing is left to offload."""
+        layers = replace_full_attention(config, self._layer)
+        if not any(type(layer) is DynamicLayer or isinstance(layer, InfiniGenLayer) for layer in layers):
+            raise ValueError(
+                "`model`: all of its layers attend to a window, which is small already: nothing is left to offload"
+            )
+        if not any(isinstance(layer, InfiniGenLayer) for layer in layers):
+            kept = sorted(self._full_layers)
+            raise ValueError(f"`full_layers`, or the calibration, keeps {kept} whole: nothing is left to offload")
+        return layers
 
     def _layer(self, index: int) -> CacheLayerMixin:
         if index in self._full_layers:
@@ -213,6 +222,8 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
             raise ValueError(_ANOTHER_MODEL)
         if not self._speculates:
             return
+        if layer_idx == self._first_layer:
+            self._is_announced = True
         # In Transformers 5.20 layers that share the states of other layers are not in the list
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if isinstance(layer, InfiniGenLayer) and inputs.hidden_states.shape[1] > 1:
@@ -248,10 +259,12 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
         return super().get_mask_sizes(query_length, layer_idx)
 
     def _begin_forward(self, layer_idx: int) -> None:
-        """See `UsageChecksMixin`; a `ValueError` too if the cache's model is gone, so that another one begins."""
+        """See `UsageChecksMixin`; a `ValueError` too if the forward is not one of the cache's model."""
         super()._begin_forward(layer_idx)
-        if self._model() is None:
+        if self._model() is None or (self._is_announced is False and self._speculates):
             raise ValueError(_ANOTHER_MODEL)
+        if self._is_announced:
+            self._is_announced = False
         self._warn_if_detached()
 
     def _warn_if_detached(self) -> None:
