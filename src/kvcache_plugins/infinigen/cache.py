@@ -118,6 +118,13 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
 
     # Tokens are chosen in steps of one new token: an evaluation of this cache has to decode token by token
     is_exact_for_many = True
+    # False after `detach`
+    _is_attached = True
+    # True if a warning has said so
+    _has_warned = False
+    # True from the hook of the first layer's attention up to that layer's update, then False: the hooks of the model
+    # announce each forward. `None` until they have announced one, as a compiled model may not call them
+    _is_announced: bool | None = None
 
     def __init__(
         self,
@@ -164,11 +171,6 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
         self._targets = {index - 1: index for index, layer in enumerate(layers) if isinstance(layer, InfiniGenLayer)}
         self._model = ModelReference(model)
         self._wants_speculation = self.infinigen_config.speculates_on(model.device)
-        self._is_attached = True
-        # True from the hook of the first layer's attention up to that layer's update, then False: the hooks of the
-        # model announce each forward. `None` until they have announced one, as a compiled model may not call them
-        self._is_announced: bool | None = None
-        self._has_warned = False
         super().__init__(layers, config=config)
         if self._wants_speculation:
             reason = attach(model, self).why_unknown()
@@ -259,7 +261,7 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
     def _begin_forward(self, layer_idx: int) -> None:
         """See `UsageChecksMixin`; a `ValueError` too if the forward is not one of the cache's model."""
         super()._begin_forward(layer_idx)
-        if self._model() is None or (self._speculates and self._is_announced is False):
+        if self._model() is None or (self._is_announced is False and self._speculates):
             raise ValueError(_ANOTHER_MODEL)
         if self._is_announced:
             self._is_announced = False

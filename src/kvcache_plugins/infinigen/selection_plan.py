@@ -37,21 +37,13 @@ class SelectionPlan(DroppedOnCopy):
         self.num_selected = 0
 
     def push(self, tail: ExactTail, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Leave a token `[B, H, 1, D or E]` for `attend` to write. Return False if it has to be appended."""
-        if tail.unwritten is not None or tail.length >= tail.capacity:
-            return False
-        newest = self._steps.accept(keys, values)
-        if newest is None:
-            return False
-        tail.unwritten = newest
-        tail.length += 1
-        return True
+        """Store a token `[B, H, 1, D or E]`, which `attend` writes. Return False if it has to be appended."""
+        return self._steps.push(tail, keys, values)
 
     def attend(self, query: torch.Tensor, scale: float | None, tail: ExactTail) -> torch.Tensor | None:
         """Attend with queries `[B, H * G, 1, D]` of the newest token; `None` if the plan is not for such queries."""
         limits = limits_of(self._config, self._num_slots + tail.length, self._num_slots)
-        output = self._steps.attend(query, scale, tail.storage, tail.length, tail.unwritten, limits)
+        output = self._steps.attend(query, scale, tail, limits)
         if output is not None:
-            tail.unwritten = None
             self.num_selected = self._steps.num_selected
         return output

@@ -237,20 +237,6 @@ class TokenWriter:
         self._capacity, self._scale, self._threads = 0, scale, num_threads()
         self._origin = torch.get_num_threads(), os.getpid()
 
-    def accept(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Checks key and value `[B, H, 1, D or E]` of a token that `attend` is to write; `None` if it cannot."""
-        if (
-            (key.shape, value.shape) == self._newest_shapes
-            and key.dtype is value.dtype is self._exact_dtype
-            and key.is_contiguous()
-            and value.is_contiguous()
-            and key.is_cpu
-            and value.is_cpu
-        ):
-            self._accepted = key, value
-            return self._accepted
-        return None
-
     def push(self, tail: GrowingStates, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """
         Count a token `[B, H, 1, D or E]` as the newest of the tail, which `attend` writes. Return False if it cannot

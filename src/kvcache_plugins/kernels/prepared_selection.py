@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from .c_structs import BLOCK_QUERIES, TILE, Structure, as_words, make, word_offsets
-from .compiled import TokenWriter, kind_of_tokens
+from .compiled import GrowingStates, TokenWriter, kind_of_tokens
 from .library import find_threads, function
 from .selective_attention import SelectionLimits, States, describe_pages, describe_tail, selection_scratch
 from .token_scores import KeyCodes, PreparedRows, code_score_args, row_score_args, sizes_of
@@ -111,22 +111,13 @@ class PreparedSelection(TokenWriter):
         return function(name), as_words(args), args.address, min(self._threads, count)
 
     def attend(
-        self,
-        query: torch.Tensor,
-        scale: float | None,
-        storage: States,
-        length: int,
-        newest: States | None,
-        limits: SelectionLimits,
+        self, query: torch.Tensor, scale: float | None, tail: GrowingStates, limits: SelectionLimits
     ) -> torch.Tensor | None:
         """
         Attend with the queries of one new token, `[B, H * G, 1, D]` or another shape of as many numbers.
 
         Args:
-            storage (two `torch.Tensor` of shape `[B, H, at least W, D or E]`): current storage of the tail.
-            length (`int`): tokens of the tail, W, with the newest one.
-            newest (two `torch.Tensor` of shape `[B, H, 1, D or E]`, *optional*): the newest token as `accept` returned
-                it, to be written into the storage.
+            tail (`GrowingStates`): the newest tokens; an unwritten one, as `push` left it, is written.
             limits (`SelectionLimits`): limits of the selection.
 
         Returns:
@@ -134,12 +125,13 @@ class PreparedSelection(TokenWriter):
             steps were prepared for.
 
         Raises:
-            ValueError: if the tail does not have the prepared dtype and sizes, or the newest token was not accepted.
+            ValueError: if the tail does not have the prepared dtype and sizes, or its newest token was not pushed.
         """
         if not self._fits(query, scale):
             return None
-        if storage is not self._storage:
-            self._set_storage(storage)
+        length, newest = tail.length, tail.unwritten
+        if tail.storage is not self._storage:
+            self._set_storage(tail.storage)
         if not 0 <= length <= self._capacity:
             raise ValueError(f"{length} tokens in use of {self._capacity}")
         if newest is not None and (newest is not self._accepted or length == 0):
@@ -168,7 +160,7 @@ class PreparedSelection(TokenWriter):
             else:
                 find_threads()(kernel, address, threads)
         del memory
-        self._accepted = None
+        self._accepted = tail.unwritten = None
         self.num_selected = selection[_SELECTION.num_selected]
         return result if query.dtype is torch.float32 else result.to(query.dtype)
 
