@@ -181,24 +181,33 @@ def test_prepared_steps_refuse_other_inputs() -> None:
     query, key, value = torch.randn(3, 1, 3, 1, 16)
     steps = scoring.prepare_steps(query, 0.25, layer.pool, tail.storage)
     limits = SelectionLimits(first=0, newest=90, least=0.0, cap=5, limit=10)
-    given = {"scale": None, "storage": tail.storage, "length": tail.length, "newest": None}
-    assert steps.attend(query, **given, limits=limits) is not None
+    assert steps.attend(query, None, tail, limits) is not None
     for other in (query[..., :8], query.expand(2, -1, -1, -1), query.repeat(1, 2, 1, 1)):
-        assert steps.attend(other, **given, limits=limits) is None
-    assert steps.attend(query, **{**given, "scale": 0.5}, limits=limits) is None
-    assert steps.accept(key.double(), value) is None
+        assert steps.attend(other, None, tail, limits) is None
+    assert steps.attend(query, 0.5, tail, limits) is None
+    assert not steps.push(tail, key.double(), value)
     wrong = [
         {"length": tail.capacity + 1},
         {"length": -1},
         {"storage": tuple(states.double() for states in tail.storage)},
         {"storage": (tail.storage[0], tail.storage[1][:, :, 1:].contiguous())},
         {"storage": tuple(states.transpose(2, 3).contiguous().transpose(2, 3) for states in tail.storage)},
-        {"newest": (key, value)},
-        {"newest": steps.accept(key, value), "length": 0},
+        {"unwritten": (key, value)},
     ]
+    length, storage = tail.length, tail.storage
     for changed in wrong:
+        tail.length, tail.storage, tail.unwritten = length, storage, None
+        for name, value_of in changed.items():
+            setattr(tail, name, value_of)
         with pytest.raises(ValueError, match="the tail has to be|tokens in use|has to be one that was accepted"):
-            steps.attend(query, **{**given, **changed}, limits=limits)
+            steps.attend(query, None, tail, limits)
+    tail.length, tail.storage, tail.unwritten = length, storage, None
+    assert tail.length < tail.capacity and steps.push(tail, key, value)
+    tail.length = 0
+    with pytest.raises(ValueError, match="has to be one that was accepted"):
+        steps.attend(query, None, tail, limits)
+    tail.length = length + 1
+    assert steps.attend(query, None, tail, limits) is not None and tail.unwritten is None
     keys = KeyCodes(scoring.rows["codes"], scoring.rows["scale"], scoring.fitted["spread"], scoring.length, 4)
     for other in (tuple(each.half() for each in tail.storage), tuple(each[:, :2] for each in tail.storage)):
         with pytest.raises(ValueError, match="tail"):

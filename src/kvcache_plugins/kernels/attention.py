@@ -92,7 +92,7 @@ def list_native(parts: Iterable[Part | OpaqueRowPart]) -> list[Part]:
 
 def can_attend(query: torch.Tensor, parts: Sequence[LayerPart]) -> bool:
     """Return True if the C kernel attends with queries like `query` over parts."""
-    return max(parts[0].head_dims) <= MAX_CHANNELS and query.dtype in KINDS
+    return max(list_native(parts)[0].head_dims) <= MAX_CHANNELS and query.dtype in KINDS
 
 
 def prepare_triton(
