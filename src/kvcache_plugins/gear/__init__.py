@@ -36,7 +36,7 @@ _PRESETS: dict[str, tuple[dict[str, Any], str]] = {
 for _nbits in (4, 2):
     _bits = {"nbits": _nbits}
     _PRESETS |= {
-        f"gear-{_nbits}bit": (_bits, "GEAR: quantized backbone, low rank and outliers"),
+        f"gear-{_nbits}bit": (_bits, f"GEAR at {_nbits} bits: backbone, low rank and outliers"),
         f"gear-l-{_nbits}bit": ({**_bits, "sparsity": 0.0}, "GEAR without outliers"),
         f"kivi-{_nbits}bit": ({**_bits, "backbone": "kivi", **_PLAIN}, "KIVI's grouping alone"),
         f"per-token-{_nbits}bit": ({**_bits, "backbone": "per-token", **_PLAIN}, "Per-token grouping alone (FlexGen)"),
