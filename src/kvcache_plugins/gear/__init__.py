@@ -37,7 +37,7 @@ _register(
 )
 _register("kcvt-4bit", "KCVT grouping alone", nbits=4, backbone="kcvt", rank=0, sparsity=0.0)
 for _nbits in (4, 2):
-    _register(f"gear-{_nbits}bit", "GEAR: quantized backbone, low rank and outliers", nbits=_nbits)
+    _register(f"gear-{_nbits}bit", f"GEAR at {_nbits} bits: backbone, low rank and outliers", nbits=_nbits)
     _register(f"gear-l-{_nbits}bit", "GEAR without outliers", nbits=_nbits, sparsity=0.0)
     _register(f"kivi-{_nbits}bit", "KIVI's grouping alone", nbits=_nbits, backbone="kivi", rank=0, sparsity=0.0)
     _register(
