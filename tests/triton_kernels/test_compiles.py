@@ -45,8 +45,10 @@ GROUPS = {
     # A kernel has both 2 and 4 in it, or one other rank
     **{f"rank-{rank}": (2, of_rank(rank), 64, HALF, None) for rank in (1, 2, 3, 8)},
 }
-# Launches of `combine` (head dim, query's dtype) over 128 rows that ask for most, and one whose loads run ahead
+# Launches of `combine` (head dim, query's dtype) over 128 rows that ask for most, one whose loads run ahead, and one
+# with lengths that are read on the device
 COMBINATIONS = {"combine-d128": (128, SINGLE), "combine-d256-bfloat16": (256, BRAIN), "combine-d256": (256, SINGLE)}
+COMBINATIONS |= {"combine-d128-device": (128, BRAIN)}
 # Head dim, bytes of a key's and of a value's codes, query's dtype, queries, mask's dtype, padding; those that begin
 # with a `c` are in calibrated bases
 ROWS = {
@@ -120,6 +122,7 @@ DAILY = {
     "gfx942": ["kivi-2bit-d128"],
 }
 _CODING = ["code-keys-d128", "code-values-d128", "code-values-d256", "code-calibrated-keys-d128", "push-d128"]
+_CODING += ["push-calibrated-d128"]
 _RANKS = ["rank-1", "rank-2", "rank-3", "rank-8"]
 LONG = {
     "80": [
@@ -130,7 +133,16 @@ LONG = {
     "120": ["kivi-2bit-d128", *_CODING],
     "90": [
         *("kcvt-2bit-d128", "kcvt-8bit-d128", "kcvt-4bit-d128-float32", "token-token-4bit-d128", "gear-3bit-d128"),
-        *("gear-2bit-d256", *_RANKS, "combine-d256-bfloat16", "combine-d256", *CODING, *MOVES, *SCORES),
+        *(
+            "gear-2bit-d256",
+            *_RANKS,
+            "combine-d256-bfloat16",
+            "combine-d256",
+            "combine-d128-device",
+            *CODING,
+            *MOVES,
+            *SCORES,
+        ),
         *("t16-d64", "t16-d128-float32", "c16-d64", "c16-d128", "t16-d128-device", *BASES),
     ],
     "gfx942": _CODING,
@@ -143,12 +155,13 @@ MARGIN = 0.05
 # the assembler itself puts a few into local memory rather than use another register
 MAX_SPILLED = 32
 # What spills more must not get worse: kernels with low rank and outliers both, mostly what is used once a chunk, and
-# those of two parts (ranks and padding are data, so that one kernel serves all prompts, which costs registers); and
-# bases of 128 channels, which do not fit into registers
+# those of two parts (ranks and padding are data, so that one kernel serves all prompts, which costs registers);
+# bases of 128 channels, which do not fit into registers; and pushes of 256 channels, where a tail is packed
 SPILLED = {
     **{("attend", "gear-2bit-d64"): 72, ("attend", "gear-2bit-d128"): 176, ("attend", "gear-3bit-d128"): 168},
     **{("attend", "gear-l-2bit-d128"): 64, ("attend", "kcvt-4bit-d128-float32"): 64},
     ("90", "c16-d128"): 24,
+    ("90", "push-d256"): 48,
 }
 # Shared memory of a program, in bytes: the least of any GPU since sm_80 (RTX 30 and 40), AMD's, and that of an H200
 MAX_SHARED, MAX_SHARED_AMD, MAX_SHARED_H200 = 99 * 1024, 65536, 232448
@@ -181,13 +194,13 @@ def of_groups(name, is_packed):
     yield "combine", *combining(made.result, query, mask)
 
 
-def combining(partials, query, mask=None):
+def combining(partials, query, mask=None, num_tokens=None):
     """The launch that merges two blocks and attends to two exact parts."""
     from kvcache_plugins.triton_kernels.attention.combine import prepare_combination
     from kvcache_plugins.triton_kernels.attention.dense_part import DensePart
 
     states = torch.empty(2, 8, 100, query.shape[-1], dtype=query.dtype)
-    part = DensePart(states, states, None if mask is None else mask[..., :100])
+    part = DensePart(states, states, None if mask is None else mask[..., :100], num_tokens)
     made = prepare_combination([partials, partials], [part, part], query, 0.1)
     return made.kernel, made.arguments, {"num_warps": 4, **made.options}
 
@@ -198,7 +211,8 @@ def of_combination(name):
     head_dim, dtype = COMBINATIONS[name]
     maximum = torch.empty(2, 8, 4, 128)
     partials = Partials(torch.empty(2, 8, 4, 128, head_dim), maximum, maximum)
-    yield "combine", *combining(partials, torch.empty(2, 8, 128, head_dim, dtype=dtype))
+    num_tokens = torch.empty(1, dtype=torch.int64) if name.endswith("device") else None
+    yield "combine", *combining(partials, torch.empty(2, 8, 128, head_dim, dtype=dtype), num_tokens=num_tokens)
 
 
 def make_rows(head_dim, num_bytes, is_keys, is_calibrated, num_components=None):

@@ -1,6 +1,6 @@
-"""Decode attention straight from transform-coded rows, and tokens coded as such rows.
+"""Decode attention straight from transform-coded rows, and encoding of tokens as such rows.
 
 `attend` launches `attend_kernel`, which goes through `tiles`: codes become `levels`, two halves at a time, and
 `rotated_queries` meet keys before their rotary embedding. `combine` of `attention` merges partial results. `code_rows`
-encodes tokens by the steps of `coding_tiles`.
+encodes tokens by the steps of `coding_tiles`, and `push` adds a decoded token to a layer.
 """

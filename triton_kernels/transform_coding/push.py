@@ -80,15 +80,6 @@ def push_kernel(
         padding = tl.load(padding_ptr + batch).to(tl.int32)
     keys_ptr += matrix * limit * KEY_HEAD_DIM
     values_ptr += matrix * limit * VALUE_HEAD_DIM
-    channels = tl.arange(0, BLOCK_D)
-    head_dim = tl.where(is_keys, KEY_HEAD_DIM, VALUE_HEAD_DIM)
-    if is_keys:
-        tail_ptr = keys_ptr
-        new_ptr = new_keys_ptr + matrix * KEY_HEAD_DIM
-    else:
-        tail_ptr = values_ptr
-        new_ptr = new_values_ptr + matrix * VALUE_HEAD_DIM
-    new = tl.load(new_ptr + channels, mask=channels < head_dim, other=0.0)
 
     if num_tail == limit:
         count = limit - num_kept
@@ -131,7 +122,13 @@ def push_kernel(
 
     # All threads have read the counters, and what they encode or move
     tl.debug_barrier()
-    tl.store(tail_ptr + num_tail * head_dim + channels, new, mask=channels < head_dim)
+    channels = tl.arange(0, BLOCK_D)
+    if is_keys:
+        key = tl.load(new_keys_ptr + matrix * KEY_HEAD_DIM + channels, mask=channels < KEY_HEAD_DIM)
+        tl.store(keys_ptr + num_tail * KEY_HEAD_DIM + channels, key, mask=channels < KEY_HEAD_DIM)
+    else:
+        value = tl.load(new_values_ptr + matrix * VALUE_HEAD_DIM + channels, mask=channels < VALUE_HEAD_DIM)
+        tl.store(values_ptr + num_tail * VALUE_HEAD_DIM + channels, value, mask=channels < VALUE_HEAD_DIM)
     if recent_offset_ptr is not None:
         first_recent = total - num_tail - num_recent
         tl.store(recent_offset_ptr + batch, start - first_recent + padding, mask=is_keys & (head == 0))

@@ -1,9 +1,9 @@
-"""Attention and coding by Triton's kernels: what these read beside what is stored, and their launches.
+"""Attention and coding by Triton's kernels: their launches, and the constants that they read beside stored tokens.
 
-Attention is one launch a coded part, and one at the end that merges them and attends to the exact parts. Of a layer
-that stands still the launches are kept, with lengths on the device, and the host takes a fraction of the time so.
-Nothing is read back from the device, so a step can be captured in a graph. Coding is one launch a side. Plain PyTorch
-codes heads of more than 256 channels, and float64.
+Attention is one launch for every coded part, and a last one that merges their results and attends to the exact parts.
+Launches of a static layer are kept, with lengths on the device, which saves most of the host's time. Nothing is read
+back from the device, so a step can be captured in a graph. Encoding is one launch a side, and a push of a token one
+launch. Plain PyTorch encodes heads of more than 256 channels, and float64.
 
 Legend: B batch, H key/value heads, T tokens, D head dim, R bytes of a row.
 """
@@ -46,37 +46,37 @@ from .masks import slice_mask
 # Kernels and a type that are used as they are
 __all__ = ["PushState", "gather_rows", "page_addresses", "write_rows"]
 
-# Parts of a kind that a launch at the end takes
+# Parts of a kind that the last launch takes
 _MAX_PARTS = 2
-# Positions whose angles are held one by one; of others the multiples, at least so many of them
+# Positions whose angles are stored one by one, and least number of their multiples whose angles are stored
 _NUM_NEAR = 256
 _LEAST_FAR = 64
-# States that kernels encode: more channels would not fit into registers
+# Channels and dtypes of states that kernels encode: more channels would not fit into registers
 _MOST_CHANNELS = 256
 _ENCODED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 StoredPart = GroupPart | RowPart
-_Pair = Sequence[torch.Tensor]
-# Why there may be no attention over rows in bases
+# Reason why kernels may not attend to rows in bases
 TOO_LARGE = "bases of heads of this size do not fit into the GPU's shared memory"
 _warn_once = cache(warn_user)
 
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Tells the bytes of shared memory that a program may have on a device: any, where it is interpreted."""
+    """Return the bytes of shared memory that a program may have on a device; Triton's interpreter has no limit."""
     is_gpu = device.type == "cuda"
     return driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"] if is_gpu else sys.maxsize
 
 
 def has_room(formats: RowFormats | None, device: torch.device, dtype: torch.dtype) -> bool:
     """
-    Returns whether attention over rows of these formats, or over groups, with queries of a dtype, fits into a device's
+    Check that attention over rows of these formats, or over groups, with queries of a dtype, fits into a device's
     shared memory.
     """
     if formats is None:
         return True
     keys, values = formats
-    sizes, is_float32 = (keys.head_dim, keys.num_coefficients, values.num_coefficients), dtype == torch.float32
+    sizes = keys.head_dim, keys.num_coefficients, values.num_coefficients
+    is_float32 = dtype == torch.float32
     if keys.basis is None or shared_bytes(*sizes, is_float32=is_float32) <= shared_memory(device):
         return True
     _warn_once(f"attention over states in calibrated bases runs in plain PyTorch instead of `triton`: {TOO_LARGE}")
@@ -84,7 +84,7 @@ def has_room(formats: RowFormats | None, device: torch.device, dtype: torch.dtyp
 
 
 def attend(query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: float) -> torch.Tensor:
-    """Attends over all parts, of which at least one is coded; see `attention.attend`."""
+    """Attend to all parts, at least one of them coded; see `attention.attend`."""
     batch_size, num_query_heads, num_queries, head_dim = query.shape
     rows = query.reshape(batch_size, num_heads, -1, head_dim)
     dense = [part for part in parts if isinstance(part, DensePart)]
@@ -98,7 +98,7 @@ def attend(query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: fl
         dense[-2:] = [DensePart(keys, values, keys.shape[2], mask)]
     gathered = [part.gathered() if isinstance(part, PagedRowPart) else part for part in parts]
     coded = [part for part in gathered if not isinstance(part, DensePart)]
-    # Launches go to the current device, which need not be the one that this layer is on
+    # Launches go to the current device, which may be another than the layer's
     with torch.cuda.device_of(query):
         steps = [prepare_part(rows, part, scale) for part in coded]
         output: torch.Tensor = _prepare_end([step.finished(step.launch()) for step in steps], dense, rows, scale)()
@@ -107,25 +107,24 @@ def attend(query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: fl
 
 class PartStep(NamedTuple):
     """
-    Attention over a stored part, as it is launched.
+    The launch of attention over a stored part.
 
     Args:
-        launch (`Launch`): the launch that leaves partial results.
-        finish (`Callable`, *optional*): makes outputs `[B, H, splits, rows, value D]` of those that it leaves, and of
-            its totals.
+        launch (`Launch`): the launch that writes partial results.
+        finish (`Callable`, *optional*): computes outputs `[B, H, splits, rows, value D]` from its outputs and totals.
     """
 
     launch: Launch
     finish: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     def finished(self, partials: Partials) -> Partials:
-        """Returns partial results as they are merged."""
+        """Return partial results in the form in which they are merged."""
         return partials if self.finish is None else partials._replace(output=self.finish(*partials[::2]))
 
 
 def score_rows(query: torch.Tensor, tokens: SelectableRows) -> torch.Tensor:
-    """Multiplies queries with key rows; see `tokens.score_rows`."""
-    # Values are not read: keys in their place
+    """Multiply queries with key rows; see `tokens.score_rows`."""
+    # Values are not read
     part = RowPart(tokens.keys, tokens.keys, tokens.formats, tokens.positions, tokens.length, None)
     with torch.cuda.device_of(query):
         scores: torch.Tensor = prepare_part(query, part, math.log(2), only_scores=True).launch()
@@ -133,8 +132,8 @@ def score_rows(query: torch.Tensor, tokens: SelectableRows) -> torch.Tensor:
 
 
 def score_codes(query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, nbits: int) -> torch.Tensor:
-    """Multiplies queries with the keys that codes stand for; see `token_scores.score_codes`."""
-    # Launches go to the current device, which need not be the one that this layer is on
+    """Multiply queries with the keys of codes; see `token_scores.score_codes`."""
+    # Launches go to the current device, which may be another than the layer's
     with torch.cuda.device_of(query):
         return score_codes_kernel(codes, scale, query, nbits)
 
@@ -143,38 +142,38 @@ def prepare_part(
     rows: torch.Tensor, part: StoredPart, scale: float, packed: bool | None = None, *, only_scores: bool = False
 ) -> PartStep:
     """
-    Prepares attention of rows `[B, H, rows, D]` over a stored part, without doing it; by pairs of halves if `packed`,
-    as by default where rows are on a GPU of NVIDIA's. If `only_scores` of rows are wanted, those are what it leaves.
+    Prepare attention of query rows `[B, H, rows, D]` to a stored part, without launching it. Arithmetic is on pairs of
+    halves if `packed`, the default on NVIDIA's GPUs. With `only_scores` the launch writes the scores of rows.
     """
-    where: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "length": part.length,
         "mask": slice_mask(part.mask, 0, part.length),
         "scale": scale,
         "packed": has_pairs(rows.device.type) if packed is None else packed,
     }
     if isinstance(part, GroupPart):
-        where["num_chunks"] = -(-part.length // part.keys.chunk_length)
-        launch = prepare_groups(rows, part.keys, part.values, **where)
+        arguments["num_chunks"] = -(-part.length // part.keys.chunk_length)
+        launch = prepare_groups(rows, part.keys, part.values, **arguments)
         return PartStep(launch, (lambda output, _: rotate(output)) if part.values.is_rotated else None)
     keys, values = part.formats
-    assert keys.rope is not None, "keys have a layout, be it one that rotates nothing"
+    assert keys.rope is not None, "formats of keys have a rotary layout"
     padding, first = part.positions.padding, part.positions.first
-    where |= {"start": first, "padding": None if padding is None else padding.to(rows.device)}
+    arguments |= {"start": first, "padding": None if padding is None else padding.to(rows.device)}
     by_pairs = keys.basis is not None
     angles = rotary_angles(keys.rope, first + part.length, rows.device, by_pairs=by_pairs)
     coded_keys, coded_values = (
-        CodedRows(own, table, _coefficients(table.is_weighted, rows.device))
-        for own, table in ((part.keys, keys), (part.values, keys if only_scores else values))
+        CodedRows(own, row_format, _coefficients(row_format.is_weighted, rows.device))
+        for own, row_format in ((part.keys, keys), (part.values, keys if only_scores else values))
     )
     finish = None if values.basis is None and values.mean is None else partial(_combine, values)
-    where["num_tokens"] = part.num_tokens
-    return PartStep(prepare_rows(rows, coded_keys, coded_values, angles, **where, only_scores=only_scores), finish)
+    arguments["num_tokens"] = part.num_tokens
+    return PartStep(prepare_rows(rows, coded_keys, coded_values, angles, **arguments, only_scores=only_scores), finish)
 
 
 def _combine(row_format: RowFormat, sums: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """
-    Returns sums of states `[B, H, ..., D]`, not to be rotated any more, given those of numbers in the basis or
-    without the mean `[B, H, ..., K]`, each times its token's weight, and sums of weights `[B, H, ...]`.
+    Compute weighted sums of states `[B, H, ..., D]` from weighted sums of their numbers `[B, H, ..., K]`, in the basis
+    or less the mean and rotated back, and from the sums of weights `[B, H, ...]`.
     """
     states = sums.flatten(2, -2)
     if row_format.basis is not None:
@@ -191,11 +190,11 @@ def _prepare_end(partials: Sequence[Partials], dense: Sequence[DensePart], rows:
 
 class KeptAttention:
     """
-    Attention of single tokens over parts that stay where they are, by launches that are kept; see `keep_attention`.
+    Attention of single tokens to parts at fixed addresses, by launches that are kept; see `keep_attention`.
 
     Args:
-        query (`torch.Tensor` of shape `[B, H * G, 1, D]`): queries like those to come.
-        coded, dense: parts, at most `_MAX_PARTS` of a kind. The last exact one may be another at every call.
+        query (`torch.Tensor` of shape `[B, H * G, 1, D]`): queries of the same shape and dtype as those to come.
+        coded, dense: parts, at most `_MAX_PARTS` of a kind. The last dense part may change at every call.
         num_heads, scale: as in `attention.attend`.
     """
 
@@ -209,41 +208,44 @@ class KeptAttention:
     ):
         rows = query.reshape(len(query), num_heads, -1, query.shape[3])
         self._rows = rows = rows.clone(memory_format=torch.contiguous_format)
-        self._scale, self._like, self._dense = scale, (query.shape, query.dtype), dense
+        self._scale = scale
+        self._query_kind = query.shape, query.dtype
+        self._dense = dense
         with torch.cuda.device_of(query):
             self._steps = [prepare_part(rows, part, scale) for part in coded]
             self._attending = [KeptLaunch(step.launch, ["query_ptr"]) for step in self._steps]
-        # What is turned back between the launches is another tensor every time
-        self._turned = [number for number, step in enumerate(self._steps) if step.finish is not None]
+        # Outputs that are finished between the launches are another tensor every time
+        self._finished = [number for number, step in enumerate(self._steps) if step.finish is not None]
         self._keep_end()
 
     def _keep_end(self) -> None:
-        outputs = (f"output_{number}_ptr" for number in self._turned)
+        outputs = (f"output_{number}_ptr" for number in self._finished)
         with torch.cuda.device_of(self._rows):
             partials = [step.finished(step.launch.result) for step in self._steps]
             end = _prepare_end(partials, self._dense, self._rows, self._scale)
             self._combining = KeptLaunch(
                 end, ["query_ptr", "result_ptr", f"num_tokens_{len(self._dense) - 1}", *outputs]
             )
-        self._result_shape = *self._like[0][:3], end.result.shape[3]
+        self._result_shape = *self._query_kind[0][:3], end.result.shape[3]
 
     def __call__(self, query: torch.Tensor, length: int | None = None) -> torch.Tensor:
-        """Attends, to so many tokens of the last exact part, or to all of them."""
+        """Attend, with `length` tokens of the last dense part, or all of them."""
         if query.data_ptr() % ALIGNMENT or not query.is_contiguous():
             query = query.clone(memory_format=torch.contiguous_format)
-        result, steps = query.new_empty(self._result_shape), self._steps
+        steps = self._steps
+        result = query.new_empty(self._result_shape)
         length = self._dense[-1].length if length is None else length
         with torch.cuda.device_of(query):
             for launch in self._attending:
                 launch(query)
-            outputs = (steps[number].finished(self._attending[number].result).output for number in self._turned)
+            outputs = (steps[number].finished(self._attending[number].result).output for number in self._finished)
             self._combining(query, result, length, *outputs)
         return result
 
     def attend(self, query: torch.Tensor, scale: float | None, tail: GrowingStates) -> torch.Tensor | None:
         """Attend to parts and tail, the last exact part; `None` for queries that are not like the planned ones."""
         scale = query.shape[3] ** -0.5 if scale is None else scale
-        if (query.shape, query.dtype) != self._like or scale != self._scale:
+        if (query.shape, query.dtype) != self._query_kind or scale != self._scale:
             return None
         last, (keys, values) = self._dense[-1], tail.storage
         if keys is not last.keys or values is not last.values:
@@ -256,8 +258,8 @@ def keep_attention(
     query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: float | None
 ) -> KeptAttention | None:
     """
-    Keeps attention of single tokens `[B, H * G, 1, D]` over parts that stay where they are, with as many tokens or
-    with lengths on the device; see `attend`. `None` if they are more than are attended to where they stand.
+    Keep the launches of attention of single tokens `[B, H * G, 1, D]` to parts at fixed addresses, whose lengths are
+    constant or on the device; see `attend`. Return `None` if there are more parts than a launch takes.
     """
     dense = [part for part in parts if isinstance(part, DensePart)]
     coded = [part for part in parts if isinstance(part, RowPart | GroupPart)]
@@ -276,8 +278,8 @@ def prepare_push(state: PushState[RowFormat]) -> Callable[[torch.Tensor, torch.T
     if not all(can_encode(states.dtype, each.head_dim) for each in state.formats):
         return None
     tensors = [*state.tail, *state.older, *(state.recent or ())]
-    assert all(each.is_contiguous() for each in tensors), "kernels know the strides of contiguous tensors"
-    assert keys.rope is not None, "keys have a layout, be it one that rotates nothing"
+    assert all(each.is_contiguous() for each in tensors), "the kernel takes no strides"
+    assert keys.rope is not None, "formats of keys have a rotary layout"
     codebooks = codebook_of(keys.is_weighted, states.device), codebook_of(values.is_weighted, states.device)
     angles = rotary_angles(keys.rope, state.num_positions, states.device)
     with torch.cuda.device_of(states):
@@ -292,37 +294,41 @@ def prepare_push(state: PushState[RowFormat]) -> Callable[[torch.Tensor, torch.T
 
 
 def can_encode(dtype: torch.dtype, head_dim: int) -> bool:
-    """Returns whether kernels encode states of a dtype and head dim."""
+    """Check that kernels encode states of a dtype and head dim."""
     return head_dim <= _MOST_CHANNELS and dtype in _ENCODED_DTYPES
 
 
-def encode(states: torch.Tensor, table: RowFormat, positions: Positions) -> torch.Tensor:
-    """Encodes states `[B, H, T, D]` as rows `[B, H, T, R]`."""
-    if table.is_rotated and table.mean is not None:
-        states = states.float() - table.mean.float()[:, :, None]
-    states, where, padding = states.detach(), dict[str, Any](), positions.padding
-    if table.rope is not None:
-        where["angles"] = rotary_angles(table.rope, positions.first + states.shape[2], states.device)
-        where["start"], where["padding"] = positions.first, None if padding is None else padding.to(states.device)
-    book = codebook_of(table.is_weighted, states.device)
-    # Launches go to the current device, which need not be the one that this layer is on
+def encode(states: torch.Tensor, row_format: RowFormat, positions: Positions) -> torch.Tensor:
+    """Encode states `[B, H, T, D]` as rows `[B, H, T, R]`."""
+    if row_format.is_rotated and row_format.mean is not None:
+        states = states.float() - row_format.mean.float()[:, :, None]
+    states = states.detach()
+    arguments: dict[str, Any] = {}
+    if row_format.rope is not None:
+        padding = positions.padding
+        arguments["angles"] = rotary_angles(row_format.rope, positions.first + states.shape[2], states.device)
+        arguments["start"] = positions.first
+        arguments["padding"] = None if padding is None else padding.to(states.device)
+    codebook = codebook_of(row_format.is_weighted, states.device)
+    signs = _signs_for(row_format, states)
+    # Launches go to the current device, which may be another than the layer's
     with torch.cuda.device_of(states):
-        rows: torch.Tensor = prepare_coding(states, table, book, _signs_for(table, states), **where)()
+        rows: torch.Tensor = prepare_coding(states, row_format, codebook, signs, **arguments)()
     return rows
 
 
-def _signs_for(table: RowFormat, states: torch.Tensor) -> torch.Tensor | None:
-    """Returns the matrix that states are rotated by, or `None` where they are not."""
-    if not table.is_rotated:
+def _signs_for(row_format: RowFormat, states: torch.Tensor) -> torch.Tensor | None:
+    """Return the matrix that states are rotated by, or `None` if they are not."""
+    if not row_format.is_rotated:
         return None
-    # Products of bfloat16 are what GPUs have and Triton's interpreter has not
+    # GPUs have products of bfloat16, Triton's interpreter has none
     is_own = states.dtype == torch.float16 or states.dtype == torch.bfloat16 and states.is_cuda
-    return signs_of(table.head_dim, states.dtype if is_own else torch.float16, states.device)
+    return signs_of(row_format.head_dim, states.dtype if is_own else torch.float16, states.device)
 
 
 @cache
 def _coefficients(is_weighted: bool, device: torch.device) -> torch.Tensor:
-    """Returns the coefficients of `CodedRows`; levels of values have their gain corrected."""
+    """Return the coefficients of `CodedRows`; levels of values have their gain corrected."""
     with torch.inference_mode(False):
         levels = torch.tensor(COEFFICIENTS, dtype=torch.float64, device="cpu")
         if not is_weighted:
@@ -335,8 +341,8 @@ def rotary_angles(
     layout: RotaryLayout, num_positions: int, device: torch.device, *, by_pairs: bool = False
 ) -> RotaryAngles | None:
     """
-    Returns the angles of a layout up to a number of positions, of channels or `by_pairs` of them; or `None` where it
-    rotates nothing.
+    Return the angles of a layout up to a number of positions, of channels or `by_pairs` of them; `None` if it rotates
+    nothing.
     """
     if not layout.frequencies:
         return None
@@ -365,10 +371,10 @@ def _angles_of(layout: RotaryLayout, num_far: int, device: torch.device, by_pair
 
 @cache
 def codebook_of(is_weighted: bool, device: torch.device) -> Codebook:
-    """Returns the codes of numbers and their points, weighted or with their gain corrected."""
+    """Return codes and levels, those of weighted scales or those with their gain corrected."""
     with torch.inference_mode(False):
         bounds = thresholds(torch.device("cpu"))
-        # As the kernel computes it, so that a number is above all bounds of the cells before its own
+        # The kernel's own arithmetic, so that a number is above all bounds of the cells before its own
         cells = _cells(bounds)
         codes = torch.searchsorted(
             cells, torch.arange(NUM_CELLS.value, dtype=torch.int32, device="cpu").expand(len(cells), -1).contiguous()
@@ -378,13 +384,13 @@ def codebook_of(is_weighted: bool, device: torch.device) -> Codebook:
 
 
 def _cells(numbers: torch.Tensor) -> torch.Tensor:
-    """The cells of the kernel's grid that numbers lie in, int32."""
+    """Find the cells of the kernel's grid that numbers lie in, int32."""
     return ((numbers.clamp(-GRID_END.value, GRID_END.value) + GRID_END.value) * GRID_STEPS.value).int()
 
 
 @cache
 def signs_of(head_dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns the Hadamard matrix that values are rotated by, of ones, as `code_rows.prepare_coding` takes it."""
+    """Return the Hadamard matrix of ones that values are rotated by; see `signs` of `code_rows.prepare_coding`."""
     size = rotation_size(head_dim)
     with torch.inference_mode(False):
         signs = hadamard_matrix(size, torch.device("cpu")).sign()
@@ -393,6 +399,6 @@ def signs_of(head_dim: int, dtype: torch.dtype, device: torch.device) -> torch.T
 
 
 def in_tile_order(matrix: torch.Tensor) -> torch.Tensor:
-    """Columns `[..., D]` at their places of a tile, as `coding_tiles.row_places` says, zeros where there are none."""
+    """Move columns `[..., D]` to their places of a tile, see `coding_tiles.row_places`, with zeros elsewhere."""
     padded = F.pad(matrix, (0, block_channels(matrix.shape[-1]) - matrix.shape[-1]))
     return padded.unflatten(-1, (-1, 8)).transpose(-1, -2).flatten(-2).contiguous()
