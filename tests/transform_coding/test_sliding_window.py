@@ -110,7 +110,7 @@ def test_newest_update_can_be_taken_back_and_more_is_refused():
         feed([layer], window, 4, (0, 0), "step")
         layer.crop(-4)
         feed([layer], window, 3, (0, 0), "step")
-    with pytest.raises(ValueError, match="a window of 70 tokens has let go"):
+    with pytest.raises(ValueError, match="a window of 70 tokens has evicted"):
         layer.crop(-90)
     assert layer.get_seq_length() == 290
     layer.crop(-290)

@@ -54,8 +54,8 @@ _SIDES: "WeakKeyDictionary[QuantizedChunks, Structure]" = WeakKeyDictionary()
 
 class LayerParts:
     """
-    Parts of a layer as C is told of them, for queries of a shape `[B, H * G, Q, D]`; a `ValueError` if they do not fit
-    each other, or are not what their kernels take them for.
+    Structures of C that describe parts of a layer, for queries of a shape `[B, H * G, Q, D]`. A `ValueError` if parts
+    do not fit each other or their kernels.
     """
 
     def __init__(self, shape: torch.Size, num_heads: int, value_dim: int):
@@ -64,9 +64,9 @@ class LayerParts:
             raise ValueError(f"{num_query_heads} query heads of {head_dim} channels over {num_heads} key/value heads")
         self.sizes = {"batch": batch_size, "heads": num_heads, "key_dim": head_dim, "value_dim": value_dim}
         self.parts: list[Structure] = []
-        # The last exact tokens, as C is told of them: they may grow in a prepared call
+        # Structure and part of the last exact tokens, which may grow in a prepared call
         self.exact: tuple[Structure, DensePart] | None = None
-        # Whether any part reads a copy, which does not see what is written into the storage later
+        # True if any part reads a copy, which does not see later writes to the storage
         self.has_copies = False
 
     def add(self, part: Part) -> None:
@@ -208,7 +208,7 @@ class LayerParts:
 
 class GrowingStates(Protocol):
     """
-    Exact keys and values of which a prepared call writes the newest token.
+    Exact keys and values; a prepared call writes the newest token.
 
     Attributes:
         storage (two `torch.Tensor` of shape `[B, H, capacity, D or E]`): keys and values.

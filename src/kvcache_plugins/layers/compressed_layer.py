@@ -319,7 +319,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             return None
         if plan is not None and plan.version == storage.version:
             output = self.run_plan(query, self._length, scale)
-            if output is not None or type(plan) is StepPlan:
+            if output is not None or not plan.is_of_queries:
                 return output
         parts = list(self._parts(None))
         self.plan = plan_steps(query, parts, self._shapes["keys"][1], scale, kernel, storage.version, self._tail_limit)

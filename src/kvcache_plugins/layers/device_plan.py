@@ -3,7 +3,7 @@
     [ prefix ] [ closed segments ] [ open segment: rows, with capacity for more ] [ recent rows ] [ tail ]
 
 A push stores a token at the end of the tail; when the tail is full it first packs the oldest tokens as `RowLayer`
-does: into recent rows, of which the oldest get the bits of the open segment. Nothing is read from the device, so that
+does: into recent rows, whose oldest get the bits of the open segment. The host reads nothing from the device, so that
 a CUDA graph can replay a step. The host counts along where it runs the steps itself; after replays it asks the device
 (`DevicePlan.counts`).
 

@@ -186,7 +186,7 @@ class ExactTail:
         return self.tensors()[1][:, :, : self.length]
 
     def reserve(self, capacity: int) -> None:
-        """Make room for exactly `capacity` tokens, of which as many as are in use are taken."""
+        """Change the capacity to exactly `capacity` tokens, at least as many as are in use."""
         if self.capacity != capacity:
             self._reserve(self.keys, self.values, capacity)
 

@@ -1,4 +1,4 @@
-"""Layers that pack every token by itself, as a row of bytes.
+"""Layers that pack every token as a row of bytes.
 
     [ prefix ] [ rows of prompts and older tokens ] [ recent rows, with more bits ] [ tail: exact, newest ]
 
@@ -365,7 +365,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         if not self.can_crop(count):
             raise ValueError(
                 f"`crop` of {count} tokens would go back to {self._length - count}, but a window of "
-                f"{self.sliding_window} tokens has let go of what was seen there: call "
+                f"{self.sliding_window} tokens has evicted tokens that were seen there: call "
                 "`activate_past_recording()` of the cache before the tokens that are to be taken back"
             )
         if is_uncommitted:

@@ -481,7 +481,7 @@ def traced_states(layer: StaticLayer, keys: torch.Tensor, values: torch.Tensor) 
 
 
 def _stand_for(new: torch.Tensor, order: torch.Tensor, number: int, shown: torch.Tensor) -> GraphStates:
-    """Return new states in the place of all of a layer's, which look like `shown`."""
+    """Return a stand-in for all states of a layer that looks like `shown` and carries `new` states."""
     states = shown.as_subclass(GraphStates)
     states.states, states.order, states.number = new, order, number
     return states

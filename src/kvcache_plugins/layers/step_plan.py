@@ -35,9 +35,11 @@ class StepPlan(DroppedOnCopy):
     Attributes:
         version (`int`): of the storage that the plan was made for. A plan of another version must not be run.
         limit (`int`): tokens in the tail at which the next push packs.
+        is_of_queries (`bool`): True if another plan may be for queries that this one does not answer.
     """
 
     __slots__ = ("limit", "version")
+    is_of_queries = False
 
     def __init__(self, version: int, limit: int) -> None:
         self.version = version
@@ -54,13 +56,15 @@ class StepPlan(DroppedOnCopy):
 
 class CompiledPlan(PreparedCall, StepPlan):
     """
-    Steps in C, over prefix, segments and tail, of which only the tail may grow, and the packing of its oldest tokens.
+    Steps in C over prefix, segments and a tail that may grow, and the packing of its oldest tokens.
 
     Args:
         query, num_heads, scale: see `plan_steps`.
         parts (`Sequence[LayerPart]`): everything held; the last is the tail.
         version, limit: see `StepPlan`.
     """
+
+    is_of_queries = True
 
     def __init__(
         self,
@@ -141,6 +145,7 @@ class TritonPlan(StepPlan):
     """Attention over groups by kept launches of Triton's kernels; PyTorch appends tokens to the tail."""
 
     __slots__ = ("_attention",)
+    is_of_queries = True
 
     def __init__(self, attention: PlannedAttention, version: int, limit: int) -> None:
         super().__init__(version, limit)
