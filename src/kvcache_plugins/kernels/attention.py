@@ -99,7 +99,7 @@ def prepare_triton(
     query: torch.Tensor, parts: Sequence[LayerPart], num_key_value_heads: int, scale: float | None
 ) -> PlannedAttention | None:
     """
-    Prepare attention of queries like `query` by Triton's kernels. The last part is exact and may grow; all others stay.
+    Prepare attention of queries like `query` by Triton's kernels. The last part is exact and grows, all others stay.
     `None` unless some are groups: a layer of rows has a plan of its own (`layers.device_plan`).
     """
     native = list_native(parts)
