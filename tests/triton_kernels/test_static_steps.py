@@ -40,6 +40,8 @@ CASES = {
     # Only older rows; means of values
     "wide": ({"residual_length": 37, "recent_length": 0}, [0], 48, False),
     "calibrated": ({"residual_length": 4, "recent_length": 12, "nbits": 2.25}, [0], 16, True),
+    # Rows of the prompt that a copy of the cache shares, behind them rows of its own
+    "forked": ({"residual_length": 4, "recent_length": 12}, [0], 16, False),
 }
 NUM_PROMPT, NUM_DECODED, ROOM = 75, 21, 700
 READING = {"_local_scalar_dense", "item", "nonzero", "equal", "_to_cpu"}
@@ -69,6 +71,8 @@ def decoded(monkeypatch):
             mask = seen[:, :stop].long() if any(padding) else None
             with torch.no_grad():
                 model(ids[:, first:stop], attention_mask=mask, **as_argument(cache))
+            if case == "forked" and stop == NUM_PROMPT + 1:
+                (cache,) = cache.fork(1)
             if not first:
                 # Prepared for PyTorch
                 for layer in cache.layers:
@@ -214,6 +218,10 @@ def check(name, num_steps):
 
     with stand_in.stand_in_driver() as driver, patch.object(stand_in._Kernel, "run", run):
         attend_to(100)
+        if name == "forked":
+            attend_to(1)
+            (cache,) = cache.fork(1)
+            attend_to(1)
         for _ in range(num_steps):
             launches.clear()
             with Recorded() as mode:
@@ -221,7 +229,7 @@ def check(name, num_steps):
             steps.append((list(launches), mode.operations))
             compiled.append(len(driver.compilations))
     first_launches, first_operations = steps[1]
-    parts = 1 + bool(options["recent_length"])
+    parts = 1 + bool(options["recent_length"]) + (name == "forked")
     names = ["push_kernel", *parts * ["attend_kernel"], "combine_kernel"]
     assert [kernel for kernel, _ in first_launches] == 2 * names
     assert len({*compiled}) == 1, compiled
@@ -239,7 +247,11 @@ def check(name, num_steps):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_steps"),
-    [("alone", "500"), *(pytest.param(name, "40", marks=pytest.mark.long) for name in CASES if name != "alone")],
+    [
+        ("alone", "500"),
+        ("forked", "20"),
+        *(pytest.param(name, "40", marks=pytest.mark.long) for name in ("padded", "wide", "calibrated")),
+    ],
 )
 def test_every_step_is_the_first_one_again(name, num_steps, run_compiling):
     run_compiling(name, num_steps)

@@ -19,7 +19,7 @@ from .dense_part import DensePart, attend_part, part_arguments
 from .partials import Partials, block_arguments, merge_splits
 
 
-_MAX_BLOCKS = 2
+_MAX_BLOCKS = 3
 _MAX_PARTS = 2
 _BLOCK_TOKENS = 64
 _MAX_BLOCK_CHANNELS = 64
@@ -35,7 +35,8 @@ _ROWS_AT_ONCE = 128
 # Arguments that differ from prompt to prompt or step to step: a kernel for each divisibility would gain nothing
 _NOT_SPECIALIZED = [
     "num_rows",
-    *(f"{name}_{index}" for index in range(2) for name in ("num_splits", "num_tokens")),
+    *(f"num_splits_{index}" for index in range(3)),
+    *(f"num_tokens_{index}" for index in range(2)),
     *(f"mask_{index}_{name}" for index in range(2) for name in ("stride_b", "stride_h", "stride_q", "num_queries")),
 ]
 
@@ -46,10 +47,10 @@ _NOT_SPECIALIZED = [
 )
 def combine_kernel(
     query_ptr, query_stride_b, query_stride_h, query_stride_r, result_ptr, output_0_ptr, maximum_0_ptr, total_0_ptr,
-    num_splits_0, output_1_ptr, maximum_1_ptr, total_1_ptr, num_splits_1, keys_0_ptr, keys_0_stride_b, keys_0_stride_h,
-    keys_0_stride_t, values_0_ptr, values_0_stride_b, values_0_stride_h, values_0_stride_t, mask_0_ptr,
-    mask_0_stride_b, mask_0_stride_h, mask_0_stride_q, mask_0_stride_t, mask_0_num_queries, num_tokens_0,
-    num_tokens_0_ptr, keys_1_ptr, keys_1_stride_b, keys_1_stride_h, keys_1_stride_t, values_1_ptr, values_1_stride_b,
+    num_splits_0, output_1_ptr, maximum_1_ptr, total_1_ptr, num_splits_1, output_2_ptr, maximum_2_ptr, total_2_ptr,
+    num_splits_2, keys_0_ptr, keys_0_stride_b, keys_0_stride_h, keys_0_stride_t, values_0_ptr, values_0_stride_b,
+    values_0_stride_h, values_0_stride_t, mask_0_ptr, mask_0_stride_b, mask_0_stride_h, mask_0_stride_q,
+    mask_0_stride_t, mask_0_num_queries, num_tokens_0, num_tokens_0_ptr, keys_1_ptr, keys_1_stride_b, keys_1_stride_h, keys_1_stride_t, values_1_ptr, values_1_stride_b,
     values_1_stride_h, values_1_stride_t, mask_1_ptr, mask_1_stride_b, mask_1_stride_h, mask_1_stride_q,
     mask_1_stride_t, mask_1_num_queries, num_tokens_1, num_tokens_1_ptr, num_heads, num_rows, scale,
     MASK_0: tl.constexpr, MASK_1: tl.constexpr, NUM_BLOCKS: tl.constexpr, NUM_PARTS: tl.constexpr,
@@ -112,6 +113,10 @@ def combine_kernel(
         output, maximum, total = merge_splits(
             output, maximum, total, output_1_ptr, maximum_1_ptr, total_1_ptr, num_splits_1, rows, num_rows,
             first_channel, VALUE_DIM, BLOCK_V, BLOCK_S)
+    if NUM_BLOCKS > 2:
+        output, maximum, total = merge_splits(
+            output, maximum, total, output_2_ptr, maximum_2_ptr, total_2_ptr, num_splits_2, rows, num_rows,
+            first_channel, VALUE_DIM, BLOCK_V, BLOCK_S)
     # fmt: on
     output = output / tl.where(total > 0, total, 1.0)[:, None]
     row_in_use = rows < num_rows
@@ -163,11 +168,12 @@ def prepare_combination(
         "result_ptr": result,
         **block_arguments(0, blocks),
         **block_arguments(1, blocks),
+        **block_arguments(2, blocks),
         **_parts_arguments(exact_parts, num_heads, num_rows),
         "num_heads": num_heads,
         "num_rows": num_rows,
         "scale": scale,
-        # Of one block or part the kernel is that of two, the second without tokens: nothing is compiled amid decoding
+        # Fewer blocks or parts have the kernel of all, the others without tokens: nothing is compiled amid decoding
         "NUM_BLOCKS": _MAX_BLOCKS if blocks else 0,
         "NUM_PARTS": _MAX_PARTS if exact_parts else 0,
         "KEY_DIM": key_dim,

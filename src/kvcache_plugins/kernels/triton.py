@@ -46,8 +46,8 @@ from .masks import slice_mask
 # Kernels and a type that are used as they are
 __all__ = ["PushState", "gather_rows", "page_addresses", "write_rows"]
 
-# Parts of a kind that the last launch takes
-_MAX_PARTS = 2
+# Exact and coded parts that the last launch takes
+_MAX_DENSE, _MAX_CODED = 2, 3
 # Positions whose angles are stored one by one, and least number of their multiples whose angles are stored
 _NUM_NEAR = 256
 _LEAST_FAR = 64
@@ -89,7 +89,7 @@ def attend(query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: fl
     rows = query.reshape(batch_size, num_heads, -1, head_dim)
     dense = [part for part in parts if isinstance(part, DensePart)]
     # The tokens behind the rows may be in two parts, which follow each other and have columns of one mask
-    while len(dense) > _MAX_PARTS:
+    while len(dense) > _MAX_DENSE:
         last = dense[-2:]
         assert all(part.num_tokens is None for part in last), "the host knows the lengths of parts that it joins"
         masks = [slice_mask(part.mask, 0, part.length) for part in last]
@@ -194,7 +194,7 @@ class KeptAttention:
 
     Args:
         query (`torch.Tensor` of shape `[B, H * G, 1, D]`): queries of the same shape and dtype as those to come.
-        coded, dense: parts, at most `_MAX_PARTS` of a kind. The last dense part may change at every call.
+        coded, dense: parts, as many as the last launch takes. The last dense part may change at every call.
         num_heads, scale: as in `attention.attend`.
     """
 
@@ -263,7 +263,7 @@ def keep_attention(
     """
     dense = [part for part in parts if isinstance(part, DensePart)]
     coded = [part for part in parts if isinstance(part, RowPart | GroupPart)]
-    if max(len(dense), len(coded)) > _MAX_PARTS or not dense or not coded or len(dense) + len(coded) < len(parts):
+    if not 0 < len(dense) <= _MAX_DENSE or not 0 < len(coded) <= _MAX_CODED or len(dense) + len(coded) < len(parts):
         return None
     return KeptAttention(query, coded, dense, num_heads, query.shape[3] ** -0.5 if scale is None else scale)
 
