@@ -126,22 +126,48 @@ def test_bytes_are_those_of_a_cpu(case, decoded, monkeypatch):
         counts = layer.plan.counts()
         assert counts == count_tokens(layer.storage, layer.policy, layer._length), number
         assert counts.total == layer._length == own._length
-        for mine, theirs in zip(held_segments(layer), held_segments(own), strict=True):
-            assert (mine.start, mine.length, mine.is_recent) == (theirs.start, theirs.length, theirs.is_recent)
         assert torch.equal(layer.storage.tail.keys, own.storage.tail.keys)
         assert torch.equal(layer.storage.tail.values, own.storage.tail.values)
-    num_rows, num_different = 0, 0
-    for mine, theirs in zip(held_segments(layer), held_segments(own), strict=True):
-        for rows, expected in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
-            is_different = (rows[:, :, : mine.length] != expected[:, :, : mine.length]).any(dim=-1)
-            num_different += int(is_different.sum())
-            num_rows += is_different.numel()
-    # A row may differ where a number lies at a bound
-    assert num_different <= num_rows // 100
+        num_rows, num_different = count_different_rows(layer, own)
+        # A row may differ where a number lies at a bound
+        assert num_different <= num_rows // 100
 
 
 def held_segments(layer):
     return [segment for segment in layer.storage.segments if segment.length]
+
+
+def count_different_rows(layer, other):
+    """Rows of two layers that hold as many tokens in the same form, and rows that differ."""
+    num_rows, num_different = 0, 0
+    for mine, theirs in zip(held_segments(layer), held_segments(other), strict=True):
+        assert (mine.start, mine.length, mine.is_recent) == (theirs.start, theirs.length, theirs.is_recent)
+        for rows, expected in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+            is_different = (rows[:, :, : mine.length] != expected[:, :, : mine.length]).any(dim=-1)
+            num_different += int(is_different.sum())
+            num_rows += is_different.numel()
+    return num_rows, num_different
+
+
+@needs_kernels
+def test_fork_and_original_write_to_storage_of_their_own(decoded):
+    cache, _ = decoded("alone", num_decoded=7)
+    (fork,) = cache.fork(1)
+    layers = [each.layers[0] for each in (cache, fork)]
+    expected = [copy.deepcopy(each) for each in layers]
+    for layer, own in zip(layers, expected, strict=True):
+        layer._prepare_steps()
+        assert layer._pushes_on_device
+        for _ in range(9):
+            states = torch.randn(2, 1, 2, 1, 16, device=DEVICE)
+            layer.update(*states)
+            with plain_pytorch():
+                own.update(*states)
+    for layer, own in zip(layers, expected, strict=True):
+        assert torch.equal(layer.storage.tail.keys, own.storage.tail.keys)
+        _, num_different = count_different_rows(layer, own)
+        # A row may differ where a number lies at a bound
+        assert num_different <= 2
 
 
 @needs_kernels
@@ -228,6 +254,12 @@ def check(name, num_steps):
                 attend_to(1)
             steps.append((list(launches), mode.operations))
             compiled.append(len(driver.compilations))
+        # After several tokens, some of them taken back, single ones are pushed again
+        attend_to(7)
+        cache.crop(-2)
+        attend_to(1)
+        attend_to(1)
+        assert all(layer._pushes_on_device for layer in cache.layers)
     first_launches, first_operations = steps[1]
     parts = 1 + bool(options["recent_length"]) + (name == "forked")
     names = ["push_kernel", *parts * ["attend_kernel"], "combine_kernel"]

@@ -8,6 +8,7 @@ is called before the query is known, so it returns `GraphStates`, which become t
 """
 
 import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
@@ -187,8 +188,7 @@ class StaticLayer(RowLayer):
         """Count a token that the device stores, as the kernel does; `_length` does not count it yet."""
         counts, policy = count_tokens(self._storage, self.policy, self._num_tokens), self.policy
         num_open, num_recent, num_tail = counts.open, counts.recent, counts.tail
-        is_full = num_tail == policy.residual_length
-        if is_full:
+        if num_tail == policy.residual_length:
             num_tail = policy.num_kept
             if policy.recent_length:
                 num_recent += self._num_packed
@@ -201,8 +201,6 @@ class StaticLayer(RowLayer):
             self._counters["chunks_compressed"] += 1
         self._set_counts(StepCounts(num_open, num_recent, num_tail + 1, counts.total))
         self._num_new = 1
-        if is_full:
-            self._check_packed()
 
     def _check_packed(self) -> None:
         """Check packed tokens now and then: a `ValueError` if one overflowed."""
@@ -225,9 +223,11 @@ class StaticLayer(RowLayer):
 
     def _can_push(self) -> bool:
         """Return True if a decoded token changes nothing but open segment, recent rows and tail."""
-        if self.phase is not Phase.STORED or not self.policy.residual_length or self.codec is None:
+        if self.phase is not Phase.STORED or self.codec is None:
             return False
         if self._records_queries or self._unfitted_sequences is not None:
+            return False
+        if not self.policy.residual_length or self.storage.tail_length > self.policy.residual_length:
             return False
         first = next((segment for segment in self.storage.segments if segment.length), None)
         # Padding is of the first prompt, and hidden by masks of its own part
@@ -288,7 +288,7 @@ class StaticLayer(RowLayer):
         recent = segments[-1]
         capacity = self.policy.recent_length + self._num_packed
         before = None if self._device_plan is None else self._device_plan.recent_rows
-        if before is not None and _is_alike(before, recent, capacity):
+        if before is not None:
             recent.move_to(*before)
         elif not recent.is_open or recent.capacity != capacity:
             recent.resize(capacity)
@@ -303,11 +303,10 @@ class StaticLayer(RowLayer):
                 for shape in (self._shapes["keys"], self._shapes["values"])
             )
             storage.tail = ExactTail(keys, values, limit)
-        before = None if self._device_plan is None else self._device_plan.tail_storage
-        if before is not None and before[0].shape[:2] == storage.tail.storage[0].shape[:2]:
-            storage.tail.move_to(*before)
-        else:
+        if self._device_plan is None:
             storage.tail.reserve(limit)
+        else:
+            storage.tail.move_to(*self._device_plan.tail_storage)
 
     def _plan_on_device(self) -> DevicePlan:
         """Return the plan of the next step: the last one if addresses are the same."""
@@ -371,6 +370,7 @@ class StaticLayer(RowLayer):
     def _pack_by_plan(self, plan: StepPlan) -> bool:
         if not isinstance(plan, DevicePlan):
             return super()._pack_by_plan(plan)
+        self._check_packed()
         # The device packs; rows that it adds need capacity
         opened, recent = split_open(self._storage, self.policy)
         count = self._num_packed
@@ -409,7 +409,17 @@ class StaticLayer(RowLayer):
     @without_caller_contexts
     def crop_tokens(self, count: int) -> None:
         super().crop_tokens(count)
+        self._num_checked = max(self._num_checked - count, 0)
         self._prepare_steps()
+
+    def share(self) -> Iterator[torch.Tensor]:
+        # Storage of the last plan may be shared
+        self._device_plan = None
+        yield from super().share()
+
+    def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._device_plan = None
+        super()._map_stored(function)
 
     def get_seq_length(self) -> Any:
         """See `LazyLayer.get_seq_length`; in a graph on the device, as Transformers' own static layers have it."""
@@ -430,15 +440,6 @@ class StaticLayer(RowLayer):
     def __getstate__(self) -> dict[str, Any]:
         self._sync_lengths()
         return self.__dict__
-
-
-def _is_alike(rows: tuple[torch.Tensor, torch.Tensor], segment: RowSegment, capacity: int) -> bool:
-    """Return True if storage of rows can take a segment's."""
-    own = segment.keys, segment.values
-    return all(
-        mine.shape[2] == capacity and (mine.shape[:2], mine.shape[3]) == (each.shape[:2], each.shape[3])
-        for mine, each in zip(rows, own, strict=True)
-    )
 
 
 class GraphStates(torch.Tensor):
