@@ -25,8 +25,8 @@ TEST_PROCESSES ?= auto
 
 # Where `make test-oldest` installs, and the tests that need no newer Transformers (serving and batching need 5.23)
 OLDEST_VENV ?= .venv-oldest
-OLDEST_TESTS ?= $(addprefix tests/,advice baselines codecs contract gear infinigen kv_runahead layers models prompt_store reports) \
-	tests/test_registry.py tests/test_custom_generate.py
+OLDEST_TESTS ?= $(addprefix tests/,advice baselines codecs contract formats gear infinigen kv_runahead layers models packed \
+	prompt_store reports transform_coding) tests/test_registry.py tests/test_custom_generate.py
 
 # Threads that wait for work sleep instead of spinning. On two cores that something else is using too, a tiny model was
 # measured to be nearly twenty times faster for it (1.6 s for a test that took 30 s).

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import Gemma4TextConfig, LlamaConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvcache_plugins import predict_memory
@@ -88,7 +89,9 @@ def heterogeneous(configs: dict[str, PreTrainedConfig]) -> list[str]:
 
 def test_bytes_of_a_token_are_those_of_all_layers(released_configs) -> None:
     names = heterogeneous(released_configs)
-    assert {"gemma4_text", "dots3_note_text", "embedding_gemma2_text", "neomme"} <= set(names)
+    assert {"gemma4_text", "embedding_gemma2_text", "neomme"} <= set(names)
+    # Transformers 5.20 lacks this family
+    assert ("dots3_note_text" in names) == ("dots3_note_text" in CONFIG_MAPPING)
     for name in names:
         text_config = released_configs[name].get_text_config(decoder=True)
         if name.endswith("_encoder"):
@@ -141,5 +144,7 @@ def test_costs_are_those_of_each_layer() -> None:
     [("gemma4_text", "transform"), ("gemma4_text", "infinigen-transform"), ("dots3_note_text", "transform")],
 )
 def test_memory_is_predicted_for_released_configs(family: str, cache: str, released_configs) -> None:
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this Transformers lacks `{family}`")
     dense = predict_memory(released_configs[family], "dynamic", 1000)
     assert 0 < predict_memory(released_configs[family], cache, 1000).total_bytes < dense.total_bytes
