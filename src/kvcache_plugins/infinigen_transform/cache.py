@@ -31,9 +31,10 @@ class InfiniGenTransformCache(InfiniGenCache):
             The model that the cache is for, see `InfiniGenCache`.
         key_nbits (`float`, *optional*, defaults to 4), value_nbits (`float`, *optional*, defaults to 3.25):
             Bits of a number on average, of keys on the model's device and of values in the pool.
-        min_weight, alpha, max_fetch_ratio, recent, sink, pool_tokens, eviction, full_layers, speculate, calibration,
-        attention_mask:
+        min_weight, alpha, max_fetch_ratio, recent, sink, pool_tokens, eviction, full_layers:
             See `InfiniGenCache`. There are no options of a copy for scoring: keys are scored as they are stored.
+        speculate, calibration, attention_mask:
+            See `InfiniGenCache`.
 
     Raises:
         ValueError: as `InfiniGenCache`, and if keys or values are not finite or too large.
