@@ -24,17 +24,14 @@ class InfiniGenTransformCache(InfiniGenCache):
     Combines [InfiniGen](https://www.usenix.org/conference/osdi24/presentation/lee) with the rows of
     [`TransformCodingCache`]. Keys are rows on the model's device: they are scored and attended to there, and never
     fetched. Values are rows in the pool in host memory; rows of selected tokens are transferred as codes. The first
-    `sink` tokens and the newest are exact.
+    `sink` tokens and the newest are exact. All other options are those of [`InfiniGenCache`], which has some more for a
+    copy that tokens are scored by; here keys are scored as they are stored.
 
     Args:
         model (`PreTrainedModel`):
             The model that the cache is for, see `InfiniGenCache`.
         key_nbits (`float`, *optional*, defaults to 4), value_nbits (`float`, *optional*, defaults to 3.25):
             Bits of a number on average, of keys on the model's device and of values in the pool.
-        min_weight, alpha, max_fetch_ratio, recent, sink, pool_tokens, eviction, full_layers:
-            See `InfiniGenCache`. There are no options of a copy for scoring: keys are scored as they are stored.
-        speculate, calibration, attention_mask:
-            See `InfiniGenCache`.
 
     Raises:
         ValueError: as `InfiniGenCache`, and if keys or values are not finite or too large.
