@@ -256,3 +256,21 @@ def test_tail_that_would_stay_full():
     layer = Layer(CASES["no-recent"])
     with pytest.raises(ValueError, match="`num_kept` has to be less than the tail's 20 tokens, not 20"):
         prepare_push(dataclasses.replace(layer.state, num_kept=20))
+
+
+@pytest.mark.parametrize("name", ["no-recent", "padded"])
+def test_pushes_beyond_the_capacity_change_nothing(name):
+    """A graph may be replayed too often, and the memory behind the rows belongs to others."""
+    layer = Layer(CASES[name])
+    full = layer.case.limit + layer.case.most_recent
+    cut = tuple(each[:, :, :NUM_OLDER].contiguous() for each in layer.state.older)
+    state = dataclasses.replace(layer.state, older=cut)
+    push = prepare_push(state)
+    stopped = None
+    for _ in range(full + 12):
+        before = state.counters.clone()
+        push(*layer.random_token())
+        if stopped is None and torch.equal(state.counters, before):
+            stopped = [each.clone() for each in (*state.tail, *state.older, *(state.recent or ()))]
+    assert stopped is not None and state.counters[0, 0, 0, 0] == NUM_OLDER
+    assert all(map(torch.equal, stopped, (*state.tail, *state.older, *(state.recent or ()))))

@@ -50,13 +50,13 @@ def combine_kernel(
     num_splits_0, output_1_ptr, maximum_1_ptr, total_1_ptr, num_splits_1, output_2_ptr, maximum_2_ptr, total_2_ptr,
     num_splits_2, keys_0_ptr, keys_0_stride_b, keys_0_stride_h, keys_0_stride_t, values_0_ptr, values_0_stride_b,
     values_0_stride_h, values_0_stride_t, mask_0_ptr, mask_0_stride_b, mask_0_stride_h, mask_0_stride_q,
-    mask_0_stride_t, mask_0_num_queries, num_tokens_0, num_tokens_0_ptr, keys_1_ptr, keys_1_stride_b, keys_1_stride_h, keys_1_stride_t, values_1_ptr, values_1_stride_b,
-    values_1_stride_h, values_1_stride_t, mask_1_ptr, mask_1_stride_b, mask_1_stride_h, mask_1_stride_q,
-    mask_1_stride_t, mask_1_num_queries, num_tokens_1, num_tokens_1_ptr, num_heads, num_rows, scale,
-    MASK_0: tl.constexpr, MASK_1: tl.constexpr, NUM_BLOCKS: tl.constexpr, NUM_PARTS: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
-    MANY_ROWS: tl.constexpr,
+    mask_0_stride_t, mask_0_num_queries, num_tokens_0, num_tokens_0_ptr, keys_1_ptr, keys_1_stride_b, keys_1_stride_h,
+    keys_1_stride_t, values_1_ptr, values_1_stride_b, values_1_stride_h, values_1_stride_t, mask_1_ptr,
+    mask_1_stride_b, mask_1_stride_h, mask_1_stride_q, mask_1_stride_t, mask_1_num_queries, num_tokens_1,
+    num_tokens_1_ptr, num_heads, num_rows, scale, MASK_0: tl.constexpr, MASK_1: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, NUM_PARTS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, MANY_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Rows and channels of one head's result, from `NUM_PARTS` exact parts and the splits of `NUM_BLOCKS` blocks."""
     batch = (tl.program_id(0) // num_heads).to(tl.int64)

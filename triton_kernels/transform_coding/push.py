@@ -81,15 +81,19 @@ def push_kernel(
     keys_ptr += matrix * limit * KEY_HEAD_DIM
     values_ptr += matrix * limit * VALUE_HEAD_DIM
 
-    if num_tail == limit:
-        count = limit - num_kept
-        # Rows behind which tokens are encoded, and recent ones of these that become older ones then
-        num_rows = num_older
-        num_requantized = 0
-        if HAS_RECENT:
-            num_rows = num_recent
-            num_behind = (num_recent + count).to(tl.int32)
-            num_requantized = tl.where(num_behind > most_recent, num_behind - num_after, 0)
+    count = limit - num_kept
+    # Rows behind which tokens are encoded, and rows that become older ones then
+    num_rows = num_older
+    num_added = count
+    num_requantized = 0
+    if HAS_RECENT:
+        num_rows = num_recent
+        num_behind = (num_recent + count).to(tl.int32)
+        num_requantized = tl.where(num_behind > most_recent, num_behind - num_after, 0)
+        num_added = num_requantized
+    # A graph that is replayed beyond the capacity changes nothing
+    has_room = (num_tail < limit) | (num_older + num_added <= older_capacity)
+    if has_room & (num_tail == limit):
         # fmt: off
         if is_keys:
             position = (total - limit).to(tl.int32) - padding
@@ -113,29 +117,28 @@ def push_kernel(
                 VALUE_FACTOR, 1, VALUE_NUM_PARTS, BASIS, False, VALUE_ROTATED, VALUE_WEIGHTED, VALUE_BY_ENERGY,
                 VALUE_NUM_REFITS, BLOCK_T, VALUE_BLOCK_C, VALUE_BLOCK_K, BLOCK_M)
         # fmt: on
-        num_older += num_requantized
+        num_older += num_added
         if HAS_RECENT:
             num_recent += count - num_requantized
-        else:
-            num_older += count
         num_tail = num_kept.to(tl.int64)
 
     # All threads have read the counters, and what they encode or move
     tl.debug_barrier()
-    channels = tl.arange(0, BLOCK_D)
-    if is_keys:
-        key = tl.load(new_keys_ptr + matrix * KEY_HEAD_DIM + channels, mask=channels < KEY_HEAD_DIM)
-        tl.store(keys_ptr + num_tail * KEY_HEAD_DIM + channels, key, mask=channels < KEY_HEAD_DIM)
-    else:
-        value = tl.load(new_values_ptr + matrix * VALUE_HEAD_DIM + channels, mask=channels < VALUE_HEAD_DIM)
-        tl.store(values_ptr + num_tail * VALUE_HEAD_DIM + channels, value, mask=channels < VALUE_HEAD_DIM)
-    if recent_offset_ptr is not None:
-        first_recent = total - num_tail - num_recent
-        tl.store(recent_offset_ptr + batch, start - first_recent + padding, mask=is_keys & (head == 0))
-    tl.store(counter_ptr, num_older)
-    tl.store(counter_ptr + 1, num_recent)
-    tl.store(counter_ptr + 2, num_tail + 1)
-    tl.store(counter_ptr + 3, total + 1)
+    if has_room:
+        channels = tl.arange(0, BLOCK_D)
+        if is_keys:
+            key = tl.load(new_keys_ptr + matrix * KEY_HEAD_DIM + channels, mask=channels < KEY_HEAD_DIM)
+            tl.store(keys_ptr + num_tail * KEY_HEAD_DIM + channels, key, mask=channels < KEY_HEAD_DIM)
+        else:
+            value = tl.load(new_values_ptr + matrix * VALUE_HEAD_DIM + channels, mask=channels < VALUE_HEAD_DIM)
+            tl.store(values_ptr + num_tail * VALUE_HEAD_DIM + channels, value, mask=channels < VALUE_HEAD_DIM)
+        if recent_offset_ptr is not None:
+            first_recent = total - num_tail - num_recent
+            tl.store(recent_offset_ptr + batch, start - first_recent + padding, mask=is_keys & (head == 0))
+        tl.store(counter_ptr, num_older)
+        tl.store(counter_ptr + 1, num_recent)
+        tl.store(counter_ptr + 2, num_tail + 1)
+        tl.store(counter_ptr + 3, total + 1)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ class InfiniGenTransformCache(InfiniGenCache):
     Combines [InfiniGen](https://www.usenix.org/conference/osdi24/presentation/lee) with the rows of
     [`TransformCodingCache`]. Keys are rows on the model's device: they are scored and attended to there, and never
     fetched. Values are rows in the pool in host memory; rows of selected tokens are transferred as codes. The first
-    `sink` tokens and the newest are exact. All other options are those of [`InfiniGenCache`], which has some more for a
+    `sink` tokens and the newest are exact. All other options are those of [`InfiniGenCache`]. It has some more for a
     copy that tokens are scored by; here keys are scored as they are stored.
 
     Args:
