@@ -111,7 +111,7 @@ def test_attention_is_that_of_pytorch(case, decoded):
 
 @needs_kernels
 @pytest.mark.parametrize("case", ALL_CASES)
-def test_bytes_are_those_of_a_cpu(case, decoded, monkeypatch):
+def test_rows_are_those_of_plain_pytorch(case, decoded, monkeypatch):
     """Rows, exact tokens and counters after pushes on the device, and those of a layer that PyTorch packs."""
     cache, _ = decoded(case, num_decoded=1)
     layer = cache.layers[0]

@@ -156,7 +156,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         return make_lazy_kv(self, kind[0], kind[1], self._length, self.dtype, self.device)
 
     def _pack_by_plan(self, plan: StepPlan) -> bool:
-        """Pack the oldest tokens of the tail in place. Return False if that takes `_commit`."""
+        """Pack the oldest tokens of the tail in place. Return False if the general update has to."""
         return False
 
     def _before_update(self) -> None:
@@ -209,7 +209,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         everything as it was if tokens cannot be stored, and raises a `ValueError`.
         """
 
-    def _packed_tokens(self, start: int, keys: torch.Tensor, first_end: torch.Tensor | None) -> torch.Tensor | None:
+    def _mark_packable(self, start: int, keys: torch.Tensor, first_end: torch.Tensor | None) -> torch.Tensor | None:
         """
         Mark tokens `[B, T]` from position `start` on that are neither padding nor in the prefix, which ends at
         `first_end` `[B]` if it is new; `None` if all are.

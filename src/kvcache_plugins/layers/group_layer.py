@@ -89,7 +89,7 @@ class GroupLayer(CompressedLayer[GroupSegment, GroupCodec]):
         """
         assert self.codec is not None
         length = keys.shape[2]
-        valid = self._packed_tokens(start, keys, first_end)
+        valid = self._mark_packable(start, keys, first_end)
         num_chunks = 1 if is_prompt else length // self.policy.residual_length
         try:
             chunks = self.codec.encode(keys, values, valid, num_chunks=num_chunks, is_prompt=is_prompt)

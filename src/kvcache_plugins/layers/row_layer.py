@@ -208,7 +208,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         """
         assert self.codec is not None
         is_first = first_end is not None
-        valid = self._packed_tokens(start, keys, first_end)
+        valid = self._mark_packable(start, keys, first_end)
         is_recent = not is_prompt and not is_first and self._recent_codec is not None
         codec, where = self._codec_of(is_recent), Positions(start, self.padding)
         try:

@@ -1,7 +1,8 @@
 """Static layers: `RowLayer`s of reserved capacity, for eager steps, `torch.compile` and CUDA graphs alike.
 
-A static layer stores the same bytes as any other of its policy. On a GPU, Triton's kernels store and pack tokens in
-place (`DevicePlan`), so that graphs can replay steps; `max_length` reserves capacity from the first token on.
+A static layer stores the same rows in the same places as any other layer of its policy. On a GPU, Triton's kernels
+store and pack tokens in place (`DevicePlan`), so that graphs can replay steps; `max_length` reserves capacity from the
+first token on.
 
 In a graph of `torch.compile` a step of a layer is one operator, `torch.ops.kvcache_plugins.static_attention`. `update`
 is called before the query is known, so it returns `GraphStates`, which become the operator where attention gets them.
@@ -165,13 +166,13 @@ class StaticLayer(RowLayer):
         self._num_tokens = counts.total
         self._num_new = 1
         self._counters["tokens_compressed"] += num_packed
-        self._counters["chunks_compressed"] += num_packed // self._num_packed
+        self._counters["chunks_compressed"] += num_packed // self._num_packed_at_once
         self._counters["attend_calls"] += num_pushed
         self._counters["fused_calls"] += num_pushed
         self._check_packed()
 
     @property
-    def _num_packed(self) -> int:
+    def _num_packed_at_once(self) -> int:
         """Tokens that are packed together."""
         return self.policy.residual_length - self.policy.num_kept
 
@@ -191,13 +192,13 @@ class StaticLayer(RowLayer):
         if num_tail == policy.residual_length:
             num_tail = policy.num_kept
             if policy.recent_length:
-                num_recent += self._num_packed
+                num_recent += self._num_packed_at_once
                 num_requantized = self._num_to_requantize(num_recent)
                 num_recent -= num_requantized
                 num_open += num_requantized
             else:
-                num_open += self._num_packed
-            self._counters["tokens_compressed"] += self._num_packed
+                num_open += self._num_packed_at_once
+            self._counters["tokens_compressed"] += self._num_packed_at_once
             self._counters["chunks_compressed"] += 1
         self._set_counts(StepCounts(num_open, num_recent, num_tail + 1, counts.total))
         self._num_new = 1
@@ -249,7 +250,7 @@ class StaticLayer(RowLayer):
 
     def _most_packed(self) -> int:
         """Rows that the open segment gets at once, at most."""
-        return self._num_packed + self.policy.recent_length - self.policy.num_recent_kept
+        return self._num_packed_at_once + self.policy.recent_length - self.policy.num_recent_kept
 
     def _empty_segment(self, start: int, *, is_recent: bool) -> RowSegment:
         shape = self.batch_size, self._shapes["keys"][1], 0
@@ -286,7 +287,7 @@ class StaticLayer(RowLayer):
         if not segments[-1].is_recent:
             segments.append(self._empty_segment(self.exact_start, is_recent=True))
         recent = segments[-1]
-        capacity = self.policy.recent_length + self._num_packed
+        capacity = self.policy.recent_length + self._num_packed_at_once
         before = None if self._device_plan is None else self._device_plan.recent_rows
         if before is not None:
             recent.move_to(*before)
@@ -368,14 +369,15 @@ class StaticLayer(RowLayer):
         return states
 
     def _pack_by_plan(self, plan: StepPlan) -> bool:
+        """See `CompressedLayer._pack_by_plan`. On a GPU the push packs: here only its capacity is checked."""
         if not isinstance(plan, DevicePlan):
             return super()._pack_by_plan(plan)
         self._check_packed()
         # The device packs; rows that it adds need capacity
         opened, recent = split_open(self._storage, self.policy)
-        count = self._num_packed
+        count = self._num_packed_at_once
         if recent is not None:
-            count = self._num_to_requantize(recent.length + self._num_packed)
+            count = self._num_to_requantize(recent.length + self._num_packed_at_once)
         return opened.length + count <= opened.capacity
 
     def _before_update(self) -> None:
