@@ -22,6 +22,9 @@ from .partials import Partials, block_arguments, merge_splits
 _MAX_BLOCKS = 3
 _MAX_PARTS = 2
 _BLOCK_TOKENS = 64
+# The same of wide heads in float32, whose tiles would spill four warps' registers
+_BLOCK_TOKENS_WIDE, _NUM_WARPS_WIDE = 32, 8
+_MOST_CHANNELS_NARROW = 64
 _MAX_BLOCK_CHANNELS = 64
 # Rows of queries that registers and shared memory have room for
 _MAX_BLOCK_ROWS = 32
@@ -160,7 +163,9 @@ def prepare_combination(
     is_float32 = query.dtype == torch.float32
     block_rows = min(block_size(num_rows), _MAX_BLOCK_ROWS_FLOAT32 if is_float32 else _MAX_BLOCK_ROWS)
     block_merged = min(block_rows, triton.next_power_of_2(num_rows))
-    bytes_ahead = _BLOCK_TOKENS * block_size(key_dim) * query.element_size()
+    is_wide = is_float32 and key_dim > _MOST_CHANNELS_NARROW
+    block_tokens = _BLOCK_TOKENS_WIDE if is_wide else _BLOCK_TOKENS
+    bytes_ahead = block_tokens * block_size(key_dim) * query.element_size()
     block_channels = min(_MAX_BLOCK_CHANNELS, block_size(value_dim))
     grid = (batch_size * num_heads, triton.cdiv(value_dim, block_channels), triton.cdiv(num_rows, block_rows))
     arguments = {
@@ -180,7 +185,7 @@ def prepare_combination(
         "VALUE_DIM": value_dim,
         "PRECISION": dot_precision(query.dtype),
         "BLOCK_R": block_rows,
-        "BLOCK_T": _BLOCK_TOKENS,
+        "BLOCK_T": block_tokens,
         "BLOCK_K": block_size(key_dim),
         "BLOCK_V": block_channels,
         "BLOCK_M": block_merged,
@@ -191,6 +196,8 @@ def prepare_combination(
     # Tiles of keys and values that are on their way or in use. Without fused products, which not all lanes that hold a
     # sum have in the same places, what they store to one place is the same
     options = {"num_stages": 2 if bytes_ahead <= _MAX_BYTES_AHEAD else 1, "enable_fp_fusion": False}
+    if is_wide:
+        options["num_warps"] = _NUM_WARPS_WIDE
     return Launch(combine_kernel, grid, arguments, options, result)
 
 
