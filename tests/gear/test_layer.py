@@ -114,6 +114,13 @@ def test_rotation_spreads_a_channel_that_stands_out():
     assert errors[1] < 0.7 * errors[0]
 
 
+def test_refused_first_prompt_leaves_an_empty_layer():
+    layer, (keys, values) = make_layer(**METHODS["sinks"]), states(1, 2 * GROUP)
+    with pytest.raises(ValueError, match="layer 0: the states exceed the range of float16"):
+        feed(layer, keys, 1e6 * values)
+    assert layer.get_seq_length() == 0 and not list(layer.named_tensors())
+
+
 @pytest.mark.parametrize("residual_length", [20, 64])
 @pytest.mark.parametrize("backbone", ["kcvt", "kivi", "per-token"])
 def test_each_token_is_compressed_once_and_history_never_changes(residual_length, backbone):

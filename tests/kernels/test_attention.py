@@ -121,6 +121,17 @@ def test_threads_share_a_sequence(row_case, group_case, num_threads):
     check(group_case, parts, "compiled", factor=4)
 
 
+@pytest.mark.cases("long")
+def test_threads_share_a_sequence_of_low_scores(row_case, num_threads):
+    """Exponentials of all scores are 0 in float32."""
+    query, part = make_query(row_case), dense_part(row_case, row_case.length)
+    query[..., 0] = 40
+    part.keys[..., 0] = -40
+    output = attend(query, [part], row_case.num_heads, kernel="compiled")
+    expected = exact_attention(query, [part], row_case.num_heads)
+    torch.testing.assert_close(output.double(), expected, atol=1e-3, rtol=0)
+
+
 @pytest.mark.cases("wide", "k4v3", "kcvt")
 def test_prepared_call_attends_to_later_tokens(case, level):
     part = any_part(case) if isinstance(case, Groups) else row_part(case, padding=[0, 40])

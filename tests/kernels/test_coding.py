@@ -314,6 +314,21 @@ def test_append_reports_overflow(levels, number):
             assert rows.rows[side][1, 0, 3, 0] == LAST_SCALE and torch.equal(before, states[0][:, :, :4])
 
 
+@pytest.mark.parametrize("number", [60.0, -60.0])
+def test_append_reports_numbers_beyond_the_limit(levels, number):
+    """Numbers that scales reach."""
+    codec = make_codec()
+    for _ in levels():
+        for side in (0, 1):
+            states = tuple(torch.randn(2, 2, 2, 5, 48))
+            coding = prepare_coding(codec.formats(), codec.formats(), states[0], None, 50.0)
+            rows = kept(make_rows(codec, 9), 0)
+            states[side][1, 0, 4, 47] = number / 2
+            assert coding.append(states, 5, 0, rows)
+            states[side][1, 0, 4, 47] = number
+            assert coding.append(states, 4, 0, rows) and not coding.append(states, 5, 0, rows)
+
+
 def test_append_stays_within_its_storage():
     codec, states = make_codec(), tuple(torch.randn(2, 2, 2, 5, 48))
     coding, rows = prepare_coding(codec.formats(), codec.formats(), states[0], None, 1e10), make_rows(codec, 9)

@@ -3,6 +3,7 @@ hardly vary, as where one token is repeated, and numbers beyond what scales reac
 """
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -105,6 +106,41 @@ def test_life_of_a_token():
     feed(layer, *states(1, 100))
     assert num_coded(layer) == layer.get_seq_length() - SINKS and layer.storage.tail is None
     assert layer.stats()["tokens_exact"] == SINKS
+
+
+@torch.no_grad()
+def test_dense_tokens_are_packed_once_there_are_enough():
+    layer = make_layer()
+    feed(layer, *states(1, SINKS + MIN_TOKENS - 2))
+    for _ in range(2):
+        feed(layer, *states(1, 1))
+        assert num_coded(layer) == 0
+    feed(layer, *states(1, 1))
+    assert num_coded(layer) == MIN_TOKENS
+
+
+@torch.no_grad()
+def test_all_recent_rows_that_are_allowed_keep_their_bits():
+    num_packed = BUFFER - CONFIG.policy(FREQUENCIES).num_kept
+    layer = make_layer(dataclasses.replace(CONFIG, recent_length=5 * num_packed))
+    feed(layer, *states(1, 100))
+    lengths = set()
+    for _ in range(60):
+        feed(layer, *states(1, 1))
+        newest = layer.storage.newest
+        lengths.add(newest.length if newest.is_recent else 0)
+    assert max(lengths) == 5 * num_packed
+
+
+def test_dropped_tokens_of_the_prefix_are_not_attended_to():
+    layer, (keys, values) = make_layer(), states(1, 100)
+    feed(layer, keys, values)
+    layer.crop(SINKS - 2 - 100)
+    query, new = torch.randn(1, NUM_HEADS * 2, 1, HEAD_DIM), states(1, 1)
+    output = feed(layer, *new, query=query)
+    held = [torch.cat((each[:, :, : SINKS - 2], one), dim=2) for each, one in zip((keys, values), new, strict=True)]
+    expected = F.scaled_dot_product_attention(query, *held, enable_gqa=True)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
