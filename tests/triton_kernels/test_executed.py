@@ -31,7 +31,7 @@ LONG = [
     (120, "test_rows.py", "test_attention_is_that_of_pytorch and (unlike-dims or widest)"),
     *((capability, "test_attention.py", "test_matches_dense_attention and not long") for capability in (80, 90)),
     *((capability, "test_gather.py", "test") for capability in (80, 90)),
-    *((capability, "test_static_steps.py", "attention_is_that_of_pytorch or rows_are_those") for capability in (80, 90)),
+    *((capability, "test_static_steps.py", "attention_is_that or rows_are_those") for capability in (80, 90)),
 ]
 
 
