@@ -51,7 +51,7 @@ def main(
     There is no authentication: everyone who can reach the address may use the model, and with --store can infer from
     response times what others have asked. Ctrl-C stops the server, once it has answered.
 
-    It needs the extra `serving`: pip install 'kvcache-plugins[serving]'.
+    It needs the extra `serving`: pip install '.[serving]' in a clone of the repository.
 
     \b
     Examples:
@@ -94,7 +94,7 @@ def _check_extra() -> None:
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
-        raise ImportError("packages are missing: pip install 'kvcache-plugins[serving]'")
+        raise ImportError("`serve` needs more packages: `pip install '.[serving]'` in a clone of the repository")
 
 
 def _log(line: str) -> None:
