@@ -59,12 +59,14 @@ def require_same_storage(cache, other):
 
 
 def fill(cache, states, *counts):
-    """Gives a cache of one layer the first tokens of `states`, some at a time, with attention to them."""
+    """Give a cache of one layer the first tokens of `states`, some at a time, and return attention to them."""
+    outputs = []
     for count in counts:
         first = cache.get_seq_length()
         keys, values = cache.update(*(each[:, :, first : first + count] for each in states), 0)
         query = torch.ones(1, 2, count, 16)
-        torch.nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=first == 0)
+        outputs.append(torch.nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=first == 0))
+    return outputs
 
 
 def make_states(count, seed=0):
@@ -119,6 +121,20 @@ def test_rows_stay_in_place_until_there_is_no_room(make_cache):
     expected = make_cache(recent_length=0)
     fill(expected, states, 90, *[1] * 11, 3, *[1] * 81)
     require_same_storage(cache, expected)
+
+
+@torch.no_grad()
+def test_forks_attend_to_what_they_share_and_to_their_own(make_cache):
+    """Long enough that recent rows are requantized into a segment of the fork's own, which is empty at first."""
+    states, outputs, forks = make_states(150), [], []
+    for options in ({}, {"max_cache_len": None}):
+        cache = make_cache(**options)
+        fill(cache, states, 90, 1)
+        forks += cache.fork(1)
+        outputs.append(fill(forks[-1], states, *[1] * 50))
+    for static, growing in zip(*outputs, strict=True):
+        assert torch.equal(static, growing)
+    require_same_storage(*forks)
 
 
 def test_masks_are_applied_whatever_they_hide(tiny_llama):

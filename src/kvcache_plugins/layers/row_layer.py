@@ -283,14 +283,17 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         tail, newest = storage.tail, storage.newest
         if not isinstance(plan, CompiledPlan) or policy.keeps_whole_tail or tail is None:
             return False
-        if newest is None or not newest.is_open:
+        # A plan has no parts of empty segments
+        if newest is None or not newest.is_open or not newest.length:
             return False
         start, count = self._length - tail.length, tail.length - policy.num_kept
         if newest.is_recent != (self._recent_codec is not None) or newest.stop != start or start < storage.prefix_stop:
             return False
         num_requantized = self._num_to_requantize(newest.length + count) if newest.is_recent else 0
         older = storage.segments[-2] if num_requantized and len(storage.segments) > 1 else None
-        if num_requantized and (older is None or not older.is_open or num_requantized > newest.length):
+        if num_requantized and (older is None or not older.is_open or not older.length):
+            return False
+        if num_requantized > newest.length:
             return False
         # The kernel takes no mask, and at most a tile
         if self._valid_tokens(start, count) is not None or max(count, num_requantized) > TILE:
