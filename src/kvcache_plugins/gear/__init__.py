@@ -1,5 +1,6 @@
 """GEAR: quantized backbone, low-rank correction and sparse outliers."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcache_plugins.lazy_imports import lazy_attributes
@@ -16,17 +17,14 @@ _CACHE = "kvcache_plugins.gear.cache:GEARCache"
 __getattr__, __dir__ = lazy_attributes(__name__, {"GEARCache": _CACHE})
 
 
-def _register(name: str, summary: str, **options: object) -> None:
-    # A cache that is made without a model checks its options
-    register_cache(name, _CACHE, summary=summary, requires=None, check=_CACHE, overwrite=False, **options)
-
-
-_register("gear", "GEAR, the paper's defaults: 4 bits, low rank and outliers")
+# A cache that is made without a model checks its options
+_register = partial(register_cache, factory=_CACHE, check=_CACHE)
+_register("gear", summary="GEAR, the paper's defaults: 4 bits, low rank and outliers")
 # At equal bytes, bits are worth more than a low rank and outliers if sink tokens are exact and values rotated: on
 # every model and text that was tried
 _register(
     "gear-k4v3",
-    "Keys in 4 bits, rotated values in 3, sink tokens exact",
+    summary="Keys in 4 bits, rotated values in 3, sink tokens exact",
     key_nbits=4,
     value_nbits=3,
     backbone="kivi",
@@ -35,14 +33,16 @@ _register(
     rank=0,
     sparsity=0.0,
 )
-_register("kcvt-4bit", "KCVT grouping alone", nbits=4, backbone="kcvt", rank=0, sparsity=0.0)
+_register("kcvt-4bit", summary="KCVT grouping alone", nbits=4, backbone="kcvt", rank=0, sparsity=0.0)
 for _nbits in (4, 2):
-    _register(f"gear-{_nbits}bit", f"GEAR at {_nbits} bits: backbone, low rank and outliers", nbits=_nbits)
-    _register(f"gear-l-{_nbits}bit", "GEAR without outliers", nbits=_nbits, sparsity=0.0)
-    _register(f"kivi-{_nbits}bit", "KIVI's grouping alone", nbits=_nbits, backbone="kivi", rank=0, sparsity=0.0)
+    _register(f"gear-{_nbits}bit", summary=f"GEAR at {_nbits} bits: backbone, low rank and outliers", nbits=_nbits)
+    _register(f"gear-l-{_nbits}bit", summary="GEAR without outliers", nbits=_nbits, sparsity=0.0)
+    _register(
+        f"kivi-{_nbits}bit", summary="KIVI's grouping alone", nbits=_nbits, backbone="kivi", rank=0, sparsity=0.0
+    )
     _register(
         f"per-token-{_nbits}bit",
-        "Per-token grouping alone (FlexGen)",
+        summary="Per-token grouping alone (FlexGen)",
         nbits=_nbits,
         backbone="per-token",
         rank=0,

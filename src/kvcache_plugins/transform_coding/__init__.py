@@ -1,5 +1,6 @@
 """Transform coding: rows of bytes for tokens, with more bits for channels of more energy."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcache_plugins.lazy_imports import lazy_attributes
@@ -33,22 +34,19 @@ _FEWER_RECENT = 80
 _CALIBRATED = {12: 1.59, 16: 2.23, 20: 2.87, 28: 4.15}
 
 
-def _register(name: str, summary: str, **options: object) -> None:
-    register_cache(name, _CACHE, summary=summary, requires=None, check=_CHECK, overwrite=False, **options)
-
-
-_register("transform", "Transform coding, 25 % of 16 bits")
+_register = partial(register_cache, factory=_CACHE, check=_CHECK)
+_register("transform", summary="Transform coding, 25 % of 16 bits")
 _register(
     "transform-16",
-    "Transform coding, 16 % of 16 bits",
+    summary="Transform coding, 16 % of 16 bits",
     key_nbits=2.375,
     value_nbits=2.0,
     recent_length=_FEWER_RECENT,
 )
-_register("transform-22", "Transform coding, 22 % of 16 bits", key_nbits=3.25, value_nbits=3.0)
+_register("transform-22", summary="Transform coding, 22 % of 16 bits", key_nbits=3.25, value_nbits=3.0)
 _register(
     "transform-30",
-    "Transform coding, 30 % of 16 bits",
+    summary="Transform coding, 30 % of 16 bits",
     key_nbits=4.625,
     value_nbits=4.125,
     recent_length=_FEWER_RECENT,
@@ -56,7 +54,7 @@ _register(
 for _percent, _nbits in _CALIBRATED.items():
     _register(
         f"calibrated-{_percent}",
-        f"Transform coding in calibrated bases, {_percent} % of 16 bits",
+        summary=f"Transform coding in calibrated bases, {_percent} % of 16 bits",
         nbits=_nbits,
         calibration="auto",
         recent_length=_FEWER_RECENT,
