@@ -199,8 +199,9 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         self._enter_dense()
 
     def invalidate_plan(self) -> None:
-        """Invalidate the plan: stored tokens, or what is known of them, will change."""
+        """Invalidate the plan, and free what it holds: stored tokens, or what is known of them, will change."""
         self.storage.version += 1
+        self.plan = None
 
     @abstractmethod
     def _commit(self, keys: torch.Tensor, values: torch.Tensor, *, is_prompt: bool) -> None:

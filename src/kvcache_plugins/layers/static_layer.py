@@ -176,6 +176,12 @@ class StaticLayer(RowLayer):
         """Tokens that are packed together."""
         return self.policy.residual_length - self.policy.num_kept
 
+    def _num_added(self, num_recent: int) -> int:
+        """Count the rows that the open segment gets when the device packs a full tail behind `num_recent` rows."""
+        if not self.policy.recent_length:
+            return self._num_packed_at_once
+        return self._num_to_requantize(num_recent + self._num_packed_at_once)
+
     def _set_counts(self, counts: StepCounts) -> None:
         opened, recent = split_open(self._storage, self.policy)
         opened.length = counts.open
@@ -191,13 +197,10 @@ class StaticLayer(RowLayer):
         num_open, num_recent, num_tail = counts.open, counts.recent, counts.tail
         if num_tail == policy.residual_length:
             num_tail = policy.num_kept
+            num_added = self._num_added(num_recent)
+            num_open += num_added
             if policy.recent_length:
-                num_recent += self._num_packed_at_once
-                num_requantized = self._num_to_requantize(num_recent)
-                num_recent -= num_requantized
-                num_open += num_requantized
-            else:
-                num_open += self._num_packed_at_once
+                num_recent += self._num_packed_at_once - num_added
             self._counters["tokens_compressed"] += self._num_packed_at_once
             self._counters["chunks_compressed"] += 1
         self._set_counts(StepCounts(num_open, num_recent, num_tail + 1, counts.total))
@@ -232,7 +235,7 @@ class StaticLayer(RowLayer):
             return False
         first = next((segment for segment in self.storage.segments if segment.length), None)
         # Padding is of the first prompt, and hidden by masks of its own part
-        return first is not None and (self.padding is None or int(self.padding.max()) <= first.stop)
+        return first is not None and self._left_padding.ends()[1] <= first.stop
 
     @without_caller_contexts
     def _prepare_steps(self) -> None:
@@ -375,10 +378,7 @@ class StaticLayer(RowLayer):
         self._check_packed()
         # The device packs; rows that it adds need capacity
         opened, recent = split_open(self._storage, self.policy)
-        count = self._num_packed_at_once
-        if recent is not None:
-            count = self._num_to_requantize(recent.length + self._num_packed_at_once)
-        return opened.length + count <= opened.capacity
+        return opened.length + self._num_added(0 if recent is None else recent.length) <= opened.capacity
 
     def _before_update(self) -> None:
         if not self._pushes_on_device:
