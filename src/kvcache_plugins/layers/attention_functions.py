@@ -50,7 +50,12 @@ def _wrap(attend: Attention, read_mask: _MaskReader) -> Attention:
 
     @torch.compiler.disable
     def attend_to_lazy(
-        module: torch.nn.Module, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, **options: Any
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: object,
+        **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         found = read_mask(module, query, key, attention_mask, **options)
         if found is None:

@@ -8,7 +8,7 @@ in any function of Transformers or of a user.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from kvcache_plugins.kernels.attention_call import AttentionCall
 
 
-Step = Callable[..., Any]
+Function = Callable[..., Any]
+Arguments = Sequence[Any]
+KeywordArguments = Mapping[str, Any]
 
 
 class LazyTensor(Protocol):
@@ -88,7 +90,7 @@ class Scores:
         return self.kind == "weights" and not self.has_sinks
 
 
-def functions(*names: str) -> set[Callable[..., Any]]:
+def functions(*names: str) -> set[Function]:
     """List PyTorch's functions of some names, methods of tensors among them."""
     return {getattr(place, name) for name in names for place in (torch.Tensor, torch, F) if hasattr(place, name)}
 
@@ -248,7 +250,7 @@ JOINING = functions("cat")
 SYMMETRIC = functions("mul", "add")
 MATMUL = functions("matmul")
 # Steps by function, and by the meaning of the first lazy argument
-STEPS: dict[tuple[Callable[..., Any], type], Step] = {
+STEPS: dict[tuple[Function, type], Function] = {
     (function, meaning): step
     for meaning, step, found in (
         (Stored, _insert_dim, functions("__getitem__")),

@@ -13,7 +13,7 @@ If there are so many queries that expanding costs less, one tile of tokens is ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -21,7 +21,7 @@ import torch
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
 
-from .attention_steps import LazyTensor, Step, Stored, functions, is_dense, transpose_keys
+from .attention_steps import Function, LazyTensor, Stored, functions, is_dense, transpose_keys
 from .torch_contexts import in_caller_context
 
 
@@ -205,7 +205,7 @@ def _copy_together(
     return made
 
 
-LATENT_STEPS: dict[tuple[Callable[..., Any], type], Step] = {
+LATENT_STEPS: dict[tuple[Function, type], Function] = {
     (function, meaning): step
     for meaning, step, found in (
         (Stored, _project, functions("linear")),

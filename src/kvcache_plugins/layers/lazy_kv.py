@@ -14,7 +14,7 @@ dense when they are read, or when the layer changes while a caller holds them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,18 @@ import torch.nn.functional as F
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
 
-from .attention_steps import JOINING, MATMUL, STEPS, SYMMETRIC, Scores, Step, Stored, functions
+from .attention_steps import (
+    JOINING,
+    MATMUL,
+    STEPS,
+    SYMMETRIC,
+    Arguments,
+    Function,
+    KeywordArguments,
+    Scores,
+    Stored,
+    functions,
+)
 from .latent_attention import LATENT_STEPS, LatentAttention
 from .torch_contexts import in_caller_context, without_caller_contexts, without_gradients
 
@@ -68,7 +79,7 @@ class LazyKV(torch.Tensor):
 
     source: Source
     meaning: Any
-    recipe: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]] | None = None
+    recipe: tuple[Function, Arguments, KeywordArguments] | None = None
     numbers: torch.Tensor | None = None
     is_exact: bool = False
     # Attributes of each tensor, which hide those of `torch.Tensor`: models read them several times a layer
@@ -110,7 +121,7 @@ class LazyKV(torch.Tensor):
         stored = stored[:, :, :num_tokens]
         return without_gradients(stored) if layer.has_gradients and torch.is_grad_enabled() else stored
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         if self.meaning is None or isinstance(self.meaning, Scores):
             return repr(self.read())
         with torch._C.DisableTorchFunctionSubclass():
@@ -118,7 +129,7 @@ class LazyKV(torch.Tensor):
             return f"LazyKV({self.meaning}, shape={shape}, dtype={self.dtype}, layer={self.source.layer})"
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Function, types: object, args: Any = (), kwargs: Any = None) -> Any:
         # First, as a function that is disabled in graphs costs more, and this is called several times a layer
         if torch.compiler.is_dynamo_compiling():
             return _answer_outside_of_graphs(func, args, kwargs or {})
@@ -137,7 +148,7 @@ class LazyKV(torch.Tensor):
         return _scaled_dot_product_attention(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Function, types: object, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return func(*_read(args), **_read(kwargs or {}))
 
 
@@ -183,8 +194,11 @@ def make_lazy_kv(
 
 
 def attend_lazily(
-    call: AttentionCall, keys: LazyKV, values: LazyKV, attend_exactly: Callable[[Any, Any], Any]
-) -> Any | None:
+    call: AttentionCall,
+    keys: LazyKV,
+    values: LazyKV,
+    attend_exactly: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor | None:
     """
     Let the layer of keys and values compute attention without `project`, or `attend_exactly` over dense tensors if
     they are exact. Return `None` if they are not the newest of one layer, or are results of other steps.
@@ -242,7 +256,7 @@ def _scaled_dot_product_attention(
     return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **options)
 
 
-def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _answer(func: Function, args: Arguments, kwargs: KeywordArguments) -> Any:
     """Compute a function of PyTorch that is called with lazy tensors among `args` and `kwargs`."""
     if func is F.scaled_dot_product_attention:
         return _scaled_dot_product_attention(*args, **kwargs)
@@ -263,7 +277,7 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 _answer_outside_of_graphs = torch.compiler.disable(_answer)
 
 
-def _follow(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
+def _follow(func: Function, args: Arguments, kwargs: KeywordArguments) -> Any:
     """Return the result of a step of attention, or `None` if the function is no step."""
     given = args
     if func in JOINING and args and isinstance(args[0], list | tuple):
@@ -288,13 +302,13 @@ def _follow(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return made
 
 
-def _note_recipe(made: LazyKV, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _note_recipe(made: LazyKV, function: Function, args: Arguments, kwargs: KeywordArguments) -> None:
     made.recipe = function, args, kwargs
     if isinstance(made.meaning, Scores) and not made.is_exact:
         made.source.layer.expect_reading(made)
 
 
-def _take_item(number: int, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _take_item(number: int, function: Function, args: Arguments, kwargs: KeywordArguments) -> Any:
     return function(*args, **kwargs)[number]
 
 
@@ -307,13 +321,10 @@ def _multiply_with_values(weights: LazyKV, values: object) -> torch.Tensor | Non
     # A new token to which no token is hidden needs no mask, and kernels are faster without one
     if mask is not None and call.query.shape[2] == 1 and mask.device.type == "cpu" and not bool(mask.any()):
         call = replace(call, mask=None)
-    output: torch.Tensor | None = attend_lazily(
-        call, scores.keys, values, lambda _, dense: torch.matmul(weights.densify(), dense)
-    )
-    return output
+    return attend_lazily(call, scores.keys, values, lambda _, dense: torch.matmul(weights.densify(), dense))
 
 
-_STEPS: dict[tuple[Callable[..., Any], type], Step] = {
+_STEPS: dict[tuple[Function, type], Function] = {
     **STEPS,
     **LATENT_STEPS,
     **{(function, Scores): _multiply_with_values for function in MATMUL},
@@ -321,7 +332,7 @@ _STEPS: dict[tuple[Callable[..., Any], type], Step] = {
 _MAX = functions("max")
 
 
-def _map_lazy(function: Callable[[LazyKV], Any], value: Any) -> Any:
+def _map_lazy(function: Callable[[LazyKV], torch.Tensor], value: Any) -> Any:
     """Apply a function to all lazy tensors that tuples, lists and dictionaries hold."""
     if isinstance(value, LazyKV):
         return function(value)
@@ -341,7 +352,7 @@ def _read(value: Any) -> Any:
     return _densify(value, is_read=True)
 
 
-def _refuse_access(func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _refuse_access(func: Function, args: Arguments) -> None:
     """Refuse to write into a dense copy, where it would be lost, and to give its address, as it is freed at once."""
     name, states = func.__name__, args[0] if args else None
     is_writing = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from operator import index
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import ref
 
 import torch
@@ -22,6 +22,10 @@ from kvcache_plugins.kernels.online_attention import OnlineAttention
 from .lazy_kv import SIDES, HandedOut, LazyKV, make_lazy_kv
 from .phase import Phase
 from .torch_contexts import in_caller_context, without_caller_contexts
+
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 # Keys and values `[B, H, tokens, D]`, and their columns of a mask
@@ -123,7 +127,7 @@ class LazyLayer(CacheLayerMixin):
         )
 
     @without_caller_contexts
-    def __deepcopy__(self, memo: dict[int, Any]) -> "LazyLayer":
+    def __deepcopy__(self, memo: dict[int, object]) -> "Self":
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))

@@ -10,7 +10,7 @@ is called before the query is known, so it returns `GraphStates`, which become t
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -32,6 +32,10 @@ from .segments import RowSegment
 from .step_plan import DroppedOnCopy, StepPlan
 from .storage import LayerStorage
 from .torch_contexts import without_caller_contexts
+
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 # Capacity that is added when there is none left: a share of the rows held, and at least so many
@@ -435,11 +439,11 @@ class StaticLayer(RowLayer):
             return self.graph.num_columns, 0
         return super().get_mask_sizes(query_length)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> "Self":
         self._sync_lengths()
         return super().__deepcopy__(memo)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         self._sync_lengths()
         return self.__dict__
 
@@ -456,7 +460,9 @@ class GraphStates(torch.Tensor):
     number: int
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _attend(*args, **kwargs)
@@ -494,10 +500,10 @@ def _attend(
     query: torch.Tensor,
     key: GraphStates,
     value: GraphStates,
-    attn_mask: Any = None,
-    *_: Any,
-    scale: Any = None,
-    **__: Any,
+    attn_mask: torch.Tensor | None = None,
+    *_: object,
+    scale: float | None = None,
+    **__: object,
 ) -> torch.Tensor:
     return static_attention(query, key.states, value.states, attn_mask, key.order, key.number, scale)
 

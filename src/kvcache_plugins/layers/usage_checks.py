@@ -85,7 +85,7 @@ class UsageChecksMixin(Cache):
         ]
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Cache.update`; a `ValueError` if the states are another model's, before they are stored."""
         if torch.compiler.is_dynamo_compiling():
