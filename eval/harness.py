@@ -216,7 +216,7 @@ def fill_with_states(cache: Cache, states: States, context: int, batch_size: int
 def time_call(
     function: Callable[[], Any], device: torch.device | None = None, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Times a function in seconds of a clock, work that it leaves to a GPU included."""
+    """Time a function in seconds of a clock, work that it leaves to a GPU included."""
     is_gpu = device is not None and device.type == "cuda"
     if is_gpu:
         torch.cuda.synchronize(device)
@@ -257,7 +257,7 @@ def take_turns(
     guard: Callable[[str], AbstractContextManager[object]] = nullcontext,
 ) -> dict[str, list[float]]:
     """
-    Times functions, given the number of the round, that take turns, so that what disturbs the machine disturbs them
+    Time functions, given the number of the round, that take turns, so that what disturbs the machine disturbs them
     alike. After `seconds` no further round begins, once there were three. `guard` is entered with a name around each
     call: a function whose call it ends early takes no further turns.
     """

@@ -54,7 +54,7 @@ class HitCounter:
 
 
 def count_hits(selection: Selection, scores: torch.Tensor) -> torch.Tensor:
-    """Counts the tokens chosen that are among as many with the highest true weights, by scores `[B, H, G, N]`."""
+    """Count the tokens chosen that are among as many with the highest true weights, by scores `[B, H, G, N]`."""
     best = scores.softmax(dim=3).mean(dim=2).topk(selection.slots.shape[2], dim=2).indices
     ranks = torch.arange(best.shape[2], dtype=torch.int64, device=best.device) < selection.count[..., None]
     is_best = torch.zeros(*best.shape[:2], scores.shape[3], dtype=torch.bool, device=best.device)
@@ -82,7 +82,7 @@ class TransferTimes:
         self._patches.close()
 
     def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function that gives work to the current stream."""
+        """Wrap a function that gives work to the current stream."""
 
         def timed(*arguments: Any) -> Any:
             stream = torch.cuda.current_stream()
@@ -96,7 +96,7 @@ class TransferTimes:
         return timed
 
     def seconds(self) -> dict[str, float]:
-        """Sums seconds under each name. Waits for all of it; the little time that two events take is in it."""
+        """Sum seconds under each name. Wait for all of it; the time that two events take is included."""
         total = {"transfer_s": 0.0, "stalled_s": 0.0}
         for name, begin, end in self._events:
             end.synchronize()

@@ -121,7 +121,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        """Names the run, for `--only` to be compared with."""
+        """Name the run, for `--only` to be compared with."""
         return f"{self.name}/{self.model}/{self.cache}"
 
     def file_name(self) -> str:

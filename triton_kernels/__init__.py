@@ -31,7 +31,7 @@ __all__ = [name for names in _MODULES.values() for name in names]
 
 
 def __getattr__(name: str) -> object:
-    """Imports on demand: constants of the stored format are for machines without Triton too."""
+    """Import on demand: constants of the stored format are for machines without Triton too."""
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(f".{module}", __name__), name)

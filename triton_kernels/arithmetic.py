@@ -25,7 +25,7 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 def has_pairs(device_type: str) -> bool:
-    """Tells whether a device takes two halves by an instruction, as NVIDIA's GPUs do, and kernels are compiled."""
+    """Return true if kernels are compiled for a device that takes two halves by an instruction, as NVIDIA's do."""
     return device_type == "cuda" and torch.version.hip is None and isinstance(dot_exact, triton.JITFunction)
 
 
@@ -91,7 +91,7 @@ def same_number(number, PACKED: tl.constexpr):
 
 @triton.jit
 def same_halves(numbers):
-    """Keeps float16 numbers in the loop: for tensor cores they become others, which is little work."""
+    """Keep float16 numbers in the loop: for tensor cores they become others, which is little work."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [numbers], dtype=tl.float16, is_pure=False, pack=2)
 
 

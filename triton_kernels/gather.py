@@ -104,7 +104,7 @@ def gather_rows(
     addresses: torch.Tensor, slots: torch.Tensor, count: torch.Tensor | None, out: torch.Tensor, page_tokens: int
 ) -> None:
     """
-    Copies the rows of some slots into `out`, on the current stream.
+    Copy the rows of some slots into `out`, on the current stream.
 
     Args:
         addresses (`torch.Tensor` of shape `[pages]`): of `page_addresses`, of pages `[B, H, page_tokens, R]`.
@@ -122,7 +122,7 @@ def write_rows(
     addresses: torch.Tensor, slots: torch.Tensor, count: torch.Tensor | None, rows: torch.Tensor, page_tokens: int
 ) -> None:
     """
-    Copies `rows` into some slots, on the current stream: a copy by PyTorch into rows that do not lie side by side goes
+    Copy `rows` into some slots, on the current stream: a copy by PyTorch into rows that do not lie side by side goes
     through memory that is not page-locked, for which the host waits. Arguments as of `gather_rows`; no slot twice.
     """
     _move_rows(addresses, slots, count, rows, page_tokens, writes=True)

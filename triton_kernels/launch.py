@@ -37,14 +37,14 @@ class Launch(NamedTuple):
     result: Any
 
     def __call__(self) -> Any:
-        """Launches on the current stream of the current device, unless there is nothing to do."""
+        """Launch on the current stream of the current device, unless there is nothing to do."""
         if all(self.grid):
             self.kernel[self.grid](**self.arguments, **self.options)
         return self.result
 
 
 def tensor_arguments(name: str, tensor: torch.Tensor | None, dimensions: str) -> dict[str, Any]:
-    """Lists a tensor and its first strides, those of `dimensions`, by the names of a kernel's parameters."""
+    """List a tensor and its first strides, those of `dimensions`, by the names of a kernel's parameters."""
     strides = (0,) * len(dimensions) if tensor is None else tensor.stride()[: len(dimensions)]
     names = (f"{name}_stride_{dimension}" for dimension in dimensions)
     return {f"{name}_ptr": tensor, **dict(zip(names, strides, strict=True))}
@@ -72,7 +72,7 @@ class KeptLaunch:
             self._run = compiled[(*launch.grid, 1, 1)[:3]]
 
     def __call__(self, *changed_arguments: torch.Tensor | int) -> None:
-        """Launches on the current stream with other arguments, which are aligned where the kernel counts on it."""
+        """Launch on the current stream with other arguments, which are aligned where the kernel counts on it."""
         if self._run is None:
             changed = dict(zip(self._changing, changed_arguments, strict=True))
             self._launch._replace(arguments={**self._launch.arguments, **changed})()

@@ -59,7 +59,7 @@ class Shape:
 
 
 def random_states(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws the same keys, rotated, their channels of sizes as a model's, and values, `[B, H, T, D]`, every time."""
+    """Draw the same keys, rotated, their channels of sizes as a model's, and values, `[B, H, T, D]`, every time."""
     size = (shape.batch_size, shape.num_heads, shape.context, shape.head_dim)
     generator = torch.Generator(device).manual_seed(0)
     head = (1, shape.num_heads, 1, shape.head_dim)
@@ -72,7 +72,7 @@ def random_states(shape: Shape, dtype: torch.dtype, device: torch.device) -> tup
 
 
 def _config(keys: torch.Tensor) -> LlamaConfig:
-    """Makes the configuration of a layer with such keys `[B, H, T, D]`."""
+    """Make the configuration of a layer with such keys `[B, H, T, D]`."""
     sizes: dict[str, Any] = {"num_attention_heads": keys.shape[1], "num_key_value_heads": keys.shape[1]}
     return LlamaConfig(num_hidden_layers=1, head_dim=keys.shape[3], **sizes)
 
@@ -103,14 +103,14 @@ class Contest:
         self._copy: Callable[[], Any] = partial(torch.empty_like(source).copy_, source)
 
     def add_backend(self, backend: str) -> None:
-        """Adds dense attention by one of `BACKENDS`; one that refuses, or is wrong, raises a `RuntimeError`."""
+        """Add dense attention by one of `BACKENDS`; one that refuses, or is wrong, raises a `RuntimeError`."""
         dense = self.functions[self.dense_name]
         name, function = f"{self.dense_name}, {backend}", sdpa_kernel(BACKENDS[backend])(dense)
         self.errors[name] = require_close(name, function(), dense())
         self.functions[name], self.num_bytes[name] = function, self.num_bytes[self.dense_name]
 
     def add(self, cache_name: str) -> None:
-        """Adds a cache's attention; a `MismatchError` if plain PyTorch computes another from the same storage."""
+        """Add a cache's attention; a `MismatchError` if plain PyTorch computes another from the same storage."""
         part = compress(cache_name, self.keys, self.values)
         function, expected = (
             partial(attend, query, [part], self.shape.num_heads, None, kernel)
@@ -127,7 +127,7 @@ class Contest:
         self.num_bytes[cache_name] = sum(tensor.nbytes for tensor in tensors)
 
     def run(self, rounds: int) -> list[dict[str, Any]]:
-        """Times all in turns; one row each, a copy last."""
+        """Time all in turns; one row each, a copy last."""
         every = {**self.functions, "copy": self._copy}
         functions = {name: lambda number, each=each: each() for name, each in every.items()}
         whole_calls = take_turns(functions, self._time_call, rounds, warm_up=3)
@@ -162,7 +162,7 @@ class Contest:
         ]
 
     def settings(self, rounds: int) -> dict[str, object]:
-        """Returns the settings that the rows were measured with."""
+        """Return the settings that the rows were measured with."""
         timed = "device time" if self.device.type == "cuda" else "whole calls"
         dtype = str(self.query.dtype).removeprefix("torch.")
         return {**asdict(self.shape), "dtype": dtype, "kernel": self.kernel, "rounds": rounds, "timed": timed}
@@ -192,7 +192,7 @@ def compress(
 
 
 def compile_for(kernel: Any, arguments: Mapping[str, Any], capability: int | str, **options: int) -> Any:
-    """Compiles for a launch with aligned tensors, and for a capability, such as 90, or AMD's, such as `"gfx942"`."""
+    """Compile for a launch with aligned tensors, and for a capability, such as 90, or AMD's, such as `"gfx942"`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -214,7 +214,7 @@ def compile_for(kernel: Any, arguments: Mapping[str, Any], capability: int | str
 
 
 def resources(compiled: Any) -> dict[str, int]:
-    """Counts registers and bytes of local memory a thread, and bytes of shared memory a program."""
+    """Count registers and bytes of local memory a thread, and bytes of shared memory a program."""
     text = run_tool("cuobjdump", "-res-usage", compiled)
     used = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     return {"registers": used["REG"], "spilled": used["STACK"] + used["LOCAL"], "shared": compiled.metadata.shared}
@@ -232,7 +232,7 @@ def _type_name(value: Any) -> str:
 
 
 def run_tool(tool: str, option: str, compiled: Any) -> str:
-    """Runs one of the assembler's tools on the machine code of a kernel, and returns what it prints."""
+    """Run one of the assembler's tools on the machine code of a kernel, and return what it prints."""
     import triton
 
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
@@ -271,7 +271,7 @@ class Loop(NamedTuple):
     last: int
 
     def holds(self, other: "Loop") -> bool:
-        """Tells whether the other lies within this one."""
+        """Return true if the other lies within this one."""
         return self != other and self.first <= other.first and other.last <= self.last
 
 
@@ -301,22 +301,22 @@ class Listing:
         return loops
 
     def tile_loop(self) -> Loop:
-        """Finds the loop over tiles: the largest with products that is within no other but the one over chunks."""
+        """Find the loop over tiles: the largest with products that is within no other but the one over chunks."""
         loops = self._with_products()
         inner = [loop for loop in loops if any(each.holds(loop) for each in loops)]
         return max(inner or loops, key=lambda loop: loop.last - loop.first)
 
     def shortest_loop(self) -> Loop:
-        """Finds the shortest loop with products: over whole tiles where a kernel has another one for the rest."""
+        """Find the shortest loop with products: over whole tiles where a kernel has another one for the rest."""
         return min(self._with_products(), key=lambda loop: loop.last - loop.first)
 
     def loops_within(self, loop: Loop) -> list[Loop]:
-        """Lists the loops right inside of one, in order."""
+        """List the loops right inside of one, in order."""
         inside = [each for each in self.loops if loop.holds(each)]
         return [each for each in inside if not any(other.holds(each) for other in inside)]
 
     def count(self, loop: Loop, without: Sequence[Loop] = ()) -> Counter[str]:
-        """Counts instructions of a loop by kind, but for those of other loops."""
+        """Count instructions of a loop by kind, but for those of other loops."""
         counts: Counter[str] = Counter()
         for place in range(loop.first, loop.last + 1):
             if not any(each.first <= place <= each.last for each in without):
@@ -345,7 +345,7 @@ _SLOTS, _DENSE_BITS = 4, 16
 
 
 def compress_random(cache: str, head_dim: int) -> GroupPart | RowPart:
-    """Compresses the prompt of one layer of random states, of a model with random weights."""
+    """Compress the prompt of one layer of random states, of a model with random weights."""
     if not check_cache(cache.partition(":")[0]).options.get("calibration"):
         shape = Shape(context=CONTEXT, num_heads=NUM_HEADS, head_dim=head_dim)
         return compress(cache, *random_states(shape, torch.bfloat16, torch.device("cpu")))
@@ -360,7 +360,7 @@ def compress_random(cache: str, head_dim: int) -> GroupPart | RowPart:
 
 
 def count_attention(part: GroupPart | RowPart, head_dim: int, num_rows: int, capability: int) -> dict[str, Any]:
-    """Counts warp instructions of decode attention a cached number, and what they allow at best."""
+    """Count warp instructions of decode attention a cached number, and what they allow at best."""
     query = torch.empty(1, NUM_HEADS, num_rows, head_dim, dtype=torch.bfloat16, device="cpu")
     launch: Any = load_triton().prepare_part(query, part, 1.0, packed=True).launch
     compiled = compile_for(launch.kernel, launch.arguments, capability, **launch.options)
@@ -392,7 +392,7 @@ def count_attention(part: GroupPart | RowPart, head_dim: int, num_rows: int, cap
 
 
 def _count_tile(listing: Listing, part: GroupPart, block_entries: int) -> Counter[str]:
-    """Counts instructions of a tile, those of its outliers as often as the lists of the part make them run."""
+    """Count instructions of a tile, those of its outliers as often as the lists of the part make them run."""
     tile_loop = listing.tile_loop()
     inner = listing.loops_within(tile_loop)
     kinds = listing.count(tile_loop, without=inner)

@@ -57,7 +57,7 @@ def time_steps(
     **limits: Any,
 ) -> Iterator[Any]:
     """
-    Times every decode step of each cache that holds `context` tokens already, fed `[batch_size, steps]`; they take
+    Time every decode step of each cache that holds `context` tokens already, fed `[batch_size, steps]`; they take
     turns. By the names of caches, what is called `instead` of the model; `limits` are those of `take_turns`.
 
     Yields a row for each cache that took at least three turns, speeds against the first of them and the relative error
@@ -122,7 +122,7 @@ def load_or_make(
 
 @contextmanager
 def coding_seconds(cache: Cache) -> Iterator[list[float]]:
-    """Times every call by which a layer stores a prompt, while this lasts."""
+    """Time every call by which a layer stores a prompt, while this lasts."""
     seconds: list[float] = []
     layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, LazyLayer)]
 
@@ -152,7 +152,7 @@ def time_reading(
     rounds: int,
 ) -> tuple[list[dict[str, Any]], dict[str, Cache]]:
     """
-    Times what caches take for the same tokens `[1, tokens]`, `chunk` at a time, by turns; a maker makes each turn's.
+    Time what caches take for the same tokens `[1, tokens]`, `chunk` at a time, by turns; a maker makes each turn's.
     Returns a row for each, times and logits against the first, and the last caches, with the tokens in them.
     """
     coding: dict[str, list[float]] = {name: [] for name in makers}

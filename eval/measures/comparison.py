@@ -172,7 +172,7 @@ _COLUMNS = (
 def summary_line(
     cache: str, num_prompt_tokens: int, generation: Row, memory: MemoryReport, num_known: int | None = None
 ) -> str:
-    """Sums up the bytes held, the speed of one generation, and tokens that a prompt store knew, if there is one."""
+    """Sum up the bytes held, the speed of one generation, and tokens that a prompt store knew, if there is one."""
     num_new = len(generation["token_ids"])
     held = f"{memory}; the parts `residual` and `dense` are exact"
     if memory.shared:
@@ -187,7 +187,7 @@ def summary_line(
 
 
 def choice_line(choice: PresetChoice) -> str:
-    """Names the preset that a bound has chosen, and what was measured of it and of those tried before it."""
+    """Name the preset that a bound has chosen, and what was measured of it and of those tried before it."""
     failed = [f"{preset} {kl:.4f}" for preset, kl in choice.kl_by_preset.items() if preset != choice.preset]
     others = f"; too far: {', '.join(failed)}" if failed else ""
     return f"{choice.preset} was chosen: KL {choice.kl:.4f}, at most {choice.max_kl:g}{others}"

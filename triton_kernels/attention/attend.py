@@ -61,7 +61,7 @@ def prepare_groups(
     num_sms: int | None = None,
 ) -> Launch:
     """
-    Prepares the launch that attends to chunks: partial results, to be merged by `combine`.
+    Prepare the launch that attends to chunks: partial results, to be merged by `combine`.
 
     Args:
         query (`torch.Tensor` of shape `[B, H, rows, D]`): queries. A row is `query head within the group * query

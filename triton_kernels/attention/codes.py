@@ -87,7 +87,7 @@ def channel_mask(SIDE: tl.constexpr, PIECE: tl.constexpr, FIELD: tl.constexpr):
 
 @triton.jit
 def load_by_field(pointer, SIDE: tl.constexpr, PIECE: tl.constexpr, FIELD: tl.constexpr):
-    """Loads the numbers of a field's channels `[words]` of a vector over channels."""
+    """Load the numbers of a field's channels `[words]` of a vector over channels."""
     # The constant comes last, so that all fields share a register of addresses
     words = SIDE.pieces[PIECE].unit * tl.arange(0, SIDE.pieces[PIECE].block)
     pointers = pointer + words + SIDE.pieces[PIECE].fields[FIELD].first_channel

@@ -136,7 +136,7 @@ def prepare_combination(
     partials: Sequence[Partials], exact_parts: Sequence[DensePart], query: torch.Tensor, scale: float
 ) -> Launch:
     """
-    Prepares the launch whose result is attention over compressed blocks and exact parts together, zero where a row may
+    Prepare the launch whose result is attention over compressed blocks and exact parts together, zero where a row may
     attend to nothing.
 
     Args:
@@ -202,7 +202,7 @@ def prepare_combination(
 
 
 def _parts_arguments(parts: Sequence[DensePart], num_heads: int, num_rows: int) -> dict[str, object]:
-    """Lists the launch's arguments of all exact parts; one that is alone is given twice, and counts once."""
+    """List the launch's arguments of all exact parts; one that is alone is given twice, and counts once."""
     if not parts:
         return {**part_arguments(0, None, num_heads, num_rows), **part_arguments(1, None, num_heads, num_rows)}
     is_alone = len(parts) < _MAX_PARTS

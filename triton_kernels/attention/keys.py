@@ -103,6 +103,6 @@ def score_codes(
 
 @triton.constexpr_function
 def _weight(side, piece, field):
-    """Returns the weight of a field's codes, a quarter at most, so that no scale of float16 overflows."""
+    """Return the weight of a field's codes, a quarter at most, so that no scale of float16 overflows."""
     own = side.pieces[piece].fields[field]
     return 2.0 ** (own.shift - own.bit - 2)

@@ -105,7 +105,7 @@ _MAX_PIECE = 32
 @functools.cache
 def _pieces(head_dim: int, nbits: int, channels_per_group: int, is_even: bool) -> tuple[Piece, ...]:
     """
-    Lists what is loaded at once of a row of codes.
+    List what is loaded at once of a row of codes.
 
     Args:
         head_dim, nbits (`int`): channels and bits a code.
@@ -134,7 +134,7 @@ def _pieces(head_dim: int, nbits: int, channels_per_group: int, is_even: bool) -
 def _fields(
     plane: int, nbits: int, first: int, slab: int, unit: int, head_dim: int, channels_per_group: int
 ) -> tuple[Field, ...]:
-    """Lists the fields that words are taken apart into, from byte `first` of a plane's slab on."""
+    """List the fields that words are taken apart into, from byte `first` of a plane's slab on."""
     width, shift = PLANES[nbits][plane]
     fields = []
     for byte in range(unit):
@@ -167,7 +167,7 @@ def side_arguments(name: str, side: StoredGroups) -> dict[str, object]:
 
 
 def side_layout(side: StoredGroups) -> SideLayout:
-    """Makes the constants that a kernel is compiled for of a side's tensors."""
+    """Make the constants that a kernel is compiled for of a side's tensors."""
     by_channel = side.axis == "channel"
     num_groups = 1 if by_channel else side.scale.shape[4]
     rank = _rank(side)

@@ -38,7 +38,7 @@ def mask_row_offsets(rows, num_rows, num_queries, batch, head, stride_b, stride_
 
 @triton.jit
 def mask_scores(scores, mask_ptrs, in_use, MASK: tl.constexpr):
-    """Applies a mask (1: nonzero attends, 2: added to the natural scores) to scores in base 2, all of one shape."""
+    """Apply a mask (1: nonzero attends, 2: added to the natural scores) to scores in base 2, all of one shape."""
     if MASK == 1:
         allowed = tl.load(mask_ptrs, mask=in_use, other=0)
         scores = tl.where(allowed != 0, scores, float("-inf"))

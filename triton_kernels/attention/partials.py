@@ -36,7 +36,7 @@ def empty_partials(query: torch.Tensor, num_splits: int, num_channels: int) -> P
 
 def num_split_tiles(num_tiles: int, num_programs: int, num_slots: int, least: int) -> int:
     """
-    Counts tiles of a split, at least so many, so that programs, one a split of each of a number, fill the slots and
+    Count tiles of a split, at least so many, so that programs, one a split of each of a number, fill the slots and
     have the same to do.
     """
     return max(least, triton.cdiv(num_tiles, max(num_slots // max(num_programs, 1), 1)))
@@ -44,7 +44,7 @@ def num_split_tiles(num_tiles: int, num_programs: int, num_slots: int, least: in
 
 @functools.cache
 def device_num_sms(device: torch.device) -> int:
-    """Counts multiprocessors of a device, or a few where there is none."""
+    """Count multiprocessors of a device, or a few where there is none."""
     return 16 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -64,7 +64,7 @@ def merge_splits(
     output, maximum, total, output_ptr, maximum_ptr, total_ptr, num_splits, rows, num_rows, first_channel,
     VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Carries output, maximum and total of the online softmax on through the splits of one compressed block."""
+    """Carry output, maximum and total of the online softmax on through the splits of one compressed block."""
     value_channels = first_channel + tl.arange(0, BLOCK_V)
     first_split = tl.program_id(0).to(tl.int64) * num_splits
     for block in range(0, num_splits, BLOCK_S):

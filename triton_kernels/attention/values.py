@@ -19,7 +19,7 @@ _BOOST = tl.constexpr(2.0**14)
 @triton.constexpr_function
 def field_unit(side, piece, field, of_codes=False):
     """
-    Returns the size of a 1 in a field's output, times the reference that scales per token are relative to. `of_codes`
+    Return the size of a 1 in a field's output, times the reference that scales per token are relative to. `of_codes`
     it is the factor of boosted weights times a field's codes, as float16, also where the output is in units of 1.
     """
     # Not by a second function: up to Triton 3.6 one that calls another hands it tuples without names
@@ -102,7 +102,7 @@ def store_partials(
     output_ptr, maximum_ptr, total_ptr, outputs, zero_sums, reference, maximum, total, rows, num_rows,
     SIDE: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Stores what program (head, split, rows) of the grid has summed: planes of codes as if they were splits."""
+    """Store what program (head, split, rows) of the grid has summed: planes of codes as if they were splits."""
     row_in_use = rows < num_rows
     split = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     for plane in tl.static_range(PLANES):

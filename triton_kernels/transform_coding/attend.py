@@ -53,7 +53,7 @@ def prepare_rows(
     only_scores: bool = False,
 ) -> Launch:
     """
-    Prepares the launch that attends to rows: partial results, to be merged by `combine`. Values are components where
+    Prepare the launch that attends to rows: partial results, to be merged by `combine`. Values are components where
     they have a basis.
 
     If `only_scores` are wanted, its result is those instead, `[B, H, rows, T]`, float32, with numbers to the base of 2
@@ -187,7 +187,7 @@ def block_channels(head_dim: int) -> int:
 
 
 def shared_bytes(head_dim: int, num_keys: int, num_values: int, *, is_float32: bool) -> int:
-    """Bounds the shared memory of a program, in bytes, by numbers of a key and of a value in their bases."""
+    """Bound the shared memory of a program, in bytes, by numbers of a key and of a value in their bases."""
     num_keys, num_values, num_pairs = map(block_channels, (num_keys, num_values, (head_dim + 1) // 2))
     num_rows, num_tokens, _ = _tile_shape(2 * num_pairs, 1, has_basis=True, is_float32=is_float32)
     # Of halves first channels of pairs make room for second ones, and queries are operands in registers

@@ -52,7 +52,7 @@ def attend_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, VALUE_ROTATION: tl.constexpr,
 ):  # fmt: skip
-    """Attends with up to `BLOCK_R` rows to one key/value head over one split, or stores their `SCORES`."""
+    """Attend with up to `BLOCK_R` rows to one key/value head over one split, or store their `SCORES`."""
     matrix = tl.program_id(0).to(tl.int64)
     batch, head = matrix // num_heads, matrix % num_heads
     query_rows = tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q)

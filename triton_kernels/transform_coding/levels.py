@@ -30,7 +30,7 @@ _LEAST_LOGARITHM = tl.constexpr(SCALE_OFFSET / SCALE_STEPS)
 
 @triton.jit
 def row_slots(BLOCK: tl.constexpr):
-    """Returns the channel of a row, in the row's order, for every slot of a tile."""
+    """Return the channel of a row, in the row's order, for every slot of a tile."""
     places = tl.arange(0, BLOCK)
     return places // 8 * 8 + (places & 1) * 4 + ((places >> 1) & 3)
 

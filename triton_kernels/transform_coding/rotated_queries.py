@@ -54,7 +54,7 @@ def rotate_back(own, partners, cosines, sines):
 
 @triton.jit
 def inverse_sizes(own, partners):
-    """Returns the sizes that rows are scaled by and back, so that no channel is above 1 however it is rotated."""
+    """Return the sizes that rows are scaled by and back, so that no channel is above 1 however it is rotated."""
     largest = tl.max(tl.abs(own) + tl.abs(partners), axis=0)
     # A row below that throughout counts as zero: the factor that scales it might be infinite
     return tl.where(largest > 1e-30, 1.0 / tl.maximum(largest, 1e-30), 0.0), largest

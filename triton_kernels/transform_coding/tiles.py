@@ -81,7 +81,7 @@ def attend_tile(
     IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """
-    Carries the queries, as rotated back to a tile's start, and the online softmax on through a tile; or `SCORES` are
+    Carry the queries, as rotated back to a tile's start, and the online softmax on through a tile; or `SCORES` are
     stored, of a query at each of `score_ptrs` and behind it, and there is no softmax. Rows of a `basis`, two of
     `[BLOCK_K, BLOCK_D]`, become channels by products, others `[BLOCK_K // 8, 8]` are channels.
     """
@@ -166,7 +166,7 @@ def _multiply_queries(
 @triton.jit
 def keep_halves(numbers, PAIRS: tl.constexpr):
     """
-    Returns an operand of a product as it is, without a trace of the bytes it is made of: by their size some compilers
+    Return an operand of a product as it is, without a trace of the bytes it is made of: by their size some compilers
     would choose a layout for the product.
     """
     return same_halves(numbers) if PAIRS else numbers
@@ -181,7 +181,7 @@ def store_sums(maximum_ptr, total_ptr, places, row_in_use, maximum, totals):
 
 @triton.jit
 def store_nothing(output_ptr, maximum_ptr, total_ptr, matrix, rows, num_rows, channels, row_in_use, DIM: tl.constexpr):
-    """Stores the partial result of a split that has no tokens."""
+    """Store the partial result of a split that has no tokens."""
     places = (matrix * tl.num_programs(1) + tl.program_id(1)) * num_rows + rows
     nothing = tl.zeros_like(places).to(tl.float32)
     tl.store(maximum_ptr + places, nothing - float("inf"), mask=row_in_use)
@@ -204,7 +204,7 @@ _BLOCK_CHANNELS = tl.constexpr(64)
 @triton.jit
 def store_rotated(output_ptr, places, slots, row_in_use, output, DIM: tl.constexpr, SIZE: tl.constexpr):
     """
-    Stores outputs `[BLOCK_V, rows]`, whose channels are `slots`, rotated back; every `SIZE` channels, a power of two,
+    Store outputs `[BLOCK_V, rows]`, whose channels are `slots`, rotated back; every `SIZE` channels, a power of two,
     were rotated together.
     """
     # Slots of no channel may hold anything

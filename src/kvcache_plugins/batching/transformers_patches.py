@@ -126,7 +126,7 @@ def _update(
     layer_idx: int,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replaces `PagedAttentionCache.update` while a context is open."""
+    """Replace `PagedAttentionCache.update` while a context is open."""
     allocator = self.layer_to_allocator[layer_idx]
     if not isinstance(allocator, CodedAllocator):
         return _DENSE_UPDATE(self, key_states, value_states, layer_idx, kwargs)

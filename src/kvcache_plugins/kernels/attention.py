@@ -45,7 +45,7 @@ def attend(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
-    Attends over all parts of a cache.
+    Attend over all parts of a cache.
 
     Args:
         query (`torch.Tensor` of shape `[B, H * G, Q, D]`): queries.
@@ -113,7 +113,7 @@ def prepare_coding(
     formats: RowFormats, older: RowFormats, states: torch.Tensor, padding: torch.Tensor | None, limit: float
 ) -> PreparedCoding | None:
     """
-    Prepares the encoding of tokens to come, states `[B, H, any, D]`, as rows behind others, and of such rows as those
+    Prepare the encoding of tokens to come, states `[B, H, any, D]`, as rows behind others, and of such rows as those
     of `older` formats; `None` if compiled kernels do not encode them. Numbers have to be below `limit`.
     """
     most = max(each.head_dim for each in formats)

@@ -35,7 +35,7 @@ class AttentionCall:
     project: Projection | None = None
 
     def full_mask(self, num_tokens: int) -> torch.Tensor | None:
-        """Spells the mask out over `num_tokens` tokens, where it is the causal one."""
+        """Spell the mask out over `num_tokens` tokens, where it is the causal one."""
         if not self.is_causal:
             return self.mask
         shape = self.query.shape[2], num_tokens

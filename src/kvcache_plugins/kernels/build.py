@@ -82,7 +82,7 @@ def build(
     flags: tuple[str, ...] = (),
 ) -> Path:
     """
-    Compiles the library into a folder.
+    Compile the library into a folder.
 
     Args:
         folder (`Path`): where it goes.

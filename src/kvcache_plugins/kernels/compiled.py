@@ -70,7 +70,7 @@ class LayerParts:
         self.has_copies = False
 
     def add(self, part: Part) -> None:
-        """Adds a part; the exact one that grows is the last."""
+        """Add a part; the exact one that grows is the last."""
         mask, lengths, kind = None if isinstance(part, PagedRowPart) else part.mask, None, "PART_ROWS"
         if isinstance(part, RowPart):
             stored = self.rows_of(part.keys, part.values, part.formats, part.positions, part.length)
@@ -136,7 +136,7 @@ class LayerParts:
         return own
 
     def _side(self, states: QuantizedChunks) -> Structure:
-        """Describes one side of groups."""
+        """Describe one side of groups."""
         side = _SIDES.get(states)
         if side is None:
             stored = states
@@ -156,7 +156,7 @@ class LayerParts:
         length: int,
         paged: PagedRowPart | None = None,
     ) -> Structure:
-        """Describes tokens that are rows, or rows in pages; without those of values, which may stand elsewhere."""
+        """Describe tokens that are rows, or rows in pages; without those of values, which may stand elsewhere."""
         keys, values = formats
         layout, padding = keys.rope, positions.padding
         assert layout is not None and keys.mean is not None
@@ -392,7 +392,7 @@ class PreparedCall(TokenWriter):
 
 
 def kind_of_tokens(states: torch.Tensor) -> tuple[object, ...]:
-    """Lists sizes, dtype and layout of tokens `[B, H, any, D]`: all that is believed of them when they are read."""
+    """List sizes, dtype and layout of tokens `[B, H, any, D]`: all that a call relies on when it reads them."""
     return states.shape[0], states.shape[1], states.shape[3], states.dtype, states.is_contiguous()
 
 
@@ -420,7 +420,7 @@ def _group_side(states: QuantizedChunks) -> Structure:
 
 
 def _page_fields(rows: torch.Tensor, part: PagedRowPart, num_heads: int, row_size: int) -> dict[str, Any]:
-    """Tells where rows `[pages, H, tokens of a page, R]` stand in the memory of their part, to its last byte."""
+    """List the fields of rows `[pages, H, tokens of a page, R]` in the memory of their part, to its last byte."""
     count, heads, tokens, size = rows.shape
     start, stride, most = rows.data_ptr() - part.memory.data_ptr(), rows.stride(0), part.pages.shape[1]
     end = start + (count - 1) * stride + heads * tokens * size

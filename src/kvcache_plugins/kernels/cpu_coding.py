@@ -30,7 +30,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 @torch.compiler.disable
 def encode_rows(states: torch.Tensor, row_format: RowFormat, positions: Positions) -> torch.Tensor:
     """
-    Encodes states `[B, H, T, D]` of any floating dtype as rows `[B, H, T, R]`, uint8.
+    Encode states `[B, H, T, D]` of any floating dtype as rows `[B, H, T, R]`, uint8.
 
     Raises:
         ValueError: if the states do not fit the format or the positions.
@@ -45,7 +45,7 @@ def encode_rows(states: torch.Tensor, row_format: RowFormat, positions: Position
 
 @torch.compiler.disable
 def requantize_rows(rows: torch.Tensor, finer: RowFormat, row_format: RowFormat) -> torch.Tensor:
-    """Encodes rows `[B, H, T, R]` of a format with more bits as rows of `row_format`."""
+    """Encode rows `[B, H, T, R]` of a format with more bits as rows of `row_format`."""
     sizes = _sizes_of(torch.Size((*rows.shape[:3], finer.head_dim)))
     requantized = torch.empty((*rows.shape[:3], row_format.row_size), dtype=torch.uint8, device="cpu")
     call = _requantize_args(rows.contiguous(), finer, sizes, _target(row_format, sizes, requantized))
@@ -56,7 +56,7 @@ def requantize_rows(rows: torch.Tensor, finer: RowFormat, row_format: RowFormat)
 @torch.compiler.disable
 def decode_rows(rows: torch.Tensor, row_format: RowFormat, positions: Positions | None) -> torch.Tensor:
     """
-    Decodes rows `[B, H, T, R]` to states `[B, H, T, D]`, float32; keys before RoPE if positions are `None`.
+    Decode rows `[B, H, T, R]` to states `[B, H, T, D]`, float32; keys before RoPE if positions are `None`.
 
     Raises:
         ValueError: if the rows do not fit the format or the positions.
@@ -80,7 +80,7 @@ def decode_rows(rows: torch.Tensor, row_format: RowFormat, positions: Positions 
 @torch.compiler.disable
 def apply_rope(keys: torch.Tensor, layout: RotaryLayout, positions: Positions, *, inverse: bool) -> torch.Tensor:
     """
-    Returns keys `[B, H, T, D]`, float32, with the rotary embedding of their positions applied, or undone.
+    Return keys `[B, H, T, D]`, float32, with the rotary embedding of their positions applied, or undone.
 
     Raises:
         ValueError: if the keys do not fit the layout or the positions.
@@ -140,7 +140,7 @@ def _num_tasks(sizes: Sizes) -> int:
 
 
 def _states(states: torch.Tensor) -> Structure:
-    """Describes states of any floating dtype, which are copied if C cannot read them."""
+    """Describe states of any floating dtype, which are copied if C cannot read them."""
     states = states if states.dtype in KINDS else states.float()
     states = states if states.stride(3) == 1 and states.is_cpu else states.cpu().contiguous()
     described = make("States", dtype=KINDS[states.dtype], strides=states.stride()[:3], data=states.data_ptr())
@@ -149,7 +149,7 @@ def _states(states: torch.Tensor) -> Structure:
 
 
 def _positions(positions: Positions | None, layout: RotaryLayout | None, sizes: Sizes) -> Structure:
-    """Describes positions and the rotary embedding that is applied or undone there, if there is one."""
+    """Describe positions and the rotary embedding that is applied or undone there, if there is one."""
     if positions is None or layout is None or not layout.frequencies:
         return make("TokenPositions")
     if layout.head_dim != sizes["channels"]:
@@ -168,7 +168,7 @@ def _format(row_format: RowFormat, sizes: Sizes) -> Structure:
 
 
 def _target(row_format: RowFormat, sizes: Sizes, rows: torch.Tensor | None = None) -> Structure:
-    """Describes rows that are written; without them the caller fills in where they are."""
+    """Describe rows that are written; without them the caller fills in where they are."""
     return make(
         "RowTarget",
         {**sizes, "row_size": row_format.row_size},
@@ -303,7 +303,7 @@ class PreparedCoding:
         self._rows: list[torch.Tensor | None] = [None] * len(parts)
 
     def _place(self, number: int, rows: torch.Tensor, kept: KeptRows, count: int) -> torch.Tensor:
-        """Points a part at the place behind the rows that stay, in other storage if its capacity changes."""
+        """Point a part at the place behind the rows that stay, in other storage if its capacity changes."""
         words = self._targets[number]
         capacity = kept.capacity
         if rows is not self._rows[number]:

@@ -38,7 +38,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def why_missing() -> str | None:
-    """Says why there are no compiled kernels, in a sentence; `None` if there are."""
+    """Say why there are no compiled kernels, in a sentence; `None` if there are."""
     if _library() is None:
         return "the C kernels are not compiled, or of other sources: run `python -m kvcache_plugins.kernels.build`"
     return None
@@ -70,7 +70,7 @@ def level() -> str:
 
 @cache
 def _function(name: str, asked: str | None) -> Callable[[int], None]:
-    """Finds a kernel at the level that is asked for; the answer is kept."""
+    """Find a kernel at the level that is asked for; the answer is kept."""
     found = getattr(_library(), f"kvc_{name}_{level()}")
     return _FUNCTION(ctypes.cast(found, ctypes.c_void_p).value or 0)
 
@@ -108,7 +108,7 @@ def run(name: str, call: Structure, count: int, most_threads: int | None = None)
 
 @cache
 def find_threads() -> Callable[[Callable[[int], None], int, int], None]:
-    """Finds a function that calls a kernel on several threads at once, and returns when all have ended."""
+    """Find a function that calls a kernel on several threads at once, and returns when all have ended."""
     try:
         # PyTorch's own OpenMP, whose threads are there already: looked for in what PyTorch's library needs itself
         parallel = ctypes.CDLL(torch._C.__file__).GOMP_parallel

@@ -35,7 +35,7 @@ class OnlineAttention:
 
     def add_tile(self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> None:
         """
-        Attends to one more tile.
+        Attend to one more tile.
 
         Args:
             keys, values (`torch.Tensor` of shape `[B, H, T, D]`): the tile's states.
@@ -68,7 +68,7 @@ class OnlineAttention:
 
     def result(self) -> torch.Tensor:
         """
-        Returns the attention output `[B, H * G, Q, value head dim]` in the queries' dtype; zero where a query may
+        Return the attention output `[B, H * G, Q, value head dim]` in the queries' dtype; zero where a query may
         attend to nothing.
         """
         assert self._output is not None, "there is nothing to attend to"
@@ -81,7 +81,7 @@ class OnlineAttention:
     def _by_products(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attends by products of matrices, with heads of a group as further queries of one head."""
+        """Attend by products of matrices, with heads of a group as further queries of one head."""
         scores = (query * self.scale).flatten(2, 3) @ keys.transpose(2, 3)
         scores = scores.view(*query.shape[:4], -1)
         if self._softcap is not None:
@@ -100,7 +100,7 @@ class OnlineAttention:
     def _by_flash(
         self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attends by PyTorch's flash attention, which never writes a matrix of scores. No gradients."""
+        """Attend by PyTorch's flash attention, which never writes a matrix of scores. No gradients."""
         batch_size, num_heads, groups, num_queries, _ = self._query.shape
         # Flash attention assumes contiguous channels, which the output of a convolution has not
         keys, values = (side if side.stride(3) == 1 else side.contiguous() for side in (keys, values))
