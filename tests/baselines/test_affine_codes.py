@@ -2,25 +2,23 @@
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from kvcache_plugins import create_cache
-from kvcache_plugins.baselines.affine_coder import AffineCoder, block_hadamard
+from kvcache_plugins.baselines.affine_coder import AffineCoder
 from kvcache_plugins.baselines.oscar import OscarCache
 from kvcache_plugins.baselines.oscar_rotations import calibrate_rotations, load_rotations, save_rotations
-
-
-@pytest.mark.parametrize("head_dim", [64, 80, 256])
-def test_blocks_of_the_rotation_are_orthogonal(head_dim):
-    matrix = block_hadamard(head_dim)
-    torch.testing.assert_close(matrix @ matrix.mT, torch.eye(head_dim))
+from kvcache_plugins.contract.comparison import reachable_bytes
+from kvcache_plugins.formats.hadamard import rotate
 
 
 @pytest.mark.parametrize(("nbits", "clip"), [(2, 0.96), (2, 0.92), (4, 1.0)])
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
 def test_codes_are_those_written_out(head_dim, nbits, clip):
     states = torch.randn(2, 3, 5, head_dim) * torch.rand(head_dim).exp()
-    rotation = block_hadamard(head_dim)
-    coder = AffineCoder(head_dim, nbits, rotation, clip)
+    rotation = rotate(torch.eye(head_dim))
+    torch.testing.assert_close(rotation @ rotation.mT, torch.eye(head_dim))
+    coder = AffineCoder(head_dim, nbits, is_rotated=True, clip=clip)
     rows = coder.encode(states)
     assert rows.shape == (2, 3, 5, coder.row_size) and rows.dtype == torch.uint8
     size = 128 if head_dim % 128 == 0 else head_dim
@@ -51,8 +49,9 @@ def test_saw_int4_bytes_and_rotated_keys(tiny_llama):
     memory = cache.memory()
     # 4 bits a channel and a float16 scale and minimum for the 32 channels of a head
     assert memory.parts["codes"] == 2 * 2 * 2 * 100 * (32 // 2 + 4)
+    assert memory.total_bytes == reachable_bytes(cache)
     codec = cache.layers[0].codec
-    assert torch.equal(codec.keys.rotation, block_hadamard(32)) and codec.values.rotation is None
+    assert codec.keys.is_rotated and not codec.values.is_rotated
 
 
 @torch.no_grad()
@@ -68,6 +67,27 @@ def test_oscar_keeps_first_and_newest_tokens_exact():
     assert torch.equal(found[:, :, :64], keys[:, :, :64]) and torch.equal(found[:, :, -256:], keys[:, :, -256:])
     is_exact = (found == keys).all(dim=3)
     assert not is_exact[:, :, 64:-257].any()
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 320])
+@torch.no_grad()
+def test_short_prompts_stay_exact_with_oscar(length, tiny_llama):
+    with pytest.warns(UserWarning, match="without a calibration"):
+        cache = create_cache("oscar-2bit", tiny_llama)
+    tokens = torch.randint(3, 128, (2, length + 3))
+    mask = torch.ones_like(tokens)
+    mask[1, : length // 2] = 0
+    dense = DynamicCache(config=tiny_llama.config)
+    for chunk, stop in ((tokens[:, :length], length), *((tokens[:, [i]], i + 1) for i in range(length, length + 3))):
+        found, expected = (
+            tiny_llama(chunk, attention_mask=mask[:, :stop], past_key_values=each).logits for each in (cache, dense)
+        )
+    for layer, reference in zip(cache.layers, dense.layers, strict=True):
+        exact = layer.to_dense("keys")[0, :, : min(length, 64)]
+        torch.testing.assert_close(exact, reference.keys[0, :, : min(length, 64)], atol=1e-5, rtol=1e-5)
+    if length < 320:
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert cache.memory().total_bytes == reachable_bytes(cache)
 
 
 def test_calibrated_rotations_lower_the_error_that_attention_sees(tiny_model, random_windows, tmp_path):

@@ -30,7 +30,9 @@ INFINIGEN = ("infinigen", "infinigen-transform", "infinigen-paper")
 CODED = (
     *("turboquant-2bit", "turboquant-3bit", "turboquant-4bit"),
     *("llamacpp-q4_0", "llamacpp-q4_1", "llamacpp-q5_0", "llamacpp-q5_1", "llamacpp-q8_0"),
+    "saw-int4",
 )
+KVARN = ("kvarn-k2v2", "kvarn-k4v2", "kvarn-k4v3", "kvarn-k4v4")
 # One of each kind; all others, and what Transformers' own get wrong, in `make test-long`
 DAILY = ("dynamic", "transform", "gear-4bit", "kivi-2bit", "infinigen", "h2o")
 NAMES = [
@@ -84,7 +86,7 @@ FAILURES = {
 # Items that a cache declines by raising a `ValueError` or a `NotImplementedError` that says so
 DECLINED = {
     **{(cache, "save-load"): "no `save` and `load`" for cache in TRANSFORMERS},
-    **{(cache, "save-load"): "no `save` and `load`" for cache in ("h2o", *INFINIGEN, *CODED)},
+    **{(cache, "save-load"): "no `save` and `load`" for cache in ("h2o", "oscar-2bit", *INFINIGEN, *CODED, *KVARN)},
     **{(cache, "hybrid"): "only supported for models with only full attention layers" for cache in QUANTIZED},
 }
 

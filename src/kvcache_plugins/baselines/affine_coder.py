@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcache_plugins.formats.bits import bytes_of_halves, halves_of_bytes, pack, packed_size, unpack
-from kvcache_plugins.formats.hadamard import hadamard_matrix, multiply, rotation_size
+from kvcache_plugins.formats.hadamard import multiply, rotate
 
 
 _GROUP_SIZE = 128
@@ -23,13 +23,15 @@ class AffineCoder:
     Attributes:
         head_dim (`int`): D.
         nbits (`int`): bits of a code.
-        rotation (`torch.Tensor` of shape `[D, D]` or `[H, D, D]`, float32, *optional*): orthogonal matrix that
-            multiplies the states first.
+        is_rotated (`bool`): True if a Hadamard matrix rotates the states first, see `formats.hadamard`.
+        rotation (`torch.Tensor` of shape `[H, D, D]`, float32, *optional*): orthogonal matrices of a calibration that
+            multiply the states instead.
         clip (`float`, *optional*, defaults to 1): quantile of a group's magnitudes that clips it.
     """
 
     head_dim: int
     nbits: int
+    is_rotated: bool = False
     rotation: torch.Tensor | None = None
     clip: float = 1.0
 
@@ -47,9 +49,7 @@ class AffineCoder:
         return _HALF_BYTES * (self.head_dim // self.group_size)
 
     def encode(self, states: torch.Tensor) -> torch.Tensor:
-        if self.rotation is not None:
-            states = multiply(states, self.rotation.to(states.device))
-        groups = states.unflatten(-1, (-1, self.group_size))
+        groups = self._rotate(states).unflatten(-1, (-1, self.group_size))
         if self.clip < 1:
             rank = max(round(self.clip * self.group_size), 1)
             limit = groups.abs().kthvalue(rank, dim=-1, keepdim=True).values
@@ -66,10 +66,12 @@ class AffineCoder:
         scale, minimum = (halves_of_bytes(each)[..., None] for each in rows[..., : 2 * size].split(size, dim=-1))
         codes = unpack(rows[..., 2 * size :], self.nbits, self.head_dim).unflatten(-1, (-1, self.group_size))
         states = (codes.float() * scale + minimum).flatten(-2)
-        return states if self.rotation is None else multiply(states, self.rotation.to(rows.device).mT)
+        return self._rotate(states, is_back=True)
 
-
-def block_hadamard(head_dim: int) -> torch.Tensor:
-    """Return a block-diagonal Hadamard matrix `[D, D]`, float32, of the largest blocks that divide the head."""
-    size = rotation_size(head_dim)
-    return torch.block_diag(*[hadamard_matrix(size, torch.device("cpu"))] * (head_dim // size))
+    def _rotate(self, states: torch.Tensor, *, is_back: bool = False) -> torch.Tensor:
+        """Rotate states `[..., D]`, or rotate them back."""
+        if self.rotation is not None:
+            rotation = self.rotation.to(states.device)
+            return multiply(states, rotation.mT if is_back else rotation)
+        # Sylvester's matrix is its own inverse
+        return rotate(states) if self.is_rotated else states

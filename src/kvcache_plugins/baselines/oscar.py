@@ -14,7 +14,7 @@ from kvcache_plugins.layers.policies import RowPolicy
 from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.user_warnings import warn_user
 
-from .affine_coder import AffineCoder, block_hadamard
+from .affine_coder import AffineCoder
 from .coded_cache import CodedTokensCache
 from .oscar_rotations import Rotations, load_rotations
 
@@ -91,7 +91,8 @@ def _make_layer(rotations: Rotations, layer_idx: int) -> RowLayer:
         _make_plain_codec,
         residual_length=_NUM_RECENT,
         num_sink_tokens=_NUM_SINKS,
-        shared_codec=None if own is None else OscarCodec(*_make_coders(*own)),
+        least_tokens=_NUM_SINKS + 1,
+        shared_codec=None if own is None else _make_calibrated_codec(*own),
         keeps_whole_tail=True,
     )
     return RowLayer(policy, layer_idx)
@@ -99,12 +100,15 @@ def _make_layer(rotations: Rotations, layer_idx: int) -> RowLayer:
 
 def _make_plain_codec(key_dim: int, value_dim: int) -> TokenCodec:
     """Make a codec without a calibration, with a Hadamard matrix as rotation."""
-    return TokenCodec(*_make_coders(block_hadamard(key_dim), block_hadamard(value_dim)))
+    return TokenCodec(
+        AffineCoder(key_dim, _NBITS, is_rotated=True, clip=_KEY_CLIP),
+        AffineCoder(value_dim, _NBITS, is_rotated=True, clip=_VALUE_CLIP),
+    )
 
 
-def _make_coders(keys: torch.Tensor, values: torch.Tensor) -> tuple[AffineCoder, AffineCoder]:
-    """Make the coders of keys and values for rotations `[..., D, D]`."""
-    return (
-        AffineCoder(keys.shape[-1], _NBITS, keys, _KEY_CLIP),
-        AffineCoder(values.shape[-1], _NBITS, values, _VALUE_CLIP),
+def _make_calibrated_codec(keys: torch.Tensor, values: torch.Tensor) -> OscarCodec:
+    """Make the codec for rotations `[H, D, D]` of keys and of values."""
+    return OscarCodec(
+        AffineCoder(keys.shape[-1], _NBITS, rotation=keys, clip=_KEY_CLIP),
+        AffineCoder(values.shape[-1], _NBITS, rotation=values, clip=_VALUE_CLIP),
     )

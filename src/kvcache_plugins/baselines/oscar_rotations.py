@@ -7,11 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, PreTrainedModel
 
+from kvcache_plugins.formats.hadamard import rotate
 from kvcache_plugins.layers.query_recorder import QueryRecordingLayer, record_queries
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import unwrap_model
-
-from .affine_coder import block_hadamard
 
 
 # Rotations of keys and of values by layer, `[H, D, D]`, float32
@@ -61,7 +60,7 @@ def _covariances(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 def _rotation_of(covariance: torch.Tensor) -> torch.Tensor:
     """Return the eigenvectors `[H, D, D]`, largest first, times a Hadamard matrix, ordered to balance groups."""
     vectors = torch.linalg.eigh(covariance).eigenvectors.flip(-1).float()
-    rotation = vectors @ block_hadamard(vectors.shape[-1])
+    rotation = rotate(vectors)
     return rotation[..., _bit_reversed(rotation.shape[-1])].contiguous()
 
 

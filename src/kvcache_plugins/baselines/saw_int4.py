@@ -9,7 +9,7 @@ from kvcache_plugins.codecs.codec import TokenCodec
 from kvcache_plugins.layers.policies import RowPolicy
 from kvcache_plugins.layers.row_layer import RowLayer
 
-from .affine_coder import AffineCoder, block_hadamard
+from .affine_coder import AffineCoder
 from .coded_cache import CodedTokensCache
 
 
@@ -39,4 +39,4 @@ class SawInt4Cache(CodedTokensCache):
 
 
 def _make_codec(key_dim: int, value_dim: int) -> TokenCodec:
-    return TokenCodec(AffineCoder(key_dim, _NBITS, block_hadamard(key_dim)), AffineCoder(value_dim, _NBITS))
+    return TokenCodec(AffineCoder(key_dim, _NBITS, is_rotated=True), AffineCoder(value_dim, _NBITS))

@@ -106,11 +106,12 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         if self.policy.keeps_whole_tail or not (is_prompt or is_first):
             num_kept = min(self.policy.num_kept, num_exact)
         if is_first:
-            split = self._split(num_exact)
+            num_old = num_exact - num_kept
+            split = self._split(num_old)
             if split is None:
                 self._set_tail(keys, values, num_exact)
                 return
-            first_end = self._fit(keys, values, split)
+            first_end = self._fit(keys[:, :, :num_old], values[:, :, :num_old], split)
             start = split.first
         elif self._unfitted_sequences is not None:
             self._fit_late_sequences(keys[:, :, : num_exact - num_kept], values[:, :, : num_exact - num_kept], start)
