@@ -22,6 +22,8 @@ DAILY = (
 SIZES = (150, 1, 1, 5, 1)
 # Mean sums of differences of a query's weights, which add up to 1
 LIMITS = {"transform": 0.1, "infinigen": 1e-3, "h2o": 1e-3}
+# An indexer that sees other hidden states by a rounding of codes selects some other tokens
+LIMIT_WITH_INDEXER = 0.15
 
 
 @torch.no_grad()
@@ -57,6 +59,8 @@ def test_weights_of_every_forward_are_those_of_the_dense_cache(family):
             assert family not in DAILY
             continue
         found = weights(model, cache)
+        if name == "transform" and any(getattr(layer, "has_index", False) for layer in cache.layers):
+            limit = LIMIT_WITH_INDEXER
         assert [len(each) for each in found] == [len(each) for each in expected], name
         for each, other in zip(sum(found, ()), sum(expected, ()), strict=True):
             assert each.shape == other.shape

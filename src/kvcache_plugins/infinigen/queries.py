@@ -263,8 +263,13 @@ def _reason_to_refuse(module: nn.Module, layer_config: PreTrainedConfig, paramet
     """Return why attention of `module` is no product of keys with queries that follow from its input; else `None`."""
     if first_of(module, _COMPRESSED_NAMES) is not None:
         return "makes its queries and keys of a compressed part (multi-head latent attention)"
-    if first_of(module, PROJECTION_NAMES) is None:
+    projection = first_of(module, PROJECTION_NAMES)
+    if projection is None:
         return f"has none of the query projections {_quoted(PROJECTION_NAMES)}"
+    own = list(inspect.signature(type(projection).forward).parameters.values())[2:]
+    needed = [each.name for each in own if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    if needed:
+        return f"has a query projection that takes {_quoted(tuple(needed))} beside its input"
     # Bloom and MPT always add them; Falcon has an option
     if {"alibi", "position_bias"} & parameters and getattr(layer_config, "alibi", True):
         return "adds positions to attention scores (ALiBi), which queries do not hold"

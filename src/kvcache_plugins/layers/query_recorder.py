@@ -15,7 +15,24 @@ from .lazy_kv import make_lazy_kv
 _NUM_QUERIES = 256
 
 
-class QueryRecordingLayer(DynamicLayer):
+class DenseLayer(DynamicLayer):
+    """
+    A dense layer for any attention to all tokens, with an indexer that selects tokens or without.
+
+    Attributes:
+        indexer_keys (`torch.Tensor` of shape `[batch_size, tokens, index head dim]`, *optional*): keys of the indexer.
+    """
+
+    indexer_keys: torch.Tensor | None = None
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Append keys of an indexer, before the keys and values of the same tokens, and return all."""
+        held = self.indexer_keys
+        self.indexer_keys = indexer_key_states if held is None else torch.cat([held, indexer_key_states], dim=-2)
+        return self.indexer_keys
+
+
+class QueryRecordingLayer(DenseLayer):
     """
     A dense layer that keeps the newest queries of the last attention over it.
 

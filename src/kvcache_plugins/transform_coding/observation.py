@@ -28,7 +28,7 @@ from kvcache_plugins.codecs.prompt_codec import make_key_format
 from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.formats.rotary import RotaryLayout, candidate_layouts
 from kvcache_plugins.layers.layer_factory import replace_full_attention
-from kvcache_plugins.layers.query_recorder import QueryRecordingLayer
+from kvcache_plugins.layers.query_recorder import DenseLayer, QueryRecordingLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
 
@@ -228,7 +228,8 @@ def _gradients(
         pair = observed[index].keys, observed[index].values
         keys, values = (each.detach().requires_grad_() for each in pair if each is not None)
         leaves[index] = keys, values
-        dense = DynamicLayer()
+        dense = DenseLayer()
+        dense.indexer_keys = observed[index].indexer_keys
         dense.update(keys, values)
         layers.append(dense)
     with torch.enable_grad():
