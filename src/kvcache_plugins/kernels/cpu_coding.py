@@ -1,4 +1,4 @@
-"""Calls of the C kernels of `cpu/coding.c`: rows encoded and decoded, rotary embeddings, moments of channels.
+"""Calls of the C kernels of `cpu/coding.c` and `cpu/states.c`: rows coded, rotary embeddings, moments of channels.
 
 Legend: B batch, H heads, T tokens, D channels, R bytes of a row.
 """
@@ -16,7 +16,7 @@ from .c_structs import KINDS, MAX_CHANNELS, STRUCTURES, TILE, Structure, as_word
 from .library import run
 
 
-# Tokens of a task, counted from the start of a tile: see `coding.c`
+# Tokens of a task, counted from the start of a tile: see `token_vectors.h`
 _TASK_TOKENS = 128
 _SIZES, _POSITIONS, _TARGET = (word_offsets(name) for name in ("TokenSizes", "TokenPositions", "RowTarget"))
 _REQUANTIZE = word_offsets("RequantizeArgs")

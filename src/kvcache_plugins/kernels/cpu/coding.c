@@ -1,13 +1,14 @@
-/* Encodes and decodes rows of tokens, applies rotary embeddings, and computes moments of channels.
+/* Encodes and decodes rows of tokens.
 
    Lanes are tokens of a head. A channel has one width in all of them, so a code is found by a
-   binary search of bounds in registers, and no sum goes across lanes. Rotary embedding, Hadamard's
-   rotation and the change of basis are done, or undone, in the same pass.
+   binary search of bounds in registers. Rotary embedding, Hadamard's rotation and the change of
+   basis are done, or undone, in the same pass.
 
    No index in memory is trusted: see `load_head`. Python checks lengths and sizes. */
 #include "coding.h"
+#include "token_vectors.h"
 
-enum { TASK_TOKENS = 128, SUM_TOKENS = 1024, BASIS_ROWS = 8 };
+enum { BASIS_ROWS = 8 };
 
 /* The format of a head's rows, with numbers in the order of rows. */
 typedef struct {
@@ -23,13 +24,6 @@ typedef struct {
     const int8_t *basis, *inverse;
     const float *steps, *factors;
 } HeadFormat;
-
-/* Up to L consecutive tokens of one batch-head, within a tile: the first one's index, and the tile
-   and the offset of its position. */
-typedef struct {
-    int64_t bh, first, tile, offset;
-    int count;
-} TokenVector;
 
 typedef uint32_t Bits[MAX_BANDS][2][L];
 
@@ -143,136 +137,6 @@ static void load_head(const RowFormat *format, int64_t bh, HeadFormat *head) {
         head->widths[v] = (uint8_t)width;
         rest -= width;
         head->num_with_bits += width ? BAND : 0;
-    }
-}
-
-/* Transposes squares of four by four numbers, which follow each other in vectors. */
-INLINE void transpose4(vf *r) {
-#if L == 16
-    __m512 a = _mm512_unpacklo_ps((__m512)r[0], (__m512)r[1]);
-    __m512 b = _mm512_unpackhi_ps((__m512)r[0], (__m512)r[1]);
-    __m512 c = _mm512_unpacklo_ps((__m512)r[2], (__m512)r[3]);
-    __m512 d = _mm512_unpackhi_ps((__m512)r[2], (__m512)r[3]);
-    r[0] = (vf)_mm512_shuffle_ps(a, c, 0x44);
-    r[1] = (vf)_mm512_shuffle_ps(a, c, 0xee);
-    r[2] = (vf)_mm512_shuffle_ps(b, d, 0x44);
-    r[3] = (vf)_mm512_shuffle_ps(b, d, 0xee);
-#elif L == 8
-    __m256 a = _mm256_unpacklo_ps((__m256)r[0], (__m256)r[1]);
-    __m256 b = _mm256_unpackhi_ps((__m256)r[0], (__m256)r[1]);
-    __m256 c = _mm256_unpacklo_ps((__m256)r[2], (__m256)r[3]);
-    __m256 d = _mm256_unpackhi_ps((__m256)r[2], (__m256)r[3]);
-    r[0] = (vf)_mm256_shuffle_ps(a, c, 0x44);
-    r[1] = (vf)_mm256_shuffle_ps(a, c, 0xee);
-    r[2] = (vf)_mm256_shuffle_ps(b, d, 0x44);
-    r[3] = (vf)_mm256_shuffle_ps(b, d, 0xee);
-#else
-    for (int i = 1; i < 4; i++)
-        for (int j = 0; j < i; j++) {
-            float x = r[i][j];
-            r[i][j] = r[j][i];
-            r[j][i] = x;
-        }
-#endif
-}
-
-/* Loads four numbers of each token: those of token 4 i + j are run i of vector j. */
-INLINE void load4(const float *const *tokens, int d, vf *r) {
-    for (int j = 0; j < 4; j++) {
-#if L == 16
-        __m512 v = _mm512_castps128_ps512(_mm_loadu_ps(tokens[j] + d));
-        v = _mm512_insertf32x4(v, _mm_loadu_ps(tokens[j + 4] + d), 1);
-        v = _mm512_insertf32x4(v, _mm_loadu_ps(tokens[j + 8] + d), 2);
-        r[j] = (vf)_mm512_insertf32x4(v, _mm_loadu_ps(tokens[j + 12] + d), 3);
-#elif L == 8
-        __m256 v = _mm256_castps128_ps256(_mm_loadu_ps(tokens[j] + d));
-        r[j] = (vf)_mm256_insertf128_ps(v, _mm_loadu_ps(tokens[j + 4] + d), 1);
-#else
-        r[j] = load(tokens[j] + d);
-#endif
-    }
-}
-
-INLINE void store4(float *const *tokens, int d, const vf *r) {
-    for (int j = 0; j < 4; j++) {
-#if L == 16
-        __m512 v = (__m512)r[j];
-        _mm_storeu_ps(tokens[j] + d, _mm512_castps512_ps128(v));
-        _mm_storeu_ps(tokens[j + 4] + d, _mm512_extractf32x4_ps(v, 1));
-        _mm_storeu_ps(tokens[j + 8] + d, _mm512_extractf32x4_ps(v, 2));
-        _mm_storeu_ps(tokens[j + 12] + d, _mm512_extractf32x4_ps(v, 3));
-#elif L == 8
-        __m256 v = (__m256)r[j];
-        _mm_storeu_ps(tokens[j] + d, _mm256_castps256_ps128(v));
-        _mm_storeu_ps(tokens[j + 4] + d, _mm256_extractf128_ps(v, 1));
-#else
-        store(tokens[j] + d, r[j]);
-#endif
-    }
-}
-
-/* Loads the channels of a vector of tokens. Lanes behind the last token repeat it. */
-static void load_tokens(const TokenSizes *sizes, const States *states, TokenVector vector, vf *x) {
-    ALIGNED float lines[L][MAX_CHANNELS];
-    const float *tokens[L];
-    int dtype = (int)states->dtype;
-    int dim = (int)sizes->channels;
-    int64_t item = vector.bh / sizes->heads;
-    int64_t head = vector.bh % sizes->heads;
-    int64_t origin = item * states->strides[0] + head * states->strides[1];
-    int d = 0;
-    for (int t = 0; t < L; t++) {
-        int64_t token = vector.first + (t < vector.count ? t : vector.count - 1);
-        int64_t index = origin + token * states->strides[2];
-        tokens[t] = dtype == F32 ? (const float *)states->data + index : lines[t];
-        if (dtype != F32) read_floats(states->data, dtype, index, dim, dim, lines[t]);
-    }
-    for (; d + 4 <= dim; d += 4) {
-        load4(tokens, d, x + d);
-        transpose4(x + d);
-    }
-    for (; d < dim; d++)
-        for (int t = 0; t < L; t++) x[d][t] = tokens[t][d];
-}
-
-static void store_tokens(const TokenSizes *sizes, float *result, TokenVector vector, const vf *x) {
-    ALIGNED float unused[MAX_CHANNELS];
-    int dim = (int)sizes->channels;
-    int d = 0;
-    float *first = result + (vector.bh * sizes->tokens + vector.first) * dim;
-    float *tokens[L];
-    for (int t = 0; t < L; t++) tokens[t] = t < vector.count ? first + t * dim : unused;
-    for (; d + 4 <= dim; d += 4) {
-        vf r[4] = {x[d], x[d + 1], x[d + 2], x[d + 3]};
-        transpose4(r);
-        store4(tokens, d, r);
-    }
-    for (; d < dim; d++)
-        for (int t = 0; t < L; t++) tokens[t][d] = x[d][t];
-}
-
-/* Applies or undoes a rotary embedding. Angles are sums of those of the tile and of the offset in
-   it: they depend on the position alone, to the last bit, wherever a run of tokens begins. */
-static void rotate_tokens(
-    const Rotary *rotary, int channels, int inverse, TokenVector vector, vf *x) {
-    float direction = inverse ? -1 : 1;
-    float sign;
-    const float *coarse = coarse_angles(rotary, vector.tile, &sign);
-    for (int64_t n = 0; n < rotary->num_rotated; n++) {
-        int64_t d = rotary->pairs[2 * n];
-        int64_t p = rotary->pairs[2 * n + 1];
-        if (d < 0 || p < 0 || d >= channels || p >= channels) continue;
-        const float *fine = rotary->fine_by_pair + n * 2 * ANGLES + vector.offset;
-        float coarse_cosine = coarse[n];
-        float coarse_sine = coarse[rotary->padded_pairs + n] * sign;
-        vf cosine = load(fine);
-        vf sine = load(fine + ANGLES);
-        vf low = x[d];
-        vf high = x[p];
-        vf both_cosine = cosine * coarse_cosine - sine * coarse_sine;
-        vf both_sine = (sine * coarse_cosine + cosine * coarse_sine) * direction;
-        x[d] = low * both_cosine + high * both_sine;
-        x[p] = high * both_cosine - low * both_sine;
     }
 }
 
@@ -549,49 +413,6 @@ static void decode_vector(
 
 /* ---- tasks ---- */
 
-/* Tokens of a task, as offsets from the start of the tile that the position of their sequence's
-   first token is in: that tile's index, and the offset of that token. */
-typedef struct {
-    int64_t bh, shift, tile, from, to;
-} TokenRange;
-
-INLINE TokenRange whole_range(
-    const TokenSizes *sizes, const TokenPositions *positions, int64_t bh) {
-    TokenRange range = {.bh = bh};
-    if (positions && positions->rotary) {
-        const int64_t *padding = positions->padding;
-        int64_t first = positions->first - (padding ? padding[bh / sizes->heads] : 0);
-        range.shift = (first % TILE + TILE) % TILE;
-        range.tile = (first - range.shift) / TILE;
-    }
-    range.from = range.shift;
-    range.to = range.shift + sizes->tokens;
-    return range;
-}
-
-INLINE TokenRange range_of_task(
-    const TokenSizes *sizes, const TokenPositions *positions, int64_t task) {
-    int64_t heads = sizes->batch * sizes->heads;
-    TokenRange range = whole_range(sizes, positions, task % heads);
-    int64_t from = task / heads * TASK_TOKENS;
-    range.to = min_of(range.to, from + TASK_TOKENS);
-    if (from > range.from) range.from = from;
-    return range;
-}
-
-/* Takes the next vector of tokens of a range. Returns false if there is none. */
-INLINE int take_vector(TokenRange *range, TokenVector *vector) {
-    int64_t offset = range->from;
-    if (offset >= range->to) return 0;
-    range->from = min_of(offset - offset % L + L, range->to);
-    vector->bh = range->bh;
-    vector->first = offset - range->shift;
-    vector->tile = range->tile + offset / TILE;
-    vector->offset = offset % TILE;
-    vector->count = (int)(range->from - offset);
-    return 1;
-}
-
 /* Copies the rows in front of new ones from another storage, and clears those behind them. */
 static void move_rows(const RowTarget *target, const TokenSizes *sizes, int64_t bh) {
     int64_t size = target->format->row_size;
@@ -715,104 +536,4 @@ static void decode_task(const DecodeArgs *args, int64_t task) {
 
 EXPORT(decode_rows)(DecodeArgs *args) {
     FOR_TASKS(args, task) decode_task(args, task);
-}
-
-EXPORT(apply_rope)(RopeArgs *args) {
-    int channels = (int)args->sizes.channels;
-    int inverse = args->inverse != 0;
-    ALIGNED vf x[MAX_CHANNELS];
-    FOR_TASKS(args, task) {
-        TokenRange range = range_of_task(&args->sizes, &args->positions, task);
-        TokenVector vector;
-        while (take_vector(&range, &vector)) {
-            load_tokens(&args->sizes, &args->states, vector, x);
-            rotate_tokens(args->positions.rotary, channels, inverse, vector, x);
-            store_tokens(&args->sizes, args->result, vector, x);
-        }
-    }
-}
-
-/* ---- moments ---- */
-
-/* Sums of the valid tokens of a head, less one of them (a channel may vary little about a large
-   mean): of some tokens in floats, of all in doubles. */
-typedef struct {
-    ALIGNED vf some[MAX_CHANNELS], some_squares[MAX_CHANNELS];
-    double sums[MAX_CHANNELS], squares[MAX_CHANNELS];
-    float one[MAX_CHANNELS];
-    int64_t count;
-} Moments;
-
-/* Adds the valid tokens of a range, up to SUM_TOKENS. */
-static void add_moments(
-    const MomentsArgs *args, const uint8_t *valid, TokenRange *range, Moments *moments) {
-    int channels = (int)args->sizes.channels;
-    TokenVector vector;
-    ALIGNED vf x[MAX_CHANNELS];
-    for (int d = 0; d < channels; d++) {
-        moments->some[d] = (vf){0};
-        moments->some_squares[d] = (vf){0};
-    }
-    while (take_vector(range, &vector)) {
-        vi counts = {0};
-        int newest = -1;
-        int is_first = !moments->count;
-        for (int t = 0; t < vector.count; t++) {
-            if (valid && !valid[vector.first + t]) continue;
-            counts[t] = -1;
-            newest = t;
-            moments->count++;
-        }
-        if (newest < 0) continue;
-        load_tokens(&args->sizes, &args->states, vector, x);
-        if (args->positions.rotary)
-            rotate_tokens(args->positions.rotary, channels, 1, vector, x);
-        for (int d = 0; d < channels; d++) {
-            if (is_first) moments->one[d] = x[d][newest];
-            vf rest = blend(counts, x[d] - moments->one[d], (vf){0});
-            moments->some[d] += rest;
-            moments->some_squares[d] += rest * rest;
-        }
-    }
-    for (int d = 0; d < channels; d++)
-        for (int t = 0; t < L; t++) {
-            moments->sums[d] += moments->some[d][t];
-            moments->squares[d] += moments->some_squares[d][t];
-        }
-}
-
-static void write_moments(const MomentsArgs *args, int64_t bh, const Moments *moments) {
-    int64_t channels = args->sizes.channels;
-    double count = (double)moments->count;
-    for (int64_t d = 0; d < channels; d++) {
-        float *result = args->means + bh * channels + d;
-        float *variance = args->variances + bh * channels + d;
-        double mean = moments->count ? moments->sums[d] / count : 0;
-        double exact = moments->one[d] + mean;
-        *result = (float)exact;
-        double error = *result - exact;
-        *variance = 0;
-        if (moments->count)
-            *variance = (float)(moments->squares[d] / count - mean * mean + error * error);
-        if (*variance < 0) *variance = 0;
-    }
-}
-
-EXPORT(channel_moments)(MomentsArgs *args) {
-    Moments moments;
-    FOR_TASKS(args, task) {
-        TokenRange range = whole_range(&args->sizes, &args->positions, task);
-        const uint8_t *valid = args->valid;
-        int64_t end = range.to;
-        if (valid) valid += task / args->sizes.heads * args->sizes.tokens;
-        memset(moments.sums, 0, sizeof moments.sums);
-        memset(moments.squares, 0, sizeof moments.squares);
-        memset(moments.one, 0, sizeof moments.one);
-        moments.count = 0;
-        while (range.from < end) {
-            range.to = min_of(range.from + SUM_TOKENS, end);
-            add_moments(args, valid, &range, &moments);
-        }
-        write_moments(args, task, &moments);
-    }
 }
