@@ -20,6 +20,7 @@ from kvcache_plugins.models.layer_config import decoder_config
 from .layer_factory import key_value_heads, replace_full_attention
 from .lazy_layer import ANOTHER_PROMPT, LazyLayer
 from .static_layer import StaticLayer, traced_states
+from .token_reuse import can_go_back, count_shared, limit_by_padding
 
 
 # Error of a cache that gets the states of an encoder
@@ -199,3 +200,49 @@ class UsageChecksMixin(Cache):
         for layer in self.layers:
             has_length = tokens_to_remove <= 0 and isinstance(layer, CacheLayerMixin)
             layer.crop(min(max(remaining, 0) - layer.get_seq_length(), 0) if has_length else tokens_to_remove)
+
+    def reuse(
+        self, input_ids: torch.Tensor, held_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> int:
+        """
+        Crop the cache to the longest beginning that its tokens share with a new prompt, and return its length: the
+        model reads only the rest. `generate` and forwards with the whole prompt continue from there.
+
+        The sequences of a batch are cropped to the shortest of their beginnings, as a cache has one length. Layers
+        that cannot go back (a window that has evicted tokens, a recurrence) empty the whole cache, and 0 is returned,
+        unless the prompt continues all tokens held. Windows and convolutions can go back as far as they record:
+        call `activate_past_recording()` before a turn that may be rewritten. A `fork` at the end of a turn goes back
+        in any model.
+
+        Token ids are all that is compared: prompts with other images are to be read by another cache. Tokens that stay
+        are stored as they were: packed ones are not packed anew, by tables of the new prompt, as in a fresh cache.
+
+        Args:
+            input_ids (`torch.Tensor` of shape `[batch_size, tokens]`): the new prompt, from its first token on.
+            held_ids (`torch.Tensor` of shape `[batch_size, tokens]`): the tokens that the cache has read: the output
+                of the last `generate`. Tokens beyond the cache's length, which it has not read yet, are ignored.
+            attention_mask (`torch.Tensor` of the shape of `input_ids`, *optional*): the new prompt's mask. It tells
+                padding from tokens with the same id.
+
+        Raises:
+            ValueError: if the token ids are of other shapes, or `held_ids` are fewer than the cache holds.
+
+        Example:
+
+        ```python
+        >>> output = model.generate(first_ids, past_key_values=cache)
+        >>> num_reused = cache.reuse(second_ids, output)
+        >>> output = model.generate(second_ids, past_key_values=cache)
+        ```
+        """
+        num_held = self.get_seq_length()
+        shared = count_shared(input_ids, held_ids, num_held, attention_mask)
+        num_shared = int(limit_by_padding(shared, self.layers, attention_mask).min())
+        count = num_held - num_shared
+        if not all(can_go_back(layer, count) for layer in self.layers if count):
+            self.reset()
+            return 0
+        # Layers that record the past drop what is older than a window
+        if count or any(getattr(layer, "record_past", False) for layer in self.layers):
+            self.crop(-count)
+        return num_shared
