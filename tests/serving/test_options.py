@@ -283,7 +283,7 @@ def test_requests_of_a_batch_may_ask_only_for_how_it_samples(sampling, taken, re
 def test_a_prompt_ends_at_the_next_layer_once_its_client_has_disconnected(tiny_loaded, tmp_path):
     model, tokenizer = tiny_loaded
     ids, passes, said = tokenizer("abc " * 200, return_tensors="pt").input_ids, [], []
-    manager = CachingManager(model, "transform", PromptStore(tmp_path), said.append)
+    manager = CachingManager(model, "transform", PromptStore(tmp_path), None, said.append)
     request = Request()
 
     def leave(*args):

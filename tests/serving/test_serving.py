@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -77,6 +78,50 @@ def test_the_second_turn_of_a_chat_finds_the_first(server, client, smollm2, tmp_
     store.prefill(model, cache, ids["input_ids"])
     alone = model.generate(**ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
     assert tokenizer.decode(alone[0, ids["input_ids"].shape[1] :], skip_special_tokens=True) == streamed
+
+
+def test_conversations_go_on_with_their_caches(serving, smollm2):
+    from kvcache_plugins.serving import CacheServer
+
+    model, tokenizer = smollm2
+
+    def ask(client, server, turns, num_new=6):
+        known = server.stats()["known_tokens"]
+        answer = client.chat.completions.create(messages=turns, max_tokens=num_new, **GREEDY)
+        assert answer.usage.prompt_tokens_details.cached_tokens == server.stats()["known_tokens"] - known
+        text = answer.choices[0].message.content
+        return [*turns, {"role": "assistant", "content": text}], server.stats()["known_tokens"] - known
+
+    def tokens(turns):
+        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+    with serving(CacheServer("smollm2", conversations=2, port=0, **ON_CPU)) as server:
+        client = connect(server.url)
+        first, known = ask(client, server, [{"role": "system", "content": SYSTEM}, QUESTION])
+        assert known == 0
+        other, known = ask(client, server, [{"role": "user", "content": "Count: one, two, three, four,"}])
+        # Both begin with the same few tokens of the template alone
+        assert known == 0
+        longer, known = ask(client, server, [*first, QUESTION])
+        # The last token of an answer has not been read
+        assert known == len(tokens(first[:-1])) + 5
+        # A turn rewritten
+        edited = [*longer[:-2], {"role": "user", "content": "Say it in French."}]
+        _, known = ask(client, server, edited)
+        ids, held = tokens(edited), tokens(longer[:-1])
+        assert known == next(k for k in range(len(ids)) if ids[k] != held[k])
+        # The last one's text is that of a fresh cache which reads the same pieces
+        prompt = tokens([*first, QUESTION])
+        cache = create_cache("transform", model)
+        whole = torch.tensor([tokens(first[:-1])])
+        output = model.generate(whole, past_key_values=cache, max_new_tokens=6, do_sample=False)
+        cache.reuse(torch.tensor([prompt]), output)
+        output = model.generate(torch.tensor([prompt]), past_key_values=cache, max_new_tokens=6, do_sample=False)
+        text = tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True)
+        assert text == longer[-1]["content"]
+        # A third takes the place of the least recently used
+        ask(client, server, [{"role": "user", "content": "Something else entirely, please: " + "a b c " * 9}])
+        assert ask(client, server, [*other, QUESTION])[1] == 0
 
 
 def test_a_request_ends_when_its_client_disconnects(server, client):
@@ -187,6 +232,11 @@ REFUSED = {
     ),
     "batch": (["smollm2", "--num-blocks", "9"], "`--num-blocks` is given without `--continuous-batching`"),
     "batched store": (["smollm2", "--continuous-batching", "--store", "{folder}"], "`--store` is given with"),
+    "conversations": (["smollm2", "--cache", "h2o", "--conversations", "2"], "keeps caches of packed tokens"),
+    "conversations on disk": (
+        ["smollm2", "--store", "{folder}", "--conversations", "2"],
+        "`--conversations` is given with `--store`",
+    ),
     "spec": ([*_BATCHED, "--cache", "gear:nbits=4"], "`--cache gear:nbits=4` has options"),
     "tables": (["smollm2", "--continuous-batching"], "give a `--text-file`"),
     "pages": ([*_BATCHED, "--num-blocks", "100000000"], "`--num-blocks` or `--max-batch-tokens` is too large"),

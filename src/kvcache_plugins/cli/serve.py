@@ -20,6 +20,9 @@ def main(
         str, typer.Option(help="NAME of `kvcache-plugins list`, or NAME:key=value,key=value.")
     ] = "transform",
     store: Annotated[Path | None, typer.Option(help="Prompt store's folder: prompts and answers are kept.")] = None,
+    conversations: Annotated[
+        int | None, typer.Option(help="Newest conversations whose caches stay in memory.", min=1)
+    ] = None,
     continuous_batching: Annotated[
         bool, typer.Option("--continuous-batching", help="Answer requests together, from coded pages.")
     ] = False,
@@ -44,6 +47,7 @@ def main(
 
     Transformers' server, so far as it answers with text: /v1/chat/completions, /v1/completions, /v1/responses and
     /v1/models; /health says whether it answers. Every request gets a cache of its own, one after the other; with
+    --conversations one that continues an earlier one, or edits it, goes on with its cache; with
     --continuous-batching requests are answered together, from pages whose memory is taken at the start. A request ends
     when its connection is closed, and one that asks for what the server cannot do is refused. A line for each goes to
     standard error.
@@ -71,6 +75,7 @@ def main(
         model,
         cache,
         store=store,
+        conversations=conversations,
         continuous_batching=continuous_batching,
         text=text,
         temperature=temperature,

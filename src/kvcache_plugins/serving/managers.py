@@ -19,9 +19,11 @@ from transformers.cli.serving.utils import CBGenerateManager, CBStreamer, Direct
 
 from kvcache_plugins.custom_generate import attached
 from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.packed.cache import PackedCache
 from kvcache_plugins.prompt_store import PromptStore
 from kvcache_plugins.registry import create_cache
 
+from .conversations import Conversations
 from .disconnects import CURRENT, Request, stop_if_disconnected
 
 
@@ -41,16 +43,24 @@ _Inputs = dict[str, object]
 
 class CachingManager(GenerateManager):
     """
-    Manager that answers one request after the other, each with a cache of its own.
+    Manager that answers one request after the other, each with a cache of its own or that of its conversation.
 
     Raises a `ValueError` if the model cannot have the cache.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: str, store: PromptStore | None, log: LogLine) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: str,
+        store: PromptStore | None,
+        conversations: Conversations | None,
+        log: LogLine,
+    ) -> None:
         super().__init__()
         self._model = model
         self._cache = cache
         self._store = store
+        self._conversations = conversations
         self._log = log
         self._limit = find_limit(model)
         self.counters = Counter[str]()
@@ -126,6 +136,9 @@ class CachingManager(GenerateManager):
                 input_ids, streamer=held, **options, **as_argument(cache)
             )
             num_bytes = cache.memory().total_bytes if hasattr(cache, "memory") else 0
+        if self._conversations is not None:
+            assert isinstance(cache, PackedCache)
+            self._conversations.keep(output, cache)
         num_new, num_known = output.shape[1] - num_tokens, request.num_known or 0
         self.counters.update(requests=1, prompt_tokens=num_tokens)
         self.counters.update(known_tokens=num_known, generated_tokens=num_new)
@@ -142,10 +155,14 @@ class CachingManager(GenerateManager):
         return output
 
     def _read(self, input_ids: torch.Tensor, request: Request) -> Cache:
-        """Make a cache, fill it with whole blocks of the prompt if there is a store, and count known tokens."""
+        """
+        Take the cache of the prompt's conversation, or make one and fill it with whole blocks of the prompt if there
+        is a store, and count known tokens.
+        """
         if self._store is None:
-            request.num_known = 0
-            return create_cache(self._cache, self._model)
+            found = None if self._conversations is None else self._conversations.take(input_ids)
+            request.num_known = 0 if found is None else found.get_seq_length()
+            return create_cache(self._cache, self._model) if found is None else found
         cache = self._store.cache_for(self._model, input_ids, self._cache)
         request.num_known = cache.get_seq_length()
         self._store.prefill(self._model, cache, input_ids)

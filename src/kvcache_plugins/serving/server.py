@@ -19,9 +19,12 @@ from transformers.cli.serve import Serve
 
 from kvcache_plugins.batching import CompressedBatching, compressed_batching
 from kvcache_plugins.models.reference_model import resolve_model
+from kvcache_plugins.option_checks import check_integer
+from kvcache_plugins.packed.cache import makes_packed_cache
 from kvcache_plugins.prompt_store import PromptStore
 from kvcache_plugins.registry import check_cache
 
+from .conversations import Conversations
 from .disconnects import DisconnectMiddleware
 from .handlers import HANDLERS, Handler
 from .managers import BatchingManager, CachingManager, LogLine
@@ -74,6 +77,8 @@ class CacheServer:
         name (`str`): the model, and the name that clients call it by.
         cache (`str`, *optional*, defaults to `"transform"`): name of the cache.
         store (`Path`, *optional*): folder of a prompt store that keeps prompts and answers.
+        conversations (`int`, *optional*): newest conversations whose caches are kept in memory, for requests that
+            continue one or an edited one; none by default.
         continuous_batching (`bool`, *optional*, defaults to `False`): answer requests together, from coded pages.
         text (`str`, *optional*): text that tables of a batch are made of, for caches without a calibration.
         temperature (`float`, *optional*): temperature of all requests of a batch.
@@ -99,6 +104,7 @@ class CacheServer:
         cache: str = "transform",
         *,
         store: Path | None = None,
+        conversations: int | None = None,
         continuous_batching: bool = False,
         text: str | None = None,
         temperature: float | None = None,
@@ -116,6 +122,11 @@ class CacheServer:
             _check_batch(cache, store, text)
         else:
             options.refuse()
+        if conversations is not None:
+            _check_conversations(cache, conversations)
+            if store is not None or continuous_batching:
+                other = "continuous-batching" if store is None else "store"
+                raise ValueError(f"`--conversations` is given with `--{other}`, which shares beginnings by itself")
         self._store = None if store is None else PromptStore(store)
         self._batching: CompressedBatching | None = None
         with ExitStack() as stack:
@@ -138,7 +149,8 @@ class CacheServer:
                 pages = _choose_pages(model, num_blocks, max_batch_tokens)
                 self._manager = BatchingManager(model, pages, sampling, say)
             else:
-                self._manager = CachingManager(model, cache, self._store, say)
+                held = None if conversations is None else Conversations(conversations)
+                self._manager = CachingManager(model, cache, self._store, held, say)
             stack.callback(self._manager.stop)
             self._install_manager(name, model, tokenizer, sampling)
             self._open = stack.pop_all()
@@ -260,6 +272,13 @@ def _check_batch(cache: str, store: Path | None, text: str | None) -> None:
             f"`--cache {cache}` has no tables that requests of a batch can share: give a `--text-file` to make them "
             "of, or a calibrated cache, such as `calibrated-16` after `kvcache-plugins calibrate`"
         )
+
+
+def _check_conversations(cache: str, count: int) -> None:
+    """Raise a `ValueError` for conversations that cannot be kept."""
+    check_integer("--conversations", count, 1)
+    if not makes_packed_cache(cache):
+        raise ValueError(f"`--conversations` keeps caches of packed tokens, which `--cache {cache}` is not")
 
 
 def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str | None) -> torch.Tensor | None:
