@@ -31,7 +31,7 @@ FLOORS: tuple[set[str], ...] = (
     {"layers"},
     {"reports"},
     {"packed"},
-    {*METHODS, "contract", "custom_generate"},
+    {*METHODS, "contract", "custom_generate", "default_cache"},
     # Made of several methods, which do not know of each other
     {"infinigen_transform", "advice", "batching", "prompt_store"},
     {"__init__"},

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .baselines import H2OCache as H2OCache
     from .batching import compressed_batching as compressed_batching
     from .custom_generate import generate_with as generate_with
+    from .default_cache import compressed_by_default as compressed_by_default
     from .gear import GEARCache as GEARCache
     from .infinigen import InfiniGenCache as InfiniGenCache
     from .infinigen_transform import InfiniGenTransformCache as InfiniGenTransformCache
@@ -49,6 +50,7 @@ _LAZY = {
     "TransformCodingCache": "kvcache_plugins.transform_coding:TransformCodingCache",
     "choose_cache": "kvcache_plugins.advice.choose_by_kl:choose_cache",
     "compressed_batching": "kvcache_plugins.batching:compressed_batching",
+    "compressed_by_default": "kvcache_plugins.default_cache:compressed_by_default",
     "generate_with": "kvcache_plugins.custom_generate:generate_with",
     "measure_memory": "kvcache_plugins.reports.memory:measure_memory",
     "predict_memory": "kvcache_plugins.advice.memory_prediction:predict_memory",
