@@ -252,30 +252,20 @@ def test_functions_are_taken_where_the_chat_template_has_them():
     functions = [{"type": "function", "function": {"name": "look"}}]
     turns = [TURN, {"role": "tool", "content": "abc", "tool_call_id": "1"}]
     known = {"takes_tools": True}
-    options = options_of("chat/completions", "m", sampling=None, **known)
+    options = options_of("chat/completions", "m", is_batched=False, **known)
     check_options("chat/completions", options, {"messages": turns, "tools": functions, "tool_choice": "auto"}, **known)
     for wrong in ({"tools": [{"type": "web_search"}]}, {"tool_choice": "none"}, {"parallel_tool_calls": False}):
         with pytest.raises(ValueError, match=f"`{min(wrong)}`"):
             check_options("chat/completions", options, {"messages": turns, **wrong}, **known)
 
 
-BATCHES = {
-    "greedy": (GenerationConfig(do_sample=False), {"temperature": 0.0, "top_p": 1, "seed": 3}, {"temperature": 0.7}),
-    "sampled": (
-        GenerationConfig(do_sample=True, temperature=0.7),
-        {"temperature": 0.7},
-        {"temperature": 0, "seed": 3},
-    ),
-}
-
-
-@pytest.mark.parametrize(("sampling", "taken", "refused"), BATCHES.values(), ids=BATCHES)
-def test_requests_of_a_batch_may_ask_only_for_how_it_samples(sampling, taken, refused):
+def test_requests_of_a_batch_name_how_they_are_sampled():
     for api in OPTIONS:
         body = {name: value for name, value in PROMPTS[api].items() if name != "model"}
-        options = options_of(api, "m", takes_tools=False, sampling=sampling)
+        options = options_of(api, "m", takes_tools=False, is_batched=True)
+        taken = {"temperature": 0.7, "top_p": 0.5, "seed": 3}
         check_options(api, options, {**body, **taken}, takes_tools=False)
-        for name, value in {**refused, "top_p": 0.5, "stop": "a", "logit_bias": {"97": 1}}.items():
+        for name, value in {"stop": "a", "logit_bias": {"97": 1}, "generation_config": "{}"}.items():
             with pytest.raises(ValueError, match=f"`{name}`"):
                 check_options(api, options, {**body, name: value}, takes_tools=False)
 

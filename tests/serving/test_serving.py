@@ -278,9 +278,7 @@ def test_requests_are_answered_together(batching):
     stats = batching.stats()
     assert stats["batching_fused_calls"] > 0 and stats["batching_dense_reads"] == stats["failed"] == 0
     wrong = {
-        "temperature": 0.5,
         "stop": "five",
-        "top_p": 0.5,
         "extra_body": {"generation_config": '{"do_sample": true}'},
     }
     for name, value in wrong.items():
@@ -289,6 +287,24 @@ def test_requests_are_answered_together(batching):
     with pytest.raises(openai.BadRequestError, match="the prompt has .* tokens, but this server takes at most 8191"):
         client.completions.create(prompt="One, two, " * 3000, **GREEDY)
     assert client.responses.create(model="smollm2", input="Hi", max_output_tokens=2).usage.output_tokens == 2
+
+
+def test_each_request_of_a_batch_is_sampled_by_its_own_options(batching):
+    client = connect(batching.url)
+
+    def ask(**options):
+        made = client.completions.create(model="smollm2", prompt="My favourite words are", max_tokens=12, **options)
+        return made.choices[0].text
+
+    wanted = [{"temperature": 0}, {"temperature": 1.5, "seed": 1}, {"temperature": 1.5, "seed": 2}, {"seed": 2**40}]
+    # Top-p of next to nothing is the likeliest token, whatever the seed
+    wanted += [{"temperature": 1.5, "top_p": 1e-6, "seed": 5}, {"temperature": 1, "top_p": 0.9, "seed": -7}]
+    alone = [ask(**options) for options in wanted]
+    assert alone[0] == alone[4] == alone[3] and len(set(alone)) == 4
+    with ThreadPoolExecutor(len(wanted)) as threads:
+        assert list(threads.map(lambda options: ask(**options), wanted)) == alone
+    # Without a seed answers differ
+    assert len({ask(temperature=2) for _ in range(3)}) > 1
 
 
 def cold_answers(folder, text, prompts):

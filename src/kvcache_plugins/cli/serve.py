@@ -27,9 +27,7 @@ def main(
         bool, typer.Option("--continuous-batching", help="Answer requests together, from coded pages.")
     ] = False,
     text_file: Annotated[Path | None, typer.Option(help="Text for tables of a batch without a calibration.")] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Temperature of batches, 0 greedy; else the model's.", min=0)
-    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="Default temperature in batches, 0 greedy.", min=0)] = None,
     num_blocks: Annotated[
         int | None, typer.Option(help="Pages, in bytes of dense blocks of 256 tokens; 64 on a CPU.", min=1)
     ] = None,

@@ -25,11 +25,13 @@ class Request:
     Attributes:
         disconnected (`threading.Event`): set once its client has disconnected.
         seed (`int`, *optional*): seed that it asks for.
+        sampling (`dict`): how a batch samples its tokens.
         num_known (`int`, *optional*): tokens of its prompt that a store had, once they are counted.
     """
 
     disconnected: threading.Event = field(default_factory=threading.Event)
     seed: int | None = None
+    sampling: dict[str, float | int] = field(default_factory=dict)
     num_known: int | None = None
 
 

@@ -37,7 +37,7 @@ class _CheckingHandler(BaseHandler):
         serve (`Serve`): Transformers' server.
         name (`str`): name of the model.
         model, tokenizer: the model.
-        sampling (`GenerationConfig`, *optional*): how all requests are sampled, if they are batched.
+        is_batched (`bool`): True if requests are answered together.
     """
 
     api: str
@@ -48,12 +48,12 @@ class _CheckingHandler(BaseHandler):
         name: str,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        sampling: GenerationConfig | None,
+        is_batched: bool,
     ) -> None:
         super().__init__(serve._model_manager, serve._generation_state)
         template = get_response_template(tokenizer, model)
         self._takes_tools = template is not None and "tools" in str(tokenizer.chat_template)
-        self._options = options_of(self.api, name, takes_tools=self._takes_tools, sampling=sampling)
+        self._options = options_of(self.api, name, takes_tools=self._takes_tools, is_batched=is_batched)
 
     async def answer(self, request: Request, body: Json) -> JSONResponse | StreamingResponse:
         """Answer a request of the route."""

@@ -11,7 +11,7 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Cache, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
@@ -25,6 +25,7 @@ from kvcache_plugins.registry import create_cache
 
 from .conversations import Conversations
 from .disconnects import CURRENT, Request, stop_if_disconnected
+from .sampling import make_samplers, sampling_of
 
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class _HeldStreamer:
 
 
 class BatchingManager(CBGenerateManager):
-    """Manager that answers requests together by continuous batching; all are sampled as `sampling` says."""
+    """Manager that answers requests together by continuous batching; `sampling` has the model's other processors."""
 
     def __init__(
         self, model: PreTrainedModel, config: ContinuousBatchingConfig, sampling: GenerationConfig, log: LogLine
@@ -188,9 +189,13 @@ class BatchingManager(CBGenerateManager):
         super().__init__(cb_config=config)
         self._log = log
         self.counters = Counter[str]()
+        # Samplers add noise to scores, of which the batch takes the highest
+        highest = GenerationConfig(do_sample=False, max_new_tokens=sampling.max_new_tokens)
+        highest.eos_token_id = sampling.eos_token_id
         batching: ContinuousBatchingManager = model.init_continuous_batching(  # type: ignore[operator]
-            generation_config=sampling, continuous_batching_config=config
+            generation_config=highest, continuous_batching_config=config
         )
+        batching.logit_processor = make_samplers(model, sampling)
         # Make the pages now: on the batching thread an error would end the first request
         try:
             batching.warmup()
@@ -203,6 +208,8 @@ class BatchingManager(CBGenerateManager):
         self._router = batching.output_router
         self._register = batching.register_result_handler
         self._cancel = batching.cancel_request
+        self._add = batching.add_request
+        batching.add_request = self._add_sampled  # type: ignore[method-assign]
         batching.register_result_handler = self._register_counted  # type: ignore[method-assign]
         batching.cancel_request = self._cancel_counted  # type: ignore[method-assign]
         self._cb = batching
@@ -249,10 +256,16 @@ class BatchingManager(CBGenerateManager):
         return float(self._pages.compute_free_capacity())
 
     def _admit(self, inputs: _Inputs, gen_config: GenerationConfig) -> None:
-        """Bound the answer by the room that its prompt leaves."""
+        """Bound the answer by the room that its prompt leaves, and note how it is sampled."""
         input_ids = inputs["input_ids"]
         assert isinstance(input_ids, list)
         bound_answer(len(input_ids), self._limit, gen_config)
+        request = CURRENT.get()
+        request.sampling = sampling_of(gen_config, request.seed)
+
+    def _add_sampled(self, input_ids: list[int], **options: Any) -> str | None:
+        """Add a request of the event loop with its own sampling."""
+        return self._add(input_ids, **options, **CURRENT.get().sampling)
 
     def _register_counted(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
         def count(output: GenerationOutput) -> None:

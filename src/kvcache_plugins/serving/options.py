@@ -9,8 +9,6 @@ import json
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from transformers import GenerationConfig
-
 
 class Option(NamedTuple):
     """
@@ -149,7 +147,7 @@ _TEXTS = {"text", "input_text", "output_text"}
 _TOOL_ITEMS = {"function_call", "function_call_output"}
 
 
-def options_of(api: str, name: str, *, takes_tools: bool, sampling: GenerationConfig | None) -> Options:
+def options_of(api: str, name: str, *, takes_tools: bool, is_batched: bool) -> Options:
     """
     Return the options of an API of one server.
 
@@ -157,21 +155,17 @@ def options_of(api: str, name: str, *, takes_tools: bool, sampling: GenerationCo
         api (`str`): a key of `OPTIONS`.
         name (`str`): the name of the model.
         takes_tools (`bool`): True if the model's chat template has tools.
-        sampling (`GenerationConfig`, *optional*): how all requests are sampled, if they are batched.
+        is_batched (`bool`): True if requests are answered together.
     """
     options = {**OPTIONS[api], "model": _values(name)}
     if "tools" in options and not takes_tools:
         options["tools"] = _nothing("this model's chat template has none")
         options |= {"tool_choice": _values("auto", "none"), "parallel_tool_calls": _FLAG}
-    if sampling is None:
-        return options
-    reason = "requests of a batch are sampled alike: leave it out, or serve without `--continuous-batching`"
-    names = ["stop", "logit_bias", "generation_config", *(["seed"] if sampling.do_sample else [])]
-    options |= {each: _nothing(reason) for each in names if each in options}
-    temperature = (sampling.temperature or 1.0) if sampling.do_sample else 0
-    options["temperature"] = _number(temperature, temperature, f"{temperature:g} (the server's `--temperature`)")
-    top_p = sampling.top_p or 1.0
-    options["top_p"] = _number(top_p, top_p, f"{top_p:g}, as requests of a batch are sampled alike")
+    if is_batched:
+        reason = (
+            "Transformers has it for no request of a batch: leave it out, or serve without `--continuous-batching`"
+        )
+        options |= {each: _nothing(reason) for each in ("stop", "logit_bias", "generation_config") if each in options}
     return options
 
 

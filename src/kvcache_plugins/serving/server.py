@@ -81,7 +81,7 @@ class CacheServer:
             continue one or an edited one; none by default.
         continuous_batching (`bool`, *optional*, defaults to `False`): answer requests together, from coded pages.
         text (`str`, *optional*): text that tables of a batch are made of, for caches without a calibration.
-        temperature (`float`, *optional*): temperature of all requests of a batch.
+        temperature (`float`, *optional*): temperature of requests of a batch that name none.
         num_blocks (`int`, *optional*): memory of pages, in dense blocks of 256 tokens; 64 on a CPU.
         max_batch_tokens (`int`, *optional*): tokens of a pass of a batch; 1024 on a CPU.
         host (`str`, *optional*, defaults to `"127.0.0.1"`): address to listen at.
@@ -141,9 +141,9 @@ class CacheServer:
                 non_blocking=True,
             )
             model, tokenizer = self._rename_model(name)
-            sampling = self._choose_sampling(model, temperature) if continuous_batching else None
             self._manager: CachingManager | BatchingManager
-            if sampling is not None:
+            if continuous_batching:
+                sampling = self._choose_sampling(model, temperature)
                 text_ids = _encode_text(tokenizer, text)
                 self._batching = stack.enter_context(compressed_batching(model, cache, text=text_ids))
                 pages = _choose_pages(model, num_blocks, max_batch_tokens)
@@ -152,7 +152,7 @@ class CacheServer:
                 held = None if conversations is None else Conversations(conversations)
                 self._manager = CachingManager(model, cache, self._store, held, say)
             stack.callback(self._manager.stop)
-            self._install_manager(name, model, tokenizer, sampling)
+            self._install_manager(name, model, tokenizer)
             self._open = stack.pop_all()
 
     def run(self) -> None:
@@ -189,7 +189,7 @@ class CacheServer:
         return loaded.model, loaded.processor
 
     def _choose_sampling(self, model: PreTrainedModel, temperature: float | None) -> GenerationConfig:
-        """Choose how tokens of a batch are sampled, which is also the default of requests."""
+        """Choose how requests are sampled that do not say."""
         if temperature is not None:
             model.generation_config.update(do_sample=temperature > 0, temperature=temperature or None)
         chosen: GenerationConfig = self._serve._chat_handler._build_generation_config(
@@ -202,10 +202,10 @@ class CacheServer:
         name: str,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        sampling: GenerationConfig | None,
     ) -> None:
         """Have Transformers' server answer by the manager and by this package's handlers."""
         state = self._serve._generation_state
+        is_batched = isinstance(self._manager, BatchingManager)
         if isinstance(self._manager, BatchingManager):
             # `/health` asks whether it is alive
             state._cb_manager = self._manager
@@ -213,7 +213,7 @@ class CacheServer:
         config = self._serve.server.config
         config.timeout_graceful_shutdown = _GRACE_S
         app: FastAPI = config.app  # type: ignore[assignment]
-        self._add_routes(app, name, [kind(self._serve, name, model, tokenizer, sampling) for kind in HANDLERS])
+        self._add_routes(app, name, [kind(self._serve, name, model, tokenizer, is_batched) for kind in HANDLERS])
         self._answer_errors(app)
 
     def _add_routes(self, app: FastAPI, name: str, handlers: list[Handler]) -> None:
@@ -298,7 +298,10 @@ def _choose_pages(
         max_batch_tokens = max_batch_tokens or _CPU_BATCH_TOKENS
     # Each request has blocks for exact tokens as well, so blocks are small; `num_blocks` counts them as 256 tokens
     count = None if num_blocks is None else 2 * num_blocks
-    return ContinuousBatchingConfig(page_size=128, num_blocks=count, max_batch_tokens=max_batch_tokens)
+    # Processors of scores need memory beside the pages
+    return ContinuousBatchingConfig(
+        page_size=128, num_blocks=count, max_batch_tokens=max_batch_tokens, max_memory_percent=0.8
+    )
 
 
 def _bind(host: str, port: int) -> socket.socket:
