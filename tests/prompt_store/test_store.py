@@ -21,6 +21,7 @@ from kvcache_plugins import GEARCache, PromptStore, create_cache
 from kvcache_plugins.files.records import write_record
 from kvcache_plugins.prompt_store.blocks import FORMAT, read_block
 from kvcache_plugins.prompt_store.maintenance import clear, list_prompts
+from kvcache_plugins.transform_coding.calibration import calibrate_transform
 
 
 # Rows and groups, without and with low rank and outliers; the others differ from these in bits
@@ -60,6 +61,38 @@ def test_equals_reading_in_blocks(tiny_model, tmp_path, assert_same, read_in_blo
     expected = read_in_blocks(model, input_ids[:, :768], create_cache(name, model))
     assert torch.equal(generate(model, input_ids, loaded), generate(model, input_ids, expected))
     assert_same(loaded, expected)
+
+
+def test_calibrated_caches(tiny_llama, tmp_path, assert_same, read_in_blocks, random_windows):
+    first, second = (calibrate_transform(tiny_llama, random_windows(number, 300), num_draws=1) for number in (1, 2))
+    input_ids, store = prompt(600), PromptStore(tmp_path)
+    store.read(tiny_llama, input_ids, "calibrated-16", calibration=first)
+    loaded = store.cache_for(tiny_llama, input_ids, "calibrated-16", calibration=first)
+    assert loaded.get_seq_length() == 512 and loaded.calibration is first
+    expected = read_in_blocks(
+        tiny_llama, input_ids[:, :512], create_cache("calibrated-16", tiny_llama, calibration=first)
+    )
+    assert_same(loaded, expected)
+    assert torch.equal(generate(tiny_llama, input_ids, loaded), generate(tiny_llama, input_ids, expected))
+    # Rows mean something by their calibration alone
+    for others in ({"calibration": second}, {"calibration": first, "nbits": 5}):
+        assert store.cache_for(tiny_llama, input_ids, "calibrated-16", **others).get_seq_length() == 0
+    assert store.cache_for(tiny_llama, input_ids, "transform").get_seq_length() == 0
+
+
+@pytest.mark.parametrize("name", ["transform", "gear-2bit"])
+def test_an_edited_conversation_finds_its_beginning(tiny_llama, tmp_path, name):
+    input_ids, store = prompt(900), PromptStore(tmp_path)
+    live = store.cache_for(tiny_llama, input_ids, name)
+    store.prefill(tiny_llama, live, input_ids)
+    output = generate(tiny_llama, input_ids, live)
+    edited = torch.cat([output[:, :700], prompt(120)], dim=1)
+    # On disk the blocks before the edit are known, and the live cache goes back to the edit itself
+    assert store.cache_for(tiny_llama, edited, name).get_seq_length() == 512
+    assert live.reuse(edited, output) == 700
+    # What a live cache has read in other pieces is not kept
+    generate(tiny_llama, edited, live)
+    assert live.record.num_blocks == 2 and store.keep(live, edited) == 0
 
 
 def test_prompts_share_their_common_beginning(tiny_llama, tmp_path, assert_same, read_in_blocks):

@@ -29,7 +29,7 @@ from kvcache_plugins.files.records import Format, read_record
 from kvcache_plugins.files.schema import pack
 from kvcache_plugins.layers.layer_state import State
 from kvcache_plugins.models.fingerprint import fingerprint
-from kvcache_plugins.packed.cache import CacheConfig, PackedCache
+from kvcache_plugins.packed.cache import CacheConfig
 
 
 FORMAT = Format("kvcache_plugins.prompt_block", 4, "the prompt is read again")
@@ -52,11 +52,14 @@ def prompt_keys(root: str, token_ids: Sequence[int], length: int) -> list[str]:
     return list(accumulate(blocks, next_key, initial=root))
 
 
-def root_key(model: PreTrainedModel, cache: PackedCache, length: int) -> str:
-    """Return the key before the first block of every prompt of a model, for a cache and blocks of `length` tokens."""
+def root_key(model: PreTrainedModel, kind: str, options: dict[str, object], length: int) -> str:
+    """
+    Return the key before the first block of every prompt of a model, for caches of a `kind` and `options`, and blocks
+    of `length` tokens.
+    """
     # Tables are made of queries, which not every attention implementation passes to the cache
     attention = model.config.get_text_config(decoder=True)._attn_implementation
-    facts = [_VERSION, fingerprint(model), type(cache).__name__, cache.cache_config.to_options(), length, attention]
+    facts = [_VERSION, fingerprint(model), kind, options, length, attention]
     return blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 

@@ -111,7 +111,7 @@ class PromptCache(PackedCache):
         """
         self._commit_prompts()
         states = [state_of(layer, index) for index, layer in enumerate(self.layers)]
-        options = {"class": type(self).__name__, **self.cache_config.to_options()}
+        options = {"class": type(self).__name__, **stored_options(self)}
         length = self.record.length
         blocks = {}
         for number in numbers:
@@ -152,6 +152,13 @@ class GEARPromptCache(PromptCache, GEARCache):
 
 class TransformCodingPromptCache(PromptCache, TransformCodingCache):
     """A `TransformCodingCache` that holds a prompt in blocks."""
+
+
+def stored_options(cache: PackedCache) -> dict[str, object]:
+    """Return the options that decide on the bytes of a cache, among them the digest of a calibration."""
+    calibration = cache.calibration if isinstance(cache, TransformCodingCache) else None
+    options = cache.cache_config.to_options()
+    return options if calibration is None else {**options, "calibration": calibration.digest}
 
 
 def _cut(state: State, index: int, tokens: slice) -> LayerState | DenseState:

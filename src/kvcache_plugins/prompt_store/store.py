@@ -29,7 +29,7 @@ from kvcache_plugins.user_warnings import warn_user
 
 from .blocks import FORMAT, PromptBlock, block_length, prompt_keys, read_block, root_key
 from .folder import FOLDER_OWNER_ALONE, OWNER_ALONE, Lease, StoreFolder
-from .prompt_cache import GEARPromptCache, PromptCache, TransformCodingPromptCache
+from .prompt_cache import GEARPromptCache, PromptCache, TransformCodingPromptCache, stored_options
 
 
 if TYPE_CHECKING:
@@ -238,7 +238,8 @@ class PromptStore:
         """Make a cache, and load up to `most` tokens of a prompt into it."""
         made = self._empty_cache(model, cache, options)
         length = made.record.length
-        root, *keys = prompt_keys(root_key(model, made, length), token_ids[:most], length)
+        root = root_key(model, type(made).__name__, stored_options(made), length)
+        keys = prompt_keys(root, token_ids[:most], length)[1:]
         blocks, lease = self._read(keys)
         while blocks:
             try:
@@ -372,8 +373,11 @@ def _as_prompt_cache(model: PreTrainedModel, cache: PackedCache) -> PromptCache:
     options = cache.cache_config.to_options()
     if isinstance(cache, GEARCache):
         return GEARPromptCache(model, **options)
-    if not isinstance(cache, TransformCodingCache) or cache.calibration is not None:
-        raise ValueError("`cache` has to be without a `calibration` in a store, which does not keep it")
+    if not isinstance(cache, TransformCodingCache):
+        kind = type(cache).__name__
+        raise ValueError(f"`cache` has to be a `TransformCodingCache` or a `GEARCache` but got a {kind}")
+    if cache.calibration is not None:
+        options = {**cache.cache_config.to_calibrated_options(), "calibration": cache.calibration}
     if options["sliding"] == "compressed":
         raise ValueError('`sliding` has to be "auto" or "dense" in a store, as compressed windows drop blocks')
     return TransformCodingPromptCache(model, **{**options, "sliding": "dense"})
