@@ -18,14 +18,18 @@ from transformers.generation.continuous_batching import cache as paged_cache
 from transformers.generation.continuous_batching.cache_allocators import CachePool
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
+from kvcache_plugins import PromptStore
 from kvcache_plugins.batching import compressed_batching
 from kvcache_plugins.batching.paged_allocator import BatchingCounters, CodedAllocator, PageCodecConfig, _fit_page
 from kvcache_plugins.batching.paged_states import PagedStates
 from kvcache_plugins.codecs.rows import RowCodec, SharedFormats
+from kvcache_plugins.files.records import write_record
 from kvcache_plugins.formats.parts import PagedRowPart
 from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.ops import decode_tiles
+from kvcache_plugins.prompt_store.blocks import FORMAT, read_block
+from kvcache_plugins.prompt_store.maintenance import find_damaged, list_prompts
 from kvcache_plugins.registry import create_cache
 
 
@@ -103,6 +107,76 @@ def test_a_prefix_is_shared(smollm2, prompts, context):
     # Two whole pages of the prompt were there
     assert coded[1] - coded[0] == coded[0] - 128 * model.config.num_hidden_layers
     assert block < 0.3 * dense
+
+
+@pytest.mark.parametrize("name", ["transform-30", "calibrated-16"])
+def test_pages_on_disk_are_found_by_another_batch(smollm2, prompts, name, tmp_path):
+    model = smollm2[0]
+    text = None if name.startswith("calibrated") else torch.tensor(prompts[-1:])
+
+    def answer(prompt, folder="store", **options):
+        store = PromptStore(tmp_path / folder)
+        with compressed_batching(model, name, text=text, store=store) as batching:
+            (found,) = run(model, [prompt], **options)
+            return found, batching.stats()
+
+    first, cold = answer(prompts[-1])
+    again, warm = answer(prompts[-1])
+    whole = len(prompts[-1]) // 64 * 64
+    assert cold["tokens_loaded"] == 0 and warm["tokens_loaded"] == whole
+    layers = model.config.num_hidden_layers
+    assert warm["tokens_coded"] == cold["tokens_coded"] - whole * layers
+    # As of a request that finds the same pages in memory
+    with (
+        compressed_batching(model, name, text=text),
+        model.continuous_batching_context_manager(**config(NUM_TOKENS)) as manager,
+    ):
+        answers = []
+        for _ in range(2):
+            manager.add_request(prompts[-1])
+            answers.append(manager.get_result(timeout=600).generated_tokens)
+    assert [first, again] == answers
+    # What another prompt shares with it
+    edited = prompts[-1][:100] + prompts[0]
+    assert answer(edited)[1]["tokens_loaded"] == 64 and answer(prompts[0])[1]["tokens_loaded"] == 0
+    # Pages of which there is no room for are read again
+    assert answer(prompts[-1], num_blocks=7)[0] == first
+    # Blocks are listed, checked and removed like others; damage is found before anything is used
+    assert find_damaged(tmp_path / "store") == {}
+    assert {each["options"]["class"] for each in list_prompts(tmp_path / "store")} == {"pages"}
+    for path in (tmp_path / "store").glob("blocks/*/*.safetensors"):
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 1
+        path.write_bytes(content)
+    with pytest.warns(UserWarning, match="damaged"):
+        assert answer(prompts[-1])[0] == first
+
+
+def test_forged_pages_are_read_again(smollm2, prompts, tmp_path):
+    model = smollm2[0]
+
+    def answer():
+        text = torch.tensor(prompts[-1:])
+        with compressed_batching(model, "transform-30", text=text, store=PromptStore(tmp_path)) as batching:
+            return run(model, [prompts[-1]])[0], batching.stats()["tokens_loaded"]
+
+    first, _ = answer()
+    for path in tmp_path.glob("blocks/*/*.safetensors"):
+        block = read_block(path)
+        for state in block.layers:
+            rows = state.blocks[0].keys
+            rows["rows"] = rows["rows"][..., :-1]
+        write_record(path, FORMAT, block)
+    with pytest.warns(UserWarning, match="a page on disk is damaged"):
+        assert answer() == (first, 0)
+
+
+def test_models_whose_requests_share_no_pages_have_none_on_disk(tiny_model, tmp_path):
+    model = tiny_model("gemma3-hybrid")
+    text = torch.randint(3, 97, (1, 100))
+    context = compressed_batching(model, "transform-30", text=text, store=PromptStore(tmp_path))
+    with pytest.raises(ValueError, match="`store` keeps pages that requests share"), context:
+        pass
 
 
 def test_a_cancelled_request_gives_its_blocks_back(smollm2, prompts, context):

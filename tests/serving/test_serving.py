@@ -231,7 +231,6 @@ REFUSED = {
         "`cache` has to be a `TransformCodingCache` or a `GEARCache`",
     ),
     "batch": (["smollm2", "--num-blocks", "9"], "`--num-blocks` is given without `--continuous-batching`"),
-    "batched store": (["smollm2", "--continuous-batching", "--store", "{folder}"], "`--store` is given with"),
     "conversations": (["smollm2", "--cache", "h2o", "--conversations", "2"], "keeps caches of packed tokens"),
     "conversations on disk": (
         ["smollm2", "--store", "{folder}", "--conversations", "2"],
@@ -305,6 +304,40 @@ def test_each_request_of_a_batch_is_sampled_by_its_own_options(batching):
         assert list(threads.map(lambda options: ask(**options), wanted)) == alone
     # Without a seed answers differ
     assert len({ask(temperature=2) for _ in range(3)}) > 1
+
+
+def test_requests_that_fail_or_go_leave_the_others(batching):
+    client, before = connect(batching.url), batching.stats()
+    prompts = ["Count: one, two, three,", "The seasons are spring,"]
+
+    def ask(prompt):
+        return client.completions.create(prompt=prompt, max_tokens=24, **GREEDY).choices[0].text
+
+    alone = [ask(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(2) as threads:
+        together = threads.map(ask, prompts)
+        stream = client.completions.create(prompt="One, two,", max_tokens=1000, stream=True, **GREEDY)
+        manager = batching._manager
+        manager._add([5] * 200, request_id="bad", max_new_tokens=4, seed="no number")
+        next(iter(stream))
+        stream.close()
+        assert list(together) == alone
+    assert "seed" in manager._cb.get_result("bad", timeout=60).error
+    wait_for(batching, cancelled=before["cancelled"] + 1)
+    assert ask(prompts[0]) == alone[0] and free_share(batching) == 1
+
+
+def test_a_batch_finds_pages_that_another_server_has_kept(serving, tmp_path):
+    from kvcache_plugins.serving import CacheServer
+
+    sizes = {"continuous_batching": True, "num_blocks": 6, "max_batch_tokens": 512, "store": tmp_path}
+    turns, found = [{"role": "system", "content": SYSTEM}, QUESTION], []
+    for _ in range(2):
+        with serving(CacheServer("smollm2", "calibrated-16", port=0, **sizes, **ON_CPU)) as server:
+            answer = connect(server.url).chat.completions.create(messages=turns, max_tokens=8, **GREEDY)
+            found.append((answer.choices[0].message.content, server.stats()["batching_tokens_loaded"]))
+            assert server.stats()["store_bytes"] > 0
+    assert [number for _, number in found] == [0, 128] and found[0][0][:12] == found[1][0][:12]
 
 
 def cold_answers(folder, text, prompts):

@@ -16,8 +16,10 @@ from kvcache_plugins.codecs.rows import RowCodec, SharedFormats
 from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.models.cache_argument import as_argument, find_cache
 from kvcache_plugins.option_checks import check_integer
+from kvcache_plugins.prompt_store.store import PromptStore
 from kvcache_plugins.registry import create_cache
 
+from .page_store import PageStore
 from .paged_allocator import AllocatorOptions, BatchingCounters, CodedAllocator, PageCodecConfig
 from .transformers_patches import RELEASES, check_release, patched
 
@@ -29,8 +31,9 @@ if TYPE_CHECKING:
 class CompressedBatching:
     """Counters of continuous batching in a `compressed_batching` context, and the bytes of its pages."""
 
-    def __init__(self, codec_config: PageCodecConfig) -> None:
+    def __init__(self, codec_config: PageCodecConfig, page_store: PageStore | None) -> None:
         self._codec_config = codec_config
+        self._page_store = page_store
         self._counters = BatchingCounters()
         self._allocators: list[CodedAllocator] = []
         # Value of `tokens_coded` after the newest pass
@@ -52,7 +55,7 @@ class CompressedBatching:
 
     def make_allocator(self, **options: Unpack[AllocatorOptions]) -> CodedAllocator:
         """Make an allocator, given the arguments that Transformers passes."""
-        allocator = CodedAllocator(self._codec_config, self._counters, **options)
+        allocator = CodedAllocator(self._codec_config, self._counters, self._page_store, **options)
         self._allocators.append(allocator)
         return allocator
 
@@ -99,9 +102,25 @@ def _find_codecs(
     return PageCodecConfig(codecs, num_sink_tokens, num_recent_tokens)
 
 
+def _page_store(store: PromptStore, model: PreTrainedModel, codec_config: PageCodecConfig) -> PageStore:
+    """Make the store of a model's pages; raise a `ValueError` if requests of the model share no pages."""
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if len(codec_config.codecs) < num_layers or getattr(model, "_device_mesh", None) is not None:
+        raise ValueError(
+            "`store` keeps pages that requests share, which a model with windows of attention, or one that is split "
+            "by tensor parallelism, has none of: leave it out"
+        )
+    return PageStore(store, model, *codec_config)
+
+
 @contextmanager
 def compressed_batching(
-    model: PreTrainedModel, name: str, *, num_recent_tokens: int = 8, text: torch.Tensor | None = None
+    model: PreTrainedModel,
+    name: str,
+    *,
+    num_recent_tokens: int = 8,
+    text: torch.Tensor | None = None,
+    store: PromptStore | None = None,
 ) -> Iterator[CompressedBatching]:
     """
     Keep the cache of continuous batching compressed, in all managers that are made and run in this context by
@@ -115,6 +134,8 @@ def compressed_batching(
         num_recent_tokens (`int`, *optional*, defaults to 8): newest tokens of a request that are attended to exactly.
         text (`torch.Tensor` of shape `[1, tokens]`, *optional*): token ids that tables are made of, for all requests,
             where there is no calibration.
+        store (`PromptStore`, *optional*): store that keeps pages on disk, so that requests find beginnings that
+            another batch has read.
 
     Yields:
         `CompressedBatching`: counters, and bytes of a page.
@@ -137,7 +158,8 @@ def compressed_batching(
     check_release()
     if getattr(model, "_cached_continuous_batching_manager", None) is not None:
         raise ValueError("`model` has a persistent manager of another cache: destroy it first")
-    batching = CompressedBatching(_find_codecs(model, name, text, num_recent_tokens))
+    codecs = _find_codecs(model, name, text, num_recent_tokens)
+    batching = CompressedBatching(codecs, None if store is None else _page_store(store, model, codecs))
     hook = model.register_forward_hook(batching.check_pass, with_kwargs=True)
     try:
         with patched(model.config.get_text_config(), batching.make_allocator):

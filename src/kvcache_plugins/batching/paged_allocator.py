@@ -19,8 +19,9 @@ N recent tokens, D head dim, Q new tokens of a request.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypedDict
 
@@ -34,9 +35,15 @@ from transformers.generation.continuous_batching.cache_allocators import (
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
 
 from kvcache_plugins.codecs.rows import RowCodec
+from kvcache_plugins.files.schema import Stored, check_layout
 from kvcache_plugins.formats.parts import DensePart, PagedRowPart, Part
 from kvcache_plugins.formats.positions import Positions
+from kvcache_plugins.layers.exact_tokens import ExactPrefix
+from kvcache_plugins.layers.layer_state import LayerState, SegmentState, State
+from kvcache_plugins.layers.segments import ROWS
+from kvcache_plugins.user_warnings import warn_user
 
+from .page_store import PageStore
 from .request_batch import BlockLayout, Request, RequestBatch
 
 
@@ -70,6 +77,7 @@ class BatchingCounters:
     """Counters of a `compressed_batching` context, added up over layers."""
 
     tokens_coded: int = 0
+    tokens_loaded: int = 0
     attend_calls: int = 0
     fused_calls: int = 0
     kernel_fallbacks: int = 0
@@ -106,13 +114,20 @@ class CodedAllocator(FullAttentionCacheAllocator):
     supports_block_table = False
 
     def __init__(
-        self, codec_config: PageCodecConfig, counters: BatchingCounters, **options: Unpack[AllocatorOptions]
+        self,
+        codec_config: PageCodecConfig,
+        counters: BatchingCounters,
+        page_store: PageStore | None = None,
+        **options: Unpack[AllocatorOptions],
     ) -> None:
         self.head_dim = _common_head_dim(codec_config, options)
         self.num_key_value_heads = options["num_key_value_heads"]
         self.cache_dtype = options["cache_dtype"]
         self.codec_config = codec_config
         self.counters = counters
+        self._page_store = page_store
+        # Hashes of blocks that are on disk
+        self._stored_hashes: set[int] = set()
         page_size, layer_indices = options["page_size"], options["layer_indices"]
         # Bytes from the beginning of a block to each layer's key rows and value rows
         self._row_offsets: dict[int, tuple[int, int]] = {}
@@ -230,9 +245,122 @@ class CodedAllocator(FullAttentionCacheAllocator):
                 if ledger.release(own):
                     self.pool.free_blocks(self.index, [own])
         self.block_table[request_id] = exact + rows
+        if self._page_store is not None:
+            self._write_blocks(self._page_store, exact, rows, token_ids)
+
+    def _write_blocks(self, page_store: PageStore, exact: list[int], rows: list[int], token_ids: list[int]) -> None:
+        """Write the complete blocks of a request that are not on disk."""
+        hashes = list(takewhile(lambda known: known is not None, map(self.ledger.block_to_hash.get, rows)))
+        missing = [number for number, content in enumerate(hashes) if content not in self._stored_hashes]
+        if missing:
+            states = {number: self._read_states(number, rows[number], exact) for number in missing}
+            page_store.write(token_ids[: len(hashes) * self.tokens_per_page], self.tokens_per_page, states)
+            self._stored_hashes.update(hashes[number] for number in missing)
+
+    def _read_states(self, number: int, block: int, exact: list[int]) -> list[LayerState | None]:
+        """Return the states of all layers in a block of a request, whose blocks of `exact` tokens are given."""
+        size, num_heads, num_sinks = self.tokens_per_page, self.num_key_value_heads, self.layout.num_sink_tokens
+        sink_blocks, sink_slots = self._locate_sinks(exact)
+        padding = torch.zeros(1, dtype=torch.int64, device="cpu")
+        states: list[LayerState | None] = [None] * (max(self._pages) + 1)
+        for layer_idx, pages in self._pages.items():
+            prefix = None
+            if number == 0 and num_sinks:
+                keys, values = pages.exact[sink_blocks, sink_slots].permute(1, 2, 0, 3)[:, None]
+                prefix = ExactPrefix.of(keys, values, padding, padding + num_sinks)
+            sides = {ROWS: pages.key_rows[block][None]}, {ROWS: pages.value_rows[block][None]}
+            states[layer_idx] = LayerState(
+                dtype=self.cache_dtype,
+                batch_size=1,
+                num_heads=num_heads,
+                key_head_dim=self.head_dim,
+                value_head_dim=self.head_dim,
+                length=(number + 1) * size,
+                held_start=0,
+                is_open=False,
+                counters={},
+                padding=None,
+                prefix=prefix,
+                blocks=[SegmentState(number * size, size, *sides)],
+                buffer=None,
+            )
+        return states
+
+    def _locate_sinks(self, exact: list[int]) -> tuple[list[int], list[int]]:
+        """Return block and slot of each sink token."""
+        slots = range(self.layout.num_sink_tokens)
+        per_block = self.layout.exact_per_block
+        return [exact[slot // per_block] for slot in slots], [slot % per_block for slot in slots]
+
+    def _load_blocks(self, page_store: PageStore, prompt_ids: list[int]) -> None:
+        """Load the blocks of a prompt's prefix that are on disk alone, and cache them as of an ended request."""
+        size, ledger, layout = self.tokens_per_page, self.ledger, self.layout
+        hashes: list[int] = []
+        for start in range(0, len(prompt_ids) - size, size):
+            hashes.append(compute_block_hash(hashes[-1] if hashes else None, prompt_ids[start : start + size]))
+        num_known = len(list(takewhile(lambda content: content in ledger.hash_to_block, hashes)))
+        free = self.pool.count_free_blocks(self.index) + self.pool.num_free_sectors * self.blocks_per_sector
+        room = free - layout.num_recent_blocks - (0 if num_known else layout.num_sink_blocks)
+        most = min(len(hashes) - num_known, room)
+        blocks = page_store.read(prompt_ids, size, num_known, most) if most > 0 else []
+        for number, block in enumerate(blocks, num_known):
+            try:
+                self._check_states(number, block.layers)
+            except ValueError as error:
+                warn_user(f"a page on disk is damaged, and its tokens are read again: {error}")
+                break
+            sinks = [] if number else [self._take_free_block() for _ in range(layout.num_sink_blocks)]
+            own = self._take_free_block()
+            self._write_states(own, sinks, block.layers)
+            ledger.register_new_hash(own, hashes[number])
+            for each, content in zip(sinks, self._sink_hashes(own), strict=False):
+                ledger.register_new_hash(each, content)
+            ledger.cached_blocks.update(dict.fromkeys([own, *sinks]))
+            self._stored_hashes.add(hashes[number])
+            self.counters.tokens_loaded += size
+        if blocks and self._memory.is_cuda:
+            # Passes run on a stream of their own
+            torch.cuda.synchronize(self._memory.device)
+
+    def _take_free_block(self) -> int:
+        if not self.pool.count_free_blocks(self.index):
+            self.pool.allocate_sector(self.index)
+        (block,) = self.pool.get_free_blocks(self.index, 1)
+        return int(block)
+
+    def _check_states(self, number: int, states: Sequence[State]) -> None:
+        """Raise a `ValueError` unless states of a file, which may be forged, are those of a block of this number."""
+        heads, size = (1, self.num_key_value_heads), self.tokens_per_page
+        exact_shape = (*heads, self.layout.num_sink_tokens, self.head_dim)
+        for layer_idx in self._pages:
+            state = states[layer_idx] if layer_idx < len(states) else None
+            if not isinstance(state, LayerState) or len(state.blocks) != 1:
+                raise ValueError(f"layer {layer_idx} has no rows")
+            row_sizes = self.codec_config.codecs[layer_idx].row_sizes
+            for side, row_size in zip((state.blocks[0].keys, state.blocks[0].values), row_sizes, strict=True):
+                check_layout(f"layers.{layer_idx}", side, {ROWS: Stored((*heads, size, row_size), torch.uint8)})
+            prefix = state.prefix
+            if number == 0 and exact_shape[2] and (prefix is None or prefix.keys.shape != exact_shape):
+                raise ValueError(f"layer {layer_idx} has no sink tokens")
+
+    def _write_states(self, block: int, sinks: list[int], states: Sequence[State]) -> None:
+        """Write checked states into a block, and exact tokens of the first one into blocks of `sinks`."""
+        for layer_idx, pages in self._pages.items():
+            state = states[layer_idx]
+            assert isinstance(state, LayerState), "it is checked"
+            pages.key_rows[block] = state.blocks[0].keys[ROWS][0].to(self._memory.device)
+            pages.value_rows[block] = state.blocks[0].values[ROWS][0].to(self._memory.device)
+            if sinks and state.prefix is not None:
+                exact = torch.cat((state.prefix.keys, state.prefix.values))  # [2, H, S, D]
+                pages.exact[self._locate_sinks(sinks)] = exact.permute(2, 0, 1, 3).to(pages.exact)
 
     def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
-        """Find the blocks of rows of a prompt's prefix, if its sink tokens are known and recent ones have room."""
+        """
+        Find the blocks of rows of a prompt's prefix, also on disk, if its sink tokens are known and recent ones have
+        room.
+        """
+        if self._page_store is not None:
+            self._load_blocks(self._page_store, prompt_ids)
         matched: list[int] = super().match_prefix_blocks(prompt_ids)
         num_missing = self.layout.num_recent_blocks - self.pool.count_free_blocks(self.index)
         if not matched or num_missing > self.pool.num_free_sectors * self.blocks_per_sector:

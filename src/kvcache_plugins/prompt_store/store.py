@@ -197,13 +197,13 @@ class PromptStore:
             )
         keys = prompt_keys(record.root, token_ids[: num_read * length], length)
         record.record_windows(cache.layers, cache.get_seq_length())
-        missing = [number for number, key in enumerate(keys[1:]) if not self._files.path_of(key).exists()]
+        missing = [number for number, key in enumerate(keys[1:]) if not self.has_block(key)]
         if any(cache.is_sliding):
             # Other windows have evicted tokens of their blocks
             missing = [number for number in missing if number in record.windows]
         blocks = cache.cut(keys, missing, token_ids)
         record.windows.clear()
-        return self._write(keys[1:], blocks, record.lease) if blocks else 0
+        return self.write_blocks(keys[1:], blocks, record.lease) if blocks else 0
 
     def generate(
         self,
@@ -240,7 +240,7 @@ class PromptStore:
         length = made.record.length
         root = root_key(model, type(made).__name__, stored_options(made), length)
         keys = prompt_keys(root, token_ids[:most], length)[1:]
-        blocks, lease = self._read(keys)
+        blocks, lease = self.read_blocks(keys)
         while blocks:
             try:
                 made.fill(blocks, model.device)
@@ -266,7 +266,7 @@ class PromptStore:
         for name, count in counts.items():
             self._counters[name] += count
 
-    def _read(self, keys: list[str]) -> tuple[list[PromptBlock], Lease | None]:
+    def read_blocks(self, keys: list[str]) -> tuple[list[PromptBlock], Lease | None]:
         """Read the blocks of a prompt from the first on, up to a missing or damaged one, and take a lease on them."""
         started = time.perf_counter()
         blocks: list[PromptBlock] = []
@@ -306,7 +306,11 @@ class PromptStore:
             if path.exists() and path.stat().st_ino == inode:
                 path.unlink()
 
-    def _write(self, keys: list[str], blocks: dict[int, PromptBlock], lease: Lease | None) -> int:
+    def has_block(self, key: str) -> bool:
+        """Return true if a block is on disk."""
+        return self._files.path_of(key).exists()
+
+    def write_blocks(self, keys: list[str], blocks: dict[int, PromptBlock], lease: Lease | None) -> int:
         """Write blocks of a prompt by number, and add them to its lease; return the number that had room."""
         started = time.perf_counter()
         num_written = 0

@@ -119,7 +119,7 @@ class CacheServer:
         _check_release()
         options = _BatchOptions(text, temperature, num_blocks, max_batch_tokens)
         if continuous_batching:
-            _check_batch(cache, store, text)
+            _check_batch(cache, text)
         else:
             options.refuse()
         if conversations is not None:
@@ -145,7 +145,8 @@ class CacheServer:
             if continuous_batching:
                 sampling = self._choose_sampling(model, temperature)
                 text_ids = _encode_text(tokenizer, text)
-                self._batching = stack.enter_context(compressed_batching(model, cache, text=text_ids))
+                context = compressed_batching(model, cache, text=text_ids, store=self._store)
+                self._batching = stack.enter_context(context)
                 pages = _choose_pages(model, num_blocks, max_batch_tokens)
                 self._manager = BatchingManager(model, pages, sampling, say)
             else:
@@ -261,10 +262,8 @@ def _check_release() -> None:
         )
 
 
-def _check_batch(cache: str, store: Path | None, text: str | None) -> None:
+def _check_batch(cache: str, text: str | None) -> None:
     """Raise a `ValueError` for options that a batch cannot have, before the model is loaded."""
-    if store is not None:
-        raise ValueError("`--store` is given with `--continuous-batching`")
     if ":" in cache:
         raise ValueError(f"`--cache {cache}` has options, with `--continuous-batching` accepted are names alone")
     if text is None and "calibration" not in check_cache(cache).options:
