@@ -35,12 +35,14 @@ if TYPE_CHECKING:
     from .prompt_store import PromptStore as PromptStore
     from .reports.memory import MemoryReport as MemoryReport
     from .reports.memory import measure_memory as measure_memory
+    from .transform_coding import BlockCodec as BlockCodec
     from .transform_coding import TransformCodingCache as TransformCodingCache
 
     __version__: str
 
 
 _LAZY = {
+    "BlockCodec": "kvcache_plugins.transform_coding:BlockCodec",
     "GEARCache": "kvcache_plugins.gear:GEARCache",
     "H2OCache": "kvcache_plugins.baselines:H2OCache",
     "InfiniGenCache": "kvcache_plugins.infinigen:InfiniGenCache",

@@ -14,7 +14,7 @@ import math
 import os
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import torch
 
@@ -118,6 +118,19 @@ def write_record(path: PathLike, form: Format, record: object, mode: int | None 
 
 def write_tensors(path: PathLike, document: Document, tensors: Tensors, mode: int | None = None) -> None:
     """Write a document, tensors and their checksum to a safetensors file, without checking its fields."""
+    with new_file(path, mode) as file:
+        _write(file, document, tensors)
+
+
+def dump_record(form: Format, record: object) -> bytes:
+    """Return a record as the bytes of a safetensors file."""
+    content, tensors = pack(record)
+    file = io.BytesIO()
+    _write(file, form.stamp(content), tensors)
+    return file.getvalue()
+
+
+def _write(file: BinaryIO, document: Document, tensors: Tensors) -> None:
     metadata = {_CHECKSUM: _NO_CHECKSUM, _DOCUMENT: json.dumps(document, allow_nan=False)}
     header: dict[str, object] = {_METADATA: metadata}
     # The widest dtypes come first, so that every tensor of a mapped file is aligned
@@ -131,16 +144,15 @@ def write_tensors(path: PathLike, document: Document, tensors: Tensors, mode: in
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     digest = blake2b(digest_size=32)
-    with new_file(path, mode) as file:
-        for part in (len(text).to_bytes(_LENGTH_BYTES, "little"), text):
-            file.write(part)
-            digest.update(part)
-        for each in order:
-            data = tensors[each].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            file.write(data)
-            digest.update(data)
-        file.seek(_LENGTH_BYTES + text.index(_NO_CHECKSUM.encode()))
-        file.write(digest.hexdigest().encode())
+    for part in (len(text).to_bytes(_LENGTH_BYTES, "little"), text):
+        file.write(part)
+        digest.update(part)
+    for each in order:
+        data = tensors[each].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        file.write(data)
+        digest.update(data)
+    file.seek(_LENGTH_BYTES + text.index(_NO_CHECKSUM.encode()))
+    file.write(digest.hexdigest().encode())
 
 
 def read_record(path: PathLike, form: Format, kind: type[RecordT]) -> RecordT:
@@ -148,9 +160,23 @@ def read_record(path: PathLike, form: Format, kind: type[RecordT]) -> RecordT:
     Read a file of `write_record`, with tensors on the host; raise a `ValueError` if it is wrong in any way. Call it in
     `refusals`.
     """
+    with open(path, "rb") as file:
+        return _read(file, os.fstat(file.fileno()).st_size, form, kind)
+
+
+def load_record(data: bytes, form: Format, kind: type[RecordT]) -> RecordT:
+    """Read bytes of `dump_record`; raise a `ValueError` that begins with `data` if they are wrong in any way."""
+    try:
+        return _read(io.BytesIO(data), len(data), form, kind)
+    except RefusedFile as error:
+        raise ValueError(f"`data` {error}") from error
+    except ValueError as error:
+        raise ValueError(f"`data` is damaged: {error}") from error
+
+
+def _read(file: BinaryIO, size: int, form: Format, kind: type[RecordT]) -> RecordT:
     # Tensors made in `torch.inference_mode()` could not be written to outside of it
-    with open(path, "rb") as file, torch.inference_mode(False):
-        size = os.fstat(file.fileno()).st_size
+    with torch.inference_mode(False):
         header, text = _read_header(file, size)
         document, checksum = _take_metadata(header)
         content = form.content(document)
@@ -172,7 +198,7 @@ def read_content(path: PathLike, form: Format) -> Document:
     return form.content(_take_metadata(header)[0])
 
 
-def _read_header(file: io.BufferedReader, size: int) -> tuple[Document, bytes]:
+def _read_header(file: BinaryIO, size: int) -> tuple[Document, bytes]:
     """Read the header of a file of `size` bytes, parsed and as bytes."""
     prefix = file.read(_LENGTH_BYTES)
     length = int.from_bytes(prefix, "little")
@@ -237,12 +263,12 @@ def _check_entry(name: str, entry: object) -> _TensorLayout:
     return _TensorLayout(offsets[0], offsets[1], name, dtype, shape)
 
 
-def _read_tensor(file: io.BufferedReader, layout: _TensorLayout, digest: blake2b) -> torch.Tensor:
+def _read_tensor(file: BinaryIO, layout: _TensorLayout, digest: blake2b) -> torch.Tensor:
     tensor = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
     data = tensor.reshape(-1).view(torch.uint8).numpy().data
     for start in range(0, len(data), _PIECE_BYTES):
         piece = data[start : start + _PIECE_BYTES]
-        if file.readinto(piece) < len(piece):
+        if file.readinto(piece) < len(piece):  # type: ignore[attr-defined]
             raise ValueError("it became shorter while it was read")
         digest.update(piece)
     return tensor

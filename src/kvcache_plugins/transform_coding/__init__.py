@@ -8,11 +8,12 @@ from kvcache_plugins.registry import register_cache
 
 
 if TYPE_CHECKING:
+    from .block_codec import BlockCodec
     from .cache import TransformCodingCache
     from .calibration import TransformCalibration, calibrate_transform
 
 
-__all__ = ["TransformCalibration", "TransformCodingCache", "calibrate_transform"]
+__all__ = ["BlockCodec", "TransformCalibration", "TransformCodingCache", "calibrate_transform"]
 
 _CACHE = "kvcache_plugins.transform_coding.cache:TransformCodingCache"
 _CHECK = "kvcache_plugins.transform_coding.cache:check_options"
@@ -20,6 +21,7 @@ _CALIBRATION = "kvcache_plugins.transform_coding.calibration"
 __getattr__, __dir__ = lazy_attributes(
     __name__,
     {
+        "BlockCodec": "kvcache_plugins.transform_coding.block_codec:BlockCodec",
         "TransformCodingCache": _CACHE,
         "TransformCalibration": f"{_CALIBRATION}:TransformCalibration",
         "calibrate_transform": f"{_CALIBRATION}:calibrate_transform",
