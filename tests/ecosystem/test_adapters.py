@@ -6,7 +6,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from kvcache_plugins import InfiniGenCache, TransformCodingCache, create_cache
+from kvcache_plugins import InfiniGenCache, PromptStore, TransformCodingCache, create_cache
 from kvcache_plugins.infinigen.hooks import hooks_of
 from kvcache_plugins.models.cache_argument import IS_RENAMED
 from kvcache_plugins.registry import unwrap_model
@@ -75,6 +75,34 @@ def test_prompt_tuning_with_an_exact_cache(tiny_model, prompt, generate):
         cache = TransformCodingCache(unwrap_model(adapted).config, residual_length=512)
         assert torch.equal(generate(adapted, prompt(15), cache), expected)
     assert cache.get_seq_length() == 15 + 6 + 7
+
+
+def test_a_store_keeps_adapters_apart(tiny_model, tmp_path, prompt, generate):
+    adapted, ids = with_lora(tiny_model("llama")), prompt(300)
+    store = PromptStore(tmp_path)
+
+    def answer():
+        cache = store.cache_for(adapted, ids)
+        num_known = cache.get_seq_length()
+        store.prefill(adapted, cache, ids)
+        return generate(adapted, ids, cache), num_known
+
+    first, known = answer()
+    assert known == 0 and answer()[1] == 256
+    with adapted.disable_adapter():
+        plain, known = answer()
+        assert known == 0 and answer()[1] == 256
+    # Another adapter is another model, also for prompts of the first one, whose weights have come to be two
+    torch.manual_seed(2)
+    adapted.add_adapter("other", lora())
+    second, known = answer()
+    assert known == 0 and torch.equal(second, first)
+    adapted.set_adapter("other")
+    other, known = answer()
+    assert known == 0 and not torch.equal(other, first) and not torch.equal(other, plain)
+    adapted.set_adapter("default")
+    again, known = answer()
+    assert known == 256 and torch.equal(again, first)
 
 
 @pytest.mark.parametrize("name", ["gear-2bit", "infinigen", "h2o", "dynamic"])

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -18,7 +19,10 @@ _CONFIG_FIELDS = (
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Digest the model's type, rotary settings, parameter names, shapes and dtypes, and a few weights of each."""
+    """
+    Digest the model's type, rotary settings, parameter names, shapes and dtypes, a few weights of each, and adapters
+    of PEFT that are switched off.
+    """
     digest = hashlib.sha256()
     config = model.config.get_text_config(decoder=True).to_dict()
     settings = [config.get(key) for key in ("model_type", "rope_parameters", "rope_theta")]
@@ -28,7 +32,20 @@ def fingerprint(model: PreTrainedModel) -> str:
         # Offloaded weights are not loaded for this
         if not parameter.is_meta:
             digest.update(_samples(parameter).numpy().tobytes())
+    for name, adapters in _partial_adapters(model):
+        digest.update(f"{name} {adapters}".encode())
     return digest.hexdigest()
+
+
+def _partial_adapters(model: PreTrainedModel) -> Iterator[tuple[str, list[str]]]:
+    """Yield the layers of PEFT that do not use all adapters they have, with those that they use."""
+    for name, module in model.named_modules():
+        parts = getattr(module, "adapter_layer_names", ())
+        available = {adapter for part in parts for adapter in getattr(module, part)}
+        is_off = bool(available) and module.disable_adapters
+        used = set() if is_off else available.intersection(module.active_adapters if available else ())
+        if used != available:
+            yield name, sorted(used)
 
 
 def weight_samples(model: PreTrainedModel) -> torch.Tensor:
