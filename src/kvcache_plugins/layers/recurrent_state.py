@@ -6,7 +6,7 @@ longer sequence as keys and values can.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +71,16 @@ def _state_of(layer: LinearAttentionLayer) -> RecurrentState:
             convolutions[str(number)] = pad(tensor, (max(size - tensor.shape[-1], 0), 0))[..., -size:]
     recurrences = {str(number): tensor for number, tensor in layer.recurrent_states.items() if tensor is not None}
     return RecurrentState(convolutions, recurrences)
+
+
+@without_caller_contexts
+def select_sequences(layer: LinearAttentionLayer, select: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace the batch of a layer's states by the sequences that `select` returns of all their numbers."""
+    for states in (layer.conv_states, layer.recurrent_states):
+        for number, tensor in states.items():
+            if tensor is not None:
+                numbers = torch.arange(tensor.shape[0], dtype=torch.int64, device=tensor.device)
+                states[number] = tensor.index_select(0, select(numbers))
 
 
 @without_caller_contexts
