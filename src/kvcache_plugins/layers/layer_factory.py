@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig, cache_utils
+from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
@@ -36,7 +36,11 @@ _BOUNDED_LAYER_TYPES = {
 }
 # Full attention, alone or beside what stays exact: the keys of an indexer, the states of a recurrence
 _FULL_LAYER_TYPES = {"full_attention", "indexed_attention", "minimax_m3_sparse", "hybrid"}
-_HYBRID_LAYERS = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
+# Transformers' own hybrid layers, and the class of their keys and values
+_ATTENTION_CLASSES: dict[type, type] = {
+    LinearAttentionAndFullAttentionLayer: DynamicLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer: DynamicSlidingWindowLayer,
+}
 
 
 def replace_full_attention(
@@ -85,16 +89,28 @@ def replace_full_attention(
         if type(layer) is DynamicLayer:
             # Transformers' own may have more than that
             continue
-        if type(own[index]) in _HYBRID_LAYERS and isinstance(layer, LazyLayer):
+        if type(own[index]) in _ATTENTION_CLASSES and isinstance(layer, LazyLayer):
             own[index] = _hybrid_class(type(layer))(layer, own[index].number_of_states)
         else:
             own[index] = layer
     return own
 
 
-def holds_nothing(layer: object) -> bool:
-    """Return True if a layer never holds anything: it has no attention, or attends to what another layer holds."""
-    return type(layer) is getattr(cache_utils, "DummyLayer", None)
+class HybridLayer(LinearAttentionLayer):
+    """
+    Base of layers of attention beside a convolution or a recurrence.
+
+    Attributes:
+        attention_class (`type`): the class that keeps keys and values.
+    """
+
+    attention_class: ClassVar[type[LazyLayer]]
+
+
+def attention_class(layer: object) -> type:
+    """Return the class that keeps a layer's keys and values: its own, or that of the attention in a hybrid layer."""
+    kind = type(layer)
+    return kind.attention_class if issubclass(kind, HybridLayer) else _ATTENTION_CLASSES.get(kind, kind)
 
 
 def key_value_heads(config: PreTrainedConfig) -> frozenset[int]:
@@ -116,8 +132,9 @@ def key_value_heads(config: PreTrainedConfig) -> frozenset[int]:
 def _hybrid_class(base: type[LazyLayer]) -> Callable[[LazyLayer, int], LazyLayer]:
     """Make the class of hybrid layers whose keys and values are kept by layers of class `base`."""
 
-    class Hybrid(LinearAttentionLayer, base):  # type: ignore[misc, valid-type]
+    class Hybrid(HybridLayer, base):  # type: ignore[misc, valid-type]
         is_compileable = False
+        attention_class = base
         # These move or reorder tensors, so they have to call `map_tensors`
         offload = base.offload
         prefetch = base.prefetch

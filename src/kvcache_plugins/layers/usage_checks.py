@@ -19,6 +19,7 @@ from kvcache_plugins.models.layer_config import decoder_config
 
 from .layer_factory import key_value_heads, replace_full_attention
 from .lazy_layer import ANOTHER_PROMPT, LazyLayer
+from .recurrent_state import select_sequences
 from .static_layer import StaticLayer, traced_states
 from .token_reuse import can_go_back, count_shared, limit_by_padding
 
@@ -81,9 +82,7 @@ class UsageChecksMixin(Cache):
     def is_linear(self) -> list[bool]:
         """True for layers of a recurrence without attention; older Transformers count hybrid layers among them."""
         # Without `super()`, as `torch.compile` knows no properties of bases
-        return [
-            isinstance(layer, LinearAttentionLayer) and not isinstance(layer, CacheLayerMixin) for layer in self.layers
-        ]
+        return [_has_recurrence_alone(layer) for layer in self.layers]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -158,8 +157,10 @@ class UsageChecksMixin(Cache):
             self.layers.append(self.layer_class_to_replicate())
 
     def _undo_forward(self, layer_idx: int) -> None:
-        """Drop the tokens of the current forward from the layers before one."""
+        """Drop the tokens of the current forward from the layers before one, from recurrences a first prompt only."""
         for layer in self.layers[:layer_idx]:
+            if isinstance(layer, LinearAttentionLayer) and not self._num_held:
+                LinearAttentionLayer.reset(layer)
             count = layer.get_seq_length() - self._num_held if isinstance(layer, LazyLayer) else 0
             if count > 0 and layer.is_croppable and layer.can_crop(count):
                 layer.crop_tokens(count)
@@ -195,9 +196,20 @@ class UsageChecksMixin(Cache):
         return states
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` tokens, or all; after a failed forward from the layers it reached."""
-        remaining = self.get_seq_length() + tokens_to_remove
+        """
+        Remove the newest `-tokens_to_remove` tokens, or all; after a failed forward from the layers it reached.
+
+        Raise a `ValueError` before any layer is changed if one has a recurrence, or a convolution that has recorded no
+        past.
+        """
+        length = self.get_seq_length()
+        remaining = length + tokens_to_remove
+        if tokens_to_remove and length:
+            self._check_croppable()
         for layer in self.layers:
+            if isinstance(layer, LinearAttentionLayer) and not layer.record_past:
+                # Nothing is to be removed, and nothing more than needed is kept
+                continue
             has_length = tokens_to_remove <= 0 and isinstance(layer, CacheLayerMixin)
             layer.crop(min(max(remaining, 0) - layer.get_seq_length(), 0) if has_length else tokens_to_remove)
 
@@ -246,3 +258,39 @@ class UsageChecksMixin(Cache):
         if count or any(getattr(layer, "record_past", False) for layer in self.layers):
             self.crop(-count)
         return num_shared
+
+    def _check_croppable(self) -> None:
+        """Raise a `ValueError` if a layer has states that no token can be removed from."""
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, LinearAttentionLayer):
+                continue
+            if any(layer.is_recurrent_states_initialized.values()):
+                raise ValueError(
+                    f"`crop`: layer {index} has states of a recurrence, from which no token can be removed: continue "
+                    "a copy of the cache from before these tokens, `copy.deepcopy(cache)`"
+                )
+            if not layer.record_past:
+                raise ValueError(
+                    f"`crop`: layer {index} has a convolution, whose past is recorded only after "
+                    "`cache.activate_past_recording()`: call it before the tokens that will be removed"
+                )
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence of the batch, states of recurrences too, which Transformers' own caches refuse."""
+        for layer in self.layers:
+            if isinstance(layer, LinearAttentionLayer) and not isinstance(layer, LazyLayer):
+                select_sequences(layer, lambda numbers: numbers.repeat_interleave(repeats))
+            if not _has_recurrence_alone(layer):
+                layer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some sequences of the batch, states of recurrences too, which Transformers' own caches refuse."""
+        for layer in self.layers:
+            if isinstance(layer, LinearAttentionLayer) and not isinstance(layer, LazyLayer):
+                select_sequences(layer, lambda numbers: numbers[indices])
+            if not _has_recurrence_alone(layer):
+                layer.batch_select_indices(indices)
+
+
+def _has_recurrence_alone(layer: object) -> bool:
+    return isinstance(layer, LinearAttentionLayer) and not isinstance(layer, CacheLayerMixin)

@@ -14,6 +14,7 @@ from kvcache_plugins.files.atomic import refusals
 from kvcache_plugins.files.records import Format, read_record, write_record
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.group_layer import GroupLayer
+from kvcache_plugins.layers.recurrent_state import recurrent_states
 from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.layers.usage_checks import UsageChecksMixin
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
@@ -150,6 +151,7 @@ class PackedCache(UsageChecksMixin, ReportingMixin, Cache):
             has_config=self.layer_class_to_replicate is None,
             choice=self.choice,
             layers=[state_of(layer, index) for index, layer in enumerate(self.layers)],
+            recurrent=recurrent_states(self.layers, self.get_seq_length()),
             **self._options_to_save(),
         )
         write_record(path, self._format, snapshot)
@@ -195,7 +197,7 @@ class PackedCache(UsageChecksMixin, ReportingMixin, Cache):
                 for _ in snapshot.layers:
                     cache.layers.append(cache._next_layer())
             device = torch.device("cpu") if isinstance(model, PreTrainedConfig) else model.device
-            restore_layers(cache.layers, snapshot.layers, device)
+            restore_layers(cache.layers, snapshot.layers, snapshot.recurrent, device)
         return cache
 
     @classmethod

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvcache_plugins.files.atomic import RefusedFile
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.group_layer import GroupLayer
-from kvcache_plugins.layers.layer_factory import holds_nothing
+from kvcache_plugins.layers.layer_factory import attention_class
 from kvcache_plugins.layers.layer_state import DenseState, LayerState, State
+from kvcache_plugins.layers.recurrent_state import RecurrentStates, restore_recurrent_states
 from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.layers.static_layer import StaticLayer
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
@@ -60,7 +61,8 @@ class Snapshot:
         model, model_config, model_name (`str`): fingerprints of the model and of its config, and its name.
         has_config (`bool`): True if the cache was made for a model's config.
         choice (`PresetChoice`, *optional*): the measurements of `choose_cache`, if it chose the cache.
-        layers (`list`): the state of each layer, `None` for an empty one.
+        layers (`list`): keys and values of each layer, `None` for an empty one and for one without attention.
+        recurrent (`list`, *optional*): states of convolutions and recurrences of each layer, if the model has any.
     """
 
     model: str
@@ -69,6 +71,7 @@ class Snapshot:
     has_config: bool
     choice: PresetChoice | None
     layers: list[State]
+    recurrent: RecurrentStates = None
 
 
 def check_snapshot(snapshot: Snapshot, model: PreTrainedModel | PreTrainedConfig) -> None:
@@ -92,12 +95,16 @@ def check_number(states: Sequence[object], num_layers: int, *, is_exact: bool = 
         raise RefusedFile(f"holds {len(states)} layers, but the model has {num_layers}")
 
 
-def restore_layers(layers: Sequence[CacheLayerMixin], states: Sequence[State], device: torch.device) -> None:
+def restore_layers(
+    layers: Sequence[CacheLayerMixin], states: Sequence[State], recurrent: RecurrentStates, device: torch.device
+) -> None:
     """
-    Restore every layer of a new cache from its state. Raise a `ValueError` if a layer cannot have its state, or if
-    layers hold different numbers of tokens.
+    Restore every layer of a new cache from its states. Raise a `ValueError` if a layer cannot have them, or if layers
+    hold different numbers of tokens.
     """
     check_number(states, len(layers), is_exact=True)
+    if recurrent is not None:
+        check_number(recurrent, len(layers), is_exact=True)
     held = set()
     for index, (layer, state) in enumerate(zip(layers, states, strict=True)):
         path = f"layers.{index}"
@@ -121,17 +128,24 @@ def restore_layers(layers: Sequence[CacheLayerMixin], states: Sequence[State], d
             raise ValueError(f"`{path}` is a `{type(state).__name__}`, which no `{type(layer).__name__}` is made of")
     if len(held) > 1:
         raise ValueError(f"its layers hold different numbers of sequences and tokens, {sorted(held)}")
+    batch_size, length = held.pop() if held else (0, 0)
+    restore_recurrent_states(layers, recurrent, batch_size if length else 0, device)
 
 
 def state_of(layer: CacheLayerMixin, index: int) -> State:
-    """Return the state of a layer, `None` for an empty one; raise a `ValueError` if it is no layer of attention."""
-    if holds_nothing(layer):
+    """
+    Return keys and values of a layer, `None` for an empty one and for one without attention; raise a `ValueError` if
+    they are in a form of their own.
+    """
+    if not isinstance(layer, CacheLayerMixin):
         return None
-    keeps_more = isinstance(layer, CompressedLayer) and (
-        type(layer) not in (GroupLayer, RowLayer, StaticLayer) or layer.has_index
-    )
-    if not isinstance(layer, CompressedLayer | DynamicLayer) or keeps_more:
-        raise ValueError(f"`save` knows attention layers only, but layer {index} is a `{type(layer).__name__}`")
+    kind = attention_class(layer)
+    is_packed = kind in (GroupLayer, RowLayer, StaticLayer) and not getattr(layer, "has_index", False)
+    if not is_packed and kind not in (DynamicLayer, DynamicSlidingWindowLayer):
+        raise ValueError(
+            f"`save` knows layers of plain attention and of recurrences only, but layer {index} is a "
+            f"`{type(layer).__name__}`"
+        )
     if isinstance(layer, CompressedLayer):
         # A layer that was cropped to nothing has a state for its counters
         return layer.state() if layer.is_initialized else None

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from kvcache_plugins.kernels.engine import compiles_kernels
 from kvcache_plugins.layers.group_layer import GroupLayer
-from kvcache_plugins.layers.layer_factory import key_value_heads
+from kvcache_plugins.layers.layer_factory import attention_class, key_value_heads
 from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.models.layer_config import configs_of_layers, decoder_config, head_dims
@@ -75,7 +75,8 @@ def warm_up(layers: Iterable[object], sizes: Sizes) -> None:
         shared = layer.policy.shared_codec if isinstance(layer, RowLayer) else None
         # A layer itself would keep its calibration in memory
         kind = policy if shared is None else shared.kernel_kind
-        key = type(layer), kind, policy.residual_length, policy.num_sink_tokens, sizes
+        layer_class = attention_class(layer)
+        key = layer_class, kind, policy.residual_length, policy.num_sink_tokens, sizes
         if key in _KNOWN_KINDS or getattr(shared, "head_shapes", shapes) != shapes:
             continue
         _KNOWN_KINDS.add(key)
@@ -85,7 +86,7 @@ def warm_up(layers: Iterable[object], sizes: Sizes) -> None:
             # Sinks may be within the first group, which is then masked in part, or before it
             group = policy.least_tokens
             lengths = {2 * group, 2 * group + policy.num_sink_tokens % group}
-        make_layer: Callable[..., RowLayer | GroupLayer] = type(layer)
+        make_layer: Callable[..., RowLayer | GroupLayer] = layer_class
         for length in sorted(lengths):
             exercise(make_layer(policy, 0), sizes, length)
 

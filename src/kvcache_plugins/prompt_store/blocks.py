@@ -9,7 +9,7 @@ before it as well.
 
 A block holds the state of every layer (`layers.layer_state`) for its tokens alone. The first block also holds what
 comes with the first tokens: exact ones in front, and tables. Layers of sliding windows, which evict tokens, hold those
-that the token after the block can still see.
+that the token after the block can still see, and layers of a recurrence their states after the block's last token.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from kvcache_plugins.files.atomic import RefusedFile, refusals
 from kvcache_plugins.files.records import Format, read_record
 from kvcache_plugins.files.schema import pack
 from kvcache_plugins.layers.layer_state import State
+from kvcache_plugins.layers.recurrent_state import RecurrentStates
 from kvcache_plugins.models.fingerprint import fingerprint
 from kvcache_plugins.packed.cache import CacheConfig
 
@@ -92,9 +93,16 @@ class BlockHeader:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PromptBlock(BlockHeader):
-    """A block with the state of every layer, for the block's tokens alone."""
+    """
+    A block with the state of every layer, for the block's tokens alone.
+
+    Attributes:
+        layers (`list`): keys and values of each layer.
+        recurrent (`list`, *optional*): states of recurrences after the block, if the model has any.
+    """
 
     layers: list[State]
+    recurrent: RecurrentStates = None
 
     def num_bytes(self) -> int:
         """Return the bytes of its tensors."""

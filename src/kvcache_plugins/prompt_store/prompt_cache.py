@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.group_layer import GroupLayer
-from kvcache_plugins.layers.layer_factory import holds_nothing
+from kvcache_plugins.layers.layer_factory import attention_class
 from kvcache_plugins.layers.layer_state import DenseState, LayerState, SegmentState, State
+from kvcache_plugins.layers.recurrent_state import RecurrentStates, recurrent_states
 from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.layers.segments import ROWS
 from kvcache_plugins.packed.cache import PackedCache
@@ -24,14 +31,34 @@ from .blocks import PromptBlock
 from .folder import Lease
 
 
+# Keys and values of these can be cut
+_KNOWN_CLASSES = (GroupLayer, RowLayer, DynamicLayer, DynamicSlidingWindowLayer)
+# These replace states of earlier tokens
+_REPLACING_CLASSES = (DynamicSlidingWindowLayer, LinearAttentionLayer)
+
+
+class BlockEnd(NamedTuple):
+    """
+    States at a block's end that later tokens replace.
+
+    Attributes:
+        windows (`dict`): by layer, the tokens that a layer of a sliding window holds.
+        recurrent (`list`, *optional*): states of recurrences, if the model has any.
+    """
+
+    windows: dict[int, DenseState]
+    recurrent: RecurrentStates
+
+
 class BlockRecord:
     """
-    Record of the blocks that a cache was filled with, one update each.
+    Record of the blocks that a cache was filled with, one forward each.
 
     Attributes:
         length (`int`): tokens of a block; 0 if blocks are not recorded.
         num_blocks (`int`): blocks from the first token on.
-        windows (`dict`): by block and layer, the tokens that layers of sliding windows held at the block's end.
+        is_needed (`bool`): True if layers replace states, so that a block can be cut at its end alone.
+        ends (`dict`): `BlockEnd` by block.
         store (`object`): store that made the cache.
         root (`str`): key of the root of its prompts.
         lease (`Lease`, *optional*): lease on the blocks that were loaded.
@@ -40,7 +67,8 @@ class BlockRecord:
     def __init__(self) -> None:
         self.length = 0
         self.num_blocks = 0
-        self.windows: dict[int, dict[int, DenseState]] = {}
+        self.is_needed = False
+        self.ends: dict[int, BlockEnd] = {}
         self.store: object = None
         self.root = ""
         self.lease: Lease | None = None
@@ -49,55 +77,81 @@ class BlockRecord:
         # A copy continues a prompt, and does not keep its blocks a second time
         return BlockRecord()
 
-    def before_update(self, layers: Sequence[CacheLayerMixin], held: int, count: int) -> None:
+    def count_block(self, held: int, count: int) -> None:
         """Record an update by `count` tokens of a cache that holds `held`."""
         if not self.length:
             return
-        self.record_windows(layers, held)
         self.num_blocks = min(self.num_blocks, held // self.length)
         if held == self.num_blocks * self.length and count == self.length:
             self.num_blocks += 1
 
-    def record_windows(self, layers: Sequence[CacheLayerMixin], held: int) -> None:
-        """Record the tokens of sliding windows if a block ends here; their tensors are replaced, never written to."""
-        if not self.num_blocks or held != self.num_blocks * self.length:
+    def record_end(self, layers: Sequence[CacheLayerMixin], held: int) -> None:
+        """Record what the next forward replaces, if a block ends here."""
+        if not self.is_needed or not self.num_blocks or held != self.num_blocks * self.length:
             return
-        windows = self.windows[self.num_blocks - 1] = {}
+        # Tensors of windows are replaced, never written to
+        windows = {}
         for index, layer in enumerate(layers):
             if isinstance(layer, DynamicSlidingWindowLayer) and layer.keys is not None and layer.values is not None:
                 newest = slice(-min(self.length, layer.sliding_window - 1), None)
                 windows[index] = DenseState(held, layer.keys[:, :, newest], layer.values[:, :, newest])
+        recurrent = recurrent_states(layers, held)
+        copies = None if recurrent is None else [None if state is None else state.clone() for state in recurrent]
+        self.ends[self.num_blocks - 1] = BlockEnd(windows, copies)
 
 
 class PromptCache(PackedCache):
     """
     Base of caches that hold a prompt in blocks.
 
-    Raises a `ValueError` for a model whose layers keep more than keys and values.
+    Raises a `ValueError` for a model whose layers keep states in a form of their own.
 
     Attributes:
         record (`BlockRecord`): blocks that the cache was filled with.
     """
+
+    # First call of every forward: name of the method, and its layer and number of the state
+    _opening: tuple[str, int, int] | None = None
 
     def __init__(self, model: PreTrainedModel, **options: object) -> None:
         self.record = BlockRecord()
         self.model_name = str(model.config.name_or_path)
         super().__init__(model, **options)  # type: ignore[arg-type, call-arg]
         for index, layer in enumerate(self.layers):
-            is_known = type(layer) in (GroupLayer, RowLayer, DynamicLayer, DynamicSlidingWindowLayer)
-            if not is_known and not holds_nothing(layer):
+            if isinstance(layer, CacheLayerMixin) and attention_class(layer) not in _KNOWN_CLASSES:
                 raise ValueError(
-                    f"`model`: layer {index} has states of another kind than keys and values "
+                    f"`model`: layer {index} has states of another kind than keys, values and recurrences "
                     f"(`{type(layer).__name__}`), so that blocks of a prompt cannot be kept"
                 )
+        self.record.is_needed = any(isinstance(layer, _REPLACING_CLASSES) for layer in self.layers)
 
     @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if layer_idx == 0:
-            self.record.before_update(self.layers, self.get_seq_length(), key_states.shape[2])
+        self._note_call("update", layer_idx)
+        if layer_idx == self._first_layer:
+            self.record.count_block(self.get_seq_length(), key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        self._note_call("update_conv_state", layer_idx, state_idx)
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        self._note_call("update_recurrent_state", layer_idx, state_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+
+    def _note_call(self, name: str, layer_idx: int, state_idx: int = 0) -> None:
+        """Record the end of a block before the first call of the next forward."""
+        call = name, layer_idx, state_idx
+        self._opening = self._opening or call
+        if call == self._opening:
+            self.record.record_end(self.layers, self.get_seq_length())
 
     def cut(self, keys: Sequence[str], numbers: Sequence[int], token_ids: Sequence[int]) -> dict[int, PromptBlock]:
         """
@@ -116,13 +170,13 @@ class PromptCache(PackedCache):
         blocks = {}
         for number in numbers:
             tokens = slice(number * length, (number + 1) * length)
-            windows = self.record.windows.get(number, {})
+            end = self.record.ends.get(number, BlockEnd({}, None))
             layers: list[State] = []
             for index, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
-                if holds_nothing(layer):
-                    layers.append(None)
+                if isinstance(layer, CacheLayerMixin):
+                    layers.append(end.windows.get(index) or _cut(state, index, tokens))
                 else:
-                    layers.append(windows.get(index) or _cut(state, index, tokens))
+                    layers.append(None)
             blocks[number] = PromptBlock(
                 previous=keys[number],
                 start=tokens.start,
@@ -130,6 +184,7 @@ class PromptCache(PackedCache):
                 model_name=self.model_name,
                 options=options,
                 layers=layers,
+                recurrent=end.recurrent,
             )
         return blocks
 
@@ -142,7 +197,7 @@ class PromptCache(PackedCache):
             _join_layer(layer, index, [block.layers[index] for block in blocks], num_tokens)
             for index, layer in enumerate(self.layers)
         ]
-        restore_layers(self.layers, states, device)
+        restore_layers(self.layers, states, blocks[-1].recurrent, device)
         self.record.num_blocks = len(blocks)
 
 
@@ -214,7 +269,7 @@ def _join_layer(layer: CacheLayerMixin, index: int, states: Sequence[State], num
     if isinstance(layer, DynamicLayer) and len(dense) == len(states):
         most = layer.sliding_window - 1 if isinstance(layer, DynamicSlidingWindowLayer) else num_tokens
         return _join_dense(dense, num_tokens, most)
-    if not holds_nothing(layer):
+    if isinstance(layer, CacheLayerMixin):
         raise ValueError(f"there are no such states of layer {index}")
     return None
 

@@ -196,13 +196,13 @@ class PromptStore:
                 f"`prefill`, or `generate(..., prefill_chunk_size={length})`"
             )
         keys = prompt_keys(record.root, token_ids[: num_read * length], length)
-        record.record_windows(cache.layers, cache.get_seq_length())
+        record.record_end(cache.layers, cache.get_seq_length())
         missing = [number for number, key in enumerate(keys[1:]) if not self.has_block(key)]
-        if any(cache.is_sliding):
-            # Other windows have evicted tokens of their blocks
-            missing = [number for number in missing if number in record.windows]
+        if record.is_needed:
+            # Other blocks' windows have evicted tokens, and their recurrences have gone on
+            missing = [number for number in missing if number in record.ends]
         blocks = cache.cut(keys, missing, token_ids)
-        record.windows.clear()
+        record.ends.clear()
         return self.write_blocks(keys[1:], blocks, record.lease) if blocks else 0
 
     def generate(
