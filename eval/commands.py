@@ -170,7 +170,7 @@ def run_on_gpu(
     tiny: Annotated[bool, typer.Option("--tiny", help="Small sizes, to try the script; no GPU needed.")] = False,
     part: Annotated[str | None, typer.Option(help="One part only, in this process: checks, attention, ...")] = None,
 ) -> None:
-    """Check and time all that wants a GPU. For the root of the repository, whose tests it runs.
+    """Check and time kernels and steps on a GPU. Run it in the root of the repository, whose tests it uses.
 
     \b
     Examples:

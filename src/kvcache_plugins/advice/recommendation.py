@@ -23,7 +23,7 @@ from .memory_prediction import CacheSizer, CacheSizingError, check_counts
 # Limits of the searches
 MAX_CONTEXT = 2**24
 MAX_BATCH_SIZE = 2**16
-# Caches that are sized by default: presets of "Which cache" in docs/index.md, and the dense cache
+# Caches that are sized by default: presets of "Choose a cache" in docs/index.md, and the dense cache
 DEFAULT_CACHES: tuple[str, ...] = (
     "dynamic",
     "transform",
