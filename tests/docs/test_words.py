@@ -11,7 +11,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
     path.relative_to(ROOT).as_posix()
-    for path in [*(ROOT / name for name in ("README.md", "CHANGELOG.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+    for path in [
+        *sorted(ROOT.glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
+        *sorted((ROOT / "hub").rglob("*.md")),
+    ]
 ]
 SOURCES = sorted(path for folder in ("src", "eval") for path in (ROOT / folder).rglob("*.py"))
 # First words of sentences that hide their subject
