@@ -56,7 +56,7 @@ def benchmark_steps(
     dtype: Annotated[
         list[str] | None, typer.Option(help="float32 (default on CPU), bfloat16 (elsewhere) or float16; repeatable.")
     ] = None,
-    num_threads: Annotated[list[int] | None, typer.Option(help="Of the CPU; repeatable.", min=1)] = None,
+    num_threads: Annotated[list[int] | None, typer.Option(help="CPU threads; repeatable.", min=1)] = None,
     read: Annotated[int | None, typer.Option(help="Tokens whose states are repeated up to --context.", min=64)] = None,
 ) -> Iterator[Found]:
     """Time whole decode steps of a model. Caches take turns.
@@ -139,7 +139,7 @@ def benchmark_prompts(
 ) -> Iterator[Found]:
     """Time prompts, chunks of them, and tokens behind them. Times are against those of the first cache.
 
-    What coding them takes is timed too.
+    Their encoding is timed too.
 
     \b
     Examples:
