@@ -126,7 +126,7 @@ def benchmark_prompts(
     text_file: Annotated[Path, typer.Option(help="A text of at least --context + --new-tokens tokens.")],
     model: ModelOption = "smollm2",
     context: Annotated[int, typer.Option(help="Tokens of the prompt.", min=1)] = 4096,
-    new_tokens: Annotated[list[int], typer.Option(help="Tokens behind it; repeatable.", min=1)] = [
+    new_tokens: Annotated[list[int], typer.Option(help="Tokens after it; repeatable.", min=1)] = [
         17,
         128,
         512,
@@ -137,7 +137,7 @@ def benchmark_prompts(
     dtype: DtypeOption = None,
     num_threads: NumThreadsOption = None,
 ) -> Iterator[Found]:
-    """Time prompts, chunks of them, and tokens behind them. Times are against those of the first cache.
+    """Time prompts, chunks of them, and tokens after them. Times are against those of the first cache.
 
     Their encoding is timed too.
 
@@ -182,7 +182,7 @@ def benchmark_batching(
     page_size: Annotated[int, typer.Option(help="Tokens of a page.", min=64)] = 256,
     num_threads: NumThreadsOption = None,
 ) -> Iterator[Found]:
-    """Time decode steps of continuous batching. Transformers' own pages, dense tensors by request and coded pages.
+    """Time decode steps of continuous batching. Dense pages, dense tensors by request and compressed pages.
 
     Seconds are those of the processor, on a CPU. Speeds are against Transformers' own.
 

@@ -21,7 +21,7 @@ def main(
     ] = "transform",
     store: Annotated[Path | None, typer.Option(help="Prompt store's folder: prompts and answers are kept.")] = None,
     continuous_batching: Annotated[
-        bool, typer.Option("--continuous-batching", help="Answer requests together, from coded pages.")
+        bool, typer.Option("--continuous-batching", help="Answer requests together, from compressed pages.")
     ] = False,
     text_file: Annotated[Path | None, typer.Option(help="Text for tables of a batch without a calibration.")] = None,
     temperature: Annotated[
