@@ -102,9 +102,11 @@ def benchmark_runahead(
     model: ModelOption = "smollm2",
     world_size: Annotated[int, typer.Option(help="Ranks, all started on this machine's CPUs.", min=1)] = 2,
     rounds: Annotated[int, typer.Option(help="Runs of everything, taking turns.", min=3)] = 5,
-    num_threads: Annotated[int, typer.Option(help="Of every rank.", min=1)] = 1,
+    num_threads: Annotated[int, typer.Option(help="Threads of every rank.", min=1)] = 1,
     dtype: Annotated[str | None, typer.Option(help="float32 (default), bfloat16 or float16.")] = None,
-    table: Annotated[Path | None, typer.Option(help="Of `kvcache-plugins plan`; else slices are measured.")] = None,
+    table: Annotated[
+        Path | None, typer.Option(help="Table of `kvcache-plugins plan`; else slices are measured.")
+    ] = None,
     partition: Annotated[list[str] | None, typer.Option(help="Shares such as 0.6,0.4; repeatable.")] = None,
 ) -> Iterator[Found]:
     """Time the first token of KV-Runahead, TSP, a zig-zag, one rank. All run on this machine and take turns.
@@ -170,7 +172,7 @@ def run_on_gpu(
     tiny: Annotated[bool, typer.Option("--tiny", help="Small sizes, to try the script; no GPU needed.")] = False,
     part: Annotated[str | None, typer.Option(help="One part only, in this process: checks, attention, ...")] = None,
 ) -> None:
-    """Check and time all that wants a GPU. For the root of the repository, whose tests it runs.
+    """Check and time kernels and steps on a GPU. Run it in the root of the repository, whose tests it uses.
 
     \b
     Examples:

@@ -190,7 +190,7 @@ def time_attention(
     caches: Sequence[str] = (*CACHES, "transform-16"),
     rounds: int = 50,
 ) -> None:
-    """Time decode attention alone, a file a shape. What is not right is not timed; the others are."""
+    """Time decode attention alone, a file a shape. Wrong results are not timed."""
     for name, shape in shapes.items():
         title = f"attention, {shape.batch_size} x {shape.context} tokens"
         say(title)
@@ -219,7 +219,7 @@ def time_whole_steps(
     caches: Sequence[str] = STEP_CACHES,
     batch_size: int = 1,
 ) -> None:
-    """Time whole decode steps of a model, caches taking turns, those that are `CAPTURED` as CUDA graphs."""
+    """Times whole decode steps of a model, caches taking turns, those that are `CAPTURED` as CUDA graphs."""
     report = run.open(name, "step", model, steps=steps, batch_size=batch_size)
     network = random_model(model, DTYPE, run.device)
     options = {"mode": "reduce-overhead"} if run.device.type == "cuda" else {"backend": "eager"}
@@ -257,7 +257,7 @@ def time_whole_steps(
 
 
 def time_captured(run: Run, shapes: Sequence[tuple[int, int]] = CAPTURED_SHAPES, **arguments: Any) -> None:
-    """Time steps as CUDA graphs, a file a shape; see `time_whole_steps`."""
+    """Times steps as CUDA graphs, a file a shape; see `time_whole_steps`."""
     for (batch_size, context), box in run.box.share(shapes):
         name = f"captured_{batch_size}x{context}"
         own = {**arguments, "batch_size": batch_size, "context": context}
@@ -291,7 +291,7 @@ def measure_offloading(
         "infinigen:max_fetch_ratio=0.05",
     ),
 ) -> None:
-    """Time InfiniGen beside what it stands in for; that it is exact where all is fetched is one of the checks."""
+    """Times InfiniGen beside what it stands in for; that it is exact where all is fetched is one of the checks."""
     report = run.open("infinigen", "offloading", model, steps=steps)
     network = random_model(model, DTYPE, run.device)
     read, fed = random_tokens(network, context + steps).split((context, steps), dim=1)
@@ -329,7 +329,7 @@ def measure_offloading(
 
 def _transfers(cache: InfiniGenCache, before: Mapping[str, Any], times: TransferTimes) -> dict[str, Any]:
     """
-    Sum up transfers since counters were `before`: a step's seconds, and, as `counted`, the bytes that a token brings
+    Sums up transfers since counters were `before`: a step's seconds, and, as `counted`, the bytes that a token brings
     over the bus and those that full offloading of all real tokens in all layers would.
     """
     stats = cache.stats()

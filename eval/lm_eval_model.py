@@ -1,4 +1,4 @@
-"""lm-eval's model `kvcache`: any registered cache on any task, with the cache in the loop: see `docs/evaluation.md`.
+"""lm-eval's model `kvcache`: any registered cache on any task, in the loop: see `docs/guides/evaluation.md`.
 
 Importing this module registers the model. lm-eval's releases with entry points for models find it themselves.
 """

@@ -167,7 +167,7 @@ class Sweep:
 
     @classmethod
     def read(cls, path: Path) -> "Sweep":
-        """Read a YAML file. What is missing, unknown or wrong in it is a `ValueError` that names it."""
+        """Read a YAML file. A missing, unknown or wrong entry is a `ValueError` that names it."""
         found = yaml.safe_load(read_text(path, "config"))
         content = found if isinstance(found, dict) else {}
         unknown, missing = content.keys() - _FIELDS, _NEEDED - content.keys()

@@ -126,8 +126,8 @@ def table(*columns: Column) -> Callable[[Rows], str]:
 
 def print_markdown(text: str, title: str = "") -> None:
     """
-    Print Markdown in a terminal, its tables by rich. Where one is too wide its headings are folded, then quartiles
-    left out, and then its columns go into several tables, each with the names on the left.
+    Print Markdown in a terminal, its tables by rich. If one is too wide its headings are folded, then quartiles left
+    out, and then its columns are split into several tables, each with the names on the left.
     """
     console = open_console()
     for number, (is_table, lines) in enumerate(groupby(text.splitlines(), key=lambda line: line.startswith("| "))):

@@ -56,7 +56,7 @@ def benchmark_steps(
     dtype: Annotated[
         list[str] | None, typer.Option(help="float32 (default on CPU), bfloat16 (elsewhere) or float16; repeatable.")
     ] = None,
-    num_threads: Annotated[list[int] | None, typer.Option(help="Of the CPU; repeatable.", min=1)] = None,
+    num_threads: Annotated[list[int] | None, typer.Option(help="CPU threads; repeatable.", min=1)] = None,
     read: Annotated[int | None, typer.Option(help="Tokens whose states are repeated up to --context.", min=64)] = None,
 ) -> Iterator[Found]:
     """Time whole decode steps of a model. Caches take turns.
@@ -126,7 +126,7 @@ def benchmark_prompts(
     text_file: Annotated[Path, typer.Option(help="A text of at least --context + --new-tokens tokens.")],
     model: ModelOption = "smollm2",
     context: Annotated[int, typer.Option(help="Tokens of the prompt.", min=1)] = 4096,
-    new_tokens: Annotated[list[int], typer.Option(help="Tokens behind it; repeatable.", min=1)] = [
+    new_tokens: Annotated[list[int], typer.Option(help="Tokens after it; repeatable.", min=1)] = [
         17,
         128,
         512,
@@ -137,9 +137,9 @@ def benchmark_prompts(
     dtype: DtypeOption = None,
     num_threads: NumThreadsOption = None,
 ) -> Iterator[Found]:
-    """Time prompts, chunks of them, and tokens behind them. Times are against those of the first cache.
+    """Time prompts, chunks of them, and tokens after them. Times are against those of the first cache.
 
-    What coding them takes is timed too.
+    Their encoding is timed too.
 
     \b
     Examples:
@@ -182,7 +182,7 @@ def benchmark_batching(
     page_size: Annotated[int, typer.Option(help="Tokens of a page.", min=64)] = 256,
     num_threads: NumThreadsOption = None,
 ) -> Iterator[Found]:
-    """Time decode steps of continuous batching. Transformers' own pages, dense tensors by request and coded pages.
+    """Time decode steps of continuous batching. Dense pages, dense tensors by request and compressed pages.
 
     Seconds are those of the processor, on a CPU. Speeds are against Transformers' own.
 
@@ -324,7 +324,7 @@ def benchmark_memory(
     model: ModelOption = "smollm2",
     context: Annotated[int, typer.Option(help="Tokens in the cache.", min=1)] = 4096,
 ) -> Iterator[Found]:
-    """Measure the memory of decoding. What caches hold, a step allocates beside them, and a process takes; on Linux.
+    """Measure the memory of decoding: bytes of caches, allocations of a step, and the process's peak; on Linux.
 
     \b
     Examples:

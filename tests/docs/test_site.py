@@ -56,7 +56,7 @@ def test_pages_load_nothing_from_elsewhere(site):
 
 
 def test_how_tables_were_measured_is_folded_away(site):
-    html = (site / "results" / "gear.html").read_text(encoding="utf-8")
+    html = (site / "results" / "index.html").read_text(encoding="utf-8")
     folded = re.findall(r"<details[^>]*>\s*<summary>How it was measured</summary>(.*?)</details>", html, re.DOTALL)
     assert any("<code>overview.json</code>" in each for each in folded)
     assert "markdown=" not in html and "overview.json" not in re.sub(

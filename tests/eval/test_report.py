@@ -185,7 +185,8 @@ DOCUMENTS = [
 
 def test_results_are_shown():
     results = {
-        f"docs/results/{name}.md" for name in ("contract", "gear", "infinigen_results", "peers", "runahead_results")
+        f"docs/results/{name}.md"
+        for name in ("index", "contract", "gear", "gpu", "infinigen_results", "peers", "runahead_results", "speed")
     }
     assert results <= set(DOCUMENTS)
 

@@ -23,7 +23,7 @@ from .memory_prediction import CacheSizer, CacheSizingError, check_counts
 # Limits of the searches
 MAX_CONTEXT = 2**24
 MAX_BATCH_SIZE = 2**16
-# Caches that are sized by default: presets of "Which cache" in docs/index.md, and the dense cache
+# Caches that are sized by default: presets of "Choose a cache" in docs/index.md, and the dense cache
 DEFAULT_CACHES: tuple[str, ...] = (
     "dynamic",
     "transform",
@@ -33,7 +33,7 @@ DEFAULT_CACHES: tuple[str, ...] = (
     "calibrated-12",
     "gear-2bit",
 )
-# KL to the dense cache behind a prompt of 1024 tokens: SmolLM2 on WikiText-2, as in docs/results/gear.md (a test
+# KL to the dense cache after a prompt of 1024 tokens: SmolLM2 on WikiText-2, as in docs/results/gear.md (a test
 # checks). InfiniGen's KL is of decoded tokens on Moby Dick
 MEASURED_KL = {
     "dynamic": 0.0,
@@ -164,8 +164,8 @@ def recommend(
             Unlimited by default.
         with_weights (`bool`, *optional*, defaults to `False`): the model's weights, in the dtype, have to fit the
             budget too.
-        caches (`Sequence[str]`, *optional*): names, or `name:key=value,...` with options. Defaults to the caches that
-            the README names.
+        caches (`Sequence[str]`, *optional*): names, or `name:key=value,...` with options. The main presets by
+            default.
         on_progress (`Callable`, *optional*): called with each cache before it is sized.
 
     Raises:

@@ -73,7 +73,7 @@ def list_registered(
     console.print(make_table("", columns, rows))
     print_line(
         f"KV %: of 16 bits at {_LISTED_TOKENS} tokens, SmolLM2's shape, with `+` what is in host memory beside a GPU. "
-        f"KL: to the dense cache, SmolLM2 behind {_LISTED_TOKENS} tokens. -: not known."
+        f"KL: to the dense cache, SmolLM2 after {_LISTED_TOKENS} tokens. -: not known."
     )
 
 
@@ -210,7 +210,7 @@ def recommend_caches(
 ) -> None:
     """List the caches that fit a memory budget.
 
-    Each row has the bytes of a cache, and the largest context and batch; by default for the caches of the README.
+    Each row has the bytes of a cache, and the largest context and batch; by default for the main presets.
     Only the model's config is loaded. Bytes are those of `memory()` after such a run; activations are not counted, and
     weights only with --with-weights. The largest context and batch are those for which one more does not fit, while
     the other number stays. Caches are sorted by their measured KL to the dense one. Exit code 1 if nothing fits.
@@ -277,7 +277,7 @@ def _print_recommendation(found: "Recommendation", is_decimal: bool) -> None:
             row.append(f">{limit:,}" if number is None else f"{number:,}")
         rows.append(row)
     open_console().print(make_table(title, columns, rows))
-    print_line("Nearest to the dense cache first: KL of SmolLM2 behind 1024 tokens; -: not known. KV %: of 16 bits.")
+    print_line("Nearest to the dense cache first: KL of SmolLM2 after 1024 tokens; -: not known. KV %: of 16 bits.")
     print_line(found.reason)
     if found.max_context is not None and found.context > found.max_context:
         print_line(f"The model was made for {found.max_context:,} tokens: fewer than were asked for.")

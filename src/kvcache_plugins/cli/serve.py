@@ -24,7 +24,7 @@ def main(
         int | None, typer.Option(help="Newest conversations whose caches stay in memory.", min=1)
     ] = None,
     continuous_batching: Annotated[
-        bool, typer.Option("--continuous-batching", help="Answer requests together, from coded pages.")
+        bool, typer.Option("--continuous-batching", help="Answer requests together, from compressed pages.")
     ] = False,
     text_file: Annotated[Path | None, typer.Option(help="Text for tables of a batch without a calibration.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Default temperature in batches, 0 greedy.", min=0)] = None,

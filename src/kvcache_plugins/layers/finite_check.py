@@ -37,6 +37,6 @@ def check_finite(
         reasons.append("tokens are too large beside those that the tables were made of")
     if reasons:
         raise ValueError(
-            f"layer {layer_idx}: {reasons[0]}. What was compressed before is unharmed, but layers before this one "
-            "already took the update in: `crop` the last tokens or `reset` the cache."
+            f"layer {layer_idx}: {reasons[0]}. Earlier tokens are unharmed, but layers before this one already "
+            "hold the update: `crop` the last tokens or `reset` the cache."
         )
