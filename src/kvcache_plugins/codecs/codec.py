@@ -185,6 +185,11 @@ class Codec(PackingCodec, ABC):
         """Make the part that attention takes of `length` rows of consecutive tokens, see `OpaqueRowPart`."""
         return OpaqueRowPart(keys, values, self.decode_keys, self.decode_values, positions, length, mask)
 
+    @property
+    def rotary_name(self) -> str | None:
+        """Name of the rotary embedding that is undone in keys, once the codec is fitted; `None` if none ever is."""
+        return None
+
     def refit(self, number: int, sample: Sample) -> Self:
         """Return the codec with one sequence fitted anew, to a sample of all its tokens, with `moments` of all."""
         return self

@@ -231,7 +231,8 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         if self._newest_queries:
             self._add_newest_queries()
         first = self._length - _MOST_FITTED
-        held = [self._decode(each, max(first - each.start, 0)) for each in self.storage.segments if each.stop > first]
+        newest = [each for each in self.storage.segments if each.length and each.stop > first]
+        held = [self._decode(each, max(first - each.start, 0)) for each in newest]
         keys = torch.cat([*(each[0] for each in held), keys], dim=2)
         values = torch.cat([*(each[1] for each in held), values], dim=2)
         start = self._length - keys.shape[2]
@@ -252,9 +253,12 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         assert self.codec is not None
         # Without its finer formats, which no rows have any more
         replaced = self.codec.map(lambda tensor: tensor)
+        finer = self._finer(fitted)
         for segment in self.storage.segments:
+            if not segment.length:
+                # Capacity for rows of any codec
+                continue
             if segment.is_recent:
-                finer = self._finer(fitted)
                 assert finer is not None
                 where = Positions(segment.start, self.padding)
                 segment.keys, segment.values = finer.encode(*self._decode(segment, 0), where)
@@ -302,11 +306,12 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         # Tokens that the codec is fitted to have been checked
         new = slice(0) if is_first or fitted is not None else slice(None)
         check_finite(keys[:, :, new], values[:, :, new], valid, self.layer_idx, self.policy.largest, overflow)
-        if fitted is not None:
-            self._replace_codec(fitted)
-        if is_first or (fitted is not None and not is_recent):
+        sample = Sample(keys, values, valid, None, where)
+        if is_first:
+            self.codec = self.codec.with_bias_correction(rows, sample)
+        elif fitted is not None:
             # A few decoded tokens have a large part of their errors in common, whatever follows
-            self.codec = self.codec.with_bias_correction(rows, Sample(keys, values, valid, None, where))
+            self._replace_codec(fitted if is_recent else fitted.with_bias_correction(rows, sample))
         self._counters["tokens_compressed"] += keys.shape[2]
         self._counters["chunks_compressed"] += 1
         if not is_recent and not is_first:

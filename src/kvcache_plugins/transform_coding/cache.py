@@ -12,7 +12,6 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.files.atomic import RefusedFile
 from kvcache_plugins.files.records import Format
 from kvcache_plugins.formats.quantizer import NAME
@@ -196,7 +195,8 @@ class TransformCodingCache(PackedCache):
         """
         counters = super().stats()
         codecs = (layer.codec for layer in self.layers if isinstance(layer, RowLayer))
-        counters["rotary_layers"] = dict(Counter(each.rope.name for each in codecs if isinstance(each, RowCodec)))
+        names = (None if codec is None else codec.rotary_name for codec in codecs)
+        counters["rotary_layers"] = dict(Counter(name for name in names if name is not None))
         if self.calibration is not None:
             counters["calibration_bytes"] = sum(self.memory().shared.values())
         return counters
