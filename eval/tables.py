@@ -342,6 +342,13 @@ CONTEXT = number("context", "context", "")
 
 RENDERERS: dict[str, Callable[[Rows], str]] = {
     "fidelity": lambda rows: FIDELITY(sorted(rows, key=lambda row: row["memory_after_prefix"]["total_bytes"])),
+    "order": table(
+        code(),
+        code("read", "order"),
+        *HELD,
+        number("KL", "kl", ".4f"),
+        number("KL / that of `prompt`", "kl_ratio", ".2f"),
+    ),
     "perplexity": render_perplexity,
     "retrieval": table(
         code(),

@@ -78,6 +78,49 @@ def evaluate_fidelity(
     yield from sorted(rows, key=lambda row: row["memory_after_prefix"]["total_bytes"])
 
 
+@benchmark("order", "{model} on {text_file}: {scored} tokens scored behind {length}, {chunk} at a time")
+def evaluate_order(
+    text_file: Annotated[list[Path], typer.Option(help="Texts, a document of each; repeatable.")],
+    cache: inputs.CachesOption,
+    order: Annotated[list[str], typer.Option(help="prompt, turn:N or chunks:N; the first is compared with.")],
+    model: inputs.ModelOption = "smollm2",
+    length: Annotated[int, typer.Option(help="Tokens of a document, unscored.", min=1)] = 1000,
+    scored: Annotated[int, typer.Option(help="Tokens scored behind it.", min=1)] = 128,
+    chunk: Annotated[int, typer.Option(help="Scored tokens a forward.", min=1)] = 16,
+    then: Annotated[Path | None, typer.Option(help="Another text, which documents change to.")] = None,
+    switch: Annotated[int, typer.Option(help="Tokens after which they do.", min=1)] = 2000,
+    dtype: inputs.DtypeOption = None,
+    device: inputs.DeviceOption = None,
+) -> Iterator[Found]:
+    """KL by the order in which a document comes: as one prompt, behind a short first turn, in chunks.
+
+    Documents are cut from the middle of texts. All orders end with the same tokens, so that one dense forward is the
+    reference of all.
+
+    \b
+    Examples:
+        kvcache-plugins eval order --text-file wiki.test.raw --text-file book.txt --cache transform \\
+            --order prompt --order turn:85 --order chunks:64 --out order.json
+        kvcache-plugins eval order --text-file book.txt --then program.py --switch 2000 --length 3000 \\
+            --cache transform --order prompt --order chunks:256
+    """
+    from kvcache_plugins.eval import harness
+
+    from .order import cut_documents, measure_orders
+
+    loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
+    texts = [harness.encode_text(tokenizer, inputs.read_text(path, "text_file")) for path in text_file]
+    others = None if then is None else harness.encode_text(tokenizer, inputs.read_text(then, "then"))[0]
+    documents = cut_documents(texts, length + scored + 1, others, switch)
+    yield from loaded_settings(loaded)
+    yield Settings(text_file=", ".join(path.name for path in text_file))
+    factories = harness.cache_factories(cache, loaded)
+    with track_progress(len(documents) * (1 + len(factories) * len(order))) as announce:
+        yield from measure_orders(
+            loaded, documents, factories, order, length=length, chunk=chunk, on_progress=announce
+        )
+
+
 @benchmark("perplexity", "{model} on {text_file}: {windows} x {length} tokens", with_dense=True)
 def evaluate_perplexity(
     text_file: Annotated[Path, typer.Option(help="The text that windows are cut from.")],

@@ -19,6 +19,12 @@ PARAMETERS = {
     "linear": {"factor": 4.0},
     "yarn": {"factor": 4.0},
     "llama3": {"factor": 8.0, **LLAMA3},
+    "dynamic": {"factor": 4.0},
+    "longrope": {
+        "short_factor": [1.0] * 8 + [1.5] * 8,
+        "long_factor": [2.0] * 8 + [6.0] * 8,
+        "original_max_position_embeddings": 256,
+    },
     "partial": {"rope_type": "default", "partial_rotary_factor": 0.5},
 }
 
@@ -32,7 +38,19 @@ def test_frequencies_are_the_models(kind):
     assert rotary_frequencies(config, 3) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
+def test_frequencies_of_longer_texts_are_those_of_longrope():
+    parameters = {"rope_type": "longrope", "rope_theta": 5000.0, **PARAMETERS["longrope"]}
+    config = LlamaConfig(**SMALL, max_position_embeddings=1024, rope_parameters=parameters)
+    embedding = LlamaRotaryEmbedding(config)
+    embedding(torch.zeros(1, 1, 64), torch.tensor([[300]]))
+    assert rotary_frequencies(config, 0, is_long=True) == pytest.approx(embedding.inv_freq.tolist(), rel=1e-6)
+    assert rotary_frequencies(config, 0, is_long=True) != rotary_frequencies(config, 0)
+    for kind in PARAMETERS.keys() - {"longrope", "partial"}:
+        config = LlamaConfig(**SMALL, rope_parameters={"rope_type": kind, "rope_theta": 5000.0, **PARAMETERS[kind]})
+        assert rotary_frequencies(config, 0, is_long=True) is None
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3", "dynamic", "longrope"])
 def test_default_device_changes_nothing(kind):
     config = LlamaConfig(**SMALL, rope_parameters={"rope_type": kind, "rope_theta": 5000.0, **PARAMETERS[kind]})
     expected = rotary_frequencies(config, 3)
@@ -49,13 +67,5 @@ def test_layers_of_another_kind_have_others():
     assert rotary_frequencies(config, 0) != rotary_frequencies(config, 5)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        GPT2Config(n_layer=1, n_head=2, n_embd=32),
-        LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-    ],
-    ids=["none", "by-length"],
-)
-def test_what_cannot_be_told_is_none(config):
-    assert rotary_frequencies(config, 0) is None
+def test_a_model_without_rotary_embedding_has_none():
+    assert rotary_frequencies(GPT2Config(n_layer=1, n_head=2, n_embd=32), 0) is None

@@ -8,6 +8,7 @@ decides when it is imported if it interprets.
 import copy
 import os
 import sys
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -169,6 +170,35 @@ def test_fork_and_original_write_to_storage_of_their_own(decoded):
         _, num_different = count_different_rows(layer, own)
         # A row may differ where a number lies at a bound
         assert num_different <= 2
+
+
+@needs_kernels
+@pytest.mark.parametrize("is_reserved", [False, True])
+def test_codec_is_fitted_again_by_the_host_where_no_graph_replays_steps(is_reserved, decoded, monkeypatch):
+    """Reserved capacity is for graphs, whose codec decoded tokens do not change."""
+    cache, _ = decoded("alone", num_decoded=1)
+    layer = cache.layers[0]
+    if not is_reserved:
+        layer.max_length = layer.graph = None
+    layer.policy = replace(layer.policy, num_recorded_queries=4)
+    monkeypatch.setattr("kvcache_plugins.layers.row_layer._FIT_GROWTH", 1.1)
+    pushed = []
+    for _ in range(14):
+        states = torch.randn(2, 1, 2, 1, 16, device=DEVICE)
+        layer.update(*states)
+        pushed.append(layer._pushes_on_device)
+        layer.attend(AttentionCall(torch.randn(1, 2, 1, 16, device=DEVICE), None))
+    fitted = layer.codec.fitted_length
+    assert fitted == NUM_PROMPT if is_reserved else fitted in range(83, 83 + layer.policy.residual_length)
+    # The host steps alone while queries are recorded, and the device again behind the new codec
+    assert pushed[0] and pushed[-1] and all(pushed) == is_reserved
+    older = layer.storage.segments[0]
+    assert (older.codec is None) == is_reserved
+    query = torch.randn(1, 2, 1, 16, device=DEVICE)
+    output = layer.attend(AttentionCall(query, None))
+    with plain_pytorch():
+        expected = attend(query, list(layer._parts(None)), 2, None, "torch")
+    require_close(output, expected)
 
 
 @needs_kernels

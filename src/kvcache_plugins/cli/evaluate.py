@@ -19,9 +19,9 @@ from kvcache_plugins.console.results import free_stdout, print_json
 
 _HELP = """Evaluation with the cache in the loop.
 
-That is lm-eval's tasks, fidelity, perplexity, retrieval and sweeps.
+That is lm-eval's tasks, fidelity, order, perplexity, retrieval and sweeps.
 
-`fidelity`, `perplexity` and `retrieval` write JSON: to a file with --out, to standard output with --json.
+`fidelity`, `order`, `perplexity` and `retrieval` write JSON: to a file with --out, to standard output with --json.
 
 \b
 Examples:
@@ -36,6 +36,7 @@ app = make_app(
         "ls": "kvcache_plugins.cli.evaluate:ls",
         "validate": "kvcache_plugins.cli.evaluate:validate",
         "fidelity": "kvcache_plugins.eval.measures.commands:evaluate_fidelity",
+        "order": "kvcache_plugins.eval.measures.commands:evaluate_order",
         "perplexity": "kvcache_plugins.eval.measures.commands:evaluate_perplexity",
         "retrieval": "kvcache_plugins.eval.measures.commands:evaluate_retrieval",
         "sweep": "kvcache_plugins.cli.evaluate:sweep",

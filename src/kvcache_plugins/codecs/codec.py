@@ -3,9 +3,10 @@ codec reads them. No codec knows a cache, and no cache knows a format.
 
 A cache makes a codec for each layer out of the layer's head dims. The layer calls, in this order:
 
-    fit(sample)                          once, with the first tokens to be encoded: returns the codec to use
+    fit(sample)                          with the first tokens to be encoded: returns the codec to use; again with
+                                         all tokens once there are many more: rows of before keep their codec
     encode(keys, values, positions)      rows, for every run of tokens; `overflow(...)` checks them
-    with_bias_correction(rows, sample)   once, after the first `encode`: returns the codec to read with
+    with_bias_correction(rows, sample)   once, after the first `encode` of a fit: returns the codec to read with
     part(rows, ...)                      the rows in the form that attention takes
     decode_keys(rows, positions), decode_values(rows)
 
@@ -84,6 +85,7 @@ class CodecState:
         rotary (`str`), first_rotated (`int`): name and first channel of the keys' rotary embedding.
         frequencies (`torch.Tensor` of shape `[pairs]`, float32): its radians a token.
         keys, values (`dict[str, torch.Tensor]`): the tensors of both sides by name.
+        fitted_length (`int`, *optional*): see `PackingCodec`; files of earlier versions do not name it.
     """
 
     rotary: str
@@ -91,6 +93,7 @@ class CodecState:
     frequencies: Annotated[torch.Tensor, Stored((None,), torch.float32)]
     keys: dict[str, torch.Tensor]
     values: dict[str, torch.Tensor]
+    fitted_length: int | None = None
 
 
 class Sample(NamedTuple):
@@ -119,10 +122,12 @@ class PackingCodec:
         has_kernels (`bool`): True if kernels compute attention over packed tokens, beside plain PyTorch.
         layouts (`Sequence[RotaryLayout]`): layouts of the `QueryMoments` that `fit` needs. Empty if it needs none, and
             the codec is the same whatever the tokens are.
+        fitted_length (`int`): tokens of the sequence when the codec was fitted; 0 if it is not, or not known.
     """
 
     has_kernels = False
     layouts: Sequence[RotaryLayout] = ()
+    fitted_length: int = 0
 
     @property
     def shared_formats(self) -> RowFormats | None:
@@ -179,6 +184,11 @@ class Codec(PackingCodec, ABC):
     ) -> RowPart | OpaqueRowPart:
         """Make the part that attention takes of `length` rows of consecutive tokens, see `OpaqueRowPart`."""
         return OpaqueRowPart(keys, values, self.decode_keys, self.decode_values, positions, length, mask)
+
+    @property
+    def rotary_name(self) -> str | None:
+        """Name of the rotary embedding that is undone in keys, once the codec is fitted; `None` if none ever is."""
+        return None
 
     def refit(self, number: int, sample: Sample) -> Self:
         """Return the codec with one sequence fitted anew, to a sample of all its tokens, with `moments` of all."""

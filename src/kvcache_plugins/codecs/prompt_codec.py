@@ -56,9 +56,11 @@ class PromptCodec(RowCodec):
     Args:
         head_dims, sizes (two `int`): channels of a key and of a value, and bytes of their codes.
         layouts (`Sequence[RotaryLayout]`): layouts that the model's keys may have.
+        fitted_length (`int`): see `PackingCodec`.
     """
 
     _formats: RowFormats | None = dataclasses.field(default=None, kw_only=True)
+    fitted_length: int = dataclasses.field(default=0, kw_only=True)
     head_dims: tuple[int, int]
     sizes: tuple[int, int]
     layouts: Sequence[RotaryLayout]
@@ -76,7 +78,7 @@ class PromptCodec(RowCodec):
         valid, (size, value_size) = valid.to(keys.device), self.sizes
         key_format = make_key_format(keys, valid, moments, self.layouts, positions, size)
         formats = key_format, make_value_format(values, valid, value_size)
-        return dataclasses.replace(self, _formats=formats)
+        return dataclasses.replace(self, _formats=formats, fitted_length=positions.first + keys.shape[2])
 
     def refit(self, number: int, sample: Sample) -> PromptCodec:
         if (moments := sample.moments) is not None:
@@ -120,6 +122,7 @@ class PromptCodec(RowCodec):
             frequencies=torch.tensor(self.rope.frequencies, dtype=torch.float32, device="cpu"),
             keys=dict(keys.named_tensors()),
             values=dict(values.named_tensors()),
+            fitted_length=self.fitted_length,
         )
 
     def restore(self, state: CodecState, heads: tuple[int, int], path: str) -> PromptCodec:
@@ -137,7 +140,7 @@ class PromptCodec(RowCodec):
         (key_dim, value_dim), (size, value_size) = self.head_dims, self.sizes
         keys = _read_format(f"{path}.keys", state.keys, heads, key_dim, size, layout)
         values = _read_format(f"{path}.values", state.values, heads, value_dim, value_size)
-        return dataclasses.replace(self, _formats=(keys, values))
+        return dataclasses.replace(self, _formats=(keys, values), fitted_length=state.fitted_length or 0)
 
 
 def make_key_format(

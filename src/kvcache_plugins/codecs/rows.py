@@ -87,6 +87,10 @@ class RowCodec(Codec):
         return rope
 
     @property
+    def rotary_name(self) -> str | None:
+        return self.rope.name
+
+    @property
     def row_sizes(self) -> tuple[int, int]:
         keys, values = self.formats()
         return keys.row_size, values.row_size

@@ -65,11 +65,8 @@ def check_crop_recent(under_test: CacheUnderTest) -> None:
         _crop(cropped, NUM_REJECTED)
         require_length(cropped, length + kept[0].shape[1], "after crop")
         what = f"{NUM_REJECTED} of {NUM_DRAFTED} tokens after {length} removed, and never seen"
-        dense = under_test.dense
-        logits, expected, exact = (
-            under_test.feed_each(cache, continuation)
-            for cache in (cropped, under_test.cache(prompt, kept[0]), dense.cache(prompt, kept[0]))
-        )
+        never_seen = under_test.cache(prompt, kept[0]), under_test.dense.cache(prompt, kept[0])
+        logits, expected, exact = (under_test.feed_each(cache, continuation) for cache in (cropped, *never_seen))
         # Forwards of more tokens round in another way, which may change a code
         limit = max(under_test.rounding, distance(expected, exact) / _NOISE_OVER_A_CODE)
         require_close(logits, expected, limit, what)

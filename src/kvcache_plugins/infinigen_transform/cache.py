@@ -88,7 +88,8 @@ class InfiniGenTransformCache(InfiniGenCache):
 
     def _policy(self, config: PreTrainedConfig, index: int) -> RowPolicy:
         coding = replace(self._coding, num_sink_tokens=self.infinigen_config.sink)
-        return coding.policy(rotary_frequencies(config, index))
+        longer = rotary_frequencies(config, index, is_long=True)
+        return coding.policy(rotary_frequencies(config, index), long_frequencies=longer)
 
 
 def check_options(*, key_nbits: float = KEY_NBITS, value_nbits: float = VALUE_NBITS, **options: Any) -> None:

@@ -39,13 +39,17 @@ class ExactStates:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SegmentState:
-    """Tokens of a `Segment`: tensors of both sides by name, without spare capacity."""
+    """
+    Tokens of a `Segment`: tensors of both sides by name, without spare capacity. `tables` are how rows are read, if
+    the layer has made others since.
+    """
 
     start: int
     length: Annotated[int, Range(1)]
     keys: dict[str, torch.Tensor]
     values: dict[str, torch.Tensor]
     is_recent: bool = False
+    tables: CodecState | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -65,7 +69,8 @@ class LayerState:
         blocks (`list[SegmentState]`): compressed tokens.
         buffer (`ExactStates`, *optional*): exact tokens behind.
         tables (`CodecState`, *optional*): how rows are read, once the layer has made tables of its prompt.
-        moments (`QueryMoments`, *optional*): of the queries so far, while a sequence has no table.
+        moments (`QueryMoments`, *optional*): of the queries so far, while a sequence has no table, or before others
+            are made.
         pending (`torch.Tensor` of shape `[batch_size]`, uint8, *optional*): 1 for sequences that have none, while
             others have one.
     """
@@ -166,7 +171,12 @@ def restore_row_segments(
     for number, segment in enumerate(state.blocks):
         where = f"{path}.blocks.{number}"
         own: Codec | None = codec
-        if segment.is_recent:
+        replaced = None
+        if segment.tables is not None:
+            if policy.shared_codec is not None or segment.is_recent or number + 1 == len(state.blocks):
+                raise ValueError(f"`{where}` has tables of its own, but no other rows behind it")
+            own = replaced = unfitted.restore(segment.tables, heads, f"{where}.tables")
+        elif segment.is_recent:
             own = (
                 codec.with_more_bits(policy.recent_nbits)
                 if policy.recent_length and number + 1 == len(state.blocks)
@@ -178,7 +188,8 @@ def restore_row_segments(
             layout = {ROWS: Stored((*heads, segment.length, size), torch.uint8)}
             check_layout(f"{where}.{side}", tensors, layout)
         rows = segment.keys[ROWS], segment.values[ROWS]
-        segments.append(RowSegment(*rows, segment.start, segment.length, segment.is_recent, state.is_open))
+        is_open = state.is_open and replaced is None
+        segments.append(RowSegment(*rows, segment.start, segment.length, segment.is_recent, is_open, replaced))
     return codec, segments
 
 
@@ -213,6 +224,8 @@ def restore_group_segments(
         where = f"{path}.blocks.{number}"
         if segment.is_recent:
             raise ValueError(f"`{where}.is_recent` asks for a last block, of a cache that has recent rows")
+        if segment.tables is not None:
+            raise ValueError(f"`{where}` has tables, which groups do not have")
         is_open = state.is_open and number + 1 == len(state.blocks)
         heads = state.batch_size, state.num_heads
         segments.append(_read_groups(segment, codec, policy.residual_length, heads, where, is_open=is_open))
@@ -228,7 +241,7 @@ def _check_all_exact(state: LayerState, what: str, path: str) -> None:
 def _check_begin(state: LayerState, what: str, path: str) -> None:
     """Raise a `ValueError` unless a state with a codec has what a fitted layer begins with."""
     has_begin = state.prefix is not None or (state.held_start > 0 and state.pending is None)
-    has_moments = state.moments is not None and state.pending is None
+    has_moments = state.moments is not None and state.pending is None and state.tables is None
     if not has_begin or has_moments or (state.is_open and not state.blocks):
         raise ValueError(f"`{path}` has {what}, but not what goes with them")
 

@@ -5,6 +5,11 @@
 Rows of a prompt and of older decoded tokens have the codec's bits. Newly packed decoded tokens have more bits, as they
 are read most; once there are more than `recent_length` of them, the oldest are requantized.
 
+The codec is fitted to a prompt, which may be short: a first turn, or a chunk of a longer one. Once the sequence is
+four times as long as it was then, the codec is fitted again, to all tokens, for those that follow. Older rows keep the
+codec that they have, as coding them again would add its error to theirs; recent rows are coded again. The schedule
+depends on nothing but lengths.
+
 Where the model's layer attends to a window, positions stay those of the sequence; states, masks and tiles begin at the
 first token that the newest queries see, as in Transformers' own sliding layer. Tokens that no later query sees are
 evicted before the next update, some rows at a time, so that the newest update can always be taken back unless it was
@@ -17,11 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 
 from kvcache_plugins.codecs.codec import Codec, QueryMoments, Sample
+from kvcache_plugins.files.schema import MAX_INTEGER
 from kvcache_plugins.formats.parts import OpaqueRowPart, RowPart
 from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.kernels.c_structs import TILE
@@ -40,6 +47,11 @@ from .step_plan import CompiledPlan, StepPlan
 DROP_STEP = 64
 # Newest queries of a prompt that are recorded
 _NUM_QUERIES = 256
+# Growth of a sequence after which its codec is fitted again. With 2 KL is a few percent lower, but tables take twice
+# the bytes
+_FIT_GROWTH = 4
+# Newest tokens that it is fitted to then, at most
+_MOST_FITTED = 2048
 
 
 class Split(NamedTuple):
@@ -102,6 +114,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         start = self._length - num_exact
         is_first = self.codec is None
         first_end = None
+        fitted = None
         num_kept = 0
         if self.policy.keeps_whole_tail or not (is_prompt or is_first):
             num_kept = min(self.policy.num_kept, num_exact)
@@ -115,6 +128,8 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
             start = split.first
         elif self._unfitted_sequences is not None:
             self._fit_late_sequences(keys[:, :, : num_exact - num_kept], values[:, :, : num_exact - num_kept], start)
+        elif self._length >= self._next_fit:
+            fitted = self._fit_again(keys, values, start)
         # Tokens that no later query sees are not packed, and no padding that all sequences have
         has_passed = self.sliding_window is not None and not self.record_past
         first_seen = max(start, self._first_seen(self._length)) if has_passed else start
@@ -126,7 +141,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         if count:
             tokens = slice(skipped, skipped + count)
             try:
-                self._pack(keys[:, :, tokens], values[:, :, tokens], first, first_end, is_prompt=is_prompt)
+                self._pack(keys[:, :, tokens], values[:, :, tokens], first, first_end, fitted, is_prompt=is_prompt)
             except ValueError:
                 if is_first:
                     self.codec = self._unfitted_sequences = None
@@ -200,18 +215,84 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         self.storage.set_prefix(shortened, int(shortened.end.max()))
         self._set_unfitted(unfitted & ~fitted)
 
+    # Later fits
+
+    @property
+    def _next_fit(self) -> int:
+        """Length of the sequence at which the codec is fitted again."""
+        codec = self.codec
+        if codec is None or not codec.fitted_length or self._unfitted_sequences is not None:
+            return MAX_INTEGER
+        return _FIT_GROWTH * codec.fitted_length
+
+    def _fit_again(self, keys: torch.Tensor, values: torch.Tensor, start: int) -> Codec:
+        """Return a codec that is fitted to the newest packed tokens and to exact ones behind them, from `start` on."""
+        check_finite(keys, values, self._valid_tokens(start, keys.shape[2]), self.layer_idx, self.policy.largest)
+        if self._newest_queries:
+            self._add_newest_queries()
+        first = self._length - _MOST_FITTED
+        newest = [each for each in self.storage.segments if each.length and each.stop > first]
+        held = [self._decode(each, max(first - each.start, 0)) for each in newest]
+        keys = torch.cat([*(each[0] for each in held), keys], dim=2)
+        values = torch.cat([*(each[1] for each in held), values], dim=2)
+        start = self._length - keys.shape[2]
+        valid = self._mark_packable(start, keys, None)
+        if valid is None:
+            valid = torch.ones(self.batch_size, keys.shape[2], dtype=torch.bool, device="cpu")
+        return self._unfitted.fit(Sample(keys, values, valid, self._moments, Positions(start, self.padding)))
+
+    def _decode(self, segment: RowSegment, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode the tokens of a segment but the `first` ones."""
+        codec, rows = segment.codec or self._codec_of(segment.is_recent), slice(first, segment.length)
+        keys = codec.decode_keys(segment.keys[:, :, rows], Positions(segment.start + first, self.padding))
+        return keys.to(self.dtype), codec.decode_values(segment.values[:, :, rows]).to(self.dtype)
+
+    def _replace_codec(self, fitted: Codec) -> None:
+        """Use a codec from now on: recent rows are coded again, older ones keep the codec that they have."""
+        self.invalidate_plan()
+        assert self.codec is not None
+        # Without its finer formats, which no rows have any more
+        replaced = self.codec.map(lambda tensor: tensor)
+        finer = self._finer(fitted)
+        for segment in self.storage.segments:
+            if not segment.length:
+                # Capacity for rows of any codec
+                continue
+            if segment.is_recent:
+                assert finer is not None
+                where = Positions(segment.start, self.padding)
+                segment.keys, segment.values = finer.encode(*self._decode(segment, 0), where)
+                segment.is_open = True
+            elif segment.codec is None:
+                segment.codec = replaced
+                segment.is_open = False
+        self.codec = fitted
+        self._moments = None
+
     def _pack(
-        self, keys: torch.Tensor, values: torch.Tensor, start: int, first_end: torch.Tensor | None, *, is_prompt: bool
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        start: int,
+        first_end: torch.Tensor | None,
+        fitted: Codec | None,
+        *,
+        is_prompt: bool,
     ) -> None:
         """
-        Encode tokens from position `start` on. If they cannot be stored, nothing changes. The prefix of a first
-        prompt ends at `first_end` `[B]`, on the CPU.
+        Encode tokens from position `start` on. If they cannot be stored, nothing changes.
+
+        Args:
+            first_end (`torch.Tensor` of shape `[B]`, *optional*): end of the prefix of a first prompt, on the CPU.
+            fitted (`Codec`, *optional*): codec that was fitted again, and takes the place of the layer's.
         """
         assert self.codec is not None
         is_first = first_end is not None
         valid = self._mark_packable(start, keys, first_end)
         is_recent = not is_prompt and not is_first and self._recent_codec is not None
-        codec, where = self._codec_of(is_recent), Positions(start, self.padding)
+        where = Positions(start, self.padding)
+        codec = self._finer(fitted or self.codec) if is_recent else fitted or self.codec
+        assert codec is not None
         try:
             rows = codec.encode(keys, values, where)
         except ValueError as error:
@@ -223,10 +304,14 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
             # Padding may be anything, and tokens of the prefix are exact as well
             overflow = (overflow if valid is None else overflow & valid).any()
         # Tokens that the codec is fitted to have been checked
-        new = slice(0) if is_first else slice(None)
+        new = slice(0) if is_first or fitted is not None else slice(None)
         check_finite(keys[:, :, new], values[:, :, new], valid, self.layer_idx, self.policy.largest, overflow)
+        sample = Sample(keys, values, valid, None, where)
         if is_first:
-            self.codec = self.codec.with_bias_correction(rows, Sample(keys, values, valid, None, where))
+            self.codec = self.codec.with_bias_correction(rows, sample)
+        elif fitted is not None:
+            # A few decoded tokens have a large part of their errors in common, whatever follows
+            self._replace_codec(fitted if is_recent else fitted.with_bias_correction(rows, sample))
         self._counters["tokens_compressed"] += keys.shape[2]
         self._counters["chunks_compressed"] += 1
         if not is_recent and not is_first:
@@ -268,13 +353,15 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
     @property
     def _recent_codec(self) -> Codec | None:
         """Codec of recent rows; `None` if they have no more bits than others."""
-        if self.codec is None or not self.policy.recent_length:
-            return None
-        return self.codec.with_more_bits(self.policy.recent_nbits)
+        return None if self.codec is None else self._finer(self.codec)
+
+    def _finer(self, codec: Codec) -> Codec | None:
+        """Return the codec of recent rows beside that of others; `None` if there are no recent rows."""
+        return codec.with_more_bits(self.policy.recent_nbits) if self.policy.recent_length else None
 
     def _part(self, segment: RowSegment, mask: torch.Tensor | None) -> RowPart | OpaqueRowPart:
         positions = Positions(segment.start, self.padding)
-        codec = self._codec_of(segment.is_recent)
+        codec = segment.codec or self._codec_of(segment.is_recent)
         return codec.part(segment.keys, segment.values, positions, segment.length, mask)
 
     # Packing in place, by the plan of a step
@@ -282,7 +369,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
     def _pack_by_plan(self, plan: StepPlan) -> bool:
         storage, policy = self.storage, self.policy
         tail, newest = storage.tail, storage.newest
-        if not isinstance(plan, CompiledPlan) or policy.keeps_whole_tail or tail is None:
+        if self._records_queries or not isinstance(plan, CompiledPlan) or policy.keeps_whole_tail or tail is None:
             return False
         # A plan has no parts of empty segments
         if newest is None or not newest.is_open or not newest.length:
@@ -359,6 +446,17 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
             self.commit_prompt()
             self._evict_out_of_window()
 
+    def _drop_newest(self, count: int) -> None:
+        super()._drop_newest(count)
+        newest = self.storage.newest
+        if newest is None or newest.codec is None:
+            return
+        # All rows of the layer's codec were dropped
+        self.codec = newest.codec
+        for segment in self.storage.segments:
+            if segment.codec is self.codec:
+                segment.codec = None
+
     def crop_tokens(self, count: int) -> None:
         if self.sliding_window is None:
             super().crop_tokens(count)
@@ -383,12 +481,16 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
 
     @property
     def _uses_queries(self) -> bool:
-        """True if a codec is still to be fitted to queries."""
+        """True if a codec is still to be fitted to queries for the first time."""
         return bool(self._unfitted.layouts) and (self.codec is None or self._unfitted_sequences is not None)
 
     @property
     def _records_queries(self) -> bool:
-        return self._uses_queries and self._length > self._first_recorded
+        if self._uses_queries:
+            return self._length > self._first_recorded
+        # An update by many tokens has enough queries of its own
+        num_before = self.policy.num_recorded_queries if self._uncommitted_prompt is None else 0
+        return self._length >= self._next_fit - num_before
 
     @property
     def _num_recorded_queries(self) -> int:
@@ -424,19 +526,36 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super()._map_stored(function)
+        for codec, segments in self._replaced_codecs():
+            mapped = codec.map(function)
+            for segment in segments:
+                segment.codec = mapped
         self._add_newest_queries()
         if self._moments is not None:
             self._moments = self._moments.map(function)
         if self._unfitted_sequences is not None:
             self._unfitted_sequences = function(self._unfitted_sequences)
 
+    def _replaced_codecs(self) -> Iterator[tuple[Codec, list[RowSegment]]]:
+        """List codecs that the layer's has taken the place of, with the segments that keep them."""
+        for codec, segments in groupby(self.storage.segments, key=lambda segment: segment.codec):
+            if codec is not None:
+                yield codec, list(segments)
+
     def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from super()._stored_tensors()
+        for codec, _ in self._replaced_codecs():
+            yield from (("scales", tensor) for tensor in codec.tensors())
         if self._moments is not None:
             yield from (("scales", tensor) for tensor in (self._moments.squares, self._moments.products))
         yield from (("scales", query) for query in self._newest_queries)
         if self._unfitted_sequences is not None:
             yield "index", self._unfitted_sequences
+
+    def share(self) -> Iterator[torch.Tensor]:
+        yield from super().share()
+        for codec, _ in self._replaced_codecs():
+            yield from codec.tensors()
 
     def shared_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self.policy.shared_codec is not None:
@@ -455,8 +574,11 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
     def state(self) -> LayerState:
         state = super().state()
         unfitted = self._unfitted_sequences
+        held = [segment for segment in self.storage.segments if segment.length]
+        tables = [None if each.codec is None else each.codec.state() for each in held]
         return replace(
             state,
+            blocks=[replace(block, tables=own) for block, own in zip(state.blocks, tables, strict=True)],
             tables=None if self.codec is None else self.codec.state(),
             moments=self._all_moments(),
             pending=None if unfitted is None else unfitted.to(torch.uint8),

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from kvcache_plugins.codecs.codec import Codec
 from kvcache_plugins.formats.groups import QuantizedChunks, keep_tokens
 from kvcache_plugins.formats.rows import KeptRows
 
@@ -137,8 +138,17 @@ class Segment(ABC, Generic[Stored]):
                 yield "spare", tensor[:, :, self.num_chunks :]
 
 
+@dataclass(eq=False)
 class RowSegment(Segment[torch.Tensor]):
-    """A segment of rows of bytes, one for every head of a token: keys and values are `[B, H, capacity, R]`, uint8."""
+    """
+    A segment of rows of bytes, one for every head of a token: keys and values are `[B, H, capacity, R]`, uint8.
+
+    Attributes:
+        codec (`Codec`, *optional*): codec of the rows, if the layer's codec was fitted again since. The segment is
+            closed then.
+    """
+
+    codec: Codec | None = None
 
     chunk_length = 1
 

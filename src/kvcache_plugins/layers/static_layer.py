@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from kvcache_plugins.codecs.rows import RowCodec
+from kvcache_plugins.files.schema import MAX_INTEGER
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_token_kernel, compiles_kernels, explain_kernel, load_triton
@@ -343,6 +344,13 @@ class StaticLayer(RowLayer):
         self.graph = self._graph = graph
 
     @property
+    def _next_fit(self) -> int:
+        """See `RowLayer._next_fit`; of reserved capacity a prompt alone, as no graph can fit a codec."""
+        if self.max_length is not None and self._uncommitted_prompt is None:
+            return MAX_INTEGER
+        return super()._next_fit
+
+    @property
     def _pushes_on_device(self) -> bool:
         """True if the plan stores the next token."""
         plan = self.plan
@@ -380,11 +388,16 @@ class StaticLayer(RowLayer):
         if not isinstance(plan, DevicePlan):
             return super()._pack_by_plan(plan)
         self._check_packed()
+        if self._records_queries:
+            return False
         # The device packs; rows that it adds need capacity
         opened, recent = split_open(self._storage, self.policy)
         return opened.length + self._num_added(0 if recent is None else recent.length) <= opened.capacity
 
     def _before_update(self) -> None:
+        if self._records_queries:
+            # The codec is fitted again soon, by the host
+            self.invalidate_plan()
         if not self._pushes_on_device:
             super()._before_update()
 

@@ -7,9 +7,10 @@
 Two prompts have the same key for a block if, and only if, they are equal up to its end; a key stands for all blocks
 before it as well.
 
-A block holds the state of every layer (`layers.layer_state`) for its tokens alone. The first block also holds what
-comes with the first tokens: exact ones in front, and tables. Layers of sliding windows, which evict tokens, hold those
-that the token after the block can still see, and layers of a recurrence their states after the block's last token.
+A block holds the state of every layer (`layers.layer_state`) for its tokens alone, with tables if its rows are the
+first that are read by them. The first block also holds exact tokens in front. Layers of sliding windows, which evict
+tokens, hold those that the token after the block can still see, and layers of a recurrence their states after the
+block's last token.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from kvcache_plugins.packed.cache import CacheConfig
 
 FORMAT = Format("kvcache_plugins.prompt_block", 4, "the prompt is read again")
 # Part of every key; incremented whenever the same tokens would be stored as other bytes
-_VERSION = 1
+_VERSION = 2
 _DIGEST_BYTES = 32
 # Updates longer than this many times the decoded tokens that wait are packed at once, as a prompt
 _PROMPT_FACTOR = 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from kvcache_plugins.codecs.codec import CodecState
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.layers.group_layer import GroupLayer
@@ -217,28 +219,36 @@ def stored_options(cache: PackedCache) -> dict[str, object]:
 
 
 def _cut(state: State, index: int, tokens: slice) -> LayerState | DenseState:
-    """Return the state of a layer with `tokens` alone; with the first ones, exact tokens in front and tables too."""
+    """
+    Return the state of a layer with `tokens` alone; with the first ones, exact tokens in front too, and tables with
+    the first that are read by them.
+    """
     if isinstance(state, DenseState):
         if state.keys.shape[2] < state.length:
             raise ValueError("a sliding window has evicted tokens that it held at a block's end")
         return DenseState(tokens.stop, state.keys[:, :, tokens], state.values[:, :, tokens])
     if state is None:
         raise ValueError(f"layer {index} holds nothing")
-    if state.batch_size != 1 or any(each is not None for each in (state.padding, state.pending, state.moments)):
+    is_unfitted = state.tables is None and state.moments is not None
+    if state.batch_size != 1 or is_unfitted or state.padding is not None or state.pending is not None:
         raise ValueError(f"layer {index} holds no prompt alone and without padding")
     block = _find_block(state.blocks, tokens)
     if block is None:
         raise ValueError(f"layer {index} has not compressed tokens {tokens.start} to {tokens.stop} together")
     is_first = tokens.start == 0
+    # Tables are in the first block whose rows are read by them
+    starts_tables = any(each.start == block.start for each in state.blocks)
     return dataclasses.replace(
         state,
         length=tokens.stop,
         is_open=False,
         counters={},
         prefix=state.prefix if is_first else None,
-        blocks=[block],
+        blocks=[dataclasses.replace(block, tables=None)],
         buffer=None,
-        tables=state.tables if is_first else None,
+        # Queries of decoded tokens are no part of the prompt
+        moments=None,
+        tables=(block.tables or state.tables) if starts_tables else None,
     )
 
 
@@ -253,7 +263,7 @@ def _find_block(blocks: Sequence[SegmentState], tokens: slice) -> SegmentState |
             if start < tokens.stop <= stop and not block.is_recent:
                 rows = slice(start - block.start, tokens.stop - block.start)
                 keys, values = block.keys[ROWS][:, :, rows], block.values[ROWS][:, :, rows]
-                return SegmentState(start, tokens.stop - start, {ROWS: keys}, {ROWS: values})
+                return SegmentState(start, tokens.stop - start, {ROWS: keys}, {ROWS: values}, tables=block.tables)
         # Tokens in groups belong together: the block has to be one chunk of these tokens
         elif (block.start, stop) == (start, tokens.stop) and len(block.keys["codes"][0, 0]) == 1:
             return block
@@ -275,21 +285,33 @@ def _join_layer(layer: CacheLayerMixin, index: int, states: Sequence[State], num
 
 
 def _join_compressed(states: Sequence[LayerState], num_tokens: int, counter_names: Sequence[str]) -> LayerState:
-    has_more = any(state.prefix is not None or state.tables is not None for state in states[1:])
+    has_more = any(state.prefix is not None for state in states[1:])
     is_single = all(len(state.blocks) == 1 and not state.blocks[0].is_recent for state in states)
     if has_more or not is_single:
         raise ValueError("blocks of a prompt do not follow each other")
     blocks = [state.blocks[0] for state in states]
     num_compressed = sum(block.length for block in blocks)
     is_rows = all(ROWS in block.keys for block in blocks)
+    tables = states[0].tables
     if is_rows:
-        # Rows are one block, to which decoded ones are appended
-        keys = _concatenate([block.keys.get(ROWS) for block in blocks])
-        values = _concatenate([block.values.get(ROWS) for block in blocks])
-        blocks = [SegmentState(blocks[0].start, num_compressed, {ROWS: keys}, {ROWS: values})]
+        blocks, tables = _join_rows(states)
     counters = dict.fromkeys(counter_names, 0)
     counters |= {"tokens_compressed": num_compressed, "chunks_compressed": len(states)}
-    return dataclasses.replace(states[0], length=num_tokens, is_open=is_rows, counters=counters, blocks=blocks)
+    changes = {"length": num_tokens, "is_open": is_rows, "counters": counters, "blocks": blocks, "tables": tables}
+    return dataclasses.replace(states[0], **changes)
+
+
+def _join_rows(states: Sequence[LayerState]) -> tuple[list[SegmentState], CodecState | None]:
+    """Join rows that are read by the same tables into one block each; return these and the tables of the last."""
+    starts = [number for number, state in enumerate(states) if number == 0 or state.tables is not None]
+    joined = []
+    for first, stop in pairwise([*starts, len(states)]):
+        blocks = [state.blocks[0] for state in states[first:stop]]
+        keys = _concatenate([block.keys[ROWS] for block in blocks])
+        values = _concatenate([block.values[ROWS] for block in blocks])
+        own = None if stop == len(states) else states[first].tables
+        joined.append(SegmentState(blocks[0].start, keys.shape[2], {ROWS: keys}, {ROWS: values}, tables=own))
+    return joined, states[starts[-1]].tables
 
 
 def _join_dense(states: Sequence[DenseState], num_tokens: int, most: int) -> DenseState:
@@ -302,10 +324,9 @@ def _join_dense(states: Sequence[DenseState], num_tokens: int, most: int) -> Den
     return DenseState(num_tokens, keys[:, :, -most:], values[:, :, -most:])
 
 
-def _concatenate(states: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Concatenate the tokens of states from files; a `ValueError` if one is missing or of another shape."""
-    given = [each for each in states if each is not None]
-    shapes = {(each.dtype, each.dim(), *each.shape[:2], *each.shape[3:]) for each in given}
-    if len(given) < len(states) or len(shapes) != 1 or given[0].dim() != 4:
+def _concatenate(states: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate the tokens of states from files; a `ValueError` if one is of another shape."""
+    shapes = {(each.dtype, each.dim(), *each.shape[:2], *each.shape[3:]) for each in states}
+    if len(shapes) != 1 or states[0].dim() != 4:
         raise ValueError("blocks of a prompt are of other shapes than each other")
-    return torch.cat(given, dim=2)
+    return torch.cat(list(states), dim=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,7 +170,8 @@ class TransformCodingCache(PackedCache):
         # A layer with a window that the calibration does not have is fitted to its prompt
         if self.calibration is not None and (window is None or layer_idx in self.calibration.layers):
             codec = self.calibration.codec(layer_idx, options.key_nbits, frequencies)
-        policy = options.policy(frequencies, codec)
+        longer = None if config is None else rotary_frequencies(config, layer_idx, is_long=True)
+        policy = options.policy(frequencies, codec, longer)
         if window is None and (self._max_cache_len or has_gpu_kernels()):
             return StaticLayer(policy, layer_idx, self._given_mask, self._max_cache_len)
         return RowLayer(policy, layer_idx, self._given_mask, window)
@@ -187,9 +189,14 @@ class TransformCodingCache(PackedCache):
 
     def stats(self) -> dict[str, StatValue]:
         """
-        Return the counters of [`PackedCache.stats`], and `calibration_bytes` with a calibration (`shared` bytes).
+        Return the counters of [`PackedCache.stats`]; `rotary_layers`, the number of layers by the rotary embedding
+        that is undone in keys, `"none"` where keys are coded as they are; and `calibration_bytes` with a calibration
+        (`shared` bytes).
         """
         counters = super().stats()
+        codecs = (layer.codec for layer in self.layers if isinstance(layer, RowLayer))
+        names = (None if codec is None else codec.rotary_name for codec in codecs)
+        counters["rotary_layers"] = dict(Counter(name for name in names if name is not None))
         if self.calibration is not None:
             counters["calibration_bytes"] = sum(self.memory().shared.values())
         return counters

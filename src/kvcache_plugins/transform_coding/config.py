@@ -88,7 +88,12 @@ class TransformCodingConfig:
         keys, values = (min(max(round(nbits * count), LEAST_BYTES), MAX_WIDTH * count) for count, nbits in blocks)
         return keys, values
 
-    def policy(self, frequencies: tuple[float, ...] | None = None, fixed: Codec | None = None) -> RowPolicy:
+    def policy(
+        self,
+        frequencies: tuple[float, ...] | None = None,
+        fixed: Codec | None = None,
+        long_frequencies: tuple[float, ...] | None = None,
+    ) -> RowPolicy:
         """
         Make the policy of a layer.
 
@@ -96,9 +101,10 @@ class TransformCodingConfig:
             frequencies (`tuple[float, ...]`, *optional*): radians a token of every pair of channels in the keys'
                 rotary embedding.
             fixed (`Codec`, *optional*): codec of a calibration, which is not fitted to the prompt.
+            long_frequencies (`tuple[float, ...]`, *optional*): those of longer texts, where they are others.
         """
         return RowPolicy(
-            PromptCodecs(self, frequencies),
+            PromptCodecs(self, frequencies, long_frequencies),
             shared_codec=fixed,
             residual_length=self.residual_length,
             num_sink_tokens=self.num_sink_tokens,
@@ -112,12 +118,18 @@ class TransformCodingConfig:
 
 @dataclass(frozen=True, slots=True)
 class PromptCodecs:
-    """Factory of codecs that are fitted to a prompt, for keys with a rotary embedding of `frequencies`."""
+    """
+    Factory of codecs that are fitted to a prompt, for keys with a rotary embedding of `frequencies`, or of
+    `long_frequencies` in longer texts.
+    """
 
     config: TransformCodingConfig
     frequencies: tuple[float, ...] | None
+    long_frequencies: tuple[float, ...] | None = None
 
     def __call__(self, key_dim: int, value_dim: int) -> PromptCodec:
         layouts = candidate_layouts(self.frequencies, key_dim)
+        if self.long_frequencies is not None:
+            layouts[-1:] = candidate_layouts(self.long_frequencies, key_dim)
         sizes = self.config.code_bytes(key_dim, value_dim)
         return PromptCodec((key_dim, value_dim), sizes, layouts)
