@@ -19,7 +19,8 @@ from kvcache_plugins.layers.group_layer import GroupLayer
 from kvcache_plugins.layers.layer_factory import holds_nothing
 from kvcache_plugins.layers.layer_state import DenseState, LayerState, State
 from kvcache_plugins.layers.row_layer import RowLayer
-from kvcache_plugins.layers.static_layer import StaticLayer
+from kvcache_plugins.layers.static_group_layer import StaticGroupLayer
+from kvcache_plugins.layers.static_row_layer import StaticRowLayer
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 from kvcache_plugins.reports.memory import StatValue
 
@@ -128,7 +129,7 @@ def state_of(layer: CacheLayerMixin, index: int) -> State:
     if holds_nothing(layer):
         return None
     keeps_more = isinstance(layer, CompressedLayer) and (
-        type(layer) not in (GroupLayer, RowLayer, StaticLayer) or layer.has_index
+        type(layer) not in (GroupLayer, RowLayer, StaticGroupLayer, StaticRowLayer) or layer.has_index
     )
     if not isinstance(layer, CompressedLayer | DynamicLayer) or keeps_more:
         raise ValueError(f"`save` knows attention layers only, but layer {index} is a `{type(layer).__name__}`")
