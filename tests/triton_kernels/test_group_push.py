@@ -60,7 +60,10 @@ class Layer:
 
     def __init__(self, case, capacity=CAPACITY):
         self.case = case
-        self.codec = GEARConfig(residual_length=case.length, **case.options).codec(case.key_dim, case.value_dim)
+        options = dict(case.options)
+        if "nbits" in options:
+            options["key_nbits"] = options["value_nbits"] = options.pop("nbits")
+        self.codec = GEARConfig(residual_length=case.length, **options).codec(case.key_dim, case.value_dim)
         shape = case.batch_size, case.num_heads
         sides = self.codec.keys, self.codec.values
         self.chunks = []
@@ -85,13 +88,21 @@ class Layer:
             signs=hadamard_signs(case.value_dim, self.tail[1]) if self.codec.values.is_rotated else None,
         )
         self.tokens = [[], []]
+        self.coming = iter(())
 
     def random_token(self):
-        sizes = [(*each.shape[:2], 1, each.shape[3]) for each in self.tail]
-        # Some channels are larger than others, and values of a head have a common part
-        made = [torch.randn(size, device=DEVICE) * torch.linspace(0.2, 3, size[3], device=DEVICE) for size in sizes]
-        made[1] = made[1] * 0.3 + 1
-        return [each.to(self.case.dtype) for each in made]
+        found = next(self.coming, None)
+        if found is None:
+            # Tokens of a chunk. Some channels are larger than others, and values of a head have a common part
+            shapes = [each.shape for each in self.tail]
+            keys, values = (torch.randn(shape) * torch.linspace(0.2, 3, shape[3]) for shape in shapes)
+            keys = distinct(keys, 2)
+            values = distinct((values + 1).transpose(1, 2).flatten(2), 2)
+            values = values.unflatten(2, (self.case.num_heads, -1)).transpose(1, 2)
+            made = [each.to(DEVICE, self.case.dtype).split(1, dim=2) for each in (keys, values)]
+            self.coming = zip(*made, strict=True)
+            found = next(self.coming)
+        return list(found)
 
     def push(self, push, count):
         for _ in range(count):
@@ -117,16 +128,23 @@ class Layer:
             check_chunks(side.map(lambda tensor: tensor[:, :, :num_chunks]), own)
 
 
+def distinct(states, dim):
+    """Numbers of bfloat16 in the order of others, of which none is another's equal: which is larger is not chance."""
+    bits = torch.arange(0x3D80, 0x4180, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    table = torch.cat([-bits.flip(0), bits])
+    size = states.shape[dim]
+    places = torch.arange(size) * (len(table) // size) + len(table) % size // 2
+    return table[places][states.argsort(dim=dim).argsort(dim=dim)]
+
+
 def check_chunks(chunks, expected):
     for (name, tensor), (_, own) in zip(chunks.named_tensors(), expected.named_tensors(), strict=True):
         assert tensor.shape == own.shape and tensor.dtype == own.dtype
-        if name in ("low_rank_a", "low_rank_b", "outlier_values"):
-            # Sums of many products, in another order
-            error = (tensor.float() - own.float()).norm() / own.float().norm().clamp(min=1e-6)
-            assert error < 0.02, (name, error)
-        else:
-            num_different = int((tensor != own).sum())
-            assert num_different <= MOST_DIFFERENT * own.numel() + 1, (name, num_different, own.numel())
+        # Factors are sums of many products, in another order
+        is_different = (tensor.float() - own.float()).abs() > 2e-3 * own.float().abs() + 2e-3
+        if name not in ("low_rank_a", "low_rank_b", "outlier_values"):
+            is_different = tensor != own
+        assert is_different.sum() <= MOST_DIFFERENT * own.numel() + 1, (name, int(is_different.sum()), own.numel())
     every = slice(0, chunks.chunk_length)
     decoded, other = (each.dequantize_tile(slice(0, own.shape[2]), every) for each in (chunks, expected))
     assert (decoded - other).norm() <= 0.01 * other.norm()
@@ -184,9 +202,7 @@ def test_attention_with_counts_on_the_device(name, num_pushed):
     layer.push(push, num_pushed)
     num_packed, _, num_tail, _ = layer.counters[0, 0, 0].tolist()
     counters = layer.counters[0, 0, 0]
-    query = torch.randn(case.batch_size, 2 * case.num_heads, 1, case.key_dim, device=DEVICE)
-    if case.key_dim != case.value_dim:
-        query = query.to(case.dtype)
+    query = torch.randn(case.batch_size, 2 * case.num_heads, 1, case.key_dim, device=DEVICE).to(case.dtype)
 
     def parts(lengths, counts):
         return [
@@ -197,7 +213,8 @@ def test_attention_with_counts_on_the_device(name, num_pushed):
     on_device = parts([9 * case.length, case.length], [counters[0:1], counters[2:3]])
     on_host = [part for part in parts([num_packed, num_tail], [None] * 2) if part.length]
     output, expected = (attend(query, each, case.num_heads, None, "triton") for each in (on_device, on_host))
-    torch.testing.assert_close(output, expected, rtol=2e-3, atol=2e-3)
+    tolerance = 2e-2 if case.dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(

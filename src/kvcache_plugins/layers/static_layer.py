@@ -219,8 +219,7 @@ class StaticLayer(CompressedLayer[AnySegment, AnyCodec]):
         assert self._storage.tail is not None
         nothing = self._storage.tail.keys[:, :, :0]
         for segment, start in held:
-            overflow = self._find_overflow(segment, start)
-            check_finite(nothing, nothing, None, self.layer_idx, overflow=overflow)
+            check_finite(nothing, nothing, None, self.layer_idx, overflow=self._find_overflow(segment, start))
 
     @abstractmethod
     def _find_overflow(self, segment: AnySegment, first: int) -> torch.Tensor:
