@@ -43,7 +43,9 @@ def fill(cache, states, *counts, padding=0):
             mask = None
         query = torch.ones(batch_size, 2, count, 16)
         is_causal = mask is None and first == 0
-        outputs.append(torch.nn.functional.scaled_dot_product_attention(query, keys, values, mask, is_causal=is_causal))
+        outputs.append(
+            torch.nn.functional.scaled_dot_product_attention(query, keys, values, mask, is_causal=is_causal)
+        )
     return outputs
 
 
@@ -193,7 +195,9 @@ def test_models_without_static_steps_are_refused(architecture, options, message,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["gear-2bit", *(pytest.param(name, marks=pytest.mark.long) for name in PRESETS[2:])])
+@pytest.mark.parametrize(
+    "preset", ["gear-2bit", *(pytest.param(name, marks=pytest.mark.long) for name in PRESETS[2:])]
+)
 def test_generate_compiles_steps_by_itself(tiny_llama, fresh_dynamo, preset):
     """One graph has ordinary steps and those that pack."""
     # As it does on GPUs

@@ -44,7 +44,9 @@ LONG = {
     "one-head": Case({"nbits": 8, "sparsity": 0.05}, 96, 96, 48, 1, 1),
     "many-heads": Case({"nbits": 2, "sparsity": 0.05}, 16, 16, 24, 1, 12, torch.bfloat16),
     "per-token": Case({"backbone": "per-token", "rank": 0, "sparsity": 0.1}, 32, 48, 16),
-    "groups": Case({"nbits": 2, "q_group_size": 8, "sparsity": 0.1, "decode_rank": 3, "num_iterations": 5}, 32, 32, 64),
+    "groups": Case(
+        {"nbits": 2, "q_group_size": 8, "sparsity": 0.1, "decode_rank": 3, "num_iterations": 5}, 32, 32, 64
+    ),
     "outliers-alone": Case({"rank": 0, "sparsity": 0.2}, 16, 16, 24),
     "rotated-low-rank": Case({"nbits": 2, "sparsity": 0.0, "rotate_values": True}, 32, 96, 32, 2, 2, torch.bfloat16),
     "short-chunks": Case({"nbits": 4, **KIVI}, 16, 16, 4),

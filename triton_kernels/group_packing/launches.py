@@ -1,7 +1,7 @@
 """State that tokens are pushed into, and the constants that kernels are compiled for.
 
-Legend: B batch, H key/value heads, M chunks, L tokens a chunk, D and E head dims of keys and values, R rank, K outliers
-a channel of keys, or a token of values, on each side.
+Legend: B batch, H key/value heads, M chunks, L tokens a chunk, D and E head dims of keys and values, R rank, K
+outliers of a channel of keys, or of a token of values, on each side.
 """
 
 from dataclasses import dataclass

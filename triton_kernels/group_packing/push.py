@@ -9,8 +9,8 @@ values are those of all heads of a token, and `push_kernel`.
 A program of `push_kernel` takes keys or values of one head. It has counters of its own, so that no program waits for
 another. Its threads read what others of them have written, with barriers between.
 
-Legend: B batch, H key/value heads, L tokens a chunk, D and E head dims of keys and values, R rank, K outliers a channel
-or token on each side.
+Legend: B batch, H key/value heads, L tokens a chunk, D and E head dims of keys and values, R rank, K outliers of a
+channel of keys, or of a token of values, on each side.
 """
 
 import torch
@@ -35,8 +35,8 @@ from .select import select_kernel
 
 # Channels of a product with signs at once, and entries that are sorted at once
 _PRODUCT_CHANNELS, _ENTRIES = 32, 1024
-# Numbers of a chunk and head that four warps hold, and warps of larger ones
-_FEW_NUMBERS, _MANY_WARPS = 2048, 8
+# Numbers that four and that eight warps hold in registers
+_FEW_NUMBERS, _MANY_NUMBERS = 2048, 8192
 # Halves that a product with float32 states is made of
 _NUM_PARTS = 3
 
@@ -267,21 +267,26 @@ def _round(numbers, tokens, channels, spread, SIDE: tl.constexpr):
 def _store_codes(codes, codes_ptr, SIDE: tl.constexpr):
     """Store codes `[tokens, channels]` as bytes: slabs of channels lie in different bits of a byte."""
     numbers = codes.to(tl.int32)
-    tokens = tl.arange(0, SIDE.block_length)[:, None]
     for p in tl.static_range(len(SIDE.planes)):
-        WIDTH: tl.constexpr = SIDE.planes[p].width
-        BLOCK: tl.constexpr = SIDE.planes[p].block
-        places = tl.arange(0, BLOCK)[None, :]
-        packed = tl.zeros([SIDE.block_length, BLOCK], tl.int32)
-        for slab in tl.static_range(8 // WIDTH):
-            channels = places + slab * SIDE.planes[p].num_bytes
-            in_use = channels < SIDE.dim
-            source = tl.broadcast_to(tl.where(in_use, channels, 0), [SIDE.block_length, BLOCK])
-            own = (tl.gather(numbers, source, axis=1) >> SIDE.planes[p].shift) & ((1 << WIDTH) - 1)
-            packed |= tl.where(in_use, own, 0) << (slab * WIDTH)
-        in_use = (tokens < SIDE.length) & (places < SIDE.planes[p].num_bytes)
-        pointers = codes_ptr + tokens * SIDE.row_size + places + SIDE.planes[p].first_byte
-        tl.store(pointers, packed.to(tl.uint8), mask=in_use)
+        _store_plane(numbers, codes_ptr, SIDE, p, SIDE.planes[p].block, SIDE.planes[p].width)
+
+
+@triton.jit
+def _store_plane(
+    numbers, codes_ptr, SIDE: tl.constexpr, PLANE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    tokens = tl.arange(0, SIDE.block_length)[:, None]
+    places = tl.arange(0, BLOCK)[None, :]
+    packed = tl.zeros([SIDE.block_length, BLOCK], tl.int32)
+    for slab in tl.static_range(8 // WIDTH):
+        channels = places + slab * SIDE.planes[PLANE].num_bytes
+        in_use = channels < SIDE.dim
+        source = tl.broadcast_to(tl.where(in_use, channels, 0), [SIDE.block_length, BLOCK])
+        own = (tl.gather(numbers, source, axis=1) >> SIDE.planes[PLANE].shift) & ((1 << WIDTH) - 1)
+        packed |= tl.where(in_use, own, 0) << (slab * WIDTH)
+    in_use = (tokens < SIDE.length) & (places < SIDE.planes[PLANE].num_bytes)
+    pointers = codes_ptr + tokens * SIDE.row_size + places + SIDE.planes[PLANE].first_byte
+    tl.store(pointers, packed.to(tl.uint8), mask=in_use)
 
 
 @triton.jit
@@ -404,7 +409,7 @@ def prepare_group_push(state: GroupPushState) -> list[Launch]:
             "SIDE": value,
             "BLOCK_H": block_heads,
         }
-        num_warps = 4 if block_heads * value.block_dim <= _FEW_NUMBERS else _MANY_WARPS
+        num_warps = _count_warps(block_heads * value.block_dim)
         launches.append(
             Launch(select_kernel, (batch_size * length,), arguments, {**options, "num_warps": num_warps}, None)
         )
@@ -438,9 +443,15 @@ def prepare_group_push(state: GroupPushState) -> list[Launch]:
             f"{name}_outlier_ptr": side.outlier_values,
             f"{name}_offset_ptr": side.outlier_offsets,
         }
-    num_numbers = max(side.block_length * side.block_dim for side in (key, value))
-    num_warps = 4 if num_numbers <= _FEW_NUMBERS else _MANY_WARPS
+    num_warps = _count_warps(max(side.block_length * side.block_dim for side in (key, value)))
     launches.append(
         Launch(push_kernel, (batch_size * num_heads, 2), arguments, {**options, "num_warps": num_warps}, None)
     )
     return launches
+
+
+def _count_warps(num_numbers: int) -> int:
+    """Count the warps of a program that holds so many numbers several times over."""
+    if num_numbers <= _FEW_NUMBERS:
+        return 4
+    return 8 if num_numbers <= _MANY_NUMBERS else 16

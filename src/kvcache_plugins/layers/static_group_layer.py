@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 
 from kvcache_plugins.codecs.groups import GroupCodec, SideCodec
-from kvcache_plugins.codecs.quantization import are_in_range
+from kvcache_plugins.codecs.quantization import are_in_range, check_range
 from kvcache_plugins.formats.groups import QuantizedChunks
 from kvcache_plugins.formats.parts import LayerPart
 
@@ -29,10 +29,16 @@ class StaticGroupLayer(StaticLayer[GroupSegment, GroupCodec], GroupLayer):
         reason: str | None = triton.explain_group_push(*self._empty_chunks(), self.dtype)
         return reason
 
-    def _find_overflow(self, segment: GroupSegment, first: int) -> torch.Tensor:
+    def _check_segment(self, segment: GroupSegment, first: int) -> None:
         chunks = slice(first // segment.chunk_length, segment.num_chunks)
         stored = [tensor[:, :, chunks] for side in segment.sides() for tensor in side.values()]
-        return ~are_in_range(*(tensor for tensor in stored if tensor.is_floating_point()))
+        try:
+            check_range(are_in_range(*(tensor for tensor in stored if tensor.is_floating_point())))
+        except ValueError as error:
+            raise ValueError(
+                f"layer {self.layer_idx}: {error}, or hold NaN or infinity. The chunks are stored already: `crop` the "
+                "last tokens or `reset` the cache."
+            ) from None
 
     def _empty_chunks(self) -> tuple[QuantizedChunks, QuantizedChunks]:
         """Make keys and values of no chunks of decoded tokens."""

@@ -26,7 +26,6 @@ from kvcache_plugins.kernels.engine import choose_token_kernel, compiles_kernels
 from .compressed_layer import AnyCodec, AnySegment, CompressedLayer
 from .device_plan import DevicePlan, StepCounts, count_tokens, list_addresses, split_open
 from .exact_tokens import ExactTail
-from .finite_check import check_finite
 from .layer_state import LayerState
 from .phase import Phase
 from .policies import LayerPolicy
@@ -216,14 +215,12 @@ class StaticLayer(CompressedLayer[AnySegment, AnyCodec]):
         first = min(self._num_checked, opened.length)
         self._num_checked = total
         held = [(opened, first)] if recent is None else [(opened, first), (recent, 0)]
-        assert self._storage.tail is not None
-        nothing = self._storage.tail.keys[:, :, :0]
         for segment, start in held:
-            check_finite(nothing, nothing, None, self.layer_idx, overflow=self._find_overflow(segment, start))
+            self._check_segment(segment, start)
 
     @abstractmethod
-    def _find_overflow(self, segment: AnySegment, first: int) -> torch.Tensor:
-        """Return True, `[]`, if a token of a segment from the `first` on could not be coded."""
+    def _check_segment(self, segment: AnySegment, first: int) -> None:
+        """Raise a `ValueError` if a token of a segment from the `first` on could not be coded."""
 
     # Capacity and plans
 
@@ -449,7 +446,9 @@ class GraphStates(torch.Tensor):
 _REPEATING = (torch.Tensor.__getitem__, torch.Tensor.expand, torch.Tensor.reshape)
 
 
-def traced_states(layer: StaticLayer[Any, Any], keys: torch.Tensor, values: torch.Tensor) -> tuple[GraphStates, GraphStates]:
+def traced_states(
+    layer: StaticLayer[Any, Any], keys: torch.Tensor, values: torch.Tensor
+) -> tuple[GraphStates, GraphStates]:
     """Return stand-ins for all states of a static layer that is updated by a token, while it is traced."""
     graph = layer.graph
     assert graph is not None

@@ -11,6 +11,7 @@ from kvcache_plugins.codecs.codec import Codec
 from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.formats.parts import LayerPart
 
+from .finite_check import check_finite
 from .row_device_plan import RowDevicePlan
 from .row_layer import RowLayer
 from .segments import RowSegment
@@ -33,12 +34,13 @@ class StaticRowLayer(StaticLayer[RowSegment, Codec], RowLayer):
         num_packed = super()._num_added(num_recent)
         return self._num_to_requantize(num_recent + num_packed) if self.policy.recent_length else num_packed
 
-    def _find_overflow(self, segment: RowSegment, first: int) -> torch.Tensor:
-        assert self.codec is not None
+    def _check_segment(self, segment: RowSegment, first: int) -> None:
+        assert self.codec is not None and self.storage.tail is not None
         rows = slice(first, segment.length)
         overflow = self.codec.overflow(segment.keys[:, :, rows], segment.values[:, :, rows])
         assert overflow is not None
-        return overflow.any()
+        nothing = self.storage.tail.keys[:, :, :0]
+        check_finite(nothing, nothing, None, self.layer_idx, overflow=overflow.any())
 
     def _can_push(self) -> bool:
         return self._unfitted_sequences is None and super()._can_push()
