@@ -41,7 +41,8 @@ class GroupDevicePlan(DevicePlan[GroupSegment]):
         return GroupPart(segment.keys, segment.values, 0, None)
 
     def _prepare_push(self, opened: GroupSegment) -> Push:
-        triton, codec, states = load_triton(), self._codec, self.tail_storage[1]
+        triton, codec = load_triton(), self._codec
+        states = self.tail_storage[1]
 
         def start(side: SideCodec) -> torch.Tensor | None:
             return starting_matrix(side.head_dim, side.decode_rank, states.device) if side.decode_rank else None

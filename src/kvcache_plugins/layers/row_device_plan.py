@@ -47,7 +47,8 @@ class RowDevicePlan(DevicePlan[RowSegment]):
         return self._codec.part(segment.keys, segment.values, Positions(segment.start, self._padding), 0, None)
 
     def _prepare_push(self, opened: RowSegment) -> Push:
-        triton, device, policy = load_triton(), opened.keys.device, self._policy
+        triton, policy = load_triton(), self._policy
+        device = opened.keys.device
         self._recent_offset = torch.zeros(len(opened.keys), dtype=torch.int64, device=device)
         finer = self._codec.with_more_bits(policy.recent_nbits) if policy.recent_length else None
         if finer is not None:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 # Capacity that is added when there is none left: a share of the tokens held, and at least so many
-SHARE, LEAST = 8, 64
+_SHARE, _LEAST = 8, 64
 # Tokens after which the host asks whether all of them could be coded
 _CHECK_STEP = 64
 # An operator is given tensors and numbers: graph states by number, as long as they are in use
@@ -195,7 +195,8 @@ class StaticLayer(CompressedLayer[AnySegment, AnyCodec]):
     def _count_push(self) -> None:
         """Count a token that the device stores, as the kernel does; `_length` does not count it yet."""
         counts = count_tokens(self._storage, self._num_tokens)
-        num_open, num_recent, num_tail = counts.open, counts.recent, counts.tail
+        num_open, num_recent = counts.open, counts.recent
+        num_tail = counts.tail
         if num_tail == self.policy.residual_length:
             num_tail = self.policy.num_kept
             num_added = self._num_added(num_recent)
@@ -262,7 +263,7 @@ class StaticLayer(CompressedLayer[AnySegment, AnyCodec]):
         if wanted >= least:
             return wanted
         has_room = opened.capacity * opened.chunk_length >= least
-        return least if has_room else least + max(opened.length // SHARE, LEAST)
+        return least if has_room else least + max(opened.length // _SHARE, _LEAST)
 
     def _reserve_tail(self) -> None:
         """Give the tail all the capacity that it needs, where the last plan had it."""
@@ -284,7 +285,8 @@ class StaticLayer(CompressedLayer[AnySegment, AnyCodec]):
 
     def _plan_on_device(self) -> DevicePlan[AnySegment]:
         """Return the plan of the next step: the last one if addresses are the same."""
-        storage, plan, codec = self.storage, self._device_plan, self.codec
+        storage, codec = self.storage, self.codec
+        plan = self._device_plan
         assert codec is not None
         if plan is None or plan.addresses != list_addresses(storage, codec, self.padding):
             plan = self._make_plan(list(self.packed_parts(None)))
@@ -299,7 +301,7 @@ class StaticLayer(CompressedLayer[AnySegment, AnyCodec]):
         graph = self._graph
         num_columns = self.max_length if graph is None else graph.num_columns
         if self._length >= num_columns:
-            num_columns = self._length + max(self._length // SHARE, LEAST)
+            num_columns = self._length + max(self._length // _SHARE, _LEAST)
         if graph is None or graph.plan is not plan or graph.num_columns != num_columns:
             graph = GraphState(self, plan, num_columns)
         if plan is None:
