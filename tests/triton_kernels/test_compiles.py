@@ -167,8 +167,8 @@ LONG = {
 # Warp instructions a cached number of the loop over whole tiles, on an H100, and how much more is taken for the same
 COUNTS = {"t16-d64": 0.223, "t16-d128": 0.198, "c16-d64": 0.268, "c16-d128": 0.246}
 MARGIN = 0.05
-# Bytes that a thread of attention over groups, or of a push into them, may spill. Where 168 or 128 registers let one more program run at once,
-# the assembler itself puts a few into local memory rather than use another register
+# Bytes that a thread of attention over groups, or of a push into them, may spill. Where 168 or 128 registers let one
+# more program run at once, the assembler itself puts a few into local memory rather than use another register
 MAX_SPILLED = 32
 MAY_SPILL = {*GROUPS, *COMBINATIONS, *GROUP_PUSHES}
 # What spills more must not get worse: kernels with low rank and outliers both, mostly what is used once a chunk, and

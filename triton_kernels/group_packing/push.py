@@ -383,6 +383,7 @@ def prepare_group_push(state: GroupPushState) -> list[Launch]:
     of the last one.
     """
     keys, values = state.chunks
+    assert all(each.is_contiguous() for each in state.tail), "the kernels take no strides"
     tail, device = state.tail, state.tail[0].device
     batch_size, num_heads, length, _ = tail[0].shape
     is_rotated = state.signs is not None
@@ -432,7 +433,7 @@ def prepare_group_push(state: GroupPushState) -> list[Launch]:
         "PARTS": _NUM_PARTS,
     }
     for name, side, start in (("key", keys, state.starts[0]), ("value", values, state.starts[1])):
-        arguments |= {
+        stored = {
             f"{name}_codes_ptr": side.codes,
             f"{name}_scale_ptr": side.scale,
             f"{name}_zero_ptr": side.zero,
@@ -443,6 +444,8 @@ def prepare_group_push(state: GroupPushState) -> list[Launch]:
             f"{name}_outlier_ptr": side.outlier_values,
             f"{name}_offset_ptr": side.outlier_offsets,
         }
+        assert all(each is None or each.is_contiguous() for each in stored.values()), "the kernels take no strides"
+        arguments |= stored
     num_warps = _count_warps(max(side.block_length * side.block_dim for side in (key, value)))
     launches.append(
         Launch(push_kernel, (batch_size * num_heads, 2), arguments, {**options, "num_warps": num_warps}, None)

@@ -302,8 +302,7 @@ def prepare_group_push(state: GroupPushState) -> Callable[[torch.Tensor, torch.T
     Prepare pushes of single tokens, keys and values `[B, H, 1, D or E]`, into a layer of chunks: the same launches for
     each, so that graphs can replay them. See `explain_group_push` for chunks that no kernel packs.
     """
-    states, chunks = state.tail[0], [tensor for side in state.chunks for tensor in side.named_tensors()]
-    assert all(each.is_contiguous() for each in (*state.tail, *(tensor for _, tensor in chunks)))
+    states = state.tail[0]
     with torch.cuda.device_of(states):
         *first, last = prepare_group_push_launches(state)
         kept = [KeptLaunch(launch) for launch in first]
