@@ -50,20 +50,28 @@ def decoded(monkeypatch):
         model = make_model(16, 1).to(DEVICE)
         cache = create_cache(preset, model, max_cache_len=ROOM, residual_length=LENGTH, **options)
         torch.manual_seed(0)
-        ids = torch.randint(32, (len(padding), num_prompt + num_decoded), device=DEVICE)
-        seen = torch.arange(ids.shape[1], device=DEVICE) >= torch.tensor(padding, device=DEVICE)[:, None]
-        for first, stop in [(0, num_prompt), *((place, place + 1) for place in range(num_prompt, ids.shape[1]))]:
-            # Attention to short prompts takes Triton's interpreter longest, and is tested elsewhere
-            monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton" if first or DEVICE == "cuda" else "torch")
+        total = num_prompt + num_decoded
+        ids = torch.randint(32, (len(padding), total), device=DEVICE)
+        seen = torch.arange(total, device=DEVICE) >= torch.tensor(padding, device=DEVICE)[:, None]
+
+        def read(first, stop):
             mask = seen[:, :stop].long() if any(padding) else None
             with torch.no_grad():
                 model(ids[:, first:stop], attention_mask=mask, **as_argument(cache))
-            if case == "forked" and stop == num_prompt + 20:
+
+        # Attention takes Triton's interpreter longest: that of the prompt is PyTorch's, and few tokens attend
+        monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton" if DEVICE == "cuda" else "torch")
+        read(0, num_prompt)
+        monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
+        # Prepared for PyTorch
+        cache.layers[0].invalidate_plan()
+        for place in range(num_prompt, total):
+            if case == "forked" and place == num_prompt + 20:
                 (cache,) = cache.fork(1)
-            if not first:
-                # Prepared for PyTorch
-                for layer in cache.layers:
-                    layer.invalidate_plan()
+            if place in (num_prompt, num_prompt + 20, total - 1):
+                read(place, place + 1)
+            else:
+                cache.layers[0].update(*torch.randn(2, len(padding), 2, 1, 16, device=DEVICE))
         return cache, seen
 
     return make

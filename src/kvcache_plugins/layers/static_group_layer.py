@@ -18,12 +18,29 @@ from kvcache_plugins.formats.parts import LayerPart
 
 from .group_device_plan import GroupDevicePlan
 from .group_layer import GroupLayer
+from .policies import GroupPolicy
 from .segments import GroupSegment
 from .static_layer import StaticLayer
 
 
 class StaticGroupLayer(StaticLayer[GroupSegment, GroupCodec], GroupLayer):
-    """A `GroupLayer` whose next token changes no address. See `StaticLayer` for its arguments."""
+    """
+    A `GroupLayer` whose next token changes no address.
+
+    Args:
+        policy, layer_idx, attention_mask: see `CompressedLayer`.
+        max_length (`int`, *optional*): see `StaticLayer`.
+    """
+
+    def __init__(
+        self,
+        policy: GroupPolicy,
+        layer_idx: int,
+        attention_mask: torch.Tensor | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        super().__init__(policy, layer_idx, attention_mask)
+        self._reserve(max_length)
 
     def _explain_packing(self, triton: ModuleType) -> str | None:
         reason: str | None = triton.explain_group_push(*self._empty_chunks(), self.dtype)

@@ -28,7 +28,6 @@ from .device_plan import DevicePlan, StepCounts, count_tokens, list_addresses, s
 from .exact_tokens import ExactTail
 from .layer_state import LayerState
 from .phase import Phase
-from .policies import LayerPolicy
 from .step_plan import DroppedOnCopy, StepPlan
 from .storage import LayerStorage
 from .torch_contexts import without_caller_contexts
@@ -77,29 +76,22 @@ class StaticLayer(CompressedLayer[AnySegment, AnyCodec]):
     A layer whose next token changes no address, if there is capacity for it. A class of layers has this one before
     `RowLayer` or `GroupLayer`.
 
-    Args:
-        policy, layer_idx, attention_mask: see `CompressedLayer`.
+    Attributes:
         max_length (`int`, *optional*): tokens that there is capacity for from the first one on. By default capacity
             grows with them, and is reserved only where kernels of a GPU compute.
-
-    Attributes:
         graph (`GraphState`, *optional*): present if a graph can take the next token.
     """
 
     graph: GraphState | None = None
+    max_length: int | None = None
     _is_static = False
     _num_tokens = 0
     _host_is_behind = False
 
-    def __init__(
-        self,
-        policy: LayerPolicy[AnyCodec],
-        layer_idx: int,
-        attention_mask: torch.Tensor | None = None,
-        max_length: int | None = None,
-    ):
-        super().__init__(policy, layer_idx, attention_mask)
-        self.max_length, self.is_compileable = max_length, max_length is not None
+    def _reserve(self, max_length: int | None) -> None:
+        """Set the tokens that there is capacity for; see the class."""
+        self.max_length = max_length
+        self.is_compileable = max_length is not None
 
     def _clear(self) -> None:
         super()._clear()

@@ -12,6 +12,7 @@ from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.formats.parts import LayerPart
 
 from .finite_check import check_finite
+from .policies import RowPolicy
 from .row_device_plan import RowDevicePlan
 from .row_layer import RowLayer
 from .segments import RowSegment
@@ -19,7 +20,23 @@ from .static_layer import StaticLayer
 
 
 class StaticRowLayer(StaticLayer[RowSegment, Codec], RowLayer):
-    """A `RowLayer` whose next token changes no address. See `StaticLayer` for its arguments."""
+    """
+    A `RowLayer` whose next token changes no address.
+
+    Args:
+        policy, layer_idx, attention_mask: see `CompressedLayer`.
+        max_length (`int`, *optional*): see `StaticLayer`.
+    """
+
+    def __init__(
+        self,
+        policy: RowPolicy,
+        layer_idx: int,
+        attention_mask: torch.Tensor | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        super().__init__(policy, layer_idx, attention_mask)
+        self._reserve(max_length)
 
     def _explain_packing(self, triton: ModuleType) -> str | None:
         head_dim = max(self._shapes["keys"][3], self._shapes["values"][3])
