@@ -80,6 +80,7 @@ OUT_OF_RANGE = {
         ({"num_iterations": 0}, "num_iterations"),
         ({"q_group_size": 0}, "q_group_size"),
         ({"nbits": 2, "q_group_size": 48}, "q_group_size.*divide.*residual_length.*48"),
+        ({"max_cache_len": 0}, "`max_cache_len`.*at least 1"),
     ],
     "transform": [
         ({"nbits": 0}, "`key_nbits`/`nbits`.*0"),

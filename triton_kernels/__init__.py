@@ -22,6 +22,8 @@ _MODULES = {
     "attention.combine": ("prepare_combination",),
     "attention.dense_part": ("DensePart",),
     "attention.partials": ("Partials",),
+    "group_packing.launches": ("GroupPushState",),
+    "group_packing.push": ("prepare_group_push",),
     "transform_coding.attend": ("prepare_rows",),
     "transform_coding.code_rows": ("prepare_coding",),
     "transform_coding.launches": ("Codebook", "CodedRows", "PushState", "RotaryAngles"),

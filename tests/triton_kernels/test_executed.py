@@ -19,8 +19,13 @@ ATTENDED = "test_attention_is_that_of_pytorch and (basis-unlike-dims or tables-s
 CODED = "test_rows_are_those_of_pytorch and (smollm2-tables or odd-dims-basis)"
 # Values of two bits are looked up where numbers are halves
 LOOKED_UP = "test_attention_in_half_precision and tables-smollm2 and not bfloat16"
-DAILY = [(90, "test_attention.py test_rows.py", f"kivi-64 or {ATTENDED} or {LOOKED_UP} or {CODED}")]
+PUSHED = "pushes_are_those_of_pytorch and (gear-2bit or k4v3)"
+DAILY = [
+    (90, "test_attention.py test_rows.py", f"kivi-64 or {ATTENDED} or {LOOKED_UP} or {CODED}"),
+    (90, "test_group_push.py", f"{PUSHED} and not preset"),
+]
 LONG = [
+    *((capability, "test_group_push.py", "pushes_are and not preset") for capability in (80, 90)),
     *((capability, "test_push.py", "padded or calibrated or most-bits") for capability in (80, 90)),
     (80, "test_attention.py", "test_matches_dense_attention and kivi-64"),
     *((capability, "test_rows.py", "test_attention_is_that_of_pytorch") for capability in (80, 90)),

@@ -18,7 +18,7 @@ from kvcache_plugins.formats.parts import SelectableRows, SinkStates
 from kvcache_plugins.kernels import triton
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.token_scores import PreparedRows, score_rows
-from kvcache_plugins.layers.static_layer import StaticLayer
+from kvcache_plugins.layers.static_row_layer import StaticRowLayer
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.transform_coding.calibration import calibrate_transform
 
@@ -95,7 +95,7 @@ def test_a_layer_is_static_with_kernels_alone(most, model, make_cache, limit, mo
     limit(most)
     cache, cache_of_room = make_cache(), make_cache(max_cache_len=300)
     read(model, cache, PROMPT, 1, 1)
-    assert isinstance(cache.layers[0], StaticLayer) and cache.layers[0]._pushes_on_device == (most == LARGE)
+    assert isinstance(cache.layers[0], StaticRowLayer) and cache.layers[0]._pushes_on_device == (most == LARGE)
     require_counts(cache.stats(), most)
     refused = pytest.raises(ValueError, match="`max_cache_len` needs Triton's kernels: .*shared memory")
     with refused if most == SMALL else nullcontext():

@@ -125,7 +125,7 @@ def test_rows_are_those_of_plain_pytorch(case, decoded, monkeypatch):
         with plain_pytorch():
             own.update(*states)
         counts = layer.plan.counts()
-        assert counts == count_tokens(layer.storage, layer.policy, layer._length), number
+        assert counts == count_tokens(layer.storage, layer._length), number
         assert counts.total == layer._length == own._length
         assert torch.equal(layer.storage.tail.keys, own.storage.tail.keys)
         assert torch.equal(layer.storage.tail.values, own.storage.tail.values)

@@ -55,6 +55,7 @@ def prepare_groups(
     *,
     num_chunks: int,
     length: int,
+    num_tokens: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     scale: float,
     packed: bool,
@@ -69,6 +70,8 @@ def prepare_groups(
         keys, values (`StoredGroups`): what to attend to; the last dimension of every tensor is contiguous.
         num_chunks (`int`): chunks in use; the storage may hold more.
         length (`int`): tokens in use, at most `num_chunks * L`: the last chunk may be cut.
+        num_tokens (`torch.Tensor` of shape `[1]`, integer, *optional*): tokens in use where the host does not know
+            them, as it replays the launch; the grid is for `length`.
         mask (`torch.Tensor` of shape `[B or 1, H * groups or 1, query tokens or 1, length]`, *optional*): boolean
             (`True` attends) or added to the scores.
         scale (`float`): factor of the scores.
@@ -112,6 +115,7 @@ def prepare_groups(
         "num_heads": num_heads,
         "num_rows": num_rows,
         "length": length,
+        "length_ptr": num_tokens,
         "chunk_length": chunk_length,
         "num_tiles": num_tiles,
         "tiles_per_chunk": tiles_per_chunk,

@@ -44,7 +44,7 @@ _NOT_SPECIALIZED = [
 
 # Sides stand beside each other
 # fmt: off
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=["mask_ptr"])
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=["mask_ptr", "length_ptr"])
 def attend_kernel(
     query_ptr, query_stride_b, query_stride_h, query_stride_r, mask_ptr, mask_stride_b, mask_stride_h, mask_stride_q,
     mask_stride_t, output_ptr, maximum_ptr, total_ptr, number_ptr, key_codes_ptr, key_codes_stride_b,
@@ -56,8 +56,8 @@ def attend_kernel(
     value_scale_stride_h, value_scale_stride_m, value_a_ptr, value_a_stride_b, value_a_stride_h, value_a_stride_m,
     value_b_ptr, value_b_stride_b, value_b_stride_h, value_b_stride_m, value_entry_index_ptr, value_entry_value_ptr,
     value_entry_stride_b, value_entry_stride_m, value_offset_ptr, value_offset_stride_b, value_offset_stride_m,
-    num_heads, num_rows, num_queries, length, chunk_length, num_tiles, tiles_per_chunk, tiles_per_split, key_rank,
-    value_rank, scale, KEY: tl.constexpr, VALUE: tl.constexpr,
+    num_heads, num_rows, num_queries, length, length_ptr, chunk_length, num_tiles, tiles_per_chunk, tiles_per_split,
+    key_rank, value_rank, scale, KEY: tl.constexpr, VALUE: tl.constexpr,
     QUERIES: tl.constexpr, PLANES: tl.constexpr, TOKENS_PER_STRETCH: tl.constexpr, STORED_TILES: tl.constexpr,
     MASK: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -76,6 +76,12 @@ def attend_kernel(
     # Below every scale; 1 where scales are not relative to it
     reference = tl.full([], 1.0 if VALUE.by_channel else 2.0**-24, tl.float32)
     first_tile = tl.program_id(1) * tiles_per_split
+    if length_ptr is not None:
+        length = tl.load(length_ptr).to(tl.int32)
+        num_tiles = count_tiles(length, chunk_length, tiles_per_chunk, TOKENS_PER_STRETCH, BLOCK_T)
+        # Splits behind the last token have no tiles
+        first_tile = tl.where(first_tile < num_tiles, first_tile, 0)
+        num_tiles = tl.where(tl.program_id(1) * tiles_per_split < num_tiles, num_tiles, 0)
     last_tile = tl.minimum(first_tile + tiles_per_split, num_tiles)
     for chunk in range(first_tile // tiles_per_chunk, tl.cdiv(last_tile, tiles_per_chunk)):
         chunk_64 = tl.cast(chunk, tl.int64)
@@ -183,6 +189,18 @@ def tile_bounds(tile, chunk_length, TOKENS_PER_STRETCH: tl.constexpr, BLOCK_T: t
     tiles: tl.constexpr = (TOKENS_PER_STRETCH + BLOCK_T - 1) // BLOCK_T
     first_token = tile // tiles * TOKENS_PER_STRETCH + tile % tiles * BLOCK_T
     return first_token, tl.minimum((tile // tiles + 1) * TOKENS_PER_STRETCH, chunk_length)
+
+
+@triton.jit
+def count_tiles(length, chunk_length, tiles_per_chunk, TOKENS_PER_STRETCH: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Return the tiles of the first tokens of a sequence of chunks."""
+    rest = length % chunk_length
+    if TOKENS_PER_STRETCH == 0:
+        tiles = tl.cdiv(rest, BLOCK_T)
+    else:
+        tiles_per_stretch: tl.constexpr = (TOKENS_PER_STRETCH + BLOCK_T - 1) // BLOCK_T
+        tiles = rest // TOKENS_PER_STRETCH * tiles_per_stretch + tl.cdiv(rest % TOKENS_PER_STRETCH, BLOCK_T)
+    return length // chunk_length * tiles_per_chunk + tiles
 
 
 @triton.jit

@@ -146,6 +146,10 @@ class PackingCodec:
         """List the tensors that a cache holds for the codec, and counts as its memory."""
         return iter(())
 
+    def shared_tensors(self) -> Iterator[torch.Tensor]:
+        """List the tensors that all caches of a model share, on every device."""
+        return iter(())
+
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """Return the codec with `function` applied to every tensor that has a row for each sequence of the batch."""
         return self
@@ -213,10 +217,6 @@ class Codec(PackingCodec, ABC):
     def overflow(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
         """Mark tokens `[B, T]` that rows `[B, H, T, R]` cannot hold; `None` if rows hold all tokens."""
         return None
-
-    def shared_tensors(self) -> Iterator[torch.Tensor]:
-        """List the tensors that all caches of a model share, on every device."""
-        return iter(())
 
     def state(self) -> CodecState | None:
         """Return the fitted state, without a copy; `None` if nothing was fitted."""

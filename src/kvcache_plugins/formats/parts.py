@@ -47,12 +47,16 @@ class DensePart:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GroupPart:
-    """States in groups, whose chunks may have capacity for more tokens; `length` and `mask` as in `DensePart`."""
+    """
+    States in groups, whose chunks may have capacity for more tokens; `length`, `mask` and `num_tokens` as in
+    `DensePart`.
+    """
 
     keys: QuantizedChunks
     values: QuantizedChunks
     length: int
     mask: torch.Tensor | None
+    num_tokens: torch.Tensor | None = None
 
     @property
     def head_dims(self) -> tuple[int, int]:

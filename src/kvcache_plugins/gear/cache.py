@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvcache_plugins.files.records import Format
 from kvcache_plugins.layers.group_layer import GroupLayer
 from kvcache_plugins.layers.layer_factory import replace_full_attention
+from kvcache_plugins.layers.static_group_layer import StaticGroupLayer
 from kvcache_plugins.models.layer_config import head_dims
 from kvcache_plugins.option_checks import split_nbits
 from kvcache_plugins.packed.cache import ADVICE, PackedCache
@@ -75,6 +76,10 @@ class GEARCache(PackedCache):
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*):
             Padding of the prompt, needed for batches of unequal length under an attention implementation that reads
             dense states, such as one of your own.
+        max_cache_len (`int`, *optional*):
+            Tokens that memory is reserved for. The cache is then static, like Transformers' `StaticCache`: all steps
+            of one token are the same, so `torch.compile` makes one graph of them, on a GPU a CUDA graph, and
+            `generate` compiles steps there without being asked. All layers have to be of full attention.
 
     Raises:
         ValueError: if an option is out of range, or `config` has layers that hold full-length states of a kind that
@@ -118,6 +123,7 @@ class GEARCache(PackedCache):
         num_sink_tokens: int = 0,
         rotate_values: bool = False,
         attention_mask: torch.Tensor | None = None,
+        max_cache_len: int | None = None,
     ):
         if decode_rank is None:
             decode_rank = min(DEFAULT_DECODE_RANK, rank) if isinstance(rank, int) else rank
@@ -135,13 +141,16 @@ class GEARCache(PackedCache):
             num_sink_tokens=num_sink_tokens,
             rotate_values=rotate_values,
         )
-        super().__init__(get_config(config, "config"), attention_mask)
+        super().__init__(get_config(config, "config"), attention_mask, max_cache_len)
 
     def _make_empty_layer(self, layer_idx: int) -> GroupLayer:
         return GroupLayer(self.cache_config.policy(), layer_idx, self._given_mask)
 
     def _layer(self, layer_idx: int, config: PreTrainedConfig | None = None) -> GroupLayer:
-        layer = self._make_empty_layer(layer_idx)
+        if self._max_cache_len is None:
+            layer = self._make_empty_layer(layer_idx)
+        else:
+            layer = StaticGroupLayer(self.cache_config.policy(), layer_idx, self._given_mask, self._max_cache_len)
         layer.on_first_prompt = warm_up_for_prompt
         return layer
 

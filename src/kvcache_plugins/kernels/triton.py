@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from triton.runtime import driver
 
+from kvcache_plugins.formats.groups import QuantizedChunks
 from kvcache_plugins.formats.hadamard import hadamard_matrix, rotate, rotation_size
 from kvcache_plugins.formats.parts import DensePart, GroupPart, PagedRowPart, Part, RowPart, SelectableRows
 from kvcache_plugins.formats.positions import Positions
@@ -30,6 +31,8 @@ from kvcache_plugins.triton_kernels.attention.combine import prepare_combination
 from kvcache_plugins.triton_kernels.attention.dense_part import DensePart as KernelDensePart
 from kvcache_plugins.triton_kernels.attention.partials import Partials
 from kvcache_plugins.triton_kernels.gather import gather_rows, page_addresses, write_rows
+from kvcache_plugins.triton_kernels.group_packing.launches import GroupPushState, explain_limits
+from kvcache_plugins.triton_kernels.group_packing.push import prepare_group_push as prepare_group_push_launches
 from kvcache_plugins.triton_kernels.launch import ALIGNMENT, KeptLaunch, Launch
 from kvcache_plugins.triton_kernels.scores import score_codes as score_codes_kernel
 from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels, prepare_rows, shared_bytes
@@ -44,7 +47,7 @@ from .masks import slice_mask
 
 
 # Kernels and a type that are used as they are
-__all__ = ["PushState", "gather_rows", "page_addresses", "write_rows"]
+__all__ = ["GroupPushState", "PushState", "gather_rows", "page_addresses", "write_rows"]
 
 # Exact and coded parts that the last launch takes
 _MAX_DENSE, _MAX_CODED = 2, 3
@@ -153,6 +156,7 @@ def prepare_part(
     }
     if isinstance(part, GroupPart):
         arguments["num_chunks"] = -(-part.length // part.keys.chunk_length)
+        arguments["num_tokens"] = part.num_tokens
         launch = prepare_groups(rows, part.keys, part.values, **arguments)
         return PartStep(launch, (lambda output, _: rotate(output)) if part.values.is_rotated else None)
     keys, values = part.formats
@@ -293,6 +297,45 @@ def prepare_push(state: PushState[RowFormat]) -> Callable[[torch.Tensor, torch.T
     return push
 
 
+def prepare_group_push(state: GroupPushState) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """
+    Prepare pushes of single tokens, keys and values `[B, H, 1, D or E]`, into a layer of chunks: the same launches for
+    each, so that graphs can replay them. See `explain_group_push` for chunks that no kernel packs.
+    """
+    states = state.tail[0]
+    with torch.cuda.device_of(states):
+        *first, last = prepare_group_push_launches(state)
+        kept = [KeptLaunch(launch) for launch in first]
+        pushing = KeptLaunch(last, ["new_keys_ptr", "new_values_ptr"])
+
+    def push(keys: torch.Tensor, values: torch.Tensor) -> None:
+        with torch.cuda.device_of(keys):
+            for launch in kept:
+                launch()
+            pushing(keys.to(states.dtype).contiguous(), values.to(states.dtype).contiguous())
+
+    return push
+
+
+def explain_group_push(keys: QuantizedChunks, values: QuantizedChunks, dtype: torch.dtype) -> str | None:
+    """Return the reason why no kernel packs states of a dtype into such chunks, or `None`."""
+    if dtype not in _ENCODED_DTYPES:
+        return f"none packs states in {dtype}"
+    return explain_limits(keys, values, is_rotated=values.is_rotated)
+
+
+def hadamard_signs(head_dim: int, states: torch.Tensor) -> torch.Tensor:
+    """Return the matrix that values like `states` are rotated by, `[D, next power of two]`: ones and minus ones."""
+    return _natural_signs(head_dim, _sign_dtype(states), states.device)
+
+
+@cache
+def _natural_signs(head_dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        signs = _block_signs(head_dim)
+        return F.pad(signs, (0, (1 << (head_dim - 1).bit_length()) - head_dim)).to(dtype).to(device)
+
+
 def can_encode(dtype: torch.dtype, head_dim: int) -> bool:
     """Check that kernels encode states of a dtype and head dim."""
     return head_dim <= _MOST_CHANNELS and dtype in _ENCODED_DTYPES
@@ -321,9 +364,13 @@ def _signs_for(row_format: RowFormat, states: torch.Tensor) -> torch.Tensor | No
     """Return the matrix that states are rotated by, or `None` if they are not."""
     if not row_format.is_rotated:
         return None
+    return signs_of(row_format.head_dim, _sign_dtype(states), states.device)
+
+
+def _sign_dtype(states: torch.Tensor) -> torch.dtype:
     # GPUs have products of bfloat16, Triton's interpreter has none
     is_own = states.dtype == torch.float16 or states.dtype == torch.bfloat16 and states.is_cuda
-    return signs_of(row_format.head_dim, states.dtype if is_own else torch.float16, states.device)
+    return states.dtype if is_own else torch.float16
 
 
 @cache
@@ -391,11 +438,15 @@ def _cells(numbers: torch.Tensor) -> torch.Tensor:
 @cache
 def signs_of(head_dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the Hadamard matrix of ones that values are rotated by; see `signs` of `code_rows.prepare_coding`."""
-    size = rotation_size(head_dim)
     with torch.inference_mode(False):
-        signs = hadamard_matrix(size, torch.device("cpu")).sign()
-        signs = torch.block_diag(*[signs] * (head_dim // size))
-        return in_tile_order(signs).to(dtype).to(device)
+        return in_tile_order(_block_signs(head_dim)).to(dtype).to(device)
+
+
+def _block_signs(head_dim: int) -> torch.Tensor:
+    """Make the Hadamard matrix of ones, `[D, D]`."""
+    size = rotation_size(head_dim)
+    signs = hadamard_matrix(size, torch.device("cpu")).sign()
+    return torch.block_diag(*[signs] * (head_dim // size))
 
 
 def in_tile_order(matrix: torch.Tensor) -> torch.Tensor:

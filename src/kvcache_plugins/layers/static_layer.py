@@ -1,6 +1,6 @@
-"""Static layers: `RowLayer`s of reserved capacity, for eager steps, `torch.compile` and CUDA graphs alike.
+"""Static layers: layers of reserved capacity, for eager steps, `torch.compile` and CUDA graphs alike.
 
-A static layer stores the same rows in the same places as any other layer of its policy. On a GPU, Triton's kernels
+A static layer stores the same bytes in the same order as any other layer of its policy. On a GPU, Triton's kernels
 store and pack tokens in place (`DevicePlan`), so that graphs can replay steps; `max_length` reserves capacity from the
 first token on.
 
@@ -9,27 +9,25 @@ is called before the query is known, so it returns `GraphStates`, which become t
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.nn.functional as F
 
-from kvcache_plugins.codecs.rows import RowCodec
-from kvcache_plugins.files.schema import MAX_INTEGER
+from kvcache_plugins.formats.parts import LayerPart
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_token_kernel, compiles_kernels, explain_kernel, load_triton
 
+from .compressed_layer import AnyCodec, AnySegment, CompressedLayer
 from .device_plan import DevicePlan, StepCounts, count_tokens, list_addresses, split_open
 from .exact_tokens import ExactTail
-from .finite_check import check_finite
 from .layer_state import LayerState
 from .phase import Phase
-from .policies import RowPolicy
-from .row_layer import RowLayer
-from .segments import RowSegment
 from .step_plan import DroppedOnCopy, StepPlan
 from .storage import LayerStorage
 from .torch_contexts import without_caller_contexts
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-# Capacity that is added when there is none left: a share of the rows held, and at least so many
+# Capacity that is added when there is none left: a share of the tokens held, and at least so many
 _SHARE, _LEAST = 8, 64
 # Tokens after which the host asks whether all of them could be coded
 _CHECK_STEP = 64
@@ -61,7 +59,7 @@ class GraphState(DroppedOnCopy):
         order (`torch.Tensor`): dummy that the operator writes to, so that calls keep their order.
     """
 
-    def __init__(self, layer: "StaticLayer", plan: DevicePlan | None, num_columns: int) -> None:
+    def __init__(self, layer: "StaticLayer[Any, Any]", plan: DevicePlan[Any] | None, num_columns: int) -> None:
         self.number = next(_NUMBERS)
         self.layer = ref(layer)
         self.plan = plan
@@ -73,39 +71,33 @@ class GraphState(DroppedOnCopy):
         _GRAPH_STATES[self.number] = self
 
 
-class StaticLayer(RowLayer):
+class StaticLayer(CompressedLayer[AnySegment, AnyCodec]):
     """
-    A layer of rows whose next token changes no address, if there is capacity for it.
-
-    Args:
-        policy, layer_idx, attention_mask: see `RowLayer`.
-        max_length (`int`, *optional*): tokens that there is capacity for from the first one on. By default capacity
-            grows with them, and is reserved only where kernels of a GPU compute.
+    A layer whose next token changes no address, if there is capacity for it. A class of layers has this one before
+    `RowLayer` or `GroupLayer`.
 
     Attributes:
+        max_length (`int`, *optional*): tokens that there is capacity for from the first one on. By default capacity
+            grows with them, and is reserved only where kernels of a GPU compute.
         graph (`GraphState`, *optional*): present if a graph can take the next token.
     """
 
     graph: GraphState | None = None
+    max_length: int | None = None
     _is_static = False
     _num_tokens = 0
     _host_is_behind = False
 
-    def __init__(
-        self,
-        policy: RowPolicy,
-        layer_idx: int,
-        attention_mask: torch.Tensor | None = None,
-        max_length: int | None = None,
-    ):
-        super().__init__(policy, layer_idx, attention_mask)
-        self.max_length, self.is_compileable = max_length, max_length is not None
+    def _reserve(self, max_length: int | None) -> None:
+        """Set the tokens that there is capacity for; see the class."""
+        self.max_length = max_length
+        self.is_compileable = max_length is not None
 
     def _clear(self) -> None:
         super()._clear()
         self.graph = None
         # The newest plan and graph state, which are used again if addresses are the same
-        self._device_plan: DevicePlan | None = None
+        self._device_plan: DevicePlan[AnySegment] | None = None
         self._graph: GraphState | None = None
         # Packed tokens that were checked
         self._num_checked = 0
@@ -123,19 +115,17 @@ class StaticLayer(RowLayer):
         has_kernels = compiles_kernels(torch.empty(0, dtype=torch.float32, device=self.device))
         reason = None
         if has_kernels:
-            triton = load_triton()
-            head_dim = max(self._shapes["keys"][3], self._shapes["values"][3])
-            if not triton.has_room(self._unfitted.shared_formats, self.device, self.dtype):
-                has_kernels = False
-                reason = triton.TOO_LARGE
-            elif not triton.can_encode(self.dtype, head_dim):
-                has_kernels = False
-                reason = f"none encodes heads of {head_dim} channels in {self.dtype}"
+            reason = self._explain_packing(load_triton())
+            has_kernels = reason is None
         elif self.device.type == "cuda":
             reason = explain_kernel("cuda")[1] or "not chosen"
         if self.max_length is not None and reason is not None:
             raise ValueError(f"`max_cache_len` needs Triton's kernels: {reason}")
         self._is_static = has_kernels or self.max_length is not None
+
+    @abstractmethod
+    def _explain_packing(self, triton: ModuleType) -> str | None:
+        """Return the reason why Triton's kernels cannot pack states like this layer's, or `None`."""
 
     # Lengths, which a replayed graph adds to
 
@@ -149,12 +139,12 @@ class StaticLayer(RowLayer):
         self._num_tokens, self._host_is_behind = length, False
 
     @property
-    def storage(self) -> LayerStorage[RowSegment]:  # type: ignore[override]
+    def storage(self) -> LayerStorage[AnySegment]:  # type: ignore[override]
         self._sync_lengths()
         return self._storage
 
     @storage.setter
-    def storage(self, storage: LayerStorage[RowSegment]) -> None:
+    def storage(self, storage: LayerStorage[AnySegment]) -> None:
         self._storage = storage
 
     def _sync_lengths(self) -> None:
@@ -165,7 +155,7 @@ class StaticLayer(RowLayer):
         self._host_is_behind = False
         counts = self._device_plan.counts()
         num_pushed = counts.total - self._num_tokens
-        before = count_tokens(self._storage, self.policy, self._num_tokens)
+        before = count_tokens(self._storage, self._num_tokens)
         num_packed = counts.open + counts.recent - before.open - before.recent
         self._set_counts(counts)
         self._num_tokens = counts.total
@@ -182,13 +172,11 @@ class StaticLayer(RowLayer):
         return self.policy.residual_length - self.policy.num_kept
 
     def _num_added(self, num_recent: int) -> int:
-        """Count the rows that the open segment gets when the device packs a full tail behind `num_recent` rows."""
-        if not self.policy.recent_length:
-            return self._num_packed_at_once
-        return self._num_to_requantize(num_recent + self._num_packed_at_once)
+        """Count the tokens that the open segment gets when the device packs a full tail behind `num_recent` rows."""
+        return self._num_packed_at_once
 
     def _set_counts(self, counts: StepCounts) -> None:
-        opened, recent = split_open(self._storage, self.policy)
+        opened, recent = split_open(self._storage)
         opened.length = counts.open
         if recent is not None:
             recent.length = counts.recent
@@ -198,14 +186,14 @@ class StaticLayer(RowLayer):
 
     def _count_push(self) -> None:
         """Count a token that the device stores, as the kernel does; `_length` does not count it yet."""
-        counts, policy = count_tokens(self._storage, self.policy, self._num_tokens), self.policy
-        num_open, num_recent, num_tail = counts.open, counts.recent, counts.tail
-        if num_tail == policy.residual_length:
-            num_tail = policy.num_kept
+        counts = count_tokens(self._storage, self._num_tokens)
+        num_open, num_recent = counts.open, counts.recent
+        num_tail = counts.tail
+        if num_tail == self.policy.residual_length:
+            num_tail = self.policy.num_kept
             num_added = self._num_added(num_recent)
             num_open += num_added
-            if policy.recent_length:
-                num_recent += self._num_packed_at_once - num_added
+            num_recent += self._num_packed_at_once - num_added
             self._counters["tokens_compressed"] += self._num_packed_at_once
             self._counters["chunks_compressed"] += 1
         self._set_counts(StepCounts(num_open, num_recent, num_tail + 1, counts.total))
@@ -213,28 +201,25 @@ class StaticLayer(RowLayer):
 
     def _check_packed(self) -> None:
         """Check packed tokens now and then: a `ValueError` if one overflowed."""
-        opened, recent = split_open(self._storage, self.policy)
+        opened, recent = split_open(self._storage)
         total = opened.length if recent is None else recent.stop - opened.start
         if total < self._num_checked + _CHECK_STEP:
             return
-        assert self.codec is not None
         first = min(self._num_checked, opened.length)
         self._num_checked = total
         held = [(opened, first)] if recent is None else [(opened, first), (recent, 0)]
         for segment, start in held:
-            rows = slice(start, segment.length)
-            overflow = self.codec.overflow(segment.keys[:, :, rows], segment.values[:, :, rows])
-            assert overflow is not None and self._storage.tail is not None
-            nothing = self._storage.tail.keys[:, :, :0]
-            check_finite(nothing, nothing, None, self.layer_idx, overflow=overflow.any())
+            self._check_segment(segment, start)
+
+    @abstractmethod
+    def _check_segment(self, segment: AnySegment, first: int) -> None:
+        """Raise a `ValueError` if a token of a segment from the `first` on could not be coded."""
 
     # Capacity and plans
 
     def _can_push(self) -> bool:
         """Return True if a decoded token changes nothing but open segment, recent rows and tail."""
-        if self.phase is not Phase.STORED or self.codec is None:
-            return False
-        if self._records_queries or self._unfitted_sequences is not None:
+        if self.phase is not Phase.STORED or self.codec is None or self._records_queries:
             return False
         if not self.policy.residual_length or self.storage.tail_length > self.policy.residual_length:
             return False
@@ -249,59 +234,28 @@ class StaticLayer(RowLayer):
             return
         opened = self._reserve_open()
         plan = None
-        if choose_token_kernel(opened.keys)[0] == "triton":
+        if choose_token_kernel(next(iter(opened.sides()[0].values())))[0] == "triton":
             self._reserve_recent()
             self._reserve_tail()
             plan = self._plan_on_device()
         if self.max_length is not None:
             self._make_graph(plan)
 
-    def _most_packed(self) -> int:
-        """Rows that the open segment gets at once, at most."""
-        return self._num_packed_at_once + self.policy.recent_length - self.policy.num_recent_kept
-
-    def _empty_segment(self, start: int, *, is_recent: bool) -> RowSegment:
-        shape = self.batch_size, self._shapes["keys"][1], 0
-        keys, values = (
-            torch.zeros(*shape, size, dtype=torch.uint8, device=self.device)
-            for size in self._codec_of(is_recent).row_sizes
-        )
-        return RowSegment(keys, values, start, 0, is_recent)
-
-    def _reserve_open(self) -> RowSegment:
-        """Return the segment of older rows that grows, with capacity for more, in front of recent rows."""
-        segments = self.storage.segments
-        has_recent = segments[-1].is_recent
-        place = len(segments) - has_recent
-        if place and segments[place - 1].is_open:
-            opened = segments[place - 1]
-        else:
-            opened = self._empty_segment(segments[-1].start if has_recent else self.exact_start, is_recent=False)
-            segments.insert(place, opened)
-        least = opened.length + self._most_packed()
-        wanted = 0 if self.max_length is None else self.max_length - opened.start
-        if wanted < least:
-            wanted = least if opened.capacity >= least else least + max(opened.length // _SHARE, _LEAST)
-        if opened.capacity < wanted:
-            opened.resize(wanted)
-            self.storage.version += 1
-        return opened
+    @abstractmethod
+    def _reserve_open(self) -> AnySegment:
+        """Return the segment of packed tokens that grows, with capacity for more, in front of recent rows."""
 
     def _reserve_recent(self) -> None:
         """Give recent rows all the capacity that they need, where the last plan had them."""
-        if not self.policy.recent_length:
-            return
-        segments = self.storage.segments
-        if not segments[-1].is_recent:
-            segments.append(self._empty_segment(self.exact_start, is_recent=True))
-        recent = segments[-1]
-        capacity = self.policy.recent_length + self._num_packed_at_once
-        before = None if self._device_plan is None else self._device_plan.recent_rows
-        if before is not None:
-            recent.move_to(*before)
-        elif not recent.is_open or recent.capacity != capacity:
-            recent.resize(capacity)
-        recent.is_open = True
+
+    def _capacity_for(self, opened: AnySegment, num_added: int) -> int:
+        """Return the tokens that the open segment should have capacity for; each step adds up to `num_added`."""
+        least = opened.length + num_added
+        wanted = 0 if self.max_length is None else self.max_length - opened.start
+        if wanted >= least:
+            return wanted
+        has_room = opened.capacity * opened.chunk_length >= least
+        return least if has_room else least + max(opened.length // _SHARE, _LEAST)
 
     def _reserve_tail(self) -> None:
         """Give the tail all the capacity that it needs, where the last plan had it."""
@@ -317,21 +271,24 @@ class StaticLayer(RowLayer):
         else:
             storage.tail.move_to(*self._device_plan.tail_storage)
 
-    def _plan_on_device(self) -> DevicePlan:
+    @abstractmethod
+    def _make_plan(self, parts: Sequence[LayerPart]) -> DevicePlan[AnySegment]:
+        """Plan steps on a GPU over prefix and segments in use, `parts`, and a tail."""
+
+    def _plan_on_device(self) -> DevicePlan[AnySegment]:
         """Return the plan of the next step: the last one if addresses are the same."""
-        storage, policy = self.storage, self.policy
-        plan, codec = self._device_plan, self.codec
-        assert isinstance(codec, RowCodec), "only such layers are static"
-        if plan is None or plan.addresses != list_addresses(storage, policy, codec, self.padding):
-            parts = list(self.packed_parts(None))
-            plan = DevicePlan(storage, policy, codec, self.padding, parts, self._length, self._count_push)
+        storage, codec = self.storage, self.codec
+        plan = self._device_plan
+        assert codec is not None
+        if plan is None or plan.addresses != list_addresses(storage, codec, self.padding):
+            plan = self._make_plan(list(self.packed_parts(None)))
         else:
             plan.version = storage.version
-            plan.set_counts(count_tokens(storage, policy, self._length))
+            plan.set_counts(count_tokens(storage, self._length))
         self.plan = self._device_plan = plan
         return plan
 
-    def _make_graph(self, plan: DevicePlan | None) -> None:
+    def _make_graph(self, plan: DevicePlan[AnySegment] | None) -> None:
         assert self.max_length is not None
         graph = self._graph
         num_columns = self.max_length if graph is None else graph.num_columns
@@ -342,13 +299,6 @@ class StaticLayer(RowLayer):
         if plan is None:
             graph.total.fill_(self._length)
         self.graph = self._graph = graph
-
-    @property
-    def _next_fit(self) -> int:
-        """See `RowLayer._next_fit`; of reserved capacity a prompt alone, as no graph can fit a codec."""
-        if self.max_length is not None and self._uncommitted_prompt is None:
-            return MAX_INTEGER
-        return super()._next_fit
 
     @property
     def _pushes_on_device(self) -> bool:
@@ -390,9 +340,10 @@ class StaticLayer(RowLayer):
         self._check_packed()
         if self._records_queries:
             return False
-        # The device packs; rows that it adds need capacity
-        opened, recent = split_open(self._storage, self.policy)
-        return opened.length + self._num_added(0 if recent is None else recent.length) <= opened.capacity
+        # The device packs; tokens that it adds need capacity
+        opened, recent = split_open(self._storage)
+        num_added = self._num_added(0 if recent is None else recent.length)
+        return opened.length + num_added <= opened.capacity * opened.chunk_length
 
     def _before_update(self) -> None:
         if self._records_queries:
@@ -494,7 +445,9 @@ class GraphStates(torch.Tensor):
 _REPEATING = (torch.Tensor.__getitem__, torch.Tensor.expand, torch.Tensor.reshape)
 
 
-def traced_states(layer: StaticLayer, keys: torch.Tensor, values: torch.Tensor) -> tuple[GraphStates, GraphStates]:
+def traced_states(
+    layer: StaticLayer[Any, Any], keys: torch.Tensor, values: torch.Tensor
+) -> tuple[GraphStates, GraphStates]:
     """Return stand-ins for all states of a static layer that is updated by a token, while it is traced."""
     graph = layer.graph
     assert graph is not None

@@ -72,11 +72,20 @@ class PackedCache(UsageChecksMixin, ReportingMixin, Cache):
     uses_query_statistics = False
     cache_config: CacheConfig
 
-    def __init__(self, config: PreTrainedConfig | None, attention_mask: torch.Tensor | None) -> None:
+    def __init__(
+        self, config: PreTrainedConfig | None, attention_mask: torch.Tensor | None, max_cache_len: int | None = None
+    ) -> None:
         check_mask("attention_mask", attention_mask)
         self.choice: PresetChoice | None = None
         self._given_mask = attention_mask
+        self._max_cache_len = max_cache_len
+        if max_cache_len is not None:
+            check_integer("max_cache_len", max_cache_len, 1)
+            if config is None:
+                raise ValueError("`max_cache_len` needs the model or its config, which the cache is made with")
         self._init_layers(config)
+        if max_cache_len is not None and not self.is_compileable:
+            raise ValueError("`max_cache_len` is for models whose layers all are of full attention")
 
     def stats(self) -> dict[str, StatValue]:
         """

@@ -20,7 +20,8 @@ from kvcache_plugins.layers.layer_factory import attention_class
 from kvcache_plugins.layers.layer_state import DenseState, LayerState, State
 from kvcache_plugins.layers.recurrent_state import RecurrentStates, restore_recurrent_states
 from kvcache_plugins.layers.row_layer import RowLayer
-from kvcache_plugins.layers.static_layer import StaticLayer
+from kvcache_plugins.layers.static_group_layer import StaticGroupLayer
+from kvcache_plugins.layers.static_row_layer import StaticRowLayer
 from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 from kvcache_plugins.reports.memory import StatValue
 
@@ -140,7 +141,8 @@ def state_of(layer: CacheLayerMixin, index: int) -> State:
     if not isinstance(layer, CacheLayerMixin):
         return None
     kind = attention_class(layer)
-    is_packed = kind in (GroupLayer, RowLayer, StaticLayer) and not getattr(layer, "has_index", False)
+    packed = GroupLayer, RowLayer, StaticGroupLayer, StaticRowLayer
+    is_packed = kind in packed and not getattr(layer, "has_index", False)
     if not is_packed and kind not in (DynamicLayer, DynamicSlidingWindowLayer):
         raise ValueError(
             f"`save` knows layers of plain attention and of recurrences only, but layer {index} is a "

@@ -18,9 +18,9 @@ from kvcache_plugins.formats.quantizer import NAME
 from kvcache_plugins.kernels.engine import has_gpu_kernels
 from kvcache_plugins.layers.layer_factory import replace_full_attention
 from kvcache_plugins.layers.row_layer import RowLayer
-from kvcache_plugins.layers.static_layer import StaticLayer
+from kvcache_plugins.layers.static_row_layer import StaticRowLayer
 from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
-from kvcache_plugins.option_checks import check_integer, split_nbits
+from kvcache_plugins.option_checks import split_nbits
 from kvcache_plugins.packed.cache import ADVICE, PackedCache
 from kvcache_plugins.packed.snapshot import Snapshot
 from kvcache_plugins.registry import get_config
@@ -150,15 +150,7 @@ class TransformCodingCache(PackedCache):
             recent_length=recent_length,
             recent_nbits=recent_nbits,
         )
-        config = get_config(config, "config")
-        self._max_cache_len = max_cache_len
-        if max_cache_len is not None:
-            check_integer("max_cache_len", max_cache_len, 1)
-            if config is None:
-                raise ValueError("`max_cache_len` needs the model or its config, which the cache is made with")
-        super().__init__(config, attention_mask)
-        if max_cache_len is not None and not self.is_compileable:
-            raise ValueError("`max_cache_len` is for models whose layers all are of full attention")
+        super().__init__(get_config(config, "config"), attention_mask, max_cache_len)
 
     def _make_empty_layer(self, layer_idx: int) -> RowLayer:
         return RowLayer(self.cache_config.policy(), layer_idx)
@@ -173,7 +165,7 @@ class TransformCodingCache(PackedCache):
         longer = None if config is None else rotary_frequencies(config, layer_idx, is_long=True)
         policy = options.policy(frequencies, codec, longer)
         if window is None and (self._max_cache_len or has_gpu_kernels()):
-            return StaticLayer(policy, layer_idx, self._given_mask, self._max_cache_len)
+            return StaticRowLayer(policy, layer_idx, self._given_mask, self._max_cache_len)
         return RowLayer(policy, layer_idx, self._given_mask, window)
 
     def _layers_for(self, config: PreTrainedConfig) -> list[CacheLayerMixin]:
