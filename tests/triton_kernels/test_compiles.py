@@ -416,7 +416,7 @@ def test_kernels_stay_in_registers_and_shared_memory(variants, run_compiling):
         is_amd = target.startswith("gfx")
         assert line["shared"] <= line.get("bound", line["shared"]), line
         # Wider heads are only to compile
-        if name not in ("gear-2bit-d256", *BASES):
+        if name not in ("gear-2bit-d256", "group-push-gear-2bit-d256", *BASES):
             is_widest = name in COMBINATIONS and target == "90"
             most = MAX_SHARED_H200 if is_widest else MAX_SHARED_AMD if is_amd else MAX_SHARED
             assert line["shared"] <= most, line
