@@ -68,6 +68,12 @@ def test_every_cache_says_what_it_says_alone(name: str, model: PreTrainedModel, 
     assert all(torch.equal(*pair) for pair in zip(alone, together, strict=True))
 
 
+def test_sixteen_threads_share_a_model(model: PreTrainedModel) -> None:
+    names = ["transform", "gear-2bit", "h2o", "dynamic"] * 4
+    alone = [decode(model, name, number + 1) for number, name in enumerate(names)]
+    assert all(torch.equal(*pair) for pair in zip(alone, decode_together(model, names), strict=True))
+
+
 def test_different_caches_do_not_disturb_each_other(model: PreTrainedModel, frequent_switches: None) -> None:
     names = ["infinigen-paper", "dynamic", "infinigen-transform", "h2o"]
     alone = [decode(model, name, number + 1) for number, name in enumerate(names)]

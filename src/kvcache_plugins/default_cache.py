@@ -61,7 +61,7 @@ def compressed_by_default(name: str, **options: object) -> Iterator[None]:
     token = _MAKE.set(lambda model: create_cache(name, model, **options))  # type: ignore[arg-type]
     with _LOCK:
         _OPEN.append(block)
-        GenerationMixin._prepare_cache_for_generation = _prepare  # type: ignore[method-assign]
+        GenerationMixin._prepare_cache_for_generation = _prepare  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

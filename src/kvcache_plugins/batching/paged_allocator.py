@@ -250,7 +250,8 @@ class CodedAllocator(FullAttentionCacheAllocator):
 
     def _write_blocks(self, page_store: PageStore, exact: list[int], rows: list[int], token_ids: list[int]) -> None:
         """Write the complete blocks of a request that are not on disk."""
-        hashes = list(takewhile(lambda known: known is not None, map(self.ledger.block_to_hash.get, rows)))
+        known = self.ledger.block_to_hash
+        hashes = [known[block] for block in takewhile(lambda block: block in known, rows)]
         missing = [number for number, content in enumerate(hashes) if content not in self._stored_hashes]
         if missing:
             states = {number: self._read_states(number, rows[number], exact) for number in missing}
@@ -259,7 +260,8 @@ class CodedAllocator(FullAttentionCacheAllocator):
 
     def _read_states(self, number: int, block: int, exact: list[int]) -> list[LayerState | None]:
         """Return the states of all layers in a block of a request, whose blocks of `exact` tokens are given."""
-        size, num_heads, num_sinks = self.tokens_per_page, self.num_key_value_heads, self.layout.num_sink_tokens
+        size = self.tokens_per_page
+        num_sinks = self.layout.num_sink_tokens
         sink_blocks, sink_slots = self._locate_sinks(exact)
         padding = torch.zeros(1, dtype=torch.int64, device="cpu")
         states: list[LayerState | None] = [None] * (max(self._pages) + 1)
@@ -272,7 +274,7 @@ class CodedAllocator(FullAttentionCacheAllocator):
             states[layer_idx] = LayerState(
                 dtype=self.cache_dtype,
                 batch_size=1,
-                num_heads=num_heads,
+                num_heads=self.num_key_value_heads,
                 key_head_dim=self.head_dim,
                 value_head_dim=self.head_dim,
                 length=(number + 1) * size,
@@ -294,7 +296,8 @@ class CodedAllocator(FullAttentionCacheAllocator):
 
     def _load_blocks(self, page_store: PageStore, prompt_ids: list[int]) -> None:
         """Load the blocks of a prompt's prefix that are on disk alone, and cache them as of an ended request."""
-        size, ledger, layout = self.tokens_per_page, self.ledger, self.layout
+        size = self.tokens_per_page
+        ledger, layout = self.ledger, self.layout
         hashes: list[int] = []
         for start in range(0, len(prompt_ids) - size, size):
             hashes.append(compute_block_hash(hashes[-1] if hashes else None, prompt_ids[start : start + size]))

@@ -20,9 +20,7 @@ def main(
         str, typer.Option(help="NAME of `kvcache-plugins list`, or NAME:key=value,key=value.")
     ] = "transform",
     store: Annotated[Path | None, typer.Option(help="Prompt store's folder: prompts and answers are kept.")] = None,
-    conversations: Annotated[
-        int | None, typer.Option(help="Newest conversations whose caches stay in memory.", min=1)
-    ] = None,
+    conversations: Annotated[int | None, typer.Option(help="Newest conversations kept in memory.", min=1)] = None,
     continuous_batching: Annotated[
         bool, typer.Option("--continuous-batching", help="Answer requests together, from compressed pages.")
     ] = False,

@@ -1,4 +1,4 @@
-"""How many tokens of a cache a new prompt can reuse: those of the beginning that both share, if layers can go back."""
+"""Count the tokens of a cache that a new prompt can reuse: a shared beginning, if all layers can go back to it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def can_go_back(layer: object, count: int) -> bool:
     if isinstance(layer, LinearAttentionLayer):
         # A recurrence cannot be reversed; a convolution can, for as many tokens as were recorded
         widths = [
-            states.shape[-1] - layer.conv_kernel_size[index]
+            states.shape[-1] - (layer.conv_kernel_size[index] or 0)
             for index, states in layer.conv_states.items()
             if states is not None
         ]

@@ -189,7 +189,7 @@ class BatchingManager(CBGenerateManager):
         super().__init__(cb_config=config)
         self._log = log
         self.counters = Counter[str]()
-        # Samplers add noise to scores, of which the batch takes the highest
+        # Samplers add noise to scores, and the batch takes the highest score
         highest = GenerationConfig(do_sample=False, max_new_tokens=sampling.max_new_tokens)
         highest.eos_token_id = sampling.eos_token_id
         batching: ContinuousBatchingManager = model.init_continuous_batching(  # type: ignore[operator]
@@ -209,7 +209,7 @@ class BatchingManager(CBGenerateManager):
         self._register = batching.register_result_handler
         self._cancel = batching.cancel_request
         self._add = batching.add_request
-        batching.add_request = self._add_sampled  # type: ignore[method-assign]
+        batching.add_request = self._add_sampled  # type: ignore[method-assign, assignment]
         batching.register_result_handler = self._register_counted  # type: ignore[method-assign]
         batching.cancel_request = self._cancel_counted  # type: ignore[method-assign]
         self._cb = batching
@@ -265,7 +265,7 @@ class BatchingManager(CBGenerateManager):
 
     def _add_sampled(self, input_ids: list[int], **options: Any) -> str | None:
         """Add a request of the event loop with its own sampling."""
-        return self._add(input_ids, **options, **CURRENT.get().sampling)
+        return self._add(input_ids, **{**options, **CURRENT.get().sampling})
 
     def _register_counted(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
         def count(output: GenerationOutput) -> None:

@@ -123,10 +123,7 @@ class CacheServer:
         else:
             options.refuse()
         if conversations is not None:
-            _check_conversations(cache, conversations)
-            if store is not None or continuous_batching:
-                other = "continuous-batching" if store is None else "store"
-                raise ValueError(f"`--conversations` is given with `--{other}`, which shares beginnings by itself")
+            _check_conversations(cache, conversations, has_store=store is not None, is_batched=continuous_batching)
         self._store = None if store is None else PromptStore(store)
         self._batching: CompressedBatching | None = None
         with ExitStack() as stack:
@@ -143,12 +140,11 @@ class CacheServer:
             model, tokenizer = self._rename_model(name)
             self._manager: CachingManager | BatchingManager
             if continuous_batching:
-                sampling = self._choose_sampling(model, temperature)
                 text_ids = _encode_text(tokenizer, text)
                 context = compressed_batching(model, cache, text=text_ids, store=self._store)
                 self._batching = stack.enter_context(context)
                 pages = _choose_pages(model, num_blocks, max_batch_tokens)
-                self._manager = BatchingManager(model, pages, sampling, say)
+                self._manager = BatchingManager(model, pages, self._choose_sampling(model, temperature), say)
             else:
                 held = None if conversations is None else Conversations(conversations)
                 self._manager = CachingManager(model, cache, self._store, held, say)
@@ -273,9 +269,12 @@ def _check_batch(cache: str, text: str | None) -> None:
         )
 
 
-def _check_conversations(cache: str, count: int) -> None:
+def _check_conversations(cache: str, count: int, *, has_store: bool, is_batched: bool) -> None:
     """Raise a `ValueError` for conversations that cannot be kept."""
     check_integer("--conversations", count, 1)
+    if has_store or is_batched:
+        other = "store" if has_store else "continuous-batching"
+        raise ValueError(f"`--conversations` is given with `--{other}`, and both share what requests begin with")
     if not makes_packed_cache(cache):
         raise ValueError(f"`--conversations` keeps caches of packed tokens, which `--cache {cache}` is not")
 

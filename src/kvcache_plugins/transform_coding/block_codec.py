@@ -118,7 +118,7 @@ class BlockCodec:
     def pack(self, block: torch.Tensor, start: int = 0) -> bytes:
         """
         Pack a block `[layers, 2, tokens, heads, head_dim]` whose first token is at position `start` of its sequence.
-        Blocks of fewer than 64 tokens, of which no tables can be made, stay exact.
+        Blocks of fewer than 64 tokens stay exact, as tables need more.
 
         Raises:
             ValueError: for a block of another shape or dtype, and for states that are not finite or too large.
