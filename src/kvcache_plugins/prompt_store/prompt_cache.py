@@ -297,8 +297,9 @@ def _join_compressed(states: Sequence[LayerState], num_tokens: int, counter_name
         blocks, tables = _join_rows(states)
     counters = dict.fromkeys(counter_names, 0)
     counters |= {"tokens_compressed": num_compressed, "chunks_compressed": len(states)}
-    changes = {"length": num_tokens, "is_open": is_rows, "counters": counters, "blocks": blocks, "tables": tables}
-    return dataclasses.replace(states[0], **changes)
+    return dataclasses.replace(
+        states[0], length=num_tokens, is_open=is_rows, counters=counters, blocks=blocks, tables=tables
+    )
 
 
 def _join_rows(states: Sequence[LayerState]) -> tuple[list[SegmentState], CodecState | None]:
