@@ -10,7 +10,7 @@ import pytest
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 SUFFIXES = (".py", ".c", ".h")
 # In fifties, of the day when the folder was last made lighter; raised with a reason in the commit alone
-CEILINGS = {"src": 35_600, "triton_kernels": 5_050, "eval": 7_400, "tests": 29_150}
+CEILINGS = {"src": 36_050, "triton_kernels": 5_050, "eval": 7_400, "tests": 29_600}
 
 
 def count_lines(folder: str) -> int:
