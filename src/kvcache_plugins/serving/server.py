@@ -98,6 +98,8 @@ class CacheServer:
         OSError: if the port is taken.
     """
 
+    _batching: CompressedBatching | None = None
+
     def __init__(
         self,
         name: str,
@@ -117,15 +119,13 @@ class CacheServer:
         say: LogLine = lambda line: None,
     ) -> None:
         _check_release()
-        options = _BatchOptions(text, temperature, num_blocks, max_batch_tokens)
         if continuous_batching:
             _check_batch(cache, text)
         else:
-            options.refuse()
+            _BatchOptions(text, temperature, num_blocks, max_batch_tokens).refuse()
         if conversations is not None:
             _check_conversations(cache, conversations, has_store=store is not None, is_batched=continuous_batching)
         self._store = None if store is None else PromptStore(store)
-        self._batching: CompressedBatching | None = None
         with ExitStack() as stack:
             self._socket = stack.enter_context(closing(_bind(host, port)))
             self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}/v1"
@@ -140,8 +140,7 @@ class CacheServer:
             model, tokenizer = self._rename_model(name)
             self._manager: CachingManager | BatchingManager
             if continuous_batching:
-                text_ids = _encode_text(tokenizer, text)
-                context = compressed_batching(model, cache, text=text_ids, store=self._store)
+                context = compressed_batching(model, cache, text=_encode_text(tokenizer, text), store=self._store)
                 self._batching = stack.enter_context(context)
                 pages = _choose_pages(model, num_blocks, max_batch_tokens)
                 self._manager = BatchingManager(model, pages, self._choose_sampling(model, temperature), say)
