@@ -151,6 +151,7 @@ def state_of(layer: CacheLayerMixin, index: int) -> State:
     if isinstance(layer, CompressedLayer):
         # A layer that was cropped to nothing has a state for its counters
         return layer.state() if layer.is_initialized else None
+    assert isinstance(layer, DynamicLayer)
     length = layer.get_seq_length()
     if not length:
         return None
