@@ -10,7 +10,7 @@ import pytest
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 SUFFIXES = (".py", ".c", ".h")
 # In fifties, of the day when the folder was last made lighter; raised with a reason in the commit alone
-CEILINGS = {"src": 34_250, "triton_kernels": 4_250, "eval": 7_250, "tests": 27_100}
+CEILINGS = {"src": 35_000, "triton_kernels": 5_350, "eval": 7_250, "tests": 27_650}
 
 
 def count_lines(folder: str) -> int:
