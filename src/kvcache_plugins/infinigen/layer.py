@@ -190,7 +190,9 @@ class InfiniGenLayer(LazyLayer):
 
     def _push(self, tail: ExactTail, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Store a token `[B, H, 1, D or E]` by the plan of the last step. Return False if there is none for it."""
-        pool, plan, device_plan = self.pool, self._plan, self._device_plan
+        pool = self.pool
+        plan = self._plan
+        device_plan = self._device_plan
         if pool is None:
             return False
         if device_plan is not None and not in_caller_context():
@@ -330,8 +332,8 @@ class InfiniGenLayer(LazyLayer):
         hides_padding: bool = False,
     ) -> Prefetch:
         """
-        Select tokens for a query `[B, H * G, 1, D]` when the sequence has `length` tokens, of which the newest may not
-        be stored yet, and start to fetch them. Without a mask all tokens may be selected, or all but padding.
+        Select tokens for a query `[B, H * G, 1, D]` when the sequence has `length` tokens, and start to fetch them;
+        the newest may not be stored yet. Without a mask all tokens may be selected, or all but padding.
         """
         plan = self._plan_on_device(query, attn_mask, scale)
         if plan is not None:

@@ -242,7 +242,8 @@ class QueryProjection:
         """Return whether the model's rotary function pairs channels of the first half with those of the second."""
         assert self._rotate is not None
         size = self._rotary_size
-        states, cosines, sines = _any_numbers(1, 2, 1, size), _any_numbers(1, 1, size).cos(), _any_numbers(1, 1, size)
+        states = _any_numbers(1, 2, 1, size)
+        cosines, sines = _any_numbers(1, 1, size).cos(), _any_numbers(1, 1, size)
         first, second = states.chunk(2, dim=3)
         expected = states * cosines[:, None] + torch.cat((-second, first), dim=3) * sines[:, None]
         try:

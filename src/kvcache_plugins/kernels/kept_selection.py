@@ -205,16 +205,8 @@ class KeptSelection:
         if padding is not None:
             changed["padding_ptr"] = padding
         seen = mask is not None, padding is not None
-        wanted: torch.Tensor | None = None
-        if rule.distance is not None:
-            distance, wanted = rule.distance, query.new_empty(shape, dtype=torch.int64)
-            own = wanted
-            self._launches.run(
-                ("count", *seen),
-                lambda: triton.prepare_count(scores, mask, padding, distance, own),
-                **changed,
-                wanted_ptr=own,
-            )
+        wanted = self._count_wanted(scores, mask, padding, changed)
+        if wanted is not None:
             changed["wanted_ptr"] = wanted
         keys = tail.storage[0]
         options = {
@@ -243,6 +235,22 @@ class KeptSelection:
             limit=limit,
         )
         return Selection(slots, count)
+
+    def _count_wanted(
+        self, scores: torch.Tensor, mask: torch.Tensor | None, padding: torch.Tensor | None, changed: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """Count the tokens that are near the largest score, `[B, H]`; `None` if the rule has no such distance."""
+        distance = self._rule.distance
+        if distance is None:
+            return None
+        wanted = scores.new_empty(scores.shape[:2], dtype=torch.int64)
+        self._launches.run(
+            ("count", mask is not None, padding is not None),
+            lambda: load_triton().prepare_count(scores, mask, padding, distance, wanted),
+            **changed,
+            wanted_ptr=wanted,
+        )
+        return wanted
 
     def gather(self, addresses: torch.Tensor, selection: Selection, rows: torch.Tensor, page_tokens: int) -> None:
         """Copy the rows of selected slots from pages into `rows` `[B, H, K, R]`, on the current stream."""
