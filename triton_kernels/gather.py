@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import OPTIONS, tensor_arguments
+from .launch import OPTIONS, Launch, tensor_arguments
 
 
 # Most bytes that one thread can move at once
@@ -128,6 +128,17 @@ def write_rows(
     _move_rows(addresses, slots, count, rows, page_tokens, writes=True)
 
 
+def as_words(rows: torch.Tensor) -> torch.Tensor:
+    """View rows `[B, H, K, R]` as words, which move more bytes at once."""
+    return rows.view(_WORD_TYPES[min(_row_alignment(rows), max(_WORD_TYPES))])
+
+
+def _row_alignment(rows: torch.Tensor) -> int:
+    itemsize = rows.element_size()
+    offsets = (rows.data_ptr(), *(stride * itemsize for stride in rows.stride()[:3]))
+    return gcd(rows.shape[3] * itemsize, _VECTOR_BYTES, *offsets)
+
+
 def _move_rows(
     addresses: torch.Tensor,
     slots: torch.Tensor,
@@ -137,38 +148,49 @@ def _move_rows(
     *,
     writes: bool,
 ) -> None:
+    if rows.numel():
+        prepare_move(addresses, slots, count, rows, page_tokens, writes=writes)()
+
+
+def prepare_move(
+    addresses: torch.Tensor,
+    slots: torch.Tensor,
+    count: torch.Tensor | None,
+    rows: torch.Tensor,
+    page_tokens: int,
+    *,
+    writes: bool,
+) -> Launch:
+    """Prepare the launch of `gather_rows`, or of `write_rows`, with rows as words of bytes."""
     batch_size, num_heads, num_slots, row_dim = rows.shape
     assert slots.shape == rows.shape[:3] and rows.stride(3) == 1
-    if rows.numel() == 0:
-        return
-    row_bytes, itemsize = row_dim * rows.element_size(), rows.element_size()
+    row_bytes = row_dim * rows.element_size()
     # Of a row in its page, and of one here
-    page_alignment = gcd(row_bytes, _VECTOR_BYTES)
-    offsets = [rows.data_ptr(), *(stride * itemsize for stride in rows.stride()[:3])]
-    row_alignment = gcd(row_bytes, _VECTOR_BYTES, *offsets)
-    word_bytes = min(row_alignment, max(_WORD_TYPES))
-    words = rows.view(_WORD_TYPES[word_bytes])
+    page_alignment, row_alignment = gcd(row_bytes, _VECTOR_BYTES), _row_alignment(rows)
+    words = as_words(rows)
+    word_bytes = words.element_size()
     num_words = row_bytes // word_bytes
     block_words = min(triton.next_power_of_2(num_words), _MAX_BLOCK_WORDS)
     block_tokens = min(triton.next_power_of_2(num_slots), max(_WORDS_AT_ONCE // block_words, 1))
     num_splits = min(triton.cdiv(_NUM_PROGRAMS, batch_size * num_heads), triton.cdiv(num_slots, block_tokens))
     # Of many heads a program takes several in turn
     num_matrices = batch_size * num_heads
-    _move_rows_kernel[(min(num_matrices, _NUM_PROGRAMS), num_splits)](
-        page_addresses_ptr=addresses,
+    arguments = {
+        "page_addresses_ptr": addresses,
         **tensor_arguments("slots", slots, "bhk"),
         **tensor_arguments("count", count, "bh"),
         **tensor_arguments("rows", words, "bhk"),
-        num_matrices=num_matrices,
-        num_heads=num_heads,
-        num_slots=num_slots,
-        PAGE_TOKENS=page_tokens,
-        NUM_WORDS=num_words,
-        WORD_BYTES=word_bytes,
-        PAGE_ALIGNMENT=page_alignment,
-        ROW_ALIGNMENT=row_alignment,
-        WRITES=writes,
-        BLOCK_T=block_tokens,
-        BLOCK_W=block_words,
-        **OPTIONS,
-    )
+        "num_matrices": num_matrices,
+        "num_heads": num_heads,
+        "num_slots": num_slots,
+        "PAGE_TOKENS": page_tokens,
+        "NUM_WORDS": num_words,
+        "WORD_BYTES": word_bytes,
+        "PAGE_ALIGNMENT": page_alignment,
+        "ROW_ALIGNMENT": row_alignment,
+        "WRITES": writes,
+        "BLOCK_T": block_tokens,
+        "BLOCK_W": block_words,
+    }
+    grid = (min(num_matrices, _NUM_PROGRAMS), num_splits)
+    return Launch(_move_rows_kernel, grid, arguments, OPTIONS, rows)

@@ -1,6 +1,7 @@
 """A query projection makes the queries that attention gets, in every family of models that it does not refuse."""
 
 import math
+import os
 import types
 
 import pytest
@@ -16,7 +17,7 @@ from transformers import (
     DynamicCache,
 )
 
-from kvcache_plugins.infinigen.queries import QueryProjection, find_attention_modules
+from kvcache_plugins.infinigen.queries import InputNorm, QueryProjection, find_attention_modules, first_of
 from kvcache_plugins.models.layer_config import config_of_layer
 
 
@@ -194,6 +195,40 @@ def test_equal_those_of_attention_in_every_layer(family, dtype, capture):
         assert (projection.num_heads, projection.head_dim) == (seen.query.shape[1], seen.query.shape[3])
         assert projection.scaling == pytest.approx(seen.scaling)
         projection.check(seen.hidden_states, seen.position_embeddings, seen.query)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
+@pytest.mark.parametrize(
+    ("family", "rotates", "offset"),
+    [
+        ("llama", True, 0.0),
+        ("gpt-neox", True, None),
+        ("gemma3", True, 1.0),
+        ("cohere2", False, None),
+        ("glm4", False, 0.0),
+        ("ernie4.5", False, 0.0),
+        ("gpt2", False, None),
+    ],
+)
+@torch.no_grad()
+def test_single_queries_by_kernels_are_those_of_attention(family, rotates, offset, capture, monkeypatch):
+    """Kernels rotate halves, and norm by the root mean square; the modules do all else."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
+    model = build(*FAMILIES[family])
+    made, captured = projections(model), capture(model)
+    projection, seen = made[1], captured[1]
+    assert projection._has_kernel == rotates
+    embeddings = seen.position_embeddings
+    last = None if embeddings is None else tuple(each[:, -1:] for each in embeddings)
+    own = projection(seen.hidden_states[:, -1:], last)
+    expected = seen.query[:, :, -1:]
+    assert float((own - expected).abs().max() / expected.abs().max()) <= TOLERANCE
+    layer = model.get_decoder().get_submodule("h.1" if family == "gpt2" else "layers.1")
+    norm = first_of(layer, ("input_layernorm", "ln_1"))
+    fused, states = InputNorm(norm), torch.randn(2, 1, 64)
+    assert fused._offset == offset
+    torch.testing.assert_close(fused(states), norm(states), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -125,12 +125,20 @@ SCORES = {
     "score-d256": (256, 8, 4),
     "score-d128-g64": (128, 64, 4),
 }
-VARIANTS = {**GROUPS, **COMBINATIONS, **ROWS, **CODING, **GROUP_PUSHES, **MOVES, **SCORES}
+# Steps of InfiniGen: head dim, query heads a key/value head, dtype
+STEPS = {
+    "step-d128-g4": (128, 4, BRAIN),
+    "step-d128-g1-float32": (128, 1, SINGLE),
+    "step-d64-g3": (64, 3, HALF),
+    "step-d256-g8": (256, 8, BRAIN),
+    "step-d80-g32": (80, 32, HALF),
+}
+VARIANTS = {**STEPS, **GROUPS, **COMBINATIONS, **ROWS, **CODING, **GROUP_PUSHES, **MOVES, **SCORES}
 # By target. In daily tests one of each kernel: of groups without and with low rank, of rows without and with a basis
 DAILY = {
     "90": [
         *("kivi-2bit-d128", "gear-l-2bit-d128", "t16-d128", "c16-d64", "code-keys-d128", "code-values-d256"),
-        *("push-d128", "gather-256", "gather-129", "write-256", "score-d128-g4", "score-8bit"),
+        *("push-d128", "gather-256", "gather-129", "write-256", "score-d128-g4", "score-8bit", "step-d128-g4"),
         "group-push-gear-2bit-d128",
     ],
     "gfx942": ["kivi-2bit-d128"],
@@ -143,6 +151,7 @@ LONG = {
         *("kcvt-2bit-d64", "kivi-2bit-d128", "gear-2bit-d64", "gear-2bit-d128", *_RANKS, *_CODING, *MOVES, *SCORES),
         *GROUP_PUSHES,
         *("t30-d128-rows16", "c16-d64", "t16-d256", "t16-d64-device", "c-d80-float32", "c-d128-float32", "c-d256"),
+        *STEPS,
     ],
     "86": ["kivi-2bit-d128", *COMBINATIONS, "t16-d64-device", "c16-d64-device", *_CODING],
     "120": ["kivi-2bit-d128", *_CODING],
@@ -158,6 +167,7 @@ LONG = {
             *GROUP_PUSHES,
             *MOVES,
             *SCORES,
+            *STEPS,
         ),
         *("t16-d64", "t16-d128-float32", "c16-d64", "c16-d128", "t16-d128-device", *BASES),
     ],
@@ -178,6 +188,7 @@ SPILLED = {
     **{("attend", "gear-2bit-d64"): 72, ("attend", "gear-2bit-d128"): 176, ("attend", "gear-3bit-d128"): 168},
     **{("attend", "gear-l-2bit-d128"): 64, ("attend", "kcvt-4bit-d128-float32"): 64},
     ("90", "c16-d128"): 24,
+    ("choose", "step-d128-g1-float32"): 8,
     ("90", "push-d256"): 48,
 }
 # Shared memory of a program, in bytes: the least of any GPU since sm_80 (RTX 30 and 40), AMD's, and that of an H200
@@ -357,11 +368,73 @@ def of_call(name):
     yield "call", kernel, arguments, {name: arguments.pop(name) for name in OPTIONS}
 
 
+def of_step(name):
+    """Launches of a step over 16000 tokens of a pool, of which 3200 may be chosen."""
+    from kvcache_plugins.triton_kernels.infinigen import attend, choose, push, queries
+    from kvcache_plugins.triton_kernels.scores import prepare_column_scores
+    from kvcache_plugins.triton_kernels.transform_coding.decode_rows import prepare_decoding
+
+    head_dim, groups, dtype = STEPS[name]
+    shape = 2, 8
+    states = torch.empty(*shape, 64, head_dim, dtype=dtype)
+    query = torch.empty(2, 8 * groups, 1, head_dim, dtype=dtype)
+    slots, count = torch.empty(*shape, 3200, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
+    rows = torch.empty(*shape, 3200, 2 * head_dim, dtype=dtype)
+    scores = torch.empty(*shape, groups, 16000)
+    mask, padding = torch.empty(2, 16020, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
+    options = {"ratio": torch.empty(1, dtype=torch.float64), "min_weight": 0.5, "wanted": count, "num_first": 4}
+    options |= {
+        "num_newest": 32,
+        "scale": 0.1,
+        "weights": scores[:, :, 0].contiguous(),
+        "slots": slots,
+        "count": count,
+    }
+    columns, rotation = torch.empty(*shape, 16000, 38, dtype=dtype), torch.empty(*shape, head_dim, 38, dtype=dtype)
+    grouped = query.view(*shape, groups, head_dim)
+    new = states[:, :, :1].contiguous()
+    hidden, weight = torch.empty(2, 1, 4096, dtype=dtype), torch.empty(4096, dtype=dtype)
+    angles = torch.empty(2, 1, head_dim, dtype=dtype)
+    sides = [make_rows(head_dim, head_dim // 2, is_keys, is_calibrated=False) for is_keys in (True, False)]
+    sides[1] = sides[1]._replace(rows=torch.empty(*shape, 3200, sides[1].layout.row_size, dtype=torch.uint8))
+    size = head_dim, triton_block(head_dim)
+    exact = (states[:, :, :4].contiguous(),) * 2
+    fetched = torch.empty((), dtype=torch.int64)
+    launches = {
+        "columns": prepare_column_scores(grouped, columns, 16000, rotation),
+        "count": choose.prepare_count(scores, mask, padding, 4.0, count),
+        "choose": choose.prepare_choice(scores, query, states, 40, 16041, 3200, mask, padding, **options),
+        "push": push.prepare_exact_push((new, new), (states, states)),
+        "norm": queries.prepare_rms_norm(hidden, weight, 1e-6, 0.0),
+        "rotate": queries.prepare_rotation(query.view(2, 1, -1), angles, angles, head_dim),
+        "decode": prepare_decoding(
+            *sides, slots, count, slots[:, :, :head_dim].short().contiguous(), torch.empty(size, dtype=HALF),
+            make_angles(head_dim), exact, padding, 512,
+        ),
+    }  # fmt: skip
+    attention = (query, rows, slots, count, (states, states), 40, 16000, mask, 0.1, fetched, 132)
+    launches["attend"], launches["merge"] = attend.prepare_attention(*attention)
+    for part, made in launches.items():
+        yield part, made.kernel, made.arguments, {"num_warps": 4, **made.options}
+
+
+def triton_block(head_dim):
+    from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels
+
+    return block_channels(head_dim)
+
+
 def launches_of(name, is_packed):
     """Prepares the launches of a variant: names, kernels, arguments and options."""
     if name in GROUPS:
         return of_groups(name, is_packed)
-    kinds = {of_combination: COMBINATIONS, of_rows: ROWS, of_coding: CODING, of_group_push: GROUP_PUSHES}
+    kinds = {
+        of_combination: COMBINATIONS,
+        of_rows: ROWS,
+        of_coding: CODING,
+        of_group_push: GROUP_PUSHES,
+        of_step: STEPS,
+    }
     return next((make for make, variants in kinds.items() if name in variants), of_call)(name)
 
 

@@ -36,6 +36,11 @@ LONG = [
     (120, "test_rows.py", "test_attention_is_that_of_pytorch and (unlike-dims or widest)"),
     *((capability, "test_attention.py", "test_matches_dense_attention and not long") for capability in (80, 90)),
     *((capability, "test_gather.py", "test") for capability in (80, 90)),
+    *(
+        (capability, "test_infinigen.py", "(gqa and not everything) or scores or token or norm")
+        for capability in (80, 90)
+    ),
+    *((capability, "test_infinigen.py", "rotation or decoded") for capability in (80, 90)),
     *((capability, "test_static_steps.py", "attention_is_that or rows_are_those") for capability in (80, 90)),
 ]
 

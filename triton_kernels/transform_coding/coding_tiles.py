@@ -91,7 +91,7 @@ def load_rows(
     own_ptr = (coefficient_ptr + widths * 4)[None, None, :]
     factor, first = tl.load(own_ptr), tl.load(own_ptr + 1)
     second, third = tl.load(own_ptr + 2), tl.load(own_ptr + 3)
-    levels = _levels(codes, factor, first, second, third)
+    levels = levels_of_codes(codes, factor, first, second, third)
     levels = tl.where((8 * blocks[None, :] + lanes < NUM_CODED)[None, :, :], levels, 0.0)
     levels *= scale_of(tl.load(rows_ptr).to(tl.float32))[:, None, None]
     return tl.reshape(levels, [tokens.shape[0], BLOCK_K])
@@ -169,7 +169,7 @@ def _find_codes(normal, scale, book):
 def _fitting_scale(normal, codes, weights, energy, scale, book, WEIGHTED: tl.constexpr, BY_ENERGY: tl.constexpr):
     """Return the scale for codes that were found with `scale`, as the byte that is stored."""
     factor, first, second, third, _, _ = book
-    levels = _levels(codes, factor, first, second, third)
+    levels = levels_of_codes(codes, factor, first, second, third)
     counted = levels * weights[None, :] if WEIGHTED or BY_ENERGY else levels
     over = tl.sum(normal * counted, axis=1)
     if WEIGHTED:
@@ -181,7 +181,7 @@ def _fitting_scale(normal, codes, weights, energy, scale, book, WEIGHTED: tl.con
 
 
 @triton.jit
-def _levels(codes, factor, first, second, third):
+def levels_of_codes(codes, factor, first, second, third):
     """Return the levels of codes, by the coefficients of their widths."""
     centred = (2 * codes + 1).to(tl.float32) * factor - 1.0
     square = centred * centred

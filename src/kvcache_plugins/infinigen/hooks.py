@@ -28,7 +28,14 @@ from kvcache_plugins.models.cache_argument import CACHE_NAMES
 from kvcache_plugins.models.layer_config import config_of_layer
 from kvcache_plugins.user_warnings import warn_user
 
-from .queries import PositionEmbeddings, QueryProjection, UnknownQueriesError, find_attention_modules, first_of
+from .queries import (
+    InputNorm,
+    PositionEmbeddings,
+    QueryProjection,
+    UnknownQueriesError,
+    find_attention_modules,
+    first_of,
+)
 
 
 # Arguments of a module's `forward`
@@ -138,13 +145,15 @@ class ModelHooks:
         # Norm of attention's input by layer: a sibling of the attention module
         decoder = model.get_decoder()
         parents = {id(child): module for module in decoder.modules() for child in module.children()}
-        norms = {index: first_of(parents[id(modules[index])], _NORM_NAMES) for index in self.observed_layers}
-        self._norms: dict[int, nn.Module] = {index: norm for index, norm in norms.items() if norm is not None}
+        found = {index: first_of(parents[id(modules[index])], _NORM_NAMES) for index in self.observed_layers}
+        norms: dict[int, nn.Module] = {index: norm for index, norm in found.items() if norm is not None}
+        # Before they have hooks
+        self._norms = {index: InputNorm(norm) for index, norm in norms.items()}
         self._handles: list[RemovableHandle] = [decoder.register_forward_pre_hook(self._start_forward)]
         for index in self.observed_layers:
             hook = partial(self._before_attention, index)
             self._handles.append(modules[index].register_forward_pre_hook(hook, with_kwargs=True))
-        for index, norm in self._norms.items():
+        for index, norm in norms.items():
             self._handles.append(norm.register_forward_pre_hook(partial(self._record_stream, index)))
         for child in decoder.children():
             if "RotaryEmbedding" in type(child).__name__ and self.layer_types is not None:
@@ -194,7 +203,7 @@ class ModelHooks:
         norm = self._norms.get(target)
         if stream is None or norm is None:
             return inputs.hidden_states.to(device)
-        expected: torch.Tensor = norm(stream.to(device))
+        expected = norm(stream.to(device))
         # Calling the target's norm has run its hook
         self.record.streams.pop(target, None)
         return expected

@@ -20,6 +20,7 @@ import torch
 from kvcache_plugins.formats.parts import DensePart
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.kernels.kept_selection import can_select
 from kvcache_plugins.kernels.masks import slice_mask
 from kvcache_plugins.kernels.ops import Tile
 from kvcache_plugins.kernels.selective_attention import Selection, attend_fetched, choose_rows_kernel
@@ -33,8 +34,8 @@ from .config import InfiniGenConfig
 from .pool import TokenPool
 from .scoring import Scoring, ScoringCodes, ScoringColumns
 from .scoring_rows import ScoringRows
-from .selection import always_attended, attended_columns, max_selected, select_tokens
-from .selection_plan import SelectionPlan
+from .selection import always_attended, attended_columns, max_selected, rule_of, select_tokens
+from .selection_plan import DevicePlan, SelectionPlan
 from .staging import StagedRows, start_fetch
 
 
@@ -90,6 +91,8 @@ class InfiniGenLayer(LazyLayer):
         self.scoring: Scoring | None = None
         self._prefetch: Prefetch | None = None
         self._plan: SelectionPlan | None = None
+        # Plan of steps on a GPU, which a pool that changes does not invalidate
+        self._device_plan: DevicePlan | None = None
         # Version of the pool at the last step that a plan could have made; -1 for none
         self._matched_version = -1
         self._check_queries: Callable[[torch.Tensor], None] | None = None
@@ -174,13 +177,7 @@ class InfiniGenLayer(LazyLayer):
         ):
             return super().update(key_states, value_states)
         pool = self.pool
-        plan = self._plan
-        if (
-            plan is None
-            or pool is None
-            or plan.version != pool.version
-            or not plan.push(tail, key_states, value_states)
-        ):
+        if not self._push(tail, key_states, value_states):
             if in_caller_context() or self._last_signature != tensor_signature(key_states, value_states):
                 return super().update(key_states, value_states)
             if pool is None:
@@ -190,6 +187,20 @@ class InfiniGenLayer(LazyLayer):
             tail.append(key_states, value_states)
         self._length += 1
         return self._lazy()
+
+    def _push(self, tail: ExactTail, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Store a token `[B, H, 1, D or E]` by the plan of the last step. Return False if there is none for it."""
+        pool = self.pool
+        plan = self._plan
+        device_plan = self._device_plan
+        if pool is None:
+            return False
+        if device_plan is not None and not in_caller_context():
+            if self._last_signature != tensor_signature(keys, values):
+                return False
+            device_plan.push_into(tail, keys, values)
+            return True
+        return plan is not None and plan.version == pool.version and plan.push(tail, keys, values)
 
     def _before_update(self) -> None:
         """Move the oldest tokens of a full tail into the pool."""
@@ -296,10 +307,7 @@ class InfiniGenLayer(LazyLayer):
         """Start to fetch for a next token, whose predicted query is `query` `[B, H * G, 1, D]`, under a mask."""
         # Tokens that move into the pool before the next step can be selected for it
         self._before_update()
-        length = self._length + 1
-        # Without a mask it is not known yet, and will hide padding
-        columns = self._valid_tokens(0, length) if attn_mask is None else self._attended(attn_mask, length)
-        self._prefetch = self._select_tokens(query, columns, scale, length)
+        self._prefetch = self._select_tokens(query, attn_mask, scale, self._length + 1, hides_padding=True)
         self._counters["speculated_calls"] += 1
 
     def _attended(self, attn_mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
@@ -314,11 +322,74 @@ class InfiniGenLayer(LazyLayer):
             return self._valid_tokens(0, length)
         return attended_columns(attn_mask, length, self.batch_size)
 
-    def _select_tokens(self, query: torch.Tensor, columns: torch.Tensor | None, scale: float, length: int) -> Prefetch:
+    def _select_tokens(
+        self,
+        query: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        scale: float,
+        length: int,
+        *,
+        hides_padding: bool = False,
+    ) -> Prefetch:
         """
-        Select tokens for a query when the sequence has `length` tokens, and start to fetch them. `columns`
-        `[B, length]` (bool) are the tokens that it may attend to, by default all; the newest may not be stored yet.
+        Select tokens for a query `[B, H * G, 1, D]` when the sequence has `length` tokens, and start to fetch them;
+        the newest may not be stored yet. Without a mask all tokens may be selected, or all but padding.
         """
+        plan = self._plan_on_device(query, attn_mask, scale)
+        if plan is not None:
+            return self._select_on_device(plan, query, attn_mask, length, hides_padding=hides_padding)
+        if attn_mask is None and hides_padding:
+            columns = self._valid_tokens(0, length)
+        else:
+            columns = self._attended(attn_mask, length)
+        selection = self._select_columns(query, columns, scale, length)
+        pool, _, _ = self._stored()
+        return Prefetch(selection, start_fetch(pool, selection), length)
+
+    def _plan_on_device(self, query: torch.Tensor, mask: torch.Tensor | None, scale: float) -> DevicePlan | None:
+        """
+        Return the plan of a step on a GPU with queries `[B, H * G, 1, D]` under a mask `[B or 1, any, 1, tokens]`;
+        `None` if its kernels are not for them.
+        """
+        pool, _, tail = self._stored()
+        if not pool.pin_memory or pool.usage is not None or pool.device.type == "meta":
+            return None
+        if mask is not None and (mask.dtype != torch.bool or mask.shape[1] > 1):
+            return None
+        plan = self._device_plan
+        if plan is None or not plan.fits(query, scale):
+            value_dim, dtype = tail.storage[1].shape[3], tail.storage[0].dtype
+            plan = None
+            if can_select(query, pool.num_heads, value_dim, dtype) and pool.addresses_for(query) is not None:
+                plan = DevicePlan(query, pool.num_heads, rule_of(self.config), scale)
+            self._device_plan = plan
+        return plan
+
+    def _select_on_device(
+        self,
+        plan: DevicePlan,
+        query: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        length: int,
+        *,
+        hides_padding: bool,
+    ) -> Prefetch:
+        pool, scoring, tail = self._stored()
+        padding: torch.Tensor | None = None
+        if attn_mask is None and hides_padding and self._left_padding.ends()[1]:
+            padding = self.padding
+        mask = None if attn_mask is None else attn_mask[:, 0, -1].expand(-1, length)
+        limit = max_selected(self.config, length, pool.num_slots)
+        with plan.on_device():
+            rows = plan.aligned(query)
+            scores = scoring.scores_by(plan, rows, pool)
+            selection = plan.choose(scores, rows, tail, length, limit, mask, padding)
+        return Prefetch(selection, start_fetch(pool, selection, plan), length)
+
+    def _select_columns(
+        self, query: torch.Tensor, columns: torch.Tensor | None, scale: float, length: int
+    ) -> Selection:
+        """Select among tokens by `columns` `[B, length]` (bool), by default among all, in PyTorch or C."""
         pool, scoring, tail = self._stored()
         config = self.config
         query = query.reshape(self.batch_size, pool.num_heads, -1, query.shape[3]).float() * scale
@@ -340,8 +411,7 @@ class InfiniGenLayer(LazyLayer):
             tail_scores = tail_scores.masked_fill(~tail_columns, -torch.inf)
             num_tokens = columns.sum(dim=1)
         scores = scoring.scores(query, pool)
-        selection = select_tokens(scores, tail_scores, allowed, forced, num_tokens, length, config)
-        return Prefetch(selection, start_fetch(pool, selection), length)
+        return select_tokens(scores, tail_scores, allowed, forced, num_tokens, length, config)
 
     def _stored(self) -> tuple[TokenPool, Scoring, ExactTail]:
         """Return the pool, scoring data and the tail of a layer that has a pool."""
@@ -380,11 +450,15 @@ class InfiniGenLayer(LazyLayer):
         pool, _, _ = self._stored()
         if mask is not None:
             mask = mask.expand(self.batch_size, *mask.shape[-3:-2] or (1,), mask.shape[-2], self._length)[:, :, :1]
+        own = query.reshape(self.batch_size, -1, 1, query.shape[3])
         # Without a prefetch for this token, its own query selects
         prefetch, self._prefetch = self._prefetch, None
         if prefetch is None or prefetch.length != self._length:
-            prefetch = self._select_tokens(query, self._attended(mask, self._length), scale, self._length)
+            prefetch = self._select_tokens(own, mask, scale, self._length)
         selection = prefetch.selection
+        plan = self._plan_on_device(own, mask, scale) if call.is_plain else None
+        if plan is not None:
+            return self._attend_on_device(plan, own, mask, prefetch).view(*query.shape[:3], -1)
         # The copy of a prefetch has no rows
         fetched = prefetch.rows or start_fetch(pool, selection)
         rows = query.reshape(self.batch_size, pool.num_heads, -1, query.shape[3])
@@ -395,6 +469,23 @@ class InfiniGenLayer(LazyLayer):
         output = self.attend_selection(grouped, selection, fetched)
         self._record_use(selection)
         return output.reshape(*query.shape[:3], -1)
+
+    def _attend_on_device(
+        self, plan: DevicePlan, query: torch.Tensor, mask: torch.Tensor | None, prefetch: Prefetch
+    ) -> torch.Tensor:
+        """Attend to prefetched tokens and the tail, and count the tokens on the device."""
+        pool, scoring, tail = self._stored()
+        selection = prefetch.selection
+        # The copy of a prefetch has no rows
+        fetched = prefetch.rows or start_fetch(pool, selection, plan)
+        assert fetched is not None, "pages have addresses"
+        own_mask = None if mask is None else mask[:, 0, -1]
+        total = self._sums["tokens_fetched"] = self._sums["tokens_fetched"].to(query.device, non_blocking=True)
+        with plan.on_device():
+            states = scoring.states_by(plan, fetched.wait(), selection, pool)
+            output = plan.attend(query, states, selection, tail, pool.num_slots, own_mask, total)
+        self._count_step(selection)
+        return output
 
     def attend_selection(self, call: AttentionCall, selection: Selection, fetched: StagedRows | None) -> torch.Tensor:
         """
@@ -453,13 +544,17 @@ class InfiniGenLayer(LazyLayer):
     def _record_use(self, selection: Selection) -> None:
         """Count the tokens that were fetched, and record their use in a limited pool."""
         pool, _, _ = self._stored()
-        self._counters["selected_calls"] += 1
-        self._counters["tokens_fetchable"] += self._length * selection.count.numel()
-        if self.padding is not None:
-            self._add("tokens_fetchable", -pool.num_heads * self.padding.sum())
+        self._count_step(selection)
         self._add("tokens_fetched", selection.count.sum())
         if pool.usage is not None:
             pool.usage.touch(selection.slots.to("cpu"), selection.valid.to("cpu"))
+
+    def _count_step(self, selection: Selection) -> None:
+        """Count a step and the tokens that could have been fetched."""
+        num_sequences, num_heads = selection.count.shape
+        num_tokens = self._length * num_sequences - self._left_padding.total()
+        self._counters["selected_calls"] += 1
+        self._counters["tokens_fetchable"] += num_tokens * num_heads
 
     def _add(self, name: str, amount: torch.Tensor) -> None:
         """Add an integer, a tensor without dimensions, to a counter on the device."""

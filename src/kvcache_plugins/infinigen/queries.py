@@ -12,6 +12,7 @@ keys and queries; `QueryProjection.check` compares with the queries that attenti
 B: batch size, T: tokens, H: query heads, D: size of a head.
 """
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable
@@ -21,6 +22,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+from kvcache_plugins.kernels.engine import choose_token_kernel, load_triton
+from kvcache_plugins.kernels.launch_keeper import LaunchKeeper
 
 
 PROJECTION_NAMES = ("q_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv")
@@ -45,6 +49,60 @@ PositionEmbeddings = tuple[torch.Tensor, torch.Tensor]
 
 class UnknownQueriesError(ValueError):
     """Attention got other queries than a projection makes."""
+
+
+class InputNorm:
+    """
+    Norm of attention's input. For single tokens on a GPU it is one launch if the module is a root mean square norm,
+    which its numbers show on the CPU before the module has hooks.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+        self._launches = LaunchKeeper()
+        self._epsilon: float | None = first_of(module, ("variance_epsilon", "eps"))
+        # Number that is added to the weight, if the kernel computes the norm
+        self._offset = self._find_offset()
+
+    def _find_offset(self) -> float | None:
+        weight = getattr(self._module, "weight", None)
+        if not _is_unhooked(self._module) or type(weight) is not nn.Parameter or weight.dim() != 1 or weight.is_meta:
+            return None
+        if self._epsilon is None or getattr(self._module, "bias", None) is not None:
+            return None
+        module = copy.deepcopy(self._module).to("cpu", torch.float32)
+        # Small, so that the number below the root counts
+        states = 1e-3 * _any_numbers(1, 1, weight.shape[0])
+        with torch.no_grad():
+            normed = module(states)
+            plain = states * (states.square().mean() + self._epsilon).rsqrt()
+            own = weight.to("cpu", torch.float32)
+            offsets = (each for each in (0.0, 1.0) if torch.allclose(normed, plain * (own + each), 1e-4, 1e-6))
+            return next(offsets, None)
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """Norm states `[B, T, C]`."""
+        weight = self._module.weight
+        is_fused = (
+            self._offset is not None
+            and states.shape[1] == 1
+            and states.dtype == weight.dtype
+            and states.is_contiguous()
+            and choose_token_kernel(states)[0] == "triton"
+        )
+        if not is_fused:
+            normed: torch.Tensor = self._module(states)
+            return normed
+        result = torch.empty_like(states)
+        with torch.cuda.device_of(states):
+            self._launches.run(
+                (states.shape, states.dtype, states.device),
+                lambda: load_triton().prepare_rms_norm(states, weight, self._epsilon, self._offset),
+                states_ptr=states,
+                weight_ptr=weight,
+                result_ptr=result,
+            )
+        return result
 
 
 class QueryProjection:
@@ -97,6 +155,9 @@ class QueryProjection:
         is_folded = layer_config.model_type in _SCALES_QUERIES
         self._factor = scaling if is_folded else None
         self.scaling = 1.0 if is_folded else scaling
+        # True if a kernel rotates queries, where nothing else happens to them behind the projection
+        self._has_kernel = self.has_rotary and self._is_half_split() and self._clip is None and self._factor is None
+        self._launches = LaunchKeeper()
 
     @property
     def _projection(self) -> Any:
@@ -112,7 +173,10 @@ class QueryProjection:
         Make queries `[B, H, T, D]` from the attention module's input: hidden states `[B, T, hidden_size]` after the
         layer's input norm, and cosine and sine of positions, or `None` if the model has none.
         """
-        states = self._normed("projected", self._project(hidden_states))  # [B, T, H * D]
+        states = self._project(hidden_states)  # [B, T, H * D]
+        if position_embeddings is not None and self._rotates_by_kernel(states, *position_embeddings):
+            return self._rotated_by_kernel(states, *position_embeddings)
+        states = self._normed("projected", states)
         if self._clip is not None:
             states = states.clamp(min=-self._clip, max=self._clip)
         states = self._normed("split", states.unflatten(-1, (self.num_heads, self.head_dim)))  # [B, T, H, D]
@@ -174,6 +238,50 @@ class QueryProjection:
         rotary = self._rotate(states[..., : self._rotary_size], cos, sin)
         return torch.cat((rotary, rest), dim=-1) if rest.shape[-1] > 0 else rotary
 
+    def _is_half_split(self) -> bool:
+        """Return whether the model's rotary function pairs channels of the first half with those of the second."""
+        assert self._rotate is not None
+        size = self._rotary_size
+        states = _any_numbers(1, 2, 1, size)
+        cosines, sines = _any_numbers(1, 1, size).cos(), _any_numbers(1, 1, size)
+        first, second = states.chunk(2, dim=3)
+        expected = states * cosines[:, None] + torch.cat((-second, first), dim=3) * sines[:, None]
+        try:
+            rotated = self._rotate(states, cosines, sines)
+        except (IndexError, RuntimeError, TypeError, ValueError):
+            # Cosines and sines of another shape
+            return False
+        return rotated.shape == expected.shape and torch.allclose(rotated, expected, 1e-4, 1e-6)
+
+    def _rotates_by_kernel(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+        return (
+            self._has_kernel
+            and states.shape[1] == 1
+            and self._norm is None
+            and cos.shape[1:] == sin.shape[1:] == (1, self._rotary_size)
+            and states.stride(2) == cos.stride(2) == sin.stride(2) == 1
+            and choose_token_kernel(states)[0] == "triton"
+        )
+
+    def _rotated_by_kernel(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotate projected states `[B, 1, H * D]` of single tokens: `[B, H, 1, D]`."""
+        batch_size = len(states)
+        result = states.new_empty(batch_size, self.num_heads, 1, self.head_dim)
+        strides = [0 if len(each) == 1 else each.stride(0) for each in (cos, sin)]
+        with torch.cuda.device_of(states):
+            self._launches.run(
+                (states.shape, states.dtype, cos.dtype, states.device),
+                lambda: load_triton().prepare_rotation(states, cos, sin, self.head_dim),
+                states_ptr=states,
+                stride_b=states.stride(0),
+                cosine_ptr=cos,
+                cosine_stride_b=strides[0],
+                sine_ptr=sin,
+                sine_stride_b=strides[1],
+                result_ptr=result,
+            )
+        return result
+
     def _count_groups(self, module: nn.Module, num_key_value_heads: int) -> int:
         """Count the equal parts of the projection's output that begin with queries; heads are in order."""
         width = first_of(self._projection, ("out_features", "nf"))
@@ -220,14 +328,19 @@ class QueryProjection:
 
 def _is_plain(projection: Any) -> bool:
     """Return whether a projection is its weight and bias alone: not quantized, adapted, hooked or sharded."""
-    return (
-        type(projection) in (nn.Linear, Conv1D)
-        and type(projection.weight) is nn.Parameter
-        and not projection._forward_hooks
-        and not projection._forward_pre_hooks
-        # Accelerate replaces it
-        and "forward" not in vars(projection)
-    )
+    is_known = type(projection) in (nn.Linear, Conv1D) and type(projection.weight) is nn.Parameter
+    return is_known and _is_unhooked(projection)
+
+
+def _is_unhooked(module: nn.Module) -> bool:
+    """Return whether a module computes its own `forward` alone, which Accelerate replaces."""
+    return not module._forward_hooks and not module._forward_pre_hooks and "forward" not in vars(module)
+
+
+def _any_numbers(*shape: int) -> torch.Tensor:
+    """Make numbers without any regularity, on the CPU."""
+    count = torch.Size(shape).numel()
+    return torch.sin(torch.arange(1, count + 1, dtype=torch.float32, device="cpu").square()).view(shape)
 
 
 def find_attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:

@@ -15,6 +15,7 @@ import torch
 
 from kvcache_plugins.formats.bits import pack
 from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.kernels.kept_selection import KeptSelection
 from kvcache_plugins.kernels.prepared_selection import PreparedSelection, prepare_by_codes
 from kvcache_plugins.kernels.selective_attention import Selection, attend_selected
 from kvcache_plugins.kernels.token_scores import KeyCodes, score_codes
@@ -81,6 +82,16 @@ class Scoring(ABC):
     @abstractmethod
     def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
         """Multiply queries `[B, H, G, D]` with all keys, up to a constant of each query: `[B, H, G, N]`."""
+
+    @abstractmethod
+    def scores_by(self, steps: KeptSelection, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
+        """Multiply queries of `KeptSelection.aligned` with all keys by a kept launch; see `score_codes` there."""
+
+    def states_by(
+        self, steps: KeptSelection, rows: torch.Tensor, selection: Selection, pool: TokenPool
+    ) -> torch.Tensor:
+        """Return keys and values side by side, `[B, H, K, D + E]`, of the fetched rows of a selection."""
+        return rows
 
     def dense(self, rows: torch.Tensor, slots: torch.Tensor, pool: TokenPool) -> States:
         """Return keys and values `[B, H, K, D or E]` of the pool's rows in slots `[B, H, K]`."""
@@ -247,6 +258,9 @@ class ScoringCodes(Scoring):
     def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
         return score_codes(query, self._keys)
 
+    def scores_by(self, steps: KeptSelection, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
+        return steps.score_codes(query, self._keys)
+
 
 class ScoringColumns(Scoring):
     """
@@ -303,6 +317,9 @@ class ScoringColumns(Scoring):
     def scores(self, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
         columns = self.rows["columns"][:, :, : self.length]
         return (query @ self.fitted["rotation"].to(query.dtype)) @ columns.to(query.dtype).transpose(2, 3)
+
+    def scores_by(self, steps: KeptSelection, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
+        return steps.score_columns(query, self.rows["columns"], self.length, self.fitted["rotation"])
 
 
 def _identity(states: torch.Tensor) -> torch.Tensor:

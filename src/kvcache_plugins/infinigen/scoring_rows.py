@@ -19,6 +19,7 @@ from kvcache_plugins.formats.parts import SelectableRows, SinkStates
 from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.formats.rows import RowFormats
 from kvcache_plugins.kernels.attention_call import AttentionCall
+from kvcache_plugins.kernels.kept_selection import KeptSelection
 from kvcache_plugins.kernels.ops import TILE_TOKENS, decode_rows
 from kvcache_plugins.kernels.prepared_selection import PreparedSelection, prepare_by_rows
 from kvcache_plugins.kernels.selective_attention import Selection, attend_selected
@@ -174,6 +175,14 @@ class ScoringRows(Scoring):
             index = self._index_of(pool, own_slots.expand(*rows.shape[:3]))
             scores.append(query @ self._decode_keys(rows, index).transpose(2, 3))
         return torch.cat(scores, dim=3)
+
+    def scores_by(self, steps: KeptSelection, query: torch.Tensor, pool: TokenPool) -> torch.Tensor:
+        return steps.score_rows(query, self._prepared(pool).tokens, pool.version)
+
+    def states_by(
+        self, steps: KeptSelection, rows: torch.Tensor, selection: Selection, pool: TokenPool
+    ) -> torch.Tensor:
+        return steps.decode_rows(rows, selection, self._prepared(pool).tokens, pool.version)
 
     def _index_of(self, pool: TokenPool, slots: torch.Tensor) -> torch.Tensor:
         """Return the indices, in their sequences without padding, of the tokens in slots `[B, H, K]`."""

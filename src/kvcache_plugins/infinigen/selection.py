@@ -6,9 +6,12 @@ them. Everything is computed on the scores' device, and the host asks for no res
 Legend: B batch, H key/value heads, G query heads a key/value head, N slots of the pool in use.
 """
 
+import math
+
 import torch
 
 from kvcache_plugins.kernels.engine import choose_token_kernel
+from kvcache_plugins.kernels.kept_selection import SelectionRule
 from kvcache_plugins.kernels.selective_attention import Selection, SelectionLimits, select_by_weight, topk
 
 from .config import InfiniGenConfig
@@ -91,6 +94,14 @@ def limits_of(config: InfiniGenConfig, num_tokens: int, num_slots: int) -> Selec
         cap=max(int(num_tokens * config.max_fetch_ratio), 1),
         limit=max_selected(config, num_tokens, num_slots),
     )
+
+
+def rule_of(config: InfiniGenConfig) -> SelectionRule:
+    """Return the rule of a config as kernels of a GPU take it."""
+    min_weight = -math.inf if config.min_weight is None else config.min_weight
+    # A distance that no token exceeds need not be counted
+    distance = None if config.alpha == math.inf else config.alpha
+    return SelectionRule(config.sink, config.recent, config.max_fetch_ratio, min_weight, distance)
 
 
 def max_selected(config: InfiniGenConfig, most_tokens: int, num_slots: int) -> int:

@@ -1,9 +1,10 @@
-"""Plan of a layer's decode steps on a CPU: selection by a step's own query, and attention, prepared once for many."""
+"""Plans of a layer's decode steps: selection and attention, prepared once for many."""
 
 from __future__ import annotations
 
 import torch
 
+from kvcache_plugins.kernels.kept_selection import KeptSelection
 from kvcache_plugins.kernels.prepared_selection import PreparedSelection
 from kvcache_plugins.layers.exact_tokens import ExactTail
 from kvcache_plugins.layers.step_plan import DroppedOnCopy
@@ -47,3 +48,16 @@ class SelectionPlan(DroppedOnCopy):
         if output is not None:
             self.num_selected = self._steps.num_selected
         return output
+
+
+class DevicePlan(DroppedOnCopy, KeptSelection):
+    """Decode steps by Triton's kernels, over any pool in order and any tail."""
+
+    def push_into(self, tail: ExactTail, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store a token `[B, H, 1, D or E]` in a tail below its limit."""
+        if tail.length == tail.capacity:
+            # Once, where many small steps would be more launches
+            tail.reserve(tail.limit)
+        with self.on_device():
+            self.push(keys, values, tail.storage, tail.length)
+        tail.length += 1

@@ -19,6 +19,7 @@ from kvcache_plugins.kernels.engine import load_triton
 from kvcache_plugins.kernels.selective_attention import Selection
 
 from .pool import PAGE_TOKENS, TokenPool
+from .selection_plan import DevicePlan
 
 
 class StagedRows:
@@ -53,10 +54,10 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def start_fetch(pool: TokenPool, selection: Selection) -> StagedRows | None:
+def start_fetch(pool: TokenPool, selection: Selection, plan: DevicePlan | None = None) -> StagedRows | None:
     """
-    Start to fetch selected tokens from a pool, after the work of the GPU's current stream. `None` if the host has to
-    gather rows when attention needs them: on a CPU, or without a kernel.
+    Start to fetch selected tokens from a pool, by the launch of a plan if there is one, after the work of the GPU's
+    current stream. `None` if the host has to gather rows when attention needs them: on a CPU, or without a kernel.
     """
     slots = selection.slots
     device = slots.device
@@ -71,11 +72,14 @@ def start_fetch(pool: TokenPool, selection: Selection) -> StagedRows | None:
     for tensor in (slots, selection.count, addresses):
         tensor.record_stream(stream)
     with torch.cuda.stream(stream):
-        _gather(addresses, selection, rows)
+        _gather(addresses, selection, rows, plan)
         pool.record_event(stream)
         filled = stream.record_event()
     return StagedRows(rows, filled, owner)
 
 
-def _gather(addresses: torch.Tensor, selection: Selection, rows: torch.Tensor) -> None:
-    load_triton().gather_rows(addresses, selection.slots, selection.count, rows, PAGE_TOKENS)
+def _gather(addresses: torch.Tensor, selection: Selection, rows: torch.Tensor, plan: DevicePlan | None) -> None:
+    if plan is None:
+        load_triton().gather_rows(addresses, selection.slots, selection.count, rows, PAGE_TOKENS)
+    else:
+        plan.gather(addresses, selection, rows, PAGE_TOKENS)

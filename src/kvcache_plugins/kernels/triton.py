@@ -30,14 +30,20 @@ from kvcache_plugins.triton_kernels.attention.attend import prepare_groups
 from kvcache_plugins.triton_kernels.attention.combine import prepare_combination
 from kvcache_plugins.triton_kernels.attention.dense_part import DensePart as KernelDensePart
 from kvcache_plugins.triton_kernels.attention.partials import Partials
-from kvcache_plugins.triton_kernels.gather import gather_rows, page_addresses, write_rows
+from kvcache_plugins.triton_kernels.gather import as_words, gather_rows, page_addresses, prepare_move, write_rows
 from kvcache_plugins.triton_kernels.group_packing.launches import GroupPushState, explain_limits
 from kvcache_plugins.triton_kernels.group_packing.push import prepare_group_push as prepare_group_push_launches
+from kvcache_plugins.triton_kernels.infinigen.attend import prepare_attention
+from kvcache_plugins.triton_kernels.infinigen.choose import mask_arguments, prepare_choice, prepare_count
+from kvcache_plugins.triton_kernels.infinigen.push import prepare_exact_push
+from kvcache_plugins.triton_kernels.infinigen.queries import prepare_rms_norm, prepare_rotation
 from kvcache_plugins.triton_kernels.launch import ALIGNMENT, KeptLaunch, Launch
+from kvcache_plugins.triton_kernels.scores import prepare_code_scores, prepare_column_scores
 from kvcache_plugins.triton_kernels.scores import score_codes as score_codes_kernel
 from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels, prepare_rows, shared_bytes
 from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding
 from kvcache_plugins.triton_kernels.transform_coding.coding_tiles import GRID_END, GRID_STEPS, NUM_CELLS
+from kvcache_plugins.triton_kernels.transform_coding.decode_rows import prepare_decoding as prepare_decoding_launch
 from kvcache_plugins.triton_kernels.transform_coding.launches import Codebook, CodedRows, PushState, RotaryAngles
 from kvcache_plugins.triton_kernels.transform_coding.push import prepare_push as prepare_push_launch
 from kvcache_plugins.user_warnings import warn_user
@@ -47,7 +53,29 @@ from .masks import slice_mask
 
 
 # Kernels and a type that are used as they are
-__all__ = ["GroupPushState", "PushState", "gather_rows", "page_addresses", "write_rows"]
+__all__ = [
+    "ALIGNMENT",
+    "GroupPushState",
+    "KeptLaunch",
+    "PushState",
+    "as_words",
+    "gather_rows",
+    "mask_arguments",
+    "page_addresses",
+    "prepare_attention",
+    "prepare_choice",
+    "prepare_code_scores",
+    "prepare_column_scores",
+    "prepare_count",
+    "prepare_exact_push",
+    "prepare_move",
+    "prepare_rms_norm",
+    "prepare_rotation",
+    "write_rows",
+]
+
+# Factor from scores to the base of e to those to the base of 2
+LOG2_E = math.log2(math.e)
 
 # Exact and coded parts that the last launch takes
 _MAX_DENSE, _MAX_CODED = 2, 3
@@ -127,11 +155,47 @@ class PartStep(NamedTuple):
 
 def score_rows(query: torch.Tensor, tokens: SelectableRows) -> torch.Tensor:
     """Multiply queries with key rows; see `tokens.score_rows`."""
+    with torch.cuda.device_of(query):
+        scores: torch.Tensor = prepare_row_scores(query, tokens, math.log(2))()
+    return scores
+
+
+def prepare_row_scores(query: torch.Tensor, tokens: SelectableRows, scale: float) -> Launch:
+    """Prepare products of queries `[B, H, G, D]` with key rows, scaled and to the base of 2."""
     # Values are not read
     part = RowPart(tokens.keys, tokens.keys, tokens.formats, tokens.positions, tokens.length, None)
-    with torch.cuda.device_of(query):
-        scores: torch.Tensor = prepare_part(query, part, math.log(2), only_scores=True).launch()
-    return scores
+    return prepare_part(query, part, scale, only_scores=True).launch
+
+
+def prepare_decoding(
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    count: torch.Tensor,
+    tokens: SelectableRows,
+    places: torch.Tensor,
+    most_programs: int,
+) -> Launch:
+    """Prepare the launch that decodes selected tokens, whose rows of values are given; see `decode_rows`."""
+    keys, values = tokens.formats
+    device = rows.device
+    assert keys.rope is not None, "formats of keys have a rotary layout"
+    coded_keys, coded_values = (
+        CodedRows(own, row_format, _coefficients(row_format.is_weighted, device))
+        for own, row_format in ((tokens.keys, keys), (rows, values))
+    )
+    padding = tokens.positions.padding
+    return prepare_decoding_launch(
+        coded_keys,
+        coded_values,
+        slots,
+        count,
+        places,
+        signs_of(values.head_dim, torch.float16, device),
+        rotary_angles(keys.rope, tokens.length, device),
+        (tokens.sinks.keys, tokens.sinks.values),
+        None if padding is None else padding.to(device),
+        most_programs,
+    )
 
 
 def score_codes(query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, nbits: int) -> torch.Tensor:

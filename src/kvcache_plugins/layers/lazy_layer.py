@@ -47,13 +47,20 @@ class LeftPadding:
         """Replace the counts; `None` if they are unknown."""
         self.counts = counts
         self._ends: tuple[int, int] | None = None
+        self._total = 0
 
     def ends(self) -> tuple[int, int]:
         """Smallest and largest count. The first call after a change waits for the device."""
         if self._ends is None:
             counts = self.counts
             self._ends = (0, 0) if counts is None else (int(counts.min()), int(counts.max()))
+            self._total = 0 if counts is None else int(counts.sum())
         return self._ends
+
+    def total(self) -> int:
+        """Sum of all counts; see `ends`."""
+        self.ends()
+        return self._total
 
     def first_tokens(self, batch_size: int, device: torch.device) -> torch.Tensor:
         """Position of every sequence's first real token, `[batch_size, 1]`."""
