@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, GenerationMixin
 
@@ -73,8 +72,12 @@ def compressed_by_default(name: str, **options: object) -> Iterator[None]:
 
 
 def _prepare(
-    self: GenerationMixin, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-) -> Any:
+    self: GenerationMixin,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, object],
+    *args: object,
+    **kwargs: object,
+) -> object:
     """Replaces `GenerationMixin._prepare_cache_for_generation` while a block is open."""
     is_given = find_cache(model_kwargs) is not None or generation_config.cache_implementation is not None
     prepared = _TRANSFORMERS_OWN(self, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ from .pool import TokenPool
 from .scoring import Scoring, ScoringCodes, ScoringColumns
 from .scoring_rows import ScoringRows
 from .selection import always_attended, attended_columns, max_selected, rule_of, select_tokens
-from .selection_plan import DevicePlan, SelectionPlan
+from .selection_plan import DeviceSelectionPlan, SelectionPlan
 from .staging import StagedRows, start_fetch
 
 
@@ -92,7 +92,7 @@ class InfiniGenLayer(LazyLayer):
         self._prefetch: Prefetch | None = None
         self._plan: SelectionPlan | None = None
         # Plan of steps on a GPU, which a pool that changes does not invalidate
-        self._device_plan: DevicePlan | None = None
+        self._device_plan: DeviceSelectionPlan | None = None
         # Version of the pool at the last step that a plan could have made; -1 for none
         self._matched_version = -1
         self._check_queries: Callable[[torch.Tensor], None] | None = None
@@ -346,7 +346,9 @@ class InfiniGenLayer(LazyLayer):
         pool, _, _ = self._stored()
         return Prefetch(selection, start_fetch(pool, selection), length)
 
-    def _plan_on_device(self, query: torch.Tensor, mask: torch.Tensor | None, scale: float) -> DevicePlan | None:
+    def _plan_on_device(
+        self, query: torch.Tensor, mask: torch.Tensor | None, scale: float
+    ) -> DeviceSelectionPlan | None:
         """
         Return the plan of a step on a GPU with queries `[B, H * G, 1, D]` under a mask `[B or 1, any, 1, tokens]`;
         `None` if its kernels are not for them.
@@ -361,13 +363,13 @@ class InfiniGenLayer(LazyLayer):
             value_dim, dtype = tail.storage[1].shape[3], tail.storage[0].dtype
             plan = None
             if can_select(query, pool.num_heads, value_dim, dtype) and pool.addresses_for(query) is not None:
-                plan = DevicePlan(query, pool.num_heads, rule_of(self.config), scale)
+                plan = DeviceSelectionPlan(query, pool.num_heads, rule_of(self.config), scale)
             self._device_plan = plan
         return plan
 
     def _select_on_device(
         self,
-        plan: DevicePlan,
+        plan: DeviceSelectionPlan,
         query: torch.Tensor,
         attn_mask: torch.Tensor | None,
         length: int,
@@ -471,7 +473,7 @@ class InfiniGenLayer(LazyLayer):
         return output.reshape(*query.shape[:3], -1)
 
     def _attend_on_device(
-        self, plan: DevicePlan, query: torch.Tensor, mask: torch.Tensor | None, prefetch: Prefetch
+        self, plan: DeviceSelectionPlan, query: torch.Tensor, mask: torch.Tensor | None, prefetch: Prefetch
     ) -> torch.Tensor:
         """Attend to prefetched tokens and the tail, and count the tokens on the device."""
         pool, scoring, tail = self._stored()

@@ -82,9 +82,10 @@ class InputNorm:
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Norm states `[B, T, C]`."""
-        weight = self._module.weight
+        weight = getattr(self._module, "weight", None)
         is_fused = (
             self._offset is not None
+            and isinstance(weight, torch.Tensor)
             and states.shape[1] == 1
             and states.dtype == weight.dtype
             and states.is_contiguous()
@@ -93,6 +94,7 @@ class InputNorm:
         if not is_fused:
             normed: torch.Tensor = self._module(states)
             return normed
+        assert isinstance(weight, torch.Tensor)
         result = torch.empty_like(states)
         with torch.cuda.device_of(states):
             self._launches.run(

@@ -50,7 +50,7 @@ class SelectionPlan(DroppedOnCopy):
         return output
 
 
-class DevicePlan(DroppedOnCopy, KeptSelection):
+class DeviceSelectionPlan(DroppedOnCopy, KeptSelection):
     """Decode steps by Triton's kernels, over any pool in order and any tail."""
 
     def push_into(self, tail: ExactTail, keys: torch.Tensor, values: torch.Tensor) -> None:

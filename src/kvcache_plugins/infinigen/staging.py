@@ -19,7 +19,7 @@ from kvcache_plugins.kernels.engine import load_triton
 from kvcache_plugins.kernels.selective_attention import Selection
 
 from .pool import PAGE_TOKENS, TokenPool
-from .selection_plan import DevicePlan
+from .selection_plan import DeviceSelectionPlan
 
 
 class StagedRows:
@@ -54,7 +54,7 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def start_fetch(pool: TokenPool, selection: Selection, plan: DevicePlan | None = None) -> StagedRows | None:
+def start_fetch(pool: TokenPool, selection: Selection, plan: DeviceSelectionPlan | None = None) -> StagedRows | None:
     """
     Start to fetch selected tokens from a pool, by the launch of a plan if there is one, after the work of the GPU's
     current stream. `None` if the host has to gather rows when attention needs them: on a CPU, or without a kernel.
@@ -78,7 +78,9 @@ def start_fetch(pool: TokenPool, selection: Selection, plan: DevicePlan | None =
     return StagedRows(rows, filled, owner)
 
 
-def _gather(addresses: torch.Tensor, selection: Selection, rows: torch.Tensor, plan: DevicePlan | None) -> None:
+def _gather(
+    addresses: torch.Tensor, selection: Selection, rows: torch.Tensor, plan: DeviceSelectionPlan | None
+) -> None:
     if plan is None:
         load_triton().gather_rows(addresses, selection.slots, selection.count, rows, PAGE_TOKENS)
     else:

@@ -9,8 +9,10 @@ Legend: B batch, H key/value heads, G query heads a key/value head, D and E head
 selection, N slots in use, R numbers of a row.
 """
 
+from __future__ import annotations
+
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -22,6 +24,9 @@ from .launch_keeper import LaunchKeeper
 from .selective_attention import Selection, States
 from .token_scores import KeyCodes
 
+
+if TYPE_CHECKING:
+    from kvcache_plugins.triton_kernels.launch import Launch
 
 # Channels of a head, and query heads a key/value head, that fit into registers
 _MOST_CHANNELS, _MOST_GROUPS = 256, 64
@@ -74,7 +79,7 @@ class KeptSelection:
         self._scale = scale
         self._launches = LaunchKeeper()
         # Launches of attention and of what merges its results, without a mask and with one
-        self._attention: dict[bool, tuple[Any, Any]] = {}
+        self._attention: dict[bool, tuple[Launch, Launch]] = {}
         self._ratio = torch.tensor([rule.ratio], dtype=torch.float64, device="cpu").to(query.device)
         # Version of the rows that launches over rows are for, and places of channels in them
         self._version = -1
@@ -199,11 +204,7 @@ class KeptSelection:
         slots = query.new_empty(*shape, limit, dtype=torch.int64)
         count = query.new_empty(shape, dtype=torch.int64)
         weights = query.new_empty(*shape, num_slots, dtype=torch.float32)
-        changed: dict[str, Any] = {"scores_ptr": scores, "num_slots": num_slots}
-        if mask is not None:
-            changed |= triton.mask_arguments(mask)
-        if padding is not None:
-            changed["padding_ptr"] = padding
+        changed = {"scores_ptr": scores, "num_slots": num_slots, **_mask_arguments(mask, padding)}
         seen = mask is not None, padding is not None
         wanted = self._count_wanted(scores, mask, padding, changed)
         if wanted is not None:
@@ -237,7 +238,11 @@ class KeptSelection:
         return Selection(slots, count)
 
     def _count_wanted(
-        self, scores: torch.Tensor, mask: torch.Tensor | None, padding: torch.Tensor | None, changed: dict[str, Any]
+        self,
+        scores: torch.Tensor,
+        mask: torch.Tensor | None,
+        padding: torch.Tensor | None,
+        changed: dict[str, torch.Tensor | int],
     ) -> torch.Tensor | None:
         """Count the tokens that are near the largest score, `[B, H]`; `None` if the rule has no such distance."""
         distance = self._rule.distance
@@ -322,11 +327,10 @@ class KeptSelection:
                 own.view(shape), rows, slots, count, tail.storage, tail.length, num_slots, mask, self._scale, fetched
             )
         attention, merging = self._attention[is_masked]
-        changed: dict[str, Any] = {} if mask is None else triton.mask_arguments(mask)
         self._launches.run(
             ("attend", is_masked),
             lambda: attention,
-            **changed,
+            **_mask_arguments(mask, None),
             query_ptr=own,
             rows_ptr=rows,
             slots_ptr=slots,
@@ -341,3 +345,9 @@ class KeptSelection:
         )
         self._launches.run(("merge", is_masked), lambda: merging, result_ptr=result)
         return result
+
+
+def _mask_arguments(mask: torch.Tensor | None, padding: torch.Tensor | None) -> dict[str, torch.Tensor | int]:
+    """Return the arguments of a launch that a mask and padding give, if there are such."""
+    given: dict[str, torch.Tensor | int] = {} if mask is None else load_triton().mask_arguments(mask)
+    return given if padding is None else {**given, "padding_ptr": padding}
