@@ -416,3 +416,10 @@ def test_equal_those_of_pretrained_models(name, request, capture):
     for layer_idx, seen in captured.items():
         made[layer_idx].check(seen.hidden_states, seen.position_embeddings, seen.query)
     assert max(errors(made, captured).values()) <= TOLERANCE
+
+
+def test_norm_without_weights_is_called_as_it_is():
+    norm = build("olmo", GROUPED).model.layers[0].input_layernorm
+    states = torch.randn(2, 1, norm.normalized_shape[0])
+    assert not hasattr(norm, "weight")
+    assert torch.equal(InputNorm(norm)(states), norm(states))
