@@ -53,8 +53,8 @@ class UnknownQueriesError(ValueError):
 
 class InputNorm:
     """
-    Norm of attention's input. For single tokens on a GPU it is one launch if the module is a root mean square norm,
-    which its numbers show on the CPU before the module has hooks.
+    Norm of attention's input: one launch for a single token on a GPU if the module is a root mean square norm, which
+    its numbers show on the CPU before the module has hooks.
     """
 
     def __init__(self, module: nn.Module):
