@@ -8,6 +8,8 @@ queries of the whole group.
 Legend: B batch, H key/value heads, G query heads a key/value head, T tokens, D head dim, P bytes a token.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -37,7 +39,7 @@ def _scores_kernel(
     codes_ptr, scale_ptr, query_ptr, spread_ptr, scores_ptr, num_heads, num_rows, length, factor, codes_stride_b,
     codes_stride_h, codes_stride_t, scale_stride_b, scale_stride_h, scale_stride_t, query_stride_b, query_stride_h,
     query_stride_g, HEAD_DIM: tl.constexpr, NBITS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    BLOCK_P: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """Some tiles of tokens of one head; the scores `[B, H, G, T]` are contiguous."""
     FIELDS: tl.constexpr = 8 // NBITS
@@ -48,7 +50,7 @@ def _scores_kernel(
     is_row = rows < num_rows
     places = tl.arange(0, BLOCK_P)
     in_width = places < WIDTH
-    codes_ptr += batch * codes_stride_b + head * codes_stride_h
+    codes_ptr += tl.multiple_of(batch * codes_stride_b + head * codes_stride_h, ALIGNMENT)
     scale_ptr += batch * scale_stride_b + head * scale_stride_h
     query_ptrs = query_ptr + batch * query_stride_b + head * query_stride_h + rows[:, None] * query_stride_g
     scores_ptr += (matrix * num_rows + rows.to(tl.int64)[:, None]) * length
@@ -129,6 +131,7 @@ def prepare_code_scores(
     batch_size, num_heads, num_rows, head_dim = query.shape
     length, num_bytes = codes.shape[2:]
     assert num_bytes == -(-head_dim * nbits // 8) and codes.stride(3) == 1 and query.stride(3) == 1
+    assert not any(codes.stride(dimension) % num_bytes for dimension in range(3)), "codes lie row behind row"
     scores = query.new_empty(batch_size, num_heads, num_rows, length, dtype=torch.float32)
     block_bytes, block_rows = block_size(num_bytes), block_size(num_rows)
     fitting = min(_BLOCK_BYTES // block_bytes, _BLOCK_SCORES // block_rows, _MAX_BLOCK_TOKENS)
@@ -150,6 +153,8 @@ def prepare_code_scores(
         "BLOCK_R": block_rows,
         "BLOCK_T": block_tokens,
         "BLOCK_P": block_bytes,
+        # Heads begin at whole rows of bytes, however many rows there are room for
+        "ALIGNMENT": math.gcd(num_bytes, 16),
     }
     grid = _grid(scores, block_tokens, most_programs)
     return Launch(_scores_kernel, grid, arguments, OPTIONS, scores)

@@ -324,7 +324,7 @@ def benchmark_memory(
     model: ModelOption = "smollm2",
     context: Annotated[int, typer.Option(help="Tokens in the cache.", min=1)] = 4096,
 ) -> Iterator[Found]:
-    """Measure the memory of decoding: bytes of caches, allocations of a step, and the process's peak; on Linux.
+    """Measure bytes of caches, of a step, and of the process.
 
     \b
     Examples:

@@ -92,7 +92,7 @@ def evaluate_order(
     dtype: inputs.DtypeOption = None,
     device: inputs.DeviceOption = None,
 ) -> Iterator[Found]:
-    """KL by the order in which a document comes: as one prompt, behind a short first turn, in chunks.
+    """Measure KL by the order in which a document comes.
 
     Documents are cut from the middle of texts. All orders end with the same tokens, so that one dense forward is the
     reference of all.

@@ -322,7 +322,9 @@ def test_requests_that_fail_or_go_leave_the_others(batching):
         next(iter(stream))
         stream.close()
         assert list(together) == alone
-    assert "seed" in manager._cb.get_result("bad", timeout=60).error
+    # Results of others may stand before it, and are put back
+    results = (manager._cb.get_result("bad", timeout=1) for _ in range(100))
+    assert "seed" in next(result for result in results if result is not None).error
     wait_for(batching, cancelled=before["cancelled"] + 1)
     assert ask(prompts[0]) == alone[0] and free_share(batching) == 1
 

@@ -171,7 +171,7 @@ FORGED = {
     "products that are none": (change("moments.products", (0, 0, 0, 0), torch.nan), "products` has to be finite"),
     "half an item waits": (change("pending", 0, 2), "`pending` has to be at most 1"),
     "another item waits": (change("pending", 0, 1), "has to have all its tokens in front"),
-    "no sequence waits": (drop("pending"), "has tables, but not what goes with them"),
+    "no sequence waits": (drop("pending"), "of queries that no codec will be fitted to"),
     "no prefix": (without("prefix"), "not what goes with them"),
     "a prefix beyond its room": (change("prefix.count", 1, 10**6), "`prefix`: `count` has to be at most 19"),
     "a prefix without tokens": (change("prefix.count", 0, 0), "the exact tokens in front do not reach"),

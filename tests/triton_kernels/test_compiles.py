@@ -193,8 +193,8 @@ SPILLED = {
 }
 # Shared memory of a program, in bytes: the least of any GPU since sm_80 (RTX 30 and 40), AMD's, and that of an H200
 MAX_SHARED, MAX_SHARED_AMD, MAX_SHARED_H200 = 99 * 1024, 65536, 232448
-# Loads and stores of more than the eight bytes of a slot or an address
-VECTORS = re.compile(r"(?:ld|st)\.global\S*\.v4\.b32")
+# Loads, stores and copies of more than the eight bytes of a slot or an address
+VECTORS = re.compile(r"(?:ld|st)\.global\S*\.v4\.b32|cp\.async\.cg\.shared\.global [^;]*, 0x10,")
 
 
 def of_groups(name, is_packed):

@@ -580,7 +580,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
             state,
             blocks=[replace(block, tables=own) for block, own in zip(state.blocks, tables, strict=True)],
             tables=None if self.codec is None else self.codec.state(),
-            moments=self._all_moments(),
+            moments=self._all_moments() if self._uses_queries or self._records_queries else None,
             pending=None if unfitted is None else unfitted.to(torch.uint8),
         )
 
@@ -588,6 +588,8 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         self._moments = state.moments
         self._unfitted_sequences = None if state.pending is None else state.pending.bool()
         super().restore(state, device, path)
+        if self._moments is not None and not (self._uses_queries or self._records_queries):
+            raise ValueError(f"`{path}.moments` are of queries that no codec will be fitted to")
 
     def _restore_packed(self, state: LayerState, path: str) -> tuple[Codec | None, list[RowSegment]]:
         return restore_row_segments(state, self.policy, self.sliding_window, path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,14 +180,13 @@ class TransformCodingCache(PackedCache):
 
     def stats(self) -> dict[str, StatValue]:
         """
-        Return the counters of [`PackedCache.stats`]; `rotary_layers`, the number of layers by the rotary embedding
-        that is undone in keys, `"none"` where keys are coded as they are; and `calibration_bytes` with a calibration
-        (`shared` bytes).
+        Return the counters of [`PackedCache.stats`]; `layers_unrotated`, the layers whose keys are coded with the
+        rotary embedding undone, as it fits them better; and `calibration_bytes` with a calibration (`shared` bytes).
         """
         counters = super().stats()
         codecs = (layer.codec for layer in self.layers if isinstance(layer, RowLayer))
         names = (None if codec is None else codec.rotary_name for codec in codecs)
-        counters["rotary_layers"] = dict(Counter(name for name in names if name is not None))
+        counters["layers_unrotated"] = sum(name not in (None, "none") for name in names)
         if self.calibration is not None:
             counters["calibration_bytes"] = sum(self.memory().shared.values())
         return counters
