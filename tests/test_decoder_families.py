@@ -98,7 +98,7 @@ def test_a_cache_is_filled_saved_and_loaded(family: str, name: str, build, tmp_p
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith(("transform", "kivi", "kvarn"))])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith(("transform", "kivi"))])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_every_family_is_filled_saved_and_loaded_or_refused(name: str, build, tmp_path: Path) -> None:
     for family in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - NOT_RUN):

@@ -175,6 +175,24 @@ def test_padding_that_spans_several_updates_enters_no_range():
     assert torch.equal(in_two_updates(keys, values)[1, :, 400:], in_two_updates(*spoiled)[1, :, 400:])
 
 
+@pytest.mark.parametrize("padding", [None, [3, 0]])
+@pytest.mark.parametrize("count", [0, 1, 5])
+@torch.no_grad()
+def test_cropped_short_prompt_packs_as_a_shorter_one(count, padding):
+    """A sequence packs `residual_length` tokens behind what is left of its prompt, padded or not."""
+    layer, other = make_layer(nbits=2, residual_length=16), make_layer(nbits=2, residual_length=16)
+    feed(layer, *states(2, 12), padding=padding)
+    layer.crop(-count)
+    feed(other, *states(2, 12 - count), padding=padding)
+    for number in range(40):
+        decode(layer, 1)
+        decode(other, 1)
+        held = [[(each.start, each.length) for each in one.storage.segments] for one in (layer, other)]
+        assert held[0] == held[1], number
+        assert layer.storage.tail_length == other.storage.tail_length
+    assert held[0]
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("count", [1, 10, 40, 100, 190, 270, 290, 300])

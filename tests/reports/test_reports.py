@@ -116,6 +116,8 @@ def held_by(cache: Cache) -> list[object]:
 @pytest.mark.parametrize("earlier", [0, 200], ids=["first prompt", "later prompt"])
 @pytest.mark.parametrize("name", NAMES)
 def test_reports_change_nothing_before_attention(name: str, earlier: int, tiny_llama: PreTrainedModel) -> None:
+    if earlier and name == "infinigen-paper":
+        pytest.skip("a cache that speculates takes states of its own model's forwards alone")
     cache = filled(name, tiny_llama, earlier) if earlier else create_cache(name, tiny_llama)
     for index in range(tiny_llama.config.num_hidden_layers):
         cache.update(torch.randn(1, 2, 300, 32), torch.randn(1, 2, 300, 32), index)

@@ -236,9 +236,13 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             storage.set_prefix(None)
             self._num_first = prefix.num_slots
         if storage.tail is not None:
-            limit = self._num_first + self._tail_limit
-            self._dense_limit = limit if self.sliding_window is None else min(limit, self.sliding_window)
-            self._first_recorded = self._dense_limit - self._num_recorded_queries
+            self._set_dense_limit()
+
+    def _set_dense_limit(self) -> None:
+        """Set the length at which a dense layer packs tokens, and that from which it records queries."""
+        limit = self._num_first + self._tail_limit
+        self._dense_limit = limit if self.sliding_window is None else min(limit, self.sliding_window)
+        self._first_recorded = self._dense_limit - self._num_recorded_queries
 
     def _leave_dense(self) -> None:
         """Make a prefix of the first tokens, as packed tokens will follow."""
@@ -418,7 +422,9 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         if stop < self.exact_start:
             self.invalidate_plan()
         self.storage.drop_newest(stop, self.exact_start)
-        self._num_first = min(self._num_first, stop)
+        if self._num_first > stop:
+            self._num_first = stop
+            self._set_dense_limit()
 
     def crop_tokens(self, count: int) -> None:
         super().crop_tokens(count)
