@@ -12,7 +12,7 @@ selection, N slots in use, R numbers of a row.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -24,9 +24,6 @@ from .launch_keeper import LaunchKeeper
 from .selective_attention import Selection, States
 from .token_scores import KeyCodes
 
-
-if TYPE_CHECKING:
-    from kvcache_plugins.triton_kernels.launch import Launch
 
 # Channels of a head, and query heads a key/value head, that fit into registers
 _MOST_CHANNELS, _MOST_GROUPS = 256, 64
@@ -79,7 +76,7 @@ class KeptSelection:
         self._scale = scale
         self._launches = LaunchKeeper()
         # Launches of attention and of what merges its results, without a mask and with one
-        self._attention: dict[bool, tuple[Launch, Launch]] = {}
+        self._attention: dict[bool, tuple[object, object]] = {}
         self._ratio = torch.tensor([rule.ratio], dtype=torch.float64, device="cpu").to(query.device)
         # Version of the rows that launches over rows are for, and places of channels in them
         self._version = -1

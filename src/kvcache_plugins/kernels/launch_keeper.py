@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
 
 import torch
 
 from .engine import load_triton
 
 
-if TYPE_CHECKING:
-    from kvcache_plugins.triton_kernels.launch import KeptLaunch, Launch
-
-
 class LaunchKeeper:
     """Kept launches by kind, each made at its first use. A copy keeps none."""
 
     def __init__(self) -> None:
-        self._kept: dict[Hashable, KeptLaunch] = {}
+        self._kept: dict[Hashable, Callable[..., None]] = {}
 
     def __deepcopy__(self, memo: object) -> LaunchKeeper:
         return LaunchKeeper()
@@ -26,7 +21,7 @@ class LaunchKeeper:
     def __reduce__(self) -> tuple[type[LaunchKeeper], tuple[()]]:
         return LaunchKeeper, ()
 
-    def run(self, kind: Hashable, prepare: Callable[[], Launch], **changed: torch.Tensor | int) -> None:
+    def run(self, kind: Hashable, prepare: Callable[[], object], **changed: torch.Tensor | int) -> None:
         """
         Launch with changed arguments, tensors and numbers by name: the same names for every launch of a kind. The
         first launch of a kind is prepared, and gives all other arguments.
