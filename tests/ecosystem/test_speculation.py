@@ -85,8 +85,9 @@ def test_layers_that_predict_several_tokens(name, drafting, generate, monkeypatc
     cache = create_cache(name, drafting, **EXACT[name])
     drafted, counts = count_forwards(drafting, lambda: generate(drafting, ids, cache, use_mtp=True, **options))
     assert torch.equal(drafted, expected) and cache.get_seq_length() == 150 + 39
-    # Forwards have the prompt, or a token and two drafts, of which some are accepted
-    assert counts == [150] + [3] * (len(counts) - 1) and 14 < len(counts) < 38
+    # Forwards have the prompt, or a token and two drafts; 40 of them would mean that none was accepted. How many are
+    # depends on rounding, as the drafting layers are random
+    assert counts == [150] + [3] * (len(counts) - 1) and 14 < len(counts) < 40
 
 
 class _Event:
