@@ -85,7 +85,7 @@ _SHARED = {
     "top_p": _number(1e-6, 1, "above 0, up to 1"),
     "seed": _integer(-(2**63), "a whole number"),
     "user": _LABEL,
-    "generation_config": Option("JSON, for one answer and no cache of its own", _takes_generation_config),
+    "generation_config": Option("JSON, for one answer; it names no cache", _takes_generation_config),
 }
 _COMPLETION = {
     **_SHARED,
