@@ -139,7 +139,7 @@ def test_a_request_ends_when_its_client_disconnects(server, client):
 
 WRONG = {
     "model": ({"model": "other"}, 'accepted is `"smollm2"`'),
-    "cache": ({"extra_body": {"generation_config": '{"cache_implementation": "static"}'}}, "no cache of its own"),
+    "cache": ({"extra_body": {"generation_config": '{"cache_implementation": "static"}'}}, "names no cache"),
     "option": ({"extra_body": {"nothing": 1}}, "`nothing` is no option of /v1/completions"),
     "prompt": ({"prompt": ""}, "prompt is empty"),
     "tokens": ({"max_tokens": -1}, "`max_tokens` is -1, but accepted is 1 or more"),
