@@ -169,7 +169,7 @@ def benchmark_runahead(
 def run_on_gpu(
     out: Annotated[Path, typer.Option(help="Folder for the JSON files.")] = Path("eval/results"),
     call: Annotated[
-        str | None, typer.Option(help="One of the two calls: checks (240 s), times (570 s). By default all parts.")
+        str | None, typer.Option(help="Parts to run: checks (240 s) or times (570 s); by default all.")
     ] = None,
     limit: Annotated[
         float | None, typer.Option(help="Seconds that it may take; by default the call's.", min=1)

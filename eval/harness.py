@@ -255,12 +255,18 @@ def median_interval(seconds: Sequence[float]) -> tuple[float, float]:
     """
     Return the two samples between which the median of all possible ones lies with a confidence of 95 %.
 
-    The number of samples below that median is binomial: half of them, give or take 1.96 standard deviations. Fewer
-    than six samples give their extremes, which are less sure.
+    The number of samples below that median is binomial: the next pair inwards would be less sure. Fewer than six
+    samples give their extremes, which are less sure too.
     """
     ordered = sorted(seconds)
     count = len(ordered)
-    first = max(math.floor((count - 1.96 * math.sqrt(count)) / 2), 0)
+    first = 0
+    outside = 0.0
+    for below in range(count // 2):
+        outside += 2 * math.comb(count, below) / 2**count
+        if outside > 0.05:
+            break
+        first = below
     return ordered[first], ordered[count - 1 - first]
 
 

@@ -62,7 +62,7 @@ def test_interval_of_a_median_holds_it_with_95_percent(count: int) -> None:
     first, last = median_interval([float(number) for number in range(count)])
     # Number of samples below the median: binomial
     outside = sum(math.comb(count, below) for below in range(count + 1) if not first < below <= last)
-    assert 0.95 <= 1 - outside / 2**count < 0.985
+    assert 0.95 <= 1 - outside / 2**count < 0.99
     assert first + last == count - 1
 
 
