@@ -168,7 +168,12 @@ def benchmark_runahead(
 
 def run_on_gpu(
     out: Annotated[Path, typer.Option(help="Folder for the JSON files.")] = Path("eval/results"),
-    limit: Annotated[float, typer.Option(help="Seconds that all of it may take.", min=1)] = 570.0,
+    call: Annotated[
+        str | None, typer.Option(help="Parts to run: checks (240 s) or times (570 s); by default all.")
+    ] = None,
+    limit: Annotated[
+        float | None, typer.Option(help="Seconds that it may take; by default the call's.", min=1)
+    ] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Small sizes, to try the script; no GPU needed.")] = False,
     part: Annotated[str | None, typer.Option(help="One part only, in this process: checks, attention, ...")] = None,
 ) -> None:
@@ -176,11 +181,12 @@ def run_on_gpu(
 
     \b
     Examples:
-        kvcache-plugins bench gpu
+        kvcache-plugins bench gpu --call checks
+        kvcache-plugins bench gpu --call times
         kvcache-plugins bench gpu --part attention --out /tmp/results
         TRITON_INTERPRET=1 KVCACHE_PLUGINS_KERNELS=triton \\
             kvcache-plugins bench gpu --tiny --out /tmp/results
     """
     from .gpu import run_parts
 
-    run_parts(out, limit, tiny, part)
+    run_parts(out, limit, tiny, part, call)

@@ -1,6 +1,10 @@
-"""Every check and benchmark that wants a GPU, in one run of less than ten minutes.
+"""Every check and benchmark that wants a GPU, in two calls of less than ten minutes.
 
-    kvcache-plugins bench gpu --out FOLDER
+    kvcache-plugins bench gpu --call checks --out FOLDER
+    kvcache-plugins bench gpu --call times --out FOLDER
+
+The first is the part `checks` alone, in four minutes, the second all that is timed. Both write `gpu_tables.md`, tables
+of all results in the folder, which `<!-- table: gpu_tables -->` brings into a page.
 
 Six parts, each in a process of its own, so that one that crashes or hangs takes nothing with it:
 
@@ -8,7 +12,7 @@ Six parts, each in a process of its own, so that one that crashes or hangs takes
 - `attention`: decode attention alone, from compressed storage and by PyTorch's own kernels;
 - `step`: whole decode steps of a model with the shapes of an 8B Llama and random weights, caches taking turns;
 - `captured`: steps of a quarter of its layers as CUDA graphs, with coded caches and `StaticCache`, also of batches;
-- `infinigen`: decode steps over 32768 tokens in host memory, against offloading them and against a GPU's memory;
+- `infinigen`: decode steps over 16384 and 32768 tokens in host memory, in that of a GPU, and with full offloading;
 - `batch`: the largest batch that fits into 40 GiB, its throughput and its peak.
 
 What does not agree with plain PyTorch is not timed. Every part writes its JSON files row by row and has its share of
@@ -54,7 +58,9 @@ from .benchmarks.kernels import BACKENDS, CACHES, Contest, Shape
 from .benchmarks.step import llama, random_model, time_steps
 from .harness import QUARTILES, cache_stats, spread, time_call
 from .observers import TransferTimes
+from .result_files import read_result
 from .rows import Failure, Found
+from .tables import RENDERERS, render_result
 
 
 DTYPE = torch.bfloat16
@@ -112,7 +118,11 @@ LLAMA_8B_QUARTER = {**LLAMA_8B, "num_hidden_layers": 8}
 TESTS = (
     "tests/triton_kernels/test_attention.py",
     "tests/triton_kernels/test_rows.py",
+    "tests/triton_kernels/test_push.py",
     "tests/triton_kernels/test_static_steps.py",
+    "tests/triton_kernels/test_group_push.py",
+    "tests/triton_kernels/test_static_group_steps.py",
+    "tests/triton_kernels/test_infinigen.py",
     "tests/transform_coding/test_coding_kernels.py",
     "tests/triton_kernels/test_gather.py",
     "tests/infinigen/test_on_gpu.py",
@@ -123,13 +133,15 @@ _SIZES = {"large": (16, 32768), "medium": (4, 16384), "small": (1, 4096)}
 SHAPES = {name: Shape(batch_size=size, context=context) for name, (size, context) in _SIZES.items()}
 # Whole steps: the most wanted come first, the first being the measure
 STEP_CACHES = (
-    *("dynamic", "transform", "gear-2bit", "gear-4bit", "kivi-2bit", "static"),
+    *("dynamic", "transform", "transform-16", "gear-2bit", "gear-4bit", "kivi-2bit", "infinigen", "h2o", "static"),
     *("quanto-4bit", "quanto-2bit", "hqq-4bit", "hqq-2bit"),
 )
 # As CUDA graphs. Shapes are batch sizes and contexts
 CAPTURED = ", captured"
-CAPTURED_CACHES = ("dynamic", "transform", *(f"{name}{CAPTURED}" for name in ("static", "transform", "transform-16")))
-CAPTURED_SHAPES = ((1, 4096), (16, 8192), (1, 32768))
+_STATIC = ("static", "transform", "transform-16", "gear-2bit", "kivi-2bit")
+CAPTURED_CACHES = ("dynamic", "transform", *(f"{name}{CAPTURED}" for name in _STATIC))
+# The longest leaves room for the steps
+CAPTURED_SHAPES = ((1, 4096), (1, 32768), (8, 8192), (32, 4096), (1, 131008), (8, 32768))
 # Tokens that a model reads at a time, in all sequences
 _READ_AT_ONCE = 65536
 # More than a chunk, so that every cache compresses one on the way
@@ -278,8 +290,8 @@ LLAMA_2_7B = llama(32000, 4096, 11008, 32, 32, 32, 65536)
 @torch.inference_mode()
 def measure_offloading(
     run: Run,
+    context: int,
     model: Fields = LLAMA_2_7B,
-    context: int = 32768,
     steps: int = 40,
     # Random weights attend broadly, so the default rule always fetches the most that it may, a fifth: its worst case.
     # A twentieth is about what it fetches of a trained model's long contexts
@@ -292,7 +304,7 @@ def measure_offloading(
     ),
 ) -> None:
     """Times InfiniGen beside what it stands in for; that it is exact where all is fetched is one of the checks."""
-    report = run.open("infinigen", "offloading", model, steps=steps)
+    report = run.open(f"infinigen_{context}", "offloading", model, steps=steps)
     network = random_model(model, DTYPE, run.device)
     read, fed = random_tokens(network, context + steps).split((context, steps), dim=1)
     # One cache after the other: two long contexts may not fit beside each other
@@ -325,6 +337,12 @@ def measure_offloading(
         if "offloaded" in medians:
             row["speed_against_offloaded"] = medians["offloaded"] / row["median_s"]
     report.save()
+
+
+def time_offloading(run: Run, contexts: Sequence[int] = (32768, 16384), **arguments: Any) -> None:
+    """Time steps of InfiniGen, a file a context; see `measure_offloading`."""
+    for context, box in run.box.share(contexts):
+        measure_offloading(Run(run.out, run.device, box), context, **arguments)
 
 
 def _transfers(cache: InfiniGenCache, before: Mapping[str, Any], times: TransferTimes) -> dict[str, Any]:
@@ -470,9 +488,12 @@ PARTS: dict[str, tuple[Callable[..., None], float]] = {
     "attention": (time_attention, 0.15),
     "step": (time_whole_steps, 0.12),
     "captured": (partial(time_captured, model=LLAMA_8B_QUARTER, caches=CAPTURED_CACHES, steps=40), 0.18),
-    "infinigen": (measure_offloading, 0.13),
+    "infinigen": (time_offloading, 0.13),
     "batch": (search_largest_batches, 0.12),
 }
+# Parts of each call, and its seconds
+CALLS = {"checks": (("checks",), 240.0), "times": (tuple(PARTS)[1:], 570.0)}
+_ALL = tuple(PARTS), 570.0
 _FEW: dict[str, Any] = {"model": llama(128, 128, 128, 1, 2, 1, 1024), "context": 128, "steps": 3}
 # Sizes that prove the script on any machine; a batch is to be of a dense sequence and a half
 TINY: dict[str, dict[str, Any]] = {
@@ -490,7 +511,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "infinigen": {
         "model": llama(128, 64, 64, 4, 2, 2, 1024),
-        "context": 100,
+        "contexts": (100,),
         "steps": 4,
         "caches": ("dynamic", "infinigen:max_fetch_ratio=0.1", "infinigen-transform:max_fetch_ratio=0.1", "offloaded"),
     },
@@ -500,10 +521,16 @@ TINY: dict[str, dict[str, Any]] = {
 _GRACE = 15.0
 
 
-def run_parts(out: Path, limit: float, tiny: bool = False, part: str | None = None) -> None:
-    """Run all parts, or one in this process, within `limit` seconds, and write their files to the folder `out`."""
+def run_parts(
+    out: Path, limit: float | None = None, tiny: bool = False, part: str | None = None, call: str | None = None
+) -> None:
+    """Run all parts, those of a call, or one in this process, within `limit` seconds; write their files to `out`."""
     if part is not None:
         check_choice("part", part, tuple(PARTS))
+    if call is not None:
+        check_choice("call", call, tuple(CALLS))
+    names, seconds_of_call = _ALL if call is None else CALLS[call]
+    limit = seconds_of_call if limit is None else limit
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not tiny:
         raise ValueError("torch finds no CUDA device; `--tiny` tries the script without one")
@@ -512,17 +539,27 @@ def run_parts(out: Path, limit: float, tiny: bool = False, part: str | None = No
         torch.backends.cuda.enable_cudnn_sdp(part == "attention")
         PARTS[part][0](Run(out, device, TimeBox(limit)), **(TINY[part] if tiny else {}))
         return
-    report = Result("run", {"limit": limit, "tiny": tiny}, out / "gpu_run.json", {"device": device})
+    report = Result("run", {"limit": limit, "tiny": tiny}, out / f"gpu_{call or 'run'}_parts.json", {"device": device})
     whole, planned = TimeBox(limit), 0.0
-    for name, (_, share) in PARTS.items():
-        planned += share * limit
+    all_shares = sum(PARTS[name][1] for name in names)
+    for name in names:
+        planned += PARTS[name][1] / all_shares * limit
         seconds = whole.left - (limit - planned)
         say(f"[{limit - whole.left:4.0f} s] {name}, {seconds:.0f} s at most")
         start = time.monotonic()
         with report.attempt(name):
             _run_part(name, out, seconds, tiny, device)
         report.add({"part": name, "seconds": time.monotonic() - start, "limit": seconds})
+    write_tables(out)
     say(f"[{limit - whole.left:4.0f} s] done: {len(report.failures)} parts ended early; what failed is in {out} too")
+
+
+def write_tables(folder: Path) -> None:
+    """Render every `gpu_*.json` of a folder that has a table into its `gpu_tables.md`."""
+    results = {path.stem: read_result(path) for path in sorted(folder.glob("gpu_*.json"))}
+    shown = [name for name, content in results.items() if content["benchmark"] in RENDERERS and content["rows"]]
+    tables = [f"**{name.removeprefix('gpu_')}**\n\n{render_result(folder, name)}" for name in shown]
+    (folder / "gpu_tables.md").write_text("\n".join(tables), encoding="utf-8")
 
 
 def _run_part(name: str, out: Path, seconds: float, tiny: bool, device: torch.device) -> None:

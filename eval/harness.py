@@ -1,6 +1,7 @@
 """The ground of every measurement: caches by name, windows of text, caches filled without reading, and clocks."""
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,8 @@ CACHE_FAILURES = (ValueError, RuntimeError, IndexError, AssertionError, NotImple
 EXERCISE_COUNTERS = ("tokens_compressed", "tokens_dropped", "selected_calls", "attend_calls")
 
 QUARTILES = ("lower_quartile_s", "median_s", "upper_quartile_s")
+# Bounds of the median, see `median_interval`
+INTERVAL = ("median_from_s", "median_to_s")
 
 CacheFactory = Callable[[], Cache]
 States = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -242,9 +245,29 @@ def time_on_gpu(function: Callable[[], Any], ahead: Callable[[], Any]) -> float:
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Compute median and quartiles, of fewer than three the extremes, under the names that results have."""
+    """Compute median, its interval and quartiles, of fewer than three the extremes, under the names of results."""
     extremes = [min(seconds), statistics.median(seconds), max(seconds)]
-    return dict(zip(QUARTILES, extremes if len(seconds) < 3 else statistics.quantiles(seconds, n=4), strict=True))
+    quartiles = extremes if len(seconds) < 3 else statistics.quantiles(seconds, n=4)
+    return dict(zip((*QUARTILES, *INTERVAL), (*quartiles, *median_interval(seconds)), strict=True))
+
+
+def median_interval(seconds: Sequence[float]) -> tuple[float, float]:
+    """
+    Return the two samples between which the median of all possible ones lies with a confidence of 95 %.
+
+    The number of samples below that median is binomial: the next pair inwards would be less sure. Fewer than six
+    samples give their extremes, which are less sure too.
+    """
+    ordered = sorted(seconds)
+    count = len(ordered)
+    first = 0
+    outside = 0.0
+    for below in range(count // 2):
+        outside += 2 * math.comb(count, below) / 2**count
+        if outside > 0.05:
+            break
+        first = below
+    return ordered[first], ordered[count - 1 - first]
 
 
 def take_turns(

@@ -25,7 +25,7 @@ import typer
 
 from kvcache_plugins.console.display import MIN_NAME_WIDTH, make_table, open_console, print_line
 
-from .harness import QUARTILES, REFERENCE, stretch_stops
+from .harness import INTERVAL, QUARTILES, REFERENCE, stretch_stops
 from .result_files import read_result
 
 
@@ -110,6 +110,18 @@ def quartiles(head: str, scale: float = 1e3) -> Column:
         return f"{median:.2f} ({lower:.2f} to {upper:.2f})"
 
     return Column(head, show)
+
+
+def interval(scale: float = 1e3) -> Column:
+    """Make a column of intervals in which medians lie, of seconds times a scale."""
+
+    def show(row: Row) -> str:
+        if any(key not in row for key in INTERVAL):
+            return "-"
+        lower, upper = (scale * row[key] for key in INTERVAL)
+        return f"{lower:.2f} to {upper:.2f}"
+
+    return Column("95 % interval of the median", show, any_has(INTERVAL[0]))
 
 
 def table(*columns: Column) -> Callable[[Rows], str]:
@@ -376,12 +388,14 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         code(),
         number("MB", "bytes", ".1f", 1e-6),
         quartiles("ms a token (quartiles)"),
+        interval(),
         speed_up("`{cache}`", "speed_against_first"),
     ),
     "kernels": table(
         name("attention over", "name"),
         number("MB read", "bytes", ".1f", 1e-6),
         quartiles("ms (quartiles)"),
+        interval(),
         number("% of copy bandwidth", "share_of_copy_bandwidth", ".0f", 100),
         speed_up("dense", "speed_against_dense"),
     ),
@@ -412,6 +426,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         CONTEXT,
         code(),
         quartiles("ms a token (quartiles)"),
+        interval(),
         number("tokens/s", "tokens_per_s"),
         speed_up("`offloaded`", "speed_against_offloaded", missing=""),
         number("time / that with all resident (less is better)", "time_against_resident", ".2f", missing=""),

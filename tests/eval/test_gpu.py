@@ -16,6 +16,7 @@ from kvcache_plugins.eval import gpu
 from kvcache_plugins.eval.benchmark import Result, TimeIsUpError
 from kvcache_plugins.eval.commands import run_on_gpu
 from kvcache_plugins.eval.gpu import Budget, Run, TimeBox, measure_largest_batch, run_batch
+from kvcache_plugins.eval.harness import spread
 from kvcache_plugins.eval.kernel_check import MismatchError
 
 
@@ -100,7 +101,7 @@ def test_captured_steps(tmp_path):
 
 
 def test_offloading(tmp_path):
-    content = run_tiny("infinigen", tmp_path, "infinigen")
+    content = run_tiny("infinigen", tmp_path, "infinigen_100")
     # There is nothing to offload to where there is no GPU
     assert [failure["what"] for failure in content["failures"]] == ["offloaded"]
     rows = {row["cache"]: row for row in content["rows"]}
@@ -141,7 +142,7 @@ def test_parts_that_fail_or_hang_do_not_end_the_run(tmp_path, replace_children, 
     run_on_gpu(out=tmp_path, limit=500.0, tiny=True)
     assert [command[command.index("--part") + 1] for command in commands] == list(gpu.PARTS)
     assert all("--tiny" in command for command in commands)
-    content = read(tmp_path, "gpu_run")
+    content = read(tmp_path, "gpu_run_parts")
     assert [row["part"] for row in content["rows"]] == list(gpu.PARTS)
     # What a part leaves goes to the next one: without the 20 seconds of each there would be 150, 225, 285, ...
     assert [round(row["limit"]) for row in content["rows"]] == [150, 205, 245, 315, 360, 400]
@@ -150,6 +151,31 @@ def test_parts_that_fail_or_hang_do_not_end_the_run(tmp_path, replace_children, 
     assert set(reasons) == {"attention", "step"}
     assert reasons["attention"].startswith("skipped: time")
     assert "SIGSEGV" in reasons["step"]
+
+
+@pytest.mark.parametrize(
+    ("call", "limits"), [("checks", [240]), ("times", [122, 220, 366, 472, 570])], ids=["checks", "times"]
+)
+def test_each_call_shares_its_seconds_among_its_parts(call, limits, tmp_path, replace_children, clock):
+    replace_children(lambda command, **options: None)
+    run_on_gpu(out=tmp_path, tiny=True, call=call)
+    rows = read(tmp_path, f"gpu_{call}_parts")["rows"]
+    assert [row["part"] for row in rows] == list(gpu.CALLS[call][0])
+    # Each part here takes no time, and leaves its share to the next
+    assert [round(row["limit"]) for row in rows] == limits
+
+
+def test_both_calls_run_every_part():
+    assert sum((parts for parts, _ in gpu.CALLS.values()), ()) == tuple(gpu.PARTS)
+
+
+def test_tables_of_a_folder_are_written(tmp_path):
+    report = Result("step", {"steps": 8}, tmp_path / "gpu_step.json")
+    report.add({"context": 4096, "cache": "dynamic", "bytes": 1e6, "speed_against_first": 1.0, **spread([1.0] * 8)})
+    Result("run", {}, tmp_path / "gpu_run_parts.json").save()
+    gpu.write_tables(tmp_path)
+    text = (tmp_path / "gpu_tables.md").read_text()
+    assert text.startswith("**step**\n\n| context |") and "| 1000.00 to 1000.00 |" in text and "run_parts" not in text
 
 
 def test_outcomes_of_tests_are_counted(tmp_path):
@@ -183,6 +209,8 @@ def test_a_whole_run_wants_a_gpu(tmp_path):
         run_on_gpu(out=tmp_path)
     with pytest.raises(ValueError, match="`part` has to be one of"):
         run_on_gpu(out=tmp_path, part="nonsense")
+    with pytest.raises(ValueError, match="`call` has to be one of"):
+        run_on_gpu(out=tmp_path, call="nonsense")
 
 
 # The largest batch is the first that fits of those that are tried

@@ -1,5 +1,6 @@
 """The harness: windows of text, caches filled with states, and functions that take turns."""
 
+import math
 from contextlib import nullcontext, suppress
 
 import pytest
@@ -9,6 +10,7 @@ from kvcache_plugins import create_cache
 from kvcache_plugins.eval.harness import (
     encode_text,
     fill_with_states,
+    median_interval,
     read_states,
     spread_windows,
     take_turns,
@@ -53,6 +55,15 @@ def test_states_are_repeated_for_longer_contexts(context, tiny_llama):
     last = (context - 1) % 63
     assert torch.equal(keys[2, :, -1], states[-1][0][0, :, last])
     assert torch.equal(values[0, :, -1], states[-1][1][0, :, last])
+
+
+@pytest.mark.parametrize("count", [6, 10, 40, 72, 100])
+def test_interval_of_a_median_holds_it_with_95_percent(count: int) -> None:
+    first, last = median_interval([float(number) for number in range(count)])
+    # Number of samples below the median: binomial
+    outside = sum(math.comb(count, below) for below in range(count + 1) if not first < below <= last)
+    assert 0.95 <= 1 - outside / 2**count < 0.99
+    assert first + last == count - 1
 
 
 def test_windows_are_disjoint_and_spread() -> None:
