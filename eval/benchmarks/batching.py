@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.layers.lazy_kv import make_lazy_kv
+from kvcache_plugins.layers.lazy_kv import HandedOut, make_lazy_kv
 
 
 BY_INDEX, BY_REQUEST = "Transformers", "dense, by request"
@@ -24,9 +24,9 @@ class RequestStates:
     """Dense keys and values `[B, H, T, D]` of requests of one length, as `LazyKV` ask a layer for them."""
 
     has_gradients = False
-    handed_out = None
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.handed_out = HandedOut()
         self._keys, self._values, self.device, self.dtype = keys, values, keys.device, keys.dtype
 
     def lazy_length(self) -> int:

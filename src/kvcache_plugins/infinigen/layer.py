@@ -25,7 +25,7 @@ from kvcache_plugins.kernels.masks import slice_mask
 from kvcache_plugins.kernels.ops import Tile
 from kvcache_plugins.kernels.selective_attention import Selection, attend_fetched, choose_rows_kernel
 from kvcache_plugins.layers.exact_tokens import ExactTail, States
-from kvcache_plugins.layers.lazy_layer import LazyLayer, MaskedTiles, tensor_signature
+from kvcache_plugins.layers.lazy_layer import LazyLayer, MaskedTiles
 from kvcache_plugins.layers.policies import RowPolicy
 from kvcache_plugins.layers.torch_contexts import in_caller_context, without_caller_contexts
 from kvcache_plugins.user_warnings import warn_user
@@ -171,6 +171,8 @@ class InfiniGenLayer(LazyLayer):
         if (
             tail is None
             or self._num_new != 1
+            or self.handed_out.scores
+            or self.has_gradients
             or tail.length >= tail.limit
             or torch.compiler.is_dynamo_compiling()
             or torch.is_grad_enabled()
@@ -178,7 +180,7 @@ class InfiniGenLayer(LazyLayer):
             return super().update(key_states, value_states)
         pool = self.pool
         if not self._push(tail, key_states, value_states):
-            if in_caller_context() or self._last_signature != tensor_signature(key_states, value_states):
+            if in_caller_context() or not tail.fits(key_states, value_states):
                 return super().update(key_states, value_states)
             if pool is None:
                 exact = tail.append_exactly(key_states, value_states)
@@ -196,7 +198,7 @@ class InfiniGenLayer(LazyLayer):
         if pool is None:
             return False
         if device_plan is not None and not in_caller_context():
-            if self._last_signature != tensor_signature(keys, values):
+            if not tail.fits(keys, values):
                 return False
             device_plan.push_into(tail, keys, values)
             return True
@@ -276,7 +278,8 @@ class InfiniGenLayer(LazyLayer):
     def _iter_dense(self) -> Iterator[Tile]:
         """Yield keys and values `[B, H, tokens, D or E]` in order, with their range of positions or slots."""
         if self._uncommitted_prompt is not None:
-            yield *self._uncommitted_prompt, 0, self._length
+            keys, values, _ = self._uncommitted_prompt
+            yield keys, values, 0, self._length
         yield from self._dense_pages()
         tail = self.tail
         if tail is not None and tail.length:
@@ -539,7 +542,8 @@ class InfiniGenLayer(LazyLayer):
             counters["attend_calls"] += 1
             counters["selected_calls"] += 1
             counters["fused_calls"] += 1
-            counters["tokens_fetchable"] += num_tokens * self.batch_size * self._shapes["keys"][1]
+            batch_size, num_heads, _, _ = self._shapes["keys"]
+            counters["tokens_fetchable"] += num_tokens * batch_size * num_heads
             counters["tokens_fetched"] += plan.num_selected
         return output
 
@@ -616,14 +620,13 @@ class InfiniGenLayer(LazyLayer):
 
     def _move_to(self, device: torch.device) -> None:
         self.device = device
-        self._last_signature = None
         pool, self.pool = self.pool, None
         self._map_stored(lambda tensor: tensor.to(device))
         self.pool = pool
         if pool is not None:
             pool.move_to_device(device)
         if self.padding is not None:
-            self.padding = self.padding.to(device)
+            self.set_padding(self.padding.to(device))
 
     def stats(self) -> Mapping[str, float]:
         pool = self.pool
@@ -631,7 +634,7 @@ class InfiniGenLayer(LazyLayer):
         if pool is not None:
             counters["bytes_fetched"] = counters["tokens_fetched"] * pool.row_dim * pool.dtype.itemsize
         held = {"tokens_cached": self._length, "tokens_pooled": 0 if pool is None else pool.num_slots}
-        return {**held, **counters, "dense_reads": self.dense_reads}
+        return {**held, **counters}
 
 
 def _warn_of_fetching_all() -> None:

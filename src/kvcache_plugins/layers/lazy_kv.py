@@ -15,6 +15,7 @@ dense when they are read, or when the layer changes while a caller holds them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -56,13 +57,41 @@ class Source(dict[str, torch.Tensor]):
     layer: Any
 
 
-class HandedOut(ref[Source]):
-    """Weak reference to the source that a layer's lazy tensors share; a copy of the layer has none."""
+class HandedOut:
+    """
+    Lazy tensors of a layer that callers may still hold; a copy of the layer has none.
 
-    __slots__ = ()
+    Attributes:
+        source (`ref[Source]`, *optional*): source that keys and values share.
+        scores (`list[ref[LazyKV]]`): attention scores and weights, which become dense before the next update.
+    """
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
+    __slots__ = ("scores", "source")
+
+    def __init__(self) -> None:
+        self.source: ref[Source] | None = None
+        self.scores: list[ref[LazyKV]] = []
+
+    def __reduce__(self) -> tuple[type[HandedOut], tuple[()]]:
+        return HandedOut, ()
+
+    @without_caller_contexts
+    def read_scores(self) -> None:
+        """Make scores dense that a caller still holds, before stored tokens change."""
+        for scores in [each() for each in self.scores]:
+            if scores is not None:
+                scores.read()
+        self.scores = []
+
+    @without_caller_contexts
+    def keep(self, layer: Any) -> None:
+        """Make keys and values of `layer` dense that a caller still holds, before stored tokens change."""
+        source = None if self.source is None else self.source()
+        self.source = None
+        if source is not None:
+            # A layer that has evicted tokens has no dense states: reading the lazy states raises the error
+            with suppress(ValueError):
+                source.update({side: layer.to_dense(side) for side in SIDES})
 
 
 class LazyKV(torch.Tensor):
@@ -170,12 +199,14 @@ def make_lazy_kv(
 ) -> tuple[LazyKV, LazyKV]:
     """Make all keys and all values of a layer, lazily, of `num_tokens` tokens and otherwise of the shapes given."""
     # Everything inlined, as it runs for every layer and token
-    source = layer.handed_out() if exact is None and layer.handed_out is not None else None
+    source = None
+    if exact is None and layer.handed_out.source is not None:
+        source = layer.handed_out.source()
     if source is None:
         source = Source()
         source.layer = layer
         if exact is None:
-            layer.handed_out = HandedOut(source)
+            layer.handed_out.source = ref(source)
     make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
     batch_size, num_heads, _, head_dim = key_shape
     key_size = value_size = torch.Size((batch_size, num_heads, num_tokens, head_dim))
@@ -305,7 +336,7 @@ def _follow(func: Function, args: Arguments, kwargs: KeywordArguments) -> Any:
 def _note_recipe(made: LazyKV, function: Function, args: Arguments, kwargs: KeywordArguments) -> None:
     made.recipe = function, args, kwargs
     if isinstance(made.meaning, Scores) and not made.is_exact:
-        made.source.layer.expect_reading(made)
+        made.source.layer.handed_out.scores.append(ref(made))
 
 
 def _take_item(number: int, function: Function, args: Arguments, kwargs: KeywordArguments) -> Any:

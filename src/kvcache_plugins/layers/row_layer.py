@@ -73,6 +73,9 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         policy (`RowPolicy`): when tokens are packed.
         layer_idx, attention_mask: as in `LazyLayer`.
         sliding_window (`int`, *optional*): tokens that a query sees, itself among them; all by default.
+
+    Attributes:
+        record_past (`bool`): True if nothing is evicted before a `crop`. An emptied layer does not record.
     """
 
     policy: RowPolicy
@@ -86,13 +89,21 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         sliding_window: int | None = None,
     ) -> None:
         self.sliding_window = sliding_window
-        self.is_sliding = sliding_window is not None
-        # Largest capacity that is reserved ahead for a segment of a windowed layer
-        self._max_capacity = None if sliding_window is None else sliding_window - 1 + DROP_STEP
         super().__init__(policy, layer_idx, attention_mask)
+
+    @property
+    def is_sliding(self) -> bool:  # type: ignore[override]
+        """True if queries see a window."""
+        return self.sliding_window is not None
+
+    @property
+    def _max_capacity(self) -> int | None:
+        """Largest capacity that is reserved ahead for a segment of a windowed layer."""
+        return None if self.sliding_window is None else self.sliding_window - 1 + DROP_STEP
 
     def _clear(self) -> None:
         super()._clear()
+        self.record_past = False
         self._moments: QueryMoments | None = None
         # Queries of single tokens that the moments do not count yet
         self._newest_queries: list[torch.Tensor] = []
@@ -437,7 +448,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
 
     def _is_uncommitted(self, count: int) -> bool:
         """True if the newest `count` tokens, not all, are an uncommitted prompt."""
-        return self._uncommitted_prompt is not None and self._uncommitted_prompt[0].shape[2] == count < self._length
+        return self._uncommitted_prompt is not None and self._uncommitted_prompt.keys.shape[2] == count < self._length
 
     def crop(self, tokens_to_remove: int) -> None:
         """See `LazyLayer.crop`; a layer that records the past evicts what it need not hold any more."""
@@ -487,7 +498,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
     @property
     def _records_queries(self) -> bool:
         if self._uses_queries:
-            return self._length > self._first_recorded
+            return self._length > self._dense.first_recorded
         # An update by many tokens has enough queries of its own
         num_before = self.policy.num_recorded_queries if self._uncommitted_prompt is None else 0
         return self._length >= self._next_fit - num_before
