@@ -23,8 +23,6 @@ BY_INDEX, BY_REQUEST = "Transformers", "dense, by request"
 class RequestStates:
     """Dense keys and values `[B, H, T, D]` of requests of one length, as `LazyKV` ask a layer for them."""
 
-    has_gradients = False
-
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.handed_out = HandedOut()
         self._keys, self._values, self.device, self.dtype = keys, values, keys.device, keys.dtype

@@ -32,8 +32,6 @@ class PagedStates:
         new (two `torch.Tensor` of shape `[1, H, tokens, D]`): keys and values of all new tokens.
     """
 
-    has_gradients = False
-
     allocator: CodedAllocator
     layer_idx: int
     batches: list[RequestBatch]

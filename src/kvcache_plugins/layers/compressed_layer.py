@@ -153,7 +153,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         tail = self.storage.tail
         if tail is None or kind != tail.token_kind or self._num_new != 1:
             return super().update(key_states, value_states)
-        if self.handed_out.scores or self.has_gradients:
+        if self.handed_out.scores or self.handed_out.has_gradients:
             return super().update(key_states, value_states)
         if self._length < self._dense.limit:
             states = tail.append_exactly(key_states, value_states)

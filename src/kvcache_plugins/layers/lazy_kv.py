@@ -64,16 +64,18 @@ class HandedOut:
     Attributes:
         source (`ref[Source]`, *optional*): source that keys and values share.
         scores (`list[ref[LazyKV]]`): attention scores and weights, which become dense before the next update.
+        has_gradients (`bool`): True if autograd records the newest states, which a copy has too.
     """
 
-    __slots__ = ("scores", "source")
+    __slots__ = ("has_gradients", "scores", "source")
 
-    def __init__(self) -> None:
+    def __init__(self, has_gradients: bool = False) -> None:
         self.source: ref[Source] | None = None
         self.scores: list[ref[LazyKV]] = []
+        self.has_gradients = has_gradients
 
-    def __reduce__(self) -> tuple[type[HandedOut], tuple[()]]:
-        return HandedOut, ()
+    def __reduce__(self) -> tuple[type[HandedOut], tuple[bool]]:
+        return HandedOut, (self.has_gradients,)
 
     @without_caller_contexts
     def read_scores(self) -> None:
@@ -148,7 +150,7 @@ class LazyKV(torch.Tensor):
         if stored.shape[2] < num_tokens:
             raise RuntimeError("these lazy states are older than the last `crop` or `reset` of their cache")
         stored = stored[:, :, :num_tokens]
-        return without_gradients(stored) if layer.has_gradients and torch.is_grad_enabled() else stored
+        return without_gradients(stored) if layer.handed_out.has_gradients and torch.is_grad_enabled() else stored
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         if self.meaning is None or isinstance(self.meaning, Scores):

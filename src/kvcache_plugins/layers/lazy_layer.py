@@ -71,8 +71,6 @@ class LazyLayer(CacheLayerMixin):
         # The mixin's `__init__` would assign `keys` and `values`, which are views of the storage here
         self.is_initialized = False
         self.layer_idx = layer_idx
-        # True if autograd records the newest states
-        self.has_gradients = False
         # Shapes of the first states, with the batch size of now
         self._shapes: dict[str, tuple[int, int, int, int]] = {}
         self._left_padding = LeftPadding(attention_mask)
@@ -200,8 +198,8 @@ class LazyLayer(CacheLayerMixin):
             self._set_batch_size(key_states.shape[0])
         exact = (key_states, value_states) if is_first else None
         # Stored tensors would otherwise keep the graph of every update alive
-        self.has_gradients = key_states.requires_grad or value_states.requires_grad
-        if self.has_gradients:
+        self.handed_out.has_gradients = key_states.requires_grad or value_states.requires_grad
+        if self.handed_out.has_gradients:
             key_states, value_states = key_states.detach(), value_states.detach()
         if is_first or self._is_prompt(count):
             self._uncommitted_prompt = UncommittedPrompt(key_states, value_states, set())

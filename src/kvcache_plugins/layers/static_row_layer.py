@@ -37,7 +37,7 @@ class StaticRowLayer(StaticLayer[RowSegment, Codec], RowLayer):
         max_length: int | None = None,
     ) -> None:
         super().__init__(policy, layer_idx, attention_mask)
-        self._reserve(max_length)
+        self.max_length = max_length
 
     def _explain_packing(self, triton: ModuleType) -> str | None:
         head_dim = max(self._shapes["keys"][3], self._shapes["values"][3])
