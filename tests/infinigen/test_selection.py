@@ -7,7 +7,7 @@ from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.pool import TokenPool
 from kvcache_plugins.infinigen.scoring import Scoring, ScoringCodes, ScoringColumns
 from kvcache_plugins.infinigen.selection import always_attended, select_tokens
-from kvcache_plugins.layers.left_padding import LeftPadding
+from kvcache_plugins.layers.lazy_layer import LeftPadding
 
 
 NOTHING = torch.empty(1, 1, 1, 0)

@@ -304,7 +304,7 @@ class H2OLayer(LazyLayer):
             keys = call.project({"keys": keys, "values": values})[0]
         if call.project is None or self._has_one_head:
             num_queries = call.query.shape[2]
-            real = self._valid_tokens(self._length - num_queries, num_queries)
+            real = self._left_padding.valid_tokens(self._length - num_queries, num_queries, self.device)
             with torch.no_grad():
                 weights = sum_weights(call, keys, self._length, real)
             self._prompt_weights = weights if call.project is None else weights.sum(1, True)
@@ -366,7 +366,7 @@ class H2OLayer(LazyLayer):
             self._revocable = weights if self._revocable is None else self._revocable + weights
             return
         first = self._length - self._num_new + queries.start
-        real = self._valid_tokens(first, weights.shape[2])
+        real = self._left_padding.valid_tokens(first, weights.shape[2], self.device)
         if real is not None:
             weights = weights * real[:, None, :, None]
         num_final = min(max(self._num_new - _NUM_REVOCABLE - queries.start, 0), weights.shape[2])
@@ -380,6 +380,8 @@ class H2OLayer(LazyLayer):
             return
         if self._num_new and not self._attended:
             self._miss_weights()
+            # Not again, should this update fail
+            self._attended = True
         if self._revocable is not None:
             self.slots.weights.add_(self._revocable.sum(dim=2))
             self._revocable = None

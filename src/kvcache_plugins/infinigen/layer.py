@@ -23,7 +23,6 @@ from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.kept_selection import can_select
 from kvcache_plugins.kernels.masks import slice_mask
 from kvcache_plugins.kernels.ops import Tile
-from kvcache_plugins.kernels.prepared_selection import PreparedSelection
 from kvcache_plugins.kernels.selective_attention import Selection, attend_fetched, choose_rows_kernel
 from kvcache_plugins.layers.exact_tokens import ExactTail, States
 from kvcache_plugins.layers.lazy_layer import LazyLayer, MaskedTiles
@@ -319,7 +318,7 @@ class InfiniGenLayer(LazyLayer):
             return None
         if attn_mask.shape[1] > 1:
             # A mask for each head, such as a bias of positions, takes no part in the selection
-            return self._valid_tokens(0, length)
+            return self._left_padding.valid_tokens(0, length, self.device)
         return attended_columns(attn_mask, length, self.batch_size)
 
     def _select_tokens(
@@ -339,7 +338,7 @@ class InfiniGenLayer(LazyLayer):
         if plan is not None:
             return self._select_on_device(plan, query, attn_mask, length, hides_padding=hides_padding)
         if attn_mask is None and hides_padding:
-            columns = self._valid_tokens(0, length)
+            columns = self._left_padding.valid_tokens(0, length, self.device)
         else:
             columns = self._attended(attn_mask, length)
         selection = self._select_columns(query, columns, scale, length)
@@ -521,10 +520,10 @@ class InfiniGenLayer(LazyLayer):
         config = self.config
         is_plain = config.min_weight is not None and self.padding is None and pool.usage is None
         if is_plain and not config.speculates_on(query.device):
-            steps: PreparedSelection | None = None
-            if self._plan is not None and self._plan.version == pool.version:
+            if pool.was_attended:
                 steps = scoring.prepare_steps(query, scale, pool, tail.tensors())
-            self._plan = SelectionPlan(steps, config, pool.num_slots, pool.version)
+                self._plan = None if steps is None else SelectionPlan(steps, config, pool.num_slots, pool.version)
+            pool.was_attended = True
 
     def run_plan(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
         plan = self._plan

@@ -20,7 +20,7 @@ from kvcache_plugins.kernels.prepared_selection import PreparedSelection, prepar
 from kvcache_plugins.kernels.selective_attention import Selection, attend_selected
 from kvcache_plugins.kernels.token_scores import KeyCodes, score_codes
 from kvcache_plugins.layers.exact_tokens import States
-from kvcache_plugins.layers.left_padding import LeftPadding
+from kvcache_plugins.layers.lazy_layer import LeftPadding
 
 from .config import InfiniGenConfig
 from .pool import TokenPool

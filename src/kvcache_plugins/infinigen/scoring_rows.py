@@ -26,7 +26,7 @@ from kvcache_plugins.kernels.selective_attention import Selection, attend_select
 from kvcache_plugins.kernels.token_scores import PreparedRows, score_rows
 from kvcache_plugins.layers.exact_tokens import States
 from kvcache_plugins.layers.finite_check import check_finite
-from kvcache_plugins.layers.left_padding import LeftPadding
+from kvcache_plugins.layers.lazy_layer import LeftPadding
 from kvcache_plugins.layers.policies import RowPolicy
 from kvcache_plugins.layers.step_plan import DroppedOnCopy
 

@@ -18,8 +18,7 @@ class SelectionPlan(DroppedOnCopy):
     Decode steps in C over a pool in order, which does not change, and a tail, which may grow.
 
     Args:
-        steps (`PreparedSelection`, *optional*): steps over the tokens of the pool; `None` for a plan that answers no
-            query, and records that a step was over this pool.
+        steps (`PreparedSelection`): steps over the tokens of the pool.
         config (`InfiniGenConfig`): options, with the rule `min_weight`.
         num_slots (`int`): slots of the pool in use.
         version (`int`): see below.
@@ -31,7 +30,7 @@ class SelectionPlan(DroppedOnCopy):
 
     __slots__ = ("_config", "_num_slots", "_steps", "num_selected", "version")
 
-    def __init__(self, steps: PreparedSelection | None, config: InfiniGenConfig, num_slots: int, version: int):
+    def __init__(self, steps: PreparedSelection, config: InfiniGenConfig, num_slots: int, version: int):
         self._steps = steps
         self._config = config
         self._num_slots = num_slots
@@ -40,12 +39,10 @@ class SelectionPlan(DroppedOnCopy):
 
     def push(self, tail: ExactTail, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Store a token `[B, H, 1, D or E]`, which `attend` writes. Return False if it has to be appended."""
-        return self._steps is not None and self._steps.push(tail, keys, values)
+        return self._steps.push(tail, keys, values)
 
     def attend(self, query: torch.Tensor, scale: float | None, tail: ExactTail) -> torch.Tensor | None:
         """Attend with queries `[B, H * G, 1, D]` of the newest token; `None` if the plan is not for such queries."""
-        if self._steps is None:
-            return None
         limits = limits_of(self._config, self._num_slots + tail.length, self._num_slots)
         output = self._steps.attend(query, scale, tail, limits)
         if output is not None:

@@ -233,7 +233,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         """
         prefix, count = self.storage.prefix, keys.shape[2]
         if prefix is None or start >= self.storage.prefix_stop:
-            return self._valid_tokens(start, count)
+            return self._left_padding.valid_tokens(start, count, self.device)
         # With its data even where states have none
         end = first_end if first_end is not None and keys.is_meta else prefix.end
         return torch.arange(start, start + count, dtype=torch.int64, device=end.device) >= end[:, None]
