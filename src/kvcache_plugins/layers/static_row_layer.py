@@ -8,7 +8,6 @@ from types import ModuleType
 import torch
 
 from kvcache_plugins.codecs.codec import Codec
-from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.files.schema import MAX_INTEGER
 from kvcache_plugins.formats.parts import LayerPart
 
@@ -113,7 +112,7 @@ class StaticRowLayer(StaticLayer[RowSegment, Codec], RowLayer):
         recent.is_open = True
 
     def _make_plan(self, parts: Sequence[LayerPart]) -> RowDevicePlan:
-        assert isinstance(self.codec, RowCodec), "only such layers are static"
+        assert self.codec is not None
         return RowDevicePlan(
             self.storage, self.policy, self.codec, self.padding, parts, self._length, self._count_push
         )
