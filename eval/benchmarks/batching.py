@@ -59,7 +59,9 @@ def dense_update(context: int) -> Callable[..., Any]:
         keys, values = layers[layer_idx]
         keys[:, :, -1], values[:, :, -1] = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
         shape = 1, heads, batch_size * length, head_dim
-        return make_lazy_kv(RequestStates(keys, values), shape, shape, shape[2], keys.dtype, keys.device)
+        # Attention is all that reads them
+        states: Any = RequestStates(keys, values)
+        return make_lazy_kv(states, shape, shape, shape[2], keys.dtype, keys.device)
 
     return update
 

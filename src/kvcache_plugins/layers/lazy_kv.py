@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -48,13 +48,40 @@ _DENSE_GETTERS = {"T", "H", "mT", "mH", "real", "imag", "data", "grad"}
 _METADATA_FUNCTIONS = functions("size", "dim", "numel", "__len__", "element_size", "is_floating_point", "__hash__")
 
 
+class Attending(Protocol):
+    """Layer of lazy tensors, or another object that computes attention over them."""
+
+    handed_out: HandedOut
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def lazy_length(self) -> int:
+        """Return the number of tokens that the newest lazy tensors report."""
+
+    def to_dense(self, side: str) -> torch.Tensor:
+        """Make all `"keys"` or `"values"` dense."""
+
+    def note_dense_read(self, side: str) -> None:
+        """Count that something other than attention has made one side dense."""
+
+    def run_plan(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
+        """Attend by the plan of the last step, if there is one."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Compute attention for a call without `project`."""
+
+    def on_exact_attention(self, call: AttentionCall) -> None:
+        """Learn that attention over exact states was computed."""
+
+
 class Source(dict[str, torch.Tensor]):
     """
     Layer of lazy tensors, and its dense keys and values, which are empty until the layer changes stored tokens.
     """
 
     __slots__ = ("__weakref__", "layer")
-    layer: Any
+    layer: Attending
 
 
 class HandedOut:
@@ -86,7 +113,7 @@ class HandedOut:
         self.scores = []
 
     @without_caller_contexts
-    def keep(self, layer: Any) -> None:
+    def keep(self, layer: Attending) -> None:
         """Make keys and values of `layer` dense that a caller still holds, before stored tokens change."""
         source = None if self.source is None else self.source()
         self.source = None
@@ -160,7 +187,9 @@ class LazyKV(torch.Tensor):
             return f"LazyKV({self.meaning}, shape={shape}, dtype={self.dtype}, layer={self.source.layer})"
 
     @classmethod
-    def __torch_function__(cls, func: Function, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Function, types: object, args: Arguments = (), kwargs: KeywordArguments | None = None
+    ) -> Any:
         # First, as a function that is disabled in graphs costs more, and this is called several times a layer
         if torch.compiler.is_dynamo_compiling():
             return _answer_outside_of_graphs(func, args, kwargs or {})
@@ -179,7 +208,9 @@ class LazyKV(torch.Tensor):
         return _scaled_dot_product_attention(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Function, types: object, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Function, types: object, args: Arguments = (), kwargs: KeywordArguments | None = None
+    ) -> Any:
         return func(*_read(args), **_read(kwargs or {}))
 
 
@@ -191,7 +222,7 @@ def _make(size: torch.Size, dtype: torch.dtype, source: Source, meaning: Any) ->
 
 
 def make_lazy_kv(
-    layer: Any,
+    layer: Attending,
     key_shape: Sequence[int],
     value_shape: Sequence[int],
     num_tokens: int,
