@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
-from kvcache_plugins.layers.lazy_kv import make_lazy_kv
+from kvcache_plugins.layers.lazy_kv import HandedOut, make_lazy_kv
 
 
 BY_INDEX, BY_REQUEST = "Transformers", "dense, by request"
@@ -23,10 +23,8 @@ BY_INDEX, BY_REQUEST = "Transformers", "dense, by request"
 class RequestStates:
     """Dense keys and values `[B, H, T, D]` of requests of one length, as `LazyKV` ask a layer for them."""
 
-    has_gradients = False
-    handed_out = None
-
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.handed_out = HandedOut()
         self._keys, self._values, self.device, self.dtype = keys, values, keys.device, keys.dtype
 
     def lazy_length(self) -> int:
@@ -61,7 +59,9 @@ def dense_update(context: int) -> Callable[..., Any]:
         keys, values = layers[layer_idx]
         keys[:, :, -1], values[:, :, -1] = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
         shape = 1, heads, batch_size * length, head_dim
-        return make_lazy_kv(RequestStates(keys, values), shape, shape, shape[2], keys.dtype, keys.device)
+        # Attention is all that reads them
+        states: Any = RequestStates(keys, values)
+        return make_lazy_kv(states, shape, shape, shape[2], keys.dtype, keys.device)
 
     return update
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvcache_plugins.formats.quantizer import DISTORTIONS, MAX_WIDTH, block_offsets, levels_at, pack_rows, thresholds
+from kvcache_plugins.formats.quantizer import DISTORTIONS, MAX_WIDTH, block_offsets, level_tables, levels_at, pack_rows
 
 
 # Max, "Quantizing for minimum distortion" (1960), for 2, 4, 8, 16 and 32 levels
@@ -37,7 +37,7 @@ def test_points_are_within_two_percent_of_lloyd_max(width):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_thresholds_lead_to_the_nearest_point(width):
     values = torch.randn(2000) * 1.5
-    codes = torch.searchsorted(thresholds(torch.device("cpu"))[width], values)
+    codes = torch.searchsorted(level_tables(torch.device("cpu")).bounds[width], values)
     nearest = (values[:, None] - levels_at(width)).abs().argmin(dim=1)
     assert torch.equal(codes, nearest)
 

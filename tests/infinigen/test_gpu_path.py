@@ -231,7 +231,7 @@ def test_a_decode_step_reads_nothing_from_the_device(meta_llama, cuda, monkeypat
         meta_llama(prompt, past_key_values=cache)
         if is_padded:
             for layer in cache.layers[1:]:
-                layer.padding = torch.zeros(2, dtype=torch.int64, device="meta")
+                layer.set_padding(torch.zeros(2, dtype=torch.int64, device="meta"))
                 layer._left_padding._ends = 0, 7
                 layer._left_padding._total = 7
         with NothingComesFromTheHost():

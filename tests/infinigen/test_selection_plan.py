@@ -152,7 +152,7 @@ def test_a_plan_of_another_version_is_not_run() -> None:
     [
         lambda layer: layer.crop_tokens(90),
         lambda layer: layer.reorder_cache(torch.tensor([0])),
-        lambda layer: setattr(layer, "padding", torch.tensor([3])),
+        lambda layer: layer.set_padding(torch.tensor([3])),
     ],
     ids=["crop", "reorder", "padding"],
 )

@@ -11,7 +11,7 @@ from kernel_cases import DEVICE, Rows, exact_attention, make_query, needs_triton
 
 from kvcache_plugins.eval.kernel_check import plain_pytorch
 from kvcache_plugins.formats.parts import DensePart, RowPart, SelectableRows, SinkStates
-from kvcache_plugins.formats.quantizer import thresholds
+from kvcache_plugins.formats.quantizer import level_tables
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.ops import decode_rows
 from kvcache_plugins.kernels.triton import TOO_LARGE, codebook_of, has_room, score_rows
@@ -300,13 +300,13 @@ def test_no_tokens():
 
 
 def test_no_cell_has_two_bounds():
-    book, bounds = codebook_of(True, torch.device("cpu")), thresholds(torch.device("cpu"))
+    book, bounds = codebook_of(True, torch.device("cpu")), level_tables(torch.device("cpu")).bounds
     assert torch.equal(book.cell_bounds.isfinite().sum(dim=1), bounds.isfinite().sum(dim=1))
 
 
 @pytest.mark.parametrize("width", range(9))
 def test_codes_at_the_bounds_are_those_of_pytorch(width):
-    book, bounds = codebook_of(True, torch.device("cpu")), thresholds(torch.device("cpu"))[width]
+    book, bounds = codebook_of(True, torch.device("cpu")), level_tables(torch.device("cpu")).bounds[width]
     ends = torch.arange(-300, 301) / 64
     near = torch.cat([bounds[bounds.isfinite()], ends])
     numbers = torch.cat([near, near.nextafter(near + 1), near.nextafter(near - 1), torch.tensor([torch.inf, 100.0])])

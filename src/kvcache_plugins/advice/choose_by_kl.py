@@ -139,12 +139,12 @@ class HeldOutPrompt:
                 if layer.policy.num_recorded_queries and dense.queries is not None:
                     # The codec is fitted to the queries of the prompt's attention too
                     layer.update(*states)
-                    layer.padding = within_prefix
+                    layer.set_padding(within_prefix)
                     layer.on_exact_attention(AttentionCall(dense.queries, is_causal=True))
                 else:
                     layer.load_prompt(*states, within_prefix)
                 # Padding of a short sequence may extend into the held-out tokens
-                layer.padding = self.padding
+                layer.set_padding(self.padding)
 
     def mean_kl(self, cache: PackedCache) -> float:
         """Return the mean KL(dense || cache) over the held-out tokens, without padding, of a filled cache."""

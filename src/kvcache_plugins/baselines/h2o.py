@@ -28,7 +28,6 @@ from transformers import Cache, PreTrainedConfig
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.masks import slice_mask
-from kvcache_plugins.layers.lazy_kv import SIDES
 from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.layers.usage_checks import UsageChecksMixin
 from kvcache_plugins.option_checks import check_bool, check_integer, check_number
@@ -287,9 +286,7 @@ class H2OLayer(LazyLayer):
         self._prompt_weights: torch.Tensor | None = None
         # Weights `[B, H, queries, S]` of the newest queries of the last update
         self._revocable: torch.Tensor | None = None
-        # Tokens of the last update, without cropped ones
-        self._num_latest = 0
-        # True if the attention of the last update was seen
+        # True if the attention of the last update was seen, or the update was a prompt
         self._attended = False
         # True if the weights of every query were counted
         self._all_weighed = True
@@ -300,14 +297,14 @@ class H2OLayer(LazyLayer):
             return
         if self._length > 1:
             self._learn_padding(call.mask)
-        self._mask_seen = True
-        keys, values = self._uncommitted_prompt
+        self._left_padding.is_shown = True
+        keys, values, _ = self._uncommitted_prompt
         if call.project is not None:
             # All query heads belong to the one head that is stored
             keys = call.project({"keys": keys, "values": values})[0]
         if call.project is None or self._has_one_head:
             num_queries = call.query.shape[2]
-            real = self._valid_tokens(self._length - num_queries, num_queries)
+            real = self._left_padding.valid_tokens(self._length - num_queries, num_queries, self.device)
             with torch.no_grad():
                 weights = sum_weights(call, keys, self._length, real)
             self._prompt_weights = weights if call.project is None else weights.sum(1, True)
@@ -320,6 +317,7 @@ class H2OLayer(LazyLayer):
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
         weights = self._prompt_weights
         self._prompt_weights = None
+        self._attended = True
         positions = torch.arange(self._length, dtype=torch.int64, device=keys.device).expand(keys.shape[:3])
         self._prompt_length = self._length
         if weights is None:
@@ -341,12 +339,12 @@ class H2OLayer(LazyLayer):
         """Attend over the states in all slots, or over a projection of the only head."""
         self.commit_prompt()
         slots = self.slots
-        num_new = self._num_latest
+        num_new = self._num_new
         assert slots is not None, "nothing was stored"
         keys, values = slots.keys, slots.values
         if call.project is not None:
             keys, values = call.project({"keys": keys, "values": values})
-        if num_new > 1:
+        if num_new > 1 and not self._attended:
             self._learn_padding(call.mask)
         # Transformers may pass one token's query heads as several queries of their key/value head
         counts = not self._attended and (num_new == 1 or num_new == call.query.shape[2])
@@ -363,15 +361,15 @@ class H2OLayer(LazyLayer):
     def _count_weights(self, queries: slice, weights: torch.Tensor) -> None:
         """Count weights `[B, H, queries, S]` of the last update; keep those that may be revoked apart."""
         assert self.slots is not None
-        if self._num_latest == 1:
+        if self._num_new == 1:
             weights = weights.sum(dim=2, keepdim=True)
             self._revocable = weights if self._revocable is None else self._revocable + weights
             return
-        first = self._length - self._num_latest + queries.start
-        real = self._valid_tokens(first, weights.shape[2])
+        first = self._length - self._num_new + queries.start
+        real = self._left_padding.valid_tokens(first, weights.shape[2], self.device)
         if real is not None:
             weights = weights * real[:, None, :, None]
-        num_final = min(max(self._num_latest - _NUM_REVOCABLE - queries.start, 0), weights.shape[2])
+        num_final = min(max(self._num_new - _NUM_REVOCABLE - queries.start, 0), weights.shape[2])
         self.slots.weights.add_(weights[:, :, :num_final].sum(dim=2))
         newest = weights[:, :, num_final:]
         self._revocable = newest if self._revocable is None else torch.cat([self._revocable, newest], dim=2)
@@ -380,9 +378,10 @@ class H2OLayer(LazyLayer):
         """Add the weights of the last update, and evict tokens beyond the budget."""
         if self.slots is None:
             return
-        if self._num_latest and not self._attended:
+        if self._num_new and not self._attended:
             self._miss_weights()
-        self._num_latest = 0
+            # Not again, should this update fail
+            self._attended = True
         if self._revocable is not None:
             self.slots.weights.add_(self._revocable.sum(dim=2))
             self._revocable = None
@@ -427,12 +426,11 @@ class H2OLayer(LazyLayer):
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         assert self.slots is not None, "a first update is a prompt"
         self.slots.append(keys, values, self._length)
-        self._num_latest = keys.shape[2]
         self._attended = False
 
     def to_dense(self, side: str) -> torch.Tensor:
         if self._uncommitted_prompt is not None:
-            return self._uncommitted_prompt[SIDES.index(side)]
+            return self._uncommitted_prompt.keys if side == "keys" else self._uncommitted_prompt.values
         if self.slots is None:
             return torch.zeros(self.states_shape(side), dtype=self.dtype, device=self.device)
         if self.num_dropped():
@@ -455,7 +453,6 @@ class H2OLayer(LazyLayer):
     def _drop_newest(self, count: int) -> None:
         assert self.slots is not None, "a prompt is stored before it is cropped"
         self.slots.drop_from(self._length - count)
-        self._num_latest = max(self._num_latest - count, 0)
         if self._revocable is not None:
             num_remaining = self._revocable.shape[2] - count
             self._revocable = self._revocable[:, :, :num_remaining].clone() if num_remaining > 0 else None
@@ -480,7 +477,6 @@ class H2OLayer(LazyLayer):
             "tokens_kept": kept,
             "tokens_dropped": self.num_dropped(),
             **self._counters,
-            "dense_reads": self.dense_reads,
         }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,7 +12,7 @@ from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_kernel
 from kvcache_plugins.kernels.ops import decode_tiles
-from kvcache_plugins.layers.lazy_kv import LazyKV, make_lazy_kv
+from kvcache_plugins.layers.lazy_kv import HandedOut, LazyKV, make_lazy_kv
 from kvcache_plugins.user_warnings import warn_user
 
 from .paged_allocator import CodedAllocator
@@ -32,14 +32,12 @@ class PagedStates:
         new (two `torch.Tensor` of shape `[1, H, tokens, D]`): keys and values of all new tokens.
     """
 
-    has_gradients = False
-    handed_out = None
-
     allocator: CodedAllocator
     layer_idx: int
     batches: list[RequestBatch]
     exact: list[torch.Tensor]
     new: tuple[torch.Tensor, torch.Tensor]
+    handed_out: HandedOut = field(default_factory=HandedOut)
 
     @classmethod
     def store(cls, allocator: CodedAllocator, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> PagedStates:
@@ -79,9 +77,6 @@ class PagedStates:
 
     def on_exact_attention(self, call: AttentionCall) -> None:
         """Do nothing: tokens are stored before attention."""
-
-    def expect_reading(self, scores: object) -> None:
-        """Do nothing: scores of a pass are not kept."""
 
     def note_dense_read(self, side: str) -> None:
         """Count a dense read, and warn of the first."""

@@ -13,6 +13,7 @@ Legend: B batch, H heads, T tokens, N blocks of eight channels, R bytes of a row
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -64,39 +65,43 @@ def levels_at(width: int) -> torch.Tensor:
     return (centred * (first + square * (second + square * third))).float()
 
 
+class LevelTables(NamedTuple):
+    """
+    Levels and their bounds by width, on a device.
+
+    Args:
+        bounds (`torch.Tensor` of shape `[9, 255]`): upper bounds of the codes, infinite after the last but one code: a
+            value's code is the number of bounds below it.
+        coefficients (`torch.Tensor` of shape `[9, 3]`): `COEFFICIENTS`.
+    """
+
+    bounds: torch.Tensor
+    coefficients: torch.Tensor
+
+
 @cache
-def thresholds(device: torch.device) -> torch.Tensor:
-    """
-    Return the upper bounds of the codes of every width, `[9, 255]`, infinite after the last but one code: a value's
-    code is the number of bounds below it.
-    """
+def level_tables(device: torch.device) -> LevelTables:
+    """Return the tables of a device, which are brought there once."""
     with torch.inference_mode(False):
         bounds = torch.full((MAX_WIDTH + 1, 2**MAX_WIDTH - 1), torch.inf, dtype=torch.float32, device="cpu")
         for width in range(1, MAX_WIDTH + 1):
             levels = levels_at(width)
             bounds[width, : len(levels) - 1] = (levels[1:] + levels[:-1]) / 2
-        return bounds.to(device)
+        return LevelTables(bounds.to(device), torch.tensor(COEFFICIENTS, dtype=torch.float32, device=device))
 
 
 def find_codes(normal: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
     """Find codes `[B, H, T, N, 8]`, int64, of numbers of variance 1, in blocks of `widths` `[B, H, N]` bits."""
-    bounds = thresholds(normal.device)[widths.long()]
+    bounds = level_tables(normal.device).bounds[widths.long()]
     by_block = normal.transpose(2, 3).flatten(3).contiguous()
     codes = torch.searchsorted(bounds, by_block)
     return codes.unflatten(3, (-1, normal.shape[4])).transpose(2, 3)
 
 
-@cache
-def _coefficients(device: torch.device) -> torch.Tensor:
-    """Make a tensor `[9, 3]` of `COEFFICIENTS`."""
-    with torch.inference_mode(False):
-        return torch.tensor(COEFFICIENTS, dtype=torch.float32, device=device)
-
-
 def levels_of(codes: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
     """Compute the levels of codes `[B, H, T, N, 8]`."""
     widths = widths.long()
-    first, second, third = _coefficients(codes.device)[widths][:, :, None, :, None].unbind(-1)
+    first, second, third = level_tables(codes.device).coefficients[widths][:, :, None, :, None].unbind(-1)
     centred = (2 * codes + 1).float() * 0.5 ** widths.float()[:, :, None, :, None] - 1
     square = centred * centred
     return centred * (first + square * (second + square * third))

@@ -25,7 +25,7 @@ from kvcache_plugins.kernels.masks import slice_mask
 from kvcache_plugins.kernels.ops import Tile
 from kvcache_plugins.kernels.selective_attention import Selection, attend_fetched, choose_rows_kernel
 from kvcache_plugins.layers.exact_tokens import ExactTail, States
-from kvcache_plugins.layers.lazy_layer import LazyLayer, MaskedTiles, tensor_signature
+from kvcache_plugins.layers.lazy_layer import LazyLayer, MaskedTiles
 from kvcache_plugins.layers.policies import RowPolicy
 from kvcache_plugins.layers.torch_contexts import in_caller_context, without_caller_contexts
 from kvcache_plugins.user_warnings import warn_user
@@ -82,7 +82,8 @@ class InfiniGenLayer(LazyLayer):
         self.config = config
         self.policy = policy
         super().__init__(layer_idx, attention_mask)
-        self._start_counting()
+        # Tokens that were fetched, beside those of the counter: a number that only the device knows
+        self._num_fetched: torch.Tensor | None = None
 
     def _clear(self) -> None:
         super()._clear()
@@ -93,8 +94,6 @@ class InfiniGenLayer(LazyLayer):
         self._plan: SelectionPlan | None = None
         # Plan of steps on a GPU, which a pool that changes does not invalidate
         self._device_plan: DeviceSelectionPlan | None = None
-        # Version of the pool at the last step that a plan could have made; -1 for none
-        self._matched_version = -1
         self._check_queries: Callable[[torch.Tensor], None] | None = None
 
     def invalidate_plan(self) -> None:
@@ -108,11 +107,7 @@ class InfiniGenLayer(LazyLayer):
 
     def reset(self) -> None:
         super().reset()
-        self._start_counting()
-
-    def _start_counting(self) -> None:
-        # Sums of integers that only the device knows
-        self._sums: dict[str, torch.Tensor] = {}
+        self._num_fetched = None
 
     @property
     def num_offloaded(self) -> int:
@@ -171,6 +166,8 @@ class InfiniGenLayer(LazyLayer):
         if (
             tail is None
             or self._num_new != 1
+            or self.handed_out.scores
+            or self.handed_out.has_gradients
             or tail.length >= tail.limit
             or torch.compiler.is_dynamo_compiling()
             or torch.is_grad_enabled()
@@ -178,7 +175,7 @@ class InfiniGenLayer(LazyLayer):
             return super().update(key_states, value_states)
         pool = self.pool
         if not self._push(tail, key_states, value_states):
-            if in_caller_context() or self._last_signature != tensor_signature(key_states, value_states):
+            if in_caller_context() or not tail.fits(key_states, value_states):
                 return super().update(key_states, value_states)
             if pool is None:
                 exact = tail.append_exactly(key_states, value_states)
@@ -196,7 +193,7 @@ class InfiniGenLayer(LazyLayer):
         if pool is None:
             return False
         if device_plan is not None and not in_caller_context():
-            if self._last_signature != tensor_signature(keys, values):
+            if not tail.fits(keys, values):
                 return False
             device_plan.push_into(tail, keys, values)
             return True
@@ -243,8 +240,9 @@ class InfiniGenLayer(LazyLayer):
         self.pool = pool
         self.scoring = scoring
         self._counters["tokens_evicted"] = 0 if pool.usage is None else pool.usage.num_evicted
-        # From now on, so that memory does not depend on whether a token was fetched yet
-        self._sums.setdefault("tokens_fetched", torch.zeros((), dtype=torch.int64, device=self.device))
+        if self._num_fetched is None:
+            # From now on, so that memory does not depend on whether a token was fetched yet
+            self._num_fetched = torch.zeros((), dtype=torch.int64, device=self.device)
 
     @property
     def _records_queries(self) -> bool:
@@ -276,7 +274,8 @@ class InfiniGenLayer(LazyLayer):
     def _iter_dense(self) -> Iterator[Tile]:
         """Yield keys and values `[B, H, tokens, D or E]` in order, with their range of positions or slots."""
         if self._uncommitted_prompt is not None:
-            yield *self._uncommitted_prompt, 0, self._length
+            keys, values, _ = self._uncommitted_prompt
+            yield keys, values, 0, self._length
         yield from self._dense_pages()
         tail = self.tail
         if tail is not None and tail.length:
@@ -319,7 +318,7 @@ class InfiniGenLayer(LazyLayer):
             return None
         if attn_mask.shape[1] > 1:
             # A mask for each head, such as a bias of positions, takes no part in the selection
-            return self._valid_tokens(0, length)
+            return self._left_padding.valid_tokens(0, length, self.device)
         return attended_columns(attn_mask, length, self.batch_size)
 
     def _select_tokens(
@@ -339,7 +338,7 @@ class InfiniGenLayer(LazyLayer):
         if plan is not None:
             return self._select_on_device(plan, query, attn_mask, length, hides_padding=hides_padding)
         if attn_mask is None and hides_padding:
-            columns = self._valid_tokens(0, length)
+            columns = self._left_padding.valid_tokens(0, length, self.device)
         else:
             columns = self._attended(attn_mask, length)
         selection = self._select_columns(query, columns, scale, length)
@@ -482,10 +481,11 @@ class InfiniGenLayer(LazyLayer):
         fetched = prefetch.rows or start_fetch(pool, selection, plan)
         assert fetched is not None, "pages have addresses"
         own_mask = None if mask is None else mask[:, 0, -1]
-        total = self._sums["tokens_fetched"] = self._sums["tokens_fetched"].to(query.device, non_blocking=True)
+        assert self._num_fetched is not None
+        self._num_fetched = self._num_fetched.to(query.device, non_blocking=True)
         with plan.on_device():
             states = scoring.states_by(plan, fetched.wait(), selection, pool)
-            output = plan.attend(query, states, selection, tail, pool.num_slots, own_mask, total)
+            output = plan.attend(query, states, selection, tail, pool.num_slots, own_mask, self._num_fetched)
         self._count_step(selection)
         return output
 
@@ -520,10 +520,10 @@ class InfiniGenLayer(LazyLayer):
         config = self.config
         is_plain = config.min_weight is not None and self.padding is None and pool.usage is None
         if is_plain and not config.speculates_on(query.device):
-            if self._matched_version == pool.version:
+            if pool.was_attended:
                 steps = scoring.prepare_steps(query, scale, pool, tail.tensors())
                 self._plan = None if steps is None else SelectionPlan(steps, config, pool.num_slots, pool.version)
-            self._matched_version = pool.version
+            pool.was_attended = True
 
     def run_plan(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
         plan = self._plan
@@ -539,7 +539,8 @@ class InfiniGenLayer(LazyLayer):
             counters["attend_calls"] += 1
             counters["selected_calls"] += 1
             counters["fused_calls"] += 1
-            counters["tokens_fetchable"] += num_tokens * self.batch_size * self._shapes["keys"][1]
+            batch_size, num_heads, _, _ = self._shapes["keys"]
+            counters["tokens_fetchable"] += num_tokens * batch_size * num_heads
             counters["tokens_fetched"] += plan.num_selected
         return output
 
@@ -547,7 +548,10 @@ class InfiniGenLayer(LazyLayer):
         """Count the tokens that were fetched, and record their use in a limited pool."""
         pool, _, _ = self._stored()
         self._count_step(selection)
-        self._add("tokens_fetched", selection.count.sum())
+        count = selection.count.sum()
+        assert self._num_fetched is not None
+        # Not in place: a tensor of inference mode cannot be written to outside of it
+        self._num_fetched = self._num_fetched.to(count.device, non_blocking=True) + count
         if pool.usage is not None:
             pool.usage.touch(selection.slots.to("cpu"), selection.valid.to("cpu"))
 
@@ -557,12 +561,6 @@ class InfiniGenLayer(LazyLayer):
         num_tokens = self._length * num_sequences - self._left_padding.total()
         self._counters["selected_calls"] += 1
         self._counters["tokens_fetchable"] += num_tokens * num_heads
-
-    def _add(self, name: str, amount: torch.Tensor) -> None:
-        """Add an integer, a tensor without dimensions, to a counter on the device."""
-        before = self._sums.get(name)
-        # Not in place: a tensor of inference mode cannot be written to outside of it
-        self._sums[name] = amount if before is None else before.to(amount.device, non_blocking=True) + amount
 
     def _refuse_evicted(self) -> None:
         if self._counters["tokens_evicted"]:
@@ -602,8 +600,8 @@ class InfiniGenLayer(LazyLayer):
         for stored in (self.pool, self.scoring):
             if stored is not None:
                 yield from stored.named_tensors()
-        for tensor in self._sums.values():
-            yield "index", tensor
+        if self._num_fetched is not None:
+            yield "index", self._num_fetched
 
     def host_tensors(self) -> Iterator[torch.Tensor]:
         tensors = () if self.pool is None else self.pool.named_tensors()
@@ -616,22 +614,23 @@ class InfiniGenLayer(LazyLayer):
 
     def _move_to(self, device: torch.device) -> None:
         self.device = device
-        self._last_signature = None
         pool, self.pool = self.pool, None
         self._map_stored(lambda tensor: tensor.to(device))
         self.pool = pool
         if pool is not None:
             pool.move_to_device(device)
         if self.padding is not None:
-            self.padding = self.padding.to(device)
+            self.set_padding(self.padding.to(device))
 
     def stats(self) -> Mapping[str, float]:
         pool = self.pool
-        counters = {name: count + int(self._sums.get(name, 0)) for name, count in self._counters.items()}
+        counters = dict(self._counters)
+        if self._num_fetched is not None:
+            counters["tokens_fetched"] += int(self._num_fetched)
         if pool is not None:
             counters["bytes_fetched"] = counters["tokens_fetched"] * pool.row_dim * pool.dtype.itemsize
         held = {"tokens_cached": self._length, "tokens_pooled": 0 if pool is None else pool.num_slots}
-        return {**held, **counters, "dense_reads": self.dense_reads}
+        return {**held, **counters}
 
 
 def _warn_of_fetching_all() -> None:

@@ -55,6 +55,7 @@ class TokenPool:
         num_tokens (`int`): tokens of the sequence that were stored so far, evicted ones included.
         usage (`UsageRecord`, *optional*): token of each slot, with `max_tokens`; else a slot is its token's position.
         version (`int`): raised by whatever adds, moves or drops tokens. Plans are of one version.
+        was_attended (`bool`): True if a step that could be planned has attended to this version.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class TokenPool:
         self._host = torch.device("meta" if self.device.type == "meta" and not self.pin_memory else "cpu")
         self.max_tokens = max_tokens
         self.version = 0
+        self.was_attended = False
         self._set_pages([])
         self.num_slots = 0
         self.num_tokens = 0
@@ -91,6 +93,7 @@ class TokenPool:
     def raise_version(self) -> None:
         """Invalidate all plans, which are of the version before."""
         self.version += 1
+        self.was_attended = False
 
     @property
     def is_in_order(self) -> bool:

@@ -170,13 +170,6 @@ class Scoring(ABC):
             yield "spare", rows[:, :, self.length :]
         yield from (("scoring", tensor) for tensor in self.fitted.values())
 
-    def _valid_tokens(self, start: int, count: int, device: torch.device) -> torch.Tensor | None:
-        """Return a mask `[B, count]` of tokens from position `start` on: False for padding; `None` without any."""
-        if self.padding.ends()[1] <= start:
-            return None
-        positions = torch.arange(start, start + count, dtype=torch.int64, device=device)
-        return positions >= self.padding.first_tokens(1, device)
-
 
 class ScoringCodes(Scoring):
     """
@@ -222,7 +215,7 @@ class ScoringCodes(Scoring):
         """
         self._num_fitted = num_real
         keys = keys.float()
-        valid = self._valid_tokens(0, keys.shape[2], keys.device)
+        valid = self.padding.valid_tokens(0, keys.shape[2], keys.device)
         if valid is None:
             keys = keys[:, :, :_NUM_FITTED]
             weight = keys.new_ones(keys.shape[0], 1, keys.shape[2], 1)
@@ -282,7 +275,7 @@ class ScoringColumns(Scoring):
 
     def record_queries(self, query: torch.Tensor, num_heads: int, length: int) -> None:
         """See `Scoring.record_queries`: keeps the rotation that belongs to the queries, and their sizes by column."""
-        valid = self._valid_tokens(length - query.shape[2], query.shape[2], query.device)
+        valid = self.padding.valid_tokens(length - query.shape[2], query.shape[2], query.device)
         grouped = query.float().unflatten(1, (num_heads, -1))
         if valid is not None:
             grouped = grouped * valid[:, None, None, :, None]
@@ -302,7 +295,7 @@ class ScoringColumns(Scoring):
 
     def _fit(self, keys: torch.Tensor) -> None:
         """Choose columns for keys `[B, H, tokens, D]`, which begin at position 0."""
-        valid = self._valid_tokens(0, keys.shape[2], keys.device)
+        valid = self.padding.valid_tokens(0, keys.shape[2], keys.device)
         real = keys.float() if valid is None else keys.float() * valid[:, None, :, None]
         rotation, query_sizes = self._query_statistics or (_identity(real), torch.zeros_like(real[:, :, 0]))
         self._query_statistics = None

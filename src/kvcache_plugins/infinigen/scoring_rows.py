@@ -93,7 +93,7 @@ class ScoringRows(Scoring):
     def record_queries(self, query: torch.Tensor, num_heads: int, length: int) -> None:
         """See `Scoring.record_queries`: adds the newest queries to the `moments`."""
         query = query[:, :, -_NUM_QUERIES:].detach()
-        valid = self._valid_tokens(length - query.shape[2], query.shape[2], query.device)
+        valid = self.padding.valid_tokens(length - query.shape[2], query.shape[2], query.device)
         moments = QueryMoments.of(query, num_heads, self.codec.layouts, valid)
         self.moments = moments if self.moments is None else self.moments.plus(moments)
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from kvcache_plugins.formats.hadamard import rotation_size
-from kvcache_plugins.formats.quantizer import BLOCK, COEFFICIENTS, MAX_WIDTH, level_gains, thresholds
+from kvcache_plugins.formats.quantizer import BLOCK, COEFFICIENTS, MAX_WIDTH, level_gains, level_tables
 from kvcache_plugins.formats.rotary import RotaryLayout, channels_of
 from kvcache_plugins.formats.rows import Basis, RowFormat, scale_of
 
@@ -99,9 +99,10 @@ def _codebook(is_weighted: bool) -> torch.Tensor:
         coefficients[:, :3] = torch.tensor(COEFFICIENTS, dtype=torch.float32, device="cpu")
         coefficients[:, 3] = 1 if is_weighted else level_gains()
         bounds = torch.zeros(_NUM_WIDTHS, _ALL_DEPTHS, dtype=torch.float32, device="cpu")
+        in_order = level_tables(bounds.device).bounds
         for width in range(1, _NUM_WIDTHS):
             half = 2 ** (width - 1)
-            bounds[width] = _by_depth(thresholds(bounds.device)[width, half : 2 * half - 1])
+            bounds[width] = _by_depth(in_order[width, half : 2 * half - 1])
         halfway = torch.exp2((torch.arange(16, dtype=torch.float64, device="cpu") + 0.5) / 16).float()
         scale_bounds = _by_depth(halfway[:15])
         scale_bounds[15] = halfway[15]
@@ -128,8 +129,8 @@ def rotary_of(layout: RotaryLayout, stop: int) -> Structure:
 def _rotary(layout: RotaryLayout, tiles: int) -> Structure:
     with torch.inference_mode(False):
         pairs, num_rotated, num_pairs = _pairs(layout)
-        fine = _angles_at(layout, torch.arange(TILE, dtype=torch.int64, device="cpu"))
-        coarse = _angles_at(layout, TILE * torch.arange(tiles, dtype=torch.int64, device="cpu"))
+        fine = _angles_at(layout, pairs, torch.arange(TILE, dtype=torch.int64, device="cpu"))
+        coarse = _angles_at(layout, pairs, TILE * torch.arange(tiles, dtype=torch.int64, device="cpu"))
         fine_by_pair = F.pad(fine.permute(2, 1, 0), (0, CONSTANTS["ANGLES"] - TILE)).contiguous()
     return make(
         "Rotary",
@@ -144,7 +145,6 @@ def _rotary(layout: RotaryLayout, tiles: int) -> Structure:
     )
 
 
-@cache
 def _pairs(layout: RotaryLayout) -> tuple[torch.Tensor, int, int]:
     """Return pairs of channels `[P, 2]`, int32, -1 for none; and how many are rotated, and how many there are."""
     partners = channels_of(layout, torch.device("cpu"))[0].tolist()
@@ -157,9 +157,9 @@ def _pairs(layout: RotaryLayout) -> tuple[torch.Tensor, int, int]:
     return padded, num_rotated, len(pairs)
 
 
-def _angles_at(layout: RotaryLayout, positions: torch.Tensor) -> torch.Tensor:
+def _angles_at(layout: RotaryLayout, pairs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Compute cosines and signed sines of the first channel of pairs at positions, `[*positions.shape, 2, P]`."""
-    channels = _pairs(layout)[0][:, 0].long()
+    channels = pairs[:, 0].long()
     frequencies = channels_of(layout, torch.device("cpu"))[1][channels.clamp(min=0)]
     angles = positions.double()[..., None] * torch.where(channels < 0, 0.0, frequencies)
     return torch.stack([angles.cos(), angles.sin()], dim=-2).float()

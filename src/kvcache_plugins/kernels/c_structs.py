@@ -162,37 +162,27 @@ def _addresses(
     name: str, tensors: Sequence[torch.Tensor], field: TensorField, sizes: Mapping[str, Any]
 ) -> "ctypes.Array[ctypes.c_void_p]":
     """Make an array of the addresses of tensors that a field is declared for."""
-    shape = _shape_of(field, sizes)
     addresses = (ctypes.c_void_p * len(tensors))()
     for index, tensor in enumerate(tensors):
-        addresses[index] = _address_of(name, tensor, field.dtypes, shape)
+        addresses[index] = check(name, tensor, field, sizes)
     return addresses
 
 
 def check(name: str, tensor: torch.Tensor, field: TensorField, sizes: Mapping[str, Any]) -> int:
     """Return the address of a tensor that is what a field is declared to be, or raise a `ValueError`."""
-    return _address_of(name, tensor, field.dtypes, _shape_of(field, sizes))
-
-
-def _shape_of(field: TensorField, sizes: Mapping[str, Any]) -> tuple[int | None, ...]:
     shape: list[int | None] = []
     for size in field.shape:
         shape.append(sizes[size] if isinstance(size, str) else size)
-    return tuple(shape)
-
-
-def _address_of(
-    name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]
-) -> int:
-    fits = tensor.shape == shape
-    if not fits and len(tensor.shape) == len(shape):
-        fits = all(size is None or size == own for size, own in zip(shape, tensor.shape, strict=True))
-    if fits and (not dtypes or tensor.dtype in dtypes) and tensor.is_cpu and tensor.is_contiguous():
+    fits = len(shape) == len(tensor.shape)
+    for wanted, own in zip(shape, tensor.shape, strict=False):
+        fits = fits and (wanted is None or wanted == own)
+    if fits and (not field.dtypes or tensor.dtype in field.dtypes) and tensor.is_cpu and tensor.is_contiguous():
         return tensor.data_ptr()
-    wanted = " x ".join("any" if size is None else str(size) for size in shape)
+    sizes_wanted = " x ".join("any" if size is None else str(size) for size in shape)
+    dtypes = " or ".join(map(str, field.dtypes)) or "any dtype"
     raise ValueError(
-        f"`{name}` has to be {wanted} of {' or '.join(map(str, dtypes)) or 'any dtype'}, contiguous, on the CPU, but "
-        f"got {' x '.join(map(str, tensor.shape))} of {tensor.dtype}, strides {tensor.stride()}, on {tensor.device}"
+        f"`{name}` has to be {sizes_wanted} of {dtypes}, contiguous, on the CPU, but got "
+        f"{' x '.join(map(str, tensor.shape))} of {tensor.dtype}, strides {tensor.stride()}, on {tensor.device}"
     )
 
 

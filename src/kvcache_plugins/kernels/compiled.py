@@ -10,6 +10,7 @@ and values, R bytes of a row.
 import ctypes
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -18,7 +19,7 @@ import torch
 from kvcache_plugins.formats.bits import packed_size
 from kvcache_plugins.formats.groups import QuantizedChunks, channel_bits, num_offsets
 from kvcache_plugins.formats.hadamard import rotation_size
-from kvcache_plugins.formats.parts import DensePart, GroupPart, PagedRowPart, Part, RowPart
+from kvcache_plugins.formats.parts import DensePart, GroupPart, OpaqueRowPart, PagedRowPart, Part, RowPart
 from kvcache_plugins.formats.positions import START, Positions
 from kvcache_plugins.formats.rows import RowFormat, RowFormats
 
@@ -301,34 +302,40 @@ class PreparedCall(TokenWriter):
         self._running = min(self._threads, blocks * splits)
         self._result_shape = *query.shape[:3], sizes["value_dim"]
         self._is_like_query = self._result_shape == query.shape
-        # Rows that may be others later: the words of their parts, and what they are of
-        self._rows: list[list[Any]] = [
-            [own.inputs["stored"], as_words(part), None]
-            for own, part in zip(told.parts[:-1], self._parts, strict=False)
-            if own.kind == CONSTANTS["PART_ROWS"]
+        # Rows that may be others later: their structure, the words of their part, and the part
+        self._rows = [
+            (own.inputs["stored"], as_words(words), part)
+            for own, words, part in zip(told.parts[:-1], self._parts, parts, strict=False)
+            if isinstance(part, RowPart)
         ]
         if told.exact is not None:
             self._exact = as_words(told.exact[0])
 
-    def extend(self, parts: Sequence[RowPart]) -> bool:
+    def extend(self, parts: Sequence[RowPart | OpaqueRowPart]) -> bool:
         """
-        Replace the last rows by those of other parts: more of them, or from another position on, of the same formats.
-        Return False if the call cannot; it is of no use then.
+        Replace the last rows by those of other parts: more of them, or from another position on, of the same formats
+        and with the same masks. Return False if the call cannot; it is of no use then.
         """
-        if not 0 < len(parts) <= len(self._rows):
+        first = len(self._rows) - len(parts)
+        if not 0 <= first < len(self._rows):
             return False
-        for known, part in zip(self._rows[-len(parts) :], parts, strict=True):
-            (rows, words, before), positions = known, part.positions
+        for number, part in enumerate(parts, start=first):
+            rows, words, before = self._rows[number]
+            positions = part.positions
+            if not isinstance(part, RowPart) or before.mask is not None and positions.first != before.positions.first:
+                # Columns of the mask would be others
+                return False
             most = rows.inputs["rotary"].tiles * TILE
             if positions.first + part.length > most or positions.padding is not rows.inputs.get("padding"):
                 return False
             if not part.length <= part.keys.shape[2] == part.values.shape[2]:
                 return False
-            if before is None or part.keys is not before.keys or part.values is not before.values:
+            if part.keys is not before.keys or part.values is not before.values:
                 for side, own in ((rows.keys, part.keys), (rows.values, part.values)):
                     sizes = {**self._sizes, "capacity": own.shape[2], "row_size": side.row_size}
                     side.rows, side.capacity = check("rows", own, _ROWS_OF_SIDE, sizes), own.shape[2]
-            known[2], words[_PART.length] = part, part.length
+            self._rows[number] = rows, words, replace(part, mask=before.mask)
+            words[_PART.length] = part.length
             rows.first_position = positions.first
         return True
 

@@ -44,7 +44,6 @@ def why_missing() -> str | None:
     return None
 
 
-@cache
 def levels_here() -> tuple[str, ...]:
     """Levels of instructions that library and processor have, the lowest first; the last is the default."""
     library = _library()

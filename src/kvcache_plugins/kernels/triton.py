@@ -22,7 +22,7 @@ from kvcache_plugins.formats.groups import QuantizedChunks
 from kvcache_plugins.formats.hadamard import hadamard_matrix, rotate, rotation_size
 from kvcache_plugins.formats.parts import DensePart, GroupPart, PagedRowPart, Part, RowPart, SelectableRows
 from kvcache_plugins.formats.positions import Positions
-from kvcache_plugins.formats.quantizer import COEFFICIENTS, MAX_WIDTH, level_gains, thresholds
+from kvcache_plugins.formats.quantizer import COEFFICIENTS, MAX_WIDTH, level_gains, level_tables
 from kvcache_plugins.formats.rotary import RotaryLayout, channels_of
 from kvcache_plugins.formats.rows import RowFormat, RowFormats
 from kvcache_plugins.triton_kernels.arithmetic import has_pairs
@@ -180,7 +180,7 @@ def prepare_decoding(
     device = rows.device
     assert keys.rope is not None, "formats of keys have a rotary layout"
     coded_keys, coded_values = (
-        CodedRows(own, row_format, _coefficients(row_format.is_weighted, device))
+        CodedRows(own, row_format, codebook_of(row_format.is_weighted, device).coefficients)
         for own, row_format in ((tokens.keys, keys), (rows, values))
     )
     padding = tokens.positions.padding
@@ -230,7 +230,7 @@ def prepare_part(
     by_pairs = keys.basis is not None
     angles = rotary_angles(keys.rope, first + part.length, rows.device, by_pairs=by_pairs)
     coded_keys, coded_values = (
-        CodedRows(own, row_format, _coefficients(row_format.is_weighted, rows.device))
+        CodedRows(own, row_format, codebook_of(row_format.is_weighted, rows.device).coefficients)
         for own, row_format in ((part.keys, keys), (part.values, keys if only_scores else values))
     )
     finish = None if values.basis is None and values.mean is None else partial(_combine, values)
@@ -390,14 +390,7 @@ def explain_group_push(keys: QuantizedChunks, values: QuantizedChunks, dtype: to
 
 def hadamard_signs(head_dim: int, states: torch.Tensor) -> torch.Tensor:
     """Return the matrix that values like `states` are rotated by, `[D, next power of two]`: ones and minus ones."""
-    return _natural_signs(head_dim, _sign_dtype(states), states.device)
-
-
-@cache
-def _natural_signs(head_dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
-        signs = _block_signs(head_dim)
-        return F.pad(signs, (0, (1 << (head_dim - 1).bit_length()) - head_dim)).to(dtype).to(device)
+    return signs_of(head_dim, _sign_dtype(states), states.device, is_tiled=False)
 
 
 def can_encode(dtype: torch.dtype, head_dim: int) -> bool:
@@ -437,15 +430,13 @@ def _sign_dtype(states: torch.Tensor) -> torch.dtype:
     return states.dtype if is_own else torch.float16
 
 
-@cache
-def _coefficients(is_weighted: bool, device: torch.device) -> torch.Tensor:
-    """Return the coefficients of `CodedRows`; levels of values have their gain corrected."""
-    with torch.inference_mode(False):
-        levels = torch.tensor(COEFFICIENTS, dtype=torch.float64, device="cpu")
-        if not is_weighted:
-            levels = levels * level_gains()[:, None]
-        factor = 0.5 ** torch.arange(MAX_WIDTH + 1, dtype=torch.float64, device="cpu")
-        return torch.cat([factor[:, None], levels], dim=1).float().to(device)
+def _coefficients(is_weighted: bool) -> torch.Tensor:
+    """Make the coefficients of `CodedRows`, on the CPU; levels of values have their gain corrected."""
+    levels = torch.tensor(COEFFICIENTS, dtype=torch.float64, device="cpu")
+    if not is_weighted:
+        levels = levels * level_gains()[:, None]
+    factor = 0.5 ** torch.arange(MAX_WIDTH + 1, dtype=torch.float64, device="cpu")
+    return torch.cat([factor[:, None], levels], dim=1).float()
 
 
 def rotary_angles(
@@ -484,14 +475,14 @@ def _angles_of(layout: RotaryLayout, num_far: int, device: torch.device, by_pair
 def codebook_of(is_weighted: bool, device: torch.device) -> Codebook:
     """Return codes and levels, those of weighted scales or those with their gain corrected."""
     with torch.inference_mode(False):
-        bounds = thresholds(torch.device("cpu"))
+        bounds = level_tables(torch.device("cpu")).bounds
         # The kernel's own arithmetic, so that a number is above all bounds of the cells before its own
         cells = _cells(bounds)
         codes = torch.searchsorted(
             cells, torch.arange(NUM_CELLS.value, dtype=torch.int32, device="cpu").expand(len(cells), -1).contiguous()
         )
         own = torch.full(codes.shape, torch.inf, dtype=torch.float32, device="cpu").scatter_(1, cells.long(), bounds)
-        return Codebook(_coefficients(is_weighted, device), codes.to(torch.uint8).to(device), own.to(device))
+        return Codebook(_coefficients(is_weighted).to(device), codes.to(torch.uint8).to(device), own.to(device))
 
 
 def _cells(numbers: torch.Tensor) -> torch.Tensor:
@@ -500,17 +491,16 @@ def _cells(numbers: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def signs_of(head_dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the Hadamard matrix of ones that values are rotated by; see `signs` of `code_rows.prepare_coding`."""
+def signs_of(head_dim: int, dtype: torch.dtype, device: torch.device, *, is_tiled: bool = True) -> torch.Tensor:
+    """
+    Return the Hadamard matrix of ones that values are rotated by: `[D, next power of two]`, or tiled as `signs` of
+    `code_rows.prepare_coding`.
+    """
     with torch.inference_mode(False):
-        return in_tile_order(_block_signs(head_dim)).to(dtype).to(device)
-
-
-def _block_signs(head_dim: int) -> torch.Tensor:
-    """Make the Hadamard matrix of ones, `[D, D]`."""
-    size = rotation_size(head_dim)
-    signs = hadamard_matrix(size, torch.device("cpu")).sign()
-    return torch.block_diag(*[signs] * (head_dim // size))
+        size = rotation_size(head_dim)
+        signs = torch.block_diag(*[hadamard_matrix(size, torch.device("cpu")).sign()] * (head_dim // size))
+        padded = in_tile_order(signs) if is_tiled else F.pad(signs, (0, (1 << (head_dim - 1).bit_length()) - head_dim))
+        return padded.to(dtype).to(device)
 
 
 def in_tile_order(matrix: torch.Tensor) -> torch.Tensor:

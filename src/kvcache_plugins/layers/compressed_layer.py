@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -46,6 +46,24 @@ _PROMPT_FACTOR = 4
 _MASK_STEP = 8
 
 
+class DenseLimits(NamedTuple):
+    """
+    Lengths of a dense layer.
+
+    Attributes:
+        num_first (`int`): first tokens, which become the prefix.
+        limit (`int`): length at which the next update packs tokens.
+        first_recorded (`int`): length behind which the layer records queries.
+    """
+
+    num_first: int
+    limit: int
+    first_recorded: int
+
+
+NOT_DENSE = DenseLimits(0, 0, 0)
+
+
 class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
     """
     Keys and values of one layer. `RowLayer` and `GroupLayer` pack them.
@@ -58,7 +76,6 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         storage (`LayerStorage`): all tokens but those of an uncommitted prompt.
         codec (*optional*): how packed tokens are read, once it is fitted.
         plan (`StepPlan`, *optional*): attention of the next step, prepared.
-        record_past (`bool`): True if nothing is evicted before a `crop`. An emptied layer does not record.
         on_first_prompt (`Callable`, *optional*): called with the layer and queries before its first prompt is packed.
     """
 
@@ -79,13 +96,10 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
 
     def _clear(self) -> None:
         super()._clear()
-        self.record_past = False
         self.storage: LayerStorage[AnySegment] = LayerStorage()
         self.codec: AnyCodec | None = None
         self.plan: StepPlan | None = None
-        # While dense: first tokens that become the prefix, tokens before the first packing, and tokens from which on
-        # the layer records queries
-        self._num_first = self._dense_limit = self._first_recorded = 0
+        self._dense = NOT_DENSE
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         codec = self.policy.codec(key_states.shape[3], value_states.shape[3])
@@ -106,7 +120,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
     @property
     def exact_start(self) -> int:
         """Position of the first token behind the packed ones."""
-        num_uncommitted = 0 if self._uncommitted_prompt is None else self._uncommitted_prompt[0].shape[2]
+        num_uncommitted = 0 if self._uncommitted_prompt is None else self._uncommitted_prompt.keys.shape[2]
         return self._length - num_uncommitted - self.storage.tail_length
 
     def _exact_tail(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
@@ -116,7 +130,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             keys, values = tail.tensors()
             yield keys, values, tail.length
         if self._uncommitted_prompt is not None:
-            keys, values = self._uncommitted_prompt
+            keys, values, _ = self._uncommitted_prompt
             yield keys, values, keys.shape[2]
 
     @property
@@ -137,12 +151,14 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             return super().update(key_states, value_states)
         kind = key_states.shape, value_states.shape, key_states.dtype, value_states.dtype, key_states.device
         tail = self.storage.tail
-        if kind != self._last_signature or tail is None:
+        if tail is None or kind != tail.token_kind or self._num_new != 1:
             return super().update(key_states, value_states)
-        if self._length < self._dense_limit:
+        if self.handed_out.scores or self.handed_out.has_gradients:
+            return super().update(key_states, value_states)
+        if self._length < self._dense.limit:
             states = tail.append_exactly(key_states, value_states)
             self._length += 1
-            return states if self._length <= self._first_recorded else self._lazy(states)
+            return states if self._length <= self._dense.first_recorded else self._lazy(states)
         plan = self.plan
         if plan is None or plan.version != self.storage.version:
             return super().update(key_states, value_states)
@@ -161,7 +177,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
 
     def _before_update(self) -> None:
         tail = self.storage.tail
-        if tail is not None and tail.length - self._num_first >= self._tail_limit:
+        if tail is not None and tail.length - self._dense.num_first >= self._tail_limit:
             self._commit_tail()
 
     def _commit_tail(self) -> None:
@@ -217,7 +233,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         """
         prefix, count = self.storage.prefix, keys.shape[2]
         if prefix is None or start >= self.storage.prefix_stop:
-            return self._valid_tokens(start, count)
+            return self._left_padding.valid_tokens(start, count, self.device)
         # With its data even where states have none
         end = first_end if first_end is not None and keys.is_meta else prefix.end
         return torch.arange(start, start + count, dtype=torch.int64, device=end.device) >= end[:, None]
@@ -227,6 +243,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         storage, prefix = self.storage, self.storage.prefix
         if storage.segments or storage.first_held or (prefix is not None and not prefix.is_uniform):
             return
+        num_first = self._dense.num_first
         if prefix is not None:
             keys, values = prefix.keys, prefix.values
             if storage.tail is not None:
@@ -234,15 +251,16 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
                 values = torch.cat((values, storage.tail.values), dim=2)
             storage.tail = ExactTail(keys, values, self.policy.residual_length)
             storage.set_prefix(None)
-            self._num_first = prefix.num_slots
+            num_first = prefix.num_slots
         if storage.tail is not None:
-            self._set_dense_limit()
+            self._set_dense(num_first)
 
-    def _set_dense_limit(self) -> None:
-        """Set the length at which a dense layer packs tokens, and that from which it records queries."""
-        limit = self._num_first + self._tail_limit
-        self._dense_limit = limit if self.sliding_window is None else min(limit, self.sliding_window)
-        self._first_recorded = self._dense_limit - self._num_recorded_queries
+    def _set_dense(self, num_first: int) -> None:
+        """Set the lengths of a dense layer whose `num_first` first tokens become the prefix."""
+        limit = num_first + self._tail_limit
+        if self.sliding_window is not None:
+            limit = min(limit, self.sliding_window)
+        self._dense = DenseLimits(num_first, limit, limit - self._num_recorded_queries)
 
     def _leave_dense(self) -> None:
         """Make a prefix of the first tokens, as packed tokens will follow."""
@@ -250,11 +268,11 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         if prefix is not None:
             self.storage.set_prefix(prefix)
             self.storage.tail = tail
-        self._num_first = self._dense_limit = self._first_recorded = 0
+        self._dense = NOT_DENSE
 
     def _dense_ends(self) -> tuple[ExactPrefix | None, ExactTail | None]:
         """Split the tail of a dense layer into the tokens that become the prefix and the others."""
-        tail, count = self.storage.tail, self._num_first
+        tail, count = self.storage.tail, self._dense.num_first
         if not count or tail is None:
             return self.storage.prefix, tail
         keys, values = tail.keys, tail.values
@@ -422,13 +440,8 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         if stop < self.exact_start:
             self.invalidate_plan()
         self.storage.drop_newest(stop, self.exact_start)
-        if self._num_first > stop:
-            self._num_first = stop
-            self._set_dense_limit()
-
-    def crop_tokens(self, count: int) -> None:
-        super().crop_tokens(count)
-        self._num_new = max(self._num_new - count, 0)
+        if self._dense.num_first > stop:
+            self._set_dense(stop)
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.invalidate_plan()
@@ -462,7 +475,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
 
     def stats(self) -> dict[str, int]:
         lengths = {"tokens_cached": self._length, "tokens_exact": self._num_exact() if self.is_initialized else 0}
-        return {**lengths, **self._counters, "dense_reads": self.dense_reads}
+        return {**lengths, **self._counters}
 
     @property
     def _num_exact_in_front(self) -> int:
@@ -497,7 +510,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             length=self._length,
             held_start=self.storage.first_held,
             is_open=newest is not None and newest.is_open,
-            counters=dict(self._counters),
+            counters={name: self._counters[name] for name in self.counter_names},
             padding=self.padding,
             prefix=prefix,
             blocks=[SegmentState(each.start, each.length, *each.stored(), each.is_recent) for each in segments],
@@ -511,21 +524,22 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             raise ValueError(f"`{path}.counters` has to be of {sorted(self.counter_names)}")
         self._unfitted = self.policy.codec(state.key_head_dim, state.value_head_dim)
         self.codec, segments = self._restore_packed(state, path)
-        self._length, self._counters = state.length, dict(state.counters)
-        batch_size, num_heads = state.batch_size, state.num_heads
-        self._shapes = {
-            "keys": (batch_size, num_heads, state.length, state.key_head_dim),
-            "values": (batch_size, num_heads, state.length, state.value_head_dim),
-        }
-        self.dtype, self.batch_size = state.dtype, batch_size
-        self.padding = state.padding
+        self._length = state.length
+        self._counters.update(state.counters)
+        self._set_shapes(
+            (state.batch_size, state.num_heads, state.length, state.key_head_dim),
+            (state.batch_size, state.num_heads, state.length, state.value_head_dim),
+        )
+        self.dtype = state.dtype
+        self.set_padding(state.padding)
         storage: LayerStorage[AnySegment] = LayerStorage()
         storage.segments, storage.first_held = segments, state.held_start
         storage.set_prefix(state.prefix, None if state.prefix is None else int(state.prefix.end.max()))
         if state.buffer is not None:
             storage.tail = ExactTail(state.buffer.keys, state.buffer.values, self.policy.residual_length)
         self.storage, self.plan = storage, None
-        self.is_initialized, self.device = True, device
+        self.is_initialized = True
+        self.device = device
         self.map_tensors(lambda tensor: tensor.to(device))
         if self._length:
             self._enter_dense()

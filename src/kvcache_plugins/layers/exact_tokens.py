@@ -159,6 +159,7 @@ class ExactTail:
         storage (two `torch.Tensor` of shape `[B, H, capacity, D]`): keys and values, without the unwritten token.
         capacity (`int`): tokens that fit into the storage.
         length (`int`): tokens in use, the unwritten one included.
+        token_kind (`tuple`): shapes and dtypes of keys and values, and the device, of one token that fits.
         unwritten (two `torch.Tensor` of shape `[B, H, 1, D]`, *optional*): key and value of the newest token, until
             attention has written them.
     """
@@ -172,6 +173,8 @@ class ExactTail:
     def _set(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.storage = keys, values
         self.capacity = keys.shape[2]
+        shapes = (torch.Size((*states.shape[:2], 1, states.shape[3])) for states in self.storage)
+        self.token_kind = *shapes, keys.dtype, values.dtype, keys.device
 
     def _reserve(self, keys: torch.Tensor, values: torch.Tensor, capacity: int) -> None:
         """Store copies of tokens with room for `capacity` tokens."""
@@ -184,6 +187,10 @@ class ExactTail:
     @property
     def values(self) -> torch.Tensor:
         return self.tensors()[1][:, :, : self.length]
+
+    def fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Return True if states are of one token like those stored."""
+        return (keys.shape, values.shape, keys.dtype, values.dtype, keys.device) == self.token_kind
 
     def reserve(self, capacity: int) -> None:
         """Change the capacity to exactly `capacity` tokens, at least as many as are in use."""

@@ -55,10 +55,8 @@ class GroupLayer(CompressedLayer[GroupSegment, GroupCodec]):
     def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[int, torch.Tensor]:
         """Make the prefix of a first prompt; return the first packed position, and `[B]` where the prefix ends."""
         length = keys.shape[2]
-        check_finite(keys, values, self._valid_tokens(0, length), self.layer_idx)
-        padding = torch.zeros(self.batch_size, dtype=torch.int64, device="cpu")
-        if self.padding is not None:
-            padding = self.padding.cpu()
+        check_finite(keys, values, self._left_padding.valid_tokens(0, length, self.device), self.layer_idx)
+        padding = self._left_padding.on_host(self.batch_size)
         num_real = [length - count for count in padding.tolist()]
         num_packed = [self._num_packed(count, is_prompt=True) for count in num_real]
         num_exact = [

@@ -15,9 +15,10 @@ dense when they are read, or when the layer changes while a caller holds them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -47,22 +48,79 @@ _DENSE_GETTERS = {"T", "H", "mT", "mH", "real", "imag", "data", "grad"}
 _METADATA_FUNCTIONS = functions("size", "dim", "numel", "__len__", "element_size", "is_floating_point", "__hash__")
 
 
+class Attending(Protocol):
+    """Layer of lazy tensors, or another object that computes attention over them."""
+
+    handed_out: HandedOut
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def lazy_length(self) -> int:
+        """Return the number of tokens that the newest lazy tensors report."""
+
+    def to_dense(self, side: str) -> torch.Tensor:
+        """Make all `"keys"` or `"values"` dense."""
+
+    def note_dense_read(self, side: str) -> None:
+        """Count that something other than attention has made one side dense."""
+
+    def run_plan(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> torch.Tensor | None:
+        """Attend by the plan of the last step, if there is one."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Compute attention for a call without `project`."""
+
+    def on_exact_attention(self, call: AttentionCall) -> None:
+        """Learn that attention over exact states was computed."""
+
+
 class Source(dict[str, torch.Tensor]):
     """
     Layer of lazy tensors, and its dense keys and values, which are empty until the layer changes stored tokens.
     """
 
     __slots__ = ("__weakref__", "layer")
-    layer: Any
+    layer: Attending
 
 
-class HandedOut(ref[Source]):
-    """Weak reference to the source that a layer's lazy tensors share; a copy of the layer has none."""
+class HandedOut:
+    """
+    Lazy tensors of a layer that callers may still hold; a copy of the layer has none.
 
-    __slots__ = ()
+    Attributes:
+        source (`ref[Source]`, *optional*): source that keys and values share.
+        scores (`list[ref[LazyKV]]`): attention scores and weights, which become dense before the next update.
+        has_gradients (`bool`): True if autograd records the newest states, which a copy has too.
+    """
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
+    __slots__ = ("has_gradients", "scores", "source")
+
+    def __init__(self, has_gradients: bool = False) -> None:
+        self.source: ref[Source] | None = None
+        self.scores: list[ref[LazyKV]] = []
+        self.has_gradients = has_gradients
+
+    def __reduce__(self) -> tuple[type[HandedOut], tuple[bool]]:
+        return HandedOut, (self.has_gradients,)
+
+    @without_caller_contexts
+    def read_scores(self) -> None:
+        """Make scores dense that a caller still holds, before stored tokens change."""
+        for scores in [each() for each in self.scores]:
+            if scores is not None:
+                scores.read()
+        self.scores = []
+
+    @without_caller_contexts
+    def keep(self, layer: Attending) -> None:
+        """Make keys and values of `layer` dense that a caller still holds, before stored tokens change."""
+        source = None if self.source is None else self.source()
+        self.source = None
+        if source is not None:
+            # A layer that has evicted tokens has no dense states: reading the lazy states raises the error
+            with suppress(ValueError):
+                source.update({side: layer.to_dense(side) for side in SIDES})
 
 
 class LazyKV(torch.Tensor):
@@ -119,7 +177,7 @@ class LazyKV(torch.Tensor):
         if stored.shape[2] < num_tokens:
             raise RuntimeError("these lazy states are older than the last `crop` or `reset` of their cache")
         stored = stored[:, :, :num_tokens]
-        return without_gradients(stored) if layer.has_gradients and torch.is_grad_enabled() else stored
+        return without_gradients(stored) if layer.handed_out.has_gradients and torch.is_grad_enabled() else stored
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         if self.meaning is None or isinstance(self.meaning, Scores):
@@ -129,7 +187,9 @@ class LazyKV(torch.Tensor):
             return f"LazyKV({self.meaning}, shape={shape}, dtype={self.dtype}, layer={self.source.layer})"
 
     @classmethod
-    def __torch_function__(cls, func: Function, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Function, types: object, args: Arguments = (), kwargs: KeywordArguments | None = None
+    ) -> Any:
         # First, as a function that is disabled in graphs costs more, and this is called several times a layer
         if torch.compiler.is_dynamo_compiling():
             return _answer_outside_of_graphs(func, args, kwargs or {})
@@ -148,7 +208,9 @@ class LazyKV(torch.Tensor):
         return _scaled_dot_product_attention(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Function, types: object, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Function, types: object, args: Arguments = (), kwargs: KeywordArguments | None = None
+    ) -> Any:
         return func(*_read(args), **_read(kwargs or {}))
 
 
@@ -160,7 +222,7 @@ def _make(size: torch.Size, dtype: torch.dtype, source: Source, meaning: Any) ->
 
 
 def make_lazy_kv(
-    layer: Any,
+    layer: Attending,
     key_shape: Sequence[int],
     value_shape: Sequence[int],
     num_tokens: int,
@@ -170,12 +232,14 @@ def make_lazy_kv(
 ) -> tuple[LazyKV, LazyKV]:
     """Make all keys and all values of a layer, lazily, of `num_tokens` tokens and otherwise of the shapes given."""
     # Everything inlined, as it runs for every layer and token
-    source = layer.handed_out() if exact is None and layer.handed_out is not None else None
+    source = None
+    if exact is None and layer.handed_out.source is not None:
+        source = layer.handed_out.source()
     if source is None:
         source = Source()
         source.layer = layer
         if exact is None:
-            layer.handed_out = HandedOut(source)
+            layer.handed_out.source = ref(source)
     make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
     batch_size, num_heads, _, head_dim = key_shape
     key_size = value_size = torch.Size((batch_size, num_heads, num_tokens, head_dim))
@@ -305,7 +369,7 @@ def _follow(func: Function, args: Arguments, kwargs: KeywordArguments) -> Any:
 def _note_recipe(made: LazyKV, function: Function, args: Arguments, kwargs: KeywordArguments) -> None:
     made.recipe = function, args, kwargs
     if isinstance(made.meaning, Scores) and not made.is_exact:
-        made.source.layer.expect_reading(made)
+        made.source.layer.handed_out.scores.append(ref(made))
 
 
 def _take_item(number: int, function: Function, args: Arguments, kwargs: KeywordArguments) -> Any:

@@ -7,10 +7,8 @@ is computed as in a dense cache, and the prompt is committed right after it, whe
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from operator import index
-from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import ref
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -19,7 +17,7 @@ from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.masks import leading_padding
 from kvcache_plugins.kernels.online_attention import OnlineAttention
 
-from .lazy_kv import SIDES, HandedOut, LazyKV, make_lazy_kv
+from .lazy_kv import HandedOut, LazyKV, make_lazy_kv
 from .phase import Phase
 from .torch_contexts import in_caller_context, without_caller_contexts
 
@@ -36,11 +34,25 @@ ANOTHER_PROMPT = "a new cache for each prompt, or call `reset()`"
 
 class LeftPadding:
     """
-    Number of padding tokens at the start of each sequence: `counts` `[batch_size]`, `None` until a mask has shown it.
-    A layer shares one object with everything it holds, so that a later change reaches all.
+    Number of padding tokens at the start of each sequence. A layer shares one object with everything it holds, so that
+    a later change reaches all.
+
+    Args:
+        given_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*): the prompt's padding mask, for
+            attention implementations that do not show it to the cache.
+
+    Attributes:
+        counts (`torch.Tensor` of shape `[batch_size]`, *optional*): the numbers; `None` until a mask has shown them.
+        is_shown (`bool`): True if attention has shown if there is padding.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, given_mask: torch.Tensor | None = None) -> None:
+        self._given_mask = given_mask
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything but the given mask."""
+        self.is_shown = False
         self.set(None)
 
     def set(self, counts: torch.Tensor | None) -> None:
@@ -48,6 +60,12 @@ class LeftPadding:
         self.counts = counts
         self._ends: tuple[int, int] | None = None
         self._total = 0
+
+    def given_counts(self, device: torch.device) -> torch.Tensor | None:
+        """Return the counts of the given mask, if there is one and neither attention nor a caller has shown them."""
+        if self._given_mask is None or self.is_shown or self.counts is not None:
+            return None
+        return (self._given_mask.to(device).cumsum(dim=1) == 0).sum(dim=1)
 
     def ends(self) -> tuple[int, int]:
         """Smallest and largest count. The first call after a change waits for the device."""
@@ -62,11 +80,30 @@ class LeftPadding:
         self.ends()
         return self._total
 
+    def on_host(self, batch_size: int) -> torch.Tensor:
+        """Counts `[batch_size]` on the CPU, 0 where they are unknown."""
+        return torch.zeros(batch_size, dtype=torch.int64, device="cpu") if self.counts is None else self.counts.cpu()
+
     def first_tokens(self, batch_size: int, device: torch.device) -> torch.Tensor:
         """Position of every sequence's first real token, `[batch_size, 1]`."""
         if self.counts is None:
             return torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         return self.counts.to(device)[:, None]
+
+    def valid_tokens(self, start: int, count: int, device: torch.device) -> torch.Tensor | None:
+        """Mark tokens that are no padding, `[batch_size, count]` from position `start` on; `None` if all are none."""
+        if self.counts is None or self.ends()[1] <= start:
+            return None
+        tokens = torch.arange(start, start + count, dtype=torch.int64, device=device)
+        return tokens >= self.first_tokens(1, device)
+
+
+class UncommittedPrompt(NamedTuple):
+    """Keys and values `[B, H, T, D]` of an update that waits for its attention, and sides that were made dense."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    sides_read: set[str]
 
 
 class LazyLayer(CacheLayerMixin):
@@ -91,8 +128,6 @@ class LazyLayer(CacheLayerMixin):
     stores_attention = False
     # True if committing a prompt needs its attention, so that `load_prompt` is impossible
     needs_prompt_attention = False
-    # Lazy states that a caller may still hold
-    handed_out: HandedOut | None = None
     # Set from the first states, in `lazy_initialization`
     dtype: torch.dtype
     device: torch.device
@@ -100,31 +135,23 @@ class LazyLayer(CacheLayerMixin):
     def __init__(self, layer_idx: int, attention_mask: torch.Tensor | None = None):
         # The mixin's `__init__` would assign `keys` and `values`, which are views of the storage here
         self.is_initialized = False
-        # True if autograd records the newest states
-        self.has_gradients = False
         self.layer_idx = layer_idx
-        self._given_mask = attention_mask
-        self._left_padding = LeftPadding()
+        # Shapes of the first states, with the batch size of now
+        self._shapes: dict[str, tuple[int, int, int, int]] = {}
+        self._left_padding = LeftPadding(attention_mask)
         self._clear()
 
     def _clear(self) -> None:
-        # Keys and values of an update that waits for its attention
-        self._uncommitted_prompt: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._sides_read: set[str] = set()
+        self._uncommitted_prompt: UncommittedPrompt | None = None
         # Keys of the indexer of sparse attention, and positions if the model keeps them; tokens are the last but one
         # dimension. All stay exact, as they are few values a token, and select the tokens that are attended to
         self._index: dict[str, torch.Tensor] = {}
-        self._left_padding.set(None)
-        self._mask_seen = False
+        self._left_padding.clear()
         self._length = 0
-        # Number of tokens of the newest update
+        # Number of tokens of the newest update, without cropped ones
         self._num_new = 0
-        # Signature of the newest update, if it was one token
-        self._last_signature: tuple[object, ...] | None = None
-        self._counters = dict.fromkeys(self.counter_names, 0)
-        self.dense_reads = 0
-        # Lazy attention weights that a caller may still hold
-        self._unread: list[ref[LazyKV]] = []
+        self._counters = dict.fromkeys((*self.counter_names, "dense_reads"), 0)
+        self.handed_out = HandedOut()
 
     def __getattr__(self, name: str) -> Any:
         # Called for unknown names only: a model whose layers keep more than keys and values expects its own layers
@@ -138,8 +165,17 @@ class LazyLayer(CacheLayerMixin):
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        made._unread = []
         return made
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences."""
+        return self._shapes["keys"][0]
+
+    @property
+    def dense_reads(self) -> int:
+        """Sides that were made dense for something other than attention."""
+        return self._counters["dense_reads"]
 
     @property
     def keys(self) -> LazyKV | None:  # type: ignore[override]
@@ -154,8 +190,8 @@ class LazyLayer(CacheLayerMixin):
         """Left padding of every sequence, `[batch_size]`; `None` until a mask has shown it."""
         return self._left_padding.counts
 
-    @padding.setter
-    def padding(self, padding: torch.Tensor | None) -> None:
+    def set_padding(self, padding: torch.Tensor | None) -> None:
+        """Replace the left padding `[batch_size]`; `None` if it is unknown."""
         self.invalidate_plan()
         self._left_padding.set(padding)
 
@@ -172,9 +208,16 @@ class LazyLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._shapes = {"keys": tuple(key_states.shape), "values": tuple(value_states.shape)}
-        self.batch_size = key_states.shape[0]
+        self._set_shapes(key_states.shape, value_states.shape)
         self.is_initialized = True
+
+    def _set_shapes(self, keys: Sequence[int], values: Sequence[int]) -> None:
+        self._shapes = {}
+        for side, (batch_size, num_heads, length, head_dim) in (("keys", keys), ("values", values)):
+            self._shapes[side] = batch_size, num_heads, length, head_dim
+
+    def _set_batch_size(self, batch_size: int) -> None:
+        self._shapes = {side: (batch_size, *shape[1:]) for side, shape in self._shapes.items()}
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -202,36 +245,34 @@ class LazyLayer(CacheLayerMixin):
     def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.is_initialized and key_states.dtype is not self.dtype:
             key_states, value_states = self._as_stored(key_states, value_states)
-        self._last_signature = None
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self._length:
             self._check_continues(key_states, value_states)
-        self.read_weights()
+        self.handed_out.read_scores()
         if key_states.device != self.device:
             self._move_to(key_states.device)
         self.commit_prompt()
         if self.sliding_window is not None:
             # The window moves: later states begin with another token
-            self._keep_handed_out()
-        self._sides_read.clear()
+            self.handed_out.keep(self)
         self._before_update()
         is_first, count = self._length == 0, key_states.shape[2]
         self._num_new = count
         if is_first:
-            self.batch_size = key_states.shape[0]
+            self._set_batch_size(key_states.shape[0])
         exact = (key_states, value_states) if is_first else None
         # Stored tensors would otherwise keep the graph of every update alive
-        self.has_gradients = key_states.requires_grad or value_states.requires_grad
-        if self.has_gradients:
+        self.handed_out.has_gradients = key_states.requires_grad or value_states.requires_grad
+        if self.handed_out.has_gradients:
             key_states, value_states = key_states.detach(), value_states.detach()
         if is_first or self._is_prompt(count):
-            self._uncommitted_prompt = (key_states, value_states)
+            self._uncommitted_prompt = UncommittedPrompt(key_states, value_states, set())
         else:
             self._append(key_states, value_states)
         self._length += count
         if count == 1 and not is_first and not torch.is_grad_enabled():
-            states, self._last_signature = self._exact_states(), tensor_signature(key_states, value_states)
+            states = self._exact_states()
             if states is not None:
                 # Plain tensors are enough, unless the layer has to see the queries
                 return self._lazy(states) if self._records_queries else states
@@ -309,9 +350,9 @@ class LazyLayer(CacheLayerMixin):
         """Commit a first prompt whose attention was computed elsewhere, with its padding `[batch_size]`."""
         assert self._length == 0 and not self.needs_prompt_attention
         self.update(keys, values)
-        self._mask_seen = True
+        self._left_padding.is_shown = True
         if padding is not None and bool(padding.any()):
-            self.padding = padding
+            self.set_padding(padding)
         self.commit_prompt()
 
     @property
@@ -401,43 +442,33 @@ class LazyLayer(CacheLayerMixin):
         self.commit_prompt()
 
     def _learn_padding(self, attn_mask: torch.Tensor | None) -> None:
-        self._mask_seen = True
+        self._left_padding.is_shown = True
         if attn_mask is not None and attn_mask.shape[-2] > 1:
             first_new, first = self._length - attn_mask.shape[-2], self._first_visible
             if first_new >= 0:
-                self.padding = leading_padding(attn_mask, first_new, self.padding, self.batch_size, first)
-
-    def expect_reading(self, scores: LazyKV) -> None:
-        """Record lazy scores, which a caller may keep beyond the next update."""
-        self._unread.append(ref(scores, self._unread.remove))
-        # The next update takes the general path
-        self._last_signature = None
-
-    @without_caller_contexts
-    def read_weights(self) -> None:
-        """Make scores dense that a caller still holds, before stored tokens change."""
-        for scores in [each() for each in self._unread]:
-            if scores is not None:
-                scores.read()
-        self._unread = []
+                self.set_padding(leading_padding(attn_mask, first_new, self.padding, self.batch_size, first))
 
     def note_dense_read(self, side: str) -> None:
         """Count that something other than attention has made one side dense."""
-        self.dense_reads += 1
-        # Attention that reads both sides dense has references of its own by now
-        self._sides_read.add(side)
-        if self._uncommitted_prompt is not None and len(self._sides_read) == 2:
-            self.commit_prompt()
+        self._counters["dense_reads"] += 1
+        prompt = self._uncommitted_prompt
+        if prompt is not None:
+            prompt.sides_read.add(side)
+            if len(prompt.sides_read) == 2:
+                # Attention that reads both sides dense has references of its own by now
+                self.commit_prompt()
 
     @without_caller_contexts
     def commit_prompt(self) -> None:
         """Commit the uncommitted prompt, if there is one."""
         if self._uncommitted_prompt is None:
             return
-        (keys, values), is_first = self._uncommitted_prompt, self._length == self._uncommitted_prompt[0].shape[2]
-        if self._given_mask is not None and not self._mask_seen and self.padding is None:
-            self.padding = (self._given_mask.to(self.device).cumsum(dim=1) == 0).sum(dim=1)
-        elif not self._mask_seen:
+        keys, values, _ = self._uncommitted_prompt
+        is_first = self._length == keys.shape[2]
+        given = self._left_padding.given_counts(self.device)
+        if given is not None:
+            self.set_padding(given)
+        elif not self._left_padding.is_shown:
             self._counters["prompts_without_mask"] += 1
         try:
             self._store_prompt(keys, values, is_first=is_first)
@@ -447,24 +478,6 @@ class LazyLayer(CacheLayerMixin):
             self._uncommitted_prompt = None
             raise
         self._uncommitted_prompt = None
-
-    def _valid_tokens(self, start: int, count: int) -> torch.Tensor | None:
-        """Mark tokens that are no padding, `[batch_size, count]` from position `start` on; `None` if all are none."""
-        padding = self._left_padding
-        if padding.counts is None or padding.ends()[1] <= start:
-            return None
-        tokens = torch.arange(start, start + count, dtype=torch.int64, device=self.device)
-        return tokens >= padding.first_tokens(1, self.device)
-
-    @without_caller_contexts
-    def _keep_handed_out(self) -> None:
-        """Make lazy states dense that a caller still holds, before stored tokens change."""
-        dense = None if self.handed_out is None else self.handed_out()
-        self.handed_out = None
-        if dense is not None:
-            # A layer that has evicted tokens has no dense states: reading the lazy states raises the error
-            with suppress(ValueError):
-                dense.update({side: self.to_dense(side) for side in SIDES})
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens; 0 changes nothing."""
@@ -480,15 +493,16 @@ class LazyLayer(CacheLayerMixin):
     @without_caller_contexts
     def crop_tokens(self, count: int) -> None:
         """Remove the newest `count` tokens, at least 1 and at most all of them."""
-        self.read_weights()
+        self.handed_out.read_scores()
         self.commit_prompt()
-        self._keep_handed_out()
+        self.handed_out.keep(self)
         if count == self._length:
-            counters, reads = self._counters, self.dense_reads
+            counters = self._counters
             self._clear()
-            self._counters, self.dense_reads = counters, reads
+            self._counters = counters
             return
         self._drop_newest(count)
+        self._num_new = max(self._num_new - count, 0)
         self._index = {
             name: states[..., : max(states.shape[-2] - count, 0), :] for name, states in self._index.items()
         }
@@ -498,24 +512,24 @@ class LazyLayer(CacheLayerMixin):
         """Set the number of tokens. A sequence without a real token among them is all padding."""
         self._length = length
         if self.padding is not None and self._left_padding.ends()[1] > length:
-            self.padding = self.padding.clamp(max=length)
+            self.set_padding(self.padding.clamp(max=length))
 
     @without_caller_contexts
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace every stored tensor by `function` of it; the batch is the first dimension of each."""
-        self.read_weights()
+        self.handed_out.read_scores()
         self.commit_prompt()
         self._map_stored(function)
         self._index = {name: function(states) for name, states in self._index.items()}
         if self.padding is not None:
-            self.padding = function(self.padding)
+            self.set_padding(function(self.padding))
         for _, tensor in self.named_tensors():
-            self.batch_size = tensor.shape[0]
+            self._set_batch_size(tensor.shape[0])
             break
 
     def _select(self, sequences: torch.Tensor) -> None:
         """Replace the batch by some of its sequences, by number."""
-        self._keep_handed_out()
+        self.handed_out.keep(self)
         self.map_tensors(lambda tensor: tensor.index_select(0, sequences.to(tensor.device)))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -544,7 +558,9 @@ class LazyLayer(CacheLayerMixin):
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield category (`codes`, `scales`, `residual`, ...) and tensor of everything held."""
         yield from self._stored_tensors()
-        yield from (("residual", states) for states in self._uncommitted_prompt or ())
+        if self._uncommitted_prompt is not None:
+            yield "residual", self._uncommitted_prompt.keys
+            yield "residual", self._uncommitted_prompt.values
         yield from (("indexer", tensor) for tensor in self._index.values())
         if self.padding is not None:
             yield "index", self.padding
@@ -591,16 +607,11 @@ class LazyLayer(CacheLayerMixin):
         return self._length
 
     def reset(self) -> None:
-        self.read_weights()
-        self._keep_handed_out()
+        self.handed_out.read_scores()
+        self.handed_out.keep(self)
         self._clear()
         self.is_initialized = False
 
     def _move_to(self, device: torch.device) -> None:
-        self.device, self._last_signature = device, None
+        self.device = device
         self.map_tensors(lambda tensor: tensor.to(device))
-
-
-def tensor_signature(key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[object, ...]:
-    """List properties that must equal those of the last update for the fast path of `update`."""
-    return key_states.shape, value_states.shape, key_states.dtype, value_states.dtype, key_states.device

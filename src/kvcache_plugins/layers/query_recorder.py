@@ -41,8 +41,6 @@ class QueryRecordingLayer(DenseLayer):
             attention over lazy states was computed.
     """
 
-    has_gradients = False
-
     def __init__(self) -> None:
         super().__init__()
         self.queries: torch.Tensor | None = None

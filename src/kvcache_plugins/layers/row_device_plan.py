@@ -12,9 +12,10 @@ from dataclasses import replace
 
 import torch
 
-from kvcache_plugins.codecs.rows import RowCodec
+from kvcache_plugins.codecs.codec import Codec
 from kvcache_plugins.formats.parts import LayerPart, RowPart
 from kvcache_plugins.formats.positions import Positions
+from kvcache_plugins.formats.rows import RowFormats
 from kvcache_plugins.kernels.engine import load_triton
 
 from .device_plan import CountedPart, DevicePlan, Push, StepCounts, columns_from
@@ -32,7 +33,7 @@ class RowDevicePlan(DevicePlan[RowSegment]):
         self,
         storage: LayerStorage[RowSegment],
         policy: RowPolicy,
-        codec: RowCodec,
+        codec: Codec,
         padding: torch.Tensor | None,
         packed_parts: Sequence[LayerPart],
         total: int,
@@ -44,23 +45,30 @@ class RowDevicePlan(DevicePlan[RowSegment]):
         super().__init__(storage, policy.residual_length, codec, padding, packed_parts, total, on_push)
 
     def _part(self, segment: RowSegment) -> RowPart:
-        return self._codec.part(segment.keys, segment.values, Positions(segment.start, self._padding), 0, None)
+        positions = Positions(segment.start, self._padding)
+        return RowPart(segment.keys, segment.values, self._formats(segment.keys.device), positions, 0, None)
+
+    def _formats(self, device: torch.device) -> RowFormats:
+        formats = self._codec.formats(device)
+        assert formats is not None, "kernels read the rows of a static layer"
+        return formats
 
     def _prepare_push(self, opened: RowSegment) -> Push:
         triton, policy = load_triton(), self._policy
         device = opened.keys.device
         self._recent_offset = torch.zeros(len(opened.keys), dtype=torch.int64, device=device)
         finer = self._codec.with_more_bits(policy.recent_nbits) if policy.recent_length else None
-        if finer is not None:
-            self._recent_part = self._part_of_recent(finer)
+        finer_formats = None if finer is None else finer.formats(device)
+        if finer_formats is not None:
+            self._recent_part = self._part_of_recent(finer_formats)
         state = triton.PushState(
             tail=self.tail_storage,
             older=(opened.keys, opened.values),
             recent=self.recent_rows,
             counters=self.counters,
-            recent_offset=None if finer is None else self._recent_offset,
-            formats=self._codec.formats(device),
-            finer_formats=None if finer is None else finer.formats(device),
+            recent_offset=None if finer_formats is None else self._recent_offset,
+            formats=self._formats(device),
+            finer_formats=finer_formats,
             padding=self._padding,
             num_kept=policy.num_kept,
             most_recent=policy.recent_length,
@@ -72,11 +80,11 @@ class RowDevicePlan(DevicePlan[RowSegment]):
         assert push is not None, "the layer has asked if kernels encode its states"
         return push
 
-    def _part_of_recent(self, finer: RowCodec) -> CountedPart:
+    def _part_of_recent(self, formats: RowFormats) -> CountedPart:
         assert self.recent_rows is not None
         keys, values = self.recent_rows
         positions = Positions(self.num_positions, self._recent_offset)
-        return self._counted(finer.part(keys, values, positions, keys.shape[2], None), keys.shape[2], 1)
+        return self._counted(RowPart(keys, values, formats, positions, keys.shape[2], None), keys.shape[2], 1)
 
     def set_counts(self, counts: StepCounts) -> None:
         super().set_counts(counts)

@@ -73,6 +73,9 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         policy (`RowPolicy`): when tokens are packed.
         layer_idx, attention_mask: as in `LazyLayer`.
         sliding_window (`int`, *optional*): tokens that a query sees, itself among them; all by default.
+
+    Attributes:
+        record_past (`bool`): True if nothing is evicted before a `crop`. An emptied layer does not record.
     """
 
     policy: RowPolicy
@@ -86,13 +89,21 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         sliding_window: int | None = None,
     ) -> None:
         self.sliding_window = sliding_window
-        self.is_sliding = sliding_window is not None
-        # Largest capacity that is reserved ahead for a segment of a windowed layer
-        self._max_capacity = None if sliding_window is None else sliding_window - 1 + DROP_STEP
         super().__init__(policy, layer_idx, attention_mask)
+
+    @property
+    def is_sliding(self) -> bool:  # type: ignore[override]
+        """True if queries see a window."""
+        return self.sliding_window is not None
+
+    @property
+    def _max_capacity(self) -> int | None:
+        """Largest capacity that is reserved ahead for a segment of a windowed layer."""
+        return None if self.sliding_window is None else self.sliding_window - 1 + DROP_STEP
 
     def _clear(self) -> None:
         super()._clear()
+        self.record_past = False
         self._moments: QueryMoments | None = None
         # Queries of single tokens that the moments do not count yet
         self._newest_queries: list[torch.Tensor] = []
@@ -153,7 +164,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
 
     def _split(self, length: int) -> Split | None:
         """Divide a first prompt, or return `None` if all sequences are too short to fit the codec."""
-        padding = self._padding_on_host()
+        padding = self._left_padding.on_host(self.batch_size)
         num_real = length - padding
         # Where tokens are packed as they come, no sequence waits for more
         has_enough = num_real >= (self.policy.least_tokens if self.policy.residual_length else 0)
@@ -163,17 +174,14 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         num_exact = torch.where(has_enough, self.policy.num_sink_tokens, num_real.clamp(min=0))
         return Split(num_exact, int((padding + num_exact)[has_enough].min()), ~has_enough)
 
-    def _padding_on_host(self) -> torch.Tensor:
-        counts = self.padding
-        return torch.zeros(self.batch_size, dtype=torch.int64, device="cpu") if counts is None else counts.cpu()
-
     def _fit(self, keys: torch.Tensor, values: torch.Tensor, split: Split) -> torch.Tensor:
         """Fit the codec to a first prompt, and make the prefix; return the positions `[B]` where that ends."""
         num_exact = keys.shape[2]
         if self._newest_queries:
             self._add_newest_queries()
-        check_finite(keys, values, self._valid_tokens(0, num_exact), self.layer_idx, self.policy.largest)
-        padding = self._padding_on_host()
+        valid = self._left_padding.valid_tokens(0, num_exact, self.device)
+        check_finite(keys, values, valid, self.layer_idx, self.policy.largest)
+        padding = self._left_padding.on_host(self.batch_size)
         end = padding + split.num_exact
         positions = torch.arange(split.first, num_exact, dtype=torch.int64, device="cpu")
         valid = (positions >= end[:, None]) & ~split.unfitted[:, None]
@@ -197,9 +205,9 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         assert prefix is not None and self._unfitted_sequences is not None and self.codec is not None
         self.invalidate_plan()
         self._add_newest_queries()
-        valid = self._valid_tokens(start, keys.shape[2])
+        valid = self._left_padding.valid_tokens(start, keys.shape[2], self.device)
         check_finite(keys, values, valid, self.layer_idx, self.policy.largest)
-        split, padding = self._split(start + keys.shape[2]), self._padding_on_host()
+        split, padding = self._split(start + keys.shape[2]), self._left_padding.on_host(self.batch_size)
         unfitted = self._unfitted_sequences.cpu()
         held = prefix.joined(keys, values, start, padding, unfitted)
         fitted = torch.zeros_like(unfitted) if split is None else unfitted & ~split.unfitted
@@ -227,7 +235,8 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
 
     def _fit_again(self, keys: torch.Tensor, values: torch.Tensor, start: int) -> Codec:
         """Return a codec that is fitted to the newest packed tokens and to exact ones behind them, from `start` on."""
-        check_finite(keys, values, self._valid_tokens(start, keys.shape[2]), self.layer_idx, self.policy.largest)
+        valid = self._left_padding.valid_tokens(start, keys.shape[2], self.device)
+        check_finite(keys, values, valid, self.layer_idx, self.policy.largest)
         if self._newest_queries:
             self._add_newest_queries()
         first = self._length - _MOST_FITTED
@@ -384,7 +393,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         if num_requantized > newest.length:
             return False
         # The kernel takes no mask, and at most a tile
-        if self._valid_tokens(start, count) is not None or max(count, num_requantized) > TILE:
+        if max(count, num_requantized) > TILE or self._left_padding.ends()[1] > start:
             return False
         growth = newest.plan_growth(count, policy.recent_length or self._max_capacity, num_requantized)
         older_growth = None if older is None else older.plan_growth(num_requantized, self._max_capacity)
@@ -437,7 +446,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
 
     def _is_uncommitted(self, count: int) -> bool:
         """True if the newest `count` tokens, not all, are an uncommitted prompt."""
-        return self._uncommitted_prompt is not None and self._uncommitted_prompt[0].shape[2] == count < self._length
+        return self._uncommitted_prompt is not None and self._uncommitted_prompt.keys.shape[2] == count < self._length
 
     def crop(self, tokens_to_remove: int) -> None:
         """See `LazyLayer.crop`; a layer that records the past evicts what it need not hold any more."""
@@ -487,7 +496,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
     @property
     def _records_queries(self) -> bool:
         if self._uses_queries:
-            return self._length > self._first_recorded
+            return self._length > self._dense.first_recorded
         # An update by many tokens has enough queries of its own
         num_before = self.policy.num_recorded_queries if self._uncommitted_prompt is None else 0
         return self._length >= self._next_fit - num_before
@@ -499,7 +508,9 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
     def _record_queries(self, query: torch.Tensor) -> None:
         if query.shape[2] > 1 or self._uncommitted_prompt is not None or self.padding is not None:
             query = query[:, :, -_NUM_QUERIES:]
-            self._add_moments(query, self._valid_tokens(self._length - query.shape[2], query.shape[2]))
+            count = query.shape[2]
+            valid = self._left_padding.valid_tokens(self._length - count, count, self.device)
+            self._moments = self._with_moments(query, valid)
             return
         # A new list, as a copy of the layer may hold the same; single queries are added up several at a time
         self._newest_queries = [*self._newest_queries, query]
@@ -518,9 +529,6 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
     def _with_moments(self, query: torch.Tensor, valid: torch.Tensor | None) -> QueryMoments:
         moments = QueryMoments.of(query, self._shapes["keys"][1], self._unfitted.layouts, valid)
         return moments if self._moments is None else self._moments.plus(moments)
-
-    def _add_moments(self, query: torch.Tensor, valid: torch.Tensor | None) -> None:
-        self._moments = self._with_moments(query, valid)
 
     # Everything stored
 

@@ -40,7 +40,7 @@ class StaticGroupLayer(StaticLayer[GroupSegment, GroupCodec], GroupLayer):
         max_length: int | None = None,
     ) -> None:
         super().__init__(policy, layer_idx, attention_mask)
-        self._reserve(max_length)
+        self.max_length = max_length
 
     def _explain_packing(self, triton: ModuleType) -> str | None:
         reason: str | None = triton.explain_group_push(*self._empty_chunks(), self.dtype)

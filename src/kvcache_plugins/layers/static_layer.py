@@ -88,10 +88,10 @@ class StaticLayer(CompressedLayer[AnySegment, AnyCodec]):
     _num_tokens = 0
     _host_is_behind = False
 
-    def _reserve(self, max_length: int | None) -> None:
-        """Set the tokens that there is capacity for; see the class."""
-        self.max_length = max_length
-        self.is_compileable = max_length is not None
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """True if steps can be compiled: capacity is reserved for them."""
+        return self.max_length is not None
 
     def _clear(self) -> None:
         super()._clear()

@@ -8,7 +8,6 @@ from types import ModuleType
 import torch
 
 from kvcache_plugins.codecs.codec import Codec
-from kvcache_plugins.codecs.rows import RowCodec
 from kvcache_plugins.files.schema import MAX_INTEGER
 from kvcache_plugins.formats.parts import LayerPart
 
@@ -37,7 +36,7 @@ class StaticRowLayer(StaticLayer[RowSegment, Codec], RowLayer):
         max_length: int | None = None,
     ) -> None:
         super().__init__(policy, layer_idx, attention_mask)
-        self._reserve(max_length)
+        self.max_length = max_length
 
     def _explain_packing(self, triton: ModuleType) -> str | None:
         head_dim = max(self._shapes["keys"][3], self._shapes["values"][3])
@@ -113,7 +112,7 @@ class StaticRowLayer(StaticLayer[RowSegment, Codec], RowLayer):
         recent.is_open = True
 
     def _make_plan(self, parts: Sequence[LayerPart]) -> RowDevicePlan:
-        assert isinstance(self.codec, RowCodec), "only such layers are static"
+        assert self.codec is not None
         return RowDevicePlan(
             self.storage, self.policy, self.codec, self.padding, parts, self._length, self._count_push
         )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
-from kvcache_plugins.formats.parts import LayerPart, RowPart
+from kvcache_plugins.formats.parts import LayerPart, OpaqueRowPart, RowPart
 from kvcache_plugins.formats.rows import KeptRows, RowFormats
 from kvcache_plugins.kernels.attention import PlannedAttention, can_attend, list_native, prepare_coding, prepare_triton
 from kvcache_plugins.kernels.compiled import PreparedCall
@@ -77,7 +76,6 @@ class CompiledPlan(PreparedCall, StepPlan):
     ) -> None:
         PreparedCall.__init__(self, query, list_native(parts), num_heads, scale)
         StepPlan.__init__(self, version, limit)
-        self._packed = list(parts[:-1])
         self._encoder: PreparedCoding | None = None
 
     def encode(
@@ -123,19 +121,9 @@ class CompiledPlan(PreparedCall, StepPlan):
                     tail.drop_first(count)
         return rows
 
-    def replace_rows(self, parts: Sequence[LayerPart], version: int) -> bool:
+    def replace_rows(self, parts: Sequence[RowPart | OpaqueRowPart], version: int) -> bool:
         """Replace the newest row parts. Return False if they do not fit; the plan is of no use then."""
-        first = len(self._packed) - len(parts)
-        changed: list[RowPart] = []
-        for index, part in enumerate(parts, start=first):
-            before = self._packed[index]
-            assert isinstance(before, RowPart) and isinstance(part, RowPart)
-            if before.mask is not None and part.positions.first != before.positions.first:
-                # Its columns would be others
-                return False
-            changed.append(replace(part, mask=before.mask))
-        self._packed[first:] = changed
-        if not self.extend(changed):
+        if not self.extend(parts):
             return False
         self.version = version
         return True
