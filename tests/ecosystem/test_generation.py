@@ -186,10 +186,10 @@ def test_compiled_layers(fresh_dynamo, tiny_llama, make_cache, prompt):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["transform", "gear-2bit", "kivi-2bit", "h2o", "infinigen"])
-def test_prompts_of_many_lengths_compile_nothing_more(name, fresh_dynamo, tiny_llama, make_cache, prompt):
+def test_prompts_of_many_lengths_compile_nothing_more(name, fresh_dynamo, tiny_llama, prompt):
     compiled, counts = torch.compile(tiny_llama, backend="eager"), []
     for number in range(50):
-        decode(compiled, prompt(20 + 37 * number % 120, seed=number), make_cache(name, tiny_llama))
+        decode(compiled, prompt(20 + 37 * number % 120, seed=number), create_cache(name, tiny_llama))
         counts.append(counters["stats"]["unique_graphs"])
     assert counts[-1] < 30 and set(counts[1:]) == {counts[-1]}
 
