@@ -33,6 +33,7 @@ def survey_families(
     cache: Annotated[list[str] | None, typer.Option(help="NAME or NAME:key=value,key=value; repeatable.")] = None,
     bits: Annotated[float, typer.Option(help="Bits that caches of `--cache` are held to.", min=1, max=16)] = 2.0,
     seconds: Annotated[float, typer.Option(help="After so many a family is given up.", min=1.0)] = 180.0,
+    media: Annotated[bool, typer.Option("--media", help="Families of pictures, sounds and encoders instead.")] = False,
 ) -> Iterator[Found]:
     """Try caches on a tiny random model of every decoder family.
 
@@ -46,16 +47,18 @@ def survey_families(
         kvcache-plugins models 'gemma*' --cache gear-2bit --cache h2o
         kvcache-plugins models --json | jq '.rows[] | select(.outcomes.transform.status != "works")'
         kvcache-plugins models --out eval/results/families.json
+        kvcache-plugins models --media 'qwen*'
     """
-    from .families import PROMPT_LENGTH, cases_of, family_names, own_cases, try_families
+    from .families import PROMPT_LENGTH, cases_of, family_names, media_family_names, own_cases, try_families
 
-    families = [name for name in family_names() if fnmatchcase(name, pattern)]
+    names = media_family_names() if media else family_names()
+    families = [name for name in names if fnmatchcase(name, pattern)]
     if not families:
-        raise ValueError(f"`pattern` {pattern!r} matches no family; there are {', '.join(family_names())}")
-    cases = cases_of(cache, bits) if cache else own_cases()
+        raise ValueError(f"`pattern` {pattern!r} matches no family; there are {', '.join(names)}")
+    cases = cases_of(cache, bits) if cache else own_cases(has_media=media)
     yield Settings(families=pattern, caches=" ".join(cases), tokens=PROMPT_LENGTH)
     with track_progress(len(families)) as announce:
-        yield from map(asdict, try_families(families, cases, announce, seconds))
+        yield from map(asdict, try_families(families, cases, announce, seconds, has_media=media))
 
 
 def write_report(

@@ -1,4 +1,5 @@
-"""Presets that people get, used on a tiny random model of every decoder family that Transformers has.
+"""Presets that people get, used on a tiny random model of every decoder family that Transformers has, or of every
+family that reads pictures, sounds or a source text beside its tokens (see `media.py`).
 
 Tokens are those that the dense cache picks, and logits are compared along the same text. A distance between logits is
 measured in that of the same tokens after another prompt: 0 is the dense cache's own, 1 is as far off as knowing
@@ -36,20 +37,31 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     Cache,
     DynamicCache,
+    EncoderDecoderCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
 from transformers.utils import logging
 
 from kvcache_plugins.models.cache_argument import as_argument, reading_options
 from kvcache_plugins.registry import create_cache
 from kvcache_plugins.transform_coding import calibrate_transform
+
+from .media import START, TOKEN, find_media, media_inputs, media_of
 
 
 Status = Literal["works", "works, dense reads", "refuses", "FAILS"]
@@ -74,12 +86,22 @@ _EXACT = 1e-3
 _SAME = 0.05
 # Times what random errors of as many bits do: they are drawn once, and may change what an indexer chooses
 _MARGIN = 2.0
+# Windows that caches leave to Transformers
+_SHORT_WINDOW = 64
 # Known to run in a second
 _FIRST = "llama"
 # Errors of code that was not made for a model
 CAUGHT = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, NotImplementedError),
     *(RuntimeError, StrictDataclassError, TypeError, ValueError),
+)
+
+
+# Classes that take more than tokens, and their families; the first one counts
+_MEDIA_CLASSES: tuple[tuple[Any, Mapping[str, object]], ...] = (
+    (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+    (AutoModelForSpeechSeq2Seq, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
+    (AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
 )
 
 
@@ -156,7 +178,7 @@ class InexactCache(DynamicCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer: Any = self.layers[layer_idx]
-        if not layer.is_sliding:
+        if not layer.is_sliding or layer.sliding_window > _SHORT_WINDOW:
             kept, new = (layer.keys, layer.values), (key_states, value_states)
             layer.keys, layer.values = map(self._inexact, kept, new, self._errors)
         return states
@@ -173,11 +195,17 @@ def dense_reads(cache: Cache) -> int:
     return int(stats().get("dense_reads", 0)) if callable(stats) else 0
 
 
-def prompt(model: PreTrainedModel, length: int, seed: int) -> torch.Tensor:
-    """Draw random tokens `[1, length]`, none of them special."""
+def prompt(model: PreTrainedModel, length: int, seed: int, *, has_media: bool = True) -> torch.Tensor:
+    """Draw random tokens `[1, length]`, none of them special; more with a picture or sound, if the model takes any."""
+    media = media_of(model)
     vocab_size = min(model.config.get_text_config(decoder=True).vocab_size, VOCAB_SIZE)
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(5, vocab_size - 1, (1, length), generator=generator, device="cpu")
+    tokens = torch.randint(5, vocab_size - 1, (1, length), generator=generator, device="cpu")
+    if model.config.is_encoder_decoder and has_media:
+        tokens[:, 0] = START
+    if media is None or not has_media:
+        return tokens
+    return torch.cat([tokens[:, :5], tokens.new_full((1, media.count), TOKEN), tokens[:, 5:]], dim=1)
 
 
 class _Picker(LogitsProcessor):
@@ -191,7 +219,9 @@ class _Picker(LogitsProcessor):
         self.reads.append(dense_reads(self._cache))
         if self._forced is None:
             return scores
-        return torch.full_like(scores, -torch.inf).scatter(1, self._forced[:, len(self.reads) - 1, None], 0.0)
+        # Beams other than the best one have to stay alive
+        forced = self._forced[:, len(self.reads) - 1, None].expand(len(scores), 1)
+        return torch.full_like(scores, -1e3).scatter(1, forced, 0.0)
 
 
 @torch.no_grad()
@@ -203,27 +233,37 @@ def generate(
     num_new: int,
     forced: torch.Tensor | None,
     chunk_size: int | None = None,
+    num_beams: int = 1,
 ) -> Run:
-    """Generate tokens after a prompt `[batch, length]`: those that are `forced`, or the likeliest."""
+    """Generate tokens after a prompt `[batch, length]`: `forced` ones, or the likeliest, of the best beam."""
     picker = _Picker(cache, forced)
+    prefix = "decoder_" if model.config.is_encoder_decoder else ""
     options: dict[str, Any] = {
         "do_sample": False,
         "pad_token_id": 0,
+        "decoder_start_token_id": START,
         "output_logits": True,
         "return_dict_in_generate": True,
     }
-    options |= {"prefill_chunk_size": chunk_size}
+    options |= {"prefill_chunk_size": chunk_size, "num_beams": num_beams}
     model.generation_config = GenerationConfig(max_new_tokens=num_new, min_new_tokens=num_new, **options)
     output = model.generate(  # type: ignore[operator]
-        tokens,
-        attention_mask=torch.ones_like(tokens) if mask is None else mask,
-        **as_argument(cache),
+        **{f"{prefix}input_ids": tokens, f"{prefix}attention_mask": torch.ones_like(tokens) if mask is None else mask},
+        **media_inputs(model, tokens, cache.get_seq_length()),
+        **as_argument(_in_pair(model, cache)),
         logits_processor=LogitsProcessorList([picker]),
     )
     if cache.get_seq_length() != tokens.shape[1] + num_new - 1:
         raise ValueError(f"its cache holds {cache.get_seq_length()} tokens after {tokens.shape[1] + num_new - 1}")
     logits = torch.stack(output.logits, dim=1).float()
+    if num_beams > 1:
+        logits = logits[output.beam_indices[:, :num_new], torch.arange(num_new, device="cpu")]
     return Run(output.sequences[:, tokens.shape[1] :], logits, dense_reads(cache) - picker.reads[0])
+
+
+def _in_pair(model: PreTrainedModel, cache: Cache) -> Cache:
+    """Join a cache of decoder tokens with one of the encoder's states, if the model has an encoder."""
+    return EncoderDecoderCache(cache, DynamicCache()) if model.config.is_encoder_decoder else cache
 
 
 @torch.no_grad()
@@ -231,18 +271,30 @@ def forward(model: PreTrainedModel, cache: Cache, tokens: torch.Tensor, chunk_si
     """Do what `generate` does, forward by forward."""
     length, all_tokens = tokens.shape[1], torch.cat([tokens, forced], dim=1)
     stops = [*range(chunk_size, length, chunk_size), *range(length, all_tokens.shape[1])]
-    logits = []
+    logits, held = [], _in_pair(model, cache)
     for stop in stops:
-        options = reading_options(model.forward, cache, all_tokens, None, stop)
-        logits.append(model(**options).logits[:, -1:].float())
+        logits.append(_read(model, held, all_tokens[:, :stop], cache.get_seq_length())[:, -1:])
     return Run(forced, torch.cat(logits[-forced.shape[1] :], dim=1), 0)
+
+
+def _read(model: PreTrainedModel, cache: Cache, tokens: torch.Tensor, start: int) -> torch.Tensor:
+    """Read the tokens from `start` on, with their pictures, and return logits."""
+    if media_of(model) is None:
+        options = reading_options(model.forward, cache, tokens, None, tokens.shape[1])
+        return model(**options).logits.float()  # type: ignore[no-any-return]
+    # Positions are the model's own
+    prefix = "decoder_" if model.config.is_encoder_decoder else ""
+    media = media_inputs(model, tokens, start)
+    of_tokens = {name: each[:, start:] for name, each in media.items() if name.endswith("token_type_ids")}
+    options = {f"{prefix}input_ids": tokens[:, start:], **media, **of_tokens, **as_argument(cache), "use_cache": True}
+    return model(**options).logits.float()  # type: ignore[no-any-return]
 
 
 def _take_turns(model: PreTrainedModel, make_cache: CacheMaker, forced: torch.Tensor | None) -> Run:
     cache, tokens = make_cache(), prompt(model, PROMPT_LENGTH, 1)
     turns = (None, None) if forced is None else forced.split((NUM_NEW, _NUM_MORE), dim=1)
     first = generate(model, cache, tokens, None, NUM_NEW, turns[0])
-    tokens = torch.cat([tokens, first.tokens, prompt(model, _TURN_LENGTH, 3)], dim=1)
+    tokens = torch.cat([tokens, first.tokens, prompt(model, _TURN_LENGTH, 3, has_media=False)], dim=1)
     second = generate(model, cache, tokens, None, _NUM_MORE, turns[1])
     tokens, logits = (torch.cat(both, dim=1) for both in zip(first[:2], second[:2], strict=True))
     return Run(tokens, logits, first.dense_reads + second.dense_reads)
@@ -250,13 +302,37 @@ def _take_turns(model: PreTrainedModel, make_cache: CacheMaker, forced: torch.Te
 
 def _forward_turn(model: PreTrainedModel, make_cache: CacheMaker, forced: torch.Tensor | None) -> Run:
     assert forced is not None
-    return forward(model, make_cache(), prompt(model, PROMPT_LENGTH, 1), PROMPT_LENGTH, forced[:, :NUM_NEW])
+    tokens = prompt(model, PROMPT_LENGTH, 1)
+    return forward(model, make_cache(), tokens, tokens.shape[1], forced[:, :NUM_NEW])
+
+
+def _search_beams(model: PreTrainedModel, make_cache: CacheMaker, forced: torch.Tensor | None) -> Run:
+    assert forced is not None
+    tokens = prompt(model, PROMPT_LENGTH, 1)
+    return generate(model, make_cache(), tokens, None, NUM_NEW, forced[:, :NUM_NEW], num_beams=2)
+
+
+@torch.no_grad()
+def _generate_behind_forward(model: PreTrainedModel, make_cache: CacheMaker, forced: torch.Tensor | None) -> Run:
+    tokens, cache = prompt(model, PROMPT_LENGTH, 1), make_cache()
+    _read(model, _in_pair(model, cache), tokens[:, :-1], 0)
+    return generate(model, cache, tokens, None, NUM_NEW, forced)
+
+
+def _look_again(model: PreTrainedModel, make_cache: CacheMaker, forced: torch.Tensor | None) -> Run:
+    """Read a second picture in a second turn: by hand, as `generate` of many families cannot."""
+    cache, tokens = make_cache(), prompt(model, PROMPT_LENGTH, 1)
+    first = generate(model, cache, tokens, None, _NUM_MORE, None if forced is None else forced[:, :_NUM_MORE])
+    tokens = torch.cat([tokens, first.tokens, prompt(model, _TURN_LENGTH, 3)], dim=1)
+    with torch.no_grad():
+        logits = _read(model, _in_pair(model, cache), tokens, cache.get_seq_length())[:, -1:]
+    return Run(first.tokens, torch.cat([first.logits[:, : _NUM_MORE - 1], logits], dim=1), first.dense_reads)
 
 
 def _read_pair(model: PreTrainedModel, make_cache: CacheMaker, forced: torch.Tensor | None) -> Run:
     long, short = prompt(model, PROMPT_LENGTH, 1), prompt(model, _SHORT_LENGTH, 2)
     padding = PROMPT_LENGTH - _SHORT_LENGTH
-    mask = torch.ones(2, PROMPT_LENGTH, dtype=torch.int64, device="cpu")
+    mask = torch.ones(2, long.shape[1], dtype=torch.int64, device="cpu")
     mask[1, :padding] = 0
     pair = torch.cat([long, torch.cat([long.new_zeros(1, padding), short], dim=1)])
     return generate(model, make_cache(), pair, mask, _NUM_MORE, forced)
@@ -286,6 +362,12 @@ USES = {
     "the shorter prompt alone": Use(_read_alone, "two prompts of unequal length"),
     "chunks, forward by forward": Use(_forward_chunks, "a prompt in chunks"),
 }
+MEDIA_USES = {
+    **USES,
+    "two pictures in two turns": Use(_look_again),
+    "two beams": Use(_search_beams, "two turns"),
+    "generate behind a forward": Use(_generate_behind_forward),
+}
 # A family whose dense cache does not take these is not tried; of the others it is asked for those that work
 _REQUIRED = ("two turns", "two prompts of unequal length")
 
@@ -302,7 +384,8 @@ class Reference:
         self._errors: dict[Bits, float] = {}
         self._unit = 1.0
         make_cache = partial(create_cache, "dynamic", model)
-        for name, (run_use, twin) in USES.items():
+        self.uses = USES if media_of(model) is None else MEDIA_USES
+        for name, (run_use, twin) in self.uses.items():
             try:
                 run = run_use(model, make_cache, self.runs[twin].tokens if twin else None)
             except CAUGHT:
@@ -340,7 +423,7 @@ class Reference:
             return _EXACT
         if nbits not in self._errors:
             make_cache = partial(InexactCache, self.model.config, nbits)
-            runs = {USES[name].run: run for name, run in self.runs.items() if USES[name].twin is None}
+            runs = {self.uses[name].run: run for name, run in self.runs.items() if self.uses[name].twin is None}
             self._errors[nbits] = max(
                 self.distance(run_use(self.model, make_cache, run.tokens), run) for run_use, run in runs.items()
             )
@@ -361,7 +444,7 @@ def compare(reference: Reference, form: Form, *, with_twins: bool) -> Iterator[C
     make_cache, limit = form.prepare(reference.model), reference.limit(form.nbits)
     own: dict[str, Run] = {}
     for name, dense in reference.runs.items():
-        run_use, twin = USES[name]
+        run_use, twin = reference.uses[name]
         # Attention that reads dense states shows no padding, which is coded with the tokens then
         if twin is not None and (not with_twins or own[twin].dense_reads):
             continue
@@ -403,17 +486,28 @@ def family_names() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def build_family(family: str, seed: int = 0) -> PreTrainedModel:
+def media_family_names() -> list[str]:
+    """List the `model_type` of every family that the installed Transformers has for pictures, sounds or encoders."""
+    return sorted({name for _, names in _MEDIA_CLASSES for name in names})
+
+
+def build_family(family: str, seed: int = 0, *, has_media: bool = False) -> PreTrainedModel:
     """Build a tiny random model of a family. PyTorch's global generator is left as it was."""
+    auto_class: Any = AutoModelForCausalLM
+    if has_media:
+        auto_class = next(each for each, names in _MEDIA_CLASSES if family in names)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(_shrink(CONFIG_MAPPING[family]()), dtype=torch.float32).eval()
+        model = auto_class.from_config(_shrink(CONFIG_MAPPING[family]()), dtype=torch.float32).eval()
+        if has_media:
+            find_media(model)
+    return model  # type: ignore[no-any-return]
 
 
-def try_family(family: str, cases: Mapping[str, Case]) -> FamilyResult:
+def try_family(family: str, cases: Mapping[str, Case], *, has_media: bool = False) -> FamilyResult:
     """Try caches on a family, in this process."""
     try:
-        model = build_family(family)
+        model = build_family(family, has_media=has_media)
         reference = Reference(model)
     except CAUGHT as error:
         return FamilyResult(family=family, dense=f"{type(error).__name__}: {error}")
@@ -426,6 +520,8 @@ def try_families(
     cases: Mapping[str, Case],
     announce: Callable[[str], None] = lambda family: None,
     seconds_a_family: float = 180,
+    *,
+    has_media: bool = False,
 ) -> Iterator[FamilyResult]:
     """Try caches on families, each in a process of its own that is given up after some seconds."""
     can_fork = "fork" in multiprocessing.get_all_start_methods()
@@ -437,13 +533,14 @@ def try_families(
         torch.set_num_threads(num_threads)
     for family in families:
         announce(family)
-        yield _try_apart(family, cases, seconds_a_family) if can_fork else try_family(family, cases)
+        trial = partial(try_family, family, cases, has_media=has_media)
+        yield _try_apart(family, trial, seconds_a_family) if can_fork else trial()
 
 
-def _try_apart(family: str, cases: Mapping[str, Case], seconds: float) -> FamilyResult:
+def _try_apart(family: str, trial: Callable[[], FamilyResult], seconds: float) -> FamilyResult:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_result, args=(family, cases, sender), daemon=True)
+    process = context.Process(target=_send_result, args=(trial, sender), daemon=True)
     process.start()
     sender.close()
     try:
@@ -460,12 +557,12 @@ def _try_apart(family: str, cases: Mapping[str, Case], seconds: float) -> Family
     return FamilyResult(family=family, dense=reason)
 
 
-def _send_result(family: str, cases: Mapping[str, Case], sender: Connection) -> None:
+def _send_result(trial: Callable[[], FamilyResult], sender: Connection) -> None:
     # Of random models with odd settings there is much to be said, which is not what was asked
     warnings.simplefilter("ignore")
     logging.set_verbosity(CRITICAL)
     torch.set_num_threads(1)
-    sender.send(try_family(family, cases))
+    sender.send(trial())
 
 
 def prepared(name: str, **options: Any) -> Prepare:
@@ -483,8 +580,11 @@ def calibrated(name: str, **options: Any) -> Prepare:
     return prepare
 
 
-def own_cases() -> dict[str, Case]:
-    """Make cases of the presets that people get, each beside a form with 8 bits, or that drops and skips nothing."""
+def own_cases(*, has_media: bool = False) -> dict[str, Case]:
+    """
+    Make cases of the presets that people get, each beside a form with 8 bits, or that drops and skips nothing. None is
+    calibrated with media, as calibration reads texts.
+    """
     # Layers that InfiniGen leaves whole are all that a tiny model has
     offload: dict[str, Any] = {"full_layers": ()}
     # Speculating as for a model on a GPU
@@ -498,7 +598,7 @@ def own_cases() -> dict[str, Case]:
     def case(holds: str, prepare: Prepare, nbits: Bits, finest: Prepare, finest_nbits: Bits | None) -> Case:
         return Case(Form(prepare, nbits), Form(finest, finest_nbits), holds)
 
-    return {
+    cases = {
         "transform": case(rows, prepared("transform"), row_bits, prepared("transform", **eight), fine),
         "gear-4bit": case("4 bits", prepared("gear-4bit"), (4.0, 4.0), prepared("gear-4bit", nbits=8), fine),
         "kivi-2bit": case("2 bits", prepared("kivi-2bit"), (2.0, 2.0), prepared("kivi-2bit", nbits=8), fine),
@@ -521,6 +621,7 @@ def own_cases() -> dict[str, Case]:
         ),
         "h2o": case("a fifth of the tokens", prepared("h2o"), nothing, prepared("h2o", **keep_all), None),
     }
+    return {name: each for name, each in cases.items() if not (has_media and name.startswith("calibrated"))}
 
 
 def cases_of(specs: list[str], bits: float) -> dict[str, Case]:
@@ -544,10 +645,12 @@ _HEADS = (
 )
 # A size of one name has the same meaning wherever it is
 _NAMES_BY_SIZE = {
-    2: f"{_LAYERS} index_n_heads linear_num_key_heads n_mamba_heads num_key_value_groups num_kv_shared_layers",
+    2: f"{_LAYERS} depth index_n_heads linear_num_key_heads n_mamba_heads num_key_value_groups num_kv_shared_layers",
     HIDDEN_SIZE: (
         "hidden_size n_embd d_model dim emb_dim embedding_size word_embed_proj_dim dim_model embed_dim lru_width "
-        "attention_hidden_size embedding_dim hidden_dim index_topk"
+        "attention_hidden_size embedding_dim hidden_dim index_topk out_hidden_size vision_output_dim projection_dim "
+        "projector_input_dim projector_output_dim projector_hidden_size projection_hidden_size encoder_hidden_size "
+        "output_dim image_token_embed_dim"
     ),
     96: (
         "intermediate_size n_inner d_ff ffn_dim ffn_hidden_size decoder_ffn_dim encoder_ffn_dim moe_intermediate_size "
@@ -556,7 +659,8 @@ _NAMES_BY_SIZE = {
     ),
     # All experts of a token: which ones are chosen would hang on rounding
     NUM_HEADS: (
-        f"{_HEADS} num_experts num_local_experts n_routed_experts moe_num_experts num_experts_per_tok moe_k moe_topk "
+        f"{_HEADS} mm_tokens_per_image num_query_tokens num_experts num_local_experts n_routed_experts "
+        "moe_num_experts num_experts_per_tok moe_k moe_topk "
         "num_experts_per_token top_k top_k_experts moe_top_k"
     ),
     VOCAB_SIZE: "vocab_size n_words vocab_size_per_layer_input",
@@ -582,12 +686,19 @@ _INITIALIZER_RANGE = 0.1
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 _ALTERNATING = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
 SPECIAL_FIELDS: dict[str, dict[str, Any]] = {
+    "aria": {"projector_patch_to_query_dict": {4: 4}},
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROTARY, "sliding_attention": _ROTARY}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 4, "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 4},
+    **dict.fromkeys(("exaone4_5_vision", "qwen2_5_omni_vision_encoder", "qwen2_5_vl_vision"), {"window_size": 56}),
+    **dict.fromkeys(
+        ("glm4v_text", "glm_ocr_text", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text"),
+        {"rope_parameters": {**_ROTARY, "mrope_section": [2, 3, 3]}},
+    ),
+    "glm4v_moe_text": {"rope_parameters": {**_ROTARY, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}},
     "gemma4_text": {"global_head_dim": 2 * HEAD_DIM, "num_kv_shared_layers": 2},
     "gemma4_unified_text": {"global_head_dim": 2 * HEAD_DIM, "num_kv_shared_layers": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
@@ -595,11 +706,15 @@ SPECIAL_FIELDS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": _ALTERNATING,
     "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
     "hunyuan_v1_moe": {"head_dim": HEAD_DIM, "num_experts": 4, "moe_topk": 4},
+    "glmasr_encoder": {"intermediate_size": 4 * HIDDEN_SIZE},
+    **dict.fromkeys(("internvl_vision", "qianfan_ocr_vision"), {"image_size": (28, 28), "patch_size": (14, 14)}),
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), {"image_grid_pinpoints": [[28, 28]]}),
     "longcat_flash": {"head_dim": 8, "zero_expert_num": 2},
     "ministral": {"head_dim": HEAD_DIM},
     "nemotron": {"num_key_value_heads": 2},
+    "qwen3_asr_encoder": {"n_window": 16},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -608,6 +723,7 @@ SPECIAL_FIELDS: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 4,
     },
     "recurrent_gemma": {"num_hidden_layers": 6},
+    "vipllava": {"vision_feature_layer": [-1, -2]},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": 2 * HIDDEN_SIZE, "attention_head_dim": 2 * HEAD_DIM},
     "zaya": {"num_experts_per_tok": 1},

@@ -184,6 +184,16 @@ def test_compiled_layers(fresh_dynamo, tiny_llama, make_cache, prompt):
     assert all("torch.compiler.disable" in reason for reason in counters["graph_break"])
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["transform", "gear-2bit", "kivi-2bit", "h2o", "infinigen"])
+def test_prompts_of_many_lengths_compile_nothing_more(name, fresh_dynamo, tiny_llama, prompt):
+    compiled, counts = torch.compile(tiny_llama, backend="eager"), []
+    for number in range(50):
+        decode(compiled, prompt(20 + 37 * number % 120, seed=number), create_cache(name, tiny_llama))
+        counts.append(counters["stats"]["unique_graphs"])
+    assert counts[-1] < 30 and set(counts[1:]) == {counts[-1]}
+
+
 def test_full_graphs_are_refused(fresh_dynamo, tiny_llama, prompt):
     compiled = torch.compile(tiny_llama, backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="torch.compiler.disable"):

@@ -90,6 +90,31 @@ def test_layers_that_predict_several_tokens(name, drafting, generate, monkeypatc
     assert counts == [150] + [3] * (len(counts) - 1) and 14 < len(counts) < 40
 
 
+@pytest.mark.filterwarnings("ignore:the whole cache is fetched")
+@pytest.mark.parametrize("name", EXACT)
+def test_blocks_that_a_drafter_makes_of_hidden_states(name, drafting, generate):
+    """DFlash: a drafter reads the model's hidden states and fills a block of tokens in one forward."""
+    if not hasattr(transformers, "MuseGlimmerAssistantModel"):
+        pytest.skip("this release of Transformers has no DFlash")
+    config = transformers.MuseGlimmerAssistantConfig(
+        **{"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 64, "block_size": 4, "mask_token_id": 7},
+        **{"target_layer_ids": [0, 1], "initializer_range": 0.4, "max_position_embeddings": 1024},
+        **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+    )
+    torch.manual_seed(3)
+    drafter = transformers.MuseGlimmerAssistantModel(config).eval()
+    ids = torch.randint(0, 8, (1, 150), generator=torch.Generator().manual_seed(2))
+    options = {"max_new_tokens": 40}
+    expected = generate(drafting, ids, create_cache(name, drafting, **EXACT[name]), **options)
+    cache = create_cache(name, drafting, **EXACT[name])
+    options |= {"assistant_model": drafter, "speculation_type": "dflash"}
+    drafted, counts = count_forwards(drafting, lambda: generate(drafting, ids, cache, **options))
+    assert torch.equal(drafted, expected) and cache.get_seq_length() == 150 + 39
+    # Forwards have the prompt, or a token and three drafts, of which some are accepted
+    assert counts[:2] == [150, 4] and 9 < len(counts) < 40
+
+
 class _Event:
     """Stands in for a device's event: CPUs have none."""
 

@@ -213,7 +213,7 @@ def test_cache_that_depends_on_how_it_is_used_fails(reference: Reference) -> Non
 def test_family_that_hangs_or_dies_costs_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = {"qwen2": signal.pause, "mistral": lambda: os._exit(7)}
 
-    def try_one(family: str, cases: object) -> survey.FamilyResult:
+    def try_one(family: str, cases: object, **options: bool) -> survey.FamilyResult:
         ends.get(family, lambda: None)()
         return survey.FamilyResult(family=family)
 
@@ -267,6 +267,51 @@ def test_presets_work_on_families_that_people_use(family: str) -> None:
     assert result.dense == ""
     words = {name: (outcome.status, outcome.detail) for name, outcome in result.outcomes.items()}
     assert set(words.values()) == {("works", "")}, words
+
+
+# Placeholders in a row, patches with positions of three dimensions, tiles, sounds, and a source text
+PICTURED = ["gemma3", "glmasr", "qwen2_5_vl", "smolvlm", "t5"]
+ALSO_PICTURED = ["idefics3", "llava", "llava_next", "paligemma", "qwen2_vl", "qwen3_5", "qwen3_vl", "bart"]
+
+
+@pytest.mark.parametrize(
+    "family", [*PICTURED, *(pytest.param(each, marks=pytest.mark.long) for each in ALSO_PICTURED)]
+)
+def test_presets_work_with_pictures_and_sounds(family: str) -> None:
+    if family not in survey.media_family_names():
+        pytest.skip("of a later release of Transformers")
+    names = ("transform", "gear-4bit", "kivi-2bit", "infinigen", "h2o")
+    cases = {name: each for name, each in own_cases(has_media=True).items() if name in names}
+    result = try_family(family, cases, has_media=True)
+    assert result.dense == ""
+    words = {name: (outcome.status, outcome.detail) for name, outcome in result.outcomes.items()}
+    assert set(words.values()) == {("works", "")}, words
+
+
+def test_a_picture_changes_what_is_said() -> None:
+    model = build_family("llava", has_media=True)
+    tokens = prompt(model, 80, 1)
+    runs = []
+    for first in (7, 8):
+        tokens[:, 4] = first
+        inputs = survey.media_inputs(model, tokens)
+        assert (tokens == survey.TOKEN).sum() == 4 and inputs["pixel_values"].shape == (1, 3, 28, 28)
+        runs.append(inputs["pixel_values"])
+    assert not torch.equal(*runs)
+    assert survey.media_inputs(model, tokens, start=10) == {}
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_all_families_with_pictures_and_sounds() -> None:
+    families = survey.media_family_names()
+    found = try_families(families, own_cases(has_media=True), has_media=True)
+    results = [result for result in found if not result.dense]
+    assert len(results) >= 60
+    for name in own_cases(has_media=True):
+        counts = Counter(result.outcomes[name].status for result in results)
+        assert counts["works"] + counts["works, dense reads"] >= 0.95 * len(results) - (name == "h2o") * 4, name
+        assert not counts["FAILS"], name
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4", "gpt_neox", "mixtral", "olmo2", "opt"])

@@ -23,6 +23,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from kvcache_plugins.eval.lm_eval_model import KVCacheLM, find_rank
+from kvcache_plugins.eval.tasks import find_task
 
 
 CONTEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 4
@@ -88,6 +89,26 @@ def test_larger_batches_score_as_one_and_the_largest_is_found(tiny_loaded: Loade
     for kind, arguments in {"loglikelihood": PAIRS, "loglikelihood_rolling": [(CONTEXT[:150],)]}.items():
         scores = [torch.tensor(getattr(lm, kind)(make_requests(kind, *arguments), disable_tqdm=True)) for lm in models]
         torch.testing.assert_close(*(each.double() for each in scores), atol=1e-2, rtol=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cache", ["transform", "gear-2bit", "kivi-2bit", "h2o", "infinigen"])
+@pytest.mark.parametrize(("task", "limit"), [("kv_openbookqa", 8), ("kv_gsm8k", 2)])
+def test_a_task_has_the_same_results_in_every_batch_size(smollm2, shared_data, task: str, limit: int, cache: str):
+    results, scores = [], []
+    for size in (1, 4, "auto"):
+        rows, manager = find_task(task, {"data_folder": str(shared_data)})
+        lm = wrap(smollm2, cache=cache, batch_size=size, device="cpu", cache_check=False)
+        options = {"limit": limit, "num_fewshot": 5, "bootstrap_iters": 0, "task_manager": manager}
+        # Shorter than a solution; choices take no notice
+        found = lm_eval.simple_evaluate(model=lm, tasks=[rows], gen_kwargs="max_gen_toks=24", **options)
+        results.append(found["results"][task])
+        answers = [each for sample in found["samples"][task] for each in sample["resps"]]
+        scores.append([float(each[0][0]) if task == "kv_openbookqa" else each for each in answers])
+    assert results[1] == results[0] == results[2]
+    # Batches add in another order: 6e-4 nats
+    assert scores[1] == (pytest.approx(scores[0], abs=5e-3) if task == "kv_openbookqa" else scores[0])
+    assert scores[2] == scores[0]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])

@@ -216,6 +216,26 @@ def test_generate_compiles_steps_by_itself(tiny_llama, fresh_dynamo):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("preset", ["transform", "kivi-2bit"])
+@pytest.mark.parametrize(
+    "lengths", [(20, 97, 20), pytest.param([20 + 37 * i % 120 for i in range(50)], marks=pytest.mark.long)]
+)
+def test_prompts_too_short_to_be_packed_are_compiled_too(lengths, preset, tiny_llama, fresh_dynamo):
+    """They break the graph at `update`, so that later prompts meet the pieces that these were compiled to."""
+    config = CompileConfig(backend="eager", mode=None)
+    config._compile_all_devices = True
+    counts = []
+    for length in lengths:
+        call = {**prompts(1, length, length), "max_new_tokens": 5, "do_sample": False}
+        cache, expected = (create_cache(preset, tiny_llama, max_cache_len=200) for _ in range(2))
+        tokens = tiny_llama.generate(**call, **as_argument(expected), disable_compile=True)
+        assert torch.equal(tiny_llama.generate(**call, **as_argument(cache), compile_config=config), tokens)
+        counts.append(counters["stats"]["unique_graphs"])
+    # The first few prompts have all that any number of prompts need
+    assert counts[-1] < 30 and set(counts[5:]) <= {counts[-1]}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture", ["gpt2", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama", "llama-mqa"))]
 )

@@ -201,3 +201,14 @@ def test_recurrences_begin_anew_and_forks_go_back(kind):
         cache.activate_past_recording()
         output = generate(model, prompt, cache)
         assert cache.reuse(torch.cat([output[:, :85], new], dim=1), output) == 85
+
+
+def test_a_full_dense_window_refuses_a_crop_before_any_layer_changes(tiny_model):
+    model, ids = tiny_model("gemma3-hybrid"), random_ids(90)[0]
+    cache = create_cache("transform", model)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    cache.crop(0)
+    with pytest.raises(ValueError, match="`crop`: layer . has a full sliding window, whose past is recorded only"):
+        cache.crop(-2)
+    assert {layer.get_seq_length() for layer in cache.layers} == {90}

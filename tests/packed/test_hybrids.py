@@ -27,6 +27,10 @@ OTHERS = [
 CONVOLUTIONS_ALONE = {"lfm2_moe", "lfm3", "inkling_text"}
 # The dense cache itself does not continue these by several tokens as one by one
 ONE_BY_ONE = {"jamba"}
+# The dense cache itself does not continue these after `activate_past_recording`
+WITHOUT_PAST = {"zaya"}
+# Several tokens are packed later than one by one: with these bits, that changes no expert of a token
+FINE = {"transform": {"key_nbits": 8, "value_nbits": 8}}
 NAMES = ["transform", "gear", "kivi-2bit"]
 LENGTH, NUM_DECODED = 150, 40
 DAILY = {("qwen3_next", "transform"), ("qwen3_next", "gear"), ("zamba2", "kivi-2bit"), ("lfm2_moe", "transform")}
@@ -51,10 +55,10 @@ def decode(model: PreTrainedModel, cache, ids: torch.Tensor) -> torch.Tensor:
     )
 
 
-def filled(family: str, name: str):
+def filled(family: str, name: str, **options: int):
     """A model, a cache with a prompt and decoded tokens, these tokens, and further ones."""
     model = build_family(family)
-    cache = create_cache(name, model)
+    cache = create_cache(name, model, **options)
     ids = prompt(model, LENGTH + NUM_DECODED + 9, 1)
     held = ids[:, : LENGTH + NUM_DECODED]
     read(model, cache, held, LENGTH)
@@ -136,7 +140,7 @@ def test_padded_batches_are_as_alone(family, name):
 
 @of_each
 def test_several_tokens_and_generate_are_as_one_by_one(family, name):
-    model, cache, held, ids = filled(family, name)
+    model, cache, held, ids = filled(family, name, **FINE.get(name, {}))
     if family not in ONE_BY_ONE:
         several = read(model, copy.deepcopy(cache), ids)
         assert distance(several, decode(model, copy.deepcopy(cache), ids)) < 0.05
@@ -152,6 +156,8 @@ def test_crop_goes_back_or_changes_nothing(family, name):
     cache.crop(0)
     with pytest.raises(ValueError, match=r"^`crop`: layer \d has (states of a recurrence|a convolution, whose past)"):
         cache.crop(-2)
+    if family in WITHOUT_PAST:
+        return
     cache.activate_past_recording()
     before = copy.deepcopy(cache)
     longer = torch.cat([held, prompt(model, 3, 7)], dim=1)

@@ -432,7 +432,8 @@ class GraphStates(torch.Tensor):
             return _attend(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        if not isinstance(result, torch.Tensor):
+        # Dynamo asks for the base of stand-ins that reach it behind a graph break
+        if not isinstance(result, torch.Tensor) or func == torch.Tensor._base.__get__:
             return result
         if func not in _REPEATING:
             raise NotImplementedError(

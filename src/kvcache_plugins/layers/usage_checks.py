@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from kvcache_plugins.models.layer_config import decoder_config
 
@@ -28,6 +28,10 @@ from .token_reuse import can_go_back, count_shared, limit_by_padding
 ENCODER_STATES = (
     "`past_key_values` is a cache for the decoder's own tokens, and the encoder's would be stored among them: pass "
     "`EncoderDecoderCache(cache, DynamicCache())`"
+)
+_UNRECORDED = (
+    "whose past is recorded only after `cache.activate_past_recording()`: call it before the tokens that will be "
+    "removed"
 )
 
 
@@ -199,19 +203,21 @@ class UsageChecksMixin(Cache):
         """
         Remove the newest `-tokens_to_remove` tokens, or all; after a failed forward from the layers it reached.
 
-        Raise a `ValueError` before any layer is changed if one has a recurrence, or a convolution that has recorded no
-        past.
+        Raise a `ValueError` before any layer is changed if one has a recurrence, or a convolution or a full window of
+        exact tokens that has recorded no past.
         """
         length = self.get_seq_length()
         remaining = length + tokens_to_remove
         if tokens_to_remove and length:
-            self._check_croppable()
+            self._check_croppable(remaining)
         for layer in self.layers:
             if isinstance(layer, LinearAttentionLayer) and not layer.record_past:
                 # Nothing is to be removed, and nothing more than needed is kept
                 continue
             has_length = tokens_to_remove <= 0 and isinstance(layer, CacheLayerMixin)
-            layer.crop(min(max(remaining, 0) - layer.get_seq_length(), 0) if has_length else tokens_to_remove)
+            count = min(max(remaining, 0) - layer.get_seq_length(), 0) if has_length else tokens_to_remove
+            if count or not _forgets_past(layer):
+                layer.crop(count)
 
     def reuse(
         self, input_ids: torch.Tensor, held_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
@@ -259,21 +265,19 @@ class UsageChecksMixin(Cache):
             self.crop(-count)
         return num_shared
 
-    def _check_croppable(self) -> None:
-        """Raise a `ValueError` if a layer has states that no token can be removed from."""
+    def _check_croppable(self, remaining: int) -> None:
+        """Raise a `ValueError` if a layer has states that no token behind the `remaining` ones can be removed from."""
         for index, layer in enumerate(self.layers):
-            if not isinstance(layer, LinearAttentionLayer):
-                continue
-            if any(layer.is_recurrent_states_initialized.values()):
-                raise ValueError(
-                    f"`crop`: layer {index} has states of a recurrence, from which no token can be removed: continue "
-                    "a copy of the cache from before these tokens, `copy.deepcopy(cache)`"
-                )
-            if not layer.record_past:
-                raise ValueError(
-                    f"`crop`: layer {index} has a convolution, whose past is recorded only after "
-                    "`cache.activate_past_recording()`: call it before the tokens that will be removed"
-                )
+            if isinstance(layer, LinearAttentionLayer):
+                if any(layer.is_recurrent_states_initialized.values()):
+                    raise ValueError(
+                        f"`crop`: layer {index} has states of a recurrence, from which no token can be removed: "
+                        "continue a copy of the cache from before these tokens, `copy.deepcopy(cache)`"
+                    )
+                if not layer.record_past:
+                    raise ValueError(f"`crop`: layer {index} has a convolution, {_UNRECORDED}")
+            if _forgets_past(layer) and remaining < layer.get_seq_length():
+                raise ValueError(f"`crop`: layer {index} has a full sliding window, {_UNRECORDED}")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence of the batch, states of recurrences too, which Transformers' own caches refuse."""
@@ -290,6 +294,12 @@ class UsageChecksMixin(Cache):
                 select_sequences(layer, lambda numbers: numbers[indices])
             if not _has_recurrence_alone(layer):
                 layer.batch_select_indices(indices)
+
+
+def _forgets_past(layer: object) -> bool:
+    """Return true if a layer of Transformers has evicted tokens that `crop` would have to bring back."""
+    is_window = isinstance(layer, DynamicSlidingWindowLayer) and not layer.record_past
+    return is_window and layer.get_seq_length() >= layer.sliding_window
 
 
 def _has_recurrence_alone(layer: object) -> bool:
