@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoTokenizer, DynamicCache
 
-from kvcache_plugins import TransformCodingCache, choose_cache, create_cache
+from kvcache_plugins import TransformCodingCache, choose_cache, create_cache, measure_kl
 from kvcache_plugins.advice.choose_by_kl import DEFAULT_CANDIDATES
 from kvcache_plugins.eval.families import build_family
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
@@ -124,6 +124,7 @@ def test_a_chat_is_measured_in_its_order(tiny_model, architecture, spec):
         model, torch.cat(turns, dim=1), max_kl=LOOSE, candidates=[spec], held_out=sum(CHAT_LENGTHS[3:])
     )
     assert whole.stats()["chosen_kl"] != pytest.approx(expected, rel=1e-2)
+    assert measure_kl(model, turns, candidates=[spec]) == cache.stats()["kl_by_preset"]
     # Tokens after the last reply are left out
     assert choose_cache(model, [*turns, prompt(9)], max_kl=LOOSE, candidates=[spec]).stats() == cache.stats()
 

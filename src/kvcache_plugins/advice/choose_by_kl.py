@@ -345,6 +345,26 @@ def choose_cache(
     )
 
 
+@torch.no_grad()
+def measure_kl(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor | Chat,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    attention_mask: torch.Tensor | None = None,
+    candidates: Sequence[str] | None = None,
+    held_out: int | None = None,
+) -> dict[str, float]:
+    """
+    Return the KL of every candidate on a prompt or chat, as [`choose_cache`] measures it with the same arguments; for
+    [`recommend`].
+    """
+    prompt = HeldOutPrompt(model, input_ids, tokenizer, attention_mask, held_out)
+    caches = _create_candidates(prompt, candidates)
+    prompt.prefill()
+    return {spec: prompt.measure(spec, cache) for spec, cache in caches.items()}
+
+
 def default_candidates(model: torch.nn.Module) -> tuple[str, ...]:
     """Return the default candidates for a model, which may be wrapped."""
     is_calibrated = find_calibration(unwrap_model(model)) is not None
