@@ -21,6 +21,7 @@ from .registry import create_cache, list_caches, register_cache
 
 if TYPE_CHECKING:
     from .advice.choose_by_kl import choose_cache as choose_cache
+    from .advice.choose_by_kl import measure_kl as measure_kl
     from .advice.memory_prediction import predict_memory as predict_memory
     from .advice.recommendation import recommend as recommend
     from .baselines import H2OCache as H2OCache
@@ -54,6 +55,7 @@ _LAZY = {
     "compressed_batching": "kvcache_plugins.batching:compressed_batching",
     "compressed_by_default": "kvcache_plugins.default_cache:compressed_by_default",
     "generate_with": "kvcache_plugins.custom_generate:generate_with",
+    "measure_kl": "kvcache_plugins.advice.choose_by_kl:measure_kl",
     "measure_memory": "kvcache_plugins.reports.memory:measure_memory",
     "predict_memory": "kvcache_plugins.advice.memory_prediction:predict_memory",
     "recommend": "kvcache_plugins.advice.recommendation:recommend",

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import DynamicCache
+from transformers import AutoTokenizer, DynamicCache
 
-from kvcache_plugins import TransformCodingCache, choose_cache, create_cache
+from kvcache_plugins import TransformCodingCache, choose_cache, create_cache, measure_kl
 from kvcache_plugins.advice.choose_by_kl import DEFAULT_CANDIDATES
 from kvcache_plugins.eval.families import build_family
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
@@ -86,6 +86,82 @@ def test_it_measures_what_an_ordinary_run_shows(tiny_model, architecture, is_pad
         expected = ordinary_kl(model, twin, input_ids, mask, HELD_OUT)
         assert expected > 1e-4
         assert cache.stats()["chosen_kl"] == pytest.approx(expected, rel=1e-3)
+
+
+# Lengths of turns: some are read at once, others are replies
+CHAT_LENGTHS = (20, 90, 130, 40, 3, 35)
+
+
+def chat(*lengths):
+    return list(prompt(sum(lengths or CHAT_LENGTHS)).split(lengths or CHAT_LENGTHS, dim=1))
+
+
+@torch.no_grad()
+def kl_of_replies(model, cache, turns):
+    """Measures KL with nothing of the guard: turns one after another, replies in chunks."""
+    dense, total = DynamicCache(config=model.config), []
+    for number, turn in enumerate(turns):
+        exact = model(turn, past_key_values=dense).logits.double()
+        parts = turn.split(16 if number % 2 else turn.shape[1], dim=1)
+        own = torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1).double()
+        if number % 2:
+            log_probs, exact = F.log_softmax(own, dim=-1), F.log_softmax(exact, dim=-1)
+            total.append(F.kl_div(log_probs, exact, reduction="none", log_target=True).sum(dim=-1))
+    return torch.cat(total, dim=1).mean().item()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("spec", ["transform-22", "gear-k4v3:key_nbits=2"])
+def test_a_chat_is_measured_in_its_order(tiny_model, architecture, spec):
+    model, turns = tiny_model(architecture), chat()
+    cache = choose_cache(model, turns, max_kl=LOOSE, candidates=[spec])
+    name, own = parse_cache_spec(spec)
+    expected = kl_of_replies(model, create_cache(name, model, **own), turns)
+    assert cache.stats()["chosen_kl"] == pytest.approx(expected, rel=1e-3)
+    assert cache.get_seq_length() == 0
+    # The same tokens as one prompt are another measurement
+    whole = choose_cache(
+        model, torch.cat(turns, dim=1), max_kl=LOOSE, candidates=[spec], held_out=sum(CHAT_LENGTHS[3:])
+    )
+    assert whole.stats()["chosen_kl"] != pytest.approx(expected, rel=1e-2)
+    assert measure_kl(model, turns, candidates=[spec]) == cache.stats()["kl_by_preset"]
+    # Tokens after the last reply are left out
+    assert choose_cache(model, [*turns, prompt(9)], max_kl=LOOSE, candidates=[spec]).stats() == cache.stats()
+
+
+def test_a_chat_of_messages_is_that_of_its_tokens(tiny_model, tiny_folder):
+    model, tokenizer = tiny_model("llama"), AutoTokenizer.from_pretrained(tiny_folder)
+    tokenizer.chat_template = (
+        "{% for each in messages %}<{{ each.role }}>{{ each.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    words = "It was the best of times, it was the worst of times. " * 3
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        *({"role": ("user", "assistant")[number % 2], "content": words} for number in range(4)),
+    ]
+    texts = [
+        f"<system>Be brief.\n<user>{words}\n<assistant>",
+        f"{words}\n",
+        f"<user>{words}\n<assistant>",
+        f"{words}\n",
+    ]
+    turns = [tokenizer(each, add_special_tokens=False, return_tensors="pt").input_ids for each in texts]
+    options = {"max_kl": LOOSE, "candidates": ["transform-22"]}
+    by_messages = choose_cache(model, messages, tokenizer=tokenizer, **options)
+    assert by_messages.stats() == choose_cache(model, turns, **options).stats()
+    with pytest.raises(ValueError, match="`tokenizer` is needed for a chat of messages"):
+        choose_cache(model, messages)
+    tokenizer.chat_template = "{% for each in messages %}{{ messages | length }}{{ each.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="a template that changes earlier messages"):
+        choose_cache(model, messages, tokenizer=tokenizer)
+
+
+def test_a_short_chat_is_no_pass(tiny_model):
+    with pytest.raises(
+        ValueError, match="of the chat's 60 tokens it compresses none, as a sequence needs at least 68"
+    ):
+        choose_cache(tiny_model("llama"), chat(20, 40), max_kl=LOOSE, candidates=["transform-22"])
 
 
 def test_the_choice_follows_the_bound(tiny_model):
@@ -204,6 +280,7 @@ def test_default_share_held_out(tiny_model):
     assert fed(600) == [472, 128, *[16] * 8]
 
 
+CHAT_OPTIONS = {"held_out": 9, "attention_mask": torch.ones(1, 9)}
 INPUT_IDS = "`input_ids` has to be a tensor of token ids"
 MASK = "`attention_mask` has to be"
 SEQUENCE = "`candidates` has to be a sequence"
@@ -225,6 +302,8 @@ REFUSED = [
     # No mask but of 0 and 1, and none of padding on the right
     *(({"attention_mask": each}, MASK) for each in (torch.full((1, LENGTH), 2), torch.arange(LENGTH)[None] < 150)),
     *(({"input_ids": each}, INPUT_IDS) for each in (prompt()[0], prompt().float(), prompt().tolist())),
+    *(({"input_ids": each}, INPUT_IDS) for each in ("It was", [], [prompt()], [prompt(), prompt(batch_size=2)])),
+    *(({"input_ids": chat(), name: value}, "are options of a prompt") for name, value in CHAT_OPTIONS.items()),
 ]
 
 

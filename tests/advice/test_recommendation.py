@@ -112,6 +112,17 @@ def test_the_most_faithful_that_fits_is_recommended(contract_model: PreTrainedMo
     assert nothing.reason == f"No cache fits: the smallest, `gear-2bit`, would hold {show_bytes(sizes['gear-2bit'])}."
 
 
+def test_kl_of_own_text_decides(contract_model: PreTrainedModel) -> None:
+    size = predict_memory(contract_model.config, "dynamic", 500, dtype="float32").devices["cuda"]
+    kl = {"gear-2bit": 0.01, "transform": 0.02}
+    found = ask(contract_model, size - 1, caches=None, kl=kl)
+    assert found.recommended == "gear-2bit"
+    assert [(fit.cache, fit.kl) for fit in found.caches] == [("dynamic", 0.0), *kl.items()]
+    # Caches that were not measured come last, whatever they lose on other text
+    assert [fit.cache for fit in ask(contract_model, size, kl=kl).caches][:2] == ["dynamic", "gear-2bit"]
+    assert by_name(ask(contract_model, size, kl=kl))["infinigen"].kl is None
+
+
 def test_one_token_or_sequence_more_does_not_fit(contract_model: PreTrainedModel) -> None:
     memory, new_tokens = 600_000, 3
     found = ask(contract_model, memory, batch_size=2, new_tokens=new_tokens)

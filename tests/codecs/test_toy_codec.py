@@ -51,7 +51,7 @@ class ToyCache(TransformCodingCache):
         super().__init__(config, **{"calibration": None, **options})
 
     def _layer(self, index: int, config: Any = None, window: int | None = None) -> RowLayer:
-        return RowLayer(self.cache_config.policy(None, AbsmaxCodec(HEAD_DIM)), index, self._given_mask, window)
+        return RowLayer(self.cache_config.policy(fixed=AbsmaxCodec(HEAD_DIM)), index, self._given_mask, window)
 
 
 # Of the layer and the model all others are too, which `tests/contract` says of `transform`

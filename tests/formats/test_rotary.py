@@ -49,7 +49,7 @@ def test_candidates():
         ("none", 0),
     ]
     assert [each.first for each in candidate_layouts(FREQUENCIES, 12)] == [0, 0, 4, 4, 0]
-    assert [each.name for each in candidate_layouts(None, 8)] == ["none"]
+    assert [each.name for each in candidate_layouts((), 8)] == ["none"]
     # More channels than there are: the frequencies are of something else
     assert [each.name for each in candidate_layouts(FREQUENCIES, 6)] == ["none"]
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kvcache_plugins.formats.rotary import RotaryEmbedding
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.kernels.attention_call import AttentionCall
@@ -29,7 +30,7 @@ def states(*shape: int, seed: int = 0) -> torch.Tensor:
 def make_layer(key_nbits: float = 4, value_nbits: float = 3.25, **options) -> InfiniGenLayer:
     config = InfiniGenConfig(**options)
     coding = TransformCodingConfig(key_nbits=key_nbits, value_nbits=value_nbits, num_sink_tokens=config.sink)
-    return InfiniGenLayer(config, 0, policy=coding.policy(FREQUENCIES))
+    return InfiniGenLayer(config, 0, policy=coding.policy(RotaryEmbedding(FREQUENCIES)))
 
 
 def filled(layer: InfiniGenLayer, dims: tuple[int, int], padding=None, cropped: int = 0, dtype=torch.float32):

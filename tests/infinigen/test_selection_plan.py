@@ -9,6 +9,7 @@ from decoding import assert_same, decode_logits, make_model, tokens
 
 from kvcache_plugins import InfiniGenCache
 from kvcache_plugins.contract.comparison import reachable_bytes
+from kvcache_plugins.formats.rotary import RotaryEmbedding
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.infinigen.selection_plan import SelectionPlan
@@ -25,7 +26,7 @@ def filled(
     policy = None
     if key_nbits is not None:
         coding = TransformCodingConfig(key_nbits=key_nbits, value_nbits=3.25, num_sink_tokens=config.sink)
-        policy = coding.policy(tuple((10000.0 ** -(torch.arange(0, 16, 2) / 16)).tolist()))
+        policy = coding.policy(RotaryEmbedding(tuple((10000.0 ** -(torch.arange(0, 16, 2) / 16)).tolist())))
     layer = InfiniGenLayer(config, 0, policy=policy)
     layer.update(*(torch.randn(batch_size, 3, count, dim, dtype=dtype) for dim in dims))
     layer.commit_prompt()

@@ -69,7 +69,7 @@ def basis_table(num_heads: int, head_dim: int, total: int, rope: RotaryLayout | 
 def make_layout(head_dim: int, name: str) -> RotaryLayout:
     num_pairs = head_dim // (4 if name == "partial" else 2)
     rates = tuple((10000.0 ** -(torch.arange(num_pairs) / max(num_pairs, 1))).tolist())
-    layouts = candidate_layouts(None if name == "none" else rates, head_dim)
+    layouts = candidate_layouts(() if name == "none" else rates, head_dim)
     return layouts[{"interleaved": 1, "partial": 2}.get(name, 0)]
 
 

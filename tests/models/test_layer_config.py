@@ -17,7 +17,7 @@ from kvcache_plugins.kv_runahead.planner import CostModel, bytes_of_token
 from kvcache_plugins.layers.layer_factory import key_value_heads
 from kvcache_plugins.models.fingerprint import config_fingerprint
 from kvcache_plugins.models.layer_config import config_of_layer, configs_of_layers, head_dims
-from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
+from kvcache_plugins.models.rotary_frequencies import rotary_embedding
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +80,7 @@ def test_every_default_config_can_be_read(released_configs) -> None:
             assert all(dim > 0 for dim in head_dims(text_config)), name
             assert all(count > 0 for count in key_value_heads(text_config)), name
             for index in range(text_config.num_hidden_layers):
-                rotary_frequencies(text_config, index)
+                rotary_embedding(text_config, index)
 
 
 def heterogeneous(configs: dict[str, PreTrainedConfig]) -> list[str]:
@@ -113,7 +113,7 @@ def test_layers_are_read_one_by_one() -> None:
     assert head_dims(config) == {8, 32}
     assert key_value_heads(config) == {2, 4, 8}
     assert bytes_of_token(config, torch.float32) == 2 * 4 * (8 * 8 + 4 * 8 + 2 * 32) // 3
-    assert [len(rotary_frequencies(config, index)) for index in range(3)] == [4, 4, 16]
+    assert [len(rotary_embedding(config, index).frequencies) for index in range(3)] == [4, 4, 16]
 
 
 def test_fingerprints_tell_what_layers_have_of_their_own() -> None:

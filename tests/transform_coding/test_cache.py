@@ -128,9 +128,9 @@ def test_presets_and_frequencies_of_a_config():
     config = LlamaConfig(hidden_size=128, num_attention_heads=2, num_hidden_layers=2, rope_parameters=None)
     cache = create_cache("transform-16", config)
     assert all(isinstance(layer, RowLayer) for layer in cache.layers)
-    assert all(len(layer.policy.make_codec.frequencies) == 32 for layer in cache.layers)
+    assert all(len(layer.policy.make_codec.rotary.frequencies) == 32 for layer in cache.layers)
     assert cache.cache_config == TransformCodingConfig(key_nbits=2.375, value_nbits=2.0, recent_length=80)
-    assert TransformCodingCache()._next_layer().policy.make_codec.frequencies is None
+    assert TransformCodingCache()._next_layer().policy.make_codec.rotary.frequencies == ()
 
 
 def test_calibrated_options_make_the_same_config():

@@ -13,7 +13,7 @@ from kvcache_plugins.advice.choose_by_kl import default_candidates
 from kvcache_plugins.contract import CONTRACT, run_contract
 from kvcache_plugins.eval.families import build_family
 from kvcache_plugins.models.cache_argument import as_argument
-from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
+from kvcache_plugins.models.rotary_frequencies import rotary_embedding
 from kvcache_plugins.transform_coding import TransformCalibration, calibrate_transform
 from kvcache_plugins.transform_coding import calibration as module
 from kvcache_plugins.transform_coding.calibration import calibration_path
@@ -165,7 +165,7 @@ def test_bytes_are_what_was_asked_for(model, calibration, window, nbits):
 
 
 def test_finer_rows_have_so_many_bits_more(model, calibration):
-    codec = calibration.codec(0, 3.0, rotary_frequencies(model.config, 0))
+    codec = calibration.codec(0, 3.0, rotary_embedding(model.config, 0).frequencies)
     more = [codec.with_more_bits(nbits).row_sizes[0] - codec.row_sizes[0] for nbits in (3, 1)]
     assert more[0] == 3 * more[1] > 0
 
@@ -394,7 +394,7 @@ def test_layers_share_bytes_with_those_that_see_as_much(hybrid, of_hybrid, seen)
     own = [index for index, layer in of_hybrid.layers.items() if layer.window == seen]
     alone = of_window(of_hybrid, seen)
     sizes = [
-        [each.codec(index, 3.0, rotary_frequencies(hybrid.config, index)).row_sizes for index in own]
+        [each.codec(index, 3.0, rotary_embedding(hybrid.config, index).frequencies).row_sizes for index in own]
         for each in (of_hybrid, alone)
     ]
     assert sizes[0] == sizes[1]

@@ -8,6 +8,7 @@ from feeding import HEAD_DIM, NUM_HEADS, feed, states
 
 from kvcache_plugins import TransformCodingCache
 from kvcache_plugins.files.schema import pack, unpack
+from kvcache_plugins.formats.rotary import RotaryEmbedding
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.layers.layer_state import LayerState
 from kvcache_plugins.layers.row_layer import RowLayer
@@ -25,7 +26,7 @@ def kernel(monkeypatch, request):
 
 
 def make_layer() -> RowLayer:
-    return RowLayer(CONFIG.policy(FREQUENCIES), 0)
+    return RowLayer(CONFIG.policy(RotaryEmbedding(FREQUENCIES)), 0)
 
 
 def other_kind(count, batch_size=1):

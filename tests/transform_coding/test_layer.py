@@ -13,6 +13,7 @@ from feeding import HEAD_DIM, NUM_HEADS, feed, states
 from kvcache_plugins import TransformCodingCache, create_cache, measure_memory
 from kvcache_plugins.files.schema import pack, unpack
 from kvcache_plugins.formats.positions import Positions
+from kvcache_plugins.formats.rotary import RotaryEmbedding
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.layer_state import LayerState
 from kvcache_plugins.layers.row_layer import RowLayer
@@ -33,7 +34,7 @@ def kernel(monkeypatch, request):
 
 
 def make_layer(config: TransformCodingConfig = CONFIG) -> RowLayer:
-    return RowLayer(config.policy(FREQUENCIES), 0)
+    return RowLayer(config.policy(RotaryEmbedding(FREQUENCIES)), 0)
 
 
 def num_coded(layer):
@@ -121,7 +122,7 @@ def test_dense_tokens_are_packed_once_there_are_enough():
 
 @torch.no_grad()
 def test_all_recent_rows_that_are_allowed_keep_their_bits():
-    num_packed = BUFFER - CONFIG.policy(FREQUENCIES).num_kept
+    num_packed = BUFFER - CONFIG.policy(RotaryEmbedding(FREQUENCIES)).num_kept
     layer = make_layer(dataclasses.replace(CONFIG, recent_length=5 * num_packed))
     feed(layer, *states(1, 100))
     lengths = set()
@@ -285,7 +286,7 @@ SCALE_PRECISION = 0.02
 
 
 def steady_layer(nbits=2.25):
-    return RowLayer(TransformCodingConfig(key_nbits=nbits, value_nbits=nbits).policy(None), 0)
+    return RowLayer(TransformCodingConfig(key_nbits=nbits, value_nbits=nbits).policy(), 0)
 
 
 def randn(length, batch_size=1):

@@ -9,6 +9,7 @@ import torch
 
 from kvcache_plugins import TransformCodingCache
 from kvcache_plugins.files.schema import pack, unpack
+from kvcache_plugins.formats.rotary import RotaryEmbedding
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.layer_state import LayerState
 from kvcache_plugins.layers.row_layer import RowLayer
@@ -22,7 +23,7 @@ CONFIG = TransformCodingConfig(key_nbits=3, value_nbits=2.5)
 
 def filled_layer(lengths=(200, 150), num_decoded=11, dtype=torch.float32, frequencies=FREQUENCIES) -> RowLayer:
     """A layer that took in a left-padded prompt of items of these lengths, and tokens one by one."""
-    layer, longest = RowLayer(CONFIG.policy(frequencies), 0), max(lengths)
+    layer, longest = RowLayer(CONFIG.policy(RotaryEmbedding(frequencies)), 0), max(lengths)
     padding = longest - torch.tensor(lengths)
     for count in (longest, *[1] * num_decoded):
         shape = len(lengths), NUM_HEADS, count, HEAD_DIM
@@ -40,7 +41,7 @@ def written(layer) -> tuple[dict, dict]:
 
 
 def read(document, tensors, frequencies=FREQUENCIES, config=CONFIG) -> RowLayer:
-    layer = RowLayer(config.policy(frequencies), 0)
+    layer = RowLayer(config.policy(RotaryEmbedding(frequencies)), 0)
     layer.restore(unpack(LayerState, document, tensors), torch.device("cpu"))
     return layer
 
@@ -94,7 +95,7 @@ def test_another_rotary_embedding_is_refused():
     # That has no say where keys are coded as they come
     keys, values = layer.codec.formats()
     layer.codec._formats = dataclasses.replace(keys, rope=layer._unfitted.layouts[0]), values
-    for frequencies in (None, FREQUENCIES[:5], tuple(1.001 * each for each in FREQUENCIES)):
+    for frequencies in ((), FREQUENCIES[:5], tuple(1.001 * each for each in FREQUENCIES)):
         with pytest.raises(ValueError, match=r"rotary"):
             read(*written(layer), frequencies=frequencies)
     almost = tuple(each * (1 + 1e-7) for each in FREQUENCIES)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from kernel_cases import DEVICE, Scored, needs_triton, random_codes
 
+from kvcache_plugins.formats.rotary import RotaryEmbedding
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.infinigen.selection import always_attended, max_selected, rule_of, select_tokens
@@ -230,7 +231,7 @@ def test_decoded_rows_are_those_of_pytorch(name, dtype, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "torch")
     coding = TransformCodingConfig(key_nbits=4, value_nbits=3.25, num_sink_tokens=num_first)
     frequencies = tuple((10000.0 ** -(torch.arange(0, 32, 2) / 32)).tolist())
-    layer = InfiniGenLayer(InfiniGenConfig(sink=num_first), 0, policy=coding.policy(frequencies))
+    layer = InfiniGenLayer(InfiniGenConfig(sink=num_first), 0, policy=coding.policy(RotaryEmbedding(frequencies)))
     states = [randn(2, 3, 400, dim, seed=dim, dtype=dtype).to(DEVICE) for dim in dims]
     layer.load_prompt(*states, None if padding is None else torch.tensor(padding, device=DEVICE))
     pool, scoring = layer.pool, layer.scoring

@@ -7,14 +7,19 @@ chunks, like decoded tokens: if all came at once, each would be exact for those 
 
     t[0] ... t[p-1]              t[p] ... t[n-1]
     prefix: one dense forward    held out: one dense forward, and a few short ones through each candidate
+
+A chat is fed in its order: the first turn is the prefix, and everything after it is held out. Turns that are read go
+through a candidate whole, replies in chunks, and replies alone are compared.
 """
 
 import copy
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
-from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
@@ -27,6 +32,7 @@ from kvcache_plugins.packed.snapshot import PresetChoice
 from kvcache_plugins.registry import create_cache, parse_cache_spec, unwrap_model
 from kvcache_plugins.transform_coding.calibration import find_calibration
 
+from .chat_turns import Chat, split_chat
 from .memory_prediction import RecordedCall, fill_without_data
 
 
@@ -39,25 +45,44 @@ _WHOLE_GROUPS = 1024
 _CHUNK = 16
 
 
-class HeldOutPrompt:
+class Turn(NamedTuple):
     """
-    A prompt whose prefix fills caches and whose last tokens are scored. Its arguments are those of `choose_cache`.
+    Held-out tokens that follow each other.
 
     Attributes:
+        start, stop (`int`): first and last token, exclusive.
+        is_scored (`bool`): True if a cache is compared with the dense one here.
+    """
+
+    start: int
+    stop: int
+    is_scored: bool = True
+
+
+class HeldOutPrompt:
+    """
+    A prompt, or chat, whose prefix fills caches and whose last tokens are scored. Its arguments are those of
+    `choose_cache`.
+
+    Attributes:
+        is_chat (`bool`): True if the prefix is the first turn of a chat.
+        turns (`list[Turn]`): the held-out tokens: one turn, but in a chat.
         prefix_length, held_out (`int`): number of tokens of both parts.
         mask (`torch.Tensor` of shape `[B, prompt length]`, *optional*): 0 for padding; `None` if there is none.
         padding (`torch.Tensor` of shape `[B]`, *optional*): padding of every sequence.
         layers (`list`): after `prefill`, the dense layers of the prefix.
-        logits (`torch.Tensor` of shape `[B, held_out, vocabulary]`): after `prefill`, the dense cache's logits.
+        logits (`list`): after `prefill`, the dense cache's logits `[B, tokens, vocabulary]` of scored turns, `None` of
+            others.
     """
 
     layers: Sequence[object]
-    logits: torch.Tensor
+    logits: list[torch.Tensor | None]
 
     def __init__(
         self,
         model: PreTrainedModel,
-        input_ids: torch.Tensor,
+        input_ids: torch.Tensor | Chat,
+        tokenizer: PreTrainedTokenizerBase | None,
         attention_mask: torch.Tensor | None,
         held_out: int | None,
     ) -> None:
@@ -66,12 +91,27 @@ class HeldOutPrompt:
         self.config: PreTrainedConfig = inner.config
         if model.training:
             raise ValueError("`model` is in training mode, where dropout differs each time: call `model.eval()` first")
+        self.is_chat = isinstance(input_ids, Sequence)
+        parts: list[torch.Tensor] = []
+        if isinstance(input_ids, Sequence):
+            if attention_mask is not None or held_out is not None:
+                raise ValueError(
+                    "`attention_mask` and `held_out` are options of a prompt; of a chat replies are scored"
+                )
+            parts = split_chat(input_ids, tokenizer)
+            input_ids = torch.cat(parts, dim=1)
+            held_out = input_ids.shape[1] - parts[0].shape[1]
         if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
             raise ValueError("`input_ids` has to be a tensor of token ids of shape `[batch_size, prompt length]`")
         self.input_ids = input_ids.to(inner.device)
         self.length = input_ids.shape[1]
         self.held_out = _choose_held_out(held_out, self.length)
         self.prefix_length = self.length - self.held_out
+        self.turns = [Turn(self.prefix_length, self.length)]
+        if self.is_chat:
+            stops = list(accumulate(part.shape[1] for part in parts))
+            # Every other turn is a reply
+            self.turns = [Turn(*pair, number % 2 == 0) for number, pair in enumerate(pairwise(stops))]
         self.mask = None
         if attention_mask is not None:
             check_left_padding(attention_mask, input_ids)
@@ -79,10 +119,9 @@ class HeldOutPrompt:
             self.mask = None if bool(attention_mask.all()) else attention_mask.to(inner.device).long()
         self.padding = None if self.mask is None else (self.mask == 0).sum(dim=1)
 
-    def feed(self, cache: Cache, stop: int) -> torch.Tensor:
+    def feed(self, cache: Cache, stop: int, *, needs_logits: bool = True) -> torch.Tensor:
         """Feed a cache the tokens before `stop` that it does not hold; return logits `[B, tokens, vocabulary]`."""
         forward = unwrap_model(self.model).forward
-        needs_logits = stop > self.prefix_length
         options = reading_options(forward, cache, self.input_ids, self.mask, stop, needs_logits=needs_logits)
         output = self.model(**options)
         if cache.get_seq_length() != stop:
@@ -93,17 +132,20 @@ class HeldOutPrompt:
         return output.logits
 
     def prefill(self) -> None:
-        """Feed the prompt to a dense cache, in two parts, and keep the layers of the prefix."""
+        """Feed the prompt to a dense cache, the prefix first, and keep the layers of the prefix."""
         dense = DynamicCache(config=self.config)
         record_queries(dense, of_windows=True)
-        self.feed(dense, self.prefix_length)
-        # Bounded layers drop tokens, and may write in place: they are copied. The others are cropped after the second
-        # part, so that the prompt is in memory once
+        self.feed(dense, self.prefix_length, needs_logits=False)
+        # Bounded layers drop tokens, and may write in place: they are copied. The others are cropped after the last
+        # turn, so that the prompt is in memory once
         self.layers = [
             layer if isinstance(layer, QueryRecordingLayer) else copy.deepcopy(layer) for layer in dense.layers
         ]
         queries = [layer.queries if isinstance(layer, QueryRecordingLayer) else None for layer in dense.layers]
-        self.logits = self.feed(dense, self.length)
+        self.logits = []
+        for turn in self.turns:
+            logits = self.feed(dense, turn.stop, needs_logits=turn.is_scored)
+            self.logits.append(logits if turn.is_scored else None)
         for layer, own_queries in zip(self.layers, queries, strict=True):
             if isinstance(layer, QueryRecordingLayer) and layer.is_initialized:
                 layer.crop(-self.held_out)
@@ -111,7 +153,7 @@ class HeldOutPrompt:
 
     def predict_bytes(self, cache: PackedCache) -> int:
         """
-        Predict the bytes, including shared ones, for a prefix in whole groups: the number of tokens that are exact
+        Predict the bytes, including shared ones, for a prompt in whole groups: the number of tokens that are exact
         because they fill no group does not depend on the preset.
         """
         calls: list[list[RecordedCall]] = []
@@ -120,7 +162,7 @@ class HeldOutPrompt:
             on_meta = [RecordedCall("update", (states[0].to("meta"), states[1].to("meta")), 2)] if states else []
             calls.append(on_meta)
         empty = copy.deepcopy(cache)
-        fill_without_data(empty, calls, len(self.logits), -(-self.prefix_length // _WHOLE_GROUPS) * _WHOLE_GROUPS)
+        fill_without_data(empty, calls, len(self.input_ids), -(-self.length // _WHOLE_GROUPS) * _WHOLE_GROUPS)
         memory = empty.memory()
         return memory.total_bytes + sum(memory.shared.values())
 
@@ -146,21 +188,43 @@ class HeldOutPrompt:
                 # Padding of a short sequence may extend into the held-out tokens
                 layer.set_padding(self.padding)
 
+    def measure(self, spec: str, cache: PackedCache) -> float:
+        """Fill an empty cache, and return its mean KL; a `ValueError` if the prompt is too short to compress."""
+        self.fill(cache)
+        least = cache.cache_config.shortest_prompt
+        if not self.is_chat and not cache.stats()["tokens_compressed"]:
+            raise ValueError(
+                f"`input_ids` is too short to measure `{spec}`: of the {self.prefix_length} tokens before the "
+                f"{self.held_out} held out it compresses none, as a sequence needs at least {least} there. Give a "
+                "longer prompt, or a smaller `held_out`"
+            )
+        kl = self.mean_kl(cache)
+        if not cache.stats()["tokens_compressed"]:
+            raise ValueError(
+                f"`input_ids` is too short for `{spec}`: of the chat's {self.length} tokens it compresses none, "
+                f"as a sequence needs at least {least}"
+            )
+        return kl
+
     def mean_kl(self, cache: PackedCache) -> float:
-        """Return the mean KL(dense || cache) over the held-out tokens, without padding, of a filled cache."""
+        """Return the mean KL(dense || cache) over the scored tokens, without padding, of a filled cache."""
         total = 0.0
         num_real = 0
-        for start in range(self.prefix_length, self.length, _CHUNK):
-            stop = min(start + _CHUNK, self.length)
-            logits = self.feed(cache, stop)
-            exact_logits = self.logits[:, start - self.prefix_length : stop - self.prefix_length]
-            # One sequence at a time, as a batch of logits in float64 may be large
-            for index in range(len(logits)):
-                real = slice(None) if self.mask is None else self.mask[index, start:stop] != 0
-                exact = F.log_softmax(exact_logits[index][real].double(), dim=-1)
-                log_probs = F.log_softmax(logits[index][real].double(), dim=-1)
-                total += F.kl_div(log_probs, exact, reduction="sum", log_target=True).item()
-                num_real += len(exact)
+        for turn, exact_logits in zip(self.turns, self.logits, strict=True):
+            if exact_logits is None:
+                self.feed(cache, turn.stop, needs_logits=False)
+                continue
+            for start in range(turn.start, turn.stop, _CHUNK):
+                stop = min(start + _CHUNK, turn.stop)
+                logits = self.feed(cache, stop)
+                # One sequence at a time, as a batch of logits in float64 may be large
+                for index in range(len(logits)):
+                    real = slice(None) if self.mask is None else self.mask[index, start:stop] != 0
+                    own = exact_logits[index, start - turn.start : stop - turn.start]
+                    exact = F.log_softmax(own[real].double(), dim=-1)
+                    log_probs = F.log_softmax(logits[index][real].double(), dim=-1)
+                    total += F.kl_div(log_probs, exact, reduction="sum", log_target=True).item()
+                    num_real += len(exact)
         return total / num_real
 
 
@@ -208,9 +272,10 @@ CALIBRATED_CANDIDATES = (
 @torch.no_grad()
 def choose_cache(
     model: PreTrainedModel,
-    input_ids: torch.Tensor,
+    input_ids: torch.Tensor | Chat,
     *,
     max_kl: float = 0.05,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     attention_mask: torch.Tensor | None = None,
     candidates: Sequence[str] | None = None,
     held_out: int | None = None,
@@ -218,6 +283,8 @@ def choose_cache(
     """
     Return an empty cache of the cheapest candidate whose divergence from a dense cache, measured on the prompt's last
     tokens, is at most `max_kl`. A prompt that is too short for a measurement is an error.
+
+    A chat is measured in the order in which it came: the model reads a turn, and its replies are scored.
 
     The cost is one dense forward of the prompt, in two parts, and for each candidate that is tried a compression of
     the prompt and a forward of the held-out tokens. A dense cache of the prompt has to fit in memory meanwhile.
@@ -227,10 +294,12 @@ def choose_cache(
 
     Args:
         model (`PreTrainedModel`): the model, in eval mode.
-        input_ids (`torch.Tensor` of shape `[batch_size, prompt length]`): the prompt. One choice can serve many
-            similar prompts.
+        input_ids (`torch.Tensor` of shape `[batch_size, prompt length]`, or `Sequence`): the prompt, or a chat:
+            messages with a `role` and `content`, or token ids `[1, tokens]` that are read and replied by turns. One
+            choice can serve many similar prompts.
         max_kl (`float`, *optional*, defaults to 0.05): largest mean of KL(dense || cache), in nats, over the held-out
             tokens of all sequences, without padding.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): tokenizer of a chat of messages, whose template it has.
         attention_mask (`torch.Tensor` of shape `[batch_size, prompt length]`, *optional*): 0 for padding, which has to
             be on the left, and 1 for tokens. There is no padding by default.
         candidates (`Sequence[str]`, *optional*): presets of `TransformCodingCache` or `GEARCache`, with options as
@@ -253,23 +322,16 @@ def choose_cache(
     >>> cache = choose_cache(model, inputs.input_ids, max_kl=0.02)
     >>> cache.stats()["chosen_preset"]
     >>> model.generate(**inputs, past_key_values=cache)
+    >>> cache = choose_cache(model, messages, tokenizer=tokenizer)
     ```
     """
     check_number("max_kl", max_kl, above=0.0)
-    prompt = HeldOutPrompt(model, input_ids, attention_mask, held_out)
+    prompt = HeldOutPrompt(model, input_ids, tokenizer, attention_mask, held_out)
     caches = _create_candidates(prompt, candidates)
     prompt.prefill()
     kl_by_preset: dict[str, float] = {}
     for spec in sorted(caches, key=lambda spec: prompt.predict_bytes(caches[spec])):
-        cache = copy.deepcopy(caches[spec])
-        prompt.fill(cache)
-        if not cache.stats()["tokens_compressed"]:
-            raise ValueError(
-                f"`input_ids` is too short to measure `{spec}`: of the {prompt.prefix_length} tokens before the "
-                f"{prompt.held_out} held out it compresses none, as a sequence needs at least "
-                f"{cache.cache_config.shortest_prompt} there. Give a longer prompt, or a smaller `held_out`"
-            )
-        kl_by_preset[spec] = prompt.mean_kl(cache)
+        kl_by_preset[spec] = prompt.measure(spec, copy.deepcopy(caches[spec]))
         # False for NaN
         if kl_by_preset[spec] <= max_kl:
             caches[spec].choice = PresetChoice(
@@ -281,6 +343,26 @@ def choose_cache(
         f"`max_kl` is {max_kl}, but on this prompt no candidate comes as near to a dense cache: {measured}. Accepted "
         "is a bound from the smallest of these on, or `candidates` with more bits"
     )
+
+
+@torch.no_grad()
+def measure_kl(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor | Chat,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    attention_mask: torch.Tensor | None = None,
+    candidates: Sequence[str] | None = None,
+    held_out: int | None = None,
+) -> dict[str, float]:
+    """
+    Return the KL of every candidate on a prompt or chat, as [`choose_cache`] measures it with the same arguments; for
+    [`recommend`].
+    """
+    prompt = HeldOutPrompt(model, input_ids, tokenizer, attention_mask, held_out)
+    caches = _create_candidates(prompt, candidates)
+    prompt.prefill()
+    return {spec: prompt.measure(spec, cache) for spec, cache in caches.items()}
 
 
 def default_candidates(model: torch.nn.Module) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ the same prediction, so `memory()` of a real run agrees with them.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +79,7 @@ class CacheFit:
 
     Attributes:
         cache (`str`): the cache.
+        kl (`float`, *optional*): measured KL to the dense cache, if it is known.
         memory (`MemoryReport`): the predicted report.
         device_bytes, host_bytes (`int`): bytes on the model's device, including shared ones, and in host memory.
         fits (`bool`): True if both are within the budget.
@@ -88,6 +89,7 @@ class CacheFit:
     """
 
     cache: str
+    kl: float | None
     memory: MemoryReport
     device_bytes: int
     host_bytes: int
@@ -128,13 +130,13 @@ class Recommendation:
     reason: str
 
     def to_dict(self) -> dict[str, object]:
-        """Return all fields for JSON. Entries of `caches` have `kl` (see `MEASURED_KL`) and parts of the report."""
+        """Return all fields for JSON. Entries of `caches` have parts of the report."""
         rows = []
         for fit in self.caches:
             row = {name: getattr(fit, name) for name in CacheFit.__slots__ if name != "memory"}
             row |= {name: getattr(fit.memory, name) for name in ("total_bytes", "kv_percent")}
             parts = {part: size for part, size in fit.memory.parts.items() if size}
-            rows.append({**row, "kl": MEASURED_KL.get(fit.cache), "parts": parts})
+            rows.append({**row, "parts": parts})
         return {**{name: getattr(self, name) for name in Recommendation.__slots__}, "caches": rows}
 
 
@@ -150,6 +152,7 @@ def recommend(
     host_memory: int | str | None = None,
     with_weights: bool = False,
     caches: Sequence[str] | None = None,
+    kl: Mapping[str, float] | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Recommendation:
     """
@@ -165,7 +168,9 @@ def recommend(
         with_weights (`bool`, *optional*, defaults to `False`): the model's weights, in the dtype, have to fit the
             budget too.
         caches (`Sequence[str]`, *optional*): names, or `name:key=value,...` with options. The main presets by
-            default.
+            default, or those of `kl` and the dense cache.
+        kl (`Mapping[str, float]`, *optional*): KL of caches on your own text or chat, from [`measure_kl`]. Measured on
+            SmolLM2 by default.
         on_progress (`Callable`, *optional*): called with each cache before it is sized.
 
     Raises:
@@ -186,10 +191,13 @@ def recommend(
     check_counts(context, batch_size, new_tokens)
     sizer = CacheSizer(model, dtype=dtype, device=device)
     available = budget - _bytes_of_weights(sizer) if with_weights else budget
-    search = _Search(sizer, max(available, 0), host_budget, new_tokens)
+    if kl is not None:
+        caches = caches or ("dynamic", *kl)
+        kl = {"dynamic": 0.0, **kl}
+    search = _Search(sizer, max(available, 0), host_budget, new_tokens, MEASURED_KL if kl is None else kl)
     fits, not_sized = search.fit_all(caches, context, batch_size, on_progress)
     # Sort by measured KL; the largest of the unmeasured caches comes first
-    fits.sort(key=lambda fit: (MEASURED_KL.get(fit.cache, math.inf), -fit.memory.total_bytes))
+    fits.sort(key=lambda fit: (math.inf if fit.kl is None else fit.kl, -fit.memory.total_bytes))
     recommended, reason = _choose(fits, in_thousands(memory))
     return Recommendation(
         model=str(model) if isinstance(model, (str, Path)) else sizer.config.model_type,
@@ -235,6 +243,7 @@ class _Search:
     device_budget: int
     host_budget: int | None
     new_tokens: int
+    kl: Mapping[str, float]
 
     def fit_all(
         self, caches: Sequence[str] | None, context: int, batch_size: int, on_progress: Callable[[str], None] | None
@@ -261,6 +270,7 @@ class _Search:
         device_bytes, host_bytes = self._split(memory)
         return CacheFit(
             cache=spec,
+            kl=self.kl.get(spec),
             memory=memory,
             device_bytes=device_bytes,
             host_bytes=host_bytes,
@@ -331,7 +341,7 @@ def _choose(fits: list[CacheFit], is_decimal: bool) -> tuple[str | None, str]:
         return None, f"No cache fits: the smallest, `{least.cache}`, would hold {held}."
     if chosen.cache == "dynamic":
         return chosen.cache, "`dynamic`, Transformers' dense cache, fits: nothing has to be given up."
-    if chosen.cache not in MEASURED_KL:
+    if chosen.kl is None:
         return chosen.cache, f"`{chosen.cache}` holds most of what fits, and none of that was measured for fidelity."
     host = f"; {show_bytes(chosen.host_bytes, is_decimal)} of it are in host memory" if chosen.host_bytes else ""
     return chosen.cache, f"`{chosen.cache}` is nearest to the dense cache in measured KL of what fits{host}."

@@ -253,7 +253,7 @@ def recommend_caches(
 
 
 def _print_recommendation(found: "Recommendation", is_decimal: bool) -> None:
-    from kvcache_plugins.advice.recommendation import MAX_BATCH_SIZE, MAX_CONTEXT, MEASURED_KL
+    from kvcache_plugins.advice.recommendation import MAX_BATCH_SIZE, MAX_CONTEXT
 
     new = f", {found.new_tokens:,} of them decoded" if found.new_tokens else ""
     budget = show_bytes(found.available_bytes, is_decimal)
@@ -267,9 +267,9 @@ def _print_recommendation(found: "Recommendation", is_decimal: bool) -> None:
         del columns["in host"]
     rows = []
     for fit in found.caches:
-        kl, on_device = MEASURED_KL.get(fit.cache), show_bytes(fit.device_bytes, is_decimal)
+        on_device = show_bytes(fit.device_bytes, is_decimal)
         fits = "take it" if fit.cache == found.recommended else "yes" if fit.fits else "no"
-        row = [fit.cache, "-" if kl is None else f"{kl:.4f}", fits, on_device]
+        row = [fit.cache, "-" if fit.kl is None else f"{fit.kl:.4f}", fits, on_device]
         if "in host" in columns:
             row.append(show_bytes(fit.host_bytes, is_decimal) if fit.host_bytes else "-")
         row.append(f"{fit.memory.kv_percent:.1f}")

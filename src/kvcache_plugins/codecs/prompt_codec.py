@@ -31,7 +31,7 @@ from .rows import RowCodec
 
 # Relative tolerance of frequencies that another machine or release computed: a few roundings of float32
 _TOLERANCE = 1e-6
-# Number of newest tokens with which layouts are compared, and shared errors are found
+# Number of newest tokens with which layouts are compared by default, and shared errors are found
 _NUM_NEWEST = 256
 # Shares of a head's mean square below which its variance, of values or of the median channel of keys, is that of a
 # prompt that hardly varies. Ordinary text has .44 and .019 at least, a repeated token 1e-4 and 1e-8 at most
@@ -57,10 +57,13 @@ class PromptCodec(RowCodec):
         head_dims, sizes (two `int`): channels of a key and of a value, and bytes of their codes.
         layouts (`Sequence[RotaryLayout]`): layouts that the model's keys may have.
         fitted_length (`int`): see `PackingCodec`.
+        compares_all (`bool`): True if layouts are compared with all tokens, as some may have other positions than the
+            newest.
     """
 
     _formats: RowFormats | None = dataclasses.field(default=None, kw_only=True)
     fitted_length: int = dataclasses.field(default=0, kw_only=True)
+    compares_all: bool = dataclasses.field(default=False, kw_only=True)
     head_dims: tuple[int, int]
     sizes: tuple[int, int]
     layouts: Sequence[RotaryLayout]
@@ -76,7 +79,8 @@ class PromptCodec(RowCodec):
         keys, values, valid, moments, positions = sample
         assert valid is not None, "a cache knows which of its tokens count"
         valid, (size, value_size) = valid.to(keys.device), self.sizes
-        key_format = make_key_format(keys, valid, moments, self.layouts, positions, size)
+        num_compared = keys.shape[2] if self.compares_all else _NUM_NEWEST
+        key_format = make_key_format(keys, valid, moments, self.layouts, positions, size, num_compared)
         formats = key_format, make_value_format(values, valid, value_size)
         return dataclasses.replace(self, _formats=formats, fitted_length=positions.first + keys.shape[2])
 
@@ -150,6 +154,7 @@ def make_key_format(
     layouts: Sequence[RotaryLayout],
     positions: Positions,
     total: int,
+    num_compared: int = _NUM_NEWEST,
 ) -> RowFormat:
     """
     Make the format of a prompt's keys `[B, H, T, D]`, after the rotary embedding, with widths of `total` in a head.
@@ -159,13 +164,14 @@ def make_key_format(
         moments (`QueryMoments`, *optional*): moments of queries; without them all channels count the same.
         layouts (`Sequence[RotaryLayout]`): layouts that keys may have. The one of the least expected error is taken,
             if that is clearly less than the first one's.
+        num_compared (`int`, *optional*): newest tokens with which layouts are compared.
     """
     number = 0
     if keys.is_meta:
         # Without data only the size of the format is known
         moments = None
     elif len(layouts) > 1:
-        first, energies = max(keys.shape[2] - _NUM_NEWEST, 0), []
+        first, energies = max(keys.shape[2] - num_compared, 0), []
         newest = keys[:, :, first:], valid[:, first:], moments, positions.after(first)
         for other in range(len(layouts)):
             # The variance of keys that hardly vary tells layouts apart, but says nothing of keys to come

@@ -85,14 +85,41 @@ def channels_of(layout: RotaryLayout, device: torch.device) -> tuple[torch.Tenso
         return partners.to(device), frequencies.to(device)
 
 
-def candidate_layouts(frequencies: tuple[float, ...] | None, head_dim: int) -> list[RotaryLayout]:
+@dataclass(frozen=True, slots=True)
+class RotaryEmbedding:
+    """
+    The rotary embedding of a layer, as its config has it.
+
+    Attributes:
+        frequencies (`tuple[float, ...]`): radians a token of every pair of channels; empty if none are known.
+        long_frequencies (`tuple[float, ...]`): those of longer texts, where they are others from the first token on.
+        has_sections (`bool`): True if pairs turn by a token's time, row or column (mRoPE), which are its index in text
+            but not in an image.
+    """
+
+    frequencies: tuple[float, ...] = ()
+    long_frequencies: tuple[float, ...] = ()
+    has_sections: bool = False
+
+    def layouts(self, head_dim: int) -> list[RotaryLayout]:
+        """List the layouts that keys may have; the last one rotates nothing."""
+        layouts = candidate_layouts(self.frequencies, head_dim)
+        if self.long_frequencies:
+            layouts[-1:] = candidate_layouts(self.long_frequencies, head_dim)
+        return layouts
+
+
+NOT_ROTATED = RotaryEmbedding()
+
+
+def candidate_layouts(frequencies: tuple[float, ...], head_dim: int) -> list[RotaryLayout]:
     """
     List the layouts that a model with these frequencies may have; the last one rotates nothing.
 
     If only some channels are rotated, these are the first ones or the last ones.
     """
     layouts = []
-    rotated = 2 * len(frequencies or ())
+    rotated = 2 * len(frequencies)
     if frequencies and rotated <= head_dim:
         for first in sorted({0, head_dim - rotated}):
             layouts += [RotaryLayout(frequencies, name, first, head_dim) for name in ("half-split", "interleaved")]

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvcache_plugins.infinigen import Calibration, InfiniGenCache
 from kvcache_plugins.infinigen.config import check_options as check_infinigen
 from kvcache_plugins.layers.policies import RowPolicy
-from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
+from kvcache_plugins.models.rotary_frequencies import rotary_embedding
 from kvcache_plugins.transform_coding.config import DEFAULT_NBITS, TransformCodingConfig
 
 
@@ -88,8 +88,7 @@ class InfiniGenTransformCache(InfiniGenCache):
 
     def _policy(self, config: PreTrainedConfig, index: int) -> RowPolicy:
         coding = replace(self._coding, num_sink_tokens=self.infinigen_config.sink)
-        longer = rotary_frequencies(config, index, is_long=True)
-        return coding.policy(rotary_frequencies(config, index), long_frequencies=longer)
+        return coding.policy(rotary_embedding(config, index))
 
 
 def check_options(*, key_nbits: float = KEY_NBITS, value_nbits: float = VALUE_NBITS, **options: Any) -> None:

@@ -1,8 +1,12 @@
-"""Frequencies of a model's rotary position embedding, from its config."""
+"""The rotary position embedding of a model's layers, from its config."""
+
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from kvcache_plugins.formats.rotary import NOT_ROTATED, RotaryEmbedding
 
 from .layer_config import config_of_layer, heads_of
 
@@ -12,12 +16,14 @@ from .layer_config import config_of_layer, heads_of
 _TYPES = {"linear", "llama3", "yarn", "proportional", "dynamic", "longrope"}
 
 
-def rotary_frequencies(config: PreTrainedConfig, layer_idx: int, *, is_long: bool = False) -> tuple[float, ...] | None:
-    """
-    Return the radians a token by which a layer rotates each pair of channels; `None` if it rotates none, or the config
-    does not say. If `is_long`, return those of texts that are longer than the training's, where they are others from
-    the first token on, and `None` everywhere else.
-    """
+# Models that turn pairs the other way
+_REVERSED = {"nanochat"}
+# GPT-J and CodeGen have no parameters but the number of channels
+_DEFAULT_BASE = 10000.0
+
+
+def rotary_embedding(config: PreTrainedConfig, layer_idx: int) -> RotaryEmbedding:
+    """Return the rotary embedding of a layer; one without frequencies if it has none, or the config does not say."""
     layer_config = config_of_layer(config, layer_idx)
     parameters = getattr(layer_config, "rope_parameters", None)
     layer_type = None
@@ -26,25 +32,45 @@ def rotary_frequencies(config: PreTrainedConfig, layer_idx: int, *, is_long: boo
         layer_type = layer_types[layer_idx]
         parameters = parameters[layer_type]
     if not isinstance(parameters, dict):
-        return None
+        rotated = getattr(layer_config, "rotary_dim", None)
+        return NOT_ROTATED if rotated is None else RotaryEmbedding(_geometric(_DEFAULT_BASE, rotated))
     rope_type = parameters.get("rope_type", "default")
-    if is_long and rope_type != "longrope":
-        return None
+    longer: tuple[float, ...] = ()
     if rope_type == "default":
-        base = parameters.get("rope_theta")
-        if base is None:
-            return None
-        # Multi-head latent attention rotates some channels alone, as a head of their own
-        head_dim = getattr(layer_config, "qk_rope_head_dim", None) or heads_of(layer_config).dim
-        rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-        exponents = torch.arange(0, rotated, 2, dtype=torch.float64, device="cpu") / rotated
-        # Models have them in float32
-        return tuple((1.0 / base**exponents).float().tolist())
-    if rope_type not in _TYPES or rope_type not in ROPE_INIT_FUNCTIONS:
-        return None
-    compute = ROPE_INIT_FUNCTIONS[rope_type]
-    length = parameters["original_max_position_embeddings"] + 1 if is_long else None
+        frequencies = _default_frequencies(layer_config, parameters)
+    elif rope_type in _TYPES and rope_type in ROPE_INIT_FUNCTIONS:
+        frequencies = _computed_frequencies(layer_config, rope_type, layer_type)
+        if rope_type == "longrope":
+            length = parameters["original_max_position_embeddings"] + 1
+            longer = _computed_frequencies(layer_config, rope_type, layer_type, length)
+    else:
+        return NOT_ROTATED
+    if layer_config.model_type in _REVERSED:
+        frequencies = tuple(-each for each in frequencies)
+    return RotaryEmbedding(frequencies, longer, has_sections="mrope_section" in parameters)
+
+
+def _default_frequencies(layer_config: PreTrainedConfig, parameters: dict[str, Any]) -> tuple[float, ...]:
+    base = parameters.get("rope_theta")
+    if base is None:
+        return ()
+    # Multi-head latent attention rotates some channels alone, as a head of their own
+    head_dim = getattr(layer_config, "qk_rope_head_dim", None) or heads_of(layer_config).dim
+    return _geometric(base, int(head_dim * parameters.get("partial_rotary_factor", 1.0)))
+
+
+def _geometric(base: float, num_channels: int) -> tuple[float, ...]:
+    exponents = torch.arange(0, num_channels, 2, dtype=torch.float64, device="cpu") / num_channels
+    # Models have them in float32
+    return tuple((1.0 / base**exponents).float().tolist())
+
+
+def _computed_frequencies(
+    layer_config: PreTrainedConfig, rope_type: str, layer_type: str | None, length: int | None = None
+) -> tuple[float, ...]:
+    """Compute frequencies by Transformers' function of a type, for texts of a length."""
     # These functions make some tensors on the default device instead of the given one
     with torch.device("cpu") as device:
+        compute = ROPE_INIT_FUNCTIONS[rope_type]
         frequencies: torch.Tensor = compute(layer_config, device, seq_len=length, layer_type=layer_type)[0]
     return tuple(frequencies.tolist())

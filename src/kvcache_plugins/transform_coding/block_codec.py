@@ -18,7 +18,8 @@ from kvcache_plugins.codecs.codec import Codec, CodecState, Sample
 from kvcache_plugins.files.records import Format, dump_record, load_record
 from kvcache_plugins.files.schema import FLOATS, Range, Stored
 from kvcache_plugins.formats.positions import Positions
-from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
+from kvcache_plugins.formats.rotary import NOT_ROTATED
+from kvcache_plugins.models.rotary_frequencies import rotary_embedding
 from kvcache_plugins.option_checks import check_integer, split_nbits
 from kvcache_plugins.registry import get_config
 
@@ -170,8 +171,8 @@ class BlockCodec:
         return block
 
     def _codec(self, layer_idx: int, head_dim: int) -> Codec:
-        frequencies = None if self._config is None else rotary_frequencies(self._config, layer_idx)
-        return PromptCodecs(self._options, frequencies)(head_dim, head_dim)
+        rotary = NOT_ROTATED if self._config is None else rotary_embedding(self._config, layer_idx)
+        return PromptCodecs(self._options, rotary)(head_dim, head_dim)
 
     def _pack_layer(self, layer_idx: int, states: torch.Tensor, start: int) -> PackedLayer:
         """Pack the states `[2, T, H, D]` of a layer."""

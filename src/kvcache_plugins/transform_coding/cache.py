@@ -14,11 +14,12 @@ from transformers.cache_utils import CacheLayerMixin
 from kvcache_plugins.files.atomic import RefusedFile
 from kvcache_plugins.files.records import Format
 from kvcache_plugins.formats.quantizer import NAME
+from kvcache_plugins.formats.rotary import NOT_ROTATED
 from kvcache_plugins.kernels.engine import has_gpu_kernels
 from kvcache_plugins.layers.layer_factory import replace_full_attention
 from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.layers.static_row_layer import StaticRowLayer
-from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
+from kvcache_plugins.models.rotary_frequencies import rotary_embedding
 from kvcache_plugins.option_checks import split_nbits
 from kvcache_plugins.packed.cache import ADVICE, PackedCache
 from kvcache_plugins.packed.snapshot import Snapshot
@@ -157,12 +158,11 @@ class TransformCodingCache(PackedCache):
     def _layer(self, layer_idx: int, config: PreTrainedConfig | None = None, window: int | None = None) -> RowLayer:
         options = self.cache_config
         codec = None
-        frequencies = None if config is None else rotary_frequencies(config, layer_idx)
+        rotary = NOT_ROTATED if config is None else rotary_embedding(config, layer_idx)
         # A layer with a window that the calibration does not have is fitted to its prompt
         if self.calibration is not None and (window is None or layer_idx in self.calibration.layers):
-            codec = self.calibration.codec(layer_idx, options.key_nbits, frequencies)
-        longer = None if config is None else rotary_frequencies(config, layer_idx, is_long=True)
-        policy = options.policy(frequencies, codec, longer)
+            codec = self.calibration.codec(layer_idx, options.key_nbits, rotary.frequencies)
+        policy = options.policy(rotary, codec)
         if window is None and (self._max_cache_len or has_gpu_kernels()):
             return StaticRowLayer(policy, layer_idx, self._given_mask, self._max_cache_len)
         return RowLayer(policy, layer_idx, self._given_mask, window)

@@ -176,7 +176,7 @@ class TransformCalibration(nn.Module):
     def __deepcopy__(self, memo: dict[int, object]) -> TransformCalibration:
         return self
 
-    def codec(self, layer_idx: int, nbits: float, frequencies: tuple[float, ...] | None) -> RowCodec:
+    def codec(self, layer_idx: int, nbits: float, frequencies: tuple[float, ...]) -> RowCodec:
         """
         Return the codec of a layer with `nbits` bits an element, on average over keys and values of all heads in
         layers with the same window. Raise a `ValueError` if the calibration lacks the layer, or has another rotary

@@ -6,7 +6,7 @@ from typing import Any
 from kvcache_plugins.codecs.codec import Codec
 from kvcache_plugins.codecs.prompt_codec import PromptCodec
 from kvcache_plugins.formats.quantizer import MAX_WIDTH, NAME, num_blocks
-from kvcache_plugins.formats.rotary import candidate_layouts
+from kvcache_plugins.formats.rotary import NOT_ROTATED, RotaryEmbedding
 from kvcache_plugins.layers.policies import RowPolicy
 from kvcache_plugins.layers.row_layer import DROP_STEP
 from kvcache_plugins.option_checks import check_choice, check_integer, check_number
@@ -88,23 +88,16 @@ class TransformCodingConfig:
         keys, values = (min(max(round(nbits * count), LEAST_BYTES), MAX_WIDTH * count) for count, nbits in blocks)
         return keys, values
 
-    def policy(
-        self,
-        frequencies: tuple[float, ...] | None = None,
-        fixed: Codec | None = None,
-        long_frequencies: tuple[float, ...] | None = None,
-    ) -> RowPolicy:
+    def policy(self, rotary: RotaryEmbedding = NOT_ROTATED, fixed: Codec | None = None) -> RowPolicy:
         """
         Make the policy of a layer.
 
         Args:
-            frequencies (`tuple[float, ...]`, *optional*): radians a token of every pair of channels in the keys'
-                rotary embedding.
+            rotary (`RotaryEmbedding`, *optional*): rotary embedding of keys.
             fixed (`Codec`, *optional*): codec of a calibration, which is not fitted to the prompt.
-            long_frequencies (`tuple[float, ...]`, *optional*): those of longer texts, where they are others.
         """
         return RowPolicy(
-            PromptCodecs(self, frequencies, long_frequencies),
+            PromptCodecs(self, rotary),
             shared_codec=fixed,
             residual_length=self.residual_length,
             num_sink_tokens=self.num_sink_tokens,
@@ -118,18 +111,12 @@ class TransformCodingConfig:
 
 @dataclass(frozen=True, slots=True)
 class PromptCodecs:
-    """
-    Factory of codecs that are fitted to a prompt, for keys with a rotary embedding of `frequencies`, or of
-    `long_frequencies` in longer texts.
-    """
+    """Factory of codecs that are fitted to a prompt, for keys with a rotary embedding."""
 
     config: TransformCodingConfig
-    frequencies: tuple[float, ...] | None
-    long_frequencies: tuple[float, ...] | None = None
+    rotary: RotaryEmbedding
 
     def __call__(self, key_dim: int, value_dim: int) -> PromptCodec:
-        layouts = candidate_layouts(self.frequencies, key_dim)
-        if self.long_frequencies is not None:
-            layouts[-1:] = candidate_layouts(self.long_frequencies, key_dim)
         sizes = self.config.code_bytes(key_dim, value_dim)
-        return PromptCodec((key_dim, value_dim), sizes, layouts)
+        layouts = self.rotary.layouts(key_dim)
+        return PromptCodec((key_dim, value_dim), sizes, layouts, compares_all=self.rotary.has_sections)

@@ -30,7 +30,7 @@ from kvcache_plugins.formats.rotary import RotaryLayout, candidate_layouts
 from kvcache_plugins.layers.layer_factory import replace_full_attention
 from kvcache_plugins.layers.query_recorder import DenseLayer, QueryRecordingLayer
 from kvcache_plugins.models.cache_argument import as_argument
-from kvcache_plugins.models.rotary_frequencies import rotary_frequencies
+from kvcache_plugins.models.rotary_frequencies import rotary_embedding
 
 
 # Number of key positions over which products of queries are averaged
@@ -140,7 +140,7 @@ def observe_window(
         model(window[:, :prefix_length], **as_argument(cache), use_cache=True)
     observed = {index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, QueryRecordingLayer)}
     for index, layer in observed.items():
-        _add_states(layer, rotary_frequencies(config, index), windows.get(index), num_sinks, sums, index)
+        _add_states(layer, rotary_embedding(config, index).frequencies, windows.get(index), num_sinks, sums, index)
     rest = window[:, prefix_length:].split(_NUM_TOGETHER, dim=1)
     for together in rest:
         for gradients in _gradients(model, together, cache, observed, num_draws, generator):
@@ -163,7 +163,7 @@ def _without_rotary(keys: torch.Tensor, layout: RotaryLayout, first: int) -> tor
 
 def _add_states(
     layer: QueryRecordingLayer,
-    frequencies: tuple[float, ...] | None,
+    frequencies: tuple[float, ...],
     window: int | None,
     num_sinks: int,
     sums: dict[int, LayerSums],
