@@ -336,10 +336,10 @@ def keep_attention(
     return KeptAttention(query, coded, dense, num_heads, query.shape[3] ** -0.5 if scale is None else scale)
 
 
-def prepare_push(state: PushState[RowFormat]) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
+def prepare_push(state: PushState[RowFormat]) -> Callable[[torch.Tensor, torch.Tensor, bool], None] | None:
     """
-    Prepare pushes of single tokens, keys and values `[B, H, 1, D or E]`, into a layer: a launch each, which decides
-    nothing on the host, so that graphs can replay it. Return `None` if no kernel encodes such states.
+    Prepare pushes of single tokens, keys and values `[B, H, 1, D or E]`, into a layer: a launch each, whether the tail
+    may be full or not. Return `None` if no kernel encodes such states.
     """
     keys, values = state.formats
     states = state.tail[0]
@@ -354,17 +354,18 @@ def prepare_push(state: PushState[RowFormat]) -> Callable[[torch.Tensor, torch.T
         launch = prepare_push_launch(state, codebooks, _signs_for(values, states), angles)
         kept = KeptLaunch(launch, ["new_keys_ptr", "new_values_ptr"])
 
-    def push(keys: torch.Tensor, values: torch.Tensor) -> None:
+    def push(keys: torch.Tensor, values: torch.Tensor, may_pack: bool = True) -> None:
         with torch.cuda.device_of(keys):
             kept(keys.to(states.dtype).contiguous(), values.to(states.dtype).contiguous())
 
     return push
 
 
-def prepare_group_push(state: GroupPushState) -> Callable[[torch.Tensor, torch.Tensor], None]:
+def prepare_group_push(state: GroupPushState) -> Callable[[torch.Tensor, torch.Tensor, bool], None]:
     """
     Prepare pushes of single tokens, keys and values `[B, H, 1, D or E]`, into a layer of chunks: the same launches for
-    each, so that graphs can replay them. See `explain_group_push` for chunks that no kernel packs.
+    each that may find a full tail, so that graphs can replay them. See `explain_group_push` for chunks that no kernel
+    packs.
     """
     states = state.tail[0]
     with torch.cuda.device_of(states):
@@ -372,9 +373,9 @@ def prepare_group_push(state: GroupPushState) -> Callable[[torch.Tensor, torch.T
         kept = [KeptLaunch(launch) for launch in first]
         pushing = KeptLaunch(last, ["new_keys_ptr", "new_values_ptr"])
 
-    def push(keys: torch.Tensor, values: torch.Tensor) -> None:
+    def push(keys: torch.Tensor, values: torch.Tensor, may_pack: bool = True) -> None:
         with torch.cuda.device_of(keys):
-            for launch in kept:
+            for launch in kept if may_pack else ():
                 launch()
             pushing(keys.to(states.dtype).contiguous(), values.to(states.dtype).contiguous())
 
