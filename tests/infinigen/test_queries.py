@@ -204,6 +204,7 @@ def test_equal_those_of_attention_in_every_layer(family, dtype, capture):
         ("llama", True, 0.0),
         ("gpt-neox", True, None),
         ("gemma3", True, 1.0),
+        ("qwen3", True, 0.0),
         ("cohere2", False, None),
         ("glm4", False, 0.0),
         ("ernie4.5", False, 0.0),
@@ -219,6 +220,8 @@ def test_single_queries_by_kernels_are_those_of_attention(family, rotates, offse
     made, captured = projections(model), capture(model)
     projection, seen = made[1], captured[1]
     assert projection._has_kernel == rotates
+    # Norms of heads are the kernel's too
+    assert (projection._norm_numbers is not None) == (family in ("gemma3", "qwen3"))
     embeddings = seen.position_embeddings
     last = None if embeddings is None else tuple(each[:, -1:] for each in embeddings)
     own = projection(seen.hidden_states[:, -1:], last)
@@ -227,7 +230,7 @@ def test_single_queries_by_kernels_are_those_of_attention(family, rotates, offse
     layer = model.get_decoder().get_submodule("h.1" if family == "gpt2" else "layers.1")
     norm = first_of(layer, ("input_layernorm", "ln_1"))
     fused, states = InputNorm(norm), torch.randn(2, 1, 64)
-    assert fused._offset == offset
+    assert (None if fused._numbers is None else fused._numbers.offset) == offset
     torch.testing.assert_close(fused(states), norm(states), atol=1e-6, rtol=1e-5)
 
 

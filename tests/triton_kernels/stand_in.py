@@ -108,12 +108,19 @@ def stand_in_driver(capability: int = 90) -> Iterator[StandIn]:
             function.device_caches.clear()
 
 
-def make_model(head_dim: int, num_layers: int = 1, dtype: torch.dtype = torch.float32, num_heads: int = 4) -> Any:
-    """A random Llama of two key/value heads."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+def make_model(
+    head_dim: int,
+    num_layers: int = 1,
+    dtype: torch.dtype = torch.float32,
+    num_heads: int = 4,
+    family: str = "llama",
+) -> Any:
+    """A random model of two key/value heads, by default a Llama."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"vocab_size": 32, "hidden_size": num_heads * head_dim, "intermediate_size": 64, "eos_token_id": None}
     heads = {"num_attention_heads": num_heads, "num_key_value_heads": 2, "num_hidden_layers": num_layers}
+    heads["head_dim"] = head_dim
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads)).eval().to(dtype)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **heads)).eval().to(dtype)

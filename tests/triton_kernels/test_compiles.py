@@ -49,6 +49,8 @@ GROUPS = {
 # with lengths that are read on the device
 COMBINATIONS = {"combine-d128": (128, SINGLE), "combine-d256-bfloat16": (256, BRAIN), "combine-d256": (256, SINGLE)}
 COMBINATIONS |= {"combine-d128-device": (128, BRAIN)}
+# Launches that make sums of states of those in a basis of each head, or of rotated values: head dim
+FINISHES = {"finish-basis-d128": 128, "finish-basis-d300": 300, "finish-rotation-d80": 80}
 # Head dim, bytes of a key's and of a value's codes, query's dtype, queries, mask's dtype, padding; those that begin
 # with a `c` are in calibrated bases
 ROWS = {
@@ -133,13 +135,13 @@ STEPS = {
     "step-d256-g8": (256, 8, BRAIN),
     "step-d80-g32": (80, 32, HALF),
 }
-VARIANTS = {**STEPS, **GROUPS, **COMBINATIONS, **ROWS, **CODING, **GROUP_PUSHES, **MOVES, **SCORES}
+VARIANTS = {**STEPS, **GROUPS, **COMBINATIONS, **FINISHES, **ROWS, **CODING, **GROUP_PUSHES, **MOVES, **SCORES}
 # By target. In daily tests one of each kernel: of groups without and with low rank, of rows without and with a basis
 DAILY = {
     "90": [
         *("kivi-2bit-d128", "gear-l-2bit-d128", "t16-d128", "c16-d64", "code-keys-d128", "code-values-d256"),
         *("push-d128", "gather-256", "gather-129", "write-256", "score-d128-g4", "score-8bit", "step-d128-g4"),
-        "group-push-gear-2bit-d128",
+        *("group-push-gear-2bit-d128", "finish-basis-d128"),
     ],
     "gfx942": ["kivi-2bit-d128"],
 }
@@ -151,7 +153,7 @@ LONG = {
         *("kcvt-2bit-d64", "kivi-2bit-d128", "gear-2bit-d64", "gear-2bit-d128", *_RANKS, *_CODING, *MOVES, *SCORES),
         *GROUP_PUSHES,
         *("t30-d128-rows16", "c16-d64", "t16-d256", "t16-d64-device", "c-d80-float32", "c-d128-float32", "c-d256"),
-        *STEPS,
+        *(*STEPS, *FINISHES),
     ],
     "86": ["kivi-2bit-d128", *COMBINATIONS, "t16-d64-device", "c16-d64-device", *_CODING],
     "120": ["kivi-2bit-d128", *_CODING],
@@ -163,6 +165,7 @@ LONG = {
             "combine-d256-bfloat16",
             "combine-d256",
             "combine-d128-device",
+            *FINISHES,
             *CODING,
             *GROUP_PUSHES,
             *MOVES,
@@ -241,6 +244,21 @@ def of_combination(name):
     partials = Partials(torch.empty(2, 8, 4, 128, head_dim), maximum, maximum)
     num_tokens = torch.empty(1, dtype=torch.int64) if name.endswith("device") else None
     yield "combine", *combining(partials, torch.empty(2, 8, 128, head_dim, dtype=dtype), num_tokens=num_tokens)
+
+
+def of_finish(name):
+    from kvcache_plugins.triton_kernels.attention.finish import Finish, prepare_finish
+    from kvcache_plugins.triton_kernels.attention.partials import Partials
+
+    head_dim = FINISHES[name]
+    maximum = torch.empty(2, 8, 4, 8)
+    if name.startswith("finish-basis"):
+        factors, vectors = torch.empty(8, head_dim), torch.empty(8, head_dim, head_dim, dtype=torch.int8)
+        finish = Finish(vectors, factors, factors, mean=torch.empty(1, 8, head_dim, dtype=HALF))
+    else:
+        finish = Finish(torch.empty(1, head_dim, 128, dtype=torch.int8), scale=0.25)
+    made = prepare_finish(Partials(torch.empty(2, 8, 4, 8, head_dim), maximum, maximum), finish, head_dim)
+    yield "finish", made.kernel, made.arguments, made.options
 
 
 def make_rows(head_dim, num_bytes, is_keys, is_calibrated, num_components=None):
@@ -430,6 +448,7 @@ def launches_of(name, is_packed):
         return of_groups(name, is_packed)
     kinds = {
         of_combination: COMBINATIONS,
+        of_finish: FINISHES,
         of_rows: ROWS,
         of_coding: CODING,
         of_group_push: GROUP_PUSHES,

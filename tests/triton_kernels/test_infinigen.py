@@ -215,6 +215,21 @@ def test_rotation_is_that_of_pytorch(dtype, batch, rotated):
     require_close(actual, torch.cat((turned, rest), dim=3), dtype)
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_rotation_follows_a_norm_of_heads(dtype, offset):
+    states, weight = randn(2, 1, 3 * 36, dtype=dtype), randn(36, seed=3, dtype=dtype)
+    cosines, sines = (randn(1, 1, 20, seed=seed, dtype=dtype) for seed in (1, 2))
+    heads = states.unflatten(2, (3, 36)).transpose(1, 2).double()
+    normed = torch.nn.functional.rms_norm(heads, (36,), weight.double() + offset, 1e-3)
+    own, rest = normed[..., :20], normed[..., 20:]
+    first, second = own.chunk(2, dim=3)
+    turned = own * cosines[:, None].double() + torch.cat((-second, first), dim=3) * sines[:, None].double()
+    given = (each.to(DEVICE) for each in (states, cosines, sines))
+    actual = prepare_rotation(*given, 36, weight.to(DEVICE), 1e-3, offset)()
+    require_close(actual, torch.cat((turned, rest), dim=3), dtype)
+
+
 # Channels of keys and values, padding of both sequences, exact first tokens
 ROWS = {
     "alike": ((32, 32), None, 4),

@@ -23,6 +23,8 @@ ATTENDED = ["attend_chosen_kernel", "merge_kernel"]
 CASES = {
     "infinigen": ["_scores_kernel", *CHOSEN, *ATTENDED],
     "infinigen-padded": ["_scores_kernel", *CHOSEN, *ATTENDED],
+    # Queries have a norm of their own, which the kernel that rotates them computes
+    "infinigen-query-norm": ["_scores_kernel", *CHOSEN, *ATTENDED],
     "infinigen-paper": ["score_columns_kernel", "count_kernel", *CHOSEN, *ATTENDED],
     "infinigen-transform": ["attend_kernel", *CHOSEN, "decode_rows_kernel", *ATTENDED],
 }
@@ -97,7 +99,8 @@ def check(name):
     from kvcache_plugins import InfiniGenCache, InfiniGenTransformCache
     from kvcache_plugins.infinigen.hooks import hooks_of
 
-    model = stand_in.make_model(64, NUM_LAYERS, torch.bfloat16)
+    family = "qwen3" if name == "infinigen-query-norm" else "llama"
+    model = stand_in.make_model(64, NUM_LAYERS, torch.bfloat16, family=family)
     is_padded = name == "infinigen-padded"
     options = {"alpha": 4.0, "partial_ratio": 0.3} if name == "infinigen-paper" else {}
     make_cache = InfiniGenTransformCache if name == "infinigen-transform" else InfiniGenCache

@@ -1,4 +1,4 @@
-"""Queries from a layer's input: its norm before their projection, and the rotary embedding behind it.
+"""Queries from a layer's input: its norm before their projection, their own norm and the rotary embedding behind it.
 
 Both compute in float32 and round once; a model may round in between.
 
@@ -39,10 +39,13 @@ def rms_norm_kernel(
 
 @triton.jit(do_not_specialize=["stride_b", "cosine_stride_b", "sine_stride_b"])
 def rotate_kernel(
-    states_ptr, stride_b, cosine_ptr, cosine_stride_b, sine_ptr, sine_stride_b, result_ptr, NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr, BLOCK: tl.constexpr,
+    states_ptr, stride_b, weight_ptr, epsilon, cosine_ptr, cosine_stride_b, sine_ptr, sine_stride_b, result_ptr,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the first `ROTATED` channels of one head, as halves that are paired, and copy the others."""
+    """
+    Norm one head if there is a weight, rotate its first `ROTATED` channels, as halves that are paired, and copy the
+    others.
+    """
     batch, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channels = tl.arange(0, BLOCK)
     in_use = channels < HEAD_DIM
@@ -52,6 +55,10 @@ def rotate_kernel(
     states_ptr += batch * stride_b + head * HEAD_DIM
     states = tl.load(states_ptr + channels, mask=in_use, other=0.0).to(tl.float32)
     others = tl.load(states_ptr + partners, mask=is_rotated, other=0.0).to(tl.float32)
+    if weight_ptr is not None:
+        factor = tl.rsqrt(tl.sum(states * states, axis=0) / HEAD_DIM + epsilon)
+        states *= factor * (tl.load(weight_ptr + channels, mask=in_use, other=0.0).to(tl.float32) + OFFSET)
+        others *= factor * (tl.load(weight_ptr + partners, mask=is_rotated, other=0.0).to(tl.float32) + OFFSET)
     cosines = tl.load(cosine_ptr + batch * cosine_stride_b + channels, mask=is_rotated, other=1.0).to(tl.float32)
     sines = tl.load(sine_ptr + batch * sine_stride_b + channels, mask=is_rotated, other=0.0).to(tl.float32)
     rotated = states * cosines + tl.where(is_first, -others, others) * sines
@@ -79,10 +86,19 @@ def prepare_rms_norm(states: torch.Tensor, weight: torch.Tensor, epsilon: float,
     return Launch(rms_norm_kernel, (states.shape[0],), arguments, {}, result)
 
 
-def prepare_rotation(states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, head_dim: int) -> Launch:
+def prepare_rotation(
+    states: torch.Tensor,
+    cosines: torch.Tensor,
+    sines: torch.Tensor,
+    head_dim: int,
+    weight: torch.Tensor | None = None,
+    epsilon: float = 0.0,
+    offset: float = 0.0,
+) -> Launch:
     """
     Prepare the launch that rotates states `[B, 1, H * D]`, whose last dimension is contiguous, by cosines and sines
-    `[B or 1, 1, R]`. The result is `[B, H, 1, D]`.
+    `[B or 1, 1, R]`. The result is `[B, H, 1, D]`. With a weight `[D]` it first norms every head, see
+    `prepare_rms_norm`.
     """
     batch_size, _, width = states.shape
     num_heads = width // head_dim
@@ -90,6 +106,8 @@ def prepare_rotation(states: torch.Tensor, cosines: torch.Tensor, sines: torch.T
     arguments = {
         "states_ptr": states,
         "stride_b": states.stride(0),
+        "weight_ptr": weight,
+        "epsilon": epsilon,
         "cosine_ptr": cosines,
         "cosine_stride_b": 0 if len(cosines) == 1 else cosines.stride(0),
         "sine_ptr": sines,
@@ -98,6 +116,7 @@ def prepare_rotation(states: torch.Tensor, cosines: torch.Tensor, sines: torch.T
         "NUM_HEADS": num_heads,
         "HEAD_DIM": head_dim,
         "ROTATED": cosines.shape[-1],
+        "OFFSET": offset,
         "BLOCK": triton.next_power_of_2(head_dim),
     }
     return Launch(rotate_kernel, (batch_size, num_heads), arguments, {"num_warps": 1}, result)

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcache_plugins.files.records import Format
+from kvcache_plugins.kernels.engine import has_gpu_kernels
 from kvcache_plugins.layers.group_layer import GroupLayer
 from kvcache_plugins.layers.layer_factory import replace_full_attention
 from kvcache_plugins.layers.static_group_layer import StaticGroupLayer
@@ -147,10 +148,10 @@ class GEARCache(PackedCache):
         return GroupLayer(self.cache_config.policy(), layer_idx, self._given_mask)
 
     def _layer(self, layer_idx: int, config: PreTrainedConfig | None = None) -> GroupLayer:
-        if self._max_cache_len is None:
-            layer = self._make_empty_layer(layer_idx)
-        else:
+        if self._max_cache_len or has_gpu_kernels():
             layer = StaticGroupLayer(self.cache_config.policy(), layer_idx, self._given_mask, self._max_cache_len)
+        else:
+            layer = self._make_empty_layer(layer_idx)
         layer.on_first_prompt = warm_up_for_prompt
         return layer
 

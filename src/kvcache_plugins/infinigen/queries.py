@@ -16,7 +16,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +25,10 @@ from transformers.pytorch_utils import Conv1D
 
 from kvcache_plugins.kernels.engine import choose_token_kernel, load_triton
 from kvcache_plugins.kernels.launch_keeper import LaunchKeeper
+
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 PROJECTION_NAMES = ("q_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv")
@@ -51,40 +55,52 @@ class UnknownQueriesError(ValueError):
     """Attention got other queries than a projection makes."""
 
 
-class InputNorm:
+class RootMeanSquare(NamedTuple):
     """
-    Norm of attention's input: one launch for a single token on a GPU if the module is a root mean square norm, which
-    its numbers show on the CPU before the module has hooks.
+    Numbers of a root mean square norm.
+
+    Args:
+        epsilon (`float`): number below the root, beside the mean of squares.
+        offset (`float`): number that is added to the weight.
     """
 
-    def __init__(self, module: nn.Module):
-        self._module = module
-        self._launches = LaunchKeeper()
-        self._epsilon: float | None = first_of(module, ("variance_epsilon", "eps"))
-        # Number that is added to the weight, if the kernel computes the norm
-        self._offset = self._find_offset()
+    epsilon: float
+    offset: float
 
-    def _find_offset(self) -> float | None:
-        weight = getattr(self._module, "weight", None)
-        if not _is_unhooked(self._module) or type(weight) is not nn.Parameter or weight.dim() != 1 or weight.is_meta:
+    @classmethod
+    def of(cls, module: nn.Module) -> "Self | None":
+        """Return the numbers of a module that is such a norm, which it shows on the CPU before it has hooks."""
+        weight, epsilon = getattr(module, "weight", None), first_of(module, ("variance_epsilon", "eps"))
+        if not _is_unhooked(module) or type(weight) is not nn.Parameter or weight.dim() != 1 or weight.is_meta:
             return None
-        if self._epsilon is None or getattr(self._module, "bias", None) is not None:
+        if epsilon is None or getattr(module, "bias", None) is not None:
             return None
-        module = copy.deepcopy(self._module).to("cpu", torch.float32)
+        module = copy.deepcopy(module).to("cpu", torch.float32)
         # Small, so that the number below the root counts
         states = 1e-3 * _any_numbers(1, 1, weight.shape[0])
         with torch.no_grad():
             normed = module(states)
-            plain = states * (states.square().mean() + self._epsilon).rsqrt()
+            plain = states * (states.square().mean() + epsilon).rsqrt()
             own = weight.to("cpu", torch.float32)
             offsets = (each for each in (0.0, 1.0) if torch.allclose(normed, plain * (own + each), 1e-4, 1e-6))
-            return next(offsets, None)
+            offset = next(offsets, None)
+        return None if offset is None else cls(epsilon, offset)
+
+
+class InputNorm:
+    """Norm of attention's input: one launch for a single token on a GPU if it is a root mean square norm."""
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+        self._launches = LaunchKeeper()
+        self._numbers = RootMeanSquare.of(module)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Norm states `[B, T, C]`."""
         weight = getattr(self._module, "weight", None)
+        numbers = self._numbers
         is_fused = (
-            self._offset is not None
+            numbers is not None
             and isinstance(weight, torch.Tensor)
             and states.shape[1] == 1
             and states.dtype == weight.dtype
@@ -94,12 +110,12 @@ class InputNorm:
         if not is_fused:
             normed: torch.Tensor = self._module(states)
             return normed
-        assert isinstance(weight, torch.Tensor)
+        assert isinstance(weight, torch.Tensor) and numbers is not None
         result = torch.empty_like(states)
         with torch.cuda.device_of(states):
             self._launches.run(
                 (states.shape, states.dtype, states.device),
-                lambda: load_triton().prepare_rms_norm(states, weight, self._epsilon, self._offset),
+                lambda: load_triton().prepare_rms_norm(states, weight, *numbers),
                 states_ptr=states,
                 weight_ptr=weight,
                 result_ptr=result,
@@ -140,6 +156,9 @@ class QueryProjection:
         self._module = module
         self._num_groups = self._count_groups(module, num_projected_heads)
         self._norm_stage = self._find_norm_stage()
+        # Norm of each head, if it is one that the kernel that rotates computes
+        is_of_heads = self._norm is not None and self._norm_stage == "split"
+        self._norm_numbers = RootMeanSquare.of(self._norm) if is_of_heads else None
         self._clip: float | None = first_of(module, ("clip_qkv",)) or getattr(layer_config, "clip_qkv", None)
 
         takes_positions = "position_embeddings" in parameters
@@ -256,26 +275,31 @@ class QueryProjection:
         return rotated.shape == expected.shape and torch.allclose(rotated, expected, 1e-4, 1e-6)
 
     def _rotates_by_kernel(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+        norm, numbers = self._norm, self._norm_numbers
         return (
             self._has_kernel
             and states.shape[1] == 1
-            and self._norm is None
+            and (norm is None or numbers is not None and _is_unhooked(norm) and norm.weight.shape == (self.head_dim,))
             and cos.shape[1:] == sin.shape[1:] == (1, self._rotary_size)
             and states.stride(2) == cos.stride(2) == sin.stride(2) == 1
             and choose_token_kernel(states)[0] == "triton"
         )
 
     def _rotated_by_kernel(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate projected states `[B, 1, H * D]` of single tokens: `[B, H, 1, D]`."""
+        """Norm and rotate projected states `[B, 1, H * D]` of single tokens: `[B, H, 1, D]`."""
         batch_size = len(states)
+        weight = None if self._norm is None else self._norm.weight
         result = states.new_empty(batch_size, self.num_heads, 1, self.head_dim)
         strides = [0 if len(each) == 1 else each.stride(0) for each in (cos, sin)]
         with torch.cuda.device_of(states):
             self._launches.run(
-                (states.shape, states.dtype, cos.dtype, states.device),
-                lambda: load_triton().prepare_rotation(states, cos, sin, self.head_dim),
+                (states.shape, states.dtype, cos.dtype, states.device, None if weight is None else weight.dtype),
+                lambda: load_triton().prepare_rotation(
+                    states, cos, sin, self.head_dim, weight, *(self._norm_numbers or ())
+                ),
                 states_ptr=states,
                 stride_b=states.stride(0),
+                **({} if weight is None else {"weight_ptr": weight}),
                 cosine_ptr=cos,
                 cosine_stride_b=strides[0],
                 sine_ptr=sin,

@@ -30,6 +30,7 @@ MAX_NUM_COMPILED_QUERIES = 32
 _OLDEST_TRITON = Version("3.5")
 
 
+@cache
 def load_triton() -> ModuleType:
     """Import `kernels.triton`, for callers that have chosen it: Triton may not be installed."""
     from kvcache_plugins.kernels import triton

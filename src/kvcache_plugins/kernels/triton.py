@@ -11,7 +11,7 @@ Legend: B batch, H key/value heads, T tokens, D head dim, R bytes of a row.
 import math
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from triton.runtime import driver
 
 from kvcache_plugins.formats.groups import QuantizedChunks
-from kvcache_plugins.formats.hadamard import hadamard_matrix, rotate, rotation_size
+from kvcache_plugins.formats.hadamard import hadamard_matrix, rotation_size
 from kvcache_plugins.formats.parts import DensePart, GroupPart, PagedRowPart, Part, RowPart, SelectableRows
 from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.formats.quantizer import COEFFICIENTS, MAX_WIDTH, level_gains, level_tables
@@ -29,6 +29,7 @@ from kvcache_plugins.triton_kernels.arithmetic import has_pairs
 from kvcache_plugins.triton_kernels.attention.attend import prepare_groups
 from kvcache_plugins.triton_kernels.attention.combine import prepare_combination
 from kvcache_plugins.triton_kernels.attention.dense_part import DensePart as KernelDensePart
+from kvcache_plugins.triton_kernels.attention.finish import Finish, prepare_finish
 from kvcache_plugins.triton_kernels.attention.partials import Partials
 from kvcache_plugins.triton_kernels.gather import as_words, gather_rows, page_addresses, prepare_move, write_rows
 from kvcache_plugins.triton_kernels.group_packing.launches import GroupPushState, explain_limits
@@ -132,25 +133,31 @@ def attend(query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: fl
     # Launches go to the current device, which may be another than the layer's
     with torch.cuda.device_of(query):
         steps = [prepare_part(rows, part, scale) for part in coded]
-        output: torch.Tensor = _prepare_end([step.finished(step.launch()) for step in steps], dense, rows, scale)()
+        output: torch.Tensor = _prepare_end([step() for step in steps], dense, rows, scale)()
     return output.reshape(batch_size, num_query_heads, num_queries, -1)
 
 
 class PartStep(NamedTuple):
     """
-    The launch of attention over a stored part.
+    The launches of attention over a stored part.
 
     Args:
         launch (`Launch`): the launch that writes partial results.
-        finish (`Callable`, *optional*): computes outputs `[B, H, splits, rows, value D]` from its outputs and totals.
+        finish (`Launch`, *optional*): makes sums of states of them, if values are in a basis, rotated or less a mean.
     """
 
     launch: Launch
-    finish: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    finish: Launch | None = None
 
-    def finished(self, partials: Partials) -> Partials:
-        """Return partial results in the form in which they are merged."""
-        return partials if self.finish is None else partials._replace(output=self.finish(*partials[::2]))
+    @property
+    def launches(self) -> list[Launch]:
+        """Both in their order."""
+        return [self.launch] if self.finish is None else [self.launch, self.finish]
+
+    def __call__(self) -> Partials:
+        """Launch, and return partial results in the form in which they are merged."""
+        *_, partials = (launch() for launch in self.launches)
+        return partials
 
 
 def score_rows(query: torch.Tensor, tokens: SelectableRows) -> torch.Tensor:
@@ -222,7 +229,12 @@ def prepare_part(
         arguments["num_chunks"] = -(-part.length // part.keys.chunk_length)
         arguments["num_tokens"] = part.num_tokens
         launch = prepare_groups(rows, part.keys, part.values, **arguments)
-        return PartStep(launch, (lambda output, _: rotate(output)) if part.values.is_rotated else None)
+        if not part.values.is_rotated:
+            return PartStep(launch)
+        head_dim = part.values.head_dim
+        signs = _natural_signs(head_dim, torch.int8, rows.device)[None]
+        finish = Finish(signs, scale=rotation_size(head_dim) ** -0.5)
+        return PartStep(launch, prepare_finish(launch.result, finish, head_dim))
     keys, values = part.formats
     assert keys.rope is not None, "formats of keys have a rotary layout"
     padding, first = part.positions.padding, part.positions.first
@@ -233,22 +245,15 @@ def prepare_part(
         CodedRows(own, row_format, codebook_of(row_format.is_weighted, rows.device).coefficients)
         for own, row_format in ((part.keys, keys), (part.values, keys if only_scores else values))
     )
-    finish = None if values.basis is None and values.mean is None else partial(_combine, values)
     arguments["num_tokens"] = part.num_tokens
-    return PartStep(prepare_rows(rows, coded_keys, coded_values, angles, **arguments, only_scores=only_scores), finish)
-
-
-def _combine(row_format: RowFormat, sums: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """
-    Compute weighted sums of states `[B, H, ..., D]` from weighted sums of their numbers `[B, H, ..., K]`, in the basis
-    or less the mean and rotated back, and from the sums of weights `[B, H, ...]`.
-    """
-    states = sums.flatten(2, -2)
-    if row_format.basis is not None:
-        states = row_format.basis.states(states)
-    if row_format.mean is not None:
-        states = states + weights.flatten(2)[..., None] * row_format.mean.float()[:, :, None]
-    return states.reshape(*sums.shape[:-1], row_format.head_dim)
+    launch = prepare_rows(rows, coded_keys, coded_values, angles, **arguments, only_scores=only_scores)
+    basis = values.basis
+    if only_scores or basis is None and values.mean is None:
+        return PartStep(launch)
+    finish = Finish(mean=values.mean)
+    if basis is not None:
+        finish = Finish(basis.vectors, basis.steps, basis.factors, mean=values.mean)
+    return PartStep(launch, prepare_finish(launch.result, finish, values.head_dim))
 
 
 def _prepare_end(partials: Sequence[Partials], dense: Sequence[DensePart], rows: torch.Tensor, scale: float) -> Launch:
@@ -282,32 +287,28 @@ class KeptAttention:
         with torch.cuda.device_of(query):
             self._steps = [prepare_part(rows, part, scale) for part in coded]
             self._attending = [KeptLaunch(step.launch, ["query_ptr"]) for step in self._steps]
-        # Outputs that are finished between the launches are another tensor every time
-        self._finished = [number for number, step in enumerate(self._steps) if step.finish is not None]
+            self._finishing = [KeptLaunch(step.finish) for step in self._steps if step.finish is not None]
         self._keep_end()
 
     def _keep_end(self) -> None:
-        outputs = (f"output_{number}_ptr" for number in self._finished)
         with torch.cuda.device_of(self._rows):
-            partials = [step.finished(step.launch.result) for step in self._steps]
+            partials = [step.launches[-1].result for step in self._steps]
             end = _prepare_end(partials, self._dense, self._rows, self._scale)
-            self._combining = KeptLaunch(
-                end, ["query_ptr", "result_ptr", f"num_tokens_{len(self._dense) - 1}", *outputs]
-            )
+            self._combining = KeptLaunch(end, ["query_ptr", "result_ptr", f"num_tokens_{len(self._dense) - 1}"])
         self._result_shape = *self._query_kind[0][:3], end.result.shape[3]
 
     def __call__(self, query: torch.Tensor, length: int | None = None) -> torch.Tensor:
         """Attend, with `length` tokens of the last dense part, or all of them."""
         if query.data_ptr() % ALIGNMENT or not query.is_contiguous():
             query = query.clone(memory_format=torch.contiguous_format)
-        steps = self._steps
         result = query.new_empty(self._result_shape)
         length = self._dense[-1].length if length is None else length
         with torch.cuda.device_of(query):
             for launch in self._attending:
                 launch(query)
-            outputs = (steps[number].finished(self._attending[number].result).output for number in self._finished)
-            self._combining(query, result, length, *outputs)
+            for launch in self._finishing:
+                launch()
+            self._combining(query, result, length)
         return result
 
     def attend(self, query: torch.Tensor, scale: float | None, tail: GrowingStates) -> torch.Tensor | None:
@@ -336,10 +337,10 @@ def keep_attention(
     return KeptAttention(query, coded, dense, num_heads, query.shape[3] ** -0.5 if scale is None else scale)
 
 
-def prepare_push(state: PushState[RowFormat]) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
+def prepare_push(state: PushState[RowFormat]) -> Callable[[torch.Tensor, torch.Tensor, bool], None] | None:
     """
-    Prepare pushes of single tokens, keys and values `[B, H, 1, D or E]`, into a layer: a launch each, which decides
-    nothing on the host, so that graphs can replay it. Return `None` if no kernel encodes such states.
+    Prepare pushes of single tokens, keys and values `[B, H, 1, D or E]`, into a layer: a launch each, whether the tail
+    may be full or not. Return `None` if no kernel encodes such states.
     """
     keys, values = state.formats
     states = state.tail[0]
@@ -354,17 +355,18 @@ def prepare_push(state: PushState[RowFormat]) -> Callable[[torch.Tensor, torch.T
         launch = prepare_push_launch(state, codebooks, _signs_for(values, states), angles)
         kept = KeptLaunch(launch, ["new_keys_ptr", "new_values_ptr"])
 
-    def push(keys: torch.Tensor, values: torch.Tensor) -> None:
+    def push(keys: torch.Tensor, values: torch.Tensor, may_pack: bool = True) -> None:
         with torch.cuda.device_of(keys):
             kept(keys.to(states.dtype).contiguous(), values.to(states.dtype).contiguous())
 
     return push
 
 
-def prepare_group_push(state: GroupPushState) -> Callable[[torch.Tensor, torch.Tensor], None]:
+def prepare_group_push(state: GroupPushState) -> Callable[[torch.Tensor, torch.Tensor, bool], None]:
     """
     Prepare pushes of single tokens, keys and values `[B, H, 1, D or E]`, into a layer of chunks: the same launches for
-    each, so that graphs can replay them. See `explain_group_push` for chunks that no kernel packs.
+    each that may find a full tail, so that graphs can replay them. See `explain_group_push` for chunks that no kernel
+    packs.
     """
     states = state.tail[0]
     with torch.cuda.device_of(states):
@@ -372,9 +374,9 @@ def prepare_group_push(state: GroupPushState) -> Callable[[torch.Tensor, torch.T
         kept = [KeptLaunch(launch) for launch in first]
         pushing = KeptLaunch(last, ["new_keys_ptr", "new_values_ptr"])
 
-    def push(keys: torch.Tensor, values: torch.Tensor) -> None:
+    def push(keys: torch.Tensor, values: torch.Tensor, may_pack: bool = True) -> None:
         with torch.cuda.device_of(keys):
-            for launch in kept:
+            for launch in kept if may_pack else ():
                 launch()
             pushing(keys.to(states.dtype).contiguous(), values.to(states.dtype).contiguous())
 

@@ -35,8 +35,8 @@ from .torch_contexts import without_caller_contexts
 AnySegment = TypeVar("AnySegment", bound=Segment[Any])
 # Parts that the device can count the tokens of
 CountedPart = DensePart | GroupPart | RowPart
-# Launches that store a token, keys and values `[B, H, 1, D]`
-Push = Callable[[torch.Tensor, torch.Tensor], None]
+# Launches that store a token, keys and values `[B, H, 1, D]`; the last argument is False if the tail has room for it
+Push = Callable[[torch.Tensor, torch.Tensor, bool], None]
 
 
 @dataclass(frozen=True)
@@ -157,16 +157,16 @@ class DevicePlan(StepPlan, Generic[AnySegment]):
         self.counters.copy_(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
 
     def push(self, tail: ExactTail, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """See `StepPlan.push`: by the same launches every time, packing included. The host counts along."""
-        self.push_uncounted(keys, values)
+        """See `StepPlan.push`. The host counts along, and leaves out launches that only a full tail needs."""
+        self._push(keys, values, tail.length == self.limit)
         on_push = self._on_push()
         assert on_push is not None
         on_push()
         return True
 
     def push_uncounted(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store a token `[B, H, 1, D]`, which the host does not count: a graph may replay it."""
-        self._push(keys, values)
+        """Store a token `[B, H, 1, D]`, which the host does not count, by all launches: a graph may replay them."""
+        self._push(keys, values, True)
 
     def attend(self, query: torch.Tensor, scale: float | None, tail: ExactTail) -> torch.Tensor | None:
         if query.shape[2] != 1:
