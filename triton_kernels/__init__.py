@@ -28,6 +28,7 @@ _MODULES = {
     "transform_coding.code_rows": ("prepare_coding",),
     "transform_coding.launches": ("Codebook", "CodedRows", "PushState", "RotaryAngles"),
     "transform_coding.push": ("prepare_push",),
+    "transform_coding.step": ("RowSegment", "prepare_step"),
 }
 __all__ = [name for names in _MODULES.values() for name in names]
 

@@ -77,6 +77,14 @@ ROWS |= BASES
 # With lengths that are read on the device
 ROWS |= {f"{name}-device": ROWS[name] for name in ("t16-d64", "t16-d128", "c16-d64")}
 ROWS |= {f"{name}-scores": ROWS[name] for name in ("t16-d128", "c16-d64")}
+# Whole steps over rows: head dim, queries, their dtype
+ROW_STEPS = {
+    "row-step-d64": (64, 3, BRAIN),
+    "row-step-d128": (128, 4, BRAIN),
+    "row-step-d128-rows16": (128, 16, HALF),
+    "row-step-d128-float32": (128, 4, SINGLE),
+    "row-step-d256": (256, 4, BRAIN),
+}
 # Head dim, bytes of codes, dtype of the states
 CODING = {
     "code-keys-d64": (64, 32, BRAIN),
@@ -135,7 +143,18 @@ STEPS = {
     "step-d256-g8": (256, 8, BRAIN),
     "step-d80-g32": (80, 32, HALF),
 }
-VARIANTS = {**STEPS, **GROUPS, **COMBINATIONS, **FINISHES, **ROWS, **CODING, **GROUP_PUSHES, **MOVES, **SCORES}
+VARIANTS = {
+    **STEPS,
+    **GROUPS,
+    **COMBINATIONS,
+    **FINISHES,
+    **ROWS,
+    **ROW_STEPS,
+    **CODING,
+    **GROUP_PUSHES,
+    **MOVES,
+    **SCORES,
+}
 # By target. In daily tests one of each kernel: of groups without and with low rank, of rows without and with a basis
 DAILY = {
     "90": [
@@ -304,6 +323,29 @@ def of_rows(name):
     yield "attend", made.kernel, made.arguments, made.options
 
 
+def of_row_step(name):
+    """A step over older and recent rows and two exact parts, with lengths that are read on the device."""
+    from kvcache_plugins.triton_kernels.attention.dense_part import DensePart
+    from kvcache_plugins.triton_kernels.transform_coding.step import RowSegment, prepare_step
+
+    head_dim, num_queries, dtype = ROW_STEPS[name]
+    num_blocks = head_dim // 8
+    keys, values = (
+        make_rows(head_dim, size, is_keys, is_calibrated=False)
+        for size, is_keys in ((19 * num_blocks // 8, True), (2 * num_blocks, False))
+    )
+    finer = [each._replace(layout=each.layout.with_more_bits(2)) for each in (keys, values)]
+    finer = [each._replace(rows=torch.empty(2, 8, 136, each.layout.row_size, dtype=torch.uint8)) for each in finer]
+    count = torch.empty(1, dtype=torch.int64)
+    offset = torch.zeros(2, dtype=torch.int64)
+    segments = [RowSegment(keys, values, 4, 1000, count), RowSegment(*finer, 2000, 136, count, offset)]
+    states = torch.empty(2, 8, 100, head_dim, dtype=dtype)
+    query = torch.empty(2, 8, num_queries, head_dim, dtype=dtype)
+    exact = [DensePart(states, states, num_tokens=count)] * 2
+    made = prepare_step(query, segments, make_angles(head_dim), exact, scale=0.1, packed=True, num_sms=132)
+    yield "attend", made.kernel, made.arguments, made.options
+
+
 def of_coding(name):
     from kvcache_plugins.triton_kernels.transform_coding.attend import block_channels
     from kvcache_plugins.triton_kernels.transform_coding.code_rows import prepare_coding
@@ -450,6 +492,7 @@ def launches_of(name, is_packed):
         of_combination: COMBINATIONS,
         of_finish: FINISHES,
         of_rows: ROWS,
+        of_row_step: ROW_STEPS,
         of_coding: CODING,
         of_group_push: GROUP_PUSHES,
         of_step: STEPS,

@@ -249,8 +249,10 @@ def check(name, num_steps):
     from kvcache_plugins.triton_kernels.transform_coding.attend_kernel import attend_kernel
     from kvcache_plugins.triton_kernels.transform_coding.code_rows import code_rows_kernel
     from kvcache_plugins.triton_kernels.transform_coding.push import push_kernel
+    from kvcache_plugins.triton_kernels.transform_coding.step_kernel import step_kernel
 
-    kernels = {each.fn.__name__: each for each in (attend_kernel, combine_kernel, code_rows_kernel, push_kernel)}
+    used = (attend_kernel, combine_kernel, code_rows_kernel, push_kernel, step_kernel)
+    kernels = {each.fn.__name__: each for each in used}
     options, padding, _, is_calibrated = CASES[name]
     model, launches, steps, compiled = make_model(64, 2, torch.bfloat16), [], [], []
     cache = make_cache(model, is_calibrated, **options)
@@ -293,8 +295,10 @@ def check(name, num_steps):
         attend_to(1)
         assert all(layer._pushes_on_device for layer in cache.layers)
     first_launches, first_operations = steps[1]
+    # Rows in bases, and of three segments, are a launch each, and another merges
     parts = 1 + bool(options["recent_length"]) + (name == "forked")
-    names = ["push_kernel", *parts * ["attend_kernel"], "combine_kernel"]
+    apart = [*parts * ["attend_kernel"], "combine_kernel"]
+    names = ["push_kernel", *(apart if is_calibrated or name == "forked" else ["step_kernel"])]
     assert [kernel for kernel, _ in first_launches] == 2 * names
     assert len({*compiled}) == 1, compiled
     # All that stays is written by kernels, whose arguments are the same

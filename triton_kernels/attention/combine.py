@@ -174,7 +174,7 @@ def prepare_combination(
         **block_arguments(0, blocks),
         **block_arguments(1, blocks),
         **block_arguments(2, blocks),
-        **_parts_arguments(exact_parts, num_heads, num_rows),
+        **parts_arguments(exact_parts, num_heads, num_rows),
         "num_heads": num_heads,
         "num_rows": num_rows,
         "scale": scale,
@@ -201,7 +201,7 @@ def prepare_combination(
     return Launch(combine_kernel, grid, arguments, options, result)
 
 
-def _parts_arguments(parts: Sequence[DensePart], num_heads: int, num_rows: int) -> dict[str, object]:
+def parts_arguments(parts: Sequence[DensePart], num_heads: int, num_rows: int) -> dict[str, object]:
     """List the launch's arguments of all exact parts; one that is alone is given twice, and counts once."""
     if not parts:
         return {**part_arguments(0, None, num_heads, num_rows), **part_arguments(1, None, num_heads, num_rows)}

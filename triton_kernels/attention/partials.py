@@ -65,24 +65,62 @@ def merge_splits(
     VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Carry output, maximum and total of the online softmax on through the splits of one compressed block."""
-    value_channels = first_channel + tl.arange(0, BLOCK_V)
     first_split = tl.program_id(0).to(tl.int64) * num_splits
     for block in range(0, num_splits, BLOCK_S):
         splits = block + tl.arange(0, BLOCK_S)
-        in_use = (splits < num_splits)[:, None] & (rows < num_rows)[None, :]
-        offsets = (first_split + splits)[:, None] * num_rows + rows[None, :]
-        maxima = tl.load(maximum_ptr + offsets, mask=in_use, other=float("-inf"))
-        totals = tl.load(total_ptr + offsets, mask=in_use, other=0.0)
-        outputs = tl.load(
-            output_ptr + offsets[:, :, None] * VALUE_DIM + value_channels[None, None, :],
-            mask=in_use[:, :, None] & (value_channels < VALUE_DIM)[None, None, :],
-            other=0.0,
-        )
-        new_maximum = tl.maximum(maximum, tl.max(maxima, axis=0))
-        reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weights = tl.exp2(maxima - reference[None, :])
-        decay = tl.exp2(maximum - reference)
-        total = total * decay + tl.sum(totals * weights, axis=0)
-        output = output * decay[:, None] + tl.sum(outputs * weights[:, :, None], axis=0)
-        maximum = new_maximum
+        # fmt: off
+        output, maximum, total = _merge_block(
+            output, maximum, total, output_ptr, maximum_ptr, total_ptr, first_split + splits, splits < num_splits,
+            rows, num_rows, first_channel, VALUE_DIM, BLOCK_V)
+        # fmt: on
     return output, maximum, total
+
+
+@triton.jit
+def merge_places(
+    output_ptr, maximum_ptr, total_ptr, first_place, count, num_first, distance, rows, num_rows,
+    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """
+    Merge what `count` splits have stored, the first `num_first` from `first_place` on and the others `distance` places
+    behind them, to attention `[rows, BLOCK_V]`.
+    """
+    maximum = tl.full([rows.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([rows.shape[0]], tl.float32)
+    output = tl.zeros([rows.shape[0], BLOCK_V], tl.float32)
+    for block in range(0, count, BLOCK_S):
+        splits = block + tl.arange(0, BLOCK_S)
+        places = first_place + splits + tl.where(splits < num_first, 0, distance)
+        # fmt: off
+        output, maximum, total = _merge_block(
+            output, maximum, total, output_ptr, maximum_ptr, total_ptr, places, splits < count, rows, num_rows, 0,
+            VALUE_DIM, BLOCK_V)
+        # fmt: on
+    return output / tl.where(total > 0, total, 1.0)[:, None]
+
+
+@triton.jit
+def _merge_block(
+    output, maximum, total, output_ptr, maximum_ptr, total_ptr, places, place_in_use, rows, num_rows, first_channel,
+    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Carry output, maximum and total of the online softmax on through splits at some places."""
+    value_channels = first_channel + tl.arange(0, BLOCK_V)
+    in_use = place_in_use[:, None] & (rows < num_rows)[None, :]
+    offsets = places[:, None] * num_rows + rows[None, :]
+    # Other programs of a launch may have stored them: caches of a multiprocessor are passed by
+    maxima = tl.load(maximum_ptr + offsets, mask=in_use, other=float("-inf"), cache_modifier=".cg")
+    totals = tl.load(total_ptr + offsets, mask=in_use, other=0.0, cache_modifier=".cg")
+    outputs = tl.load(
+        output_ptr + offsets[:, :, None] * VALUE_DIM + value_channels[None, None, :],
+        mask=in_use[:, :, None] & (value_channels < VALUE_DIM)[None, None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    new_maximum = tl.maximum(maximum, tl.max(maxima, axis=0))
+    reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    weights = tl.exp2(maxima - reference[None, :])
+    decay = tl.exp2(maximum - reference)
+    total = total * decay + tl.sum(totals * weights, axis=0)
+    output = output * decay[:, None] + tl.sum(outputs * weights[:, :, None], axis=0)
+    return output, new_maximum, total

@@ -26,14 +26,14 @@ from .launches import CodedRows, RotaryAngles
 
 # The work of a program before and after its tiles is that of two tiles. With 512 tokens half of an
 # H100's multiprocessors have nothing to do of 4096 tokens and eight heads
-_MIN_TOKENS_PER_SPLIT = 128
-_PROGRAMS_PER_SM = 2
+MIN_TOKENS_PER_SPLIT = 128
+PROGRAMS_PER_SM = 2
 _MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS = 8, 16
 # Channels up to which a tile of 64 tokens and the angles of its offsets fit into registers
 _MOST_CHANNELS = 128
 _BLOCK_CHANNELS = 16
 # Of a key's channel, over its mean, where numbers are halves and where they are float32
-_LEAST_DEVIATION = (2.0**-11, 1e-6)
+LEAST_DEVIATION = (2.0**-11, 1e-6)
 
 
 def prepare_rows(
@@ -85,7 +85,7 @@ def prepare_rows(
     num_keys = block_channels(key_layout.num_coefficients)
     num_values = block_channels(values.layout.num_coefficients)
     widest = max(num_channels, num_values) if basis is None else num_channels
-    block_rows, block_tokens, num_warps = _tile_shape(
+    block_rows, block_tokens, num_warps = tile_shape(
         widest, num_rows, has_basis=basis is not None, is_float32=is_float32
     )
     # Where keys are multiplied with two channels of queries, few queries are one operand with both
@@ -94,9 +94,9 @@ def prepare_rows(
     num_row_blocks = triton.cdiv(num_rows, block_queries)
     num_programs = batch_size * num_heads * num_row_blocks
     num_tiles = triton.cdiv(length, block_tokens)
-    num_slots = _PROGRAMS_PER_SM * (num_sms or device_num_sms(query.device))
+    num_slots = PROGRAMS_PER_SM * (num_sms or device_num_sms(query.device))
     tiles_per_split = num_split_tiles(
-        num_tiles, num_programs, num_slots, triton.cdiv(_MIN_TOKENS_PER_SPLIT, block_tokens)
+        num_tiles, num_programs, num_slots, triton.cdiv(MIN_TOKENS_PER_SPLIT, block_tokens)
     )
     num_splits = triton.cdiv(num_tiles, tiles_per_split)
     if only_scores:
@@ -126,13 +126,10 @@ def prepare_rows(
         "scale": scale,
         "KEY_DIM": key_layout.head_dim,
         "BASIS": basis is not None,
-        # Widths of values without a basis are the same but for one bit, which all blocks have or none here
-        "TWO_BITS": packed
-        and not (is_float32 or values.layout.basis is not None)
-        and values.layout.row_size == 1 + num_values // 4,
+        "TWO_BITS": packed and not is_float32 and has_two_bits(values, num_values),
         "PADDED": padding is not None,
         "SCORES": only_scores,
-        "LEAST_DEVIATION": _LEAST_DEVIATION[is_float32],
+        "LEAST_DEVIATION": LEAST_DEVIATION[is_float32],
         "DTYPE": tl.float32 if is_float32 else tl.float16,
         "PAIRS": packed and not is_float32,
         "BLOCK_Q": block_queries,
@@ -177,6 +174,12 @@ def angle_arguments(angles: RotaryAngles | None) -> dict[str, object]:
     }
 
 
+def has_two_bits(values: CodedRows, num_values: int) -> bool:
+    """Return True if all codes of values, so many with those of no channel, have two bits."""
+    # Widths of values without a basis are the same but for one bit, which all blocks have or none here
+    return values.layout.basis is None and values.layout.row_size == 1 + num_values // 4
+
+
 def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
@@ -189,7 +192,7 @@ def block_channels(head_dim: int) -> int:
 def shared_bytes(head_dim: int, num_keys: int, num_values: int, *, is_float32: bool) -> int:
     """Bound the shared memory of a program, in bytes, by numbers of a key and of a value in their bases."""
     num_keys, num_values, num_pairs = map(block_channels, (num_keys, num_values, (head_dim + 1) // 2))
-    num_rows, num_tokens, _ = _tile_shape(2 * num_pairs, 1, has_basis=True, is_float32=is_float32)
+    num_rows, num_tokens, _ = tile_shape(2 * num_pairs, 1, has_basis=True, is_float32=is_float32)
     # Of halves first channels of pairs make room for second ones, and queries are operands in registers
     num_kept, num_queried = (2 * num_pairs, num_rows * num_pairs) if is_float32 else (num_pairs, 0)
     numbers = 2 * num_pairs * num_keys + num_tokens * max(num_kept, num_keys, num_values) + num_queried
@@ -197,7 +200,7 @@ def shared_bytes(head_dim: int, num_keys: int, num_values: int, *, is_float32: b
     return (4 if is_float32 else 2) * numbers + 2048
 
 
-def _tile_shape(num_channels: int, num_rows: int, *, has_basis: bool, is_float32: bool) -> tuple[int, int, int]:
+def tile_shape(num_channels: int, num_rows: int, *, has_basis: bool, is_float32: bool) -> tuple[int, int, int]:
     """Rows and tokens of a tile, and warps that share it."""
     if has_basis:
         # A product with few columns is the same work for every four warps

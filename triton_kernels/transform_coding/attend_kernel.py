@@ -68,6 +68,34 @@ def attend_kernel(
                 VALUE_CODED)
             # fmt: on
             return
+    # fmt: off
+    attend_split(
+        tl.program_id(1), matrix, batch, head, query_rows, rows, row_in_use, query_ptr, query_stride_b, query_stride_h,
+        query_stride_r, mask_ptr, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_t, output_ptr, maximum_ptr,
+        total_ptr, key_rows_ptr, key_rows_stride_b, key_rows_stride_h, key_width_ptr, key_coefficient_ptr,
+        key_order_ptr, key_mean_ptr, key_deviation_ptr, basis_ptr, step_ptr, factor_ptr, value_rows_ptr,
+        value_rows_stride_b, value_rows_stride_h, value_width_ptr, value_coefficient_ptr, value_deviation_ptr,
+        partner_ptr, near_ptr, far_ptr, padding_ptr, num_rows, num_queries, position, length, tokens_per_split, scale,
+        KEY_DIM, KEY_CODED, VALUE_CODED, KEY_ROW_SIZE, VALUE_ROW_SIZE, NUM_NEAR, BASIS, ROTARY, TWO_BITS, PADDED,
+        MASK, SCORES, LEAST_DEVIATION, DTYPE, PAIRS, BLOCK_R, BLOCK_T, BLOCK_D, BLOCK_K, BLOCK_V, VALUE_ROTATION)
+    # fmt: on
+
+
+@triton.jit
+def attend_split(
+    split, matrix, batch, head, query_rows, rows, row_in_use, query_ptr, query_stride_b, query_stride_h,
+    query_stride_r, mask_ptr, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_t, output_ptr, maximum_ptr,
+    total_ptr, key_rows_ptr, key_rows_stride_b, key_rows_stride_h, key_width_ptr, key_coefficient_ptr, key_order_ptr,
+    key_mean_ptr, key_deviation_ptr, basis_ptr, step_ptr, factor_ptr, value_rows_ptr, value_rows_stride_b,
+    value_rows_stride_h, value_width_ptr, value_coefficient_ptr, value_deviation_ptr, partner_ptr, near_ptr, far_ptr,
+    padding_ptr, num_rows, num_queries, position, length, tokens_per_split, scale, KEY_DIM: tl.constexpr,
+    KEY_CODED: tl.constexpr, VALUE_CODED: tl.constexpr, KEY_ROW_SIZE: tl.constexpr, VALUE_ROW_SIZE: tl.constexpr,
+    NUM_NEAR: tl.constexpr, BASIS: tl.constexpr, ROTARY: tl.constexpr, TWO_BITS: tl.constexpr, PADDED: tl.constexpr,
+    MASK: tl.constexpr, SCORES: tl.constexpr, LEAST_DEVIATION: tl.constexpr, DTYPE: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    VALUE_ROTATION: tl.constexpr,
+):  # fmt: skip
+    """Attend to a split that has tokens, number `split` of its rows, and store partial results, or `SCORES`."""
     NUM_ANGLES: tl.constexpr = (KEY_DIM + 1) // 2 if BASIS else KEY_DIM
     # Keys are multiples of `sizes`, so that they are halves
     if BASIS:
@@ -98,7 +126,7 @@ def attend_kernel(
         means = tl.reshape((mean / sizes).to(DTYPE), [BLOCK_K // 8, 8])
         basis = means
     query_ptr += batch * query_stride_b + head * query_stride_h
-    first_token = tl.program_id(1) * tokens_per_split
+    first_token = split * tokens_per_split
     last_token = tl.minimum(first_token + tokens_per_split, length)
     # fmt: off
     own, partners, size, angles = load_rotated_queries(

@@ -47,6 +47,7 @@ from kvcache_plugins.triton_kernels.transform_coding.coding_tiles import GRID_EN
 from kvcache_plugins.triton_kernels.transform_coding.decode_rows import prepare_decoding as prepare_decoding_launch
 from kvcache_plugins.triton_kernels.transform_coding.launches import Codebook, CodedRows, PushState, RotaryAngles
 from kvcache_plugins.triton_kernels.transform_coding.push import prepare_push as prepare_push_launch
+from kvcache_plugins.triton_kernels.transform_coding.step import RowSegment, prepare_step, shares_tables
 from kvcache_plugins.user_warnings import warn_user
 
 from .compiled import GrowingStates
@@ -80,6 +81,8 @@ LOG2_E = math.log2(math.e)
 
 # Exact and coded parts that the last launch takes
 _MAX_DENSE, _MAX_CODED = 2, 3
+# Segments of rows that one launch attends to
+_MAX_SEGMENTS = 2
 # Positions whose angles are stored one by one, and least number of their multiples whose angles are stored
 _NUM_NEAR = 256
 _LEAST_FAR = 64
@@ -132,6 +135,9 @@ def attend(query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: fl
     coded = [part for part in gathered if not isinstance(part, DensePart)]
     # Launches go to the current device, which may be another than the layer's
     with torch.cuda.device_of(query):
+        launch = _prepare_row_step(rows, coded, dense, scale)
+        if launch is not None:
+            return launch().reshape(batch_size, num_query_heads, num_queries, -1)
         steps = [prepare_part(rows, part, scale) for part in coded]
         output: torch.Tensor = _prepare_end([step() for step in steps], dense, rows, scale)()
     return output.reshape(batch_size, num_query_heads, num_queries, -1)
@@ -212,6 +218,34 @@ def score_codes(query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, n
         return score_codes_kernel(codes, scale, query, nbits)
 
 
+def _prepare_row_step(
+    rows: torch.Tensor, coded: Sequence[StoredPart], dense: Sequence[DensePart], scale: float
+) -> Launch | None:
+    """Prepare attention to rows of one or two segments and exact parts in one launch, `None` for other parts."""
+    row_parts = [part for part in coded if isinstance(part, RowPart)]
+    if len(row_parts) != len(coded) or not 0 < len(coded) <= _MAX_SEGMENTS:
+        return None
+    keys, values = row_parts[0].formats
+    segments = [_segment_of(part, rows.device) for part in row_parts]
+    if keys.basis is not None or values.mean is not None or not shares_tables(segments[0], segments[-1]):
+        return None
+    assert keys.rope is not None, "formats of keys have a rotary layout"
+    most_positions = max(segment.start + segment.length for segment in segments)
+    angles = rotary_angles(keys.rope, most_positions, rows.device)
+    packed = has_pairs(rows.device.type)
+    return prepare_step(rows, segments, angles, _exact_parts(dense), scale=scale, packed=packed)
+
+
+def _segment_of(part: RowPart, device: torch.device) -> RowSegment:
+    padding, first = part.positions.padding, part.positions.first
+    coded = [
+        CodedRows(own, row_format, _coefficients(row_format.is_weighted, device))
+        for own, row_format in zip((part.keys, part.values), part.formats, strict=True)
+    ]
+    padding = None if padding is None else padding.to(device)
+    return RowSegment(*coded, first, part.length, part.num_tokens, padding, slice_mask(part.mask, 0, part.length))
+
+
 def prepare_part(
     rows: torch.Tensor, part: StoredPart, scale: float, packed: bool | None = None, *, only_scores: bool = False
 ) -> PartStep:
@@ -257,8 +291,11 @@ def prepare_part(
 
 
 def _prepare_end(partials: Sequence[Partials], dense: Sequence[DensePart], rows: torch.Tensor, scale: float) -> Launch:
-    exact = [KernelDensePart(*part.in_use(), slice_mask(part.mask, 0, part.length), part.num_tokens) for part in dense]
-    return prepare_combination(partials, exact, rows, scale)
+    return prepare_combination(partials, _exact_parts(dense), rows, scale)
+
+
+def _exact_parts(dense: Sequence[DensePart]) -> list[KernelDensePart]:
+    return [KernelDensePart(*part.in_use(), slice_mask(part.mask, 0, part.length), part.num_tokens) for part in dense]
 
 
 class KeptAttention:
@@ -283,17 +320,21 @@ class KeptAttention:
         self._rows = rows = rows.clone(memory_format=torch.contiguous_format)
         self._scale = scale
         self._query_kind = query.shape, query.dtype
-        self._dense = dense
+        self._coded, self._dense = coded, dense
         with torch.cuda.device_of(query):
-            self._steps = [prepare_part(rows, part, scale) for part in coded]
+            # Attention to rows may be one launch, which is prepared as the last one
+            is_whole = _prepare_row_step(rows, coded, dense, scale) is not None
+            self._steps = [] if is_whole else [prepare_part(rows, part, scale) for part in coded]
             self._attending = [KeptLaunch(step.launch, ["query_ptr"]) for step in self._steps]
             self._finishing = [KeptLaunch(step.finish) for step in self._steps if step.finish is not None]
         self._keep_end()
 
     def _keep_end(self) -> None:
         with torch.cuda.device_of(self._rows):
-            partials = [step.launches[-1].result for step in self._steps]
-            end = _prepare_end(partials, self._dense, self._rows, self._scale)
+            end = _prepare_row_step(self._rows, self._coded, self._dense, self._scale)
+            if end is None:
+                partials = [step.launches[-1].result for step in self._steps]
+                end = _prepare_end(partials, self._dense, self._rows, self._scale)
             self._combining = KeptLaunch(end, ["query_ptr", "result_ptr", f"num_tokens_{len(self._dense) - 1}"])
         self._result_shape = *self._query_kind[0][:3], end.result.shape[3]
 
