@@ -85,6 +85,7 @@ def evaluate_order(
     order: Annotated[list[str], typer.Option(help="prompt, turn:N or chunks:N; the first is compared with.")],
     model: inputs.ModelOption = "smollm2",
     length: Annotated[int, typer.Option(help="Tokens of a document, unscored.", min=1)] = 1000,
+    windows: Annotated[int, typer.Option(help="Documents of each text.", min=1)] = 1,
     scored: Annotated[int, typer.Option(help="Tokens scored behind it.", min=1)] = 128,
     chunk: Annotated[int, typer.Option(help="Scored tokens a forward.", min=1)] = 16,
     then: Annotated[Path | None, typer.Option(help="Another text, which documents change to.")] = None,
@@ -94,8 +95,8 @@ def evaluate_order(
 ) -> Iterator[Found]:
     """Measure KL by the order in which a document comes.
 
-    Documents are cut from the middle of texts. All orders end with the same tokens, so that one dense forward is the
-    reference of all.
+    Documents are cut from the middle of texts, or spread evenly if there are several of a text. All orders end with
+    the same tokens, so that one dense forward is the reference of all.
 
     \b
     Examples:
@@ -111,7 +112,7 @@ def evaluate_order(
     loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
     texts = [harness.encode_text(tokenizer, inputs.read_text(path, "text_file")) for path in text_file]
     others = None if then is None else harness.encode_text(tokenizer, inputs.read_text(then, "then"))[0]
-    documents = cut_documents(texts, length + scored + 1, others, switch)
+    documents = cut_documents(texts, length + scored + 1, others, switch, windows)
     yield from loaded_settings(loaded)
     yield Settings(text_file=", ".join(path.name for path in text_file))
     factories = harness.cache_factories(cache, loaded)

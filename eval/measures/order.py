@@ -41,27 +41,34 @@ def updates_of(order: str, length: int) -> list[int]:
 
 
 def cut_documents(
-    texts: Sequence[tuple[torch.Tensor, Sequence[int]]], length: int, others: torch.Tensor | None, switch: int
+    texts: Sequence[tuple[torch.Tensor, Sequence[int]]],
+    length: int,
+    others: torch.Tensor | None,
+    switch: int,
+    num_windows: int = 1,
 ) -> list[torch.Tensor]:
     """
-    Cut a document of `length` tokens from the middle of each text, given as tokens and those that every text begins
-    with; behind `switch` tokens it goes on with `others`, if these are given. Too short a text is a `ValueError`.
+    Cut `num_windows` documents of `length` tokens from each text, given as tokens and those that every text begins
+    with: one from the middle, several spread evenly. Behind `switch` tokens a document goes on with `others`, if these
+    are given. Too short a text is a `ValueError`.
     """
     documents = []
     for tokens, start_ids in texts:
         count = length if others is None else switch
-        body = _cut_middle(tokens, count - len(start_ids))
-        parts = [torch.tensor(start_ids, dtype=tokens.dtype, device="cpu"), body]
-        if others is not None:
-            parts.append(_cut_middle(others, length - count))
-        documents.append(torch.cat(parts))
+        start = torch.tensor(start_ids, dtype=tokens.dtype, device="cpu")
+        for number in range(num_windows):
+            parts = [start, _cut(tokens, count - len(start_ids), number, num_windows)]
+            if others is not None:
+                parts.append(_cut(others, length - count, number, num_windows))
+            documents.append(torch.cat(parts))
     return documents
 
 
-def _cut_middle(tokens: torch.Tensor, count: int) -> torch.Tensor:
+def _cut(tokens: torch.Tensor, count: int, number: int, num_windows: int) -> torch.Tensor:
+    """Cut `count` tokens from the middle of the stretch `number` of `num_windows`, by their first tokens."""
     if not 0 < count <= tokens.numel():
         raise ValueError(f"a document takes {count} tokens of a text, but one has {tokens.numel()}")
-    first = (tokens.numel() - count) // 2
+    first = (tokens.numel() - count) * (2 * number + 1) // (2 * num_windows)
     return tokens[first : first + count]
 
 

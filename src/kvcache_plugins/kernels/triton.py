@@ -266,7 +266,7 @@ def prepare_part(
         if not part.values.is_rotated:
             return PartStep(launch)
         head_dim = part.values.head_dim
-        signs = _natural_signs(head_dim, torch.int8, rows.device)[None]
+        signs = signs_of(head_dim, torch.int8, rows.device, is_tiled=False)[None]
         finish = Finish(signs, scale=rotation_size(head_dim) ** -0.5)
         return PartStep(launch, prepare_finish(launch.result, finish, head_dim))
     keys, values = part.formats

@@ -43,16 +43,25 @@ def test_documents_change_their_text() -> None:
         cut_documents(texts, 201, None, 11)
 
 
+def test_documents_of_a_text_are_spread_evenly() -> None:
+    texts = [(torch.arange(100), [200]), (torch.arange(300, 400), [200])]
+    documents = cut_documents(texts, 21, None, 11, num_windows=2)
+    assert [each[:2].tolist() for each in documents] == [[200, 20], [200, 60], [200, 320], [200, 360]]
+    assert {each.numel() for each in documents} == {21}
+
+
 def test_command_compares_orders(smollm2, shared_data, tmp_path, monkeypatch, run) -> None:
     monkeypatch.setattr(inputs, "load_for_evaluation", lambda *_: smollm2)
     text_file = tmp_path / "text.txt"
     text_file.write_text((shared_data / "wikitext2" / "wiki.test.raw").read_text(encoding="utf-8")[:6000])
     out = tmp_path / "out.json"
     words = ["eval", "order", "--text-file", str(text_file), "--length", "160", "--scored", "16", "--out", str(out)]
+    words += ["--windows", "2"]
     run(*words, "--cache", "transform-16", "--order", "prompt", "--order", "chunks:80")
     content = json.loads(out.read_text())
-    assert content["settings"]["text_file"] == "text.txt"
+    assert (content["settings"]["text_file"], content["settings"]["windows"]) == ("text.txt", 2)
     whole, chunks = content["rows"]
     assert (whole["order"], whole["kl_ratio"]) == ("prompt", 1)
     assert chunks["kl_ratio"] == pytest.approx(chunks["kl"] / whole["kl"])
     assert whole["kl"] > 0
+    assert len(whole["kl_by_window"]) == 2
