@@ -179,7 +179,7 @@ def test_models_whose_requests_share_no_pages_have_none_on_disk(tiny_model, tmp_
         pass
 
 
-def test_a_cancelled_request_gives_its_blocks_back(smollm2, prompts, context):
+def test_a_cancelled_request_releases_its_blocks(smollm2, prompts, context):
     with (
         context(),
         smollm2[0].continuous_batching_context_manager(**config(400)) as manager,
@@ -264,7 +264,7 @@ def test_other_models_keep_their_cache(smollm2, prompts, context, tiny_llama):
     assert paged_cache.PagedAttentionCache.update.__qualname__ == "PagedAttentionCache.update"
 
 
-def test_two_models_in_two_threads(tiny_llama, tiny_model, random_windows):
+def test_two_models_in_two_threads_do_not_mix(tiny_llama, tiny_model, random_windows):
     prompts = [ids[: 90 + 31 * k].tolist() for k, ids in enumerate(random_windows(3, 152))]
     models, are_open = [tiny_llama, tiny_model("llama-mha")], threading.Barrier(2, timeout=600)
 
@@ -279,7 +279,7 @@ def test_two_models_in_two_threads(tiny_llama, tiny_model, random_windows):
     assert together == alone and alone[0][0] != alone[1][0]
 
 
-def test_wrong_options_are_refused(tiny_llama, smollm2):
+def test_invalid_options_are_refused(tiny_llama, smollm2):
     refused = {"`name` is `transform`, which has no tables": {}, "`num_recent_tokens`": {"num_recent_tokens": -1}}
     for message, options in refused.items():
         with pytest.raises(ValueError, match=message), compressed_batching(tiny_llama, "transform", **options):
