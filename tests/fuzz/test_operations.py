@@ -67,7 +67,7 @@ def quiet() -> Iterator[None]:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.long) if kind in LONG else kind for kind in KINDS]
 )
-def test_random_operations(kind: str, num_sequences: int) -> None:
+def test_random_operations_keep_caches_near_dense(kind: str, num_sequences: int) -> None:
     machine = type("Operations", (CacheOperations,), {"kind": KINDS[kind]})
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,
