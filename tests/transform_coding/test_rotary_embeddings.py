@@ -71,7 +71,7 @@ def test_error_is_about_that_of_the_plain_embedding(kind):
     assert layers == 1
 
 
-def test_a_wrong_embedding_is_left_alone(monkeypatch):
+def test_a_wrong_embedding_is_not_used(monkeypatch):
     """Frequencies that are not the model's: keys are coded as they are, and the counters say so."""
     model = make_model("default")
     with monkeypatch.context() as patch:
