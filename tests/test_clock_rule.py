@@ -36,5 +36,5 @@ def test_no_test_reads_a_clock() -> None:
         ("import time\ntime.sleep(1)\nrow['time']\n", []),
     ],
 )
-def test_clocks_are_found(source: str, lines: list[int]) -> None:
+def test_reading_a_clock_is_detected(source: str, lines: list[int]) -> None:
     assert clocks_read(source) == lines

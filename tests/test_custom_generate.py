@@ -76,7 +76,7 @@ def test_the_cache_is_in_the_output_and_of_the_options(model, tokenizer) -> None
     assert cache.stats()["tokens_compressed"] > 0
 
 
-def test_a_cache_that_listens_lets_go_of_the_model(model, tokenizer) -> None:
+def test_hooks_are_removed_after_generation(model, tokenizer) -> None:
     inputs = tokenizer(TEXT, return_tensors="pt")
     custom = generate_with("infinigen", full_layers=(), speculate=True)
     output = model.generate(**inputs, custom_generate=custom, return_dict_in_generate=True, **OPTIONS)
@@ -84,7 +84,7 @@ def test_a_cache_that_listens_lets_go_of_the_model(model, tokenizer) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_in_a_pipeline(model, tokenizer) -> None:
+def test_a_pipeline_uses_the_cache(model, tokenizer) -> None:
     generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
     texts = [TEXT, TEXT[:150], TEXT[30:]]
     found = generator(texts, custom_generate=generate_with(NAME), return_full_text=False, **OPTIONS)
@@ -96,7 +96,7 @@ def test_in_a_pipeline(model, tokenizer) -> None:
     assert dense != found
 
 
-def test_from_a_folder(model, tokenizer) -> None:
+def test_generate_from_a_folder_uses_the_cache(model, tokenizer) -> None:
     """As from the hub, with a streamer and an assistant, which Transformers hands to folders only."""
 
     class Recorder(TextStreamer):
@@ -143,7 +143,9 @@ def bound(repository: Path) -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("name", "options"), [("transform", {}), (NAME, {"cache": NAME}), ("transform", {"num_beams": 3})], ids=str
 )
-def test_from_the_models_own_repository(bound, model, tokenizer, name, options, is_positional) -> None:
+def test_generate_from_the_models_repository_uses_the_cache(
+    bound, model, tokenizer, name, options, is_positional
+) -> None:
     input_ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]
     plain = {key: value for key, value in options.items() if key != "cache"}
     tokens = expected(model, {"input_ids": input_ids}, name, **plain)
@@ -159,7 +161,9 @@ def calibration(model: PreTrainedModel, random_windows) -> TransformCalibration:
     return calibrate_transform(model, random_windows(3, 200))
 
 
-def test_calibrations_in_the_models_repository(repository, calibration, model, tokenizer, random_windows) -> None:
+def test_calibrations_in_the_models_repository_are_used(
+    repository, calibration, model, tokenizer, random_windows
+) -> None:
     calibration.save(repository / "transform_calibration.safetensors")
     corrections = calibrate(model, random_windows(3, 200), rank=4, min_recall=0.0)
     corrections.save(repository / "infinigen.safetensors")
@@ -180,7 +184,7 @@ def test_calibrations_in_the_models_repository(repository, calibration, model, t
     assert output.past_key_values.calibration.reports == corrections.reports
 
 
-def test_the_model_card_shows_what_works(repository, calibration) -> None:
+def test_lines_of_the_model_card_run(repository, calibration) -> None:
     calibration.save(repository / "transform_calibration.safetensors")
     given = {
         "model_id": repository.as_posix(),
@@ -201,7 +205,7 @@ def test_the_model_card_shows_what_works(repository, calibration) -> None:
     assert caches[0].get_seq_length() == caches[1].get_seq_length() > 0
 
 
-def test_what_is_refused(model, tokenizer) -> None:
+def test_invalid_calls_are_refused(model, tokenizer) -> None:
     inputs = tokenizer(TEXT, return_tensors="pt")
     with pytest.raises(ValueError, match="Unknown cache `gaer`"):
         generate_with("gaer")

@@ -51,7 +51,7 @@ def test_every_generate_has_a_fresh_cache_of_the_model(tiny_model):
     assert type(generate(model, ids).past_key_values) is DynamicCache
 
 
-def test_what_is_asked_for_stays(tiny_llama):
+def test_explicit_caches_take_precedence(tiny_llama):
     ids, given = random_ids(), DynamicCache(config=tiny_llama.config)
     with compressed_by_default("transform"):
         assert generate(tiny_llama, ids, past_key_values=given).past_key_values is given
@@ -61,7 +61,7 @@ def test_what_is_asked_for_stays(tiny_llama):
         assert type(tiny_llama(ids, use_cache=True).past_key_values) is DynamicCache
 
 
-def test_an_encoder_decoders_own_part():
+def test_only_decoder_self_attention_is_compressed():
     fields = {"encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
     fields |= {"d_model": 64, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 256}
     fields |= {"vocab_size": 128, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": 1, "init_std": 0.2}
@@ -79,7 +79,7 @@ def test_an_encoder_decoders_own_part():
     assert torch.equal(output.sequences, expected.sequences)
 
 
-def test_pipelines(smollm2):
+def test_pipelines_use_the_default_cache(smollm2):
     model, tokenizer = smollm2
     text = "The moon goes round the earth, and the earth goes round the sun. " * 8
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
@@ -128,7 +128,7 @@ def test_a_block_is_of_one_thread_and_of_no_other_block(tiny_llama):
     assert [kind.__name__ for kind in kinds] == ["DynamicCache", "GEARCache", "DynamicCache"]
 
 
-def test_errors_restore(tiny_llama):
+def test_the_default_is_restored_after_errors(tiny_llama):
     for name, options, message in (("geer", {}, "Unknown cache"), ("gear", {"rnak": 2}, "rnak")):
         with pytest.raises(ValueError, match=message), compressed_by_default(name, **options):
             pass

@@ -85,18 +85,18 @@ def load_and_check(run_python):
 
 
 @pytest.mark.slow
-def test_loaded_twice_from_any_folder(repository: Path, tmp_path: Path, load_and_check) -> None:
+def test_kernels_load_twice_from_any_folder(repository: Path, tmp_path: Path, load_and_check) -> None:
     elsewhere = shutil.copytree(repository / "torch-ext" / "kvcache_kernels", tmp_path / "another name")
     load_and_check(LOAD, repository / "build" / "torch-cuda", elsewhere)
 
 
 @pytest.mark.slow
-def test_loaded_by_the_package_kernels(repository: Path, load_and_check) -> None:
+def test_kernels_load_through_the_kernels_package(repository: Path, load_and_check) -> None:
     pytest.importorskip("kernels", reason="the package `kernels` is not installed")
     load_and_check(LOAD_BY_KERNELS, *(repository / "build" / f"torch-{backend}" for backend in ("cuda", "rocm")))
 
 
-def test_builds_say_what_they_are(repository: Path) -> None:
+def test_builds_name_their_platform(repository: Path) -> None:
     builds = sorted((repository / "build").iterdir())
     assert [build.name for build in builds] == ["torch-cuda", "torch-rocm"]
     metadata = [json.loads((build / "metadata.json").read_text(encoding="utf-8")) for build in builds]

@@ -188,7 +188,7 @@ CHECKS = (find_order_violations, find_foreign_violations, find_triton_violations
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_project_obeys(check: Check) -> None:
+def test_imports_obey_the_rules(check: Check) -> None:
     assert check(read_sources()) == []
 
 
@@ -258,7 +258,7 @@ def sources_of(example: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("check", "example", "complaint"), BAD_EXAMPLES.values(), ids=BAD_EXAMPLES.keys())
-def test_check_can_fail(check: Check, example: dict[str, str], complaint: str) -> None:
+def test_forbidden_imports_are_detected(check: Check, example: dict[str, str], complaint: str) -> None:
     assert any(complaint in violation for violation in check(sources_of(example)))
 
 

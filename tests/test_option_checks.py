@@ -139,7 +139,7 @@ def test_options_out_of_range_are_named_with_what_is_accepted(cache, options, me
     ],
     ids=["name", "number", "object"],
 )
-def test_what_is_no_model_is_told_what_to_write(cache_class, given, hint):
+def test_arguments_that_are_no_model_are_named(cache_class, given, hint):
     with pytest.raises(ValueError, match=f"`config` must be a `PreTrainedModel`, .*{hint}"):
         cache_class(given)
 
@@ -154,13 +154,13 @@ def test_infinigen_needs_a_model(cache_class, tiny_llama):
             create_cache("infinigen", given)
 
 
-def test_arguments_of_create_cache_the_wrong_way_round(tiny_llama):
+def test_swapped_arguments_of_create_cache_are_named(tiny_llama):
     with pytest.raises(ValueError, match=r'write `create_cache\("transform", model\)`, the name first'):
         create_cache(tiny_llama, "transform")
 
 
 @pytest.mark.parametrize("cache_class", [GEARCache, H2OCache])
-def test_the_model_where_a_config_is_taken(cache_class, tiny_model):
+def test_a_model_is_accepted_for_its_config(cache_class, tiny_model):
     model = tiny_model("gemma3-hybrid")
     from_model, from_config = cache_class(model), cache_class(model.config)
     assert [type(layer) for layer in from_model.layers] == [type(layer) for layer in from_config.layers]
@@ -177,7 +177,7 @@ def test_the_model_where_a_config_is_taken(cache_class, tiny_model):
         ({"above": 0.0, "most": 1.0}, [0.01, 1], [0, 1.01], r"a number in \(0, 1\]"),
     ],
 )
-def test_bounds_of_numbers(bounds, accepted, refused, expected):
+def test_numbers_are_checked_against_bounds(bounds, accepted, refused, expected):
     for value in accepted:
         option_checks.check_number("x", value, **bounds)
     for value in [*refused, None, "1", True, float("nan"), float("inf")]:
@@ -186,6 +186,6 @@ def test_bounds_of_numbers(bounds, accepted, refused, expected):
     option_checks.check_number("x", None, **bounds, is_optional=True)
 
 
-def test_an_option_of_two_names():
+def test_an_option_with_two_names_is_named_by_both():
     with pytest.raises(ValueError, match="^`key_rank`/`rank` has to be an integer of at least 0 but got '4'$"):
         option_checks.check_integer("key_rank/rank", "4", 0)

@@ -77,7 +77,7 @@ def test_a_packaged_calibration_is_found_without_a_home(smollm2, no_home: None) 
     assert create_cache("calibrated-16", smollm2[0]).calibration is not None
 
 
-def test_what_needs_a_folder_names_the_variable_without_a_home(no_home: None, tiny_llama, tmp_path: Path) -> None:
+def test_a_missing_home_names_the_variable_to_set(no_home: None, tiny_llama, tmp_path: Path) -> None:
     calls = [PromptStore, lambda: calibration_path(tiny_llama), lambda: load_model("smollm2")]
     for call in calls:
         with pytest.raises(ValueError, match="`KVCACHE_PLUGINS_HOME` has to name a folder"):

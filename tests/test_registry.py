@@ -239,7 +239,7 @@ def test_an_option_without_key_or_value_is_refused(text: str) -> None:
         parse_option(text)
 
 
-def test_cache_specs() -> None:
+def test_cache_specs_are_parsed() -> None:
     assert parse_cache_spec("gear-2bit") == ("gear-2bit", {})
     assert parse_cache_spec("gear-2bit:sparsity=0,rank=8") == ("gear-2bit", {"sparsity": 0, "rank": 8})
     assert parse_cache_spec("infinigen:calibration=C:/a") == ("infinigen", {"calibration": "C:/a"})

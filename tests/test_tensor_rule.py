@@ -64,7 +64,7 @@ def test_every_tensor_has_a_dtype_and_a_device(folder: str) -> None:
         "AutoModelForCausalLM.from_config(config)",
     ],
 )
-def test_what_the_defaults_decide_is_found(source: str) -> None:
+def test_tensors_made_by_defaults_are_detected(source: str) -> None:
     assert list(find_unstated(source))
 
 
@@ -79,5 +79,5 @@ def test_what_the_defaults_decide_is_found(source: str) -> None:
         "tl.zeros((3,), tl.float32)",
     ],
 )
-def test_what_follows_other_tensors_is_not_found(source: str) -> None:
+def test_tensors_that_follow_others_are_accepted(source: str) -> None:
     assert not list(find_unstated(source))

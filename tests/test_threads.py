@@ -62,13 +62,15 @@ def decode_together(model: PreTrainedModel, names: list[str]) -> list[torch.Tens
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_cache_says_what_it_says_alone(name: str, model: PreTrainedModel, frequent_switches: None) -> None:
+def test_every_cache_in_a_thread_generates_as_alone(
+    name: str, model: PreTrainedModel, frequent_switches: None
+) -> None:
     alone = [decode(model, name, number + 1) for number in range(NUM_THREADS)]
     together = decode_together(model, [name] * NUM_THREADS)
     assert all(torch.equal(*pair) for pair in zip(alone, together, strict=True))
 
 
-def test_sixteen_threads_share_a_model(model: PreTrainedModel) -> None:
+def test_sixteen_threads_may_share_a_model(model: PreTrainedModel) -> None:
     names = ["transform", "gear-2bit", "h2o", "dynamic"] * 4
     alone = [decode(model, name, number + 1) for number, name in enumerate(names)]
     assert all(torch.equal(*pair) for pair in zip(alone, decode_together(model, names), strict=True))
@@ -89,7 +91,7 @@ def num_hooks(model: PreTrainedModel) -> int:
 
 
 @pytest.mark.parametrize("name", ["transform", "h2o", "infinigen", "infinigen-transform", "infinigen-paper"])
-def test_many_cycles_leave_nothing(name: str, tiny_model) -> None:
+def test_many_cycles_leave_no_memory(name: str, tiny_model) -> None:
     model = tiny_model("llama", num_hidden_layers=3)
     before, prompt = num_hooks(model), torch.randint(3, 128, (2, 100))
     gone, counts = [], {}
@@ -109,7 +111,7 @@ def test_many_cycles_leave_nothing(name: str, tiny_model) -> None:
 
 
 @pytest.mark.parametrize("name", ["h2o", "infinigen"])
-def test_a_pass_that_fails_leaves_nothing(name: str, tiny_model) -> None:
+def test_a_failed_forward_leaves_no_state(name: str, tiny_model) -> None:
     model = tiny_model("llama", num_hidden_layers=3)
     before, cache = num_hooks(model), create_cache(name, model)
 

@@ -37,7 +37,7 @@ def forget_kernels(monkeypatch, tmp_path) -> Iterator[Callable[[], None]]:
     forget()
 
 
-def test_missing_kernels_at_the_users_line(tiny_llama, forget_kernels) -> None:
+def test_missing_kernels_warn_at_the_users_line(tiny_llama, forget_kernels) -> None:
     gear, infinigen = create_cache("gear-4bit", tiny_llama), InfiniGenCache(tiny_llama, full_layers=())
     for call in (
         lambda: tiny_llama.generate(TOKENS, past_key_values=gear, **OPTIONS),
@@ -48,7 +48,7 @@ def test_missing_kernels_at_the_users_line(tiny_llama, forget_kernels) -> None:
         require_line("run in plain PyTorch instead of `compiled`", call)
 
 
-def test_other_warnings_at_the_users_line(tiny_llama, tiny_model) -> None:
+def test_other_warnings_name_the_users_line(tiny_llama, tiny_model) -> None:
     windowed, detached = tiny_model("mistral-sliding"), InfiniGenCache(tiny_llama, full_layers=(), speculate=True)
     detached.detach()
     tiny_llama.set_attn_implementation("eager")

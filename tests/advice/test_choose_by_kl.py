@@ -73,7 +73,7 @@ def ordinary_kl(model, cache, input_ids, mask, held_out, chunk=16):
         *(("gemma3-hybrid", False, "eager"), ("gemma3-hybrid", True, "sdpa")),
     ],
 )
-def test_it_measures_what_an_ordinary_run_shows(tiny_model, architecture, is_padded, implementation):
+def test_measured_kl_equals_that_of_an_ordinary_run(tiny_model, architecture, is_padded, implementation):
     model = tiny_model(architecture, attn_implementation=implementation)
     input_ids, mask = padded() if is_padded else (prompt(batch_size=2), None)
     options = {"attention_mask": mask, "held_out": HELD_OUT}
@@ -211,7 +211,7 @@ def test_choosing_works_with_latent_attention():
 # Whatever is done with the cache
 
 
-def test_the_choice_is_kept(tiny_model, tmp_path):
+def test_choice_survives_copies_forks_and_files(tiny_model, tmp_path):
     model, input_ids = tiny_model("llama"), prompt()
     cache = choose_cache(model, input_ids, max_kl=LOOSE)
     chosen = {name: value for name, value in cache.stats().items() if name in CHOICE}
@@ -254,7 +254,7 @@ def test_nan_never_passes(tiny_model, monkeypatch):
         (LENGTH, 150, "of the 50 tokens before the 150 held out it compresses none"),
     ],
 )
-def test_a_short_prompt_is_no_pass(tiny_model, length, held_out, message):
+def test_a_prompt_too_short_to_judge_is_refused(tiny_model, length, held_out, message):
     with pytest.raises(ValueError, match=message):
         # Of groups of 32 some would be compressed
         choose_cache(
@@ -266,7 +266,7 @@ def test_a_short_prompt_is_no_pass(tiny_model, length, held_out, message):
         )
 
 
-def test_default_share_held_out(tiny_model):
+def test_default_held_out_share_has_lower_and_upper_bounds(tiny_model):
     def fed(length):
         lengths = []
         model = tiny_model("llama")

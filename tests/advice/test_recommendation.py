@@ -60,7 +60,7 @@ def by_name(found: Recommendation) -> dict[str, CacheFit]:
         ("123456789123456789kB", 123456789123456789000),
     ],
 )
-def test_sizes_are_read(text: int | str, size: int) -> None:
+def test_sizes_are_parsed_from_text(text: int | str, size: int) -> None:
     assert parse_bytes("memory", text) == size
 
 
@@ -82,7 +82,7 @@ def test_sizes_are_shown() -> None:
     ]
 
 
-def test_what_never_is_too_much_has_no_largest() -> None:
+def test_caches_that_never_exceed_memory_have_no_largest_size() -> None:
     assert find_largest(lambda number: 0.5, 10, 2**24) is None
     assert find_largest(lambda number: number / 2**24, 10, 2**24) is None
 
@@ -252,7 +252,7 @@ def skip_without(name: str) -> None:
 
 @pytest.mark.parametrize("setting", [(1, 1), (63, 3), (211, 2)], ids=str)
 @pytest.mark.parametrize("name", SIZED)
-def test_every_cache_after_a_prompt(name, setting, contract_model, tiny_sizer):
+def test_predicted_memory_after_a_prompt_is_exact(name, setting, contract_model, tiny_sizer):
     skip_without(name)
     assert_predicted(contract_model, tiny_sizer, name, context=setting[0], batch_size=setting[1])
 
@@ -261,7 +261,9 @@ def test_every_cache_after_a_prompt(name, setting, contract_model, tiny_sizer):
 @pytest.mark.parametrize(
     "name", ["dynamic", "fp8", "gear-2bit", "kcvt-4bit", "transform-16", "infinigen", "h2o", "quanto-4bit"]
 )
-def test_decoded_tokens(name: str, contract_model: PreTrainedModel, tiny_sizer: CacheSizer) -> None:
+def test_predicted_memory_after_decoding_is_exact(
+    name: str, contract_model: PreTrainedModel, tiny_sizer: CacheSizer
+) -> None:
     skip_without(name)
     assert_predicted(contract_model, tiny_sizer, name, context=146, new_tokens=67)
 
@@ -285,7 +287,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("spec", OPTIONS)
-def test_options(spec: str, contract_model: PreTrainedModel, tiny_sizer: CacheSizer) -> None:
+def test_predicted_memory_follows_options(spec: str, contract_model: PreTrainedModel, tiny_sizer: CacheSizer) -> None:
     assert_predicted(contract_model, tiny_sizer, spec, context=213, new_tokens=51, batch_size=2)
 
 
@@ -301,7 +303,9 @@ RECURRENT = {
 @pytest.mark.parametrize(
     "architecture", ["llama-mha", "llama-mqa", "qwen3", "gemma3-hybrid", "mistral-sliding", "gpt2", "opt"]
 )
-def test_architectures(architecture: str, dtype: str, tiny_model: Callable[..., PreTrainedModel]) -> None:
+def test_predicted_memory_is_exact_for_every_architecture(
+    architecture: str, dtype: str, tiny_model: Callable[..., PreTrainedModel]
+) -> None:
     model = tiny_model(architecture).to(getattr(torch, dtype))
     sizer = CacheSizer(model.config, dtype=dtype, device="cpu")
     names = ["dynamic"] if architecture == "mistral-sliding" else ["dynamic", "gear-2bit", "transform-22"]
@@ -309,7 +313,7 @@ def test_architectures(architecture: str, dtype: str, tiny_model: Callable[..., 
         assert_predicted(model, sizer, name, context=77, batch_size=2, new_tokens=2)
 
 
-def test_recurrent_states() -> None:
+def test_predicted_memory_counts_recurrent_states() -> None:
     config = CONFIG_MAPPING["lfm2"](**RECURRENT)
     model, sizer = AutoModelForCausalLM.from_config(config).eval(), CacheSizer(config, device="cpu")
     for name in ("dynamic", "gear-4bit"):
@@ -329,7 +333,7 @@ class ShorterLayer(DynamicLayer):
         return states
 
 
-def test_caches_of_others(contract_model, tiny_sizer, monkeypatch):
+def test_predicted_memory_is_exact_for_registered_caches(contract_model, tiny_sizer, monkeypatch):
     monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
 
     def create(model: PreTrainedModel) -> Cache:
@@ -407,14 +411,16 @@ def test_errors_name_what_is_accepted(options, message, contract_model):
 
 
 @pytest.mark.parametrize("name", NEEDS_DATA)
-def test_what_needs_numbers_is_refused(name: str, tiny_sizer: CacheSizer) -> None:
+def test_caches_that_need_data_are_refused(name: str, tiny_sizer: CacheSizer) -> None:
     skip_without(name)
     with pytest.raises(CacheSizingError, match="it cannot be sized without being run"):
         tiny_sizer.measure(name, 300)
 
 
 @pytest.mark.parametrize("name", ["transform", "infinigen", "infinigen-transform", "infinigen:pool_tokens=1500"])
-def test_pools_of_several_pages(name: str, contract_model: PreTrainedModel, tiny_sizer: CacheSizer) -> None:
+def test_predicted_memory_counts_every_page_of_a_pool(
+    name: str, contract_model: PreTrainedModel, tiny_sizer: CacheSizer
+) -> None:
     """Without data a pool has one page, however many it has in a run."""
     assert_predicted(contract_model, tiny_sizer, name, context=2200)
     assert_predicted(contract_model, tiny_sizer, name, context=1100, new_tokens=70)

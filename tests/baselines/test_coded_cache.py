@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 80])
-def test_attention_is_that_over_what_rows_stand_for(head_dim, dtype, monkeypatch):
+def test_attention_equals_attention_over_decoded_rows(head_dim, dtype, monkeypatch):
     monkeypatch.setattr(ops, "TILE_TOKENS", 16)
     for cache in (*map(create_cache, NAMES), TurboQuantCache(nbits=3, residual=True)):
         for count in (37, 1, 5):
@@ -59,7 +59,7 @@ def test_more_bits_are_nearer() -> None:
         assert 2 * errors[better] < errors[worse]
 
 
-def test_rotation_spreads_a_channel_that_stands_out() -> None:
+def test_rotation_spreads_an_outlier_channel() -> None:
     states = torch.randn(1, 2, 200, 64)
     states[..., 7] *= 30
     errors = []
@@ -71,7 +71,7 @@ def test_rotation_spreads_a_channel_that_stands_out() -> None:
 
 @pytest.mark.parametrize("name", ["turboquant-2bit", "llamacpp-q4_1"])
 @pytest.mark.parametrize("peak", [torch.nan, torch.inf, 1e30])
-def test_what_cannot_be_stored_is_refused(name: str, peak: float) -> None:
+def test_unstorable_states_are_refused(name: str, peak: float) -> None:
     cache, states = create_cache(name), torch.randn(1, 2, 20, 64)
     cache.update(states, states, 0)
     cache.layers[0].commit_prompt()
@@ -92,7 +92,7 @@ def test_what_cannot_be_stored_is_refused(name: str, peak: float) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_small_and_constant_states(name: str) -> None:
+def test_small_and_constant_states_have_small_errors(name: str) -> None:
     for states in (torch.zeros(1, 1, 3, 64), torch.full((1, 1, 3, 64), 0.37), torch.randn(1, 1, 3, 64) * 1e-41):
         error = coded(create_cache(name), states, "keys") - states
         # Of a constant the rotations make one large channel, which no point of TurboQuant is far enough out for

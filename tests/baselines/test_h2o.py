@@ -142,7 +142,7 @@ def test_shares_of_a_whole_equal_a_dense_cache(tiny_model, ratios, attn_implemen
         assert cache.stats()["tokens_dropped"] == 0
 
 
-def test_keeps_what_the_budget_says(tiny_llama):
+def test_kept_tokens_follow_the_budget(tiny_llama):
     cache = H2OCache(heavy_ratio=0.1, recent_ratio=0.1)
     feed(tiny_llama, cache, torch.randint(3, 128, (2, 400)))
     for _ in range(12):
@@ -191,7 +191,7 @@ def test_memory_is_what_is_stored_and_small(tiny_llama):
     assert report.total_bytes < 0.16 * report.dense_bytes
 
 
-def test_chunk_gives_its_room_back(tiny_llama):
+def test_memory_of_a_chunk_is_released(tiny_llama):
     cache = H2OCache(heavy_ratio=0.05, recent_ratio=0.05)
     for size in (500, 500):
         feed(tiny_llama, cache, torch.randint(3, 128, (1, size)))
@@ -221,7 +221,7 @@ def test_crop_of_the_newest_update_leaves_no_trace(tiny_llama, size, count):
         assert torch.allclose(logits, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
 
 
-def test_crop_into_dropped_history_tells_the_truth(tiny_llama):
+def test_crop_into_dropped_history_keeps_lengths_and_positions_right(tiny_llama):
     cache = H2OCache(heavy_ratio=0.1, recent_ratio=0.1, min_tokens=10)
     feed(tiny_llama, cache, torch.randint(3, 128, (2, 200)))
     before = [layer.slots.positions for layer in cache.layers]
@@ -282,7 +282,7 @@ def test_attention_that_a_model_writes_out_itself_is_refused_when_tokens_would_b
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gemma2", "gpt_oss"])
-def test_tokens_are_dropped_whatever_attention_is_over(family):
+def test_tokens_are_dropped_with_latent_states_softcaps_and_sinks(family):
     """Drops tokens of latent states, and with softcaps and sinks."""
     model, tokens = build_family(family), torch.randint(5, 90, (2, 60))
     cache = H2OCache(model.config, **SMALL)
@@ -376,7 +376,7 @@ def plain(query, keys, mask, is_causal, allowed):
 
 @pytest.mark.parametrize("tile_numbers", [1, B * H * G * L * 3, 1 << 24], ids=["row", "three", "whole"])
 @pytest.mark.parametrize("kind", MASKS)
-def test_sums_over_all_positions(monkeypatch, kind, tile_numbers):
+def test_score_sums_equal_plain_attention_weights(monkeypatch, kind, tile_numbers):
     monkeypatch.setitem(h2o._TILE_NUMBERS, "cpu", tile_numbers)
     query, keys, mask = torch.randn(B, H * G, Q, D), torch.randn(B, H, L, D), make_mask(kind)
     weights = plain(query, keys, mask, kind == "causal", torch.ones(B, H, L, dtype=torch.bool))
@@ -390,7 +390,7 @@ def test_sums_over_all_positions(monkeypatch, kind, tile_numbers):
 
 @pytest.mark.parametrize("tile_numbers", [1, 1 << 24], ids=["row", "whole"])
 @pytest.mark.parametrize("kind", MASKS)
-def test_attention_over_slots(monkeypatch, kind, tile_numbers):
+def test_attention_over_slots_equals_plain_attention(monkeypatch, kind, tile_numbers):
     monkeypatch.setitem(h2o._TILE_NUMBERS, "cpu", tile_numbers)
     query, mask = torch.randn(B, H * G, Q, D), make_mask(kind)
     keys, values = torch.randn(B, H, L, D), torch.randn(B, H, L, D + 2)

@@ -76,7 +76,7 @@ def test_rotation_is_llamacpps(head_dim: int, keys: int, values: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [1, 31, 33, 80])
-def test_a_last_block_that_is_not_full(head_dim: int) -> None:
+def test_a_partial_last_block_keeps_its_range(head_dim: int) -> None:
     states = torch.randn(2, 3, 4, head_dim) + 5
     for name, size in SIZES.items():
         coder = BlockCoder(name, head_dim, 0)

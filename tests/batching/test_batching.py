@@ -72,23 +72,36 @@ def context(smollm2, prompts):
     return lambda name="transform-30": compressed_batching(smollm2[0], name, text=torch.tensor(prompts[-1:]))
 
 
-def test_a_batch_equals_its_requests_alone(smollm2, prompts, context):
+def test_a_batch_equals_its_requests_alone(tiny_llama, random_windows):
+    prompts = [ids[: 90 + 31 * number].tolist() for number, ids in enumerate(random_windows(3, 152))]
+    with compressed_batching(tiny_llama, "transform-30", text=torch.tensor(prompts[-1:])) as batching:
+        together = run(tiny_llama, prompts)
+        stats = batching.stats()
+        alone = [run(tiny_llama, [prompt])[0] for prompt in prompts]
+        turned = run(tiny_llama, prompts[::-1])[::-1]
+    assert together == alone == turned
+    require_all_coded(stats, tiny_llama, prompts)
+
+
+def test_a_batch_is_near_a_dense_one(smollm2, prompts, context):
     model = smollm2[0]
     dense = run(model, prompts)
     with context() as batching:
         together = run(model, prompts)
-        stats = batching.stats()
+        require_all_coded(batching.stats(), model, prompts)
         chunked = run(model, prompts, max_batch_tokens=48)
-        alone = [run(model, [prompt])[0] for prompt in prompts]
         forks = run(model, prompts[:1], num_forks=2)
-        turned = run(model, prompts[::-1])[::-1]
-    assert together == alone == turned and forks == [together[0]] * 2
+    assert forks == [together[0]] * 2
+    # At 28 % of the bits the text is nearly the dense one; chunks of a prompt attend to coded tokens of each other
+    assert agreeing(together, dense) > 18 and agreeing(chunked, dense) > 18
+
+
+def require_all_coded(stats, model, prompts):
+    """Check that every token of a batch was coded, and that attention read the codes."""
     layers, new = model.config.num_hidden_layers, sum(map(len, prompts)) + 3 * (NUM_TOKENS - 1)
     assert stats["tokens_coded"] == layers * new
     assert stats["fused_calls"] >= layers * 3 * (NUM_TOKENS - 2) and stats["dense_reads"] == 0
     assert stats["kernel_fallbacks"] == 0
-    # At 28 % of the bits the text is nearly the dense one; chunks of a prompt attend to coded tokens of each other
-    assert agreeing(together, dense) > 18 and agreeing(chunked, dense) > 18
 
 
 def test_a_prefix_is_shared(smollm2, prompts, context):
@@ -109,10 +122,16 @@ def test_a_prefix_is_shared(smollm2, prompts, context):
     assert block < 0.3 * dense
 
 
-@pytest.mark.parametrize("name", ["transform-30", "calibrated-16"])
-def test_pages_on_disk_are_found_by_another_batch(smollm2, prompts, name, tmp_path):
-    model = smollm2[0]
-    text = None if name.startswith("calibrated") else torch.tensor(prompts[-1:])
+# Tables of a text, and those of a calibration in the package, which is of this model
+@pytest.mark.parametrize(("model_name", "name"), [("tiny_llama", "transform-30"), ("smollm2", "calibrated-16")])
+def test_pages_on_disk_are_found_by_another_batch(model_name, name, tmp_path, request, random_windows):
+    if model_name == "smollm2":
+        model, prompts = request.getfixturevalue("smollm2")[0], request.getfixturevalue("prompts")
+        text = None
+    else:
+        model = request.getfixturevalue("tiny_llama")
+        prompts = [ids[: 90 + 31 * number].tolist() for number, ids in enumerate(random_windows(3, 152))]
+        text = torch.tensor(prompts[-1:])
 
     def answer(prompt, folder="store", **options):
         store = PromptStore(tmp_path / folder)
@@ -179,7 +198,7 @@ def test_models_whose_requests_share_no_pages_have_none_on_disk(tiny_model, tmp_
         pass
 
 
-def test_a_cancelled_request_gives_its_blocks_back(smollm2, prompts, context):
+def test_a_cancelled_request_releases_its_blocks(smollm2, prompts, context):
     with (
         context(),
         smollm2[0].continuous_batching_context_manager(**config(400)) as manager,
@@ -264,7 +283,7 @@ def test_other_models_keep_their_cache(smollm2, prompts, context, tiny_llama):
     assert paged_cache.PagedAttentionCache.update.__qualname__ == "PagedAttentionCache.update"
 
 
-def test_two_models_in_two_threads(tiny_llama, tiny_model, random_windows):
+def test_two_models_in_two_threads_do_not_mix(tiny_llama, tiny_model, random_windows):
     prompts = [ids[: 90 + 31 * k].tolist() for k, ids in enumerate(random_windows(3, 152))]
     models, are_open = [tiny_llama, tiny_model("llama-mha")], threading.Barrier(2, timeout=600)
 
@@ -279,7 +298,7 @@ def test_two_models_in_two_threads(tiny_llama, tiny_model, random_windows):
     assert together == alone and alone[0][0] != alone[1][0]
 
 
-def test_wrong_options_are_refused(tiny_llama, smollm2):
+def test_invalid_options_are_refused(tiny_llama, smollm2):
     refused = {"`name` is `transform`, which has no tables": {}, "`num_recent_tokens`": {"num_recent_tokens": -1}}
     for message, options in refused.items():
         with pytest.raises(ValueError, match=message), compressed_batching(tiny_llama, "transform", **options):

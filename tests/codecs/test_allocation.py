@@ -25,12 +25,12 @@ def test_no_other_widths_have_less_error(total):
 
 
 @pytest.mark.parametrize("energies", [torch.zeros(1, 1, 4), torch.full((1, 1, 4), 1e-30)], ids=["zero", "tiny"])
-def test_without_energy_all_bits_are_given_all_the_same(energies):
+def test_all_bits_are_given_to_channels_without_energy(energies):
     assert allocate_widths(energies, 8, DISTORTIONS).tolist() == [[[2, 2, 2, 2]]]
 
 
 @pytest.mark.parametrize(("head_dim", "total"), [(64, 17), (64, 64), (20, 5), (1, 3)])
-def test_even_widths(head_dim, total):
+def test_value_widths_differ_by_at_most_one(head_dim, total):
     widths = make_value_format(torch.randn(1, 1, 9, head_dim), torch.ones(1, 9).bool(), total).widths[0, 0].tolist()
     assert len(widths) == num_blocks(head_dim) and sum(widths) == total and max(widths) - min(widths) <= 1
 

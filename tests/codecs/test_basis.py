@@ -44,7 +44,7 @@ def make_table(total: int, *, is_weighted: bool) -> RowFormat:
 
 @pytest.mark.parametrize("is_weighted", [True, False], ids=["keys", "values"])
 @pytest.mark.parametrize("total", [3, 7, 12, 24])
-def test_a_token_is_coded_by_itself(total, is_weighted):
+def test_encoding_of_a_token_ignores_other_tokens(total, is_weighted):
     table, states = make_table(total, is_weighted=is_weighted), make_states(3, 65)
     rows = encode_rows(states, table)
     assert rows.shape == (3, NUM_HEADS, 65, 1 + total) and rows.dtype == torch.uint8
@@ -53,7 +53,7 @@ def test_a_token_is_coded_by_itself(total, is_weighted):
     assert decode_rows(rows, table).shape == states.shape
 
 
-def test_a_token_unlike_all_others_is_not_cut_off():
+def test_an_outlier_token_is_not_clipped():
     """One component of a key is fifty deviations large: its codes must reach there, all others being small."""
     table = make_table(16, is_weighted=True)
     # Of the matrix that components without their scale come back by

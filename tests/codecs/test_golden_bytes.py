@@ -74,7 +74,7 @@ for kind, expected in {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
-def test_bytes(name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoded_bytes_do_not_change(name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernels)
     make, expected = CASES[name]
     digest = hashlib.sha256()

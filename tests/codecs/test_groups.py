@@ -50,7 +50,7 @@ def test_error_is_at_most_half_a_step(nbits, name):
 @pytest.mark.parametrize("bad", [1e6, -1e6, float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS_OF_SCALES)
-def test_states_beyond_float16_are_told(name, masked, bad):
+def test_states_beyond_float16_are_refused(name, masked, bad):
     states = torch.randn(1, 2, 1, 8, 4)
     keep = (torch.arange(8) > 1)[:, None].expand(1, 2, 1, 8, 4) if masked else None
     _, *fitting = quantize(states, keep, 4, LAYOUTS_OF_SCALES[name])
@@ -129,7 +129,7 @@ def test_values_are_chosen_over_all_heads():
     assert sorted(places[2].tolist()) == [3, 57]
 
 
-def test_no_place_twice_among_equal_values():
+def test_equal_values_yield_distinct_outlier_positions():
     tokens = select_outliers(torch.zeros(1, 1, 1, 100, 2), None, 0.5, "key")[0].tokens.view(50, 2)
     for channel in range(2):
         assert tokens[:, channel].unique().numel() == 50
@@ -330,7 +330,7 @@ def test_low_rank_that_exceeds_float16_is_refused():
 @pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("sparsity", [0.0, 0.1])
 @pytest.mark.parametrize(("side", "backbone"), GROUPINGS)
-def test_what_is_not_finite_is_told_but_for_padding(side, backbone, sparsity, is_padded, bad):
+def test_non_finite_states_are_refused_except_in_padding(side, backbone, sparsity, is_padded, bad):
     states = realistic_states(1, 2, 1, 64, 32)
     valid = (torch.arange(64) >= 10)[None, None] if is_padded else None
     codec = side_codec(side, backbone, sparsity=sparsity, rank=2)

@@ -28,7 +28,7 @@ def test_components_are_uncorrelated_and_do_not_share_what_errors_cost(head_dim)
     assert float(relative[:, : head_dim // 4 + 1, : head_dim // 4 + 1].abs().max()) < 0.01
 
 
-def test_what_does_not_vary_divides_by_nothing():
+def test_constant_channels_do_not_divide_by_zero():
     for metric, moments in ((spread(8), torch.zeros(3, 8, 8)), (torch.zeros(3, 8, 8), spread(8))):
         basis, energies = karhunen_loeve(metric, moments)
         assert bool(basis.isfinite().all()) and bool((energies > 0).all())

@@ -25,7 +25,7 @@ def unlike_channels(batch_size: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("number", range(3), ids=[layout.name for layout in LAYOUTS])
-def test_the_layout_is_found(number):
+def test_rotary_layout_is_detected(number):
     at = angles()
     keys = LAYOUTS[number].rotate(unlike_channels(), *at[number])
     valid = torch.ones(1, LENGTH, dtype=torch.bool)

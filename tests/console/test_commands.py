@@ -145,7 +145,7 @@ def test_help_and_version_import_nothing_heavy(imported_by) -> None:
     assert list(found.values()) == [[]] * len(lines) and len(lines) > 25
 
 
-def test_what_a_command_imports_is_noticed(imported_by) -> None:
+def test_unexpected_imports_of_a_command_are_detected(imported_by) -> None:
     assert {"torch", "transformers"} <= {*imported_by("list fp8")["list fp8"]}
 
 
@@ -170,11 +170,11 @@ getattr(importlib.import_module(module), name)()
     "words",
     ["kvcache_plugins.cli main doctor", "kvcache_plugins.cli main list", "kvcache_plugins.eval.__main__ app ls tasks"],
 )
-def test_waiting_threads_sleep_unless_the_user_says_otherwise(words, own, expected, run_python) -> None:
+def test_waiting_threads_sleep_by_default(words, own, expected, run_python) -> None:
     assert run_python("-c", WAITING, *words.split(), OMP_WAIT_POLICY=own).stdout == f"{expected}\n"
 
 
-def test_only_what_returns_results_has_options_for_them(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_commands_with_results_have_result_options(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "some_commands.py").write_text(
         '''
 def measure(size: int = 3) -> dict[str, int]:
@@ -291,7 +291,7 @@ def test_texts_are_read_before_a_model_is_loaded(command, no_model_is_loaded, tm
         refuse(message, *command.split(), "--cache", "transform", option, str(tmp_path / name))
 
 
-def test_a_file_that_was_there_is_left_alone(tmp_path: Path) -> None:
+def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text("{}")
     prepare_file(tmp_path / "old.json")
     prepare_file(tmp_path / "new" / "new.json")
@@ -360,7 +360,7 @@ def interrupt_at(module: str, *arguments: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("module", MOMENTS.values(), ids=MOMENTS)
-def test_while_modules_are_imported(module: str) -> None:
+def test_ctrl_c_during_imports_ends_with_one_line(module: str) -> None:
     code, said = interrupt_at(module, "doctor")
     assert (code, said) == (INTERRUPTED, ["Interrupted\n"])
 
@@ -396,13 +396,13 @@ IGNORING = "signal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep = lambda _:
     ],
     ids=["outside", "at the end", "ignored"],
 )
-def test_ctrl_c_when_nothing_is_imported(before: str, after: str, expected: tuple[int, str, str]) -> None:
+def test_ctrl_c_before_and_after_imports_is_handled(before: str, after: str, expected: tuple[int, str, str]) -> None:
     code = IN_PYTHON.format(before=before, after=after)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout, done.stderr) == expected
 
 
-def test_processes_that_are_started_inside_ignore_it() -> None:
+def test_child_processes_ignore_ctrl_c() -> None:
     before = signal.getsignal(signal.SIGINT)
     with interrupts_are_ours():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -56,7 +56,9 @@ def test_schemas_are_strict(name: str) -> None:
 @pytest.mark.parametrize(
     ("value", "printed"), [(float("inf"), None), (float("nan"), None), (1.5, 1.5), ([(1, float("nan"))], [[1, None]])]
 )
-def test_what_json_does_not_know_is_null(value: object, printed: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_writes_nan_and_infinity_as_null(
+    value: object, printed: object, capsys: pytest.CaptureFixture[str]
+) -> None:
     print_json({"value": value})
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {"value": printed}
 
@@ -70,7 +72,7 @@ def test_lines_are_folded_between_words(capsys: pytest.CaptureFixture[str]) -> N
     assert [each.strip() for each in shown if len(each) > 80] == [command, path] and len(shown) > 4
 
 
-def test_list(run, read, forgets: None) -> None:
+def test_list_shows_every_cache_and_missing_packages(run, read, forgets: None) -> None:
     assert run("--version").stdout.startswith("kvcache-plugins 0.")
     register_cache("absent", lambda model: Cache(layers=[]), summary="absent", requires="no-such-package")
     lines = run("list").stdout.splitlines()
@@ -163,7 +165,7 @@ def test_sampling_repeats_with_the_seed(tiny_folder: str, run) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_a_text_that_is_too_short_is_said_to_be(tiny_folder: str, run) -> None:
+def test_a_text_that_is_too_short_is_refused(tiny_folder: str, run) -> None:
     options = ["--model", tiny_folder, "--prompt", "12 tokens", "--max-new-tokens", "3", "--cache"]
     for cache in ("gear-2bit", "h2o"):
         said = " ".join(run("generate", *options, cache).stderr.split())
@@ -183,7 +185,7 @@ class BrokenLayer(DynamicLayer):
         return super().get_mask_sizes(query_length)
 
 
-def test_compare(tiny_folder: str, run, read, forgets: None) -> None:
+def test_compare_shows_a_row_for_every_cache(tiny_folder: str, run, read, forgets: None) -> None:
     register_cache("broken", lambda model: Cache(layer_class_to_replicate=BrokenLayer), summary="fails")
     options = ["compare", "--model", tiny_folder, "--prompt", PROMPT, "--max-new-tokens", "6", "--cache"]
     result = run(*options, "gear-2bit:rank=2", "--cache", "kivi-4bit", env={"COLUMNS": "90"})
@@ -218,7 +220,7 @@ def folder(tiny_model: Callable[..., PreTrainedModel], tmp_path_factory: pytest.
 SMALL = ["--context", "1000", "--device", "cuda", "--cache", "dynamic", "--cache", "gear-2bit", "--cache", "infinigen"]
 
 
-def test_recommend_finds_what_the_arithmetic_says(folder: str, run, read) -> None:
+def test_recommend_equals_the_arithmetic(folder: str, run, read) -> None:
     options = ["recommend", "--model", folder, *SMALL, "--memory", "400kB", "--new-tokens", "2"]
     content = read(*options, "--host-memory", "1GiB", schema="recommend")
     for row in content["caches"]:
@@ -232,7 +234,7 @@ def test_recommend_finds_what_the_arithmetic_says(folder: str, run, read) -> Non
     assert all(name in documented for name in [*content, *content["caches"][0]])
 
 
-def test_recommend_marks_what_to_take(folder: str, run, read) -> None:
+def test_recommend_marks_the_recommended_cache(folder: str, run, read) -> None:
     options = ["recommend", "--model", folder, *SMALL, "--memory"]
     result = run(*options, "400kB")
     lines = {line.split()[0]: line for line in result.stdout.splitlines() if line.split()}
@@ -269,7 +271,7 @@ def test_recommend_says_limits_in_the_units_of_the_budget(folder: str, run, monk
         assert (content["device"], content["dtype"]) == expected
 
 
-def test_calibrate_for_infinigen(tiny_folder: str, tmp_path: Path, fox: str, run, read) -> None:
+def test_calibrate_writes_a_file_that_infinigen_loads(tiny_folder: str, tmp_path: Path, fox: str, run, read) -> None:
     file = tmp_path / "new" / "calibration.safetensors"
     options = ["--cache", "infinigen", "--model", tiny_folder, "--text-file", fox, "--out", str(file)]
     options += ["--windows", "2", "--length", "300"]
@@ -283,7 +285,7 @@ def test_calibrate_for_infinigen(tiny_folder: str, tmp_path: Path, fox: str, run
     assert all(0 < layer["oracle"] <= 1 for layer in content["layers"])
 
 
-def test_calibrate_keeps_what_presets_of_gear_find(tiny_folder: str, tmp_path: Path, fox: str, run, monkeypatch):
+def test_calibrate_writes_a_file_that_presets_find(tiny_folder: str, tmp_path: Path, fox: str, run, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path / "home"))
     options = ["--model", tiny_folder, "--text-file", fox, "--text-file", fox]
     shown = run("calibrate", *options, "--windows", "1", "--length", "200").stdout
@@ -312,7 +314,7 @@ MEASURES = [
 
 
 @pytest.mark.parametrize("line", MEASURES, ids=lambda line: " ".join(line.split()[:2]))
-def test_measures_print_what_they_write(line: str, tiny_folder: str, fox: str, tmp_path: Path, run) -> None:
+def test_measures_print_the_rows_they_write(line: str, tiny_folder: str, fox: str, tmp_path: Path, run) -> None:
     out = tmp_path / "new" / "result.json"
     words = [word.replace("MODEL", tiny_folder).replace("TEXT", fox) for word in line.split()]
     result = run(*words, "--json", "--out", str(out))
@@ -326,7 +328,7 @@ def test_measures_print_what_they_write(line: str, tiny_folder: str, fox: str, t
         assert all(f"{name} " in result.stderr for name in ("dynamic", "kivi-4bit"))
 
 
-def test_sweep_lists_what_was_run(tiny_folder: str, fox: str, tmp_path: Path, read) -> None:
+def test_sweep_lists_its_runs(tiny_folder: str, fox: str, tmp_path: Path, read) -> None:
     measures = {"a": {"perplexity": {"text_file": "fox.txt", "length": 30}}}
     measures["b"] = {"perplexity": {"text_file": "fox.txt", "length": 10**6}}
     content = {"models": [tiny_folder], "caches": ["dynamic"], "out": "results", "measures": measures}

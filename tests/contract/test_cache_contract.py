@@ -98,7 +98,7 @@ def require_available(entry: CacheEntry) -> None:
 
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.name)
 @pytest.mark.parametrize("cache", NAMES)
-def test_contract(cache, check, contract_models):
+def test_every_cache_passes_or_declines_each_check(cache, check, contract_models):
     require_available(ENTRIES[cache])
     model = contract_models["hybrid" if check.on_hybrid else "llama"]
     result = run_check(check, model, partial(create_cache, cache, model, **OPTIONS.get(cache, {})))
@@ -113,7 +113,7 @@ def test_contract(cache, check, contract_models):
 
 
 @pytest.mark.parametrize("cache", NAMES)
-def test_short_contexts(cache: str, contract_models: dict[str, PreTrainedModel]) -> None:
+def test_short_contexts_stay_exact(cache: str, contract_models: dict[str, PreTrainedModel]) -> None:
     """Methods of this project keep a short context exact, so that there they are held to `DynamicCache`'s tokens."""
     require_available(ENTRIES[cache])
     model = contract_models["llama"]
@@ -125,7 +125,7 @@ def test_short_contexts(cache: str, contract_models: dict[str, PreTrainedModel])
 
 
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())
-def test_aliases(alias: str, name: str) -> None:
+def test_an_alias_makes_the_same_config(alias: str, name: str) -> None:
     assert create_cache(alias).cache_config == create_cache(name).cache_config
 
 

@@ -260,7 +260,7 @@ for name, (items, method) in {
 # That it fails no other item too is left to `make test-long`
 @pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.long)], ids=["own", "all"])
 @pytest.mark.parametrize("name", BROKEN)
-def test_contract_catches(name: str, others: bool, contract_model: PreTrainedModel) -> None:
+def test_broken_caches_fail_their_checks_alone(name: str, others: bool, contract_model: PreTrainedModel) -> None:
     make_cache, expected = BROKEN[name]
     names = expected | ({check.name for check in CONTRACT} - SLOW_ITEMS if others else set())
     checks = [check for check in CONTRACT if check.name in names]
@@ -286,7 +286,7 @@ def test_right_caches_pass(make_cache: Callable[[PreTrainedModel], Cache], contr
     assert [result.name for result in results if result.status == "unsupported"] == declined
 
 
-def test_third_party_needs_a_factory_alone(contract_model: PreTrainedModel) -> None:
+def test_third_party_caches_need_only_a_factory(contract_model: PreTrainedModel) -> None:
     seen: list[CheckResult] = []
     checks = [check for check in CONTRACT if check.name in ("crop-zero", "lengths", "hybrid", "memory")]
     results = run_contract(
@@ -317,7 +317,7 @@ def test_third_party_needs_a_factory_alone(contract_model: PreTrainedModel) -> N
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
-def test_declining_is_told_from_failing(error, status, detail, contract_model):
+def test_declining_differs_from_failing(error, status, detail, contract_model):
     def raise_error(subject: object) -> None:
         raise error
 
@@ -335,7 +335,7 @@ def test_interrupting_ends_the_run(contract_model: PreTrainedModel) -> None:
         run_contract(contract_model, DynamicCache, checks=[check])
 
 
-def test_grid() -> None:
+def test_grid_shows_every_item_and_cache() -> None:
     results = {
         "one": [CheckResult(name="reset", status="pass"), CheckResult(name="greedy", status="fail", detail="why")],
         "two": [CheckResult(name="mine", status="pass"), CheckResult(name="reset", status="unsupported")],

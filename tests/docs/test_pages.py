@@ -89,7 +89,7 @@ def tree_entries(block: str) -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_paths_lead_somewhere(page: str) -> None:
+def test_paths_in_docs_exist(page: str) -> None:
     path = ROOT / page
     text = path.read_text(encoding="utf-8")
     missing = {each for each in mentioned_paths(text) if each not in NOT_KEPT and not exists(each, path)}
@@ -106,7 +106,7 @@ def test_code_fits_a_narrow_page(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_between_files_lead_somewhere(page: str) -> None:
+def test_links_between_files_resolve(page: str) -> None:
     path = ROOT / page
     links = {each for each in _LINK.findall(path.read_text(encoding="utf-8")) if "://" not in each}
     assert {each for each in links if not (path.parent / each).exists()} == set()
@@ -149,7 +149,7 @@ def test_the_tree_of_the_docs_is_the_tree() -> None:
     assert wrong == []
 
 
-def test_every_room_is_in_the_tree_of_the_docs() -> None:
+def test_every_package_is_in_the_tree_of_the_docs() -> None:
     text = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8").split("```")[1]
     shown = {entry.rstrip("/") for entry, _ in tree_entries(text.strip("\n"))}
     rooms = [folder for top in (ROOT / "src" / "kvcache_plugins", ROOT / "eval") for folder in top.iterdir()]
@@ -167,7 +167,7 @@ def test_a_wrong_path_is_found(text: str) -> None:
     assert not exists(path, ROOT / "README.md")
 
 
-def test_what_is_recommended_is_registered() -> None:
+def test_recommended_caches_are_registered() -> None:
     page = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     section = page.split("## Choose a cache\n")[1].split("\n## ")[0]
     table = [line for line in section.splitlines() if line.startswith("|")]
@@ -189,7 +189,7 @@ def test_front_page_is_short() -> None:
 
 
 @pytest.mark.parametrize("page", ["guides/long_context.md", "guides/larger_batches.md", "guides/several_gpus.md"])
-def test_guides_take_the_default(page: str) -> None:
+def test_guides_use_the_default_cache(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     assert '"transform"' in text or "--cache transform\n" in text
     assert "gear-2bit" not in text
@@ -244,7 +244,7 @@ def test_blocks_of_a_page_run(page, hub_names, user_folder):
     assert run_page(ROOT / page) == text.count("```python\n")
 
 
-def test_front_page_shows_the_true_output(hub_names, capsys):
+def test_front_page_shows_actual_output(hub_names, capsys):
     shown = re.search("```text\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert shown and run_page(ROOT / "README.md") == 1
     printed = capsys.readouterr().out
@@ -458,7 +458,7 @@ HANDLERS = {
 
 
 @pytest.mark.parametrize("page", pages_with("```"))
-def test_lines_of_a_page_can_be_typed(page):
+def test_command_lines_of_a_page_parse(page):
     for line in console_lines((ROOT / page).read_text(encoding="utf-8")):
         try:
             check_line(line)
@@ -468,7 +468,7 @@ def test_lines_of_a_page_can_be_typed(page):
             raise
 
 
-def test_lines_are_found_and_cut():
+def test_command_lines_are_found_and_trimmed():
     shell = "```bash\nA=1 kvcache-plugins list 'gear*' > out.txt  # all\nmake \\\n  test | cat\n```"
     tree = "```\nsrc/\nmake demo\n```"
     assert list(console_lines(f"{shell}\n\n{tree}")) == [
@@ -502,6 +502,6 @@ WRONG = {
 
 
 @pytest.mark.parametrize("line", WRONG.values(), ids=WRONG)
-def test_a_wrong_line_fails(line):
+def test_a_wrong_command_line_fails(line):
     with pytest.raises((Exception, SystemExit)):
         check_line(line)

@@ -119,7 +119,7 @@ def test_all_figures_are_drawn(draw, tmp_path):
         assert "<path" in text and "<text" not in text
 
 
-def test_figures_show_the_results_of_today(draw):
+def test_figures_show_current_results(draw):
     shown = {
         "gear_bytes": "fidelity_wikitext2_smollm2",
         "infinigen_rules": "infinigen_rules_smollm2",

@@ -68,7 +68,7 @@ def feed(model, cache, tokens, sizes):
 
 
 @pytest.mark.parametrize(("name", "implementation"), CASES)
-def test_generation_is_as_under_sdpa(tiny_llama, prompt, generate, name, implementation):
+def test_generated_tokens_equal_those_under_sdpa(tiny_llama, prompt, generate, name, implementation):
     tokens, caches, outputs = prompt(num_rows=2), [], []
     for each in ("sdpa", implementation):
         use(tiny_llama, each)
@@ -90,7 +90,7 @@ def layer_padding(cache):
 @pytest.mark.each_value
 @pytest.mark.parametrize("architecture", ["llama", "llama-mha", "llama-mqa", "mistral-sliding"])
 @pytest.mark.parametrize("implementation", ["flex_attention", "flash_attention_2"])
-def test_logits_of_prompts_chunks_and_steps(tiny_model, prompt, architecture, implementation):
+def test_logits_equal_those_under_sdpa_for_prompts_chunks_and_steps(tiny_model, prompt, architecture, implementation):
     """Beyond the rows of a mask that are made at once, and with windows."""
     model, tokens = tiny_model(architecture), prompt(320, num_rows=2)
     # Shorter windows are left to Transformers' own layers, and so to the implementation itself
@@ -106,7 +106,7 @@ def test_logits_of_prompts_chunks_and_steps(tiny_model, prompt, architecture, im
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 @pytest.mark.parametrize("implementation", ["flex_attention", "flash_attention_2"])
-def test_softcaps_and_sinks_are_as_in_eager_attention(prompt, family, implementation):
+def test_softcaps_and_sinks_equal_eager_attention(prompt, family, implementation):
     torch.manual_seed(0)
     fields = {**SMALL, **({"attn_logit_softcapping": 5.0} if family == "gemma2" else {"num_local_experts": 4})}
     config = CONFIG_MAPPING[family](**fields, layer_types=["full_attention", "full_attention"])
@@ -127,7 +127,7 @@ def test_paged_attention_is_refused(tiny_llama, prompt, generate, name):
 
 
 @pytest.mark.parametrize(("count_from", "is_dense"), [(0, False), (50, True)], ids=["one sequence", "packed"])
-def test_packed_sequences_are_flash_attentions_own(tiny_llama, prompt, monkeypatch, count_from, is_dense):
+def test_packed_sequences_are_left_to_flash_attention(tiny_llama, prompt, monkeypatch, count_from, is_dense):
     """Leaves packed sequences to the implementation, which gets dense states: here `sdpa` stands for it."""
     seen = []
 
@@ -144,7 +144,7 @@ def test_packed_sequences_are_flash_attentions_own(tiny_llama, prompt, monkeypat
     assert seen == [torch.Tensor] * (2 if is_dense else 0)
 
 
-def test_attention_of_ones_own_gets_dense_states_and_no_address(tiny_llama, prompt, generate, monkeypatch):
+def test_custom_attention_gets_dense_states(tiny_llama, prompt, generate, monkeypatch):
     asks_for = []
 
     def attend(module, query, key, value, attention_mask, **options):

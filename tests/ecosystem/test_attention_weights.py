@@ -45,7 +45,7 @@ def make_finest(name, model):
     "family",
     [pytest.param(name, marks=() if name in DAILY else pytest.mark.long) for name in family_names()],
 )
-def test_weights_of_every_forward_are_those_of_the_dense_cache(family):
+def test_attention_weights_are_near_the_dense_caches(family):
     try:
         model = build_family(family)
         model.set_attn_implementation("eager")

@@ -33,7 +33,7 @@ def test_both_names_fill_the_cache(tiny_llama: PreTrainedModel, cache_name: str,
     torch.testing.assert_close(generated.sequences, expected.sequences)
 
 
-def test_the_name_is_the_function_s_own(tiny_llama: PreTrainedModel) -> None:
+def test_only_the_argument_name_of_the_function_is_used(tiny_llama: PreTrainedModel) -> None:
     cache = Cache(layers=[])
 
     def older(input_ids: torch.Tensor, past_key_values: Cache | None = None) -> None:

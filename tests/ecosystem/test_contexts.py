@@ -59,7 +59,9 @@ def error(logits: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_autocast(tiny_llama: PreTrainedModel, name: str, dtype: torch.dtype, make_any: Maker) -> None:
+def test_autocast_changes_logits_no_more_than_dense(
+    tiny_llama: PreTrainedModel, name: str, dtype: torch.dtype, make_any: Maker
+) -> None:
     model = tiny_llama
     autocast = partial(torch.autocast, "cpu", dtype)
     contexts = [autocast, autocast, torch.no_grad, autocast]
@@ -75,7 +77,7 @@ def test_autocast(tiny_llama: PreTrainedModel, name: str, dtype: torch.dtype, ma
 
 @pytest.mark.filterwarnings("ignore:the whole cache is fetched")
 @pytest.mark.parametrize("name", NAMES)
-def test_inference_mode(tiny_llama: PreTrainedModel, name: str, make_any: Maker) -> None:
+def test_inference_mode_changes_no_logits(tiny_llama: PreTrainedModel, name: str, make_any: Maker) -> None:
     model = tiny_llama
     inside, outside = torch.inference_mode, torch.no_grad
     expected = run(model, make_any(name, model), [outside] * 4)
@@ -136,7 +138,7 @@ def test_a_layer_has_at_most_four_classes_of_ours(name: str, family: str, make_a
 @pytest.mark.parametrize("is_filled", [True, False], ids=["filled", "empty"])
 @pytest.mark.parametrize("through", [through_pickle, through_torch])
 @pytest.mark.parametrize("name", FILED_NAMES)
-def test_files_of_pickle_and_torch(tiny_llama, name, through, is_filled, make_any):
+def test_pickle_and_torch_restore_a_cache_or_name_its_save(tiny_llama, name, through, is_filled, make_any):
     """A cache comes back as it was, or says what to use instead; neither changes it."""
     cache = make_any(name, tiny_llama)
     sizes = (PROMPT, 1, 20) if is_filled else ()

@@ -56,7 +56,7 @@ def made(name, model, **options):
 @pytest.mark.parametrize("name", SAME)
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", MODELS)
-def test_caches_made_for_the_model(family, implementation, name, prompt):
+def test_decoder_self_attention_uses_the_cache(family, implementation, name, prompt):
     model = make_model(family)
     source, start = prompt(30), prompt(100, seed=1)
     model.set_attn_implementation(implementation)
@@ -72,7 +72,7 @@ def test_caches_made_for_the_model(family, implementation, name, prompt):
 
 
 @pytest.mark.parametrize("name", ["gear-2bit", "infinigen", "h2o"])
-def test_refused_alone(name, prompt):
+def test_a_cache_without_encoder_decoder_wrapper_is_refused(name, prompt):
     bart = make_model("bart")
     cache = made(name, bart)
     for _ in range(2):

@@ -16,7 +16,7 @@ from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import unwrap_model
 
 
-def test_inputs_embeds(cache_name, tiny_llama, make_cache, prompt, generate):
+def test_inputs_embeds_generate_the_same_tokens(cache_name, tiny_llama, make_cache, prompt, generate):
     expected = generate(tiny_llama, prompt(), make_cache(cache_name, tiny_llama))
     embeds = tiny_llama.get_input_embeddings()(prompt())
     cache = make_cache(cache_name, tiny_llama)
@@ -61,7 +61,7 @@ def gemma4():
 
 @pytest.mark.filterwarnings("ignore:the whole cache is fetched")
 @pytest.mark.parametrize("name", ["transform", "gear-4bit", "kvarn-k4v4", "llamacpp-q8_0", "infinigen", "h2o"])
-def test_an_assistant_that_reads_the_states_of_the_model(name, gemma4, prompt, generate):
+def test_an_assistant_reads_states_without_rejected_tokens(name, gemma4, prompt, generate):
     """It is given them after rejected tokens have been removed from the cache."""
     model, assistant = gemma4
     exact = {
@@ -74,7 +74,7 @@ def test_an_assistant_that_reads_the_states_of_the_model(name, gemma4, prompt, g
     assert torch.equal(generate(model, prompt(200), caches[1], assistant_model=assistant, **options), expected)
 
 
-def test_an_assistant_is_refused_states_of_which_tokens_were_dropped(gemma4, prompt, generate):
+def test_an_assistant_is_refused_states_with_evicted_tokens(gemma4, prompt, generate):
     model, assistant = gemma4
     with pytest.raises(ValueError, match="dropped tokens, .*an assistant.*`heavy_ratio` and `recent_ratio`"):
         generate(model, prompt(200), create_cache("h2o", model), assistant_model=assistant, max_new_tokens=20)
@@ -94,7 +94,7 @@ def test_another_batch_is_refused_and_nothing_lost(cache_name, tiny_llama, make_
 
 
 @pytest.mark.parametrize("name", ["dynamic", "gear-2bit", "infinigen", "h2o"])
-def test_mistakes_that_no_cache_can_notice_show_in_its_length(name, tiny_llama, prompt, generate):
+def test_undetectable_misuse_shows_in_the_length(name, tiny_llama, prompt, generate):
     cache = create_cache(name, tiny_llama)
     generate(tiny_llama, prompt(), cache, use_cache=False, max_new_tokens=3)
     assert cache.get_seq_length() == 100 + 101 + 102
@@ -169,7 +169,7 @@ def decode(model, input_ids, cache):
     return torch.cat(logits, dim=1)
 
 
-def test_compiled_layers(fresh_dynamo, tiny_llama, make_cache, prompt):
+def test_compiled_layers_give_the_same_logits(fresh_dynamo, tiny_llama, make_cache, prompt):
     """Layer by layer, and one model for both caches, as compiling takes long."""
     names = ("infinigen", "gear-2bit")
     expected = {name: decode(tiny_llama, prompt(), make_cache(name, tiny_llama)) for name in names}
@@ -200,7 +200,7 @@ def test_full_graphs_are_refused(fresh_dynamo, tiny_llama, prompt):
         decode(compiled, prompt(20), TransformCodingCache())
 
 
-def test_wrappers_are_seen_through(tiny_llama):
+def test_wrapped_models_are_unwrapped(tiny_llama):
     compiled = torch.compile(tiny_llama, backend="eager")
     assert unwrap_model(torch.nn.Sequential(compiled)) is tiny_llama
     assert len(create_cache("h2o", compiled).layers) == 2

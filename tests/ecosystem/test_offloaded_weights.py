@@ -26,7 +26,9 @@ OFFLOADS = {
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
-def test_tokens_are_the_same(offload, tiny_model, tmp_path, make_cache, prompt, generate, cache_name):
+def test_offloaded_weights_generate_the_same_tokens(
+    offload, tiny_model, tmp_path, make_cache, prompt, generate, cache_name
+):
     plain = tiny_model("llama")
     expected = generate(plain, prompt(), make_cache(cache_name, plain))
     model = OFFLOADS[offload](tiny_model("llama"), tmp_path)

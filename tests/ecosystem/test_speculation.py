@@ -70,7 +70,7 @@ def drafting():
 
 @pytest.mark.filterwarnings("ignore:the whole cache is fetched")
 @pytest.mark.parametrize("name", EXACT)
-def test_layers_that_predict_several_tokens(name, drafting, generate, monkeypatch):
+def test_multi_token_prediction_generates_the_same_tokens(name, drafting, generate, monkeypatch):
     from transformers.modeling_layers import MtpModel
 
     def make(main_model, **options):
@@ -163,7 +163,9 @@ def deferred(monkeypatch):
     ],
     ids=str,
 )
-def test_a_deferred_stop_leaves_no_trace(architecture, name, options, lengths, tiny_model, deferred, prompt, generate):
+def test_a_deferred_stop_leaves_the_cache_as_a_plain_run_does(
+    architecture, name, options, lengths, tiny_model, deferred, prompt, generate
+):
     model = tiny_model(architecture)
     # Stops after every number of steps up to a whole round of the tokens that wait
     for length in lengths:

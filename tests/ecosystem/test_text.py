@@ -32,7 +32,7 @@ def cache(request, smollm2):
         cache.detach()
 
 
-def test_pipeline_and_streamers_say_what_generate_says(cache, pipe, smollm2):
+def test_pipeline_and_streamers_return_the_text_of_generate(cache, pipe, smollm2):
     model, tokenizer = smollm2
     inputs = tokenizer(TEXT, return_tensors="pt")
     length = inputs.input_ids.shape[1]

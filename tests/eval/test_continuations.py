@@ -62,7 +62,7 @@ def test_dense_cache_scores_as_one_forward(tiny_model, architecture, feeding):
     assert scorer.record.counters["tokens_fed"] == 9 + 6 + 1 + 6 + 5 + 17
 
 
-def test_context_of_one_token(tiny_llama: PreTrainedModel) -> None:
+def test_a_context_of_one_token_is_scored(tiny_llama: PreTrainedModel) -> None:
     scorer = ContinuationScorer(tiny_llama, partial(DynamicCache, config=tiny_llama.config))
     text = draw(30, 1)
     ((score,),) = scorer.score([text[:1]], [[text[1:]]], Feeding(8, 8))
@@ -72,7 +72,7 @@ def test_context_of_one_token(tiny_llama: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("feeding", FEEDINGS.values(), ids=FEEDINGS.keys())
 @pytest.mark.parametrize("cache", ["gear-2bit", "h2o"])
-def test_lossy_caches_are_in_the_loop(tiny_llama: PreTrainedModel, cache: str, feeding: Feeding) -> None:
+def test_lossy_caches_change_scores(tiny_llama: PreTrainedModel, cache: str, feeding: Feeding) -> None:
     context, continuations = draw(150, 1), [draw(12, seed) for seed in range(2, 5)]
     options = {"min_tokens": 4, "heavy_ratio": 0.05, "recent_ratio": 0.05} if cache == "h2o" else {}
     scorer = ContinuationScorer(tiny_llama, partial(create_cache, cache, tiny_llama, **options))
@@ -99,7 +99,7 @@ def test_infinigen_chooses_only_when_it_decodes(tiny_llama: PreTrainedModel) -> 
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "quanto-4bit", "hqq-4bit", "gear-2bit"])
-def test_what_counts_as_exercised(tiny_llama: PreTrainedModel, cache: str) -> None:
+def test_caches_count_as_exercised_once_they_lose_or_pack(tiny_llama: PreTrainedModel, cache: str) -> None:
     pytest.importorskip({"quanto-4bit": "optimum.quanto", "hqq-4bit": "hqq"}.get(cache, "torch"))
     empty = create_cache(cache, tiny_llama.config)
     assert was_exercised(empty) == (cache == "dynamic")
@@ -123,14 +123,14 @@ def test_a_cache_that_cannot_be_copied_is_filled_anew(tiny_llama: PreTrainedMode
     assert scorer.record.counters["tokens_filled"] == 3 * 39
 
 
-def test_buffer_longer_than_the_context(tiny_llama: PreTrainedModel) -> None:
+def test_contexts_within_the_buffer_are_not_exercised(tiny_llama: PreTrainedModel) -> None:
     scorer = ContinuationScorer(tiny_llama, partial(create_cache, "h2o", tiny_llama.config))
     ((score,),) = scorer.score([draw(20, 1)], [[draw(5, 2)]], Feeding())
     assert score.log_likelihood == pytest.approx(one_forward(tiny_llama, draw(20, 1), draw(5, 2)).log_likelihood)
     assert (scorer.record.counters["contexts"], scorer.record.counters["contexts_exercised"]) == (1, 0)
 
 
-def test_a_model_that_passes_the_cache_by(tiny_llama: PreTrainedModel) -> None:
+def test_a_model_that_ignores_the_cache_is_an_error(tiny_llama: PreTrainedModel) -> None:
     class Deaf(torch.nn.Module):
         device = torch.device("cpu")
 

@@ -165,7 +165,7 @@ def reference() -> Reference:
 
 
 @pytest.mark.parametrize("status", VERDICTS)
-def test_cache_gets_the_verdict_that_it_deserves(status: str, reference: Reference) -> None:
+def test_caches_get_the_right_verdict(status: str, reference: Reference) -> None:
     outcome = try_cache(reference, Case(Form(VERDICTS[status])))
     assert outcome.status == status, outcome.detail
 
@@ -194,7 +194,7 @@ def test_keys_at_wrong_positions_fail_behind_tokens_that_were_dropped(reference:
     assert try_cache(reference, Case(everything)).status == "FAILS"
 
 
-def test_fewer_bits_than_it_says_exceed_the_bound(reference: Reference) -> None:
+def test_fewer_bits_than_declared_exceed_the_bound(reference: Reference) -> None:
     two_bits = survey.prepared("kivi-2bit")
     assert try_cache(reference, Case(Form(two_bits, (2.0, 2.0)))).status == "works"
     assert try_cache(reference, Case(Form(two_bits, (4.0, 4.0)))).status == "FAILS"
@@ -238,7 +238,7 @@ def test_family_is_the_same_every_time() -> None:
     assert sum(each.numel() for each in one.parameters()) < 500_000
 
 
-def test_kinds_of_layers_are_all_there_twice() -> None:
+def test_every_kind_of_layer_occurs_twice() -> None:
     assert build_family("gemma3_text").config.layer_types == ["sliding_attention", "full_attention"] * 2
 
 
@@ -255,7 +255,7 @@ def test_table_has_counts_bits_and_reasons() -> None:
     assert "- `odd`: TypeError: a b" in text
 
 
-def test_other_caches_are_held_to_the_bits_that_are_given() -> None:
+def test_other_caches_are_bounded_by_the_given_bits() -> None:
     cases = cases_of(["gear-2bit:residual_length=32", "h2o"], bits=2.0)
     made = cases["gear-2bit:residual_length=32"].usual
     assert made.nbits == (2.0, 2.0)
@@ -264,7 +264,7 @@ def test_other_caches_are_held_to_the_bits_that_are_given() -> None:
 
 
 @pytest.mark.parametrize("family", [*USED, *(pytest.param(each, marks=pytest.mark.long) for each in ALSO_USED)])
-def test_presets_work_on_families_that_people_use(family: str) -> None:
+def test_presets_work_on_common_families(family: str) -> None:
     if family not in family_names():
         pytest.skip("of a later release of Transformers")
     result = try_family(family, own_cases())
@@ -320,7 +320,7 @@ def test_all_families_with_pictures_and_sounds() -> None:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4", "gpt_neox", "mixtral", "olmo2", "opt"])
-def test_written_out_attention_says_what_fused_attention_does(family: str) -> None:
+def test_eager_and_fused_attention_agree(family: str) -> None:
     model = build_family(family)
     tokens = prompt(model, 80, 1)
     padded = torch.cat([tokens, tokens.flip(1).index_fill(1, torch.arange(13), 0)])
@@ -340,7 +340,7 @@ def test_written_out_attention_says_what_fused_attention_does(family: str) -> No
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_all_families() -> None:
+def test_presets_work_on_most_families() -> None:
     results = [result for result in try_families(family_names(), own_cases()) if not result.dense]
     assert len(results) >= 110
     for name, share in SHARES.items():

@@ -62,7 +62,7 @@ def run_tiny(part: str, folder: Path, name: str) -> dict:
     return read(folder, f"gpu_{name}")
 
 
-def test_attention_alone(tmp_path, triton_kernels, monkeypatch):
+def test_a_wrong_attention_kernel_is_noted_and_not_timed(tmp_path, triton_kernels, monkeypatch):
     """A kernel that is wrong is noted, and not timed; the others are."""
     add = gpu.Contest.add
 
@@ -81,7 +81,7 @@ def test_attention_alone(tmp_path, triton_kernels, monkeypatch):
     assert 0 < rows["gear-2bit"]["relative_error"] < 5e-3
 
 
-def test_steps_of_a_model(tmp_path, triton_kernels):
+def test_steps_are_timed_and_unknown_caches_noted(tmp_path, triton_kernels):
     content = run_tiny("step", tmp_path, "step")
     assert [row["cache"] for row in content["rows"]] == ["dynamic", "transform", "gear-2bit", "static"]
     assert [failure["what"] for failure in content["failures"]] == ["no-such-cache"]
@@ -90,7 +90,7 @@ def test_steps_of_a_model(tmp_path, triton_kernels):
     assert all(row["tokens_per_s"] > 0 and row["prefill_s"] > 0 for row in content["rows"])
 
 
-def test_captured_steps(tmp_path):
+def test_captured_steps_are_near_dense_and_reserve_room(tmp_path):
     for content in (run_tiny("captured", tmp_path, "captured_1x128"), read(tmp_path, "gpu_captured_2x100")):
         assert content["failures"] == []
         rows = {row["cache"]: row for row in content["rows"]}
@@ -100,7 +100,7 @@ def test_captured_steps(tmp_path):
         assert rows["transform, captured"]["bytes"] > rows["transform"]["bytes"]
 
 
-def test_offloading(tmp_path):
+def test_offloading_rows_count_transferred_bytes(tmp_path):
     content = run_tiny("infinigen", tmp_path, "infinigen_100")
     # There is nothing to offload to where there is no GPU
     assert [failure["what"] for failure in content["failures"]] == ["offloaded"]
@@ -117,7 +117,7 @@ def test_offloading(tmp_path):
 
 
 @pytest.mark.long
-def test_largest_batch(tmp_path, triton_kernels):
+def test_largest_batch_fits_the_budget(tmp_path, triton_kernels):
     content = run_tiny("batch", tmp_path, "largest_batch")
     assert content["failures"] == []
     dynamic, gear = content["rows"]
@@ -125,7 +125,7 @@ def test_largest_batch(tmp_path, triton_kernels):
     assert gear["peak_bytes"] <= content["settings"]["budget_bytes"]
 
 
-def test_parts_that_fail_or_hang_do_not_end_the_run(tmp_path, replace_children, clock):
+def test_failing_or_hanging_parts_do_not_end_the_run(tmp_path, replace_children, clock):
     commands = []
 
     def run(command, *, timeout, env, **options):
@@ -198,13 +198,13 @@ def test_tests_without_time_are_skipped(tmp_path, replace_children):
     assert read(tmp_path, "gpu_checks")["failures"] == [{"what": "tests", "reason": "skipped: time"}]
 
 
-def test_the_tests_that_are_run_are_there():
+def test_listed_tests_exist():
     root = Path(__file__).resolve().parents[2]
     assert all((root / path).is_file() for path in gpu.TESTS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the error of a machine without CUDA")
-def test_a_whole_run_wants_a_gpu(tmp_path):
+def test_a_whole_run_needs_a_gpu(tmp_path):
     with pytest.raises(ValueError, match="no CUDA device"):
         run_on_gpu(out=tmp_path)
     with pytest.raises(ValueError, match="`part` has to be one of"):
@@ -250,7 +250,7 @@ def report(tmp_path):
     return Result("kernels", {"rounds": 3}, tmp_path / "folder" / "r.json")
 
 
-def test_an_error_is_noted_and_what_follows_goes_on(report):
+def test_an_error_is_noted_and_later_parts_run(report):
     report.save()
     assert read(report.path.parent, "r")["rows"] == read(report.path.parent, "r")["failures"] == []
     with report.attempt("first"):
@@ -269,7 +269,7 @@ def test_an_error_is_noted_and_what_follows_goes_on(report):
     assert len(read(report.path.parent, "r")["failures"]) == 2
 
 
-def test_a_step_wants_time_for_one_and_a_half_of_the_longest(clock):
+def test_a_step_needs_time_for_half_more_than_the_longest(clock):
     box = TimeBox(17.0)
     with box.step():
         clock.now = 7.0
@@ -282,7 +282,7 @@ def test_a_step_wants_time_for_one_and_a_half_of_the_longest(clock):
         pytest.fail("begun")
 
 
-def test_an_installed_package_is_told_its_commit(tmp_path, monkeypatch):
+def test_an_installed_package_reports_its_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "__file__", str(tmp_path / "report.py"))
     monkeypatch.delenv("KVCACHE_PLUGINS_COMMIT", raising=False)
     assert results.provenance(torch.device("cpu"))["commit"] is None

@@ -35,7 +35,7 @@ def test_functions_take_turns():
 
 
 @pytest.mark.parametrize("spec", ["dynamic", "gear-k4v3", "infinigen:alpha=inf,max_fetch_ratio=1"])
-def test_filled_with_what_was_read_once_it_answers_as_if_it_had_read(spec, tiny_llama):
+def test_a_cache_filled_from_saved_states_answers_as_if_it_had_read(spec, tiny_llama):
     token_ids = torch.randint(3, 128, (1, 130))
     read, filled = (create_cache(spec, tiny_llama) for _ in range(2))
     fill_with_states(filled, read_states(tiny_llama, token_ids), 130)

@@ -112,7 +112,7 @@ def test_a_task_has_the_same_results_in_every_batch_size(smollm2, shared_data, t
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_generation(tiny_loaded: Loaded, batch_size: int) -> None:
+def test_dense_generation_equals_lm_evals_own_model(tiny_loaded: Loaded, batch_size: int) -> None:
     model, tokenizer = tiny_loaded
     arguments = [
         (CONTEXT[:120], {"until": ["\n"], "max_gen_toks": 12}),
@@ -134,7 +134,7 @@ def test_generation(tiny_loaded: Loaded, batch_size: int) -> None:
     assert counters == {"contexts": 2, "contexts_exercised": 2}
 
 
-def test_a_lossy_cache_scores_otherwise_and_says_what_it_held(tiny_loaded: Loaded) -> None:
+def test_a_lossy_cache_changes_scores_and_reports_its_memory(tiny_loaded: Loaded) -> None:
     dense, lossy = wrap(tiny_loaded), wrap(tiny_loaded, cache="gear-2bit", cache_rank=2)
     requests = make_requests("loglikelihood", *PAIRS[:4])
     differences = [
@@ -172,7 +172,7 @@ def test_a_cache_that_no_context_reaches_fails(tiny_loaded: Loaded, caplog: pyte
         wrap(tiny_loaded, cache="h2o").generate_until(make_requests("generate_until", arguments))
 
 
-def test_infinigen_is_decoded(tiny_loaded: Loaded) -> None:
+def test_infinigen_is_fed_token_by_token(tiny_loaded: Loaded) -> None:
     lm = wrap(tiny_loaded, cache="infinigen", cache_recent=8, cache_max_fetch_ratio=0.05)
     lm.loglikelihood(make_requests("loglikelihood", *PAIRS[:2]))
     assert lm.get_model_info()["cache"]["stats_of_longest"]["selected_calls"] > 0
@@ -190,12 +190,12 @@ def test_infinigen_is_decoded(tiny_loaded: Loaded) -> None:
         ({"backend": "seq2seq"}, "`backend` has to be `causal`"),
     ],
 )
-def test_bad_arguments_before_a_model_is_loaded(options: dict[str, object], complaint: str) -> None:
+def test_bad_arguments_are_refused_before_a_model_is_loaded(options: dict[str, object], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         KVCacheLM("/there/is/no/such/model", **options)
 
 
-def test_other_bad_input(tiny_loaded: Loaded) -> None:
+def test_invalid_requests_are_refused(tiny_loaded: Loaded) -> None:
     with pytest.raises(ValueError, match="`cache_implementation` in `gen_kwargs`"):
         arguments = (CONTEXT, {"until": ["\n"], "cache_implementation": "static"})
         wrap(tiny_loaded).generate_until(make_requests("generate_until", arguments))
@@ -214,7 +214,7 @@ def test_entry_points_name_the_model_as_lm_evals_plugin_registry_stores_it(name:
     assert registry.get(name) is KVCacheLM
 
 
-def test_names_and_argument_strings(saved_with_tokenizer: Callable[..., str]) -> None:
+def test_models_are_found_by_name_and_argument_string(saved_with_tokenizer: Callable[..., str]) -> None:
     assert get_model("kvcache") is get_model("hf-kvcache") is KVCacheLM
     # lm-eval's own models are there all the same
     assert get_model("hf") is HFLM

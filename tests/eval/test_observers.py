@@ -35,7 +35,7 @@ def test_tokens_chosen_by_few_columns_are_seldom_hits(tiny_llama) -> None:
     assert 0 < counter.hits < 0.8 * counter.possible
 
 
-def test_steps_are_counted_that_a_prepared_call_would_take(tiny_llama) -> None:
+def test_steps_that_fit_a_prepared_call_are_counted(tiny_llama) -> None:
     ids = torch.randint(3, 128, (1, 210), generator=torch.Generator().manual_seed(0))
     with InfiniGenCache(tiny_llama, full_layers=(0,)) as cache, torch.no_grad():
         counter = HitCounter(cache)

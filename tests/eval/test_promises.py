@@ -31,7 +31,7 @@ FROZEN = json.loads((FOLDER / "frozen.json").read_text(encoding="utf-8"))
         ("speed", {"64": {"transform": 1.0}}, {"64": {"transform": 2.0}}, {"64": {}}),
     ],
 )
-def test_losses(part, row, kept, lost) -> None:
+def test_a_lost_promise_is_reported_once(part, row, kept, lost) -> None:
     frozen = {"renamed": {}, part: row}
     assert not list(losses(frozen, {part: kept}))
     assert len(list(losses(frozen, {part: lost}))) == 1

@@ -62,7 +62,7 @@ def write(folder, name, rows, **settings):
     (folder / name).write_text(json.dumps(content), encoding="utf-8")
 
 
-def test_the_first_that_has_a_cache_counts(tmp_path):
+def test_the_first_file_with_a_cache_gives_its_row(tmp_path):
     write(tmp_path, "a.json", [make_row("transform-16", 20, 0.1)])
     write(tmp_path, "b.json", [make_row("transform-16", 20, 0.2), make_row("fp8", 20, 0.3)])
     merged = merge_fidelity(tmp_path, ("a.json", "missing.json", "b.json"))
@@ -72,7 +72,7 @@ def test_the_first_that_has_a_cache_counts(tmp_path):
         merge_fidelity(tmp_path, ("a.json", "c.json"))
 
 
-def test_peers_have_lines_and_bits_of_their_own():
+def test_peers_have_separate_lines_and_bits():
     names = [f"{family}-{bits}bit" for family in ("kivi", "quanto", "hqq", "gear") for bits in (2, 4)]
     names += [f"turboquant-{bits}bit" for bits in (2, 3, 4)] + ["llamacpp-q4_0", "llamacpp-q5_1", "llamacpp-q8_0"]
     names += ["transform", *(f"transform-{percent}" for percent in (16, 22, 30)), "fp8"]
@@ -98,13 +98,13 @@ def test_options_and_parts_are_in_tables_alone():
     assert [row["cache"] for row in drawn["rows"]] == ["transform-16", "llamacpp-q4_0"]
 
 
-def test_speed_that_was_not_measured_is_left_open():
+def test_unmeasured_speed_is_left_blank():
     row = {"cache": "kivi-4bit", "what": "KIVI", "kv_percent": 28.1, "kl": 0.006, "speed_against_dynamic": None}
     assert "| `kivi-4bit` | KIVI | 28.1 | 0.0060 | - |" in RENDERERS["overview"]([row])
 
 
 @pytest.mark.parametrize("kind", ["step", "kernels", "prompts", "offloading", "batch", "runahead", "overview"])
-def test_heads_of_speeds_and_times_say_which_is_better(kind):
+def test_headings_of_speeds_and_times_state_the_better_direction(kind):
     rows = defaultdict(lambda: 1.0, cache="dynamic", what="prompt", lengths=[1], counted={})
     head = RENDERERS[kind]([rows]).splitlines()[0]
     compared = [each for each in head.strip("| ").split(" | ") if "speed-up" in each or "time /" in each]
@@ -112,7 +112,7 @@ def test_heads_of_speeds_and_times_say_which_is_better(kind):
     assert all(each.endswith(("(greater is better)", "(less is better)")) for each in compared)
 
 
-def test_names_of_before_the_two_classes_are_mapped(tmp_path):
+def test_old_cache_names_are_mapped(tmp_path):
     path = tmp_path / "old.json"
     names = [
         "gear",
@@ -144,7 +144,7 @@ def test_a_report_draws_what_it_prints(name, tmp_path, run):
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_no_figure_of_other_results(tmp_path, run) -> None:
+def test_figures_of_unrelated_results_are_not_drawn(tmp_path, run) -> None:
     options = [str(RESULTS / "memory_4096_smollm2.json"), "--figures", str(tmp_path)]
     assert "`bench step` or `eval fidelity` only" in run("eval", "report", *options, code=2).stderr
 
@@ -183,7 +183,7 @@ DOCUMENTS = [
 ]
 
 
-def test_results_are_shown():
+def test_every_kind_of_result_is_rendered():
     results = {
         f"docs/results/{name}.md"
         for name in ("index", "contract", "gear", "gpu", "infinigen_results", "peers", "runahead_results", "speed")
@@ -205,7 +205,7 @@ def render_rows(folder, kind, rows, **content):
     return render("<!-- table: r -->\n<!-- end -->", folder)
 
 
-def test_what_was_not_compared_is_left_blank(tmp_path):
+def test_missing_comparisons_are_left_blank(tmp_path):
     spread = {"median_s": 0.02, "lower_quartile_s": 0.01, "upper_quartile_s": 0.03}
     row = {"context": 64, "cache": "infinigen", **spread, "tokens_per_s": 50.0}
     counted = {"bytes_per_token": 4e6, "full_offloading_bytes_per_token": 8e7}
@@ -215,7 +215,7 @@ def test_what_was_not_compared_is_left_blank(tmp_path):
     assert "| 50.0 | 3.50 | 1.25 | 90 % | 4.0 | 5.0 % |" in text
 
 
-def test_what_failed_is_shown(tmp_path):
+def test_failures_are_listed_below_the_table(tmp_path):
     row = {"cache": "dynamic", "largest_batch": 40, "tokens_per_s": 1000.4, "bytes_per_sequence": 5e8}
     row |= {"throughput_against_first": 1.0, "peak_bytes": 2**35}
     text = render_rows(tmp_path, "batch", [row], failures=[{"what": "gear-2bit, x", "reason": "skipped: time"}])
@@ -223,7 +223,7 @@ def test_what_failed_is_shown(tmp_path):
     assert "\nNo row: gear-2bit, x (skipped: time).\n" in text
 
 
-def test_perplexity(tmp_path):
+def test_perplexity_has_a_column_for_every_stretch(tmp_path):
     row = {"cache": "gear-2bit", "memory_at_end": {"total_bytes": 4_300_000}, "ppl": 17.1, "num_scored": 90}
     text = render_rows(tmp_path, "perplexity", [{**row, "stretch": 40, "ppl_by_stretch": [20.0, 18.0, 16.0]}])
     assert "| cache | MB | PPL | to 40 | to 80 | to 90 |" in text

@@ -42,7 +42,7 @@ def results_of(config: Path) -> dict[str, dict[str, object]]:
     return {f"{each['settings']['name']}/{each['settings']['cache']}": each for each in contents}
 
 
-def test_an_interrupted_sweep_goes_on(config: Path, monkeypatch: pytest.MonkeyPatch, run) -> None:
+def test_an_interrupted_sweep_resumes(config: Path, monkeypatch: pytest.MonkeyPatch, run) -> None:
     measure, measured = Run.measure, []
 
     def interrupted(own: Run, *rest: object) -> dict[str, object]:
@@ -72,7 +72,7 @@ def test_an_interrupted_sweep_goes_on(config: Path, monkeypatch: pytest.MonkeyPa
         assert content["result"] == contents[label]["result"]
 
 
-def test_tables_and_figures(config: Path, tmp_path: Path, run) -> None:
+def test_sweep_results_are_rendered_as_tables_and_figures(config: Path, tmp_path: Path, run) -> None:
     pytest.importorskip("matplotlib")
     run("eval", "sweep", str(config))
     folder = tmp_path / "results" / "small"
@@ -87,7 +87,7 @@ def test_tables_and_figures(config: Path, tmp_path: Path, run) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "figures").iterdir())
 
 
-def test_a_cache_that_fails_does_not_take_the_others_along(config: Path, monkeypatch: pytest.MonkeyPatch, run) -> None:
+def test_a_failing_cache_does_not_stop_the_others(config: Path, monkeypatch: pytest.MonkeyPatch, run) -> None:
     measure = Run.measure
 
     def failing(own: Run, *rest: object) -> dict[str, object]:
@@ -104,7 +104,7 @@ def test_a_cache_that_fails_does_not_take_the_others_along(config: Path, monkeyp
     assert len(listed) == 1 and listed[0].endswith("/gear-2bit")
 
 
-def test_a_task_of_lm_eval(config: Path, tmp_path: Path, run, make_task) -> None:
+def test_a_task_of_lm_eval_is_a_measure(config: Path, tmp_path: Path, run, make_task) -> None:
     pytest.importorskip("lm_eval")
     content = yaml.safe_load(config.read_text())
     rows = [{"text": f"Call me number {number}. " * 9, "label": number % 2} for number in range(6)]
@@ -139,7 +139,7 @@ def test_a_task_of_lm_eval(config: Path, tmp_path: Path, run, make_task) -> None
         ({"measures": {"x": {"perplexity": {}}}}, "`perplexity` needs `text_file`, which is missing"),
     ],
 )
-def test_what_is_wrong_is_named(config: Path, change: dict[str, object], complaint: str, run) -> None:
+def test_errors_of_a_config_are_named(config: Path, change: dict[str, object], complaint: str, run) -> None:
     content = yaml.safe_load(config.read_text())
     config.write_text(yaml.safe_dump({**content, **change}))
     result = run("eval", "sweep", str(config), code=None)
@@ -147,7 +147,7 @@ def test_what_is_wrong_is_named(config: Path, change: dict[str, object], complai
     assert complaint in " ".join(result.stderr.split())
 
 
-def test_missing_field_and_no_match(config: Path, run) -> None:
+def test_missing_fields_and_unmatched_runs_are_errors(config: Path, run) -> None:
     assert "matches no run" in run("eval", "sweep", str(config), "--only", "nothing", code=2).stderr
     content = yaml.safe_load(config.read_text())
     del content["out"]

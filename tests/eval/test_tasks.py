@@ -103,7 +103,7 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_rows_of_files_and_of_the_hub(name: str, data_folder: Path) -> None:
+def test_rows_of_files_and_of_the_hub_give_equal_prompts(name: str, data_folder: Path) -> None:
     own, hub, expected = ROWS[name]
     config, manager = find_task(f"kv_{name}", {"data_folder": str(data_folder), "pretrained": "ignored"})
     task = manager.load([config])["tasks"][f"kv_{name}"]
@@ -148,14 +148,14 @@ def test_every_task_builds_its_requests(name: str, data_folder: Path, monkeypatc
         assert name in ("kv_text", "kv_wikitext") and len(first) == 1
 
 
-def test_passkeys_are_where_they_should_be(data_folder: Path) -> None:
+def test_passkeys_are_at_their_depths(data_folder: Path) -> None:
     rows = loaders.passkey(data_folder=str(data_folder), words=100, questions=5)["test"]
     places = [row["context"].split().index(f"{row['answer']}.") for row in rows]
     assert places == [4, 29, 54, 79, 104]
     assert rows["answer"] == loaders.passkey(data_folder=str(data_folder), words=100, questions=5)["test"]["answer"]
 
 
-def test_pages_of_wikitext(data_folder: Path) -> None:
+def test_pages_of_wikitext_are_joined_again(data_folder: Path) -> None:
     pages = loaders.wikitext(data_folder=str(data_folder))["test"]["page"]
     assert [page.split(" = ")[1] for page in pages] == ["First", "Second"]
     assert "= = Part = =" in pages[0]
@@ -192,7 +192,7 @@ def load_copa(data_folder: str) -> object:
         (lambda folder: loaders.passkey(data_folder=str(folder), words=9999), "`words` is 9999, but .* has 2400"),
     ],
 )
-def test_what_is_missing_is_named(call, complaint, data_folder, monkeypatch):
+def test_missing_data_is_named(call, complaint, data_folder, monkeypatch):
     monkeypatch.delenv("KVCACHE_PLUGINS_DATA", raising=False)
     with pytest.raises(ValueError, match=complaint):
         call(data_folder)
@@ -212,7 +212,7 @@ def own_files_unread(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_files_unread")
 @pytest.mark.parametrize("model", ["tiny_folder", pytest.param("smollm2", marks=pytest.mark.long)])
-def test_command_line(model, request, tmp_path, data_folder, monkeypatch, run) -> None:
+def test_command_line_writes_task_results(model, request, tmp_path, data_folder, monkeypatch, run) -> None:
     name = request.getfixturevalue("tiny_folder") if model == "tiny_folder" else model
     arguments = ["run", "--model", "kvcache", "--model_args", f"pretrained={name},cache=gear-2bit", "--limit", "2"]
     # The rows are short: it takes many examples to leave the exact buffer
@@ -239,7 +239,7 @@ main()
 
 
 @pytest.mark.slow
-def test_the_models_name_is_known_for_lm_evals_own_tasks(saved_with_tokenizer, tmp_path, data_folder, run_python):
+def test_model_names_work_with_lm_evals_own_tasks(saved_with_tokenizer, tmp_path, data_folder, run_python):
     # What the task asks the hub for, as a folder
     (tmp_path / "aps").mkdir()
     shutil.copytree(data_folder / "copa", tmp_path / "aps" / "super_glue")

@@ -15,7 +15,7 @@ def write(path, content: bytes) -> None:
         file.write(content)
 
 
-def test_replaces_and_leaves_nothing_beside(tmp_path):
+def test_writing_replaces_the_file_and_leaves_no_temporary(tmp_path):
     path = tmp_path / "file"
     write(path, b"old")
     path.chmod(0o640)
@@ -52,7 +52,7 @@ def test_full_disk_leaves_the_old_file(tmp_path):
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
 
 
-def test_what_cannot_be_written_names_the_path(tmp_path):
+def test_unwritable_paths_are_named(tmp_path):
     path = tmp_path / "nowhere" / "file"
     for where, error, message in (
         (path, FileNotFoundError, f"cannot be written.*{path}"),
@@ -65,7 +65,7 @@ def test_what_cannot_be_written_names_the_path(tmp_path):
             write(where, b"")
 
 
-def test_concurrent_writers_and_readers(tmp_path):
+def test_readers_see_whole_files_of_concurrent_writers(tmp_path):
     """Every read finds one writer's file, whole."""
     path, found = tmp_path / "file", set()
     contents = [bytes([number]) * 100_000 for number in range(4)]

@@ -28,7 +28,7 @@ def files(tmp_path: Path) -> Iterator[tuple[int, int]]:
             os.close(each)
 
 
-def test_one_alone_holds_an_exclusive_lock_until_its_file_is_closed(kind: str, files: tuple[int, int]) -> None:
+def test_an_exclusive_lock_lasts_until_its_file_is_closed(kind: str, files: tuple[int, int]) -> None:
     first, second = files
     assert lock(first)
     assert not lock(second, is_waiting=False) and not lock(second, is_shared=True, is_waiting=False)
@@ -43,7 +43,7 @@ def test_readers_share_a_lock_where_the_system_can(kind: str, files: tuple[int, 
     assert not lock(second, is_waiting=False)
 
 
-def test_a_lock_leaves_position_and_bytes(kind: str, files: tuple[int, int]) -> None:
+def test_a_lock_keeps_position_and_bytes(kind: str, files: tuple[int, int]) -> None:
     first, second = files
     os.write(first, b"abc")
     assert lock(first)
@@ -51,7 +51,9 @@ def test_a_lock_leaves_position_and_bytes(kind: str, files: tuple[int, int]) -> 
     assert os.read(second, 100) == b"abcdef"
 
 
-def test_a_lock_by_a_byte_is_waited_for(byte_locks: None, files: tuple[int, int], monkeypatch) -> None:
+def test_waiting_for_a_byte_lock_ends_when_it_is_released(
+    byte_locks: None, files: tuple[int, int], monkeypatch
+) -> None:
     first, second = files
     assert lock(first)
     monkeypatch.setattr(locks.time, "sleep", lambda seconds: os.close(first))

@@ -42,7 +42,7 @@ def test_thresholds_lead_to_the_nearest_point(width):
     assert torch.equal(codes, nearest)
 
 
-def test_further_bits_are_worth_less_and_less():
+def test_each_further_bit_reduces_the_error_less():
     gains = -torch.tensor(DISTORTIONS).diff()
     assert bool((gains.diff() < 0).all())
 

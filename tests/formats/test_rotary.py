@@ -22,7 +22,7 @@ def embedded(keys: torch.Tensor, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["half-split", "interleaved"])
-def test_what_a_model_rotated_is_turned_back(name):
+def test_rotation_of_a_model_is_undone(name):
     keys = torch.randn(2, 3, 100, 8)
     layout = RotaryLayout(FREQUENCIES, name, 0, 8)
     cosines, sines = layout.angles(torch.arange(100))
@@ -32,7 +32,7 @@ def test_what_a_model_rotated_is_turned_back(name):
 
 
 @pytest.mark.parametrize("layout", candidate_layouts(FREQUENCIES, 11), ids=lambda each: f"{each.name}-{each.first}")
-def test_partial_rotation_leaves_the_others(layout):
+def test_partial_rotation_keeps_other_channels(layout):
     keys = torch.randn(1, 1, 5, 11)
     rotated = layout.rotate(keys, *layout.angles(torch.arange(5)))
     untouched = [channel for channel in range(11) if not layout.first <= channel < layout.first + 8]
@@ -42,7 +42,7 @@ def test_partial_rotation_leaves_the_others(layout):
     torch.testing.assert_close(rotated.norm(dim=-1), keys.norm(dim=-1))
 
 
-def test_candidates():
+def test_candidate_layouts_fit_the_head_dim():
     assert [(each.name, each.first) for each in candidate_layouts(FREQUENCIES, 8)] == [
         ("half-split", 0),
         ("interleaved", 0),
@@ -55,7 +55,7 @@ def test_candidates():
 
 
 @pytest.mark.parametrize(("head_dim", "size"), [(64, 64), (128, 128), (96, 32), (80, 16), (6, 2), (5, 1)])
-def test_rotates_the_largest_power_of_two(head_dim: int, size: int) -> None:
+def test_hadamard_rotates_the_largest_power_of_two(head_dim: int, size: int) -> None:
     assert rotation_size(head_dim) == size
     matrix = hadamard_matrix(size, torch.device("cpu"))
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(size))
@@ -66,7 +66,7 @@ def test_rotates_the_largest_power_of_two(head_dim: int, size: int) -> None:
     assert size == 1 or not torch.allclose(rotated, states)
 
 
-def test_a_value_that_stands_out_is_spread() -> None:
+def test_hadamard_spreads_an_outlier() -> None:
     states = torch.zeros(64)
     states[5] = 8.0
     torch.testing.assert_close(rotate(states).abs(), torch.ones(64))

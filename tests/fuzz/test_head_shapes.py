@@ -50,7 +50,7 @@ def furthest(model: PreTrainedModel, cache: str, chunks: list[torch.Tensor]) -> 
     [*SHAPES, *(pytest.param(shape, marks=pytest.mark.long) for shape in LONG_SHAPES)],
     ids=lambda shape: "D{}-G{}".format(*shape),
 )
-def test_head_dimensions_and_groups(shape: tuple[int, int], make_model) -> None:
+def test_all_head_dims_and_groups_attend_near_dense(shape: tuple[int, int], make_model) -> None:
     model = make_model(*shape)
     ids = torch.randint(1, 97, (2, 150))
     # A prompt, decoded tokens until a buffer of 32 has overflowed, several tokens, one more
@@ -60,6 +60,6 @@ def test_head_dimensions_and_groups(shape: tuple[int, int], make_model) -> None:
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_prompts_of_one_token(cache: str, make_model) -> None:
+def test_prompts_of_one_token_are_exact(cache: str, make_model) -> None:
     ids = torch.randint(1, 97, (2, 90))
     assert furthest(make_model(64, 2), cache, list(ids.split(1, dim=1))) < LIMIT

@@ -15,8 +15,8 @@ SMALL = {"residual_length": 16}
 WHOLE = {"full_layers": ()}
 EVERYTHING = {**WHOLE, "alpha": float("inf"), "max_fetch_ratio": 1.0}
 EXACT, EIGHT_BITS = 1e-4, 0.15
-# A prompt that its window holds has no pool yet alone, and a window of another length later on; and what scores are
-# told from is the first tokens of the whole batch
+# Logits of a sequence in a batch may differ from those of it alone: pools and windows begin at other lengths, and
+# score codecs are fitted to the first tokens of the whole batch
 CHOOSES: dict[str, Any] = {"reads_dense": False, "as_alone": 0.5, "least_real": 33}
 KINDS = {
     "gear-2bit": Kind(name="gear-2bit", options={}),
@@ -67,7 +67,7 @@ def quiet() -> Iterator[None]:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.long) if kind in LONG else kind for kind in KINDS]
 )
-def test_random_operations(kind: str, num_sequences: int) -> None:
+def test_random_operations_keep_caches_near_dense(kind: str, num_sequences: int) -> None:
     machine = type("Operations", (CacheOperations,), {"kind": KINDS[kind]})
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,

@@ -64,6 +64,6 @@ def check_in_fork(expected: list[float]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_forked_process_goes_on(run_python) -> None:
+def test_a_forked_process_continues_with_the_same_tokens(run_python) -> None:
     code = "import test_processes; test_processes.use_threads_then_fork()"
     run_python("-c", code, cwd=Path(__file__).parent, timeout=2 * SECONDS, OMP_NUM_THREADS=2, HF_HUB_OFFLINE=1)

@@ -107,7 +107,7 @@ def test_nothing_is_made_dense_under_sdpa(tiny_model, architecture, padded):
     assert torch.allclose(logits, decode_logits(model, dense, *given), atol=0.02 * logits.std().item())
 
 
-def test_eager_attention_can_be_told_the_padding(tiny_model):
+def test_eager_attention_takes_padding(tiny_model):
     model = tiny_model("llama", attn_implementation="eager")
     input_ids = prompt(model)
     mask = torch.ones_like(input_ids)
@@ -149,7 +149,7 @@ def test_backbone_low_rank_and_outliers_are_stored(tiny_llama, make):
     assert all(parts[part] > 0 for part in ("codes", "scales", "low_rank", "outliers"))
 
 
-def test_number_of_options():
+def test_number_of_options_stays():
     assert len(inspect.signature(GEARCache).parameters) <= 15
 
 
@@ -167,7 +167,7 @@ def test_bits_that_have_no_effect_are_refused():
 
 
 @pytest.mark.parametrize(("backbone", "cache"), [("transform", "TransformCodingCache"), ("kvarn", "KVarNCache")])
-def test_backbones_that_became_caches_are_named(backbone, cache):
+def test_backbones_replaced_by_caches_are_named(backbone, cache):
     with pytest.raises(ValueError, match=f'`backbone="{backbone}"` is a cache of its own now: `{cache}`'):
         GEARCache(backbone=backbone)
 
@@ -225,7 +225,7 @@ def test_forks_continue_as_copies_do(tiny_model, architecture, name, options):
 
 
 @pytest.mark.parametrize(("name", "options"), [("gear", OPTIONS), ("transform", {})], ids=["groups", "rows"])
-def test_the_prefix_is_held_once(tiny_model, name, options):
+def test_forks_share_one_prefix(tiny_model, name, options):
     model = tiny_model("llama")
     cache = create_cache(name, model.config, **options)
     fill(model, cache, 1030)
@@ -249,6 +249,6 @@ def test_an_empty_cache_can_be_forked(tiny_model):
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, None])
-def test_count_is_checked(count):
+def test_fork_checks_its_count(count):
     with pytest.raises(ValueError, match="`count` has to be an integer of at least 1 but got"):
         GEARCache().fork(count)

@@ -62,7 +62,7 @@ def functions_of_a_layer(run, *, is_coding, layer_idx=1):
         (torch.no_grad, 200, 0, CODING),
     ],
 )
-def test_functions_of_a_layer(mode, prompt, num_steps, most, tiny_model, capsys):
+def test_a_decode_step_calls_few_functions(mode, prompt, num_steps, most, tiny_model, capsys):
     """Counts the last of some steps behind a prompt, or with none the prompt."""
     llama, cache, token_ids = (
         tiny_model("llama", num_hidden_layers=3),

@@ -69,7 +69,7 @@ def test_the_table_holds_every_case():
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
-def test_measured(smollm2, licence_ids, case):
+def test_bias_of_keys_is_as_tabulated(smollm2, licence_ids, case):
     place = list(CASES).index(case)
     expected = {name: row[place] for name, row in table().items()}
     ppl = expected.pop("perplexity, dense")

@@ -101,7 +101,7 @@ def test_sink_tokens_are_exact_and_widen_no_range(backbone, padding):
     assert errors["values", 4] <= errors["values", 0] * (1 + 1e-6)
 
 
-def test_rotation_spreads_a_channel_that_stands_out():
+def test_rotation_spreads_an_outlier_channel():
     keys, values = states(1, 128)
     values[..., 3] *= 30
     errors = []
@@ -149,7 +149,7 @@ def test_growth_copies_rarely():
     assert len(addresses) <= 7
 
 
-def test_long_later_update_is_a_prompt_of_its_own():
+def test_a_long_later_update_is_compressed_like_a_prompt():
     layer = make_layer(nbits=2)
     feed(layer, *states(1, 128))
     decode(layer, 10)
@@ -196,7 +196,7 @@ def test_cropped_short_prompt_packs_as_a_shorter_one(count, padding):
 @pytest.mark.each_value
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("count", [1, 10, 40, 100, 190, 270, 290, 300])
-def test_crop_is_as_if_the_tokens_had_not_been(method, count):
+def test_cropped_tokens_have_no_effect(method, count):
     layer = make_layer(**METHODS[method], residual_length=32)
     feed(layer, *states(2, 200), padding=[0, 60])
     decode(layer, 100)

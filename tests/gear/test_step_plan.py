@@ -84,7 +84,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("preset", PRESETS)
 @torch.no_grad()
-def test_one_plan_equals_plans_made_anew(preset, dtype, batch_size, calls):
+def test_a_reused_plan_equals_new_plans(preset, dtype, batch_size, calls):
     first, second = two_filled(preset, PROMPT, dtype, batch_size)
     steps = PRESETS[preset]
     for _ in range(steps):
@@ -99,7 +99,7 @@ def test_one_plan_equals_plans_made_anew(preset, dtype, batch_size, calls):
     ("preset", "most"), [("gear-2bit:residual_length=4", 4), ("gear-k4v3:num_sink_tokens=3,residual_length=9", 9)]
 )
 @torch.no_grad()
-def test_one_triton_plan_equals_plans_made_anew(preset, most, monkeypatch):
+def test_a_reused_triton_plan_equals_new_plans(preset, most, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
     from kvcache_plugins.kernels.triton import KeptAttention
 
@@ -121,7 +121,7 @@ def test_one_triton_plan_equals_plans_made_anew(preset, most, monkeypatch):
 
 @pytest.mark.parametrize("preset", ["gear-k4v3", "transform"])
 @torch.no_grad()
-def test_copies_and_rollbacks_make_plans_of_their_own(preset, calls):
+def test_copies_and_rollbacks_make_new_plans(preset, calls):
     layer, reference = two_filled(preset)
     for step in range(40):
         token = tokens(1)
@@ -148,7 +148,7 @@ def test_copies_and_rollbacks_make_plans_of_their_own(preset, calls):
 
 @pytest.mark.parametrize("preset", ["gear-k4v3", "transform:residual_length=20"])
 @torch.no_grad()
-def test_unwritten_token_is_read_by_others(preset, calls):
+def test_unwritten_token_is_seen_by_every_reader(preset, calls):
     layer, reference = two_filled(preset)
     token = tokens(1)
     for each in (layer, reference):
@@ -225,7 +225,7 @@ def test_plan_accepts_only_tokens_of_its_shape_and_dtype(calls):
 
 
 @pytest.mark.parametrize("preset", ["gear-k4v3", "transform"])
-def test_inference_mode_and_gradients_take_turns(preset):
+def test_inference_mode_and_gradients_may_alternate(preset):
     layer, reference = make_layer(preset), make_layer(preset)
     for start, count in enumerate([5, *[1] * 100]):
         given = tokens(count)
@@ -243,7 +243,7 @@ def test_inference_mode_and_gradients_take_turns(preset):
 
 @pytest.mark.parametrize("preset", ["gear-k4v3", "transform"])
 @torch.no_grad()
-def test_dense_phase_is_left_by_no_reader(preset):
+def test_readers_do_not_end_the_dense_phase(preset):
     layer, reference = make_layer(preset), make_layer(preset)
     for step, given in enumerate([tokens(5), *(tokens(1) for _ in range(40))]):
         expected, found = attend(reference, *given), attend(layer, *given)

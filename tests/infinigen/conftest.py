@@ -12,6 +12,11 @@ import torch
 from decoding import make_model
 
 from kvcache_plugins.infinigen import pool, staging
+from kvcache_plugins.kernels import kept_selection
+
+
+# Two for each head of two sequences, where a GPU has thousands
+FEW_PROGRAMS = 8
 
 
 class FakeStream:
@@ -107,6 +112,8 @@ class FakeCuda:
             pytest.importorskip("triton")
             if os.environ.get("TRITON_INTERPRET") != "1":
                 pytest.skip("needs Triton's interpreter, as tensors are on the CPU")
+            # The interpreter runs programs one after another; some of these loop over several tiles
+            self.monkeypatch.setattr(kept_selection, "_MOST_PROGRAMS", FEW_PROGRAMS)
         self.monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
 
 

@@ -95,7 +95,7 @@ def test_memory_is_what_is_stored(llama: PreTrainedModel) -> None:
     assert parts["dense"] == 2 * 302 * 2 * 2 * 16 * 4
 
 
-def test_detached_cache_goes_on(llama: PreTrainedModel) -> None:
+def test_detached_cache_still_generates(llama: PreTrainedModel) -> None:
     prompt, steps = tokens(300), tokens(4, seed=1)
     cache = InfiniGenCache(llama, full_layers=(), speculate=True)
     decode_logits(llama, cache, prompt, steps)
@@ -123,7 +123,7 @@ def test_no_warning_after_hooks_that_were_never_used(llama: PreTrainedModel) -> 
         decode_logits(llama, cache, tokens(1), tokens(2))
 
 
-def test_a_copy_outlives_what_it_was_copied_from(llama: PreTrainedModel) -> None:
+def test_a_copy_outlives_its_original(llama: PreTrainedModel) -> None:
     prompt, steps = tokens(300), tokens(4, seed=1)
     cache = InfiniGenCache(llama, full_layers=(), speculate=True)
     with torch.no_grad():
@@ -139,7 +139,7 @@ def test_a_copy_outlives_what_it_was_copied_from(llama: PreTrainedModel) -> None
     assert hooks_of(llama) is None
 
 
-def test_hooks_are_shared_and_leave_nothing_behind() -> None:
+def test_hooks_are_shared_and_removed() -> None:
     model = make_model()
 
     def num_hooks() -> int:
@@ -162,7 +162,7 @@ def test_hooks_are_shared_and_leave_nothing_behind() -> None:
 
 @pytest.mark.parametrize("speculate", [True, False], ids=["speculated", "own query"])
 @pytest.mark.parametrize("options", [{"max_fetch_ratio": 0.05}, {"min_weight": 0.5}, {"partial_ratio": 0.5}], ids=str)
-def test_eager_attention_chooses_what_sdpa_does(options: dict[str, Any], speculate: bool) -> None:
+def test_eager_attention_chooses_the_tokens_of_sdpa(options: dict[str, Any], speculate: bool) -> None:
     model, prompt, steps = make_model(), tokens(200), tokens(4, seed=1)
     logits, stats = [], []
     for implementation in ("sdpa", "eager"):
@@ -331,6 +331,6 @@ def test_on_a_cpu_a_layer_chooses_by_its_own_query(tiny_llama) -> None:
     assert counts == {"default": (True, False, False), "asked": (False, True, True)}
 
 
-def test_the_papers_form_speculates_everywhere(tiny_llama) -> None:
+def test_options_of_the_paper_speculate_on_every_device(tiny_llama) -> None:
     with create_cache("infinigen-paper", tiny_llama) as cache:
         assert cache.infinigen_config.speculate

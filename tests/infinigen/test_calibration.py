@@ -44,7 +44,7 @@ def test_corrections_improve_the_prediction(calibration: Calibration) -> None:
         assert report.recall == report.corrected / report.oracle
 
 
-def test_bad_layers_stay_whole(model: PreTrainedModel, random_windows) -> None:
+def test_layers_with_bad_predictions_fetch_everything(model: PreTrainedModel, random_windows) -> None:
     strict = calibrate(model, random_windows(2, 400), rank=0, min_recall=1.0)
     assert strict.full_layers == (1, 2)
     assert strict.corrections == {}

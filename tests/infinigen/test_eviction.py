@@ -30,7 +30,7 @@ VICTIMS = {
 
 
 @pytest.mark.parametrize("policy", VICTIMS)
-def test_a_policy_chooses_its_victims(policy: str) -> None:
+def test_each_policy_evicts_its_victims(policy: str) -> None:
     num_protected, fetched, victims = VICTIMS[policy]
     record, position, expected = filled(policy, num_protected), 8, list(range(8))
     for slots in fetched:
@@ -44,7 +44,7 @@ def test_a_policy_chooses_its_victims(policy: str) -> None:
     assert policy != "counter" or record.usage[0, 0, 7] > 0
 
 
-def test_filling_of_a_selection_is_not_counted() -> None:
+def test_padding_of_a_selection_is_not_counted() -> None:
     record = filled("counter")
     chosen = torch.tensor([[[0, 1, 2]] * 2])
     record.touch(chosen, torch.tensor([[[True, False, False], [True, True, False]]]))
@@ -62,7 +62,7 @@ def test_counters_are_halved_when_one_saturates() -> None:
     assert (first, second, third) == (172, 86, 0)
 
 
-def test_padding_goes_first() -> None:
+def test_padding_is_evicted_first() -> None:
     record = UsageRecord("counter", 1, 2, 1, 6)
     record.add(0, 6, 0)
     victims = record.replace(3, 6, torch.tensor([0, 4]))
@@ -72,7 +72,7 @@ def test_padding_goes_first() -> None:
     assert record.num_evicted == 3
 
 
-def test_rolled_back_slots_are_taken_again_first() -> None:
+def test_rolled_back_slots_are_reused_first() -> None:
     record = filled("lru")
     record.truncate(6)
     assert record.replace(2, 6, None)[0, 0].sort().values.tolist() == [6, 7]

@@ -73,7 +73,7 @@ class NothingComesFromTheHost(TorchDispatchMode):
 @pytest.mark.each_value
 @pytest.mark.parametrize("pool_tokens", [None, 400])
 @pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
-def test_everything_fetched_is_exact(gpu, llama, is_padded, pool_tokens):
+def test_fetching_everything_is_exact(gpu, llama, is_padded, pool_tokens):
     prompt, steps, mask = tokens(90, rows=2), tokens(4, rows=2, seed=1), None
     if is_padded:
         mask = torch.ones_like(prompt)
@@ -92,7 +92,7 @@ def test_everything_fetched_is_exact(gpu, llama, is_padded, pool_tokens):
         (InfiniGenTransformCache, TENTH),
     ],
 )
-def test_chooses_and_counts_what_a_cpu_does(cuda, llama, make_cache, rule, kernel):
+def test_choices_and_counters_equal_those_of_a_cpu(cuda, llama, make_cache, rule, kernel):
     prompt, steps = tokens(150, rows=2), tokens(3, rows=2, seed=1)
     cuda.use_kernel("torch")
     with make_cache(llama, **rule) as cache:
@@ -126,7 +126,7 @@ def test_memory_report_predicts_staging(cuda, meta_llama, llama, options, staged
     assert 0.95 * staging <= staged.most <= staging and not staged.held
 
 
-def test_tokens_and_pages_are_written(gpu):
+def test_tokens_and_pages_are_written_without_waiting(gpu):
     """Whole pages, the rest of a prompt, runs of decoded tokens, and one that crosses into another page."""
     states = torch.randn(2, 2, 2 * PAGE_TOKENS + 60, 9, generator=torch.Generator().manual_seed(0))
     keys, values = states.split([5, 4], dim=3)
@@ -141,7 +141,7 @@ def test_tokens_and_pages_are_written(gpu):
     assert gpu.synchronized == []
 
 
-def test_several_new_tokens_rollbacks_beams_and_copies(gpu, llama):
+def test_several_tokens_rollbacks_beams_and_copies_are_exact(gpu, llama):
     prompt, steps = tokens(90, rows=2), tokens(2, rows=2, seed=1)
     with InfiniGenCache(llama, **EVERYTHING) as cache, torch.no_grad():
         dense = DynamicCache(config=llama.config)
@@ -192,7 +192,7 @@ def test_the_host_waits_before_it_touches_pages(gpu, use):
     assert "states" in gpu.synchronized[0]
 
 
-def test_pages_are_not_given_back_while_rows_are_read_from_them(gpu, llama):
+def test_pages_are_not_freed_while_rows_are_read_from_them(gpu, llama):
     with InfiniGenCache(llama, full_layers=()) as cache:
         decode_logits(llama, cache, tokens(100), tokens(1, seed=1))
     staging._stream_of(torch.device("cpu")).do("rows")
@@ -327,7 +327,7 @@ def test_pages_of_a_copy_are_locked(cuda, transfers, monkeypatch):
     assert torch.equal(rows[valid], pool.gather(selection.slots)[valid])
 
 
-def test_transfers_are_timed_inside_of_the_block(transfers):
+def test_transfers_are_timed_only_inside_the_block(transfers):
     pool = make_pool()
     with TransferTimes() as times:
         start(pool, make_selection(pool, 8)).wait()

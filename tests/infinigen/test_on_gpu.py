@@ -69,7 +69,7 @@ def test_rows_are_written_and_staged(kernel, must_not_wait, dtype):
 
 @pytest.mark.parametrize("pool_tokens", [None, 400])
 @pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
-def test_everything_fetched_is_exact(kernel, llama, is_padded, pool_tokens):
+def test_fetching_everything_is_exact(kernel, llama, is_padded, pool_tokens):
     prompt, steps, mask = make_tokens(150, rows=2), make_tokens(40, rows=2, seed=1), None
     if is_padded:
         mask = torch.ones_like(prompt)

@@ -185,7 +185,7 @@ def errors(made, captured):
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equal_those_of_attention_in_every_layer(family, dtype, capture):
+def test_queries_equal_those_of_attention_in_every_layer(family, dtype, capture):
     model = build(*FAMILIES[family]).to(dtype)
     made, cache = projections(model), DynamicCache(config=model.config)
     captured = capture(model, cache=cache)
@@ -345,7 +345,7 @@ def test_refuses_capped_scores_only_where_attention_caps_them():
         projections(build("gemma3_text", fields, "eager"))
 
 
-def test_refuses_modules_it_cannot_read(tiny_llama):
+def test_unreadable_modules_are_refused(tiny_llama):
     with pytest.raises(ValueError, match="`LlamaMLP` .* none of the query projections `q_proj`, `qkv_proj`"):
         QueryProjection(tiny_llama.model.layers[0].mlp, tiny_llama.config)
     attention = find_attention_modules(tiny_llama)[1]
@@ -357,17 +357,17 @@ def test_refuses_modules_it_cannot_read(tiny_llama):
         QueryProjection(attention, tiny_llama.config)
 
 
-def test_finds_attention_layers_of_hybrid_models_alone():
+def test_only_attention_layers_of_hybrid_models_are_found():
     assert [*find_attention_modules(build(*FAMILIES["qwen3-next"]))] == [3]
     assert [*find_attention_modules(build("olmo_hybrid", {**GROUPED, **LINEAR}))] == [1]
 
 
-def test_finds_no_cross_attention():
+def test_cross_attention_is_not_found():
     model = build("gpt2", {**GPT2, "add_cross_attention": True})
     assert [module.is_cross_attention for module in find_attention_modules(model).values()] == [False] * 3
 
 
-def test_finds_the_text_decoder_of_a_multimodal_model():
+def test_text_decoder_of_a_multimodal_model_is_found():
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = CONFIG_MAPPING["gemma4"](text_config=GEMMA4, vision_config=vision, audio_config=None)
     model = AutoModelForImageTextToText.from_config(config)
@@ -390,7 +390,7 @@ def test_refuses_models_whose_attention_modules_are_ambiguous():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_check_refuses_other_queries(dtype, capture):
+def test_check_refuses_wrong_queries(dtype, capture):
     model = build(*FAMILIES["qwen3"]).to(dtype)
     made, captured = projections(model), capture(model)
     seen = captured[1]
@@ -410,7 +410,7 @@ def test_check_refuses_other_queries(dtype, capture):
 
 
 @pytest.mark.parametrize("name", ["smollm2", pytest.param("gemma3", marks=pytest.mark.long)])
-def test_equal_those_of_pretrained_models(name, request, capture):
+def test_queries_equal_those_of_pretrained_models(name, request, capture):
     model, tokenizer = request.getfixturevalue(name)
     ids = tokenizer("The quick brown fox jumps over the lazy dog.", return_tensors="pt").input_ids
     captured = capture(model, ids)

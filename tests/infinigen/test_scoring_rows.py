@@ -61,7 +61,7 @@ def random_choice(layer: InfiniGenLayer) -> Selection:
 @pytest.mark.parametrize("masking", ["none", "boolean", "added"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernel_attends_as_pytorch_does(name: str, dtype: torch.dtype, masking: str, monkeypatch) -> None:
+def test_kernel_attention_equals_pytorch(name: str, dtype: torch.dtype, masking: str, monkeypatch) -> None:
     dims, groups, options, padding, cropped = CASES[name]
     layer = filled(make_layer(**options), dims, padding, cropped, dtype)
     choice, query = random_choice(layer), states(2, 3, groups, dims[0], seed=5).to(dtype)

@@ -67,7 +67,7 @@ WEIGHTS = [0.02, 0.4, 0.08, 0.3, 0.15, 0.05]
     ],
     ids=str,
 )
-def test_rules(options: dict[str, object], expected: list[int]) -> None:
+def test_selections_follow_the_rules(options: dict[str, object], expected: list[int]) -> None:
     assert chosen(WEIGHTS, **options) == expected
 
 

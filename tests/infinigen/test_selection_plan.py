@@ -114,7 +114,7 @@ def test_steps_are_not_planned_while_beams_are_reordered() -> None:
 
 
 @pytest.mark.parametrize("num_threads", [2], indirect=True)
-def test_threads_make_no_difference(num_threads: int) -> None:
+def test_results_do_not_depend_on_threads(num_threads: int) -> None:
     model, prompt, steps = make_model(), tokens(2100), tokens(6, seed=1)
     logits = []
     for count in (1, num_threads):
@@ -165,7 +165,7 @@ def test_changes_of_the_pool_raise_its_version_and_drop_the_plan(change) -> None
     assert layer._plan is None
 
 
-def test_a_plan_lasts_while_only_the_tail_changes() -> None:
+def test_a_plan_remains_valid_while_only_the_tail_changes() -> None:
     layer = planned()
     plan = layer._plan
     layer.crop_tokens(1)

@@ -58,7 +58,7 @@ def test_sizes_and_offsets_are_those_of_the_compiler(tmp_path):
 
 
 class TestReading:
-    def test_fields_and_declarations(self):
+    def test_fields_and_declarations_are_parsed(self):
         constants = _read_constants(HEADER)
         args = _read_structures(HEADER, constants)["Args"]
         assert constants == {"TILE": 64, "LAST": 7}
@@ -83,7 +83,7 @@ class TestReading:
 
 
 class TestMake:
-    def test_numbers_structures_and_tensors(self):
+    def test_numbers_structures_and_tensors_are_filled_in(self):
         rows, padding = torch.zeros(2, 3, 5, 7, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
         sizes = {"batch": 2, "heads": 3, "row_size": 7}
         positions = make("TokenPositions", sizes, rotary=None, first=9, padding=padding)
@@ -93,7 +93,7 @@ class TestMake:
         assert (args.target.rows, args.target.used, args.limit, args.overflow) == (rows.data_ptr(), 2, 0.5, 0)
         assert args.inputs["target"].inputs["rows"] is rows
 
-    def test_pointers_to_structures_and_lists_of_tensors(self):
+    def test_pointers_to_structures_and_lists_of_tensors_are_filled_in(self):
         pages = [torch.zeros(1, 2, 4, 6) for _ in range(3)]
         sizes = {"batch": 1, "heads": 2}
         tokens = make("SelectableTokens", sizes, page_tokens=4, row_dim=6, pages=pages)
@@ -104,13 +104,13 @@ class TestMake:
         with pytest.raises(ValueError, match="`pages` has to be 1 x 2 x 4 x 6"):
             make("SelectableTokens", sizes, page_tokens=4, row_dim=6, pages=[*pages, torch.zeros(1, 2, 4, 5)])
 
-    def test_words_are_those_of_the_fields(self):
+    def test_word_offsets_are_those_of_the_fields(self):
         kind, offsets = STRUCTURES["TopKArgs"], word_offsets("TopKArgs")
         assert offsets.limit == kind.limit.offset // 8 and offsets.count == 1
 
 
 class TestCheck:
-    def test_returns_the_address_of_a_tensor_that_fits(self):
+    def test_a_matching_tensor_gives_its_address(self):
         tensor = torch.zeros(2, 3)
         for shape in ((2, 3), (None, 3), (None, None), ("size", 3)):
             assert check("x", tensor, TensorField((torch.float32,), shape), {"size": 2}) == tensor.data_ptr()
@@ -133,6 +133,6 @@ class TestCheck:
         }.values(),
         ids=lambda value: None,
     )
-    def test_refuses_any_other(self, tensor, shape):
+    def test_other_tensors_are_refused(self, tensor, shape):
         with pytest.raises(ValueError, match="`codes` has to be .* of torch.float32, contiguous, on the CPU, but got"):
             check("codes", tensor, TensorField((torch.float32,), shape), {})

@@ -213,7 +213,7 @@ def test_other_shapes_are_refused():
 
 
 @pytest.mark.parametrize("length", [0, 3])
-def test_heads_of_the_most_channels_and_more(in_torch, length):
+def test_heads_at_and_above_the_channel_limit_equal_pytorch(in_torch, length):
     for head_dim in (640, 648):
         states = torch.randn(1, 1, length, head_dim)
         table = fitted_tables(torch.randn(1, 1, 50, head_dim), 200)["keys"]

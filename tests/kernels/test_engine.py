@@ -26,7 +26,7 @@ def _forget(monkeypatch):
     ("asked", "num_queries", "expected"),
     [(None, 1, "compiled"), (None, 17, "torch"), ("torch", 1, "torch"), ("compiled", 1, "compiled")],
 )
-def test_attention_on_cpus(monkeypatch, asked, num_queries, expected):
+def test_cpus_choose_the_kernel_of_the_setting(monkeypatch, asked, num_queries, expected):
     if asked is not None:
         monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", asked)
     assert engine.choose_kernel(torch.randn(1, 1, num_queries, 8)) == (expected, False)
@@ -50,7 +50,7 @@ def test_nvidia_gpus_take_triton_and_amd_gpus_say_why_not(monkeypatch, hip):
     assert kernel == "torch" and reason is not None and "AMD" in reason
 
 
-def test_an_older_triton_is_not_asked_to_compile(monkeypatch):
+def test_an_older_triton_is_not_used(monkeypatch):
     monkeypatch.setattr("triton.__version__", "3.4.0")
     with pytest.warns(UserWarning, match="need Triton 3.5 or newer, and 3.4.0 is installed"):
         assert engine._kernel_on("cuda", "auto") == ("torch", True)

@@ -31,16 +31,16 @@ needs_library = pytest.mark.skipif(library.why_missing() is not None, reason=lib
 
 @needs_library
 class TestLevels:
-    def test_the_highest_is_the_default(self, monkeypatch):
+    def test_highest_level_is_the_default(self, monkeypatch):
         monkeypatch.delenv("KVCACHE_PLUGINS_CPU_LEVEL", raising=False)
         assert library.level() == library.levels_here()[-1]
 
     @pytest.mark.parametrize("level", library.levels_here())
-    def test_is_asked_for_by_name(self, monkeypatch, level):
+    def test_level_is_chosen_by_name(self, monkeypatch, level):
         monkeypatch.setenv("KVCACHE_PLUGINS_CPU_LEVEL", level)
         assert library.level() == level
 
-    def test_another_is_refused(self, monkeypatch):
+    def test_unknown_level_is_refused(self, monkeypatch):
         monkeypatch.setenv("KVCACHE_PLUGINS_CPU_LEVEL", "mmx")
         accepted = f"has to be one of {', '.join(library.levels_here())}, but got 'mmx'"
         with pytest.raises(ValueError, match=f"`KVCACHE_PLUGINS_CPU_LEVEL` {accepted}"):
@@ -50,7 +50,7 @@ class TestLevels:
         not Path("/proc/cpuinfo").exists() or platform.machine() != "x86_64", reason="Linux on x86-64 lists them"
     )
     @pytest.mark.parametrize("compiler", ["own", "zig"])
-    def test_equals_the_flags_of_the_system_for_any_compiler(self, tmp_path, compiler):
+    def test_detected_level_equals_the_flags_of_the_system(self, tmp_path, compiler):
         if compiler == "zig" and find_spec("ziglang") is None:
             pytest.skip("needs `ziglang`, which wheels are made by")
         command = [*build.zig(), "-mcpu=baseline"] if compiler == "zig" else build.compiler()
@@ -108,7 +108,7 @@ def called_at_once(function):
 @needs_library
 @pytest.mark.parametrize("num_threads", [1, 2, 5], indirect=True)
 class TestThreads:
-    def test_as_many_as_asked_for_run_at_once(self, num_threads, pool):
+    def test_requested_number_of_threads_run_at_once(self, num_threads, pool):
         # After work of PyTorch's own, whose threads may still be awake
         torch.randn(300, 300) @ torch.randn(300, 300)
         # Passes when all have come
@@ -122,14 +122,14 @@ class TestThreads:
         run(kernel, Call(), num_threads)
         assert len(seen) == num_threads
 
-    def test_has_ended_when_it_returns(self, num_threads, pool):
+    def test_all_tasks_are_done_when_a_call_returns(self, num_threads, pool):
         assert sorted(tasks_done(num_threads)) == list(range(NUM_TASKS))
 
-    def test_several_callers_at_once(self, num_threads, pool):
+    def test_concurrent_callers_each_get_their_tasks_done(self, num_threads, pool):
         results = called_at_once(lambda: tasks_done(num_threads))
         assert [sorted(done) for done in results] == [list(range(NUM_TASKS))] * 4
 
-    def test_several_callers_get_equal_results(self, num_threads, pool):
+    def test_concurrent_callers_get_equal_results(self, num_threads, pool):
         query, keys, values = torch.randn(1, 4, 1, 64), torch.randn(1, 2, 3000, 64), torch.randn(1, 2, 3000, 48)
         expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
 
@@ -139,7 +139,7 @@ class TestThreads:
         for result in called_at_once(attend):
             torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
-    def test_a_forked_process_has_one(self, monkeypatch, num_threads):
+    def test_a_forked_process_has_one_thread(self, monkeypatch, num_threads):
         assert library.num_threads() == num_threads
         monkeypatch.setattr(library, "_PROCESS", os.getpid() + 1)
         assert library.num_threads() == 1
@@ -168,5 +168,5 @@ class TestMissing:
             if request.param == "no-library":
                 (tmp_path / library.library_name("Linux")).write_text("no library")
 
-    def test_says_what_to_do(self, missing):
+    def test_reason_names_the_build_command(self, missing):
         assert "`python -m kvcache_plugins.kernels.build`" in (library.why_missing() or "")

@@ -53,7 +53,7 @@ SCORED = {
 
 
 @pytest.mark.parametrize("scored", SCORED.values(), ids=SCORED)
-def test_scores_of_codes(scored, engine):
+def test_scores_of_codes_equal_float64(scored, engine):
     query, codes, scale, dense = random_codes(scored)
     spread = torch.rand(*query.shape[:2], 1, query.shape[3]) + 0.5
     scores = score_codes(query, KeyCodes(codes, scale, spread, dense.shape[2], scored.nbits))
@@ -61,7 +61,7 @@ def test_scores_of_codes(scored, engine):
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-35, 1e20])
-def test_queries_of_any_size(size, engine):
+def test_scores_follow_queries_of_any_size(size, engine):
     query, codes, scale, dense = random_codes(SCORED["more than a task"])
     keys = KeyCodes(codes, scale, torch.ones(1, 2, 1, 64), dense.shape[2], 2)
     scores = score_codes(torch.full_like(query, size), keys)
@@ -79,14 +79,14 @@ def test_scores_depend_on_their_sequence_only(num_threads):
 
 class TestTopK:
     @pytest.mark.parametrize("length", [1, 7, 2049])
-    def test_are_in_order(self, length, engine, num_threads):
+    def test_topk_values_are_sorted(self, length, engine, num_threads):
         numbers = torch.randn(2, 3, length) * 10.0 ** torch.randint(-20, 20, (2, 3, length))
         numbers[..., length // 2] = -torch.inf
         values, indices = topk(numbers, length)
         assert torch.equal(values, numbers.sort(dim=2, descending=True).values)
         assert torch.equal(numbers.gather(2, indices), values)
 
-    def test_numbers_from_the_least_on_are_found(self, engine):
+    def test_topk_finds_the_smallest_numbers_too(self, engine):
         numbers, least = torch.randn(2, 3, 200), torch.tensor([-5.0, 1.0])[:, None, None]
         values, indices = topk(numbers, 60, least)
         expected = numbers.topk(60, dim=2)
@@ -206,20 +206,20 @@ def check(arguments, engine, **masking):
 
 class TestExactRows:
     @pytest.mark.parametrize("name", CHOSEN)
-    def test_match_float64(self, name, engine):
+    def test_selected_attention_equals_float64(self, name, engine):
         check(random_step(CHOSEN[name]), engine)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("sizes", [{}, {"key_dim": 20, "value_dim": 28}], ids=str)
-    def test_in_half_precision(self, dtype, sizes, engine):
+    def test_selected_attention_in_half_precision_equals_float64(self, dtype, sizes, engine):
         check(random_step(Chosen(**sizes), dtype), engine)
 
     @pytest.mark.parametrize("counts", [[[0, 40], [1, 0]], [[0, 0], [0, 0]]], ids=str)
-    def test_heads_that_fetch_nothing(self, counts, engine):
+    def test_heads_that_fetch_nothing_equal_float64(self, counts, engine):
         check(random_step(Chosen(), counts=counts), engine)
 
     @pytest.mark.parametrize("kind", ["padding", "expanded", "added", "lowest"])
-    def test_masks(self, kind, engine):
+    def test_masked_attention_equals_float64(self, kind, engine):
         columns = torch.arange(97)
         added = torch.randn(2, 97)
         mask = {
@@ -231,7 +231,7 @@ class TestExactRows:
         check(random_step(Chosen()), engine, mask=mask, tail_start=90)
 
     @pytest.mark.parametrize("is_boolean", [True, False])
-    def test_slots_in_another_order_than_positions(self, is_boolean, engine):
+    def test_masks_follow_positions_and_not_slots(self, is_boolean, engine):
         arguments = random_step(CHOSEN["different keys and values"])
         mask = torch.randn(2, 300) if not is_boolean else torch.rand(2, 300) > 0.5
         positions = torch.randint(0, 250, arguments[2].shape)
@@ -285,7 +285,7 @@ class TestExactRows:
         ("num_pages", "page_tokens", "row_dim", "dtype"),
         [(1, 64, 128, torch.float32), (3, 64, 7, torch.uint8), (30, 16, 33, torch.bfloat16)],
     )
-    def test_gathers_rows_of_all_pages(self, engine, num_threads, num_pages, page_tokens, row_dim, dtype):
+    def test_rows_of_all_pages_are_gathered(self, engine, num_threads, num_pages, page_tokens, row_dim, dtype):
         pages = [torch.randint(0, 100, (2, 3, page_tokens, row_dim)).to(dtype) for _ in range(num_pages)]
         slots = torch.randint(0, num_pages * page_tokens, (2, 3, 41))
         expected = torch.cat(pages, dim=2).gather(2, slots[..., None].expand(-1, -1, -1, row_dim))

@@ -38,7 +38,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("shape", list(SHAPES))
-def test_against_a_mask(shape, dtype):
+def test_attention_behind_a_prefix_equals_masked_attention(shape, dtype):
     num_heads, num_key_heads, num_new, length, key_dim, value_dim, padding, window = SHAPES[shape]
     batch_size = len(padding or [0])
     # Laid out as they come: queries from a projection, states from rows of tokens
@@ -51,7 +51,7 @@ def test_against_a_mask(shape, dtype):
     assert (output - expected).abs().max() < TOLERANCE[dtype]
 
 
-def test_scale_and_large_scores():
+def test_scale_and_large_scores_equal_masked_attention():
     query, keys, values = (torch.randn(1, 2, length, 32) * 30 for length in (20, 80, 80))
     output = attend_behind_prefix(query, keys, values, scale=0.7)
     expected = attend_with_mask(query, keys, values, scale=0.7)

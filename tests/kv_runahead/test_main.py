@@ -15,17 +15,17 @@ PROJECT_ROOT = Path(__file__).resolve().parents[2]
     ("text", "expected"),
     [("even", "even"), ("planned", "planned"), ("0.6,0.4", [0.6, 0.4]), ("300,200", [300, 200]), ("1.0", [1.0])],
 )
-def test_partitions(tiny_llama, text, expected):
+def test_partitions_are_parsed(tiny_llama, text, expected):
     assert parse_partition(text, tiny_llama, 2) == expected
 
 
-def test_no_table(tiny_llama):
+def test_a_missing_table_is_named(tiny_llama):
     with pytest.raises(ValueError, match=r"`partition`: there is no file half\.json"):
         parse_partition("half.json", tiny_llama, 2)
 
 
 @pytest.mark.long
-def test_under_torchrun(smollm2, tmp_path, run_python):
+def test_torchrun_generates_the_text_of_one_process(smollm2, tmp_path, run_python):
     """The last rank says what one process says, and what it took."""
     model, tokenizer = smollm2
     text = (PROJECT_ROOT / "LICENSE").read_text()[:1500]
@@ -43,7 +43,7 @@ def test_under_torchrun(smollm2, tmp_path, run_python):
     assert "bytes sent from rank to rank" in finished.stderr
 
 
-def test_without_torchrun(monkeypatch, capsys):
+def test_a_run_without_torchrun_names_the_command(monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(typer.Exit) as exit_info:
         main(prompt="Hello")

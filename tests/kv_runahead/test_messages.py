@@ -14,7 +14,7 @@ def states(batch_size, num_heads, num_tokens, head_dim, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_rows_are_the_states(dtype):
+def test_sent_rows_decode_to_the_states(dtype):
     layout = MessageLayout(3, 20, 12, dtype, CPU)
     keys, values = states(2, 3, 7, 20, dtype), states(2, 3, 7, 12, dtype)
     rows = layout.make_rows(10, 2)

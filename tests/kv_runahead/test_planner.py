@@ -80,7 +80,7 @@ def table_of(by_length: dict[int, Sequence[float]], world_size: int) -> Partitio
         (PAPER, [(8192, 0), (16384, 0)] * 3, RECTANGLE),
     ],
 )
-def test_fit_finds_what_timings_follow(cost: CostModel, slices, triangle: float | None) -> None:
+def test_fit_recovers_the_model_of_timings(cost: CostModel, slices, triangle: float | None) -> None:
     fitted = CostModel.fit(timings_of(cost, slices), triangle=triangle)
     for name in ("fixed", "per_token", "per_pair", "triangle"):
         assert getattr(fitted, name) == pytest.approx(getattr(cost, name), rel=1e-6, abs=1e-15), name
@@ -139,7 +139,7 @@ def test_timings_that_determine_no_model_are_refused(timings, triangle: float | 
         (TableEntry, {**ONE, **{"measured": 1}}, "`measured` has to be True or False"),
     ],
 )
-def test_wrong_fields_are_refused(kind, options: dict[str, object], message: str) -> None:
+def test_invalid_fields_are_refused(kind, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kind(**options)
 
@@ -158,7 +158,7 @@ def test_shapes_count_operations(tiny_model) -> None:
     assert bytes_of_token(model, torch.float32) == 2 * bytes_of_token(model.config, torch.bfloat16) == 2 * 2 * 32 * 4
 
 
-def test_shapes_of_other_architectures(tiny_model) -> None:
+def test_shapes_of_other_architectures_are_read(tiny_model) -> None:
     """A window costs by token, not by pair; GPT-2's layers are no `Linear`; of experts those count that are used."""
     hybrid = CostModel.of_shapes(tiny_model("gemma3-hybrid"))
     full = CostModel.of_shapes(tiny_model("gemma3-hybrid", layer_types=["full_attention"] * 4))
@@ -224,7 +224,7 @@ def test_ratios_of_any_size_leave_no_slice_empty(weights: list[int], length: int
     assert resolve_partition(tuple(ratios(weights)), length, len(weights)) == lengths
 
 
-def test_resolves_partitions_of_a_user(tiny_model) -> None:
+def test_partitions_of_a_user_are_resolved(tiny_model) -> None:
     model = tiny_model("llama")
     by_shapes = resolve_partition(None, 100, 2, model=model)
     assert by_shapes == planned(100, 2, CostModel.of_shapes(model.config)) != (50, 50)
@@ -257,7 +257,7 @@ def test_resolves_partitions_of_a_user(tiny_model) -> None:
         ("even", {"num_ranks": 0}, "`num_ranks` has to be an integer of at least 1 but got 0"),
     ],
 )
-def test_wrong_partitions_are_refused(partition, options: dict[str, object], message: str) -> None:
+def test_invalid_partitions_are_refused(partition, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve_partition(partition, **{"length": 100, "num_ranks": 2, **options})
 

@@ -36,7 +36,9 @@ LONG = [
     ("architecture", "implementation", "sizes", "caches"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)],
 )
-def test_same_logits_and_tokens(saved_with_tokenizer, architecture, implementation, sizes, caches):
+def test_logits_and_tokens_equal_those_of_one_process(
+    saved_with_tokenizer, architecture, implementation, sizes, caches
+):
     answers = run_ranks(
         compare_with_one_process, 4, saved_with_tokenizer(architecture), implementation, sizes, [1, 3], caches, 6
     )
@@ -48,11 +50,11 @@ def test_same_logits_and_tokens(saved_with_tokenizer, architecture, implementati
         assert generated, label
 
 
-def test_beams_and_sampling(saved_with_tokenizer):
+def test_beams_and_sampling_equal_those_of_one_process(saved_with_tokenizer):
     assert run_ranks(generate_with_beams, 2, saved_with_tokenizer("llama")) == [True, True]
 
 
-def test_counts_of_work_and_traffic(saved_with_tokenizer):
+def test_work_and_traffic_are_counted(saved_with_tokenizer):
     """The paper's example: nine tokens in slices of 4, 3 and 2."""
     answers = run_ranks(prefill_each, 3, saved_with_tokenizer("llama"), [{"length": 9, "partition": [4, 3, 2]}])
     num_layers, num_heads, head_dim = 2, 2, 32
@@ -77,7 +79,7 @@ BAD_OPTIONS = [
 ]
 
 
-def test_options_of_every_rank(saved_with_tokenizer):
+def test_bad_options_leave_ranks_ready(saved_with_tokenizer):
     """Bad ones are errors that leave the ranks ready for the next call; short prompts are left to one rank."""
     bad = [{"partition": "even", **options} for options, _ in BAD_OPTIONS]
     answers = run_ranks(
@@ -103,7 +105,7 @@ DIFFERENCES = {
 }
 
 
-def test_ranks_that_differ(saved_with_tokenizer):
+def test_different_settings_of_ranks_are_named(saved_with_tokenizer):
     for messages in run_ranks(differ, 3, saved_with_tokenizer("llama"), list(DIFFERENCES)):
         for message, expected in zip(messages, DIFFERENCES.values(), strict=True):
             assert message.startswith(expected)
@@ -117,7 +119,7 @@ def test_ranks_that_differ(saved_with_tokenizer):
         for failing in ((0, 1) if number < 6 else (0,))
     ],
 )
-def test_a_rank_fails(saved_with_tokenizer, moment, failing):
+def test_failure_of_a_rank_ends_the_others_with_an_error(saved_with_tokenizer, moment, failing):
     """At whatever moment: those that wait for it get one kind of error, with their rank and the layer."""
     # Over a connection that was made before, and over one that was not
     folder, warm = saved_with_tokenizer("llama", num_hidden_layers=8), failing == 0
@@ -136,6 +138,6 @@ def test_a_rank_fails(saved_with_tokenizer, moment, failing):
             assert answer is None or (answer[0] == "RunaheadError" and answer[1].startswith(f"rank {rank}:"))
 
 
-def test_without_a_process_group(tiny_llama):
+def test_a_missing_process_group_is_an_error(tiny_llama):
     with pytest.raises(ValueError, match="init_process_group"):
         runahead_prefill(tiny_llama, torch.ones(1, 200, dtype=torch.long))

@@ -11,7 +11,7 @@ from transformers.models.llama import modeling_llama
 from kvcache_plugins import create_cache
 
 
-def test_eager_attention_is_what_a_module_says(tiny_llama):
+def test_eager_attention_is_that_of_the_module(tiny_llama):
     create_cache("transform", tiny_llama)
     assert "eager" not in ALL_ATTENTION_FUNCTIONS
     assert "eager" not in ALL_ATTENTION_FUNCTIONS.valid_keys()
@@ -76,7 +76,7 @@ class Traced:
 @pytest.mark.filterwarnings("ignore:the whole cache is fetched for every token:UserWarning")
 @pytest.mark.parametrize("name", ["transform", "infinigen", "h2o"])
 @pytest.mark.parametrize("place", ["module", "class"])
-def test_an_own_function_is_called_with_and_without_our_caches(tiny_model, input_ids, monkeypatch, name, place):
+def test_a_custom_function_is_called_with_and_without_our_caches(tiny_model, input_ids, monkeypatch, name, place):
     model, traced = tiny_model("llama", attn_implementation="eager"), Traced()
     usual = logits(model, DynamicCache(), input_ids)
     if place == "module":

@@ -88,7 +88,7 @@ OTHERWISE = {
 
 
 @pytest.mark.parametrize("change", OTHERWISE.values(), ids=OTHERWISE)
-def test_anything_else_gets_numbers(layer, lazy, query, change):
+def test_other_operations_get_the_weights(layer, lazy, query, change):
     def attend(keys, values):
         return torch.matmul(F.softmax(change(torch.matmul(query, keys.transpose(2, 3))), dim=-1), values)
 
@@ -106,14 +106,14 @@ def test_anything_else_gets_numbers(layer, lazy, query, change):
     ],
     ids=["a token is left out", "dropout", "a second softmax", "neighbours"],
 )
-def test_weights_that_are_changed_are_not_the_layers(layer, lazy, query, change):
+def test_changed_weights_are_attended_with(layer, lazy, query, change):
     keys, values = dense(layer)
     made, expected = change(plainly(query, lazy[0])), change(plainly(query, keys))
     assert torch.equal(made, expected)
     assert layer.stats()["attend_calls"] == 0
 
 
-def test_what_is_written_into_weights_stays(layer, lazy, query):
+def test_writes_into_weights_persist(layer, lazy, query):
     weights = plainly(query, lazy[0])
     weights[..., 0] = 7
     assert bool((weights[..., 0] == 7).all())
@@ -133,7 +133,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_weights_that_somebody_holds_are_read_before_the_layer_changes(layer, lazy, query, change):
+def test_held_weights_are_computed_before_the_layer_changes(layer, lazy, query, change):
     expected = plainly(query, dense(layer)[0])
     held = plainly(query, lazy[0])
     torch.matmul(held, lazy[1])
@@ -141,7 +141,7 @@ def test_weights_that_somebody_holds_are_read_before_the_layer_changes(layer, la
     assert torch.equal(held + 0, expected)
 
 
-def test_weights_that_nobody_holds_cost_nothing(layer, query):
+def test_unreferenced_weights_are_not_computed(layer, query):
     for _ in range(3):
         lazy = layer.update(torch.randn(2, 2, 1, 32), torch.randn(2, 2, 1, 32))
         torch.matmul(plainly(query[:, :, :1], lazy[0]), lazy[1])

@@ -37,7 +37,7 @@ def results(door, buffer):
 
 
 @pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
-def test_a_token_that_was_left_is_there_for_whoever_asks(door):
+def test_an_unwritten_token_is_seen_by_every_reader(door):
     buffer, reference = make_buffer(), make_buffer()
     # As an update leaves it there
     assert buffer.unwritten is None and buffer.length < buffer.capacity

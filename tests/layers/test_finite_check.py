@@ -18,7 +18,7 @@ def states(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("side", ["keys", "values"])
 @pytest.mark.parametrize("valid", [None, VALID], ids=["all", "padded"])
-def test_what_is_no_number_is_found(dtype, number, side, valid):
+def test_non_finite_states_are_found(dtype, number, side, valid):
     both = {"keys": states(dtype), "values": states(dtype)}
     check_finite(**both, valid=valid, layer_idx=7)
     both[side][1, 2, 1, 3] = number
@@ -34,7 +34,7 @@ def test_padding_may_hold_anything():
         check_finite(keys, values, None, 0)
 
 
-def test_no_tokens_and_no_data():
+def test_empty_and_meta_states_pass():
     check_finite(states()[:, :, :0], states()[..., :0], None, 0)
     check_finite(states().to("meta"), states().to("meta"), None, 0)
 

@@ -52,7 +52,7 @@ def by_steps(query, keys, values, mask):
 @pytest.mark.parametrize("attend", [by_sdpa, by_steps])
 @pytest.mark.parametrize("num_new", [1, 3, 60])
 @pytest.mark.parametrize("is_masked", [False, True])
-def test_attention_to_expanded_states(layer, weight, attend, num_new, is_masked):
+def test_attention_equals_that_to_expanded_states(layer, weight, attend, num_new, is_masked):
     lazy = layer.update(torch.randn(2, 1, num_new, RANK), torch.randn(2, 1, num_new, ROTARY))
     query, mask = torch.randn(2, HEADS, num_new, NOPE + ROTARY), None
     if is_masked:
@@ -96,7 +96,7 @@ OTHERWISE = {
 
 
 @pytest.mark.parametrize("make", OTHERWISE.values(), ids=OTHERWISE)
-def test_anything_else_gets_numbers(layer, weight, make):
+def test_other_operations_get_dense_states(layer, weight, make):
     lazy = layer.update(torch.randn(2, 1, 1, RANK), torch.randn(2, 1, 1, ROTARY))
     query, dense = torch.randn(2, HEADS, 1, NOPE + ROTARY), [layer.to_dense(side) for side in ("keys", "values")]
     output = by_sdpa(query, *make(lazy, weight), None)
@@ -104,7 +104,7 @@ def test_anything_else_gets_numbers(layer, weight, make):
     assert torch.allclose(output, by_sdpa(query, *make(dense, weight), None), atol=1e-5)
 
 
-def test_what_is_written_into_keys_stays(layer, weight):
+def test_writes_into_keys_persist(layer, weight):
     lazy = layer.update(torch.randn(2, 1, 1, RANK), torch.randn(2, 1, 1, ROTARY))
     dense = [layer.to_dense(side) for side in ("keys", "values")]
     made = []

@@ -25,7 +25,7 @@ def test_a_layer_keeps_the_keys_of_an_indexer_with_its_tokens() -> None:
 
 
 @pytest.mark.parametrize("make_cache", [TransformCodingCache, H2OCache], ids=["transform", "h2o"])
-def test_a_recurrence_beside_attention_goes_with_the_batch(make_cache: type[Cache]) -> None:
+def test_recurrent_states_follow_batch_operations(make_cache: type[Cache]) -> None:
     model = build_family("falcon_h1")
     cache, dense = make_cache(model.config), DynamicCache(config=model.config)
     tokens = prompt(model, 20, 1)
@@ -40,20 +40,20 @@ def test_a_recurrence_beside_attention_goes_with_the_batch(make_cache: type[Cach
 
 
 @pytest.mark.parametrize("family", ["jamba", "qwen3_next", "falcon_h1"])
-def test_without_a_config_the_line_to_write_is_said(family: str) -> None:
+def test_a_missing_config_is_refused_with_the_line_to_write(family: str) -> None:
     model = build_family(family)
     line = r"write `TransformCodingCache\(model.config\)` instead of `TransformCodingCache\(\)`"
     with pytest.raises(ValueError, match=line):
         generate(model, TransformCodingCache(), prompt(model, 20, 1), None, 2, None)
 
 
-def test_layers_of_a_form_of_their_own_are_refused() -> None:
+def test_layers_of_unknown_form_are_refused() -> None:
     model = build_family("deepseek_v4")
     with pytest.raises(ValueError, match="`compressed_sparse_attention`.* form of their own"):
         TransformCodingCache(model.config)
 
 
-def test_layers_whose_queries_are_not_known_choose_by_their_own() -> None:
+def test_layers_with_unreadable_queries_choose_by_their_own() -> None:
     model = build_family("bert")
     with pytest.warns(UserWarning, match="has no attention modules.* own query"):
         cache = InfiniGenCache(model, full_layers=(0,), recent=4, speculate=True)

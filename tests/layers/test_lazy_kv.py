@@ -16,7 +16,7 @@ def lazy(layer):
     return layer.update(torch.randn(2, 2, 1, 32), torch.randn(2, 2, 1, 32))
 
 
-def test_reports_what_the_dense_tensor_would(layer, lazy):
+def test_handle_reports_the_properties_of_the_dense_tensor(layer, lazy):
     keys, _ = lazy
     assert isinstance(keys, torch.Tensor)
     assert keys.shape == (2, 2, 151, 32)
@@ -54,7 +54,7 @@ def test_repeated_heads_stay_lazy(layer, lazy):
         lambda keys: keys.to(torch.float64).to(torch.float32),
     ],
 )
-def test_anything_else_gets_the_dense_tensor(layer, lazy, read):
+def test_other_operations_get_the_dense_tensor(layer, lazy, read):
     assert torch.equal(read(lazy[0]), layer.to_dense("keys"))
     assert layer.dense_reads > 0
 
@@ -88,7 +88,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_states_that_are_held_stay_what_they_were(change, layer, lazy):
+def test_held_states_keep_their_values(change, layer, lazy):
     """As the tensors of a dense cache do, whatever becomes of the cache."""
     expected = [layer.to_dense(side) for side in ("keys", "values")]
     turned, query = lazy[0].transpose(2, 3), torch.randn(2, 2, 1, 32)
@@ -104,7 +104,7 @@ def test_states_that_are_held_stay_what_they_were(change, layer, lazy):
     assert torch.allclose(F.scaled_dot_product_attention(query, *lazy), attended, atol=1e-6)
 
 
-def test_states_of_a_window_that_are_held_stay_what_they_were(tiny_model):
+def test_held_states_of_a_window_keep_their_values(tiny_model):
     layer = TransformCodingCache(tiny_model("mistral-sliding").config, sliding="compressed").layers[0]
     layer.update(*torch.randn(2, 1, 2, 100, 32))
     layer.commit_prompt()
@@ -114,14 +114,14 @@ def test_states_of_a_window_that_are_held_stay_what_they_were(tiny_model):
     assert torch.equal(keys + 0, expected)
 
 
-def test_nothing_is_made_dense_for_states_that_nobody_holds(layer, monkeypatch):
+def test_unreferenced_states_are_not_made_dense(layer, monkeypatch):
     monkeypatch.setattr(type(layer), "to_dense", lambda *_: pytest.fail("made dense"))
     layer.update(*torch.randn(2, 2, 2, 1, 32))
     layer.crop(-10)
     layer.reset()
 
 
-def test_some_of_very_many_tokens_are_dense():
+def test_a_slice_of_many_tokens_decodes_only_those():
     """More than data-free samples have: a slice may not be taken for all of them."""
     layer = GEARCache(backbone="kivi", nbits=2)._next_layer()
     layer.update(*torch.randn(2, 1, 1, 10_100, 32))

@@ -59,7 +59,7 @@ def test_batch_select_indices_takes_what_indexes_a_tensor(name, tiny_llama, inpu
 
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_items_that_are_not_there_are_refused_and_nothing_is_lost(name, tiny_llama, input_ids):
+def test_missing_items_are_refused_and_no_state_is_lost(name, tiny_llama, input_ids):
     cache, untouched = (filled(name, tiny_llama, input_ids) for _ in range(2))
     with pytest.raises(IndexError):
         cache.batch_select_indices([0, 3])
@@ -79,7 +79,7 @@ def test_operations_on_an_empty_batch_do_nothing(name, tiny_llama):
 @pytest.mark.parametrize("architecture", ["llama", "gemma3-hybrid"])
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_crop_takes_what_that_of_a_dense_cache_takes(name, architecture, tiny_model, input_ids):
+def test_crop_accepts_the_lengths_of_a_dense_cache(name, architecture, tiny_model, input_ids):
     model = tiny_model(architecture)
     for kind, (tokens_to_remove, length) in CROPS.items():
         cache, dense = (filled(each, model, input_ids[:, :5]) for each in (name, None))

@@ -106,7 +106,7 @@ def test_bytes_are_those_of_a_layer_that_grows(make_cache, preset, lengths):
     ],
 )
 @pytest.mark.parametrize("length", [5, 70])
-def test_options_and_padding(make_cache, options, length):
+def test_bytes_with_options_and_padding_are_those_of_a_layer_that_grows(make_cache, options, length):
     states = make_states(200, batch_size=2)
     static, growing = (make_cache("gear", max_cache_len=most, **SHORT, **options) for most in (250, None))
     for count in (length, *[1] * 60):
@@ -131,7 +131,7 @@ def test_chunks_stay_in_place_until_there_is_no_room(make_cache):
     require_same_storage(cache, expected)
 
 
-def test_what_is_taken_back_leaves_no_trace(make_cache):
+def test_cropped_tokens_leave_no_trace(make_cache):
     states, cache, expected = make_states(200), *(make_cache("gear-2bit", **SHORT) for _ in range(2))
     fill(cache, states, 90, *[1] * 20)
     for count in (1, 3):
@@ -155,7 +155,7 @@ def test_forks_attend_to_what_they_share_and_to_their_own(make_cache):
 
 
 @pytest.mark.parametrize("preset", ["gear-2bit", "gear-k4v3"])
-def test_it_is_an_ordinary_cache_at_any_time(tiny_llama, tmp_path, preset):
+def test_a_static_cache_serves_eager_steps_at_any_time(tiny_llama, tmp_path, preset):
     cache = create_cache(preset, tiny_llama, max_cache_len=300, **SHORT)
     ids = torch.randint(3, 96, (2, 60), generator=torch.Generator().manual_seed(0))
 
@@ -198,7 +198,7 @@ def test_models_without_static_steps_are_refused(architecture, options, message,
 @pytest.mark.parametrize(
     "preset", ["gear-2bit", *(pytest.param(name, marks=pytest.mark.long) for name in PRESETS[2:])]
 )
-def test_generate_compiles_steps_by_itself(tiny_llama, fresh_dynamo, preset):
+def test_generate_compiles_steps_automatically(tiny_llama, fresh_dynamo, preset):
     """One graph has ordinary steps and those that pack."""
     # As it does on GPUs
     config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)

@@ -97,7 +97,7 @@ def test_bytes_are_those_of_a_layer_that_grows(make_cache, options):
     assert static.layers[0].is_compileable and not growing.layers[0].is_compileable
 
 
-def test_what_is_taken_back_leaves_no_trace(make_cache):
+def test_cropped_tokens_leave_no_trace(make_cache):
     states, cache, expected = make_states(130), make_cache(), make_cache()
     fill(cache, states, 90, *[1] * 20)
     for count in (1, 3):
@@ -137,7 +137,7 @@ def test_forks_attend_to_what_they_share_and_to_their_own(make_cache):
     require_same_storage(*forks)
 
 
-def test_masks_are_applied_whatever_they_hide(tiny_llama):
+def test_masks_are_applied_to_every_part(tiny_llama):
     cache, dense = TransformCodingCache(tiny_llama, **OPTIONS), DynamicCache()
     ids = prompts(1, 100)["input_ids"]
     for each in (cache, dense):
@@ -152,14 +152,14 @@ def test_masks_are_applied_whatever_they_hide(tiny_llama):
     assert (logits - expected).norm() < 0.2 * (unhidden - expected).norm()
 
 
-def test_what_is_too_large_is_noticed(make_cache):
+def test_too_large_tokens_are_refused(make_cache):
     cache, states = make_cache(), make_states(200)
     states[:, :, :, 120] *= 1e9
     with pytest.raises(ValueError, match="layer 0: the keys to be compressed hold NaN or infinity, or numbers of"):
         fill(cache, states, 90, *[1] * 110)
 
 
-def test_it_is_an_ordinary_cache_at_any_time(tiny_llama, tmp_path):
+def test_a_static_cache_serves_eager_steps_at_any_time(tiny_llama, tmp_path):
     cache = TransformCodingCache(tiny_llama, **OPTIONS)
     first = read(tiny_llama, cache, prompts(2, 97)["input_ids"])
     decode(tiny_llama, cache, first, 30)
@@ -200,7 +200,7 @@ def test_models_without_static_steps_are_refused(architecture, options, message,
 
 
 @pytest.mark.slow
-def test_generate_compiles_steps_by_itself(tiny_llama, fresh_dynamo):
+def test_generate_compiles_steps_automatically(tiny_llama, fresh_dynamo):
     # As it does on GPUs
     config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
     config._compile_all_devices = True
@@ -253,7 +253,7 @@ def test_steps_are_compiled_once(architecture, tiny_model, fresh_dynamo):
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
-def test_a_cache_that_is_gone_is_named(make_cache):
+def test_a_freed_cache_is_named(make_cache):
     cache, states = make_cache(), torch.zeros(1, 2, 1, 16)
     fill(cache, make_states(90), 90)
     number, order = cache.layers[0].graph.number, cache.layers[0].graph.order

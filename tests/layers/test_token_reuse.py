@@ -122,7 +122,7 @@ def test_padding_is_compared_by_the_mask(tiny_llama):
     assert again.reuse(output, output) == 87
 
 
-def test_what_is_no_conversation_is_refused(tiny_llama):
+def test_inputs_that_are_no_conversation_are_refused(tiny_llama):
     (ids,) = random_ids(50)
     cache = create_cache("transform", tiny_llama)
     output = generate(tiny_llama, ids, cache)

@@ -24,7 +24,7 @@ def lengths(cache):
 
 
 @pytest.mark.parametrize("cache_class", CACHES)
-def test_another_models_config(cache_class, tiny_llama, tiny_model):
+def test_a_config_of_another_model_is_refused(cache_class, tiny_llama, tiny_model):
     deeper, wider = tiny_model("llama", num_hidden_layers=4), tiny_model("llama-mha")
     for own, other, message in (
         (tiny_llama, deeper, "made for a model of 2 layers, but .* has more: make one with"),
@@ -46,7 +46,7 @@ def test_another_models_config(cache_class, tiny_llama, tiny_model):
 
 
 @pytest.mark.parametrize("cache_class", CACHES)
-def test_a_cache_that_another_model_has_filled(cache_class, tiny_llama, tiny_model):
+def test_a_cache_filled_by_another_model_is_refused(cache_class, tiny_llama, tiny_model):
     cache, untouched = cache_class(), cache_class()
     first = prompt()
     for each in (cache, untouched):
@@ -101,7 +101,7 @@ def break_off(model, layer_idx, function):
 )
 @pytest.mark.parametrize("is_prompt", [True, False])
 @torch.no_grad()
-def test_a_forward_that_broke_off_is_refused(is_prompt, architecture, name, tiny_model):
+def test_a_cache_after_an_interrupted_forward_is_refused(is_prompt, architecture, name, tiny_model):
     model, input_ids = tiny_model(architecture, num_hidden_layers=4), prompt(100)
     fresh = generate(model, input_ids, create_cache(name, model))
     cache = create_cache(name, model)
@@ -125,7 +125,7 @@ def test_a_forward_that_broke_off_is_refused(is_prompt, architecture, name, tiny
 
 @pytest.mark.parametrize("cache_class", CACHES)
 @torch.no_grad()
-def test_a_cache_without_a_config_notices_that_a_prompt_broke_off(cache_class, tiny_model):
+def test_a_cache_without_a_config_detects_an_interrupted_prompt(cache_class, tiny_model):
     model, cache = tiny_model("llama", num_hidden_layers=3), cache_class()
     break_off(model, 1, lambda: model(prompt(100), past_key_values=cache))
     with pytest.raises(ValueError, match=f"layer 1 holds 0 tokens, but layer 0 100: .* that broke off.*{ANOTHER}"):
@@ -137,7 +137,7 @@ def test_a_cache_without_a_config_notices_that_a_prompt_broke_off(cache_class, t
 @pytest.mark.parametrize("length", [40, 65])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", ["gear-2bit", "h2o", "infinigen", "infinigen-transform"])
-def test_a_second_prompt_of_at_most_half_the_tokens(name, padded, length, tiny_llama):
+def test_a_short_second_prompt_is_refused(name, padded, length, tiny_llama):
     cache, first, second = create_cache(name, tiny_llama), prompt(120, 2), prompt(length, 2)
     generate(tiny_llama, first, cache, max_new_tokens=11)
     mask = torch.ones_like(second)

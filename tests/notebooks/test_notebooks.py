@@ -66,7 +66,7 @@ def test_all_notebooks_are_tested() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_imports_of_the_package_are_there(name: str) -> None:
+def test_imports_of_the_package_exist(name: str) -> None:
     imports = [node for cell in code_cells(read(name)) for node in ast.walk(ast.parse(cell.source))]
     own = [node for node in imports if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvcache_")]
     assert own
@@ -79,7 +79,7 @@ def test_imports_of_the_package_are_there(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [name if name in RUN_ALWAYS else pytest.param(name, marks=pytest.mark.long) for name in NAMES]
 )
-def test_runs_and_shows_what_is_committed(name: str, executor: ModuleType, tmp_path: Path) -> None:
+def test_runs_and_shows_the_committed_output(name: str, executor: ModuleType, tmp_path: Path) -> None:
     if not reference_models()["smollm2"]:
         assert os.environ.get("CI") != "true", "the package that carries `smollm2` is not installed"
         pytest.skip("the package that carries `smollm2` is not installed: run `make test`")
@@ -120,7 +120,7 @@ def test_nothing_of_a_machine_is_committed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_is_written_to_be_read(name: str) -> None:
+def test_notebooks_explain_every_cell(name: str) -> None:
     cells = read(name).cells
     assert cells[0].source.startswith("# ")
     assert "## What to take from it" in cells[-1].source

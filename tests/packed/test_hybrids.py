@@ -71,7 +71,7 @@ def distance(logits: torch.Tensor, others: torch.Tensor) -> float:
 
 
 @of_each
-def test_a_file_continues_where_the_cache_was(tmp_path, family, name):
+def test_a_loaded_file_continues_as_the_cache_did(tmp_path, family, name):
     model, cache, _, ids = filled(family, name)
     path, again = tmp_path / "one", tmp_path / "two"
     cache.save(path, model)
@@ -110,7 +110,7 @@ def test_a_store_equals_reading_in_blocks(tmp_path, family, name):
 
 
 @of_each
-def test_chunks_of_generate_are_kept(tmp_path, family, name):
+def test_states_after_chunks_of_generate_are_stored(tmp_path, family, name):
     model = build_family(family)
     ids, texts = prompt(model, 300, 1), []
     for num_saved in (0, 1):
@@ -125,7 +125,7 @@ def test_chunks_of_generate_are_kept(tmp_path, family, name):
 
 
 @of_each
-def test_padded_batches_are_as_alone(family, name):
+def test_padded_batches_equal_sequences_alone(family, name):
     model = build_family(family)
     long, short, num_padding = prompt(model, LENGTH, 1), prompt(model, LENGTH - 30, 2), 30
     mask = torch.ones(2, LENGTH, dtype=torch.int64)
@@ -139,7 +139,7 @@ def test_padded_batches_are_as_alone(family, name):
 
 
 @of_each
-def test_several_tokens_and_generate_are_as_one_by_one(family, name):
+def test_several_tokens_and_generate_equal_single_tokens(family, name):
     model, cache, held, ids = filled(family, name, **FINE.get(name, {}))
     if family not in ONE_BY_ONE:
         several = read(model, copy.deepcopy(cache), ids)
@@ -151,7 +151,7 @@ def test_several_tokens_and_generate_are_as_one_by_one(family, name):
 
 
 @of_each
-def test_crop_goes_back_or_changes_nothing(family, name):
+def test_crop_restores_states_or_is_refused_unchanged(family, name):
     model, cache, held, ids = filled(family, name)
     cache.crop(0)
     with pytest.raises(ValueError, match=r"^`crop`: layer \d has (states of a recurrence|a convolution, whose past)"):
@@ -255,7 +255,7 @@ def test_kernels_of_hybrid_layers_are_compiled_ahead() -> None:
     warm_up([layer], Sizes(2, 4, 24, 24, torch.float32, torch.device("cpu"), is_padded=True))
 
 
-def test_the_dense_cache_cannot_do_more() -> None:
+def test_dense_caches_still_lack_crop_and_batch_operations() -> None:
     """Fails when Transformers can: then `crop` and a batch's operations need not differ from its own."""
     model = build_family("qwen3_next")
     cache = DynamicCache(config=model.config)

@@ -51,7 +51,7 @@ def require_same(model, cache, loaded, mask):
 
 @pytest.mark.parametrize("name", ["gear-2bit", "transform-22"])
 @pytest.mark.parametrize("length", [20, 152])
-def test_loaded_in_inference_mode_it_continues_in_any(tiny_llama, path, name, length):
+def test_a_file_loaded_in_inference_mode_continues_in_any(tiny_llama, path, name, length):
     ids = torch.randint(3, 128, (1, length + 90))
     cache = create_cache(name, tiny_llama)
     with torch.no_grad():
@@ -77,7 +77,7 @@ def test_file_is_as_small_as_the_cache(tiny_llama, path, name):
 
 
 @pytest.mark.parametrize("make", [GEARCache, TransformCodingCache])
-def test_made_without_config_and_empty(tiny_llama, path, make):
+def test_caches_without_config_and_empty_ones_are_saved(tiny_llama, path, make):
     cache = make(nbits=3)
     tiny_llama(torch.randint(3, 128, (1, 100)), past_key_values=cache)
     cache.save(path, tiny_llama)
@@ -175,7 +175,7 @@ def test_config_is_taken_where_a_model_is(tiny_model, path):
         GEARCache.load(path, "smollm2")
 
 
-def test_sliding_layers_beyond_their_window(tiny_model, path):
+def test_sliding_layers_save_only_their_window(tiny_model, path):
     """While a rollback may follow they keep more than the window, which a file does not."""
     model = tiny_model("gemma3-hybrid")
     cache = GEARCache(model.config)
@@ -192,7 +192,7 @@ def test_sliding_layers_beyond_their_window(tiny_model, path):
     assert difference.abs().max() < 1e-5
 
 
-def test_what_crop_and_batch_operations_leave_can_be_saved(tiny_llama, path):
+def test_cropped_and_reordered_caches_can_be_saved(tiny_llama, path):
     """Saves caches that no single prompt makes: cut into the padding of an item, into a block, down to nothing."""
     input_ids = torch.randint(3, 128, (2, 150))
     mask = torch.ones_like(input_ids)
@@ -233,7 +233,7 @@ def test_loaded_is_the_cache_that_was_saved(tiny_llama, path, name):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3-hybrid", "qwen3"])
-def test_layers_of_every_kind_and_none(tiny_model, path, architecture):
+def test_layers_of_every_kind_are_saved(tiny_model, path, architecture):
     model = tiny_model(architecture)
     cache, mask = filled(model, "transform")
     cache.save(path, model)

@@ -181,7 +181,7 @@ def test_endless_iterations_are_refused(subject):
 
 
 @pytest.mark.parametrize(("num_damaged", "num_forged"), [(30, 50), pytest.param(3400, 1200, marks=pytest.mark.long)])
-def test_damaged_and_forged_files(subject, num_damaged, num_forged):
+def test_damaged_files_are_refused_and_forged_ones_stay_in_bounds(subject, num_damaged, num_forged):
     rng = random.Random(0)
     outcomes = Counter(subject.outcome(damaged(subject.content, rng)) for _ in range(num_damaged))
     # Nothing but copying equal bytes over each other leaves a file as it was

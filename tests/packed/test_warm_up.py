@@ -63,7 +63,7 @@ def test_every_layer_is_checked(monkeypatch):
         require_close_layers("gear-2bit", cache, num_query_heads=4)
 
 
-def test_what_is_asked_leaves_no_trace():
+def test_checks_of_layers_leave_no_trace():
     """A layer that has no table yet would make it of the queries too."""
     cache, short = filled("transform-22"), create_cache("transform-22")
     short.update(torch.randn(1, 2, 40, 64), torch.randn(1, 2, 40, 64), 0)
@@ -102,7 +102,7 @@ def exercised(monkeypatch):
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("name", ["gear-2bit", "gear-k4v3", "transform-22"])
-def test_leaves_no_trace(name, padded, tiny_llama):
+def test_warm_up_leaves_no_trace(name, padded, tiny_llama):
     cache = create_cache(name, tiny_llama)
     before = torch.get_rng_state()
     cache.warm_up(tiny_llama, padded=padded)
@@ -111,7 +111,7 @@ def test_leaves_no_trace(name, padded, tiny_llama):
     assert cache.stats()["attend_calls"] == 0
 
 
-def test_goes_through_packing_and_attention(tiny_llama, exercised):
+def test_warm_up_runs_packing_and_attention(tiny_llama, exercised):
     cache = create_cache("gear-k4v3", tiny_llama)
     for _ in range(2):
         cache.warm_up(tiny_llama)

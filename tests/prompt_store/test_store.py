@@ -51,7 +51,9 @@ def generate(model, input_ids, cache, **options):
     ("architecture", "name"),
     [*DAILY, *(pytest.param(*case, marks=pytest.mark.long) for case in OTHERS if case not in DAILY)],
 )
-def test_equals_reading_in_blocks(tiny_model, tmp_path, assert_same, read_in_blocks, architecture, name):
+def test_a_loaded_prompt_equals_reading_in_blocks(
+    tiny_model, tmp_path, assert_same, read_in_blocks, architecture, name
+):
     model, input_ids = tiny_model(architecture), prompt(900)
     PromptStore(tmp_path).read(model, input_ids, name)
     store = PromptStore(tmp_path)
@@ -63,7 +65,7 @@ def test_equals_reading_in_blocks(tiny_model, tmp_path, assert_same, read_in_blo
     assert_same(loaded, expected)
 
 
-def test_calibrated_caches(tiny_llama, tmp_path, assert_same, read_in_blocks, random_windows):
+def test_calibrations_do_not_share_prompts(tiny_llama, tmp_path, assert_same, read_in_blocks, random_windows):
     first, second = (calibrate_transform(tiny_llama, random_windows(number, 300), num_draws=1) for number in (1, 2))
     input_ids, store = prompt(600), PromptStore(tmp_path)
     store.read(tiny_llama, input_ids, "calibrated-16", calibration=first)
@@ -108,7 +110,7 @@ def test_prompts_share_their_common_beginning(tiny_llama, tmp_path, assert_same,
     assert_same(cache, read_in_blocks(tiny_llama, second, create_cache("transform", tiny_llama)))
 
 
-def test_kept_after_generation_in_chunks(tiny_llama, tmp_path):
+def test_a_prompt_is_stored_after_generation_in_chunks(tiny_llama, tmp_path):
     input_ids, store = prompt(600), PromptStore(tmp_path)
     cache = store.cache_for(tiny_llama, input_ids, "transform-22")
     tokens = generate(tiny_llama, input_ids, cache, prefill_chunk_size=cache.record.length)
@@ -119,7 +121,7 @@ def test_kept_after_generation_in_chunks(tiny_llama, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["transform", "transform-22"])
-def test_fed_in_one_go_is_not_kept(tiny_llama, tmp_path, name):
+def test_a_prompt_fed_at_once_is_not_stored(tiny_llama, tmp_path, name):
     input_ids, store = prompt(600), PromptStore(tmp_path)
     cache = store.cache_for(tiny_llama, input_ids, name)
     generate(tiny_llama, input_ids, cache)
@@ -130,7 +132,7 @@ def test_fed_in_one_go_is_not_kept(tiny_llama, tmp_path, name):
     assert store.stats()["bytes_on_disk"] == 0
 
 
-def test_custom_generate(tiny_llama, tmp_path):
+def test_custom_generate_loads_and_stores_the_prompt(tiny_llama, tmp_path):
     input_ids, store = prompt(600), PromptStore(tmp_path)
     options = {"max_new_tokens": 40, "do_sample": False, "custom_generate": store.generate}
     tokens = tiny_llama.generate(input_ids, spec="transform-22", **options)
@@ -314,7 +316,7 @@ def test_files_are_their_owners_alone(tiny_llama, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["flock", "byte"])
-def test_least_recently_used_go_first_and_none_in_use(tiny_llama, tmp_path, request, kind):
+def test_least_recently_used_blocks_are_removed_first_and_none_in_use(tiny_llama, tmp_path, request, kind):
     if kind == "byte":
         request.getfixturevalue("byte_locks")
     prompts = [prompt(520) for _ in range(4)]
@@ -343,7 +345,7 @@ def test_least_recently_used_go_first_and_none_in_use(tiny_llama, tmp_path, requ
     assert list_prompts(tmp_path) == []
 
 
-def test_blocks_in_use_by_another_process_stay(tiny_llama, tmp_path):
+def test_blocks_in_use_by_another_process_are_kept(tiny_llama, tmp_path):
     input_ids, (reading, writing) = prompt(520), os.pipe()
 
     def use() -> None:
@@ -367,7 +369,7 @@ def test_blocks_in_use_by_another_process_stay(tiny_llama, tmp_path):
     assert clear(tmp_path)[0] == 2 and list((tmp_path / "leases").iterdir()) == []
 
 
-def test_a_full_disk_is_one_sentence(tiny_llama, tmp_path, assert_same, read_in_blocks, monkeypatch):
+def test_a_full_disk_is_reported_in_one_sentence(tiny_llama, tmp_path, assert_same, read_in_blocks, monkeypatch):
     input_ids = prompt(1100)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -386,7 +388,7 @@ def test_a_full_disk_is_one_sentence(tiny_llama, tmp_path, assert_same, read_in_
     assert len(blocks_in(tmp_path)) == 4
 
 
-def test_a_killed_writer_leaves_nothing_half(tiny_llama, tmp_path, monkeypatch):
+def test_a_killed_writer_leaves_no_partial_block(tiny_llama, tmp_path, monkeypatch):
     input_ids = prompt(600)
 
     def die(*args: object) -> None:
@@ -451,7 +453,7 @@ class Rounds:
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(500, marks=pytest.mark.long)])
-def test_random_rounds(tiny_llama, tmp_path, read_in_blocks, assert_same, count):
+def test_random_faults_never_change_loaded_prompts(tiny_llama, tmp_path, read_in_blocks, assert_same, count):
     rounds = Rounds(tiny_llama, tmp_path, read_in_blocks, assert_same)
     events = [rounds.kill, rounds.damage, rounds.two_writers, rounds.full_disk, rounds.little_room, rounds.damage]
     for number in range(count):

@@ -45,7 +45,7 @@ def filled(name: str, model: PreTrainedModel, num_tokens: int = 200) -> Cache:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_cache_shows_what_memory_says(tiny_llama: PreTrainedModel, name: str) -> None:
+def test_reports_show_the_numbers_of_memory(tiny_llama: PreTrainedModel, name: str) -> None:
     cache = filled(name, tiny_llama)
     root = ElementTree.fromstring(cache._repr_html_())
     report, shown = cache.memory(), text_of(root)
@@ -83,7 +83,7 @@ def test_an_empty_cache_says_so(tiny_llama: PreTrainedModel) -> None:
         assert "holds nothing yet" in text_of(root)
 
 
-def test_a_report_shows_itself() -> None:
+def test_a_report_is_displayed_in_notebooks() -> None:
     report = MemoryReport(parts={"codes": 3, "spare": 0, "mine": 1}, devices={"cpu": 4}, dense_bytes=16, num_values=4)
     root = ElementTree.fromstring(report._repr_html_())
     assert table(root) == {"codes": ("3 bytes", "75.0 %"), "mine": ("1 bytes", "25.0 %")}

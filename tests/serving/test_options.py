@@ -239,7 +239,7 @@ def test_a_prompt_is_refused_at_once_if_it_is_longer_than_the_model_takes(server
     ],
     ids=["image", "name", "tool", "text"],
 )
-def test_messages_are_refused_by_what_the_model_would_not_be_shown(message, words, ask):
+def test_messages_with_parts_hidden_from_the_model_are_refused(message, words, ask):
     with pytest.raises(openai.BadRequestError, match=f"`messages` .*{words}"):
         ask("chat/completions", messages=[TURN, message])
     texts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]
@@ -248,7 +248,7 @@ def test_messages_are_refused_by_what_the_model_would_not_be_shown(message, word
     ask("chat/completions", messages=[TURN, answer.choices[0].message.model_dump(), TURN])
 
 
-def test_functions_are_taken_where_the_chat_template_has_them():
+def test_functions_are_accepted_if_the_chat_template_has_them():
     functions = [{"type": "function", "function": {"name": "look"}}]
     turns = [TURN, {"role": "tool", "content": "abc", "tool_call_id": "1"}]
     known = {"takes_tools": True}
@@ -259,7 +259,7 @@ def test_functions_are_taken_where_the_chat_template_has_them():
             check_options("chat/completions", options, {"messages": turns, **wrong}, **known)
 
 
-def test_requests_of_a_batch_name_how_they_are_sampled():
+def test_batch_requests_are_sampled_by_their_own_options():
     for api in OPTIONS:
         body = {name: value for name, value in PROMPTS[api].items() if name != "model"}
         options = options_of(api, "m", takes_tools=False, is_batched=True)

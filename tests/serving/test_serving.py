@@ -56,7 +56,7 @@ def wait_for(server, **wanted):
     raise AssertionError(f"{server.stats()} has not come to {wanted}")
 
 
-def test_the_second_turn_of_a_chat_finds_the_first(server, client, smollm2, tmp_path):
+def test_the_second_turn_of_a_chat_reuses_the_first(server, client, smollm2, tmp_path):
     model, tokenizer = smollm2
     turns = [{"role": "system", "content": SYSTEM}, QUESTION]
     first = client.chat.completions.create(messages=turns, max_tokens=24, **GREEDY)
@@ -80,7 +80,7 @@ def test_the_second_turn_of_a_chat_finds_the_first(server, client, smollm2, tmp_
     assert tokenizer.decode(alone[0, ids["input_ids"].shape[1] :], skip_special_tokens=True) == streamed
 
 
-def test_conversations_go_on_with_their_caches(serving, smollm2):
+def test_conversations_continue_with_their_caches(serving, smollm2):
     from kvcache_plugins.serving import CacheServer
 
     model, tokenizer = smollm2
@@ -170,7 +170,7 @@ def test_errors_of_a_stream_and_of_routes_are_json(server, client):
     assert [model.id for model in client.models.list()] == ["smollm2"]
 
 
-def test_ctrl_c_lets_an_answer_end(tiny_folder):
+def test_ctrl_c_waits_for_a_running_answer(tiny_folder):
     command = [sys.executable, "-m", "kvcache_plugins.cli", "serve", tiny_folder, "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     said = []
@@ -247,7 +247,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED)
-def test_wrong_options_are_refused(words, message, tiny_folder, refuse):
+def test_invalid_options_are_refused(words, message, tiny_folder, refuse):
     refuse(message, "serve", "--port", "0", *(word.format(folder=tiny_folder) for word in words))
 
 
@@ -306,7 +306,7 @@ def test_each_request_of_a_batch_is_sampled_by_its_own_options(batching):
     assert len({ask(temperature=2) for _ in range(3)}) > 1
 
 
-def test_requests_that_fail_or_go_leave_the_others(batching):
+def test_failed_and_cancelled_requests_do_not_disturb_others(batching):
     client, before = connect(batching.url), batching.stats()
     prompts = ["Count: one, two, three,", "The seasons are spring,"]
 
@@ -329,7 +329,7 @@ def test_requests_that_fail_or_go_leave_the_others(batching):
     assert ask(prompts[0]) == alone[0] and free_share(batching) == 1
 
 
-def test_a_batch_finds_pages_that_another_server_has_kept(serving, tmp_path):
+def test_a_batch_loads_pages_stored_by_another_server(serving, tmp_path):
     from kvcache_plugins.serving import CacheServer
 
     sizes = {"continuous_batching": True, "num_blocks": 6, "max_batch_tokens": 512, "store": tmp_path}
@@ -370,7 +370,7 @@ def free_share(server):
 
 @pytest.mark.long
 @pytest.mark.parametrize("is_batched", [False, True], ids=["store", "batched"])
-def test_many_clients(serving, is_batched, tiny_folder, tmp_path):
+def test_many_clients_get_the_answers_of_one_alone(serving, is_batched, tiny_folder, tmp_path):
     """Send 200 requests of 8 clients, some of them leaving, to three servers in turn; answers are as of one alone."""
     from kvcache_plugins.serving import CacheServer
 

@@ -92,7 +92,7 @@ def test_a_model_continues_from_a_loopback_of_blocks(smollm2, licence_ids, adapt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("num_tokens", "start"), [(1, 0), (67, 0), (68, 0), (64, 100), (255, 2), (256, 4096)])
-def test_bytes_and_back(dtype, num_tokens, start, tiny_llama):
+def test_blocks_survive_a_round_trip_through_bytes(dtype, num_tokens, start, tiny_llama):
     block = make_block(num_tokens, dtype)
     codec = BlockCodec(tiny_llama, nbits=6)
     data = codec.pack(block, start)
@@ -116,7 +116,7 @@ def test_more_bits_lose_less_and_layers_are_independent():
     assert torch.equal(codecs[1].unpack(codecs[1].pack(block[1:])), found[1][1:])
 
 
-def test_what_is_no_block_or_no_bytes_of_one_is_refused():
+def test_invalid_blocks_and_bytes_are_refused():
     codec, block = BlockCodec(), make_block(100)
     data = codec.pack(block)
     for wrong, message in (

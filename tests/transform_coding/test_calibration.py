@@ -59,7 +59,7 @@ def make_cache(
     return TransformCodingCache(model, nbits=nbits, calibration=calibration, **options)
 
 
-def test_a_file_holds_what_was_found(model, calibration, window, tmp_path, divergence):
+def test_a_calibration_survives_its_file(model, calibration, window, tmp_path, divergence):
     path = tmp_path / "calibration.safetensors"
     calibration.save(path)
     read = TransformCalibration.load(path, model)
@@ -89,13 +89,13 @@ def test_another_models_file_is_refused(model, other, tiny_model, calibration, t
         make_cache(model, path)
 
 
-def test_any_dtype_will_do(model, calibration):
+def test_calibration_accepts_any_dtype(model, calibration):
     for dtype in (torch.bfloat16, torch.float16):
         assert calibration.mismatch(copy.deepcopy(model).to(dtype)) is None
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_gradients_are_taken_where_there_are_none(model, random_windows, mode):
+def test_gradients_are_enabled_inside_no_grad(model, random_windows, mode):
     expected = calibrate_transform(model, random_windows(1, 200), num_draws=1)
     with mode():
         found = calibrate_transform(model, random_windows(1, 200), num_draws=1)
@@ -154,7 +154,7 @@ def test_stats_count_nothing_where_windows_stay_dense(random_windows):
 
 
 @pytest.mark.parametrize("nbits", [1.0, 2.5, 4.0])
-def test_bytes_are_what_was_asked_for(model, calibration, window, nbits):
+def test_stored_bytes_are_as_requested(model, calibration, window, nbits):
     cache, length, sinks = make_cache(model, calibration, nbits), 150, 4
     with torch.no_grad():
         model(window[None, :length], past_key_values=cache)
@@ -164,13 +164,13 @@ def test_bytes_are_what_was_asked_for(model, calibration, window, nbits):
     assert 0 <= num_rows * (1 + 3 * nbits) - codes <= (length - sinks) * 2
 
 
-def test_finer_rows_have_so_many_bits_more(model, calibration):
+def test_finer_rows_have_the_requested_extra_bits(model, calibration):
     codec = calibration.codec(0, 3.0, rotary_embedding(model.config, 0).frequencies)
     more = [codec.with_more_bits(nbits).row_sizes[0] - codec.row_sizes[0] for nbits in (3, 1)]
     assert more[0] == 3 * more[1] > 0
 
 
-def test_what_caches_share_is_told_once(model, calibration, window):
+def test_shared_tables_are_counted_once(model, calibration, window):
     cache, other_rate = make_cache(model, calibration, 2.0), make_cache(model, calibration, 4.0)
     for each in (cache, other_rate):
         with torch.no_grad():
@@ -225,7 +225,7 @@ CHANGED = [check for check in CONTRACT if check.name not in (*OTHERS, "hybrid")]
     [pytest.param("torch", CONTRACT, marks=pytest.mark.long), ("compiled", CHANGED)],
     ids=["torch", "compiled"],
 )
-def test_contract(model, calibration, tmp_path, monkeypatch, kernel, checks):
+def test_calibrated_caches_keep_the_contract(model, calibration, tmp_path, monkeypatch, kernel, checks):
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
     # Where caches that are loaded look for it
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
@@ -250,7 +250,7 @@ def test_a_preset_finds_the_models_own_calibration(model, other, calibration, tm
         create_cache("calibrated-16", model)
 
 
-def test_a_saved_cache_goes_on_with_its_calibration(model, calibration, window, tmp_path, monkeypatch):
+def test_a_saved_cache_continues_with_its_calibration(model, calibration, window, tmp_path, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
     cache, path, given = make_cache(model, calibration), tmp_path / "cache", tmp_path / "c"
     with torch.no_grad():
@@ -364,7 +364,7 @@ def of_window(calibration: TransformCalibration, seen: int | None) -> TransformC
     return TransformCalibration(dataclasses.replace(calibration.content, layers=layers))
 
 
-def test_layers_of_a_window_take_part(hybrid, of_hybrid, tmp_path):
+def test_layers_of_a_window_are_calibrated(hybrid, of_hybrid, tmp_path):
     assert [layer.window for layer in of_hybrid.layers.values()] == [WINDOW, None, WINDOW, None]
     path = tmp_path / "calibration.safetensors"
     of_hybrid.save(path)
@@ -376,7 +376,7 @@ def test_layers_of_a_window_take_part(hybrid, of_hybrid, tmp_path):
     )
 
 
-def test_what_no_query_sees_does_not_count(hybrid, random_windows):
+def test_tokens_out_of_sight_do_not_count(hybrid, random_windows):
     """The cost of an error is that of a token in sight, however long the text before it is."""
     energies = []
     for length in (120, 300):
@@ -389,7 +389,7 @@ def test_what_no_query_sees_does_not_count(hybrid, random_windows):
 
 
 @pytest.mark.parametrize("seen", [None, WINDOW], ids=["full", "window"])
-def test_layers_share_bytes_with_those_that_see_as_much(hybrid, of_hybrid, seen):
+def test_layers_share_bytes_with_layers_of_equal_sight(hybrid, of_hybrid, seen):
     """At every length of a text they hold the bytes that were asked for."""
     own = [index for index, layer in of_hybrid.layers.items() if layer.window == seen]
     alone = of_window(of_hybrid, seen)
@@ -402,7 +402,7 @@ def test_layers_share_bytes_with_those_that_see_as_much(hybrid, of_hybrid, seen)
     assert sum(map(sum, sizes[0])) == len(own) * 2 * (1 + 3 * 3)
 
 
-def test_it_is_nearer_to_dense_than_by_prompts_alone(hybrid, of_hybrid, window, divergence):
+def test_calibration_is_nearer_to_dense_than_prompt_statistics(hybrid, of_hybrid, window, divergence):
     full_only = of_window(of_hybrid, None)
     by_all, by_full, by_none = (
         divergence(hybrid, make_cache(hybrid, each, sliding="compressed"), window)
@@ -413,7 +413,7 @@ def test_it_is_nearer_to_dense_than_by_prompts_alone(hybrid, of_hybrid, window, 
 
 @pytest.mark.parametrize("length", [60, 290], ids=str)
 @torch.no_grad()
-def test_a_saved_cache_goes_on_when_windows_have_let_go(hybrid, of_hybrid, window, tmp_path, length):
+def test_a_saved_cache_continues_after_windows_dropped_tokens(hybrid, of_hybrid, window, tmp_path, length):
     cache, path = make_cache(hybrid, of_hybrid, sliding="compressed"), tmp_path / "cache.safetensors"
     hybrid(window[None, : length // 2], past_key_values=cache)
     for position in range(length // 2, length):
@@ -430,7 +430,7 @@ def test_a_saved_cache_goes_on_when_windows_have_let_go(hybrid, of_hybrid, windo
         assert torch.equal(*logits)
 
 
-def test_it_is_compiled_before_the_first_token(hybrid, of_hybrid):
+def test_calibrated_kernels_are_compiled_before_the_first_token(hybrid, of_hybrid):
     for each in (of_hybrid, of_window(of_hybrid, None)):
         make_cache(hybrid, each, sliding="compressed").warm_up(hybrid)
 
@@ -438,7 +438,7 @@ def test_it_is_compiled_before_the_first_token(hybrid, of_hybrid):
 # Observation of a text
 
 
-def test_what_was_read_counts_for_the_tokens_that_follow_up_to_the_newest(tiny_model, random_windows, monkeypatch):
+def test_gradients_of_read_tokens_cover_all_following_tokens(tiny_model, random_windows, monkeypatch):
     model = tiny_model("llama", seed=0, vocab_size=97)
     seen: list[tuple[torch.Tensor, int]] = []
     monkeypatch.setattr(SideSums, "add_gradients", lambda _, gradients, count: seen.append((gradients.clone(), count)))

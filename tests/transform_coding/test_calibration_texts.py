@@ -18,13 +18,13 @@ def texts():
     return calibration_texts()
 
 
-def test_they_are_the_same_at_every_call_and_of_three_kinds(texts):
+def test_texts_are_reproducible_and_of_three_kinds(texts):
     assert texts == calibration_texts()
     assert list(texts) == ["code", "reference", "prose"]
     assert min(map(len, texts.values())) > LEAST_CHARACTERS
 
 
-def test_every_kind_is_what_it_is_called(texts):
+def test_every_kind_of_text_matches_its_name(texts):
     lines = {kind: text.splitlines() for kind, text in texts.items()}
     statements = {kind: sum(line.lstrip().startswith(("def ", "return ")) for line in lines[kind]) for kind in lines}
     assert statements["code"] > 100 and statements["prose"] == 0
@@ -37,7 +37,7 @@ def test_every_kind_is_what_it_is_called(texts):
 
 
 @pytest.mark.parametrize("names", ["_CODE", "_REFERENCE"])
-def test_what_a_python_has_not_is_left_out(names, monkeypatch, texts):
+def test_missing_modules_are_skipped(names, monkeypatch, texts):
     two = getattr(module, names).split()[:2]
     monkeypatch.setattr(module, names, " ".join(["no/such/module", *two]))
     fewer = calibration_texts()
@@ -47,7 +47,7 @@ def test_what_a_python_has_not_is_left_out(names, monkeypatch, texts):
     assert set(calibration_texts()) == set(texts) - {kind}
 
 
-def test_nothing_is_imported_that_is_read(monkeypatch):
+def test_source_files_are_read_without_import(monkeypatch):
     monkeypatch.delitem(sys.modules, "turtle", raising=False)
     calibration_texts()
     assert "turtle" not in sys.modules

@@ -83,7 +83,7 @@ def test_rows_are_those_of_pytorch(name, tiny_model, kernels):
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="tensors on the CPU are Triton's in its interpreter alone")
-def test_the_choice(monkeypatch):
+def test_kernels_are_chosen_by_device_and_setting(monkeypatch):
     states = torch.randn(1, 1, 1, 8)
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
     assert engine.choose_coding_kernel(states, 8) == "triton"

@@ -102,7 +102,7 @@ def test_error_of_new_tokens_is_nearly_that_of_one_prompt(sizes, monkeypatch):
     assert errors(sizes)[0] > 2 * whole[0]
 
 
-def test_rollback_restores_the_codec_of_the_rows_that_are_left():
+def test_rollback_restores_the_codec_of_the_remaining_rows():
     layer = make_layer()
     feed(layer, *states(1, 80))
     first, before = layer.codec, rows_of(layer)

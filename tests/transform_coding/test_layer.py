@@ -44,7 +44,7 @@ def num_coded(layer):
 @pytest.mark.each_value
 @pytest.mark.parametrize("length", [1, 67, 68, 69, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_what_is_attended_to_is_what_is_held(length, dtype):
+def test_attended_states_are_those_of_to_dense(length, dtype):
     layer = make_layer()
     feed(layer, *states(2, length, dtype))
     # Longer updates are coded once attention has seen them, and are held otherwise than they were attended to
@@ -62,7 +62,7 @@ def test_what_is_attended_to_is_what_is_held(length, dtype):
         assert float((output.float() - expected).abs().max()) < limit
 
 
-def test_rows_are_attended_to_as_they_are_held():
+def test_attention_equals_attention_over_decoded_rows():
     """Sequences of different lengths, one still without a table; decoded tokens are coded too."""
     cache = TransformCodingCache(key_nbits=3, value_nbits=2, residual_length=BUFFER)
     cache.layers.append(layer := cache._next_layer())
@@ -79,7 +79,7 @@ def test_rows_are_attended_to_as_they_are_held():
         assert num_coded(layer) >= before > 0
 
 
-def test_life_of_a_token():
+def test_a_token_is_exact_then_finer_then_coarser():
     layer, keys_and_values = make_layer(), states(1, SINKS + MIN_TOKENS - 1)
     feed(layer, *keys_and_values)
     assert layer.codec is None and num_coded(layer) == 0
@@ -121,7 +121,7 @@ def test_dense_tokens_are_packed_once_there_are_enough():
 
 
 @torch.no_grad()
-def test_all_recent_rows_that_are_allowed_keep_their_bits():
+def test_recent_rows_keep_their_bits_up_to_the_limit():
     num_packed = BUFFER - CONFIG.policy(RotaryEmbedding(FREQUENCIES)).num_kept
     layer = make_layer(dataclasses.replace(CONFIG, recent_length=5 * num_packed))
     feed(layer, *states(1, 100))
@@ -145,7 +145,7 @@ def test_dropped_tokens_of_the_prefix_are_not_attended_to():
 
 
 @torch.no_grad()
-def test_the_newest_coded_tokens_have_more_bits_until_others_are_newer():
+def test_the_newest_packed_tokens_have_more_bits():
     """A token moves twice, each time by its own row; a copy goes its own way; a crop finds what there was."""
     layer, most, fed = make_layer(), CONFIG.recent_length, []
 
@@ -304,7 +304,7 @@ def test_constants_come_back_at_every_width(nbits, number):
         assert (each - number).abs().max() <= SCALE_PRECISION * abs(number) + 1e-6
 
 
-def test_a_steady_item_changes_nothing_of_others():
+def test_a_constant_item_does_not_change_others():
     keys, values = randn(PROMPT, 2), randn(PROMPT, 2)
     values[1] = values[1, :, :1] + 1e-3 * values[1]
     queries, step = torch.randn(2, 4, PROMPT, HEAD_DIM), (randn(1, 2), randn(1, 2))
@@ -317,7 +317,7 @@ def test_a_steady_item_changes_nothing_of_others():
     torch.testing.assert_close(outputs[0][:1], outputs[1], atol=1e-5, rtol=0)
 
 
-def test_ordinary_tokens_behind_a_steady_prompt():
+def test_ordinary_tokens_behind_a_constant_prompt_are_coded_well():
     """By the deviations of such a prompt their scales would end before they do."""
     start = randn(1)
     keys, values = (start + 1e-5 * randn(PROMPT) for _ in range(2))
@@ -329,7 +329,7 @@ def test_ordinary_tokens_behind_a_steady_prompt():
         assert (held - expected).square().mean() < 0.05 * expected.var()
 
 
-def test_an_item_that_waited_may_be_steady():
+def test_a_short_item_may_be_constant():
     keys, values = randn(PROMPT, 2), randn(PROMPT, 2)
     values[1] = 3.0
     layer = steady_layer()
@@ -341,7 +341,7 @@ def test_an_item_that_waited_may_be_steady():
     assert (held - 3).abs().max() < SCALE_PRECISION
 
 
-def test_a_steady_layer_goes_on_from_a_file():
+def test_a_constant_layer_continues_from_a_file():
     layer, constant = steady_layer(), torch.full((1, 2, PROMPT, HEAD_DIM), 2.0)
     feed(layer, constant, constant)
     content, tensors = pack(layer.state())
@@ -355,7 +355,7 @@ def test_a_steady_layer_goes_on_from_a_file():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("exponent", [4, 6, 7, 8, 9, 12, 30, 38])
-def test_huge_values_are_right_or_refused(exponent, dtype):
+def test_huge_values_are_exact_or_refused(exponent, dtype):
     largest = min(10.0**exponent, torch.finfo(dtype).max / 8)
     layer, keys, values = steady_layer(4), randn(PROMPT).to(dtype), (randn(PROMPT) * largest).to(dtype)
     if largest > 1e6:
@@ -372,7 +372,7 @@ def test_huge_values_are_right_or_refused(exponent, dtype):
     assert (held.double() - values.double()).square().mean() < 0.02 * values.double().square().mean()
 
 
-def test_float16_is_right_to_its_end():
+def test_float16_is_right_up_to_its_largest_number():
     largest = torch.finfo(torch.float16).max
     layer, values = steady_layer(4), torch.full((1, 2, PROMPT, HEAD_DIM), 0.97 * largest, dtype=torch.float16)
     feed(layer, randn(PROMPT).half(), values)
@@ -420,7 +420,7 @@ def test_repeated_tokens_lose_little_more_than_text(smollm2, licence_ids, name, 
         assert lost(tokenizer(repeated, return_tensors="pt").input_ids[0, :160]) <= bound
 
 
-def test_tokens_in_turn_have_no_error_in_common():
+def test_alternating_tokens_have_no_common_error():
     """Two tokens have two errors, which a sum over all of them keeps: it is their mean that goes."""
     two = torch.randn(1, 2, 2, HEAD_DIM)
     keys, values = torch.zeros(1, 2, PROMPT, HEAD_DIM), two.repeat(1, 1, PROMPT // 2, 1)
@@ -431,7 +431,7 @@ def test_tokens_in_turn_have_no_error_in_common():
     assert error.mean(dim=2).square().mean() < 1e-4 * error.square().mean()
 
 
-def test_what_waits_and_pads_has_no_say_in_scales_and_errors():
+def test_waiting_and_padding_tokens_do_not_affect_scales():
     keys, values = randn(PROMPT, 2), randn(PROMPT, 2)
     values[1, :, :100] = 1e5
     padded, alone = steady_layer(), steady_layer()

@@ -88,7 +88,7 @@ def test_error_is_about_that_of_the_plain_embedding(kind):
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_wrong_embedding_is_left_alone(kind, monkeypatch):
+def test_a_wrong_embedding_is_not_used(kind, monkeypatch):
     """Frequencies of other pairs than in the model: keys are coded as they are, and the counters say so."""
     model = make_model(*KINDS[kind])
     right, _ = measure_error(model)

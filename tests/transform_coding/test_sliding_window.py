@@ -83,7 +83,7 @@ def test_memory_is_bounded_and_counted():
     assert layer.storage.prefix is None and layer.num_values() == 2 * 2 * NUM_HEADS * (window - 1) * HEAD_DIM
 
 
-def test_rollback():
+def test_rollback_equals_the_dense_sliding_layer():
     torch.manual_seed(2)
     window, padding = 70, (0, 9)
     layers = DynamicSlidingWindowLayer(sliding_window=window), make_layer(window)
@@ -139,7 +139,7 @@ def mistral(make_mistral) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("item", [check for check in CONTRACT if check.name in ITEMS], ids=lambda item: item.name)
-def test_contract(item, make_mistral, contract_models):
+def test_windows_keep_the_contract(item, make_mistral, contract_models):
     model = contract_models["hybrid"] if item.on_hybrid else make_mistral(90)
     result = run_check(item, model, lambda: TransformCodingCache(model, **FINE, sliding="compressed"))
     assert result.status == "pass", result.detail
@@ -180,7 +180,7 @@ def test_bytes_are_those_of_a_window_a_chunk_and_a_buffer(name, mistral, make_mi
     ],
     ids=str,
 )
-def test_which_windows_are_compressed(window, options, is_compressed, make_mistral):
+def test_only_long_windows_are_compressed(window, options, is_compressed, make_mistral):
     config = make_mistral(window).config
     if is_compressed:
         cache = TransformCodingCache(config, **options)
@@ -192,14 +192,14 @@ def test_which_windows_are_compressed(window, options, is_compressed, make_mistr
     assert cache.is_sliding == [True, True]
 
 
-def test_gear_leaves_windows_dense(make_mistral):
+def test_gear_keeps_windows_dense(make_mistral):
     config = make_mistral(4096).config
     with pytest.warns(UserWarning, match="all layers of the model attend to a window of 4096 tokens"):
         cache = GEARCache(config)
     assert (cache.stats()["layers_windowed"], cache.stats()["layers_left"]) == (0, 2)
 
 
-def test_chunked_attention_is_a_window_too(tiny_model):
+def test_chunked_attention_is_treated_as_a_window(tiny_model):
     from kvcache_plugins.eval.families import build_family, generate, prompt
 
     model = build_family("llama4_text")

@@ -51,7 +51,7 @@ def read(document, tensors, frequencies=FREQUENCIES, config=CONFIG) -> RowLayer:
 @pytest.mark.parametrize(
     "lengths", [(200, 150), (3,), (67,), (68,), (200, 15), (90, 67, 1)], ids=lambda each: "-".join(map(str, each))
 )
-def test_a_layer_goes_on_exactly(lengths, dtype):
+def test_a_loaded_layer_continues_exactly(lengths, dtype):
     """Before there is a table, with one, and while an item waits for one: then until it has one."""
     for num_decoded in (0, 1, 20):
         layer = filled_layer(lengths, num_decoded, dtype)
@@ -70,7 +70,7 @@ def test_a_layer_goes_on_exactly(lengths, dtype):
     assert layer.codec is not None and layer._unfitted_sequences is None
 
 
-def test_nothing_but_rows_in_use_and_tables_is_written():
+def test_only_rows_in_use_and_tables_are_written():
     layer = filled_layer((300,), num_decoded=9)
     document, tensors = written(layer)
     block, recent = layer.storage.segments
@@ -191,7 +191,7 @@ FORGED = {
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_what_no_layer_can_be_is_refused(name):
+def test_impossible_states_are_refused(name):
     layer = filled_layer((200, 15), num_decoded=9)
     assert layer._unfitted_sequences is not None
     document, tensors = written(layer)
@@ -202,7 +202,7 @@ def test_what_no_layer_can_be_is_refused(name):
         read(document, tensors)
 
 
-def test_without_a_table_all_tokens_are_in_the_buffer():
+def test_a_layer_without_table_saves_its_exact_tokens():
     document, tensors = written(filled_layer((50,), num_decoded=3))
     for forge in (put(54, "length"), add("pending", torch.zeros(1, dtype=torch.uint8)), put(True, "is_open")):
         forged, copies = dict(document), dict(tensors)

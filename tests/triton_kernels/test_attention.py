@@ -112,7 +112,7 @@ def test_matches_dense_attention(name):
 
 
 @pytest.mark.parametrize("name", ["gear-3bit", "sixty-four-rows"])
-def test_exact_parts_and_several_blocks(name):
+def test_exact_parts_and_several_blocks_equal_dense_attention(name):
     sizes, options, dtype, kind = CASES[name]
     part = make_part(sizes, options, make_mask(kind, sizes, sizes.length))
     masks = [make_mask("heads alike", sizes, length).to(DEVICE) for length in (70, 3)]
@@ -121,7 +121,7 @@ def test_exact_parts_and_several_blocks(name):
     check(sizes, [part, part, *exact], dtype)
 
 
-def test_tiles_whose_probabilities_are_too_small_for_a_float32():
+def test_tiles_of_vanishing_probability_do_not_matter():
     case = shape(64, heads=1, chunks=4)
     check(case, [make_part(case, GEAR)], torch.float32, scale=25.0)
 

@@ -89,7 +89,7 @@ def test_rows_up_to_count_are_gathered(num_pages, batch_size, num_heads, row_dim
 
 @pytest.mark.parametrize("num_slots", [11, 0])
 @pytest.mark.parametrize("number", [None, 4, 20])
-def test_counts_from_none_to_beyond_the_slots(number, num_slots):
+def test_counts_beyond_the_slots_are_clamped(number, num_slots):
     pages, slots = make_pages(2, 1, 2, 8, torch.float16), make_slots(2, 1, 2, num_slots)
     # Of pages that are not there, which would be read at address zero
     slots[:, :, 11 if number is None else number :] = 10**9
@@ -97,14 +97,14 @@ def test_counts_from_none_to_beyond_the_slots(number, num_slots):
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 4], ids="offset{}".format)
-def test_strides_and_alignment_may_be_anything(offset):
+def test_any_strides_and_alignment_are_gathered(offset):
     """Slots and counts of every other head, into rows that begin at an odd number and lie apart."""
     slots = make_slots(2, 2, 3, 8).repeat_interleave(2, dim=1)[:, ::2]
     count = torch.tensor([[8, 0, 3], [5, 8, 1]], device=DEVICE).T.contiguous().T
     check_gather(make_pages(2, 2, 3, 6, torch.bfloat16), slots, count, offset=offset, behind=9 - offset)
 
 
-def test_more_rows_than_the_programs_hold_at_once():
+def test_more_rows_than_programs_hold_are_gathered():
     count = torch.full((1, 1), 601, device=DEVICE)
     check_gather(make_pages(40, 1, 1, 512, torch.float32), make_slots(40, 1, 1, 640), count)
 

@@ -197,7 +197,7 @@ def test_states_that_cannot_be_stored_leave_a_mark(name, value):
 
 @pytest.mark.parametrize("name", ["gear-2bit", "kivi-2bit", pytest.param("gear", marks=pytest.mark.long)])
 @pytest.mark.parametrize("num_pushed", [5, 40])
-def test_attention_with_counts_on_the_device(name, num_pushed):
+def test_attention_reads_counts_on_the_device(name, num_pushed):
     layer = Layer(CASES[name], capacity=9)
     push = prepare_group_push(layer.state)
     case = layer.case
@@ -228,7 +228,7 @@ def test_attention_with_counts_on_the_device(name, num_pushed):
         ({"rank": 16, "decode_rank": 16}, (64, 64), 64, 2, "rank 16"),
     ],
 )
-def test_chunks_that_no_kernel_packs(options, dims, length, num_heads, reason):
+def test_unsupported_chunks_are_refused_with_a_reason(options, dims, length, num_heads, reason):
     layer = Layer(Case(options, *dims, length, 1, num_heads))
     assert reason in explain_group_push(*layer.chunks, torch.float16)
     assert "float64" in explain_group_push(*layer.chunks, torch.float64)

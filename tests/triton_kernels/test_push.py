@@ -213,7 +213,7 @@ def test_pushes_are_those_of_pytorch(name):
 
 @pytest.mark.parametrize("name", ["padded", "calibrated"])
 @pytest.mark.parametrize("num_pushed", [3, 40])
-def test_attention_with_counts_on_the_device(name, num_pushed):
+def test_attention_reads_counts_on_the_device(name, num_pushed):
     layer = Layer(CASES[name])
     state = layer.state
     push = prepare_push(state)
@@ -246,13 +246,13 @@ def test_attention_with_counts_on_the_device(name, num_pushed):
     torch.testing.assert_close(output, expected, rtol=2e-3, atol=2e-3)
 
 
-def test_states_that_no_kernel_encodes():
+def test_unsupported_dtypes_have_no_push():
     layer = Layer(CASES["no-recent"])
     tail = tuple(each.double() for each in layer.state.tail)
     assert prepare_push(dataclasses.replace(layer.state, tail=tail)) is None
 
 
-def test_tail_that_would_stay_full():
+def test_a_tail_that_would_stay_full_is_refused():
     layer = Layer(CASES["no-recent"])
     with pytest.raises(ValueError, match="`num_kept` has to be less than the tail's 20 tokens, not 20"):
         prepare_push(dataclasses.replace(layer.state, num_kept=20))

@@ -87,7 +87,7 @@ def test_attention_is_that_of_pytorch(form, case):
     [("smollm2", 65, None), ("one-token", 1, None), ("unlike-dims", 43, None), ("widest", 70, [0, 40])],
 )
 @pytest.mark.parametrize("form", FORMS)
-def test_scores_alone(form, case, length, padding):
+def test_scores_equal_pytorch(form, case, length, padding):
     part, sizes = make_part(case, form, padding=padding), ALL[case]
     query = torch.randn(sizes.batch_size, sizes.num_heads, sizes.groups, sizes.key_dim, device=DEVICE)
     none = [query[:, :, :0], query[:, :, :0, : sizes.value_dim]]
@@ -107,11 +107,11 @@ def test_scores_alone(form, case, length, padding):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("case", ["smollm2", "unlike-dims"])
 @pytest.mark.parametrize("form", FORMS)
-def test_attention_in_half_precision(form, case, dtype):
+def test_attention_in_half_precision_equals_pytorch(form, case, dtype):
     check_attention(case, [make_part(case, form)], dtype)
 
 
-def test_means_of_values():
+def test_means_of_values_are_added():
     part = make_part("unlike-dims")
     keys, values = part.formats
     mean = torch.randn(*part.values.shape[:2], values.head_dim, device=DEVICE)
@@ -120,7 +120,7 @@ def test_means_of_values():
 
 
 @pytest.mark.parametrize("query_scale", [1e-6, 3e4])
-def test_queries_of_any_size(query_scale):
+def test_queries_of_any_size_equal_pytorch(query_scale):
     part, case = make_part("least"), CASES["least"]
     # Large scores choose one key a query, and of two that are alike to bfloat16 rounding does: no such queries
     keys = decode_rows(part.keys, part.formats[0], part.positions)
@@ -143,7 +143,7 @@ def test_queries_of_any_size(query_scale):
     ],
     ids=str,
 )
-def test_attention_to_other_keys(case, options, dtype):
+def test_attention_to_other_keys_equals_pytorch(case, options, dtype):
     check_attention(case, [make_part(case, **options)], dtype)
 
 
@@ -155,7 +155,7 @@ def exact_parts(*lengths, masks=(None,) * 3):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("is_boolean", [True, False], ids=["boolean", "added"])
-def test_padding_masks_and_exact_parts(is_boolean, form):
+def test_padding_masks_and_exact_parts_equal_pytorch(is_boolean, form):
     length = 70 if form == "tables" else 43
     part = make_part("widest", form, length, padding=[0, 40], start=300)
     mask = (torch.arange(length) >= torch.tensor([0, 36])[:, None])[:, None, None] & (
@@ -169,13 +169,13 @@ def test_padding_masks_and_exact_parts(is_boolean, form):
     check_attention("widest", [first, dataclasses.replace(part, mask=mask.to(DEVICE)), *last])
 
 
-def test_masks_of_all_exact_parts():
+def test_masks_of_all_exact_parts_are_applied():
     masks = [torch.rand(2, 1, 4, length, device=DEVICE) > 0.5 for length in (7, 9, 3)]
     first, *last = exact_parts(7, 9, 3, masks=masks)
     check_attention("widest", [first, make_part("widest"), *last])
 
 
-def test_several_coded_parts():
+def test_several_coded_parts_are_merged():
     part = make_part("least")
     second = RowPart(part.keys[:, :, 20:], part.values[:, :, 20:], part.formats, part.positions.after(20), 43, None)
     check_attention("least", [part, second, part])
@@ -187,7 +187,7 @@ def test_splits_are_merged(monkeypatch):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_lengths_on_the_device(form):
+def test_lengths_are_read_from_the_device(form):
     part, query = make_part("widest", form, padding=[0, 40], start=300), make_query(CASES["widest"]).to(DEVICE)
     cut = dataclasses.replace(part, length=43)
     read = dataclasses.replace(part, num_tokens=torch.tensor([43], device=DEVICE))
@@ -249,7 +249,7 @@ def test_rows_are_those_of_pytorch(case, form):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("case", ["smollm2", "unlike-dims", "d256"])
 @pytest.mark.parametrize("form", FORMS)
-def test_coding_in_half_precision(form, case, dtype):
+def test_coding_in_half_precision_equals_pytorch(form, case, dtype):
     check_coding(*make_states(case, form, dtype))
 
 
@@ -264,11 +264,11 @@ def test_coding_in_half_precision(form, case, dtype):
     ],
     ids=str,
 )
-def test_coding_of_other_keys(case, options):
+def test_coding_of_other_keys_equals_pytorch(case, options):
     check_coding(*make_states(case, **options))
 
 
-def test_channels_that_do_not_vary_and_tokens_of_zeros():
+def test_constant_channels_and_zero_tokens_are_coded_as_in_pytorch():
     keys, values, codec, positions = make_states("widest")
     codec.formats()[0].deviation[:, :, 3] = 0
     keys[:, :, 7], values[:, :, 7] = 0, 0
@@ -276,13 +276,13 @@ def test_channels_that_do_not_vary_and_tokens_of_zeros():
 
 
 @pytest.mark.parametrize("factor", [1e-8, 1e6])
-def test_tokens_beyond_what_scales_reach(factor):
+def test_tokens_beyond_the_largest_scale_are_coded_as_in_pytorch(factor):
     keys, values, codec, positions = make_states("widest")
     values[:, :, 5] *= factor
     check_coding(keys, values, codec, positions)
 
 
-def test_what_is_not_finite_stays_in_its_row():
+def test_non_finite_numbers_stay_in_their_row():
     keys, values, codec, positions = make_states("widest")
     known = encode(keys, values, codec, positions)
     for states in (keys, values):
@@ -293,7 +293,7 @@ def test_what_is_not_finite_stays_in_its_row():
         assert torch.equal(own, other)
 
 
-def test_no_tokens():
+def test_encoding_no_tokens_gives_empty_rows():
     keys, values, codec, positions = make_states("widest")
     rows = encode(keys[:, :, :0], values[:, :, :0], codec, positions)
     assert [each.shape for each in rows] == [(2, 1, 0, size) for size in codec.row_sizes]

@@ -62,7 +62,7 @@ def read(model, cache, *counts):
             model(torch.arange(count)[None] % 32, **as_argument(cache))
 
 
-def test_attention_is_plain_pytorchs(model, make_cache, limit):
+def test_attention_beyond_the_limit_equals_pytorch(model, make_cache, limit):
     cache = make_cache(recent_length=0)
     limit(LARGE)
     # Nothing of a prompt is attended to in its own pass
@@ -103,7 +103,7 @@ def test_a_layer_is_static_with_kernels_alone(most, model, make_cache, limit, mo
 
 
 @pytest.mark.filterwarnings("ignore:attention over states")
-def test_batches(model, make_cache, limit, monkeypatch):
+def test_batches_with_little_shared_memory_give_the_same_tokens(model, make_cache, limit, monkeypatch):
     monkeypatch.setattr("kvcache_plugins.batching.context.create_cache", lambda name, model: make_cache())
     config = GenerationConfig(do_sample=False, max_new_tokens=3, eos_token_id=-1, pad_token_id=0)
     paging = ContinuousBatchingConfig(page_size=64, num_blocks=8, max_batch_tokens=64)
@@ -117,7 +117,7 @@ def test_batches(model, make_cache, limit, monkeypatch):
     assert answers[0] == answers[1]
 
 
-def test_scores(limit):
+def test_scores_with_little_shared_memory_are_the_same(limit):
     sizes = Rows(1, 2, 3, 1, 65, 64, 64, 19, 16)
     keys, values, codec, positions = row_states(sizes, "basis")
     rows, _ = codec.encode(keys, values, positions)
@@ -160,5 +160,5 @@ def test_the_limit_is_the_devices_own(monkeypatch):
         (300, False, 232448, False),
     ],
 )
-def test_known_gpus(head_dim, is_float32, most, fits):
+def test_known_gpus_fit_their_head_dims(head_dim, is_float32, most, fits):
     assert (triton.shared_bytes(head_dim, head_dim, head_dim, is_float32=is_float32) <= most) == fits

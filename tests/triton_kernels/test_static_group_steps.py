@@ -139,7 +139,7 @@ def test_chunks_are_those_of_plain_pytorch(case, decoded):
 
 
 @needs_kernels
-def test_what_cannot_be_stored_is_noticed(decoded):
+def test_unstorable_tokens_are_noticed(decoded):
     cache, _ = decoded("kivi-2bit", num_decoded=1)
     layer = cache.layers[0]
     with pytest.raises(ValueError, match="layer 0: .* exceed the range of float16"):
@@ -224,7 +224,7 @@ def check(name, num_steps):
         *(pytest.param(name, "200", marks=pytest.mark.long) for name in ("gear", "kivi-2bit", "gear-k4v3")),
     ],
 )
-def test_every_step_is_the_first_one_again(name, num_steps, run_compiling):
+def test_every_step_repeats_the_launches_of_the_first(name, num_steps, run_compiling):
     run_compiling(name, num_steps)
 
 

@@ -203,7 +203,7 @@ def test_codec_is_fitted_again_by_the_host_where_no_graph_replays_steps(is_reser
 
 
 @needs_kernels
-def test_a_step_makes_nothing_that_stays(monkeypatch):
+def test_a_step_leaves_no_memory_allocated(monkeypatch):
     """The first may be recorded as a CUDA graph, whose memory it would be of."""
     model = make_model(16, 1).to(DEVICE)
     cache = make_cache(model, False, residual_length=4, recent_length=12)
@@ -321,7 +321,7 @@ def check(name, num_steps):
         *(pytest.param(name, "40", marks=pytest.mark.long) for name in ("padded", "wide", "calibrated")),
     ],
 )
-def test_every_step_is_the_first_one_again(name, num_steps, run_compiling):
+def test_every_step_repeats_the_launches_of_the_first(name, num_steps, run_compiling):
     run_compiling(name, num_steps)
 
 

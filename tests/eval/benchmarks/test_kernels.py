@@ -11,7 +11,7 @@ from kvcache_plugins.eval.benchmarks.kernels import Contest, Shape
 SMALL = {"context": 128, "num_heads": 2, "groups": 3, "head_dim": 64, "rounds": 3}
 
 
-def test_rows():
+def test_every_cache_has_its_bytes_and_speed():
     content = benchmark_kernels(**SMALL)
     rows = {row["name"]: row for row in content["rows"]}
     assert content["settings"]["kernel"] == "compiled"

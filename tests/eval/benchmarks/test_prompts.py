@@ -6,7 +6,7 @@ from kvcache_plugins import create_cache
 from kvcache_plugins.eval.benchmarks.step import coding_seconds, read_prompt
 
 
-def test_rows_of_every_case(rows_of):
+def test_every_case_has_a_row(rows_of):
     caches = ["dynamic", "kcvt-4bit"]
     options = "--context 130 --new-tokens 17 --chunk 50 --rounds 2"
     rows = rows_of(f"prompts {options} --cache {' --cache '.join(caches)}")
@@ -26,5 +26,5 @@ def test_layers_are_as_before(tiny_llama):
     assert not any("commit_prompt" in vars(layer) for layer in cache.layers)
 
 
-def test_what_cannot_be_measured_is_refused(assert_refused):
+def test_unmeasurable_cases_are_refused(assert_refused):
     assert_refused("prompts --cache dynamic --context 2990 --new-tokens 17", "3007 are needed")

@@ -56,7 +56,7 @@ def test_answers_are_right_and_contexts_as_long_as_asked_for(task: str, place: f
     ("task", "length", "complaint"),
     [("tables", 900, "`tables` is no task; there are records, needles"), ("records", 9, "`length`: nothing of")],
 )
-def test_what_cannot_be_made_is_refused(task: str, length: int, complaint: str) -> None:
+def test_impossible_tasks_are_refused(task: str, length: int, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         make_sample(task, len, length, 20)
 
@@ -118,7 +118,7 @@ def write_rows(path, *rows: dict[str, object]):
     return path
 
 
-def test_both_sets_are_read(tmp_path) -> None:
+def test_lines_and_pairs_are_parsed(tmp_path) -> None:
     line, pair = read_questions(write_rows(tmp_path / "rows.jsonl", LINE, PAIRS))
     assert line.context.endswith("I need the number.\n\nThe <REGISTER_CONTENT> in line torpid-kid is <")
     assert line.answer == "2416>"
@@ -129,7 +129,7 @@ def test_both_sets_are_read(tmp_path) -> None:
 
 @pytest.mark.parametrize("asked", range(10))
 @pytest.mark.parametrize("num_records", [1, 3, 9, 10, 20])
-def test_fewer_records(tmp_path, asked: int, num_records: int) -> None:
+def test_records_are_reduced_around_the_asked_one(tmp_path, asked: int, num_records: int) -> None:
     pairs = {"ordered_kv_records": [[f"key{i}", f"v{i}"] for i in range(10)], "key": f"key{asked}", "value": "x"}
     text = "\n".join(["Record:", "", *(f"line name{i}: content <{i}>" for i in range(10)), "", "Now tell me."])
     lines = {"random_idx": [f"name{asked}", asked], "expected_number": asked, "prompt": text}
@@ -150,12 +150,12 @@ def test_fewer_records(tmp_path, asked: int, num_records: int) -> None:
         ({"question": "?"}, None, "`data_file`.*neither set"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(tmp_path, row, records, message) -> None:
+def test_unaskable_questions_are_refused(tmp_path, row, records, message) -> None:
     with pytest.raises(ValueError, match=message):
         read_questions(write_rows(tmp_path / "rows.jsonl", row), records)
 
 
-def test_an_answer_is_right_if_greedy_decoding_says_it(tiny_llama: PreTrainedModel, characters) -> None:
+def test_an_answer_is_right_if_greedy_decoding_gives_it(tiny_llama: PreTrainedModel, characters) -> None:
     context = "Call me Ishmael. " * 12
     token_ids = torch.tensor([[ord(character) for character in context]])
     said = tiny_llama.generate(token_ids, attention_mask=torch.ones_like(token_ids), max_new_tokens=5, do_sample=False)

@@ -77,7 +77,7 @@ def test_bytes_are_those_held_at_the_end(tiny_llama: PreTrainedModel, prompt: to
     assert row["prefill_seconds"] > 0
 
 
-def test_a_cache_that_fails_has_a_row_that_says_so(tiny_llama, prompt, forgets):
+def test_a_failing_cache_has_a_row_with_its_error(tiny_llama, prompt, forgets):
     register_cache("broken", lambda model: Cache(layer_class_to_replicate=BrokenLayer), summary="fails")
     rows = compare_caches(tiny_llama, DIGITS, prompt, ["broken", "kivi-4bit"], max_new_tokens=4)
     assert [row["cache"] for row in rows] == ["dynamic", "broken", "kivi-4bit"]
@@ -85,7 +85,7 @@ def test_a_cache_that_fails_has_a_row_that_says_so(tiny_llama, prompt, forgets):
     assert rows[2]["error"] is None
 
 
-def test_one_token_is_enough(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
+def test_one_token_has_kl_and_no_speed(tiny_llama: PreTrainedModel, prompt: torch.Tensor) -> None:
     rows = compare_caches(tiny_llama, DIGITS, prompt, ["kivi-4bit"], max_new_tokens=1)
     assert rows[1]["kl"] > 0
     assert rows[1]["tokens_per_second"] is None
@@ -116,7 +116,9 @@ def test_timer_leaves_the_first_decoded_token_out():
     ("reference", "other", "expected"),
     [([1, 2], [1, 2], None), ([1, 2, 3], [1, 5, 3], 1), ([1, 2, 3], [1, 2], 2), ([], [], None), ([], [4], 0)],
 )
-def test_first_difference(reference: list[int], other: list[int], expected: int | None) -> None:
+def test_first_difference_is_the_first_unequal_token(
+    reference: list[int], other: list[int], expected: int | None
+) -> None:
     assert first_difference(reference, other) == expected
 
 

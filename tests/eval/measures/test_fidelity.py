@@ -160,7 +160,7 @@ def test_dense_logits_are_computed_once_a_window(tiny_llama: PreTrainedModel, wi
     assert len(forwards) == len(windows) * 2 * (1 + 3)
 
 
-def test_what_cannot_be_scored_is_an_error(tiny_llama: PreTrainedModel, windows: list[torch.Tensor]) -> None:
+def test_unscorable_inputs_are_errors(tiny_llama: PreTrainedModel, windows: list[torch.Tensor]) -> None:
     used = DynamicCache()
     fill_cache(tiny_llama, windows[0], used)
     for factory, prefix_length, kind, message in (
@@ -265,7 +265,7 @@ def test_perplexity_of_a_lossy_cache_drifts(tiny_llama: PreTrainedModel) -> None
     assert announced == ["dynamic, window 1 of 1", "kivi-2bit, window 1 of 1"]
 
 
-def test_what_has_no_perplexity_is_an_error(tiny_llama: PreTrainedModel) -> None:
+def test_perplexity_of_unscorable_inputs_is_an_error(tiny_llama: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="`chunk` has to be an integer of at least 1 but got 0"):
         list(measure_perplexity(tiny_llama, [draw(9)], {}, chunk=0))
     cache = DynamicCache(config=tiny_llama.config)

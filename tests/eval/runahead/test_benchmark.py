@@ -25,7 +25,7 @@ def text_file(tmp_path: Path) -> str:
 
 
 @pytest.mark.long
-def test_benchmark_with_a_planned_table(saved_with_tokenizer, text_file, tmp_path, run) -> None:
+def test_benchmark_uses_a_planned_table(saved_with_tokenizer, text_file, tmp_path, run) -> None:
     """The whole way: a table is measured and planned, and prefills by it are timed beside all others."""
     folder, table = saved_with_tokenizer("llama"), str(tmp_path / "table.json")
     planned = run("plan", "--model", folder, "--world-size", "2", "--lengths", "256,1024", "--out", table)
@@ -49,7 +49,7 @@ def test_benchmark_with_a_planned_table(saved_with_tokenizer, text_file, tmp_pat
 
 
 @pytest.mark.long
-def test_a_search_finds_a_partition(saved_with_tokenizer, tmp_path, run) -> None:
+def test_a_search_writes_a_valid_partition(saved_with_tokenizer, tmp_path, run) -> None:
     folder, path = saved_with_tokenizer("llama"), str(tmp_path / "table.json")
     # Long enough for times to grow with the length, and a median of three, on a machine with other work
     options = ["--world-size", "2", "--lengths", "3000", "--rounds", "3", "--search"]
@@ -71,11 +71,11 @@ BAD_OPTIONS = [
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=lambda each: each[-1])
-def test_bad_options(text_file, options, message, refuse) -> None:
+def test_invalid_options_are_refused(text_file, options, message, refuse) -> None:
     refuse(message, "bench", "runahead", "--text-file", text_file, *options)
 
 
-def test_bad_options_of_plan(tmp_path, refuse) -> None:
+def test_invalid_options_of_plan_are_refused(tmp_path, refuse) -> None:
     plan, file = ("plan", "--world-size", "2", "--lengths"), tmp_path / "file"
     file.touch()
     for lengths, message in (("20", "at least 32"), ("a,b", "`lengths` have to be numbers")):
@@ -102,7 +102,7 @@ def test_a_rank_that_dies_is_named_and_none_is_left(saved_with_tokenizer, wait_u
     wait_until(lambda: all(map(has_ended, processes)))
 
 
-def test_a_model_that_is_not_there() -> None:
+def test_a_missing_model_is_an_error() -> None:
     with pytest.raises(ValueError, match="rank [01]: .*no such folder"), Ranks("/no/model", 2):
         pass
 

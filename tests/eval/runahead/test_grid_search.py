@@ -60,6 +60,6 @@ def test_search_is_never_worse_than_its_start(data: st.DataObject, num_ranks: in
         ),
     ],
 )
-def test_wrong_searches_are_refused(options: dict[str, object], message: str) -> None:
+def test_invalid_searches_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         search_partition(**{"start": (50, 50), "measure": one_by_one(lambda lengths: 1.0), **options})
