@@ -257,7 +257,7 @@ def generate(
         raise ValueError(f"its cache holds {cache.get_seq_length()} tokens after {tokens.shape[1] + num_new - 1}")
     logits = torch.stack(output.logits, dim=1).float()
     if num_beams > 1:
-        logits = logits[output.beam_indices[:, :num_new], torch.arange(num_new, device="cpu")]
+        logits = logits[output.beam_indices[:, :num_new], torch.arange(num_new, dtype=torch.int64, device="cpu")]
     return Run(output.sequences[:, tokens.shape[1] :], logits, dense_reads(cache) - picker.reads[0])
 
 

@@ -55,7 +55,7 @@ def _draw(name: str, size: tuple[int, ...], seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     if name == "input_ids":
         return torch.randint(5, TOKEN - 1, size, generator=generator, device="cpu")
-    return torch.rand(size, generator=generator, device="cpu") * 2 - 1
+    return torch.rand(size, generator=generator, dtype=torch.float32, device="cpu") * 2 - 1
 
 
 def media_of(model: PreTrainedModel) -> Media | None:
@@ -127,7 +127,7 @@ def _set_tokens(config: PreTrainedConfig) -> None:
 @torch.no_grad()
 def _read(model: PreTrainedModel, media: Media, seed: int) -> torch.Tensor:
     """Compute the logits of the last token of a prompt with a picture."""
-    tokens = torch.tensor([[7, 8, *[TOKEN] * media.count, 9, 10, 11]])
+    tokens = torch.tensor([[7, 8, *[TOKEN] * media.count, 9, 10, 11]], dtype=torch.int64, device="cpu")
     setattr(model, _ATTRIBUTE, media)
     try:
         inputs = {**media_inputs(model, tokens), **media.inputs([seed])}
@@ -152,20 +152,23 @@ def _forms(model: PreTrainedModel) -> Iterator[tuple[str, tuple[int, ...], Input
         in_time, merge = sizes("temporal_patch_size", 1), sizes("spatial_merge_size", 1)
         # Pictures as patches in a row, with their number in each direction
         rows = 2 * max(merge, 1)
-        grid = torch.tensor([[1, rows, rows]])
-        others = {"image_grid_thw": grid, "image_merge_sizes": torch.tensor([merge])}
+        grid = torch.tensor([[1, rows, rows]], dtype=torch.int64, device="cpu")
+        others = {"image_grid_thw": grid, "image_merge_sizes": torch.tensor([merge], dtype=torch.int64, device="cpu")}
         for depth in dict.fromkeys((in_time, 1, 2)):
             yield "pixel_values", (rows * rows, 3 * depth * patch * patch), others
         for lead, edge in product(((1,), (1, 1), (1, 2)), dict.fromkeys((side, 28, 56, 4 * patch))):
             others = {
-                "image_sizes": torch.tensor([[edge, edge]]),
-                "pixel_attention_mask": torch.ones(*lead, edge, edge, dtype=torch.bool),
-                "image_attention_mask": torch.ones(1, 1, 1),
+                "image_sizes": torch.tensor([[edge, edge]], dtype=torch.int64, device="cpu"),
+                "pixel_attention_mask": torch.ones(*lead, edge, edge, dtype=torch.bool, device="cpu"),
+                "image_attention_mask": torch.ones(1, 1, 1, dtype=torch.float32, device="cpu"),
             }
             yield "pixel_values", (*lead, 3, edge, edge), others
         for lead in ((rows * rows,), (1, rows * rows)):
             yield "pixel_values", (*lead, 3, patch, patch), {"image_grid_thw": grid}
-        shapes = {"spatial_shapes": torch.tensor([[2, 2]]), "pixel_attention_mask": torch.ones(1, 4, dtype=torch.long)}
+        shapes = {
+            "spatial_shapes": torch.tensor([[2, 2]], dtype=torch.int64, device="cpu"),
+            "pixel_attention_mask": torch.ones(1, 4, dtype=torch.long, device="cpu"),
+        }
         yield "pixel_values", (1, 4, 3 * patch * patch), shapes
     for name in ("input_features", "input_values"):
         if name not in accepted:
@@ -174,7 +177,7 @@ def _forms(model: PreTrainedModel) -> Iterator[tuple[str, tuple[int, ...], Input
         bins = bins or sizes("feature_projection_input_dim", 0) or sizes("input_dim", 80)
         shapes = [(1, bins, frames), (1, frames, bins)] if name == "input_features" else [(1, 4000)]
         for shape in shapes:
-            mask = torch.ones(1, max(shape[1:]), dtype=torch.long)
+            mask = torch.ones(1, max(shape[1:]), dtype=torch.long, device="cpu")
             yield name, shape, dict.fromkeys(("input_features_mask", "feature_attention_mask", "padding_mask"), mask)
 
 

@@ -45,7 +45,7 @@ EVAL_FLOORS: tuple[set[str], ...] = (
     {"context_tasks", "harness", "kernel_check", "observers", "result_files", "rows"},
     {"continuations", "tables"},
     {"benchmark", "figures"},
-    {"measures", "families", "report", "runahead"},
+    {"measures", "families", "media", "report", "runahead"},
     {"lm_eval_model"},
     {"tasks"},
     {"benchmarks", "sweep"},

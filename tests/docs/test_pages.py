@@ -205,7 +205,7 @@ def pages_with(mark: str) -> list[str]:
     return [path.relative_to(ROOT).as_posix() for path in paths if mark in path.read_text(encoding="utf-8")]
 
 
-REASONS = ("needs a GPU", "needs several processes", "needs a data set")
+REASONS = ("needs a GPU", "needs several processes", "needs a data set", "needs a model for pictures")
 NOT_RUN = re.compile(r"<!-- not run: (?P<reason>[^\n]*) -->\s*\Z")
 
 

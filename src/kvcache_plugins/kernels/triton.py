@@ -239,7 +239,7 @@ def _prepare_row_step(
 def _segment_of(part: RowPart, device: torch.device) -> RowSegment:
     padding, first = part.positions.padding, part.positions.first
     coded = [
-        CodedRows(own, row_format, _coefficients(row_format.is_weighted, device))
+        CodedRows(own, row_format, codebook_of(row_format.is_weighted, device).coefficients)
         for own, row_format in zip((part.keys, part.values), part.formats, strict=True)
     ]
     padding = None if padding is None else padding.to(device)

@@ -100,8 +100,8 @@ def exercise(layer: RowLayer | GroupLayer, sizes: Sizes, prompt_length: int) -> 
         numbers = torch.linspace(-1, 1, batch_size * num_heads * count * dim, dtype=torch.float32, device=sizes.device)
         return (numbers * 1000).cos().view(batch_size, num_heads, count, dim).to(sizes.dtype)
 
-    # All decoded tokens come in one update, and the next update packs them
-    for count in (prompt_length, layer.policy.residual_length, 1, 1):
+    # The first decoded token finds no recent rows. All others come in one update, and the next update packs them
+    for count in (prompt_length, 1, max(layer.policy.residual_length - 1, 1), 1, 1):
         first = layer.get_seq_length()
         keys, values = layer.update(states(count, sizes.key_dim), states(count, sizes.value_dim))
         query = states(count, sizes.key_dim, sizes.num_query_heads)
