@@ -205,7 +205,7 @@ def prompt(model: PreTrainedModel, length: int, seed: int, *, has_media: bool = 
         tokens[:, 0] = START
     if media is None or not has_media:
         return tokens
-    return torch.cat([tokens[:, :5], tokens.new_full((1, media.count), TOKEN), tokens[:, 5:]], dim=1)
+    return torch.cat([tokens[:, :5], tokens.new_full((1, media.num_tokens), TOKEN), tokens[:, 5:]], dim=1)
 
 
 class _Picker(LogitsProcessor):

@@ -34,13 +34,13 @@ class Media(NamedTuple):
         size (`tuple[int, ...]`): shape of an array.
         name (`str`): the input that has the array.
         others (`Inputs`): further inputs, which are the same for all pictures.
-        count (`int`): placeholders for each of them; 0 where a whole sequence has one and no token stands for it.
+        num_tokens (`int`): placeholders for each of them; 0 where a whole sequence has one and no token stands for it.
     """
 
     size: tuple[int, ...]
     name: str
     others: Inputs
-    count: int
+    num_tokens: int
 
     def inputs(self, seeds: list[int]) -> Inputs:
         """Make the inputs of pictures or sounds, one for each seed."""
@@ -71,7 +71,7 @@ def media_inputs(model: PreTrainedModel, tokens: torch.Tensor, start: int = 0) -
         return {}
     is_placeholder = tokens == TOKEN
     accepted = inspect.signature(model.forward).parameters
-    if media.count:
+    if media.num_tokens:
         begins = is_placeholder & ~is_placeholder.roll(1, dims=1)
         begins[:, :start] = False
         rows, columns = begins.nonzero(as_tuple=True)
@@ -127,7 +127,7 @@ def _set_tokens(config: PreTrainedConfig) -> None:
 @torch.no_grad()
 def _read(model: PreTrainedModel, media: Media, seed: int) -> torch.Tensor:
     """Compute the logits of the last token of a prompt with a picture."""
-    tokens = torch.tensor([[7, 8, *[TOKEN] * media.count, 9, 10, 11]], dtype=torch.int64, device="cpu")
+    tokens = torch.tensor([[7, 8, *[TOKEN] * media.num_tokens, 9, 10, 11]], dtype=torch.int64, device="cpu")
     setattr(model, _ATTRIBUTE, media)
     try:
         inputs = {**media_inputs(model, tokens), **media.inputs([seed])}
@@ -165,17 +165,19 @@ def _forms(model: PreTrainedModel) -> Iterator[tuple[str, tuple[int, ...], Input
             yield "pixel_values", (*lead, 3, edge, edge), others
         for lead in ((rows * rows,), (1, rows * rows)):
             yield "pixel_values", (*lead, 3, patch, patch), {"image_grid_thw": grid}
-        shapes = {
+        others = {
             "spatial_shapes": torch.tensor([[2, 2]], dtype=torch.int64, device="cpu"),
             "pixel_attention_mask": torch.ones(1, 4, dtype=torch.long, device="cpu"),
         }
-        yield "pixel_values", (1, 4, 3 * patch * patch), shapes
+        yield "pixel_values", (1, 4, 3 * patch * patch), others
     for name in ("input_features", "input_values"):
         if name not in accepted:
             continue
         frames, bins = 2 * sizes("max_source_positions", 32), sizes("num_mel_bins", 0)
         bins = bins or sizes("feature_projection_input_dim", 0) or sizes("input_dim", 80)
-        shapes = [(1, bins, frames), (1, frames, bins)] if name == "input_features" else [(1, 4000)]
+        shapes: list[tuple[int, ...]] = [(1, 4000)]
+        if name == "input_features":
+            shapes = [(1, bins, frames), (1, frames, bins)]
         for shape in shapes:
             mask = torch.ones(1, max(shape[1:]), dtype=torch.long, device="cpu")
             yield name, shape, dict.fromkeys(("input_features_mask", "feature_attention_mask", "padding_mask"), mask)
@@ -197,7 +199,8 @@ def _count(model: PreTrainedModel, name: str, size: tuple[int, ...], others: Inp
         features = function(**{name: _draw(name, size, 1), **others})
     features = getattr(features, "pooler_output", features)
     parts = features if isinstance(features, list | tuple) else [features]
-    return int(sum(part.numel() for part in parts)) // model.get_input_embeddings().weight.shape[1]
+    embedding: Any = model.get_input_embeddings()
+    return int(sum(part.numel() for part in parts) // embedding.weight.shape[1])
 
 
 def _numbers(config: PreTrainedConfig) -> Any:

@@ -30,7 +30,7 @@ KINDS = {
     "gear-sinks": Kind(name="gear-2bit", options={"num_sink_tokens": 70, "rotate_values": True, **SMALL}),
     "gear-8bit": Kind(name="gear-4bit", options={"nbits": 8, **SMALL}, exactness=EIGHT_BITS),
     "gear-exact": Kind(name="gear-2bit", options={"residual_length": 4096, "num_sink_tokens": 4096}, exactness=EXACT),
-    "transform-22": Kind(name="transform-22", options={}, least_real=68),
+    "transform-22": Kind(name="transform-22", options={}, least_real=68, fits_again=True),
     # Rows with too few tokens for a table: when they have enough depends on the buffer, which all rows share
     "transform-22-waiting": Kind(name="transform-22", options={}, as_alone=1.5),
     "transform-8bit": Kind(name="transform-22", options={"key_nbits": 8, "value_nbits": 8}, exactness=EIGHT_BITS),

@@ -164,6 +164,19 @@ def test_padded_batches_are_fitted_again_once_all_have_a_table():
     assert bool(output.isfinite().all())
 
 
+def test_a_padded_sequence_is_fitted_again_when_it_is_alone():
+    alone, padded = make_layer(), make_layer()
+    keys, values = states(1, 390)
+    # Padding of a sequence that is the whole batch is no part of its length
+    feed_in(alone, keys, values, [80, 239, 71])
+    start = states(1, 200)
+    own_keys, own_values = (torch.cat(each, dim=2) for each in zip(start, (keys, values), strict=True))
+    for stop, size in ((280, 280), (519, 239), (590, 71)):
+        feed(padded, own_keys[:, :, stop - size : stop], own_values[:, :, stop - size : stop], padding=[200])
+    assert alone.codec.fitted_length == padded.codec.fitted_length == 390
+    assert lengths_of(alone) == lengths_of(padded)
+
+
 def test_forged_tables_of_blocks_are_refused():
     layer = make_layer()
     feed_in(layer, *states(1, 380), [80, 300])

@@ -122,7 +122,8 @@ class PackingCodec:
         has_kernels (`bool`): True if kernels compute attention over packed tokens, beside plain PyTorch.
         layouts (`Sequence[RotaryLayout]`): layouts of the `QueryMoments` that `fit` needs. Empty if it needs none, and
             the codec is the same whatever the tokens are.
-        fitted_length (`int`): tokens of the sequence when the codec was fitted; 0 if it is not, or not known.
+        fitted_length (`int`): tokens of the longest sequence, without padding, when the codec was fitted; 0 if it is
+            not, or not known.
     """
 
     has_kernels = False

@@ -82,7 +82,9 @@ class PromptCodec(RowCodec):
         num_compared = keys.shape[2] if self.compares_all else _NUM_NEWEST
         key_format = make_key_format(keys, valid, moments, self.layouts, positions, size, num_compared)
         formats = key_format, make_value_format(values, valid, value_size)
-        return dataclasses.replace(self, _formats=formats, fitted_length=positions.first + keys.shape[2])
+        least_padding = 0 if positions.padding is None else int(positions.padding.min())
+        fitted_length = positions.first + keys.shape[2] - least_padding
+        return dataclasses.replace(self, _formats=formats, fitted_length=fitted_length)
 
     def refit(self, number: int, sample: Sample) -> PromptCodec:
         if (moments := sample.moments) is not None:

@@ -148,6 +148,7 @@ class GEARCache(PackedCache):
         return GroupLayer(self.cache_config.policy(), layer_idx, self._given_mask)
 
     def _layer(self, layer_idx: int, config: PreTrainedConfig | None = None) -> GroupLayer:
+        layer: GroupLayer
         if self._max_cache_len or has_gpu_kernels():
             layer = StaticGroupLayer(self.cache_config.policy(), layer_idx, self._given_mask, self._max_cache_len)
         else:

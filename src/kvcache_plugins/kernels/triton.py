@@ -238,12 +238,13 @@ def _prepare_row_step(
 
 def _segment_of(part: RowPart, device: torch.device) -> RowSegment:
     padding, first = part.positions.padding, part.positions.first
-    coded = [
+    keys, values = (
         CodedRows(own, row_format, codebook_of(row_format.is_weighted, device).coefficients)
         for own, row_format in zip((part.keys, part.values), part.formats, strict=True)
-    ]
+    )
     padding = None if padding is None else padding.to(device)
-    return RowSegment(*coded, first, part.length, part.num_tokens, padding, slice_mask(part.mask, 0, part.length))
+    mask = slice_mask(part.mask, 0, part.length)
+    return RowSegment(keys, values, first, part.length, part.num_tokens, padding, mask)
 
 
 def prepare_part(

@@ -231,7 +231,8 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         codec = self.codec
         if codec is None or not codec.fitted_length or self._unfitted_sequences is not None:
             return MAX_INTEGER
-        return _FIT_GROWTH * codec.fitted_length
+        # Padding that all sequences have is no growth
+        return self._left_padding.ends()[0] + _FIT_GROWTH * codec.fitted_length
 
     def _fit_again(self, keys: torch.Tensor, values: torch.Tensor, start: int) -> Codec:
         """Return a codec that is fitted to the newest packed tokens and to exact ones behind them, from `start` on."""

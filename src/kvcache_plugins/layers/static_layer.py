@@ -433,7 +433,7 @@ class GraphStates(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         # Dynamo asks for the base of stand-ins that reach it behind a graph break
-        if not isinstance(result, torch.Tensor) or func == torch.Tensor._base.__get__:
+        if not isinstance(result, torch.Tensor) or func == torch.Tensor._base.__get__:  # type: ignore[union-attr]
             return result
         if func not in _REPEATING:
             raise NotImplementedError(

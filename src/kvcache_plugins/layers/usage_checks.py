@@ -298,8 +298,9 @@ class UsageChecksMixin(Cache):
 
 def _forgets_past(layer: object) -> bool:
     """Return true if a layer of Transformers has evicted tokens that `crop` would have to bring back."""
-    is_window = isinstance(layer, DynamicSlidingWindowLayer) and not layer.record_past
-    return is_window and layer.get_seq_length() >= layer.sliding_window
+    if not isinstance(layer, DynamicSlidingWindowLayer) or layer.record_past:
+        return False
+    return layer.get_seq_length() >= layer.sliding_window
 
 
 def _has_recurrence_alone(layer: object) -> bool:
