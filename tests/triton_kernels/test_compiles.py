@@ -160,7 +160,7 @@ DAILY = {
     "90": [
         *("kivi-2bit-d128", "gear-l-2bit-d128", "t16-d128", "c16-d64", "code-keys-d128", "code-values-d256"),
         *("push-d128", "gather-256", "gather-129", "write-256", "score-d128-g4", "score-8bit", "step-d128-g4"),
-        *("group-push-gear-2bit-d128", "finish-basis-d128"),
+        *("group-push-gear-2bit-d128", "finish-basis-d128", "row-step-d64"),
     ],
     "gfx942": ["kivi-2bit-d128"],
 }
@@ -172,7 +172,7 @@ LONG = {
         *("kcvt-2bit-d64", "kivi-2bit-d128", "gear-2bit-d64", "gear-2bit-d128", *_RANKS, *_CODING, *MOVES, *SCORES),
         *GROUP_PUSHES,
         *("t30-d128-rows16", "c16-d64", "t16-d256", "t16-d64-device", "c-d80-float32", "c-d128-float32", "c-d256"),
-        *(*STEPS, *FINISHES),
+        *(*STEPS, *FINISHES, "row-step-d128"),
     ],
     "86": ["kivi-2bit-d128", *COMBINATIONS, "t16-d64-device", "c16-d64-device", *_CODING],
     "120": ["kivi-2bit-d128", *_CODING],
@@ -190,6 +190,7 @@ LONG = {
             *MOVES,
             *SCORES,
             *STEPS,
+            *ROW_STEPS,
         ),
         *("t16-d64", "t16-d128-float32", "c16-d64", "c16-d128", "t16-d128-device", *BASES),
     ],

@@ -58,7 +58,13 @@ def test_compiled_kernels_are_right(capability, files, which, run_python):
     _, _, reports = output.partition("reports:\n")
     # Rows are read in aligned words, and the last one may end behind its storage, within what is allocated. What a
     # kernel needs more than Turing has is no matter: no smaller machine than sm_80 is executed here
-    known = "word at the end", "SHARED MEMORY of sm_75"
+    known = (
+        "word at the end",
+        "SHARED MEMORY of sm_75",
+        # A head's last program reads what the others stored before they counted themselves by an atomic addition with
+        # release and acquire, an order between programs that the emulator does not know
+        "GLOBAL READ-WRITE: transform_coding.step_kernel.step_kernel at partials.py",
+    )
     lines = [line for line in reports.splitlines() if line.startswith("  ")]
     unknown = [line for line in lines if not any(each in line for each in known)]
     assert ("no reports" in output or reports) and not unknown, output[-4000:]
