@@ -182,7 +182,7 @@ def test_several_coded_parts_are_merged():
 
 
 def test_splits_are_merged(monkeypatch):
-    monkeypatch.setattr("kvcache_plugins.triton_kernels.transform_coding.step.MIN_TOKENS_PER_SPLIT", 64)
+    monkeypatch.setattr("kvcache_plugins.triton_kernels.transform_coding.attend._MIN_TOKENS_PER_SPLIT", 64)
     check_attention("splits", [make_part("splits")])
 
 

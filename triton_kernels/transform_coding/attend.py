@@ -26,8 +26,8 @@ from .launches import CodedRows, RotaryAngles
 
 # The work of a program before and after its tiles is that of two tiles. With 512 tokens half of an
 # H100's multiprocessors have nothing to do of 4096 tokens and eight heads
-MIN_TOKENS_PER_SPLIT = 128
-PROGRAMS_PER_SM = 2
+_MIN_TOKENS_PER_SPLIT = 128
+_PROGRAMS_PER_SM = 2
 _MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS = 8, 16
 # Channels up to which a tile of 64 tokens and the angles of its offsets fit into registers
 _MOST_CHANNELS = 128
@@ -93,12 +93,8 @@ def prepare_rows(
     block_queries = block_rows // 2 if has_two and num_rows <= block_rows // 2 else block_rows
     num_row_blocks = triton.cdiv(num_rows, block_queries)
     num_programs = batch_size * num_heads * num_row_blocks
-    num_tiles = triton.cdiv(length, block_tokens)
-    num_slots = PROGRAMS_PER_SM * (num_sms or device_num_sms(query.device))
-    tiles_per_split = num_split_tiles(
-        num_tiles, num_programs, num_slots, triton.cdiv(MIN_TOKENS_PER_SPLIT, block_tokens)
-    )
-    num_splits = triton.cdiv(num_tiles, tiles_per_split)
+    num_sms = num_sms or device_num_sms(query.device)
+    num_splits, tokens_per_split = split_rows(length, block_tokens, num_programs, num_sms)
     if only_scores:
         scores = query.new_empty(batch_size, num_heads, num_rows, length, dtype=torch.float32)
         partials = Partials(scores, None, None)  # type: ignore[arg-type]
@@ -122,7 +118,7 @@ def prepare_rows(
         "position": start,
         "length": length,
         "length_ptr": num_tokens,
-        "tokens_per_split": tiles_per_split * block_tokens,
+        "tokens_per_split": tokens_per_split,
         "scale": scale,
         "KEY_DIM": key_layout.head_dim,
         "BASIS": basis is not None,
@@ -172,6 +168,14 @@ def angle_arguments(angles: RotaryAngles | None) -> dict[str, object]:
         "NUM_NEAR": 1 if angles is None else angles.near.shape[0],
         "ROTARY": angles is not None,
     }
+
+
+def split_rows(length: int, block_tokens: int, num_programs: int, num_sms: int) -> tuple[int, int]:
+    """Count the splits of rows, and the tokens of each, whole tiles: `num_programs` attend to every split."""
+    num_tiles = triton.cdiv(length, block_tokens)
+    least = triton.cdiv(_MIN_TOKENS_PER_SPLIT, block_tokens)
+    tiles_per_split = num_split_tiles(num_tiles, num_programs, _PROGRAMS_PER_SM * num_sms, least)
+    return triton.cdiv(num_tiles, tiles_per_split), tiles_per_split * block_tokens
 
 
 def has_two_bits(values: CodedRows, num_values: int) -> bool:

@@ -14,17 +14,16 @@ from ..arithmetic import block_size, dot_precision
 from ..attention.combine import parts_arguments
 from ..attention.dense_part import DensePart
 from ..attention.masks import mask_arguments
-from ..attention.partials import device_num_sms, empty_partials, num_split_tiles
+from ..attention.partials import device_num_sms, empty_partials
 from ..launch import OPTIONS, Launch, tensor_arguments
 from .attend import (
     LEAST_DEVIATION,
-    MIN_TOKENS_PER_SPLIT,
-    PROGRAMS_PER_SM,
     angle_arguments,
     block_channels,
     contiguous,
     has_two_bits,
     row_arguments,
+    split_rows,
     tile_shape,
 )
 from .launches import CodedRows, RotaryAngles
@@ -90,6 +89,7 @@ def prepare_step(
     older = segments[0]
     head_dim, value_dim = older.keys.layout.head_dim, older.values.layout.head_dim
     is_float32 = query.dtype == torch.float32
+    has_pairs = packed and not is_float32
     block_keys, block_values = block_channels(head_dim), block_channels(value_dim)
     block_rows, block_tokens, num_warps = tile_shape(
         max(block_keys, block_values), num_rows, has_basis=False, is_float32=is_float32
@@ -97,8 +97,8 @@ def prepare_step(
     block_queries = block_rows // 2 if angles is not None and num_rows <= block_rows // 2 else block_rows
     num_row_blocks = triton.cdiv(num_rows, block_queries)
     num_programs = batch_size * num_heads * num_row_blocks
-    num_slots = PROGRAMS_PER_SM * (num_sms or device_num_sms(query.device))
-    splits = [_split(segment.length, block_tokens, num_programs, num_slots) for segment in segments]
+    num_sms = num_sms or device_num_sms(query.device)
+    splits = [split_rows(segment.length, block_tokens, num_programs, num_sms) for segment in segments]
     num_places = sum(number for number, _ in splits) + bool(exact_parts)
     partials = empty_partials(query, num_places, value_dim)
     result = query.new_empty(batch_size, num_heads, num_rows, value_dim)
@@ -124,7 +124,7 @@ def prepare_step(
         "HAS_EXACT": bool(exact_parts),
         "LEAST_DEVIATION": LEAST_DEVIATION[is_float32],
         "DTYPE": tl.float32 if is_float32 else tl.float16,
-        "PAIRS": packed and not is_float32,
+        "PAIRS": has_pairs,
         "PRECISION": dot_precision(query.dtype),
         "BLOCK_Q": block_queries,
         "BLOCK_R": block_rows,
@@ -139,24 +139,14 @@ def prepare_step(
     for index, name in enumerate(names):
         # Without recent rows the older ones are given twice, and count once
         segment, (num_splits, tokens_per_split) = segments[min(index, len(segments) - 1)], splits[-1 if index else 0]
-        has_pairs = packed and not is_float32
-        two_bits = has_pairs and has_two_bits(segment.values, block_values)
         arguments |= {
             **_segment_arguments(name, segment, num_heads, num_rows),
             f"{name}_num_splits": num_splits,
             f"{name}_tokens_per_split": tokens_per_split,
-            f"{name.upper()}_TWO_BITS": two_bits,
+            f"{name.upper()}_TWO_BITS": has_pairs and has_two_bits(segment.values, block_values),
         }
     options = {**OPTIONS, "num_warps": num_warps, "num_stages": 1}
     return Launch(step_kernel, (batch_size * num_heads, num_places, num_row_blocks), arguments, options, result)
-
-
-def _split(length: int, block_tokens: int, num_programs: int, num_slots: int) -> tuple[int, int]:
-    """Count splits of a segment, and tokens of each."""
-    num_tiles = triton.cdiv(length, block_tokens)
-    least = triton.cdiv(MIN_TOKENS_PER_SPLIT, block_tokens)
-    num_split = num_split_tiles(num_tiles, num_programs, num_slots, least)
-    return triton.cdiv(num_tiles, num_split), num_split * block_tokens
 
 
 def _segment_arguments(name: str, segment: RowSegment, num_heads: int, num_rows: int) -> dict[str, object]:

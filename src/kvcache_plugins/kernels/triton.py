@@ -226,8 +226,10 @@ def _prepare_row_step(
     if len(row_parts) != len(coded) or not 0 < len(coded) <= _MAX_SEGMENTS:
         return None
     keys, values = row_parts[0].formats
+    if keys.basis is not None or values.mean is not None:
+        return None
     segments = [_segment_of(part, rows.device) for part in row_parts]
-    if keys.basis is not None or values.mean is not None or not shares_tables(segments[0], segments[-1]):
+    if not shares_tables(segments[0], segments[-1]):
         return None
     assert keys.rope is not None, "formats of keys have a rotary layout"
     most_positions = max(segment.start + segment.length for segment in segments)
@@ -324,15 +326,15 @@ class KeptAttention:
         self._coded, self._dense = coded, dense
         with torch.cuda.device_of(query):
             # Attention to rows may be one launch, which is prepared as the last one
-            is_whole = _prepare_row_step(rows, coded, dense, scale) is not None
-            self._steps = [] if is_whole else [prepare_part(rows, part, scale) for part in coded]
+            whole = _prepare_row_step(rows, coded, dense, scale)
+            self._steps = [] if whole is not None else [prepare_part(rows, part, scale) for part in coded]
             self._attending = [KeptLaunch(step.launch, ["query_ptr"]) for step in self._steps]
             self._finishing = [KeptLaunch(step.finish) for step in self._steps if step.finish is not None]
-        self._keep_end()
+            self._keep_end(whole)
 
-    def _keep_end(self) -> None:
+    def _keep_end(self, end: Launch | None) -> None:
+        """Keep the last launch: `end`, or the one that merges what the others wrote."""
         with torch.cuda.device_of(self._rows):
-            end = _prepare_row_step(self._rows, self._coded, self._dense, self._scale)
             if end is None:
                 partials = [step.launches[-1].result for step in self._steps]
                 end = _prepare_end(partials, self._dense, self._rows, self._scale)
@@ -361,7 +363,9 @@ class KeptAttention:
         last, (keys, values) = self._dense[-1], tail.storage
         if keys is not last.keys or values is not last.values:
             self._dense = [*self._dense[:-1], DensePart(keys, values, keys.shape[2], None)]
-            self._keep_end()
+            with torch.cuda.device_of(query):
+                whole = None if self._steps else _prepare_row_step(self._rows, self._coded, self._dense, self._scale)
+                self._keep_end(whole)
         return self(query, tail.length)
 
 
