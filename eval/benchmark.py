@@ -86,7 +86,7 @@ def benchmark(
 
 
 class TimeIsUpError(Exception):
-    """There is not enough time left for what was to come next."""
+    """Too little time is left for the next step."""
 
 
 @dataclass(slots=True)

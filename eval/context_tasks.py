@@ -162,8 +162,8 @@ def make_sample(
 ) -> Question:
     """
     Make a sample of a task: as large a context as `length` tokens hold, and the answer from the line at `place`, 0
-    to 1, on: as many whole lines as `scored` tokens hold, one at least. Where nothing is so short, and for tasks not
-    known (`chain_of_thought` needs `rows`), it is a `ValueError`.
+    to 1, on: as many whole lines as `scored` tokens hold, one at least. Raise a `ValueError` if no context is so
+    short, or if the task is unknown (`chain_of_thought` needs `rows`).
     """
     known: dict[str, Callable[[random.Random, int], _Made]] = TASKS | LONG_ANSWERS
     if rows:

@@ -109,7 +109,7 @@ class ContinuationScorer:
         sums = [[[0.0, 0] for _ in wanted] for wanted in continuations]
         num_rounds, exercised = max(map(len, groups)), False
         for number in range(num_rounds):
-            # What is fed of each context in this round, and the numbers of the continuations that it scores
+            # Tokens of each context that are fed in this round, and the numbers of the continuations that they score
             fed = [each[number] if number < len(each) else ((), []) for each in groups]
             longest = max(len(tokens) for tokens, _ in fed)
             rows = [[*tokens, *[0] * (longest - len(tokens))] for tokens, _ in fed]

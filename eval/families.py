@@ -15,11 +15,11 @@ nothing of the prompt. A cache is held
 
 Each family is tried in a process of its own: a model that hangs, or takes its process along, costs its own row and
 nothing else. Processes are forked where that is possible: PyTorch and Transformers are loaded once, and a cache may be
-made by any function, as nothing has to be sent.
+made by any function, as nothing is sent.
 
 A tiny model has its family's own defaults, with every size that makes a model large replaced. Transformers' configs
 name the same things alike, so one table of names serves nearly all families; what a family needs beyond it stands in
-`SPECIAL_FIELDS`. Of layers there are two of each kind that the family has, in its order.
+`SPECIAL_FIELDS`. It has two layers of each kind that the family has, in the family's order.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ Prepare = Callable[[PreTrainedModel], CacheMaker]
 Bits = tuple[float, float]
 
 PROMPT_LENGTH, NUM_NEW = 80, 10
-# Of the shorter one of two prompts, which is long enough to be coded from the beginning too
+# Length of the shorter of two prompts; it too is long enough to be coded at once
 _SHORT_LENGTH = 71
 # With the tokens before it, enough to fill a buffer of 64
 _TURN_LENGTH = 70
@@ -155,7 +155,7 @@ class Run(NamedTuple):
 
 
 class Use(NamedTuple):
-    """A way to use caches. Its logits have to be those of its `twin`, which is another way to do the same."""
+    """A way to use caches. Its logits must equal those of its `twin`, which is another way to do the same."""
 
     run: Callable[[PreTrainedModel, CacheMaker, torch.Tensor | None], Run]
     twin: str | None = None
@@ -394,7 +394,7 @@ class Reference:
                 continue
             if name == "two turns":
                 self._unit = self._distance_of_another_prompt(run)
-            # Where the dense cache does not say the same twice, no other has to
+            # No cache is held to a twin that differs with the dense cache too
             if twin is None or self.distance(run, self.runs[twin]) <= _EXACT:
                 self.runs[name] = run
 
@@ -526,7 +526,7 @@ def try_families(
     """Try caches on families, each in a process of its own that is given up after some seconds."""
     can_fork = "fork" in multiprocessing.get_all_start_methods()
     if can_fork:
-        # What is loaded now is so in all processes
+        # Load now what all processes need
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try_family(_FIRST, cases)
@@ -558,7 +558,7 @@ def _try_apart(family: str, trial: Callable[[], FamilyResult], seconds: float) -
 
 
 def _send_result(trial: Callable[[], FamilyResult], sender: Connection) -> None:
-    # Of random models with odd settings there is much to be said, which is not what was asked
+    # Random models with odd settings warn a lot, about nothing that is surveyed
     warnings.simplefilter("ignore")
     logging.set_verbosity(CRITICAL)
     torch.set_num_threads(1)
@@ -682,7 +682,7 @@ _NAMES_BY_SIZE = {
 _SIZES = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names.split()}
 # Sharp enough that a wrong key changes the logits
 _INITIALIZER_RANGE = 0.1
-# What does not follow from the table, by `model_type`; wins over it
+# Fields by `model_type` that do not follow from the table; they win over it
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 _ALTERNATING = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
 SPECIAL_FIELDS: dict[str, dict[str, Any]] = {
@@ -755,7 +755,7 @@ def _shrink(default: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _value(default: PreTrainedConfig, field: dataclasses.Field[Any]) -> Any:
-    """A field's value; where layers have different ones, what the class has written down."""
+    """Return a field's value; the class's default if it differs between layers."""
     try:
         return getattr(default, field.name)
     except (AttributeError, RuntimeError):

@@ -154,7 +154,7 @@ def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
             label = cache if not has_line else method if cache == points[0][-1] else None
             axes.errorbar(percent, value, yerr=error, linestyle="", capsize=2, label=label, mfc=face, **style)
             if with_shared > percent:
-                # What it would be if there were no other cache
+                # The size that includes what is shared with other caches
                 axes.plot([percent, with_shared], [value, value], ":|", color=colour, linewidth=0.8)
             if has_line:
                 # They share all but the number of bits. Lines fall to the right: there is room below on the left, and

@@ -15,15 +15,16 @@ Six parts, each in a process of its own, so that one that crashes or hangs takes
 - `infinigen`: decode steps over 16384 and 32768 tokens in host memory, in that of a GPU, and with full offloading;
 - `batch`: the largest batch that fits into 40 GiB, its throughput and its peak.
 
-What does not agree with plain PyTorch is not timed. Every part writes its JSON files row by row and has its share of
-the time; what it leaves goes to those after it. What failed, or was skipped for want of time, stands in the files too.
+A kernel that does not agree with plain PyTorch is not timed. Every part writes its JSON files row by row and has its
+share of the time; seconds that it leaves go to later parts. Failures, and checks skipped for want of time, are listed
+in the files too.
 
 Three caches tell what InfiniGen's transfers cost: `offloaded`, Transformers' own, which brings every layer's keys and
 values to the GPU at every step; the same InfiniGen cache with its pool in the GPU's memory, which moves nothing over
 the bus; and `dynamic`.
 
-A batch fits if its cache is filled and `steps` tokens are decoded without the allocator running out: a chunk of
-decoded tokens has to be compressed on the way. The model reads one sequence, and `batch_repeat_interleave` makes the
+A batch fits if its cache is filled and `steps` tokens are decoded without the allocator running out; they are enough
+for a chunk of decoded tokens to be compressed. The model reads one sequence, and `batch_repeat_interleave` makes the
 cache the batch's, as for many continuations of one prompt; every sequence has its own bytes.
 """
 
@@ -136,7 +137,7 @@ STEP_CACHES = (
     *("dynamic", "transform", "transform-16", "gear-2bit", "gear-4bit", "kivi-2bit", "infinigen", "h2o", "static"),
     *("quanto-4bit", "quanto-2bit", "hqq-4bit", "hqq-2bit"),
 )
-# As CUDA graphs. Shapes are batch sizes and contexts
+# Steps as CUDA graphs. Shapes are batch sizes and contexts
 CAPTURED = ", captured"
 _STATIC = ("static", "transform", "transform-16", "gear-2bit", "kivi-2bit")
 CAPTURED_CACHES = ("dynamic", "transform", *(f"{name}{CAPTURED}" for name in _STATIC))
@@ -256,7 +257,7 @@ def time_whole_steps(
                     filled[each] = create_cache(preset, network, **room)
                 read_part = partial(network, **as_argument(filled[each]), logits_to_keep=1)
                 prefills[each] = {"prefill_s": sum(time_call(partial(read_part, part), run.device) for part in parts)}
-            # What is compiled and recorded is so before the first turn
+            # Compile and record before the first turn
             for _ in range(_NUM_WARM):
                 compiled_for.get(each, network)(token, **as_argument(filled[each]))
             if each not in compiled_for:
@@ -282,7 +283,7 @@ def time_captured(run: Run, shapes: Sequence[tuple[int, int]] = CAPTURED_SHAPES,
 # Memory: InfiniGen beside full offloading, and the largest batch of a budget
 
 RESIDENT = ", all resident"
-# Of the batch that would fill the budget with its caches alone
+# Sizes to try, as shares of the batch that would fill the budget with its caches alone
 SHARES = (1.0, 0.975, 0.95, 0.925, 0.9, 0.85, 0.8, 0.7, 0.6, 0.4, 0.2, 0.0)
 LLAMA_2_7B = llama(32000, 4096, 11008, 32, 32, 32, 65536)
 
@@ -356,7 +357,7 @@ def _transfers(cache: InfiniGenCache, before: Mapping[str, Any], times: Transfer
     num_steps, num_timed = (each / stats["layers_offloaded"] for each in calls)
     transfer, stalled = (seconds / num_timed for seconds in times.seconds().values())
     layer = next(each for each in cache.layers if isinstance(each, InfiniGenLayer))
-    # As a dense cache has them: what is fetched may be codes
+    # Bytes of dense rows: those that are fetched may be codes
     row_bytes = sum(layer.states_shape(side)[3] for side in ("keys", "values")) * layer.dtype.itemsize
     in_all_layers = stats["tokens_fetchable"] * stats["num_layers"] / stats["layers_offloaded"]
     return {

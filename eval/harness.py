@@ -30,9 +30,9 @@ from kvcache_plugins.registry import create_cache
 from kvcache_plugins.reports.memory import ReportingMixin, StatValue
 
 
-# What the others are held against; it comes first
+# The cache that others are compared with; it comes first
 REFERENCE = "dynamic"
-# What a peer's cache is known to raise in the middle of a run. The other rows are worth having all the same.
+# Errors that a peer's cache is known to raise in the middle of a run, which must not cost the other rows
 CACHE_FAILURES = (ValueError, RuntimeError, IndexError, AssertionError, NotImplementedError)
 # Counters of a cache's `stats()` that stay 0 until it has answered with something other than exact states
 EXERCISE_COUNTERS = ("tokens_compressed", "tokens_dropped", "selected_calls", "attend_calls")

@@ -12,7 +12,7 @@ from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 
 
-# Of an attention's output, relative RMS error
+# Relative RMS error of attention's output
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 5e-3}
 _VARIABLE = "KVCACHE_PLUGINS_KERNELS"
 
@@ -47,8 +47,8 @@ def plain_pytorch() -> Iterator[None]:
 
 def require_close_layers(name: str, cache: Cache, num_query_heads: int) -> float | None:
     """
-    The largest error of decode attention over a cache's compressed layers as they stand, for one random query each;
-    `None` if there are none, a `MismatchError` if one is above the tolerance.
+    Return the largest error of decode attention over a cache's compressed layers in their current state, for a random
+    query each; `None` without such layers. Raise a `MismatchError` if one is above the tolerance.
     """
     errors = []
     for index, layer in enumerate(cache.layers):

@@ -98,7 +98,7 @@ class KVCacheLM(HFLM):
             raise ValueError("`backend` has to be `causal`: caches of encoder-decoder models are not served")
         self.cache_mode, self.cache_chunk, self.cache_check = cache_mode, cache_chunk, cache_check
         if isinstance(pretrained, str):
-            # `hf` would take "cuda" also where there is none
+            # `hf` would take "cuda" on a machine without a GPU too
             kwargs["device"] = device or ("cuda" if torch.cuda.is_available() else "cpu")
             # lm-eval looks for the model's type before it loads the tokenizer
             pretrained = resolve_model(pretrained)
@@ -108,9 +108,9 @@ class KVCacheLM(HFLM):
             # lm-eval tries 64 of the longest contexts, and less where memory runs out: on a CPU it would try for hours
             logger.warning("`batch_size` is 1: `auto` looks for what fits on a GPU. On a CPU give a number for more.")
             self.batch_size_per_gpu = 1
-        # Of all calls and processes, after the last call
+        # Record of all calls and processes, after the last call
         self._record = CacheRecord()
-        # What cannot serve this model says so now, not after an hour of building requests
+        # Let a cache that cannot serve this model raise now, not after an hour of building requests
         self._decodes_alone = getattr(self._create_cache(), "is_exact_for_many", False)
         self._scorer = ContinuationScorer(
             self._inner_model, self._create_cache, autocast=self._autocast, softmax_dtype=self.softmax_dtype
@@ -133,7 +133,7 @@ class KVCacheLM(HFLM):
         is_mixed = self.mixed_precision_dtype is not None
         return torch.autocast(self.device.type, dtype=self.mixed_precision_dtype, enabled=is_mixed)
 
-    # What lm-eval calls. A cache that was not exercised raises a `ValueError`
+    # Methods that lm-eval calls. A cache that was not exercised raises a `ValueError`
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         return self._checked(super().loglikelihood, requests, disable_tqdm)
@@ -229,7 +229,7 @@ class KVCacheLM(HFLM):
             "chunk": self.cache_chunk,
         }
 
-    # How requests become batches
+    # Batches of requests
 
     def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
         """The tokens that fit: contexts that are too long lose their beginning, as in `HFLM`."""

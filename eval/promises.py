@@ -109,7 +109,7 @@ MEASURES: dict[str, Callable[[dict[str, dict[str, Any]]], dict[str, dict[str, An
 }
 
 
-# What may be lost of a frozen number; bytes of a cache that was refused are none
+# Allowed loss of a frozen number; bytes are `None` for a cache that was refused
 _HOLDS: dict[str, Callable[[Any, Any], bool]] = {
     "bytes": lambda before, after: not isinstance(before, int) or (isinstance(after, int) and after <= before),
     "fidelity": lambda before, after: after is not None and after <= before * 1.03 + 0.0002,

@@ -46,7 +46,7 @@ _NEEDED = {"models", "caches", "out", "measures"}
 _FIELDS = _NEEDED | {"dtype", "device"}
 # Options of measures that are a sweep's own
 _OF_ALL = {"cache", "model", "dtype", "device", "seed"}
-# What a cache may raise without taking the other runs with it
+# Errors of a cache after which the other runs go on
 _FAILURES = (*CACHE_FAILURES, ImportError, OSError)
 
 Found = dict[str, Any]
@@ -90,7 +90,7 @@ def measure_task(
         "metrics": {key: scores[key] for key in metrics},
         "standard_errors": {key: scores.get(key.replace(",", "_stderr,")) for key in metrics},
         "num_items": len(samples),
-        # Of each item, for differences between caches that are far smaller than each one's own error
+        # Figures of each item: differences between caches are far smaller than each one's own error
         "by_item": {key: own for key, own in by_item.items() if all(isinstance(each, (int, float)) for each in own)},
         "counters": used["counters"],
         "memory_at_end": used["memory_of_longest"],

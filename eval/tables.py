@@ -1,7 +1,7 @@
 """Tables of results, each described once: for documents as Markdown, for terminals by rich.
 
 A benchmark's table is a `table` of columns, a column a heading and what it shows of a row. Some results need more than
-a line a row: contexts side by side, a table for each part. Those have a function from rows to Markdown.
+a line a row, as contexts side by side or a table for each part: they have a function from rows to Markdown.
 
     python -m kvcache_plugins.eval.tables README.md
 
@@ -33,7 +33,7 @@ Row = Mapping[str, Any]
 Rows = Sequence[Row]
 RESULTS = Path("eval/results")
 _MARKED = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
-# What a cell of a number begins with, if there is one
+# Beginning of a cell that holds a number or nothing
 _NUMBER = re.compile(r"$|(-|exact)$|~?[ +-]*\d")
 _QUARTILES = re.compile(r" \(.* to .*\)")
 
@@ -158,7 +158,7 @@ def print_markdown(text: str, title: str = "") -> None:
                 sides = [tuple(_QUARTILES.sub("", cell) for cell in cells) for cells in sides]
             folded = zip(heads, _widths(words, sides, kinds), strict=True)
             heads = ["\n".join(textwrap.wrap(head, width - 2)) for head, width in folded]
-        # What says which line it is: all up to the first names, three of them at most
+        # Columns that identify a line: all up to the first names, at most three of them
         own = kinds.index("name") + 1 if "name" in kinds else 1
         own += next((at for at, kind in enumerate(kinds[own : own + 2]) if kind != "name"), 2)
         widths, shown = _widths(heads, sides, kinds), list(range(len(heads)))
@@ -347,7 +347,7 @@ def _one_line(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-# Of one row, by the kind of the result
+# Functions of one row, by the kind of the result
 
 _READ = {"prompt": "at once", "chunks": "in chunks of {chunk}", "behind": "behind {context} tokens"}
 CONTEXT = number("context", "context", "")

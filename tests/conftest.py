@@ -11,7 +11,7 @@ import sys
 import time
 
 
-# What is started in the background ignores Ctrl-C, and so do the commands that it starts and interrupts
+# A shell lets background processes ignore Ctrl-C, and the commands that tests start and interrupt would inherit it
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -21,7 +21,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.pop("COLUMNS", None)
 # On tiny models threads wait for each other more than they work, and on a busy machine for minutes
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Without a GPU kernels run in Triton's interpreter, which has to be known when Triton is imported
+# Without a GPU kernels run in Triton's interpreter, which Triton chooses when it is imported
 if not os.path.exists("/proc/driver/nvidia"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -51,9 +51,9 @@ from transformers import (
 
 SEED = 42
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
-# Of the JSON that commands print
+# Schemas of the JSON that commands print
 SCHEMAS = PROJECT_ROOT / "tests" / "console" / "schemas"
-# What several files of tests share that is no fixture is found by its name, in programs of tests too
+# Folders of modules that several tests import by name, also in programs that tests start
 HELPERS = ("contract", "fuzz", "gear", "infinigen", "kernels", "kv_runahead", "triton_kernels")
 sys.path[:0] = [str(PROJECT_ROOT / "tests" / folder) for folder in HELPERS]
 

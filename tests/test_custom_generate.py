@@ -34,7 +34,7 @@ def tokenizer(tiny_loaded):
 
 @pytest.fixture(autouse=True)
 def modules_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where Transformers copies a folder's code to."""
+    """Set the folder that Transformers copies code to."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
 
 
@@ -97,7 +97,7 @@ def test_a_pipeline_uses_the_cache(model, tokenizer) -> None:
 
 
 def test_generate_from_a_folder_uses_the_cache(model, tokenizer) -> None:
-    """As from the hub, with a streamer and an assistant, which Transformers hands to folders only."""
+    """Pass a streamer and an assistant, which Transformers hands to code of folders only."""
 
     class Recorder(TextStreamer):
         text = ""

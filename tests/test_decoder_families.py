@@ -49,7 +49,7 @@ SHAPES = (
     *("apertus", "arcee", "axk1", "gemma2", "gemma3n_text", "gemma4_text", "gpt_oss", "mimo_v2_flash", "minicpm3"),
     *("mistral",),
 )
-# Which cannot be built with these head dimensions, or whose tokens do not go through a dense cache as they do here
+# Families that cannot be built with these head dimensions, or that a dense cache does not serve in the same way
 NOT_RUN = {
     *("blt", "cpmant", "dory", "dots3_note", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "helium"),
     *("hunyuan_v1_dense", "hunyuan_v1_moe", "mamba2", "minimax", "ministral", "musicgen", "musicgen_melody"),

@@ -109,7 +109,7 @@ def resolve(name: str, modules: set[str]) -> str:
 
 
 def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
-    """For each module, the project's modules that it imports."""
+    """Return the project's modules that each module imports."""
     modules = {*sources, f"{ROOT_PACKAGE}.__init__"}
     graph: dict[str, set[str]] = {}
     for module, source in sources.items():
@@ -162,7 +162,7 @@ def find_triton_violations(sources: dict[str, str]) -> list[str]:
 
 def find_cycles(sources: dict[str, str]) -> list[str]:
     """The circles of modules, and of rooms, that import each other, directly or through others: the first of each."""
-    # What a package offers is imported from it by others, and by the package from its modules: no circle of jobs
+    # Others import a package's public names from it, and the package imports them from its modules: no circle of jobs
     graph = {
         module: {target for target in imported if not target.endswith(".__init__")}
         for module, imported in import_graph(sources).items()
@@ -198,7 +198,8 @@ def test_every_file_is_read() -> None:
     assert {"kvcache_plugins.codecs.__init__", "kvcache_plugins.triton_kernels.__init__"} <= modules
 
 
-# What a check must find: the check, modules of the package and their sources (@ is the package), part of the complaint
+# Violations: the check that must find each, modules of the package and their sources (@ is the package), and part of
+# the complaint
 ORDER, FOREIGN = find_order_violations, find_foreign_violations
 BAD_EXAMPLES = {
     "upwards": (ORDER, {"codecs.x": "import @.gear.y", "gear.y": ""}, "`gear` stands above `codecs`"),

@@ -32,7 +32,7 @@ def read_setup_cfg() -> tuple[dict[str, Path], set[str]]:
 
 
 def modules_on_disk() -> dict[str, Path]:
-    """Where each Python file of the project is found in a wheel, and where it is on disk."""
+    """Map the path of each Python file in a wheel to its path on disk."""
     folders, _ = read_setup_cfg()
     return {
         "/".join([*package.split("."), *path.relative_to(folder).parts]): path

@@ -265,7 +265,7 @@ def test_values_are_checked_without_a_model() -> None:
     }.items():
         with pytest.raises(ValueError, match=word):
             check_caches([spec])
-    # What only a model can tell is not refused
+    # Options that only a model can judge are not refused
     assert check_caches(["transform", "infinigen:alpha=4", "transform"]) == ["transform", "infinigen:alpha=4"]
 
 

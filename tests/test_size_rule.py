@@ -1,4 +1,4 @@
-"""How long files and functions may be, read from the source with `ast`."""
+"""Limits of the length of files and functions, read from the source with `ast`."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ from pathlib import Path
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("src", "triton_kernels", "eval", "tests", "docs", "notebooks")
 MAX_FILE_LINES = 830
-# Of functions that `triton.jit` compiles the latter
+# `MAX_KERNEL_LINES` is for functions that `triton.jit` compiles
 MAX_FUNCTION_LINES, MAX_KERNEL_LINES = 120, 200
 
 

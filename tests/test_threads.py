@@ -102,7 +102,7 @@ def test_many_cycles_leave_no_memory(name: str, tiny_model) -> None:
         gone.extend(weakref.ref(each) for each in (cache, *cache.layers))
         del cache
         assert num_hooks(model) == before
-        # What is made once, as tables of rotations, is made in the first cycles
+        # Tables of rotations, and all else that is made once, are made in the first cycles
         if cycle in (2, 11):
             gc.collect()
             counts[cycle] = sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())

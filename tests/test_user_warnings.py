@@ -25,7 +25,7 @@ def require_line(text: str, call: Callable[[], object]) -> None:
 
 @pytest.fixture
 def forget_kernels(monkeypatch, tmp_path) -> Iterator[Callable[[], None]]:
-    """Forget the known kernels, as there are none here."""
+    """Make the compiled kernels seem to be missing."""
 
     def forget() -> None:
         library._library.cache_clear()

@@ -22,7 +22,7 @@ _ENTRY = re.compile(
     re.MULTILINE,
 )
 _SHAPE = re.compile(r"of shape `(?P<shape>[^`]*)`")
-# What is returned, with its type in front
+# A `Returns` section, with the type in front
 _RETURNED = re.compile(r"^(?P<head>Returns:\n[ ]+)`[^`\n]*`(?: of shape (?P<shape>`[^`]*`|\S+))?[:.]? ?", re.MULTILINE)
 
 

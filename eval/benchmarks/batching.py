@@ -72,7 +72,7 @@ class BatchedSteps:
     def __init__(
         self, network: PreTrainedModel, num_requests: int, context: int, page_size: int, most_tokens: int = 64
     ) -> None:
-        # What a fresh cache of Transformers' is filled with has no public name
+        # Transformers has no public name for the placeholders that a fresh cache is filled with
         from transformers.generation.continuous_batching.requests import RequestStatus, create_warmup_future_states
 
         model: Any = network

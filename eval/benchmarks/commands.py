@@ -154,7 +154,7 @@ def benchmark_prompts(
     makers = harness.cache_factories(cache, network)
     yield from loaded_settings(network)
     for make in makers.values():
-        # What compiles on first use
+        # Compile what is compiled on first use
         read_prompt(network, make(), token_ids[:, : min(context, 256)], 256)
     held: dict[str, Cache] = {}
     for size in (context, *chunk):
@@ -206,7 +206,7 @@ def benchmark_batching(
     else:
         network, table_text = load_or_make(model, shape, text_file, _TABLE_TOKENS)
     yield from loaded_settings(network)
-    # The same weights in a model of its own: a batch of one that a context is open for has to be coded
+    # The same weights in another model: a context that is open codes batches of one of its own model too
     dense = copy.deepcopy(network, {id(each): each for each in (*network.parameters(), *network.buffers())})
     for count, length in product(requests, context):
         with ExitStack() as stack:

@@ -5,10 +5,10 @@ that what disturbs the machine disturbs them alike: medians and quartiles of the
 share of the bandwidth that a copy reaches on the same machine. On a GPU the time is the device's own; that of a whole
 call, with its launches, stands beside it.
 
-What a GPU that is not there would have to issue is counted, preset by preset. A warp instruction takes one of four
-slots that a multiprocessor has a clock, and reading a dense number of 16 bits so many clocks: what of the copy
-bandwidth the slots allow, and the speed-up over dense, are bounds, as no waiting is in them. A loop over
-outliers counts as often as the preset's own lists make it run. Triton's assembler compiles; it must not interpret.
+Instructions that an absent GPU would issue are counted, preset by preset. A warp instruction takes one of the four
+slots that a multiprocessor has a clock, and reading a dense number of 16 bits takes a number of clocks: the share of
+the copy bandwidth that the slots allow, and the speed-up over dense, are bounds, as they include no waiting. A loop
+over outliers counts as often as the preset's own lists make it run. Triton must compile, not interpret.
 """
 
 import re
@@ -136,8 +136,8 @@ class Contest:
         return self._rows(take_turns(functions, partial(time_on_gpu, ahead=self._copy), rounds), whole_calls)
 
     def _time_call(self, function: Callable[[], Any]) -> float:
-        # Whoever comes first would find its states in no cache, and all others theirs: a model's other layers have
-        # emptied caches before each
+        # Empty the processor's caches before each, as a model's other layers do: the first attention would find its
+        # states in none, and all later ones theirs
         self._copy()
         return time_call(function, device=self.device)
 
@@ -146,7 +146,7 @@ class Contest:
     ) -> list[dict[str, Any]]:
         medians = {name: statistics.median(measured) for name, measured in seconds.items()}
         ceiling = self.num_bytes["copy"] / medians["copy"]
-        # The fastest of PyTorch's kernels, whichever it picks by itself
+        # The fastest of PyTorch's kernels, even if PyTorch picks another one
         dense = min(median for name, median in medians.items() if name.startswith(self.dense_name))
         return [
             {
@@ -339,7 +339,7 @@ CONTEXT = 1024
 NUM_HEADS = 8
 # Words of a model, and tokens of its calibration: enough for all directions of a head, or others are too large for it
 _CALIBRATION_TOKENS = 512
-# Of an H200: 132 multiprocessors at 1.8 GHz copy 4.3 TB/s, and issue four warp instructions a clock each
+# An H200: 132 multiprocessors at 1.8 GHz copy 4.3 TB/s, and issue four warp instructions a clock each
 _CLOCKS_A_DENSE_NUMBER = 2 * 132 * 1.8e9 / 4.3e12
 _SLOTS, _DENSE_BITS = 4, 16
 

@@ -58,7 +58,7 @@ def time_steps(
 ) -> Iterator[Any]:
     """
     Time every decode step of each cache that holds `context` tokens already, fed `[batch_size, steps]`; they take
-    turns. By the names of caches, what is called `instead` of the model; `limits` are those of `take_turns`.
+    turns. `instead` has functions to call in place of the model, by cache; `limits` are those of `take_turns`.
 
     Yields a row for each cache that took at least three turns, speeds against the first of them and the relative error
     of the first step's logits beside the first cache's; and a `Failure` for each that took fewer turns than all.
@@ -82,7 +82,7 @@ def time_steps(
                 "context": context,
                 "cache": name,
                 **harness.spread(times),
-                # What a token costs with its share of compressing a chunk; a median leaves that out
+                # A mean includes a token's share of compressing a chunk, which a median leaves out
                 "mean_s": statistics.fmean(times),
                 "speed_against_first": first / statistics.median(times),
                 "steps": len(times),

@@ -2,8 +2,8 @@
 
 The context with its question fills the cache in one forward but for its last token; the right answer is then fed token
 by token, so every token of it comes from a decode step. A token is right if it is the likeliest, and an answer, or a
-line of one, if all its tokens are: just what greedy decoding would say. Of tasks negative log-likelihoods, and KL to
-the dense cache, are measured too.
+line of one, if all its tokens are: just what greedy decoding would say. Tasks are also measured by negative
+log-likelihoods and KL to the dense cache.
 
 Retrieval has two sets, which differ in their fields: LongChat's lines (`prompt`, `expected_number`) and
 lost-in-the-middle's key-value pairs (`ordered_kv_records`, `key`, `value`). Tasks are made, see `context_tasks`.

@@ -102,7 +102,7 @@ def compare_caches(
     """
     factories = harness.cache_factories([harness.REFERENCE, *caches], model)
     for factory in factories.values():
-        # Whatever is loaded or compiled when a cache is first used is not counted as its speed
+        # Load and compile on first use now, so that neither counts as a cache's speed
         with suppress(*harness.CACHE_FAILURES):
             generate_with(model, token_ids[:_WARM_UP], factory(), max_new_tokens=2)
     rows: list[dict[str, Any]] = []
@@ -195,7 +195,7 @@ def choice_line(choice: PresetChoice) -> str:
 
 def _short_text(row: Row) -> str:
     text = f"failed: {row['error']}" if row["error"] else row["text"]
-    # What parts cells cannot stand in one
+    # A cell cannot hold the character that separates cells
     return shorten(text, SHORT_TEXT, placeholder="...").replace("|", "/")
 
 

@@ -11,7 +11,7 @@ a dense cache. The dense logits of a window are computed once and shared by all 
 
 Perplexity is over all scored tokens, KL(dense || cache) and top-1 agreement are over all scored positions.
 
-For perplexity against position nothing is prefilled: a long text goes through a cache a few tokens at a time, and each
+Perplexity against position prefills nothing: a long text goes through a cache a few tokens at a time, and each
 token is scored by what the cache holds of those before it, as in decoding. The scores are averaged over stretches of
 256 tokens, as the papers plot them: errors that pile up show as a gap that widens.
 """
@@ -67,7 +67,7 @@ def continuation_logits(
     """
     Feed `[(batch,) num_tokens]` to the model through a filled cache, and return all logits, `[(batch,) num_tokens,
     vocabulary]`; `chunk` tokens a forward, 1 is decode; by default all, or one if the cache would be exact for many.
-    What it holds after each, in percent of 16 bits, is added to `percents`.
+    Append the bytes held after each forward to `percents`, in percent of 16 bits.
     """
     if chunk is None and getattr(cache, "is_exact_for_many", False):
         chunk = 1
@@ -117,7 +117,7 @@ class Fidelity:
         memory_after_prefix, memory_at_end (`MemoryReport`), stats (`dict`): of the last cache, which may have held
             several windows.
         mean_kv_percent (`float`, *optional*): what the cache held while tokens were scored, in percent of 16 bits, the
-            mean over forwards and windows, with buffers as full as they are on average. Of chunks alone.
+            mean over forwards and windows, with buffers as full as they are on average; measured with chunks alone.
     """
 
     ppl: float
@@ -218,7 +218,7 @@ def trend(windows: Sequence[WindowScore], stretch: int) -> dict[str, Any]:
     return {
         "kl_by_stretch": [mean_kl(*part) for part in zip([0, *stops], stops, strict=False)],
         "kl_per_1000_tokens": 1000 * statistics.linear_regression(depths, values).slope,
-        # The dense cache has nothing to be a multiple of
+        # The dense cache's first quarter may have a KL of 0
         "kl_last_to_first_quarter": last / first if first else None,
     }
 

@@ -43,7 +43,7 @@ class GatheringExchange(PrefixExchange):
         self._length = length
         numbers = (self._size - 1 - rank, self._size + rank) if is_folded else (rank,)
         num_chunks = len(numbers) * self._size
-        # Rounded up: all contributions have one length, and the last may be filled in part
+        # Rounded up: all contributions have one length, and the last may be partly filled
         self._chunk = -(-length // num_chunks)
         if length <= self._chunk * (num_chunks - 1):
             raise ValueError(f"`input_ids` has {length} tokens, too few for {num_chunks} even slices")

@@ -15,7 +15,7 @@ from kvcache_plugins import create_cache
 from kvcache_plugins.models.cache_argument import as_argument
 
 
-# What `kvcache-plugins calibrate --cache transform --out transform_calibration.safetensors` writes
+# Written by `kvcache-plugins calibrate --cache transform --out transform_calibration.safetensors`
 CALIBRATION = "transform_calibration.safetensors"
 
 
@@ -30,7 +30,7 @@ def generate(
     `model.generate` with a fresh cache.
 
     Args:
-        inputs: What `generate` was called with by position.
+        inputs: The positional argument that `generate` was called with.
         model: The model that `generate` was called on.
         cache (`str`, *optional*, defaults to `"transform"`): A name of `kvcache_plugins.list_caches()`.
         cache_options (`Mapping`, *optional*): Options of that cache.

@@ -208,7 +208,7 @@ def test_choosing_works_with_latent_attention():
     assert cache.stats()["chosen_preset"] == "gear-k4v3"
 
 
-# Whatever is done with the cache
+# Operations on the chosen cache
 
 
 def test_choice_survives_copies_forks_and_files(tiny_model, tmp_path):
@@ -227,7 +227,7 @@ def test_choice_survives_copies_forks_and_files(tiny_model, tmp_path):
     assert not CHOICE & set(TransformCodingCache(model.config).stats())
 
 
-# What it refuses
+# Refusals
 
 
 def test_nan_never_passes(tiny_model, monkeypatch):
@@ -256,7 +256,7 @@ def test_nan_never_passes(tiny_model, monkeypatch):
 )
 def test_a_prompt_too_short_to_judge_is_refused(tiny_model, length, held_out, message):
     with pytest.raises(ValueError, match=message):
-        # Of groups of 32 some would be compressed
+        # A cache with groups of 32 would compress some
         choose_cache(
             tiny_model("llama"),
             prompt(length),

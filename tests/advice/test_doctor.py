@@ -33,7 +33,7 @@ def package(report: dict[str, Any], name: str) -> dict[str, Any]:
 
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Has a package seem not to be installed."""
+    """Return a function that makes a package seem not to be installed."""
     version, find_spec = metadata.version, engine.find_spec
 
     def hide(hidden: str) -> None:
@@ -168,7 +168,7 @@ def test_interpreted_kernels_are_run_and_wrong_rows_reported(monkeypatch: pytest
 
 
 def test_check_runs_attention(monkeypatch, report_of):
-    # What compiles takes minutes, and is checked where kernels are
+    # Compiling takes minutes; tests of kernels do it
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "torch")
     report = report_of("--check")
     assert 0 <= report["kernels"][0]["check"] < 1e-3

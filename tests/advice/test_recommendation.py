@@ -95,7 +95,7 @@ def test_the_most_faithful_that_fits_is_recommended(contract_model: PreTrainedMo
     found = ask(contract_model, sizes["dynamic"])
     assert found.recommended == "dynamic"
     assert "nothing has to be given up" in found.reason
-    # What is known to be faithful comes first, what was not measured last
+    # Caches are sorted by measured KL; unmeasured ones come last
     assert [fit.cache for fit in found.caches] == ["dynamic", "infinigen", "gear-2bit", "gear-4bit:nbits=3"]
     found = ask(contract_model, sizes["dynamic"] - 1)
     assert found.recommended == "infinigen"
@@ -167,7 +167,7 @@ def test_default_caches_are_those_of_the_first_page(contract_model: PreTrainedMo
     found = ask(contract_model, "1MB", caches=None, on_progress=announced.append, context=300)
     assert {*by_name(found), *found.not_sized} == {*DEFAULT_CACHES} == {*announced} <= {*list_caches()}
     assert all(f"`{name}`" in INDEX.read_text(encoding="utf-8") for name in DEFAULT_CACHES)
-    # What is shown explains the order
+    # The KL shown explains the order
     kl = [MEASURED_KL[fit.cache] for fit in found.caches]
     assert kl == sorted(kl)
     assert found.model == "llama"
@@ -208,7 +208,7 @@ SIZED = [
 
 @pytest.fixture(autouse=True)
 def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes do not depend on kernels, and nothing has to be compiled for these."""
+    """Use kernels that need no compiling: bytes are the same with all."""
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "torch")
 
 
@@ -257,7 +257,7 @@ def test_predicted_memory_after_a_prompt_is_exact(name, setting, contract_model,
     assert_predicted(contract_model, tiny_sizer, name, context=setting[0], batch_size=setting[1])
 
 
-# As many decoded tokens as one chunk of GEAR's and a run of InfiniGen's have, and a few more
+# Decode a chunk of GEAR's and a run of InfiniGen's, and a few tokens more
 @pytest.mark.parametrize(
     "name", ["dynamic", "fp8", "gear-2bit", "kcvt-4bit", "transform-16", "infinigen", "h2o", "quanto-4bit"]
 )

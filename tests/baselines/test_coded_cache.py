@@ -95,5 +95,5 @@ def test_unstorable_states_are_refused(name: str, peak: float) -> None:
 def test_small_and_constant_states_have_small_errors(name: str) -> None:
     for states in (torch.zeros(1, 1, 3, 64), torch.full((1, 1, 3, 64), 0.37), torch.randn(1, 1, 3, 64) * 1e-41):
         error = coded(create_cache(name), states, "keys") - states
-        # Of a constant the rotations make one large channel, which no point of TurboQuant is far enough out for
+        # Rotations turn a constant into one large channel, larger than TurboQuant's outermost level
         assert error.abs().amax() <= 0.3

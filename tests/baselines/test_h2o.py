@@ -37,7 +37,7 @@ class PlainH2O:
     def __init__(self, heavy_ratio, recent_ratio, min_tokens, grow, padding):
         self.share, self.recent_share = heavy_ratio + recent_ratio, recent_ratio / (heavy_ratio + recent_ratio)
         self.min_tokens, self.grow, self.padding = min_tokens, grow, padding
-        # By layer: the prompt's length, and of every item and head its tokens with their weights
+        # The prompt's length and the weights of every sequence's and head's tokens, by layer
         self.layers = {}
 
     def __call__(self, module, query, key, value, attention_mask, scaling, **kwargs):
@@ -300,7 +300,7 @@ def test_short_sequences_can_be_read_dense(tiny_llama):
         tokens = torch.randint(3, 128, (2, size))
         for each in (cache, dense):
             feed(tiny_llama, each, tokens)
-    # What is taken back leaves free slots, which stand for no token
+    # Cropped tokens leave free slots, which hold no token
     for each in (cache, dense):
         each.crop(-2)
     for layer, exact in zip(cache.layers, dense.layers, strict=True):

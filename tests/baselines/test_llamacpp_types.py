@@ -82,5 +82,5 @@ def test_a_partial_last_block_keeps_its_range(head_dim: int) -> None:
         coder = BlockCoder(name, head_dim, 0)
         rows = coder.encode(states)
         assert rows.shape[-1] == coder.row_size == size * -(-head_dim // 32)
-        # What fills it up does not widen its range
+        # Values that fill the block up do not widen its range
         assert (coder.decode(rows) - states).abs().amax() < 0.7

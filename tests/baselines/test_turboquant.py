@@ -49,7 +49,7 @@ def test_residual_makes_scores_unbiased(nbits: int) -> None:
     states = unit_vectors(count, dim)
     for residual in (False, True):
         found = through(TurboQuantCoder(dim, nbits, residual), states)
-        # Of every vector with itself, which is 1
+        # Mean product of each vector with itself, which is 1
         mean = (found * states).sum(dim=-1).mean().item()
         if residual:
             assert mean == pytest.approx(1, abs=0.01)

@@ -145,7 +145,7 @@ def test_pages_on_disk_are_found_by_another_batch(model_name, name, tmp_path, re
     assert cold["tokens_loaded"] == 0 and warm["tokens_loaded"] == whole
     layers = model.config.num_hidden_layers
     assert warm["tokens_coded"] == cold["tokens_coded"] - whole * layers
-    # As of a request that finds the same pages in memory
+    # Equals a request that finds the same pages in memory
     with (
         compressed_batching(model, name, text=text),
         model.continuous_batching_context_manager(**config(NUM_TOKENS)) as manager,
@@ -155,10 +155,10 @@ def test_pages_on_disk_are_found_by_another_batch(model_name, name, tmp_path, re
             manager.add_request(prompts[-1])
             answers.append(manager.get_result(timeout=600).generated_tokens)
     assert [first, again] == answers
-    # What another prompt shares with it
+    # A prompt that shares its beginning
     edited = prompts[-1][:100] + prompts[0]
     assert answer(edited)[1]["tokens_loaded"] == 64 and answer(prompts[0])[1]["tokens_loaded"] == 0
-    # Pages of which there is no room for are read again
+    # Prompts whose pages have no room are read again
     assert answer(prompts[-1], num_blocks=7)[0] == first
     # Blocks are listed, checked and removed like others; damage is found before anything is used
     assert find_damaged(tmp_path / "store") == {}
@@ -231,7 +231,7 @@ def test_offloaded_requests_continue_as_they_were(smollm2, prompts, context, mon
         return copied
 
     monkeypatch.setattr(OffloadingManager, "_offload_to_cpu", watch)
-    # Without an accelerator there is no pinned memory
+    # Pinned memory needs an accelerator
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
     with context():
         # Two need a third page of rows at one time, and there is room for two of two pages beside their exact tokens

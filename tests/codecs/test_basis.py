@@ -56,7 +56,7 @@ def test_encoding_of_a_token_ignores_other_tokens(total, is_weighted):
 def test_an_outlier_token_is_not_clipped():
     """One component of a key is fifty deviations large: its codes must reach there, all others being small."""
     table = make_table(16, is_weighted=True)
-    # Of the matrix that components without their scale come back by
+    # The matrix that maps components without scale back
     basis = table.basis
     difference = 50 * (basis.vectors[:, 2:3] * basis.steps[:, 2:3, None]) / basis.factors[:, None]
     states = table.mean[0, :, None] + difference

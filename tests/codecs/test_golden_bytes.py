@@ -52,7 +52,7 @@ def groups_of(**options: Any) -> list[torch.Tensor]:
     return [tensor for name, tensor in named if "rank" not in name and "values" not in name]
 
 
-# What makes the bytes, and the first of their SHA-256
+# A function that makes the bytes, and the beginning of their SHA-256
 CASES: dict[str, tuple[Callable[[], list[torch.Tensor]], str]] = {
     "t25": (lambda: rows_of(PromptCodec((DIM, DIM), (7, 6), [LAYOUT])), "4bda5db8c0577319"),
     "t16": (lambda: rows_of(PromptCodec((DIM, DIM), (4, 4), [LAYOUT])), "1c885683fbc22ff2"),

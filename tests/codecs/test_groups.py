@@ -82,7 +82,7 @@ def test_states_that_differ_are_rounded_to_the_nearest():
     states, grouping = torch.randn(2, 3, 2, 100, 32), Grouping("token", 32)
     nearest = quantize(states, None, 3, grouping)
     assert all(map(torch.equal, quantize(states, None, 3, grouping, spread_errors=True), nearest))
-    # Of two heads one is constant
+    # The second of two heads is constant
     states[:, 1] = states[:, 1, :1, :1]
     codes, nearest = (quantize(states, None, 3, grouping, spread_errors=each)[0] for each in (True, False))
     assert torch.equal(codes[:, ::2], nearest[:, ::2]) and not torch.equal(codes[:, 1], nearest[:, 1])
@@ -141,7 +141,7 @@ def test_short_sequence_of_a_padded_batch_keeps_its_own_count():
     valid[1, 0, :300] = False
     outliers, _ = select_outliers(states, valid, 0.02, "key")
     alone = select_outliers(states[1:, :, :, 300:], None, 0.02, "key")[0].tokens
-    # Of two heads of four channels
+    # Counts over two heads of four channels
     assert outliers.in_use.sum(dim=(1, 2)).tolist() == [8 * 8, 2 * 8]
     assert torch.equal(outliers.tokens[1][outliers.in_use[1]], alone.flatten() + 300)
 

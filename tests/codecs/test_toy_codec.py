@@ -12,7 +12,7 @@ from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.layers.row_layer import RowLayer
 
 
-# Of the contract's models
+# Head dimension of the contract's models
 HEAD_DIM = 64
 
 
@@ -54,7 +54,7 @@ class ToyCache(TransformCodingCache):
         return RowLayer(self.cache_config.policy(fixed=AbsmaxCodec(HEAD_DIM)), index, self._given_mask, window)
 
 
-# Of the layer and the model all others are too, which `tests/contract` says of `transform`
+# Checks that depend on the codec; others test the layer and the model, and `tests/contract` runs them on `transform`
 CODECS_OWN = ("greedy", "crop-prompt", "deepcopy", "left-padding", "memory", "save-load", "bfloat16", "hybrid")
 CHECKS = [pytest.param(each, marks=() if each.name in CODECS_OWN else pytest.mark.long) for each in CONTRACT]
 

@@ -73,7 +73,7 @@ def parse_example(line: str) -> None:
     given = TREE[named].make_context(named, words[len(named.split()) :]).params.get("cache") or []
     for spec in [given] if isinstance(given, str) else given:
         name, options = parse_cache_spec(spec)
-        # Of a file that another example writes
+        # The file is one that another example writes
         options.pop("calibration", None)
         check_cache(name, **options)
 
@@ -149,7 +149,7 @@ def test_unexpected_imports_of_a_command_are_detected(imported_by) -> None:
     assert {"torch", "transformers"} <= {*imported_by("list fp8")["list fp8"]}
 
 
-# Torch reads the variable when it is loaded: how it is set then is said, and nothing is loaded
+# Torch reads the variable when it is loaded: print its value then, and load nothing
 WAITING = """
 import importlib, os, sys
 
@@ -320,7 +320,7 @@ def test_ctrl_c_ends_long_work_with_one_line(tiny_folder: str) -> None:
     )
     assert process.stdout is not None and process.stderr is not None
     said = ""
-    # What it does is announced when it begins: from here on it takes minutes
+    # The command announces what it begins: from here on it takes minutes
     while not said.endswith("] dynamic\n"):
         line = process.stderr.readline()
         assert line, f"ended too early: {said}"

@@ -321,7 +321,7 @@ def test_measures_print_the_rows_they_write(line: str, tiny_folder: str, fox: st
     content = json.loads(result.stdout)
     assert content == json.loads(out.read_text(encoding="utf-8"))
     assert content["rows"] and "settings" in content
-    # What it says to people as it goes is not lost
+    # Messages to people still go to stderr
     assert result.stderr.strip()
     if "kivi-4bit" in words:
         assert [row["cache"] for row in content["rows"]] == ["dynamic", "kivi-4bit"]

@@ -121,7 +121,7 @@ class PaddingInNewestRanges(CompressedLayer):
 
 @bug(f"crop-prompt {PADDING} lengths eager hybrid")
 class MaskSizeWrong(DynamicLayer):
-    """Only for steps, for which no mask is made unless it has to be."""
+    """Wrong for steps alone, which have no mask unless they need one."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         length, offset = super().get_mask_sizes(query_length)
@@ -234,7 +234,7 @@ for name, (items, method) in {
         "select-indices",
         {"batch_select_indices": lambda layer, index: layer.reorder_cache(torch.arange(len(index)))},
     ),
-    # As static layers do it
+    # Reset as static layers do
     "ResetToZeros": ("reset hybrid", {"reset": lambda layer: (layer.keys.zero_(), layer.values.zero_())}),
     # A millionth of the mean of all rows in every row: below any tolerance, but not nothing
     "RowsLeak": (
@@ -293,7 +293,7 @@ def test_third_party_caches_need_only_a_factory(contract_model: PreTrainedModel)
         contract_model, lambda: DynamicCache(config=contract_model.config), checks=checks, on_result=seen.append
     )
     assert seen == results
-    # Without `make_cache_for` there is no cache for a hybrid model; a cache of Transformers has no `memory()`
+    # A hybrid model needs `make_cache_for`; a cache of Transformers has no `memory()`
     assert [(result.name, result.status) for result in results] == [
         ("crop-zero", "pass"),
         ("lengths", "pass"),

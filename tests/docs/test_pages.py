@@ -26,7 +26,7 @@ from kvcache_plugins.registry import check_cache, parse_cache_spec, parse_option
 
 
 ROOT = Path(__file__).resolve().parents[2]
-# Where a document may start from when it names a file
+# Folders that paths in documents may be relative to
 STARTS = (ROOT, ROOT / "src" / "kvcache_plugins", ROOT / "triton_kernels", ROOT / "eval")
 TOP_FOLDERS = ("src", "eval", "triton_kernels", "tests", "docs", "notebooks")
 # Columns of a line of code; `docs/layout.md` is a drawn tree
@@ -49,7 +49,7 @@ _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
 def exists(path: str, page: Path) -> bool:
-    """Whether a path, which may be a pattern, leads to a file or folder from one of the usual starts."""
+    """Return True if a path or pattern leads to a file or folder from one of the usual starts."""
     folders = (*STARTS, page.parent)
     return any(next(iter(folder.glob(path.rstrip("/"))), None) is not None for folder in folders)
 
@@ -121,7 +121,7 @@ def test_dotted_names_are_importable(page: str) -> None:
 
 
 def resolve(name: str) -> bool:
-    """Whether a dotted name is a module, or an attribute of one."""
+    """Return True if a dotted name is a module, or an attribute of one."""
     module, attributes = name, []
     while module:
         try:
@@ -259,7 +259,7 @@ def write(tmp_path, *parts):
 
 def test_blocks_that_fail_or_have_no_reason_are_reported(tmp_path):
     marked = "<!-- not run: needs a GPU -->\n```python\n"
-    # What is not run is compiled
+    # A block that is not run is compiled
     assert run_page(write(tmp_path, f"{marked}undefined_name\n```")) == 1
     for text, error in {
         "```python\nnumber + 1\n```": NameError,
@@ -271,8 +271,8 @@ def test_blocks_that_fail_or_have_no_reason_are_reported(tmp_path):
 
 
 # Commands, options, caches and files of console lines exist: lines are parsed by the commands' own parsers, up to the
-# point where a command would begin to work. In blocks of a shell (`bash`) every line has to be known; in unmarked
-# blocks, which also hold file trees, those that begin like a command
+# point where a command would begin to work. Blocks of a shell (`bash`) may have known lines only; in unmarked blocks,
+# which also hold file trees, lines that begin like a command are parsed
 SHELLS = ("bash", "console", "sh", "shell")
 # Options of launchers before `-m MODULE`; what follows the module is ours
 LAUNCHERS = {"torchrun": ("--nproc-per-node", "--nproc_per_node"), "accelerate": ("--num-processes", "--multi_gpu")}
@@ -360,7 +360,7 @@ def check_values(params: dict[str, object]) -> None:
     caches = params.get("cache") or []
     for spec in [caches] if isinstance(caches, str) else caches:
         name, own = parse_cache_spec(spec)
-        # Of a file that another line writes
+        # The file is one that another line writes
         own.pop("calibration", None)
         check_cache(name, **own)
 

@@ -92,7 +92,7 @@ def test_a_store_keeps_adapters_apart(tiny_model, tmp_path, prompt, generate):
     with adapted.disable_adapter():
         plain, known = answer()
         assert known == 0 and answer()[1] == 256
-    # Another adapter is another model, also for prompts of the first one, whose weights have come to be two
+    # Another adapter is another model, also for prompts of the first one, which has two adapters now
     torch.manual_seed(2)
     adapted.add_adapter("other", lora())
     second, known = answer()

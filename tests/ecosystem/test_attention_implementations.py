@@ -16,7 +16,7 @@ NOT_OURS = {"dynamic", "offloaded", "fp8", "quanto-2bit", "quanto-4bit", "hqq-2b
 FLASH = [name for name in ALL_ATTENTION_FUNCTIONS if name.startswith("flash_attention")]
 CASES = [
     *((name, implementation) for name in DAILY for implementation in ("eager", "flex_attention", FLASH[0])),
-    # What is asked of one flash attention is asked of all
+    # All kinds of flash attention are asked the same
     *((DAILY[0], implementation) for implementation in FLASH[1:]),
     # Transform coding weighs a prompt's errors by its queries, which `eager` does not show: its codes are others
     *(
@@ -45,7 +45,7 @@ def uncompiled_masks(request, monkeypatch):
 
 
 def use(model, implementation):
-    """As `set_attn_implementation`, which wants the packages of flash attention; lazy states do not."""
+    """Set an attention without the packages that `set_attn_implementation` would require; lazy states need none."""
     model.config._attn_implementation_internal = implementation
 
 

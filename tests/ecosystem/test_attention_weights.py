@@ -1,7 +1,7 @@
 """Attention weights that are asked for are those of every forward, as the dense cache has them, in every family.
 
-Of families one of each kind is daily: weights are collected by hooks, or handed on by the modules; with softcaps,
-sinks, grouped heads, latent states, windows, and attention in a model's own code.
+One family of each kind is daily: weights are collected by hooks, or returned by the modules; with softcaps, sinks,
+grouped heads, latent states, windows, and attention in a model's own code.
 """
 
 import pytest
@@ -112,7 +112,7 @@ def test_h2o_refuses_weights_over_dropped_tokens_and_says_so():
     cache, token = create_cache("h2o", model), prompt(model, 1, 2)
     with torch.no_grad():
         exact = model(prompt(model, 150, 1), past_key_values=cache, output_attentions=True)
-        # Of the prompt they are all there
+        # All weights of the prompt are returned
         assert exact.attentions[1].sum(dim=-1).allclose(torch.ones(()))
         step = model(token, past_key_values=cache, output_attentions=True)
         message = "has dropped tokens.*neither attention weights.*leave `output_attentions` out"

@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, DynamicCache, En
 from kvcache_plugins import create_cache
 
 
-# What comes out is the dense cache's
+# Options with which tokens equal the dense cache's
 SAME = {
     "gear-4bit": {"nbits": 8, "residual_length": 16},
     "infinigen": {"alpha": float("inf"), "max_fetch_ratio": 1.0, "recent": 8, "full_layers": ()},
@@ -24,7 +24,7 @@ MODELS = {
         **{"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 256, "init_std": 0.2},
         **{"bos_token_id": 1, "forced_eos_token_id": None},
     },
-    # Whose scores have biases of positions
+    # Scores have biases of positions
     "t5": {
         **{"d_kv": 16, "d_ff": 64, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4},
         "initializer_factor": 2.0,

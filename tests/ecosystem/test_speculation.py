@@ -77,7 +77,7 @@ def test_multi_token_prediction_generates_the_same_tokens(name, drafting, genera
         torch.manual_seed(5)
         return MtpModel(main_model, 2).eval()
 
-    # Those of a checkpoint; here they are random
+    # A checkpoint has trained drafting layers; these are random
     monkeypatch.setattr(MtpModel, "from_pretrained", make)
     ids = torch.randint(0, 8, (1, 150), generator=torch.Generator().manual_seed(2))
     options = {"max_new_tokens": 40}
@@ -85,7 +85,7 @@ def test_multi_token_prediction_generates_the_same_tokens(name, drafting, genera
     cache = create_cache(name, drafting, **EXACT[name])
     drafted, counts = count_forwards(drafting, lambda: generate(drafting, ids, cache, use_mtp=True, **options))
     assert torch.equal(drafted, expected) and cache.get_seq_length() == 150 + 39
-    # Forwards have the prompt, or a token and two drafts; 40 of them would mean that none was accepted. How many are
+    # Forwards have the prompt, or a token and two drafts; 40 of them would mean that none was accepted. Their number
     # depends on rounding, as the drafting layers are random
     assert counts == [150] + [3] * (len(counts) - 1) and 14 < len(counts) < 40
 
@@ -111,7 +111,7 @@ def test_blocks_that_a_drafter_makes_of_hidden_states(name, drafting, generate):
     options |= {"assistant_model": drafter, "speculation_type": "dflash"}
     drafted, counts = count_forwards(drafting, lambda: generate(drafting, ids, cache, **options))
     assert torch.equal(drafted, expected) and cache.get_seq_length() == 150 + 39
-    # Forwards have the prompt, or a token and three drafts, of which some are accepted
+    # Forwards have the prompt, or a token and three drafts, some of them accepted
     assert counts[:2] == [150, 4] and 9 < len(counts) < 40
 
 

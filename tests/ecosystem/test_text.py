@@ -68,7 +68,7 @@ def converse(smollm2, cache):
     for question in ("Name a colour.", "And another?"):
         chat.append({"role": "user", "content": question})
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        # What is in the cache has to be a beginning of the new prompt
+        # The new prompt must begin with the tokens of the cache
         held = cache.get_seq_length()
         assert torch.equal(inputs.input_ids[:, :held], seen[:, :held])
         streamer = Recorder(tokenizer)

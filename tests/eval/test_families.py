@@ -1,6 +1,6 @@
 """The survey of families: each verdict is given where it is deserved, and presets work on families that people use.
 
-Of families that people use one of each kind is here, all are in `make test-long`.
+One family of each kind is daily, all are in `make test-long`.
 """
 
 import os

@@ -36,7 +36,7 @@ def triton_kernels(monkeypatch):
 
 @pytest.fixture
 def replace_children(monkeypatch):
-    """Has a function called for what would be a Python process; other programs (git) run."""
+    """Return a function that replaces Python processes by a function; other programs (git) run."""
     run = subprocess.run
 
     def replace(function):
@@ -102,13 +102,13 @@ def test_captured_steps_are_near_dense_and_reserve_room(tmp_path):
 
 def test_offloading_rows_count_transferred_bytes(tmp_path):
     content = run_tiny("infinigen", tmp_path, "infinigen_100")
-    # There is nothing to offload to where there is no GPU
+    # Offloading needs a GPU
     assert [failure["what"] for failure in content["failures"]] == ["offloaded"]
     rows = {row["cache"]: row for row in content["rows"]}
     choosing = ["infinigen:max_fetch_ratio=0.1", "infinigen-transform:max_fetch_ratio=0.1"]
     assert list(rows) == ["dynamic", *(name + more for name in choosing for more in ("", ", all resident"))]
     counted, of_codes = (rows[name]["counted"] for name in choosing)
-    # Of four layers two are whole, of the others about a tenth is fetched
+    # Two of four layers are whole; about a tenth of the others is fetched
     assert 0.04 < counted["bytes_per_token"] / counted["full_offloading_bytes_per_token"] < 0.07
     assert of_codes["bytes_per_token"] < counted["bytes_per_token"] / 5
     assert of_codes["full_offloading_bytes_per_token"] == counted["full_offloading_bytes_per_token"]
@@ -144,7 +144,7 @@ def test_failing_or_hanging_parts_do_not_end_the_run(tmp_path, replace_children,
     assert all("--tiny" in command for command in commands)
     content = read(tmp_path, "gpu_run_parts")
     assert [row["part"] for row in content["rows"]] == list(gpu.PARTS)
-    # What a part leaves goes to the next one: without the 20 seconds of each there would be 150, 225, 285, ...
+    # Seconds that a part leaves go to the next one: without the 20 seconds of each there would be 150, 225, 285, ...
     assert [round(row["limit"]) for row in content["rows"]] == [150, 205, 245, 315, 360, 400]
     assert {row["seconds"] for row in content["rows"]} == {20}
     reasons = {failure["what"]: failure["reason"] for failure in content["failures"]}

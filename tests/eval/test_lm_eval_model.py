@@ -84,7 +84,7 @@ def test_auto_tries_no_batches_on_a_cpu(tiny_loaded: Loaded, batch_size, monkeyp
 def test_larger_batches_score_as_one_and_the_largest_is_found(tiny_loaded: Loaded) -> None:
     options = {"cache": "gear-2bit", "max_batch_size": 3, "max_length": 350}
     models = [wrap(tiny_loaded, batch_size=size, **options) for size in (1, 3)]
-    # As lm-eval finds it on a GPU: all of a batch through a cache
+    # lm-eval finds the size on a GPU so: all of a batch through a cache
     assert models[0]._detect_batch_size([(None, [5] * 100, [5])]) == 3
     for kind, arguments in {"loglikelihood": PAIRS, "loglikelihood_rolling": [(CONTEXT[:150],)]}.items():
         scores = [torch.tensor(getattr(lm, kind)(make_requests(kind, *arguments), disable_tqdm=True)) for lm in models]
@@ -148,7 +148,7 @@ def test_a_lossy_cache_changes_scores_and_reports_its_memory(tiny_loaded: Loaded
     assert (cache["cache"], cache["options"], cache["mode"]) == ("gear-2bit", {"rank": 2}, "auto")
     assert cache["counters"]["contexts"] == cache["counters"]["contexts_exercised"] == 2
     assert cache["counters"]["continuations"] == 4
-    # Of 16 bits; dense float32 is at 200
+    # Percent of 16 bits; dense float32 is at 200
     assert 0 < cache["memory_of_longest"]["kv_percent"] < 80
     assert cache["stats_of_longest"]["tokens_compressed"] > 0
 
@@ -161,7 +161,7 @@ def test_a_cache_that_no_context_reaches_fails(tiny_loaded: Loaded, caplog: pyte
     dense = wrap(tiny_loaded).loglikelihood(requests)
     assert [score for score, _ in scores] == pytest.approx([score for score, _ in dense], abs=1e-4)
     assert "`h2o` was not exercised" in caplog.text
-    # Some are long enough: no error, but how many were not is said
+    # Some are long enough: no error, but a count of those that were not
     mixed = make_requests("loglikelihood", (CONTEXT, " long"), (CONTEXT[:9], " too"))
     wrap(tiny_loaded, cache="h2o", cache_min_tokens=32).loglikelihood(mixed)
     assert "1 of 2 contexts were too short for the cache `h2o`" in caplog.text
@@ -248,7 +248,7 @@ def test_two_settings_cannot_share_stored_responses(tiny_loaded: Loaded, tmp_pat
         evaluate(cache="gear-2bit")
 
 
-# What `accelerate launch` starts on GPUs; on CPUs it starts one process alone
+# Arguments of `accelerate launch` on GPUs; on CPUs it starts one process alone
 LAUNCH = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
 
 

@@ -237,6 +237,6 @@ def test_wide_tables_fit_a_terminal(monkeypatch, capsys):
         print_markdown(text, "Title")
         printed = capsys.readouterr().out
         assert max(map(len, printed.splitlines())) <= width and "…" not in printed
-        # Whatever is left out or put into another table, each way has its name
+        # Each way keeps its name, also without columns or in another table
         assert printed.count("deepcopy") == printed.count("load and fork") > 0
         assert (printed.count("deepcopy") == 1) == ("871.32 to 1727.88" in printed) == (width == 160)

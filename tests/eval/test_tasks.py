@@ -22,7 +22,7 @@ from kvcache_plugins.eval.tasks import FOLDER, find_task, loaders, task_files
 
 CHOICES = ["by night", "at noon", "in May", "on foot"]
 HUB_CHOICES = {"text": CHOICES, "label": ["A", "B", "C", "D"]}
-# Of every set a row of a file, what the hub has otherwise or besides, and text, choices and target of both
+# A row of every set's file, fields that the hub has otherwise or besides, and text, choices and target of both
 ROWS: dict[str, tuple[dict[str, object], dict[str, object], tuple[object, object, object]]] = {
     "copa": (
         {
@@ -228,7 +228,7 @@ def test_command_line_writes_task_results(model, request, tmp_path, data_folder,
     assert cache["counters"]["continuations"] == 2 * 2 + 2 * 4
 
 
-# Of lm-eval's tasks one folder is read alone: its thousands of files take long
+# Read one folder of lm-eval's tasks alone: its thousands of files take long
 STOCK = """
 from functools import partial
 import lm_eval.tasks
@@ -240,7 +240,7 @@ main()
 
 @pytest.mark.slow
 def test_model_names_work_with_lm_evals_own_tasks(saved_with_tokenizer, tmp_path, data_folder, run_python):
-    # What the task asks the hub for, as a folder
+    # A folder in place of the data set that the task loads from the hub
     (tmp_path / "aps").mkdir()
     shutil.copytree(data_folder / "copa", tmp_path / "aps" / "super_glue")
     files = [{"split": split, "path": f"{file}.jsonl"} for split, file in (("train", "dev"), ("validation", "test"))]

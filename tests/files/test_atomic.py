@@ -38,7 +38,7 @@ def test_error_leaves_the_old_file(tmp_path):
 
 
 def test_full_disk_leaves_the_old_file(tmp_path):
-    """A limit on the size of files, as there is no disk to fill."""
+    """Limit the size of files in place of filling a disk."""
     path = tmp_path / "file"
     write(path, b"old")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -57,17 +57,17 @@ _CONTEXTS = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
     """
-    A cache and what may be asked of it.
+    A cache and the promises that it is held to.
 
     Args:
         name (`str`): The registered name.
         options (`dict`): Its options.
         exactness (`float`, *optional*): Distance from `DynamicCache` that is right; `None` where the cache loses more.
-        reads_dense (`bool`): Whether attention over densified states gives the same.
-        as_alone (`float`): How far a row may be from the same alone, as a share of the cache's own error. Kernels
+        reads_dense (`bool`): True if attention over densified states gives the same.
+        as_alone (`float`): Largest distance of a row from the same alone, as a share of the cache's own error. Kernels
             round otherwise for another shape, and a rounding error can turn a code over, or a choice of tokens.
         least_real (`int`): Tokens of the shortest row of a padded prompt.
-        fits_again (`bool`): Whether tables are fitted again when a sequence is four times as long.
+        fits_again (`bool`): True if tables are fitted again when a sequence is four times as long.
         dtypes (`tuple`): Dtypes of the model.
     """
 
@@ -183,7 +183,7 @@ class CacheOperations(RuleBasedStateMachine):
         return logits
 
     def _feed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of a forward through the cache, which may have to be those of the reference."""
+        """Return logits of a forward through the cache, and compare them with the reference's if there is one."""
         with _CONTEXTS[self.context]():
             logits = self.under_test.feed(self.cache, tokens, self.mask)
         if self.reference is not None:

@@ -118,7 +118,7 @@ def test_eager_attention_takes_padding(tiny_model):
     seen = GEARCache(model.config, nbits=2)
     generate(model, input_ids, seen, attention_mask=mask)
     for told, shown in zip(cache.layers, seen.layers, strict=True):
-        # What was decoded depends on the last bits of attention
+        # Decoded tokens depend on the last bits of attention
         prompts = (layer.to_dense("keys")[:, :, : input_ids.shape[1]] for layer in (told, shown))
         assert torch.allclose(*prompts, atol=1e-3)
 

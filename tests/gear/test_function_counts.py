@@ -1,4 +1,4 @@
-"""How many Python functions of this package a model passes a layer: in a decode step, and where a prompt is coded."""
+"""Counts of Python functions that a model calls per layer: in a decode step, and where a prompt is coded."""
 
 import ast
 import re

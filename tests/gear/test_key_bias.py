@@ -22,7 +22,7 @@ from kvcache_plugins.registry import describe_caches, parse_cache_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 PREFIX, SCORED = 512, 64
-# Of a head of 64: channel `i` turns with channel `i + 32`, slower the larger `i`
+# Channels of a head of 64: channel `i` turns with channel `i + 32`, slower the larger `i`
 SLOW, FAST = (30, 31, 62, 63), (0, 1, 32, 33)
 ALL_LAYERS, FIRST_AND_LAST = tuple(range(30)), (0, 29)
 # In the order of the table: channels, range of the offsets' sizes, layers

@@ -94,7 +94,7 @@ def test_sink_tokens_are_exact_and_widen_no_range(backbone, padding):
                 assert num_sink_tokens == 0 or torch.equal(
                     dense[item, :, start : start + 4], exact[item, :, start : start + 4]
                 )
-            # Of the item without padding, behind the sinks
+            # Error of the sequence without padding, behind the sinks
             errors[side, num_sink_tokens] = (dense - exact)[0, :, 4:].square().mean()
     # Tokens have their own ranges of values, and groups of tokens theirs of keys
     assert backbone == "per-token" or errors["keys", 4] < 0.5 * errors["keys", 0]
@@ -212,6 +212,6 @@ def test_cropped_tokens_have_no_effect(method, count):
         keys, values = layer.update(*after)
         assert torch.equal(keys.densify()[:, :, -1:], after[0])
         decode(layer, 70)
-        # Of the 300 tokens the last 4 were still exact, and are compressed only now
+        # The last 4 of the 300 tokens were still exact, and are compressed only now
         kept = min(300 - count, 296)
         assert torch.equal(layer.to_dense("keys")[:, :, :kept], dense["keys"][:, :, :kept])

@@ -128,7 +128,7 @@ def test_copies_and_rollbacks_make_new_plans(preset, calls):
         if step == 10:
             layer, original = copy.deepcopy(layer), layer
             attend(original, *tokens(1))
-        # Of the newest tokens, and into those that are packed
+        # Crop some of the newest tokens, then packed ones too
         for count in {20: [2], 24: [60]}.get(step, []):
             layer.crop(-count)
             reference.crop(-count)
@@ -159,7 +159,7 @@ def test_unwritten_token_is_seen_by_every_reader(preset, calls):
         assert layer.storage.tail.unwritten is not None
         newest = layer.to_dense("keys")[:, :, -1:] if step % 2 else None
         attend_anew(reference, query, keys, values)
-        # Of two tokens in turn the first was not attended to
+        # The first of two tokens in turn was not attended to
         token = tokens(1)
         expected = attend_anew(reference, *token)
         assert torch.equal(attend(layer, *token), expected)
@@ -232,7 +232,7 @@ def test_inference_mode_and_gradients_may_alternate(preset):
         with torch.no_grad():
             expected = attend(reference, *given)
         with (torch.inference_mode, torch.no_grad, torch.enable_grad)[start // 5 % 3]():
-            # As a model makes them there
+            # Make new tensors in this mode, as a model does
             found = attend(layer, *(states + 0 for states in given))
         # Dense attention and that of the layer round differently
         torch.testing.assert_close(found, expected)

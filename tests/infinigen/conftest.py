@@ -1,4 +1,4 @@
-"""Stand-ins for streams, events and page-locked memory: there is no GPU where these tests run.
+"""Stand-ins for streams, events and page-locked memory, for machines without a GPU.
 
 Streams work at once and keep account of what is known to come before what: an operation's past is all that its stream
 has done, and all that came before events that the stream waited for. On a GPU nothing else is certain to have been.

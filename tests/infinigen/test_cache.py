@@ -1,5 +1,5 @@
 """InfiniGen on tiny random models: exact where everything is fetched, right about what it does elsewhere; with a
-codec in its pool, what it attends to and costs; and where it chooses ahead unless it is said.
+codec in its pool, what it attends to and costs; and the devices on which it speculates by default.
 """
 
 import copy

@@ -21,7 +21,7 @@ def fetch(record: UsageRecord, *slots: int) -> None:
     record.touch(chosen, torch.ones_like(chosen, dtype=torch.bool))
 
 
-# By policy: attention sinks, tokens fetched in each step, and victims of as many tokens at a time
+# Policies with attention sinks, tokens fetched in each step, and victims of as many tokens at a time
 VICTIMS = {
     "fifo": (2, [[2, 3]], [[2, 3, 4], [5, 6]]),
     "lru": (0, [[0, 1, 2, 3, 4, 5, 6, 7], [0, 2, 4, 6, 7], [1]], [[3, 5], [0, 2]]),

@@ -1,7 +1,7 @@
 """A layer on a GPU attends as on a CPU, in the right order, and the host waits for no result. Rows are read after
 their transfer to the GPU, and their memory is freed after that.
 
-There is no GPU here: `conftest.py` has stand-ins. Tensors on the `meta` device stand for results that a host does not
+Stand-ins of `conftest.py` take the place of a GPU. Tensors on the `meta` device stand for results that a host does not
 know: they have shapes and no numbers, and reading one raises, where a GPU would be waited for.
 """
 

@@ -30,7 +30,7 @@ from kvcache_plugins.kernels.ops import apply_rope, decode_tiles
 
 # Triton reads the variable when it is imported, which is before this file is
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Of Triton's kernels
+# Device of Triton's kernels
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 needs_triton = pytest.mark.skipif(
     DEVICE.type == "cpu" and not INTERPRETED, reason="kernels need a GPU or TRITON_INTERPRET=1 in the environment"
@@ -171,7 +171,7 @@ def make_mask(kind: str, case: Case, length: int) -> torch.Tensor:
         "heads alike": allowed[:, :1],
         "items alike": allowed[0, 0],
         "added": torch.randn(shape).masked_fill(~allowed, -torch.inf),
-        # As Transformers masks: who sees nothing attends to all alike
+        # Transformers' masks: a query that sees nothing attends to all alike
         "lowest": torch.randn(shape).masked_fill(~allowed, torch.finfo(torch.float32).min),
         "fewer columns": allowed[..., : length - 5],
     }[kind]

@@ -1,5 +1,5 @@
-/* Runs a kernel, named by the argument, on a call that `replaying.py` has recorded, where there is no Python: reads the
-   memory of the call from standard input, and writes what it holds afterwards to standard output.
+/* Runs a kernel, named by the argument, on a call that `replaying.py` has recorded, on machines without Python: reads
+   the memory of the call from standard input, and writes what it holds afterwards to standard output.
 
    The input is numbers of 64 bits: how many buffers, how many addresses, the buffers' sizes, then of each address the
    buffer and place it stands at and the buffer and place it points to; the first address is the call's own and stands

@@ -1,8 +1,8 @@
 """A plugin of pytest: whatever kernel a test runs at the lowest level is run once more, as a program for another
 machine, on a copy of its memory, and has to leave the same there. `REPLAY` is the command of `replay.c`.
 
-Which memory a call reaches is found from its address on: whatever in a structure or in whole numbers of a tensor is an
-address within a tensor or a structure that is alive points there. So no kernel has to be described here.
+Memory that a call reaches is found from its address on: any word of a structure or of a tensor of integers that is an
+address within a living tensor or structure counts as a pointer to it. So no kernel needs a description here.
 """
 
 import bisect

@@ -54,7 +54,7 @@ def test_rows(row_case, form, engine):
 
 @pytest.mark.parametrize("corrections", CORRECTIONS.values(), ids=CORRECTIONS)
 def test_groups(group_case, corrections, engine):
-    # Of many values the average is close to nothing
+    # The average of many values is close to nothing
     factor = 4 if group_case.length > 1000 else 1
     check(group_case, [group_part(group_case, **corrections), dense_part(group_case, 3)], engine, factor=factor)
 
@@ -288,7 +288,7 @@ class TestOnlineAttention:
         query = torch.randn(2, heads[0], num_queries, 24).to(dtype)
         keys, values = (torch.randn(2, heads[1], 200, 24).to(dtype) for _ in range(2))
         allowed = torch.rand(2, heads[0] if kind == "per-head" else 1, num_queries, 200) > 0.3
-        # Of the first tile, of a later one, and of all some see nothing
+        # Some queries see nothing of the first tile, of a later one, and of all
         allowed[0, 0, 0, :64] = False
         allowed[1, :, -1, 64:129] = False
         mask = {
@@ -354,7 +354,7 @@ class TestMasks:
         allowed = (torch.arange(8) >= padding[:, None])[:, None, None] & torch.ones(8, 8, dtype=torch.bool).tril()
         mask = torch.where(allowed, 0.0, torch.finfo(torch.float32).min) if additive else allowed
         assert leading_padding(mask, 0, None, 3).tolist() == padding.tolist()
-        # In two updates, the first of which is nothing but padding for the last sequence
+        # In two updates; the first holds nothing but padding of the last sequence
         known = leading_padding(mask[:, :, :4, :4], 0, None, 3)
         assert known.tolist() == [0, 3, 4]
         assert leading_padding(mask[:, :, 4:], 4, known, 3).tolist() == padding.tolist()

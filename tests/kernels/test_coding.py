@@ -240,7 +240,7 @@ def test_rows_are_requantized_as_in_pytorch(in_torch, levels, is_key, kind):
     finer = table.with_more_bits(2)
     rows = encode_rows(torch.randn(1, 2, 40, 48) + 1, finer)
     expected, states = in_torch(lambda: requantize_rows(rows, finer, table)), decode_rows(rows, finer)
-    # What is taken off, turned and rotated comes back
+    # Encoding decoded rows again gives their bytes: the mean, the rope and the rotation cancel out
     assert kind == "basis" or float((encode_rows(states, table) != expected).float().mean()) < 2e-3
     for _ in levels():
         check_rows(requantize_rows(rows, finer, table), expected)
@@ -307,7 +307,7 @@ def test_append_reports_overflow(levels, number):
             assert coding.append(states, 5, 0, rows)
             states[side][1, 0, 4, 47] = number
             assert coding.append(states, 4, 0, rows) and not coding.append(states, 5, 0, rows)
-            # As far as scales go, and beyond
+            # Up to the largest scale, and beyond
             states[side][1, 0, 3] = 1e9
             before = states[0][:, :, :4].clone()
             assert not coding.append(states, 4, 0, rows, 1)

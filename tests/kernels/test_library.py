@@ -21,7 +21,7 @@ from kvcache_plugins.kernels.compiled import PreparedCall
 
 
 NUM_TASKS = 2000
-# What Linux calls the instructions of each level, beyond those of the one below
+# Linux's names of the instructions that each level adds to the one below
 FLAGS_OF_LEVELS = {
     "avx2": {"avx", "avx2", "fma", "f16c"},
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512_vnni"},

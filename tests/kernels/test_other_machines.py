@@ -24,7 +24,7 @@ def make_program(folder: Path, target: str, level: str) -> Path:
     sources = sorted(build.SOURCES.glob("*.c"))
     names = {name for source in sources for name in re.findall(r"^EXPORT\((\w+)\)", source.read_text(), re.MULTILINE)}
     kernels = " ".join(f"KERNEL({name})" for name in sorted(names))
-    # What it is compared with, the lowest level here, rounds products before they are added
+    # The reference, the lowest level here, rounds products before they are added
     flags = [
         *build.FLAGS,
         "-ffp-contract=off",

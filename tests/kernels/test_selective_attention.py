@@ -235,7 +235,7 @@ class TestExactRows:
         arguments = random_step(CHOSEN["different keys and values"])
         mask = torch.randn(2, 300) if not is_boolean else torch.rand(2, 300) > 0.5
         positions = torch.randint(0, 250, arguments[2].shape)
-        # What is behind the counts has no token
+        # Slots behind the counts have no token
         positions[torch.arange(130).expand_as(positions) >= arguments[3][..., None]] = -1
         check(arguments, engine, mask=mask, positions=positions, tail_start=250)
 

@@ -254,7 +254,7 @@ def _fail_at(moment: str, model: Any) -> None:
     if when == "before it is called":
         fail()
     elif when == "while the ranks agree":
-        # Sizes are gathered before what is said: the second collective of the two
+        # Sizes are gathered before messages: these are the second of two collectives
         gather, calls = dist.distributed_c10d.all_gather, []
 
         def gather_once(*args: Any, **kwargs: Any) -> Any:

@@ -39,7 +39,7 @@ def results(door, buffer):
 @pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
 def test_an_unwritten_token_is_seen_by_every_reader(door):
     buffer, reference = make_buffer(), make_buffer()
-    # As an update leaves it there
+    # The state that an update leaves
     assert buffer.unwritten is None and buffer.length < buffer.capacity
     buffer.unwritten, buffer.length = tokens(1, seed=2), buffer.length + 1
     reference.append(*tokens(1, seed=2))

@@ -10,7 +10,7 @@ VALID = torch.tensor([[False, True, True], [True, True, True]])
 
 
 def states(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    # As models lay them out: not contiguous
+    # The layout of models: not contiguous
     return torch.randn(2, 3, 4, 8, dtype=dtype).transpose(1, 2)
 
 

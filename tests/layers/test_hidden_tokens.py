@@ -1,7 +1,7 @@
 """Masks that hide tokens wherever they are: caches that keep all tokens compute what `DynamicCache` does.
 
-A mask says which tokens the queries of one forward may see. It says nothing of later forwards, of other layers, or of
-which prompt the cache holds.
+A mask says which tokens the queries of one forward may see, and nothing about later forwards, other layers or the
+prompt that the cache holds.
 """
 
 from typing import NamedTuple
@@ -46,7 +46,7 @@ EXACT = [
 
 
 class Hidden(NamedTuple):
-    """How many tokens each forward has, and which are hidden: item, first, and the one after the last."""
+    """Number of tokens of each forward, and the hidden ones: sequence, first, and the one after the last."""
 
     counts: list[int]
     ranges: list[tuple[int, int, int]]

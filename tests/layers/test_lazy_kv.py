@@ -89,12 +89,12 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_held_states_keep_their_values(change, layer, lazy):
-    """As the tensors of a dense cache do, whatever becomes of the cache."""
+    """Held states behave like tensors of a dense cache, which later changes of the cache leave alone."""
     expected = [layer.to_dense(side) for side in ("keys", "values")]
     turned, query = lazy[0].transpose(2, 3), torch.randn(2, 2, 1, 32)
     attended = F.scaled_dot_product_attention(query, *expected)
     CHANGES[change](layer)
-    # As many tokens as before, but others
+    # Add as many tokens as before, but others
     layer.update(*torch.randn(2, layer.batch_size, 2, 151 - layer.get_seq_length(), 32))
     assert isinstance(turned, LazyKV)
     assert torch.equal(turned + 0, expected[0].mT)

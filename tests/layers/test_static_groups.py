@@ -200,7 +200,7 @@ def test_models_without_static_steps_are_refused(architecture, options, message,
 )
 def test_generate_compiles_steps_automatically(tiny_llama, fresh_dynamo, preset):
     """One graph has ordinary steps and those that pack."""
-    # As it does on GPUs
+    # Compile on a CPU too, as on GPUs
     config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
     config._compile_all_devices = True
     for length in (97, 110):

@@ -201,7 +201,7 @@ def test_models_without_static_steps_are_refused(architecture, options, message,
 
 @pytest.mark.slow
 def test_generate_compiles_steps_automatically(tiny_llama, fresh_dynamo):
-    # As it does on GPUs
+    # Compile on a CPU too, as on GPUs
     config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
     config._compile_all_devices = True
     for length in (97, 110, 80):

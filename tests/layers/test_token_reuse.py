@@ -35,7 +35,7 @@ def random_ids(*lengths):
     return [torch.randint(3, 97, (1, length)) for length in lengths]
 
 
-# What an agent does to a prompt A and an answer B, and what is left of both in front of new tokens N
+# Edits that an agent makes to a prompt A and an answer B, and the tokens that remain in front of new tokens N
 EDITS = {
     "tool result appended": lambda a, b, n: ([a, b, n], a.shape[1] + b.shape[1] - 1),
     "think block removed": lambda a, b, n: ([a, b[:, 4:], n], a.shape[1]),
@@ -64,7 +64,7 @@ def test_the_text_is_that_of_a_fresh_cache_and_only_new_tokens_are_read(smollm2,
 
 @pytest.mark.parametrize("name", ["transform", "gear-2bit", "kivi-2bit", "turboquant-4bit"])
 def test_logits_are_a_fresh_caches_where_nothing_is_packed(tiny_llama, name):
-    # A cache differs from a fresh one by packed tokens alone: too few tokens for a codec, and there are none
+    # A cache differs from a fresh one by packed tokens alone, and these are too few to be packed
     prompt, new = random_ids(7, 5)
     cache = create_cache(name, tiny_llama)
     output = generate(tiny_llama, prompt, cache, 4)
@@ -163,7 +163,7 @@ def test_windows_go_back_as_far_as_they_record(tiny_model, architecture, options
             with pytest.warns(UserWarning, match="all layers") if is_kept else torch.no_grad():
                 fresh = create_cache("transform", model, **options)
             assert torch.equal(continued, generate(model, edited, fresh, 4))
-        # What only grows is continued anyway
+        # A text that only grows is continued all the same
         longer = torch.cat([continued, new], dim=1)
         assert cache.reuse(longer, continued) == continued.shape[1] - 1
 

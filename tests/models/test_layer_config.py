@@ -21,7 +21,7 @@ from kvcache_plugins.models.rotary_frequencies import rotary_embedding
 
 
 ROOT = Path(__file__).resolve().parents[2]
-# What a decoder has as a whole
+# Fields of a decoder as a whole
 OF_DECODERS = {
     *("hidden_size", "is_encoder_decoder", "layer_types", "max_position_embeddings", "num_decoder_layers"),
     *("num_hidden_layers", "pad_token_id", "vocab_size"),
@@ -74,7 +74,7 @@ def test_fields_that_layers_may_have_are_read_from_layers(released_configs) -> N
 def test_every_default_config_can_be_read(released_configs) -> None:
     for name, config in released_configs.items():
         config_fingerprint(config)
-        # Of the last Transformers' own cache cannot be made either
+        # Transformers' own cache of blt cannot be made either
         if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and name != "blt":
             text_config = config.get_text_config(decoder=True)
             assert all(dim > 0 for dim in head_dims(text_config)), name
@@ -127,7 +127,7 @@ def test_fingerprints_differ_where_layers_do() -> None:
 
 
 def test_costs_are_those_of_each_layer() -> None:
-    """Of three layers, with a window of 32, the last has heads four times as wide."""
+    """Read three layers with a window of 32; the last has heads four times as wide."""
     sizes = {"vocab_size": 8, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 32}
     kinds = ["sliding_attention", "sliding_attention", "full_attention"]

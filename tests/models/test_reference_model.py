@@ -96,7 +96,7 @@ def test_any_answer_shows_that_the_hub_is_reached(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(reference_model.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         Thread(target=server.handle_request).start()
         assert reference_model._reaches_hub()
-    # Nobody listens any more
+    # The port is closed now
     assert not reference_model._reaches_hub()
 
 

@@ -19,7 +19,7 @@ from kvcache_plugins.models.rotary_frequencies import rotary_embedding
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 6, "vocab_size": 32}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
-# By type, and of some channels alone
+# Parameters by type, and a rotation of some channels alone
 PARAMETERS = {
     "default": {},
     "linear": {"factor": 4.0},

@@ -24,7 +24,7 @@ from kvcache_plugins.models.reference_model import reference_models
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 NAMES = ["gear", "infinigen", "kv_runahead", "quickstart", "your_own_cache"]
-# What the others run is run by tests of guides and caches too
+# Tests of guides and caches run the code of the other notebooks too
 RUN_ALWAYS = ("quickstart",)
 # Paths of a machine, and what an execution at a certain time leaves in the metadata
 OF_A_MACHINE = re.compile(r"/(?:tmp|root|home|Users|work|mnt|opt)/|[A-Z]:\\\\|iopub\.|shell\.execute_reply")

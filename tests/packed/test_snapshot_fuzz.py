@@ -1,8 +1,8 @@
 """Saved caches that were damaged or forged: refused by a `ValueError` that names the file, or as good as undamaged.
 
 Damage is random bytes; then nothing but a refusal will do, as a checksum covers all of a file. A forged file has the
-right checksum over anything: it may be taken for a cache, but attention over what was taken has to be memory-safe and
-no other error may come out. What reads out of bounds ends the process, and thus the test.
+right checksum over anything: it may be loaded as a cache, but attention over that cache must be memory-safe, and no
+other error may be raised. A read out of bounds ends the process, and thus the test.
 """
 
 import json
@@ -62,7 +62,7 @@ class Subject:
         try:
             return "same" if torch.equal(self.continued(), self.logits) else "different"
         except ValueError:
-            # As of states that cannot be compressed
+            # The error of states that cannot be compressed
             return "refused later"
 
 

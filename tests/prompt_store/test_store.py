@@ -1,5 +1,5 @@
 """A cache from the store is the one that reading its prompt in the same blocks makes, and prompts share what they
-have in common; commands about a folder of prompts, and `generate --store`. A cache is right or there is none: after
+have in common; commands about a folder of prompts, and `generate --store`. A load returns a right cache or none: after
 damage, killed and several writers, and a full disk.
 """
 
@@ -92,7 +92,7 @@ def test_an_edited_conversation_finds_its_beginning(tiny_llama, tmp_path, name):
     # On disk the blocks before the edit are known, and the live cache goes back to the edit itself
     assert store.cache_for(tiny_llama, edited, name).get_seq_length() == 512
     assert live.reuse(edited, output) == 700
-    # What a live cache has read in other pieces is not kept
+    # Tokens that a live cache has read in other pieces are not stored
     generate(tiny_llama, edited, live)
     assert live.record.num_blocks == 2 and store.keep(live, edited) == 0
 
@@ -461,7 +461,7 @@ def test_random_faults_never_change_loaded_prompts(tiny_llama, tmp_path, read_in
             warnings.simplefilter("ignore")
             (rounds.remove if number % 20 == 19 else rounds.chance.choice(events))()
             rounds.any_read()
-    # Whatever is damaged now is found when it is asked for
+    # Damage is found when a block is loaded
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for number in range(len(rounds.prompts)):

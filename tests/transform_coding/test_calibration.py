@@ -215,7 +215,7 @@ def test_rounded_bases_cost_nothing_that_can_be_seen(model, calibration, window,
             assert 0 < float(error) < 2**-5
 
 
-# What no calibration changes: `tests/contract` says it of `transform`
+# Checks that no calibration changes: `tests/contract` runs them on `transform`
 OTHERS = ("sampling", "num-return-sequences", "beam-search", "prompt-lookup", "assisted", "multi-turn", "device-map")
 CHANGED = [check for check in CONTRACT if check.name not in (*OTHERS, "hybrid")]
 
@@ -227,7 +227,7 @@ CHANGED = [check for check in CONTRACT if check.name not in (*OTHERS, "hybrid")]
 )
 def test_calibrated_caches_keep_the_contract(model, calibration, tmp_path, monkeypatch, kernel, checks):
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
-    # Where caches that are loaded look for it
+    # Caches that are loaded look for it here
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))
     keep(calibration, model)
     results = run_contract(model, lambda: make_cache(model, calibration), checks=checks)
@@ -313,7 +313,7 @@ def test_prediction_knows_the_calibration(model, calibration, window, tmp_path, 
     assert predict_memory(model, "calibrated-16", 150, device="cpu") == cache.memory()
 
 
-# Of the prompt alone, and of what is decoded and read again too
+# Cover the prompt alone, then decoded and reread tokens too
 @pytest.mark.parametrize("together", [pytest.param(80, marks=pytest.mark.long), 16])
 def test_the_package_has_a_calibration_of_smollm2(smollm2, licence_ids, tmp_path, monkeypatch, divergence, together):
     monkeypatch.setenv("KVCACHE_PLUGINS_HOME", str(tmp_path))

@@ -222,7 +222,7 @@ def test_a_short_item_waits_in_the_prefix():
     new = [states(2, 1) for _ in range(BUFFER + 1)]
     for each in new:
         feed(layer, *each, [0, 90])
-    # What the others have packed
+    # Tokens that the other sequences have packed
     num_old = BUFFER - layer.policy.num_kept
     assert layer.storage.prefix.count.tolist() == [SINKS, 10 + num_old]
     held = layer.to_dense("values")[1, :, 90:]
@@ -233,7 +233,7 @@ def test_a_short_item_waits_in_the_prefix():
     for _ in range(MIN_TOKENS):
         feed(layer, *states(3, 1), [90, 0, 90])
     assert layer._unfitted_sequences is None
-    # What it has no more takes no room behind a view
+    # Dropped tokens take no room behind a view
     assert layer.storage.prefix.keys.untyped_storage().nbytes() == layer.storage.prefix.keys.nbytes
     materialized = layer.to_dense("values")
     assert torch.equal(materialized[0, :, 90 : 100 + num_old], held[:, : 10 + num_old])
@@ -318,7 +318,7 @@ def test_a_constant_item_does_not_change_others():
 
 
 def test_ordinary_tokens_behind_a_constant_prompt_are_coded_well():
-    """By the deviations of such a prompt their scales would end before they do."""
+    """Scales from the deviations of such a prompt would be too small for these tokens."""
     start = randn(1)
     keys, values = (start + 1e-5 * randn(PROMPT) for _ in range(2))
     layer, later = steady_layer(4), (start + randn(40), start + randn(40))

@@ -41,7 +41,7 @@ KINDS = {
     "sections-interleaved": ("qwen3_vl_text", {**SECTIONS, "mrope_interleaved": True}),
 }
 NORMED_KINDS = {"reversed", "sections-interleaved"}
-# Of each form of layout and of each way in which frequencies are found
+# Each form of layout, and each way in which frequencies are found
 WRONG = ("yarn", "partial", "interleaved", "partial-interleaved", "without-parameters", "reversed", "sections")
 
 
@@ -103,7 +103,7 @@ def test_a_wrong_embedding_is_not_used(kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["sections", "sections-interleaved"])
 def test_images_have_other_positions_than_indices(kind, monkeypatch):
-    """Where most tokens are of an image keys are coded as they are, although the newest tokens are text."""
+    """Keys are coded unrotated if most tokens are of an image, although the newest tokens are text."""
     model = make_model(*KINDS[kind])
     rows, columns = torch.arange(32).repeat_interleave(32), torch.arange(32).repeat(32)
     image = 40 + torch.stack([torch.zeros_like(rows), rows, columns])

@@ -163,7 +163,7 @@ def test_bytes_are_those_of_a_window_a_chunk_and_a_buffer(name, mistral, make_mi
     chunk = max(residual, 64)
     held = create_cache(name, full)
     full(token_ids[:, : WINDOW + chunk], past_key_values=held, logits_to_keep=1)
-    # Of two layers, keys and values of one head of 64 channels in float32
+    # Two layers, keys and values of one head of 64 channels in float32
     buffer = residual * 2 * 2 * 64 * 4
     assert max(sizes) <= 1.002 * (held.memory().total_bytes + buffer)
     stats = cache.stats()

@@ -1,7 +1,7 @@
 """A stand-in for a GPU's driver: calls of launchers and compilations are counted on a machine without one.
 
 Launches run nothing and kernels are not compiled: how often Triton would compile, by its own keys, is then known.
-Results are zeros. Triton must not interpret. For programs of this folder, which find it beside them.
+Results are zeros. Triton must not interpret. Programs of this folder import it from beside them.
 """
 
 from collections import Counter
@@ -96,7 +96,7 @@ def stand_in_driver(capability: int = 90) -> Iterator[StandIn]:
             patch.object(JITFunction, "_do_compile", compile_nothing),
             patch.object(engine, "_kernel_on", lambda device_type, requested: ("triton", False)),
             patch.object(engine, "_device_type", lambda tensor: "cuda"),
-            # What no kernel fills would be anything
+            # Memory that no kernel fills would hold anything
             patch.object(torch, "empty", filled),
             patch.object(torch, "empty_like", zeros_like),
             patch.object(torch.Tensor, "new_empty", new_zeros),

@@ -62,7 +62,7 @@ CASES = {
     "padding-added": case(shape(64, batch=3), dtype=HALF, mask="added"),
     **{f"prompt-{length}": case(shape(64, heads=1, chunk=length, chunks=1), GEAR) for length in (1, 63, 65, 129, 300)},
 }
-# What these hold others hold too
+# Cases whose properties others have too
 LONG = (
     *("gear-3bit-d20", "gear-d96-4bit", "gear-d256", "kivi-64-of-128", "token-groups-d80", "prompt-63", "prompt-129"),
     "padding-added",
@@ -107,7 +107,7 @@ def test_matches_dense_attention(name):
     sizes, options, dtype, kind = CASES[name]
     mask = None if kind is None else make_mask(kind, sizes, sizes.length)
     output = check(sizes, [make_part(sizes, options, mask)], dtype)
-    # Whoever may attend to nothing gets zeros
+    # A fully masked query gets zeros
     assert name != "masked-out" or not output[1].any()
 
 

@@ -22,7 +22,7 @@ MOST = {
     "gear-k4v3": _GROUPS | {"attend_kernel": 2, "finish_kernel": 1},
     "gear-2bit": _GROUPS,
     "gear-4bit": _GROUPS,
-    # Of keys and of values, and of both in recent rows, which are longer
+    # One each for keys and values, and for both in recent rows, which are longer
     "transform": {"step_kernel": 2, "code_rows_kernel": 4},
 }
 # A layer of rows compiles attention over them when it first attends to them, which is the first decode step
@@ -81,7 +81,7 @@ def count(name, num_prompts, num_steps, mode=""):
 # Names and modes; those in a list share a process
 CASES = [
     [("gear-k4v3", ""), ("transform", "warm")],
-    # Of what the padded ones, or others, show too
+    # Cases that padded ones, or others, cover too
     pytest.param(
         [("kivi-2bit", "padded"), ("gear-2bit", "padded"), *((name, "") for name in MOST if name != "gear-k4v3")],
         marks=pytest.mark.long,

@@ -155,7 +155,7 @@ VARIANTS = {
     **MOVES,
     **SCORES,
 }
-# By target. In daily tests one of each kernel: of groups without and with low rank, of rows without and with a basis
+# Daily variants by target, one of each kernel: groups without and with low rank, rows without and with a basis
 DAILY = {
     "90": [
         *("kivi-2bit-d128", "gear-l-2bit-d128", "t16-d128", "c16-d64", "code-keys-d128", "code-values-d256"),
@@ -200,12 +200,12 @@ LONG = {
 # Warp instructions a cached number of the loop over whole tiles, on an H100, and how much more is taken for the same
 COUNTS = {"t16-d64": 0.223, "t16-d128": 0.198, "c16-d64": 0.268, "c16-d128": 0.246}
 MARGIN = 0.05
-# Bytes that a thread of attention over groups, or of a push into them, may spill. Where 168 or 128 registers let one
-# more program run at once, the assembler itself puts a few into local memory rather than use another register
+# Bytes that a thread of attention over groups, or of a push into them, may spill. If 168 or 128 registers let one more
+# program run at once, the assembler itself puts a few into local memory rather than use another register
 MAX_SPILLED = 32
 MAY_SPILL = {*GROUPS, *COMBINATIONS, *GROUP_PUSHES}
-# What spills more must not get worse: kernels with low rank and outliers both, mostly what is used once a chunk, and
-# those of two parts (ranks and padding are data, so that one kernel serves all prompts, which costs registers);
+# Kernels that spill more must not get worse: those with low rank and outliers both, mostly numbers used once a chunk,
+# and those of two parts (ranks and padding are data, so that one kernel serves all prompts, which costs registers);
 # bases of 128 channels, which do not fit into registers; and pushes of 256 channels, where a tail is packed
 SPILLED = {
     **{("attend", "gear-2bit-d64"): 72, ("attend", "gear-2bit-d128"): 176, ("attend", "gear-3bit-d128"): 168},
@@ -430,7 +430,7 @@ def of_call(name):
 
 
 def of_step(name):
-    """Launches of a step over 16000 tokens of a pool, of which 3200 may be chosen."""
+    """Launch a step over 16000 tokens of a pool that chooses at most 3200."""
     from kvcache_plugins.triton_kernels.infinigen import attend, choose, push, queries
     from kvcache_plugins.triton_kernels.scores import prepare_column_scores
     from kvcache_plugins.triton_kernels.transform_coding.decode_rows import prepare_decoding
@@ -502,7 +502,7 @@ def launches_of(name, is_packed):
 
 
 def main(words):
-    """Writes a line of JSON for each kernel, of several targets in turn; AMD's have to be the last."""
+    """Write a line of JSON for each kernel, of several targets in turn; AMD's must be the last."""
     for word in words:
         if word not in VARIANTS:
             names = itertools.takewhile(VARIANTS.__contains__, words[words.index(word) + 1 :])
@@ -516,7 +516,7 @@ def compile_all(target, names):
 
     is_amd = target.startswith("gfx")
     if is_amd:
-        # What a build of PyTorch for these GPUs says of itself
+        # The version that a build of PyTorch for these GPUs reports
         torch.version.hip = "7.0"
     for name in names:
         for part, kernel, arguments, options in launches_of(name, not is_amd):

@@ -56,8 +56,8 @@ def test_compiled_kernels_are_right(capability, files, which, run_python):
     output = run_python(*command, cwd=FOLDER, PYTHONPATH=f"{EMULATOR}{os.pathsep}{FOLDER}", **variables).stdout
     assert f"target sm_{capability}" in output
     _, _, reports = output.partition("reports:\n")
-    # Rows are read in aligned words, and the last one may end behind its storage, within what is allocated. What a
-    # kernel needs more than Turing has is no matter: no smaller machine than sm_80 is executed here
+    # Rows are read in aligned words, and the last one may end behind its storage, within what is allocated. Kernels
+    # may need more than Turing has: no smaller machine than sm_80 is executed here
     known = (
         "word at the end",
         "SHARED MEMORY of sm_75",

@@ -1,6 +1,6 @@
 """Rows of pages are moved, and codes scored, as plain PyTorch does it: in Triton's interpreter, or on a GPU.
 
-What is written to is full of NaN before, so that a row which is not to be touched shows, and one left out too.
+Outputs are full of NaN before, so that rows written by mistake show, and rows left out too.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from kvcache_plugins.triton_kernels.scores import score_codes
 pytestmark = needs_triton
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn]
-# Of scores, relative to the largest: two parts of 11 bits each
+# Error of scores relative to the largest: two parts of 11 bits each
 SCORE_TOLERANCE = 1e-5
 PAGE_TOKENS = 16
 
@@ -91,7 +91,7 @@ def test_rows_up_to_count_are_gathered(num_pages, batch_size, num_heads, row_dim
 @pytest.mark.parametrize("number", [None, 4, 20])
 def test_counts_beyond_the_slots_are_clamped(number, num_slots):
     pages, slots = make_pages(2, 1, 2, 8, torch.float16), make_slots(2, 1, 2, num_slots)
-    # Of pages that are not there, which would be read at address zero
+    # Slots of missing pages, which would be read at address zero
     slots[:, :, 11 if number is None else number :] = 10**9
     check_gather(pages, slots, None if number is None else torch.full((1, 2), number, device=DEVICE), room=2)
 

@@ -131,7 +131,7 @@ class Layer:
 
 
 def distinct(states, dim):
-    """Numbers of bfloat16 in the order of others, of which none is another's equal: which is larger is not chance."""
+    """Return distinct numbers of bfloat16 in the order of `states`, so that no choice of the largest is by chance."""
     bits = torch.arange(0x3D80, 0x4180, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     table = torch.cat([-bits.flip(0), bits])
     size = states.shape[dim]

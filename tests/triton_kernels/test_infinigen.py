@@ -114,7 +114,7 @@ def test_chosen_tokens_are_those_of_pytorch(name, rule, masking):
         assert own[:number] == sorted(set(own[:number])) and set(own[number:]) <= {0}
         theirs = expected.slots[item, head, :number]
         if set(own[:number]) != set(theirs.tolist()):
-            # Of tokens with equal weights it may be others
+            # Tokens with equal weights may be exchanged
             weights = torch.cat([scores, tail_scores], dim=3).softmax(dim=3).mean(dim=2)[item, head]
             torch.testing.assert_close(weights[own[:number]].sort().values, weights[theirs].sort().values)
 

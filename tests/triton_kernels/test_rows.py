@@ -18,10 +18,10 @@ from kvcache_plugins.kernels.triton import TOO_LARGE, codebook_of, has_room, sco
 
 
 pytestmark = needs_triton
-# Of attention: relative RMS error. The reference rounds nothing, rows in bases are rounded products
+# Relative RMS error of attention. The reference rounds nothing, rows in bases are rounded products
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 5e-3}
-# Of coding: rows that may differ, where a number lies at a bound to rounding or a scale between two steps; and their
-# decoded error, relative
+# Share of coded rows that may differ, as a number lies at a bound of rounding or a scale between two steps; and their
+# relative error when decoded
 MOST_DIFFERENT, SAME_ERROR = 0.005, 1e-3
 HALVES = [torch.float16, torch.bfloat16]
 LAYOUTS = ["interleaved", "partial", "none"]
@@ -36,7 +36,7 @@ CASES = {
     # More rows than a program has
     "many-rows": Rows(1, 1, 5, 13, 67, 32, 32, 12, 8),
 }
-# Of more than 256 channels none are coded
+# Rows of more than 256 channels are not coded
 ATTENTION = {"wide-order": Rows(1, 1, 2, 2, 40, 300, 256, 64, 64), "splits": Rows(1, 1, 3, 1, 200, 16, 16, 5, 4)}
 CODING = {"d256": Rows(1, 1, 1, 1, 5, 256, 256, 128, 100), "d96": Rows(1, 1, 1, 1, 9, 96, 96, 48, 36)}
 LONG_CODING = {"many": Rows(2, 2, 1, 1, 129, 64, 64, 32, 26)}
@@ -310,7 +310,7 @@ def test_codes_at_the_bounds_are_those_of_pytorch(width):
     ends = torch.arange(-300, 301) / 64
     near = torch.cat([bounds[bounds.isfinite()], ends])
     numbers = torch.cat([near, near.nextafter(near + 1), near.nextafter(near - 1), torch.tensor([torch.inf, 100.0])])
-    # What the kernel does with them
+    # The arithmetic of the kernel
     cells = ((numbers.clamp(-4.5, 4.5) + 4.5) * 64).int()
     codes = book.cell_codes[width, cells].int() + (numbers > book.cell_bounds[width, cells]).int()
     assert torch.equal(codes.long(), torch.searchsorted(bounds, numbers))

@@ -1,4 +1,4 @@
-"""Bases that do not fit into a GPU's shared memory: plain PyTorch attends and scores in the place of the kernels."""
+"""Bases that do not fit into a GPU's shared memory: plain PyTorch attends and scores in place of kernels."""
 
 import sys
 from contextlib import nullcontext

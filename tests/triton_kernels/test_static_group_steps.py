@@ -131,7 +131,7 @@ def test_chunks_are_those_of_plain_pytorch(case, decoded):
     assert sum(each.length for each in held[0]) == sum(each.length for each in held[1])
     for mine, theirs in zip(*(segments[-1].stored() for segments in held), strict=True):
         for name, tensor in mine.items():
-            # Those of plain PyTorch may have followed others in one segment
+            # Chunks of plain PyTorch may follow others in one segment
             expected = theirs[name][:, :, -tensor.shape[2] :].float()
             is_close = (tensor.float() - expected).abs() <= 2e-3 * expected.abs() + 2e-3
             # A code may differ where a number lies at a bound
@@ -162,7 +162,7 @@ def check(name, num_steps):
     kernels = {each.fn.__name__: each for each in (attend_kernel, combine_kernel, push_kernel, select_kernel)}
     model, launches, steps, compiled = make_model(64, 2, torch.bfloat16), [], [], []
     cache = create_cache(name, model, max_cache_len=1000)
-    # What a step is given or allocates; rotated values are turned back between the launches
+    # Inputs and allocations of a step; rotated values are turned back between the launches
     own = ("query", "result", "new_", *(["output"] if name == "gear-k4v3" else []))
 
     def run(self, *arguments):

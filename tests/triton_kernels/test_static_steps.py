@@ -256,7 +256,7 @@ def check(name, num_steps):
     options, padding, _, is_calibrated = CASES[name]
     model, launches, steps, compiled = make_model(64, 2, torch.bfloat16), [], [], []
     cache = make_cache(model, is_calibrated, **options)
-    # What a step is given or allocates; in bases outputs are turned back between the launches
+    # Inputs and allocations of a step; in bases outputs are turned back between the launches
     own = ("query", "result", "new_", *(["output"] if is_calibrated else []))
 
     def run(self, *arguments):

@@ -170,7 +170,7 @@ def test_an_answer_is_right_if_greedy_decoding_gives_it(tiny_llama: PreTrainedMo
     dense, lossy = answer_questions(tiny_llama, characters, questions, factories, announced.append)
     assert dense["correct"] == [True, False]
     assert (dense["accuracy"], dense["standard_error"]) == (0.5, pytest.approx(0.5 / 2**0.5))
-    # Of the wrong answer the first three tokens are right, what follows the wrong one may be anything
+    # The first three tokens of the wrong answer are right; those behind the wrong one may be anything
     assert 0.8 <= dense["token_accuracy"] <= 0.9
     assert lossy["stats"]["tokens_cached"] > 0 < lossy["memory_at_end"]["total_bytes"]
     assert lossy["token_accuracy"] < dense["token_accuracy"]

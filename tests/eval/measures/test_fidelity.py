@@ -60,7 +60,7 @@ def windows() -> list[torch.Tensor]:
 
 
 def test_dense_against_itself_is_exact(tiny_llama, tiny_model, windows):
-    # Of a hybrid model through a cache with windows
+    # A hybrid model through a cache with windows
     hybrid = tiny_model("gemma3-hybrid")
     factories = {"dense": lambda: DynamicCache(config=hybrid.config)}
     assert measure_fidelity(hybrid, windows, factories, prefix_length=PREFIX)["dense"].kl == 0
@@ -93,7 +93,7 @@ def test_more_noise_is_worse(tiny_llama: PreTrainedModel, windows: list[torch.Te
     assert results["0.02"].top1_agreement > results["0.5"].top1_agreement
     assert results["0.5"].ppl_ratio != 1
     assert results["0.5"].kl_spread > 0
-    # Of all positions half are below the median, and nearly all below the last percentile
+    # Half of all positions are below the median, and nearly all below the last percentile
     assert 0 < results["0.5"].kl_median < results["0.5"].kl < results["0.5"].kl_p999
 
 
@@ -131,7 +131,7 @@ def test_chunks_change_only_what_goes_through_the_cache(tiny_llama, windows):
     assert decoded["dense"].kl == 0
     assert decoded["dense"].ppl == pytest.approx(whole["dense"].ppl, rel=1e-4)
     assert decoded["noisy"].kl > whole["noisy"].kl
-    # What was held is looked at after each token
+    # Bytes are measured after each token
     assert whole["dense"].mean_kv_percent is None
     assert decoded["dense"].mean_kv_percent == pytest.approx(200.0)
     with pytest.raises(ValueError, match="`chunk` has to be an integer of at least 1 or None but got"):
@@ -209,7 +209,7 @@ def test_command_writes_rows_with_their_provenance(smollm2, shared_data, tmp_pat
     assert rows["dynamic"]["kl_last_to_first_quarter"] is None
     assert rows["gear-2bit"]["stats"]["tokens_compressed"] > 0
 
-    # What the model itself has written is likelier to it than what people wrote
+    # Text that the model itself has written is likelier to it than text of people
     run(*arguments[:12], "--own", "--batch", "2", "--cache", "transform")
     (row,) = json.loads(out.read_text())["rows"]
     assert (row["num_scored"], len(row["windows"])) == (64, 2)

@@ -117,7 +117,7 @@ def test_ranks_end_with_a_command_that_was_killed(saved_with_tokenizer, wait_unt
         "    signal.pause()"
     )
     command = [sys.executable, "-c", program, saved_with_tokenizer("llama")]
-    # Files of the killed process are removed with the folder; names of sockets have to be short
+    # Files of the killed process are removed with the folder; names of sockets must be short
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "TMPDIR": folder}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as started:
